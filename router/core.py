@@ -1,0 +1,317 @@
+"""The router as one state machine: an event comes in, answers go out, and nothing else happens.
+
+It owns the tree of cached prefixes, the loads, the table of requests in flight and the placement. A request is
+placed at once or refused at once, never queued: queues are at the workers. Every request that is placed ends
+exactly once, by its gateway's `Done` or with its worker, and what a peer says out of turn is counted and ignored.
+"""
+
+from collections import Counter, OrderedDict, deque
+from dataclasses import dataclass, fields, is_dataclass
+from math import isfinite
+from typing import assert_never
+
+from router.events import (
+    TOKEN_BYTES,
+    Action,
+    Arrive,
+    Cleared,
+    Done,
+    Event,
+    Outcome,
+    Place,
+    Progress,
+    Query,
+    Refuse,
+    Removed,
+    Snapshot,
+    Stored,
+    WorkerDown,
+    WorkerUp,
+)
+from router.placement.contract import Ended, Placement, Request
+from router.radix import Hold, RadixTree
+
+MAX_LISTED_CLIENTS = 100
+"""Clients that a snapshot lists."""
+
+_MAX_ORPHANS = 100_000
+"""Requests that ended with their worker and whose `Done` is awaited; beyond, the oldest is not waited for."""
+
+
+@dataclass(slots=True)
+class _Worker:
+    """A worker that is up."""
+
+    name: str
+    url: str
+    kv: str | None
+    capacity: float
+    in_flight: int = 0
+    dispatched: int = 0
+    dispatched_tokens: int = 0
+
+    @property
+    def load(self) -> float:
+        """Requests dispatched and not done, per unit of capacity."""
+        return self.in_flight / self.capacity
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A request in flight."""
+
+    request: Request
+    worker: _Worker
+    peer: bytes
+    matched_tokens: int
+    hold: Hold
+    output_tokens: int = 0
+
+
+class Router:
+    """Places requests by `placement`. Single-threaded; the caller brings the clock, which never goes back.
+
+    A prefix stays held for `linger_s` after its request has ended, until the worker's own event confirms it.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        *,
+        name: str = "",
+        page_size: int = 16,
+        max_tree_tokens: int = 8_000_000,
+        linger_s: float = 1.0,
+    ) -> None:
+        if not linger_s >= 0:
+            raise ValueError(f"linger_s is {linger_s}: it cannot be negative")
+        self.tree = RadixTree(page_size, max_tree_tokens)
+        self._placement = placement
+        self._name = name or type(placement).__name__
+        self._linger_s = linger_s
+        self._workers: dict[str, _Worker] = {}
+        self._flights: dict[str, _Flight] = {}
+        self._orphans: OrderedDict[str, None] = OrderedDict()
+        self._lingering: deque[tuple[float, Hold]] = deque()
+        self._counts: Counter[str] = Counter()
+
+    def handle(self, event: Event, now_s: float, peer: bytes = b"") -> list[Action]:
+        """What is to be answered to `event`, which `peer` sent at `now_s`. Raises nothing on a peer's input."""
+        while self._lingering and self._lingering[0][0] <= now_s:
+            self.tree.release(self._lingering.popleft()[1])
+        match event:
+            case Arrive():
+                return [(peer, self._arrive(event, now_s, peer))]
+            case Progress():
+                self._progress(event)
+            case Done():
+                self._done(event, now_s)
+            case WorkerUp():
+                self._worker_up(event, now_s)
+            case WorkerDown():
+                self._worker_down(event.worker, now_s)
+            case Stored() | Removed() | Cleared():
+                self._cache_changed(event)
+            case Query():
+                return [(peer, Snapshot(event.id, self.state()))]
+            case _:
+                assert_never(event)
+        return []
+
+    # -- requests
+
+    def _arrive(self, event: Arrive, now_s: float, peer: bytes) -> Place | Refuse:
+        self._counts["arrived"] += 1
+        known = self._flights.get(event.id)
+        if known is not None and known.peer != peer:
+            return self._refuse(
+                event.id, "a request with this id is in flight from another gateway", retry=False
+            )
+        if known is not None:  # its gateway asks again, so it never went out
+            self._counts["asked again"] += 1
+            self._end(known, Done(event.id, outcome="failed"), now_s)
+        self._orphans.pop(event.id, None)
+        if not self._workers:
+            return self._refuse(event.id, "no worker is up", retry=True)
+        allowed = [worker for name, worker in self._workers.items() if name not in event.exclude]
+        if not allowed:
+            return self._refuse(event.id, "every worker that is up is excluded", retry=True)
+
+        input_tokens = len(event.tokens) // TOKEN_BYTES
+        request = Request(
+            event.id, event.client, event.tokens, input_tokens, event.max_output_tokens, event.namespace
+        )
+        match = self.tree.match(event.tokens, event.namespace)
+        worker = self._workers[self._placement.place(request, match, allowed, now_s)]
+        assert worker in allowed, worker.name
+        self._placement.placed(request, worker.name, match, now_s)
+        hold = self.tree.hold(worker.name, event.tokens, event.namespace)
+        matched_tokens = match.of(worker.name)
+        self._flights[event.id] = _Flight(request, worker, peer, matched_tokens, hold)
+        worker.in_flight += 1
+        worker.dispatched += 1
+        worker.dispatched_tokens += input_tokens
+        self._counts["placed"] += 1
+        self._counts["input_tokens"] += input_tokens
+        self._counts["predicted_tokens"] += matched_tokens
+        return Place(event.id, worker.name, worker.url, matched_tokens)
+
+    def _refuse(self, request: str, reason: str, *, retry: bool) -> Refuse:
+        self._counts["refused"] += 1
+        return Refuse(request, reason, retry)
+
+    def _progress(self, event: Progress) -> None:
+        flight = self._flights.get(event.id)
+        if flight is None:
+            self._counts["progress ignored"] += 1
+        else:
+            flight.output_tokens = max(flight.output_tokens, event.output_tokens)
+
+    def _done(self, event: Done, now_s: float) -> None:
+        flight = self._flights.get(event.id)
+        if flight is not None:
+            self._end(flight, event, now_s)
+        elif event.id in self._orphans:
+            del self._orphans[event.id]
+            self._counts["done after its worker"] += 1
+        else:
+            self._counts["done ignored"] += 1
+
+    def _end(self, flight: _Flight, done: Done, now_s: float) -> None:
+        """Ends a request: the only place where one leaves the table."""
+        request, worker = flight.request, flight.worker
+        del self._flights[request.id]
+        worker.in_flight -= 1
+        assert worker.in_flight >= 0, worker.name
+        if done.outcome == "failed":
+            self.tree.release(flight.hold, served=False)
+        elif self._linger_s and worker.kv is not None:
+            self._lingering.append((now_s + self._linger_s, flight.hold))
+        else:
+            self.tree.release(flight.hold)
+        output_tokens = max(flight.output_tokens, done.output_tokens)
+        self._counts[f"ended {done.outcome}"] += 1
+        self._counts["output_tokens"] += output_tokens
+        if done.cached_tokens is not None:
+            self._counts["measured_input_tokens"] += request.input_tokens
+            self._counts["measured_predicted_tokens"] += flight.matched_tokens
+            self._counts["measured_cached_tokens"] += done.cached_tokens
+        outcome: Outcome = done.outcome
+        ended = Ended(
+            request, worker.name, flight.matched_tokens, output_tokens, outcome, done.ttft_s, done.tpot_s
+        )
+        self._placement.done(ended, now_s)
+
+    # -- workers
+
+    def _worker_up(self, event: WorkerUp, now_s: float) -> None:
+        known = self._workers.get(event.worker)
+        if known is not None and (known.url, known.kv) == (event.url, event.kv):
+            known.capacity = event.capacity
+            return
+        if known is not None:  # it moved, so it is another process
+            self._worker_down(event.worker, now_s)
+        worker = _Worker(event.worker, event.url, event.kv, event.capacity)
+        # Ties go to whoever was sent fewer tokens: a newcomer is not to win all of them.
+        worker.dispatched_tokens = min(
+            (other.dispatched_tokens for other in self._workers.values()), default=0
+        )
+        self._workers[event.worker] = worker
+        self._workers = dict(sorted(self._workers.items()))
+        self.tree.add_worker(event.worker, has_events=event.kv is not None)
+        self._placement.worker_up(event.worker)
+        self._counts["workers up"] += 1
+
+    def _worker_down(self, name: str, now_s: float) -> None:
+        worker = self._workers.get(name)
+        if worker is None:
+            self._counts["worker down ignored"] += 1
+            return
+        for flight in [flight for flight in self._flights.values() if flight.worker is worker]:
+            self._end(flight, Done(flight.request.id, outcome="failed"), now_s)
+            self._counts["lost with their worker"] += 1
+            self._orphans[flight.request.id] = None
+        while len(self._orphans) > _MAX_ORPHANS:
+            self._orphans.popitem(last=False)
+        del self._workers[name]
+        self._placement.worker_down(name)
+        self.tree.remove_worker(name)
+        self._counts["workers down"] += 1
+
+    def _cache_changed(self, event: Stored | Removed | Cleared) -> None:
+        if event.worker not in self._workers:
+            self._counts["cache event ignored"] += 1
+            return
+        match event:
+            case Stored():
+                self.tree.stored(
+                    event.worker,
+                    event.hashes,
+                    event.parent,
+                    event.tokens,
+                    event.block_tokens,
+                    event.namespace,
+                )
+            case Removed():
+                self.tree.removed(event.worker, event.hashes)
+            case Cleared():
+                self.tree.clear(event.worker)
+            case _:
+                assert_never(event)
+
+    # -- looking in
+
+    def state(self) -> dict[str, object]:
+        """All that a dashboard shows: plain maps, texts and finite numbers. None stands for no limit."""
+        counts = self._counts
+        return {
+            "placement": self._name,
+            "parameters": _parameters(self._placement),
+            "workers": {
+                worker.name: {
+                    "url": worker.url,
+                    "kv": worker.kv,
+                    "capacity": worker.capacity,
+                    "in_flight": worker.in_flight,
+                    "dispatched": worker.dispatched,
+                    "dispatched_tokens": worker.dispatched_tokens,
+                    "tree_tokens": self.tree.worker_tokens(worker.name),
+                }
+                for worker in self._workers.values()
+            },
+            "in_flight": len(self._flights),
+            "decisions": counts["placed"],
+            "hits": {
+                "input_tokens": counts["input_tokens"],
+                "predicted_tokens": counts["predicted_tokens"],
+                "measured_input_tokens": counts["measured_input_tokens"],
+                "measured_predicted_tokens": counts["measured_predicted_tokens"],
+                "measured_cached_tokens": counts["measured_cached_tokens"],
+            },
+            "deficits": {
+                client: {worker: _plain(credit) for worker, credit in row.items()}
+                for client, row in self._placement.credits(MAX_LISTED_CLIENTS).items()
+            },
+            "tree": {
+                "page_size": self.tree.page_size,
+                "lingering": len(self._lingering),
+                **self.tree.counters(),
+            },
+            "counts": dict(sorted(counts.items())),
+        }
+
+
+def _parameters(placement: Placement) -> dict[str, object]:
+    """The parameters of a placement that is a dataclass."""
+    if not is_dataclass(placement):
+        return {}
+    return {field.name: _plain(getattr(placement, field.name)) for field in fields(placement) if field.init}
+
+
+def _plain(value: object) -> object:
+    """`value` as JSON can say it."""
+    if is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, float) and not isfinite(value):
+        return None
+    return value

@@ -1,0 +1,97 @@
+"""`python -m router.gateway`: the command line of the gateway."""
+
+import argparse
+import logging
+import os
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import uvicorn
+
+from router.gateway.app import CONFIG_VARIABLE, Config, create_app
+from router.gateway.relay import Limits
+from router.gateway.tokens import TokenizerError, Tokens
+from sglang_fair.processes import die_with_parent
+
+FACTORY = "router.gateway.app:create_app_from_environment"
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line. Its bounds are the fields of `Limits`."""
+    made = argparse.ArgumentParser(
+        prog="python -m router.gateway",
+        description="OpenAI API and /generate in front of the replicas; asks the router where each request goes.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    made.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    made.add_argument("--port", type=int, required=True, help="port to listen on")
+    made.add_argument("--router", required=True, metavar="tcp://HOST:PORT", help="the router's address")
+    made.add_argument("--model-name", required=True, help='the served model; clients may also say "default"')
+    made.add_argument("--tokenizer", required=True, metavar="DIR", help="folder with tokenizer.json")
+    made.add_argument("--workers", type=int, default=1, metavar="N", help="processes")
+    made.add_argument(
+        "--router-timeout", type=float, default=2.0, metavar="S", help="longest wait for the router"
+    )
+    limits = Limits()
+    bounds = {
+        "max_in_flight": "requests at a time and process; more get 429",
+        "max_body_bytes": "largest request body",
+        "tries": "replicas to try before a request fails",
+        "connect_timeout_s": "longest wait for a connection to a replica",
+        "idle_timeout_s": "longest silence of a replica or a reader",
+        "progress_interval_s": "how often the router hears of a stream's output; 0 for never",
+    }
+    for name, text in bounds.items():
+        value = getattr(limits, name)
+        option = "--" + name.removesuffix("_s").replace("_", "-")
+        made.add_argument(option, dest=name, type=type(value), default=value, metavar="N", help=text)
+    made.add_argument(
+        "--drain", type=int, default=30, metavar="S", help="time for open requests after SIGTERM"
+    )
+    made.add_argument(
+        "--log-level", default="info", choices=("debug", "info", "warning", "error"), help="of our own log"
+    )
+    made.add_argument("--outlive-parent", action="store_true", help="go on when the starting process dies")
+    return made
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Serves until SIGTERM or SIGINT; returns the exit status."""
+    line = parser()
+    options = line.parse_args(arguments)
+    logging.basicConfig(
+        level=options.log_level.upper(), format="%(asctime)s %(name)s %(levelname)s %(message)s"
+    )
+    if not options.outlive_parent:
+        die_with_parent()
+    values = {one.name: getattr(options, one.name) for one in fields(Limits)}
+    wrong = [
+        name for name, value in values.items() if value < 0 or (value == 0 and name != "progress_interval_s")
+    ]
+    if wrong or options.workers < 1 or options.router_timeout <= 0:
+        line.error(f"must be positive: {', '.join(wrong) or '--workers, --router-timeout'}")
+    config = Config(
+        options.router, options.model_name, options.tokenizer, options.router_timeout, Limits(**values)
+    )
+    shared = {
+        "host": options.host,
+        "port": options.port,
+        "access_log": False,
+        "log_level": "warning",
+        "timeout_graceful_shutdown": options.drain,
+    }
+    try:
+        if options.workers == 1:
+            uvicorn.run(create_app(config), **shared)
+        else:
+            Tokens(Path(config.tokenizer))  # fail here, not over and over in the workers
+            os.environ[CONFIG_VARIABLE] = config.to_json()
+            uvicorn.run(FACTORY, factory=True, workers=options.workers, **shared)
+    except TokenizerError as error:
+        line.error(str(error))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

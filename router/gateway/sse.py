@@ -1,0 +1,171 @@
+"""Read what a response says of its usage, and otherwise let its bytes pass.
+
+A stream of server-sent events is cut at event boundaries only, so that whatever ends a broken stream
+begins a new event; events are parsed only where a usage can be in them. The numbers are the replica's:
+
+    chat, completions   one event with `usage` and no `choices`, before [DONE]; hidden unless asked for
+    /generate           `meta_info` in every event, cumulative; the last one of each index counts
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+from router.gateway.calls import Call, Kind
+
+END_OF_EVENT = b"\n\n"
+DONE = b"data: [DONE]\n\n"
+
+_USAGE = re.compile(rb'"usage"\s*:\s*\{')
+_RID = re.compile(rb'"id"\s*:\s*"([0-9a-f]{32})"')
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens of one request over all its answers; `cached_tokens` None when the replica does not report it."""
+
+    output_tokens: int = 0
+    cached_tokens: int | None = None
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _OpenAIUsage(msgspec.Struct):
+    completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+
+
+class _OpenAIAnswer(msgspec.Struct):
+    usage: _OpenAIUsage | None = None
+    choices: list[msgspec.Raw] = []
+
+
+class _Meta(msgspec.Struct):
+    completion_tokens: int = 0
+    cached_tokens: int | None = None
+
+
+class _Generated(msgspec.Struct):
+    meta_info: _Meta | None = None
+    index: int = 0
+
+
+_OPENAI = msgspec.json.Decoder(_OpenAIAnswer)
+_GENERATED = msgspec.json.Decoder(_Generated)
+_GENERATED_ONE_OR_MORE = msgspec.json.Decoder(_Generated | list[_Generated])
+
+
+def usage_of(kind: Kind, body: bytes) -> Usage | None:
+    """The usage in a whole response body; None when it has none."""
+    try:
+        if kind != "generate":
+            return _openai_usage(_OPENAI.decode(body).usage)
+        answers = _GENERATED_ONE_OR_MORE.decode(body)
+    except msgspec.MsgspecError:
+        return None
+    return _sum(answers if isinstance(answers, list) else [answers])
+
+
+class Stream:
+    """The events of one streamed response on their way through: `feed` gives what the client is to get."""
+
+    def __init__(self, call: Call) -> None:
+        self.events = 0
+        """Events that may carry a token: an estimate of output tokens where no usage was read."""
+        self.ended = False
+        """[DONE] has passed: the response is complete."""
+        self.rids: set[str] = set()
+        """Ids that the replica itself gave to the samples of an n > 1 request."""
+        self._kind = call.kind
+        self._hide_usage = not call.wants_usage
+        self._samples = call.samples
+        self._learns_rids = call.samples > max(1, len(call.prompts))
+        self._rest = b""
+        self._usage: Usage | None = None
+        self._latest: dict[int, bytes] = {}
+
+    def feed(self, chunk: bytes) -> bytes:
+        """Takes bytes as they came; returns the whole events among them, less what is hidden."""
+        data = self._rest + chunk if self._rest else chunk
+        cut = data.rfind(END_OF_EVENT) + len(END_OF_EVENT)
+        if cut < len(END_OF_EVENT):
+            self._rest = data
+            return b""
+        self._rest = data[cut:]
+        events = data[:cut] if self._rest else data
+        self.events += events.count(END_OF_EVENT)
+        self.ended = self.ended or events.endswith(DONE)
+        if self._learns_rids:
+            self.rids.update(rid.decode() for rid in _RID.findall(events))
+        if self._kind == "generate":
+            self._keep_latest(events)
+            return events
+        return self._without_usage(events) if _USAGE.search(events) else events
+
+    @property
+    def usage(self) -> Usage:
+        """The replica's own numbers, or the estimate from the number of events."""
+        if self._latest:
+            answers = []
+            for event in self._latest.values():
+                try:
+                    answers.append(_GENERATED.decode(_data(event)))
+                except msgspec.MsgspecError:
+                    continue
+            return _sum(answers) or Usage()
+        # A chat stream opens each answer with an event that names the role.
+        return self._usage or Usage(max(0, self.events - self._samples))
+
+    def _keep_latest(self, events: bytes) -> None:
+        if self._samples == 1:
+            last = events[:-2] if not self.ended else events[: -len(DONE)].removesuffix(END_OF_EVENT)
+            if last:
+                self._latest[0] = last[last.rfind(END_OF_EVENT) + 2 if END_OF_EVENT in last else 0 :]
+            return
+        for event in _split(events):
+            try:
+                self._latest[_GENERATED.decode(_data(event)).index] = event
+            except msgspec.MsgspecError:
+                continue
+
+    def _without_usage(self, events: bytes) -> bytes:
+        kept = []
+        for event in _split(events):
+            if _USAGE.search(event):
+                try:
+                    answer = _OPENAI.decode(_data(event))
+                except msgspec.MsgspecError:
+                    answer = _OpenAIAnswer()
+                if not answer.choices and answer.usage is not None:
+                    self._usage = _openai_usage(answer.usage)
+                    if self._hide_usage:
+                        continue
+            kept.append(event + END_OF_EVENT)
+        return b"".join(kept)
+
+
+def _split(events: bytes) -> Iterator[bytes]:
+    return (event for event in events.split(END_OF_EVENT) if event)
+
+
+def _data(event: bytes) -> bytes:
+    return event.removeprefix(b"data:").strip()
+
+
+def _openai_usage(usage: _OpenAIUsage | None) -> Usage | None:
+    if usage is None:
+        return None
+    details = usage.prompt_tokens_details
+    return Usage(max(0, usage.completion_tokens or 0), details.cached_tokens if details else None)
+
+
+def _sum(answers: list[_Generated]) -> Usage | None:
+    metas = [answer.meta_info for answer in answers if answer.meta_info is not None]
+    if not metas:
+        return None
+    cached = [meta.cached_tokens for meta in metas if meta.cached_tokens is not None]
+    return Usage(sum(meta.completion_tokens for meta in metas), sum(cached) if cached else None)

@@ -1,0 +1,174 @@
+"""Turn a request's text into the token ids that its replica will see, so that prefixes can be compared.
+
+The tokenizer folder is read without `transformers`, whose import costs a gateway 2.4 s and 340 MB here:
+`tokenizer.json` by the `tokenizers` library, the chat template by jinja2 in the environment that
+transformers documents for chat templates. The rendering follows SGLang's own steps before the template
+(`sglang/srt/entrypoints/openai/serving_chat.py`). A chat that the template refuses is routed by its plain
+text: a wrong guess costs a cache hit, and whether the request is good is for the replica to say.
+"""
+
+import json
+import logging
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from router.gateway.calls import Call
+
+log = logging.getLogger("gateway")
+
+SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+MULTIMODAL = ("image", "audio", "video", "vision")
+
+
+class TokenizerError(ValueError):
+    """The folder holds no tokenizer that this gateway can use; the operator's to mend."""
+
+
+class Tokens:
+    """A tokenizer and its chat template. Thread-safe; encoding releases the GIL."""
+
+    def __init__(self, folder: Path) -> None:
+        """Reads `folder`. Raises `TokenizerError` when it holds no `tokenizer.json`."""
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise TokenizerError(f"{folder} has no tokenizer.json")
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises plain Exception
+            raise TokenizerError(f"{path}: {error}") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        config = _read_json(folder / "tokenizer_config.json")
+        self._special = {name: _special(config[name]) for name in SPECIAL_TOKENS if config.get(name)}
+        source = _template_source(folder, config)
+        self._takes_parts = source is not None and _takes_parts(source)
+        self._template = _compile(source) if source is not None else None
+        self.plain_chats = 0
+        """Chats that were routed by their plain text for want of a rendering."""
+
+    def ids(self, call: Call) -> list[list[int]]:
+        """The ids of each prompt of `call`."""
+        if call.kind == "chat" and not call.prompts:
+            return [self._chat(call.body)]
+        return [self._text(prompt) if isinstance(prompt, str) else prompt for prompt in call.prompts]
+
+    def _text(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text).ids)
+
+    def _chat(self, body: dict[str, Any]) -> list[int]:
+        try:
+            text = self._render(body)
+        except Exception as error:  # a template may raise anything, and the chat is its input
+            self.plain_chats += 1
+            if self.plain_chats == 1:
+                log.warning("a chat is routed by its plain text (said once): %s", error)
+            text = "\n".join(_flat(message.get("content")) for message in body["messages"])
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def _render(self, body: dict[str, Any]) -> str:
+        if self._template is None:
+            raise TokenizerError("the tokenizer has no chat template")
+        messages = [self._message(message) for message in body["messages"]]
+        prefix = ""
+        if messages[-1].get("role") == "assistant" and isinstance(messages[-1]["content"], str):
+            if body.get("continue_final_message"):
+                prefix = messages.pop()["content"]
+            else:
+                messages[-1] = messages[-1] | {"role": "user"}
+        tools = body.get("tools") if body.get("tool_choice") != "none" else None
+        extra = body.get("chat_template_kwargs") or {}
+        if body.get("reasoning_effort") is not None:
+            extra = {"reasoning_effort": body["reasoning_effort"]} | extra
+        variables = {
+            **self._special,
+            "add_generation_prompt": True,
+            **extra,
+            "messages": messages,
+            "tools": tools,
+        }
+        return str(self._template.render(**variables)) + prefix
+
+    def _message(self, message: dict[str, Any]) -> dict[str, Any]:
+        known = {key: value for key, value in message.items() if value is not None}
+        content = known.get("content", "")
+        return known | {"content": content if self._takes_parts else _flat(content)}
+
+
+def _flat(content: Any) -> str:
+    if isinstance(content, list):
+        texts = [part.get("text", "") if isinstance(part, dict) else str(part) for part in content]
+        return " ".join(text for text in texts if text)
+    return "" if content is None else str(content)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TokenizerError(f"{path}: {error}") from error
+    return found if isinstance(found, dict) else {}
+
+
+def _special(value: Any) -> str:
+    return str(value["content"]) if isinstance(value, dict) and "content" in value else str(value)
+
+
+def _template_source(folder: Path, config: dict[str, Any]) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        named = {one["name"]: one["template"] for one in template}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    def raise_exception(message: str) -> NoReturn:
+        raise jinja2.TemplateError(message)
+
+    def tojson(value: Any, indent: int | None = None, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+
+    def strftime_now(form: str) -> str:
+        return datetime.now().astimezone().strftime(form)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = strftime_now
+    return environment
+
+
+def _compile(source: str) -> jinja2.Template | None:
+    try:
+        return _environment().from_string(source)
+    except jinja2.TemplateError as error:
+        log.warning("the chat template cannot be read, chats are routed by their plain text: %s", error)
+        return None
+
+
+def _takes_parts(source: str) -> bool:
+    """Whether the template walks over a message's parts; else parts are joined to one text before it."""
+    if any(word in source for word in MULTIMODAL):
+        return True
+    try:
+        loops = _environment().parse(source).find_all(jinja2.nodes.For)
+    except jinja2.TemplateError:
+        return False
+    return any(
+        (isinstance(loop.iter, jinja2.nodes.Getitem) and getattr(loop.iter.arg, "value", None) == "content")
+        or (isinstance(loop.iter, jinja2.nodes.Getattr) and loop.iter.attr == "content")
+        for loop in loops
+    )

@@ -1,0 +1,36 @@
+"""Which worker for this request: the placements by name. A new one is one file and one line here."""
+
+from collections.abc import Callable
+from dataclasses import fields
+
+from router.placement.client_round_robin import ClientRoundRobin
+from router.placement.contract import Placement
+from router.placement.d2lpm import D2lpm
+from router.placement.preble import Preble
+from router.placement.round_robin import RoundRobin
+
+PLACEMENTS: dict[str, Callable[..., Placement]] = {
+    "d2lpm": D2lpm,
+    "round_robin": RoundRobin,
+    "client_round_robin": ClientRoundRobin,
+    "preble": Preble,
+}
+
+
+def parameters(placement: str) -> tuple[str, ...]:
+    """The names of a placement's parameters: the fields of its dataclass."""
+    return tuple(field.name for field in fields(_known(placement)) if field.init)  # type: ignore[arg-type]
+
+
+def build(placement: str, **values: object) -> Placement:
+    """The placement of this name. Raises ValueError for an unknown name, parameter, or value."""
+    unknown = sorted(set(values) - set(parameters(placement)))
+    if unknown:
+        raise ValueError(f"placement {placement} has no parameter {', '.join(unknown)}")
+    return _known(placement)(**values)
+
+
+def _known(placement: str) -> Callable[..., Placement]:
+    if placement not in PLACEMENTS:
+        raise ValueError(f"no placement {placement!r}: there are {', '.join(PLACEMENTS)}")
+    return PLACEMENTS[placement]

@@ -1,0 +1,57 @@
+"""Round robin per client: each client goes through all workers by its own pointer.
+
+Unit of fairness: with a fair scheduler at every worker the difference between backlogged clients is bounded by the
+number of workers times the local bound (dlpm, Theorem A.6); VTC with it is the paper's fair baseline (§4.3).
+Trade-off: every client's load is spread evenly, every prefix is computed on every worker.
+
+A client starts at a worker that its name picks, so that many clients of one request each do not meet at the first.
+"""
+
+import zlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from router.placement.contract import Ended, Request, WorkerView
+from router.placement.round_robin import after
+from router.radix import Match
+
+
+@dataclass
+class ClientRoundRobin:
+    """A pointer for each of the last `max_clients` clients; a forgotten one starts over, which costs nobody."""
+
+    max_clients: int = 100_000
+
+    _last: OrderedDict[str, str] = field(default_factory=OrderedDict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.max_clients < 1:
+            raise ValueError(f"max_clients is {self.max_clients}: at least one is needed")
+
+    def place(self, request: Request, match: Match, workers: Sequence[WorkerView], now_s: float) -> str:
+        """The worker after this client's last one, in the order of names."""
+        last = self._last.get(request.client)
+        if last is None:
+            return workers[zlib.crc32(request.client.encode()) % len(workers)].name
+        return after(last, workers)
+
+    def placed(self, request: Request, worker: str, match: Match, now_s: float) -> None:
+        """Moves this client's pointer."""
+        self._last[request.client] = worker
+        self._last.move_to_end(request.client)
+        if len(self._last) > self.max_clients:
+            self._last.popitem(last=False)
+
+    def done(self, ended: Ended, now_s: float) -> None:
+        """Changes nothing."""
+
+    def worker_up(self, worker: str) -> None:
+        """Changes nothing: a pointer is a place in the order of names."""
+
+    def worker_down(self, worker: str) -> None:
+        """Changes nothing."""
+
+    def credits(self, limit: int) -> dict[str, dict[str, float]]:
+        """None are kept."""
+        return {}

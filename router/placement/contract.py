@@ -1,0 +1,96 @@
+"""What a placement sees, what it decides, and what it is told.
+
+A placement answers one question: which worker for this request? It keeps no count of requests in flight and no
+belief about caches: loads come with `workers`, cached prefixes with `match`, both owned by the router's core. What
+it keeps beyond that (credits, pointers, costs) is its own, and bounded in the number of clients and requests.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from router.events import Outcome
+from router.radix import Match
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request that needs a worker. `tokens` is its prompt, `input_tokens` their number."""
+
+    id: str
+    client: str
+    tokens: bytes
+    input_tokens: int
+    max_output_tokens: int = 0
+    namespace: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A request that was placed and is over, however it ended."""
+
+    request: Request
+    worker: str
+    matched_tokens: int
+    output_tokens: int
+    outcome: Outcome
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+
+class WorkerView(Protocol):
+    """A worker that is up, as a placement may look at it."""
+
+    @property
+    def name(self) -> str:
+        """Its name, unique among workers."""
+        ...
+
+    @property
+    def load(self) -> float:
+        """Requests dispatched to it and not yet done, divided by its capacity: s_w of D2LPM."""
+        ...
+
+    @property
+    def dispatched_tokens(self) -> int:
+        """Prompt tokens sent to it so far, for ties: whoever had less comes first."""
+        ...
+
+
+class Placement(Protocol):
+    """Chooses workers. Deterministic: the same calls give the same choices. Every order it uses is total.
+
+    The core promises: `worker_up` before a worker appears in `workers`, `worker_down` after `done` of all that was
+    placed there; `workers` is never empty, in the order of names, and leaves out whom the request excludes; each
+    `place` is followed by `placed` of the same request, and each `placed` by exactly one `done`; `now_s` never
+    falls.
+    """
+
+    def place(self, request: Request, match: Match, workers: Sequence[WorkerView], now_s: float) -> str:
+        """The name of one of `workers`. May refill credits, charges nothing."""
+        ...
+
+    def placed(self, request: Request, worker: str, match: Match, now_s: float) -> None:
+        """The request was sent to `worker`."""
+        ...
+
+    def done(self, ended: Ended, now_s: float) -> None:
+        """The request is over."""
+        ...
+
+    def worker_up(self, worker: str) -> None:
+        """`worker` is new, or back with nothing of what it had."""
+        ...
+
+    def worker_down(self, worker: str) -> None:
+        """`worker` is gone."""
+        ...
+
+    def credits(self, limit: int) -> dict[str, dict[str, float]]:
+        """Client -> worker -> credit left, of at most `limit` clients, the latest first; empty if it has none."""
+        ...
+
+
+def least_loaded(workers: Sequence[WorkerView]) -> str:
+    """The least loaded of `workers`; among equals, who was sent fewer tokens so far; then by name."""
+    return min(workers, key=lambda worker: (worker.load, worker.dispatched_tokens, worker.name)).name

@@ -1,0 +1,44 @@
+"""Round robin over requests: each worker in turn, whoever asks. SGLang's own default.
+
+Unit of fairness: none; a client gets as much of a worker as it sends. Trade-off: even in the number of requests,
+blind to their length and to caches. With a local LPM queue it is the paper's baseline "RR + LPM" (dlpm, §4.3).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from router.placement.contract import Ended, Request, WorkerView
+from router.radix import Match
+
+
+@dataclass
+class RoundRobin:
+    """One pointer for all: the next worker by name after the last one chosen."""
+
+    _last: str = field(default="", init=False, repr=False)
+
+    def place(self, request: Request, match: Match, workers: Sequence[WorkerView], now_s: float) -> str:
+        """The worker after the last one, in the order of names."""
+        return after(self._last, workers)
+
+    def placed(self, request: Request, worker: str, match: Match, now_s: float) -> None:
+        """Moves the pointer."""
+        self._last = worker
+
+    def done(self, ended: Ended, now_s: float) -> None:
+        """Changes nothing."""
+
+    def worker_up(self, worker: str) -> None:
+        """Changes nothing: the pointer is a place in the order of names."""
+
+    def worker_down(self, worker: str) -> None:
+        """Changes nothing."""
+
+    def credits(self, limit: int) -> dict[str, dict[str, float]]:
+        """None are kept."""
+        return {}
+
+
+def after(last: str, workers: Sequence[WorkerView]) -> str:
+    """The first name greater than `last`, or the first of all; `workers` are in the order of names."""
+    return next((worker.name for worker in workers if worker.name > last), workers[0].name)

@@ -1,0 +1,241 @@
+"""Follow one replica's KV events in order: a pure `Follower` of sequence numbers, and the sockets that feed it.
+
+A publisher numbers its batches from 0 and keeps the last ones for replay. PUB/SUB loses what is sent
+before a subscription and what overflows; it never reorders or repeats within a connection. So of a live
+number n, with e the next one expected and l the highest one seen live:
+
+    n = e             apply
+    n > e             a gap: hold n, ask for a replay from e, apply both in order
+    l < n < e         a replay was faster than the live stream: drop it, unless it is newer than all we applied
+    n <= l            the replica restarted: its cache is empty, begin again at 0
+
+What no replay can heal is counted as lost and passed over: events are hints to placement, and a tree
+that misses some predicts fewer or staler hits, never a wrong answer.
+"""
+
+import math
+from dataclasses import dataclass
+
+import zmq
+
+from router.events import Cleared, ProtocolError
+from router.wire import END_OF_REPLAY, CacheEvent, decode_kv_batch, decode_sequence, encode_sequence
+
+MAX_HELD_BATCHES = 20_000
+"""Batches kept while a replay is under way; beyond it the gap is given up."""
+
+
+@dataclass
+class FollowCounts:
+    """What became of the batches and events of one replica."""
+
+    applied_batches: int = 0
+    duplicate_batches: int = 0
+    lost_batches: int = 0
+    unreadable_batches: int = 0
+    skipped_events: int = 0
+    gaps: int = 0
+    replays: int = 0
+    restarts: int = 0
+
+
+class Follower:
+    """Turns numbered batches, live and replayed, into events in order. No sockets and no clock.
+
+    After each call `ask_from` is the number to ask a replay from, or None; the caller clears it by
+    `asked`. `reopen` tells that answers still under way belong to a replica that is gone.
+    """
+
+    def __init__(self, worker: str, can_replay: bool) -> None:
+        self.worker = worker
+        self.counts = FollowCounts()
+        self.ask_from: int | None = 0 if can_replay else None
+        self.reopen = False
+        self._can_replay = can_replay
+        self._replay_start: int | None = None
+        self._expected = 0
+        self._newest_live = -1
+        self._published_s = -math.inf
+        self._held: dict[int, bytes] = {}
+        self._waiting_since_s = math.inf
+
+    @property
+    def expected(self) -> int:
+        """The number of the next batch to apply."""
+        return self._expected
+
+    def asked(self, now_s: float) -> None:
+        """The replay that `ask_from` names has been asked for."""
+        self._replay_start, self.ask_from = self.ask_from, None
+        self.counts.replays += 1
+        if self._held:
+            self._waiting_since_s = now_s
+
+    def live(self, sequence: int, payload: bytes, now_s: float) -> list[CacheEvent]:
+        """A batch came from the PUB socket; the events that are now in order."""
+        events: list[CacheEvent] = []
+        if self._is_restart(sequence, payload):
+            events.append(self._restart())
+        self._newest_live = max(self._newest_live, sequence)
+        if sequence < self._expected:
+            self.counts.duplicate_batches += 1
+            return events
+        if not self._held:
+            self._waiting_since_s = now_s
+        self._held[sequence] = payload
+        events += self._drain()
+        if self._held and self._replay_start is None and self.ask_from is None:
+            self.counts.gaps += 1
+            self._ask_or_skip(events)
+        if len(self._held) > MAX_HELD_BATCHES:
+            self._skip_gaps(events)
+        return events
+
+    def replayed(self, sequence: int, payload: bytes) -> list[CacheEvent]:
+        """A batch came from the replay socket; the events that are now in order."""
+        if self._replay_start is None or sequence < self._expected:
+            return []
+        self._held[sequence] = payload
+        if sequence > self._expected:
+            # A replay answers in order: what it jumped over is no longer kept anywhere.
+            oldest = min(self._held)
+            self.counts.lost_batches += oldest - self._expected
+            self._expected = oldest
+        return self._drain()
+
+    def end_of_replay(self) -> list[CacheEvent]:
+        """The replica has sent all that it keeps; asks again while that makes progress."""
+        events: list[CacheEvent] = []
+        start, self._replay_start = self._replay_start, None
+        if start is None or not self._held:
+            return events
+        if self._expected > start:
+            self.ask_from = self._expected
+        else:
+            self._skip_gaps(events)
+        return events
+
+    def give_up_after(self, timeout_s: float, now_s: float) -> list[CacheEvent]:
+        """Passes over the gap when a replay has kept batches waiting longer than `timeout_s`."""
+        events: list[CacheEvent] = []
+        if self._held and now_s - self._waiting_since_s > timeout_s:
+            self._replay_start, self.reopen = None, True
+            self._skip_gaps(events)
+        return events
+
+    def _is_restart(self, sequence: int, payload: bytes) -> bool:
+        if sequence >= self._expected and sequence > self._newest_live:
+            return False
+        if sequence <= self._newest_live:
+            return True
+        try:
+            return decode_kv_batch(self.worker, payload).published_s > self._published_s
+        except ProtocolError:
+            return False
+
+    def _restart(self) -> Cleared:
+        self.counts.restarts += 1
+        self._expected, self._newest_live, self._published_s = 0, -1, -math.inf
+        self._held.clear()
+        self._replay_start, self.ask_from, self.reopen = None, None, True
+        return Cleared(self.worker)
+
+    def _ask_or_skip(self, events: list[CacheEvent]) -> None:
+        if self._can_replay:
+            self.ask_from = self._expected
+        else:
+            self._skip_gaps(events)
+
+    def _skip_gaps(self, events: list[CacheEvent]) -> None:
+        while self._held:
+            oldest = min(self._held)
+            self.counts.lost_batches += oldest - self._expected
+            self._expected = oldest
+            events += self._drain()
+
+    def _drain(self) -> list[CacheEvent]:
+        events: list[CacheEvent] = []
+        while (payload := self._held.pop(self._expected, None)) is not None:
+            self._expected += 1
+            try:
+                batch = decode_kv_batch(self.worker, payload)
+            except ProtocolError:
+                self.counts.unreadable_batches += 1
+                continue
+            self.counts.applied_batches += 1
+            self.counts.skipped_events += batch.skipped
+            self._published_s = max(self._published_s, batch.published_s)
+            events += batch.events
+        return events
+
+
+class Replica:
+    """The sockets to one replica's KV events: SUB to its stream, DEALER to its replay, if it has one."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], worker: str, kv: str, replay: str | None
+    ) -> None:
+        """Connects; raises `zmq.ZMQError` for an address that is none."""
+        self.kv, self.replay = kv, replay
+        self.follower = Follower(worker, can_replay=replay is not None)
+        self._context = context
+        self.replay_socket: zmq.Socket[bytes] | None = None
+        self.kv_socket = context.socket(zmq.SUB)
+        try:
+            self.kv_socket.setsockopt(zmq.LINGER, 0)
+            self.kv_socket.setsockopt(zmq.RCVHWM, 100_000)
+            self.kv_socket.setsockopt(zmq.HEARTBEAT_IVL, 5_000)
+            self.kv_socket.setsockopt(zmq.SUBSCRIBE, b"")
+            self.kv_socket.connect(kv)
+            self.open_replay()
+        except zmq.ZMQError:
+            self.close()
+            raise
+
+    def open_replay(self) -> None:
+        """A fresh replay socket: answers to what was asked on the old one are gone with it."""
+        self.follower.reopen = False
+        if self.replay is None:
+            return
+        if self.replay_socket is not None:
+            self.replay_socket.close(0)
+        self.replay_socket = self._context.socket(zmq.DEALER)
+        self.replay_socket.setsockopt(zmq.LINGER, 0)
+        self.replay_socket.connect(self.replay)
+
+    def ask_replay(self, now_s: float) -> bool:
+        """Sends the replay request that the follower wants, if it wants one; whether sockets changed."""
+        reopened = self.follower.reopen
+        if reopened:
+            self.open_replay()
+        if self.follower.ask_from is not None and self.replay_socket is not None:
+            # Never blocks: at most one request is under way on a socket.
+            self.replay_socket.send_multipart([b"", encode_sequence(self.follower.ask_from)], zmq.NOBLOCK)
+            self.follower.asked(now_s)
+        return reopened
+
+    def on_kv(self, frames: list[bytes], now_s: float) -> list[CacheEvent]:
+        """A message of the stream: `[topic, number, batch]`. Raises `ProtocolError` for another shape."""
+        if len(frames) != 3:
+            raise ProtocolError(f"a KV message has 3 frames, not {len(frames)}")
+        sequence = decode_sequence(frames[1])
+        if sequence < 0:
+            raise ProtocolError(f"a KV message has the number {sequence}")
+        return self.follower.live(sequence, frames[2], now_s)
+
+    def on_replay(self, frames: list[bytes]) -> list[CacheEvent]:
+        """An answer to a replay request: `["", topic, number, batch]`. Raises `ProtocolError` likewise."""
+        if len(frames) != 4:
+            raise ProtocolError(f"a replayed KV message has 4 frames, not {len(frames)}")
+        sequence = decode_sequence(frames[2])
+        if sequence == END_OF_REPLAY:
+            return self.follower.end_of_replay()
+        if sequence < 0:
+            raise ProtocolError(f"a replayed KV message has the number {sequence}")
+        return self.follower.replayed(sequence, frames[3])
+
+    def close(self) -> None:
+        """Closes both sockets; again is harmless."""
+        self.kv_socket.close(0)
+        if self.replay_socket is not None:
+            self.replay_socket.close(0)

@@ -1,0 +1,170 @@
+"""One process of a plan: started in a session of its own, its lines read, ended with all that it started."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import psutil
+
+from sglang_fair.cluster.plan import Process
+
+TAIL_LINES = 30
+LONGEST_LINE = 2_000
+"""Characters; SGLang prints its whole configuration in one line."""
+
+MAX_PENDING_BYTES = 1 << 20
+SWEEP_S = 2.0
+
+
+class Child:
+    """A running process. Made by `Child.start`; `pid` is also the id of its session and process group."""
+
+    def __init__(
+        self, spec: Process, process: asyncio.subprocess.Process, output: int, on_line: Callable[[str, str], None]
+    ) -> None:
+        """`output` is the read end of the pipe that stdout and stderr go to; it is closed here."""
+        self.spec = spec
+        self.pid = process.pid
+        self.started_s = time.monotonic()
+        self.ready_s: float | None = None
+        self.tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._process = process
+        self._on_line = on_line
+        self._wanted: dict[asyncio.Event, str] = {}
+        self._reader = asyncio.create_task(self._read(output))
+        self._exit = asyncio.create_task(process.wait())
+
+    @classmethod
+    async def start(cls, spec: Process, on_line: Callable[[str, str], None]) -> "Child":
+        """Starts `spec`; `on_line(name, line)` gets what it prints. Raises OSError when it cannot be started."""
+        ours, its = os.pipe()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *spec.argv,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=its,
+                stderr=its,
+                env={**os.environ, **spec.env},
+                start_new_session=True,
+            )
+        except BaseException:
+            os.close(ours)
+            raise
+        finally:
+            os.close(its)
+        return cls(spec, process, ours, on_line)
+
+    @property
+    def running(self) -> bool:
+        """Whether the main process has not ended."""
+        return self._process.returncode is None
+
+    @property
+    def served_s(self) -> float:
+        """Seconds since it became ready, 0 if it never did."""
+        return 0.0 if self.ready_s is None else time.monotonic() - self.ready_s
+
+    async def exited(self) -> str:
+        """Waits for the main process to end, and for its last lines; how it ended, in words."""
+        await asyncio.shield(self._exit)
+        await asyncio.wait([self._reader], timeout=0.5)  # a grandchild may hold the pipe open
+        return how_it_ended(self._exit.result())
+
+    async def saw(self, text: str) -> None:
+        """Waits for a line that contains `text`; what it printed before counts."""
+        seen = asyncio.Event()
+        if any(text in line for line in self.tail):
+            return
+        self._wanted[seen] = text
+        try:
+            await seen.wait()
+        finally:
+            del self._wanted[seen]
+
+    async def stop(self, hurry: asyncio.Event) -> bool:
+        """Ends it and everything in its session; False when it had to be killed.
+
+        SIGTERM goes to the main process alone: SGLang's others must serve on while it finishes what is
+        in flight. After `stop_grace_s`, or as soon as `hurry` is set, all are killed.
+        """
+        if self.running:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGTERM)
+            hurried = asyncio.create_task(hurry.wait())
+            await asyncio.wait(
+                [self._exit, hurried], timeout=self.spec.stop_grace_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            hurried.cancel()
+        in_time = not self.running
+        await self.sweep()
+        await asyncio.shield(self._exit)
+        self._reader.cancel()
+        await asyncio.wait([self._reader])
+        return in_time
+
+    async def sweep(self) -> None:
+        """Kills what is left of its session, the main process included."""
+        deadline_s = time.monotonic() + SWEEP_S
+        while members := list(session_members(self.pid)):
+            for pid in members:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            if time.monotonic() > deadline_s:
+                return
+            await asyncio.sleep(0.02)
+
+    async def _read(self, output: int) -> None:
+        loop = asyncio.get_running_loop()
+        stream = asyncio.StreamReader()
+        with os.fdopen(output, "rb", buffering=0) as pipe:
+            transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), pipe)
+            try:
+                pending = b""
+                while block := await stream.read(1 << 16):
+                    *lines, pending = (pending + block).split(b"\n")
+                    for line in lines:
+                        self._take(line)
+                    if len(pending) > MAX_PENDING_BYTES:
+                        self._take(pending)
+                        pending = b""
+                if pending:
+                    self._take(pending)
+            finally:
+                transport.close()
+
+    def _take(self, raw: bytes) -> None:
+        # Of a progress bar, which draws over itself, the last state counts.
+        line = raw.decode(errors="replace").rstrip("\r").rpartition("\r")[2].rstrip()
+        if not line:
+            return
+        for seen, text in self._wanted.items():
+            if text in line:
+                seen.set()
+        if len(line) > LONGEST_LINE:
+            line = f"{line[:LONGEST_LINE]} … ({len(line) - LONGEST_LINE} more characters)"
+        self.tail.append(line)
+        self._on_line(self.spec.name, line)
+
+
+def session_members(session: int) -> Iterator[int]:
+    """Ids of the living processes of a session; zombies are left to their parents."""
+    for pid in psutil.pids():
+        try:
+            if os.getsid(pid) == session and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                yield pid
+        except (ProcessLookupError, PermissionError, psutil.Error):
+            continue
+
+
+def how_it_ended(code: int) -> str:
+    """An exit code in words."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"

@@ -1,0 +1,70 @@
+"""The supervisor's line to the router: is it there, and which replicas died or came back."""
+
+import asyncio
+import contextlib
+from typing import Protocol
+
+import zmq
+import zmq.asyncio
+
+from router.events import ProtocolError, Query, Snapshot, WorkerDown, WorkerUp, decode_answer, encode
+from sglang_fair.cluster.plan import Worker
+
+
+class Link(Protocol):
+    """Tells a router about its workers."""
+
+    def up(self, worker: Worker) -> None:
+        """`worker` serves again, with an empty cache."""
+        ...
+
+    def down(self, worker: Worker) -> None:
+        """`worker` is gone."""
+        ...
+
+    def close(self) -> None:
+        """No more to tell."""
+        ...
+
+
+class RouterLink:
+    """A DEALER socket to the router. What is told while the router is down reaches the next one, in order."""
+
+    def __init__(self, endpoint: str) -> None:
+        """Connects in the background."""
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
+        self._socket.connect(endpoint)
+
+    def up(self, worker: Worker) -> None:
+        """`worker` serves again, with an empty cache."""
+        self._send(encode(WorkerUp(worker.name, worker.url, worker.kv, worker.replay)))
+
+    def down(self, worker: Worker) -> None:
+        """`worker` is gone."""
+        self._send(encode(WorkerDown(worker.name)))
+
+    def close(self) -> None:
+        """Drops what has not been sent."""
+        self._socket.close()
+        self._context.term()
+
+    def _send(self, message: bytes) -> None:
+        # A thousand deaths unheard: the router is beyond news, and it learns of dead replicas by itself.
+        with contextlib.suppress(zmq.Again):
+            self._socket.send(message, zmq.NOBLOCK)
+
+
+async def router_answers(endpoint: str, timeout_s: float = 1.0) -> bool:
+    """Whether a router at `endpoint` answers a query within `timeout_s`."""
+    with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(endpoint)
+        await socket.send(encode(Query("ready?")))
+        try:
+            answer = decode_answer(await asyncio.wait_for(socket.recv(), timeout_s))
+        except (TimeoutError, ProtocolError):
+            return False
+        return isinstance(answer, Snapshot)

@@ -1,0 +1,89 @@
+"""Where the model lies, under which name it is served and how heavy it is, found before a replica is started.
+
+    python -m sglang_fair.cluster.model NAME      prepares or fetches what is missing; prints one line of JSON
+
+It runs as a process of its own so that Ctrl-C ends it in the middle of a download, and so that the
+supervisor holds none of the memory that a conversion takes.
+"""
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sglang_fair.cluster.plan import Model
+from sglang_fair.engines import models
+
+GATEWAY_FILES = ("config.json", "tokenizer*", "*.jinja", "special_tokens_map.json", "generation_config.json")
+"""What a gateway needs of a model that is not on this disk; SGLang fetches the rest."""
+
+BYTES_PER_PARAMETER = 2
+
+
+class NoModel(RuntimeError):
+    """There is no such model, or it cannot be prepared; the text is one line."""
+
+
+def describe(name: str, progress: models.Progress | None = None) -> Model:
+    """The model called `name`, prepared or fetched as far as a gateway needs it. Raises `NoModel`."""
+    try:
+        found = models.find(name, progress)
+        folder = Path(found.path)
+        if not folder.is_dir():
+            folder = _fetch(found.path, progress)
+        weights_bytes = found.weight_bytes or estimate_bytes(json.loads((folder / "config.json").read_text()))
+    except (ValueError, OSError, RuntimeError) as error:
+        raise NoModel(" ".join(str(error).split())) from error
+    return Model(folder=folder, served_name=found.served_name, weights_bytes=weights_bytes)
+
+
+def estimate_bytes(config: Mapping[str, Any]) -> int:
+    """Bytes of a dense transformer's weights in 16 bits, from its config.json; 0 when it does not say enough."""
+    try:
+        layers, hidden = int(config["num_hidden_layers"]), int(config["hidden_size"])
+        vocabulary, heads = int(config["vocab_size"]), int(config["num_attention_heads"])
+        intermediate = int(config["intermediate_size"])
+    except (KeyError, TypeError, ValueError):
+        return 0
+    head = int(config.get("head_dim") or hidden // heads)
+    attention = hidden * head * (2 * heads + 2 * int(config.get("num_key_value_heads") or heads))
+    embeddings = vocabulary * hidden * (1 if config.get("tie_word_embeddings") else 2)
+    return BYTES_PER_PARAMETER * (layers * (attention + 3 * hidden * intermediate) + embeddings)
+
+
+def _fetch(model_id: str, progress: models.Progress | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    if progress:
+        progress(f"fetching the tokenizer of {model_id}")
+    try:
+        return Path(snapshot_download(model_id, allow_patterns=list(GATEWAY_FILES)))
+    except RepositoryNotFoundError as error:
+        raise NoModel(f"there is no model {model_id} on the hub, or it is private (HF_TOKEN)") from error
+    except (HfHubHTTPError, LocalEntryNotFoundError) as error:
+        raise NoModel(f"cannot fetch {model_id} from the hub, and it is not in the local cache") from error
+
+
+def main(arguments: list[str]) -> int:
+    """Prints the model as JSON on stdout; exit code 2 and one line on stderr when there is none."""
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    (name,) = arguments
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    try:
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(f"model {name}", total=None)
+            model = describe(name, lambda text: bar.update(task, description=text))
+    except NoModel as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(json.dumps({"folder": str(model.folder), "served_name": model.served_name,
+                      "weights_bytes": model.weights_bytes}))  # fmt: skip
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

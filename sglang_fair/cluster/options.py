@@ -1,0 +1,146 @@
+"""What the operator asks for, and whether it can be meant: PURE, checked before anything is started."""
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from sglang_fair.core import POLICIES, make_policy
+from sglang_fair.core.cost import Linear
+from sglang_fair.core.policy import Weights
+
+Device = Literal["cpu", "cuda"]
+
+DEVICES = ("auto", "cpu", "cuda")
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+
+STOCK_PREFIX = "sglang:"
+"""Before a policy name: SGLang's own policy of that name, without the fair scheduler."""
+
+OURS: Mapping[str, str] = {
+    "--host": "--host",
+    "--port": "--port",
+    "--device": "--device",
+    "--model": "--model",
+    "--model-path": "--model",
+    "--schedule-policy": "--policy",
+    "--kv-events-config": "",
+    "--served-model-name": "",
+}
+"""SGLang arguments that the cluster sets itself -> the option of ours to use instead, "" for none."""
+
+
+class ConfigError(ValueError):
+    """The operator asked for something that cannot be; the text is one line that says what."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """One cluster as asked for. Quanta and weights are in service units (see `core.cost`)."""
+
+    replicas: int = 2
+    device: str = "auto"
+    model: str = "default"
+    policy: str = "dlpm"
+    placement: str = "d2lpm"
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """Of the gateway; 0 takes a free one."""
+    quantum: float = 2000.0
+    worker_quantum: float | None = None
+    """None: the router's own default."""
+    extend_weight: float = 1.0
+    output_weight: float = 2.0
+    client_weights: Mapping[str, float] = field(default_factory=dict)
+    log_level: str = "info"
+    start_timeout_s: float | None = None
+    """Longest wait for one process to become ready; None: reckoned from the machine and the model."""
+    extra: tuple[str, ...] = ()
+    """Arguments for every replica's SGLang server."""
+
+
+def parse_client_weights(text: str) -> dict[str, float]:
+    """`{"client": share, ...}` from JSON. Raises `ConfigError`."""
+    try:
+        weights = json.loads(text or "{}")
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"--client-weights is not JSON: {error}") from None
+    if not isinstance(weights, dict) or not all(type(share) in (int, float) for share in weights.values()):
+        raise ConfigError(f"--client-weights must map client names to numbers, not {text}")
+    return weights
+
+
+def check(options: Options, placements: Collection[str]) -> None:
+    """Raises `ConfigError` for the first thing in `options` that is wrong whatever the machine."""
+    if options.replicas < 1:
+        raise ConfigError(f"--replicas must be at least 1, not {options.replicas}")
+    for option, value, known in (
+        ("--device", options.device, DEVICES),
+        ("--placement", options.placement, placements),
+        ("--log-level", options.log_level, LOG_LEVELS),
+    ):
+        if value not in known:
+            raise ConfigError(f"unknown {option} {value!r}; there are {', '.join(known)}")
+    if options.policy not in POLICIES and not options.policy.removeprefix(STOCK_PREFIX) != options.policy:
+        raise ConfigError(
+            f"unknown --policy {options.policy!r}; there are {', '.join(POLICIES)} and {STOCK_PREFIX}NAME for SGLang's own"
+        )
+    if not 0 <= options.port <= 65535:
+        raise ConfigError(f"--port must lie from 0 to 65535, not {options.port}")
+    for option, number in (("--worker-quantum", options.worker_quantum), ("--start-timeout", options.start_timeout_s)):
+        if number is not None and not number > 0:
+            raise ConfigError(f"{option} must be above 0, not {number}")
+    try:
+        Linear(options.extend_weight, options.output_weight)
+        make_policy("dlpm", quantum=options.quantum, weights=Weights(options.client_weights))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    _check_extra(options.extra)
+
+
+def extra_argument(extra: Sequence[str], *names: str) -> str | None:
+    """The value that `extra` gives an argument, as `--name value` or `--name=value`; the last one wins."""
+    value = None
+    for position, word in enumerate(extra):
+        name, equals, inline = word.partition("=")
+        if name not in names:
+            continue
+        if not equals and position + 1 == len(extra):
+            raise ConfigError(f"{name} needs a value")
+        value = inline if equals else extra[position + 1]
+    return value
+
+
+def extra_number(extra: Sequence[str], default: int, *names: str) -> int:
+    """Like `extra_argument`, for one that is a whole number from 1."""
+    text = extra_argument(extra, *names)
+    if text is None:
+        return default
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"{names[0]} must be a whole number from 1, not {text!r}")
+    return int(text)
+
+
+def gpus_per_replica(extra: Sequence[str]) -> int:
+    """GPUs that one replica spreads over: tensor times pipeline parallelism."""
+    tensor = extra_number(extra, 1, "--tp", "--tp-size", "--tensor-parallel-size")
+    return tensor * extra_number(extra, 1, "--pp", "--pp-size", "--pipeline-parallel-size")
+
+
+def page_tokens(extra: Sequence[str]) -> int:
+    """Tokens in a block of a replica's cache; the router must count in the same blocks."""
+    return extra_number(extra, 16, "--page-size")
+
+
+def _check_extra(extra: Sequence[str]) -> None:
+    if extra and not extra[0].startswith("-"):
+        raise ConfigError(f"unexpected argument {extra[0]!r}; SGLang's arguments follow --")
+    for word in extra:
+        name = word.partition("=")[0]
+        if name in OURS:
+            instead = f"use {OURS[name]} before the --" if OURS[name] else "it cannot be given"
+            raise ConfigError(f"the cluster sets {name} of each replica itself; {instead}")
+    page_tokens(extra)
+    gpus_per_replica(extra)
+    if extra_number(extra, 1, "--dp", "--dp-size", "--data-parallel-size") > 1:
+        raise ConfigError("--dp inside a replica would hide workers from the router; use --replicas")

@@ -1,0 +1,306 @@
+"""The processes of a cluster, decided before any is started: PURE, from options and facts to command lines."""
+
+import json
+import math
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from sglang_fair.cluster.options import ConfigError, Device, Options, gpus_per_replica, page_tokens
+from sglang_fair.cluster.ports import Ports
+
+Role = Literal["replica", "router", "gateway"]
+
+START_ORDER: tuple[tuple[Role, ...], ...] = (("replica", "router"), ("gateway",))
+"""The gateway comes last, so that its port opens only when there is something behind it."""
+
+STOP_ORDER: tuple[tuple[Role, ...], ...] = (("gateway",), ("router",), ("replica",))
+
+LOCAL = "127.0.0.1"
+"""Replicas and router listen here only: they believe the names that a gateway gives clients."""
+
+REPLICA_OVERHEAD_BYTES = 1_500_000_000
+"""Private memory of a CPU replica's three processes and its KV pool, besides the weights."""
+
+FRONT_BYTES = 600_000_000
+"""Router, gateway and supervisor together."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What there is to run on. `gpus` are names as CUDA_VISIBLE_DEVICES takes them."""
+
+    cores: int
+    available_bytes: int
+    gpus: tuple[str, ...]
+    cuda_build: bool
+    """Whether the SGLang that is installed has its GPU kernels."""
+    python: str
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model as it lies on disk. `weights_bytes` in the precision that it is stored in."""
+
+    folder: Path
+    served_name: str
+    weights_bytes: int
+
+
+@dataclass(frozen=True)
+class HttpReady:
+    """Ready when GET `url` answers 200."""
+
+    url: str
+
+
+@dataclass(frozen=True)
+class LineReady:
+    """Ready when a line of its output contains `text`."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class RouterReady:
+    """Ready when the router at `endpoint` answers a query."""
+
+    endpoint: str
+
+
+Ready = HttpReady | LineReady | RouterReady
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A replica as the router knows it."""
+
+    name: str
+    url: str
+    kv: str
+    replay: str
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process: what to run, how to see that it is ready, how long to wait for that and for its end."""
+
+    name: str
+    role: Role
+    argv: tuple[str, ...]
+    ready: Ready
+    ready_timeout_s: float
+    stop_grace_s: float
+    env: Mapping[str, str] = field(default_factory=dict)
+    """On top of the supervisor's own environment."""
+    worker: Worker | None = None
+    """Set for a replica that the router is to be told about when it dies and returns."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All of a cluster. `router` is None where nobody needs to be told of replicas that die."""
+
+    processes: tuple[Process, ...]
+    router: str | None = None
+
+    def of(self, *roles: Role) -> tuple[Process, ...]:
+        """The processes of these roles, in the plan's order."""
+        return tuple(process for process in self.processes if process.role in roles)
+
+
+def choose_device(wanted: str, machine: Machine) -> Device:
+    """`cpu` or `cuda` for `auto`; raises `ConfigError` when the machine has not got what is wanted."""
+    if wanted == "cpu":
+        return "cpu"
+    if machine.gpus and machine.cuda_build:
+        return "cuda"
+    if wanted == "auto":
+        return "cpu"
+    if not machine.gpus:
+        raise ConfigError("--device cuda: no GPU is visible here (nvidia-smi, CUDA_VISIBLE_DEVICES); try --device cpu")
+    raise ConfigError("--device cuda: this installation is for CPUs; run: make setup DEVICE=cuda")
+
+
+def check_memory(options: Options, device: Device, machine: Machine, model: Model) -> None:
+    """Raises `ConfigError` when the replicas cannot fit in the machine's memory. On GPUs SGLang checks itself."""
+    if device != "cpu":
+        return
+    per_replica = model.weights_bytes + REPLICA_OVERHEAD_BYTES
+    needed = options.replicas * per_replica + FRONT_BYTES
+    if needed > machine.available_bytes:
+        fit = max(0, (machine.available_bytes - FRONT_BYTES) // per_replica)
+        raise ConfigError(
+            f"too little memory: {options.replicas} replicas of {options.model} need about {_gb(needed)}, "
+            f"{_gb(machine.available_bytes)} are available; {fit} would fit (--replicas)"
+        )
+
+
+def build(options: Options, device: Device, machine: Machine, model: Model, ports: Ports) -> Plan:
+    """The processes of the cluster; raises `ConfigError` when there are too few GPUs."""
+    router = f"tcp://{LOCAL}:{ports.router}"
+    placed = _devices(options, device, machine)
+    workers = tuple(
+        Worker(
+            name=f"r{index}",
+            url=f"http://{LOCAL}:{port.http}",
+            kv=f"tcp://{LOCAL}:{port.kv}",
+            replay=f"tcp://{LOCAL}:{port.kv + 1}",
+        )
+        for index, port in enumerate(ports.replicas)
+    )
+    return Plan(
+        processes=(
+            *(
+                _replica(options, device, machine, model, worker, ports.replicas[index].http,
+                         ports.replicas[index].kv, placed[index])
+                for index, worker in enumerate(workers)
+            ),
+            _router(options, machine, router, workers),
+            _gateway(options, machine, model, router, ports.gateway),
+        ),
+        router=router,
+    )  # fmt: skip
+
+
+def ready_timeout_s(options: Options, device: Device, machine: Machine, model: Model) -> float:
+    """Longest wait for a replica: its imports, which share the cores, and its weights at 50 MB/s from a cold disk."""
+    if options.start_timeout_s is not None:
+        return options.start_timeout_s
+    sharing = math.ceil(options.replicas / machine.cores)
+    imports_s = 120.0 + 60.0 * sharing if device == "cpu" else 600.0 + 10.0 * sharing
+    return imports_s + model.weights_bytes / 50e6
+
+
+def gateway_url(host: str, port: int) -> str:
+    """Where to send requests from this machine."""
+    host = {"0.0.0.0": LOCAL, "::": "::1", "": LOCAL}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def curl_example(url: str) -> str:
+    """A request to paste into a shell."""
+    body = json.dumps(
+        {
+            "model": "default",
+            "messages": [{"role": "user", "content": "What is the capital of Italy?"}],
+            "max_tokens": 32,
+        }
+    )
+    return (
+        f"curl -s {url}/v1/chat/completions -H 'content-type: application/json' \\\n"
+        f"  -H 'x-fair-client: alice' -d {shlex.quote(body)}"
+    )
+
+
+def _devices(options: Options, device: Device, machine: Machine) -> list[dict[str, str]]:
+    """What each replica's environment says about where it computes."""
+    if device == "cpu":
+        # Several replicas' OpenMP threads on the same cores wait for each other.
+        shares = options.replicas > 1 and "OMP_NUM_THREADS" not in machine.environ
+        return [{"OMP_NUM_THREADS": "1"} if shares else {} for _ in range(options.replicas)]
+    each = gpus_per_replica(options.extra)
+    if options.replicas * each > len(machine.gpus):
+        raise ConfigError(
+            f"{options.replicas} replicas with {each} GPU{'s' if each > 1 else ''} each need "
+            f"{options.replicas * each} GPUs, {len(machine.gpus)} are visible"
+        )
+    return [
+        {"CUDA_VISIBLE_DEVICES": ",".join(machine.gpus[index * each : (index + 1) * each])}
+        for index in range(options.replicas)
+    ]
+
+
+def _replica(
+    options: Options,
+    device: Device,
+    machine: Machine,
+    model: Model,
+    worker: Worker,
+    http_port: int,
+    kv_port: int,
+    placed: Mapping[str, str],
+) -> Process:
+    argv = [
+        machine.python, "-m", "sglang_fair.replica",
+        "--name", worker.name,
+        "--device", device,
+        "--model", options.model,
+        "--host", LOCAL,
+        "--port", str(http_port),
+        "--kv-port", str(kv_port),
+        "--policy", options.policy,
+        "--quantum", str(options.quantum),
+        "--extend-weight", str(options.extend_weight),
+        "--output-weight", str(options.output_weight),
+        "--client-weights", json.dumps(dict(options.client_weights)),
+        "--", "--log-level", options.log_level, *options.extra,
+    ]  # fmt: skip
+    return Process(
+        name=worker.name,
+        role="replica",
+        argv=tuple(argv),
+        ready=HttpReady(f"{worker.url}/ready"),
+        ready_timeout_s=ready_timeout_s(options, device, machine, model),
+        stop_grace_s=10.0,
+        env={
+            "PYTHONUNBUFFERED": "1",
+            # Dumps for a post mortem would hold the dead replica's connections open for seconds.
+            "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
+            "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
+            **placed,
+        },
+        worker=worker,
+    )
+
+
+def _router(options: Options, machine: Machine, router: str, workers: tuple[Worker, ...]) -> Process:
+    argv = [
+        machine.python, "-m", "router",
+        "--bind", router,
+        "--placement", options.placement,
+        "--extend-weight", str(options.extend_weight),
+        "--output-weight", str(options.output_weight),
+        "--page-size", str(page_tokens(options.extra)),
+        "--log-level", options.log_level,
+    ]  # fmt: skip
+    if options.worker_quantum is not None:
+        argv += ["--worker-quantum", str(options.worker_quantum)]
+    for worker in workers:
+        argv += ["--worker", f"{worker.name},http={worker.url},kv={worker.kv},replay={worker.replay}"]
+    return Process(
+        name="router",
+        role="router",
+        argv=tuple(argv),
+        ready=RouterReady(router),
+        ready_timeout_s=options.start_timeout_s or 120.0,
+        stop_grace_s=3.0,
+        env={"PYTHONUNBUFFERED": "1"},
+    )
+
+
+def _gateway(options: Options, machine: Machine, model: Model, router: str, port: int) -> Process:
+    argv = [
+        machine.python, "-m", "router.gateway",
+        "--host", options.host,
+        "--port", str(port),
+        "--router", router,
+        "--model-name", model.served_name,
+        "--tokenizer", str(model.folder),
+    ]  # fmt: skip
+    return Process(
+        name="gateway",
+        role="gateway",
+        argv=tuple(argv),
+        ready=HttpReady(f"{gateway_url(options.host, port)}/health"),
+        ready_timeout_s=options.start_timeout_s or 120.0,
+        stop_grace_s=5.0,
+        env={"PYTHONUNBUFFERED": "1"},
+    )
+
+
+def _gb(count: int) -> str:
+    return f"{count / 1e9:.1f} GB"

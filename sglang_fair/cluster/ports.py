@@ -1,0 +1,121 @@
+"""Which TCP ports the processes listen on, chosen so that two clusters on one machine never meet.
+
+A free port is only found by looking, and SGLang takes many seconds to bind the one it is given. So a
+chosen port is also reserved among supervisors: as a name of an abstract Unix socket, which the kernel
+frees when its owner dies, however it dies.
+"""
+
+import contextlib
+import errno
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+FIRST_PORT = 30_000
+"""Below the range that Linux gives to outgoing connections (32768 on)."""
+
+LAST_PORT = 32_767
+
+
+class PortTaken(RuntimeError):
+    """A port that was asked for is in use, or none is left."""
+
+
+@dataclass(frozen=True)
+class ReplicaPorts:
+    """One replica's: HTTP, and KV events on `kv`, their replay on `kv + 1`."""
+
+    http: int
+    kv: int
+
+
+@dataclass(frozen=True)
+class Ports:
+    """All ports of one cluster."""
+
+    gateway: int
+    router: int
+    replicas: tuple[ReplicaPorts, ...]
+
+
+def choose(gateway: int, replicas: int, reserve: Callable[[int], bool]) -> Ports:
+    """Ports from `FIRST_PORT` up, each taken by `reserve` (False: not to be had). Raises `PortTaken`.
+
+    `gateway` is taken as it is; 0 takes one like the others.
+    """
+    if gateway and not reserve(gateway):
+        raise PortTaken(f"port {gateway} is in use; choose another with --port, or --port 0 for a free one")
+    candidates = iter(range(FIRST_PORT, LAST_PORT))
+
+    def one() -> int:
+        return next(port for port in candidates if reserve(port))
+
+    def two() -> int:
+        first = one()
+        while not reserve(second := next(candidates)):
+            first = one()
+            del second
+        return first
+
+    try:
+        return Ports(
+            gateway=gateway or one(),
+            router=one(),
+            replicas=tuple(ReplicaPorts(http=one(), kv=two()) for _ in range(replicas)),
+        )
+    except StopIteration:
+        raise PortTaken(f"no free ports from {FIRST_PORT} to {LAST_PORT}") from None
+
+
+class Reservations:
+    """The ports that this process holds among supervisors, until `close` or its death."""
+
+    def __init__(self, host: str) -> None:
+        """`host` is the gateway's; a port counts as free when it is free there and on every address."""
+        self._host = host
+        self._held: list[socket.socket] = []
+
+    def take(self, port: int) -> bool:
+        """True when `port` was free and is now ours among supervisors."""
+        if not (is_free(self._host, port) and is_free("", port)):
+            return False
+        if not sys.platform.startswith("linux"):
+            return True
+        mark = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            mark.bind(f"\0sglang-fair/port/{port}")
+        except OSError:
+            mark.close()
+            return False
+        self._held.append(mark)
+        return True
+
+    def close(self) -> None:
+        """Gives all of them back."""
+        for mark in self._held:
+            mark.close()
+        self._held.clear()
+
+
+def is_free(host: str, port: int) -> bool:
+    """Whether a server could listen on `port` of `host` ("": of every address) right now.
+
+    Raises `PortTaken` when it could listen on no port there: no such address, or a privileged port.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host or "0.0.0.0", port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror as error:
+        raise PortTaken(f"--host {host}: {error.strerror}") from None
+    with contextlib.closing(socket.socket(family, kind, protocol)) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+            probe.listen(1)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return False
+            raise PortTaken(f"cannot listen on {host or '*'}:{port}: {error.strerror}") from None
+    return True

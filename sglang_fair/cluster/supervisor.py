@@ -1,0 +1,264 @@
+"""Runs a `Plan`: starts its processes in order, keeps them running, ends all of them, whatever happened.
+
+Before the cluster is ready, a process that dies ends the attempt: a wrong argument would be wrong again.
+After that, one that dies is started again by the `RestartRule`. It knows processes, not SGLang.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterable, Sequence
+from typing import Protocol, assert_never
+
+from sglang_fair.cluster.child import Child
+from sglang_fair.cluster.link import Link, router_answers
+from sglang_fair.cluster.plan import (
+    START_ORDER,
+    STOP_ORDER,
+    HttpReady,
+    LineReady,
+    Plan,
+    Process,
+    Ready,
+    RouterReady,
+)
+from sglang_fair.cluster.restart import RestartRule
+
+POLL_S = 0.2
+PROGRESS_S = 0.5
+LOCAL_CHECK_S = 5.0
+
+
+class Reporter(Protocol):
+    """Hears what happens, to show it."""
+
+    def line(self, name: str, line: str) -> None:
+        """Process `name` printed a line."""
+        ...
+
+    def waiting(self, names: Sequence[str], elapsed_s: float, limit_s: float) -> None:
+        """These are not ready yet; told twice a second."""
+        ...
+
+    def is_ready(self, name: str, after_s: float) -> None:
+        """It became ready."""
+        ...
+
+    def died(self, name: str, how: str, tail: Iterable[str]) -> None:
+        """It ended and nobody had asked it to; `tail` are its last lines."""
+        ...
+
+    def say(self, text: str) -> None:
+        """Something else worth a line."""
+        ...
+
+    def up(self, pids: dict[str, int]) -> None:
+        """All are ready."""
+        ...
+
+
+class StartFailed(RuntimeError):
+    """A process did not become ready; the text says which and why."""
+
+
+class Supervisor:
+    """One run of one plan. `stop` asks it to end; a second `stop` makes it kill."""
+
+    def __init__(
+        self, plan: Plan, reporter: Reporter, *, rule: RestartRule | None = None, link: Link | None = None
+    ) -> None:
+        """Starts nothing yet. `link` hears of replicas that die and return."""
+        self._plan = plan
+        self._reporter = reporter
+        self._rule = rule or RestartRule()
+        self._link = link
+        self._children: dict[str, Child] = {}
+        self._given_up: set[str] = set()
+        self._stop = asyncio.Event()
+        self._hurry = asyncio.Event()
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Main process ids by name."""
+        return {name: child.pid for name, child in self._children.items()}
+
+    def stop(self) -> None:
+        """Ends the run soon; called again, at once. A signal handler of the loop may call it."""
+        if self._stop.is_set():
+            self._hurry.set()
+        self._stop.set()
+
+    async def run(self) -> bool:
+        """Runs until `stop`. True when it was asked to end, False when a process was given up.
+
+        Raises `StartFailed` when the cluster never became ready. No process is left when it returns.
+        """
+        serving = asyncio.create_task(self._serve())
+        stopping = asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            serving.cancel()
+            stopping.cancel()
+            await asyncio.wait([serving, stopping])
+            await self._stop_all()
+        if not serving.cancelled():
+            serving.result()
+        return self._stop.is_set()
+
+    async def _serve(self) -> None:
+        """Returns when the cluster cannot go on."""
+        for roles in START_ORDER:
+            await self._start_all(self._plan.of(*roles))
+        self._reporter.up(self.pids)
+        keepers = {asyncio.create_task(self._keep(child)) for child in list(self._children.values())}
+        try:
+            while keepers and not self._is_lost():
+                done, keepers = await asyncio.wait(keepers, return_when=asyncio.FIRST_COMPLETED)
+                for keeper in done:
+                    keeper.result()
+        finally:
+            for keeper in keepers:
+                keeper.cancel()
+            if keepers:
+                await asyncio.wait(keepers)
+
+    def _is_lost(self) -> bool:
+        """Nothing can be served without the gateway, the router, or any replica."""
+        replicas = {process.name for process in self._plan.of("replica")}
+        return bool(self._given_up - replicas) or bool(replicas) and replicas <= self._given_up
+
+    async def _start_all(self, specs: Sequence[Process]) -> None:
+        """Starts `specs` side by side and waits until all are ready. Raises `StartFailed`."""
+        began_s = time.monotonic()
+        for spec in specs:
+            await self._start(spec)
+        waits = {asyncio.create_task(self._until_ready(self._children[spec.name])): spec for spec in specs}
+        pending = set(waits)
+        try:
+            while pending:
+                done, pending = await asyncio.wait(
+                    pending, timeout=PROGRESS_S, return_when=asyncio.FIRST_COMPLETED
+                )
+                for wait in done:
+                    wait.result()
+                if pending:
+                    left = [waits[wait] for wait in waits if wait in pending]
+                    limit_s = max(spec.ready_timeout_s for spec in left)
+                    self._reporter.waiting([spec.name for spec in left], time.monotonic() - began_s, limit_s)
+        finally:
+            for wait in pending:
+                wait.cancel()
+            if pending:
+                await asyncio.wait(pending)
+
+    async def _start(self, spec: Process) -> Child:
+        try:
+            child = await Child.start(spec, self._reporter.line)
+        except OSError as error:
+            raise StartFailed(f"{spec.name} cannot be started: {error}") from error
+        self._children[spec.name] = child
+        return child
+
+    async def _until_ready(self, child: Child) -> None:
+        """Waits until `child` is ready. Raises `StartFailed` when it dies first, or takes too long."""
+        name, limit_s = child.spec.name, child.spec.ready_timeout_s
+        ready = asyncio.create_task(becomes_ready(child.spec.ready, child))
+        exited = asyncio.create_task(child.exited())
+        try:
+            await asyncio.wait([ready, exited], timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            if exited.done():
+                self._reporter.died(name, exited.result(), child.tail)
+                raise StartFailed(f"{name} ended before it was ready: {exited.result()}")
+            if not ready.done():
+                self._reporter.died(name, f"not ready after {limit_s:.0f} s", child.tail)
+                raise StartFailed(f"{name} was not ready after {limit_s:.0f} s (--start-timeout)")
+            ready.result()
+        finally:
+            ready.cancel()
+            exited.cancel()
+            await asyncio.wait([ready, exited])
+        child.ready_s = time.monotonic()
+        self._reporter.is_ready(name, child.ready_s - child.started_s)
+
+    async def _keep(self, child: Child) -> None:
+        """Starts the process again whenever it ends; returns when it is given up."""
+        spec, early_deaths = child.spec, 0
+        while True:
+            how = await child.exited()
+            served_s = child.served_s
+            if child.ready_s is not None:
+                self._reporter.died(spec.name, how, child.tail)
+                self._tell_down(spec)
+            await child.stop(self._hurry)
+            early_deaths = self._rule.early_deaths(early_deaths, served_s)
+            delay_s = self._rule.delay_s(early_deaths)
+            if delay_s is None:
+                self._given_up.add(spec.name)
+                self._reporter.say(
+                    f"{spec.name} is given up: it died {early_deaths} times in a row within "
+                    f"{self._rule.early_s:.0f} s of being ready"
+                )
+                return
+            self._reporter.say(f"{spec.name} is started again in {delay_s:.1f} s")
+            await asyncio.sleep(delay_s)
+            try:
+                child = await self._start(spec)
+                await self._until_ready(child)
+            except StartFailed as error:
+                self._reporter.say(str(error))
+                await child.stop(self._hurry)
+                continue
+            self._tell_up(spec)
+
+    def _tell_down(self, spec: Process) -> None:
+        if self._link is not None and spec.worker is not None:
+            self._link.down(spec.worker)
+
+    def _tell_up(self, spec: Process) -> None:
+        if self._link is None:
+            return
+        if spec.worker is not None:
+            self._link.up(spec.worker)
+        if spec.role == "router":  # it believes that all of its workers are there
+            for replica in self._plan.of("replica"):
+                child = self._children[replica.name]
+                if child.ready_s is None or not child.running:
+                    self._tell_down(replica)
+
+    async def _stop_all(self) -> None:
+        for roles in STOP_ORDER:
+            children = [self._children[spec.name] for spec in self._plan.of(*roles) if spec.name in self._children]
+            for child, in_time in zip(
+                children, await asyncio.gather(*(child.stop(self._hurry) for child in children)), strict=True
+            ):
+                if not in_time:
+                    self._reporter.say(f"{child.spec.name} was killed: it had not ended in time")
+
+
+async def becomes_ready(ready: Ready, child: Child) -> None:
+    """Returns once the check of `child` succeeds; asks again and again until then."""
+    match ready:
+        case LineReady(text):
+            await child.saw(text)
+        case HttpReady(url):
+            await _answers_200(url)
+        case RouterReady(endpoint):
+            while not await router_answers(endpoint):
+                await asyncio.sleep(POLL_S)
+        case _:
+            assert_never(ready)
+
+
+async def _answers_200(url: str) -> None:
+    import aiohttp
+
+    timeout = aiohttp.ClientTimeout(total=LOCAL_CHECK_S)
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+        while True:
+            try:
+                async with session.get(url) as response:
+                    if response.status == 200:
+                        return
+            except (aiohttp.ClientError, TimeoutError, OSError):
+                pass
+            await asyncio.sleep(POLL_S)

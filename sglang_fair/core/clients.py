@@ -1,0 +1,80 @@
+"""Waiting jobs sorted into one queue per client: what every policy that counts per client is built on."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from sglang_fair.core.heap import LazyHeap
+from sglang_fair.core.policy import Job
+
+
+@dataclass(slots=True)
+class ClientQueue:
+    """One client's waiting jobs. `ready` are in order; `held` are passed over until `release`."""
+
+    ready: LazyHeap[Job] = field(default_factory=LazyHeap)
+    held: dict[Job, None] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.ready) + len(self.held)
+
+
+class ClientQueues:
+    """Each operation costs O(log of one client's queue). Clients without a waiting job are not kept."""
+
+    def __init__(self, key: Callable[[Job], Any]) -> None:
+        self._key = key
+        self._queues: dict[str, ClientQueue] = {}
+        self._with_held: dict[str, None] = {}
+
+    def put(self, job: Job) -> None:
+        """`job` waits, or its key has changed. Holding a job is not undone."""
+        queue = self._queues.get(job.client)
+        if queue is None:
+            queue = self._queues[job.client] = ClientQueue()
+        if job not in queue.held:
+            queue.ready.put(job, self._key(job))
+
+    def leave(self, job: Job) -> None:
+        queue = self._queues[job.client]
+        queue.ready.discard(job)
+        queue.held.pop(job, None)
+        if not queue.held:
+            self._with_held.pop(job.client, None)
+        if not len(queue):
+            del self._queues[job.client]
+
+    def hold(self, job: Job) -> None:
+        queue = self._queues[job.client]
+        queue.ready.discard(job)
+        queue.held[job] = None
+        self._with_held[job.client] = None
+
+    def release(self) -> Iterable[str]:
+        """Held jobs may be picked again. Returns the clients that had some."""
+        clients = list(self._with_held)
+        for client in clients:
+            queue = self._queues[client]
+            for job in queue.held:
+                queue.ready.put(job, self._key(job))
+            queue.held.clear()
+        self._with_held.clear()
+        return clients
+
+    def head(self, client: str) -> Job | None:
+        """The client's first job that is not held."""
+        queue = self._queues.get(client)
+        return queue.ready.first() if queue is not None else None
+
+    def held_clients(self) -> Iterable[str]:
+        """Clients with at least one held job."""
+        return self._with_held
+
+    def __contains__(self, client: str) -> bool:
+        return client in self._queues
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._queues)
+
+    def __len__(self) -> int:
+        return len(self._queues)

@@ -1,0 +1,156 @@
+"""DLPM, deficit longest prefix match: LPM order among the clients that have not used up their quantum.
+
+Each client has a deficit counter q (positive: may be admitted). Extend and output tokens are charged to
+it; cached tokens are free, whoever computed them. When every client with a waiting request has used its
+quantum up, rounds pass until one of them is positive again: in a round every known client with q <= 0,
+waiting or not, gets one quantum (DLPM, Algorithm 1). Debts survive leaving; credit never exceeds Q^u.
+
+Rounds are counted, not executed. A client with q <= 0 turns positive n = floor(-q / Q^u) + 1 rounds after
+its last settlement, so each client has a round number from which it may be admitted, and a refill sets
+the current round to the smallest of those numbers among the waiting clients. This is the literal
+algorithm for any number of rounds at once, in O(log clients).
+
+Unit of fairness: service units (extend and output tokens by the cost function). Two clients that both
+have requests waiting never differ by more than 2·(U + Q^u), U = w_e·L_input + w_q·M (Theorem 4.1), in
+every interval. Trade-offs: a larger Q^u keeps longer runs on one prefix and loosens the bound; within one
+client the order is LPM, so its own cold prefix can wait behind its hot one.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import floor
+from typing import ClassVar
+
+from sglang_fair.core.clients import ClientQueues
+from sglang_fair.core.heap import LazyHeap
+from sglang_fair.core.lpm import longest_prefix
+from sglang_fair.core.policy import Job, Weights
+
+
+@dataclass(slots=True)
+class Deficit:
+    """One client's counter: `units` as of round `settled`."""
+
+    units: float
+    settled: int
+
+
+@dataclass
+class Dlpm:
+    """Longest prefix first among clients with a positive deficit counter.
+
+    `quantum` is Q^u in service units. Weighted clients are charged units / weight, so a client of weight
+    2 gets twice the service per quantum. Raises ValueError unless the quantum is positive.
+    """
+
+    name: ClassVar[str] = "dlpm"
+    quantum: float = 2000.0
+    weights: Weights = field(default_factory=Weights)
+
+    refills: int = field(default=0, init=False)
+    """Times that no waiting client could be admitted, so that rounds had to pass."""
+    _round: int = field(default=0, init=False, repr=False)
+    _deficits: dict[str, Deficit] = field(default_factory=dict, init=False, repr=False)
+    _queues: ClientQueues = field(init=False, repr=False)
+    _ready: LazyHeap[str] = field(default_factory=LazyHeap, init=False, repr=False)
+    _parked: LazyHeap[str] = field(default_factory=LazyHeap, init=False, repr=False)
+    _idle: LazyHeap[str] = field(default_factory=LazyHeap, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.quantum < float("inf"):
+            raise ValueError(f"quantum must be a positive number of service units, not {self.quantum!r}")
+        self._queues = ClientQueues(longest_prefix)
+
+    def arrive(self, job: Job) -> None:
+        """A client seen for the first time starts at 0: it is served from the next refill on."""
+        self._idle.discard(job.client)
+        self._account(job.client)
+        self._queues.put(job)
+        self._seat(job.client)
+
+    def leave(self, job: Job) -> None:
+        self._queues.leave(job)
+        self._seat(job.client)
+
+    def rematch(self, job: Job) -> None:
+        self._queues.put(job)
+        self._seat(job.client)
+
+    def pick(self) -> Job | None:
+        while (client := self._ready.first()) is None:
+            if any(self._round >= self._eligible_from(held) for held in self._queues.held_clients()):
+                return None  # someone who may still spend is only passed over: no refill is due
+            poorest = self._parked.first()
+            if poorest is None:
+                return None
+            self._round = self._eligible_from(poorest)
+            self.refills += 1
+            while (client := self._parked.first()) is not None and self._eligible_from(client) <= self._round:
+                self._seat(client)
+        return self._queues.head(client)
+
+    def hold(self, job: Job) -> None:
+        self._queues.hold(job)
+        self._seat(job.client)
+
+    def release(self) -> None:
+        for client in self._queues.release():
+            self._seat(client)
+
+    def charge(self, client: str, units: float) -> None:
+        account = self._account(client)
+        account.units = self._units(account) - units / self.weights.of(client)
+        account.settled = self._round
+        self._seat(client)
+
+    def idle(self, client: str) -> None:
+        """Forgotten once its debt is worked off: that drops credit, at most Q^u, and never a debt."""
+        if client in self._deficits and client not in self._queues:
+            self._idle.put(client, (self._eligible_from(client), client))
+        while (gone := self._idle.first()) is not None and self._idle.key(gone)[0] <= self._round:
+            self._idle.discard(gone)
+            del self._deficits[gone]
+
+    def deficit(self, client: str) -> float:
+        """q of `client` after the rounds that have passed; 0 for a client that is not known."""
+        account = self._deficits.get(client)
+        return 0.0 if account is None else self._units(account)
+
+    def counters(self) -> Mapping[str, float]:
+        return {client: self._units(account) for client, account in self._deficits.items()}
+
+    def bound(self, input_units: float, output_units: float) -> float | None:
+        """2·(U + Q^u) / min weight (Theorem 4.1)."""
+        return 2 * (input_units + output_units + self.quantum) / self.weights.smallest()
+
+    def _account(self, client: str) -> Deficit:
+        account = self._deficits.get(client)
+        if account is None:
+            account = self._deficits[client] = Deficit(0.0, self._round)
+        return account
+
+    def _units(self, account: Deficit) -> float:
+        """q after the rounds since it was settled: +Q^u in each round in which it is not positive."""
+        if account.units > 0:
+            return account.units
+        return account.units + self.quantum * min(self._round - account.settled, self._rounds_due(account))
+
+    def _rounds_due(self, account: Deficit) -> int:
+        return 0 if account.units > 0 else floor(-account.units / self.quantum) + 1
+
+    def _eligible_from(self, client: str) -> int:
+        account = self._deficits[client]
+        return account.settled + self._rounds_due(account)
+
+    def _seat(self, client: str) -> None:
+        """Put `client` where `pick` looks for it: ready, parked until a round, or nowhere."""
+        head = self._queues.head(client)
+        if head is None:
+            self._ready.discard(client)
+            self._parked.discard(client)
+        elif (eligible_from := self._eligible_from(client)) <= self._round:
+            self._ready.put(client, longest_prefix(head))
+            self._parked.discard(client)
+        else:
+            self._parked.put(client, (eligible_from, head.arrival))
+            self._ready.discard(client)

@@ -1,0 +1,64 @@
+"""A priority queue whose items can be moved and removed: `heapq` with entries that die in place.
+
+Every order in the core comes out of one of these, so every order is total: a key must end in something
+that no other item shares (an arrival number, a client's name).
+"""
+
+from collections.abc import Hashable, Iterator
+from heapq import heapify, heappop, heappush
+from typing import Any, Generic, TypeVar
+
+Item = TypeVar("Item", bound=Hashable)
+
+SLACK = 64
+"""Dead entries tolerated beyond the live ones before the heap is rebuilt."""
+
+
+class LazyHeap(Generic[Item]):
+    """Smallest key first. `put`, `discard` and `first` cost O(log n) amortised; memory is O(live items)."""
+
+    __slots__ = ("_entries", "_live")
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[Any, Item]] = []
+        self._live: dict[Item, tuple[Any, Item]] = {}
+
+    def put(self, item: Item, key: Any) -> None:
+        """Insert `item`, or move it to `key`."""
+        old = self._live.get(item)
+        if old is not None and old[0] == key:
+            return
+        entry = (key, item)
+        self._live[item] = entry
+        heappush(self._entries, entry)
+        if len(self._entries) > 2 * len(self._live) + SLACK:
+            self._entries = list(self._live.values())
+            heapify(self._entries)
+
+    def discard(self, item: Item) -> None:
+        """Remove `item` if it is there."""
+        self._live.pop(item, None)
+
+    def first(self) -> Item | None:
+        """The item with the smallest key, left in place; None when empty."""
+        entries = self._entries
+        while entries:
+            entry = entries[0]
+            if self._live.get(entry[1]) is entry:
+                return entry[1]
+            heappop(entries)
+        return None
+
+    def key(self, item: Item) -> Any:
+        """The key under which `item` was put; KeyError when it is not there."""
+        return self._live[item][0]
+
+    def __contains__(self, item: Item) -> bool:
+        return item in self._live
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __iter__(self) -> Iterator[Item]:
+        """The items in the order in which they were first put, not by key."""
+        return iter(self._live)

@@ -1,0 +1,66 @@
+"""Who sent this request: one name per client, from the places where clients put it.
+
+A client is whatever the operator is fair to: a tenant, a user, an API key. The gateway and a replica
+without a gateway read it by the same rule. Past the gateway the name travels in `HEADER_CLIENT`.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+HEADER_CLIENT = "x-fair-client"
+HEADER_APP = "x-fair-app"
+HEADER_INTERACTION = "x-fair-interaction"
+HEADER_STAGE = "x-fair-stage"
+
+ANONYMOUS = "anonymous"
+"""All requests that nobody put a name on share this client."""
+
+MAX_NAME_CHARS = 128
+"""Longer names are cut and made unique by a digest, so that a peer cannot fill our memory with one."""
+
+API_KEY = "api-key"
+USER = "user"
+
+DEFAULT_ORDER: tuple[str, ...] = (
+    HEADER_CLIENT,
+    "x-tenant-id",
+    "x-smg-tenant-id",
+    "x-llm-d-inference-fairness-id",
+    "x-gateway-inference-fairness-id",
+    API_KEY,
+    USER,
+)
+"""Places to look, first match wins: header names, or `api-key`, or `user` (the OpenAI body field).
+
+Headers are taken at their word. An operator whose clients reach the gateway directly should list only
+what a proxy in front of it sets, or `api-key`.
+"""
+
+
+def identify(
+    headers: Mapping[str, str], user: str | None = None, order: Sequence[str] = DEFAULT_ORDER
+) -> str:
+    """The client's name, never empty; `ANONYMOUS` when no place of `order` names one.
+
+    `headers` maps lower-case names to values. An API key is never used as it is: its client is
+    `key:` and twelve hexadecimal digits of the key's SHA-256.
+    """
+    for place in order:
+        if place == USER:
+            name = user or ""
+        elif place == API_KEY:
+            scheme, _, key = headers.get("authorization", "").partition(" ")
+            is_key = scheme.lower() == "bearer" and key.strip()
+            name = "key:" + hashlib.sha256(key.strip().encode()).hexdigest()[:12] if is_key else ""
+        else:
+            name = headers.get(place, "")
+        if name.strip():
+            return bounded(name.strip())
+    return ANONYMOUS
+
+
+def bounded(name: str) -> str:
+    """`name`, or its head and a digest when it is longer than `MAX_NAME_CHARS`."""
+    if len(name) <= MAX_NAME_CHARS:
+        return name
+    return name[: MAX_NAME_CHARS - 13] + "~" + hashlib.sha256(name.encode()).hexdigest()[:12]

@@ -1,0 +1,109 @@
+"""The books: who was given how much service, in tokens, beside what the engine itself counted.
+
+Every extend token that the engine computes and every output token that it emits is entered once, to a
+client or to the system account. The engine's own counters are entered independently, so that the
+identity  Σ clients + system = engine  can be checked at any time (`conservation`).
+"""
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+SYSTEM = "(system)"
+"""Work that no client caused: health probes, warm-up, recomputing what the server itself threw away."""
+
+OTHERS = "(others)"
+"""The summed usage of clients that were dropped from the list to bound its length."""
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens by kind, requests, and `service` in the cost function's units. Cached tokens are free."""
+
+    extend_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    service: float = 0.0
+    requests: int = 0
+
+    def add(self, other: "Usage") -> None:
+        self.extend_tokens += other.extend_tokens
+        self.output_tokens += other.output_tokens
+        self.cached_tokens += other.cached_tokens
+        self.service += other.service
+        self.requests += other.requests
+
+
+@dataclass(frozen=True, slots=True)
+class Conservation:
+    """Charged tokens beside the engine's own counters; `ok` when they are equal."""
+
+    ok: bool
+    charged_extend_tokens: int
+    engine_extend_tokens: int
+    charged_output_tokens: int
+    engine_output_tokens: int
+
+
+@dataclass
+class Ledger:
+    """Usage per account, at most `max_clients` of them by name."""
+
+    max_clients: int = 10_000
+    total: Usage = field(default_factory=Usage)
+    engine_extend_tokens: int = 0
+    engine_output_tokens: int = 0
+    _accounts: OrderedDict[str, Usage] = field(default_factory=OrderedDict, repr=False)
+
+    def record(
+        self,
+        account: str,
+        *,
+        extend: int = 0,
+        output: int = 0,
+        cached: int = 0,
+        service: float = 0.0,
+        requests: int = 0,
+    ) -> None:
+        """Enter what `account` was given."""
+        entry = Usage(extend, output, cached, service, requests)
+        self.total.add(entry)
+        usage = self._accounts.get(account)
+        if usage is None:
+            if len(self._accounts) >= self.max_clients:
+                self._fold_oldest()
+            usage = self._accounts[account] = Usage()
+        else:
+            self._accounts.move_to_end(account)
+        usage.add(entry)
+
+    def engine_counted(self, *, extend: int = 0, output: int = 0) -> None:
+        """Enter what the engine says it did, from a source that the charges do not come from."""
+        self.engine_extend_tokens += extend
+        self.engine_output_tokens += output
+
+    def usage(self, account: str) -> Usage:
+        """What `account` was given; zeros for an unknown one."""
+        return self._accounts.get(account, Usage())
+
+    def accounts(self) -> Mapping[str, Usage]:
+        return self._accounts
+
+    def conservation(self) -> Conservation:
+        """Valid between steps of the engine."""
+        charged, engine = self.total, (self.engine_extend_tokens, self.engine_output_tokens)
+        return Conservation(
+            (charged.extend_tokens, charged.output_tokens) == engine,
+            charged.extend_tokens,
+            engine[0],
+            charged.output_tokens,
+            engine[1],
+        )
+
+    def _fold_oldest(self) -> None:
+        others = self._accounts.pop(OTHERS, None) or Usage()
+        for account in self._accounts:
+            if account != SYSTEM:
+                others.add(self._accounts.pop(account))
+                break
+        self._accounts[OTHERS] = others

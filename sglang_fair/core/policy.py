@@ -1,0 +1,113 @@
+"""What a scheduling policy sees of a request, and the one question it answers: who goes next?
+
+A policy orders the waiting requests of one replica. It does not know memory, batches or tokens of text:
+`FairQueue` tells it what happened and asks it for the next candidate; the engine admits the candidate or
+stops. So one policy object runs in SGLang's scheduler, in a simulator and in a property test.
+"""
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One request, from its arrival at a replica to its end. Compared by identity.
+
+    `arrival` numbers the jobs of one queue in order of arrival. `prefix_tokens` is the cached prefix as
+    last looked up; the engine's own match at admission is what is charged. `block` identifies the first
+    tokens behind that prefix: two jobs with the same block would compute the same tokens.
+    """
+
+    id: str
+    client: str
+    prompt_tokens: int = 0
+    max_output_tokens: int = 0
+    arrival: int = 0
+    prefix_tokens: int = 0
+    block: Hashable | None = None
+    system: bool = False
+    """The server's own work (health probe, warm-up): charged to the system account, never held back."""
+
+    # What the engine did for it so far.
+    extend_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    retractions: int = 0
+    repeating: bool = field(default=False)
+    """Recomputes after a retraction; its extend tokens go to the system account."""
+
+
+class Policy(Protocol):
+    """Which waiting request goes next?
+
+    The caller promises: `arrive` before anything else of a job; `leave` exactly once when the job stops
+    waiting, whether it was admitted or aborted; `charge` at once when service was given, so that the next
+    `pick` sees it; `hold` only for the job that `pick` returned, and `release` before the next pass.
+
+    The policy promises: `pick` changes nothing that a second call would see (a refill that was due counts
+    once); it returns a waiting job that is not held, or None; it returns None only if no job waits, or
+    the held jobs' clients are the ones whose turn it is. Its orders are total: the same calls give the
+    same picks. Memory is O(waiting jobs + clients with a debt).
+    """
+
+    name: ClassVar[str]
+
+    def arrive(self, job: Job) -> None:
+        """`job` joined the queue."""
+
+    def leave(self, job: Job) -> None:
+        """`job` stopped waiting."""
+
+    def rematch(self, job: Job) -> None:
+        """`job.prefix_tokens` of a waiting, not held job has changed."""
+
+    def pick(self) -> Job | None:
+        """The job to admit next."""
+
+    def hold(self, job: Job) -> None:
+        """Pass `job` over until `release`: it still waits, but the engine cannot take it in this pass."""
+
+    def release(self) -> None:
+        """A new pass begins: held jobs may be picked again."""
+
+    def charge(self, client: str, units: float) -> None:
+        """`client` received `units` of service (the cost function's units)."""
+
+    def idle(self, client: str) -> None:
+        """`client` has no request here any more, neither waiting nor running, and is owed nothing but memory."""
+
+    def counters(self) -> Mapping[str, float]:
+        """Each known client's counter, for people: a deficit (more is better off) or a virtual counter."""
+
+    def bound(self, input_units: float, output_units: float) -> float | None:
+        """Largest service difference, in units, between two clients that both have requests waiting.
+
+        `input_units` is the dearest single prompt, `output_units` the dearest output still owed at one
+        time to one client's running requests. None: the policy guarantees nothing.
+        """
+
+
+class Weights:
+    """A client's share: service is divided by its weight before it is compared. 1.0 unless set."""
+
+    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
+        self._weights: dict[str, float] = {}
+        for client, weight in (weights or {}).items():
+            self.set(client, weight)
+
+    def set(self, client: str, weight: float) -> None:
+        """Raises ValueError unless `weight` is a positive finite number."""
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
+            raise ValueError(f"weight of client {client!r} must be a positive number, not {weight!r}")
+        self._weights[client] = float(weight)
+
+    def of(self, client: str) -> float:
+        return self._weights.get(client, 1.0)
+
+    def smallest(self) -> float:
+        return min([1.0, *self._weights.values()])
+
+    def items(self) -> Mapping[str, float]:
+        """The weights that were set; every other client's is 1.0."""
+        return self._weights

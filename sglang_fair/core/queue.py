@@ -1,0 +1,287 @@
+"""One replica's waiting queue and books, for any policy and any engine.
+
+    engine                              FairQueue                      policy
+    a request came        ── arrive ──►  a Job waits               ── arrive
+    a batch is formed     ── begin_pass, next ─►  who goes next?   ── pick
+      it fits             ── admit ───►  charge its extend tokens  ── leave, charge
+      it does not         ── (stop) or hold
+    a later chunk         ── extend ──►  charge                    ── charge
+    tokens came out       ── emit ────►  charge                    ── charge
+    it ended              ── finish
+    memory ran out        ── retract ─►  waits again, first in line
+
+What a policy need not know is here: the cost function, the ledger, retracted requests (they go first and
+are never held back by a deficit, and what the server recomputes for them is on the system account), and
+requests whose uncached prefix another one is computing right now (they wait for it: one step later the
+prefix is a cache hit).
+"""
+
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sglang_fair.core.cost import Cost, Linear
+from sglang_fair.core.heap import LazyHeap
+from sglang_fair.core.ledger import SYSTEM, Ledger
+from sglang_fair.core.policy import Job, Policy
+
+
+@dataclass(slots=True)
+class Presence:
+    """A client's requests here: how many wait, how many run, and the output that running ones may still make."""
+
+    waiting: int = 0
+    running: int = 0
+    owed_tokens: int = 0
+
+
+@dataclass
+class FairQueue:
+    """Owns the jobs and the ledger; asks `policy` for order. Single-threaded, no clock."""
+
+    policy: Policy
+    cost: Cost = field(default_factory=Linear)
+    ledger: Ledger = field(default_factory=Ledger)
+
+    largest_input_tokens: int = field(default=0, init=False)
+    """Most extend tokens that one request has been charged: L_input of the theorems, as seen."""
+    largest_owed_tokens: int = field(default=0, init=False)
+    """Most output tokens owed at once to one client's running requests: M of the theorems, as seen."""
+
+    _jobs: dict[str, Job] = field(default_factory=dict, init=False, repr=False)
+    _running: dict[str, Job] = field(default_factory=dict, init=False, repr=False)
+    _first: LazyHeap[Job] = field(default_factory=LazyHeap, init=False, repr=False)
+    _first_held: list[Job] = field(default_factory=list, init=False, repr=False)
+    _computing: dict[Hashable, Job] = field(default_factory=dict, init=False, repr=False)
+    _clients: dict[str, Presence] = field(default_factory=dict, init=False, repr=False)
+    _arrivals: int = field(default=0, init=False, repr=False)
+
+    # ---- the queue
+
+    def arrive(self, job: Job) -> None:
+        """A request joined the queue. ValueError when its id is already here."""
+        if job.id in self._jobs or job.id in self._running:
+            raise ValueError(f"request {job.id} is already here")
+        self._arrivals += 1
+        job.arrival = self._arrivals
+        self._jobs[job.id] = job
+        if job.system:
+            self._first.put(job, job.arrival)
+            return
+        self._presence(job.client).waiting += 1
+        self.policy.arrive(job)
+
+    def leave(self, job_id: str) -> None:
+        """A waiting request was aborted. Nothing happens for an id that does not wait."""
+        job = self._jobs.get(job_id)
+        if job is not None:
+            self._stop_waiting(job)
+            self._forget_if_idle(job)
+
+    def rematch(self, job: Job, prefix_tokens: int, block: Hashable | None) -> None:
+        """The cached prefix of a waiting request was looked up again."""
+        changed = prefix_tokens != job.prefix_tokens
+        job.prefix_tokens, job.block = prefix_tokens, block
+        if changed and job not in self._first and not job.repeating:
+            self.policy.rematch(job)
+
+    def begin_pass(self) -> None:
+        """The engine starts to form a batch: every waiting request may be picked again."""
+        self.policy.release()
+        for job in self._first_held:
+            self._first.put(job, job.arrival)
+        self._first_held.clear()
+
+    def next(self) -> Job | None:
+        """The request to try next; None when nobody should be added in this pass."""
+        while (job := self._first.first() or self.policy.pick()) is not None:
+            if not self.is_being_computed(job):
+                return job
+            self.hold(job)
+        return None
+
+    def hold(self, job: Job) -> None:
+        """The engine passes `job`, which `next` returned, over until the next pass."""
+        if job in self._first:
+            self._first.discard(job)
+            self._first_held.append(job)
+        else:
+            self.policy.hold(job)
+
+    def is_being_computed(self, job: Job) -> bool:
+        """Another request's prefill, not finished yet, starts with the tokens that `job` needs next."""
+        return job.block is not None and self._computing.get(job.block, job) is not job
+
+    # ---- service
+
+    def admit(self, job: Job, *, extend_tokens: int, cached_tokens: int) -> None:
+        """`job` is in the batch that runs next; the engine computes `extend_tokens` of its prompt now."""
+        if job.id not in self._jobs:
+            raise ValueError(f"request {job.id} does not wait")
+        self._stop_waiting(job)
+        self._running[job.id] = job
+        if not job.system:
+            presence = self._presence(job.client)
+            presence.running += 1
+            presence.owed_tokens += job.max_output_tokens - job.output_tokens
+            self.largest_owed_tokens = max(self.largest_owed_tokens, presence.owed_tokens)
+        repeated = job.repeating
+        job.cached_tokens += 0 if repeated else cached_tokens
+        self.ledger.record(
+            SYSTEM if job.system or repeated else job.client,
+            cached=0 if repeated else cached_tokens,
+            requests=0 if repeated else 1,
+        )
+        self.extend(job, extend_tokens, job.block)
+
+    def extend(self, job: Job, tokens: int, block: Hashable | None = None) -> None:
+        """The engine computes `tokens` more of an admitted prompt; `block` is the first of them."""
+        self._stop_computing(job)
+        if block is not None:
+            job.block = block
+            self._computing.setdefault(block, job)
+        if job.repeating or job.system:
+            self.ledger.record(SYSTEM, extend=tokens)
+            return
+        self._charge(job, extend=tokens)
+        self.largest_input_tokens = max(self.largest_input_tokens, job.extend_tokens)
+
+    def prefilled(self, job: Job) -> None:
+        """What the engine was computing of the prompt is in the cache now."""
+        self._stop_computing(job)
+
+    def emit(self, job: Job, tokens: int) -> None:
+        """The engine emitted `tokens` output tokens."""
+        if tokens <= 0:
+            return
+        if job.system:
+            job.output_tokens += tokens
+            self.ledger.record(SYSTEM, output=tokens)
+            return
+        self._charge(job, output=tokens)
+        self._presence(job.client).owed_tokens -= tokens
+
+    def finish(self, job_id: str) -> None:
+        """A running request ended, by itself or by abort: no refund, no further charge."""
+        job = self._running.get(job_id)
+        if job is not None:
+            self._stop_running(job)
+            self._forget_if_idle(job)
+
+    def retract(self, job: Job) -> None:
+        """The engine took a running request out of the batch and will compute it again: it waits, first in line."""
+        self._stop_running(job)
+        job.retractions += 1
+        job.repeating = True
+        self._jobs[job.id] = job
+        self._first.put(job, job.arrival)
+        if not job.system:
+            self._presence(job.client).waiting += 1
+
+    # ---- what people and tests read
+
+    def waiting(self) -> Iterable[Job]:
+        """In order of arrival."""
+        return self._jobs.values()
+
+    def running(self) -> Iterable[Job]:
+        return self._running.values()
+
+    def find(self, job_id: str) -> Job | None:
+        """The job with this id, waiting or running."""
+        return self._jobs.get(job_id) or self._running.get(job_id)
+
+    def is_waiting(self, job_id: str) -> bool:
+        return job_id in self._jobs
+
+    def __len__(self) -> int:
+        """How many requests wait."""
+        return len(self._jobs)
+
+    def bound(self) -> float | None:
+        """The policy's guarantee with the largest prompt and the largest owed output seen so far."""
+        return self.policy.bound(
+            self.cost(self.largest_input_tokens, 0), self.cost(0, self.largest_owed_tokens)
+        )
+
+    def status(self, most: int = 1000) -> Mapping[str, Any]:
+        """State for people and programs, JSON-ready; the `most` clients with the most service are listed."""
+        counters = self.policy.counters()
+        accounts = self.ledger.accounts()
+        busiest = sorted(accounts, key=lambda name: -accounts[name].service)[:most]
+        names = dict.fromkeys([*busiest, *list(self._clients)[:most]])
+        conservation = self.ledger.conservation()
+        clients = {}
+        for name in names:
+            usage, presence = self.ledger.usage(name), self._clients.get(name, Presence())
+            clients[name] = {
+                "counter": counters.get(name),
+                "extend_tokens": usage.extend_tokens,
+                "output_tokens": usage.output_tokens,
+                "cached_tokens": usage.cached_tokens,
+                "service": usage.service,
+                "requests": usage.requests,
+                "waiting": presence.waiting,
+                "running": presence.running,
+            }
+        total = self.ledger.total
+        return {
+            "clients": clients,
+            "totals": {
+                "extend_tokens": total.extend_tokens,
+                "output_tokens": total.output_tokens,
+                "cached_tokens": total.cached_tokens,
+                "service": total.service,
+                "waiting": len(self._jobs),
+                "running": len(self._running),
+            },
+            "conservation": {name: getattr(conservation, name) for name in conservation.__slots__},
+            "bound": self.bound(),
+            "largest_input_tokens": self.largest_input_tokens,
+            "largest_owed_tokens": self.largest_owed_tokens,
+        }
+
+    # ---- inside
+
+    def _charge(self, job: Job, *, extend: int = 0, output: int = 0) -> None:
+        before = self.cost(job.extend_tokens, job.output_tokens)
+        job.extend_tokens += extend
+        job.output_tokens += output
+        units = self.cost(job.extend_tokens, job.output_tokens) - before
+        self.ledger.record(job.client, extend=extend, output=output, service=units)
+        self.policy.charge(job.client, units)
+
+    def _stop_waiting(self, job: Job) -> None:
+        del self._jobs[job.id]
+        if job.system or job.repeating:
+            self._first.discard(job)
+            if job in self._first_held:
+                self._first_held.remove(job)
+        else:
+            self.policy.leave(job)
+        if not job.system:
+            self._presence(job.client).waiting -= 1
+
+    def _stop_running(self, job: Job) -> None:
+        del self._running[job.id]
+        self._stop_computing(job)
+        if not job.system:
+            presence = self._presence(job.client)
+            presence.running -= 1
+            presence.owed_tokens -= job.max_output_tokens - job.output_tokens
+
+    def _stop_computing(self, job: Job) -> None:
+        if job.block is not None and self._computing.get(job.block) is job:
+            del self._computing[job.block]
+
+    def _presence(self, client: str) -> Presence:
+        presence = self._clients.get(client)
+        if presence is None:
+            presence = self._clients[client] = Presence()
+        return presence
+
+    def _forget_if_idle(self, job: Job) -> None:
+        presence = self._clients.get(job.client)
+        if presence is not None and not presence.waiting and not presence.running:
+            del self._clients[job.client]
+            self.policy.idle(job.client)

@@ -1,0 +1,111 @@
+"""VTC, the virtual token counter: the client that was served least goes next (VTC, Algorithm 2).
+
+Every client has a counter of the service it was given, divided by its weight. A client that (re)joins the
+queue is lifted to the smallest counter there, so that it cannot save up credit while it is away; if the
+queue is empty it is lifted to the client that left it last. Nothing is ever lowered.
+
+Unit of fairness: service units (tokens by the cost function), whatever they were spent on. Two clients
+that both have requests waiting never differ by more than 2·max(w_e·L_input, w_q·M) (Theorem 4.4).
+Trade-off: clients are interleaved without regard to the prefix cache, which costs hit rate.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from sglang_fair.core.clients import ClientQueues
+from sglang_fair.core.heap import LazyHeap
+from sglang_fair.core.policy import Job, Weights
+
+
+def by_arrival(job: Job) -> int:
+    return job.arrival
+
+
+@dataclass
+class Vtc:
+    """Smallest counter first, then the earliest head request; FIFO within a client."""
+
+    name: ClassVar[str] = "vtc"
+    weights: Weights = field(default_factory=Weights)
+
+    _counter: dict[str, float] = field(default_factory=dict, init=False, repr=False)
+    _queues: ClientQueues = field(init=False, repr=False)
+    _turn: LazyHeap[str] = field(default_factory=LazyHeap, init=False, repr=False)
+    _idle: LazyHeap[str] = field(default_factory=LazyHeap, init=False, repr=False)
+    _left_last: str = field(default="", init=False, repr=False)
+    _left_counter: float = field(default=0.0, init=False, repr=False)
+    """The counter of the client that left the queue last, if it has been forgotten since."""
+
+    def __post_init__(self) -> None:
+        self._queues = ClientQueues(by_arrival)
+
+    def arrive(self, job: Job) -> None:
+        client = job.client
+        if client not in self._queues:
+            self._idle.discard(client)
+            self._counter[client] = max(self._counter.get(client, 0.0), self._floor())
+        self._queues.put(job)
+        self._seat(client)
+
+    def leave(self, job: Job) -> None:
+        self._queues.leave(job)
+        if job.client not in self._queues:
+            self._left_last, self._left_counter = job.client, 0.0
+        self._seat(job.client)
+
+    def rematch(self, job: Job) -> None:
+        """Locality plays no part."""
+
+    def pick(self) -> Job | None:
+        client = self._turn.first()
+        return None if client is None else self._queues.head(client)
+
+    def hold(self, job: Job) -> None:
+        self._queues.hold(job)
+        self._seat(job.client)
+
+    def release(self) -> None:
+        for client in self._queues.release():
+            self._seat(client)
+
+    def charge(self, client: str, units: float) -> None:
+        self._counter[client] = self._counter.get(client, 0.0) + units / self.weights.of(client)
+        self._seat(client)
+
+    def idle(self, client: str) -> None:
+        """Forgotten as soon as the lift would overwrite its counter, so the guarantee stays (VTC §4.1)."""
+        if client in self._counter and client not in self._queues:
+            self._idle.put(client, (self._counter[client], client))
+        floor = self._floor()
+        while (gone := self._idle.first()) is not None and self._counter[gone] <= floor:
+            self._idle.discard(gone)
+            counter = self._counter.pop(gone)
+            if gone == self._left_last:
+                self._left_counter = counter
+
+    def counters(self) -> Mapping[str, float]:
+        return self._counter
+
+    def bound(self, input_units: float, output_units: float) -> float | None:
+        """2·max(w_p·L_input, w_q·M) / min weight (Theorem 4.4), valid where outputs are not the cheaper part.
+
+        The sum is returned, which also holds for w_q < w_p and for chunked prefill.
+        """
+        return 2 * (input_units + output_units) / self.weights.smallest()
+
+    def _floor(self) -> float:
+        """What a client that joins the queue is lifted to (Algorithm 2, lines 8-13)."""
+        client = self._turn.first()
+        if client is not None:
+            return self._counter[client]
+        if len(self._queues):
+            return min(self._counter[client] for client in self._queues)
+        return self._counter.get(self._left_last, self._left_counter)
+
+    def _seat(self, client: str) -> None:
+        head = self._queues.head(client)
+        if head is None:
+            self._turn.discard(client)
+        else:
+            self._turn.put(client, (self._counter[client], head.arrival))

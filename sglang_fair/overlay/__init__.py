@@ -1,0 +1,36 @@
+"""Fair scheduling inside SGLang 0.5.23, attached through its plugin loader.
+
+`install` is the entry point `sglang.srt.plugins: sglang_fair`. SGLang calls it in each of its processes
+before it reads its arguments. SGLang's loader logs a plugin that fails and serves on with stock
+scheduling; a server that says DLPM and runs FCFS is worse than none, so a missing target ends the process.
+"""
+
+import os
+import pkgutil
+from importlib.metadata import version
+
+SGLANG_VERSION = "0.5.23"
+"""The release whose functions the hooks were read from and tested against."""
+
+
+def install() -> None:
+    """Register the hooks. SystemExit with one line when SGLang is not what they were written for."""
+    if os.environ.get("SGLANG_FAIR_DISABLE") == "1":
+        return
+    found = version("sglang")
+    if found != SGLANG_VERSION and os.environ.get("SGLANG_FAIR_ANY_VERSION") != "1":
+        raise SystemExit(
+            f"sglang-fair: needs sglang {SGLANG_VERSION}, found {found} "
+            "(SGLANG_FAIR_ANY_VERSION=1 tries anyway, SGLANG_FAIR_DISABLE=1 serves without it)"
+        )
+    try:
+        from sglang.srt.plugins.hook_registry import HookRegistry
+
+        from sglang_fair.overlay.hooks import HOOKS
+
+        for hook in HOOKS:
+            pkgutil.resolve_name(hook.target)
+    except (ImportError, AttributeError) as error:
+        raise SystemExit(f"sglang-fair: cannot attach to sglang {found}: {error}") from error
+    for hook in HOOKS:
+        HookRegistry.register(hook.target, hook.function, hook.kind)

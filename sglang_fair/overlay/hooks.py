@@ -1,0 +1,175 @@
+"""The points where SGLang 0.5.23 and the overlay meet: one table, each hook a few lines without a decision."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder, SchedulePolicy
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from sglang_fair.overlay import config
+from sglang_fair.overlay.identity import carry_client
+from sglang_fair.overlay.replica import ReplicaFairness
+from sglang_fair.overlay.status import add_route
+
+
+class FairSchedulePolicy(SchedulePolicy):
+    """SGLang's place for ordering the queue. The order itself is asked for one candidate at a time."""
+
+    fair: ReplicaFairness
+
+    def calc_priority(self, waiting_queue: list[Any], *args: Any, **kwargs: Any) -> None:
+        self.fair.begin_pass(waiting_queue)
+
+    def _determine_active_policy(self, waiting_queue: list[Any]) -> Any:
+        return self.policy
+
+
+class BookkeepingPolicy(SchedulePolicy):
+    """SGLang's own order, with our books beside it."""
+
+    fair: ReplicaFairness
+
+    def calc_priority(self, waiting_queue: list[Any], *args: Any, **kwargs: Any) -> None:
+        self.fair.begin_pass(waiting_queue)
+        super().calc_priority(waiting_queue, *args, **kwargs)
+
+
+class Candidates(list[Any]):
+    """SGLang's waiting queue while a batch is formed. Its admission loop gets the policy's order, lazily;
+    every other reader gets the plain list."""
+
+    fair: ReplicaFairness
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.fair.offers() if self.fair.disarm() else super().__iter__()
+
+
+class FairPrefillAdder(PrefillAdder):
+    """Reports what was admitted, with the numbers that the engine will compute."""
+
+    def __init__(self, *args: Any, fair: ReplicaFairness, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.fair = fair
+        fair.arm()
+
+    def add_one_req(self, req: Any, *args: Any, **kwargs: Any) -> AddReqResult:
+        if not self.fair.may_admit(req):
+            return AddReqResult.CONTINUE
+        before = len(self.can_run_list)
+        verdict = super().add_one_req(req, *args, **kwargs)
+        if len(self.can_run_list) > before:
+            self.fair.admitted(req)
+        return verdict
+
+    def add_chunked_req(self, req: Any) -> Any:
+        before = len(self.can_run_list)
+        unfinished = super().add_chunked_req(req)
+        if len(self.can_run_list) > before:
+            self.fair.continued(req)
+        return unfinished
+
+
+def init_schedule_policy(original: Callable[..., None], scheduler: Any) -> None:
+    missing = [hook.target for hook in HOOKS if hook.target not in HookRegistry._patched]
+    if missing:
+        raise SystemExit(f"sglang-fair: SGLang did not apply the hooks on {', '.join(missing)}")
+    name = scheduler.schedule_policy
+    ours = config.SERVER_POLICIES.get(name)
+    if ours is not None:
+        scheduler.schedule_policy = "lpm"
+    original(scheduler)
+    scheduler.fair = ReplicaFairness(
+        config.read(), ours or name, orders=ours is not None, tree_cache=scheduler.tree_cache
+    )
+    scheduler.policy = (FairSchedulePolicy if ours is not None else BookkeepingPolicy)(
+        scheduler.schedule_policy,
+        scheduler.tree_cache,
+        scheduler.enable_hierarchical_cache,
+        scheduler.enable_priority_scheduling,
+        scheduler.schedule_low_priority_values_first,
+    )
+    scheduler.policy.fair = scheduler.fair
+
+
+def get_prefill_adder_class(result: type[PrefillAdder], scheduler: Any) -> Any:
+    if result is not PrefillAdder:
+        raise SystemExit(f"sglang-fair: another plugin replaced the prefill adder by {result.__name__}")
+    return partial(FairPrefillAdder, fair=scheduler.fair)
+
+
+def form_prefill_batch(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    queue = Candidates(scheduler.waiting_queue)
+    queue.fair = scheduler.fair
+    scheduler.waiting_queue = queue
+    try:
+        batch, running_batch = original(scheduler, *args, **kwargs)
+        if batch is not None:
+            decoding = len(batch.decoding_reqs or ())  # mixed into the batch behind the prompts
+            scheduler.fair.computed(sum(batch.extend_lens[: len(batch.reqs) - decoding]))
+        return batch, running_batch
+    finally:
+        scheduler.fair.disarm()
+        if scheduler.waiting_queue is queue:
+            scheduler.waiting_queue = list(queue)
+
+
+def add_request_to_queue(result: Any, scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> None:
+    if scheduler.waiting_queue and scheduler.waiting_queue[-1] is req:
+        scheduler.fair.arrive(req)
+
+
+def process_batch_result(result: Any, scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
+    scheduler.fair.processed(batch)
+    # Stock publishes only every --decode-log-interval steps; a router wants to know now.
+    scheduler.kv_events_publisher.publish_kv_events()
+
+
+def get_internal_state(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    result.internal_state["fair"] = scheduler.fair.status()
+
+
+def add_cli_args(result: Any, parser: Any, *args: Any, **kwargs: Any) -> None:
+    config.add_arguments(parser)
+
+
+def from_cli_args(original: Callable[..., Any], cls: type, args: Any) -> Any:
+    config.adopt_arguments(args)
+    return original(cls, args)
+
+
+def generate_request(original: Callable[..., Any], manager: Any, obj: Any, request: Any = None) -> Any:
+    carry_client(obj, request)
+    return original(manager, obj, request)
+
+
+def tokenizer_manager_started(result: Any, manager: Any, *args: Any, **kwargs: Any) -> None:
+    add_route(manager)
+
+
+@dataclass(frozen=True)
+class Hook:
+    """`function` is attached to `target` (a dotted name) in the way `kind`."""
+
+    target: str
+    function: Callable[..., Any]
+    kind: HookType
+
+
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
+_TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager."
+_ARGUMENTS = "sglang.srt.server_args.ServerArgs."
+
+HOOKS: tuple[Hook, ...] = (
+    Hook(_ARGUMENTS + "add_cli_args", add_cli_args, HookType.AFTER),
+    Hook(_ARGUMENTS + "from_cli_args", from_cli_args, HookType.AROUND),
+    Hook(_TOKENIZER + "__init__", tokenizer_manager_started, HookType.AFTER),
+    Hook(_TOKENIZER + "generate_request", generate_request, HookType.AROUND),
+    Hook(_SCHEDULER + "init_schedule_policy", init_schedule_policy, HookType.AROUND),
+    Hook(_SCHEDULER + "_add_request_to_queue", add_request_to_queue, HookType.AFTER),
+    Hook(_SCHEDULER + "_get_new_batch_prefill_raw", form_prefill_batch, HookType.AROUND),
+    Hook(_SCHEDULER + "get_prefill_adder_class", get_prefill_adder_class, HookType.AFTER),
+    Hook(_SCHEDULER + "process_batch_result", process_batch_result, HookType.AFTER),
+    Hook(_SCHEDULER + "get_internal_state", get_internal_state, HookType.AFTER),
+)  # fmt: skip

@@ -1,0 +1,42 @@
+"""From the HTTP request to the scheduler: the client's name inside the sampling parameters.
+
+`sampling_params.custom_params` is the one carrier that survives every endpoint, streaming, batches and
+n > 1. A `fair` entry in a client's own body is dropped: only the server says who somebody is.
+"""
+
+from typing import Any
+
+from sglang_fair.core.identity import (
+    ANONYMOUS,
+    HEADER_APP,
+    HEADER_INTERACTION,
+    HEADER_STAGE,
+    bounded,
+    identify,
+)
+from sglang_fair.overlay import config
+from sglang_fair.overlay.replica import CUSTOM_PARAMS_KEY
+
+
+def carry_client(obj: Any, request: Any) -> None:
+    """Write who sent `obj` (SGLang's generate or embedding input) into it. `request` is the HTTP request."""
+    carried = {"client": ANONYMOUS}
+    if request is not None:
+        carried["client"] = identify(request.headers, user_of(request), config.read().identity)
+        for key, header in (("app", HEADER_APP), ("interaction", HEADER_INTERACTION), ("stage", HEADER_STAGE)):
+            if header in request.headers:
+                carried[key] = bounded(request.headers[header])
+    if obj.sampling_params is None:
+        obj.sampling_params = {}
+    each = obj.sampling_params if isinstance(obj.sampling_params, list) else [obj.sampling_params]
+    for parameters in each:
+        custom = dict(parameters.get("custom_params") or {})
+        custom[CUSTOM_PARAMS_KEY] = carried
+        parameters["custom_params"] = custom
+
+
+def user_of(request: Any) -> str | None:
+    """The OpenAI `user` field, from the body that the server has already parsed."""
+    body = getattr(request, "_json", None)
+    user = body.get("user") if isinstance(body, dict) else None
+    return user if isinstance(user, str) else None

@@ -1,0 +1,222 @@
+"""The fair queue of one SGLang scheduler: its requests as jobs, its counters as charges.
+
+Everything here runs on the scheduler's thread. What is decided, is decided in `FairQueue`; this file only
+translates. SGLang's own `waiting_queue` stays the truth about who waits: requests leave it in more ways
+than one would hook (aborts, time-outs, a full queue), so each pass compares and follows.
+"""
+
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+from sglang.srt.mem_cache.common import match_kv_cache
+
+from sglang_fair.core.identity import ANONYMOUS
+from sglang_fair.core.policy import Job
+from sglang_fair.core.queue import FairQueue
+from sglang_fair.overlay.config import Config
+
+CUSTOM_PARAMS_KEY = "fair"
+"""Where a request carries its client inside `sampling_params.custom_params`."""
+
+MATCHES_PER_PASS = 128
+"""Prefix look-ups in one pass, about 10 µs each; the others keep the match that they had."""
+
+BLOCK_TOKENS = 32
+"""Two requests that agree on this many uncached tokens are taken to share them; SGLang's own threshold."""
+
+
+class ReplicaFairness:
+    """`orders`: our policy decides who is admitted. Otherwise SGLang's own does, and only the books are kept."""
+
+    def __init__(self, config: Config, policy: str, *, orders: bool, tree_cache: Any) -> None:
+        self.config = config
+        self.orders = orders
+        self.policy_name = policy if orders else f"sglang:{policy}"
+        self.queue = FairQueue(config.policy(policy if orders else "fcfs"), config.cost)
+        self._tree_cache = tree_cache
+        self._requests: dict[str, Any] = {}
+        self._finished_output_tokens = 0
+        self._tree_changed = True
+        self._refresh_from = 0
+        self._armed = False
+
+    # ---- who waits
+
+    def arrive(self, request: Any) -> None:
+        """A request was appended to the waiting queue: new, or taken back from the batch."""
+        job = self.queue.find(request.rid)
+        if job is None:
+            self._requests[request.rid] = request
+            self.queue.arrive(
+                Job(
+                    id=request.rid,
+                    client=client_of(request),
+                    prompt_tokens=len(request.origin_input_ids),
+                    max_output_tokens=request.sampling_params.max_new_tokens or 0,
+                    system=request.rid.startswith(HEALTH_CHECK_RID_PREFIX),
+                )
+            )
+        elif not self.queue.is_waiting(request.rid):
+            self._emit(request, job)
+            self.queue.retract(job)
+
+    def begin_pass(self, waiting: list[Any]) -> None:
+        """A batch is about to be formed from `waiting`."""
+        for request in waiting:
+            if not self.queue.is_waiting(request.rid):
+                self.arrive(request)
+        if len(self.queue) != len(waiting):
+            present = {request.rid for request in waiting}
+            for job in [job for job in self.queue.waiting() if job.id not in present]:
+                self.queue.leave(job.id)
+                self._forget(job.id)
+        self.settle_absent()
+        if self.orders:
+            self._look_up_prefixes(waiting)
+        self.queue.begin_pass()
+
+    def settle_absent(self) -> None:
+        """End the books of requests that the engine dropped without a result: aborted between two chunks, or
+        in the batch when memory ran out."""
+        for job in list(self.queue.running()):
+            request = self._requests[job.id]
+            if request.finished() or not request.kv.holds_kv:
+                self._finish(request, job)
+
+    def _look_up_prefixes(self, waiting: list[Any]) -> None:
+        """Bounded work: everybody when few wait; else a window that moves on with each pass."""
+        count = len(waiting)
+        if count <= MATCHES_PER_PASS:
+            chosen = waiting if self._tree_changed else [r for r in waiting if r.last_node is None]
+        else:
+            start = self._refresh_from % count
+            chosen = waiting[start : start + MATCHES_PER_PASS]
+            chosen += waiting[: MATCHES_PER_PASS - len(chosen)]
+            self._refresh_from = start + MATCHES_PER_PASS
+        self._tree_changed = False
+        for request in chosen:
+            match_kv_cache(request, self._tree_cache)
+            job = self.queue.find(request.rid)
+            assert job is not None
+            self.queue.rematch(job, request.num_matched_prefix_tokens, self._block(request, request.prefix_len))
+
+    # ---- who goes next
+
+    def arm(self) -> None:
+        """The next iteration over the waiting queue is SGLang's admission loop."""
+        self._armed = self.orders
+
+    def disarm(self) -> bool:
+        armed, self._armed = self._armed, False
+        return armed
+
+    def offers(self) -> Iterator[Any]:
+        """Candidates in the policy's order. Each is chosen after the one before it was charged or passed over."""
+        while (job := self.queue.next()) is not None:
+            yield self._requests[job.id]
+            if self.queue.is_waiting(job.id):
+                self.queue.hold(job)
+
+    def may_admit(self, request: Any) -> bool:
+        """After the engine's own look-up: False if the tokens it would compute are being computed already."""
+        job = self.queue.find(request.rid)
+        assert job is not None, f"{request.rid} is not in the books"
+        if not self.orders:
+            return True
+        self.queue.rematch(job, request.prefix_len, self._block(request, request.prefix_len))
+        return not self.queue.is_being_computed(job)
+
+    # ---- what they got
+
+    def admitted(self, request: Any) -> None:
+        job = self.queue.find(request.rid)
+        assert job is not None, f"{request.rid} is not in the books"
+        self.queue.admit(
+            job, extend_tokens=request.extend_end - request.prefix_len, cached_tokens=request.prefix_len
+        )
+
+    def continued(self, request: Any) -> None:
+        """One more chunk of a prompt."""
+        job = self.queue.find(request.rid)
+        assert job is not None, f"{request.rid} is not in the books"
+        tokens = request.extend_end - request.prefix_len
+        self.queue.extend(job, tokens, self._block(request, request.prefix_len) if self.orders else None)
+
+    def computed(self, tokens: int) -> None:
+        """The engine's own word on an extend batch."""
+        self.queue.ledger.engine_counted(extend=tokens)
+
+    def processed(self, batch: Any) -> None:
+        """A batch's results are in: charge what came out, end what has ended."""
+        is_extend = batch.forward_mode.is_extend()
+        self._tree_changed = self._tree_changed or is_extend
+        for request in batch.reqs:
+            job = self.queue.find(request.rid)
+            if job is None or self.queue.is_waiting(request.rid):
+                continue
+            if is_extend:
+                self.queue.prefilled(job)
+            if request.finished():
+                self._tree_changed = True
+                self._finish(request, job)
+            else:
+                self._emit(request, job)
+
+    def _emit(self, request: Any, job: Job) -> None:
+        self.queue.emit(job, len(request.output_ids) - job.output_tokens)
+
+    def _finish(self, request: Any, job: Job) -> None:
+        self._emit(request, job)
+        self.queue.finish(job.id)
+        self._forget(job.id)
+
+    def _forget(self, request_id: str) -> None:
+        request = self._requests.pop(request_id)
+        self._finished_output_tokens += len(request.output_ids)
+
+    # ---- what people read
+
+    def status(self) -> dict[str, Any]:
+        """JSON-ready; SGLang's /server_info and our /fair carry it."""
+        self.settle_absent()
+        ledger = self.queue.ledger
+        ledger.engine_output_tokens = self._finished_output_tokens + sum(
+            len(request.output_ids) for request in self._requests.values()
+        )
+        policy = self.queue.policy
+        return {
+            "policy": self.policy_name,
+            "config": {
+                "quantum": getattr(policy, "quantum", None),
+                "extend_weight": self.config.cost.extend_weight,
+                "output_weight": self.config.cost.output_weight,
+                "client_weights": dict(self.config.client_weights or {}),
+            },
+            "refills": getattr(policy, "refills", None),
+            **self.queue.status(),
+        }
+
+    def _block(self, request: Any, prefix_tokens: int) -> Hashable | None:
+        """Samples of the prefix and the first uncached tokens: equal for requests that would compute the same."""
+        if self._tree_cache.disable:
+            return None
+        tokens = request.origin_input_ids
+        end = prefix_tokens + BLOCK_TOKENS
+        if len(tokens) < end:
+            return None
+        middle = prefix_tokens // 2
+        return (
+            prefix_tokens,
+            request.extra_key,
+            request.cache_salt,
+            bytes(memoryview(tokens)[prefix_tokens:end]),
+            bytes(memoryview(tokens)[:BLOCK_TOKENS]),
+            bytes(memoryview(tokens)[middle : middle + BLOCK_TOKENS]),
+        )
+
+
+def client_of(request: Any) -> str:
+    """The client that the HTTP side wrote into the request."""
+    carried = (request.sampling_params.custom_params or {}).get(CUSTOM_PARAMS_KEY)
+    return carried.get("client", ANONYMOUS) if isinstance(carried, dict) else ANONYMOUS

@@ -1,0 +1,348 @@
+"""The driver's wire and books, against a small server in this process. No model: tokens are made up."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from workloads import wire
+from workloads.arrivals import GammaArrivals
+from workloads.clients import Client
+from workloads.driver import Driver, Endpoint, Plan
+from workloads.programs import Call, Program, TextCodec, TokenCodec, TreeOfThought
+from workloads.records import Manifest, Records, Run, read
+
+BYTES = TokenCodec(lambda text: list(text.encode()))
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class FakeServer:
+    """Streams answers of the length asked for; keeps what it was sent."""
+
+    def __init__(self, incremental: bool = False, delay_s: float = 0.0) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.incremental = incremental
+        self.delay_s = delay_s
+        self.at_once = 0
+        self.most_at_once = 0
+        self.dropped = 0
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.bodies.append(body)
+        self.headers.append({name.lower(): value for name, value in request.headers.items()})
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        try:
+            return await self._answer(request, body)
+        except (asyncio.CancelledError, ConnectionResetError):
+            self.dropped += 1
+            raise
+        finally:
+            self.at_once -= 1
+
+    async def _answer(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream", "x-fair-worker": "r1"})
+        await response.prepare(request)
+        wanted = body["sampling_params"]["max_new_tokens"]
+        ids = list(range(1000, 1000 + wanted))
+        for count in range(1, wanted + 1):
+            await asyncio.sleep(self.delay_s)
+            meta = {
+                "prompt_tokens": len(body.get("input_ids", body.get("text", ""))),
+                "cached_tokens": 3,
+                "completion_tokens": count,
+                "finish_reason": {"type": "length"} if count == wanted else None,
+            }
+            new = ids[count - 1 : count] if self.incremental else ids[:count]
+            event = {"text": "x" * len(new), "output_ids": new, "meta_info": meta}
+            await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+
+def client(program: Callable[[int], Program], name: str = "a", rate: float = 1000.0, **more: Any) -> Client:
+    return Client(name, program, GammaArrivals(rate, 0.0), seed="s", app="tot", **more)
+
+
+def drive(
+    handlers: dict[str, Handler],
+    clients: list[Client],
+    plan: Plan | None = None,
+    kind: str = wire.GENERATE,
+    path: Path | None = None,
+    **driver: Any,
+) -> Run:
+    """One run against a server with these handlers."""
+
+    async def main() -> Run:
+        app = web.Application()
+        for route, handler in handlers.items():
+            app.router.add_route("*", route, handler)
+        runner = web.AppRunner(app, handler_cancellation=True)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            replicas = {name: url for name in driver.pop("replicas", ())}
+            with Records(path, Manifest("test", "none", {}, 1.0)) as records:
+                once = plan or Plan(duration_s=1.0, programs_per_client=1, drain_s=5.0)
+                endpoint = Endpoint(url, kind, **driver.pop("endpoint", {}))
+                await Driver(endpoint, clients, once, records, replicas=replicas, **driver).run()
+                return records.run
+        finally:
+            await runner.cleanup()
+
+    return asyncio.run(main())
+
+
+def tree(_: int) -> Program:
+    return TreeOfThought(branches=2, height=2, thought_tokens=3).program(BYTES.encode("Why?"), BYTES)
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+def test_a_tree_goes_over_the_wire_with_its_thoughts_identity_and_exact_counts(incremental):
+    server = FakeServer(incremental)
+    run = drive({"/generate": server.generate}, [client(tree)], tag="@7")
+    assert len(run.requests) == 6
+    assert run.end is not None
+    (program,) = run.programs
+    assert (program.outcome, program.requests, program.failed) == ("ok", 6, 0)
+    roots, leaves = server.bodies[:2], server.bodies[2:]
+    for leaf in leaves:
+        assert any(leaf["input_ids"][: len(root["input_ids"])] == root["input_ids"] for root in roots)
+        assert 1002 in leaf["input_ids"], "the thought's own token ids are part of the path"
+    assert server.bodies[0]["sampling_params"] == {
+        "max_new_tokens": 3,
+        "temperature": 0.0,
+        "ignore_eos": True,
+    }
+    sent = server.headers[0]
+    assert [sent[f"x-fair-{name}"] for name in ("client", "app", "interaction", "stage")] == [
+        "a@7",
+        "tot",
+        "a@7-0",
+        "plan",
+    ]
+    for record in run.requests:
+        assert (record.outcome, record.worker, record.output_tokens, record.cached_tokens) == (
+            "ok",
+            "r1",
+            3,
+            3,
+        )
+        assert record.extend_tokens == record.prompt_tokens - 3
+        assert [count for _, count in record.token_times] == [1, 2, 3]
+        assert record.t_intended_s <= record.t_start_s <= record.t_first_token_s <= record.t_done_s
+
+
+def test_a_child_is_intended_when_its_parent_is_done():
+    run = drive({"/generate": FakeServer(delay_s=0.01).generate}, [client(tree)])
+    ends = {record.t_done_s for record in run.requests if record.stage == "plan"}
+    assert {record.t_intended_s for record in run.requests if record.stage == "answer"} == ends
+
+
+def test_the_records_on_disk_are_the_records_in_memory(tmp_path):
+    path = tmp_path / "run" / "records.jsonl"
+    run = drive({"/generate": FakeServer().generate}, [client(tree)], path=path)
+    loaded = read(path)
+    assert loaded.programs == run.programs
+    assert [list(map(tuple, record.token_times)) for record in loaded.requests] == [
+        record.token_times for record in run.requests
+    ]
+    assert loaded.end == run.end
+
+
+def one_call(_: int) -> Program:
+    yield Call("Why?", 2, "ask")
+
+
+async def refuse(_: web.Request) -> web.StreamResponse:
+    return web.Response(status=503, text="full")
+
+
+async def break_off(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse()
+    await response.prepare(request)
+    meta = {"prompt_tokens": 4, "cached_tokens": 0, "completion_tokens": 1, "finish_reason": None}
+    await response.write(b"data: " + json.dumps({"text": "x", "meta_info": meta}).encode() + b"\n\n")
+    return response
+
+
+async def abort(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse()
+    await response.prepare(request)
+    reason = {"type": "abort", "message": "too long"}
+    meta = {"prompt_tokens": 4, "completion_tokens": 0, "finish_reason": reason}
+    await response.write(b"data: " + json.dumps({"text": "", "meta_info": meta}).encode() + b"\n\n")
+    return response
+
+
+async def babble(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse()
+    await response.prepare(request)
+    await response.write(b"data: {not json\n\n")
+    return response
+
+
+async def hang(request: web.Request) -> web.StreamResponse:
+    await asyncio.sleep(30)
+    return web.Response()
+
+
+@pytest.mark.parametrize(
+    ("handler", "error"),
+    [
+        (refuse, "HTTP 503: full"),
+        (break_off, "ended before"),
+        (abort, "too long"),
+        (babble, "DecodeError"),
+        (hang, "within 0.2 s"),
+    ],
+)
+def test_every_way_to_fail_is_one_record_that_says_so(handler, error):
+    run = drive({"/generate": handler}, [client(one_call)], endpoint={"timeout_s": 0.2})
+    (record,) = run.requests
+    assert record.outcome == "failed"
+    assert error in record.error
+    assert [(program.outcome, program.failed) for program in run.programs] == [("failed", 1)]
+
+
+def test_a_server_that_is_not_there_is_an_error_of_the_request():
+    async def main() -> Run:
+        with Records(None, Manifest("test", "none", {}, 1.0)) as records:
+            plan = Plan(duration_s=1.0, programs_per_client=1, drain_s=5.0)
+            await Driver(Endpoint("http://127.0.0.1:9"), [client(one_call)], plan, records).run()
+            return records.run
+
+    (record,) = asyncio.run(main()).requests
+    assert record.outcome == "failed"
+    assert "ClientConnectorError" in record.error
+
+
+def test_what_is_under_way_at_the_end_is_cancelled_and_recorded():
+    server = FakeServer(delay_s=0.05)
+
+    def long_call(_: int) -> Program:
+        yield (Call("Why?", 100), Call("How?", 100))
+
+    run = drive(
+        {"/generate": server.generate}, [client(long_call)], Plan(0.3, programs_per_client=1, drain_s=0.2)
+    )
+    assert [record.outcome for record in run.requests] == ["cancelled", "cancelled"]
+    assert all(record.output_tokens == record.token_times[-1][1] > 0 for record in run.requests)
+    (program,) = run.programs
+    assert (program.outcome, program.t_done_s) == ("cancelled", None)
+    assert server.dropped == 2, "the server saw its clients hang up"
+
+
+def test_the_run_may_wait_for_the_well_behaved_only():
+    def endless(_: int) -> Program:
+        yield Call("Why?", 10_000)
+
+    server = FakeServer(delay_s=0.002)
+    clients = [client(tree, "good"), client(endless, "bad", well_behaved=False)]
+    run = drive(
+        {"/generate": server.generate}, clients, Plan(0.05, 1, drain_s=10.0, drain_for="well-behaved")
+    )
+    assert {program.client: program.outcome for program in run.programs} == {"good": "ok", "bad": "cancelled"}
+    assert run.end.t_s < 5
+
+
+def test_connections_are_bounded_per_client_and_waiting_counts_as_latency():
+    def wide(_: int) -> Program:
+        yield tuple(Call("Why?", 1) for _ in range(6))
+
+    server = FakeServer(delay_s=0.05)
+    plan = Plan(0.05, 1, drain_s=5.0, connections_per_client=2)
+    run = drive({"/generate": server.generate}, [client(wide)], plan)
+    assert server.most_at_once == 2
+    assert len({record.t_intended_s for record in run.requests}) == 1
+    assert max(record.t_start_s - record.t_intended_s for record in run.requests) > 0.09
+
+
+def test_arrivals_do_not_wait_for_answers():
+    server = FakeServer(delay_s=0.3)
+    steady = Client("a", one_call, GammaArrivals(20.0, 0.0), seed="s")
+    run = drive({"/generate": server.generate}, [steady], Plan(0.5, drain_s=5.0))
+    assert server.most_at_once >= 8
+    starts = sorted(record.t_intended_s for record in run.requests)
+    assert [later - earlier for earlier, later in zip(starts, starts[1:], strict=False)] == pytest.approx(
+        [0.05] * (len(starts) - 1), abs=1e-5
+    )
+
+
+def test_a_program_that_breaks_the_protocol_ends_the_run():
+    def broken(_: int) -> Program:
+        yield Call("Why?", 1)
+        raise LookupError("a bug in the program")
+
+    with pytest.raises(LookupError, match="a bug in the program"):
+        drive({"/generate": FakeServer().generate}, [client(broken)])
+
+
+def test_token_ids_to_a_chat_endpoint_are_the_callers_mistake():
+    with pytest.raises(ValueError, match="TextCodec"):
+        drive({"/v1/chat/completions": refuse}, [client(tree)], kind=wire.CHAT)
+
+
+@pytest.mark.parametrize("kind", [wire.CHAT, wire.COMPLETIONS])
+@pytest.mark.parametrize("usage_in_every_event", [True, False])
+def test_the_openai_interfaces(kind, usage_in_every_event):
+    bodies = []
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        bodies.append(await request.json())
+        response = web.StreamResponse()
+        await response.prepare(request)
+        usage = {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 4}}
+        for count, word in enumerate(("To", "day"), start=1):
+            choice = {"delta": {"content": word}} if kind == wire.CHAT else {"text": word}
+            choice["finish_reason"] = "length" if count == 2 else None
+            told = {"usage": {**usage, "completion_tokens": count}} if usage_in_every_event else {}
+            await response.write(b"data: " + json.dumps({"choices": [choice], **told}).encode() + b"\n\n")
+        last = {"choices": [], "usage": {**usage, "completion_tokens": 2}}
+        await response.write(b"data: " + json.dumps(last).encode() + b"\n\ndata: [DONE]\n\n")
+        return response
+
+    def in_text(_: int) -> Program:
+        return TreeOfThought(branches=1, height=2, thought_tokens=2).program("Why?", TextCodec())
+
+    run = drive({wire.PATHS[kind]: answer}, [client(in_text)], kind=kind, endpoint={"model": "m"})
+    assert [(r.outcome, r.prompt_tokens, r.cached_tokens, r.output_tokens) for r in run.requests] == [
+        ("ok", 9, 4, 2)
+    ] * 2
+    prompt = bodies[1]["messages"][0]["content"] if kind == wire.CHAT else bodies[1]["prompt"]
+    assert prompt.startswith("Why?")
+    assert "Today" in prompt
+    assert bodies[0]["model"] == "m"
+
+
+def test_replicas_are_sampled_under_plain_names_and_lost_samples_are_counted():
+    async def fair(_: web.Request) -> web.Response:
+        account = {"service": 12.0, "waiting": 1, "running": 2, "deficit": -3}
+        return web.json_response({"clients": {"a@1": account, "other": account}, "bound": 99.0})
+
+    server = FakeServer(delay_s=0.05)
+    plan = Plan(0.05, 1, drain_s=5.0, sample_s=0.05)
+    run = drive(
+        {"/generate": server.generate, "/fair": fair}, [client(tree)], plan, tag="@1", replicas=["r0", "r1"]
+    )
+    assert {sample.worker for sample in run.samples} == {"r0", "r1"}
+    assert run.samples[0].clients == {"a": {"service": 12.0, "waiting": 1, "running": 2}}
+    assert run.samples[0].bound == 99.0
+    assert run.end.lost_samples == 0
+
+    lost = drive({"/generate": server.generate, "/fair": refuse}, [client(tree)], plan, replicas=["r0"])
+    assert lost.samples == []
+    assert lost.end.lost_samples >= 1
+
+
+def test_two_clients_of_one_name_are_refused():
+    with pytest.raises(ValueError, match="names of their own"):
+        drive({"/generate": refuse}, [client(tree), client(tree)])

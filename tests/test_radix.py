@@ -1,0 +1,286 @@
+"""The tree against a naive model of the same caches: sets of token tuples per worker."""
+
+import hashlib
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.radix import Hold, Match, RadixTree
+
+PAGE = 2
+BLOCK_PAGES = {"a": 1, "b": 2, "c": 1}
+"""Pages per block of each worker; "c" sends no events."""
+
+Prefix = tuple[int, ...]
+Key = tuple[str, Prefix]
+
+
+def ids(tokens: Prefix) -> bytes:
+    """Token ids as they travel."""
+    return np.asarray(tokens, "<u4").tobytes()
+
+
+def block_hash(key: Key) -> int:
+    """One number per namespace and prefix, as a hash chain gives."""
+    return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "big", signed=True)
+
+
+class Model:
+    """What each worker holds, said without a tree."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[str, set[Key]] = {worker: set() for worker in BLOCK_PAGES}
+        self.holds: list[tuple[str, Key]] = []
+
+    def stored(self, worker: str, namespace: str, parent: Prefix, tokens: Prefix, block: int) -> bool:
+        if parent and (namespace, parent) not in self.blocks[worker]:
+            return False
+        whole = parent + tokens
+        for end in range(len(parent) + block, len(whole) + 1, block):
+            self.blocks[worker].add((namespace, whole[:end]))
+        return True
+
+    def removed(self, worker: str, key: Key) -> None:
+        namespace, prefix = key
+        self.blocks[worker] = {
+            (space, held)
+            for space, held in self.blocks[worker]
+            if space != namespace or held[: len(prefix)] != prefix
+        }
+
+    def length(self, worker: str, namespace: str, prompt: Prefix, with_holds: bool = True) -> int:
+        known = [prefix for space, prefix in self.blocks[worker] if space == namespace]
+        if with_holds:
+            known += [prefix for who, (space, prefix) in self.holds if (who, space) == (worker, namespace)]
+        best = 0
+        for prefix in known:
+            common = next(
+                (i for i, (x, y) in enumerate(zip(prefix, prompt, strict=False)) if x != y),
+                min(len(prefix), len(prompt)),
+            )
+            best = max(best, common - common % PAGE)
+        return best
+
+    def holdings(self, worker: str) -> set[Key]:
+        mine = self.blocks[worker]
+        return {
+            (space, prefix)
+            for space, prefix in mine
+            if not any(s == space and len(p) > len(prefix) and p[: len(prefix)] == prefix for s, p in mine)
+        }
+
+
+class Pair:
+    """The tree and the model, given the same operations."""
+
+    def __init__(self, max_tree_tokens: int) -> None:
+        self.tree = RadixTree(PAGE, max_tree_tokens)
+        self.model = Model()
+        self.live: list[tuple[Hold, str, Key]] = []
+        for worker in BLOCK_PAGES:
+            self.tree.add_worker(worker, has_events=worker != "c")
+
+    def step(self, kind: str, worker: str, namespace: str, prompt: Prefix, pick: int) -> None:
+        block = PAGE * BLOCK_PAGES[worker]
+        whole = prompt[: len(prompt) - len(prompt) % block]
+        if kind == "hold":
+            hold = self.tree.hold(worker, ids(prompt), namespace)
+            held = (namespace, prompt[: len(prompt) - len(prompt) % PAGE])
+            self.live.append((hold, worker, held))
+            self.model.holds.append((worker, held))
+        elif kind == "release" and self.live:
+            hold, where, held = self.live.pop(pick % len(self.live))
+            self.model.holds.remove((where, held))
+            served = pick % 3 > 0
+            self.tree.release(hold, served)
+            if served and where == "c" and held[1]:
+                self.model.stored("c", held[0], (), held[1], PAGE)
+            self.tree.release(hold, served)
+        elif kind == "stored" and whole and worker != "c":
+            cut = pick % (len(whole) // block) * block
+            parent, tokens = whole[:cut], whole[cut:]
+            hashes = tuple(
+                block_hash((namespace, whole[:end])) for end in range(cut + block, len(whole) + 1, block)
+            )
+            above = block_hash((namespace, parent)) if parent else None
+            refused = self.tree.unknown_parents
+            self.tree.stored(worker, hashes, above, ids(tokens), block, namespace)
+            accepted = self.model.stored(worker, namespace, parent, tokens, block)
+            assert self.bounded or self.tree.unknown_parents - refused == (not accepted)
+        elif kind == "removed" and worker != "c":
+            known = sorted(self.model.blocks[worker])
+            random.Random(pick).shuffle(known)
+            gone = known[: pick % 4]
+            self.tree.removed(worker, (*map(block_hash, gone), 12345))
+            for key in gone:
+                self.model.removed(worker, key)
+        elif kind == "clear":
+            self.tree.clear(worker)
+            self.model.blocks[worker] = set()
+        elif kind == "down":
+            self.tree.remove_worker(worker)
+            self.tree.add_worker(worker, has_events=worker != "c")
+            self.model.blocks[worker] = set()
+            self.model.holds = [(who, held) for who, held in self.model.holds if who != worker]
+            self.live = [entry for entry in self.live if entry[1] != worker]
+
+    @property
+    def bounded(self) -> bool:
+        return self.tree.max_tree_tokens < 1000
+
+
+PROMPTS = st.lists(st.integers(0, 1), max_size=14).map(tuple)
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(
+            ["hold", "hold", "release", "stored", "stored", "stored", "removed", "clear", "down"]
+        ),
+        st.sampled_from(sorted(BLOCK_PAGES)),
+        st.sampled_from(["", "x"]),
+        PROMPTS,
+        st.integers(0, 50),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(STEPS, PROMPTS)
+def test_tree_is_the_model(steps, probe):
+    pair = Pair(max_tree_tokens=1_000_000)
+    for kind, worker, namespace, prompt, pick in steps:
+        pair.step(kind, worker, namespace, prompt, pick)
+        pair.tree.check()
+        for asked in (prompt, probe):
+            match = pair.tree.match(ids(asked), namespace)
+            expected = {w: pair.model.length(w, namespace, asked) for w in BLOCK_PAGES}
+            assert match.lengths == {w: n for w, n in expected.items() if n}
+            assert match.tokens == max(expected.values())
+            assert set(match.holders) == {w for w, n in expected.items() if n and n == match.tokens}
+        assert pair.tree.holdings(worker) == pair.model.holdings(worker)
+
+
+@settings(max_examples=100, deadline=None)
+@given(STEPS, st.integers(PAGE, 16))
+def test_bounded_tree_claims_no_more_than_the_model(steps, max_tree_tokens):
+    pair = Pair(max_tree_tokens)
+    for kind, worker, namespace, prompt, pick in steps:
+        pair.step(kind, worker, namespace, prompt, pick)
+        pair.tree.check()
+        in_flight = sum(len(held) for _, (_, held) in pair.model.holds)
+        assert pair.tree.tokens <= max(max_tree_tokens, in_flight)
+        for who, (space, held) in pair.model.holds:
+            assert pair.tree.match(ids(held), space).of(who) == len(held)
+        match = pair.tree.match(ids(prompt), namespace)
+        for who in BLOCK_PAGES:
+            assert match.of(who) <= pair.model.length(who, namespace, prompt)
+
+
+def test_nothing_is_left_when_all_is_released_and_cleared():
+    rng = random.Random(1)
+    pair = Pair(max_tree_tokens=1_000_000)
+    kinds = ["hold", "stored", "removed", "release"]
+    for _ in range(500):
+        prompt = tuple(rng.randrange(3) for _ in range(rng.randrange(14)))
+        pair.step(rng.choice(kinds), rng.choice("abc"), rng.choice(["", "x"]), prompt, rng.randrange(50))
+    for hold, _, _ in pair.live:
+        pair.tree.release(hold, served=False)
+    for worker in BLOCK_PAGES:
+        pair.tree.clear(worker)
+    pair.tree.check()
+    sizes = pair.tree.counters()
+    assert (sizes["tokens"], sizes["nodes"], sizes["namespaces"], sizes["blocks"]) == (0, 0, 0, 0)
+
+
+def test_chunks_of_one_prompt_are_one_node():
+    tree = RadixTree(PAGE)
+    tree.add_worker("a")
+    prompt = tuple(range(40))
+    hold = tree.hold("a", ids(prompt))
+    parent = None
+    for start in range(0, 40, 8):
+        hashes = tuple(block_hash(("", prompt[: start + end])) for end in (2, 4, 6, 8))
+        tree.stored("a", hashes, parent, ids(prompt[start : start + 8]), PAGE)
+        parent = hashes[-1]
+    assert tree.nodes == 1
+    tree.release(hold)
+    assert tree.nodes == 1
+    assert tree.holdings("a") == {("", prompt)}
+    tree.check()
+
+
+def test_a_prompt_longer_than_what_is_removed_keeps_its_head():
+    tree = RadixTree(PAGE)
+    tree.add_worker("a")
+    prompt = tuple(range(8))
+    tree.stored("a", (1, 2, 3, 4), None, ids(prompt), PAGE)
+    tree.removed("a", (4, 3))
+    assert tree.match(ids(prompt)) == Match(4, ("a",), {"a": 4})
+    tree.removed("a", (4, 3, 99))
+    assert tree.unknown_removes == 3
+    tree.stored("a", (5,), 3, ids((7, 7)), PAGE)
+    assert tree.unknown_parents == 1
+    assert tree.holdings("a") == {("", prompt[:4])}
+
+
+def test_events_that_do_not_fit_are_counted():
+    tree = RadixTree(16)
+    tree.add_worker("a")
+    tree.stored("a", (1,), None, ids((1, 2, 3)), 3)
+    tree.stored("a", (1, 2), None, ids(tuple(range(16))), 16)
+    tree.stored("a", (), None, b"", 16)
+    assert tree.misfits == 2
+    tree.check()
+    assert tree.counters()["namespaces"] == 0
+
+
+def test_branches_are_where_other_prompts_left():
+    tree = RadixTree(PAGE)
+    tree.add_worker("a")
+    tree.hold("a", ids((1, 1, 2, 2, 3, 3)))
+    tree.hold("a", ids((1, 1, 2, 2, 4, 4)))
+    tree.hold("a", ids((1, 1, 5, 5)))
+    assert tree.match(ids((1, 1, 2, 2, 3, 3, 9, 9))).branches == (2, 4)
+    assert tree.match(ids((1, 1, 9, 9))).branches == (2,)
+    assert tree.match(ids((1, 1, 2, 2, 3, 3, 9, 9))).tokens == 6
+
+
+def test_unconfirmed_leaves_go_first_then_the_oldest():
+    tree = RadixTree(PAGE, max_tree_tokens=8)
+    tree.add_worker("a")
+    tree.add_worker("c", has_events=False)
+    tree.stored("a", (1, 2), None, ids((1, 1, 1, 1)), PAGE)
+    tree.release(tree.hold("c", ids((2, 2, 2, 2))))
+    tree.stored("a", (3,), None, ids((3, 3)), PAGE)
+    assert tree.match(ids((1, 1, 1, 1))).tokens == 4
+    assert tree.match(ids((2, 2, 2, 2))).tokens == 0
+    assert tree.evicted_tokens == 4
+    tree.release(tree.hold("a", ids((1, 1, 1, 1))))
+    tree.stored("a", (4, 5), None, ids((4, 4, 4, 4)), PAGE)
+    assert tree.match(ids((3, 3))).tokens == 0
+    assert tree.match(ids((1, 1, 1, 1))).tokens == 4
+    tree.check()
+
+
+def test_maps_and_heap_stay_small_under_churn():
+    tree = RadixTree(1, max_tree_tokens=10_000)
+    tree.add_worker("a")
+    for turn in range(3000):
+        prompt = tuple(range(turn, turn + 4))
+        hashes = tuple(4 * turn + i for i in range(4))
+        tree.stored("a", hashes, None, ids(prompt), 1)
+        if turn % 2:
+            tree.removed("a", hashes[:1])
+    assert tree.counters()["blocks"] <= 2 * tree.worker_tokens("a") + 1024 + 4
+    assert len(tree._heap) <= 2 * tree.nodes + 1025
+    tree.check()
+
+
+def test_a_bad_size_is_refused():
+    with pytest.raises(ValueError, match="page_size is 0"):
+        RadixTree(0)
+    with pytest.raises(ValueError, match="max_tree_tokens is 8"):
+        RadixTree(16, 8)

@@ -1,0 +1,38 @@
+"""Text from files: questions from JSON lines, articles from a folder or a file.
+
+GSM8K is at https://github.com/openai/grade-school-math (`test.jsonl`, a `question` in each line).
+"""
+
+import json
+from pathlib import Path
+
+from workloads.programs.prose import Given
+
+
+def read_questions(path: Path) -> Given:
+    """The `question` of every line of a JSON lines file. Raises ValueError with file and line number."""
+    questions = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            question = json.loads(line)["question"]
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}:{number}: not a JSON object with a `question`: {error!r}") from error
+        questions.append(str(question).strip())
+    return _given(questions, path)
+
+
+def read_articles(path: Path) -> Given:
+    """Every `*.txt` file of a folder in order of name; or one file, an article a paragraph."""
+    if path.is_dir():
+        texts = [file.read_text(encoding="utf-8").strip() for file in sorted(path.glob("*.txt"))]
+    else:
+        texts = [part.strip() for part in path.read_text(encoding="utf-8").split("\n\n")]
+    return _given([text for text in texts if text], path)
+
+
+def _given(texts: list[str], path: Path) -> Given:
+    if not texts:
+        raise ValueError(f"{path}: holds no text")
+    return Given(tuple(texts))

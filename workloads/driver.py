@@ -1,0 +1,440 @@
+"""Runs clients' programs against a live endpoint and records what happened.
+
+Arrivals are open-loop: programs begin at their times by the wall clock whatever the server does, and a
+request's latency counts from the moment it could have been sent (its program's arrival, or its parent's
+answer), so a driver or server that falls behind cannot hide it. Answers are streamed; every request ends
+as one record. Connections are bounded per client, so no client can take another's.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import aiohttp
+import msgspec
+
+from sglang_fair.core.identity import HEADER_APP, HEADER_CLIENT, HEADER_INTERACTION, HEADER_STAGE
+from workloads import wire
+from workloads.clients import Client
+from workloads.programs import Call, Execution, Outcome, Ready, Reply
+from workloads.records import End, ProgramRecord, Records, RequestRecord, Sample
+
+HEADER_WORKER = "x-fair-worker"
+"""In an answer: which replica served it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Headers:
+    """Under which names a request says who sent it; an empty name leaves that header out."""
+
+    client: str = HEADER_CLIENT
+    app: str = HEADER_APP
+    interaction: str = HEADER_INTERACTION
+    stage: str = HEADER_STAGE
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where requests go and in which form: an SGLang replica, our gateway, or any OpenAI server."""
+
+    url: str
+    kind: str = wire.GENERATE
+    model: str = "default"
+    headers: Headers = field(default_factory=Headers)
+    ignore_eos: bool = True
+    """Every answer has its full length, so that all schedulers do the same work."""
+    temperature: float = 0.0
+    timeout_s: float = 600.0
+    """Of one request, from connection to last token."""
+    api_key: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in wire.PATHS:
+            raise ValueError(f"unknown kind of endpoint {self.kind!r}; there are {', '.join(wire.PATHS)}")
+
+    def header(self, client: str, app: str, interaction: str, stage: str) -> dict[str, str]:
+        """The HTTP headers of one request."""
+        named = {
+            self.headers.client: client,
+            self.headers.app: app,
+            self.headers.interaction: interaction,
+            self.headers.stage: stage,
+        }
+        if self.api_key is not None:
+            named["authorization"] = f"Bearer {self.api_key}"
+        return {name: value for name, value in named.items() if name and value}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How long a run lasts and how it ends."""
+
+    duration_s: float
+    """Programs arrive until then."""
+    programs_per_client: int | None = None
+    drain_s: float | None = 0.0
+    """How long to wait for `drain_for` after the last arrival; the rest is cancelled. None: for ever."""
+    drain_for: Literal["all", "well-behaved"] = "all"
+    connections_per_client: int = 256
+    sample_s: float = 0.5
+    """How often the replicas are asked for their `/fair`."""
+
+    def __post_init__(self) -> None:
+        if self.duration_s <= 0 or self.connections_per_client < 1 or self.sample_s <= 0:
+            raise ValueError(f"durations and connections must be positive: {self}")
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where a run stands; handed to the `watch` function whenever something ended."""
+
+    now_s: float = 0.0
+    programs_due: int = 0
+    programs_done: int = 0
+    in_flight: int = 0
+    ok: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    output_tokens: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Active:
+    """One program under way."""
+
+    client: Client
+    index: int
+    t_intended_s: float
+    execution: Execution
+    failed: int = 0
+    recorded: bool = False
+
+
+class Driver:
+    """One run: `await Driver(...).run()` once. All rows go to `records`, errors included."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        clients: Sequence[Client],
+        plan: Plan,
+        records: Records,
+        *,
+        replicas: Mapping[str, str] | None = None,
+        tag: str = "",
+        watch: Callable[[Progress], None] | None = None,
+    ) -> None:
+        """`replicas` maps names to base URLs whose `/fair` is sampled.
+
+        `tag` is appended to clients' names on the wire: servers keep a client's deficits, and a run that
+        should not inherit them names its clients anew. Records carry the plain names.
+        """
+        names = [client.name for client in clients]
+        if len(set(names)) < len(names) or not names:
+            raise ValueError(f"a run needs clients with names of their own, not {names}")
+        self._endpoint = endpoint
+        self._clients = clients
+        self._plan = plan
+        self._records = records
+        self._replicas = dict(replicas or {})
+        self._tag = tag
+        self._watch = watch
+        self.progress = Progress()
+        self._slots = {name: asyncio.Semaphore(plan.connections_per_client) for name in names}
+        self._active: list[_Active] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._settled = asyncio.Event()
+        """Set whenever a program ended: time to look whether the run may end."""
+        self._stopping = False
+        self._lost_samples = 0
+        self._start_s = 0.0
+        self._fault = asyncio.Event()
+        self._broken: BaseException | None = None
+        """What a program or the driver got wrong, which ends the run; `_fault` is set with it."""
+
+    async def run(self) -> None:
+        """Drive all programs to the plan's end. Raises what a program or this driver itself got wrong."""
+        connector = aiohttp.TCPConnector(limit=0)
+        timeout = aiohttp.ClientTimeout(total=self._endpoint.timeout_s, sock_connect=10)
+        async with aiohttp.ClientSession(
+            connector=connector, timeout=timeout, read_bufsize=2**20, auto_decompress=False
+        ) as session:
+            self._start_s = time.monotonic()
+            sampler = asyncio.create_task(self._sample(session)) if self._replicas else None
+            try:
+                await self._arrivals(session)
+                await self._drain()
+            finally:
+                self._stopping = True
+                await asyncio.sleep(0)  # a task that is cancelled before its first step would leave no record
+                if sampler is not None:
+                    sampler.cancel()
+                await self._cancel([*self._tasks, *([sampler] if sampler is not None else [])])
+        if self._broken is not None:
+            raise self._broken
+        for active in self._active:
+            if not active.recorded:
+                self._record_program(active, None, Outcome.CANCELLED)
+        self._records.add(End(round(self._now(), 6), self._lost_samples))
+
+    def _now(self) -> float:
+        return time.monotonic() - self._start_s
+
+    # ---- when programs begin and the run ends
+
+    async def _arrivals(self, session: aiohttp.ClientSession) -> None:
+        due = sorted(
+            (time_s, order, index)
+            for order, client in enumerate(self._clients)
+            for index, time_s in enumerate(
+                client.arrival_times(until_s=self._plan.duration_s, most=self._plan.programs_per_client)
+            )
+        )
+        self.progress.programs_due = len(due)
+        for time_s, order, index in due:
+            await self._until(time_s)
+            if self._broken is not None:
+                return
+            client = self._clients[order]
+            active = _Active(client, index, time_s, Execution(client.program(index)))
+            self._active.append(active)
+            self._launch(session, active, active.execution.start(), time_s)
+            self._settle(active)
+        if self._plan.programs_per_client is None:
+            await self._until(self._plan.duration_s)
+
+    async def _until(self, time_s: float) -> None:
+        """Wait for that time, or for something to break."""
+        delay_s = time_s - self._now()
+        if delay_s > 0:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._fault.wait(), delay_s)
+
+    async def _drain(self) -> None:
+        deadline_s = None if self._plan.drain_s is None else self._now() + self._plan.drain_s
+        while self._broken is None and self._awaited():
+            self._settled.clear()
+            try:
+                async with asyncio.timeout(
+                    None if deadline_s is None else max(0.0, deadline_s - self._now())
+                ):
+                    await self._settled.wait()
+            except TimeoutError:
+                return
+
+    def _awaited(self) -> bool:
+        everyone = self._plan.drain_for == "all"
+        return any(
+            not active.recorded and (everyone or active.client.well_behaved) for active in self._active
+        )
+
+    async def _cancel(self, tasks: Sequence[asyncio.Task[None]]) -> None:
+        for task in tasks:
+            task.cancel()
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(result, Exception) and self._broken is None:
+                self._broken = result
+
+    # ---- programs
+
+    def _launch(
+        self, session: aiohttp.ClientSession, active: _Active, ready: Sequence[Ready], t_intended_s: float
+    ) -> None:
+        for number, call in ready:
+            task = asyncio.create_task(self._call(session, active, number, call, t_intended_s))
+            self._tasks.add(task)
+            task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None and self._broken is None:
+            self._broken = task.exception()
+            self._fault.set()
+            self._settled.set()
+
+    async def _call(
+        self, session: aiohttp.ClientSession, active: _Active, number: int, call: Call, t_intended_s: float
+    ) -> None:
+        """One request and, once it has ended, the launch of what waited for it."""
+        self.progress.in_flight += 1
+        reply, record = await self._request(session, active, number, call, t_intended_s)
+        self.progress.in_flight -= 1
+        self._count(record)
+        self._records.add(record)
+        active.failed += record.outcome == Outcome.FAILED
+        if self._stopping:
+            return
+        self._launch(session, active, active.execution.reply(number, reply), record.t_done_s)
+        self._settle(active)
+        if self._watch is not None:
+            self._watch(self.progress)
+
+    def _settle(self, active: _Active) -> None:
+        """Record the program if it has ended."""
+        if active.execution.outcome is not None and not active.recorded:
+            self._record_program(active, self._now(), active.execution.outcome)
+            self.progress.programs_done += 1
+            self._settled.set()
+
+    def _record_program(self, active: _Active, t_done_s: float | None, outcome: Outcome) -> None:
+        active.recorded = True
+        self._records.add(
+            ProgramRecord(
+                client=active.client.name,
+                program=active.index,
+                t_intended_s=round(active.t_intended_s, 6),
+                t_done_s=None if t_done_s is None else round(t_done_s, 6),
+                requests=active.execution.calls,
+                failed=active.failed,
+                outcome=outcome.value,
+            )
+        )
+
+    def _count(self, record: RequestRecord) -> None:
+        progress = self.progress
+        progress.now_s = self._now()
+        progress.ok += record.outcome == Outcome.OK
+        progress.failed += record.outcome == Outcome.FAILED
+        progress.cancelled += record.outcome == Outcome.CANCELLED
+        progress.output_tokens += record.output_tokens
+
+    # ---- requests
+
+    async def _request(
+        self, session: aiohttp.ClientSession, active: _Active, number: int, call: Call, t_intended_s: float
+    ) -> tuple[Reply, RequestRecord]:
+        """Send one call and read its answer; whatever happens, there is a record of it."""
+        endpoint = self._endpoint
+        body = wire.body(
+            endpoint.kind,
+            call,
+            model=endpoint.model,
+            ignore_eos=endpoint.ignore_eos,
+            temperature=endpoint.temperature,
+        )
+        exchange = _Exchange(wire.Answer(endpoint.kind))
+        try:
+            async with self._slots[active.client.name]:
+                exchange.t_start_s = self._now()
+                await self._exchange(session, active, call.stage, body, exchange)
+        except asyncio.CancelledError:
+            if not self._stopping:
+                raise
+            exchange.outcome, exchange.error = Outcome.CANCELLED, "the run ended"
+        except TimeoutError:
+            exchange.error = f"no answer within {self._endpoint.timeout_s:g} s"
+        except (aiohttp.ClientError, OSError, ValueError, KeyError, TypeError) as error:
+            exchange.error = f"{type(error).__name__}: {error}"
+        answer = exchange.answer
+        if exchange.error is None:
+            exchange.outcome = Outcome.OK
+        record = RequestRecord(
+            client=active.client.name,
+            program=active.index,
+            call=number,
+            stage=call.stage,
+            t_intended_s=round(t_intended_s, 6),
+            t_start_s=None if exchange.t_start_s is None else round(exchange.t_start_s, 6),
+            t_first_token_s=exchange.token_times[0][0] if exchange.token_times else None,
+            t_done_s=round(self._now(), 6),
+            outcome=exchange.outcome.value,
+            prompt_tokens=answer.prompt_tokens,
+            cached_tokens=answer.cached_tokens,
+            output_tokens=answer.output_tokens,
+            max_output_tokens=call.max_output_tokens,
+            token_times=exchange.token_times,
+            worker=exchange.worker,
+            status=exchange.status,
+            error=exchange.error,
+        )
+        return Reply(answer.text, tuple(answer.tokens), exchange.outcome), record
+
+    async def _exchange(
+        self,
+        session: aiohttp.ClientSession,
+        active: _Active,
+        stage: str,
+        body: Mapping[str, Any],
+        exchange: "_Exchange",
+    ) -> None:
+        endpoint, client = self._endpoint, active.client
+        interaction = f"{client.name}{self._tag}-{active.index}"
+        headers = endpoint.header(client.name + self._tag, client.app, interaction, stage)
+        url = endpoint.url.rstrip("/") + wire.PATHS[endpoint.kind]
+        async with session.post(url, json=body, headers=headers) as response:
+            exchange.status = response.status
+            exchange.worker = response.headers.get(HEADER_WORKER)
+            if response.status != 200:
+                exchange.error = f"HTTP {response.status}: {(await response.text())[:300]}"
+                return
+            async for line in response.content:
+                if line.startswith(b"data:"):
+                    exchange.take(line[5:].strip(), self._now())
+        exchange.close()
+
+    # ---- what the replicas say
+
+    async def _sample(self, session: aiohttp.ClientSession) -> None:
+        """Ask all replicas at once, at even times, until cancelled. An answer that is missing is counted."""
+        count = 0
+        while True:
+            await asyncio.gather(*(self._ask(session, name, url) for name, url in self._replicas.items()))
+            count += 1
+            await self._until(count * self._plan.sample_s)
+
+    async def _ask(self, session: aiohttp.ClientSession, name: str, url: str) -> None:
+        try:
+            async with session.get(
+                f"{url.rstrip('/')}/fair", timeout=aiohttp.ClientTimeout(total=5)
+            ) as response:
+                response.raise_for_status()
+                state = msgspec.json.decode(await response.read())
+            # The state is as of some instant of the exchange; its end is the latest that it can be.
+            self._records.add(
+                Sample(round(self._now(), 6), name, self._known(state["clients"]), state.get("bound"))
+            )
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError, KeyError, TypeError):
+            self._lost_samples += 1
+
+    def _known(self, clients: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+        meters = ("service", "extend_tokens", "output_tokens", "waiting", "running")
+        found = {}
+        for client in self._clients:
+            account = clients.get(client.name + self._tag)
+            if account is not None:
+                found[client.name] = {meter: account[meter] for meter in meters if meter in account}
+        return found
+
+
+@dataclass(slots=True)
+class _Exchange:
+    """One request as far as it has come."""
+
+    answer: wire.Answer
+    t_start_s: float | None = None
+    token_times: list[tuple[float, int]] = field(default_factory=list)
+    outcome: Outcome = Outcome.FAILED
+    worker: str | None = None
+    status: int | None = None
+    error: str | None = None
+    done: bool = False
+
+    def take(self, data: bytes, now_s: float) -> None:
+        """One event of the stream."""
+        if data == b"[DONE]":
+            self.done = True
+            return
+        before = self.answer.output_tokens
+        self.answer.feed(msgspec.json.decode(data))
+        if self.answer.output_tokens > before:
+            self.token_times.append((round(now_s, 6), self.answer.output_tokens))
+
+    def close(self) -> None:
+        """The stream has ended: with an answer, or with an error that says what is missing."""
+        if self.answer.error is not None:
+            self.error = self.answer.error
+        elif not self.answer.finished:
+            self.error = "the stream ended before the answer did"

@@ -1,0 +1,85 @@
+"""Prompts of a stated length: as token ids where the model's vocabulary is known, as text where not.
+
+Programs build prompts through a `Codec` and never look inside, so the same program runs against a model
+with one token a byte, one with a real tokenizer, and an endpoint that takes nothing but text.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from workloads.programs.call import Prompt, Reply
+
+
+class Codec(Protocol):
+    """How a program writes prompts. Equal texts encode equally; what `join` puts first is a prefix."""
+
+    def encode(self, text: str) -> Prompt:
+        """`text` as (part of) a prompt."""
+
+    def cut(self, text: str, tokens: int) -> Prompt:
+        """The first `tokens` tokens of `text`: exactly, where tokens can be counted."""
+
+    def count(self, text: str) -> int:
+        """Tokens in `text`, estimated where they cannot be counted."""
+
+    def join(self, *parts: Prompt) -> Prompt:
+        """One prompt of several parts."""
+
+    def answer(self, reply: Reply) -> Prompt:
+        """What the model said, to be put into a later prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextCodec:
+    """Prompts are text; a token is taken to be `chars_per_token` characters (4 is usual for English)."""
+
+    chars_per_token: float = 4.0
+
+    def encode(self, text: str) -> Prompt:
+        return text
+
+    def cut(self, text: str, tokens: int) -> Prompt:
+        return text[: max(1, round(tokens * self.chars_per_token))]
+
+    def count(self, text: str) -> int:
+        return round(len(text) / self.chars_per_token)
+
+    def join(self, *parts: Prompt) -> Prompt:
+        return "".join(_text(part) for part in parts)
+
+    def answer(self, reply: Reply) -> Prompt:
+        return reply.text
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCodec:
+    """Prompts are token ids; `vocabulary` is the model's encode function, without special tokens."""
+
+    vocabulary: Callable[[str], Sequence[int]]
+
+    def encode(self, text: str) -> Prompt:
+        return tuple(self.vocabulary(text))
+
+    def cut(self, text: str, tokens: int) -> Prompt:
+        return tuple(self.vocabulary(text))[:tokens]
+
+    def count(self, text: str) -> int:
+        return len(self.vocabulary(text))
+
+    def join(self, *parts: Prompt) -> Prompt:
+        return tuple(token for part in parts for token in _ids(part))
+
+    def answer(self, reply: Reply) -> Prompt:
+        """The tokens that the engine sampled, which are what it has in its cache; else its text, encoded."""
+        return reply.tokens or tuple(self.vocabulary(reply.text))
+
+
+def _text(part: Prompt) -> str:
+    assert isinstance(part, str), "a text prompt is joined from text"
+    return part
+
+
+def _ids(part: Prompt) -> tuple[int, ...]:
+    assert isinstance(part, tuple), "a prompt of token ids is joined from token ids"
+    return part
