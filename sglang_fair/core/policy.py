@@ -33,6 +33,8 @@ class Job:
     extend_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    unasked_tokens: int = 0
+    """Output past its limit: not its client's."""
     retractions: int = 0
     repeating: bool = field(default=False)
     """Recomputes after a retraction; its extend tokens go to the system account."""

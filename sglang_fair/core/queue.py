@@ -151,15 +151,20 @@ class FairQueue:
         self._stop_computing(job)
 
     def emit(self, job: Job, tokens: int) -> None:
-        """The engine emitted `tokens` output tokens."""
+        """The engine emitted `tokens` output tokens.
+
+        Tokens past the request's own limit are the server's work: SGLang runs the prompt of a request for
+        several samples once ahead of them, to warm the cache, and throws away the one token that comes out.
+        """
         if tokens <= 0:
             return
-        if job.system:
-            job.output_tokens += tokens
-            self.ledger.record(SYSTEM, output=tokens)
-            return
-        self._charge(job, output=tokens)
-        self._presence(job.client).owed_tokens -= tokens
+        asked_for = 0 if job.system else min(tokens, max(0, job.max_output_tokens - job.output_tokens))
+        if tokens > asked_for:
+            job.unasked_tokens += tokens - asked_for
+            self.ledger.record(SYSTEM, output=tokens - asked_for)
+        if asked_for:
+            self._charge(job, output=asked_for)
+            self._presence(job.client).owed_tokens -= asked_for
 
     def finish(self, job_id: str) -> None:
         """A running request ended, by itself or by abort: no refund, no further charge."""

@@ -164,7 +164,7 @@ class ReplicaFairness:
                 self._emit(request, job)
 
     def _emit(self, request: Any, job: Job) -> None:
-        self.queue.emit(job, len(request.output_ids) - job.output_tokens)
+        self.queue.emit(job, len(request.output_ids) - job.output_tokens - job.unasked_tokens)
 
     def _finish(self, request: Any, job: Job) -> None:
         self._emit(request, job)

@@ -1,0 +1,174 @@
+"""A real SGLang replica on this machine's CPU, and a few ways to talk to it."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import httpx
+
+START_S = 120.0
+STEP_S = 60.0
+
+
+def free_port(count: int = 1) -> int:
+    """The first of `count` adjacent free ports."""
+    while True:
+        with contextlib.ExitStack() as stack:
+            try:
+                first = stack.enter_context(socket.socket())
+                first.bind(("127.0.0.1", 0))
+                port: int = first.getsockname()[1]
+                for offset in range(1, count):
+                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port + offset))
+            except OSError:
+                continue
+            return port
+
+
+def wait_until(condition: Callable[[], Any], what: str, limit_s: float = STEP_S) -> Any:
+    """The first truthy value of `condition`; AssertionError naming `what` after `limit_s`."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        value = condition()
+        if value:
+            return value
+        assert time.monotonic() < deadline, f"timed out after {limit_s} s waiting for {what}"
+        time.sleep(0.02)
+
+
+@dataclass
+class Answer:
+    """What a client saw of one request."""
+
+    status: int
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    prompt_tokens: int = 0
+    retractions: int = 0
+    finish: str = ""
+    finished_at: float = 0.0
+
+
+class Replica:
+    """`python -m sglang_fair.replica --model tiny …` as a context manager."""
+
+    def __init__(self, *arguments: str, kv_events: bool = False) -> None:
+        own, _, engine = _split(list(arguments))
+        self.port = free_port()
+        self.kv_port = free_port(2) if kv_events else None
+        kv = ["--kv-port", str(self.kv_port)] if kv_events else []
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._command = [
+            sys.executable, "-m", "sglang_fair.replica", "--model", "tiny", "--port", str(self.port),
+            *kv, *own, "--", "--log-level", "warning", *engine,
+        ]  # fmt: skip
+        self.log = Path(tempfile.mkstemp(prefix="replica-", suffix=".log")[1])
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> "Replica":
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(self._command, stdout=log, stderr=log, start_new_session=True)
+        try:
+            wait_until(self._ready, f"{' '.join(self._command)}", START_S)
+        except BaseException:
+            self.__exit__()
+            print(self.log.read_text()[-4000:])
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self.process is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def _ready(self) -> bool:
+        assert self.process is not None
+        assert self.process.poll() is None, f"replica ended: {self.log.read_text()[-2000:]}"
+        with contextlib.suppress(httpx.TransportError):
+            return httpx.get(f"{self.url}/ready", timeout=5).status_code == 200
+        return False
+
+    def fair(self) -> dict[str, Any]:
+        """GET /fair."""
+        state: dict[str, Any] = httpx.get(f"{self.url}/fair", timeout=30).json()
+        return state
+
+    def flush(self) -> None:
+        """Empty the prefix cache; waits until the engine is idle enough to do so."""
+        wait_until(
+            lambda: httpx.post(f"{self.url}/flush_cache", timeout=30).status_code == 200, "an idle engine"
+        )
+
+    def abort(self, request_id: str) -> None:
+        httpx.post(f"{self.url}/abort_request", json={"rid": request_id}, timeout=30)
+
+    def generate(self, client: str, tokens: list[int], output_tokens: int = 1, **body: Any) -> Answer:
+        return asyncio.run(self.ask(client, tokens, output_tokens, **body))
+
+    async def ask(
+        self,
+        client: str,
+        tokens: list[int],
+        output_tokens: int = 1,
+        *,
+        session: aiohttp.ClientSession | None = None,
+        leave_after_s: float | None = None,
+        ignore_eos: bool = True,
+        **body: Any,
+    ) -> Answer:
+        """One /generate request, streamed. `leave_after_s`: the client hangs up by then.
+
+        With `ignore_eos` the engine reserves memory for the whole output; without, it gambles and retracts.
+        """
+        payload = {
+            "input_ids": tokens,
+            "sampling_params": {"max_new_tokens": output_tokens, "ignore_eos": ignore_eos, "temperature": 0},
+            "stream": True,
+            **body,
+        }
+        if not ignore_eos:
+            payload["sampling_params"]["min_new_tokens"] = output_tokens
+        async with contextlib.AsyncExitStack() as stack:
+            if session is None:
+                session = await stack.enter_async_context(aiohttp.ClientSession())
+            answer = Answer(0)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(leave_after_s):
+                    async with session.post(
+                        f"{self.url}/generate", json=payload, headers={"x-fair-client": client}
+                    ) as response:
+                        answer.status = response.status
+                        async for line in response.content:
+                            if line.startswith(b"data: {"):
+                                _note(answer, json.loads(line[6:]))
+            answer.finished_at = time.monotonic()
+            return answer
+
+
+def _note(answer: Answer, event: dict[str, Any]) -> None:
+    meta = event.get("meta_info", {})
+    answer.output_tokens = meta.get("completion_tokens", answer.output_tokens)
+    answer.cached_tokens = meta.get("cached_tokens", answer.cached_tokens)
+    answer.prompt_tokens = meta.get("prompt_tokens", answer.prompt_tokens)
+    answer.retractions = meta.get("num_retractions", answer.retractions)
+    answer.finish = (meta.get("finish_reason") or {}).get("type", answer.finish)
+
+
+def _split(arguments: list[str]) -> tuple[list[str], str, list[str]]:
+    if "--" not in arguments:
+        return arguments, "", []
+    at = arguments.index("--")
+    return arguments[:at], "--", arguments[at + 1 :]
