@@ -18,13 +18,18 @@ LONGEST_LINE = 2_000
 
 MAX_PENDING_BYTES = 1 << 20
 SWEEP_S = 2.0
+LAST_LINES_S = 0.5
 
 
 class Child:
     """A running process. Made by `Child.start`; `pid` is also the id of its session and process group."""
 
     def __init__(
-        self, spec: Process, process: asyncio.subprocess.Process, output: int, on_line: Callable[[str, str], None]
+        self,
+        spec: Process,
+        process: asyncio.subprocess.Process,
+        output: int,
+        on_line: Callable[[str, str], None],
     ) -> None:
         """`output` is the read end of the pipe that stdout and stderr go to; it is closed here."""
         self.spec = spec
@@ -40,7 +45,7 @@ class Child:
 
     @classmethod
     async def start(cls, spec: Process, on_line: Callable[[str, str], None]) -> "Child":
-        """Starts `spec`; `on_line(name, line)` gets what it prints. Raises OSError when it cannot be started."""
+        """Starts `spec`; `on_line(name, line)` gets what it prints. Raises OSError when it cannot start."""
         ours, its = os.pipe()
         try:
             process = await asyncio.create_subprocess_exec(
@@ -71,7 +76,7 @@ class Child:
     async def exited(self) -> str:
         """Waits for the main process to end, and for its last lines; how it ended, in words."""
         await asyncio.shield(self._exit)
-        await asyncio.wait([self._reader], timeout=0.5)  # a grandchild may hold the pipe open
+        await asyncio.wait([self._reader], timeout=LAST_LINES_S)  # a grandchild may hold the pipe open
         return how_it_ended(self._exit.result())
 
     async def saw(self, text: str) -> None:
@@ -100,22 +105,12 @@ class Child:
             )
             hurried.cancel()
         in_time = not self.running
-        await self.sweep()
+        await kill_session(self.pid)
         await asyncio.shield(self._exit)
+        await asyncio.wait([self._reader], timeout=LAST_LINES_S)
         self._reader.cancel()
         await asyncio.wait([self._reader])
         return in_time
-
-    async def sweep(self) -> None:
-        """Kills what is left of its session, the main process included."""
-        deadline_s = time.monotonic() + SWEEP_S
-        while members := list(session_members(self.pid)):
-            for pid in members:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
-            if time.monotonic() > deadline_s:
-                return
-            await asyncio.sleep(0.02)
 
     async def _read(self, output: int) -> None:
         loop = asyncio.get_running_loop()
@@ -158,6 +153,18 @@ def session_members(session: int) -> Iterator[int]:
                 yield pid
         except (ProcessLookupError, PermissionError, psutil.Error):
             continue
+
+
+async def kill_session(session: int) -> None:
+    """Kills every process of a session, until none is left or `SWEEP_S` have passed."""
+    deadline_s = time.monotonic() + SWEEP_S
+    while members := list(session_members(session)):
+        for pid in members:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        if time.monotonic() > deadline_s:
+            return
+        await asyncio.sleep(0.02)
 
 
 def how_it_ended(code: int) -> str:

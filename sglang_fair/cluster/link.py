@@ -5,7 +5,7 @@ import contextlib
 from typing import Protocol
 
 import zmq
-import zmq.asyncio
+from zmq.asyncio import Context
 
 from router.events import ProtocolError, Query, Snapshot, WorkerDown, WorkerUp, decode_answer, encode
 from sglang_fair.cluster.plan import Worker
@@ -59,7 +59,7 @@ class RouterLink:
 
 async def router_answers(endpoint: str, timeout_s: float = 1.0) -> bool:
     """Whether a router at `endpoint` answers a query within `timeout_s`."""
-    with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
+    with Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(endpoint)
         await socket.send(encode(Query("ready?")))

@@ -22,7 +22,6 @@ def look(environ: Mapping[str, str] = os.environ) -> Machine:
         gpus=visible_gpus(_count_gpus(), environ.get("CUDA_VISIBLE_DEVICES")),
         cuda_build=importlib.util.find_spec("sgl_kernel") is not None,
         python=sys.executable,
-        environ=dict(environ),
     )
 
 
@@ -38,11 +37,18 @@ def visible_gpus(count: int, cuda_visible_devices: str | None) -> tuple[str, ...
 def _count_gpus() -> int:
     try:
         listed = subprocess.run(
-            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=False, stdin=subprocess.DEVNULL
+            ["nvidia-smi", "-L"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=False,
+            stdin=subprocess.DEVNULL,
         )
     except (OSError, subprocess.TimeoutExpired):
         return 0
-    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines()) if listed.returncode == 0 else 0
+    return (
+        sum(line.startswith("GPU ") for line in listed.stdout.splitlines()) if listed.returncode == 0 else 0
+    )
 
 
 def _left_in_cgroup(folder: Path) -> list[int]:

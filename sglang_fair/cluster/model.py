@@ -7,6 +7,7 @@ supervisor holds none of the memory that a conversion takes.
 """
 
 import json
+import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 from sglang_fair.cluster.plan import Model
 from sglang_fair.engines import models
+from sglang_fair.processes import die_with_parent
 
 GATEWAY_FILES = ("config.json", "tokenizer*", "*.jinja", "special_tokens_map.json", "generation_config.json")
 """What a gateway needs of a model that is not on this disk; SGLang fetches the rest."""
@@ -39,7 +41,7 @@ def describe(name: str, progress: models.Progress | None = None) -> Model:
 
 
 def estimate_bytes(config: Mapping[str, Any]) -> int:
-    """Bytes of a dense transformer's weights in 16 bits, from its config.json; 0 when it does not say enough."""
+    """Bytes of a dense transformer's weights in 16 bits by its config.json; 0 when that does not tell."""
     try:
         layers, hidden = int(config["num_hidden_layers"]), int(config["hidden_size"])
         vocabulary, heads = int(config["vocab_size"]), int(config["num_attention_heads"])
@@ -71,6 +73,7 @@ def main(arguments: list[str]) -> int:
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+    die_with_parent(signal.SIGKILL)
     (name,) = arguments
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     try:
@@ -78,7 +81,7 @@ def main(arguments: list[str]) -> int:
             task = bar.add_task(f"model {name}", total=None)
             model = describe(name, lambda text: bar.update(task, description=text))
     except NoModel as error:
-        print(error, file=sys.stderr)
+        print(f"sglang-fair: {error}", file=sys.stderr)
         return 2
     print(json.dumps({"folder": str(model.folder), "served_name": model.served_name,
                       "weights_bytes": model.weights_bytes}))  # fmt: skip

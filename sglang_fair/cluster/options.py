@@ -12,7 +12,7 @@ from sglang_fair.core.policy import Weights
 Device = Literal["cpu", "cuda"]
 
 DEVICES = ("auto", "cpu", "cuda")
-LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+LOG_LEVELS = ("debug", "info", "warning", "error")
 
 STOCK_PREFIX = "sglang:"
 """Before a policy name: SGLang's own policy of that name, without the fair scheduler."""
@@ -52,6 +52,8 @@ class Options:
     extend_weight: float = 1.0
     output_weight: float = 2.0
     client_weights: Mapping[str, float] = field(default_factory=dict)
+    gateway_workers: int = 1
+    """Processes of the gateway."""
     log_level: str = "info"
     start_timeout_s: float | None = None
     """Longest wait for one process to become ready; None: reckoned from the machine and the model."""
@@ -72,8 +74,9 @@ def parse_client_weights(text: str) -> dict[str, float]:
 
 def check(options: Options, placements: Collection[str]) -> None:
     """Raises `ConfigError` for the first thing in `options` that is wrong whatever the machine."""
-    if options.replicas < 1:
-        raise ConfigError(f"--replicas must be at least 1, not {options.replicas}")
+    for option, count in (("--replicas", options.replicas), ("--gateway-workers", options.gateway_workers)):
+        if count < 1:
+            raise ConfigError(f"{option} must be at least 1, not {count}")
     for option, value, known in (
         ("--device", options.device, DEVICES),
         ("--placement", options.placement, placements),
@@ -81,13 +84,17 @@ def check(options: Options, placements: Collection[str]) -> None:
     ):
         if value not in known:
             raise ConfigError(f"unknown {option} {value!r}; there are {', '.join(known)}")
-    if options.policy not in POLICIES and not options.policy.removeprefix(STOCK_PREFIX) != options.policy:
+    if options.policy not in POLICIES and not options.policy.startswith(STOCK_PREFIX):
         raise ConfigError(
-            f"unknown --policy {options.policy!r}; there are {', '.join(POLICIES)} and {STOCK_PREFIX}NAME for SGLang's own"
+            f"unknown --policy {options.policy!r}; there are {', '.join(POLICIES)}, "
+            f"and {STOCK_PREFIX}NAME for SGLang's own"
         )
     if not 0 <= options.port <= 65535:
         raise ConfigError(f"--port must lie from 0 to 65535, not {options.port}")
-    for option, number in (("--worker-quantum", options.worker_quantum), ("--start-timeout", options.start_timeout_s)):
+    for option, number in (
+        ("--worker-quantum", options.worker_quantum),
+        ("--start-timeout", options.start_timeout_s),
+    ):
         if number is not None and not number > 0:
             raise ConfigError(f"{option} must be above 0, not {number}")
     try:

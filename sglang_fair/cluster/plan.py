@@ -1,4 +1,4 @@
-"""The processes of a cluster, decided before any is started: PURE, from options and facts to command lines."""
+"""The processes of a cluster, decided before any is started: PURE, options and facts to command lines."""
 
 import json
 import math
@@ -21,6 +21,9 @@ STOP_ORDER: tuple[tuple[Role, ...], ...] = (("gateway",), ("router",), ("replica
 LOCAL = "127.0.0.1"
 """Replicas and router listen here only: they believe the names that a gateway gives clients."""
 
+GATEWAY_DRAIN_S = 5
+"""Time for open requests when the cluster is stopped."""
+
 REPLICA_OVERHEAD_BYTES = 1_500_000_000
 """Private memory of a CPU replica's three processes and its KV pool, besides the weights."""
 
@@ -38,7 +41,6 @@ class Machine:
     cuda_build: bool
     """Whether the SGLang that is installed has its GPU kernels."""
     python: str
-    environ: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -121,12 +123,14 @@ def choose_device(wanted: str, machine: Machine) -> Device:
     if wanted == "auto":
         return "cpu"
     if not machine.gpus:
-        raise ConfigError("--device cuda: no GPU is visible here (nvidia-smi, CUDA_VISIBLE_DEVICES); try --device cpu")
+        raise ConfigError(
+            "--device cuda: no GPU is visible here (nvidia-smi, CUDA_VISIBLE_DEVICES); try --device cpu"
+        )
     raise ConfigError("--device cuda: this installation is for CPUs; run: make setup DEVICE=cuda")
 
 
 def check_memory(options: Options, device: Device, machine: Machine, model: Model) -> None:
-    """Raises `ConfigError` when the replicas cannot fit in the machine's memory. On GPUs SGLang checks itself."""
+    """Raises `ConfigError` when the replicas cannot fit in memory. On GPUs SGLang checks itself."""
     if device != "cpu":
         return
     per_replica = model.weights_bytes + REPLICA_OVERHEAD_BYTES
@@ -167,7 +171,7 @@ def build(options: Options, device: Device, machine: Machine, model: Model, port
 
 
 def ready_timeout_s(options: Options, device: Device, machine: Machine, model: Model) -> float:
-    """Longest wait for a replica: its imports, which share the cores, and its weights at 50 MB/s from a cold disk."""
+    """Longest wait for a replica: imports, which share the cores, and weights at 50 MB/s from a cold disk."""
     if options.start_timeout_s is not None:
         return options.start_timeout_s
     sharing = math.ceil(options.replicas / machine.cores)
@@ -199,9 +203,7 @@ def curl_example(url: str) -> str:
 def _devices(options: Options, device: Device, machine: Machine) -> list[dict[str, str]]:
     """What each replica's environment says about where it computes."""
     if device == "cpu":
-        # Several replicas' OpenMP threads on the same cores wait for each other.
-        shares = options.replicas > 1 and "OMP_NUM_THREADS" not in machine.environ
-        return [{"OMP_NUM_THREADS": "1"} if shares else {} for _ in range(options.replicas)]
+        return [{} for _ in range(options.replicas)]
     each = gpus_per_replica(options.extra)
     if options.replicas * each > len(machine.gpus):
         raise ConfigError(
@@ -248,9 +250,6 @@ def _replica(
         stop_grace_s=10.0,
         env={
             "PYTHONUNBUFFERED": "1",
-            # Dumps for a post mortem would hold the dead replica's connections open for seconds.
-            "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
-            "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
             **placed,
         },
         worker=worker,
@@ -290,6 +289,9 @@ def _gateway(options: Options, machine: Machine, model: Model, router: str, port
         "--router", router,
         "--model-name", model.served_name,
         "--tokenizer", str(model.folder),
+        "--workers", str(options.gateway_workers),
+        "--drain", str(GATEWAY_DRAIN_S),
+        "--log-level", options.log_level,
     ]  # fmt: skip
     return Process(
         name="gateway",
@@ -297,7 +299,7 @@ def _gateway(options: Options, machine: Machine, model: Model, router: str, port
         argv=tuple(argv),
         ready=HttpReady(f"{gateway_url(options.host, port)}/health"),
         ready_timeout_s=options.start_timeout_s or 120.0,
-        stop_grace_s=5.0,
+        stop_grace_s=GATEWAY_DRAIN_S + 2.0,
         env={"PYTHONUNBUFFERED": "1"},
     )
 

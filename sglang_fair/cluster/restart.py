@@ -1,4 +1,4 @@
-"""When a process that died is started again: PURE. Waits double while it keeps dying early, then it is given up."""
+"""When a process that died is started again: PURE. Waits double while it dies early; then it is given up."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ class RestartRule:
     """Early deaths in a row after which it is not started again."""
 
     def early_deaths(self, before: int, served_s: float) -> int:
-        """Early deaths in a row, this one counted: `before` it there were so many, and it had served `served_s`."""
+        """Early deaths in a row, with this one: there were `before`, and it had been ready for `served_s`."""
         return before + 1 if served_s < self.early_s else 0
 
     def delay_s(self, early_deaths: int) -> float | None:

@@ -73,6 +73,8 @@ class Supervisor:
         self._link = link
         self._children: dict[str, Child] = {}
         self._given_up: set[str] = set()
+        self.was_up = False
+        """Whether all were ready at some time."""
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
 
@@ -109,6 +111,7 @@ class Supervisor:
         """Returns when the cluster cannot go on."""
         for roles in START_ORDER:
             await self._start_all(self._plan.of(*roles))
+        self.was_up = True
         self._reporter.up(self.pids)
         keepers = {asyncio.create_task(self._keep(child)) for child in list(self._children.values())}
         try:
@@ -125,7 +128,7 @@ class Supervisor:
     def _is_lost(self) -> bool:
         """Nothing can be served without the gateway, the router, or any replica."""
         replicas = {process.name for process in self._plan.of("replica")}
-        return bool(self._given_up - replicas) or bool(replicas) and replicas <= self._given_up
+        return bool(self._given_up - replicas) or (bool(replicas) and replicas <= self._given_up)
 
     async def _start_all(self, specs: Sequence[Process]) -> None:
         """Starts `specs` side by side and waits until all are ready. Raises `StartFailed`."""
@@ -206,7 +209,7 @@ class Supervisor:
                 await self._until_ready(child)
             except StartFailed as error:
                 self._reporter.say(str(error))
-                await child.stop(self._hurry)
+                child.ready_s = None
                 continue
             self._tell_up(spec)
 
@@ -227,7 +230,9 @@ class Supervisor:
 
     async def _stop_all(self) -> None:
         for roles in STOP_ORDER:
-            children = [self._children[spec.name] for spec in self._plan.of(*roles) if spec.name in self._children]
+            children = [
+                self._children[spec.name] for spec in self._plan.of(*roles) if spec.name in self._children
+            ]
             for child, in_time in zip(
                 children, await asyncio.gather(*(child.stop(self._hurry) for child in children)), strict=True
             ):

@@ -1,0 +1,205 @@
+"""`sglang-fair`: one command a job. What a job needs is imported when it runs, so that --help is instant."""
+
+import json
+import os
+import sys
+import time
+from typing import Annotated, NoReturn
+
+import typer
+
+app = typer.Typer(
+    name="sglang-fair",
+    help="Fair, locality-aware serving of LLMs to many clients: DLPM inside SGLang, D2LPM in front of it.",
+    epilog="Start with: sglang-fair cluster",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+PROGRAMS = {
+    "replica": "sglang_fair.replica",
+    "router": "router",
+    "gateway": "router.gateway",
+    "compare": "workloads.compare",
+}
+"""Commands that are programs of their own, and read their arguments themselves."""
+
+CLUSTER_EPILOG = (
+    "Arguments behind -- go to each replica's SGLang server, for example: "
+    "sglang-fair cluster --device cuda --replicas 4 --model meta-llama/Llama-3.1-8B-Instruct -- --tp 2"
+)
+
+
+@app.command(epilog=CLUSTER_EPILOG)
+def cluster(
+    replicas: Annotated[int, typer.Option(help="SGLang servers to start.")] = 2,
+    device: Annotated[str, typer.Option(help="cpu, cuda (a GPU for each replica), or auto.")] = "auto",
+    model: Annotated[
+        str,
+        typer.Option(help="default (SmolLM2-135M-Instruct), tiny, bench, a folder, or a Hugging Face id."),
+    ] = "default",
+    policy: Annotated[
+        str,
+        typer.Option(help="Scheduler in each replica: dlpm, vtc, lpm, fcfs; sglang:NAME for SGLang's own."),
+    ] = "dlpm",
+    placement: Annotated[
+        str, typer.Option(help="Which replica: d2lpm, round_robin, client_round_robin, preble.")
+    ] = "d2lpm",
+    host: Annotated[
+        str, typer.Option(help="Address that the gateway listens on; 0.0.0.0 for all. The rest stays local.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port of the gateway; 0 takes a free one.")] = 8000,
+    quantum: Annotated[float, typer.Option(help="DLPM's quantum per client, in service units.")] = 2000.0,
+    worker_quantum: Annotated[
+        float | None,
+        typer.Option(
+            help="D2LPM's quantum per client and replica, in service units. [default: the router's]"
+        ),
+    ] = None,
+    extend_weight: Annotated[float, typer.Option(help="Service units per computed input token.")] = 1.0,
+    output_weight: Annotated[float, typer.Option(help="Service units per output token.")] = 2.0,
+    client_weights: Annotated[
+        str,
+        typer.Option(metavar="JSON", help='Shares per client, for example {"gold": 2}; 1 for the others.'),
+    ] = "{}",
+    gateway_workers: Annotated[int, typer.Option(help="Processes of the gateway.")] = 1,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one line of JSON with the addresses; all else on stderr.")
+    ] = False,
+    quiet_replicas: Annotated[
+        bool, typer.Option("--quiet-replicas", help="Of the replicas' lines show only trouble.")
+    ] = False,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    start_timeout: Annotated[
+        float | None,
+        typer.Option(help="Seconds that a process may take to be ready. [default: by machine and model]"),
+    ] = None,
+    extra: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- SGLANG ARGUMENTS]", show_default=False)
+    ] = None,
+) -> None:
+    """Start replicas, router and gateway, and keep them running until Ctrl-C.
+
+    Exit code 0 after a stop, 1 when the cluster could not start or go on, 2 for bad input.
+    """
+    from sglang_fair.cluster.options import ConfigError, Options, parse_client_weights
+    from sglang_fair.cluster.run import run_cluster
+
+    try:
+        weights = parse_client_weights(client_weights)
+    except ConfigError as error:
+        _fail(str(error))
+    options = Options(
+        replicas=replicas,
+        device=device,
+        model=model,
+        policy=policy,
+        placement=placement,
+        host=host,
+        port=port,
+        quantum=quantum,
+        worker_quantum=worker_quantum,
+        extend_weight=extend_weight,
+        output_weight=output_weight,
+        client_weights=weights,
+        gateway_workers=gateway_workers,
+        log_level=log_level,
+        start_timeout_s=start_timeout,
+        extra=tuple(extra or ()),
+    )
+    raise SystemExit(run_cluster(options, as_json=as_json, quiet_replicas=quiet_replicas))
+
+
+@app.command()
+def replica() -> None:
+    """Run one SGLang server with the fair scheduler."""
+    _become(PROGRAMS["replica"], [])
+
+
+@app.command()
+def router() -> None:
+    """Run the router alone."""
+    _become(PROGRAMS["router"], [])
+
+
+@app.command()
+def gateway() -> None:
+    """Run a gateway alone."""
+    _become(PROGRAMS["gateway"], [])
+
+
+@app.command()
+def compare() -> None:
+    """Compare schedulers and placements on workload programs."""
+    _become(PROGRAMS["compare"], [])
+
+
+@app.command()
+def status(
+    gateway: Annotated[str, typer.Argument(help="Address of a gateway.")] = "http://127.0.0.1:8000",
+    watch: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Show again every so many seconds; 0: once.", min=0)
+    ] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="One line of JSON each time.")] = False,
+) -> None:
+    """Show who was served how much, who waits, and what the policy holds of each client."""
+    from rich.console import Console
+
+    from sglang_fair.cluster import status as books
+
+    console = Console()
+    while True:
+        try:
+            found = books.read(gateway)
+        except books.Unreachable as error:
+            _fail(str(error), 1)
+        if as_json:
+            print(json.dumps(found), flush=True)
+        else:
+            if watch and console.is_terminal:
+                console.clear()
+            console.print(books.render(found))
+        if not watch:
+            return
+        try:
+            time.sleep(watch)
+        except KeyboardInterrupt:
+            return
+
+
+@app.command()
+def models(
+    name: Annotated[
+        str | None, typer.Argument(help="Prepare this model and print its folder; without a name, list them.")
+    ] = None,
+) -> None:
+    """List the models that come with the package, or prepare one."""
+    if name is not None:
+        _become("sglang_fair.engines.models", ["resolve", name])
+    from sglang_fair.engines import models as known
+
+    typer.echo((known.__doc__ or "").strip())
+
+
+def main() -> None:
+    """The console command."""
+    command, *arguments = sys.argv[1:] or [""]
+    if command in PROGRAMS:  # before typer, which would swallow a `--`
+        _become(PROGRAMS[command], arguments)
+    app()
+
+
+def _become(module: str, arguments: list[str]) -> NoReturn:
+    """This process goes on as `python -m module`, so that signals and the exit code are that program's."""
+    os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
+
+
+def _fail(text: str, code: int = 2) -> NoReturn:
+    print(f"sglang-fair: {text}", file=sys.stderr)
+    raise SystemExit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""What a person at the terminal sees of a cluster: who is awaited, all lines, where to send requests."""
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+
+from rich.console import Console
+from rich.status import Status
+from rich.table import Table
+from rich.text import Text
+
+from sglang_fair.cluster.plan import Plan, curl_example
+
+COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_cyan", "bright_green", "bright_magenta")
+OWN_STYLE = "bold"
+PLAIN_PROGRESS_S = 15.0
+"""Seconds between two lines of progress where there is no terminal to draw on."""
+
+TROUBLE = re.compile(r"\b(?<!Ignore import )(error|exception|traceback|critical|warning)\b", re.IGNORECASE)
+"""SGLang logs each model file that this platform cannot import; that is none."""
+
+
+class ConsoleReporter:
+    """Shows what a `Supervisor` reports, on one rich console.
+
+    `quiet` names processes of which only lines that look like trouble are shown. `when_up` prints what
+    the cluster's addresses are.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        plan: Plan,
+        *,
+        quiet: frozenset[str] = frozenset(),
+        when_up: Callable[[dict[str, int]], None],
+    ) -> None:
+        """Prints nothing yet."""
+        self._console = console
+        self._quiet = quiet
+        self._when_up = when_up
+        self._width = max(len(process.name) for process in plan.processes)
+        replicas = [process.name for process in plan.of("replica")]
+        self._styles = {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(replicas)}
+        self._status: Status | None = None
+        self._told_s = 0.0
+
+    def line(self, name: str, line: str) -> None:
+        """One line of a process, behind its name."""
+        if name not in self._quiet or TROUBLE.search(line):
+            self._print(name, line)
+
+    def waiting(self, names: Sequence[str], elapsed_s: float, limit_s: float) -> None:
+        """A spinner on a terminal, else a line now and then."""
+        text = f"waiting for {', '.join(names)}: {elapsed_s:.0f} s of at most {limit_s:.0f} s"
+        if self._console.is_terminal:
+            if self._status is None:
+                self._status = self._console.status(text)
+                self._status.start()
+            self._status.update(text)
+            return
+        if elapsed_s < self._told_s:  # the next stage began
+            self._told_s = 0.0
+        if elapsed_s - self._told_s >= PLAIN_PROGRESS_S:
+            self._told_s = elapsed_s
+            self.say(text)
+
+    def is_ready(self, name: str, after_s: float) -> None:
+        """It became ready."""
+        self.say(f"{name} is ready after {after_s:.1f} s")
+
+    def died(self, name: str, how: str, tail: Iterable[str]) -> None:
+        """How it ended; its last lines too, if they were not shown when they were printed."""
+        if name in self._quiet:
+            for line in tail:
+                self._print(name, line)
+        self.say(f"{name} ended: {how}")
+
+    def say(self, text: str) -> None:
+        """A line of the supervisor's own."""
+        self._write(Text.assemble((f"{'cluster':>{self._width + 2}}", OWN_STYLE), " ", text))
+
+    def up(self, pids: dict[str, int]) -> None:
+        """All are ready: the addresses."""
+        self.close()
+        self._when_up(pids)
+
+    def close(self) -> None:
+        """Takes the spinner away."""
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
+    def _print(self, name: str, line: str) -> None:
+        tag = f"[{name}]"
+        self._write(
+            Text.assemble((f"{tag:>{self._width + 2}}", self._styles.get(name, OWN_STYLE)), " ", line)
+        )
+
+    def _write(self, text: Text) -> None:
+        show(self._console, text)
+
+
+def show(console: Console, what: Text | Table | str) -> None:
+    """Prints, uncut; a reader that has gone away is no reason to end a cluster."""
+    try:
+        console.print(what, soft_wrap=True, markup=False, highlight=False)
+    except (BrokenPipeError, ValueError):
+        console.quiet = True
+
+
+def make_console(to_stderr: bool) -> Console:
+    """stdout or stderr; wide where it is no terminal, so that addresses stay whole."""
+    stream = sys.stderr if to_stderr else sys.stdout
+    return Console(file=stream, width=None if stream.isatty() else 140)
+
+
+def addresses(plan: Plan, gateway: str, title: str, pids: dict[str, int]) -> Table:
+    """The table of addresses."""
+    table = Table(title=title, title_style="bold", title_justify="left", show_edge=False, pad_edge=False)
+    for heading in ("", "address", "pid", "for"):
+        table.add_column(heading, no_wrap=True, overflow="fold")
+    purposes = {
+        "gateway": "send requests here; /status shows the placement",
+        "router": "gateways (ZMQ)",
+        "replica": "/fair shows each client's service and deficit",
+    }
+    for process in (*plan.of("gateway"), *plan.of("replica"), *plan.of("router")):
+        address = {"gateway": gateway, "router": plan.router or ""}.get(process.role)
+        if address is None:
+            address = process.worker.url if process.worker else ""
+        style = "bold green" if process.role == "gateway" else ""
+        table.add_row(
+            process.name, Text(address, style), str(pids.get(process.name, "")), purposes[process.role]
+        )
+    return table
+
+
+def example(gateway: str) -> str:
+    """What to paste first."""
+    return f"\nTry it:\n\n{curl_example(gateway)}\n\nCtrl-C stops everything.\n"

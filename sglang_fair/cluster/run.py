@@ -1,0 +1,157 @@
+"""`sglang-fair cluster`, from options to exit code: check, look, reserve, plan, supervise."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from router.placement import PLACEMENTS
+from sglang_fair.cluster import machine as machines
+from sglang_fair.cluster.child import kill_session
+from sglang_fair.cluster.console import ConsoleReporter, addresses, example, make_console, show
+from sglang_fair.cluster.link import RouterLink
+from sglang_fair.cluster.options import ConfigError, Device, Options, check
+from sglang_fair.cluster.plan import Machine, Model, Plan, build, check_memory, choose_device, gateway_url
+from sglang_fair.cluster.ports import PortTaken, Reservations, choose
+from sglang_fair.cluster.supervisor import StartFailed, Supervisor
+
+STOPPED, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+"""Exit codes: stopped as asked; could not start or go on; bad input; stopped before it was ready."""
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Interrupted(Exception):
+    """A signal came before there was anything to stop."""
+
+
+class NoSuchModel(Exception):
+    """The process that looked for the model has said what is wrong."""
+
+
+def run_cluster(options: Options, *, as_json: bool = False, quiet_replicas: bool = False) -> int:
+    """Runs the cluster until a signal; the exit code. Whatever goes wrong is one line on stderr."""
+    try:
+        check(options, tuple(PLACEMENTS))
+        return asyncio.run(_run(options, as_json, quiet_replicas))
+    except Interrupted:
+        return INTERRUPTED
+    except NoSuchModel:
+        return BAD_INPUT
+    except ConfigError as error:
+        print(f"sglang-fair: {error}", file=sys.stderr, flush=True)
+        return BAD_INPUT
+    except (PortTaken, StartFailed) as error:
+        print(f"sglang-fair: {error}", file=sys.stderr, flush=True)
+        return FAILED
+
+
+async def _run(options: Options, as_json: bool, quiet_replicas: bool) -> int:
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    for number in SIGNALS:
+        loop.add_signal_handler(number, stop.set)
+    machine = machines.look()
+    device = choose_device(options.device, machine)
+    with contextlib.closing(Reservations(options.host)) as reservations:
+        ports = choose(options.port, options.replicas, reservations.take)
+        model = await _find_model(options.model, machine, stop)
+        check_memory(options, device, machine, model)
+        plan = build(options, device, machine, model, ports)
+        gateway = gateway_url(options.host, ports.gateway)
+        title = (
+            f"{options.replicas} x {model.served_name} on {device}, "
+            f"scheduler {options.policy}, placement {options.placement}"
+        )
+        console = make_console(to_stderr=as_json)
+
+        def when_up(pids: dict[str, int]) -> None:
+            if as_json:
+                _print_json(describe(options, device, model, plan, gateway, pids))
+            else:
+                _print_addresses(console, plan, gateway, title, pids)
+
+        quiet = frozenset(process.name for process in plan.of("replica")) if quiet_replicas else frozenset()
+        reporter = ConsoleReporter(console, plan, quiet=quiet, when_up=when_up)
+        reporter.say(f"starting {title}")
+        return await _supervise(plan, reporter, stop)
+
+
+async def _supervise(plan: Plan, reporter: ConsoleReporter, stop: asyncio.Event) -> int:
+    assert plan.router is not None
+    loop, was_up = asyncio.get_running_loop(), False
+    with contextlib.closing(RouterLink(plan.router)) as link, contextlib.closing(reporter):
+        supervisor = Supervisor(plan, reporter, link=link)
+
+        def on_signal() -> None:
+            reporter.close()
+            reporter.say(
+                "killing" if stop.is_set() else "stopping: gateway, router, replicas (again: at once)"
+            )
+            stop.set()
+            supervisor.stop()
+
+        for number in SIGNALS:
+            loop.add_signal_handler(number, on_signal)
+        if stop.is_set():
+            raise Interrupted
+        asked = await supervisor.run()
+        was_up = supervisor.was_up
+    if not asked:
+        raise StartFailed("the cluster cannot go on and has been stopped")
+    reporter.say("stopped")
+    return STOPPED if was_up else INTERRUPTED
+
+
+async def _find_model(name: str, machine: Machine, stop: asyncio.Event) -> Model:
+    """The model, prepared by a process of its own. Raises `NoSuchModel`; `Interrupted` when `stop` is set."""
+    process = await asyncio.create_subprocess_exec(
+        machine.python, "-m", "sglang_fair.cluster.model", name,
+        stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    found = asyncio.create_task(process.communicate())
+    stopped = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait([found, stopped], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopped.cancel()
+        if not found.done():
+            await kill_session(process.pid)
+    output, _ = await found
+    if stop.is_set():
+        raise Interrupted
+    if process.returncode != 0:
+        raise NoSuchModel
+    facts = json.loads(output)
+    return Model(Path(facts["folder"]), facts["served_name"], facts["weights_bytes"])
+
+
+def describe(
+    options: Options, device: Device, model: Model, plan: Plan, gateway: str, pids: dict[str, int]
+) -> dict[str, object]:
+    """A running cluster for programs: its addresses and what it is."""
+    return {
+        "gateway": gateway,
+        "router": plan.router,
+        "replicas": [process.worker.url for process in plan.of("replica") if process.worker],
+        "pids": {"cluster": os.getpid(), **pids},
+        "policy": options.policy,
+        "placement": options.placement,
+        "model": model.served_name,
+        "device": device,
+    }
+
+
+def _print_json(facts: dict[str, object]) -> None:
+    with contextlib.suppress(BrokenPipeError):
+        print(json.dumps(facts), flush=True)
+
+
+def _print_addresses(console: Console, plan: Plan, gateway: str, title: str, pids: dict[str, int]) -> None:
+    show(console, "")
+    show(console, addresses(plan, gateway, title, pids))
+    show(console, example(gateway))

@@ -1,0 +1,134 @@
+"""Who was served how much: the books of all replicas in one table. Reading is here, adding up is pure."""
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+TIMEOUT_S = 10.0
+Report = Mapping[str, Any]
+
+
+class Unreachable(RuntimeError):
+    """Nothing answers at an address, or not as it should; the text says which."""
+
+
+@dataclass
+class ClientTotal:
+    """One client over all replicas. Tokens and service as `core.ledger` counts them."""
+
+    service: float = 0.0
+    extend_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    waiting: int = 0
+    running: int = 0
+    counters: dict[str, float | None] = field(default_factory=dict)
+    """What the policy holds of it in each replica: DLPM's deficit, VTC's counter."""
+
+
+def read(gateway: str) -> dict[str, Any]:
+    """`{"gateway": /status, "replicas": {name: /fair or None}}`. Raises `Unreachable` for the gateway."""
+    front = _get(f"{gateway.rstrip('/')}/status")
+    replicas: dict[str, Any] = {}
+    for name, worker in front.get("workers", {}).items():
+        try:
+            replicas[name] = _get(f"{worker['url']}/fair")
+        except Unreachable:
+            replicas[name] = None
+    return {"gateway": front, "replicas": replicas}
+
+
+def by_client(replicas: Mapping[str, Report | None]) -> dict[str, ClientTotal]:
+    """Clients and their totals, most served first."""
+    totals: dict[str, ClientTotal] = {}
+    for name, report in replicas.items():
+        for client, row in (report or {}).get("clients", {}).items():
+            total = totals.setdefault(client, ClientTotal())
+            total.service += row.get("service", 0.0)
+            for amount in ("extend_tokens", "cached_tokens", "output_tokens", "waiting", "running"):
+                setattr(total, amount, getattr(total, amount) + row.get(amount, 0))
+            total.counters[name] = row.get("counter", row.get("deficit"))
+    return dict(sorted(totals.items(), key=lambda item: (-item[1].service, item[0])))
+
+
+def render(status: Mapping[str, Any]) -> RenderableType:
+    """Two tables: clients and what they got, replicas and what they do."""
+    replicas: Mapping[str, Report | None] = status["replicas"]
+    return Group(_clients(replicas), Text(""), _workers(status["gateway"], replicas))
+
+
+def _clients(replicas: Mapping[str, Report | None]) -> Table:
+    table = _table(
+        "clients", "client", "service", "share", "computed", "cached", "output", "waiting", "running"
+    )
+    for name, report in replicas.items():
+        table.add_column(f"{(report or {}).get('policy', '?')} {name}", justify="right")
+    totals = by_client(replicas)
+    served = sum(total.service for total in totals.values())
+    for client, total in totals.items():
+        share = f"{total.service / served:.0%}" if served else ""
+        counts = (total.extend_tokens, total.cached_tokens, total.output_tokens, total.waiting, total.running)
+        table.add_row(
+            Text(client),
+            f"{total.service:,.0f}",
+            share,
+            *(f"{count:,}" for count in counts),
+            *(_number(total.counters.get(name)) for name in replicas),
+        )
+    return table
+
+
+def _workers(front: Report, replicas: Mapping[str, Report | None]) -> Table:
+    headings = ("replica", "in flight", "placed", "tokens in tree", "policy", "books", "address")
+    table = _table(f"replicas, placement {front.get('placement', '?')}", *headings)
+    for name, worker in front.get("workers", {}).items():
+        report = replicas.get(name)
+        books = report.get("conservation", {}) if report else {}
+        state = (
+            "does not answer" if report is None else "balance" if books.get("ok", True) else "DO NOT BALANCE"
+        )
+        table.add_row(
+            name,
+            _number(worker.get("in_flight")),
+            _number(worker.get("dispatched")),
+            _number(worker.get("tree_tokens")),
+            str((report or {}).get("policy", "")),
+            state,
+            Text(str(worker.get("url", ""))),
+        )
+    return table
+
+
+def _table(title: str, *headings: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", show_edge=False, pad_edge=False)
+    for position, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if position and heading not in TEXT_COLUMNS else "left")
+    return table
+
+
+TEXT_COLUMNS = ("policy", "books", "address")
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:,.0f}"
+
+
+def _get(url: str) -> dict[str, Any]:
+    try:
+        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as response:
+            answer = json.load(response)
+    except urllib.error.HTTPError as error:
+        raise Unreachable(f"{url} answers {error.code} {error.reason}") from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise Unreachable(f"{url} does not answer: {reason}") from error
+    if not isinstance(answer, dict):
+        raise Unreachable(f"{url} answers no JSON object")
+    return answer

@@ -1,0 +1,71 @@
+"""A server that says DLPM runs DLPM, or does not run: each way in which the overlay could be lost is loud."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.engine
+
+PROLOGUE = """
+import os
+from sglang_fair.engines import cpu
+os.environ.update(cpu.environment())
+cpu.define_torchvision_operators()
+"""
+
+
+def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROLOGUE + code],
+        capture_output=True, text=True, check=False, timeout=120, env={**os.environ, **environment},
+    )  # fmt: skip
+
+
+PARSE = """
+import sys
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.server_args import prepare_server_args
+args = prepare_server_args(["--model-path", sys.argv[1] if len(sys.argv) > 1 else "/nowhere", {arguments}])
+print("policy", args.schedule_policy)
+"""
+
+
+def test_a_target_that_sglang_has_not_ends_the_process() -> None:
+    """SGLang's loader would log it and serve on with its own scheduling."""
+    done = run("""
+from dataclasses import replace
+import sglang_fair.overlay.hooks as hooks
+hooks.HOOKS = (*hooks.HOOKS, replace(hooks.HOOKS[-1], target="sglang.srt.managers.scheduler.Scheduler.gone"))
+from sglang.srt.plugins import load_plugins
+load_plugins()
+print("served on")
+""")
+    assert done.returncode == 1
+    assert "served on" not in done.stdout
+    assert "sglang-fair: cannot attach to sglang" in done.stderr
+    assert "gone" in done.stderr
+
+
+def test_another_version_is_refused() -> None:
+    done = run("""
+import sglang_fair.overlay as overlay
+overlay.SGLANG_VERSION = "9.9.9"
+overlay.install()
+print("served on")
+""")
+    assert done.returncode == 1
+    assert "needs sglang 9.9.9" in done.stderr
+
+
+def test_without_the_overlay_sglang_refuses_our_policies() -> None:
+    done = run(PARSE.format(arguments='"--schedule-policy", "dlpm"'), SGLANG_FAIR_DISABLE="1")
+    assert done.returncode == 2
+    assert "invalid choice: 'dlpm'" in done.stderr
+
+
+def test_sglang_takes_our_arguments() -> None:
+    done = run(PARSE.format(arguments='"--schedule-policy", "dlpm", "--fair-quantum", "700"'))
+    assert done.stdout.strip().splitlines()[-1:] == ["policy dlpm"], done.stderr[-2000:]
