@@ -1,8 +1,9 @@
 """The router as one state machine: an event comes in, answers go out, and nothing else happens.
 
-It owns the tree of cached prefixes, the loads, the table of requests in flight and the placement. A request is
-placed at once or refused at once, never queued: queues are at the workers. Every request that is placed ends
-exactly once, by its gateway's `Done` or with its worker, and what a peer says out of turn is counted and ignored.
+It owns the tree of cached prefixes, the loads, the table of requests in flight and the placement. A request
+is placed at once or refused at once, never queued: queues are at the workers. Every request that is placed
+ends exactly once, by its gateway's `Done` or with its worker, and what a peer says out of turn is counted
+and ignored.
 """
 
 from collections import Counter, OrderedDict, deque
@@ -96,7 +97,7 @@ class Router:
         self._counts: Counter[str] = Counter()
 
     def handle(self, event: Event, now_s: float, peer: bytes = b"") -> list[Action]:
-        """What is to be answered to `event`, which `peer` sent at `now_s`. Raises nothing on a peer's input."""
+        """What to answer to `event`, which `peer` sent at `now_s`. Raises nothing on a peer's input."""
         while self._lingering and self._lingering[0][0] <= now_s:
             self.tree.release(self._lingering.popleft()[1])
         match event:

@@ -139,6 +139,7 @@ class RadixTree:
         self._held_tokens: dict[int, int] = {}
         self._blocks: dict[int, dict[int, tuple[Node, int]]] = {}
         self._block_tokens: dict[int, int] = {}
+        self._sweep_at: dict[int, int] = {}
         self._heap: list[tuple[bool, int, int, Node]] = []
         self._tick = 0
         self._pushes = 0
@@ -159,6 +160,7 @@ class RadixTree:
         self._held_tokens[bit] = 0
         self._blocks[bit] = {}
         self._block_tokens[bit] = self.page_size
+        self._sweep_at[bit] = _MAP_SLACK
 
     def remove_worker(self, worker: str) -> None:
         """`worker` is gone: it holds nothing, and what was in flight there holds nothing."""
@@ -167,7 +169,8 @@ class RadixTree:
             self.release(hold, served=False)
         self.clear(worker)
         del self._bits[worker], self._names[bit]
-        del self._holds[bit], self._held_tokens[bit], self._blocks[bit], self._block_tokens[bit]
+        del self._holds[bit], self._held_tokens[bit]
+        del self._blocks[bit], self._block_tokens[bit], self._sweep_at[bit]
         self._assumed &= ~bit
 
     def worker_tokens(self, worker: str) -> int:
@@ -558,17 +561,31 @@ class RadixTree:
             if self._rank(node) > (confirmed, used):
                 self._queue(node)
                 continue
-            self.evicted_tokens += node.end - node.start
-            for bit in _bits(node.confirmed):
-                self._unconfirm(node, bit)
-            self._tidy_upwards(node)
+            self._evict(node)
+
+    def _evict(self, leaf: Node) -> None:
+        """Nobody holds `leaf` any more, nor the head of a block whose rest it was."""
+        self.evicted_tokens += leaf.end - leaf.start
+        above = leaf.parent
+        assert above is not None
+        holders = leaf.confirmed
+        for bit in _bits(holders):
+            self._unconfirm(leaf, bit)
+        self._tidy_upwards(leaf)
+        for bit in _bits(holders):
+            node = _live(above)
+            head = leaf.start - leaf.start % self._block_tokens[bit]
+            shared = node.end > leaf.start or any(child.confirmed & bit for child in node.children.values())
+            if head < leaf.start and not shared and node.confirmed & bit:
+                self._clear_block(node, head, bit)
 
     def _sweep_blocks(self, bit: int) -> None:
-        """Drops the entries of blocks that are not held any more, once they are the greater part."""
+        """Drops the entries of blocks that are not held any more, each time the map has doubled."""
         blocks = self._blocks[bit]
-        if len(blocks) > 2 * (self._held_tokens[bit] // self._block_tokens[bit]) + _MAP_SLACK:
+        if len(blocks) > self._sweep_at[bit]:
             found = ((block, self._find(bit, entry)) for block, entry in blocks.items())
             self._blocks[bit] = {block: entry for block, entry in found if entry is not None}
+            self._sweep_at[bit] = 2 * len(self._blocks[bit]) + _MAP_SLACK
 
 
 def _bits(mask: int) -> Iterator[int]:

@@ -27,7 +27,10 @@ def build(placement: str, **values: object) -> Placement:
     unknown = sorted(set(values) - set(parameters(placement)))
     if unknown:
         raise ValueError(f"placement {placement} has no parameter {', '.join(unknown)}")
-    return _known(placement)(**values)
+    try:
+        return _known(placement)(**values)
+    except TypeError as error:
+        raise ValueError(f"placement {placement}: a parameter is of the wrong type: {error}") from error
 
 
 def _known(placement: str) -> Callable[..., Placement]:

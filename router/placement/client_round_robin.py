@@ -1,10 +1,11 @@
 """Round robin per client: each client goes through all workers by its own pointer.
 
-Unit of fairness: with a fair scheduler at every worker the difference between backlogged clients is bounded by the
-number of workers times the local bound (dlpm, Theorem A.6); VTC with it is the paper's fair baseline (§4.3).
-Trade-off: every client's load is spread evenly, every prefix is computed on every worker.
+Unit of fairness: with a fair scheduler at every worker the difference between backlogged clients is bounded
+by the number of workers times the local bound (DLPM paper, Theorem A.6); VTC with it is the paper's fair
+baseline. Trade-off: every client's load is spread evenly, every prefix is computed on every worker.
 
-A client starts at a worker that its name picks, so that many clients of one request each do not meet at the first.
+A client starts at a worker that its name picks, so that many clients of one request each do not meet at the
+first.
 """
 
 import zlib
@@ -19,7 +20,7 @@ from router.radix import Match
 
 @dataclass
 class ClientRoundRobin:
-    """A pointer for each of the last `max_clients` clients; a forgotten one starts over, which costs nobody."""
+    """A pointer for each of the last `max_clients` clients. Forgotten ones start over."""
 
     max_clients: int = 100_000
 

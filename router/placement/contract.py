@@ -1,8 +1,9 @@
 """What a placement sees, what it decides, and what it is told.
 
-A placement answers one question: which worker for this request? It keeps no count of requests in flight and no
-belief about caches: loads come with `workers`, cached prefixes with `match`, both owned by the router's core. What
-it keeps beyond that (credits, pointers, costs) is its own, and bounded in the number of clients and requests.
+A placement answers one question: which worker for this request? It keeps no count of requests in flight and
+no belief about caches: loads come with `workers`, cached prefixes with `match`, both owned by the router's
+core. What it keeps beyond that (credits, pointers, costs) is its own, and bounded in the number of clients
+and requests.
 """
 
 from collections.abc import Sequence
@@ -60,10 +61,10 @@ class WorkerView(Protocol):
 class Placement(Protocol):
     """Chooses workers. Deterministic: the same calls give the same choices. Every order it uses is total.
 
-    The core promises: `worker_up` before a worker appears in `workers`, `worker_down` after `done` of all that was
-    placed there; `workers` is never empty, in the order of names, and leaves out whom the request excludes; each
-    `place` is followed by `placed` of the same request, and each `placed` by exactly one `done`; `now_s` never
-    falls.
+    The core promises: `worker_up` before a worker appears in `workers`, `worker_down` after `done` of all
+    that was placed there; `workers` is never empty, in the order of names, and leaves out whom the request
+    excludes; each `place` is followed by `placed` of the same request, and each `placed` by exactly one
+    `done`; `now_s` never falls.
     """
 
     def place(self, request: Request, match: Match, workers: Sequence[WorkerView], now_s: float) -> str:
@@ -87,7 +88,7 @@ class Placement(Protocol):
         ...
 
     def credits(self, limit: int) -> dict[str, dict[str, float]]:
-        """Client -> worker -> credit left, of at most `limit` clients, the latest first; empty if it has none."""
+        """Client -> worker -> credit left, of `limit` clients at most, the latest first; empty if none."""
         ...
 
 

@@ -1,27 +1,30 @@
 """D2LPM: follow the longest cached prefix for as long as the client has credit at a worker that holds it.
 
-For every client i and worker w there is a credit q[i,w] (dlpm, Algorithm 2). A request goes to the least loaded
-of the workers that hold its longest prefix and at which its client has credit left; if there is none, to the
-least loaded of all at which it has credit. It pays there for its whole prompt when it is sent, cached or not, so
-that a client with one long prefix spreads too, and for its output when it is done. When a client has no credit
-anywhere, it gets one quantum at every worker, as many times as it takes: Qw is the stretch for which a client may
-stick to one worker. What follows: q[i,w] <= Qw always; a credit may fall far below zero, since outputs come late.
+For every client i and worker w there is a credit q[i,w] (DLPM paper, Algorithm 2). A request goes to the
+least loaded of the workers that hold its longest prefix and at which its client has credit left; if there
+is none, to the least loaded of all at which it has credit. It pays there for its whole prompt when it is
+sent, cached or not, so that a client with one long prefix spreads too, and for its output when it is done.
+When a client has no credit anywhere, it gets one quantum at every worker, as many times as it takes: Qw is
+the stretch for which a client may stick to one worker. What follows: q[i,w] <= Qw always; a credit may fall
+far below zero, since outputs come late.
 
-Unit of fairness: none by itself. With a fair scheduler at every worker, clients that are backlogged everywhere
-differ by at most 2 |W| (U + Qu) in service (Theorem 5.1), whatever Qw is, as long as it is finite; with Qw
-infinite a client never leaves its prefix and nothing is bounded (Theorem A.5).
+Unit of fairness: none by itself. With a fair scheduler at every worker, clients that are backlogged
+everywhere differ by at most 2 |W| (U + Qu) in service (Theorem 5.1), whatever Qw is, as long as it is
+finite; with Qw infinite a client never leaves its prefix and nothing is bounded (Theorem A.5).
 
-Choices the paper leaves open. Loads are divided by the worker's capacity; ties go to the worker that was sent
-fewer tokens so far, then by name. The loop over refills is one jump. A new worker, or one that came back, starts
-at Qw for every known client: usable at once, its old debt gone with its queue. A request that failed gives its
-prompt's charge back. A match shorter than one page is no match: the tree knows whole pages only. When workers are
-excluded, only those that are left decide whether a refill is due, and the others stop at Qw.
+Choices the paper leaves open. Loads are divided by the worker's capacity; ties go to the worker that was
+sent fewer tokens so far, then by name. The loop over refills is one jump. A new worker, or one that came
+back, starts at Qw for every known client: usable at once, its old debt gone with its queue. A request that
+failed gives its prompt's charge back. A match shorter than one page is no match: the tree knows whole pages
+only. When workers are excluded, only those that are left decide whether a refill is due, and the others
+stop at Qw.
 
 Memory is bounded without erasing debt. Of the clients that have nothing in flight the longest idle ones are
-forgotten beyond `max_clients`. If no credit of theirs is negative that loses credit, never debt. Else their row
-goes into one of `_ESTATES` buckets, picked by the client's name, which keeps the least credit per worker of all
-that went there; whoever is not known starts with the row of its bucket, or with zeros. So a debtor finds its debt
-or more of it; a stranger that shares its bucket is sent to other workers first, and loses nothing else.
+forgotten beyond `max_clients`. If no credit of theirs is negative that loses credit, never debt. Else their
+row goes into one of `_ESTATES` buckets, picked by the client's name, which keeps the least credit per
+worker of all that went there; whoever is not known starts with the row of its bucket, or with zeros. So a
+debtor finds its debt or more of it, though not what credit it had left elsewhere; a stranger that shares
+its bucket is sent to other workers first, and loses nothing else.
 """
 
 import math
@@ -48,9 +51,10 @@ class _Account:
 
 @dataclass
 class D2lpm:
-    """`worker_quantum` is Qw, in the unit of service: `extend_weight` a prompt token, `output_weight` an output token.
+    """`worker_quantum` is Qw in units of service, which the two weights say for a prompt and an output token.
 
-    `charge` "extend" is the paper's variant with feedback: pay only for what the worker is not believed to hold.
+    `charge` "full" charges the whole prompt, as the paper does; "extend" only what the worker is not believed
+    to hold. `max_clients` are remembered one by one.
     """
 
     worker_quantum: float = 20_000.0

@@ -2,36 +2,42 @@
 
 Preble (Srivatsa et al., 2024), §3, with the constants and the windowing of its public code. For each request:
 
-* *Exploit* if the longest match is longer than what is not matched: among the workers that hold it, the cheapest.
+* *Exploit* if the longest match is longer than what is not matched: among the workers that hold it, the
+  cheapest.
 * *Explore* otherwise: the worker with the least L + M + P, in seconds of work.
-  L, load: over a window of 3 minutes, for each important prefix that the worker is used for, miss rate x requests x
-  time to prefill it, shared among the workers it is used at; plus the decoding under way, requests x output tokens
-  x median time per output token. M, eviction: what must be dropped to make room, as the time to prefill it again,
-  weighted by miss rate and requests. P: the prefill of this request itself with what this worker holds of it.
-* *Rebalance*, after 50 requests per worker: when the heaviest carries more than 1.5 times the lightest, prefixes
-  asked for more than once move from one to the other, the cheapest first, as long as that does not turn the
-  imbalance around. A prefix that is alone in this cannot move usefully: it is replicated ("autoscaled") when the
-  heavy worker's time to first token has doubled from the first to the second half of the window.
+  L, load: over a window of 3 minutes, for each important prefix that the worker is used for, miss rate x
+  requests x time to prefill it, shared among the workers it is used at; plus the decoding under way,
+  requests x output tokens x median time per output token. M, eviction: what must be dropped to make room,
+  as the time to prefill it again, weighted by miss rate and requests. P: the prefill of this request itself
+  with what this worker holds of it.
+* *Rebalance*, after 50 requests per worker: when the heaviest carries more than 1.5 times the lightest,
+  prefixes asked for more than once move from one to the other, the cheapest first, as long as that does not
+  turn the imbalance around. A prefix that is alone in this cannot move usefully: it is replicated
+  ("autoscaled") when the heavy worker's time to first token has doubled from the first to the second half
+  of the window.
 
-An *important* prefix of a prompt is the deepest stretch between two branches of the tree that is longer than all
-above it (Preble's "large node"). Only these carry load.
+An *important* prefix of a prompt is the deepest stretch between two branches of the tree that is longer
+than all above it (Preble's "large node"). Only these carry load.
 
-What it knows about caches is the router's shared tree, which follows the replicas' own events; Preble's own tree
-believes what it once routed. So all placements are compared on the same knowledge, there is one tree to bound, and
-what this file keeps is a window of at most `max_window` requests and the prefixes in it, found by a digest.
+What it knows about caches is the router's shared tree, which follows the replicas' own events; Preble's own
+tree believes what it once routed. So all placements are compared on the same knowledge, there is one tree
+to bound, and what this file keeps is a window of at most `max_window` requests and the prefixes in it,
+found by a digest.
 
 Unit of fairness: none. Trade-off: locality and load are weighed in seconds, whoever asks.
 
-Where the public code goes wrong, and what is done here: the cheapest holder is returned by its name, not by its
-position among the holders; a prompt that is wholly cached exploits, since the true match length decides; nothing
-scans all nodes: loads are running sums, eviction and rebalancing look at `probe` prefixes at most; the window is a
-deque; costs are brought up to date after every single move, and another pair of workers has its turn with the next
-request instead of a recursion on old costs; moving a prefix takes it from the heavy worker only, and leaves
-longer prefixes that are important themselves where they are; everything has a bound; room in a cache is counted
-instead of "memory is always full", and prefixes outside the window are dropped first and cost nothing.
+Where the public code goes wrong, and what is done here: the cheapest holder is returned by its name, not by
+its position among the holders; a prompt that is wholly cached exploits, since the true match length
+decides; nothing scans all nodes: loads are running sums, eviction and rebalancing look at `probe` prefixes
+at most; the window is a deque; costs are brought up to date after every single move, and another pair of
+workers has its turn with the next request instead of a recursion on old costs; moving a prefix takes it
+from the heavy worker only, and leaves longer prefixes that are important themselves where they are;
+everything has a bound; room in a cache is counted instead of "memory is always full", and prefixes outside
+the window are dropped first and cost nothing.
 
-Known to differ besides: the output length of a request is its limit (45 tokens if it names none), as in the code,
-not the average of past ones, as in the paper; a conversation that grows turn by turn is another prefix each time.
+Known to differ besides: the output length of a request is its limit (45 tokens if it names none), as in the
+code, not the average of past ones, as in the paper; a conversation that grows turn by turn is another
+prefix each time.
 """
 
 import hashlib
@@ -39,6 +45,7 @@ import statistics
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from router.events import TOKEN_BYTES
 from router.placement.contract import Ended, Request, WorkerView
@@ -119,7 +126,7 @@ class _Visit:
 
 @dataclass
 class Preble:
-    """`cache_tokens` is what one replica can cache; `first_tpot_s` stands in until a worker has been measured."""
+    """`cache_tokens` is what one replica can cache; `first_tpot_s` stands in until a worker is measured."""
 
     window_s: float = 180.0
     imbalance: float = 1.5
@@ -316,7 +323,7 @@ class Preble:
         return by_load[-1], by_load[0]
 
     def _is_slowing(self, worker: str, now_s: float) -> bool:
-        """The mean time to first token in the window's second half is `ttft_growth` times that in its first."""
+        """The mean time to first token in the window's second half is `ttft_growth` times the first's."""
         middle_s = now_s - self.window_s / 2
         samples = self._loads[worker].ttft
         early = [ttft_s for at_s, ttft_s in samples if now_s - self.window_s < at_s <= middle_s]
@@ -327,7 +334,7 @@ class Preble:
 def _important(request: Request, match: Match) -> tuple[bytes, int, int]:
     """The digest of the request's important prefix, and the depths between which its own stretch lies."""
     bounds = sorted({0, match.tokens, request.input_tokens, *match.branches})
-    start, end = [pair for pair in zip(bounds, bounds[1:], strict=False) if pair[1] - pair[0] > pair[0]][-1]
+    start, end = [pair for pair in pairwise(bounds) if pair[1] - pair[0] > pair[0]][-1]
     digest = hashlib.blake2b(request.tokens[: end * TOKEN_BYTES], digest_size=16)
     digest.update(b"\0" + request.namespace.encode())
     return digest.digest(), start, end

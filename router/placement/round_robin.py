@@ -1,7 +1,8 @@
 """Round robin over requests: each worker in turn, whoever asks. SGLang's own default.
 
-Unit of fairness: none; a client gets as much of a worker as it sends. Trade-off: even in the number of requests,
-blind to their length and to caches. With a local LPM queue it is the paper's baseline "RR + LPM" (dlpm, §4.3).
+Unit of fairness: none; a client gets as much of a worker as it sends. Trade-off: even in the number of
+requests, blind to their length and to caches. With a local LPM queue it is the baseline "RR + LPM" of
+the DLPM paper.
 """
 
 from collections.abc import Sequence

@@ -67,7 +67,7 @@ class Shape:
 
 SHAPES: Mapping[str, Shape] = {
     "tiny": Shape(layers=2, hidden=128, intermediate=256, heads=4, kv_heads=2),
-    "bench": Shape(layers=4, hidden=512, intermediate=1536, heads=8, kv_heads=4),
+    "bench": Shape(layers=1, hidden=512, intermediate=6144, heads=8, kv_heads=4),
 }
 
 Progress = Callable[[str], None]

@@ -1,0 +1,538 @@
+"""One conformance suite over all placements; D2LPM against the paper's loop and theorem; Preble's choices."""
+
+import itertools
+import pickle
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.core import Router
+from router.events import Arrive, Done, Place, Query, Refuse, Snapshot, WorkerDown, WorkerUp
+from router.placement import PLACEMENTS, build, parameters
+from router.placement.contract import Ended, Request
+from router.placement.d2lpm import D2lpm
+from router.placement.preble import Preble, PrefillCost
+from router.radix import Match
+
+INF = float("inf")
+
+
+def ids(*tokens: int) -> bytes:
+    """Token ids as they travel."""
+    return np.asarray(tokens, "<u4").tobytes()
+
+
+@dataclass
+class View:
+    """A worker as a placement sees it."""
+
+    name: str
+    load: float = 0.0
+    dispatched_tokens: int = 0
+
+
+def ended(request: Request, worker: str, matched: int = 0, output: int = 0, outcome="ok", **times) -> Ended:
+    return Ended(request, worker, matched, output, outcome, **times)
+
+
+def script(seed: int, steps: int) -> Iterator[tuple[str, object]]:
+    """Arrivals of a few clients with shared prefixes, ends, and workers that go and come."""
+    rng = random.Random(seed)
+    for number in range(steps):
+        roll = rng.random()
+        if roll < 0.6:
+            client = f"c{rng.randrange(5)}"
+            shared = [int(client[1:])] * 4 * rng.randrange(6)
+            prompt = ids(*shared, *(rng.randrange(3) for _ in range(rng.randrange(8))))
+            exclude = tuple(f"w{i}" for i in range(4) if rng.random() < 0.15)
+            yield "arrive", Arrive(f"{number:08x}", client, prompt, rng.choice([0, 20]), exclude=exclude)
+        elif roll < 0.95:
+            yield "done", (rng.random(), rng.randrange(40), rng.choice(["ok", "ok", "aborted", "failed"]))
+        elif roll < 0.975:
+            yield "down", WorkerDown(f"w{rng.randrange(4)}")
+        else:
+            worker = f"w{rng.randrange(4)}"
+            yield "up", WorkerUp(worker, f"http://{worker}", capacity=rng.choice([1.0, 2.0]))
+
+
+def drive(name: str, seed: int, steps: int = 400, **values: object) -> tuple[Router, list[str]]:
+    """Runs a script and checks at every step what must hold for any placement. Returns the choices."""
+    router = Router(build(name, **values), name=name, page_size=4, max_tree_tokens=2000)
+    live: list[str] = []
+    where: dict[str, str] = {}
+    up: set[str] = set()
+    choices: list[str] = []
+    for worker in ("w0", "w1", "w2"):
+        router.handle(WorkerUp(worker, f"http://{worker}"), 0.0)
+        up.add(worker)
+    for now, (kind, event) in enumerate(script(seed, steps)):
+        if kind == "arrive":
+            ((_, answer),) = router.handle(event, float(now))
+            if up - set(event.exclude):
+                assert isinstance(answer, Place)
+                assert answer.worker in up
+                assert answer.worker not in event.exclude
+                assert answer.url == f"http://{answer.worker}"
+                live.append(answer.id)
+                where[answer.id] = answer.worker
+                choices.append(answer.worker)
+            else:
+                assert isinstance(answer, Refuse)
+                assert answer.retry
+        elif kind == "done" and live:
+            at, output, outcome = event
+            request = live.pop(int(at * len(live)))
+            where.pop(request, None)
+            router.handle(Done(request, output, outcome=outcome, ttft_s=at, tpot_s=at / 10), float(now))
+        elif kind == "down":
+            up.discard(event.worker)
+            where = {request: worker for request, worker in where.items() if worker != event.worker}
+            router.handle(event, float(now))
+        elif kind == "up":
+            up.add(event.worker)
+            router.handle(event, float(now))
+        router.tree.check()
+        workers = router.state()["workers"]
+        assert set(workers) == up
+        for worker in up:
+            assert workers[worker]["in_flight"] == sum(1 for held in where.values() if held == worker)
+    for request in live:
+        router.handle(Done(request, 1), float(steps))
+    assert router.state()["in_flight"] == 0
+    assert all(worker["in_flight"] == 0 for worker in router.state()["workers"].values())
+    return router, choices
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+@pytest.mark.parametrize("seed", range(3))
+def test_places_on_workers_that_are_up_and_loses_nothing(name, seed):
+    router, choices = drive(name, seed)
+    counts = router.state()["counts"]
+    assert counts["placed"] == len(choices)
+    assert counts["placed"] == sum(count for key, count in counts.items() if key.startswith("ended "))
+    assert "done ignored" not in counts
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_the_same_calls_give_the_same_choices(name):
+    assert drive(name, 7)[1] == drive(name, 7)[1]
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_memory_is_bounded_in_clients(name):
+    small = {"max_clients": 50, "max_window": 200}
+    placement = build(name, **{key: value for key, value in small.items() if key in parameters(name)})
+    router = Router(placement, page_size=4, max_tree_tokens=2000)
+    for worker in ("w0", "w1"):
+        router.handle(WorkerUp(worker, ""), 0.0)
+    sizes = []
+    for number in range(9000):
+        request = f"{number:08x}"
+        router.handle(Arrive(request, f"client {number:08}", ids(*range(number, number + 8))), 0.0)
+        router.handle(Done(request, number % 50_000), 0.0)
+        if number in (4500, 8999):
+            sizes.append(len(pickle.dumps(placement)))
+    assert sizes[1] < 1.25 * sizes[0]
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_parameters_are_its_fields(name):
+    with pytest.raises(ValueError, match="has no parameter colour"):
+        build(name, colour="red")
+    ((_, answer),) = Router(build(name), name=name).handle(Query("q"), 0.0, b"peer")
+    assert isinstance(answer, Snapshot)
+    assert set(answer.state["parameters"]) == set(parameters(name))
+
+
+def test_an_unknown_placement_is_an_error():
+    with pytest.raises(ValueError, match="no placement 'random': there are d2lpm"):
+        build("random")
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("d2lpm", {"worker_quantum": 0}),
+        ("d2lpm", {"worker_quantum": float("nan")}),
+        ("d2lpm", {"worker_quantum": "many"}),
+        ("d2lpm", {"charge": "half"}),
+        ("d2lpm", {"output_weight": -1.0}),
+        ("d2lpm", {"max_clients": 0}),
+        ("client_round_robin", {"max_clients": 0}),
+        ("preble", {"window_s": 0}),
+        ("preble", {"imbalance": 0.5}),
+    ],
+)
+def test_bad_values_are_refused(name, values):
+    with pytest.raises(ValueError):
+        build(name, **values)
+
+
+# -- round robins
+
+
+def test_round_robin_takes_turns_over_all():
+    views = [View("a"), View("b"), View("c")]
+    placement = build("round_robin")
+    turns = []
+    for client in "xyxyy":
+        request = Request("", client, b"", 0)
+        turns.append(placement.place(request, Match(), views, 0.0))
+        placement.placed(request, turns[-1], Match(), 0.0)
+    assert turns == ["a", "b", "c", "a", "b"]
+
+
+def test_client_round_robin_takes_turns_per_client():
+    views = [View("a"), View("b"), View("c")]
+    placement = build("client_round_robin")
+    turns: dict[str, str] = {"x": "", "y": ""}
+    for client in "xyxxyxxyyxy":
+        request = Request("", client, b"", 0)
+        worker = placement.place(request, Match(), views, 0.0)
+        placement.placed(request, worker, Match(), 0.0)
+        turns[client] += worker
+    for turn in turns.values():
+        assert turn in "abcabcabc"
+
+
+# -- D2LPM
+
+
+class Paper:
+    """Algorithm 2 as it is printed, with the one line that it lacks."""
+
+    def __init__(self, workers: list[str], quantum: float, extend: float, output: float) -> None:
+        self.workers, self.quantum, self.extend, self.output = workers, quantum, extend, output
+        self.q: dict[tuple[str, str], float] = {}
+        self.s = dict.fromkeys(workers, 0)
+        self.sent = dict.fromkeys(workers, 0)
+
+    def select_worker(self, holders: set[str], client: str) -> str:
+        avail = {w for w in self.workers if self.q[client, w] > 0}
+        while not avail:
+            for w in self.workers:
+                self.q[client, w] += self.quantum
+            avail = {w for w in self.workers if self.q[client, w] > 0}
+        cand = holders & avail
+        return min(cand or avail, key=lambda w: (self.s[w], self.sent[w], w))
+
+    def arrive(self, holders: set[str], client: str, tokens: int) -> str:
+        for w in self.workers:
+            self.q.setdefault((client, w), 0)
+        worker = self.select_worker(holders, client)
+        self.q[client, worker] -= self.extend * tokens
+        self.s[worker] += 1
+        self.sent[worker] += tokens
+        return worker
+
+    def finish(self, client: str, worker: str, tokens: int) -> None:
+        self.q[client, worker] -= self.output * tokens
+        self.s[worker] -= 1
+
+
+WORKERS = ["w0", "w1", "w2"]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sampled_from([1, 7, 50, 1000]),
+    st.lists(
+        st.tuples(
+            st.booleans(), st.sampled_from("fgh"), st.sets(st.sampled_from(WORKERS)), st.integers(0, 300)
+        ),
+        max_size=60,
+    ),
+)
+def test_d2lpm_is_the_papers_loop(quantum, steps):
+    paper = Paper(WORKERS, quantum, 1, 2)
+    placement = D2lpm(worker_quantum=quantum)
+    for worker in WORKERS:
+        placement.worker_up(worker)
+    flights: list[tuple[Request, str]] = []
+    for arrives, client, holders, tokens in steps:
+        if arrives:
+            request = Request("", client, b"", tokens)
+            views = [View(w, paper.s[w], paper.sent[w]) for w in WORKERS]
+            match = Match(16, tuple(sorted(holders)), dict.fromkeys(holders, 16)) if holders else Match()
+            expected = paper.arrive(holders, client, tokens)
+            worker = placement.place(request, match, views, 0.0)
+            assert worker == expected
+            placement.placed(request, worker, match, 0.0)
+            flights.append((request, worker))
+        elif flights:
+            request, worker = flights.pop(tokens % len(flights))
+            paper.finish(request.client, worker, tokens)
+            placement.done(ended(request, worker, output=tokens), 0.0)
+        for other, row in placement.credits(10).items():
+            assert row == {w: paper.q[other, w] for w in WORKERS}
+            assert all(credit <= quantum for credit in row.values())
+
+
+def test_d2lpm_jumps_over_any_number_of_refills():
+    placement = D2lpm(worker_quantum=1e-3)
+    placement.worker_up("a")
+    request = Request("", "f", b"", 10**9)
+    for _ in range(3):
+        assert placement.place(request, Match(), [View("a")], 0.0) == "a"
+        placement.placed(request, "a", Match(), 0.0)
+
+
+def test_d2lpm_failed_dispatch_gives_the_charge_back():
+    placement = D2lpm(worker_quantum=100)
+    placement.worker_up("a")
+    request = Request("", "f", b"", 70)
+    for outcome, credit in (("failed", 100), ("ok", 30), ("failed", 30)):
+        placement.place(request, Match(), [View("a")], 0.0)
+        placement.placed(request, "a", Match(), 0.0)
+        placement.done(ended(request, "a", outcome=outcome), 0.0)
+        assert placement.credits(1) == {"f": {"a": credit}}
+
+
+def test_d2lpm_can_charge_the_extend_tokens_only():
+    placement = D2lpm(worker_quantum=100, charge="extend")
+    placement.worker_up("a")
+    request = Request("", "f", b"", 70)
+    match = Match(64, ("a",), {"a": 64})
+    placement.place(request, match, [View("a")], 0.0)
+    placement.placed(request, "a", match, 0.0)
+    assert placement.credits(1) == {"f": {"a": 94}}
+    placement.done(ended(request, "a", matched=64, outcome="failed"), 0.0)
+    assert placement.credits(1) == {"f": {"a": 100}}
+
+
+def test_d2lpm_new_worker_is_used_at_once_and_excluded_ones_stop_at_the_quantum():
+    placement = D2lpm(worker_quantum=100)
+    placement.worker_up("a")
+    request = Request("", "f", b"", 500)
+    placement.place(request, Match(), [View("a")], 0.0)
+    placement.placed(request, "a", Match(), 0.0)
+    placement.worker_up("b")
+    assert placement.credits(1) == {"f": {"a": -400, "b": 100}}
+    assert placement.place(request, Match(16, ("a",), {"a": 16}), [View("a"), View("b", 9)], 0.0) == "b"
+    assert placement.place(request, Match(), [View("a")], 0.0) == "a"
+    assert placement.credits(1) == {"f": {"a": 100, "b": 100}}
+
+
+def test_d2lpm_never_forgets_a_debt():
+    placement = D2lpm(worker_quantum=100, max_clients=4)
+    for worker in ("a", "b"):
+        placement.worker_up(worker)
+    views = [View("a"), View("b")]
+
+    def ask(client: str, tokens: int) -> None:
+        request = Request("", client, b"", tokens)
+        worker = placement.place(request, Match(), views, 0.0)
+        placement.placed(request, worker, Match(), 0.0)
+        placement.done(ended(request, worker), 0.0)
+
+    ask("debtor", 1000)
+    assert placement.credits(10) == {"debtor": {"a": -900, "b": 100}}
+    for number in range(20):
+        ask(f"other {number}", 10)
+    assert len(placement.credits(100)) == 4
+    assert "debtor" not in placement.credits(100)
+    ask("debtor", 10)
+    assert placement.credits(1)["debtor"] == {"a": -800, "b": 90}
+
+
+def run_cluster(quantum: float, jobs: int) -> dict[str, float]:
+    """Service when f (one long prefix), g and h (fresh prompts) saturate two fair workers (Theorem A.5)."""
+    dlpm = pytest.importorskip("sglang_fair.core.dlpm")
+    from sglang_fair.core.policy import Job
+
+    router = Router(D2lpm(worker_quantum=quantum), page_size=4)
+    policies = {worker: dlpm.Dlpm(quantum=50.0) for worker in ("w0", "w1")}
+    for worker in policies:
+        router.handle(WorkerUp(worker, ""), 0.0)
+    fresh = itertools.count(1000)
+    arrivals = itertools.count()
+    service = dict.fromkeys("fgh", 0.0)
+    cached = dict.fromkeys(policies, False)
+
+    def submit(client: str) -> None:
+        number = next(arrivals)
+        prefix = [1] * 32 if client == "f" else [next(fresh)] * 32
+        tokens = ids(*prefix, *[next(fresh)] * 4)
+        ((_, place),) = router.handle(Arrive(f"{number:08x}", client, tokens), 0.0)
+        matched = 32 if client == "f" else 0
+        policies[place.worker].arrive(Job(f"{number:08x}", client, 36, arrival=number, prefix_tokens=matched))
+
+    for _ in range(60):
+        for client in service:
+            submit(client)
+    free_s = dict.fromkeys(policies, 0.0)
+    for _ in range(jobs):
+        worker = min(policies, key=lambda name: (free_s[name], name))
+        policy = policies[worker]
+        job = policy.pick()
+        if job is None:
+            free_s[worker] += 10
+            continue
+        policy.leave(job)
+        hit = 32 if job.client == "f" and cached[worker] else 0
+        cached[worker] = cached[worker] or job.client == "f"
+        units = 36 - hit + 2 * 4
+        policy.charge(job.client, units)
+        service[job.client] += units
+        free_s[worker] += units
+        router.handle(Done(job.id, 4), 0.0)
+        submit(job.client)
+    return service
+
+
+def test_d2lpm_with_a_finite_quantum_is_fair_and_with_an_infinite_one_is_not():
+    bound = 2 * 2 * (36 + 2 * 4 * 60 + 50)
+    gaps = {
+        quantum: [max(w.values()) - min(w.values()) for w in (run_cluster(quantum, n) for n in (2000, 4000))]
+        for quantum in (50.0, 200.0, INF)
+    }
+    for quantum in (50.0, 200.0):
+        assert max(gaps[quantum]) <= bound
+        assert max(gaps[quantum]) < 500
+    assert gaps[INF][0] > 10_000
+    assert gaps[INF][1] == pytest.approx(2 * gaps[INF][0], rel=0.1)
+
+
+# -- Preble
+
+FLAT = PrefillCost(base_s=0.0, per_token_s=1e-3, per_context_token_s=0.0, per_pair_s=0.0)
+
+
+def preble(*workers: str, **values) -> Preble:
+    placement = Preble(**{"prefill": FLAT, **values})
+    for worker in workers:
+        placement.worker_up(worker)
+    return placement
+
+
+def prompt(
+    head: int, tail: int = 0, head_tokens: int = 100, tail_tokens: int = 0, client: str = "c"
+) -> Request:
+    tokens = ids(*[head] * head_tokens, *[tail] * tail_tokens)
+    return Request("", client, tokens, head_tokens + tail_tokens, 10)
+
+
+def go(placement, request, match, views, now_s=0.0, done=True) -> str:
+    worker = placement.place(request, match, views, now_s)
+    placement.placed(request, worker, match, now_s)
+    if done:
+        placement.done(ended(request, worker, match.of(worker)), now_s)
+    return worker
+
+
+def test_preble_exploits_when_the_greater_part_is_cached():
+    placement = preble("a", "b", "c")
+    views = [View("a"), View("b"), View("c")]
+    for head in range(1, 8):  # "b" and "c" are the loaded ones
+        placement.placed(prompt(head), "bc"[head % 2], Match(), 0.0)
+    held = Match(60, ("b", "c"), {"b": 60, "c": 60})
+    assert placement.place(prompt(9), held, views, 0.0) == "b"  # 3 prefixes against 4 at "c"
+    less = Match(50, ("b", "c"), {"b": 50, "c": 50})
+    assert placement.place(prompt(9), less, views, 0.0) == "a"
+    assert placement.place(prompt(9), held, [views[0], views[2]], 0.0) == "c"
+    assert placement.place(prompt(9), held, [views[0]], 0.0) == "a"
+
+
+def test_preble_exploits_a_prompt_that_is_one_cached_node():
+    placement = preble("a", "b")
+    views = [View("a"), View("b")]
+    assert go(placement, prompt(1), Match(), views) == "a"
+    whole = Match(100, ("a",), {"a": 100})
+    assert [go(placement, prompt(1), whole, views) for _ in range(5)] == ["a"] * 5
+
+
+def test_preble_explores_by_load_prefill_and_eviction():
+    placement = preble("a", "b", cache_tokens=1000)
+    views = [View("a"), View("b")]
+    # own prefill P decides where loads are equal
+    partial = Match(40, ("b",), {"b": 40})
+    assert placement.place(prompt(1), partial, views, 0.0) == "b"
+    # load L of the window outweighs it, and is gone after three minutes
+    placement.placed(prompt(2), "b", Match(), 0.0)
+    placement.done(ended(prompt(2), "b"), 0.0)
+    assert placement.place(prompt(1), partial, views, 1.0) == "a"
+    assert placement.place(prompt(1), partial, views, 181.0) == "b"
+    # decoding under way counts
+    placement.placed(Request("", "c", b"", 0, 10), "b", Match(), 200.0)
+    assert placement.place(prompt(1), partial, views, 200.0) == "a"
+    placement.done(ended(Request("", "c", b"", 0, 10), "b"), 200.0)
+    assert placement.place(prompt(1), partial, views, 200.0) == "b"
+    # eviction M: what was asked for on "b" must go, what is on "a" may stay
+    placement = preble("a", "b", cache_tokens=1000)
+    placement.placed(prompt(3, head_tokens=900), "b", Match(), 0.0)
+    placement.placed(prompt(4, head_tokens=500), "a", Match(), 0.0)
+    placement.placed(prompt(5, head_tokens=430), "a", Match(), 0.0)
+    for worker in "ab":
+        placement._loads[worker].decode_tokens = 0
+    assert placement._eviction_s(placement._loads["b"], 100) == 0
+    assert placement._eviction_s(placement._loads["b"], 101) == pytest.approx(0.9)
+    assert placement._eviction_s(placement._loads["a"], 101) == pytest.approx(0.5)
+
+
+def test_preble_moves_the_cheapest_prefixes_to_the_lightest_worker():
+    placement = preble("a", "b", warmup_requests=0, imbalance=1.5)
+    views = [View("a"), View("b")]
+    placement.warmup_requests = 1000
+    for head, times in ((1, 2), (2, 3), (3, 4)):
+        for _ in range(times):
+            placement.placed(prompt(head), "a", Match(), 0.0)
+            placement.done(ended(prompt(head), "a"), 0.0)
+    assert placement._loads["a"].load_s == pytest.approx(0.9)
+    placement.warmup_requests = 0
+    placement._rebalance(0.0)
+    assert placement._loads["a"].load_s == pytest.approx(0.7)
+    assert placement._loads["b"].load_s == pytest.approx(0.2)
+    # its requests now go to "b", though "a" is the one that holds it
+    assert placement.place(prompt(1), Match(100, ("a",), {"a": 100}), views, 0.0) == "b"
+    assert placement.place(prompt(3), Match(100, ("a",), {"a": 100}), views, 0.0) == "a"
+    placement.worker_down("b")
+    assert placement.place(prompt(1), Match(100, ("a",), {"a": 100}), views[:1], 0.0) == "a"
+
+
+def test_preble_replicates_a_prefix_that_is_alone_when_its_worker_slows_down():
+    placement = preble("a", "b")
+    views = [View("a"), View("b")]
+    held = Match(100, ("a",), {"a": 100})
+    for now_s, ttft_s in ((0.0, 1.0), (60.0, 1.0), (100.0, 1.5), (150.0, 2.0)):
+        placement.placed(prompt(1), "a", Match(), now_s)
+        placement.done(ended(prompt(1), "a", ttft_s=ttft_s), now_s)
+        placement._rebalance(now_s)
+        (prefix,) = placement._loads["a"].prefixes.values()
+        assert list(prefix.workers) == ["a"]
+    placement.placed(prompt(1), "a", Match(), 155.0)
+    placement.done(ended(prompt(1), "a", ttft_s=6.0), 155.0)
+    placement._rebalance(155.0)
+    assert list(prefix.workers) == ["a", "b"]
+    assert placement._loads["a"].load_s == pytest.approx(placement._loads["b"].load_s)
+    placement.placed(prompt(2, head_tokens=200), "a", Match(), 160.0)
+    placement.done(ended(prompt(2, head_tokens=200), "a"), 160.0)
+    assert placement.place(prompt(1), held, views, 160.0) == "b"
+    # after the window nothing of it is left
+    placement.place(prompt(3), Match(), views, 1000.0)
+    assert not placement._prefixes
+    assert [load.load_s for load in placement._loads.values()] == [0, 0]
+
+
+def test_preble_counts_a_shared_prefix_once_the_tree_branches_there():
+    placement = preble("a", "b")
+    first = prompt(1, 2, 100, 40)
+    placement.placed(first, "a", Match(), 0.0)
+    for tail in (3, 4, 5):
+        match = Match(100, ("a",), {"a": 100}, (100,))
+        placement.placed(prompt(1, tail, 100, 40), "a", match, 0.0)
+    shared = max(placement._prefixes.values(), key=lambda prefix: prefix.requests)
+    assert (shared.requests, shared.new_tokens, shared.end_tokens) == (3, 100, 100)
+    assert shared.cost_s == pytest.approx((1 - 300 / 420) * 3 * 0.1)
+
+
+def test_preble_windows_are_bounded():
+    placement = preble("a", "b", max_window=10)
+    for head in range(100):
+        go(placement, prompt(head), Match(), [View("a"), View("b")])
+    assert len(placement._window) == len(placement._prefixes) == 10
+    assert sum(len(load.prefixes) for load in placement._loads.values()) == 10

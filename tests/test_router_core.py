@@ -1,0 +1,290 @@
+"""The router's state machine: what it answers, and that every request is accounted exactly once."""
+
+import random
+import subprocess
+import sys
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.core import Router
+from router.events import (
+    Arrive,
+    Cleared,
+    Done,
+    Place,
+    Progress,
+    ProtocolError,
+    Query,
+    Refuse,
+    Removed,
+    Snapshot,
+    Stored,
+    WorkerDown,
+    WorkerUp,
+    decode_answer,
+    decode_event,
+    encode,
+)
+from router.placement import build
+from router.placement.d2lpm import D2lpm
+
+PROMPT = np.arange(64, dtype="<u4").tobytes()
+
+
+def router(*workers: str, kv: str | None = "tcp://kv", **values) -> Router:
+    made = Router(D2lpm(worker_quantum=1000), name="d2lpm", page_size=16, **values)
+    for worker in workers:
+        made.handle(WorkerUp(worker, f"http://{worker}", kv), 0.0)
+    return made
+
+
+def ask(made: Router, request: str, now_s: float = 0.0, peer: bytes = b"g", **values) -> Place | Refuse:
+    ((to, answer),) = made.handle(Arrive(request, "c", PROMPT, **values), now_s, peer)
+    assert to == peer
+    assert answer.id == request
+    return answer
+
+
+def counts(made: Router) -> dict[str, int]:
+    return made.state()["counts"]
+
+
+def test_refuses_without_a_worker():
+    made = router()
+    assert ask(made, "1") == Refuse("1", "no worker is up", True)
+    made.handle(WorkerUp("a", "http://a"), 0.0)
+    assert ask(made, "1", exclude=("a",)) == Refuse("1", "every worker that is up is excluded", True)
+    assert ask(made, "1") == Place("1", "a", "http://a", 0)
+    made.handle(WorkerDown("a"), 0.0)
+    assert ask(made, "2").retry
+    assert counts(made)["refused"] == 3
+
+
+def test_a_dispatched_prompt_is_matched_at_once_and_gone_when_nothing_confirms_it():
+    made = router("a", "b", linger_s=1.0)
+    assert ask(made, "1") == Place("1", "a", "http://a", 0)
+    assert ask(made, "2") == Place("2", "a", "http://a", 64)
+    made.handle(Done("1"), 1.0)
+    made.handle(Done("2"), 1.0)
+    assert made.tree.match(PROMPT).tokens == 64
+    made.handle(Query("q"), 2.0)
+    assert made.tree.match(PROMPT).tokens == 0
+    assert made.state()["tree"]["nodes"] == 0
+
+
+def test_what_events_confirm_stays_until_they_say_otherwise():
+    made = router("a", "b", linger_s=0.0)
+    ask(made, "1")
+    made.handle(Stored("a", (11, 12, 13), None, PROMPT[: 48 * 4], 16), 0.1)
+    made.handle(Done("1", 5, 0), 0.2)
+    assert made.tree.holdings("a") == {("", tuple(range(48)))}
+    assert ask(made, "2", 0.3) == Place("2", "a", "http://a", 48)
+    made.handle(Done("2", 5, 47), 0.4)
+    made.handle(Removed("a", (13,)), 0.5)
+    assert made.tree.match(PROMPT).tokens == 32
+    assert ask(made, "3", 0.5, namespace="other model").matched_tokens == 0
+    made.handle(Cleared("a"), 0.6)
+    assert made.tree.holdings("a") == set()
+    assert made.state()["hits"] == {
+        "input_tokens": 192,
+        "predicted_tokens": 48,
+        "measured_input_tokens": 128,
+        "measured_predicted_tokens": 48,
+        "measured_cached_tokens": 47,
+    }
+
+
+def test_a_worker_without_events_keeps_what_it_served_and_not_what_failed():
+    made = router("a", kv=None)
+    ask(made, "1")
+    made.handle(Done("1", outcome="failed"), 0.0)
+    assert made.tree.match(PROMPT).tokens == 0
+    ask(made, "2")
+    made.handle(Done("2", 3), 0.0)
+    assert made.tree.match(PROMPT).tokens == 64
+
+
+def test_a_second_done_and_an_unknown_one_are_ignored():
+    made = router("a")
+    ask(made, "1")
+    for _ in range(2):
+        made.handle(Done("1", 7), 0.0)
+    made.handle(Done("2", 7), 0.0)
+    made.handle(Progress("2", 7), 0.0)
+    assert counts(made)["ended ok"] == 1
+    assert counts(made)["output_tokens"] == 7
+    assert counts(made)["done ignored"] == 2
+    assert counts(made)["progress ignored"] == 1
+    assert made.state()["workers"]["a"]["in_flight"] == 0
+    assert made.state()["deficits"] == {"c": {"a": 1000 - 64 - 14}}
+
+
+def test_requests_end_with_their_worker_and_only_once():
+    made = router("a")
+    ask(made, "1")
+    ask(made, "2")
+    made.handle(Progress("1", 5), 0.0)
+    made.handle(WorkerDown("a"), 1.0)
+    assert made.state()["in_flight"] == 0
+    assert counts(made)["ended failed"] == 2
+    made.handle(Done("1", 9, outcome="failed"), 1.0)
+    made.handle(Done("1", 9, outcome="failed"), 1.0)
+    assert counts(made)["done after its worker"] == 1
+    assert counts(made)["done ignored"] == 1
+    assert counts(made)["output_tokens"] == 5
+    made.handle(WorkerUp("a", "http://a"), 2.0)
+    # asked again under its id before the old end was reported: the late report must not end the new one
+    assert ask(made, "2", 2.0) == Place("2", "a", "http://a", 0)
+    assert made.state()["in_flight"] == 1
+    assert made.state()["workers"]["a"]["in_flight"] == 1
+    made.tree.check()
+
+
+def test_a_failed_dispatch_is_asked_again_elsewhere_and_costs_no_credit():
+    made = router("a", "b")
+    first = ask(made, "1")
+    made.handle(Done("1", outcome="failed"), 0.0)
+    second = ask(made, "1", exclude=(first.worker,))
+    assert {first.worker, second.worker} == {"a", "b"}
+    assert made.state()["deficits"] == {"c": {first.worker: 1000, second.worker: 1000 - 64}}
+    assert made.tree.match(PROMPT).holders == (second.worker,)
+
+
+def test_an_id_in_flight_belongs_to_its_gateway():
+    made = router("a")
+    ask(made, "1", peer=b"g")
+    answer = ask(made, "1", peer=b"h")
+    assert isinstance(answer, Refuse)
+    assert not answer.retry
+    assert isinstance(ask(made, "1", peer=b"g"), Place)
+    assert made.state()["in_flight"] == 1
+    assert made.state()["workers"]["a"]["in_flight"] == 1
+
+
+def test_a_worker_that_says_up_again_is_the_same_unless_it_moved():
+    made = router("a")
+    ask(made, "1")
+    made.handle(WorkerUp("a", "http://a", "tcp://kv", capacity=2.0), 0.0)
+    assert made.state()["in_flight"] == 1
+    assert made.state()["workers"]["a"]["capacity"] == 2.0
+    made.handle(WorkerUp("a", "http://elsewhere", "tcp://kv"), 0.0)
+    assert made.state()["in_flight"] == 0
+    assert ask(made, "2").url == "http://elsewhere"
+
+
+def test_events_of_unknown_workers_are_ignored():
+    made = router("a")
+    for event in (
+        Stored("z", (1,), None, PROMPT[:64], 16),
+        Removed("z", (1,)),
+        Cleared("z"),
+        WorkerDown("z"),
+    ):
+        assert made.handle(event, 0.0) == []
+    assert counts(made)["cache event ignored"] == 3
+    assert counts(made)["worker down ignored"] == 1
+
+
+def test_capacity_divides_the_load():
+    made = Router(D2lpm(worker_quantum=1e6), page_size=16)
+    made.handle(WorkerUp("a", "", capacity=3.0), 0.0)
+    made.handle(WorkerUp("b", "", capacity=1.0), 0.0)
+    for number in range(40):
+        tokens = np.full(32, number, "<u4").tobytes()
+        made.handle(Arrive(str(number), "c", tokens), 0.0)
+    assert [worker["in_flight"] for worker in made.state()["workers"].values()] == [30, 10]
+
+
+def test_ties_do_not_all_go_to_the_first_worker():
+    made = router("a", "b", "c", "d")
+    for number in range(40):
+        tokens = np.full(32, number, "<u4").tobytes()
+        made.handle(Arrive(str(number), "c", tokens), 0.0)
+        made.handle(Done(str(number)), 0.0)
+    assert [worker["dispatched"] for worker in made.state()["workers"].values()] == [10] * 4
+
+
+def test_the_snapshot_is_json_and_lists_few_clients():
+    made = Router(build("d2lpm", worker_quantum=float("inf")), name="d2lpm")
+    made.handle(WorkerUp("a", "http://a"), 0.0)
+    for number in range(300):
+        made.handle(Arrive(str(number), f"client {number}", PROMPT), 0.0)
+    ((to, snapshot),) = made.handle(Query("q"), 0.0, b"peer")
+    assert to == b"peer"
+    assert isinstance(snapshot, Snapshot)
+    assert decode_answer(encode(snapshot)) == snapshot
+    state = msgspec.json.decode(msgspec.json.encode(snapshot.state))
+    assert state["placement"] == "d2lpm"
+    assert state["parameters"]["worker_quantum"] is None
+    assert len(state["deficits"]) == 100
+    assert state["deficits"]["client 299"] == {"a": None}
+    assert state["decisions"] == state["in_flight"] == 300
+
+
+def test_messages_survive_the_wire_and_nonsense_does_not():
+    for event in (
+        Arrive("1", "c", PROMPT, 5, "m", ("a",)),
+        Stored("a", (-(2**63), 2**63 - 1), None, PROMPT, 32),
+        Done("1", 3, None, "aborted", 0.5, None),
+    ):
+        assert decode_event(encode(event)) == event
+    nonsense = (
+        b"",
+        b"\xc1",
+        b"\x81\xa4type\xa1\xff",
+        encode(Place("1", "a", "u", 0)),
+        msgspec.msgpack.encode({"type": "Done", "id": "1", "outcome": "lost"}),
+        msgspec.msgpack.encode({"type": "Done", "id": "1", "output_tokens": -1}),
+        msgspec.msgpack.encode({"type": "Arrive", "id": "1", "client": "c", "tokens": b"123"}),
+        msgspec.msgpack.encode({"type": "WorkerUp", "worker": "a", "url": "u", "capacity": 0}),
+    )
+    for data in nonsense:
+        with pytest.raises(ProtocolError, match="not an event"):
+            decode_event(data)
+    with pytest.raises(ProtocolError, match="not an answer"):
+        decode_answer(encode(Query("q")))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from([1.0, 64.0, 5000.0]), st.integers(0, 2**32))
+def test_credits_and_loads_keep_their_invariants(quantum, seed):
+    """q <= Qw; loads are not negative, add up to the requests in flight, and to nothing when all is done."""
+    rng = random.Random(seed)
+    made = Router(D2lpm(worker_quantum=quantum), page_size=16)
+    live: list[str] = []
+    for worker in "abc":
+        made.handle(WorkerUp(worker, ""), 0.0)
+    for number in range(60):
+        roll = rng.random()
+        if roll < 0.55:
+            tokens = np.full(rng.randrange(100), rng.randrange(3), "<u4").tobytes()
+            made.handle(Arrive(str(number), rng.choice("fgh"), tokens), 0.0)
+            live.append(str(number))
+        elif roll < 0.95 and live:
+            request = live.pop(rng.randrange(len(live)))
+            made.handle(Done(request, rng.randrange(50), outcome=rng.choice(["ok", "failed"])), 0.0)
+        elif roll > 0.97:
+            made.handle(WorkerDown(rng.choice("abc")), 0.0)
+        elif roll > 0.95:
+            made.handle(WorkerUp(rng.choice("abc"), ""), 0.0)
+        state = made.state()
+        loads = [worker["in_flight"] for worker in state["workers"].values()]
+        assert min(loads, default=0) >= 0
+        assert sum(loads) == state["in_flight"]
+        assert all(credit <= quantum for row in state["deficits"].values() for credit in row.values())
+        assert all(set(row) == set(state["workers"]) for row in state["deficits"].values())
+    for request in live:
+        made.handle(Done(request), 0.0)
+    assert made.state()["in_flight"] == 0
+    assert not any(worker["in_flight"] for worker in made.state()["workers"].values())
+
+
+def test_the_core_loads_no_engine_and_no_socket():
+    foreign = ["torch", "sglang", "zmq", "aiohttp", "fastapi", "httpx", "transformers"]
+    code = f"import sys, router.core, router.placement; print([m for m in {foreign} if m in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
