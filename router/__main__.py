@@ -16,7 +16,10 @@ from sglang_fair.processes import die_with_parent
 
 
 def worker(text: str) -> WorkerUp:
-    """`r0,http=URL[,kv=ADDRESS[,replay=ADDRESS]][,capacity=NUMBER]` as an event. Raises `ArgumentTypeError`."""
+    """`r0,http=URL[,kv=ADDRESS][,replay=ADDRESS][,capacity=NUMBER]` as an event.
+
+    Raises `ArgumentTypeError` with what is wrong.
+    """
     name, *pairs = text.split(",")
     values = dict(pair.partition("=")[::2] for pair in pairs)
     unknown = sorted(set(values) - {"http", "kv", "replay", "capacity"})
@@ -60,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(
         prog="python -m router",
-        description="Decides which replica serves each request. Gateways and the supervisor connect to --bind.",
+        description="Decides which replica serves each request. Gateways and the supervisor connect to it.",
     )
     made.add_argument(
         "--bind", required=True, metavar="tcp://HOST:PORT", help="where peers connect; port * picks one"

@@ -72,7 +72,7 @@ class _Flight:
 class Router:
     """Places requests by `placement`. Single-threaded; the caller brings the clock, which never goes back.
 
-    A prefix stays held for `linger_s` after its request has ended, until the worker's own event confirms it.
+    A prefix whose request has ended before the worker's own event confirmed it is believed for `linger_s` more.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class Router:
         assert worker.in_flight >= 0, worker.name
         if done.outcome == "failed":
             self.tree.release(flight.hold, served=False)
-        elif self._linger_s and worker.kv is not None:
+        elif self._linger_s and worker.kv is not None and not self.tree.is_confirmed(flight.hold):
             self._lingering.append((now_s + self._linger_s, flight.hold))
         else:
             self.tree.release(flight.hold)
@@ -253,12 +253,25 @@ class Router:
                     event.block_tokens,
                     event.namespace,
                 )
+                self._settle_lingering()
             case Removed():
                 self.tree.removed(event.worker, event.hashes)
             case Cleared():
                 self.tree.clear(event.worker)
             case _:
                 assert_never(event)
+
+    def _settle_lingering(self) -> None:
+        """From the moment that an event confirms a prefix, only events say whether it is still there."""
+        if not self._lingering:
+            return
+        waiting = list(self._lingering)
+        self._lingering.clear()
+        for until_s, hold in waiting:
+            if self.tree.is_confirmed(hold):
+                self.tree.release(hold)
+            else:
+                self._lingering.append((until_s, hold))
 
     # -- looking in
 

@@ -247,6 +247,10 @@ class RadixTree:
         self._tidy_upwards(leaf)
         self._shrink()
 
+    def is_confirmed(self, hold: Hold) -> bool:
+        """The worker's own events say that it has all that `hold` stands for."""
+        return hold.leaf is None or bool(_live(hold.leaf).confirmed & hold.bit)
+
     # -- KV events
 
     def stored(

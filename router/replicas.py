@@ -1,4 +1,4 @@
-"""Follow one replica's KV events in order: a pure `Follower` of sequence numbers, and the sockets that feed it.
+"""Follow one replica's KV events in order: a pure `Follower` of numbers, and the sockets that feed it.
 
 A publisher numbers its batches from 0 and keeps the last ones for replay. PUB/SUB loses what is sent
 before a subscription and what overflows; it never reorders or repeats within a connection. So of a live
@@ -6,7 +6,7 @@ number n, with e the next one expected and l the highest one seen live:
 
     n = e             apply
     n > e             a gap: hold n, ask for a replay from e, apply both in order
-    l < n < e         a replay was faster than the live stream: drop it, unless it is newer than all we applied
+    l < n < e         a replay was faster than the live stream: drop it, unless newer than all applied
     n <= l            the replica restarted: its cache is empty, begin again at 0
 
 What no replay can heal is counted as lost and passed over: events are hints to placement, and a tree
@@ -23,6 +23,9 @@ from router.wire import END_OF_REPLAY, CacheEvent, decode_kv_batch, decode_seque
 
 MAX_HELD_BATCHES = 20_000
 """Batches kept while a replay is under way; beyond it the gap is given up."""
+
+RECONNECT_MS = 1_000
+"""Longest pause between two attempts to connect."""
 
 
 @dataclass
@@ -123,6 +126,12 @@ class Follower:
             self._skip_gaps(events)
         return events
 
+    def ask_again(self) -> None:
+        """The replay that was asked for reached nobody: ask on a fresh connection."""
+        self.reopen = True
+        if self._replay_start is not None:
+            self._replay_start, self.ask_from = None, self._expected
+
     def _is_restart(self, sequence: int, payload: bytes) -> bool:
         if sequence >= self._expected and sequence > self._newest_live:
             return False
@@ -185,6 +194,7 @@ class Replica:
             self.kv_socket.setsockopt(zmq.LINGER, 0)
             self.kv_socket.setsockopt(zmq.RCVHWM, 100_000)
             self.kv_socket.setsockopt(zmq.HEARTBEAT_IVL, 5_000)
+            self.kv_socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS)
             self.kv_socket.setsockopt(zmq.SUBSCRIBE, b"")
             self.kv_socket.connect(kv)
             self.open_replay()
@@ -201,6 +211,7 @@ class Replica:
             self.replay_socket.close(0)
         self.replay_socket = self._context.socket(zmq.DEALER)
         self.replay_socket.setsockopt(zmq.LINGER, 0)
+        self.replay_socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS)
         self.replay_socket.connect(self.replay)
 
     def ask_replay(self, now_s: float) -> bool:
@@ -225,6 +236,10 @@ class Replica:
 
     def on_replay(self, frames: list[bytes]) -> list[CacheEvent]:
         """An answer to a replay request: `["", topic, number, batch]`. Raises `ProtocolError` likewise."""
+        if len(frames) == 2 and frames[0] == b"":
+            # Our own request: the socket is connected to itself, see HEARTBEAT_ANSWER.
+            self.follower.ask_again()
+            return []
         if len(frames) != 4:
             raise ProtocolError(f"a replayed KV message has 4 frames, not {len(frames)}")
         sequence = decode_sequence(frames[2])

@@ -2,7 +2,7 @@
 
 Gateways and the supervisor are DEALER peers of one ROUTER socket. A message is two frames, the peer's
 identity and one encoded event; the answer goes back the same way. An empty message is a heartbeat and is
-sent back: a peer that has sent one and then falls silent is taken for dead, and the requests that it had
+answered: a peer that has sent one and then falls silent is taken for dead, and the requests that it had
 in flight are ended as aborted. No decision is made here: what a peer may say is refused or passed on.
 """
 
@@ -33,7 +33,7 @@ from router.events import (
     encode,
 )
 from router.replicas import Replica
-from router.wire import HEARTBEAT, CacheEvent
+from router.wire import HEARTBEAT, HEARTBEAT_ANSWER, CacheEvent
 
 log = logging.getLogger("router")
 
@@ -41,7 +41,7 @@ MAX_MESSAGE_BYTES = 64 << 20
 MESSAGES_PER_TURN = 256
 """Messages taken from one socket before the others get their turn."""
 
-TURN_S = 0.25
+TURN_MS = 250
 """Longest sleep: deadlines are looked at this often."""
 
 FROM_PEERS = (Arrive, Progress, Done, WorkerUp, WorkerDown, Query)
@@ -163,25 +163,25 @@ class Shell:
         }
 
     def _turn(self) -> None:
-        ready = dict(self._poller.poll(TURN_S * 1000))
-        if self._peers in ready:
-            self._drain_peers()
-        else:
+        ready = dict(self._poller.poll(TURN_MS))
+        if self._drain_peers():
+            # Only with nothing left to read: after a pause of our own, what peers said meanwhile comes first.
             self._end_silent_peers()
         for replica in list(self._replicas.values()):
             if replica.kv_socket in ready:
                 self._drain(replica, replica.kv_socket)
-            if replica.replay_socket in ready:
-                self._drain(replica, replica.replay_socket)
+            if (replay := replica.replay_socket) is not None and replay in ready:
+                self._drain(replica, replay)
             self._take(replica.follower.give_up_after(self._replay_timeout_s, self._clock()))
             self._ask_replay(replica)
 
-    def _drain_peers(self) -> None:
+    def _drain_peers(self) -> bool:
+        """Whether all has been read."""
         for _ in range(MESSAGES_PER_TURN):
             try:
                 frames = self._peers.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                return
+                return True
             if len(frames) != 2:
                 self._note("peer frames", f"a message of {len(frames) - 1} frames, one is expected")
                 continue
@@ -190,7 +190,7 @@ class Shell:
                 self._heard_s[peer] = self._clock()
             if message == HEARTBEAT:
                 self._heard_s[peer] = self._clock()
-                self._send(peer, HEARTBEAT)
+                self._send(peer, HEARTBEAT_ANSWER)
                 continue
             try:
                 event = decode_event(message)
@@ -201,6 +201,7 @@ class Shell:
                 self.tell(event, peer)
             else:
                 self._note("peer event", f"{type(event).__name__} is not for peers to send")
+        return False
 
     def _drain(self, replica: Replica, source: "zmq.Socket[bytes]") -> None:
         for _ in range(MESSAGES_PER_TURN):
@@ -265,13 +266,16 @@ class Shell:
         replica.close()
 
     def _end_silent_peers(self) -> None:
-        # Only with nothing left to read: after a pause of our own, what peers said meanwhile comes first.
         now_s = self._clock()
         for peer in [p for p, heard_s in self._heard_s.items() if now_s - heard_s > self._peer_timeout_s]:
             del self._heard_s[peer]
             lost = self._in_flight.pop(peer, {})
             self._counts["peers lost"] += 1
-            log.warning("a gateway fell silent with %d requests in flight", len(lost))
+            log.log(
+                logging.WARNING if lost else logging.INFO,
+                "a gateway is gone, with %d requests in flight",
+                len(lost),
+            )
             for request in lost:
                 self.tell(Done(request, outcome="aborted"), peer)
 

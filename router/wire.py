@@ -17,7 +17,14 @@ GPU = "GPU"
 """The only storage medium whose blocks a request can start from; others are not followed."""
 
 HEARTBEAT = b""
-"""The message of a peer that is alive; the router sends it back."""
+"""The message of a peer that is alive."""
+
+HEARTBEAT_ANSWER = b"\0"
+"""What the router sends back. Another than `HEARTBEAT`, so that a socket connected to itself is noticed.
+
+A TCP connection to a port that nobody listens on can succeed when that port lies in the range of outgoing
+ones: the kernel may pick it as the source, and the socket then talks to itself and keeps the port taken.
+"""
 
 SEQUENCE_BYTES = 8
 END_OF_REPLAY = -1

@@ -91,6 +91,7 @@ def server_arguments(options: argparse.Namespace, model: Model, rest: Sequence[s
         "--fair-output-weight", str(options.output_weight),
         "--fair-client-weights", options.client_weights,
         "--enable-cache-report",
+        "--log-level-http", "warning",
     ]  # fmt: skip
     if options.identity:
         arguments += ["--fair-identity", options.identity]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-from tests.live import Replica
+from tests.live import Cluster, Replica
 
 settings.register_profile("default", deadline=None, derandomize=True)
 settings.load_profile("default")
@@ -28,3 +28,20 @@ def under_pressure() -> Iterator[Replica]:
         "--", "--chunked-prefill-size", "64", "--enable-mixed-chunk", "--schedule-conservativeness", "0.1",
     ) as replica:  # fmt: skip
         yield replica
+
+
+SMALL_REPLICAS = ("--", "--max-running-requests", "4", "--max-total-tokens", "4096")
+
+
+@pytest.fixture(scope="session")
+def clusters() -> Iterator[tuple[Cluster, Cluster]]:
+    """D2LPM over DLPM, and round robin over LPM, side by side."""
+    fair = Cluster("--quantum", "100", "--worker-quantum", "1000", *SMALL_REPLICAS).start()
+    greedy = Cluster("--policy", "lpm", "--placement", "round_robin", *SMALL_REPLICAS).start()
+    with fair, greedy:
+        yield fair, greedy
+
+
+@pytest.fixture(scope="session")
+def fair_cluster(clusters: tuple[Cluster, Cluster]) -> Cluster:
+    return clusters[0]

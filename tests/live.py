@@ -17,6 +17,7 @@ from typing import Any
 
 import aiohttp
 import httpx
+import psutil
 
 START_S = 120.0
 STEP_S = 60.0
@@ -172,3 +173,65 @@ def _split(arguments: list[str]) -> tuple[list[str], str, list[str]]:
         return arguments, "", []
     at = arguments.index("--")
     return arguments[:at], "--", arguments[at + 1 :]
+
+
+class Cluster:
+    """`sglang-fair cluster --model tiny --json …` as a context manager: two replicas, router, gateway."""
+
+    def __init__(self, *arguments: str) -> None:
+        own, _, engine = _split(list(arguments))
+        self._command = [
+            sys.executable, "-m", "sglang_fair.cli", "cluster", "--device", "cpu", "--model", "tiny", "--port", "0",
+            "--json", "--quiet-replicas", *own, "--", *engine,
+        ]  # fmt: skip
+        self.log = Path(tempfile.mkstemp(prefix="cluster-", suffix=".log")[1])
+        self.addresses: dict[str, Any] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> "Cluster":
+        """Does not wait; several clusters can start at once."""
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                self._command, stdout=subprocess.PIPE, stderr=log, start_new_session=True
+            )
+        return self
+
+    def __enter__(self) -> "Cluster":
+        if self._process is None:
+            self.start()
+        assert self._process is not None
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            print(self.log.read_text()[-4000:])
+            raise AssertionError(f"the cluster ended with {self._process.wait()}")
+        self.addresses = json.loads(line)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ctrl-C, and nothing of it may be left."""
+        assert self._process is not None
+        family = [psutil.Process(self._process.pid)]
+        family += family[0].children(recursive=True)
+        self._process.send_signal(signal.SIGINT)
+        self._process.wait(60)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        _, alive = psutil.wait_procs(family, timeout=10)
+        for process in alive:
+            process.kill()
+        assert not alive, f"left behind: {alive}"
+
+    @property
+    def url(self) -> str:
+        url: str = self.addresses["gateway"]
+        return url
+
+    def status(self) -> dict[str, Any]:
+        """GET /status of the gateway: the router's snapshot."""
+        state: dict[str, Any] = httpx.get(f"{self.url}/status", timeout=30).json()
+        return state
+
+    def books(self) -> list[dict[str, Any]]:
+        """GET /fair of each replica."""
+        return [httpx.get(f"{url}/fair", timeout=30).json() for url in self.addresses["replicas"]]

@@ -288,3 +288,18 @@ def test_the_core_loads_no_engine_and_no_socket():
     code = f"import sys, router.core, router.placement; print([m for m in {foreign} if m in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+def test_a_confirmed_prefix_is_gone_when_its_worker_says_so() -> None:
+    """Whether the event came before the end of the request or after it."""
+    for event_first in (True, False):
+        router = Router(build("round_robin"), linger_s=1000.0)
+        router.handle(WorkerUp("w0", "http://w0", kv="tcp://w0"), 0.0)
+        tokens = np.arange(32, dtype="<u4").tobytes()
+        router.handle(Arrive("a", "client", tokens), 0.0, b"gateway")
+        stored, done = Stored("w0", (1, 2), None, tokens, 16), Done("a")
+        for event in (stored, done) if event_first else (done, stored):
+            router.handle(event, 1.0, b"gateway")
+        assert router.tree.match(tokens).of("w0") == 32
+        router.handle(Removed("w0", (1, 2)), 2.0)
+        assert router.tree.match(tokens).of("w0") == 0

@@ -3,6 +3,7 @@
 import argparse
 import logging
 import os
+import signal
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -10,8 +11,9 @@ from pathlib import Path
 import uvicorn
 
 from router.gateway.app import CONFIG_VARIABLE, Config, create_app
-from router.gateway.relay import Limits
+from router.gateway.resources import Limits
 from router.gateway.tokens import TokenizerError, Tokens
+from sglang_fair.core.identity import DEFAULT_ORDER
 from sglang_fair.processes import die_with_parent
 
 FACTORY = "router.gateway.app:create_app_from_environment"
@@ -21,7 +23,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line. Its bounds are the fields of `Limits`."""
     made = argparse.ArgumentParser(
         prog="python -m router.gateway",
-        description="OpenAI API and /generate in front of the replicas; asks the router where each request goes.",
+        description="OpenAI API and /generate in front of the replicas; the router says which one.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     made.add_argument("--host", default="127.0.0.1", help="address to listen on")
@@ -52,6 +54,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--log-level", default="info", choices=("debug", "info", "warning", "error"), help="of our own log"
     )
+    made.add_argument(
+        "--identity",
+        default=",".join(DEFAULT_ORDER),
+        metavar="PLACES",
+        help="where a client's name is looked for: headers, api-key, user; comma separated, first match wins",
+    )
     made.add_argument("--outlive-parent", action="store_true", help="go on when the starting process dies")
     return made
 
@@ -71,16 +79,26 @@ def main(arguments: list[str] | None = None) -> int:
     ]
     if wrong or options.workers < 1 or options.router_timeout <= 0:
         line.error(f"must be positive: {', '.join(wrong) or '--workers, --router-timeout'}")
+    places = tuple(place.strip().lower() for place in options.identity.split(",") if place.strip())
     config = Config(
-        options.router, options.model_name, options.tokenizer, options.router_timeout, Limits(**values)
+        options.router,
+        options.model_name,
+        options.tokenizer,
+        options.router_timeout,
+        Limits(**values),
+        places,
     )
     shared = {
         "host": options.host,
         "port": options.port,
         "access_log": False,
         "log_level": "warning",
+        "timeout_keep_alive": 30,
         "timeout_graceful_shutdown": options.drain,
     }
+    # uvicorn drains, then raises the signal again for whoever handled it before: that is the end.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: sys.exit(0))
     try:
         if options.workers == 1:
             uvicorn.run(create_app(config), **shared)

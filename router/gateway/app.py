@@ -14,8 +14,10 @@ from starlette.exceptions import HTTPException
 
 from router.gateway.calls import ApiError
 from router.gateway.link import Link, RouterGone
-from router.gateway.relay import PATHS, Gateway, Limits, Relay
+from router.gateway.relay import Relay
+from router.gateway.resources import PATHS, Gateway, Limits
 from router.gateway.tokens import Tokens
+from sglang_fair.core.identity import DEFAULT_ORDER
 from sglang_fair.processes import die_with_parent
 
 CONFIG_VARIABLE = "SGLANG_FAIR_GATEWAY"
@@ -31,6 +33,7 @@ class Config:
     tokenizer: str
     router_timeout_s: float = 2.0
     limits: Limits = field(default_factory=Limits)
+    identity: tuple[str, ...] = DEFAULT_ORDER
 
     def to_json(self) -> str:
         """For `CONFIG_VARIABLE`."""
@@ -45,7 +48,8 @@ class Config:
 def create_app(config: Config) -> FastAPI:
     """The application. Reads the tokenizer at once, and raises `TokenizerError` when it cannot."""
     tokens = Tokens(Path(config.tokenizer))
-    gateway = Gateway(config.model_name, Link(config.router, config.router_timeout_s), tokens, config.limits)
+    link = Link(config.router, config.router_timeout_s)
+    gateway = Gateway(config.model_name, link, tokens, config.limits, config.identity)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -57,6 +57,8 @@ class Call:
 
     kind: Kind
     body: dict[str, Any]
+    encoded: bytes
+    """`body` as it is sent on, but for the `rid`: encoded once for all tries."""
     prompts: tuple[Prompt, ...]
     """Texts or token ids, one a prompt; empty for a chat without `input_ids`: its template makes the text."""
     stream: bool
@@ -83,10 +85,8 @@ class Call:
     def forwarded(self, request_id: str) -> bytes:
         """The body for the replica."""
         rids = self.rids(request_id)
-        body = self.body | {"rid": list(rids) if self.is_batch else rids[0]}
-        if self.stream and self.kind != "generate":
-            body["stream_options"] = (body.get("stream_options") or {}) | {"include_usage": True}
-        return msgspec.json.encode(body)
+        rid = msgspec.json.encode(rids if self.is_batch else rids[0])
+        return self.encoded[:-1] + b',"rid":' + rid + b"}"
 
 
 def parse(kind: Kind, raw: bytes, model_name: str) -> Call:
@@ -107,11 +107,13 @@ def parse(kind: Kind, raw: bytes, model_name: str) -> Call:
         samples *= max(1, len(prompts))
     limit = sum(_output_limit(kind, one) for one in sampling) * (samples // len(sampling))
     options = _typed(body, "stream_options", dict, {})
+    stream = _typed(body, "stream", bool, False)
     return Call(
         kind=kind,
         body=body,
+        encoded=_encoded(body, options if stream and kind != "generate" else None),
         prompts=prompts,
-        stream=_typed(body, "stream", bool, False),
+        stream=stream,
         samples=samples,
         is_batch=is_batch,
         wants_usage=bool(options.get("include_usage")),
@@ -130,8 +132,15 @@ def pack_prompts(prompts: Sequence[Sequence[int]]) -> bytes:
     return b"".join(pack_tokens(prompt) for prompt in prompts)
 
 
+def _encoded(body: dict[str, Any], stream_options: dict[str, Any] | None) -> bytes:
+    sent = {key: value for key, value in body.items() if key != "rid"}
+    if stream_options is not None:
+        sent["stream_options"] = stream_options | {"include_usage": True}
+    return msgspec.json.encode(sent)
+
+
 def _model(body: dict[str, Any], model_name: str) -> str:
-    model = _typed(body, "model", str, DEFAULT_MODEL)
+    model: str = _typed(body, "model", str, DEFAULT_MODEL)
     if model in (DEFAULT_MODEL, model_name):
         return model_name
     if model.startswith(f"{model_name}:"):  # SGLang's base-model:adapter
@@ -210,7 +219,7 @@ def _bound_batch(value: list[Any], name: str) -> None:
 def _ids(value: Any, name: str) -> list[int]:
     if not isinstance(value, list) or not value:
         raise ApiError(400, f"`{name}` must hold a non-empty list of token ids", code="invalid_prompt")
-    if not all(type(one) is int and 0 <= one <= MAX_TOKEN_ID for one in value):
+    if set(map(type, value)) != {int} or min(value) < 0 or max(value) > MAX_TOKEN_ID:
         raise ApiError(400, f"`{name}` holds something that is no token id", code="invalid_prompt")
     return value
 

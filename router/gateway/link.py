@@ -29,11 +29,13 @@ from router.events import (
     decode_answer,
     encode,
 )
-from router.wire import HEARTBEAT
+from router.wire import HEARTBEAT, HEARTBEAT_ANSWER
 
 log = logging.getLogger("gateway")
 
 HEARTBEAT_S = 1.0
+SEARCH_S = 0.02
+"""Between two looks for a router that is not there."""
 MAX_UNSENT = 100_000
 
 
@@ -58,6 +60,11 @@ class Link:
     async def start(self) -> None:
         """Connects; a router that is not there yet is waited for in the background."""
         self._context = zmq.asyncio.Context()
+        self._open()
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._beat())]
+
+    def _open(self) -> None:
+        assert self._context is not None
         self._socket = self._context.socket(zmq.DEALER)
         for option, value in (
             (zmq.LINGER, 500),
@@ -70,7 +77,6 @@ class Link:
             self._socket.setsockopt(option, value)
         self._socket.setsockopt(zmq.IDENTITY, b"g" + uuid.uuid4().bytes)
         self._socket.connect(self._address)
-        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._beat())]
 
     async def close(self) -> None:
         """Ends the tasks and the socket; what was told just before still leaves."""
@@ -85,7 +91,7 @@ class Link:
 
     @property
     def alive(self) -> bool:
-        """The router has echoed a heartbeat within the last three."""
+        """The router has answered a heartbeat within the last three."""
         return time.monotonic() - self._echo_s < 3 * HEARTBEAT_S
 
     async def place(self, arrive: Arrive) -> Place | Refuse:
@@ -145,14 +151,20 @@ class Link:
         while True:
             if self._send(HEARTBEAT):
                 self._flush()
-            await asyncio.sleep(HEARTBEAT_S if self.alive else HEARTBEAT_S / 10)
+            else:
+                self._echo_s = float("-inf")
+            await asyncio.sleep(HEARTBEAT_S if self.alive else SEARCH_S)
 
     async def _read(self) -> None:
         said = False
         while True:
             frames = await self._socket.recv_multipart()
-            if frames == [HEARTBEAT]:
+            if frames == [HEARTBEAT_ANSWER]:
                 self._echo_s = time.monotonic()
+                continue
+            if frames == [HEARTBEAT]:  # our own, see HEARTBEAT_ANSWER
+                self._socket.close(0)
+                self._open()
                 continue
             try:
                 answer = decode_answer(b"".join(frames))

@@ -24,7 +24,7 @@ _RID = re.compile(rb'"id"\s*:\s*"([0-9a-f]{32})"')
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens of one request over all its answers; `cached_tokens` None when the replica does not report it."""
+    """Tokens of one request over all its answers; `cached_tokens` None when not reported."""
 
     output_tokens: int = 0
     cached_tokens: int | None = None

@@ -74,9 +74,10 @@ class Child:
         return 0.0 if self.ready_s is None else time.monotonic() - self.ready_s
 
     async def exited(self) -> str:
-        """Waits for the main process to end, and for its last lines; how it ended, in words."""
+        """Waits for the main process to end; kills what it leaves, reads its last words. How it ended."""
         await asyncio.shield(self._exit)
-        await asyncio.wait([self._reader], timeout=LAST_LINES_S)  # a grandchild may hold the pipe open
+        await kill_session(self.pid)
+        await asyncio.wait([self._reader], timeout=LAST_LINES_S)
         return how_it_ended(self._exit.result())
 
     async def saw(self, text: str) -> None:

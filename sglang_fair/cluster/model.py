@@ -75,11 +75,15 @@ def main(arguments: list[str]) -> int:
 
     die_with_parent(signal.SIGKILL)
     (name,) = arguments
+    console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     try:
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task(f"model {name}", total=None)
-            model = describe(name, lambda text: bar.update(task, description=text))
+        if not console.is_terminal:
+            model = describe(name, lambda text: print(f"model {name}: {text}", file=sys.stderr, flush=True))
+        else:
+            with Progress(*columns, console=console, transient=True) as bar:
+                task = bar.add_task(f"model {name}", total=None)
+                model = describe(name, lambda text: bar.update(task, description=text))
     except NoModel as error:
         print(f"sglang-fair: {error}", file=sys.stderr)
         return 2

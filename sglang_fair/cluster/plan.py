@@ -175,7 +175,7 @@ def ready_timeout_s(options: Options, device: Device, machine: Machine, model: M
     if options.start_timeout_s is not None:
         return options.start_timeout_s
     sharing = math.ceil(options.replicas / machine.cores)
-    imports_s = 120.0 + 60.0 * sharing if device == "cpu" else 600.0 + 10.0 * sharing
+    imports_s = 300.0 + 120.0 * sharing if device == "cpu" else 600.0 + 60.0 * sharing
     return imports_s + model.weights_bytes / 50e6
 
 

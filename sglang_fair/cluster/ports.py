@@ -39,33 +39,33 @@ class Ports:
     replicas: tuple[ReplicaPorts, ...]
 
 
+def claim(port: int, reserve: Callable[[int], bool]) -> None:
+    """Takes the port that was asked for. Raises `PortTaken`."""
+    if not reserve(port):
+        raise PortTaken(f"port {port} is in use; choose another with --port, or --port 0 for a free one")
+
+
 def choose(gateway: int, replicas: int, reserve: Callable[[int], bool]) -> Ports:
     """Ports from `FIRST_PORT` up, each taken by `reserve` (False: not to be had). Raises `PortTaken`.
 
-    `gateway` is taken as it is; 0 takes one like the others.
+    `gateway` has been claimed; 0 takes one like the others.
     """
-    if gateway and not reserve(gateway):
-        raise PortTaken(f"port {gateway} is in use; choose another with --port, or --port 0 for a free one")
     candidates = iter(range(FIRST_PORT, LAST_PORT))
 
-    def one() -> int:
-        return next(port for port in candidates if reserve(port))
+    def run_of(count: int) -> int:
+        """The first of `count` neighbours."""
+        taken = 0
+        for port in candidates:
+            taken = taken + 1 if reserve(port) else 0
+            if taken == count:
+                return port - count + 1
+        raise PortTaken(f"too few free ports from {FIRST_PORT} to {LAST_PORT}")
 
-    def two() -> int:
-        first = one()
-        while not reserve(second := next(candidates)):
-            first = one()
-            del second
-        return first
-
-    try:
-        return Ports(
-            gateway=gateway or one(),
-            router=one(),
-            replicas=tuple(ReplicaPorts(http=one(), kv=two()) for _ in range(replicas)),
-        )
-    except StopIteration:
-        raise PortTaken(f"no free ports from {FIRST_PORT} to {LAST_PORT}") from None
+    return Ports(
+        gateway=gateway or run_of(1),
+        router=run_of(1),
+        replicas=tuple(ReplicaPorts(http=run_of(1), kv=run_of(2)) for _ in range(replicas)),
+    )
 
 
 class Reservations:

@@ -17,7 +17,7 @@ from sglang_fair.cluster.console import ConsoleReporter, addresses, example, mak
 from sglang_fair.cluster.link import RouterLink
 from sglang_fair.cluster.options import ConfigError, Device, Options, check
 from sglang_fair.cluster.plan import Machine, Model, Plan, build, check_memory, choose_device, gateway_url
-from sglang_fair.cluster.ports import PortTaken, Reservations, choose
+from sglang_fair.cluster.ports import PortTaken, Reservations, choose, claim
 from sglang_fair.cluster.supervisor import StartFailed, Supervisor
 
 STOPPED, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
@@ -58,9 +58,11 @@ async def _run(options: Options, as_json: bool, quiet_replicas: bool) -> int:
     machine = machines.look()
     device = choose_device(options.device, machine)
     with contextlib.closing(Reservations(options.host)) as reservations:
-        ports = choose(options.port, options.replicas, reservations.take)
+        if options.port:
+            claim(options.port, reservations.take)
         model = await _find_model(options.model, machine, stop)
         check_memory(options, device, machine, model)
+        ports = choose(options.port, options.replicas, reservations.take)
         plan = build(options, device, machine, model, ports)
         gateway = gateway_url(options.host, ports.gateway)
         title = (

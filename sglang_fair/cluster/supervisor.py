@@ -192,7 +192,6 @@ class Supervisor:
             if child.ready_s is not None:
                 self._reporter.died(spec.name, how, child.tail)
                 self._tell_down(spec)
-            await child.stop(self._hurry)
             early_deaths = self._rule.early_deaths(early_deaths, served_s)
             delay_s = self._rule.delay_s(early_deaths)
             if delay_s is None:
@@ -209,6 +208,7 @@ class Supervisor:
                 await self._until_ready(child)
             except StartFailed as error:
                 self._reporter.say(str(error))
+                await child.stop(self._hurry)
                 child.ready_s = None
                 continue
             self._tell_up(spec)

@@ -6,6 +6,7 @@ without a gateway read it by the same rule. Past the gateway the name travels in
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from urllib.parse import quote
 
 HEADER_CLIENT = "x-fair-client"
 HEADER_APP = "x-fair-app"
@@ -17,6 +18,8 @@ ANONYMOUS = "anonymous"
 
 MAX_NAME_CHARS = 128
 """Longer names are cut and made unique by a digest, so that a peer cannot fill our memory with one."""
+
+_PRINTABLE = "".join(chr(code) for code in range(0x20, 0x7F))
 
 API_KEY = "api-key"
 USER = "user"
@@ -60,7 +63,9 @@ def identify(
 
 
 def bounded(name: str) -> str:
-    """`name`, or its head and a digest when it is longer than `MAX_NAME_CHARS`."""
+    """`name` fit for a header, a log and a table: printable ASCII (the rest is percent-encoded), and its head
+    and a digest when it is longer than `MAX_NAME_CHARS`. Applying it again changes nothing."""
+    name = quote(name, safe=_PRINTABLE)
     if len(name) <= MAX_NAME_CHARS:
         return name
     return name[: MAX_NAME_CHARS - 13] + "~" + hashlib.sha256(name.encode()).hexdigest()[:12]
