@@ -125,6 +125,8 @@ def environment(options: argparse.Namespace) -> dict[str, str]:
         # A scheduler that dies takes its server along at once, so that requests can be tried elsewhere.
         "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
         "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
+        # Seconds between two looks at whether the client of an answer that is not streamed is still there.
+        "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1",
     }
     return {**variables, **(cpu.environment() if options.device == "cpu" else {})}
 
