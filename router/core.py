@@ -72,7 +72,7 @@ class _Flight:
 class Router:
     """Places requests by `placement`. Single-threaded; the caller brings the clock, which never goes back.
 
-    A prefix whose request has ended before the worker's own event confirmed it is believed for `linger_s` more.
+    A prefix whose request ended before the worker's own event confirmed it is believed for `linger_s` more.
     """
 
     def __init__(

@@ -149,7 +149,7 @@ def status(
 
     from sglang_fair.cluster import status as books
 
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 140)
     while True:
         try:
             found = books.read(gateway)

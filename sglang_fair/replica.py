@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from sglang_fair.engines import cpu
 from sglang_fair.engines.models import Model, find
+from sglang_fair.processes import die_with_parent
 
 if os.environ.get("SGLANG_PLATFORM") == cpu.PLATFORM:
     # SGLang's spawned processes import this module again, before anything of SGLang's.
@@ -31,30 +32,70 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         epilog="Arguments behind -- are SGLang's own.",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
-    parser.add_argument("--model", default="default",
-                        help="default, tiny, bench, a folder, or a Hugging Face id (default: %(default)s)")
+    parser.add_argument(
+        "--model",
+        default="default",
+        help="default, tiny, bench, a folder, or a Hugging Face id (default: %(default)s)",
+    )
     parser.add_argument("--host", default="127.0.0.1", help="default: %(default)s")
     parser.add_argument("--port", type=int, default=30000, help="default: %(default)s")
     parser.add_argument("--name", default="r0", help="the replica's name in logs (default: %(default)s)")
-    parser.add_argument("--policy", default="dlpm",
-                        help="dlpm, vtc, lpm, fcfs, or sglang:NAME for SGLang's own (default: %(default)s)")
-    parser.add_argument("--quantum", type=float, default=2000.0, metavar="UNITS",
-                        help="DLPM's quantum per client, service units (default: %(default)s)")
-    parser.add_argument("--extend-weight", type=float, default=1.0, metavar="W_E",
-                        help="units per computed input token (default: %(default)s)")
-    parser.add_argument("--output-weight", type=float, default=2.0, metavar="W_Q",
-                        help="units per output token (default: %(default)s)")
-    parser.add_argument("--client-weights", default="{}", metavar="JSON",
-                        help='shares per client, for example {"gold": 2} (default: 1 for everybody)')
-    parser.add_argument("--identity", metavar="PLACES",
-                        help="where the client's name is looked for, comma separated headers, api-key, user")
-    parser.add_argument("--kv-port", type=int, metavar="PORT",
-                        help="publish KV events on this port and replay them on the next one")
+    parser.add_argument(
+        "--policy",
+        default="dlpm",
+        help="dlpm, vtc, lpm, fcfs, or sglang:NAME for SGLang's own (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--quantum",
+        type=float,
+        default=2000.0,
+        metavar="UNITS",
+        help="DLPM's quantum per client, service units (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--extend-weight",
+        type=float,
+        default=1.0,
+        metavar="W_E",
+        help="units per computed input token (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--output-weight",
+        type=float,
+        default=2.0,
+        metavar="W_Q",
+        help="units per output token (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--client-weights",
+        default="{}",
+        metavar="JSON",
+        help='shares per client, for example {"gold": 2} (default: 1 for everybody)',
+    )
+    parser.add_argument(
+        "--identity",
+        metavar="PLACES",
+        help="where the client's name is looked for, comma separated headers, api-key, user",
+    )
+    parser.add_argument(
+        "--kv-port",
+        type=int,
+        metavar="PORT",
+        help="publish KV events on this port and replay them on the next one",
+    )
     parser.add_argument("--page-size", type=int, default=16, metavar="TOKENS", help="default: %(default)s")
-    parser.add_argument("--kv-tokens", type=int, metavar="TOKENS",
-                        help="size of the KV pool (default: SGLang's choice on a GPU, 24576 on a CPU)")
-    parser.add_argument("--max-running", type=int, metavar="REQUESTS",
-                        help="most requests in a batch (default: SGLang's choice on a GPU, 64 on a CPU)")
+    parser.add_argument(
+        "--kv-tokens",
+        type=int,
+        metavar="TOKENS",
+        help="size of the KV pool (default: SGLang's choice on a GPU, 24576 on a CPU)",
+    )
+    parser.add_argument(
+        "--max-running",
+        type=int,
+        metavar="REQUESTS",
+        help="most requests in a batch (default: SGLang's choice on a GPU, 64 on a CPU)",
+    )
     own, rest = list(arguments), []
     if "--" in own:
         split = own.index("--")
@@ -133,6 +174,7 @@ def environment(options: argparse.Namespace) -> dict[str, str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options, rest = parse(sys.argv[1:] if arguments is None else arguments)
+    die_with_parent()
     os.environ.update(environment(options))
     try:
         model = find(options.model, lambda text: print(text, file=sys.stderr, flush=True))
@@ -148,9 +190,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
-    from sglang_fair.processes import die_with_parent
-
-    die_with_parent()
     load_plugins()
     try:
         run_server(prepare_server_args(argv))

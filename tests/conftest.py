@@ -15,14 +15,14 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 @pytest.fixture(scope="session")
 def one_at_a_time() -> Iterator[Replica]:
-    """DLPM with a quantum of 100 units and room for one running request: admissions can be read off one by one."""
+    """DLPM, a quantum of 100 units and room for one running request: admissions come one by one."""
     with Replica("--policy", "dlpm", "--quantum", "100", "--max-running", "1") as replica:
         yield replica
 
 
 @pytest.fixture(scope="session")
 def under_pressure() -> Iterator[Replica]:
-    """DLPM with 64-token chunks mixed into decode steps and a KV pool so small that requests are retracted."""
+    """DLPM with 64-token chunks mixed into decode steps, and a KV pool so small that it retracts."""
     with Replica(
         "--policy", "dlpm", "--quantum", "500", "--kv-tokens", "2048",
         "--", "--chunked-prefill-size", "64", "--enable-mixed-chunk", "--schedule-conservativeness", "0.1",

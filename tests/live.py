@@ -181,8 +181,8 @@ class Cluster:
     def __init__(self, *arguments: str) -> None:
         own, _, engine = _split(list(arguments))
         self._command = [
-            sys.executable, "-m", "sglang_fair.cli", "cluster", "--device", "cpu", "--model", "tiny", "--port", "0",
-            "--json", "--quiet-replicas", *own, "--", *engine,
+            sys.executable, "-m", "sglang_fair.cli", "cluster",
+            "--device", "cpu", "--model", "tiny", "--port", "0", "--json", "--quiet-replicas", *own, "--", *engine,
         ]  # fmt: skip
         self.log = Path(tempfile.mkstemp(prefix="cluster-", suffix=".log")[1])
         self.addresses: dict[str, Any] = {}

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
-import httpx
 import openai
 import psutil
 import pytest
@@ -39,7 +38,13 @@ class Seen:
 
 
 async def ask(
-    session: aiohttp.ClientSession, url: str, client: str, tokens: list[int], output_tokens: int, *, stream: bool = True
+    session: aiohttp.ClientSession,
+    url: str,
+    client: str,
+    tokens: list[int],
+    output_tokens: int,
+    *,
+    stream: bool = True,
 ) -> Seen:
     """One /generate request through the gateway. An error that the gateway reports is in `error`."""
     seen = Seen(client, sent_s=time.monotonic())
@@ -96,8 +101,12 @@ def test_the_openai_client_is_answered(fair_cluster: Cluster) -> None:
             )
         )
         assert len(pieces) > 1
-        assert all(piece.choices for piece in pieces), "the usage that the gateway asked for itself is not ours"
-        assert client.completions.create(model="tiny", prompt="once", max_tokens=4).usage.completion_tokens <= 4
+        assert all(piece.choices for piece in pieces), (
+            "the usage that the gateway asked for itself is not ours"
+        )
+        assert (
+            client.completions.create(model="tiny", prompt="once", max_tokens=4).usage.completion_tokens <= 4
+        )
         with pytest.raises(openai.NotFoundError):
             client.completions.create(model="another", prompt="once", max_tokens=4)
     served = {name for books in fair_cluster.books() for name in books["clients"]}
@@ -115,7 +124,7 @@ def test_a_light_client_is_not_buried_by_a_flood(clusters: tuple[Cluster, Cluste
 
 
 async def _flood(cluster: Cluster) -> list[int]:
-    """For each of the light client's requests: how many of the flood were done between its start and its end."""
+    """For each of the light client's requests: how many of the flood ended while it was open."""
     rng = random.Random(11)
     hot = [rng.randrange(250) for _ in range(192)]
     async with session() as http:
@@ -145,14 +154,19 @@ def test_the_routers_tree_agrees_with_the_replicas_after_evictions(fair_cluster:
     """Four times as many tokens as both pools hold; then every prediction must equal the hit."""
     rng = random.Random(5)
     roots = [[rng.randrange(250) for _ in range(160)] for _ in range(8)]
-    prompts = [rng.choice(roots) + [rng.randrange(250) for _ in range(rng.randrange(60, 900))] for _ in range(60)]
+    prompts = [
+        rng.choice(roots) + [rng.randrange(250) for _ in range(rng.randrange(60, 900))] for _ in range(60)
+    ]
     prompts = [prompt[:-1] if len(prompt) % 16 == 0 else prompt for prompt in prompts]
 
     async def scenario() -> list[Seen]:
         async with session() as http:
             for start in range(0, len(prompts), 6):
                 await asyncio.gather(
-                    *(ask(http, fair_cluster.url, f"c{i % 3}", p, 4) for i, p in enumerate(prompts[start : start + 6]))
+                    *(
+                        ask(http, fair_cluster.url, f"c{i % 3}", p, 4)
+                        for i, p in enumerate(prompts[start : start + 6])
+                    )
                 )
             await asyncio.to_thread(wait_until, lambda: quiet(fair_cluster), "an idle cluster")
             await asyncio.sleep(1.5)  # the router lets go of what it only hoped for
@@ -164,7 +178,7 @@ def test_the_routers_tree_agrees_with_the_replicas_after_evictions(fair_cluster:
              if seen.matched_tokens != seen.cached_tokens]  # fmt: skip
     assert not wrong, f"{len(wrong)} of {len(probes)} predictions differ from the hit: {wrong[:5]}"
     hits = [seen.cached_tokens for seen in probes]
-    assert 0 < sum(hit > 0 for hit in hits)
+    assert max(hits) > 0
     assert min(hits) < 160, "the pools were too large to evict anything"
 
 
@@ -178,7 +192,9 @@ def test_a_client_that_hangs_up_frees_the_replica(fair_cluster: Cluster, stream:
                 ask(http, fair_cluster.url, "leaver", [3] * 40, 3000, stream=stream)
             )
             await asyncio.to_thread(
-                wait_until, lambda: sum(books["totals"]["running"] for books in fair_cluster.books()) == 1, "a start"
+                wait_until,
+                lambda: sum(books["totals"]["running"] for books in fair_cluster.books()) == 1,
+                "a start",
             )
             request.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -192,7 +208,7 @@ def test_a_client_that_hangs_up_frees_the_replica(fair_cluster: Cluster, stream:
 
 
 def test_nothing_hangs_when_a_replica_is_killed_under_load(fair_cluster: Cluster) -> None:
-    """Requests without a byte sent are served by the other replica; the others end with an error that says why."""
+    """What had no byte sent yet is served by the other replica; the rest ends with an error that says why."""
     wait_until(lambda: quiet(fair_cluster), "an idle cluster")
     rng = random.Random(9)
 
@@ -227,7 +243,10 @@ def test_nothing_hangs_when_a_replica_is_killed_under_load(fair_cluster: Cluster
     async def after() -> list[Seen]:
         async with session() as http:
             return await asyncio.gather(
-                *(ask(http, fair_cluster.url, "back", [rng.randrange(250) for _ in range(300)], 2) for _ in range(12))
+                *(
+                    ask(http, fair_cluster.url, "back", [rng.randrange(250) for _ in range(300)], 2)
+                    for _ in range(12)
+                )
             )
 
     again = asyncio.run(after())

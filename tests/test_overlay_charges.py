@@ -1,4 +1,4 @@
-"""Charges equal the engine's token counters: chunked and mixed prefill, aborts, retraction, hits that come and go."""
+"""Charges equal the engine's token counters: chunked and mixed prefill, aborts, retraction."""
 
 import asyncio
 import random

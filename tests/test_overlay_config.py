@@ -36,7 +36,7 @@ def adopt(arguments: list[str], environ: dict[str, str]) -> argparse.Namespace:
 def test_bad_settings_are_refused_in_one_line(
     arguments: list[str], environ: dict[str, str], message: str
 ) -> None:
-    with pytest.raises(SystemExit, match="^sglang-fair: ") as refusal:
+    with pytest.raises(SystemExit, match=r"^sglang-fair: ") as refusal:
         adopt(arguments, environ)
     assert message in str(refusal.value)
     assert "\n" not in str(refusal.value)

@@ -73,7 +73,8 @@ def main(arguments: list[str]) -> int:
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    die_with_parent(signal.SIGKILL)
+    die_with_parent()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that half-made files are removed
     (name,) = arguments
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())

@@ -23,7 +23,9 @@ from sglang_fair.cluster.supervisor import StartFailed, Supervisor
 STOPPED, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 """Exit codes: stopped as asked; could not start or go on; bad input; stopped before it was ready."""
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+TIDY_UP_S = 2.0
+"""Time for a model that is being prepared to take its half-made files away."""
 
 
 class Interrupted(Exception):
@@ -53,7 +55,7 @@ def run_cluster(options: Options, *, as_json: bool = False, quiet_replicas: bool
 
 async def _run(options: Options, as_json: bool, quiet_replicas: bool) -> int:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    for number in SIGNALS:
+    for number in _signals():
         loop.add_signal_handler(number, stop.set)
     machine = machines.look()
     device = choose_device(options.device, machine)
@@ -83,6 +85,12 @@ async def _run(options: Options, as_json: bool, quiet_replicas: bool) -> int:
         return await _supervise(plan, reporter, stop)
 
 
+def _signals() -> list[signal.Signals]:
+    """What ends a cluster: Ctrl-C, a request to end, and a closed terminal, except under `nohup`."""
+    hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hangs_up else [])]
+
+
 async def _supervise(plan: Plan, reporter: ConsoleReporter, stop: asyncio.Event) -> int:
     assert plan.router is not None
     loop, was_up = asyncio.get_running_loop(), False
@@ -97,7 +105,7 @@ async def _supervise(plan: Plan, reporter: ConsoleReporter, stop: asyncio.Event)
             stop.set()
             supervisor.stop()
 
-        for number in SIGNALS:
+        for number in _signals():
             loop.add_signal_handler(number, on_signal)
         if stop.is_set():
             raise Interrupted
@@ -122,6 +130,8 @@ async def _find_model(name: str, machine: Machine, stop: asyncio.Event) -> Model
     finally:
         stopped.cancel()
         if not found.done():
+            process.terminate()
+            await asyncio.wait([found], timeout=TIDY_UP_S)
             await kill_session(process.pid)
     output, _ = await found
     if stop.is_set():

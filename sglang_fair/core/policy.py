@@ -77,7 +77,7 @@ class Policy(Protocol):
         """`client` received `units` of service (the cost function's units)."""
 
     def idle(self, client: str) -> None:
-        """`client` has no request here any more, neither waiting nor running, and is owed nothing but memory."""
+        """`client` has no request here any more, neither waiting nor running."""
 
     def counters(self) -> Mapping[str, float]:
         """Each known client's counter, for people: a deficit (more is better off) or a virtual counter."""

@@ -28,7 +28,7 @@ from sglang_fair.core.policy import Job, Policy
 
 @dataclass(slots=True)
 class Presence:
-    """A client's requests here: how many wait, how many run, and the output that running ones may still make."""
+    """A client's requests here, and the output that its running ones may still make."""
 
     waiting: int = 0
     running: int = 0
@@ -174,7 +174,7 @@ class FairQueue:
             self._forget_if_idle(job)
 
     def retract(self, job: Job) -> None:
-        """The engine took a running request out of the batch and will compute it again: it waits, first in line."""
+        """The engine took a running request back and will compute it again: it waits, first in line."""
         self._stop_running(job)
         job.retractions += 1
         job.repeating = True

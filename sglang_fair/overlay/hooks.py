@@ -1,4 +1,4 @@
-"""The points where SGLang 0.5.23 and the overlay meet: one table, each hook a few lines without a decision."""
+"""Where SGLang 0.5.23 and the overlay meet: one table, each hook a few lines without a decision."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

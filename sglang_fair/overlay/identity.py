@@ -17,13 +17,16 @@ from sglang_fair.core.identity import (
 from sglang_fair.overlay import config
 from sglang_fair.overlay.replica import CUSTOM_PARAMS_KEY
 
+CARRIED_HEADERS = {"app": HEADER_APP, "interaction": HEADER_INTERACTION, "stage": HEADER_STAGE}
+"""What travels beside the client's name, for policies that know applications."""
+
 
 def carry_client(obj: Any, request: Any) -> None:
     """Write who sent `obj` (SGLang's generate or embedding input) into it. `request` is the HTTP request."""
     carried = {"client": ANONYMOUS}
     if request is not None:
         carried["client"] = identify(request.headers, user_of(request), config.read().identity)
-        for key, header in (("app", HEADER_APP), ("interaction", HEADER_INTERACTION), ("stage", HEADER_STAGE)):
+        for key, header in CARRIED_HEADERS.items():
             if header in request.headers:
                 carried[key] = bounded(request.headers[header])
     if obj.sampling_params is None:

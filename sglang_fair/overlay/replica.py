@@ -1,8 +1,9 @@
 """The fair queue of one SGLang scheduler: its requests as jobs, its counters as charges.
 
 Everything here runs on the scheduler's thread. What is decided, is decided in `FairQueue`; this file only
-translates. SGLang's own `waiting_queue` stays the truth about who waits: requests leave it in more ways
-than one would hook (aborts, time-outs, a full queue), so each pass compares and follows.
+translates. SGLang's own `waiting_queue` stays the truth about who waits: requests join it in one place, which
+is hooked, and leave it in more ways than one would hook (aborts, time-outs, a full queue), so each pass
+compares and follows.
 """
 
 from collections.abc import Hashable, Iterator
@@ -27,7 +28,7 @@ BLOCK_TOKENS = 32
 
 
 class ReplicaFairness:
-    """`orders`: our policy decides who is admitted. Otherwise SGLang's own does, and only the books are kept."""
+    """`orders`: our policy decides who is admitted. Otherwise SGLang's own does, and we keep the books."""
 
     def __init__(self, config: Config, policy: str, *, orders: bool, tree_cache: Any) -> None:
         self.config = config
@@ -62,15 +63,17 @@ class ReplicaFairness:
             self.queue.retract(job)
 
     def begin_pass(self, waiting: list[Any]) -> None:
-        """A batch is about to be formed from `waiting`."""
-        for request in waiting:
-            if not self.queue.is_waiting(request.rid):
-                self.arrive(request)
+        """A batch is about to be formed from `waiting`.
+
+        Every arrival was reported by a hook, so the jobs are a superset of `waiting`, and equal in number
+        only when they are the same.
+        """
         if len(self.queue) != len(waiting):
             present = {request.rid for request in waiting}
             for job in [job for job in self.queue.waiting() if job.id not in present]:
                 self.queue.leave(job.id)
                 self._forget(job.id)
+            assert len(self.queue) == len(waiting), "a request joined the queue unseen"
         self.settle_absent()
         if self.orders:
             self._look_up_prefixes(waiting)
@@ -99,7 +102,8 @@ class ReplicaFairness:
             match_kv_cache(request, self._tree_cache)
             job = self.queue.find(request.rid)
             assert job is not None
-            self.queue.rematch(job, request.num_matched_prefix_tokens, self._block(request, request.prefix_len))
+            block = self._block(request, request.prefix_len)
+            self.queue.rematch(job, request.num_matched_prefix_tokens, block)
 
     # ---- who goes next
 
@@ -112,7 +116,7 @@ class ReplicaFairness:
         return armed
 
     def offers(self) -> Iterator[Any]:
-        """Candidates in the policy's order. Each is chosen after the one before it was charged or passed over."""
+        """Candidates in the policy's order, each chosen after the one before was charged or passed over."""
         while (job := self.queue.next()) is not None:
             yield self._requests[job.id]
             if self.queue.is_waiting(job.id):
@@ -198,7 +202,7 @@ class ReplicaFairness:
         }
 
     def _block(self, request: Any, prefix_tokens: int) -> Hashable | None:
-        """Samples of the prefix and the first uncached tokens: equal for requests that would compute the same."""
+        """Samples of the prefix and the first uncached tokens; equal where the same would be computed."""
         if self._tree_cache.disable:
             return None
         tokens = request.origin_input_ids

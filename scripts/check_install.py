@@ -1,0 +1,62 @@
+"""Says in one line whether SGLang can be imported here, and what is wrong if it cannot.
+
+python scripts/check_install.py cpu|cuda
+"""
+
+import importlib
+import os
+import sys
+import traceback
+import warnings
+from importlib import metadata
+
+
+def find_fault(profile: str) -> str | None:
+    """What keeps SGLang from being imported in this environment; None when nothing does."""
+    try:
+        from sglang_fair.engines import cpu
+        from sglang_fair.overlay import SGLANG_VERSION
+    except ImportError as error:
+        return f"the project itself is not installed: {error}"
+    try:
+        found = metadata.version("sglang")
+    except metadata.PackageNotFoundError:
+        return f"sglang {SGLANG_VERSION} is not installed"
+    if found != SGLANG_VERSION:
+        return f"sglang {found} is installed, {SGLANG_VERSION} is needed"
+    try:
+        torch = importlib.import_module("torch")
+    except Exception as error:
+        return f"torch {metadata.version('torch')} cannot be imported: {_one_line(error)}"
+    if profile == "cuda" and not torch.cuda.is_available():
+        return f"torch {torch.__version__} sees no GPU; for a machine without one: make setup DEVICE=cpu"
+    try:
+        if profile == "cpu":
+            os.environ.update(cpu.environment())
+            cpu.define_torchvision_operators()
+        importlib.import_module("sglang.launch_server")
+        importlib.import_module("sglang.srt.managers.scheduler")
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        return f"sglang {found} cannot be imported: {_one_line(error)} ({place.filename}:{place.lineno})"
+    return None
+
+
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def main(arguments: list[str]) -> int:
+    (profile,) = arguments
+    warnings.simplefilter("ignore")  # SGLang names each kernel that is missing
+    fault = find_fault(profile)
+    if fault is not None:
+        print(f"setup: {fault}", file=sys.stderr)
+        return 1
+    versions = [f"{package} {metadata.version(package)}" for package in ("sglang", "torch")]
+    print(f"setup: {' and '.join(versions)} work here ({profile})")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

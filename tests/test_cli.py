@@ -1,0 +1,228 @@
+"""The command line: quick help, one line for each mistake, arguments that reach the programs they are for."""
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+from sglang_fair import cli
+from sglang_fair.cluster import run, status
+from sglang_fair.cluster.options import Options
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.app, arguments)
+
+
+class TestHelp:
+    def test_help_loads_no_engine_and_no_server(self) -> None:
+        code = (
+            "import sys; sys.argv[1:] = ['--help']\n"
+            "from sglang_fair.cli import main\n"
+            "try: main()\n"
+            "except SystemExit as end: assert not end.code\n"
+            "heavy = {'torch', 'sglang', 'transformers', 'zmq', 'aiohttp', 'fastapi', 'numpy'}\n"
+            "assert not heavy & set(sys.modules)"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        for command in ("cluster", "replica", "router", "gateway", "compare", "status", "models"):
+            assert command in done.stdout
+
+    def test_the_cluster_s_options_are_explained(self) -> None:
+        shown = invoke("cluster", "--help").output
+        for word in ("--replicas", "--quantum", "service units", "--placement", "d2lpm", "default: dlpm"):
+            assert word in shown
+
+
+class TestCluster:
+    @pytest.fixture
+    def asked(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Options, Mapping[str, bool]]]:
+        calls: list[tuple[Options, Mapping[str, bool]]] = []
+
+        def remember(options: Options, **how: bool) -> int:
+            calls.append((options, how))
+            return 0
+
+        monkeypatch.setattr(run, "run_cluster", remember)
+        return calls
+
+    def test_the_defaults_are_those_of_the_options(
+        self, asked: list[tuple[Options, Mapping[str, bool]]]
+    ) -> None:
+        assert invoke("cluster").exit_code == 0
+        assert asked == [(Options(), {"as_json": False, "quiet_replicas": False})]
+
+    def test_everything_arrives(self, asked: list[tuple[Options, Mapping[str, bool]]]) -> None:
+        line = (
+            "cluster --replicas 4 --device cuda --model m --policy vtc --placement preble --host 0.0.0.0 "
+            "--port 1 --quantum 10 --worker-quantum 20 --extend-weight 2 --output-weight 3 "
+            '--client-weights {"a":2} '
+            "--gateway-workers 2 --log-level debug --start-timeout 9 --json --quiet-replicas -- --tp 2"
+        )
+        assert invoke(*line.split()).exit_code == 0
+        expected = Options(
+            replicas=4, device="cuda", model="m", policy="vtc", placement="preble", host="0.0.0.0", port=1,
+            quantum=10, worker_quantum=20, extend_weight=2, output_weight=3, client_weights={"a": 2},
+            gateway_workers=2, log_level="debug", start_timeout_s=9, extra=("--tp", "2"),
+        )  # fmt: skip
+        assert asked == [(expected, {"as_json": True, "quiet_replicas": True})]
+
+    @pytest.mark.parametrize(
+        ("arguments", "code", "said"),
+        [
+            (["--policy", "magic"], 2, "unknown --policy 'magic'"),
+            (["--client-weights", "{"], 2, "--client-weights is not JSON"),
+            (["--model", "/no/such/folder", "--device", "cpu"], 2, "there is no model folder"),
+            (["--replicas", "6000", "--device", "cpu", "--model", "tiny"], 2, "too little memory: 6000"),
+            (["--host", "192.0.2.1"], 1, "cannot listen on 192.0.2.1"),
+        ],
+    )  # fmt: skip
+    def test_a_mistake_is_one_line_and_starts_nothing(
+        self, arguments: list[str], code: int, said: str
+    ) -> None:
+        done = command("cluster", "--port", "0", *arguments)
+        assert done.returncode == code, done.stderr
+        (line,) = done.stderr.splitlines()
+        assert line.startswith("sglang-fair: ")
+        assert said in line
+        assert not done.stdout
+
+    def test_a_port_in_use(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = str(server.getsockname()[1])
+            done = command("cluster", "--port", port, "--device", "cpu", "--model", "tiny")
+        assert done.returncode == 1
+        assert done.stderr == (
+            f"sglang-fair: port {port} is in use; choose another with --port, or --port 0 for a free one\n"
+        )
+
+
+def command(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "sglang_fair.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+class TestPrograms:
+    @pytest.mark.parametrize("name", list(cli.PROGRAMS))
+    def test_arguments_are_passed_on_untouched(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        became: list[list[str]] = []
+
+        def instead(_: str, argv: list[str]) -> None:
+            became.append(argv)
+            raise SystemExit(0)
+
+        monkeypatch.setattr(cli.os, "execv", instead)
+        monkeypatch.setattr(sys, "argv", ["sglang-fair", name, "--help", "--", "--tp", "2"])
+        with pytest.raises(SystemExit):
+            cli.main()
+        assert became == [[sys.executable, "-m", cli.PROGRAMS[name], "--help", "--", "--tp", "2"]]
+
+    def test_the_exit_code_is_the_program_s(self) -> None:
+        assert command("router", "--no-such-option").returncode == 2
+
+    def test_models(self) -> None:
+        shown = invoke("models").output
+        for name in ("default", "tiny", "bench"):
+            assert name in shown
+
+
+FRONT = {
+    "placement": "d2lpm",
+    "workers": {
+        "r0": {"url": "", "in_flight": 1, "dispatched": 5, "tree_tokens": 160},
+        "r1": {"url": "http://127.0.0.1:9", "in_flight": 0, "dispatched": 2, "tree_tokens": 0},
+    },
+}
+FAIR = {
+    "policy": "dlpm",
+    "clients": {
+        "bob": {
+            "counter": -12.0, "extend_tokens": 30, "output_tokens": 10, "cached_tokens": 64, "service": 50.0,
+            "waiting": 2, "running": 1,
+        },
+        "alice": {
+            "counter": None, "extend_tokens": 100, "output_tokens": 25, "cached_tokens": 0, "service": 150.0,
+            "waiting": 0, "running": 0,
+        },
+    },
+    "conservation": {"ok": True},
+}  # fmt: skip
+
+
+class Answers(BaseHTTPRequestHandler):
+    """A gateway and a replica on one port."""
+
+    def do_GET(self) -> None:
+        own = f"http://{self.headers['host']}"
+        answers: dict[str, Any] = {
+            "/status": {
+                **FRONT,
+                "workers": {**FRONT["workers"], "r0": {**FRONT["workers"]["r0"], "url": own}},
+            },
+            "/fair": FAIR,
+        }
+        body = json.dumps(answers[self.path]).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Silence."""
+
+
+@pytest.fixture
+def gateway() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+class TestStatus:
+    def test_clients_are_added_up_over_replicas(self) -> None:
+        totals = status.by_client({"r0": FAIR, "r1": FAIR, "r2": None})
+        assert list(totals) == ["alice", "bob"]
+        assert (totals["bob"].service, totals["bob"].waiting, totals["bob"].cached_tokens) == (100.0, 4, 128)
+        assert totals["bob"].counters == {"r0": -12.0, "r1": -12.0}
+
+    def test_the_tables(self, gateway: str) -> None:
+        found = status.read(gateway)
+        assert found["replicas"]["r1"] is None
+        console = Console(width=140, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+        with console.file:
+            console.print(status.render(found))
+            shown = console.export_text()
+        rows = {
+            cells[0]: cells[1:]
+            for cells in (line.replace("│", " ").split() for line in shown.splitlines())
+            if cells
+        }
+        assert rows["alice"] == ["150", "75%", "100", "0", "25", "0", "0"]
+        assert rows["bob"] == ["50", "25%", "30", "64", "10", "2", "1", "-12"]
+        assert rows["r0"][:5] == ["1", "5", "160", "dlpm", "balance"]
+        assert "does not answer" in shown
+
+    def test_json_and_silence(self, gateway: str) -> None:
+        assert json.loads(invoke("status", gateway, "--json").output)["replicas"]["r0"]["policy"] == "dlpm"
+        lost = invoke("status", "http://127.0.0.1:9")
+        assert lost.exit_code == 1
+        assert "http://127.0.0.1:9/status does not answer" in lost.output
