@@ -39,6 +39,12 @@ def test_a_schedule_ends_in_time_and_with_its_number():
     assert arrivals.schedule(Random(1), until_s=5.0, most=3) == times[:3]
 
 
+def test_the_first_arrival_can_be_given():
+    assert GammaArrivals(rate_per_s=0.01, first_s=0.0).schedule(Random(1), until_s=1.0) == (0.0,)
+    with pytest.raises(ValueError, match="must be at 0 s or later"):
+        GammaArrivals(rate_per_s=1.0, first_s=-1.0)
+
+
 @pytest.mark.parametrize(("rate", "cv"), [(0.0, 1.0), (-1.0, 1.0), (float("inf"), 1.0), (1.0, -0.5)])
 def test_impossible_parameters_are_refused(rate, cv):
     with pytest.raises(ValueError, match="must be"):

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ def drive(
         try:
             await web.TCPSite(runner, "127.0.0.1", 0).start()
             url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-            replicas = {name: url for name in driver.pop("replicas", ())}
+            replicas = dict.fromkeys(driver.pop("replicas", ()), url)
             with Records(path, Manifest("test", "none", {}, 1.0)) as records:
                 once = plan or Plan(duration_s=1.0, programs_per_client=1, drain_s=5.0)
                 endpoint = Endpoint(url, kind, **driver.pop("endpoint", {}))
@@ -272,7 +273,7 @@ def test_arrivals_do_not_wait_for_answers():
     run = drive({"/generate": server.generate}, [steady], Plan(0.5, drain_s=5.0))
     assert server.most_at_once >= 8
     starts = sorted(record.t_intended_s for record in run.requests)
-    assert [later - earlier for earlier, later in zip(starts, starts[1:], strict=False)] == pytest.approx(
+    assert [later - earlier for earlier, later in pairwise(starts)] == pytest.approx(
         [0.05] * (len(starts) - 1), abs=1e-5
     )
 

@@ -16,12 +16,16 @@ class GammaArrivals:
 
     rate_per_s: float
     cv: float = 1.0
+    first_s: float | None = None
+    """When the first program arrives. None: the run starts inside a gap, so after a uniform part of one."""
 
     def __post_init__(self) -> None:
         if not 0 < self.rate_per_s < float("inf"):
             raise ValueError(f"an arrival rate must be a positive number, not {self.rate_per_s!r}")
         if not 0 <= self.cv < float("inf"):
             raise ValueError(f"a coefficient of variation must be at least 0, not {self.cv!r}")
+        if self.first_s is not None and not 0 <= self.first_s < float("inf"):
+            raise ValueError(f"the first arrival must be at 0 s or later, not {self.first_s!r}")
 
     def gap(self, rng: Random) -> float:
         """One gap between arrivals, in seconds."""
@@ -32,11 +36,8 @@ class GammaArrivals:
         return rng.gammavariate(shape, mean_s / shape)
 
     def times(self, rng: Random) -> Iterator[float]:
-        """Arrival times in seconds from the start of the run, without end.
-
-        The run starts inside a gap, so the first arrival comes after a uniform part of one.
-        """
-        now_s = self.gap(rng) * rng.random()
+        """Arrival times in seconds from the start of the run, without end."""
+        now_s = self.gap(rng) * rng.random() if self.first_s is None else self.first_s
         while True:
             yield now_s
             now_s += self.gap(rng)

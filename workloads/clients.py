@@ -122,13 +122,14 @@ class Scenario:
         rate_per_s: float,
         codec: Codec,
         cv: float = 1.0,
+        first_s: float | None = None,
         seed: str = "0",
         texts: Texts | None = None,
         with_bad: bool = True,
     ) -> tuple[Client, ...]:
         """`good-0`, `good-1`, ... and `bad`, each with `rate_per_s` programs a second."""
         given = texts or Texts()
-        arrivals = GammaArrivals(rate_per_s, cv)
+        arrivals = GammaArrivals(rate_per_s, cv, first_s)
 
         def client(name: str, shape: _Shape, well_behaved: bool) -> Client:
             return Client(

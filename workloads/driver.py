@@ -381,11 +381,12 @@ class Driver:
         """Ask all replicas at once, at even times, until cancelled. An answer that is missing is counted."""
         count = 0
         while True:
-            await asyncio.gather(*(self._ask(session, name, url) for name, url in self._replicas.items()))
+            asked = (self._ask(session, count, name, url) for name, url in self._replicas.items())
+            await asyncio.gather(*asked)
             count += 1
             await self._until(count * self._plan.sample_s)
 
-    async def _ask(self, session: aiohttp.ClientSession, name: str, url: str) -> None:
+    async def _ask(self, session: aiohttp.ClientSession, count: int, name: str, url: str) -> None:
         try:
             async with session.get(
                 f"{url.rstrip('/')}/fair", timeout=aiohttp.ClientTimeout(total=5)
@@ -393,14 +394,13 @@ class Driver:
                 response.raise_for_status()
                 state = msgspec.json.decode(await response.read())
             # The state is as of some instant of the exchange; its end is the latest that it can be.
-            self._records.add(
-                Sample(round(self._now(), 6), name, self._known(state["clients"]), state.get("bound"))
-            )
+            known = self._known(state["clients"])
+            self._records.add(Sample(count, round(self._now(), 6), name, known, state.get("bound")))
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError, KeyError, TypeError):
             self._lost_samples += 1
 
     def _known(self, clients: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-        meters = ("service", "extend_tokens", "output_tokens", "waiting", "running")
+        meters = ("service", "extend_tokens", "output_tokens", "waiting", "running", "emptied")
         found = {}
         for client in self._clients:
             account = clients.get(client.name + self._tag)

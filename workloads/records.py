@@ -22,9 +22,11 @@ class Manifest:
     workload: str
     scheduler: str
     clients: Mapping[str, Mapping[str, Any]]
-    """By name: `well_behaved`, `app`, `programs` (how many were to arrive), `rate_per_s`, `cv`."""
+    """By name: `well_behaved`, `app`, `rate_per_s`, `cv`, `requests` (in one of its programs)."""
     duration_s: float
     """Arrivals stop then."""
+    programs_per_client: int | None = None
+    """Arrivals of a client also stop then; None: not before the end of `duration_s`."""
     workers: int | None = None
     seed: str = "0"
     repeat: int = 0
@@ -90,10 +92,15 @@ class ProgramRecord:
 class Sample:
     """What one replica said about its clients (its `/fair`)."""
 
+    round: int
+    """All replicas are asked at once, in numbered rounds."""
     t_s: float
     worker: str
     clients: Mapping[str, Mapping[str, float]]
-    """By name: `service`, `extend_tokens`, `output_tokens`, `waiting`, `running`, as far as it says."""
+    """By name: `service`, `extend_tokens`, `output_tokens`, `waiting`, `running`, `emptied`, if it says so.
+
+    `emptied` counts how often the client's last waiting request left the queue.
+    """
     bound: float | None = None
 
 

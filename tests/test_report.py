@@ -1,0 +1,575 @@
+"""From hand-made records with known answers to measures, tables, plots and the comparison's JSON line.
+
+The comparison itself runs here against a server that only pretends to be a cluster.
+"""
+
+import asyncio
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+from rich.console import Console
+
+from workloads import report
+from workloads.clients import Scale
+from workloads.compare import case_of as compare_case
+from workloads.compare import json_line, parse
+from workloads.compare import main as compare_main
+from workloads.compare_cluster import Cluster, ClusterError, SpawnCluster, verify
+from workloads.compare_runs import SCHEDULERS, Case, order
+from workloads.measures import Percentile, summarize
+from workloads.records import (
+    End,
+    Manifest,
+    ProgramRecord,
+    Records,
+    RequestRecord,
+    Run,
+    Sample,
+    read,
+    to_json,
+)
+
+CLIENTS = {"bad": {"well_behaved": False}, "good": {"well_behaved": True}}
+
+
+BYTE_TOKENIZER = json.dumps(
+    {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {
+            "type": "Split",
+            "pattern": {"Regex": "."},
+            "behavior": "Isolated",
+            "invert": False,
+        },
+        "post_processor": None,
+        "decoder": None,
+        "model": {
+            "type": "WordLevel",
+            "vocab": {chr(code): code for code in range(256)},
+            "unk_token": "?",
+        },
+    }
+)
+
+
+def manifest(**changes) -> Manifest:
+    given = {"workload": "w", "scheduler": "s", "clients": CLIENTS, "duration_s": 10.0, "workers": 1}
+    return Manifest(**{**given, **changes})
+
+
+def request(client: str, intended: float, first: float | None, done: float, **changes) -> RequestRecord:
+    """40 prompt tokens, half of them cached, and 5 output tokens that come with the first one."""
+    given = RequestRecord(
+        client=client,
+        program=0,
+        call=0,
+        stage="",
+        t_intended_s=intended,
+        t_start_s=intended,
+        t_first_token_s=first,
+        t_done_s=done,
+        outcome="ok",
+        prompt_tokens=40,
+        cached_tokens=20,
+        output_tokens=5,
+        token_times=() if first is None else ((first, 5),),
+        worker="r0",
+    )
+    return replace(given, **changes)
+
+
+def program(client: str, intended: float, done: float | None, outcome: str = "ok") -> ProgramRecord:
+    return ProgramRecord(client, 0, intended, done, 1, 0, outcome)
+
+
+def run_of(*rows, end_s: float = 12.0, **changes) -> Run:
+    run = Run(manifest(**changes))
+    for row in (*rows, End(end_s)):
+        run.add(row)
+    return run
+
+
+TWO = (
+    request("bad", 0.0, 1.0, 2.0),
+    request("bad", 0.0, 3.0, 4.0),
+    request("bad", 0.0, 11.0, 11.5),  # after the window
+    request("good", 1.0, 4.0, 5.0),
+    program("bad", 0.0, 4.0),
+    program("good", 1.0, 5.0),
+)
+
+
+def test_rates_are_of_the_window_and_count_full_prompts_or_computed_ones():
+    summary = summarize(run_of(*TWO))
+    assert summary.window_s == 10.0
+    assert summary.throughput_tokens_per_s == pytest.approx(3 * 45 / 10)
+    assert summary.service_rate == pytest.approx(3 * (40 + 2 * 5) / 10)
+    assert summary.actual_rate == pytest.approx(3 * (20 + 2 * 5) / 10)
+    assert summary.hit_rate == 0.5
+    assert (summary.ok, summary.failed, summary.cancelled) == (4, 0, 0)
+
+
+def test_output_tokens_count_when_they_come():
+    late = request("good", 0.0, 9.0, 11.0, output_tokens=5, token_times=((9.0, 1), (9.5, 3), (10.5, 5)))
+    assert summarize(run_of(late)).clients["good"].actual_rate == pytest.approx((20 + 2 * 3) / 10)
+
+
+def test_jain_is_of_the_time_in_which_all_are_active():
+    # `good` begins at 1.0, so what `bad` got at 1.0 is part of it: 100 against 50 units.
+    assert summarize(run_of(*TWO)).jain == pytest.approx(150**2 / (2 * (100**2 + 50**2)))
+    early = request("bad", 0.0, 0.5, 0.6)
+    assert summarize(run_of(*TWO, early)).jain == summarize(run_of(*TWO)).jain
+    # With a limited number of programs nobody is active after its last answer: `good` ends at 5.0.
+    late = request("bad", 0.0, 6.0, 7.0)
+    limited = summarize(run_of(*TWO, late, programs_per_client=1))
+    assert limited.active_s == pytest.approx(4.0)
+    assert limited.jain == pytest.approx(0.9)
+    assert summarize(run_of(*TWO, late)).jain < limited.jain
+
+
+def test_a_client_that_never_came_leaves_no_jain():
+    assert summarize(run_of(TWO[0])).jain is None
+
+
+def test_a_single_client_is_fair_and_has_no_difference():
+    summary = summarize(run_of(request("good", 0.0, 1.0, 2.0), clients={"good": {"well_behaved": True}}))
+    assert summary.jain == pytest.approx(1.0)
+    assert summary.service_difference is None
+    assert summary.service_lag is None
+
+
+def test_latency_is_of_well_behaved_programs_from_their_arrival():
+    rows = [program("good", 1.0, 1.0 + k) for k in range(1, 11)]
+    summary = summarize(run_of(*TWO[:4], *rows, program("bad", 0.0, 11.9)))
+    assert summary.well_behaved_p50_s == pytest.approx(5.0)
+    assert summary.well_behaved_p99_s == pytest.approx(10.0)
+    assert not summary.p99_at_least
+
+
+def test_latency_is_averaged_over_the_well_behaved_clients():
+    clients = {name: {"well_behaved": True} for name in ("a", "b")}
+    rows = [program("a", 0.0, 2.0), program("b", 0.0, 4.0)]
+    assert summarize(run_of(*rows, clients=clients)).well_behaved_p50_s == pytest.approx(3.0)
+
+
+def test_a_program_that_was_cut_off_counts_as_a_lower_bound():
+    rows = [program("good", 0.0, 1.0), program("good", 2.0, None, "cancelled")]
+    good = summarize(run_of(*rows)).clients["good"]
+    assert good.p50 == Percentile(1.0, at_least=False)
+    assert good.p99 == Percentile(10.0, at_least=True)
+    assert (good.programs, good.finished) == (2, 1)
+    assert [summarize(run_of(*rows)).p50_at_least, summarize(run_of(*rows)).p99_at_least] == [False, True]
+
+
+def test_a_failed_program_has_no_latency():
+    summary = summarize(run_of(program("good", 0.0, 0.1, "failed")))
+    assert summary.well_behaved_p50_s is None
+
+
+def test_what_was_not_measured_is_none_and_printed_as_a_dash():
+    blind = request("good", 0.0, 1.0, 2.0, cached_tokens=None)
+    summary = summarize(run_of(TWO[0], blind))
+    assert summary.hit_rate is None
+    assert summary.actual_rate is None
+    assert summary.jain_actual is None
+    assert summary.service_rate == pytest.approx(10.0)
+    nothing = summarize(run_of(request("good", 0.0, None, 2.0, outcome="failed", prompt_tokens=None)))
+    assert nothing.jain is None
+    assert nothing.hit_rate is None
+    assert report.number(None) == report.DASH == "–"
+    console = Console(width=200)
+    with console.capture() as captured:
+        console.print(report.comparison_table(report.rows([nothing]), [nothing]))
+        console.print(report.client_table(nothing))
+    assert "–" in captured.get()
+
+
+def sampled(rounds: list[dict[str, tuple[float, int]]], worker: str = "r0", emptied: int = 0) -> list[Sample]:
+    return [
+        Sample(
+            number,
+            float(number),
+            worker,
+            {
+                name: {"service": service, "waiting": waiting, "emptied": emptied}
+                for name, (service, waiting) in accounts.items()
+            },
+            bound=70.0,
+        )
+        for number, accounts in enumerate(rounds)
+    ]
+
+
+def test_difference_and_bound_come_from_the_replicas_where_they_were_asked():
+    samples = sampled(
+        [
+            {"bad": (0, 1)},
+            {"bad": (100, 1), "good": (0, 1)},  # both wait from here on
+            {"bad": (130, 2), "good": (10, 1)},
+            {"bad": (150, 1), "good": (70, 1)},  # to here: the gap grew by 20 and shrank by 40
+            {"bad": (900, 1), "good": (70, 0)},
+        ]
+    )
+    summary = summarize(run_of(*samples))
+    assert summary.measured_by == "replicas"
+    assert summary.service_difference == 40
+    assert summary.service_lag == 40, "`bad` waits throughout, and `good` caught up by 40"
+    assert summary.backlog_s == pytest.approx(2.0)
+    assert summary.bound == 70.0
+
+
+def test_backlogged_is_waiting_at_every_replica():
+    here = [{"bad": (0, 1), "good": (0, 1)}, {"bad": (50, 1), "good": (0, 1)}]
+    there = [{"bad": (0, 1), "good": (0, 0)}, {"bad": (9, 1), "good": (0, 0)}]
+    both = summarize(run_of(*sampled(here), *sampled(here, "r1"), workers=2))
+    assert both.service_difference == 100
+    assert both.bound == 140.0
+    one = summarize(run_of(*sampled(here), *sampled(there, "r1"), workers=2))
+    assert one.service_difference is None
+    assert one.bound == 140.0
+    unheard = summarize(run_of(*sampled(here), workers=2))
+    assert unheard.service_difference is None
+    assert unheard.bound is None
+
+
+def test_a_queue_that_ran_dry_between_two_samples_was_not_backlogged():
+    both = [{"bad": (0, 1), "good": (0, 1)}, {"bad": (50, 1), "good": (0, 1)}]
+    dry = [replace(sample, round=1, t_s=1.0) for sample in sampled(both[1:], emptied=1)]
+    assert summarize(run_of(*sampled(both[:1]), *dry)).service_difference is None
+
+
+def test_where_replicas_do_not_count_that_the_records_must_show_the_waiting():
+    both = [{"bad": (0, 1), "good": (0, 1)}, {"bad": (50, 1), "good": (0, 1)}]
+    silent = [
+        replace(sample, clients={name: {**account} for name, account in sample.clients.items()})
+        for sample in sampled(both)
+    ]
+    for sample in silent:
+        for account in sample.clients.values():
+            del account["emptied"]
+    silent = [replace(sample, t_s=sample.t_s + 1) for sample in silent]
+    waited = [request(name, 0.0, 3.0, 4.0) for name in CLIENTS]
+    assert summarize(run_of(*silent, *waited)).service_difference == 50
+    assert summarize(run_of(*silent, waited[0], request("good", 0.0, 2.1, 4.0))).service_difference is None
+    assert summarize(run_of(*silent)).service_difference is None
+
+
+def test_without_samples_waiting_is_sent_and_not_yet_answered():
+    summary = summarize(
+        run_of(
+            request("bad", 0.0, 2.0, 3.0),
+            request("bad", 0.0, 6.0, 7.0),
+            request("good", 1.0, 5.0, 6.0),
+            bound=99.0,
+        )
+    )
+    # Both wait in [1, 5): `bad` gets 30 actual units at 2.0, `good` nothing before the end.
+    assert summary.measured_by == "records"
+    assert summary.service_difference == 30
+    assert summary.backlog_s == pytest.approx(4.0)
+    assert summary.bound == 99.0
+
+
+def test_without_samples_too_waiting_must_be_everywhere():
+    rows = [request(name, 0.0, 5.0, 6.0, worker="r0") for name in CLIENTS]
+    assert summarize(run_of(*rows, workers=2)).service_difference is None
+
+
+def test_a_run_that_was_cut_off_is_not_summarized():
+    with pytest.raises(ValueError, match="cut off"):
+        summarize(Run(manifest()))
+
+
+def test_records_are_read_as_they_were_written_and_bad_ones_are_named(tmp_path):
+    path = tmp_path / "r.jsonl"
+    with Records(path, manifest()) as records:
+        for row in (*TWO, *sampled([{"bad": (1, 2)}]), End(12.0)):
+            records.add(row)
+    assert asdict(summarize(read(path))) == asdict(summarize(records.run))
+    path.write_text(to_json(manifest()) + "\n{}\n")
+    with pytest.raises(ValueError, match=r"r\.jsonl:2"):
+        read(path)
+    path.write_text(to_json(End(1.0)) + "\n")
+    with pytest.raises(ValueError, match="manifest"):
+        read(path)
+
+
+# ---- several runs
+
+
+def summaries() -> list:
+    """Two schedulers, two repeats each; `ours` twice as fast as `theirs`."""
+    found = []
+    for scheduler, speed in (("d2lpm+dlpm", 2.0), ("round_robin+lpm", 1.0)):
+        for repeat in (0, 1):
+            one = summarize(run_of(*TWO, scheduler=scheduler, workload="tot-s1", repeat=repeat))
+            found.append(
+                replace(
+                    one,
+                    throughput_tokens_per_s=speed * (10 + repeat),
+                    well_behaved_p99_s=(4.0 + repeat) / speed,
+                    service_difference=None if repeat else 5.0,
+                    bound=None,
+                )
+            )
+    return found
+
+
+def test_rows_are_medians_over_repeats_of_what_was_measured():
+    ours, theirs = report.rows(summaries())
+    assert ours["throughput_tokens_per_s"] == pytest.approx(21.0)
+    assert theirs["throughput_tokens_per_s"] == pytest.approx(10.5)
+    assert ours["service_difference"] == 5.0
+    assert ours["bound"] is None
+
+
+def ratios_of(found: list) -> dict:
+    return report.ratios(report.rows(found), found, "d2lpm+dlpm")["tot-s1"]
+
+
+def test_ratios_are_to_the_best_of_the_others():
+    found = ratios_of(summaries())
+    assert found["throughput_tokens_per_s"] == pytest.approx(2.0)
+    assert found["well_behaved_p99_s"] == pytest.approx(0.5)
+    three = [*summaries(), replace(summaries()[2], scheduler="x", throughput_tokens_per_s=42.0)]
+    assert ratios_of(three)["throughput_tokens_per_s"] == 0.5
+    assert ratios_of(summaries()[:2])["jain"] is None
+
+
+def test_there_is_no_ratio_of_a_latency_that_is_only_a_lower_bound():
+    found = summaries()
+    found[0] = replace(found[0], p99_at_least=True)
+    assert ratios_of(found)["well_behaved_p99_s"] is None
+    assert ratios_of(found)["well_behaved_p50_s"] is not None
+
+
+def test_the_json_line_has_exactly_the_agreed_fields():
+    line = json_line(report.rows(summaries()), {"python": "3.11"}, 7)
+    assert "\n" not in line
+    told = json.loads(line)
+    assert list(told) == ["bench", "rows", "versions", "seed"]
+    assert (told["bench"], told["seed"]) == ("compare", 7)
+    assert list(told["rows"][0]) == [
+        "scheduler",
+        "workload",
+        "throughput_tokens_per_s",
+        "service_rate",
+        "jain",
+        "well_behaved_p50_s",
+        "well_behaved_p99_s",
+        "hit_rate",
+        "service_difference",
+        "bound",
+    ]
+    assert told["rows"][0]["bound"] is None
+
+
+def test_report_prints_tables_and_draws_plots(tmp_path, capsys):
+    for scheduler in ("a", "b"):
+        with Records(tmp_path / f"{scheduler}.jsonl", manifest(scheduler=scheduler)) as records:
+            for row in (*TWO, End(12.0)):
+                records.add(row)
+    assert report.main([str(tmp_path), "--out", str(tmp_path / "plots"), "--json"]) == 0
+    output = capsys.readouterr().out
+    assert "bad (misbehaves)" in output
+    assert json.loads(output.strip().splitlines()[-1])["scheduler"] == "b"
+    plots = sorted(path.name for path in (tmp_path / "plots").iterdir())
+    assert plots == ["throughput-jain.png", "w-latency.png", "w-percentiles.png", "w-service.png"]
+    assert all((tmp_path / "plots" / name).read_bytes().startswith(b"\x89PNG") for name in plots)
+    assert report.main([str(tmp_path / "nothing.jsonl")]) == 2
+
+
+# ---- the comparison's plan
+
+
+def test_schedulers_take_turns_so_that_each_has_the_same_mean_place():
+    names = list(SCHEDULERS)
+    turns = order(names, 2)
+    assert sorted(turns) == sorted((repeat, name) for repeat in (0, 1) for name in names)
+    places = {name: [place for place, turn in enumerate(turns) if turn[1] == name] for name in names}
+    assert {sum(place) for place in places.values()} == {len(turns) - 1}
+    assert turns[3][1] == turns[4][1], "one cluster serves both sides of the turn"
+    assert order(names, 4)[8] != order(names, 4)[0], "the second pair begins elsewhere"
+
+
+def test_a_case_survives_json_and_refuses_unknown_names():
+    case = Case(scale=Scale(good_clients=2), rates_per_s={"tot-s1": 0.5})
+    assert Case.from_json(json.dumps(asdict(case))) == case
+    with pytest.raises(ValueError, match="unknown scheduler best; there are d2lpm"):
+        Case(schedulers=("best",))
+    with pytest.raises(ValueError, match="unknown workload"):
+        Case(workloads=("tot",))
+
+
+def test_the_command_line_makes_the_case():
+    case = compare_case(
+        parse(["--s2", "--rates", "tot-s1=0.5,judge-s1=2", "--duration", "5", "--", "--page-size", "32"])
+    )
+    assert case.workloads == ("tot-s1", "judge-s1", "tot-s2", "judge-s2")
+    assert case.rates_per_s == {"tot-s1": 0.5, "judge-s1": 2.0}
+    assert case.duration_s == 5
+    assert case.replica_arguments == ("--page-size", "32")
+
+
+def test_the_command_that_starts_a_cluster():
+    spawn = SpawnCluster(
+        2,
+        "bench",
+        Path("logs"),
+        quantum=300.0,
+        replica_arguments=("--max-running-requests", "8"),
+        command=("x",),
+    )
+    assert " ".join(spawn.arguments("preble", "lpm")) == (
+        "x cluster --json --replicas 2 --model bench --device auto --placement preble --policy lpm --port 0 "
+        "--quantum 300 -- --max-running-requests 8"
+    )
+
+
+class PretendedCluster:
+    """Gateway and replica in one, in a thread; answers after a time that grows with the work."""
+
+    def __init__(self) -> None:
+        self.policy = self.placement = ""
+        self.starts: list[tuple[str, str]] = []
+        self.flushes = 0
+        self.url = ""
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        prompt, output = len(body["input_ids"]), body["sampling_params"]["max_new_tokens"]
+        await asyncio.sleep(20e-6 * prompt + 0.5e-3 * output)
+        meta = {
+            "prompt_tokens": prompt,
+            "cached_tokens": 1,
+            "completion_tokens": output,
+            "finish_reason": {"type": "length"},
+        }
+        event = json.dumps({"text": "x", "output_ids": [7] * output, "meta_info": meta})
+        return web.Response(text=f"data: {event}\n\ndata: [DONE]\n\n", headers={"x-fair-worker": "r0"})
+
+    async def fair(self, _: web.Request) -> web.Response:
+        return web.json_response({"policy": self.policy, "clients": {}, "bound": 50.0})
+
+    async def status(self, _: web.Request) -> web.Response:
+        return web.json_response({"placement": self.placement})
+
+    async def flush(self, _: web.Request) -> web.Response:
+        self.flushes += 1
+        return web.Response(status=200 if self.flushes % 2 else 400)  # every second time it is busy
+
+    @contextmanager
+    def serve(self) -> Iterator[None]:
+        loop, ready = asyncio.new_event_loop(), threading.Event()
+        app = web.Application()
+        app.router.add_post("/generate", self.generate)
+        app.router.add_get("/fair", self.fair)
+        app.router.add_get("/status", self.status)
+        app.router.add_post("/flush_cache", self.flush)
+        runner = web.AppRunner(app)
+
+        async def up() -> None:
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            ready.set()
+
+        def work() -> None:
+            loop.run_until_complete(up())
+            loop.run_forever()
+            loop.run_until_complete(runner.cleanup())
+            loop.close()
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        try:
+            assert ready.wait(10)
+            yield
+        finally:
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join()
+
+    @contextmanager
+    def start(self, placement: str, policy: str) -> Iterator[Cluster]:
+        self.placement, self.policy = placement, policy
+        self.starts.append((placement, policy))
+        yield Cluster(self.url, (self.url,))
+
+
+def test_a_comparison_runs_from_nothing_to_its_json_line_and_resumes_where_it_was_cut_off(tmp_path, capsys):
+    pretended, folder = PretendedCluster(), tmp_path / "results"
+    words = (
+        "--schedulers d2lpm+dlpm,round_robin+lpm --workloads judge-s1 --duration 0.4 --repeats 2 --drain 2"
+    )
+    words += f" --model {tmp_path} --load 0.05 --article-tokens 40 --judgement-tokens 2 --replicas 1"
+    (tmp_path / "tokenizer.json").write_text(BYTE_TOKENIZER)
+    with pretended.serve():
+        assert compare_main([*words.split(), "--out", str(folder)], lambda *_: pretended.start) == 0
+        # Repeats turn around: the second scheduler's cluster serves both of its runs.
+        assert pretended.starts == [("d2lpm", "dlpm"), ("round_robin", "lpm"), ("d2lpm", "dlpm")]
+        first = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+        assert [row["scheduler"] for row in first["rows"]] == ["d2lpm+dlpm", "round_robin+lpm"]
+        assert all(row["throughput_tokens_per_s"] > 0 for row in first["rows"])
+        assert {row["bound"] for row in first["rows"]} == {50.0}
+        arrivals = [
+            [(p.client, p.program, p.t_intended_s) for p in sorted(read(path).programs, key=str)]
+            for path in sorted((folder / "records").glob("judge-s1.*.0.jsonl"))
+        ]
+        assert sorted(arrivals[0]) == sorted(arrivals[1]), "both schedulers see the same arrivals"
+
+        cut_off = folder / "records" / "judge-s1.round_robin+lpm.1.jsonl"
+        cut_off.write_text("".join(cut_off.read_text().splitlines(keepends=True)[:3]))
+        del pretended.starts[:]
+        assert compare_main(["--resume", str(folder)], lambda *_: pretended.start) == 0
+        assert pretended.starts == [("round_robin", "lpm")]
+    assert (folder / "judge-s1-service.png").exists()
+    told = json.loads((folder / "summary.json").read_text())
+    assert told["costs"]["ratio"] > 1
+    assert len(told["runs"]) == 4
+
+
+def test_a_cluster_with_another_policy_or_placement_makes_the_run_void():
+    pretended = PretendedCluster()
+    with pretended.serve(), pretended.start("d2lpm", "lpm") as cluster:
+        assert verify(cluster, "d2lpm", "lpm")["replicas"]["r0"]["policy"] == "lpm"
+        with pytest.raises(ClusterError, match="schedules by 'lpm', not 'dlpm': the run is void"):
+            verify(cluster, "d2lpm", "dlpm")
+        with pytest.raises(ClusterError, match="places by 'd2lpm', not 'preble'"):
+            verify(cluster, "preble", "lpm")
+
+
+def test_a_cluster_that_does_not_start_says_why(tmp_path):
+    script = tmp_path / "cluster.py"
+    script.write_text("import sys; print('port 8000 is in use', file=sys.stderr); sys.exit(3)")
+    spawn = SpawnCluster(1, "tiny", tmp_path / "logs", command=(sys.executable, str(script)))
+    with (
+        pytest.raises(ClusterError, match="status 3; its last words: port 8000 is in use"),
+        spawn("d2lpm", "dlpm"),
+    ):
+        pass
+
+
+def test_a_cluster_is_interrupted_at_the_end(tmp_path):
+    script = tmp_path / "cluster.py"
+    script.write_text(
+        "import json, pathlib, sys, time\n"
+        "try:\n"
+        "    print(json.dumps({'gateway': 'http://g', 'replicas': ['http://r']}), flush=True)\n"
+        "    time.sleep(60)\n"
+        f"except KeyboardInterrupt:\n    pathlib.Path({str(tmp_path / 'ended')!r}).touch()\n"
+    )
+    spawn = SpawnCluster(1, "tiny", tmp_path / "logs", command=(sys.executable, str(script)))
+    with spawn("d2lpm", "dlpm") as cluster:
+        assert (cluster.gateway, cluster.replicas) == ("http://g", ("http://r",))
+    assert (tmp_path / "ended").exists()

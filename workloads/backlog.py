@@ -1,0 +1,162 @@
+"""When were clients backlogged in a run, and how far did their services differ meanwhile?
+
+*Backlogged* clients have a waiting request at every replica at every instant, as DLPM's proofs for a
+cluster need it. A client that runs dry for a moment loses what it is owed, and its difference to others is
+no longer bounded; so a doubtful moment ends an interval here.
+
+With samples, service is what the replicas have charged, and a client is backlogged from one round of
+samples to the next if each replica says in both that it holds a waiting request of the client, and either
+says that the client's queue has not been empty in between (`emptied`, how often its last waiting request
+left, is unchanged), or, where replicas do not count that, the records show it: at each instant each
+replica had a request of the client that was sent at least `MARGIN_S` before and had its first token at
+least that much later.
+
+Without samples, records must do: a request waits from when it was sent until its first token, which
+overstates waiting by transport and prefill, so the difference found may exceed the bound.
+
+The bound is the replicas' own, summed over them: 2·|workers|·(U + Q^u) for DLPM (Theorem 5.1).
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from sglang_fair.core.fairness import Curve, Interval, common, merge, service_difference, service_lag
+from workloads.records import Run, Sample
+
+MARGIN_S = 0.2
+"""Longest time taken for a request's way to its replica's queue, and for its prefill and the way back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """The two differences while clients were backlogged, and where they were seen."""
+
+    measured_by: str | None = None
+    difference: float | None = None
+    lag: float | None = None
+    together_s: float | None = None
+    bound: float | None = None
+
+    @classmethod
+    def of(cls, run: Run, names: Sequence[str], actual: Mapping[str, Curve] | None) -> "Backlog":
+        bound = _sampled_bound(run)
+        if run.samples:
+            curves, waiting = _from_samples(run, names)
+            return cls._measure("replicas", curves, waiting, bound)
+        if actual is None:
+            return cls(bound=bound)
+        return cls._measure("records", actual, _from_records(run, names), bound)
+
+    @classmethod
+    def _measure(
+        cls,
+        measured_by: str,
+        curves: Mapping[str, Curve],
+        waiting: Mapping[str, Sequence[Interval]],
+        bound: float | None,
+    ) -> "Backlog":
+        return cls(
+            measured_by=measured_by,
+            difference=service_difference(curves, waiting),
+            lag=service_lag(curves, waiting),
+            together_s=_together_s(waiting),
+            bound=bound,
+        )
+
+
+def _together_s(waiting: Mapping[str, Sequence[Interval]]) -> float:
+    """For how long at least two clients were backlogged."""
+    edges = sorted(
+        edge for spans in waiting.values() for start, end in spans for edge in ((start, 1), (end, -1))
+    )
+    total_s, depth, since_s = 0.0, 0, 0.0
+    for time_s, change in edges:
+        if depth >= 2:
+            total_s += time_s - since_s
+        depth, since_s = depth + change, time_s
+    return total_s
+
+
+def _from_samples(
+    run: Run, names: Sequence[str]
+) -> tuple[Mapping[str, Curve], Mapping[str, Sequence[Interval]]]:
+    """Charged service at each complete round of samples, and the times from round to round with backlog."""
+    rounds: dict[int, list[Sample]] = defaultdict(list)
+    for sample in run.samples:
+        rounds[sample.round].append(sample)
+    workers = run.manifest.workers or len({sample.worker for sample in run.samples})
+    complete = [
+        (max(sample.t_s for sample in told), {sample.worker: sample.clients for sample in told})
+        for _, told in sorted(rounds.items())
+        if len(told) == workers
+    ]
+    seen = _from_records(run, names, MARGIN_S)
+    curves: dict[str, Curve] = {}
+    waiting: dict[str, list[Interval]] = {}
+    for name in names:
+        told = [
+            (time_s, {worker: clients.get(name, {}) for worker, clients in accounts.items()})
+            for time_s, accounts in complete
+        ]
+        totals = [sum(account.get("service", 0.0) for account in accounts.values()) for _, accounts in told]
+        curves[name] = Curve(tuple(time_s for time_s, _ in told), tuple(totals))
+        waiting[name] = [
+            # The end is included: the round that confirms the backlog is part of it.
+            (start_s, math.nextafter(end_s, math.inf))
+            for (start_s, before), (end_s, after) in pairwise(told)
+            if _waits(before, after, seen[name], (start_s, end_s))
+        ]
+    return curves, waiting
+
+
+def _waits(
+    before: Mapping[str, Mapping[str, float]],
+    after: Mapping[str, Mapping[str, float]],
+    seen: Sequence[Interval],
+    between: Interval,
+) -> bool:
+    """Whether a client waited at every replica from one round to the next."""
+    accounts = [account for told in (before, after) for account in told.values()]
+    if not all(account.get("waiting", 0) > 0 for account in accounts):
+        return False
+    if all("emptied" in account for account in accounts):
+        return all(before[worker]["emptied"] == after[worker]["emptied"] for worker in before)
+    return any(start <= between[0] and between[1] <= end for start, end in seen)
+
+
+def _from_records(run: Run, names: Sequence[str], margin_s: float = 0.0) -> Mapping[str, Sequence[Interval]]:
+    """Times in which every replica has a request of the client that was sent and has no token yet.
+
+    A request counts from `margin_s` after it was sent until `margin_s` before its first token.
+    """
+    workers = run.manifest.workers or len({record.worker for record in run.requests})
+    spans: dict[tuple[str, str], list[Interval]] = defaultdict(list)
+    for record in run.requests:
+        if record.t_start_s is not None and (record.worker is not None or workers == 1):
+            end_s = record.t_done_s if record.t_first_token_s is None else record.t_first_token_s
+            place = "" if workers == 1 else str(record.worker)
+            spans[record.client, place].append((record.t_start_s + margin_s, end_s - margin_s))
+    places = sorted({place for _, place in spans})
+    if not places or len(places) < workers:
+        return dict.fromkeys(names, ())
+    waiting: dict[str, Sequence[Interval]] = {}
+    for name in names:
+        everywhere = merge(spans[name, places[0]])
+        for place in places[1:]:
+            everywhere = common(everywhere, spans[name, place])
+        waiting[name] = everywhere
+    return waiting
+
+
+def _sampled_bound(run: Run) -> float | None:
+    """The sum of what each replica last stated. None if one states nothing."""
+    last: dict[str, float | None] = {}
+    for sample in run.samples:
+        last[sample.worker] = sample.bound
+    bounds = [bound for bound in last.values() if bound is not None]
+    if not last or len(bounds) < max(len(last), run.manifest.workers or 0):
+        return None
+    return sum(bounds)

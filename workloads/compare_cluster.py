@@ -1,0 +1,192 @@
+"""Clusters for a comparison: start one, make sure it is the one asked for, empty its caches, end it."""
+
+import json
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+class ClusterError(RuntimeError):
+    """A cluster did not start, is not the one asked for, or broke. One line that says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Addresses of a running cluster."""
+
+    gateway: str
+    replicas: tuple[str, ...]
+    pid: int | None = None
+    """Of the process that supervises it, where we know one."""
+
+
+StartCluster = Callable[[str, str], AbstractContextManager[Cluster]]
+"""(placement, policy) -> a cluster that runs until the context ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpawnCluster:
+    """Starts clusters with our own command, `sglang-fair cluster --json`."""
+
+    replicas: int
+    model: str
+    log_folder: Path
+    device: str = "auto"
+    quantum: float | None = None
+    worker_quantum: float | None = None
+    replica_arguments: tuple[str, ...] = ()
+    """Given to every replica, behind `--`."""
+    start_timeout_s: float = 300.0
+    stop_timeout_s: float = 60.0
+    command: tuple[str, ...] = field(default_factory=lambda: _own_command())
+
+    def __call__(self, placement: str, policy: str) -> AbstractContextManager[Cluster]:
+        return self._run(placement, policy)
+
+    def arguments(self, placement: str, policy: str) -> list[str]:
+        """The whole command line."""
+        quanta = (("--quantum", self.quantum), ("--worker-quantum", self.worker_quantum))
+        given = [word for option, value in quanta if value is not None for word in (option, f"{value:g}")]
+        return [
+            *self.command,
+            "cluster",
+            "--json",
+            *("--replicas", str(self.replicas), "--model", self.model, "--device", self.device),
+            *("--placement", placement, "--policy", policy, "--port", "0"),
+            *given,
+            *(("--", *self.replica_arguments) if self.replica_arguments else ()),
+        ]
+
+    @contextmanager
+    def _run(self, placement: str, policy: str) -> Iterator[Cluster]:
+        self.log_folder.mkdir(parents=True, exist_ok=True)
+        log_path = self.log_folder / f"cluster-{placement}+{policy}.log"
+        arguments = self.arguments(placement, policy)
+        with log_path.open("a", encoding="utf-8") as log:
+            # A session of its own: Ctrl-C reaches this program alone, which then ends the cluster in order.
+            process = subprocess.Popen(
+                arguments, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
+            )
+            try:
+                yield self._ready(process, arguments, log_path)
+            finally:
+                _end(process, self.stop_timeout_s)
+
+    def _ready(self, process: "subprocess.Popen[str]", arguments: Sequence[str], log_path: Path) -> Cluster:
+        """Wait for the line of JSON that says where everything is."""
+        line = _first_line(process, self.start_timeout_s)
+        if not line:
+            state = "took too long" if process.poll() is None else f"ended with status {process.returncode}"
+            raise ClusterError(f"{' '.join(arguments)}: {state}; its last words: {_tail(log_path)}")
+        try:
+            told = json.loads(line)
+            return Cluster(told["gateway"], tuple(told["replicas"]), process.pid)
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ClusterError(f"the cluster did not print its addresses as JSON: {line[:200]!r}") from error
+
+
+def verify(cluster: Cluster, placement: str, policy: str) -> dict[str, Any]:
+    """Read placement and policy back from the running processes, for the records.
+
+    Raises ClusterError if one is not what was asked for: a run on another scheduler is void.
+    """
+    placed = get_json(f"{cluster.gateway}/status").get("placement")
+    if placed != placement:
+        raise ClusterError(f"{cluster.gateway} places by {placed!r}, not {placement!r}: the run is void")
+    replicas = {}
+    for place, replica in enumerate(cluster.replicas):
+        fair = get_json(f"{replica}/fair")
+        replicas[f"r{place}"] = {"policy": fair.get("policy"), "config": fair.get("config")}
+        if fair.get("policy") != policy:
+            raise ClusterError(
+                f"{replica} schedules by {fair.get('policy')!r}, not {policy!r}: the run is void"
+            )
+    return {"placement": placed, "replicas": replicas}
+
+
+def flush(cluster: Cluster, timeout_s: float = 60.0) -> None:
+    """Empty every replica's cache; waits for the replicas to be idle, which that takes."""
+    deadline_s = time.monotonic() + timeout_s
+    for replica in cluster.replicas:
+        while not _flushed(replica):
+            if time.monotonic() > deadline_s:
+                raise ClusterError(f"{replica} was not idle after {timeout_s:g} s: its cache was not flushed")
+            time.sleep(0.2)
+
+
+def get_json(url: str, timeout_s: float = 10.0) -> dict[str, Any]:
+    """The JSON object at `url`. Raises ClusterError."""
+    try:
+        with urllib.request.urlopen(url, timeout=timeout_s) as response:
+            told = json.load(response)
+    except (OSError, ValueError) as error:
+        raise ClusterError(f"GET {url}: {error}") from error
+    if not isinstance(told, dict):
+        raise ClusterError(f"GET {url}: not a JSON object: {str(told)[:100]}")
+    return told
+
+
+def _flushed(replica: str) -> bool:
+    request = urllib.request.Request(f"{replica}/flush_cache", method="POST", data=b"")
+    try:
+        with urllib.request.urlopen(request, timeout=10) as response:
+            return bool(response.status == 200)
+    except urllib.error.HTTPError:
+        return False  # SGLang's answer while requests run
+    except OSError as error:
+        raise ClusterError(f"{replica} is gone: {error}") from error
+
+
+def _first_line(process: "subprocess.Popen[str]", timeout_s: float) -> str:
+    """Its first line of output, or "" if it ended or the time is up. Reads on: a full pipe blocks."""
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+    assert process.stdout is not None
+    output = process.stdout
+
+    def pump() -> None:
+        with output:
+            for line in output:
+                lines.put(line)
+        lines.put("")
+
+    threading.Thread(target=pump, daemon=True).start()
+    try:
+        return lines.get(timeout=timeout_s)
+    except queue.Empty:
+        return ""
+
+
+def _end(process: "subprocess.Popen[str]", timeout_s: float) -> None:
+    """Interrupt the supervisor, which ends its children; kill what is left of its session if it does not."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+    try:
+        process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _tail(path: Path, lines: int = 3) -> str:
+    return " | ".join(path.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-lines:])
+
+
+def _own_command() -> tuple[str, ...]:
+    """`sglang-fair` beside this Python, else the one on the path."""
+    beside = Path(sys.executable).parent / "sglang-fair"
+    found = str(beside) if beside.exists() else shutil.which("sglang-fair")
+    if found is None:
+        raise ClusterError("the command sglang-fair is not installed beside this Python")
+    return (found,)

@@ -1,0 +1,242 @@
+"""Several runs side by side: medians over repeats, ratios, tables, plots.
+
+What each number means is in `measures`. What was not measured is None and is printed as a dash, never as 0.
+"""
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+
+from rich.console import Console
+from rich.table import Table
+
+from workloads.measures import Percentile, Summary, summarize
+from workloads.records import read
+
+DASH = "–"
+
+METRICS: Mapping[str, Callable[[Sequence[float]], float]] = {
+    "throughput_tokens_per_s": max,
+    "service_rate": max,
+    "jain": max,
+    "well_behaved_p50_s": min,
+    "well_behaved_p99_s": min,
+    "hit_rate": max,
+    "service_difference": min,
+}
+"""The comparison's measures, and which of two values is the better one."""
+
+EXTRA = ("actual_rate", "jain_actual", "ttft_p50_s", "ttft_p99_s", "service_lag", "backlog_s", "active_s")
+
+Row = dict[str, str | float | None]
+
+
+def rows(summaries: Sequence[Summary]) -> list[Row]:
+    """One row for each (scheduler, workload), in order of appearance: medians over repeats, bound included.
+
+    A repeat in which a measure is None does not take part in its median.
+    """
+    groups: dict[tuple[str, str], list[Summary]] = defaultdict(list)
+    for summary in summaries:
+        groups[summary.scheduler, summary.workload].append(summary)
+    return [
+        {"scheduler": scheduler, "workload": workload, **_medians(group, [*METRICS, "bound"])}
+        for (scheduler, workload), group in groups.items()
+    ]
+
+
+def extras(summaries: Sequence[Summary], scheduler: str, workload: str) -> Row:
+    """The measures beside the comparison's own, for one of its rows."""
+    group = [s for s in summaries if (s.scheduler, s.workload) == (scheduler, workload)]
+    return {
+        **_medians(group, EXTRA),
+        "p50_at_least": float(any(s.p50_at_least for s in group)),
+        "p99_at_least": float(any(s.p99_at_least for s in group)),
+        "ok": float(sum(s.ok for s in group)),
+        "failed": float(sum(s.failed for s in group)),
+        "cancelled": float(sum(s.cancelled for s in group)),
+    }
+
+
+def _medians(group: Sequence[Summary], measures: Sequence[str]) -> Row:
+    found: Row = {}
+    for measure in measures:
+        values = [value for summary in group if (value := getattr(summary, measure)) is not None]
+        found[measure] = median(values) if values else None
+    return found
+
+
+def ratios(
+    table: Sequence[Row], summaries: Sequence[Summary], scheduler: str
+) -> dict[str, dict[str, float | None]]:
+    """By workload and measure: `scheduler`'s value over the others' best.
+
+    None where one is missing, or where `scheduler`'s own is only a lower bound. Where a rival's latency is
+    a lower bound, the ratio is an upper one.
+    """
+    found: dict[str, dict[str, float | None]] = {}
+    for workload in dict.fromkeys(str(row["workload"]) for row in table):
+        mine = next((r for r in table if (r["scheduler"], r["workload"]) == (scheduler, workload)), None)
+        if mine is None:
+            continue
+        more = extras(summaries, scheduler, workload)
+        rivals = [row for row in table if row["workload"] == workload and row is not mine]
+        found[workload] = {}
+        for measure, better in METRICS.items():
+            others = [value for row in rivals if isinstance(value := row[measure], float | int)]
+            best, own = better(others) if others else None, mine[measure]
+            open_ended = more.get(measure.removeprefix("well_behaved_").removesuffix("_s") + "_at_least")
+            known = isinstance(own, float | int) and best and not open_ended
+            found[workload][measure] = float(own) / best if known and best and own is not None else None
+    return found
+
+
+# ---- for people
+
+
+def number(value: float | str | None, digits: int = 3) -> str:
+    """`value` for a table: a dash for None, few digits, thousands apart."""
+    if value is None:
+        return DASH
+    if isinstance(value, str):
+        return value
+    if value and abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.{digits}g}"
+
+
+def comparison_table(table: Sequence[Row], summaries: Sequence[Summary]) -> Table:
+    """The comparison as people read it, a row for each scheduler and workload."""
+    view = Table(title="medians over repeats", title_justify="left")
+    for column in ("workload", "scheduler"):
+        view.add_column(column)
+    heads = (
+        "tokens/s",
+        "service/s",
+        "actual/s",
+        "Jain",
+        "Jain actual",
+        "P50 s",
+        "P99 s",
+        "hit rate",
+        "difference",
+        "bound",
+        "lag",
+        "failed",
+    )
+    for head in heads:
+        view.add_column(head, justify="right")
+    last = None
+    for row in sorted(table, key=lambda row: str(row["workload"])):
+        more = extras(summaries, str(row["scheduler"]), str(row["workload"]))
+        if last not in (None, row["workload"]):
+            view.add_section()
+        last = row["workload"]
+        p50_mark, p99_mark = ("≥ " if more[f"p{p}_at_least"] else "" for p in (50, 99))
+        view.add_row(
+            str(row["workload"]),
+            str(row["scheduler"]),
+            number(row["throughput_tokens_per_s"]),
+            number(row["service_rate"]),
+            number(more["actual_rate"]),
+            number(row["jain"]),
+            number(more["jain_actual"]),
+            p50_mark + number(row["well_behaved_p50_s"]),
+            p99_mark + number(row["well_behaved_p99_s"]),
+            number(row["hit_rate"]),
+            number(row["service_difference"]),
+            number(row["bound"]),
+            number(more["service_lag"]),
+            number(more["failed"]),
+        )
+    return view
+
+
+def ratio_table(table: Sequence[Row], summaries: Sequence[Summary], scheduler: str) -> Table:
+    """`scheduler` over the best of the others, measure by measure."""
+    view = Table(title=f"{scheduler} / best of the others (below 1 is better for latency and difference)")
+    view.title_justify = "left"
+    view.add_column("workload")
+    for measure in METRICS:
+        view.add_column(measure.removeprefix("well_behaved_").replace("_", " "), justify="right")
+    for workload, found in ratios(table, summaries, scheduler).items():
+        view.add_row(workload, *(number(found[measure]) for measure in METRICS))
+    return view
+
+
+def client_table(summary: Summary) -> Table:
+    """One run, client by client."""
+    view = Table(title=f"{summary.scheduler} on {summary.workload}", title_justify="left")
+    view.add_column("client")
+    heads = "programs,finished,service/s,actual/s,hit rate,P50 s,P99 s,TTFT P50 s,TTFT P99 s"
+    for head in heads.split(","):
+        view.add_column(head, justify="right")
+
+    def shown(percentile: Percentile | None) -> str:
+        if percentile is None:
+            return DASH
+        return ("≥ " if percentile.at_least else "") + number(percentile.value_s)
+
+    for name, client in summary.clients.items():
+        view.add_row(
+            name if client.well_behaved else f"{name} (misbehaves)",
+            str(client.programs),
+            str(client.finished),
+            number(client.service_rate),
+            number(client.actual_rate),
+            number(client.hit_rate),
+            *(shown(p) for p in (client.p50, client.p99, client.ttft_p50, client.ttft_p99)),
+        )
+    return view
+
+
+def find(paths: Sequence[Path]) -> list[Path]:
+    """The record files among `paths` and in the folders among them."""
+    found = []
+    for path in paths:
+        found += sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]
+    if not found:
+        raise ValueError(f"no *.jsonl under {', '.join(map(str, paths))}")
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Tables on stdout, plots beside the records or in `--out`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m workloads.report", description="tables and plots of runs"
+    )
+    parser.add_argument("paths", nargs="+", type=Path, help="record files, or folders of them")
+    parser.add_argument("--out", type=Path, help="folder for the plots (default: none are drawn)")
+    parser.add_argument("--json", action="store_true", help="end with every run's measures, a JSON line each")
+    arguments = parser.parse_args(argv)
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    try:
+        runs = [run for path in find(arguments.paths) if (run := read(path)).end is not None]
+    except (OSError, ValueError) as error:
+        print(f"report: {error}", file=sys.stderr)
+        return 2
+    if not runs:
+        print("report: no run among these was finished", file=sys.stderr)
+        return 2
+    summaries = [summarize(run) for run in runs]
+    for summary in summaries:
+        console.print(client_table(summary))
+    console.print(comparison_table(rows(summaries), summaries))
+    if arguments.out is not None:
+        from workloads.report_plots import draw_all
+
+        for path in draw_all(runs, summaries, arguments.out):
+            console.print(f"wrote {path}")
+    if arguments.json:
+        for summary in summaries:
+            print(json.dumps(asdict(summary)))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,144 @@
+"""The report's plots as PNG files: service over time, latency, and throughput against fairness."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from workloads.measures import Meters, Summary
+from workloads.programs import Outcome
+from workloads.records import Run
+from workloads.report import rows
+
+_COLOURS = ("#1f5fa8", "#d1682b", "#3c8c4f", "#8a4ea0", "#777777", "#b8a12c")
+
+
+def draw_all(runs: Sequence[Run], summaries: Sequence[Summary], folder: Path) -> list[Path]:
+    """Draw every plot that the runs allow; returns the files written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    colours = _colours(runs)
+    by_workload: dict[str, list[Run]] = defaultdict(list)
+    for run in runs:
+        by_workload[run.manifest.workload].append(run)
+    written = []
+    for workload, group in by_workload.items():
+        first = [run for run in group if run.manifest.repeat == min(r.manifest.repeat for r in group)]
+        written.append(_save(_service(first, workload), folder / f"{workload}-service.png"))
+        written.append(_save(_latency(group, workload, colours), folder / f"{workload}-latency.png"))
+        mine = [summary for summary in summaries if summary.workload == workload]
+        written.append(_save(_bars(mine, workload, colours), folder / f"{workload}-percentiles.png"))
+    written.append(_save(_scatter(summaries, colours), folder / "throughput-jain.png"))
+    return written
+
+
+def _colours(runs: Sequence[Run]) -> Mapping[str, str]:
+    schedulers = dict.fromkeys(run.manifest.scheduler for run in runs)
+    return {name: _COLOURS[place % len(_COLOURS)] for place, name in enumerate(schedulers)}
+
+
+def _service(runs: Sequence[Run], workload: str) -> Figure:
+    """Cumulative actual service of each client, a panel for each scheduler, on one scale."""
+    figure = Figure(figsize=(4.2 * len(runs), 3.6), layout="constrained")
+    panels = figure.subplots(1, len(runs), sharey=True, squeeze=False)[0]
+    for panel, run in zip(panels, runs, strict=True):
+        names = sorted(run.manifest.clients) or sorted({record.client for record in run.requests})
+        meters = Meters.of(run, names)
+        curves, unit = (meters.actual, "actual") if meters.actual else (meters.client_side, "client-side")
+        for place, (name, curve) in enumerate((curves or {}).items()):
+            good = run.manifest.clients.get(name, {}).get("well_behaved", True)
+            panel.step(
+                (0.0, *curve.times_s),
+                (0.0, *curve.totals),
+                where="post",
+                label=name,
+                color=_COLOURS[place % len(_COLOURS)] if good else "black",
+                linestyle="-" if good else "--",
+            )
+        panel.axvline(run.manifest.duration_s, color="#bbbbbb", linewidth=0.8)
+        panel.set_title(run.manifest.scheduler, fontsize=10)
+        panel.set_xlabel("s (line: arrivals end)")
+    panels[0].set_ylabel(f"{unit} service, units")
+    panels[0].legend(fontsize=8)
+    figure.suptitle(f"{workload}: service received")
+    return figure
+
+
+def _latency(runs: Sequence[Run], workload: str, colours: Mapping[str, str]) -> Figure:
+    """Distribution of well-behaved clients' program latency; what never finished keeps a curve below 1."""
+    figure = Figure(figsize=(5.4, 3.8), layout="constrained")
+    panel: Axes = figure.subplots()
+    latencies: dict[str, list[float]] = defaultdict(list)
+    programs: dict[str, int] = defaultdict(int)
+    for run in runs:
+        for program in run.programs:
+            if run.manifest.clients.get(program.client, {}).get("well_behaved", True):
+                programs[run.manifest.scheduler] += 1
+                if program.t_done_s is not None and program.outcome == Outcome.OK:
+                    latencies[run.manifest.scheduler].append(program.t_done_s - program.t_intended_s)
+    for scheduler, count in programs.items():
+        done = sorted(latencies[scheduler])
+        shares = [(place + 1) / count for place in range(len(done))]
+        panel.step((0.0, *done), (0.0, *shares), where="post", label=scheduler, color=colours[scheduler])
+    panel.set_ylim(0, 1.02)
+    panel.set_xlabel("latency of a program, s")
+    panel.set_ylabel("share of all programs")
+    panel.set_title(f"{workload}: well-behaved clients", fontsize=10)
+    panel.legend(fontsize=8, loc="lower right")
+    return figure
+
+
+def _bars(summaries: Sequence[Summary], workload: str, colours: Mapping[str, str]) -> Figure:
+    """P50 and P99 of the well-behaved clients, medians over repeats; a lower bound is hatched."""
+    figure = Figure(figsize=(5.4, 3.4), layout="constrained")
+    panel: Axes = figure.subplots()
+    schedulers = list(dict.fromkeys(summary.scheduler for summary in summaries))
+    for place, scheduler in enumerate(schedulers):
+        mine = [summary for summary in summaries if summary.scheduler == scheduler]
+        for offset, percent in enumerate((50, 99)):
+            measure, flag = f"well_behaved_p{percent}_s", f"p{percent}_at_least"
+            values = [value for summary in mine if (value := getattr(summary, measure)) is not None]
+            if values:
+                panel.bar(
+                    offset + (place - (len(schedulers) - 1) / 2) * 0.2,
+                    median(values),
+                    width=0.19,
+                    color=colours[scheduler],
+                    label=scheduler if offset == 0 else None,
+                    hatch="//" if any(getattr(summary, flag) for summary in mine) else None,
+                    edgecolor="white",
+                )
+    panel.set_xticks([0, 1], ["P50", "P99"])
+    panel.set_ylabel("latency of a program, s")
+    panel.set_title(f"{workload}: well-behaved clients (hatched: at least)", fontsize=10)
+    panel.legend(fontsize=8)
+    return figure
+
+
+def _scatter(summaries: Sequence[Summary], colours: Mapping[str, str]) -> Figure:
+    """Up and to the right is better on both axes; a point for each scheduler and workload."""
+    figure = Figure(figsize=(5.4, 3.8), layout="constrained")
+    panel: Axes = figure.subplots()
+    markers = dict(zip(dict.fromkeys(s.workload for s in summaries), "osD^v<>", strict=False))
+    for row in rows(summaries):
+        fairness, throughput = row["jain"], row["throughput_tokens_per_s"]
+        if isinstance(fairness, float) and isinstance(throughput, float):
+            panel.scatter(
+                fairness,
+                throughput,
+                color=colours[str(row["scheduler"])],
+                marker=markers[str(row["workload"])],
+                label=f"{row['scheduler']}, {row['workload']}",
+            )
+    panel.set_xlabel("Jain's index of service rates")
+    panel.set_ylabel("throughput, tokens/s")
+    if panel.get_legend_handles_labels()[0]:
+        panel.legend(fontsize=7)
+    return figure
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    figure.savefig(path, dpi=130)
+    return path
