@@ -383,12 +383,16 @@ class Traffic:
         family = owner * 1000 + random.randrange(load.families)
         shared = tuple(family * 1000 + place for place in range(load.shared_tokens))
         name = self._case.clients.index(load.client)
-        own = tuple((name + 1) * 10**9 + serial * 1000 + n for n in range(random.randint(*load.prompt_tokens)))
+        own = tuple(
+            (name + 1) * 10**9 + serial * 1000 + n for n in range(random.randint(*load.prompt_tokens))
+        )
         output = random.randint(*load.output_tokens)
         return Request(f"{load.client}{serial}", load.client, shared + own, output, load.output_tokens[1])
 
 
-def run(case: Case, policy: Policy, cost: Cost | None = None, watch: Callable[[Replica], Watcher] | None = None):
+def run(
+    case: Case, policy: Policy, cost: Cost | None = None, watch: Callable[[Replica], Watcher] | None = None
+):
     """The case under a policy, to its end. `watch` makes a watcher, called after every event."""
     replica = Replica(
         FairQueue(policy, cost or Linear()),
@@ -534,7 +538,9 @@ class Trace:
         return worst
 
 
-def traced(case: Case, policy: Policy, cost: Cost | None = None, weights: dict[str, float] | None = None) -> Trace:
+def traced(
+    case: Case, policy: Policy, cost: Cost | None = None, weights: dict[str, float] | None = None
+) -> Trace:
     """Run the case and keep the trace."""
     kept: list[Trace] = []
 

@@ -62,7 +62,7 @@ class LiteralDlpm:
 
     def idle(self, client: str) -> None:
         self.absent.add(client)
-        for gone in [name for name in self.absent if self.q[name] > 0]:
+        for gone in [name for name in self.absent if self.q[name] >= 0]:
             self.absent.discard(gone)
             del self.q[gone]
 
@@ -693,7 +693,9 @@ def golden_trace() -> str:
     case = Case(
         loads=(
             Load("acme", 6, prompt_tokens=(2, 9), output_tokens=(1, 6), families=2, shared_tokens=8),
-            Load("bolt", 3, 4, 3, prompt_tokens=(1, 14), output_tokens=(2, 4), shared_tokens=4, private=False),
+            Load(
+                "bolt", 3, 4, 3, prompt_tokens=(1, 14), output_tokens=(2, 4), shared_tokens=4, private=False
+            ),
             Load("core", 2, closed=True, output_tokens=(8, 8), private=False, abort_every=9),
         ),
         pool_tokens=90,

@@ -806,7 +806,7 @@ def test_a_router_that_does_not_answer(tokenizer: Path) -> None:
         status, _, answer = await c.post("/v1/completions", COMPLETION)
         assert (status, json.loads(answer)["error"]["code"]) == (503, "router_unavailable")
         paused.set()
-        await c.ended(aborted=1)
+        await c.ended(failed=1)
         assert not c.replicas[0].requests
 
     run(body, tokenizer)

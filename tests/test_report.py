@@ -195,14 +195,14 @@ def test_what_was_not_measured_is_none_and_printed_as_a_dash():
     assert "–" in captured.get()
 
 
-def sampled(rounds: list[dict[str, tuple[float, int]]], worker: str = "r0", emptied: int = 0) -> list[Sample]:
+def sampled(rounds: list[dict[str, tuple[float, int]]], worker: str = "r0", backlog: int = 0) -> list[Sample]:
     return [
         Sample(
             number,
             float(number),
             worker,
             {
-                name: {"service": service, "waiting": waiting, "emptied": emptied}
+                name: {"service": service, "waiting": waiting, "backlog": backlog}
                 for name, (service, waiting) in accounts.items()
             },
             bound=70.0,
@@ -245,7 +245,7 @@ def test_backlogged_is_waiting_at_every_replica():
 
 def test_a_queue_that_ran_dry_between_two_samples_was_not_backlogged():
     both = [{"bad": (0, 1), "good": (0, 1)}, {"bad": (50, 1), "good": (0, 1)}]
-    dry = [replace(sample, round=1, t_s=1.0) for sample in sampled(both[1:], emptied=1)]
+    dry = [replace(sample, round=1, t_s=1.0) for sample in sampled(both[1:], backlog=1)]
     assert summarize(run_of(*sampled(both[:1]), *dry)).service_difference is None
 
 
@@ -257,7 +257,7 @@ def test_where_replicas_do_not_count_that_the_records_must_show_the_waiting():
     ]
     for sample in silent:
         for account in sample.clients.values():
-            del account["emptied"]
+            del account["backlog"]
     silent = [replace(sample, t_s=sample.t_s + 1) for sample in silent]
     waited = [request(name, 0.0, 3.0, 4.0) for name in CLIENTS]
     assert summarize(run_of(*silent, *waited)).service_difference == 50

@@ -60,7 +60,9 @@ class LiteralVtc:
     def pick(self) -> Job | None:
         open_to = [job for job in self.waiting if job not in self.held]
         heads = {job.client: job for job in sorted(open_to, key=lambda job: -job.arrival)}
-        return min(heads.values(), key=lambda job: (self.c[job.client], job.arrival), default=None)  # L20, L21
+        return min(
+            heads.values(), key=lambda job: (self.c[job.client], job.arrival), default=None
+        )  # L20, L21
 
     def charge(self, client: str, units: float) -> None:
         self.c[client] += units

@@ -6,8 +6,8 @@ no longer bounded; so a doubtful moment ends an interval here.
 
 With samples, service is what the replicas have charged, and a client is backlogged from one round of
 samples to the next if each replica says in both that it holds a waiting request of the client, and either
-says that the client's queue has not been empty in between (`emptied`, how often its last waiting request
-left, is unchanged), or, where replicas do not count that, the records show it: at each instant each
+says that the client's queue has not been empty in between (`backlog`, a number that is another one after each
+time that the queue was empty, is unchanged), or, where replicas do not count that, the records show it: at each instant each
 replica had a request of the client that was sent at least `MARGIN_S` before and had its first token at
 least that much later.
 
@@ -122,8 +122,8 @@ def _waits(
     accounts = [account for told in (before, after) for account in told.values()]
     if not all(account.get("waiting", 0) > 0 for account in accounts):
         return False
-    if all("emptied" in account for account in accounts):
-        return all(before[worker]["emptied"] == after[worker]["emptied"] for worker in before)
+    if all("backlog" in account for account in accounts):
+        return all(before[worker]["backlog"] == after[worker]["backlog"] for worker in before)
     return any(start <= between[0] and between[1] <= end for start, end in seen)
 
 

@@ -400,7 +400,7 @@ class Driver:
             self._lost_samples += 1
 
     def _known(self, clients: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-        meters = ("service", "extend_tokens", "output_tokens", "waiting", "running", "emptied")
+        meters = ("service", "extend_tokens", "output_tokens", "waiting", "running", "backlog")
         found = {}
         for client in self._clients:
             account = clients.get(client.name + self._tag)

@@ -97,9 +97,9 @@ class Sample:
     t_s: float
     worker: str
     clients: Mapping[str, Mapping[str, float]]
-    """By name: `service`, `extend_tokens`, `output_tokens`, `waiting`, `running`, `emptied`, if it says so.
+    """By name: `service`, `extend_tokens`, `output_tokens`, `waiting`, `running`, `backlog`, if it says so.
 
-    `emptied` counts how often the client's last waiting request left the queue.
+    `backlog` is another number each time that the client begins to wait.
     """
     bound: float | None = None
 

@@ -33,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--tokenizer", required=True, metavar="DIR", help="folder with tokenizer.json")
     made.add_argument("--workers", type=int, default=1, metavar="N", help="processes")
     made.add_argument(
-        "--router-timeout", type=float, default=2.0, metavar="S", help="longest wait for the router"
+        "--router-timeout", type=float, default=5.0, metavar="S", help="longest wait for the router"
     )
     limits = Limits()
     bounds = {

@@ -31,7 +31,7 @@ class Config:
     router: str
     model_name: str
     tokenizer: str
-    router_timeout_s: float = 2.0
+    router_timeout_s: float = 5.0
     limits: Limits = field(default_factory=Limits)
     identity: tuple[str, ...] = DEFAULT_ORDER
 

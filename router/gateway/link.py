@@ -100,7 +100,7 @@ class Link:
             answer = await self._ask(arrive.id, arrive)
         except BaseException:
             # Behind the question on the same connection: whatever it was answered is undone.
-            self.tell(Done(arrive.id, outcome="aborted"))
+            self.tell(Done(arrive.id, outcome="failed"))
             raise
         if isinstance(answer, Snapshot):
             raise RouterGone("the router answered something else than was asked")

@@ -18,7 +18,7 @@ client the order is LPM, so its own cold prefix can wait behind its hot one.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import floor
+from math import ceil, floor
 from typing import ClassVar
 
 from sglang_fair.core.clients import ClientQueues
@@ -78,12 +78,13 @@ class Dlpm:
 
     def pick(self) -> Job | None:
         while (client := self._ready.first()) is None:
-            if any(self._round >= self._eligible_from(held) for held in self._queues.held_clients()):
-                return None  # someone who may still spend is only passed over: no refill is due
             poorest = self._parked.first()
             if poorest is None:
                 return None
-            self._round = self._eligible_from(poorest)
+            held = [self._eligible_from(client) for client in self._queues.held_clients()]
+            if any(eligible_from <= self._round for eligible_from in held):
+                return None  # someone who may still spend is only passed over: no refill is due
+            self._round = min([self._eligible_from(poorest), *held])
             self.refills += 1
             while (client := self._parked.first()) is not None and self._eligible_from(client) <= self._round:
                 self._seat(client)
@@ -104,9 +105,11 @@ class Dlpm:
         self._seat(client)
 
     def idle(self, client: str) -> None:
-        """Forgotten once its debt is worked off: that drops credit, at most Q^u, and never a debt."""
+        """Forgotten once it owes nothing: that drops credit, at most Q^u, and never a debt."""
         if client in self._deficits and client not in self._queues:
-            self._idle.put(client, (self._eligible_from(client), client))
+            account = self._deficits[client]
+            rounds = ceil(max(0.0, -account.units) / self.quantum)
+            self._idle.put(client, (account.settled + rounds, client))
         while (gone := self._idle.first()) is not None and self._idle.key(gone)[0] <= self._round:
             self._idle.discard(gone)
             del self._deficits[gone]

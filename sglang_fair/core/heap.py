@@ -31,13 +31,12 @@ class LazyHeap(Generic[Item]):
         entry = (key, item)
         self._live[item] = entry
         heappush(self._entries, entry)
-        if len(self._entries) > 2 * len(self._live) + SLACK:
-            self._entries = list(self._live.values())
-            heapify(self._entries)
+        self._bury()
 
     def discard(self, item: Item) -> None:
         """Remove `item` if it is there."""
-        self._live.pop(item, None)
+        if self._live.pop(item, None) is not None:
+            self._bury()
 
     def first(self) -> Item | None:
         """The item with the smallest key, left in place; None when empty."""
@@ -52,6 +51,11 @@ class LazyHeap(Generic[Item]):
     def key(self, item: Item) -> Any:
         """The key under which `item` was put; KeyError when it is not there."""
         return self._live[item][0]
+
+    def _bury(self) -> None:
+        if len(self._entries) > 2 * len(self._live) + SLACK:
+            self._entries = list(self._live.values())
+            heapify(self._entries)
 
     def __contains__(self, item: Item) -> bool:
         return item in self._live

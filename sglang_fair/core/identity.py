@@ -65,7 +65,9 @@ def identify(
 def bounded(name: str) -> str:
     """`name` fit for a header, a log and a table: printable ASCII (the rest is percent-encoded), and its head
     and a digest when it is longer than `MAX_NAME_CHARS`. Applying it again changes nothing."""
-    name = quote(name, safe=_PRINTABLE)
+    name = quote(name, safe=_PRINTABLE, errors="surrogatepass")
+    if name.startswith("("):  # as the books' own accounts do
+        name = "%28" + name[1:]
     if len(name) <= MAX_NAME_CHARS:
         return name
     return name[: MAX_NAME_CHARS - 13] + "~" + hashlib.sha256(name.encode()).hexdigest()[:12]

@@ -28,9 +28,14 @@ from sglang_fair.core.policy import Job, Policy
 
 @dataclass(slots=True)
 class Presence:
-    """A client's requests here, and the output that its running ones may still make."""
+    """A client's requests here, and the output that its running ones may still make.
+
+    `backlog` is another number each time that the client begins to wait: a client that waits at two times
+    with the same number was backlogged all the time between (the theorems' premise).
+    """
 
     waiting: int = 0
+    backlog: int = 0
     running: int = 0
     owed_tokens: int = 0
 
@@ -55,6 +60,7 @@ class FairQueue:
     _computing: dict[Hashable, Job] = field(default_factory=dict, init=False, repr=False)
     _clients: dict[str, Presence] = field(default_factory=dict, init=False, repr=False)
     _arrivals: int = field(default=0, init=False, repr=False)
+    _backlogs: int = field(default=0, init=False, repr=False)
 
     # ---- the queue
 
@@ -68,7 +74,7 @@ class FairQueue:
         if job.system:
             self._first.put(job, job.arrival)
             return
-        self._presence(job.client).waiting += 1
+        self._wait(job)
         self.policy.arrive(job)
 
     def leave(self, job_id: str) -> None:
@@ -181,7 +187,7 @@ class FairQueue:
         self._jobs[job.id] = job
         self._first.put(job, job.arrival)
         if not job.system:
-            self._presence(job.client).waiting += 1
+            self._wait(job)
 
     # ---- what people and tests read
 
@@ -226,6 +232,7 @@ class FairQueue:
                 "cached_tokens": usage.cached_tokens,
                 "service": usage.service,
                 "requests": usage.requests,
+                "backlog": presence.backlog if presence.waiting else None,
                 "waiting": presence.waiting,
                 "running": presence.running,
             }
@@ -255,6 +262,13 @@ class FairQueue:
         units = self.cost(job.extend_tokens, job.output_tokens) - before
         self.ledger.record(job.client, extend=extend, output=output, service=units)
         self.policy.charge(job.client, units)
+
+    def _wait(self, job: Job) -> None:
+        presence = self._presence(job.client)
+        presence.waiting += 1
+        if presence.waiting == 1:
+            self._backlogs += 1
+            presence.backlog = self._backlogs
 
     def _stop_waiting(self, job: Job) -> None:
         del self._jobs[job.id]

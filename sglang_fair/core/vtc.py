@@ -96,11 +96,12 @@ class Vtc:
 
     def _floor(self) -> float:
         """What a client that joins the queue is lifted to (Algorithm 2, lines 8-13)."""
-        client = self._turn.first()
-        if client is not None:
-            return self._counter[client]
-        if len(self._queues):
-            return min(self._counter[client] for client in self._queues)
+        queued = [self._counter[client] for client in self._queues.held_clients()]
+        first = self._turn.first()
+        if first is not None:
+            queued.append(self._counter[first])
+        if queued:
+            return min(queued)
         return self._counter.get(self._left_last, self._left_counter)
 
     def _seat(self, client: str) -> None:

@@ -196,7 +196,7 @@ def _write_byte_tokenizer(folder: Path, context_tokens: int) -> None:
 
 
 def _convert_smollm2(folder: Path, say: Progress) -> None:
-    """SmolLM2's GGUF file as the checkpoint that SGLang reads, in a process of its own to give memory back."""
+    """SmolLM2's GGUF file as a checkpoint for SGLang; in a process of its own, which gives memory back."""
     with tempfile.TemporaryDirectory() as work:
         gguf = _find_gguf(Path(work), say)
         say("converting SmolLM2-135M-Instruct from GGUF to bf16 (once, about 20 s)")

@@ -127,7 +127,7 @@ def process_batch_result(result: Any, scheduler: Any, batch: Any, *args: Any, **
 
 
 def get_internal_state(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    result.internal_state["fair"] = scheduler.fair.status()
+    result.internal_state["fair"] = scheduler.fair.status(scheduler.waiting_queue)
 
 
 def add_cli_args(result: Any, parser: Any, *args: Any, **kwargs: Any) -> None:

@@ -63,10 +63,18 @@ class ReplicaFairness:
             self.queue.retract(job)
 
     def begin_pass(self, waiting: list[Any]) -> None:
-        """A batch is about to be formed from `waiting`.
+        """A batch is about to be formed from `waiting`."""
+        self.follow(waiting)
+        if self.orders:
+            self._look_up_prefixes(waiting)
+        self.queue.begin_pass()
+
+    def follow(self, waiting: list[Any]) -> None:
+        """Take note of who has gone since the last look.
 
         Every arrival was reported by a hook, so the jobs are a superset of `waiting`, and equal in number
-        only when they are the same.
+        only when they are the same. A running request is gone when the engine dropped it without a result:
+        aborted between two chunks, or in the batch when memory ran out.
         """
         if len(self.queue) != len(waiting):
             present = {request.rid for request in waiting}
@@ -74,14 +82,6 @@ class ReplicaFairness:
                 self.queue.leave(job.id)
                 self._forget(job.id)
             assert len(self.queue) == len(waiting), "a request joined the queue unseen"
-        self.settle_absent()
-        if self.orders:
-            self._look_up_prefixes(waiting)
-        self.queue.begin_pass()
-
-    def settle_absent(self) -> None:
-        """End the books of requests that the engine dropped without a result: aborted between two chunks, or
-        in the batch when memory ran out."""
         for job in list(self.queue.running()):
             request = self._requests[job.id]
             if request.finished() or not request.kv.holds_kv:
@@ -181,9 +181,9 @@ class ReplicaFairness:
 
     # ---- what people read
 
-    def status(self) -> dict[str, Any]:
+    def status(self, waiting: list[Any]) -> dict[str, Any]:
         """JSON-ready; SGLang's /server_info and our /fair carry it."""
-        self.settle_absent()
+        self.follow(waiting)
         ledger = self.queue.ledger
         ledger.engine_output_tokens = self._finished_output_tokens + sum(
             len(request.output_ids) for request in self._requests.values()

@@ -1,0 +1,101 @@
+"""The heap against a sorted list, and its memory."""
+
+import gc
+import weakref
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_fair.core.heap import SLACK, LazyHeap
+
+ITEMS = st.sampled_from("abcdefgh")
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("put"), ITEMS, st.integers(-3, 3)),
+        st.tuples(st.just("discard"), ITEMS, st.just(0)),
+        st.tuples(st.just("first"), ITEMS, st.just(0)),
+        st.tuples(st.just("pop"), ITEMS, st.just(0)),
+    ),
+    max_size=200,
+)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(steps=STEPS)
+def test_heap_is_a_sorted_list(steps):
+    """Keys are total, as the contract asks: the number and then the item itself."""
+    heap: LazyHeap[str] = LazyHeap()
+    expected: dict[str, tuple[int, str]] = {}
+    for kind, item, number in steps:
+        if kind == "put":
+            heap.put(item, (number, item))
+            expected[item] = (number, item)
+        elif kind == "discard":
+            heap.discard(item)
+            expected.pop(item, None)
+        smallest = min(expected, key=lambda item: expected[item], default=None)
+        if kind != "put":
+            assert heap.first() == smallest
+        if kind == "pop" and smallest is not None:
+            heap.discard(smallest)
+            del expected[smallest]
+        assert len(heap) == len(expected)
+        assert set(heap) == set(expected)
+        assert all(heap.key(item) == key for item, key in expected.items())
+        assert all((item in heap) == (item in expected) for item in "abcdefgh")
+
+
+def test_the_order_of_insertion_does_not_matter():
+    one: LazyHeap[int] = LazyHeap()
+    other: LazyHeap[int] = LazyHeap()
+    for item in range(100):
+        one.put(item, (item * 37) % 101)
+    for item in reversed(range(100)):
+        other.put(item, -item)
+        other.put(item, (item * 37) % 101)
+    drained = []
+    while (item := one.first()) is not None:
+        assert other.first() == item
+        one.discard(item)
+        other.discard(item)
+        drained.append(item)
+    assert drained == sorted(range(100), key=lambda item: (item * 37) % 101)
+
+
+def test_an_item_that_comes_back_is_there_once():
+    heap: LazyHeap[str] = LazyHeap()
+    for _ in range(3):
+        heap.put("a", 1)
+        heap.discard("a")
+    heap.put("a", 1)
+    assert heap.first() == "a"
+    heap.discard("a")
+    assert heap.first() is None
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(moves=st.integers(1000, 4000), live=st.integers(1, 50))
+def test_moves_do_not_fill_memory(moves, live):
+    heap: LazyHeap[int] = LazyHeap()
+    for move in range(moves):
+        heap.put(move % live, (move * 7919 % 1009, move))
+        assert len(heap._entries) <= 2 * len(heap) + SLACK
+
+
+class Thing:
+    """Something that can be seen to be gone."""
+
+
+def test_removals_do_not_keep_what_was_removed():
+    """Memory is O(live items) after removals too, whether or not anybody asks for the first one."""
+    heap: LazyHeap[Thing] = LazyHeap()
+    heap.put(Thing(), -1)
+    things = [Thing() for _ in range(5000)]
+    for number, thing in enumerate(things):
+        heap.put(thing, number)
+    gone = [weakref.ref(thing) for thing in things]
+    for thing in things:
+        heap.discard(thing)
+    del things, thing
+    gc.collect()
+    assert sum(reference() is not None for reference in gone) <= len(heap) + 2 * SLACK
