@@ -83,8 +83,8 @@ class Case:
     replicas: int = 2
     quantum: float | None = 500.0
     """Q^u: about two requests' worth here. A round of all clients' quanta should take less than a program."""
-    worker_quantum: float | None = 4000.0
-    """Q^w: about ten prompts, in the middle of DLPM's sweep (Figure 10)."""
+    worker_quantum: float | None = 16_000.0
+    """Q^w: about a dozen prompts of the judge, which is where DLPM's sweep levels off (Figure 10)."""
     replica_arguments: tuple[str, ...] = ("--max-running-requests", "16")
 
     def __post_init__(self) -> None:
