@@ -50,6 +50,8 @@ class FairQueue:
 
     largest_input_tokens: int = field(default=0, init=False)
     """Most extend tokens that one request has been charged: L_input of the theorems, as seen."""
+    largest_output_tokens: int = field(default=0, init=False)
+    """Longest output that one request may make, as seen."""
     largest_owed_tokens: int = field(default=0, init=False)
     """Most output tokens owed at once to one client's running requests: M of the theorems, as seen."""
 
@@ -130,6 +132,7 @@ class FairQueue:
             presence = self._presence(job.client)
             presence.running += 1
             presence.owed_tokens += job.max_output_tokens - job.output_tokens
+            self.largest_output_tokens = max(self.largest_output_tokens, job.max_output_tokens)
             self.largest_owed_tokens = max(self.largest_owed_tokens, presence.owed_tokens)
         repeated = job.repeating
         job.cached_tokens += 0 if repeated else cached_tokens
@@ -212,7 +215,9 @@ class FairQueue:
     def bound(self) -> float | None:
         """The policy's guarantee with the largest prompt and the largest owed output seen so far."""
         return self.policy.bound(
-            self.cost(self.largest_input_tokens, 0), self.cost(0, self.largest_owed_tokens)
+            *self.cost.dearest(
+                self.largest_input_tokens, self.largest_output_tokens, self.largest_owed_tokens
+            )
         )
 
     def status(self, most: int = 1000) -> Mapping[str, Any]:
@@ -256,10 +261,10 @@ class FairQueue:
     # ---- inside
 
     def _charge(self, job: Job, *, extend: int = 0, output: int = 0) -> None:
-        before = self.cost(job.extend_tokens, job.output_tokens)
+        before = self.cost(job.extend_tokens, job.output_tokens, job.cached_tokens)
         job.extend_tokens += extend
         job.output_tokens += output
-        units = self.cost(job.extend_tokens, job.output_tokens) - before
+        units = self.cost(job.extend_tokens, job.output_tokens, job.cached_tokens) - before
         self.ledger.record(job.client, extend=extend, output=output, service=units)
         self.policy.charge(job.client, units)
 
