@@ -628,10 +628,9 @@ def test_every_part_of_a_batch_is_cancelled(tokenizer: Path) -> None:
                 for _ in range(3):
                     await response.content.readuntil(b"\n\n")
                 response.close()
-            if "n" in request:  # the ids that SGLang gave to the samples, as seen in the stream
-                expected = {replica.body["rid"], f"{0:032x}", f"{1:032x}"}
-            else:
-                expected = set(replica.body["rid"])
+            # For samples: the ids that SGLang gave to them, as seen in the stream.
+            samples = {replica.body["rid"], f"{0:032x}", f"{1:032x}"} if "n" in request else set()
+            expected = samples or set(replica.body["rid"])
             await eventually(lambda: expected <= set(replica.aborted), "each part is cancelled")  # noqa: B023
         await c.ended(aborted=2)
 

@@ -8,8 +8,8 @@ With samples, service is what the replicas have charged, and a client is backlog
 samples to the next if each replica says in both that it holds a waiting request of the client, and either
 says that the client's queue has not been empty in between (`backlog`, a number that is another one each
 time that the client begins to wait, is unchanged), or, where replicas do not say so, the records show it:
-at each instant each replica had a request of the client that was sent at least `MARGIN_S` before and had its first token at
-least that much later.
+at each instant each replica had a request of the client that was sent at least `MARGIN_S` before and had
+its first token at least that much later.
 
 Without samples, records must do: a request waits from when it was sent until its first token, which
 overstates waiting by transport and prefill, so the difference found may exceed the bound.
