@@ -26,10 +26,17 @@ PROGRAMS = {
 }
 """Commands that are programs of their own, and read their arguments themselves."""
 
+BENCHES = {"scheduler": "sglang_fair.bench.scheduler"}
+"""The same below `sglang-fair bench`."""
+
 CLUSTER_EPILOG = (
     "Arguments behind -- go to each replica's SGLang server, for example: "
     "sglang-fair cluster --device cuda --replicas 4 --model meta-llama/Llama-3.1-8B-Instruct -- --tp 2"
 )
+
+
+bench = typer.Typer(help="Measure what the schedulers cost.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
 
 
 @app.command(epilog=CLUSTER_EPILOG)
@@ -58,8 +65,21 @@ def cluster(
             help="D2LPM's quantum per client and replica, in service units. [default: the router's]"
         ),
     ] = None,
-    extend_weight: Annotated[float, typer.Option(help="Service units per computed input token.")] = 1.0,
-    output_weight: Annotated[float, typer.Option(help="Service units per output token.")] = 2.0,
+    cost: Annotated[
+        str,
+        typer.Option(
+            help="What service costs: linear, profiled, quadratic:d=1000, tiered:threshold=4096, "
+            "flops:/path/to/the/model/config.json."
+        ),
+    ] = "linear",
+    extend_weight: Annotated[
+        float | None,
+        typer.Option(help="Service units per computed input token, with the linear cost. [default: 1]"),
+    ] = None,
+    output_weight: Annotated[
+        float | None,
+        typer.Option(help="Service units per output token, with the linear cost. [default: 2]"),
+    ] = None,
     client_weights: Annotated[
         str,
         typer.Option(metavar="JSON", help='Shares per client, for example {"gold": 2}; 1 for the others.'),
@@ -101,6 +121,7 @@ def cluster(
         port=port,
         quantum=quantum,
         worker_quantum=worker_quantum,
+        cost=cost,
         extend_weight=extend_weight,
         output_weight=output_weight,
         client_weights=weights,
@@ -134,6 +155,12 @@ def gateway() -> None:
 def compare() -> None:
     """Compare schedulers and placements on workload programs."""
     _become(PROGRAMS["compare"], [])
+
+
+@bench.command("scheduler")
+def bench_scheduler() -> None:
+    """Time one scheduling step, by policy, queue length, clients and prompt length."""
+    _become(BENCHES["scheduler"], [])
 
 
 @app.command()
@@ -188,6 +215,8 @@ def main() -> None:
     command, *arguments = sys.argv[1:] or [""]
     if command in PROGRAMS:  # before typer, which would swallow a `--`
         _become(PROGRAMS[command], arguments)
+    if command == "bench" and arguments and arguments[0] in BENCHES:
+        _become(BENCHES[arguments[0]], arguments[1:])
     app()
 
 

@@ -13,6 +13,7 @@ import socket
 import sys
 from collections.abc import Sequence
 
+from sglang_fair.core.cost import make_cost
 from sglang_fair.engines import cpu
 from sglang_fair.engines.models import Model, find
 from sglang_fair.processes import die_with_parent
@@ -53,18 +54,22 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         help="DLPM's quantum per client, service units (default: %(default)s)",
     )
     parser.add_argument(
+        "--cost",
+        metavar="COST",
+        help="what service costs: linear, profiled, quadratic:d=1000, tiered:threshold=4096 or "
+        "flops:/path/to/the/model/config.json (default: linear)",
+    )
+    parser.add_argument(
         "--extend-weight",
         type=float,
-        default=1.0,
         metavar="W_E",
-        help="units per computed input token (default: %(default)s)",
+        help="units per computed input token, with the linear cost (default: 1)",
     )
     parser.add_argument(
         "--output-weight",
         type=float,
-        default=2.0,
         metavar="W_Q",
-        help="units per output token (default: %(default)s)",
+        help="units per output token, with the linear cost (default: 2)",
     )
     parser.add_argument(
         "--client-weights",
@@ -104,7 +109,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def server_arguments(options: argparse.Namespace, model: Model, rest: Sequence[str]) -> list[str]:
-    """SGLang's command line for these options. ValueError for an unknown policy."""
+    """SGLang's command line for these options. ValueError for an unknown policy or cost."""
     from sglang_fair.overlay.config import SERVER_POLICIES, STOCK_POLICIES, server_name
 
     stock = options.policy.removeprefix("sglang:")
@@ -119,6 +124,7 @@ def server_arguments(options: argparse.Namespace, model: Model, rest: Sequence[s
                 f"unknown policy {options.policy!r}; there are {', '.join(SERVER_POLICIES.values())}, "
                 "and sglang:NAME for SGLang's own"
             )
+    make_cost(options.cost or "linear", options.extend_weight, options.output_weight)
     arguments = [
         "--model-path", model.path,
         "--served-model-name", model.served_name,
@@ -128,14 +134,18 @@ def server_arguments(options: argparse.Namespace, model: Model, rest: Sequence[s
         "--page-size", str(options.page_size),
         "--schedule-policy", policy,
         "--fair-quantum", str(options.quantum),
-        "--fair-extend-weight", str(options.extend_weight),
-        "--fair-output-weight", str(options.output_weight),
         "--fair-client-weights", options.client_weights,
         "--enable-cache-report",
         "--log-level-http", "warning",
     ]  # fmt: skip
-    if options.identity:
-        arguments += ["--fair-identity", options.identity]
+    for argument, value in (
+        ("--fair-cost", options.cost),
+        ("--fair-extend-weight", options.extend_weight),
+        ("--fair-output-weight", options.output_weight),
+        ("--fair-identity", options.identity),
+    ):
+        if value is not None:
+            arguments += [argument, str(value)]
     if options.kv_port is not None:
         events = {
             "publisher": "zmq",

@@ -154,6 +154,7 @@ class Replica:
                 client=request.client,
                 prompt_tokens=len(request.tokens),
                 max_output_tokens=request.max_output_tokens,
+                expected_output_tokens=request.output_tokens,
                 system=request.system,
             )
         )

@@ -48,6 +48,8 @@ from sglang_fair.cluster.plan import (
 from sglang_fair.cluster.ports import Ports, PortTaken, ReplicaPorts, Reservations, choose, claim, is_free
 from sglang_fair.cluster.restart import RestartRule
 from sglang_fair.cluster.supervisor import StartFailed, Supervisor
+from sglang_fair.core import POLICIES
+from sglang_fair.core.cost import make_cost
 
 GIGABYTE = 1_000_000_000
 MACHINE = Machine(cores=2, available_bytes=16 * GIGABYTE, gpus=(), cuda_build=False, python="python")
@@ -75,7 +77,7 @@ class TestOptions:
             (Options(device="tpu"), "unknown --device 'tpu'; there are auto, cpu, cuda"),
             (
                 Options(policy="magic"),
-                "unknown --policy 'magic'; there are fcfs, lpm, vtc, dlpm, and sglang:NAME",
+                f"unknown --policy 'magic'; there are {', '.join(POLICIES)}, and sglang:NAME",
             ),
             (Options(placement="luck"), "unknown --placement 'luck'; there are d2lpm"),
             (Options(log_level="loud"), "unknown --log-level 'loud'"),
@@ -84,6 +86,8 @@ class TestOptions:
             (Options(start_timeout_s=-1.0), "--start-timeout must be above 0"),
             (Options(quantum=0.0), "quantum"),
             (Options(output_weight=-1.0), "weight"),
+            (Options(cost="cheap"), "unknown cost 'cheap'; there are linear, profiled"),
+            (Options(cost="profiled", output_weight=2.0), "belong to the cost linear, not to 'profiled'"),
             (Options(client_weights={"gold": 0.0}), "gold"),
             (Options(extra=("tiny",)), "unexpected argument 'tiny'"),
             (
@@ -201,6 +205,39 @@ class TestPlan:
     def test_the_router_s_own_quantum_stands(self) -> None:
         (router,) = build(Options(), "cpu", MACHINE, MODEL, PORTS).of("router")
         assert "--worker-quantum" not in router.argv
+
+    @pytest.mark.parametrize(
+        ("options", "replica_s", "router_s"),
+        [
+            (Options(), "--cost linear --extend-weight 1.0 --output-weight 2.0", ("1.0", "2.0")),
+            (
+                Options(extend_weight=0.5),
+                "--cost linear --extend-weight 0.5 --output-weight 2.0",
+                ("0.5", "2.0"),
+            ),
+            (
+                Options(cost="linear:3,4"),
+                "--cost linear --extend-weight 3.0 --output-weight 4.0",
+                ("3.0", "4.0"),
+            ),
+            (Options(cost="profiled"), "--cost profiled", ("2.1", "1.0")),
+            (
+                Options(cost="tiered:512,3"),
+                "--cost tiered:threshold=512.0,factor=3.0,extend_weight=1.0,output_weight=2.0",
+                ("1.0", "2.0"),
+            ),
+        ],
+    )
+    def test_the_cost_reaches_the_replicas_and_its_linear_part_the_router(
+        self, options: Options, replica_s: str, router_s: tuple[str, str]
+    ) -> None:
+        from sglang_fair.replica import parse as parse_replica
+
+        r0, _, router, _ = build(options, "cpu", MACHINE, MODEL, PORTS).processes
+        assert replica_s in " ".join(r0.argv)
+        assert (after(router.argv, "--extend-weight"), after(router.argv, "--output-weight")) == router_s
+        parsed, _ = parse_replica(r0.argv[3:])
+        assert make_cost(parsed.cost, parsed.extend_weight, parsed.output_weight) == options.service_cost()
 
     def test_their_programs_take_these_command_lines(self) -> None:
         from router.__main__ import parser as router_parser

@@ -19,7 +19,7 @@ QUANTA = st.sampled_from([1, 3, 10, 25, 80, 400])
 WEIGHTS = st.fixed_dictionaries({name: st.sampled_from([0.5, 1.0, 2.0, 3.0]) for name in "abcd"})
 GOLDEN = Path(__file__).parent / "golden" / "dlpm_trace.txt"
 
-DLPM = settings(max_examples=60, deadline=None, derandomize=True)
+DLPM = settings(max_examples=40, deadline=None, derandomize=True)
 
 
 # ---- the algorithm, literally

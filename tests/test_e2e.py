@@ -142,8 +142,8 @@ async def _flood(cluster: Cluster) -> list[int]:
             "the flood to queue at both replicas",
         )
         light = [
-            asyncio.create_task(ask(http, cluster.url, "light", [rng.randrange(250) for _ in range(200)], 8))
-            for _ in range(4)
+            asyncio.create_task(ask(http, cluster.url, "light", [rng.randrange(250) for _ in range(90)], 4))
+            for _ in range(3)
         ]
         mine, theirs = await asyncio.gather(*light), await asyncio.gather(*flood)
     assert {seen.status for seen in [*mine, *theirs]} == {200}

@@ -1,11 +1,32 @@
 """The overlay's settings: arguments and environment, good and bad. Needs no engine."""
 
 import argparse
+import json
+from pathlib import Path
 
 import pytest
 
 from sglang_fair.core import POLICIES
+from sglang_fair.core.cost import Cost, Flops, Linear, Profiled, Quadratic, Tiered
 from sglang_fair.overlay import config
+
+BAD_REQUESTS: tuple[tuple[object, str], ...] = (
+    (None, "must be a JSON object with client_weights"),
+    ([1], "must be a JSON object with client_weights"),
+    ({}, "must be a JSON object with client_weights"),
+    ({"weights": {"a": 1}}, "cannot change 'weights'; there is client_weights"),
+    ({"client_weights": {"a": 1}, "quantum": 5}, "cannot change 'quantum'"),
+    ({"client_weights": None}, "must map client names to numbers, not None"),
+    ({"client_weights": ["a"]}, "must map client names to numbers"),
+    ({"client_weights": {"": 1}}, "a client's name has 1 to 128 characters"),
+    ({"client_weights": {"x" * 129: 1}}, "a client's name has 1 to 128 characters"),
+    ({"client_weights": {"(system)": 1}}, "is known here by the name '%28system)'"),
+    *(
+        ({"client_weights": {"a": 1, "b": bad}}, "weight of client 'b' must be a positive number")
+        for bad in (0, -1, True, "2", None, [1], float("nan"), float("inf"), 10**400, 1e-300)
+    ),
+)
+"""Bodies of a POST /fair that cannot be meant, and words of the refusal."""
 
 
 def adopt(arguments: list[str], environ: dict[str, str]) -> argparse.Namespace:
@@ -29,6 +50,14 @@ def adopt(arguments: list[str], environ: dict[str, str]) -> argparse.Namespace:
         (["--fair-client-weights", "{gold: 2"], {}, "SGLANG_FAIR_CLIENT_WEIGHTS is not JSON"),
         (["--fair-client-weights", "[1]"], {}, "must map client names"),
         (["--fair-client-weights", '{"gold": 0}'], {}, "weight of client 'gold'"),
+        (["--fair-client-weights", '{"gold": 1e-300}'], {}, "weight of client 'gold'"),
+        (["--fair-client-weights", '{"Jos\u00e9": 2}'], {}, "is known here by the name 'Jos%C3%A9'"),
+        (["--fair-cost", "cheap"], {}, "unknown cost 'cheap'; there are linear, profiled"),
+        (["--fair-cost", "tiered"], {}, "cost tiered: needs threshold"),
+        (["--fair-cost", "flops:/no/config.json"], {}, "cost flops: cannot read /no/config.json"),
+        (["--fair-cost", "profiled", "--fair-extend-weight", "1"], {}, "belong to the cost linear"),
+        (["--fair-cost", "linear:1,2", "--fair-output-weight", "2"], {}, "belong to the cost linear"),
+        (["--fair-output-weight", "2"], {"SGLANG_FAIR_COST": "quadratic"}, "not to 'quadratic'"),
         (["--schedule-policy", "dlpm", "--enable-priority-scheduling"], {}, "cannot be combined"),
         ([], {"SGLANG_FAIR_POLICY": "fairest"}, "SGLANG_FAIR_POLICY=fairest is unknown"),
     ],
@@ -70,6 +99,56 @@ def test_arguments_reach_the_processes_that_sglang_starts() -> None:
     assert settings.cost(1, 1) == 3 + 2
     assert settings.client_weights == {"gold": 2}
     assert settings.identity == ("x-team", "user")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "cost"),
+    [
+        ([], {}, Linear()),
+        (["--fair-cost", "linear"], {}, Linear()),
+        (["--fair-cost", "linear", "--fair-output-weight", "4"], {}, Linear(1, 4)),
+        (["--fair-cost", "linear:3,4"], {}, Linear(3, 4)),
+        (["--fair-extend-weight", "3"], {"SGLANG_FAIR_COST": ""}, Linear(3, 2)),
+        ([], {"SGLANG_FAIR_COST": "profiled"}, Profiled()),
+        (["--fair-cost", "quadratic:d=500"], {"SGLANG_FAIR_COST": "profiled"}, Quadratic(500)),
+        (["--fair-cost", "tiered:4096,factor=3"], {}, Tiered(4096, 3)),
+    ],
+)
+def test_the_cost_reaches_the_processes_that_sglang_starts(
+    arguments: list[str], environ: dict[str, str], cost: Cost
+) -> None:
+    adopt(arguments, environ)
+    assert config.read(environ).cost == cost
+
+
+def test_a_child_does_not_read_the_models_configuration_again(tmp_path: Path) -> None:
+    shape = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 3}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "llama", **shape}))
+    environ: dict[str, str] = {}
+    adopt(["--fair-cost", f"flops:{file}"], environ)
+    file.unlink()
+    assert config.read(environ).cost == Flops(3 * (4 * 8 * 8 + 3 * 8 * 16), 3, 8)
+
+
+class TestWeightsAtRunTime:
+    def test_they_replace_those_of_the_same_clients(self) -> None:
+        settings = config.Config(client_weights={"gold": 2.0, "silver": 1.5})
+        assert settings.with_weights({"gold": 3}).client_weights == {"gold": 3.0, "silver": 1.5}
+        assert config.Config().with_weights({"new": 1}).client_weights == {"new": 1.0}
+
+    def test_a_request_is_read(self) -> None:
+        assert config.requested_weights({"client_weights": {"gold": 2, "key:1f": 0.5}}) == {
+            "gold": 2.0,
+            "key:1f": 0.5,
+        }
+        assert config.requested_weights({"client_weights": {"a" * 128: 1}})
+
+    @pytest.mark.parametrize(("body", "said"), BAD_REQUESTS)
+    def test_a_bad_request_is_refused_in_one_line(self, body: object, said: str) -> None:
+        with pytest.raises(ValueError, match=r"^[^\n]*$") as refusal:
+            config.requested_weights(body)
+        assert said in str(refusal.value)
 
 
 def test_every_policy_can_be_named_without_hiding_sglangs_own() -> None:

@@ -20,13 +20,16 @@ from sglang_fair.core.policy import Job, Policy, Weights
 from sglang_fair.core.queue import FairQueue
 from tests.engine_model import Case, Load, Replica, Traffic, cases, run
 
-CONFORMANCE = settings(max_examples=30, deadline=None, derandomize=True)
+CONFORMANCE = settings(max_examples=25, deadline=None, derandomize=True)
+ON_THE_ENGINE = settings(CONFORMANCE, max_examples=15)
 every_policy = pytest.mark.parametrize("name", sorted(POLICIES))
+UNBOUNDED = ("fcfs", "lpm", "lcf", "vtc-predict", "vtc-noisy")
+"""Policies that guarantee no limit of the difference between two clients."""
 seeds = st.integers(0, 2**32)
 
 
 def make(name: str, quantum: float = 20) -> Policy:
-    return make_policy(name, quantum=quantum, weights=Weights({"b": 2.0}))
+    return make_policy(name, quantum=quantum, weights=Weights({"b": 2.0}), remembered_clients=2)
 
 
 class Script:
@@ -250,12 +253,12 @@ def test_a_longer_prefix_changes_the_order_only_where_locality_counts(name):
     assert script.pick() is first
     second.prefix_tokens = 8
     script.policy.rematch(second)
-    assert script.pick() is (second if name in ("lpm", "dlpm") else first)
+    assert script.pick() is (second if "lpm" in name else first)
 
 
 @every_policy
 def test_who_is_gone_is_forgotten(name):
-    """Ten thousand clients with one request each leave no more behind than a hundred."""
+    """Three thousand clients with one request each leave no more behind than a hundred."""
 
     def pickled_after(clients: int) -> int:
         queue = FairQueue(make(name, quantum=50))
@@ -271,7 +274,7 @@ def test_who_is_gone_is_forgotten(name):
         queue.ledger._accounts.clear()  # bounded by its own limit
         return len(pickle.dumps(queue))
 
-    assert pickled_after(10_000) <= pickled_after(100) + 500
+    assert pickled_after(3000) <= pickled_after(100) + 500
 
 
 @every_policy
@@ -292,7 +295,7 @@ def test_who_aborts_while_waiting_is_forgotten(name):
 
 
 @every_policy
-@CONFORMANCE
+@ON_THE_ENGINE
 @given(case=cases())
 def test_every_request_ends_and_every_token_is_in_the_books(name, case):
     """On the engine model, to the end: nothing is lost, invented, or charged twice."""
@@ -328,7 +331,7 @@ def test_every_request_ends_and_every_token_is_in_the_books(name, case):
 
 
 @every_policy
-@CONFORMANCE
+@ON_THE_ENGINE
 @given(case=cases())
 def test_the_same_case_runs_the_same(name, case):
     one, other = (run(replace(case, steps=30), make(name)) for _ in range(2))
@@ -382,7 +385,7 @@ def test_counters_and_bound_can_be_shown(name):
     assert json.loads(json.dumps(dict(script.policy.counters()))) == script.policy.counters()
     small, large = script.policy.bound(10, 20), script.policy.bound(100, 20)
     assert (small is None and large is None) or 0 < small < large
-    assert (small is None) == (name in ("fcfs", "lpm"))
+    assert (small is None) == (name in UNBOUNDED)
 
 
 def test_the_registry_is_by_name():
@@ -391,7 +394,7 @@ def test_the_registry_is_by_name():
 
 
 def test_bad_parameters_are_refused():
-    with pytest.raises(ValueError, match="unknown policy 'fair'; there are dlpm, fcfs, lpm, vtc"):
+    with pytest.raises(ValueError, match=r"unknown policy 'fair'; there are dlpm, .*fcfs, .*lpm, .*vtc"):
         make_policy("fair")
     with pytest.raises(ValueError, match="quantum"):
         make_policy("dlpm", quantum=0)

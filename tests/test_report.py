@@ -18,11 +18,11 @@ from rich.console import Console
 
 from workloads import report
 from workloads.clients import Scale
-from workloads.compare import case_of as compare_case
-from workloads.compare import json_line, parse
-from workloads.compare import main as compare_main
-from workloads.compare_cluster import Cluster, ClusterError, SpawnCluster, verify
-from workloads.compare_runs import SCHEDULERS, Case, order
+from workloads.compare.cluster import Cluster, ClusterError, SpawnCluster, verify
+from workloads.compare.command import case_of as compare_case
+from workloads.compare.command import json_line, parse
+from workloads.compare.command import main as compare_main
+from workloads.compare.runs import SCHEDULERS, Case, order
 from workloads.measures import Percentile, summarize
 from workloads.records import (
     End,

@@ -18,15 +18,16 @@ from rich.text import Text
 
 from workloads import wire
 from workloads.clients import SCENARIOS, Scale, Texts
-from workloads.compare import FILE_COLUMNS, codec_of
-from workloads.compare_runs import SMALL, machine, progress_line, versions
+from workloads.compare.command import FILE_COLUMNS, codec_of
+from workloads.compare.runs import SMALL, machine, progress_line, versions
 from workloads.datasets import read_articles, read_questions
 from workloads.driver import Driver, Endpoint, Plan
 from workloads.measures import summarize
+from workloads.medians import rows
 from workloads.programs import TextCodec
 from workloads.programs.prose import Articles, WordProblems
 from workloads.records import Manifest, Records
-from workloads.report import client_table, comparison_table, rows
+from workloads.report import client_table, comparison_table
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

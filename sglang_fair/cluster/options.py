@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from sglang_fair.core import POLICIES, make_policy
-from sglang_fair.core.cost import Linear
+from sglang_fair.core.cost import Cost, make_cost
 from sglang_fair.core.policy import Weights
 
 Device = Literal["cpu", "cuda"]
@@ -49,8 +49,10 @@ class Options:
     quantum: float = 2000.0
     worker_quantum: float | None = None
     """None: the router's own default."""
-    extend_weight: float = 1.0
-    output_weight: float = 2.0
+    cost: str = "linear"
+    extend_weight: float | None = None
+    """With the linear cost; None: its default."""
+    output_weight: float | None = None
     client_weights: Mapping[str, float] = field(default_factory=dict)
     gateway_workers: int = 1
     """Processes of the gateway."""
@@ -59,6 +61,10 @@ class Options:
     """Longest wait for one process to become ready; None: reckoned from the machine and the model."""
     extra: tuple[str, ...] = ()
     """Arguments for every replica's SGLang server."""
+
+    def service_cost(self) -> Cost:
+        """What service costs in the replicas; raises ValueError."""
+        return make_cost(self.cost, self.extend_weight, self.output_weight)
 
 
 def parse_client_weights(text: str) -> dict[str, float]:
@@ -98,7 +104,7 @@ def check(options: Options, placements: Collection[str]) -> None:
         if number is not None and not number > 0:
             raise ConfigError(f"{option} must be above 0, not {number}")
     try:
-        Linear(options.extend_weight, options.output_weight)
+        options.service_cost()
         make_policy("dlpm", quantum=options.quantum, weights=Weights(options.client_weights))
     except ValueError as error:
         raise ConfigError(str(error)) from None

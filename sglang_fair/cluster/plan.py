@@ -10,6 +10,7 @@ from typing import Literal
 
 from sglang_fair.cluster.options import ConfigError, Device, Options, gpus_per_replica, page_tokens
 from sglang_fair.cluster.ports import Ports
+from sglang_fair.core.cost import Cost, Linear, describe
 
 Role = Literal["replica", "router", "gateway"]
 
@@ -236,8 +237,7 @@ def _replica(
         "--kv-port", str(kv_port),
         "--policy", options.policy,
         "--quantum", str(options.quantum),
-        "--extend-weight", str(options.extend_weight),
-        "--output-weight", str(options.output_weight),
+        *_cost_arguments(options.service_cost()),
         "--client-weights", json.dumps(dict(options.client_weights)),
         "--", "--log-level", options.log_level, *options.extra,
     ]  # fmt: skip
@@ -256,13 +256,22 @@ def _replica(
     )
 
 
+def _cost_arguments(cost: Cost) -> tuple[str, ...]:
+    """A linear cost's weights stay apart, so that they win over the ones in the environment."""
+    if isinstance(cost, Linear):
+        weights = ("--extend-weight", str(cost.extend_weight), "--output-weight", str(cost.output_weight))
+        return ("--cost", Linear.name, *weights)
+    return ("--cost", describe(cost))
+
+
 def _router(options: Options, machine: Machine, router: str, workers: tuple[Worker, ...]) -> Process:
+    cost = options.service_cost()  # of which the router knows the linear part
     argv = [
         machine.python, "-m", "router",
         "--bind", router,
         "--placement", options.placement,
-        "--extend-weight", str(options.extend_weight),
-        "--output-weight", str(options.output_weight),
+        "--extend-weight", str(cost.extend_weight),
+        "--output-weight", str(cost.output_weight),
         "--page-size", str(page_tokens(options.extra)),
         "--log-level", options.log_level,
     ]  # fmt: skip

@@ -8,12 +8,18 @@ from dataclasses import fields
 from typing import Any
 
 from sglang_fair.core.dlpm import Dlpm
+from sglang_fair.core.drr import Drr
 from sglang_fair.core.fcfs import Fcfs
+from sglang_fair.core.lcf import Lcf
 from sglang_fair.core.lpm import Lpm
 from sglang_fair.core.policy import Policy
+from sglang_fair.core.predicted import DlpmPredict, VtcNoisy, VtcOracle, VtcPredict
 from sglang_fair.core.vtc import Vtc
 
-POLICIES: Mapping[str, type[Policy]] = {policy.name: policy for policy in (Fcfs, Lpm, Vtc, Dlpm)}
+POLICIES: Mapping[str, type[Policy]] = {
+    policy.name: policy
+    for policy in (Fcfs, Lpm, Lcf, Vtc, VtcPredict, VtcOracle, VtcNoisy, Drr, Dlpm, DlpmPredict)
+}
 
 
 def make_policy(name: str, **parameters: Any) -> Policy:

@@ -1,5 +1,6 @@
 """Waiting jobs sorted into one queue per client: what every policy that counts per client is built on."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,20 +11,47 @@ from sglang_fair.core.policy import Job
 
 @dataclass(slots=True)
 class ClientQueue:
-    """One client's waiting jobs. `ready` are in order; `held` are passed over until `release`."""
+    """One client's waiting jobs. `ready` are in order; `held` are passed over until `release`.
+
+    `numbers` holds them in order of arrival, numbered by it; only kept where overtaking is limited.
+    """
 
     ready: LazyHeap[Job] = field(default_factory=LazyHeap)
     held: dict[Job, None] = field(default_factory=dict)
+    numbers: OrderedDict[Job, int] = field(default_factory=OrderedDict)
+    arrivals: int = 0
+
+    def arrive(self, job: Job) -> None:
+        if job not in self.numbers:
+            self.arrivals += 1
+            self.numbers[job] = self.arrivals
+
+    def overdue(self, patience: int) -> Job | None:
+        """The oldest job, if `patience` later ones have gone before it.
+
+        Of all later ones some wait and the rest have gone, so there is nothing to count. A younger job has
+        been overtaken by no more than an older one, so it is enough to look at the oldest.
+        """
+        oldest = next(iter(self.numbers), None)
+        if oldest is None:
+            return None
+        later = self.arrivals - self.numbers[oldest]
+        overtaken = later - (len(self.numbers) - 1)
+        return oldest if overtaken >= patience and oldest not in self.held else None
 
     def __len__(self) -> int:
         return len(self.ready) + len(self.held)
 
 
 class ClientQueues:
-    """Each operation costs O(log of one client's queue). Clients without a waiting job are not kept."""
+    """Each operation costs O(log of one client's queue). Clients without a waiting job are not kept.
 
-    def __init__(self, key: Callable[[Job], Any]) -> None:
+    With `patience`, a job that so many later ones of its client have overtaken is its client's first.
+    """
+
+    def __init__(self, key: Callable[[Job], Any], patience: int | None = None) -> None:
         self._key = key
+        self._patience = patience
         self._queues: dict[str, ClientQueue] = {}
         self._with_held: dict[str, None] = {}
 
@@ -32,6 +60,8 @@ class ClientQueues:
         queue = self._queues.get(job.client)
         if queue is None:
             queue = self._queues[job.client] = ClientQueue()
+        if self._patience is not None:
+            queue.arrive(job)
         if job not in queue.held:
             queue.ready.put(job, self._key(job))
 
@@ -39,6 +69,7 @@ class ClientQueues:
         queue = self._queues[job.client]
         queue.ready.discard(job)
         queue.held.pop(job, None)
+        queue.numbers.pop(job, None)
         if not queue.held:
             self._with_held.pop(job.client, None)
         if not len(queue):
@@ -64,7 +95,10 @@ class ClientQueues:
     def head(self, client: str) -> Job | None:
         """The client's first job that is not held."""
         queue = self._queues.get(client)
-        return queue.ready.first() if queue is not None else None
+        if queue is None:
+            return None
+        overdue = queue.overdue(self._patience) if self._patience is not None else None
+        return overdue or queue.ready.first()
 
     def held_clients(self) -> Iterable[str]:
         """Clients with at least one held job."""

@@ -5,14 +5,37 @@ that it found in the cache, and `output_tokens`. It is zero before anything was 
 every token. It is charged incrementally, as the difference that the new tokens make, so a request's charges
 sum to the function of what it received, however the work was cut into chunks and steps (VTC §4.2).
 Fairness is relative to the function: equal service under one is unequal under another.
+
+    linear      w_e·extend + w_q·output                                          DLPM §3, VTC §3.2
+    profiled    2.1 n_p + n_q + 0.04 n_p n_q + 0.032 n_q² + 11.46                VTC, appendix B.2
+    quadratic   w_i (n_p + n_p²/d) + w_o (n_q + n_q (n_q + 1)/(2d))              generalised costs
+    tiered      linear, times a factor once the prompt is longer than a threshold
+    flops       2·parameters + 4·layers·hidden·position for each token           VTC §4.2 names it
+
+Where a term depends on position, cached tokens are free themselves and still lie before the computed ones:
+attention reads them. So a prompt costs the difference between the whole of it and its cached part, and the
+context of an output token is the whole prompt. A service unit means another amount of work in each function;
+quanta are to be scaled along.
 """
 
-from dataclasses import dataclass
-from typing import Protocol
+import json
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from math import isfinite
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
 
 
 class Cost(Protocol):
     """Units of one request's service."""
+
+    @property
+    def extend_weight(self) -> float:
+        """The price of one input token where nothing else was computed; for those who reckon linearly."""
+
+    @property
+    def output_weight(self) -> float:
+        """Likewise of one output token."""
 
     def __call__(self, extend_tokens: int, output_tokens: int, cached_tokens: int = 0) -> float:
         """Zero for (0, 0), whatever is cached; non-decreasing in extend and output tokens."""
@@ -20,25 +43,286 @@ class Cost(Protocol):
     def dearest(self, input_tokens: int, output_tokens: int, owed_tokens: int) -> tuple[float, float]:
         """For the theorems' U: most units that one prompt of up to `input_tokens` can cost, and most that
         `owed_tokens` of output can cost when no prompt is longer than that and no output longer than
-        `output_tokens` (VTC §4.2: the two parts of U for a general function)."""
+        `output_tokens` (VTC §4.2: the two parts of U for a general function).
+
+        A prompt's length counts its cached part. The owed tokens may be the last of their requests, so
+        each is reckoned at the dearest price, that of token number `output_tokens`.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
     """w_e · extend + w_q · output (DLPM §3, VTC §3.2). The papers' prices, 1 and 2, are the default."""
 
+    name: ClassVar[str] = "linear"
     extend_weight: float = 1.0
     output_weight: float = 2.0
 
     def __post_init__(self) -> None:
-        for name, value in (("extend weight", self.extend_weight), ("output weight", self.output_weight)):
-            if not 0 <= value < float("inf"):
-                raise ValueError(f"{name} must be a finite number, at least 0, not {value!r}")
-        if self.extend_weight == 0 == self.output_weight:
-            raise ValueError("extend weight and output weight cannot both be 0: nothing would be charged")
+        _check_weights(self.extend_weight, self.output_weight)
 
     def __call__(self, extend_tokens: int, output_tokens: int, cached_tokens: int = 0) -> float:
         return self.extend_weight * extend_tokens + self.output_weight * output_tokens
 
     def dearest(self, input_tokens: int, output_tokens: int, owed_tokens: int) -> tuple[float, float]:
+        """w_e·L and w_q·M."""
         return self.extend_weight * input_tokens, self.output_weight * owed_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Profiled:
+    """2.1 n_p + n_q + 0.04 n_p n_q + 0.032 n_q² + 11.46: step times of Llama-2-7b on an A10G, fitted over
+    full batches and divided by the batch size (VTC, appendix B.2).
+
+    Here 2.1 is charged for extend tokens, and n_p in the cross term is the whole prompt, cached part and
+    all. The constant is charged once, with the first token, so that what was never computed is free.
+    """
+
+    name: ClassVar[str] = "profiled"
+    extend_weight: ClassVar[float] = 2.1
+    output_weight: ClassVar[float] = 1.0
+    CROSS: ClassVar[float] = 0.04
+    SQUARE: ClassVar[float] = 0.032
+    CONSTANT: ClassVar[float] = 11.46
+
+    def __call__(self, extend_tokens: int, output_tokens: int, cached_tokens: int = 0) -> float:
+        if extend_tokens == output_tokens == 0:
+            return 0.0
+        slope = 1.0 + self.CROSS * (cached_tokens + extend_tokens) + self.SQUARE * output_tokens
+        return self.CONSTANT + self.extend_weight * extend_tokens + slope * output_tokens
+
+    def dearest(self, input_tokens: int, output_tokens: int, owed_tokens: int) -> tuple[float, float]:
+        """2.1 L + 11.46 and M (1 + 0.04 L + 0.032 (2 L_out - 1))."""
+        price = 1.0 + self.CROSS * input_tokens + self.SQUARE * max(0, 2 * output_tokens - 1)
+        return self.CONSTANT + self.extend_weight * input_tokens, price * owed_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Quadratic:
+    """w_i [g(n_p) - g(cached)] + w_o (n_q + n_q (n_q + 1)/(2d)), g(x) = x + x²/d.
+
+    The price of a token grows with its position: output token k costs w_o (1 + k/d), and at d tokens an
+    output token costs twice the first one. The papers' closed form prints the input length in the last term;
+    the sum of the per-token prices has the output length, which is what is charged. `context` adds
+    w_o n_p n_q/d: each output token then pays for the prompt that it attends to.
+    """
+
+    name: ClassVar[str] = "quadratic"
+    d: float = 1000.0
+    extend_weight: float = 1.0
+    output_weight: float = 2.0
+    context: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.d >= 1:
+            raise ValueError(f"d must be at least 1 token, not {self.d!r}")
+        _check_weights(self.extend_weight, self.output_weight)
+
+    def __call__(self, extend_tokens: int, output_tokens: int, cached_tokens: int = 0) -> float:
+        prompt_tokens = cached_tokens + extend_tokens
+        extend = extend_tokens * (1.0 + (prompt_tokens + cached_tokens) / self.d)
+        before = (output_tokens + 1) / 2 + (prompt_tokens if self.context else 0)
+        return self.extend_weight * extend + self.output_weight * output_tokens * (1.0 + before / self.d)
+
+    def dearest(self, input_tokens: int, output_tokens: int, owed_tokens: int) -> tuple[float, float]:
+        """w_i L (1 + L/d) and w_o M (1 + L_out/d), with `context` w_o M (1 + (L + L_out)/d)."""
+        before = output_tokens + (input_tokens if self.context else 0)
+        return (
+            self.extend_weight * input_tokens * (1.0 + input_tokens / self.d),
+            self.output_weight * owed_tokens * (1.0 + before / self.d),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Tiered:
+    """m (w_e·extend + w_q·output), m = `factor` if cached + extend is above `threshold` tokens, else 1:
+    the price list of an API with a dearer tier for long prompts.
+
+    The tier is that of the prompt computed so far. The chunk that crosses the threshold raises the price of
+    the request's earlier chunks too, and pays the difference; from the last chunk on the sum is the price
+    of the whole prompt's tier.
+    """
+
+    name: ClassVar[str] = "tiered"
+    threshold: float
+    factor: float = 2.0
+    extend_weight: float = 1.0
+    output_weight: float = 2.0
+
+    def __post_init__(self) -> None:
+        if not self.threshold >= 0:
+            raise ValueError(f"threshold must be a number of tokens, at least 0, not {self.threshold!r}")
+        if not 1 <= self.factor < float("inf"):
+            raise ValueError(f"factor must be a finite number, at least 1, not {self.factor!r}")
+        _check_weights(self.extend_weight, self.output_weight)
+
+    def __call__(self, extend_tokens: int, output_tokens: int, cached_tokens: int = 0) -> float:
+        units = self.extend_weight * extend_tokens + self.output_weight * output_tokens
+        return self.factor * units if cached_tokens + extend_tokens > self.threshold else units
+
+    def dearest(self, input_tokens: int, output_tokens: int, owed_tokens: int) -> tuple[float, float]:
+        """m w_e·L and m w_q·M with the m of the longest prompt."""
+        factor = self.factor if input_tokens > self.threshold else 1.0
+        return factor * self.extend_weight * input_tokens, factor * self.output_weight * owed_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Flops:
+    """Floating-point operations of the forward pass: 2·parameters + 4·layers·hidden·t for the token at
+    position t (t earlier tokens to attend to; Hoffmann et al. 2022, appendix F), in units of the token at
+    position 0.
+
+    `parameters` are those that every token is multiplied with: neither embedding nor output head. `hidden`
+    is the width of attention, heads times head size. Input and output tokens cost the same at the same
+    position; the last output token is charged although no step consumes it.
+    """
+
+    name: ClassVar[str] = "flops"
+    extend_weight: ClassVar[float] = 1.0
+    output_weight: ClassVar[float] = 1.0
+    parameters: int
+    layers: int
+    hidden: int
+
+    def __post_init__(self) -> None:
+        for name in ("parameters", "layers", "hidden"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)!r}")
+
+    @classmethod
+    def of_config(cls, config: Mapping[str, Any]) -> "Flops":
+        """From a Hugging Face config.json of a dense decoder with grouped-query attention and a gated MLP."""
+        if config.get("model_type") not in LLAMA_LIKE:
+            raise ValueError(
+                f"model_type {config.get('model_type')!r} is not counted; there are {', '.join(LLAMA_LIKE)}"
+            )
+        layers = _size(config, "num_hidden_layers")
+        width = _size(config, "hidden_size")
+        heads = _size(config, "num_attention_heads")
+        kv_heads = _size(config, "num_key_value_heads", heads)
+        head = _size(config, "head_dim", width // heads)
+        attention = 2 * width * (heads + kv_heads) * head
+        return cls(
+            layers * (attention + 3 * width * _size(config, "intermediate_size")), layers, heads * head
+        )
+
+    def __call__(self, extend_tokens: int, output_tokens: int, cached_tokens: int = 0) -> float:
+        tokens = extend_tokens + output_tokens
+        positions = tokens * cached_tokens + tokens * (tokens - 1) // 2
+        return tokens + self._slope() * positions
+
+    def dearest(self, input_tokens: int, output_tokens: int, owed_tokens: int) -> tuple[float, float]:
+        """L + s L (L - 1)/2 and M (1 + s (L + L_out - 1)), s = 2·layers·hidden/parameters."""
+        last = max(0, input_tokens + output_tokens - 1)
+        return self(input_tokens, 0), owed_tokens * (1.0 + self._slope() * last)
+
+    def _slope(self) -> float:
+        """Units that one more token to attend to adds to a token."""
+        return 2 * self.layers * self.hidden / self.parameters
+
+
+LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "granite", "smollm3")
+"""model_type of the models whose weights `Flops.of_config` counts."""
+
+COSTS: Mapping[str, type[Linear | Profiled | Quadratic | Tiered | Flops]] = {
+    cost.name: cost for cost in (Linear, Profiled, Quadratic, Tiered, Flops)
+}
+"""The registry: a new cost is a class with a name, and one entry here."""
+
+
+def make_cost(text: str, extend_weight: float | None = None, output_weight: float | None = None) -> Cost:
+    """The cost that `text` names: `linear`, `linear:1,2`, `quadratic:d=500,context=true`,
+    `tiered:threshold=4096`, `flops:/path/to/config.json`.
+
+    Behind the name come its class's fields, in their order or by name (those of `flops` by name, to tell
+    them from a file). The two weights are for callers that
+    have them apart, and belong to a plain `linear`. Raises ValueError with one line.
+    """
+    text = text.strip()
+    if extend_weight is not None or output_weight is not None:
+        if text != Linear.name:
+            raise ValueError(f"extend weight and output weight belong to the cost linear, not to {text!r}")
+        return Linear(
+            Linear().extend_weight if extend_weight is None else extend_weight,
+            Linear().output_weight if output_weight is None else output_weight,
+        )
+    name, _, written = text.partition(":")
+    kind = COSTS.get(name)
+    if kind is None:
+        raise ValueError(f"unknown cost {name!r}; there are {', '.join(COSTS)}")
+    try:
+        if kind is Flops and written and "=" not in written.partition("/")[0]:
+            return Flops.of_config(_read_config(written))
+        return kind(**_parameters(kind, written))
+    except ValueError as error:
+        raise ValueError(f"cost {name}: {error}") from None
+
+
+def describe(cost: Cost) -> str:
+    """The text from which `make_cost` makes this cost again, all its parameters spelled out."""
+    kind: Any = type(cost)
+    written = ",".join(f"{field.name}={getattr(cost, field.name)!r}" for field in fields(kind))
+    return f"{kind.name}:{written}" if written else str(kind.name)
+
+
+def _parameters(kind: Any, written: str) -> dict[str, Any]:
+    """Values of a cost's fields from `1,2` or `d=500,context=true`."""
+    known = {field.name: field for field in fields(kind)}
+    found: dict[str, Any] = {}
+    for position, word in enumerate(written.split(",") if written else ()):
+        name, equals, value = (part.strip() for part in word.partition("="))
+        if not equals:
+            name, value = [*known, *[""] * (position + 1)][position], name
+        if name not in known:
+            has = f"there are {', '.join(known)}" if known else "it has none"
+            raise ValueError(f"unknown parameter {word.strip()!r}; {has}")
+        if name in found:
+            raise ValueError(f"{name} is given twice")
+        found[name] = _value(name, value, known[name].type)
+    missing = [n for n, field in known.items() if field.default is MISSING and n not in found]
+    if missing:
+        raise ValueError(f"needs {', '.join(missing)}")
+    return found
+
+
+def _value(name: str, text: str, kind: Any) -> Any:
+    if kind is bool:
+        if text.lower() not in ("true", "false"):
+            raise ValueError(f"{name} must be true or false, not {text!r}")
+        return text.lower() == "true"
+    try:
+        return kind(text)
+    except ValueError:
+        number = "a whole number" if kind is int else "a number"
+        raise ValueError(f"{name} must be {number}, not {text!r}") from None
+
+
+def _read_config(path: str) -> Mapping[str, Any]:
+    """A model's config.json. The only file that the core reads, and only while a cost is made."""
+    try:
+        config = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror or error}") from None
+    except ValueError as error:  # not JSON, not text, or no path
+        raise ValueError(f"{path!r} is not a JSON file: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} does not hold a model's configuration")
+    return config
+
+
+def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = config.get(key)
+    value = default if value is None else value
+    if value is None:
+        raise ValueError(f"the model's configuration lacks {key}")
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{key} must be a whole number from 1, not {value!r}")
+    return value
+
+
+def _check_weights(extend_weight: float, output_weight: float) -> None:
+    for name, value in (("extend weight", extend_weight), ("output weight", output_weight)):
+        if not (isfinite(value) and value >= 0):
+            raise ValueError(f"{name} must be a finite number, at least 0, not {value!r}")
+    if extend_weight == 0 == output_weight:
+        raise ValueError("extend weight and output weight cannot both be 0: nothing would be charged")

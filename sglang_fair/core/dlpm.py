@@ -12,8 +12,10 @@ algorithm for any number of rounds at once, in O(log clients).
 
 Unit of fairness: service units (extend and output tokens by the cost function). Two clients that both
 have requests waiting never differ by more than 2·(U + Q^u), U = w_e·L_input + w_q·M (Theorem 4.1), in
-every interval. Trade-offs: a larger Q^u keeps longer runs on one prefix and loosens the bound; within one
-client the order is LPM, so its own cold prefix can wait behind its hot one.
+every interval. Knobs: the quantum, the weights, `patience`. Trade-offs: a larger Q^u keeps longer runs on one
+prefix and loosens the bound; within one client the order is LPM, but no request is overtaken by more than
+`patience` later ones of its client: a small number costs hits where a client's queue is deep. Known leaks: a
+client that is gone loses its credit; the first client to need a prefix that others share pays for it.
 """
 
 from collections.abc import Mapping
@@ -25,14 +27,20 @@ from sglang_fair.core.clients import ClientQueues
 from sglang_fair.core.heap import LazyHeap
 from sglang_fair.core.lpm import longest_prefix
 from sglang_fair.core.policy import Job, Weights
+from sglang_fair.core.predictor import Predictor
 
 
 @dataclass(slots=True)
 class Deficit:
-    """One client's counter: `units` as of round `settled`."""
+    """One client's counter: `units` as of round `settled`.
+
+    `refund` is what is left of charges ahead that were given back when the counter stood at its limit, one
+    quantum. The next charges are paid from it first, so it is neither lost nor spent faster than credit.
+    """
 
     units: float
     settled: int
+    refund: float = 0.0
 
 
 @dataclass
@@ -40,12 +48,16 @@ class Dlpm:
     """Longest prefix first among clients with a positive deficit counter.
 
     `quantum` is Q^u in service units. Weighted clients are charged units / weight, so a client of weight
-    2 gets twice the service per quantum. Raises ValueError unless the quantum is positive.
+    2 gets twice the service per quantum. A request that `patience` later ones of its own client have gone
+    before is its client's first; that moves its client back in the order of those with a positive counter, and
+    changes nothing for the others' counters. Raises ValueError unless both are positive.
     """
 
     name: ClassVar[str] = "dlpm"
     quantum: float = 2000.0
     weights: Weights = field(default_factory=Weights)
+    patience: int = 128
+    predictor: Predictor | None = None
 
     refills: int = field(default=0, init=False)
     """Times that no waiting client could be admitted, so that rounds had to pass."""
@@ -59,7 +71,9 @@ class Dlpm:
     def __post_init__(self) -> None:
         if not 0 < self.quantum < float("inf"):
             raise ValueError(f"quantum must be a positive number of service units, not {self.quantum!r}")
-        self._queues = ClientQueues(longest_prefix)
+        if self.patience < 1:
+            raise ValueError(f"patience must be at least one overtaking request, not {self.patience!r}")
+        self._queues = ClientQueues(longest_prefix, self.patience)
 
     def arrive(self, job: Job) -> None:
         """A client seen for the first time starts at 0: it is served from the next refill on."""
@@ -100,12 +114,14 @@ class Dlpm:
 
     def charge(self, client: str, units: float) -> None:
         account = self._account(client)
-        account.units = self._units(account) - units / self.weights.of(client)
+        units = self._units(account) + account.refund - units / self.weights.of(client)
+        account.units = min(units, self.quantum)
+        account.refund = units - account.units
         account.settled = self._round
         self._seat(client)
 
     def idle(self, client: str) -> None:
-        """Forgotten once it owes nothing: that drops credit, at most Q^u, and never a debt."""
+        """Forgotten once it owes nothing: that drops credit, at most Q^u and refunds, and never a debt."""
         if client in self._deficits and client not in self._queues:
             account = self._deficits[client]
             rounds = ceil(max(0.0, -account.units) / self.quantum)
@@ -123,8 +139,9 @@ class Dlpm:
         return {client: self._units(account) for client, account in self._deficits.items()}
 
     def bound(self, input_units: float, output_units: float) -> float | None:
-        """2·(U + Q^u) / min weight (Theorem 4.1)."""
-        return 2 * (input_units + output_units + self.quantum) / self.weights.smallest()
+        """2·(U + Q^u) / min weight (Theorem 4.1); U + Q^u + w_q·M with a predictor, whatever it says."""
+        charged_ahead = 0 if self.predictor is None else output_units
+        return 2 * (input_units + output_units + charged_ahead + self.quantum) / self.weights.smallest()
 
     def _account(self, client: str) -> Deficit:
         account = self._deficits.get(client)

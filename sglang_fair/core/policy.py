@@ -7,7 +7,10 @@ stops. So one policy object runs in SGLang's scheduler, in a simulator and in a 
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+if TYPE_CHECKING:
+    from sglang_fair.core.predictor import Predictor
 
 
 @dataclass(slots=True, eq=False)
@@ -28,6 +31,8 @@ class Job:
     block: Hashable | None = None
     system: bool = False
     """The server's own work (health probe, warm-up): charged to the system account, never held back."""
+    expected_output_tokens: int | None = None
+    """The output that whoever sent it announced; None: nobody did."""
 
     # What the engine did for it so far.
     extend_tokens: int = 0
@@ -35,6 +40,8 @@ class Job:
     output_tokens: int = 0
     unasked_tokens: int = 0
     """Output past its limit: not its client's."""
+    predicted_tokens: int = 0
+    """Output that the policy was charged for at admission, made or not."""
     retractions: int = 0
     repeating: bool = field(default=False)
     """Recomputes after a retraction; its extend tokens go to the system account."""
@@ -55,6 +62,10 @@ class Policy(Protocol):
 
     name: ClassVar[str]
 
+    @property
+    def predictor(self) -> "Predictor | None":
+        """Who predicts the outputs that are charged ahead, at admission. None: charged as they are made."""
+
     def arrive(self, job: Job) -> None:
         """`job` joined the queue."""
 
@@ -74,7 +85,10 @@ class Policy(Protocol):
         """A new pass begins: held jobs may be picked again."""
 
     def charge(self, client: str, units: float) -> None:
-        """`client` received `units` of service (the cost function's units)."""
+        """`client` received `units` of service (the cost function's units).
+
+        Negative: what was charged ahead was not used. Over a request's life the charges sum to its cost.
+        """
 
     def idle(self, client: str) -> None:
         """`client` has no request here any more, neither waiting nor running."""

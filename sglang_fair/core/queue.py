@@ -7,13 +7,13 @@
       it does not         ── (stop) or hold
     a later chunk         ── extend ──►  charge                    ── charge
     tokens came out       ── emit ────►  charge                    ── charge
-    it ended              ── finish
+    it ended              ── finish ──►  refund what was only predicted
     memory ran out        ── retract ─►  waits again, first in line
 
-What a policy need not know is here: the cost function, the ledger, retracted requests (they go first and
-are never held back by a deficit, and what the server recomputes for them is on the system account), and
-requests whose uncached prefix another one is computing right now (they wait for it: one step later the
-prefix is a cache hit).
+What a policy need not know is here: the cost function, the ledger, how predicted outputs are charged ahead
+(the ledger has only what was really given), retracted requests (they go first and are never held back by a
+deficit, and what the server recomputes for them is on the system account), and requests whose uncached prefix
+another one is computing right now (they wait for it: one step later the prefix is a cache hit).
 """
 
 from collections.abc import Hashable, Iterable, Mapping
@@ -84,13 +84,15 @@ class FairQueue:
         job = self._jobs.get(job_id)
         if job is not None:
             self._stop_waiting(job)
+            if job.repeating:
+                self._settle(job)
             self._forget_if_idle(job)
 
     def rematch(self, job: Job, prefix_tokens: int, block: Hashable | None) -> None:
         """The cached prefix of a waiting request was looked up again."""
         changed = prefix_tokens != job.prefix_tokens
         job.prefix_tokens, job.block = prefix_tokens, block
-        if changed and job not in self._first and not job.repeating:
+        if changed and not (job.system or job.repeating):
             self.policy.rematch(job)
 
     def begin_pass(self) -> None:
@@ -134,6 +136,9 @@ class FairQueue:
             presence.owed_tokens += job.max_output_tokens - job.output_tokens
             self.largest_output_tokens = max(self.largest_output_tokens, job.max_output_tokens)
             self.largest_owed_tokens = max(self.largest_owed_tokens, presence.owed_tokens)
+        predictor, predicted = self.policy.predictor, 0
+        if predictor is not None and not (job.repeating or job.system):
+            predicted = min(job.max_output_tokens, max(0, round(predictor.predict(job))))
         repeated = job.repeating
         job.cached_tokens += 0 if repeated else cached_tokens
         self.ledger.record(
@@ -141,19 +146,11 @@ class FairQueue:
             cached=0 if repeated else cached_tokens,
             requests=0 if repeated else 1,
         )
-        self.extend(job, extend_tokens, job.block)
+        self._compute(job, extend_tokens, job.block, predicted)
 
     def extend(self, job: Job, tokens: int, block: Hashable | None = None) -> None:
         """The engine computes `tokens` more of an admitted prompt; `block` is the first of them."""
-        self._stop_computing(job)
-        if block is not None:
-            job.block = block
-            self._computing.setdefault(block, job)
-        if job.repeating or job.system:
-            self.ledger.record(SYSTEM, extend=tokens)
-            return
-        self._charge(job, extend=tokens)
-        self.largest_input_tokens = max(self.largest_input_tokens, job.extend_tokens)
+        self._compute(job, tokens, block)
 
     def prefilled(self, job: Job) -> None:
         """What the engine was computing of the prompt is in the cache now."""
@@ -176,10 +173,11 @@ class FairQueue:
             self._presence(job.client).owed_tokens -= asked_for
 
     def finish(self, job_id: str) -> None:
-        """A running request ended, by itself or by abort: no refund, no further charge."""
+        """A running request ended, by itself or by abort: no further charge, and no refund of what it got."""
         job = self._running.get(job_id)
         if job is not None:
             self._stop_running(job)
+            self._settle(job)
             self._forget_if_idle(job)
 
     def retract(self, job: Job) -> None:
@@ -260,13 +258,47 @@ class FairQueue:
 
     # ---- inside
 
-    def _charge(self, job: Job, *, extend: int = 0, output: int = 0) -> None:
-        before = self.cost(job.extend_tokens, job.output_tokens, job.cached_tokens)
+    def _compute(self, job: Job, tokens: int, block: Hashable | None, predicted: int = 0) -> None:
+        self._stop_computing(job)
+        if block is not None:
+            job.block = block
+            self._computing.setdefault(block, job)
+        if job.repeating or job.system:
+            self.ledger.record(SYSTEM, extend=tokens)
+            return
+        self._charge(job, extend=tokens, predicted=predicted)
+        self.largest_input_tokens = max(self.largest_input_tokens, job.extend_tokens)
+
+    def _charge(self, job: Job, *, extend: int = 0, output: int = 0, predicted: int = 0) -> None:
+        """Book what it cost; charge the policy that, or what it will have cost after the predicted output."""
+        cost, ahead = self._cost(job), self._ahead(job)
         job.extend_tokens += extend
         job.output_tokens += output
-        units = self.cost(job.extend_tokens, job.output_tokens, job.cached_tokens) - before
-        self.ledger.record(job.client, extend=extend, output=output, service=units)
-        self.policy.charge(job.client, units)
+        job.predicted_tokens += predicted
+        served = self._cost(job) - cost
+        self.ledger.record(job.client, extend=extend, output=output, service=served)
+        self.policy.charge(job.client, served + self._ahead(job) - ahead)
+
+    def _settle(self, job: Job) -> None:
+        """It ended: what was charged ahead and not made is given back, and the predictor learns of it."""
+        predictor = self.policy.predictor
+        if predictor is None or job.system:
+            return
+        unused = self._ahead(job)
+        job.predicted_tokens = 0
+        if unused:
+            self.policy.charge(job.client, -unused)
+        if job.max_output_tokens:
+            predictor.observe(job)
+
+    def _cost(self, job: Job) -> float:
+        return self.cost(job.extend_tokens, job.output_tokens, job.cached_tokens)
+
+    def _ahead(self, job: Job) -> float:
+        """What the predicted output that it has not made yet will cost."""
+        if job.predicted_tokens <= job.output_tokens:
+            return 0.0
+        return self.cost(job.extend_tokens, job.predicted_tokens, job.cached_tokens) - self._cost(job)
 
     def _wait(self, job: Job) -> None:
         presence = self._presence(job.client)

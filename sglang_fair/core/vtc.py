@@ -6,7 +6,9 @@ queue is empty it is lifted to the client that left it last. Nothing is ever low
 
 Unit of fairness: service units (tokens by the cost function), whatever they were spent on. Two clients
 that both have requests waiting never differ by more than 2·max(w_e·L_input, w_q·M) (Theorem 4.4).
-Trade-off: clients are interleaved without regard to the prefix cache, which costs hit rate.
+Knobs: the weights. Trade-off: clients are interleaved without regard to the prefix cache, which costs hit rate.
+Known leak: an output is charged while it is made, so a client can start a pool full of long ones before the
+first is charged (`predicted` charges ahead).
 """
 
 from collections.abc import Mapping
@@ -16,6 +18,7 @@ from typing import ClassVar
 from sglang_fair.core.clients import ClientQueues
 from sglang_fair.core.heap import LazyHeap
 from sglang_fair.core.policy import Job, Weights
+from sglang_fair.core.predictor import Oracle, Predictor
 
 
 def by_arrival(job: Job) -> int:
@@ -28,6 +31,7 @@ class Vtc:
 
     name: ClassVar[str] = "vtc"
     weights: Weights = field(default_factory=Weights)
+    predictor: Predictor | None = None
 
     _counter: dict[str, float] = field(default_factory=dict, init=False, repr=False)
     _queues: ClientQueues = field(init=False, repr=False)
@@ -79,10 +83,7 @@ class Vtc:
             self._idle.put(client, (self._counter[client], client))
         floor = self._floor()
         while (gone := self._idle.first()) is not None and self._counter[gone] <= floor:
-            self._idle.discard(gone)
-            counter = self._counter.pop(gone)
-            if gone == self._left_last:
-                self._left_counter = counter
+            self._forget(gone)
 
     def counters(self) -> Mapping[str, float]:
         return self._counter
@@ -90,8 +91,11 @@ class Vtc:
     def bound(self, input_units: float, output_units: float) -> float | None:
         """2·max(w_p·L_input, w_q·M) / min weight (Theorem 4.4), valid where outputs are not the cheaper part.
 
-        The sum is returned, which also holds for w_q < w_p and for chunked prefill.
+        The sum is returned, which also holds for w_q < w_p and for chunked prefill. None with a predictor that
+        errs: a refund lowers a counter, and the theorem needs the smallest one never to fall.
         """
+        if not isinstance(self.predictor, Oracle | None):
+            return None
         return 2 * (input_units + output_units) / self.weights.smallest()
 
     def _floor(self) -> float:
@@ -103,6 +107,12 @@ class Vtc:
         if queued:
             return min(queued)
         return self._counter.get(self._left_last, self._left_counter)
+
+    def _forget(self, client: str) -> None:
+        self._idle.discard(client)
+        counter = self._counter.pop(client)
+        if client == self._left_last:
+            self._left_counter = counter
 
     def _seat(self, client: str) -> None:
         head = self._queues.head(client)

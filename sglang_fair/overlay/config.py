@@ -8,11 +8,11 @@ import argparse
 import json
 import os
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from sglang_fair.core import POLICIES, make_policy
-from sglang_fair.core.cost import Linear
-from sglang_fair.core.identity import DEFAULT_ORDER
+from sglang_fair.core.cost import Cost, Linear, describe, make_cost
+from sglang_fair.core.identity import DEFAULT_ORDER, MAX_NAME_CHARS, bounded
 from sglang_fair.core.policy import Policy, Weights
 
 STOCK_POLICIES = ("lpm", "random", "fcfs", "dfs-weight", "lof", "priority", "routing-key", "hrrn")
@@ -41,15 +41,20 @@ class Setting:
 SETTINGS: tuple[Setting, ...] = (
     Setting("--fair-quantum", "SGLANG_FAIR_QUANTUM", "UNITS",
             "DLPM's quantum Q^u per client, in service units (default 2000)"),
+    Setting("--fair-cost", "SGLANG_FAIR_COST", "COST",
+            "what service costs: linear, profiled, quadratic:d=1000, tiered:threshold=4096 or "
+            "flops:/path/to/the/model/config.json (default linear)"),
     Setting("--fair-extend-weight", "SGLANG_FAIR_EXTEND_WEIGHT", "W_E",
-            "units that one computed input token costs (default 1)"),
+            "units that one computed input token costs, with the linear cost (default 1)"),
     Setting("--fair-output-weight", "SGLANG_FAIR_OUTPUT_WEIGHT", "W_Q",
-            "units that one output token costs (default 2)"),
+            "units that one output token costs, with the linear cost (default 2)"),
     Setting("--fair-client-weights", "SGLANG_FAIR_CLIENT_WEIGHTS", "JSON",
             'shares per client, for example {"gold": 2} (default 1 for everybody)'),
     Setting("--fair-identity", "SGLANG_FAIR_IDENTITY", "PLACES",
             f"where the client's name is looked for, comma separated (default {','.join(DEFAULT_ORDER)})"),
 )  # fmt: skip
+
+COST_VARIABLE = "SGLANG_FAIR_COST"
 
 POLICY_VARIABLE = "SGLANG_FAIR_POLICY"
 """Chooses the policy where no --schedule-policy can be given; same names as --schedule-policy."""
@@ -60,7 +65,7 @@ class Config:
     """Settings as the scheduler uses them."""
 
     quantum: float = 2000.0
-    cost: Linear = field(default_factory=Linear)
+    cost: Cost = field(default_factory=Linear)
     client_weights: Mapping[str, float] | None = None
     identity: tuple[str, ...] = DEFAULT_ORDER
 
@@ -68,14 +73,52 @@ class Config:
         """A new policy object. ValueError for an unknown name or a bad value."""
         return make_policy(name, quantum=self.quantum, weights=Weights(self.client_weights))
 
+    def with_weights(self, weights: Mapping[str, float]) -> "Config":
+        """With these weights in place of the same clients' old ones. ValueError for a bad one."""
+        return replace(self, client_weights={**(self.client_weights or {}), **checked_weights(weights)})
+
+
+MOST_WEIGHT = 1e6
+"""Largest client weight, and one over the smallest: farther apart, the smaller share is none."""
+
+REQUEST_KEYS = ("client_weights",)
+"""What `POST /fair` can change while the server runs."""
+
+
+def checked_weights(weights: object) -> dict[str, float]:
+    """Client names to weights, from what an operator wrote. ValueError with one line for anything else."""
+    if not isinstance(weights, Mapping):
+        raise ValueError(f"client weights must map client names to numbers, not {weights!r:.80}")
+    for client, weight in weights.items():
+        if not isinstance(client, str) or not client.strip() or len(client) > MAX_NAME_CHARS:
+            raise ValueError(f"a client's name has 1 to {MAX_NAME_CHARS} characters, {client!r:.150} has not")
+        if bounded(client) != client:
+            raise ValueError(f"client {client!r} is known here by the name {bounded(client)!r}")
+        if type(weight) not in (int, float) or not 1 / MOST_WEIGHT <= weight <= MOST_WEIGHT:
+            raise ValueError(
+                f"weight of client {client!r} must be a positive number, from {1 / MOST_WEIGHT:g} to "
+                f"{MOST_WEIGHT:g}, not {weight!r:.80}"
+            )
+    return {client: float(weight) for client, weight in weights.items()}
+
+
+def requested_weights(body: object) -> dict[str, float]:
+    """The weights in the body of a `POST /fair`. ValueError with one line for what it cannot ask."""
+    if not isinstance(body, Mapping) or not body:
+        raise ValueError(f"the body must be a JSON object with {', '.join(REQUEST_KEYS)}")
+    unknown = [key for key in body if key not in REQUEST_KEYS]
+    if unknown:
+        raise ValueError(f"cannot change {unknown[0]!r:.150}; there is {', '.join(REQUEST_KEYS)}")
+    return checked_weights(body["client_weights"])
+
 
 def read(environ: Mapping[str, str] = os.environ) -> Config:
     """The settings in `environ`. ValueError names the variable that is wrong."""
 
-    def number(variable: str, default: float) -> float:
+    def number(variable: str) -> float | None:
         text = environ.get(variable)
         try:
-            return float(text) if text else default
+            return float(text) if text else None
         except ValueError:
             raise ValueError(f"{variable} must be a number, not {text!r}") from None
 
@@ -86,11 +129,16 @@ def read(environ: Mapping[str, str] = os.environ) -> Config:
         raise ValueError(f"SGLANG_FAIR_CLIENT_WEIGHTS is not JSON: {error}") from None
     if not isinstance(weights, dict):
         raise ValueError(f"SGLANG_FAIR_CLIENT_WEIGHTS must map client names to numbers, not {weights_text}")
+    quantum = number("SGLANG_FAIR_QUANTUM")
     places = environ.get("SGLANG_FAIR_IDENTITY")
     config = Config(
-        quantum=number("SGLANG_FAIR_QUANTUM", 2000.0),
-        cost=Linear(number("SGLANG_FAIR_EXTEND_WEIGHT", 1.0), number("SGLANG_FAIR_OUTPUT_WEIGHT", 2.0)),
-        client_weights=weights,
+        quantum=Config.quantum if quantum is None else quantum,
+        cost=make_cost(
+            environ.get(COST_VARIABLE) or Linear.name,
+            number("SGLANG_FAIR_EXTEND_WEIGHT"),
+            number("SGLANG_FAIR_OUTPUT_WEIGHT"),
+        ),
+        client_weights=checked_weights(weights),
         identity=tuple(place.strip().lower() for place in places.split(",")) if places else DEFAULT_ORDER,
     )
     config.policy("dlpm")  # every value is checked here, in the process that the operator sees
@@ -127,9 +175,11 @@ def adopt_arguments(arguments: argparse.Namespace, environ: MutableMapping[str, 
     if getattr(arguments, "schedule_policy", None) in SERVER_POLICIES:
         refuse_combinations(arguments)
     try:
-        read(environ)
+        cost = read(environ).cost
     except ValueError as error:
         raise SystemExit(f"sglang-fair: {error}") from None
+    if not isinstance(cost, Linear):
+        environ[COST_VARIABLE] = describe(cost)  # no child depends on a file that the text may name
 
 
 def refuse_combinations(arguments: argparse.Namespace) -> None:

@@ -1,17 +1,22 @@
 """Where SGLang 0.5.23 and the overlay meet: one table, each hook a few lines without a decision."""
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from sglang.srt.managers.io_struct import SetInternalStateReq
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder, SchedulePolicy
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from sglang_fair.core.cost import describe
 from sglang_fair.overlay import config
 from sglang_fair.overlay.identity import carry_client
 from sglang_fair.overlay.replica import ReplicaFairness
-from sglang_fair.overlay.status import add_route
+from sglang_fair.overlay.status import add_route, from_settings
+
+logger = logging.getLogger(__name__)
 
 
 class FairSchedulePolicy(SchedulePolicy):
@@ -36,14 +41,25 @@ class BookkeepingPolicy(SchedulePolicy):
         super().calc_priority(waiting_queue, *args, **kwargs)
 
 
-class Candidates(list[Any]):
+class Candidates:
     """SGLang's waiting queue while a batch is formed. Its admission loop gets the policy's order, lazily;
-    every other reader gets the plain list."""
+    every other reader gets the list itself, which is not copied."""
 
-    fair: ReplicaFairness
+    def __init__(self, waiting: list[Any], fair: ReplicaFairness) -> None:
+        self.waiting = waiting
+        self._fair = fair
 
     def __iter__(self) -> Iterator[Any]:
-        return self.fair.offers() if self.fair.disarm() else super().__iter__()
+        return self._fair.offers() if self._fair.disarm() else iter(self.waiting)
+
+    def __len__(self) -> int:
+        return len(self.waiting)
+
+    def __getitem__(self, at: Any) -> Any:
+        return self.waiting[at]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.waiting, name)
 
 
 class FairPrefillAdder(PrefillAdder):
@@ -100,9 +116,7 @@ def get_prefill_adder_class(result: type[PrefillAdder], scheduler: Any) -> Any:
 
 
 def form_prefill_batch(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    queue = Candidates(scheduler.waiting_queue)
-    queue.fair = scheduler.fair
-    scheduler.waiting_queue = queue
+    queue = scheduler.waiting_queue = Candidates(scheduler.waiting_queue, scheduler.fair)
     try:
         batch, running_batch = original(scheduler, *args, **kwargs)
         if batch is not None:
@@ -112,7 +126,7 @@ def form_prefill_batch(original: Callable[..., Any], scheduler: Any, *args: Any,
     finally:
         scheduler.fair.disarm()
         if scheduler.waiting_queue is queue:
-            scheduler.waiting_queue = list(queue)
+            scheduler.waiting_queue = queue.waiting
 
 
 def add_request_to_queue(result: Any, scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> None:
@@ -127,7 +141,21 @@ def process_batch_result(result: Any, scheduler: Any, batch: Any, *args: Any, **
 
 
 def get_internal_state(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    result.internal_state["fair"] = scheduler.fair.status(scheduler.waiting_queue)
+    state = scheduler.fair.status(scheduler.waiting_queue)
+    state["config"]["cost"] = describe(scheduler.fair.config.cost)
+    result.internal_state["fair"] = state
+
+
+def set_internal_state(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
+    weights, others = from_settings(request.server_args)
+    result = original(scheduler, SetInternalStateReq(server_args=others))
+    try:
+        if result.updated:
+            scheduler.fair.set_weights(weights)
+    except ValueError as error:
+        logger.warning("sglang-fair: %s", error)
+        result.updated = False
+    return result
 
 
 def add_cli_args(result: Any, parser: Any, *args: Any, **kwargs: Any) -> None:
@@ -172,4 +200,5 @@ HOOKS: tuple[Hook, ...] = (
     Hook(_SCHEDULER + "get_prefill_adder_class", get_prefill_adder_class, HookType.AFTER),
     Hook(_SCHEDULER + "process_batch_result", process_batch_result, HookType.AFTER),
     Hook(_SCHEDULER + "get_internal_state", get_internal_state, HookType.AFTER),
+    Hook(_SCHEDULER + "set_internal_state", set_internal_state, HookType.AROUND),
 )  # fmt: skip

@@ -6,13 +6,14 @@ is hooked, and leave it in more ways than one would hook (aborts, time-outs, a f
 compares and follows.
 """
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.mem_cache.common import match_kv_cache
 
 from sglang_fair.core.identity import ANONYMOUS
+from sglang_fair.core.lookups import LookUps
 from sglang_fair.core.policy import Job
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.overlay.config import Config
@@ -20,8 +21,12 @@ from sglang_fair.overlay.config import Config
 CUSTOM_PARAMS_KEY = "fair"
 """Where a request carries its client inside `sampling_params.custom_params`."""
 
-MATCHES_PER_PASS = 128
-"""Prefix look-ups in one pass, about 10 µs each; the others keep the match that they had."""
+CORRECTIONS_PER_PASS = 16
+"""Candidates that may turn out worse than thought, and are put back, in one pass."""
+
+TWINS_PER_PASS = 64
+"""Candidates that may turn out to need what is being computed in one pass; one more ends it. They are the
+many that share a new prefix; the next pass knows them."""
 
 BLOCK_TOKENS = 32
 """Two requests that agree on this many uncached tokens are taken to share them; SGLang's own threshold."""
@@ -38,9 +43,20 @@ class ReplicaFairness:
         self._tree_cache = tree_cache
         self._requests: dict[str, Any] = {}
         self._finished_output_tokens = 0
-        self._tree_changed = True
-        self._refresh_from = 0
+        self._look_ups = LookUps()
+        self._tree_tokens = 0
+        self._corrections_left = 0
+        self._twins_left = 0
+        self._put_back: Job | None = None
         self._armed = False
+
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        """Change clients' weights from the next charge on; what was counted stays. ValueError for a bad one."""
+        self.config = self.config.with_weights(weights)
+        own = getattr(self.queue.policy, "weights", None)
+        if own is not None:  # a policy without weights serves everybody alike
+            for client in weights:
+                own.set(client, weights[client])
 
     # ---- who waits
 
@@ -49,25 +65,29 @@ class ReplicaFairness:
         job = self.queue.find(request.rid)
         if job is None:
             self._requests[request.rid] = request
-            self.queue.arrive(
-                Job(
-                    id=request.rid,
-                    client=client_of(request),
-                    prompt_tokens=len(request.origin_input_ids),
-                    max_output_tokens=request.sampling_params.max_new_tokens or 0,
-                    system=request.rid.startswith(HEALTH_CHECK_RID_PREFIX),
-                )
+            job = Job(
+                id=request.rid,
+                client=client_of(request),
+                prompt_tokens=len(request.origin_input_ids),
+                max_output_tokens=request.sampling_params.max_new_tokens or 0,
+                system=request.rid.startswith(HEALTH_CHECK_RID_PREFIX),
             )
+            self.queue.arrive(job)
+            self._look_ups.arrive(job)
         elif not self.queue.is_waiting(request.rid):
             self._emit(request, job)
             self.queue.retract(job)
+            self._look_ups.arrive(job)
 
     def begin_pass(self, waiting: list[Any]) -> None:
         """A batch is about to be formed from `waiting`."""
         self.follow(waiting)
         if self.orders:
-            self._look_up_prefixes(waiting)
+            self._look_up_prefixes()
         self.queue.begin_pass()
+        self._corrections_left = CORRECTIONS_PER_PASS
+        self._twins_left = TWINS_PER_PASS
+        self._put_back = None
 
     def follow(self, waiting: list[Any]) -> None:
         """Take note of who has gone since the last look.
@@ -80,6 +100,7 @@ class ReplicaFairness:
             present = {request.rid for request in waiting}
             for job in [job for job in self.queue.waiting() if job.id not in present]:
                 self.queue.leave(job.id)
+                self._look_ups.leave(job)
                 self._forget(job.id)
             assert len(self.queue) == len(waiting), "a request joined the queue unseen"
         for job in list(self.queue.running()):
@@ -87,23 +108,26 @@ class ReplicaFairness:
             if request.finished() or not request.kv.holds_kv:
                 self._finish(request, job)
 
-    def _look_up_prefixes(self, waiting: list[Any]) -> None:
-        """Bounded work: everybody when few wait; else a window that moves on with each pass."""
-        count = len(waiting)
-        if count <= MATCHES_PER_PASS:
-            chosen = waiting if self._tree_changed else [r for r in waiting if r.last_node is None]
-        else:
-            start = self._refresh_from % count
-            chosen = waiting[start : start + MATCHES_PER_PASS]
-            chosen += waiting[: MATCHES_PER_PASS - len(chosen)]
-            self._refresh_from = start + MATCHES_PER_PASS
-        self._tree_changed = False
-        for request in chosen:
-            match_kv_cache(request, self._tree_cache)
-            job = self.queue.find(request.rid)
-            assert job is not None
-            block = self._block(request, request.prefix_len)
-            self.queue.rematch(job, request.num_matched_prefix_tokens, block)
+    def _look_up_prefixes(self) -> None:
+        """Bounded work, spent on those whose prefix may be another one now."""
+        tokens = self._tree_cache.evictable_size() + self._tree_cache.protected_size()
+        if tokens != self._tree_tokens:
+            self._tree_tokens = tokens
+            self._look_ups.changed()
+        for job in self._look_ups.due():
+            request = self._requests[job.id]
+            prompt = request.origin_input_ids
+            known = prompt + request.output_ids if request.output_ids else prompt
+            match_kv_cache(
+                request, self._tree_cache, known, max_prefix_len=request._compute_max_prefix_len(len(known))
+            )
+            self._looked_up(request, job)
+
+    def _looked_up(self, request: Any, job: Job) -> None:
+        """The engine matched `request` against its cache."""
+        block = self._block(request, request.prefix_len)
+        self.queue.rematch(job, request.num_matched_prefix_tokens, block)
+        self._look_ups.looked_up(job)
 
     # ---- who goes next
 
@@ -117,19 +141,31 @@ class ReplicaFairness:
 
     def offers(self) -> Iterator[Any]:
         """Candidates in the policy's order, each chosen after the one before was charged or passed over."""
-        while (job := self.queue.next()) is not None:
+        while self._twins_left >= 0 and (job := self.queue.next()) is not None:
             yield self._requests[job.id]
-            if self.queue.is_waiting(job.id):
+            if self._put_back is job:
+                self._put_back = None
+            elif self.queue.is_waiting(job.id):
                 self.queue.hold(job)
 
     def may_admit(self, request: Any) -> bool:
-        """After the engine's own look-up: False if the tokens it would compute are being computed already."""
+        """After the engine's own look-up, which decides: False if the tokens that it would compute are being
+        computed already, or if it has lost cached tokens and is no longer the one to go next."""
         job = self.queue.find(request.rid)
         assert job is not None, f"{request.rid} is not in the books"
         if not self.orders:
             return True
-        self.queue.rematch(job, request.prefix_len, self._block(request, request.prefix_len))
-        return not self.queue.is_being_computed(job)
+        believed_tokens = job.prefix_tokens
+        self._looked_up(request, job)
+        if self.queue.is_being_computed(job):
+            self._twins_left -= 1
+            return False
+        if job.prefix_tokens < believed_tokens and self._corrections_left:
+            self._corrections_left -= 1
+            if self.queue.next() is not job:
+                self._put_back = job
+                return False
+        return True
 
     # ---- what they got
 
@@ -139,12 +175,15 @@ class ReplicaFairness:
         self.queue.admit(
             job, extend_tokens=request.extend_end - request.prefix_len, cached_tokens=request.prefix_len
         )
+        self._look_ups.leave(job)
 
     def continued(self, request: Any) -> None:
         """One more chunk of a prompt."""
         job = self.queue.find(request.rid)
         assert job is not None, f"{request.rid} is not in the books"
         tokens = request.extend_end - request.prefix_len
+        if job.block is not None:
+            self._look_ups.inserted(job.block)  # the chunk before this one is in the cache
         self.queue.extend(job, tokens, self._block(request, request.prefix_len) if self.orders else None)
 
     def computed(self, tokens: int) -> None:
@@ -154,15 +193,17 @@ class ReplicaFairness:
     def processed(self, batch: Any) -> None:
         """A batch's results are in: charge what came out, end what has ended."""
         is_extend = batch.forward_mode.is_extend()
-        self._tree_changed = self._tree_changed or is_extend
+        if is_extend:
+            self._look_ups.changed()
         for request in batch.reqs:
             job = self.queue.find(request.rid)
             if job is None or self.queue.is_waiting(request.rid):
                 continue
             if is_extend:
+                if job.block is not None:
+                    self._look_ups.inserted(job.block)
                 self.queue.prefilled(job)
             if request.finished():
-                self._tree_changed = True
                 self._finish(request, job)
             else:
                 self._emit(request, job)

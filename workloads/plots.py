@@ -9,9 +9,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from workloads.measures import Meters, Summary
+from workloads.medians import rows
 from workloads.programs import Outcome
 from workloads.records import Run
-from workloads.report import rows
 
 _COLOURS = ("#1f5fa8", "#d1682b", "#3c8c4f", "#8a4ea0", "#777777", "#b8a12c")
 

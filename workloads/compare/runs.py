@@ -28,8 +28,8 @@ from rich.live import Live
 from rich.text import Text
 
 from workloads.clients import SCENARIOS, Client, Scale
-from workloads.compare_cluster import Cluster, ClusterError, StartCluster, flush, verify
-from workloads.compare_probe import Probe, probe
+from workloads.compare.cluster import Cluster, ClusterError, StartCluster, flush, verify
+from workloads.compare.probe import Probe, probe
 from workloads.driver import Driver, Endpoint, Plan, Progress
 from workloads.measures import summarize
 from workloads.programs import Codec

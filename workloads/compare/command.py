@@ -19,13 +19,14 @@ from typing import NoReturn
 from rich.console import Console
 
 from workloads.clients import SCENARIOS, Scale
-from workloads.compare_cluster import ClusterError, SpawnCluster, StartCluster
-from workloads.compare_probe import Probe
-from workloads.compare_runs import LOADS, SMALL, Case, Comparison, machine, versions
+from workloads.compare.cluster import ClusterError, SpawnCluster, StartCluster
+from workloads.compare.probe import Probe
+from workloads.compare.runs import LOADS, SMALL, Case, Comparison, machine, versions
 from workloads.measures import Summary, summarize
+from workloads.medians import Row, ratios, rows
 from workloads.programs import Codec, TextCodec, TokenCodec
 from workloads.records import Run
-from workloads.report import Row, comparison_table, number, ratio_table, ratios, rows
+from workloads.report import comparison_table, number, ratio_table
 
 OURS = "d2lpm+dlpm"
 
@@ -191,7 +192,7 @@ def present(comparison: Comparison, runs: Sequence[Run], console: Console, json_
         console.print(ratio_table(table, summaries, OURS))
     console.print(costs_line(comparison.costs), highlight=False)
     try:
-        from workloads.report_plots import draw_all
+        from workloads.plots import draw_all
     except ImportError as error:
         console.print(f"no plots: {error}", highlight=False)
     else:
@@ -227,7 +228,3 @@ def costs_line(costs: Probe | None) -> str:
 
 def _interrupted(number: int, frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

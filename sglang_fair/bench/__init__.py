@@ -1,0 +1,1 @@
+"""Measurements of this package's own cost, on SGLang's real data structures."""

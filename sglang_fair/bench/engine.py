@@ -1,0 +1,259 @@
+"""SGLang's real scheduler in this process, without a server and without a model that takes time.
+
+The scheduler object, its requests, its tree cache (`UnifiedRadixCache` on the Rust core), its allocators
+and its prefill adder are SGLang's own, built as its scheduler process builds them. Only two things are
+replaced: the forward pass returns token 0 at once, and results are not sent to a detokenizer. One process
+holds one such engine; its policy can be exchanged, and the overlay's hooks taken off for stock runs.
+"""
+
+import gc
+import json
+import os
+import pkgutil
+import time
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_fair.engines import cpu
+from sglang_fair.engines.models import find
+
+PAGE_TOKENS = 16
+POOL_TOKENS = 600_000
+CONTEXT_TOKENS = 16_384
+MOST_RUNNING = 128
+
+SMALLEST_MODEL = {
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+}
+"""128 bytes of KV cache per token, so that a pool as large as a GPU's fits into a few megabytes."""
+
+
+@dataclass(slots=True)
+class Step:
+    """One call of `_get_new_batch_prefill_raw`, in milliseconds.
+
+    `order_ms` and `build_ms` are CPU time of the scheduler's thread, which is all that works on a step: on
+    an idle machine the same as `wall_ms`, `order_ms` on the wall clock.
+    """
+
+    order_ms: float
+    wall_ms: float
+    build_ms: float
+    """`ScheduleBatch.init_new` to SGLang's count of the tokens that wait: no policy has a part in it."""
+    admitted: int
+    prompt_tokens: int
+    cached_tokens: int
+
+
+class Engine:
+    """`admit_per_step` requests at most enter in one step, so that every policy does the same work."""
+
+    def __init__(self, admit_per_step: int, seed: int) -> None:
+        os.environ.update(cpu.environment())
+        os.environ["OMP_NUM_THREADS"] = "1"
+        cpu.define_torchvision_operators()
+        from sglang.srt.plugins import load_plugins
+
+        from sglang_fair.overlay.hooks import HOOKS
+
+        self._targets = [pkgutil.resolve_name(hook.target.rpartition(".")[0]) for hook in HOOKS]
+        self._names = [hook.target.rpartition(".")[2] for hook in HOOKS]
+        self._stock = [vars(owner)[name] for owner, name in zip(self._targets, self._names, strict=True)]
+        load_plugins()
+        self._ours = [vars(owner)[name] for owner, name in zip(self._targets, self._names, strict=True)]
+        self._scheduler = _scheduler(admit_per_step, seed)
+        self._step: Step | None = None
+        self._ballast: Any = None
+        self._watch()
+
+    # ---- the state before a run
+
+    def use(self, policy: str, *, overlay: bool, match_limit: int | None = None) -> None:
+        """`policy` is a `--schedule-policy` value. `overlay` False: stock SGLang, no hook attached.
+
+        `match_limit` replaces SGLang's 128, the queue length above which its LPM becomes FCFS.
+        """
+        from sglang.srt.managers import schedule_policy
+
+        for owner, name, function in zip(
+            self._targets, self._names, self._ours if overlay else self._stock, strict=True
+        ):
+            setattr(owner, name, function)
+        schedule_policy.WAITING_QUEUE_PREFIX_MATCH_MAX = match_limit or 128
+        self._reset()
+        self._scheduler.schedule_policy = policy
+        self._scheduler.init_schedule_policy()
+        self._watch()
+
+    def limit_pool(self, tokens: int) -> None:
+        """Leave `tokens` free in the pool; the rest is taken until the next `use`."""
+        allocator = self._scheduler.token_to_kv_pool_allocator
+        surplus = (allocator.available_size() - tokens) // PAGE_TOKENS * PAGE_TOKENS
+        if surplus > 0:
+            self._ballast = allocator.alloc(surplus)
+            assert self._ballast is not None
+
+    def _reset(self) -> None:
+        scheduler = self._scheduler
+        scheduler.waiting_queue = []
+        scheduler.running_batch = type(scheduler.running_batch)(reqs=[], batch_is_full=False)
+        scheduler.last_batch = None
+        scheduler.chunked_req = None
+        scheduler.tree_cache.reset()
+        scheduler.req_to_token_pool.clear()
+        scheduler.token_to_kv_pool_allocator.clear()
+        self._ballast = None
+        gc.unfreeze()
+        gc.collect()
+
+    # ---- requests and steps
+
+    def request(self, name: str, client: str, prompt: "array[int]", output_tokens: int = 1) -> Any:
+        """SGLang's request object, as its HTTP side would have sent it."""
+        from sglang.srt.managers.schedule_batch import Req
+        from sglang.srt.sampling.sampling_params import SamplingParams
+
+        parameters = SamplingParams(
+            max_new_tokens=output_tokens,
+            temperature=0,
+            ignore_eos=True,
+            custom_params={"fair": {"client": client}},
+        )
+        parameters.normalize(None)
+        vocabulary = self._scheduler.model_config.vocab_size
+        request = Req(name, "", prompt, parameters, eos_token_ids=set(), vocab_size=vocabulary)
+        request.tokenizer = None
+        return request
+
+    def arrive(self, requests: Sequence[Any]) -> float:
+        """Append them to the waiting queue; milliseconds of CPU time that this took."""
+        started = time.thread_time()
+        for request in requests:
+            self._scheduler._add_request_to_queue(request)
+        return 1e3 * (time.thread_time() - started)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._scheduler.waiting_queue)
+
+    def step(self) -> Step | None:
+        """One turn of SGLang's normal event loop. None when it formed no prefill batch."""
+        scheduler = self._scheduler
+        self._step = None
+        plan = scheduler.get_next_batch_to_run(
+            running_batch=scheduler.running_batch, last_batch=scheduler.last_batch
+        )
+        scheduler.running_batch = plan.running_batch
+        batch = plan.batch_to_run
+        if batch is not None:
+            scheduler.process_batch_result(batch, scheduler.run_batch(batch))
+        scheduler.last_batch = batch
+        return self._step
+
+    def filter_ms(self, admitted: int) -> float:
+        """What SGLang's own O(queue) removal of the admitted costs now; part of every `order_ms` of stock."""
+        queue = list(self._scheduler.waiting_queue)
+        gone = set(queue[:admitted])
+        started = time.thread_time()
+        kept = [request for request in queue if request not in gone]
+        elapsed_ms = 1e3 * (time.thread_time() - started)
+        assert len(kept) == len(queue) - len(gone)
+        return elapsed_ms
+
+    def cache(self) -> tuple[str, str]:
+        """The classes of tree cache and tree core in use."""
+        tree = self._scheduler.tree_cache
+        return type(tree).__name__, type(tree.tree_core).__name__
+
+    def _watch(self) -> None:
+        """Stand where the engine begins to form a batch, to build it, and to return it."""
+        scheduler = self._scheduler
+        form = type(scheduler)._get_new_batch_prefill_raw
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            with _build_marks() as marks:
+                started, wall_started = time.thread_time(), time.perf_counter()
+                batch, running = form(scheduler, *args, **kwargs)
+                elapsed, wall_elapsed = time.thread_time() - started, time.perf_counter() - wall_started
+            (built, wall_built) = (
+                (b - a for a, b in zip(*marks, strict=True)) if len(marks) == 2 else (0.0, 0.0)
+            )
+            requests = batch.reqs if batch is not None else []
+            self._step = Step(
+                order_ms=1e3 * (elapsed - built),
+                wall_ms=1e3 * (wall_elapsed - wall_built),
+                build_ms=1e3 * built,
+                admitted=len(requests),
+                prompt_tokens=sum(len(request.origin_input_ids) for request in requests),
+                cached_tokens=sum(request.cached_tokens for request in requests),
+            )
+            return batch, running
+
+        scheduler._get_new_batch_prefill_raw = timed
+
+
+@contextmanager
+def _build_marks() -> Iterator[list[tuple[float, float]]]:
+    """When the batch object's construction began, and when its tensors were ready."""
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.scheduler_components.metrics_reporter import PrefillStats
+
+    marks: list[tuple[float, float]] = []
+
+    def marking(function: Any) -> Any:
+        def marked(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            marks.append((time.thread_time(), time.perf_counter()))
+            return function.__func__(cls, *args, **kwargs)
+
+        return classmethod(marked)
+
+    first, last = vars(ScheduleBatch)["init_new"], vars(PrefillStats)["from_adder"]
+    ScheduleBatch.init_new, PrefillStats.from_adder = marking(first), marking(last)
+    try:
+        yield marks
+    finally:
+        ScheduleBatch.init_new, PrefillStats.from_adder = first, last
+
+
+def _scheduler(admit_per_step: int, seed: int) -> Any:
+    """What `run_scheduler_process` does before its loop."""
+    import torch
+    from sglang.srt.managers import scheduler as module
+    from sglang.srt.managers.utils import GenerationBatchResult
+    from sglang.srt.server_args import PortArgs, prepare_server_args
+
+    model = find("tiny")
+    arguments = prepare_server_args([
+        *cpu.SERVER_ARGUMENTS,
+        "--model-path", model.path,
+        "--load-format", "dummy",
+        "--json-model-override-args", json.dumps(SMALLEST_MODEL),
+        "--schedule-policy", "fcfs",
+        "--page-size", str(PAGE_TOKENS),
+        "--max-total-tokens", str(POOL_TOKENS),
+        "--context-length", str(CONTEXT_TOKENS),
+        "--max-running-requests", str(MOST_RUNNING),
+        "--chunked-prefill-size", "-1",
+        "--max-prefill-tokens", str(POOL_TOKENS),
+        "--prefill-max-requests", str(admit_per_step),
+        "--random-seed", str(seed),
+        "--log-level", "error",
+    ])  # fmt: skip
+    ranks = module.SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0)
+    module.publish(arguments, role="scheduler", ranks=ranks)
+    scheduler = module.Scheduler(arguments, PortArgs.init_new(arguments))
+
+    def forward(batch: Any, *args: Any, **kwargs: Any) -> Any:
+        tokens = torch.zeros(len(batch.reqs), dtype=torch.int64)
+        return GenerationBatchResult(logits_output=None, next_token_ids=tokens, can_run_cuda_graph=False)
+
+    scheduler.tp_worker.forward_batch_generation = forward
+    type(scheduler.output_streamer).stream_output = lambda *args, **kwargs: None
+    return scheduler

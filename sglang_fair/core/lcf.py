@@ -1,0 +1,38 @@
+"""LCF, least counter first: VTC without the lift, the VTC paper's baseline that shows what the lift is for.
+
+Rule: the client with the smallest counter goes next, and a client that joins the queue keeps its counter; a
+client seen for the first time starts at 0.
+
+Unit of fairness: service units since the server started, in total. Bound: none between clients that wait,
+because who was away longer is owed more: a client that comes late, or comes back late, is served alone until
+it has caught up with what the others got while it was not there.
+Knobs: the weights; `remembered_clients`, how many absent clients' counters are kept.
+Trade-offs: equal totals over a day suit a shared budget, not a shared queue. Known leak: a new name starts
+at 0, and so does an absent client beyond `remembered_clients`; the smallest counters, which have the least
+to gain, are forgotten first.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from sglang_fair.core.vtc import Vtc
+
+
+@dataclass
+class Lcf(Vtc):
+    """Smallest counter first, nobody is lifted."""
+
+    name: ClassVar[str] = "lcf"
+    remembered_clients: int = 10_000
+
+    def idle(self, client: str) -> None:
+        super().idle(client)
+        while len(self._idle) > self.remembered_clients and (poorest := self._idle.first()) is not None:
+            self._forget(poorest)
+
+    def bound(self, input_units: float, output_units: float) -> float | None:
+        """None: what a client is owed for its absence has no limit."""
+        return None
+
+    def _floor(self) -> float:
+        return 0.0

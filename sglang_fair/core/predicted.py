@@ -1,0 +1,79 @@
+"""VTC and DLPM with predicted outputs: the same rules, told of outputs before they are made (VTC, Algorithm 3).
+
+Rule: as VTC or DLPM; a request's counter is charged its predicted output at admission (see `predictor`). The
+difference is which predictor a policy brings along; the charging itself is `FairQueue`'s.
+
+Unit of fairness: as VTC and DLPM; in the end every request has cost its client what it really got.
+Bounds, with P the dearest prediction charged and not yet made or given back for one client's running requests,
+at most its outputs owed:
+
+- `vtc-oracle`: VTC's, if every job tells its true output. One that is aborted, or that lies, gives back a
+  charge, which lowers a counter, and the lemma under VTC's theorem is that the smallest one never falls.
+- `vtc-predict`, `vtc-noisy`: none is proven, because their refunds make the smallest counter fall. A prediction
+  counts up to the request's longest output only, so a client never pays ahead for more than the pool holds.
+- `dlpm-predict`: 2·(U + Q^u + P), whatever the predictor says: the counter, without what is charged ahead, stays
+  within (-U, Q^u + P], and clients that wait are replenished equally often.
+
+Knobs: those of VTC and DLPM; `noise_percent`, `seed`; `remembered_clients`, whose last outputs are kept.
+Trade-offs: in practice counters differ less, the better the guess; a guess that is too high makes its client
+wait for service that it gets back only later. Known leak: who announces short outputs (`vtc-oracle`) is charged
+as late as without prediction, no later. Outputs that were aborted count in the mean.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from sglang_fair.core.dlpm import Dlpm
+from sglang_fair.core.predictor import MeanOfLast, Noisy, Oracle
+from sglang_fair.core.vtc import Vtc
+
+
+@dataclass
+class VtcPredict(Vtc):
+    """VTC; a client's next output is the mean of its last five."""
+
+    name: ClassVar[str] = "vtc-predict"
+    remembered_clients: int = 10_000
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.predictor = MeanOfLast(max_clients=self.remembered_clients)
+
+
+@dataclass
+class VtcOracle(Vtc):
+    """VTC; the job tells its output."""
+
+    name: ClassVar[str] = "vtc-oracle"
+    remembered_clients: int = 10_000
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.predictor = Oracle(MeanOfLast(max_clients=self.remembered_clients))
+
+
+@dataclass
+class VtcNoisy(Vtc):
+    """VTC; the job tells its output, and is misunderstood by up to `noise_percent`."""
+
+    name: ClassVar[str] = "vtc-noisy"
+    remembered_clients: int = 10_000
+    noise_percent: float = 50.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        mean = MeanOfLast(max_clients=self.remembered_clients)
+        self.predictor = Noisy(Oracle(mean), self.noise_percent, self.seed)
+
+
+@dataclass
+class DlpmPredict(Dlpm):
+    """DLPM; a client's next output is the mean of its last five."""
+
+    name: ClassVar[str] = "dlpm-predict"
+    remembered_clients: int = 10_000
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.predictor = MeanOfLast(max_clients=self.remembered_clients)

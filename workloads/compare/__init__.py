@@ -1,0 +1,1 @@
+"""The comparison: four schedulers on the same programs, one client misbehaving."""
