@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_fair.core import make_policy
+from sglang_fair.core import POLICIES, make_policy
 from sglang_fair.core.cost import Linear
 from sglang_fair.core.dlpm import Dlpm
 from sglang_fair.core.fcfs import Fcfs
 from sglang_fair.core.ledger import OTHERS, SYSTEM, Ledger
+from sglang_fair.core.lpm import Lpm
 from sglang_fair.core.policy import Job, Policy
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.vtc import Vtc
@@ -266,10 +267,10 @@ def test_looking_up_a_held_probe_does_not_make_it_a_clients_job(name):
     assert offers(queue) == []
 
 
-# ---- requests that would compute the same
+# ---- requests that would compute the same; policies that do not follow the cache do not wait for it
 
 
-@ordered
+@pytest.mark.parametrize("name", [name for name in POLICIES if make_policy(name).waits_for_prefixes])
 def test_a_shared_prefix_is_computed_once(name):
     queue = new_queue(make_policy(name, quantum=100))
     one = arrive(queue, "1", "a", block="prefix")
@@ -291,7 +292,7 @@ def test_a_shared_prefix_is_computed_once(name):
 
 @pytest.mark.parametrize("end", ["prefilled", "finish", "retract", "next chunk"])
 def test_nobody_waits_for_a_prefix_that_is_not_computed_any_more(end):
-    queue = new_queue()
+    queue = new_queue(Lpm())
     one, two = arrive(queue, "1", block="prefix"), arrive(queue, "2", block="prefix")
     admit(queue, one)
     assert queue.is_being_computed(two)
@@ -309,7 +310,7 @@ def test_nobody_waits_for_a_prefix_that_is_not_computed_any_more(end):
 
 def test_two_that_compute_the_same_do_not_block_it_for_ever():
     """An engine may admit both; whoever announced it first says when it is over."""
-    queue = new_queue()
+    queue = new_queue(Lpm())
     jobs = [arrive(queue, id, block="prefix") for id in "123"]
     for job in jobs[:2]:
         admit(queue, job)

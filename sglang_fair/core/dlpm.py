@@ -54,6 +54,7 @@ class Dlpm:
     """
 
     name: ClassVar[str] = "dlpm"
+    waits_for_prefixes: ClassVar[bool] = True
     quantum: float = 2000.0
     weights: Weights = field(default_factory=Weights)
     patience: int = 128

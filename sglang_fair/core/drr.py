@@ -47,6 +47,7 @@ class Drr:
     """Round robin by credit, FIFO within a client. Raises ValueError unless the quantum is positive."""
 
     name: ClassVar[str] = "drr"
+    waits_for_prefixes: ClassVar[bool] = False
     quantum: float = 2000.0
     weights: Weights = field(default_factory=Weights)
     predictor: ClassVar[None] = None

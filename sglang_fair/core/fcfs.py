@@ -17,6 +17,7 @@ class Fcfs:
     """Jobs by arrival, one queue."""
 
     name: ClassVar[str] = "fcfs"
+    waits_for_prefixes: ClassVar[bool] = False
     predictor: ClassVar[None] = None
     _waiting: LazyHeap[Job] = field(default_factory=LazyHeap, init=False, repr=False)
     _held: dict[Job, None] = field(default_factory=dict, init=False, repr=False)

@@ -19,6 +19,7 @@ class Lpm(Fcfs):
     """Jobs by cached prefix, one queue."""
 
     name: ClassVar[str] = "lpm"
+    waits_for_prefixes: ClassVar[bool] = True
 
     def key(self, job: Job) -> Any:
         return longest_prefix(job)

@@ -62,6 +62,10 @@ class Policy(Protocol):
 
     name: ClassVar[str]
 
+    waits_for_prefixes: ClassVar[bool]
+    """Requests whose uncached prefix is being computed are passed over meanwhile. Only for policies that follow
+    the cache and whose guarantee survives it: under VTC others would be served in the client's turn."""
+
     @property
     def predictor(self) -> "Predictor | None":
         """Who predicts the outputs that are charged ahead, at admission. None: charged as they are made."""

@@ -50,6 +50,10 @@ class FairQueue:
 
     largest_input_tokens: int = field(default=0, init=False)
     """Most extend tokens that one request has been charged: L_input of the theorems, as seen."""
+    largest_prompt_tokens: int = field(default=0, init=False)
+    """The same with the cached tokens in front of them: a dear position is dear behind a cached prefix too."""
+    dearest_input_units: float = field(default=0.0, init=False)
+    """What the dearest prompt has cost."""
     largest_output_tokens: int = field(default=0, init=False)
     """Longest output that one request may make, as seen."""
     largest_owed_tokens: int = field(default=0, init=False)
@@ -120,6 +124,8 @@ class FairQueue:
 
     def is_being_computed(self, job: Job) -> bool:
         """Another request's prefill, not finished yet, starts with the tokens that `job` needs next."""
+        if not self.policy.waits_for_prefixes:
+            return False
         return job.block is not None and self._computing.get(job.block, job) is not job
 
     # ---- service
@@ -194,7 +200,7 @@ class FairQueue:
 
     def waiting(self) -> Iterable[Job]:
         """In order of arrival."""
-        return self._jobs.values()
+        return sorted(self._jobs.values(), key=lambda job: job.arrival)
 
     def running(self) -> Iterable[Job]:
         return self._running.values()
@@ -212,11 +218,10 @@ class FairQueue:
 
     def bound(self) -> float | None:
         """The policy's guarantee with the largest prompt and the largest owed output seen so far."""
-        return self.policy.bound(
-            *self.cost.dearest(
-                self.largest_input_tokens, self.largest_output_tokens, self.largest_owed_tokens
-            )
+        _, output_units = self.cost.dearest(
+            self.largest_prompt_tokens, self.largest_output_tokens, self.largest_owed_tokens
         )
+        return self.policy.bound(self.dearest_input_units, output_units)
 
     def status(self, most: int = 1000) -> Mapping[str, Any]:
         """State for people and programs, JSON-ready; the `most` clients with the most service are listed."""
@@ -268,6 +273,9 @@ class FairQueue:
             return
         self._charge(job, extend=tokens, predicted=predicted)
         self.largest_input_tokens = max(self.largest_input_tokens, job.extend_tokens)
+        self.largest_prompt_tokens = max(self.largest_prompt_tokens, job.extend_tokens + job.cached_tokens)
+        input_units = self.cost(job.extend_tokens, 0, job.cached_tokens)
+        self.dearest_input_units = max(self.dearest_input_units, input_units)
 
     def _charge(self, job: Job, *, extend: int = 0, output: int = 0, predicted: int = 0) -> None:
         """Book what it cost; charge the policy that, or what it will have cost after the predicted output."""

@@ -30,6 +30,7 @@ class Vtc:
     """Smallest counter first, then the earliest head request; FIFO within a client."""
 
     name: ClassVar[str] = "vtc"
+    waits_for_prefixes: ClassVar[bool] = False
     weights: Weights = field(default_factory=Weights)
     predictor: Predictor | None = None
 
