@@ -30,6 +30,8 @@ from router.gateway.tokens import TokenizerError, Tokens
 from router.placement import build
 from router.shell import Shell
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_S = 5.0
 START_S = 30.0
 """For three interpreters to import what they need, on a busy machine."""

@@ -507,6 +507,7 @@ class PretendedCluster:
         yield Cluster(self.url, (self.url,))
 
 
+@pytest.mark.slow
 def test_a_comparison_runs_from_nothing_to_its_json_line_and_resumes_where_it_was_cut_off(tmp_path, capsys):
     pretended, folder = PretendedCluster(), tmp_path / "results"
     words = (
