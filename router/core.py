@@ -16,21 +16,28 @@ from router.events import (
     Action,
     Arrive,
     Cleared,
+    Difference,
     Done,
     Event,
+    Follow,
     Outcome,
     Place,
     Progress,
     Query,
     Refuse,
     Removed,
+    Running,
     Snapshot,
     Stored,
+    Table,
     WorkerDown,
+    WorkerDrain,
+    WorkerHealth,
+    Workers,
     WorkerUp,
 )
 from router.placement.contract import Ended, Placement, Request
-from router.radix import Hold, RadixTree
+from router.radix import Hold, Match, RadixTree
 
 MAX_LISTED_CLIENTS = 100
 """Clients that a snapshot lists."""
@@ -46,10 +53,18 @@ class _Worker:
     name: str
     url: str
     kv: str | None
+    replay: str | None
     capacity: float
+    draining: bool = False
+    sick: bool = False
     in_flight: int = 0
     dispatched: int = 0
     dispatched_tokens: int = 0
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether it may be named."""
+        return not (self.draining or self.sick)
 
     @property
     def load(self) -> float:
@@ -107,10 +122,20 @@ class Router:
                 self._progress(event)
             case Done():
                 self._done(event, now_s)
+            case Running():
+                self._running(event, now_s, peer)
+            case Table():
+                return [(peer, self._difference(event, peer))]
             case WorkerUp():
                 self._worker_up(event, now_s)
             case WorkerDown():
                 self._worker_down(event.worker, now_s)
+            case WorkerDrain():
+                self._worker_drain(event.worker, now_s)
+            case WorkerHealth():
+                self._worker_health(event)
+            case Follow():
+                return [(peer, self._list_workers(event.id))]
             case Stored() | Removed() | Cleared():
                 self._cache_changed(event)
             case Query():
@@ -128,13 +153,20 @@ class Router:
             return self._refuse(
                 event.id, "a request with this id is in flight from another gateway", retry=False
             )
-        if known is not None:  # its gateway asks again, so it never went out
+        if known is not None:  # its gateway heard no answer
             self._counts["asked again"] += 1
+            if known.worker.takes_requests and known.worker.name not in event.exclude:
+                return Place(event.id, known.worker.name, known.worker.url, known.matched_tokens)
             self._end(known, Done(event.id, outcome="failed"), now_s)
         self._orphans.pop(event.id, None)
         if not self._workers:
             return self._refuse(event.id, "no worker is up", retry=True)
-        allowed = [worker for name, worker in self._workers.items() if name not in event.exclude]
+        taking = [worker for worker in self._workers.values() if worker.takes_requests]
+        if not taking:
+            return self._refuse(
+                event.id, "no worker takes requests: each drains or does not answer", retry=True
+            )
+        allowed = [worker for worker in taking if worker.name not in event.exclude]
         if not allowed:
             return self._refuse(event.id, "every worker that is up is excluded", retry=True)
 
@@ -145,17 +177,52 @@ class Router:
         match = self.tree.match(event.tokens, event.namespace)
         worker = self._workers[self._placement.place(request, match, allowed, now_s)]
         assert worker in allowed, worker.name
-        self._placement.placed(request, worker.name, match, now_s)
-        hold = self.tree.hold(worker.name, event.tokens, event.namespace)
-        matched_tokens = match.of(worker.name)
-        self._flights[event.id] = _Flight(request, worker, peer, matched_tokens, hold)
-        worker.in_flight += 1
-        worker.dispatched += 1
-        worker.dispatched_tokens += input_tokens
+        matched_tokens = self._begin(request, worker, match, peer, now_s).matched_tokens
         self._counts["placed"] += 1
         self._counts["input_tokens"] += input_tokens
         self._counts["predicted_tokens"] += matched_tokens
         return Place(event.id, worker.name, worker.url, matched_tokens)
+
+    def _begin(self, request: Request, worker: _Worker, match: Match, peer: bytes, now_s: float) -> _Flight:
+        """Takes a request into the table: the only place where one enters it."""
+        self._placement.placed(request, worker.name, match, now_s)
+        hold = self.tree.hold(worker.name, request.tokens, request.namespace)
+        flight = _Flight(request, worker, peer, match.of(worker.name), hold)
+        self._flights[request.id] = flight
+        worker.in_flight += 1
+        worker.dispatched += 1
+        worker.dispatched_tokens += request.input_tokens
+        return flight
+
+    def _running(self, event: Running, now_s: float, peer: bytes) -> None:
+        """Takes over a request that another router, or no router, has placed."""
+        worker = self._workers.get(event.worker)
+        if worker is None or event.id in self._flights or event.id in self._orphans:
+            self._counts["running ignored"] += 1
+            return
+        request = Request(
+            event.id,
+            event.client,
+            event.tokens,
+            len(event.tokens) // TOKEN_BYTES,
+            event.max_output_tokens,
+            event.namespace,
+        )
+        match = self.tree.match(event.tokens, event.namespace)
+        self._begin(request, worker, match, peer, now_s).output_tokens = event.output_tokens
+        self._counts["taken over"] += 1
+
+    def _difference(self, event: Table, peer: bytes) -> Difference:
+        theirs = set(event.requests)
+        return Difference(
+            event.id,
+            missing=tuple(
+                name for name in event.requests if name not in self._flights and name not in self._orphans
+            ),
+            unsettled=tuple(
+                name for name, flight in self._flights.items() if flight.peer == peer and name not in theirs
+            ),
+        )
 
     def _refuse(self, request: str, reason: str, *, retry: bool) -> Refuse:
         self._counts["refused"] += 1
@@ -172,6 +239,8 @@ class Router:
         flight = self._flights.get(event.id)
         if flight is not None:
             self._end(flight, event, now_s)
+            if flight.worker.draining and not flight.worker.in_flight:
+                self._worker_down(flight.worker.name, now_s)
         elif event.id in self._orphans:
             del self._orphans[event.id]
             self._counts["done after its worker"] += 1
@@ -208,11 +277,11 @@ class Router:
     def _worker_up(self, event: WorkerUp, now_s: float) -> None:
         known = self._workers.get(event.worker)
         if known is not None and (known.url, known.kv) == (event.url, event.kv):
-            known.capacity = event.capacity
+            known.capacity, known.draining = event.capacity, False
             return
         if known is not None:  # it moved, so it is another process
             self._worker_down(event.worker, now_s)
-        worker = _Worker(event.worker, event.url, event.kv, event.capacity)
+        worker = _Worker(event.worker, event.url, event.kv, event.replay, event.capacity)
         # Ties go to whoever was sent fewer tokens: a newcomer is not to win all of them.
         worker.dispatched_tokens = min(
             (other.dispatched_tokens for other in self._workers.values()), default=0
@@ -238,6 +307,33 @@ class Router:
         self._placement.worker_down(name)
         self.tree.remove_worker(name)
         self._counts["workers down"] += 1
+
+    def _worker_drain(self, name: str, now_s: float) -> None:
+        worker = self._workers.get(name)
+        if worker is None:
+            self._counts["worker drain ignored"] += 1
+            return
+        worker.draining = True
+        if not worker.in_flight:
+            self._worker_down(name, now_s)
+
+    def _worker_health(self, event: WorkerHealth) -> None:
+        worker = self._workers.get(event.worker)
+        if worker is None or worker.sick is not event.ok:
+            self._counts["worker health ignored"] += 1
+            return
+        worker.sick = not event.ok
+        self._counts["workers well" if event.ok else "workers sick"] += 1
+        self.tree.clear(event.worker)
+
+    def _list_workers(self, name: str) -> Workers:
+        workers = self._workers.values()
+        return Workers(
+            name,
+            tuple(WorkerUp(w.name, w.url, w.kv, w.replay, w.capacity) for w in workers),
+            draining=tuple(w.name for w in workers if w.draining),
+            sick=tuple(w.name for w in workers if w.sick),
+        )
 
     def _cache_changed(self, event: Stored | Removed | Cleared) -> None:
         if event.worker not in self._workers:
@@ -286,6 +382,7 @@ class Router:
                     "url": worker.url,
                     "kv": worker.kv,
                     "capacity": worker.capacity,
+                    "state": "draining" if worker.draining else "sick" if worker.sick else "up",
                     "in_flight": worker.in_flight,
                     "dispatched": worker.dispatched,
                     "dispatched_tokens": worker.dispatched_tokens,

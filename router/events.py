@@ -78,6 +78,48 @@ class WorkerDown(Message, frozen=True):
     worker: str
 
 
+class WorkerDrain(Message, frozen=True):
+    """Worker `worker` is to get no new requests; it is gone when those that it has are over."""
+
+    worker: str
+
+
+class WorkerHealth(Message, frozen=True):
+    """Whether worker `worker` answers. While it does not, it gets no requests and is believed to cache nothing."""
+
+    worker: str
+    ok: bool
+
+
+class Running(Message, frozen=True):
+    """A gateway has request `id` at `worker`, which a router that does not know it must count from here on."""
+
+    id: str
+    client: str
+    worker: str
+    tokens: bytes
+    max_output_tokens: Count = 0
+    namespace: str = ""
+    output_tokens: Count = 0
+
+    def __post_init__(self) -> None:
+        """A cut token id is the sender's mistake."""
+        _check_tokens(self.tokens)
+
+
+class Table(Message, frozen=True):
+    """All requests that a gateway has asked about or has in flight. Asks for a `Difference`."""
+
+    id: str
+    requests: tuple[str, ...]
+
+
+class Follow(Message, frozen=True):
+    """Asks for `Workers`. A peer that sends heartbeats hears of every change besides."""
+
+    id: str
+
+
 class Stored(Message, frozen=True):
     """Worker `worker` caches `len(hashes)` consecutive blocks of `block_tokens` tokens after block `parent`.
 
@@ -132,6 +174,30 @@ class Refuse(Message, frozen=True):
     retry: bool
 
 
+class Difference(Message, frozen=True):
+    """What the router's table of a gateway and the gateway's own do not share.
+
+    `missing` are not known here: to be told by `Running`. `unsettled` are in flight here: to be told by `Done`.
+    """
+
+    id: str
+    missing: tuple[str, ...]
+    unsettled: tuple[str, ...]
+
+
+class Workers(Message, frozen=True):
+    """The workers that are up; `draining` and `sick` among them get no new requests.
+
+    `router` names this run of the router: another one has lost what it was told before.
+    """
+
+    id: str
+    workers: tuple[WorkerUp, ...]
+    draining: tuple[str, ...] = ()
+    sick: tuple[str, ...] = ()
+    router: str = ""
+
+
 class Snapshot(Message, frozen=True):
     """The router's state, of plain maps, lists, numbers and texts, for people and dashboards."""
 
@@ -139,10 +205,25 @@ class Snapshot(Message, frozen=True):
     state: dict[str, object]
 
 
-Event = Arrive | Progress | Done | WorkerUp | WorkerDown | Stored | Removed | Cleared | Query
+Event = (
+    Arrive
+    | Progress
+    | Done
+    | Running
+    | Table
+    | WorkerUp
+    | WorkerDown
+    | WorkerDrain
+    | WorkerHealth
+    | Follow
+    | Stored
+    | Removed
+    | Cleared
+    | Query
+)
 """All that the router can be told."""
 
-Answer = Place | Refuse | Snapshot
+Answer = Place | Refuse | Difference | Workers | Snapshot
 """All that the router can say."""
 
 Action = tuple[bytes, Answer]
