@@ -37,6 +37,7 @@ from router.events import (
     WorkerUp,
 )
 from router.placement.contract import Ended, Placement, Request
+from router.placement.outputs import ExpectedOutputs
 from router.radix import Hold, Match, RadixTree
 
 MAX_LISTED_CLIENTS = 100
@@ -58,6 +59,10 @@ class _Worker:
     draining: bool = False
     sick: bool = False
     in_flight: int = 0
+    load: float = 0.0
+    """`in_flight` per unit of capacity, kept because placements read it more often than it changes."""
+    prefill_tokens: int = 0
+    decode_tokens: float = 0.0
     dispatched: int = 0
     dispatched_tokens: int = 0
 
@@ -66,21 +71,27 @@ class _Worker:
         """Whether it may be named."""
         return not (self.draining or self.sick)
 
-    @property
-    def load(self) -> float:
-        """Requests dispatched and not done, per unit of capacity."""
-        return self.in_flight / self.capacity
+    def count(self, requests: int) -> None:
+        """So many more requests are in flight."""
+        self.in_flight += requests
+        assert self.in_flight >= 0, self.name
+        self.load = self.in_flight / self.capacity
+        if not self.in_flight:
+            self.decode_tokens = 0.0  # what rounding has left over
 
 
 @dataclass(slots=True)
 class _Flight:
-    """A request in flight."""
+    """A request in flight. What it has still to prefill and to decode is part of its worker's load."""
 
     request: Request
     worker: _Worker
     peer: bytes
     matched_tokens: int
     hold: Hold
+    prefill_tokens: int
+    decode_tokens: float
+    expected_tokens: float
     output_tokens: int = 0
 
 
@@ -106,6 +117,7 @@ class Router:
         self._name = name or type(placement).__name__
         self._linger_s = linger_s
         self._workers: dict[str, _Worker] = {}
+        self._outputs = ExpectedOutputs()
         self._flights: dict[str, _Flight] = {}
         self._orphans: OrderedDict[str, None] = OrderedDict()
         self._lingering: deque[tuple[float, Hold]] = deque()
@@ -187,9 +199,16 @@ class Router:
         """Takes a request into the table: the only place where one enters it."""
         self._placement.placed(request, worker.name, match, now_s)
         hold = self.tree.hold(worker.name, request.tokens, request.namespace)
-        flight = _Flight(request, worker, peer, match.of(worker.name), hold)
+        matched_tokens = match.of(worker.name)
+        prefill_tokens = request.input_tokens - matched_tokens
+        expected_tokens = self._outputs.of(request.client, request.max_output_tokens)
+        flight = _Flight(
+            request, worker, peer, matched_tokens, hold, prefill_tokens, expected_tokens, expected_tokens
+        )
         self._flights[request.id] = flight
-        worker.in_flight += 1
+        worker.count(1)
+        worker.prefill_tokens += prefill_tokens
+        worker.decode_tokens += expected_tokens
         worker.dispatched += 1
         worker.dispatched_tokens += request.input_tokens
         return flight
@@ -209,7 +228,7 @@ class Router:
             event.namespace,
         )
         match = self.tree.match(event.tokens, event.namespace)
-        self._begin(request, worker, match, peer, now_s).output_tokens = event.output_tokens
+        self._produced(self._begin(request, worker, match, peer, now_s), event.output_tokens)
         self._counts["taken over"] += 1
 
     def _difference(self, event: Table, peer: bytes) -> Difference:
@@ -233,7 +252,18 @@ class Router:
         if flight is None:
             self._counts["progress ignored"] += 1
         else:
-            flight.output_tokens = max(flight.output_tokens, event.output_tokens)
+            self._produced(flight, event.output_tokens)
+
+    def _produced(self, flight: _Flight, output_tokens: int) -> None:
+        if output_tokens > flight.output_tokens:
+            flight.output_tokens = output_tokens
+            self._owes(flight, 0, max(1.0, flight.expected_tokens - output_tokens))
+
+    def _owes(self, flight: _Flight, prefill_tokens: int, decode_tokens: float) -> None:
+        """So much of the request is still to be computed."""
+        flight.worker.prefill_tokens += prefill_tokens - flight.prefill_tokens
+        flight.worker.decode_tokens += decode_tokens - flight.decode_tokens
+        flight.prefill_tokens, flight.decode_tokens = prefill_tokens, decode_tokens
 
     def _done(self, event: Done, now_s: float) -> None:
         flight = self._flights.get(event.id)
@@ -251,8 +281,8 @@ class Router:
         """Ends a request: the only place where one leaves the table."""
         request, worker = flight.request, flight.worker
         del self._flights[request.id]
-        worker.in_flight -= 1
-        assert worker.in_flight >= 0, worker.name
+        self._owes(flight, 0, 0.0)
+        worker.count(-1)
         if done.outcome == "failed":
             self.tree.release(flight.hold, served=False)
         elif self._linger_s and worker.kv is not None and not self.tree.is_confirmed(flight.hold):
@@ -260,6 +290,8 @@ class Router:
         else:
             self.tree.release(flight.hold)
         output_tokens = max(flight.output_tokens, done.output_tokens)
+        if done.outcome == "ok":
+            self._outputs.learn(request.client, output_tokens)
         self._counts[f"ended {done.outcome}"] += 1
         self._counts["output_tokens"] += output_tokens
         if done.cached_tokens is not None:
@@ -277,7 +309,11 @@ class Router:
     def _worker_up(self, event: WorkerUp, now_s: float) -> None:
         known = self._workers.get(event.worker)
         if known is not None and (known.url, known.kv) == (event.url, event.kv):
-            known.capacity, known.draining = event.capacity, False
+            known.draining = False
+            if known.capacity != event.capacity:
+                known.capacity = event.capacity
+                known.count(0)
+                self._placement.worker_changed(event.worker, event.capacity)
             return
         if known is not None:  # it moved, so it is another process
             self._worker_down(event.worker, now_s)
@@ -289,7 +325,7 @@ class Router:
         self._workers[event.worker] = worker
         self._workers = dict(sorted(self._workers.items()))
         self.tree.add_worker(event.worker, has_events=event.kv is not None)
-        self._placement.worker_up(event.worker)
+        self._placement.worker_up(event.worker, event.capacity)
         self._counts["workers up"] += 1
 
     def _worker_down(self, name: str, now_s: float) -> None:
@@ -384,6 +420,8 @@ class Router:
                     "capacity": worker.capacity,
                     "state": "draining" if worker.draining else "sick" if worker.sick else "up",
                     "in_flight": worker.in_flight,
+                    "prefill_tokens": worker.prefill_tokens,
+                    "decode_tokens": round(worker.decode_tokens, 1),
                     "dispatched": worker.dispatched,
                     "dispatched_tokens": worker.dispatched_tokens,
                     "tree_tokens": self.tree.worker_tokens(worker.name),

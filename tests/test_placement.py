@@ -34,6 +34,10 @@ class View:
     name: str
     load: float = 0.0
     dispatched_tokens: int = 0
+    capacity: float = 1.0
+    prefill_tokens: float = 0
+    decode_tokens: float = 0.0
+    dispatched: int = 0
 
 
 def ended(request: Request, worker: str, matched: int = 0, output: int = 0, outcome="ok", **times) -> Ended:

@@ -3,16 +3,28 @@
 from collections.abc import Callable
 from dataclasses import fields
 
+from router.placement.cache_aware import CacheAware
 from router.placement.client_round_robin import ClientRoundRobin
 from router.placement.contract import Placement
 from router.placement.d2lpm import D2lpm
+from router.placement.d2lpm_time import D2lpmTime
+from router.placement.d2lpm_tokens import D2lpmTokens
+from router.placement.least_requests import LeastRequests
+from router.placement.least_tokens import LeastTokens
+from router.placement.power_of_two import PowerOfTwo
 from router.placement.preble import Preble
 from router.placement.round_robin import RoundRobin
 
 PLACEMENTS: dict[str, Callable[..., Placement]] = {
     "d2lpm": D2lpm,
+    "d2lpm-tokens": D2lpmTokens,
+    "d2lpm-time": D2lpmTime,
     "round_robin": RoundRobin,
     "client_round_robin": ClientRoundRobin,
+    "least_requests": LeastRequests,
+    "least_tokens": LeastTokens,
+    "power_of_two": PowerOfTwo,
+    "cache_aware": CacheAware,
     "preble": Preble,
 }
 

@@ -13,13 +13,13 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from router.placement.contract import Ended, Request, WorkerView
+from router.placement.contract import Memoryless, Request, WorkerView
 from router.placement.round_robin import after
 from router.radix import Match
 
 
 @dataclass
-class ClientRoundRobin:
+class ClientRoundRobin(Memoryless):
     """A pointer for each of the last `max_clients` clients. Forgotten ones start over."""
 
     max_clients: int = 100_000
@@ -43,16 +43,3 @@ class ClientRoundRobin:
         self._last.move_to_end(request.client)
         if len(self._last) > self.max_clients:
             self._last.popitem(last=False)
-
-    def done(self, ended: Ended, now_s: float) -> None:
-        """Changes nothing."""
-
-    def worker_up(self, worker: str) -> None:
-        """Changes nothing: a pointer is a place in the order of names."""
-
-    def worker_down(self, worker: str) -> None:
-        """Changes nothing."""
-
-    def credits(self, limit: int) -> dict[str, dict[str, float]]:
-        """None are kept."""
-        return {}

@@ -6,8 +6,9 @@ core. What it keeps beyond that (credits, pointers, costs) is its own, and bound
 and requests.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Protocol
 
 from router.events import Outcome
@@ -40,7 +41,7 @@ class Ended:
 
 
 class WorkerView(Protocol):
-    """A worker that is up, as a placement may look at it."""
+    """A worker that is up, as a placement may look at it. Loads are of what was sent there and is not done."""
 
     @property
     def name(self) -> str:
@@ -48,8 +49,28 @@ class WorkerView(Protocol):
         ...
 
     @property
+    def capacity(self) -> float:
+        """Its speed beside that of a worker of capacity 1."""
+        ...
+
+    @property
     def load(self) -> float:
-        """Requests dispatched to it and not yet done, divided by its capacity: s_w of D2LPM."""
+        """Requests, divided by its capacity: s_w of D2LPM."""
+        ...
+
+    @property
+    def prefill_tokens(self) -> float:
+        """Prompt tokens that it was not believed to cache, of requests that have no output yet."""
+        ...
+
+    @property
+    def decode_tokens(self) -> float:
+        """Output tokens still to come, as far as their clients' past answers and their own limits tell."""
+        ...
+
+    @property
+    def dispatched(self) -> int:
+        """Requests sent to it so far."""
         ...
 
     @property
@@ -64,7 +85,8 @@ class Placement(Protocol):
     The core promises: `worker_up` before a worker appears in `workers`, `worker_down` after `done` of all
     that was placed there; `workers` is never empty, in the order of names, and leaves out whom the request
     excludes; each `place` is followed by `placed` of the same request, and each `placed` by exactly one
-    `done`; `now_s` never falls.
+    `done`; `placed` without `place` is a request that came to its worker without this router, and may be at
+    any worker that is up; `now_s` never falls.
     """
 
     def place(self, request: Request, match: Match, workers: Sequence[WorkerView], now_s: float) -> str:
@@ -79,8 +101,12 @@ class Placement(Protocol):
         """The request is over."""
         ...
 
-    def worker_up(self, worker: str) -> None:
+    def worker_up(self, worker: str, capacity: float = 1.0) -> None:
         """`worker` is new, or back with nothing of what it had."""
+        ...
+
+    def worker_changed(self, worker: str, capacity: float) -> None:
+        """`worker` is as it was, but of another capacity."""
         ...
 
     def worker_down(self, worker: str) -> None:
@@ -92,6 +118,37 @@ class Placement(Protocol):
         ...
 
 
+class Memoryless:
+    """What a placement does that decides by what it is shown: it remembers nothing."""
+
+    def placed(self, request: Request, worker: str, match: Match, now_s: float) -> None:
+        """Changes nothing."""
+
+    def done(self, ended: Ended, now_s: float) -> None:
+        """Changes nothing."""
+
+    def worker_up(self, worker: str, capacity: float = 1.0) -> None:
+        """Changes nothing."""
+
+    def worker_changed(self, worker: str, capacity: float) -> None:
+        """Changes nothing."""
+
+    def worker_down(self, worker: str) -> None:
+        """Changes nothing."""
+
+    def credits(self, limit: int) -> dict[str, dict[str, float]]:
+        """None are kept."""
+        return {}
+
+
+_by_load = attrgetter("load", "dispatched_tokens", "name")
+
+
 def least_loaded(workers: Sequence[WorkerView]) -> str:
     """The least loaded of `workers`; among equals, who was sent fewer tokens so far; then by name."""
-    return min(workers, key=lambda worker: (worker.load, worker.dispatched_tokens, worker.name)).name
+    return min(workers, key=_by_load).name
+
+
+def least(workers: Sequence[WorkerView], cost: Callable[[WorkerView], float]) -> str:
+    """The worker of least `cost`; among equals, who was sent fewer tokens so far; then by name."""
+    return min(workers, key=lambda worker: (cost(worker), worker.dispatched_tokens, worker.name)).name

@@ -197,9 +197,12 @@ class Preble:
         if ended.ttft_s is not None and ended.outcome == "ok":
             load.ttft.append((now_s, ended.ttft_s))
 
-    def worker_up(self, worker: str) -> None:
+    def worker_up(self, worker: str, capacity: float = 1.0) -> None:
         """Starts without load."""
         self._loads[worker] = _WorkerLoad(typical_tpot_s=self.first_tpot_s)
+
+    def worker_changed(self, worker: str, capacity: float) -> None:
+        """Changes nothing: what a worker needs per token is measured."""
 
     def worker_down(self, worker: str) -> None:
         """Prefixes that were used there only are assigned anew when they are next asked for."""

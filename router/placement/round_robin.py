@@ -8,12 +8,12 @@ the DLPM paper.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from router.placement.contract import Ended, Request, WorkerView
+from router.placement.contract import Memoryless, Request, WorkerView
 from router.radix import Match
 
 
 @dataclass
-class RoundRobin:
+class RoundRobin(Memoryless):
     """One pointer for all: the next worker by name after the last one chosen."""
 
     _last: str = field(default="", init=False, repr=False)
@@ -25,19 +25,6 @@ class RoundRobin:
     def placed(self, request: Request, worker: str, match: Match, now_s: float) -> None:
         """Moves the pointer."""
         self._last = worker
-
-    def done(self, ended: Ended, now_s: float) -> None:
-        """Changes nothing."""
-
-    def worker_up(self, worker: str) -> None:
-        """Changes nothing: the pointer is a place in the order of names."""
-
-    def worker_down(self, worker: str) -> None:
-        """Changes nothing."""
-
-    def credits(self, limit: int) -> dict[str, dict[str, float]]:
-        """None are kept."""
-        return {}
 
 
 def after(last: str, workers: Sequence[WorkerView]) -> str:

@@ -1,0 +1,51 @@
+"""Cache-aware, the rule of sglang-router: follow the cached prefix until the loads are out of balance.
+
+For each request, with its thresholds:
+
+* *Out of balance*, that is max - min > `balance_abs` and max > `balance_rel` x min of the requests in flight:
+  the least loaded worker.
+* Else, if more than `cache_threshold` of the prompt is cached somewhere: the first worker that holds the
+  longest match.
+* Else the least loaded worker. Ties in load go to whoever was sent fewer requests, then by name.
+
+Unit of fairness: none. Known leaks, kept because they are the rule: both conditions of the imbalance must
+hold, so 64 requests of skew per worker are borne; affinity and balance switch as a whole; of several holders
+one gets everything; a request counts as one whatever its length.
+
+Where it differs: sglang-router guesses from what it once routed, in a tree of its own; here, as for all
+placements, the match comes from the shared tree that follows the replicas' own events, and loads are per
+unit of capacity. It exchanges an unhealthy holder for the first healthy worker; here the excluded are left out
+before, so another holder, or the first worker if there is none.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from router.placement.contract import Memoryless, Request, WorkerView
+from router.radix import Match
+
+
+@dataclass
+class CacheAware(Memoryless):
+    """The thresholds have sglang-router's names and defaults."""
+
+    cache_threshold: float = 0.3
+    balance_abs: float = 64
+    balance_rel: float = 1.5
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.cache_threshold <= 1:
+            raise ValueError(f"cache_threshold is {self.cache_threshold}: it is a share, from 0 to 1")
+        if not (0 <= self.balance_abs < math.inf and 1 <= self.balance_rel < math.inf):
+            raise ValueError("balance_abs is at least 0, balance_rel a ratio of at least 1, both finite")
+
+    def place(self, request: Request, match: Match, workers: Sequence[WorkerView], now_s: float) -> str:
+        """The first holder of the longest match, or the least loaded worker."""
+        loads = [worker.load for worker in workers]
+        most, fewest = max(loads), min(loads)
+        out_of_balance = most - fewest > self.balance_abs and most > self.balance_rel * fewest
+        if not out_of_balance and match.tokens > self.cache_threshold * request.input_tokens:
+            holders = (worker for worker in workers if match.of(worker.name) == match.tokens)
+            return next(holders, workers[0]).name
+        return min(workers, key=lambda worker: (worker.load, worker.dispatched, worker.name)).name

@@ -1,0 +1,148 @@
+"""The books of D2LPM: a credit q[i,w] for every client i and worker w, refilled by quanta.
+
+q[i,w] <= Q[i,w] = quantum x weight of the client x capacity of the worker, always; it may fall far below zero,
+since outputs are charged late. When a client has no credit at any worker that it may use, rounds pass until it
+has some: in a round, every worker's credit grows by its quantum. The rounds are counted and made in one step,
+so a refill costs the same however many are due. When workers are excluded, only those that are left decide how
+many rounds are due, and the others stop at their quantum.
+
+A new worker, or one that came back, starts at a full quantum for every client: usable at once, its old debt
+gone with its queue.
+
+Memory is bounded without erasing debt. Of the clients that have nothing in flight the longest idle ones are
+forgotten beyond `max_clients`. If no credit of theirs is negative that loses credit, never debt. Else their
+row goes into one of `_ESTATES` buckets, picked by the client's name, which keeps the least credit per
+worker of all that went there; whoever is not known starts with the row of its bucket, or with zeros. So a
+debtor finds its debt or more of it, though not what credit it had left elsewhere; a stranger that shares
+its bucket is sent to other workers first, and loses nothing else.
+"""
+
+import math
+import zlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from router.placement.contract import WorkerView
+from sglang_fair.core.policy import Weights
+
+_ESTATES = 1024
+"""Buckets for the debts of forgotten clients."""
+
+
+@dataclass(slots=True)
+class _Account:
+    """One client: its credit per worker, and its requests in flight. A worker not named: a full quantum."""
+
+    credit: dict[str, float]
+    in_flight: int = 0
+
+
+class Credits:
+    """The credits of all clients; `quantum` is that of weight 1 and capacity 1, and may be infinite."""
+
+    def __init__(self, quantum: float, weights: Weights, max_clients: int) -> None:
+        if not quantum > 0:
+            raise ValueError(f"worker_quantum is {quantum}: it must be positive, and may be inf")
+        if max_clients < 1:
+            raise ValueError(f"max_clients is {max_clients}: at least one is needed")
+        self._quantum = quantum
+        self._weights = weights
+        self._max_clients = max_clients
+        self._capacity: dict[str, float] = {}
+        self._accounts: dict[str, _Account] = {}
+        self._idle: OrderedDict[str, None] = OrderedDict()
+        self._estates: dict[int, dict[str, float]] = {}
+
+    def available(self, client: str, workers: Sequence[WorkerView]) -> list[WorkerView]:
+        """Those of `workers` at which `client` has credit, at least one: refills when there is none."""
+        credit = self._account(client).credit
+        while not (found := [worker for worker in workers if credit.get(worker.name, 1.0) > 0]):
+            self._refill(client, credit, workers)
+        return found
+
+    def begin(self, client: str, worker: str, units: float) -> None:
+        """A request of `client` was sent to `worker`, which costs it `units`."""
+        account = self._account(client)
+        account.in_flight += 1
+        self._idle.pop(client, None)
+        account.credit[worker] = self._of(client, account.credit, worker) - units
+
+    def end(self, client: str, worker: str, units: float, refund: float = 0.0) -> None:
+        """It is over and costs `units` more; `refund` of its first charge is given back."""
+        account = self._account(client)
+        credit = self._of(client, account.credit, worker) - units
+        if refund:
+            credit = min(self._quantum_of(client, worker), credit + refund)
+        account.credit[worker] = credit
+        account.in_flight -= 1
+        assert account.in_flight >= 0, client
+        if not account.in_flight:
+            self._idle[client] = None
+            self._forget()
+
+    def worker_up(self, worker: str, capacity: float) -> None:
+        """Everybody has a full quantum there."""
+        self._capacity[worker] = capacity
+
+    def worker_changed(self, worker: str, capacity: float) -> None:
+        """No credit is above the new quantum; debts stay."""
+        self._capacity[worker] = capacity
+        for client, account in self._accounts.items():
+            if worker in account.credit:
+                limit = self._quantum_of(client, worker)
+                account.credit[worker] = min(limit, account.credit[worker])
+
+    def worker_down(self, worker: str) -> None:
+        """Its credits go with it."""
+        del self._capacity[worker]
+        for account in self._accounts.values():
+            account.credit.pop(worker, None)
+        for row in self._estates.values():
+            row.pop(worker, None)
+
+    def latest(self, limit: int) -> dict[str, dict[str, float]]:
+        """q[i,w] of the clients that came last."""
+        busy = [client for client in reversed(self._accounts) if client not in self._idle]
+        clients = (busy + list(reversed(self._idle)))[:limit]
+        rows = {client: self._accounts[client].credit for client in clients}
+        workers = sorted(self._capacity)
+        return {client: {w: self._of(client, row, w) for w in workers} for client, row in rows.items()}
+
+    def _quantum_of(self, client: str, worker: str) -> float:
+        return self._quantum * self._weights.of(client) * self._capacity[worker]
+
+    def _of(self, client: str, credit: dict[str, float], worker: str) -> float:
+        known = credit.get(worker)
+        return self._quantum_of(client, worker) if known is None else known
+
+    def _refill(self, client: str, credit: dict[str, float], workers: Sequence[WorkerView]) -> None:
+        """As many rounds as make the credit at one of `workers` positive; at none of these it is."""
+        rounds = min(
+            math.floor(-credit[worker.name] / self._quantum_of(client, worker.name)) + 1 for worker in workers
+        )
+        for worker in self._capacity:
+            quantum = self._quantum_of(client, worker)
+            credit[worker] = min(quantum, credit.get(worker, quantum) + rounds * quantum)
+
+    def _account(self, client: str) -> _Account:
+        account = self._accounts.get(client)
+        if account is None:
+            estate = self._estates.get(_bucket(client), {})
+            account = _Account({worker: min(0.0, estate.get(worker, 0.0)) for worker in self._capacity})
+            self._accounts[client] = account
+            self._idle[client] = None
+        return account
+
+    def _forget(self) -> None:
+        while len(self._accounts) > self._max_clients and self._idle:
+            client, _ = self._idle.popitem(last=False)
+            credit = self._accounts.pop(client).credit
+            if any(amount < 0 for amount in credit.values()):
+                estate = self._estates.setdefault(_bucket(client), {})
+                for worker, amount in credit.items():
+                    estate[worker] = min(amount, estate.get(worker, 0.0))
+
+
+def _bucket(client: str) -> int:
+    return zlib.crc32(client.encode()) % _ESTATES

@@ -1,0 +1,20 @@
+"""Least requests: the worker with the fewest requests in flight, per unit of capacity.
+
+Unit of fairness: none. Trade-off: even in the number of requests at any moment, so a slow worker gets fewer;
+blind to their length and to caches.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from router.placement.contract import Memoryless, Request, WorkerView, least_loaded
+from router.radix import Match
+
+
+@dataclass
+class LeastRequests(Memoryless):
+    """Ties go to the worker that was sent fewer tokens so far, then by name."""
+
+    def place(self, request: Request, match: Match, workers: Sequence[WorkerView], now_s: float) -> str:
+        """The least loaded."""
+        return least_loaded(workers)

@@ -1,0 +1,28 @@
+"""Power of two choices: of two workers drawn at random, the less loaded.
+
+Unit of fairness: none. Trade-off: nearly as even as looking at all workers, and many routers that do not know
+of each other do not all run to the same one; blind to caches.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from router.placement.contract import Memoryless, Request, WorkerView, least_loaded
+from router.radix import Match
+
+
+@dataclass
+class PowerOfTwo(Memoryless):
+    """The draws follow from `seed`: give each router its own."""
+
+    seed: int = 0
+
+    _random: Random = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._random = Random(self.seed)
+
+    def place(self, request: Request, match: Match, workers: Sequence[WorkerView], now_s: float) -> str:
+        """The less loaded of two different workers; the one, where there is only one."""
+        return least_loaded(self._random.sample(workers, min(2, len(workers))))
