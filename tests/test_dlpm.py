@@ -29,17 +29,19 @@ DLPM = settings(max_examples=40, deadline=None, derandomize=True)
 class LiteralDlpm:
     """Algorithm 1 with lists: the queue is sorted at each pick, a round is executed, nothing is remembered
     beside q and l. A held request stays in the queue and is skipped, its client keeps its say in the refill.
+    The first client that is new after a refill starts with a quantum.
     """
 
     quantum: int
+    newcomer: int = 0
     q: dict[str, int] = field(default_factory=dict)
     waiting: list[Job] = field(default_factory=list)
     held: list[Job] = field(default_factory=list)
-    absent: set[str] = field(default_factory=set)
+    charged: set[str] = field(default_factory=set)
 
     def arrive(self, job: Job) -> None:
-        self.q.setdefault(job.client, 0)
-        self.absent.discard(job.client)
+        if job.client not in self.q:
+            self.q[job.client], self.newcomer = self.newcomer, 0
         self.waiting.append(job)
 
     def leave(self, job: Job) -> None:
@@ -55,16 +57,16 @@ class LiteralDlpm:
                 return None
             for client in self.q:
                 self.q[client] += self.quantum if self.q[client] <= 0 else 0
+            self.newcomer = self.quantum
         return None
 
     def charge(self, client: str, units: int) -> None:
-        self.q[client] = self.q.get(client, 0) - units
+        self.q[client] -= units
+        self.charged.add(client)
 
     def idle(self, client: str) -> None:
-        self.absent.add(client)
-        for gone in [name for name in self.absent if self.q[name] >= 0]:
-            self.absent.discard(gone)
-            del self.q[gone]
+        if client not in self.charged and not self.q[client]:
+            del self.q[client]
 
 
 class Twins:
@@ -195,13 +197,15 @@ class Sent:
 class AlgorithmOne:
     """The paper's listing, line by line. `many` rounds at once is the fast CheckRefill. `restart` begins the
     scan of the sorted queue again after a refill; without it a refill in the middle of a scan lets a client's
-    later requests pass its earlier ones, which the paper's order (longest prefix first) does not mean.
+    later requests pass its earlier ones, which the paper's order (longest prefix first) does not mean. Unlike the
+    listing, the first client that is new after a refill starts with a quantum.
     """
 
     pool_tokens: int
     quantum: int
     many: bool = True
     restart: bool = True
+    newcomer: int = 0
     q: dict[str, int] = field(default_factory=dict)
     queue: list[int] = field(default_factory=list)
     batch: dict[int, int] = field(default_factory=dict)
@@ -213,7 +217,8 @@ class AlgorithmOne:
         for step in range(steps):
             for number, request in enumerate(sent):
                 if request.step == step:
-                    self.q.setdefault(request.client, 0)  # L12
+                    if request.client not in self.q:  # L12
+                        self.q[request.client], self.newcomer = self.newcomer, 0
                     self.queue.append(number)  # L13
             self.queue.sort(key=lambda number: (-sent[number].prefix_tokens, number))  # L16
             while self.queue and self._scan(step, sent):  # L17
@@ -255,14 +260,13 @@ class AlgorithmOne:
         for client in self.q:  # L6, L7
             for _ in range(rounds):
                 self.q[client] += self.quantum if self.q[client] <= 0 else 0
+        self.newcomer = self.quantum
         return True
 
 
 def our_admissions(sent: list[Sent], pool_tokens: int, quantum: int, steps: int) -> list[tuple[int, int]]:
     """The same engine around our queue."""
-    policy = Dlpm(quantum=quantum)
-    policy.idle = lambda client: None  # the listing forgets nobody, not even a client with credit
-    queue, admitted = FairQueue(policy), []
+    queue, admitted = FairQueue(Dlpm(quantum=quantum)), []
     for step in range(steps):
         for number, request in enumerate(sent):
             if request.step == step:
@@ -327,6 +331,7 @@ class Counters:
     replica: Replica
     case: Case
     quantum: int
+    known: set[str] = field(default_factory=set)
     q: list[dict[str, float]] = field(default_factory=list)
     refills: list[dict[str, float]] = field(default_factory=list)
     service: list[dict[str, float]] = field(default_factory=list)
@@ -335,16 +340,16 @@ class Counters:
     def __call__(self) -> None:
         policy = self.replica.queue.policy
         assert isinstance(policy, Dlpm)
-        known = policy.counters()
         q = {client: policy.deficit(client) for client in self.case.clients}
         service = {client: self.replica.service[client] for client in self.case.clients}
         refills = dict.fromkeys(self.case.clients, 0.0)
         if self.q:
             for client in self.case.clients:
                 gained = q[client] - self.q[-1][client] + service[client] - self.service[-1][client]
-                if client not in known and self.q[-1][client] > 0:
-                    gained = 0  # it was forgotten: credit is dropped, and only credit
+                if client in policy.counters() and client not in self.known:
+                    gained = 0  # a newcomer's quantum
                 refills[client] = self.refills[-1][client] + gained / self.quantum
+        self.known = set(policy.counters())
         self.q.append(q)
         self.refills.append(refills)
         self.service.append(service)
@@ -460,24 +465,22 @@ def test_nobody_is_left_who_fits(case, quantum):
         block_tokens=case.block_tokens,
     )
     traffic, seen = Traffic(case), []
-    deferred: dict[str, bool] = {}
-    next_job = replica.queue.next
+    deferred: set[str] = set()
+    defer = replica.queue.defer
 
-    def spy() -> Job | None:
-        job = next_job()
-        for other in replica.queue.waiting():
-            deferred[other.id] = replica.queue.is_being_computed(other)
-        return job
+    def spy(job: Job) -> None:
+        deferred.add(job.id)
+        defer(job)
 
-    replica.queue.next = spy
+    replica.queue.defer = spy
     for _ in range(case.steps):
         traffic.step(replica)
         deferred.clear()
         replica.step()
-        left = [job for job in replica.passed_over if not deferred[job.id]]
+        left = [job for job in replica.passed_over if job.id not in deferred]
         seen += left
         if left:
-            holders = {job.client for job in replica.passed_over if deferred[job.id]}
+            holders = {job.client for job in replica.passed_over if job.id in deferred}
             assert holders, "nobody was held, and yet nobody was offered"
         if replica.candidate is not None:
             assert replica.queue.is_waiting(replica.candidate.id)
@@ -549,27 +552,27 @@ def test_the_worked_example():
     replica.step()
     assert [admission.id for admission in replica.admissions] == ["a1", "a2", "a3", "b1", "b2", "a4"]
     assert {admission.extend_tokens for admission in replica.admissions} == {4, 6}
-    # Four first tokens of a cost 8, two of b 4; b ended with credit and is forgotten.
-    assert policy.counters() == {"a": -4}
+    # Four first tokens of a cost 8, two of b 4.
+    assert policy.counters() == {"a": -4, "b": 4}
 
-    # b is new again: 0. One round makes a = 6 and b = 10, whatever the prefix; then a's prefix goes first.
+    # b has credit left and a has not, whatever the prefix. Then both are at -4, -2: one round, a = 6 and b = 8.
     replica.cache.insert(hot)
     replica.arrive(b(3))
     replica.arrive(a(5))
     replica.step()
-    assert [admission.id for admission in replica.admissions[6:]] == ["a5", "b3"]
-    # a: 6 - 4 - 5 tokens, b: 10 - 6 - 1 token.
-    assert policy.counters() == {"a": -8}
+    assert [admission.id for admission in replica.admissions[6:]] == ["b3", "a5"]
+    # a: 6 - 4 - 5 tokens, b: 8 - 1 token.
+    assert policy.counters() == {"a": -8, "b": 6}
     # Five more tokens for a; b is gone.
     replica.step()
-    assert policy.counters() == {"a": -18}
+    assert policy.counters() == {"a": -18, "b": 6}
     replica.cache.insert(hot)
     replica.arrive(a(6))
     replica.arrive(b(4))
     replica.step()
-    # The next round makes b positive alone: a = -8, b = 10. Once b4 is in, one more makes a = 2.
+    # b = 6 pays for b4; two rounds make a = 2 and b = 10.
     assert [admission.id for admission in replica.admissions[8:]] == ["b4", "a6"]
-    assert policy.refills == 5
+    assert policy.refills == 4
 
 
 def test_a_large_quantum_is_lpm():
@@ -643,23 +646,77 @@ def test_debts_survive_leaving():
     assert erased.replica.service["z"] < 0.05 * sum(erased.replica.service.values())
 
 
-def test_only_debts_are_remembered():
-    """A client that left is forgotten with the next idle event after its debt is worked off."""
+def serve(policy: Dlpm, client: str, units: float) -> None:
+    """One request of `client`, alone in the queue, from its arrival to its end."""
+    policy.arrive(job := Job(client, client))
+    assert policy.pick() is job
+    policy.leave(job)
+    policy.charge(client, units)
+    policy.idle(client)
+
+
+def test_debts_and_credits_are_remembered():
     policy = Dlpm(quantum=10)
-    policy.arrive(first := Job("1", "a", arrival=1))
-    assert policy.pick() is first
-    policy.leave(first)
-    policy.charge("a", 25)
-    policy.idle("a")
+    serve(policy, "a", 25)
     assert policy.counters() == {"a": -15}
-    for number, left in ((2, {"a": -5}), (3, {"a": 5})):
-        policy.arrive(job := Job(str(number), "b", arrival=number))
-        assert policy.pick() is job
+    serve(policy, "b", 1)  # the first after a refill: it has a quantum, and a gets nothing
+    assert policy.counters() == {"a": -15, "b": 9}
+    serve(policy, "c", 1)
+    assert policy.counters() == {"a": -5, "b": 9, "c": 9}
+
+
+def test_being_forgotten_never_pays():
+    """Credit beyond `remembered_clients` is dropped, the longest absent first, debts never; and then a client
+    that is not known gets no more than any that was dropped had left."""
+    policy = Dlpm(quantum=10, remembered_clients=1)
+    serve(policy, "debtor", 1000)
+    serve(policy, "a", 7)
+    assert policy.counters() == {"debtor": -990, "a": 3}
+    serve(policy, "b", 1)
+    assert policy.counters() == {"debtor": -980, "b": 9}
+    policy.arrive(Job("a", "a"))
+    assert 0 <= policy.deficit("a") <= 3
+
+
+@DLPM
+@given(case=cases(), quantum=QUANTA, remembered=st.integers(0, 2))
+def test_no_bound_depends_on_whom_is_remembered(case, quantum, remembered):
+    """T2, T3 and T4 with clients that come back to an account that was dropped."""
+    trace = traced(case, Dlpm(quantum=quantum, remembered_clients=remembered))
+    bound = trace.replica.queue.bound()
+    assert trace.gap_between_backlogged() <= bound
+    assert trace.lag_of_backlogged() <= bound
+    assert trace.service_before_dispatch() <= (len(case.clients) - 1) * bound
+
+
+def names_before_the_cold_one(policy: Dlpm) -> int:
+    """A cold client waits beside an endless row of new names with a hot prefix: how many go first."""
+    policy.arrive(Job("first", "known"))
+    policy.leave(policy.pick())
+    policy.charge("known", 1)
+    policy.arrive(cold := Job("cold", "known"))
+    for number in range(1000):
+        policy.arrive(Job(str(number), f"name{number}", arrival=number, prefix_tokens=5))
+        policy.arrive(Job(str(number), f"spare{number}", arrival=number, prefix_tokens=5))
+        policy.release()
+        if (job := policy.pick()) is cold:
+            return number
         policy.leave(job)
-        policy.charge("b", 1)
-        assert policy.deficit("a") == left["a"]
-        policy.idle("b")
-    assert policy.counters() == {}
+        policy.charge(job.client, 6)
+    return 1000
+
+
+class Generous(Dlpm):
+    """Every new name starts with a quantum."""
+
+    def arrive(self, job: Job) -> None:
+        self._newcomer = self.quantum
+        super().arrive(job)
+
+
+def test_new_names_starve_nobody():
+    assert names_before_the_cold_one(Dlpm(quantum=10)) <= 2
+    assert names_before_the_cold_one(Generous(quantum=10)) == 1000
 
 
 @pytest.mark.parametrize("quantum", [0, -1, float("nan"), float("inf")])

@@ -14,7 +14,7 @@ OWN_TOKENS = 48
 
 
 def hot_prompt(number: int) -> list[int]:
-    """64 tokens that client A has sent before, and 48 of its own."""
+    """64 tokens that were sent before, and 48 of its own."""
     return [7] * PREFIX_TOKENS + [20 + number] * OWN_TOKENS
 
 
@@ -31,8 +31,8 @@ def test_the_worked_example(one_at_a_time: Replica) -> None:
     """
     replica = one_at_a_time
     replica.flush()
-    replica.generate("A", hot_prompt(9))
-    replica.generate("A", hot_prompt(8))  # the shared 64 tokens are a node of their own from here on
+    replica.generate("before", hot_prompt(9))
+    replica.generate("before", hot_prompt(8))  # the shared 64 tokens are a node of their own from here on
 
     order = asyncio.run(_admission_order(replica, [
         *[("A", f"A{n}", hot_prompt(n)) for n in range(1, 7)],
@@ -47,11 +47,11 @@ def test_arrival_order_does_not_matter_between_clients(one_at_a_time: Replica) -
     """B's requests came first; A's are hotter and A can pay, so A still goes first."""
     replica = one_at_a_time
     replica.flush()
-    replica.generate("A", hot_prompt(9))
-    replica.generate("A", hot_prompt(8))
+    replica.generate("before", hot_prompt(9))
+    replica.generate("before", hot_prompt(8))
     order = asyncio.run(_admission_order(replica, [
-        *[("B", f"B{n}", cold_prompt(n)) for n in range(1, 3)],
-        *[("A", f"A{n}", hot_prompt(n)) for n in range(1, 4)],
+        *[("late B", f"B{n}", cold_prompt(n)) for n in range(1, 3)],
+        *[("late A", f"A{n}", hot_prompt(n)) for n in range(1, 4)],
     ]))  # fmt: skip
     assert order == ["A1", "A2", "B1", "B2", "A3"]
 

@@ -14,6 +14,7 @@ from sglang_fair.core.fcfs import Fcfs
 from sglang_fair.core.ledger import OTHERS, SYSTEM, Ledger
 from sglang_fair.core.lpm import Lpm
 from sglang_fair.core.policy import Job, Policy
+from sglang_fair.core.predicted import VtcOracle
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.vtc import Vtc
 from tests.engine_model import Replica, Request, Traffic, cases
@@ -54,6 +55,9 @@ class Square:
 
     def __call__(self, extend_tokens: int, output_tokens: int, cached_tokens: int = 0) -> float:
         return (extend_tokens + 2 * output_tokens) ** 2
+
+    def dearest(self, input_tokens: int, output_tokens: int, owed_tokens: int) -> tuple[float, float]:
+        return input_tokens**2, 4 * owed_tokens * (input_tokens + output_tokens)
 
 
 PIECES = st.lists(st.tuples(st.sampled_from(["extend", "emit"]), st.integers(0, 9)), max_size=20)
@@ -306,6 +310,63 @@ def test_nobody_waits_for_a_prefix_that_is_not_computed_any_more(end):
         queue.extend(one, 5, "behind the prefix")
     assert not queue.is_being_computed(two)
     assert "2" in offers(queue)
+
+
+def test_who_waited_in_vain_does_not_wait_again():
+    """The cache did not keep the prefix, so the next computation of it is not waited for."""
+    queue = new_queue(Lpm())
+    twins = [arrive(queue, str(number)) for number in range(3)]
+    for job in twins:
+        queue.rematch(job, 0, "block")
+    queue.begin_pass()
+    admit(queue, queue.next())
+    assert queue.next() is None  # both wait for the first
+    queue.begin_pass()
+    assert queue.next() is None  # for as long as it takes
+    queue.prefilled(twins[0])
+    queue.begin_pass()
+    admit(queue, queue.next())
+    assert queue.next() is twins[2]  # nothing was kept, so it is not held up by the second
+    queue.rematch(twins[2], 5, "block")
+    assert queue.is_being_computed(twins[2])  # something was
+
+
+def test_output_of_a_request_that_does_not_run_is_refused():
+    queue = new_queue(Vtc())
+    job = arrive(queue, "1")
+    with pytest.raises(ValueError, match="request 1 does not run"):
+        queue.emit(job, 1)
+
+
+@pytest.mark.parametrize("name", ["vtc", "drr", "dlpm"])
+def test_a_request_that_unblocks_others_goes_first_within_its_client_only(name):
+    plain, urgent = new_queue(make_policy(name, quantum=10)), new_queue(make_policy(name, quantum=10))
+    orders = []
+    for queue, unblocks in ((plain, 0), (urgent, 3)):
+        for number in range(12):
+            client = "ab"[number % 2]
+            arrive(queue, f"{client}{number}", client, unblocks=unblocks if number in (6, 8) else 0)
+        order = []
+        queue.begin_pass()
+        while (job := queue.next()) is not None:
+            admit(queue, job, extend=7)
+            order.append(job.id)
+        orders.append(order)
+    for id in [id for id in orders[0] if id[0] == "b"]:
+        assert orders[1].index(id) <= orders[0].index(id)
+    assert [id for id in orders[1] if id[0] == "a"] == ["a6", "a8", "a0", "a2", "a4", "a10"]
+
+
+def test_what_was_charged_ahead_comes_back_by_the_weight_it_was_taken_by():
+    queue = new_queue(VtcOracle())
+    job = admit(queue, arrive(queue, "1", max_output_tokens=100, expected_output_tokens=100))
+    assert queue.policy.counters() == {"a": 5 + 200}
+    arrive(queue, "2")
+    queue.set_weights({"a": 4.0})
+    assert queue.policy.counters() == {"a": 5 + 200 / 4}
+    queue.emit(job, 1)
+    queue.finish("1")
+    assert queue.policy.counters() == {"a": 5 + 2 / 4}
 
 
 def test_two_that_compute_the_same_do_not_block_it_for_ever():

@@ -12,7 +12,7 @@ from sglang_fair.core.drr import Drr
 from sglang_fair.core.fcfs import Fcfs
 from sglang_fair.core.lcf import Lcf
 from sglang_fair.core.lpm import Lpm
-from sglang_fair.core.policy import Policy
+from sglang_fair.core.policy import Policy, Weights
 from sglang_fair.core.predicted import DlpmPredict, VtcNoisy, VtcOracle, VtcPredict
 from sglang_fair.core.vtc import Vtc
 
@@ -22,13 +22,29 @@ POLICIES: Mapping[str, type[Policy]] = {
 }
 
 
-def make_policy(name: str, **parameters: Any) -> Policy:
-    """A new policy by name; a parameter that it does not have is ignored, so one configuration fits all.
+def make_policy(
+    name: str, *, quantum: float | None = None, weights: Weights | None = None, **options: Any
+) -> Policy:
+    """A new policy by name. One without quantum or weights ignores them, so that one configuration fits all;
+    `options` are its other parameters.
 
-    Raises ValueError for an unknown name and for a bad value.
+    Raises ValueError for an unknown name, an option that it does not have, and a bad value.
     """
+    known = options_of(name)
+    for option in options:
+        if option not in known:
+            has = f"there are {', '.join(known)}" if known else "it has none"
+            raise ValueError(f"policy {name} has no option {option!r}; {has}")
+    parameters = {field.name for field in fields(POLICIES[name])}  # type: ignore[arg-type]
+    common = {"quantum": quantum, "weights": weights}
+    given = {key: value for key, value in common.items() if value is not None and key in parameters}
+    return POLICIES[name](**given, **options)
+
+
+def options_of(name: str) -> Mapping[str, type]:
+    """The options of a policy and their types, `int`, `float`, `str` or `bool`. ValueError for an unknown policy."""
     policy = POLICIES.get(name)
     if policy is None:
         raise ValueError(f"unknown policy {name!r}; there are {', '.join(sorted(POLICIES))}")
-    known = {field.name for field in fields(policy) if field.init}  # type: ignore[arg-type]
-    return policy(**{key: value for key, value in parameters.items() if key in known})
+    known = {field.name: field.type for field in fields(policy) if field.init}  # type: ignore[arg-type]
+    return {key: kind for key, kind in known.items() if key != "quantum" and kind in (int, float, str, bool)}

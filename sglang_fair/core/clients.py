@@ -8,12 +8,19 @@ from typing import Any
 from sglang_fair.core.heap import LazyHeap
 from sglang_fair.core.policy import Job
 
+PATIENCE = 128
+"""How many later requests of its own client may go before a request, unless a policy says otherwise."""
+
+
+def by_arrival(job: Job) -> Any:
+    return job.arrival
+
 
 @dataclass(slots=True)
 class ClientQueue:
     """One client's waiting jobs. `ready` are in order; `held` are passed over until `release`.
 
-    `numbers` holds them in order of arrival, numbered by it; only kept where overtaking is limited.
+    `numbers` holds them in order of arrival, numbered by it.
     """
 
     ready: LazyHeap[Job] = field(default_factory=LazyHeap)
@@ -46,10 +53,13 @@ class ClientQueue:
 class ClientQueues:
     """Each operation costs O(log of one client's queue). Clients without a waiting job are not kept.
 
-    With `patience`, a job that so many later ones of its client have overtaken is its client's first.
+    A client's jobs that unblock others of their program come first, the rest is by `key`; but a job that
+    `patience` later ones of its client have overtaken is its client's first. Neither is seen by other clients.
     """
 
-    def __init__(self, key: Callable[[Job], Any], patience: int | None = None) -> None:
+    def __init__(self, key: Callable[[Job], Any] = by_arrival, patience: int = PATIENCE) -> None:
+        if patience < 1:
+            raise ValueError(f"patience must be at least one overtaking request, not {patience!r}")
         self._key = key
         self._patience = patience
         self._queues: dict[str, ClientQueue] = {}
@@ -60,10 +70,9 @@ class ClientQueues:
         queue = self._queues.get(job.client)
         if queue is None:
             queue = self._queues[job.client] = ClientQueue()
-        if self._patience is not None:
-            queue.arrive(job)
+        queue.arrive(job)
         if job not in queue.held:
-            queue.ready.put(job, self._key(job))
+            queue.ready.put(job, self._order(job))
 
     def leave(self, job: Job) -> None:
         queue = self._queues[job.client]
@@ -87,7 +96,7 @@ class ClientQueues:
         for client in clients:
             queue = self._queues[client]
             for job in queue.held:
-                queue.ready.put(job, self._key(job))
+                queue.ready.put(job, self._order(job))
             queue.held.clear()
         self._with_held.clear()
         return clients
@@ -97,8 +106,10 @@ class ClientQueues:
         queue = self._queues.get(client)
         if queue is None:
             return None
-        overdue = queue.overdue(self._patience) if self._patience is not None else None
-        return overdue or queue.ready.first()
+        return queue.overdue(self._patience) or queue.ready.first()
+
+    def _order(self, job: Job) -> Any:
+        return (-job.unblocks, self._key(job))
 
     def held_clients(self) -> Iterable[str]:
         """Clients with at least one held job."""

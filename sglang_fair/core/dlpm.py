@@ -14,19 +14,27 @@ Unit of fairness: service units (extend and output tokens by the cost function).
 have requests waiting never differ by more than 2·(U + Q^u), U = w_e·L_input + w_q·M (Theorem 4.1), in
 every interval. Knobs: the quantum, the weights, `patience`. Trade-offs: a larger Q^u keeps longer runs on one
 prefix and loosens the bound; within one client the order is LPM, but no request is overtaken by more than
-`patience` later ones of its client: a small number costs hits where a client's queue is deep. Known leaks: a
-client that is gone loses its credit; the first client to need a prefix that others share pays for it.
+`patience` later ones of its client: a small number costs hits where a client's queue is deep.
+
+The paper starts a client at 0: it waits until the others have used up their quanta. Here each refill has one quantum
+more, for the first client that is not known; the next ones start at 0. So a newcomer is served soon, and a flood of
+new names gets together what one client gets.
+A client that is gone keeps its debt, and its credit too, but for the longest absent beyond `remembered_clients`. No
+newcomer starts with more than the least credit that was ever dropped, so being forgotten never pays: the guarantee
+is that of accounts kept for ever.
+Known leaks: new names, within that one quantum; the first client to need a prefix that others share pays for it.
 """
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import ceil, floor
+from math import floor
 from typing import ClassVar
 
-from sglang_fair.core.clients import ClientQueues
+from sglang_fair.core.clients import PATIENCE, ClientQueues
 from sglang_fair.core.heap import LazyHeap
 from sglang_fair.core.lpm import longest_prefix
-from sglang_fair.core.policy import Job, Weights
+from sglang_fair.core.policy import Job, Policy, Weights, checked_quantum
 from sglang_fair.core.predictor import Predictor
 
 
@@ -41,23 +49,26 @@ class Deficit:
     units: float
     settled: int
     refund: float = 0.0
+    charged: bool = False
 
 
 @dataclass
-class Dlpm:
+class Dlpm(Policy):
     """Longest prefix first among clients with a positive deficit counter.
 
     `quantum` is Q^u in service units. Weighted clients are charged units / weight, so a client of weight
     2 gets twice the service per quantum. A request that `patience` later ones of its own client have gone
     before is its client's first; that moves its client back in the order of those with a positive counter, and
-    changes nothing for the others' counters. Raises ValueError unless both are positive.
+    changes nothing for the others' counters. `remembered_clients` absent ones keep their credit; debts are kept
+    of all. Raises ValueError for a quantum below `LEAST_QUANTUM` and for a patience below 1.
     """
 
     name: ClassVar[str] = "dlpm"
     waits_for_prefixes: ClassVar[bool] = True
     quantum: float = 2000.0
     weights: Weights = field(default_factory=Weights)
-    patience: int = 128
+    patience: int = PATIENCE
+    remembered_clients: int = 10_000
     predictor: Predictor | None = None
 
     refills: int = field(default=0, init=False)
@@ -67,18 +78,25 @@ class Dlpm:
     _queues: ClientQueues = field(init=False, repr=False)
     _ready: LazyHeap[str] = field(default_factory=LazyHeap, init=False, repr=False)
     _parked: LazyHeap[str] = field(default_factory=LazyHeap, init=False, repr=False)
-    _idle: LazyHeap[str] = field(default_factory=LazyHeap, init=False, repr=False)
+    _debtors: LazyHeap[str] = field(default_factory=LazyHeap, init=False, repr=False)
+    """Clients that are gone and owe, by the round that makes them positive."""
+    _creditors: OrderedDict[str, None] = field(default_factory=OrderedDict, init=False, repr=False)
+    """Clients that are gone with credit, the longest first."""
+
+    _newcomer: float = field(default=0.0, init=False, repr=False)
+    """What is left of the last refill for a client that is not known."""
+    _least_dropped: float = field(init=False, repr=False)
+    """The least credit with which a client was forgotten."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.quantum < float("inf"):
-            raise ValueError(f"quantum must be a positive number of service units, not {self.quantum!r}")
-        if self.patience < 1:
-            raise ValueError(f"patience must be at least one overtaking request, not {self.patience!r}")
+        self._least_dropped = self.quantum = checked_quantum(self.quantum)
+        if self.remembered_clients < 0:
+            raise ValueError(f"remembered_clients cannot be negative, and is {self.remembered_clients!r}")
         self._queues = ClientQueues(longest_prefix, self.patience)
 
     def arrive(self, job: Job) -> None:
-        """A client seen for the first time starts at 0: it is served from the next refill on."""
-        self._idle.discard(job.client)
+        self._debtors.discard(job.client)
+        self._creditors.pop(job.client, None)
         self._account(job.client)
         self._queues.put(job)
         self._seat(job.client)
@@ -101,6 +119,7 @@ class Dlpm:
                 return None  # someone who may still spend is only passed over: no refill is due
             self._round = min([self._eligible_from(poorest), *held])
             self.refills += 1
+            self._newcomer = self._least_dropped
             while (client := self._parked.first()) is not None and self._eligible_from(client) <= self._round:
                 self._seat(client)
         return self._queues.head(client)
@@ -112,24 +131,26 @@ class Dlpm:
     def release(self) -> None:
         for client in self._queues.release():
             self._seat(client)
+        self._forget()
 
     def charge(self, client: str, units: float) -> None:
         account = self._account(client)
         units = self._units(account) + account.refund - units / self.weights.of(client)
         account.units = min(units, self.quantum)
         account.refund = units - account.units
-        account.settled = self._round
+        account.settled, account.charged = self._round, True
         self._seat(client)
 
     def idle(self, client: str) -> None:
-        """Forgotten once it owes nothing: that drops credit, at most Q^u and refunds, and never a debt."""
         if client in self._deficits and client not in self._queues:
+            self._creditors.pop(client, None)
             account = self._deficits[client]
-            rounds = ceil(max(0.0, -account.units) / self.quantum)
-            self._idle.put(client, (account.settled + rounds, client))
-        while (gone := self._idle.first()) is not None and self._idle.key(gone)[0] <= self._round:
-            self._idle.discard(gone)
-            del self._deficits[gone]
+            if account.charged or self._units(account):
+                self._debtors.put(client, (self._eligible_from(client), client))
+            else:  # as if it had never come
+                self._debtors.discard(client)
+                del self._deficits[client]
+        self._forget()
 
     def deficit(self, client: str) -> float:
         """q of `client` after the rounds that have passed; 0 for a client that is not known."""
@@ -147,8 +168,18 @@ class Dlpm:
     def _account(self, client: str) -> Deficit:
         account = self._deficits.get(client)
         if account is None:
-            account = self._deficits[client] = Deficit(0.0, self._round)
+            account = self._deficits[client] = Deficit(self._newcomer, self._round)
+            self._newcomer = 0.0
         return account
+
+    def _forget(self) -> None:
+        while (client := self._debtors.first()) is not None and self._debtors.key(client)[0] <= self._round:
+            self._debtors.discard(client)
+            self._creditors[client] = None
+        while len(self._creditors) > self.remembered_clients:
+            client, _ = self._creditors.popitem(last=False)
+            self._least_dropped = min(self._least_dropped, self._units(self._deficits.pop(client)))
+            self._newcomer = min(self._newcomer, self._least_dropped)
 
     def _units(self, account: Deficit) -> float:
         """q after the rounds since it was settled: +Q^u in each round in which it is not positive."""

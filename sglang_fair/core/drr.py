@@ -26,8 +26,7 @@ from typing import ClassVar
 
 from sglang_fair.core.clients import ClientQueues
 from sglang_fair.core.heap import LazyHeap
-from sglang_fair.core.policy import Job, Weights
-from sglang_fair.core.vtc import by_arrival
+from sglang_fair.core.policy import Job, Policy, Weights, checked_quantum
 
 Visit = tuple[int, int]
 """A round, and a place in the ring."""
@@ -43,14 +42,12 @@ class Credit:
 
 
 @dataclass
-class Drr:
-    """Round robin by credit, FIFO within a client. Raises ValueError unless the quantum is positive."""
+class Drr(Policy):
+    """Round robin by credit, FIFO within a client. ValueError for a quantum below `LEAST_QUANTUM`."""
 
     name: ClassVar[str] = "drr"
-    waits_for_prefixes: ClassVar[bool] = False
     quantum: float = 2000.0
     weights: Weights = field(default_factory=Weights)
-    predictor: ClassVar[None] = None
 
     _visit: Visit = field(default=(0, 0), init=False, repr=False)
     """The visit in progress: every earlier one is over."""
@@ -66,9 +63,8 @@ class Drr:
     _idle: LazyHeap[str] = field(default_factory=LazyHeap, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not 0 < self.quantum < float("inf"):
-            raise ValueError(f"quantum must be a positive number of service units, not {self.quantum!r}")
-        self._queues = ClientQueues(by_arrival)
+        self.quantum = checked_quantum(self.quantum)
+        self._queues = ClientQueues()
 
     def arrive(self, job: Job) -> None:
         self._idle.discard(job.client)
@@ -80,9 +76,6 @@ class Drr:
         self._settle(job.client)
         self._queues.leave(job)
         self._seat(job.client)
-
-    def rematch(self, job: Job) -> None:
-        """Locality plays no part."""
 
     def pick(self) -> Job | None:
         """While a client whose visit comes first is passed over, the ring stands still: only who has credit

@@ -4,21 +4,18 @@ Unit of fairness: none. A client gets service in proportion to what it sends, so
 delays everybody behind its backlog. The dull implementation that proves the contract is the right size.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from sglang_fair.core.heap import LazyHeap
-from sglang_fair.core.policy import Job
+from sglang_fair.core.policy import Job, Policy
 
 
 @dataclass
-class Fcfs:
+class Fcfs(Policy):
     """Jobs by arrival, one queue."""
 
     name: ClassVar[str] = "fcfs"
-    waits_for_prefixes: ClassVar[bool] = False
-    predictor: ClassVar[None] = None
     _waiting: LazyHeap[Job] = field(default_factory=LazyHeap, init=False, repr=False)
     _held: dict[Job, None] = field(default_factory=dict, init=False, repr=False)
 
@@ -48,15 +45,3 @@ class Fcfs:
         for job in self._held:
             self._waiting.put(job, self.key(job))
         self._held.clear()
-
-    def charge(self, client: str, units: float) -> None:
-        """Nothing is counted."""
-
-    def idle(self, client: str) -> None:
-        """Nothing is remembered."""
-
-    def counters(self) -> Mapping[str, float]:
-        return {}
-
-    def bound(self, input_units: float, output_units: float) -> float | None:
-        return None

@@ -72,7 +72,6 @@ class DlpmPredict(Dlpm):
     """DLPM; a client's next output is the mean of its last five."""
 
     name: ClassVar[str] = "dlpm-predict"
-    remembered_clients: int = 10_000
 
     def __post_init__(self) -> None:
         super().__post_init__()

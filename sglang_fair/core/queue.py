@@ -13,7 +13,8 @@
 What a policy need not know is here: the cost function, the ledger, how predicted outputs are charged ahead
 (the ledger has only what was really given), retracted requests (they go first and are never held back by a
 deficit, and what the server recomputes for them is on the system account), and requests whose uncached prefix
-another one is computing right now (they wait for it: one step later the prefix is a cache hit).
+another one is computing right now (they wait for it: one step later the prefix is a cache hit; where it is not,
+because the cache did not keep it, they do not wait again).
 """
 
 from collections.abc import Hashable, Iterable, Mapping
@@ -40,9 +41,16 @@ class Presence:
     owed_tokens: int = 0
 
 
+@dataclass(slots=True, eq=False)
+class Computation:
+    """`job`'s prompt is being computed from some block on, in one step of the engine."""
+
+    job: Job
+
+
 @dataclass
 class FairQueue:
-    """Owns the jobs and the ledger; asks `policy` for order. Single-threaded, no clock."""
+    """Owns the jobs and the ledger; asks `policy` for order. Single-threaded; the caller brings the clock."""
 
     policy: Policy
     cost: Cost = field(default_factory=Linear)
@@ -63,12 +71,20 @@ class FairQueue:
     _running: dict[str, Job] = field(default_factory=dict, init=False, repr=False)
     _first: LazyHeap[Job] = field(default_factory=LazyHeap, init=False, repr=False)
     _first_held: list[Job] = field(default_factory=list, init=False, repr=False)
-    _computing: dict[Hashable, Job] = field(default_factory=dict, init=False, repr=False)
+    _computing: dict[Hashable, Computation] = field(default_factory=dict, init=False, repr=False)
     _clients: dict[str, Presence] = field(default_factory=dict, init=False, repr=False)
     _arrivals: int = field(default=0, init=False, repr=False)
     _backlogs: int = field(default=0, init=False, repr=False)
 
     # ---- the queue
+
+    def tick(self, now_s: float) -> None:
+        """It is `now_s`, by a clock that never goes back. To be said before `refuses` and `begin_pass`."""
+        self.policy.tick(now_s)
+
+    def refuses(self, job: Job) -> str | None:
+        """Why a new request may not wait here, for its sender; None: it may, and `arrive` follows at once."""
+        return None if job.system else self.policy.refuses(job)
 
     def arrive(self, job: Job) -> None:
         """A request joined the queue. ValueError when its id is already here."""
@@ -111,7 +127,7 @@ class FairQueue:
         while (job := self._first.first() or self.policy.pick()) is not None:
             if not self.is_being_computed(job):
                 return job
-            self.hold(job)
+            self.defer(job)
         return None
 
     def hold(self, job: Job) -> None:
@@ -123,10 +139,20 @@ class FairQueue:
             self.policy.hold(job)
 
     def is_being_computed(self, job: Job) -> bool:
-        """Another request's prefill, not finished yet, starts with the tokens that `job` needs next."""
-        if not self.policy.waits_for_prefixes:
+        """Another request's prefill, not finished yet, starts with the tokens that `job` needs next, and there is
+        reason to think that the cache will keep them: if it has waited before, that has lengthened its prefix."""
+        if job.block is None or not self.policy.waits_for_prefixes:
             return False
-        return job.block is not None and self._computing.get(job.block, job) is not job
+        computation = self._computing.get(job.block)
+        if computation is None or computation.job is job:
+            return False
+        return computation is job.waited_for or job.prefix_tokens > job.waited_at_tokens
+
+    def defer(self, job: Job) -> None:
+        """Hold `job`, which `next` chose or returned, because its prefix is being computed."""
+        if job.block is not None and (computation := self._computing.get(job.block)) is not job.waited_for:
+            job.waited_for, job.waited_at_tokens = computation, job.prefix_tokens
+        self.hold(job)
 
     # ---- service
 
@@ -153,6 +179,8 @@ class FairQueue:
             requests=0 if repeated else 1,
         )
         self._compute(job, extend_tokens, job.block, predicted)
+        if not (job.system or repeated):
+            self.policy.admitted(job, self.dearest_input_units, self._dearest_output_units())
 
     def extend(self, job: Job, tokens: int, block: Hashable | None = None) -> None:
         """The engine computes `tokens` more of an admitted prompt; `block` is the first of them."""
@@ -168,6 +196,8 @@ class FairQueue:
         Tokens past the request's own limit are the server's work: SGLang runs the prompt of a request for
         several samples once ahead of them, to warm the cache, and throws away the one token that comes out.
         """
+        if job.id not in self._running:
+            raise ValueError(f"request {job.id} does not run")
         if tokens <= 0:
             return
         asked_for = 0 if job.system else min(tokens, max(0, job.max_output_tokens - job.output_tokens))
@@ -196,6 +226,20 @@ class FairQueue:
         if not job.system:
             self._wait(job)
 
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        """Change clients' weights: charges from now on are divided by the new ones. What running requests were
+        charged ahead is charged again by the new weight, so that it is given back as it was taken."""
+        own = self.policy.weights
+        if own is None:
+            return
+        ahead = [(job, self._ahead(job)) for job in self._running.values() if job.client in weights]
+        for job, units in ahead:
+            self._charge_ahead(job, -units)
+        for client, weight in weights.items():
+            own.set(client, weight)
+        for job, units in ahead:
+            self._charge_ahead(job, units)
+
     # ---- what people and tests read
 
     def waiting(self) -> Iterable[Job]:
@@ -218,10 +262,7 @@ class FairQueue:
 
     def bound(self) -> float | None:
         """The policy's guarantee with the largest prompt and the largest owed output seen so far."""
-        _, output_units = self.cost.dearest(
-            self.largest_prompt_tokens, self.largest_output_tokens, self.largest_owed_tokens
-        )
-        return self.policy.bound(self.dearest_input_units, output_units)
+        return self.policy.bound(self.dearest_input_units, self._dearest_output_units())
 
     def status(self, most: int = 1000) -> Mapping[str, Any]:
         """State for people and programs, JSON-ready; the `most` clients with the most service are listed."""
@@ -267,7 +308,7 @@ class FairQueue:
         self._stop_computing(job)
         if block is not None:
             job.block = block
-            self._computing.setdefault(block, job)
+            self._computing.setdefault(block, Computation(job))
         if job.repeating or job.system:
             self.ledger.record(SYSTEM, extend=tokens)
             return
@@ -294,10 +335,13 @@ class FairQueue:
             return
         unused = self._ahead(job)
         job.predicted_tokens = 0
-        if unused:
-            self.policy.charge(job.client, -unused)
+        self._charge_ahead(job, -unused)
         if job.max_output_tokens:
             predictor.observe(job)
+
+    def _charge_ahead(self, job: Job, units: float) -> None:
+        if units:
+            self.policy.charge(job.client, units)
 
     def _cost(self, job: Job) -> float:
         return self.cost(job.extend_tokens, job.output_tokens, job.cached_tokens)
@@ -307,6 +351,12 @@ class FairQueue:
         if job.predicted_tokens <= job.output_tokens:
             return 0.0
         return self.cost(job.extend_tokens, job.predicted_tokens, job.cached_tokens) - self._cost(job)
+
+    def _dearest_output_units(self) -> float:
+        _, output_units = self.cost.dearest(
+            self.largest_prompt_tokens, self.largest_output_tokens, self.largest_owed_tokens
+        )
+        return output_units
 
     def _wait(self, job: Job) -> None:
         presence = self._presence(job.client)
@@ -335,7 +385,10 @@ class FairQueue:
             presence.owed_tokens -= job.max_output_tokens - job.output_tokens
 
     def _stop_computing(self, job: Job) -> None:
-        if job.block is not None and self._computing.get(job.block) is job:
+        if job.block is None:
+            return
+        computation = self._computing.get(job.block)
+        if computation is not None and computation.job is job:
             del self._computing[job.block]
 
     def _presence(self, client: str) -> Presence:

@@ -17,20 +17,15 @@ from typing import ClassVar
 
 from sglang_fair.core.clients import ClientQueues
 from sglang_fair.core.heap import LazyHeap
-from sglang_fair.core.policy import Job, Weights
+from sglang_fair.core.policy import Job, Policy, Weights
 from sglang_fair.core.predictor import Oracle, Predictor
 
 
-def by_arrival(job: Job) -> int:
-    return job.arrival
-
-
 @dataclass
-class Vtc:
+class Vtc(Policy):
     """Smallest counter first, then the earliest head request; FIFO within a client."""
 
     name: ClassVar[str] = "vtc"
-    waits_for_prefixes: ClassVar[bool] = False
     weights: Weights = field(default_factory=Weights)
     predictor: Predictor | None = None
 
@@ -43,7 +38,7 @@ class Vtc:
     """The counter of the client that left the queue last, if it has been forgotten since."""
 
     def __post_init__(self) -> None:
-        self._queues = ClientQueues(by_arrival)
+        self._queues = ClientQueues()
 
     def arrive(self, job: Job) -> None:
         client = job.client
@@ -58,9 +53,6 @@ class Vtc:
         if job.client not in self._queues:
             self._left_last, self._left_counter = job.client, 0.0
         self._seat(job.client)
-
-    def rematch(self, job: Job) -> None:
-        """Locality plays no part."""
 
     def pick(self) -> Job | None:
         client = self._turn.first()

@@ -47,16 +47,14 @@ class ReplicaFairness:
         self._tree_tokens = 0
         self._corrections_left = 0
         self._twins_left = 0
-        self._put_back: Job | None = None
+        self._dealt_with: Job | None = None
+        """The candidate that `may_admit` put back or held itself."""
         self._armed = False
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
         """Change clients' weights from the next charge on; what was counted stays. ValueError for a bad one."""
         self.config = self.config.with_weights(weights)
-        own = getattr(self.queue.policy, "weights", None)
-        if own is not None:  # a policy without weights serves everybody alike
-            for client in weights:
-                own.set(client, weights[client])
+        self.queue.set_weights(weights)
 
     # ---- who waits
 
@@ -87,7 +85,7 @@ class ReplicaFairness:
         self.queue.begin_pass()
         self._corrections_left = CORRECTIONS_PER_PASS
         self._twins_left = TWINS_PER_PASS
-        self._put_back = None
+        self._dealt_with = None
 
     def follow(self, waiting: list[Any]) -> None:
         """Take note of who has gone since the last look.
@@ -143,8 +141,8 @@ class ReplicaFairness:
         """Candidates in the policy's order, each chosen after the one before was charged or passed over."""
         while self._twins_left >= 0 and (job := self.queue.next()) is not None:
             yield self._requests[job.id]
-            if self._put_back is job:
-                self._put_back = None
+            if self._dealt_with is job:
+                self._dealt_with = None
             elif self.queue.is_waiting(job.id):
                 self.queue.hold(job)
 
@@ -159,11 +157,13 @@ class ReplicaFairness:
         self._looked_up(request, job)
         if self.queue.is_being_computed(job):
             self._twins_left -= 1
+            self.queue.defer(job)
+            self._dealt_with = job
             return False
         if job.prefix_tokens < believed_tokens and self._corrections_left:
             self._corrections_left -= 1
             if self.queue.next() is not job:
-                self._put_back = job
+                self._dealt_with = job
                 return False
         return True
 
