@@ -57,9 +57,12 @@ def test_arrival_order_does_not_matter_between_clients(one_at_a_time: Replica) -
 
 
 async def _admission_order(replica: Replica, requests: list[tuple[str, str, list[int]]]) -> list[str]:
-    """Queue `requests` in this order behind a running one, let go, and see in which order they ran."""
+    """Queue `requests` in this order behind a running one, let go, and see in which order they ran.
+
+    The client of that one is new, so it has what a refill leaves for a newcomer, and `requests` start at 0.
+    """
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        blocker = asyncio.create_task(replica.ask("blocker", [5] * 16, 4000, session=session, rid="b" * 32))
+        blocker = asyncio.create_task(replica.ask(f"before {requests[0][0]}", [5] * 16, 4000, session=session, rid="b" * 32))
         await asyncio.to_thread(wait_until, lambda: replica.fair()["totals"]["running"] == 1, "the blocker")
         tasks: list[asyncio.Task[Answer]] = []
         for client, _, tokens in requests:
