@@ -198,7 +198,7 @@ class Router:
     def _begin(self, request: Request, worker: _Worker, match: Match, peer: bytes, now_s: float) -> _Flight:
         """Takes a request into the table: the only place where one enters it."""
         self._placement.placed(request, worker.name, match, now_s)
-        hold = self.tree.hold(worker.name, request.tokens, request.namespace)
+        hold = self.tree.hold(worker.name, request.tokens, request.namespace, match)
         matched_tokens = match.of(worker.name)
         prefill_tokens = request.input_tokens - matched_tokens
         expected_tokens = self._outputs.of(request.client, request.max_output_tokens)
@@ -286,6 +286,7 @@ class Router:
         if done.outcome == "failed":
             self.tree.release(flight.hold, served=False)
         elif self._linger_s and worker.kv is not None and not self.tree.is_confirmed(flight.hold):
+            self.tree.linger(flight.hold)
             self._lingering.append((now_s + self._linger_s, flight.hold))
         else:
             self.tree.release(flight.hold)
@@ -385,25 +386,12 @@ class Router:
                     event.block_tokens,
                     event.namespace,
                 )
-                self._settle_lingering()
             case Removed():
                 self.tree.removed(event.worker, event.hashes)
             case Cleared():
                 self.tree.clear(event.worker)
             case _:
                 assert_never(event)
-
-    def _settle_lingering(self) -> None:
-        """From the moment that an event confirms a prefix, only events say whether it is still there."""
-        if not self._lingering:
-            return
-        waiting = list(self._lingering)
-        self._lingering.clear()
-        for until_s, hold in waiting:
-            if self.tree.is_confirmed(hold):
-                self.tree.release(hold)
-            else:
-                self._lingering.append((until_s, hold))
 
     # -- looking in
 

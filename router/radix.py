@@ -2,9 +2,10 @@
 
 A node is a run of tokens that all who hold any of it hold together. Two kinds of holding are kept apart:
 
-* *confirmed*: the worker's own KV events said so. Blocks come as a chain of hashes, so per worker there is a
-  map from hash to (node, depth). A worker without events never confirms; what it has served is taken as
-  confirmed until it is evicted here.
+* *confirmed*: the worker's own KV events said so. Blocks come as a chain of hashes, each of which stands for
+  all tokens up to its block, so one map from hash to place serves all workers. A worker without events, or
+  with blocks that are no whole number of pages, never confirms; what it has served is taken as confirmed until
+  it is evicted here.
 * *held*: a request in flight was sent there with this prompt, so the prefix is or soon will be there. Counted
   per request, and gone with the request, so that what no event confirms disappears by itself.
 
@@ -16,11 +17,13 @@ object stays the lower part, when it joins its only child the child's object sta
 (node, depth) finds the node that spans its depth by walking up. Two nodes are joined where a change was just
 made next to them and both have the same holders: a few comparisons, and one copy of their tokens.
 
-Comparisons are `memcmp` on bytes; only the one node in which a prompt leaves the tree is compared token by
-token, by numpy. Nothing here costs Python time per token.
+Nothing costs Python time per token: comparisons are `memcmp` on bytes, and only the one node in which a prompt
+leaves the tree is compared by numpy, in pieces that grow. Nothing is ever swept at once: eviction takes leaves
+from the front of a list that is in order of use, and each event looks after two runs of hashes that came
+before it, so the map holds at most about twice as many as there are blocks.
 """
 
-import heapq
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -28,8 +31,13 @@ import numpy as np
 
 from router.events import TOKEN_BYTES
 
-_MAP_SLACK = 1024
-"""Stale entries that a map or heap may hold beyond as many as it holds live ones, before it is swept."""
+_RUNS_PER_EVENT = 2
+"""Older runs of hashes that are looked after when a new one comes."""
+
+_FIRST_PIECE = 1024
+"""Tokens that are compared first where a prompt leaves a node."""
+
+_MAX_HOLDER_SETS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +52,17 @@ class Match:
     holders: tuple[str, ...] = ()
     lengths: dict[str, int] = field(default_factory=dict)
     branches: tuple[int, ...] = ()
+    end: "tuple[Node, Node | None] | None" = field(default=None, compare=False, repr=False)
+    """For the tree: the last node that is matched whole, and the one below it that is matched in part."""
 
     def of(self, worker: str) -> int:
         """Tokens of the prompt that `worker` holds."""
         return self.lengths.get(worker, 0)
+
+
+_NO_CHILDREN: "dict[bytes, Node]" = {}
+_NO_REFS: dict[int, int] = {}
+"""Shared by all nodes that have none, and never changed."""
 
 
 class Node:
@@ -62,10 +77,8 @@ class Node:
         "held",
         "key",
         "parent",
-        "queued",
         "refs",
         "start",
-        "used",
     )
 
     def __init__(self, key: bytes, start: int, end: int, parent: "Node | None") -> None:
@@ -73,18 +86,14 @@ class Node:
         self.start = start
         self.end = end
         self.parent = parent
-        self.children: dict[bytes, Node] = {}
+        self.children: dict[bytes, Node] = _NO_CHILDREN
         """By their first page."""
         self.confirmed = 0
         """Bit mask of workers."""
         self.held = 0
         """Bit mask of the workers in `refs`."""
-        self.refs: dict[int, int] = {}
+        self.refs: dict[int, int] = _NO_REFS
         """Worker bit -> requests in flight there whose prompt passes through this node."""
-        self.used = 0
-        """When a request or an event last came by, in ticks of the tree."""
-        self.queued: tuple[bool, int] | None = None
-        """The rank under which the node waits for eviction."""
         self.attached = True
         self.alias: Node | None = None
         """The node that this one has been joined to."""
@@ -108,6 +117,25 @@ class Hold:
     def __init__(self, bit: int, leaf: Node | None) -> None:
         self.bit = bit
         self.leaf = leaf
+
+
+class _Run:
+    """The hashes of consecutive blocks that one event named; the last block ends at `end`, in or above `leaf`."""
+
+    __slots__ = ("block_tokens", "end", "hashes", "leaf")
+
+    def __init__(self, hashes: tuple[int, ...], leaf: Node, end: int, block_tokens: int) -> None:
+        self.hashes = hashes
+        self.leaf = leaf
+        self.end = end
+        self.block_tokens = block_tokens
+
+    def end_of(self, block: int) -> int:
+        """The depth at which a block of this run ends."""
+        return self.end_at(self.hashes.index(block))
+
+    def end_at(self, index: int) -> int:
+        return self.end - (len(self.hashes) - 1 - index) * self.block_tokens
 
 
 class RadixTree:
@@ -136,13 +164,16 @@ class RadixTree:
         self._names: dict[int, str] = {}
         self._assumed = 0
         self._holds: dict[int, set[Hold]] = {}
+        self._lingering: dict[Node, list[Hold]] = {}
         self._held_tokens: dict[int, int] = {}
-        self._blocks: dict[int, dict[int, tuple[Node, int]]] = {}
         self._block_tokens: dict[int, int] = {}
-        self._sweep_at: dict[int, int] = {}
-        self._heap: list[tuple[bool, int, int, Node]] = []
-        self._tick = 0
-        self._pushes = 0
+        self._blocks: dict[int, _Run] = {}
+        self._runs: deque[_Run] = deque()
+        self._holder_sets: dict[int, tuple[str, ...]] = {}
+        # All nodes that no request in flight refers to, the least recently used first, children before parents.
+        self._guessed: OrderedDict[Node, None] = OrderedDict()
+        """Those that no event has confirmed."""
+        self._confirmed: OrderedDict[Node, None] = OrderedDict()
 
     # -- workers
 
@@ -158,9 +189,8 @@ class RadixTree:
             self._assumed |= bit
         self._holds[bit] = set()
         self._held_tokens[bit] = 0
-        self._blocks[bit] = {}
         self._block_tokens[bit] = self.page_size
-        self._sweep_at[bit] = _MAP_SLACK
+        self._holder_sets.clear()
 
     def remove_worker(self, worker: str) -> None:
         """`worker` is gone: it holds nothing, and what was in flight there holds nothing."""
@@ -169,9 +199,9 @@ class RadixTree:
             self.release(hold, served=False)
         self.clear(worker)
         del self._bits[worker], self._names[bit]
-        del self._holds[bit], self._held_tokens[bit]
-        del self._blocks[bit], self._block_tokens[bit], self._sweep_at[bit]
+        del self._holds[bit], self._held_tokens[bit], self._block_tokens[bit]
         self._assumed &= ~bit
+        self._holder_sets.clear()
 
     def worker_tokens(self, worker: str) -> int:
         """Tokens that `worker` is confirmed (or, without events, assumed) to hold."""
@@ -185,6 +215,7 @@ class RadixTree:
         if root is None:
             return Match()
         node: Node = root
+        part: Node | None = None
         steps: list[tuple[int, int]] = []
         branches: list[int] = []
         page_bytes = self._page_bytes
@@ -193,6 +224,7 @@ class RadixTree:
             if not tokens.startswith(child.key, at):
                 at += self._common_bytes(child.key, tokens, at)
                 steps.append((child.confirmed | child.held, at // TOKEN_BYTES))
+                part = child
                 break
             at += len(child.key)
             steps.append((child.confirmed | child.held, child.end))
@@ -200,29 +232,38 @@ class RadixTree:
                 branches.append(child.end)
             node = child
         if not steps:
-            return Match()
+            return Match(end=(root, None))
         lengths: dict[str, int] = {}
         seen = 0
         for mask, depth in reversed(steps):
-            for bit in _bits(mask & ~seen):
-                lengths[self._names[bit]] = depth
-            seen |= mask
+            if mask & ~seen:
+                lengths.update(dict.fromkeys(self._names_of(mask & ~seen), depth))
+                seen |= mask
         longest, depth = steps[-1]
-        return Match(depth, tuple(self._names[bit] for bit in _bits(longest)), lengths, tuple(branches))
+        return Match(depth, self._names_of(longest), lengths, tuple(branches), (node, part))
 
-    def hold(self, worker: str, tokens: bytes, namespace: str = "") -> Hold:
-        """`worker` holds the whole pages of this prompt until the `Hold` is released."""
+    def hold(self, worker: str, tokens: bytes, namespace: str = "", match: Match | None = None) -> Hold:
+        """`worker` holds the whole pages of this prompt until the `Hold` is released.
+
+        `match`, if given, is what `match` returned for this prompt, with nothing done to the tree since.
+        """
         bit = self._bits[worker]
         usable = len(tokens) - len(tokens) % self._page_bytes
         if not usable:
             return Hold(bit, None)
-        self._tick += 1
-        path = self._claim(self._root(namespace), 0, tokens[:usable])
-        for node in path:
-            node.refs[bit] = node.refs.get(bit, 0) + 1
-            node.held |= bit
-            node.used = self._tick
-        hold = Hold(bit, path[-1])
+        if match is None or match.end is None:
+            leaf = self._claim(self._root(namespace), 0, tokens, usable)
+        else:
+            leaf = self._grow(*match.end, match.tokens, tokens, usable)
+        for node in _upwards(leaf):
+            if not node.refs:
+                self._unlist(node)
+                node.refs = {bit: 1}
+                node.held = bit
+            else:
+                node.refs[bit] = node.refs.get(bit, 0) + 1
+                node.held |= bit
+        hold = Hold(bit, leaf)
         self._holds[bit].add(hold)
         self._shrink()
         return hold
@@ -234,6 +275,8 @@ class RadixTree:
             return
         bit = hold.bit
         self._holds[bit].discard(hold)
+        if self._lingering:
+            self._stop_lingering(leaf, hold)
         keeps = served and bool(bit & self._assumed)
         for node in _upwards(leaf):
             count = node.refs[bit] - 1
@@ -244,12 +287,24 @@ class RadixTree:
                 node.held &= ~bit
             if keeps:
                 self._confirm(node, bit)
+            if not node.refs:
+                node.refs = _NO_REFS
+                self._list(node)
         self._tidy_upwards(leaf)
         self._shrink()
 
+    def linger(self, hold: Hold) -> None:
+        """The request is over, and its worker's events will say soon what is left of it.
+
+        From the moment that an event confirms the prefix, only events say whether it is still there; until then
+        it is held on, unless it is released before.
+        """
+        if hold.leaf is not None:
+            self._lingering.setdefault(hold.leaf, []).append(hold)
+
     def is_confirmed(self, hold: Hold) -> bool:
         """The worker's own events say that it has all that `hold` stands for."""
-        return hold.leaf is None or bool(_live(hold.leaf).confirmed & hold.bit)
+        return hold.leaf is None or bool(hold.leaf.confirmed & hold.bit)
 
     # -- KV events
 
@@ -265,50 +320,64 @@ class RadixTree:
         """`worker` confirms `len(hashes)` blocks below block `parent`, or at the start of a prompt when None.
 
         Counted and ignored: an unknown parent; a block size that is no whole number of our pages, or tokens
-        that do not fill the blocks.
+        that do not fill the blocks. A worker with such blocks is taken to keep what it has served from then on.
         """
         bit = self._bits[worker]
-        if block_tokens % self.page_size or len(tokens) != len(hashes) * block_tokens * TOKEN_BYTES:
+        if block_tokens % self.page_size:
+            self.misfits += 1
+            self._assumed |= bit
+            return
+        if len(tokens) != len(hashes) * block_tokens * TOKEN_BYTES:
             self.misfits += 1
             return
         if not hashes:
             return
-        above = (
-            (self._root(namespace), 0) if parent is None else self._find(bit, self._blocks[bit].get(parent))
-        )
-        if above is None:
-            self.unknown_parents += 1
-            return
-        anchor, depth = above
-        self._tick += 1
-        path = self._claim(anchor, depth, tokens)
-        for node in path:
-            self._confirm(node, bit)
-            node.used = self._tick
-        leaf = path[-1]
-        self._tidy_upwards(leaf)
+        if parent is None:
+            leaf = self._claim(self._root(namespace), 0, tokens, len(tokens))
+            depth = 0
+        else:
+            above = self._find(bit, parent)
+            if above is None:
+                self.unknown_parents += 1
+                return
+            anchor, depth = above
+            leaf = self._claim(anchor, depth, tokens, len(tokens))
+        settled: list[Hold] = []
+        for node in _upwards(leaf):
+            if node.start >= depth:
+                self._confirm(node, bit)
+                if node in self._lingering:
+                    settled += [hold for hold in self._lingering[node] if hold.bit == bit]
+            if not node.refs:
+                self._list(node)
         self._block_tokens[bit] = block_tokens
-        blocks = self._blocks[bit]
-        node, end = leaf, leaf.end
-        for block in reversed(hashes):
-            node = _spanning(node, end)
-            blocks[block] = (node, end)
-            end -= block_tokens
+        self._name_blocks(hashes, leaf, leaf.end, block_tokens)
+        self._tidy_upwards(leaf)
+        for hold in settled:
+            self.release(hold)
         self._shrink()
-        self._sweep_blocks(bit)
 
     def removed(self, worker: str, hashes: tuple[int, ...]) -> None:
         """`worker` has dropped these blocks, and all that it held below them. Unknown ones are counted."""
         bit = self._bits[worker]
-        blocks = self._blocks[bit]
-        entries = [blocks.pop(block, None) for block in hashes]
-        known = sorted((entry for entry in entries if entry is not None), key=lambda entry: entry[1])
-        self.unknown_removes += len(entries) - len(known)
-        for entry in known:  # the shallowest first: it clears the deeper ones with it
-            found = self._find(bit, entry)
-            if found is not None:
-                node, end = found
-                self._clear_block(node, end - self._block_tokens[bit], bit)
+        block_tokens = self._block_tokens[bit]
+        gone: list[tuple[int, _Run, list[int]]] = []
+        for run, blocks in self._by_run(hashes):
+            end = None if run is None else run.end_at(_first_index(run.hashes, blocks))
+            if run is None or end is None or self._held_at(bit, run, end) is None:
+                self.unknown_removes += len(blocks)
+            else:
+                gone.append((end, run, blocks))
+        gone.sort(key=lambda entry: entry[0])  # the shallowest first: it clears the deeper ones with it
+        for end, run, blocks in gone:
+            node = self._held_at(bit, run, end)
+            if node is not None:
+                self._clear_block(node, end - block_tokens, bit)
+            node = _spanning(run.leaf, end)
+            if not (node.attached and node.confirmed):
+                for block in blocks:
+                    if self._blocks.get(block) is run:
+                        del self._blocks[block]
 
     def clear(self, worker: str) -> None:
         """`worker` caches nothing any more; what is in flight there stays held."""
@@ -317,7 +386,8 @@ class RadixTree:
             for child in list(root.children.values()):
                 if child.confirmed & bit:
                     self._clear_below(child, bit)
-        self._blocks[bit].clear()
+        for _ in range(len(self._runs)):
+            self._look_after(self._runs.popleft())
 
     # -- looking in
 
@@ -342,7 +412,7 @@ class RadixTree:
             "max_tokens": self.max_tree_tokens,
             "nodes": self.nodes,
             "namespaces": len(self._roots),
-            "blocks": sum(map(len, self._blocks.values())),
+            "blocks": len(self._blocks),
             "unknown_parents": self.unknown_parents,
             "unknown_removes": self.unknown_removes,
             "misfits": self.misfits,
@@ -371,9 +441,8 @@ class RadixTree:
                     assert not child.held & ~node.held, "a held prefix with a hole"
                 assert child.held == sum(child.refs)
                 assert all(count > 0 for count in child.refs.values())
-                assert child.children or child.refs or child.queued is not None, (
-                    "a leaf that is never evicted"
-                )
+                listed = (child in self._guessed) + (child in self._confirmed)
+                assert listed == (not child.refs), "what is not in flight can be evicted, and nothing else"
                 nodes += 1
                 tokens += child.end - child.start
                 for bit in held_tokens:
@@ -382,6 +451,10 @@ class RadixTree:
                 stack.append(child)
         assert (tokens, nodes) == (self.tokens, self.nodes)
         assert held_tokens == self._held_tokens
+        assert not _NO_CHILDREN
+        assert not _NO_REFS
+        lingering = {hold for holds in self._lingering.values() for hold in holds}
+        assert all(hold.leaf is not None and hold in self._holds[hold.bit] for hold in lingering)
         for bit, holds in self._holds.items():
             paths = (_upwards(hold.leaf) for hold in holds if hold.leaf is not None)
             assert refs[bit] == sum(1 for path in paths for _ in path), "references without a request"
@@ -397,34 +470,57 @@ class RadixTree:
     def _common_bytes(self, key: bytes, tokens: bytes, at: int) -> int:
         """Bytes in whole pages that `key` and `tokens` from `at` on have in common."""
         count = min(len(key), len(tokens) - at) // TOKEN_BYTES
-        differs = np.frombuffer(key, "<u4", count) != np.frombuffer(tokens, "<u4", count, at)
-        first = int(differs.argmax()) if count else 0
-        common = first if count and differs[first] else count
-        return (common - common % self.page_size) * TOKEN_BYTES
+        ours, theirs = np.frombuffer(key, "<u4", count), np.frombuffer(tokens, "<u4", count, at)
+        start, piece = 0, _FIRST_PIECE
+        while start < count:
+            differs = ours[start : start + piece] != theirs[start : start + piece]
+            first = int(differs.argmax())
+            if differs[first]:
+                count = start + first
+                break
+            start += piece
+            piece *= 4
+        return (count - count % self.page_size) * TOKEN_BYTES
 
-    def _claim(self, anchor: Node, depth: int, tokens: bytes) -> list[Node]:
-        """The nodes, top down, that are exactly `tokens` below `depth` in `anchor`; made where missing."""
+    def _names_of(self, mask: int) -> tuple[str, ...]:
+        """The workers of a mask, in the order of their bits."""
+        names = self._holder_sets.get(mask)
+        if names is None:
+            if len(self._holder_sets) >= _MAX_HOLDER_SETS:
+                self._holder_sets.clear()
+            names = self._holder_sets[mask] = tuple(self._names[bit] for bit in _bits(mask))
+        return names
+
+    def _claim(self, anchor: Node, depth: int, tokens: bytes, usable: int) -> Node:
+        """The node that ends exactly `usable` bytes of `tokens` below `depth` in `anchor`; made where missing."""
         node = anchor if depth == anchor.end else self._split(anchor, depth)
-        path: list[Node] = []
+        part: Node | None = None
         at = 0
-        while at < len(tokens):
-            child = node.children.get(tokens[at : at + self._page_bytes])
-            if child is None:
-                child = self._attach(node, tokens[at:])
-                at = len(tokens)
-            elif tokens.startswith(child.key, at):
+        while (child := node.children.get(tokens[at : at + self._page_bytes])) is not None:
+            if tokens.startswith(child.key, at):
                 at += len(child.key)
+                node = child
             else:
-                common = self._common_bytes(child.key, tokens, at)
-                child = self._split(child, child.start + common // TOKEN_BYTES)
-                at += common
-            path.append(child)
-            node = child
-        return path
+                at += self._common_bytes(child.key, tokens, at)
+                part = child
+                break
+        return self._grow(node, part, depth + at // TOKEN_BYTES, tokens, usable, depth)
+
+    def _grow(
+        self, node: Node, part: Node | None, depth: int, tokens: bytes, usable: int, start: int = 0
+    ) -> Node:
+        """The node that ends `usable` bytes of `tokens` below `start`, of which all up to `depth` are there:
+        whole nodes down to `node`, and the head of `part`."""
+        if part is not None:
+            node = self._split(part, depth)
+        at = (depth - start) * TOKEN_BYTES
+        return node if at == usable else self._attach(node, tokens[at:usable])
 
     def _attach(self, parent: Node, key: bytes) -> Node:
         length = len(key) // TOKEN_BYTES
         node = Node(key, parent.end, parent.end + length, parent)
+        if not parent.children:
+            parent.children = {}
         parent.children[key[: self._page_bytes]] = node
         self.nodes += 1
         self.tokens += length
@@ -435,6 +531,9 @@ class RadixTree:
         assert parent is not None
         assert not node.children
         del parent.children[node.key[: self._page_bytes]]
+        if not parent.children:
+            parent.children = _NO_CHILDREN
+        self._unlist(node)
         self.nodes -= 1
         self.tokens -= node.end - node.start
         node.attached = False
@@ -447,13 +546,16 @@ class RadixTree:
         assert node.start < depth < node.end
         cut = (depth - node.start) * TOKEN_BYTES
         upper = Node(node.key[:cut], node.start, depth, parent)
-        upper.confirmed, upper.held, upper.refs = node.confirmed, node.held, dict(node.refs)
-        upper.used = node.used
+        upper.confirmed, upper.held = node.confirmed, node.held
+        if node.refs:
+            upper.refs = dict(node.refs)
+        else:
+            self._list(upper)
         parent.children[node.key[: self._page_bytes]] = upper
         node.key = node.key[cut:]
         node.start = depth
         node.parent = upper
-        upper.children[node.key[: self._page_bytes]] = node
+        upper.children = {node.key[: self._page_bytes]: node}
         self.nodes += 1
         return upper
 
@@ -465,9 +567,9 @@ class RadixTree:
         child.key = node.key + child.key
         child.start = node.start
         child.parent = parent
-        child.used = max(child.used, node.used)
+        self._unlist(node)
         node.key = b""
-        node.children = {}
+        node.children = _NO_CHILDREN
         node.attached = False
         node.alias = child
         self.nodes -= 1
@@ -481,13 +583,80 @@ class RadixTree:
         if node.confirmed & bit:
             node.confirmed &= ~bit
             self._held_tokens[bit] -= node.end - node.start
+            if node in self._confirmed and not node.confirmed & ~self._assumed:
+                self._list(node)
 
-    def _find(self, bit: int, entry: tuple[Node, int] | None) -> tuple[Node, int] | None:
-        """The node that spans the entry's depth, and the depth; None when `bit` does not hold it any more."""
-        if entry is None:
+    def _stop_lingering(self, leaf: Node, hold: Hold) -> None:
+        holds = self._lingering.get(leaf)
+        if holds is not None and hold in holds:
+            holds.remove(hold)
+            if not holds:
+                del self._lingering[leaf]
+
+    # -- block hashes
+
+    def _name_blocks(self, hashes: tuple[int, ...], leaf: Node, end: int, block_tokens: int) -> None:
+        known = self._blocks.get(hashes[-1])
+        if (
+            known is not None
+            and known.hashes == hashes
+            and known.block_tokens == block_tokens
+            and known.end == end
+            and _spanning(known.leaf, end) is _spanning(leaf, end)
+        ):
+            return
+        run = _Run(hashes, leaf, end, block_tokens)
+        self._blocks.update(dict.fromkeys(hashes, run))
+        self._runs.append(run)
+        for _ in range(_RUNS_PER_EVENT):
+            self._look_after(self._runs.popleft())
+
+    def _look_after(self, run: _Run) -> None:
+        """Forgets the blocks of `run` that nobody holds any more; they are its last ones."""
+        limit, node = run.end, _live(run.leaf)
+        while node.parent is not None and not (node.attached and node.confirmed):
+            limit = min(limit, node.start)
+            node = _live(node.parent)
+        if node.parent is None:
+            limit = 0
+        run.leaf = node
+        kept = max(0, len(run.hashes) - -(-(run.end - limit) // run.block_tokens))
+        for block in run.hashes[kept:]:
+            if self._blocks.get(block) is run:
+                del self._blocks[block]
+        if kept < len(run.hashes):
+            run.end = run.end_at(kept - 1) if kept else 0
+            run.hashes = run.hashes[:kept]
+        if any(self._blocks.get(block) is run for block in run.hashes):
+            self._runs.append(run)
+
+    def _by_run(self, hashes: tuple[int, ...]) -> Iterator[tuple[_Run | None, list[int]]]:
+        """Consecutive blocks of the same run together."""
+        run: _Run | None = None
+        blocks: list[int] = []
+        for block in hashes:
+            found = self._blocks.get(block)
+            if found is not run and blocks:
+                yield run, blocks
+                blocks = []
+            run = found
+            blocks.append(block)
+        if blocks:
+            yield run, blocks
+
+    def _find(self, bit: int, block: int) -> tuple[Node, int] | None:
+        """The node in which a block ends, and the depth; None when `bit` does not hold it."""
+        run = self._blocks.get(block)
+        if run is None:
             return None
-        node = _spanning(*entry)
-        return (node, entry[1]) if node.attached and node.confirmed & bit else None
+        end = run.end_of(block)
+        node = self._held_at(bit, run, end)
+        return None if node is None else (node, end)
+
+    def _held_at(self, bit: int, run: _Run, end: int) -> Node | None:
+        """The node that spans depth `end` of a run, if `bit` holds it."""
+        node = _spanning(run.leaf, end)
+        return node if node.attached and node.confirmed & bit else None
 
     def _clear_block(self, node: Node, start: int, bit: int) -> None:
         """`bit` does not hold the block from `start` that ends in `node`, nor anything below.
@@ -525,8 +694,6 @@ class RadixTree:
             (child,) = node.children.values()
             if child.confirmed == node.confirmed and child.refs == node.refs:
                 self._join(node, child)
-        elif not node.children and not node.refs:
-            self._queue(node)
 
     def _tidy_upwards(self, node: Node) -> None:
         while (parent := node.parent) is not None:
@@ -537,35 +704,28 @@ class RadixTree:
 
     # -- eviction
 
-    def _rank(self, node: Node) -> tuple[bool, int]:
-        """Lower goes first: not confirmed by any event, then least recently used."""
-        return bool(node.confirmed & ~self._assumed), node.used
+    def _list(self, node: Node) -> None:
+        """No request in flight refers to `node`: of its kind it is the last to go."""
+        if node.confirmed & ~self._assumed:
+            listed, other = self._confirmed, self._guessed
+        else:
+            listed, other = self._guessed, self._confirmed
+        other.pop(node, None)
+        listed[node] = None
+        listed.move_to_end(node)
 
-    def _queue(self, node: Node) -> None:
-        rank = self._rank(node)
-        if node.queued is None or rank < node.queued:
-            node.queued = rank
-            self._pushes += 1
-            heapq.heappush(self._heap, (*rank, self._pushes, node))
-            if len(self._heap) > 2 * self.nodes + _MAP_SLACK:
-                self._heap = [
-                    entry for entry in self._heap if entry[3].attached and entry[3].queued == entry[:2]
-                ]
-                heapq.heapify(self._heap)
+    def _unlist(self, node: Node) -> None:
+        self._guessed.pop(node, None)
+        self._confirmed.pop(node, None)
 
     def _shrink(self) -> None:
         """Evicts leaves until the tree is small enough, or all that is left is in use."""
-        while self.tokens > self.max_tree_tokens and self._heap:
-            confirmed, used, _, node = heapq.heappop(self._heap)
-            if node.queued != (confirmed, used):
-                continue
-            node.queued = None
-            if not node.attached or node.children or node.refs:
-                continue
-            if self._rank(node) > (confirmed, used):
-                self._queue(node)
-                continue
-            self._evict(node)
+        while self.tokens > self.max_tree_tokens and (listed := self._guessed or self._confirmed):
+            node = next(iter(listed))
+            if node.children:  # joined to what was used longer ago
+                listed.move_to_end(node)
+            else:
+                self._evict(node)
 
     def _evict(self, leaf: Node) -> None:
         """Nobody holds `leaf` any more, nor the head of a block whose rest it was."""
@@ -583,14 +743,6 @@ class RadixTree:
             if head < leaf.start and not shared and node.confirmed & bit:
                 self._clear_block(node, head, bit)
 
-    def _sweep_blocks(self, bit: int) -> None:
-        """Drops the entries of blocks that are not held any more, each time the map has doubled."""
-        blocks = self._blocks[bit]
-        if len(blocks) > self._sweep_at[bit]:
-            found = ((block, self._find(bit, entry)) for block, entry in blocks.items())
-            self._blocks[bit] = {block: entry for block, entry in found if entry is not None}
-            self._sweep_at[bit] = 2 * len(self._blocks[bit]) + _MAP_SLACK
-
 
 def _bits(mask: int) -> Iterator[int]:
     """The bits that are set in `mask`, lowest first."""
@@ -602,9 +754,12 @@ def _bits(mask: int) -> Iterator[int]:
 
 def _live(node: Node) -> Node:
     """What has become of `node` where nodes were joined."""
-    while node.alias is not None:
-        node = node.alias
-    return node
+    live = node
+    while live.alias is not None:
+        live = live.alias
+    if live is not node:
+        node.alias = live
+    return live
 
 
 def _spanning(node: Node, depth: int) -> Node:
@@ -621,3 +776,11 @@ def _upwards(node: Node) -> Iterator[Node]:
     while node.parent is not None:
         yield node
         node = node.parent
+
+
+def _first_index(hashes: tuple[int, ...], blocks: list[int]) -> int:
+    """The place in `hashes` of the first of `blocks`, which are all among them."""
+    first = hashes.index(blocks[0])
+    if hashes[first : first + len(blocks)] == tuple(blocks):
+        return first
+    return min(map(hashes.index, blocks))

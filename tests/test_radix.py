@@ -275,7 +275,7 @@ def test_maps_and_heap_stay_small_under_churn():
         if turn % 2:
             tree.removed("a", hashes[:1])
     assert tree.counters()["blocks"] <= 2 * tree.worker_tokens("a") + 1024 + 4
-    assert len(tree._heap) <= 2 * tree.nodes + 1025
+    assert len(tree._runs) <= 2 * tree.nodes + 4
     tree.check()
 
 
