@@ -544,3 +544,24 @@ def test_conservation_names_what_differs():
     ledger.engine_counted(output=2)
     assert ledger.conservation().ok
     assert ledger.conservation().charged_extend_tokens == ledger.conservation().engine_extend_tokens == 6
+
+
+def test_checks_are_counted_and_the_first_mismatch_is_kept():
+    ledger = Ledger()
+    assert ledger.check()
+    ledger.record("a", extend=5, output=2)
+    assert not ledger.check()
+    ledger.engine_counted(extend=4)
+    assert not ledger.check()
+    ledger.engine_counted(extend=1, output=2)
+    assert ledger.check()
+    conservation = ledger.conservation()
+    assert (conservation.checks, conservation.mismatches) == (4, 2)
+    assert conservation.first_mismatch == {
+        "charged_extend_tokens": 5,
+        "engine_extend_tokens": 0,
+        "charged_output_tokens": 2,
+        "engine_output_tokens": 0,
+    }
+    assert not conservation.ok, "a difference that went away was an error all the same"
+    assert json.loads(json.dumps(FairQueue(Fcfs()).status()))["conservation"]["first_mismatch"] is None

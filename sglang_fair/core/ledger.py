@@ -2,7 +2,7 @@
 
 Every extend token that the engine computes and every output token that it emits is entered once, to a
 client or to the system account. The engine's own counters are entered independently, so that the
-identity  Σ clients + system = engine  can be checked at any time (`conservation`).
+identity  Σ clients + system = engine  can be checked between any two steps (`check`).
 """
 
 from collections import OrderedDict
@@ -36,13 +36,20 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Conservation:
-    """Charged tokens beside the engine's own counters; `ok` when they are equal."""
+    """Charged tokens beside the engine's own counters; `ok` when they are equal, and were at each check.
+
+    `checks` and `mismatches` count the calls of `Ledger.check`, and those that found a difference.
+    `first_mismatch` has the four numbers of the first of these, by their names here.
+    """
 
     ok: bool
     charged_extend_tokens: int
     engine_extend_tokens: int
     charged_output_tokens: int
     engine_output_tokens: int
+    checks: int = 0
+    mismatches: int = 0
+    first_mismatch: Mapping[str, int] | None = None
 
 
 @dataclass
@@ -53,6 +60,9 @@ class Ledger:
     total: Usage = field(default_factory=Usage)
     engine_extend_tokens: int = 0
     engine_output_tokens: int = 0
+    checks: int = field(default=0, init=False)
+    mismatches: int = field(default=0, init=False)
+    first_mismatch: Mapping[str, int] | None = field(default=None, init=False)
     _accounts: OrderedDict[str, Usage] = field(default_factory=OrderedDict, repr=False)
 
     def record(
@@ -89,16 +99,41 @@ class Ledger:
     def accounts(self) -> Mapping[str, Usage]:
         return self._accounts
 
+    def check(self) -> bool:
+        """Compare with the engine's counters, count that, and keep the numbers of the first mismatch; O(1).
+        To be called between two steps of the engine, when both sides have all that was done."""
+        self.checks += 1
+        if self._agrees():
+            return True
+        self.mismatches += 1
+        if self.first_mismatch is None:
+            self.first_mismatch = self._numbers()
+        return False
+
     def conservation(self) -> Conservation:
-        """Valid between steps of the engine."""
-        charged, engine = self.total, (self.engine_extend_tokens, self.engine_output_tokens)
+        """The comparison as it stands, which counts as no check. Valid between steps of the engine."""
+        ok = self._agrees() and not self.mismatches
         return Conservation(
-            (charged.extend_tokens, charged.output_tokens) == engine,
-            charged.extend_tokens,
-            engine[0],
-            charged.output_tokens,
-            engine[1],
+            ok,
+            **self._numbers(),
+            checks=self.checks,
+            mismatches=self.mismatches,
+            first_mismatch=self.first_mismatch,
         )
+
+    def _agrees(self) -> bool:
+        return (
+            self.total.extend_tokens == self.engine_extend_tokens
+            and self.total.output_tokens == self.engine_output_tokens
+        )
+
+    def _numbers(self) -> dict[str, int]:
+        return {
+            "charged_extend_tokens": self.total.extend_tokens,
+            "engine_extend_tokens": self.engine_extend_tokens,
+            "charged_output_tokens": self.total.output_tokens,
+            "engine_output_tokens": self.engine_output_tokens,
+        }
 
     def _fold_oldest(self) -> None:
         others = self._accounts.pop(OTHERS, None) or Usage()
