@@ -47,7 +47,7 @@ _MAX_ORPHANS = 100_000
 """Requests that ended with their worker and whose `Done` is awaited; beyond, the oldest is not waited for."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Worker:
     """A worker that is up."""
 
@@ -80,7 +80,7 @@ class _Worker:
             self.decode_tokens = 0.0  # what rounding has left over
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Flight:
     """A request in flight. What it has still to prefill and to decode is part of its worker's load."""
 
@@ -117,6 +117,8 @@ class Router:
         self._name = name or type(placement).__name__
         self._linger_s = linger_s
         self._workers: dict[str, _Worker] = {}
+        self._taking: list[_Worker] = []
+        """Those that take requests, in the order of names."""
         self._outputs = ExpectedOutputs()
         self._flights: dict[str, _Flight] = {}
         self._orphans: OrderedDict[str, None] = OrderedDict()
@@ -173,12 +175,13 @@ class Router:
         self._orphans.pop(event.id, None)
         if not self._workers:
             return self._refuse(event.id, "no worker is up", retry=True)
-        taking = [worker for worker in self._workers.values() if worker.takes_requests]
-        if not taking:
+        if not self._taking:
             return self._refuse(
                 event.id, "no worker takes requests: each drains or does not answer", retry=True
             )
-        allowed = [worker for worker in taking if worker.name not in event.exclude]
+        allowed = self._taking
+        if event.exclude:
+            allowed = [worker for worker in allowed if worker.name not in event.exclude]
         if not allowed:
             return self._refuse(event.id, "every worker that is up is excluded", retry=True)
 
@@ -311,6 +314,7 @@ class Router:
         known = self._workers.get(event.worker)
         if known is not None and (known.url, known.kv) == (event.url, event.kv):
             known.draining = False
+            self._list_taking()
             if known.capacity != event.capacity:
                 known.capacity = event.capacity
                 known.count(0)
@@ -325,6 +329,7 @@ class Router:
         )
         self._workers[event.worker] = worker
         self._workers = dict(sorted(self._workers.items()))
+        self._list_taking()
         self.tree.add_worker(event.worker, has_events=event.kv is not None)
         self._placement.worker_up(event.worker, event.capacity)
         self._counts["workers up"] += 1
@@ -341,6 +346,7 @@ class Router:
         while len(self._orphans) > _MAX_ORPHANS:
             self._orphans.popitem(last=False)
         del self._workers[name]
+        self._list_taking()
         self._placement.worker_down(name)
         self.tree.remove_worker(name)
         self._counts["workers down"] += 1
@@ -351,6 +357,7 @@ class Router:
             self._counts["worker drain ignored"] += 1
             return
         worker.draining = True
+        self._list_taking()
         if not worker.in_flight:
             self._worker_down(name, now_s)
 
@@ -360,8 +367,12 @@ class Router:
             self._counts["worker health ignored"] += 1
             return
         worker.sick = not event.ok
+        self._list_taking()
         self._counts["workers well" if event.ok else "workers sick"] += 1
         self.tree.clear(event.worker)
+
+    def _list_taking(self) -> None:
+        self._taking = [worker for worker in self._workers.values() if worker.takes_requests]
 
     def _list_workers(self, name: str) -> Workers:
         workers = self._workers.values()

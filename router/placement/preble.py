@@ -40,12 +40,14 @@ code, not the average of past ones, as in the paper; a conversation that grows t
 prefix each time.
 """
 
-import hashlib
+import math
 import statistics
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+
+import numpy as np
 
 from router.events import TOKEN_BYTES
 from router.placement.contract import Ended, Request, WorkerView
@@ -55,6 +57,9 @@ _SAMPLES = 200
 """Times per output token that are kept per worker, as in Preble's code."""
 
 _TTFT_SAMPLES = 512
+
+_FACTORS = np.random.default_rng(1).integers(0, 2**64, size=1 << 16, dtype=np.uint64)
+_ODD = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True)
@@ -77,11 +82,15 @@ class PrefillCost:
         return self.base_s + self.per_token_s * new_tokens + attention * context_tokens
 
 
+Key = tuple[str, int, int]
+"""Of a prefix: namespace, length, digest."""
+
+
 @dataclass(eq=False, slots=True)
 class _Prefix:
     """An important prefix that was asked for in the window: `new_tokens` long below its own context."""
 
-    key: bytes
+    key: Key
     new_tokens: int
     end_tokens: int
     requests: int = 0
@@ -101,7 +110,7 @@ class _WorkerLoad:
     prefill_s: float = 0.0
     prefix_tokens: int = 0
     decode_tokens: int = 0
-    prefixes: OrderedDict[bytes, _Prefix] = field(default_factory=OrderedDict)
+    prefixes: OrderedDict[Key, _Prefix] = field(default_factory=OrderedDict)
     """Least recently used first."""
     tpot_s: deque[float] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
     typical_tpot_s: float = 0.0
@@ -139,7 +148,7 @@ class Preble:
     max_window: int = 50_000
     prefill: PrefillCost = field(default_factory=PrefillCost)
 
-    _prefixes: dict[bytes, _Prefix] = field(default_factory=dict, init=False, repr=False)
+    _prefixes: dict[Key, _Prefix] = field(default_factory=dict, init=False, repr=False)
     _window: deque[_Visit] = field(default_factory=deque, init=False, repr=False)
     _loads: dict[str, _WorkerLoad] = field(default_factory=dict, init=False, repr=False)
     _routed: int = field(default=0, init=False, repr=False)
@@ -169,8 +178,8 @@ class Preble:
             chosen: Iterable[str] = prefix.workers if prefix is not None and prefix.moved else match.holders
             holders = [worker for worker in workers if worker.name in chosen]
             if holders:
-                return self._cheapest(holders, lambda worker: self._cost_s(request, match, worker))
-        return self._cheapest(workers, lambda worker: self._cost_s(request, match, worker))
+                return self._cheapest(request, match, holders)
+        return self._cheapest(request, match, workers)
 
     def placed(self, request: Request, worker: str, match: Match, now_s: float) -> None:
         """Enters the request in the window and rebalances."""
@@ -220,13 +229,6 @@ class Preble:
     def _output_tokens(self, request: Request) -> int:
         return request.max_output_tokens or self.default_output_tokens
 
-    def _cost_s(self, request: Request, match: Match, worker: str) -> float:
-        """L + M + P."""
-        load = self._loads[worker]
-        new_tokens = request.input_tokens - match.of(worker)
-        own_s = self.prefill.of(new_tokens, request.input_tokens)
-        return load.load_s + self._eviction_s(load, new_tokens) + own_s
-
     def _eviction_s(self, load: _WorkerLoad, new_tokens: int) -> float:
         """M: what is lost when the worker drops its least recently used prefixes for `new_tokens` more."""
         missing = load.prefix_tokens + new_tokens - self.cache_tokens
@@ -238,11 +240,25 @@ class Preble:
             lost_s += prefix.cost_s
         return lost_s
 
-    def _cheapest(self, workers: Sequence[WorkerView], cost_s: Callable[[str], float]) -> str:
-        def rank(worker: WorkerView) -> tuple[float, int, str]:
-            return cost_s(worker.name), worker.dispatched_tokens, worker.name
-
-        return min(workers, key=rank).name
+    def _cheapest(self, request: Request, match: Match, workers: Sequence[WorkerView]) -> str:
+        """The worker of least L + M + P; among equals, who was sent fewer tokens so far; then by name."""
+        own_s: dict[int, float] = {}
+        best: tuple[float, int, str] = (math.inf, 0, "")
+        for worker in workers:
+            held = match.of(worker.name)
+            new_tokens = request.input_tokens - held
+            if held not in own_s:
+                own_s[held] = self.prefill.of(new_tokens, request.input_tokens)
+            load = self._loads[worker.name]
+            cost_s = load.load_s + own_s[held]
+            if cost_s > best[0]:
+                continue  # whatever must be evicted
+            if load.prefix_tokens + new_tokens > self.cache_tokens:
+                cost_s += self._eviction_s(load, new_tokens)
+            rank = (cost_s, worker.dispatched_tokens, worker.name)
+            if rank < best:
+                best = rank
+        return best[2]
 
     # -- the window
 
@@ -334,10 +350,19 @@ class Preble:
         return bool(early and late) and statistics.fmean(late) >= self.ttft_growth * statistics.fmean(early)
 
 
-def _important(request: Request, match: Match) -> tuple[bytes, int, int]:
-    """The digest of the request's important prefix, and the depths between which its own stretch lies."""
+def _important(request: Request, match: Match) -> tuple[Key, int, int]:
+    """The key of the request's important prefix, and the depths between which its own stretch lies."""
     bounds = sorted({0, match.tokens, request.input_tokens, *match.branches})
     start, end = [pair for pair in pairwise(bounds) if pair[1] - pair[0] > pair[0]][-1]
-    digest = hashlib.blake2b(request.tokens[: end * TOKEN_BYTES], digest_size=16)
-    digest.update(b"\0" + request.namespace.encode())
-    return digest.digest(), start, end
+    return (request.namespace, end, _digest(request.tokens, end)), start, end
+
+
+def _digest(tokens: bytes, count: int) -> int:
+    """64 bits for the first `count` tokens: a sum of pairs of tokens, each times a factor of its place."""
+    pairs = np.frombuffer(tokens, "<u8", count // 2)
+    total = 0
+    for start in range(0, len(pairs), len(_FACTORS)):
+        piece = pairs[start : start + len(_FACTORS)]
+        total = (total * _ODD + int(np.dot(piece, _FACTORS[: len(piece)]))) % 2**64
+    last = tokens[(count - count % 2) * TOKEN_BYTES : count * TOKEN_BYTES]
+    return (total * _ODD + int.from_bytes(last, "little")) % 2**64
