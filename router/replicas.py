@@ -1,13 +1,13 @@
 """Follow one replica's KV events in order: a pure `Follower` of numbers, and the sockets that feed it.
 
 A publisher numbers its batches from 0 and keeps the last ones for replay. PUB/SUB loses what is sent
-before a subscription and what overflows; it never reorders or repeats within a connection. So of a live
-number n, with e the next one expected and l the highest one seen live:
+before a subscription and what overflows. So of a live number n, with e the next one expected:
 
     n = e             apply
     n > e             a gap: hold n, ask for a replay from e, apply both in order
-    l < n < e         a replay was faster than the live stream: drop it, unless newer than all applied
-    n <= l            the replica restarted: its cache is empty, begin again at 0
+    an old number     (n < e, or no higher than one before) on a batch that is newer than all others, by the
+                      replica's clock: it restarted, its cache is empty, begin again at 0
+    n < e otherwise   it came twice, or a replay was faster: drop it
 
 What no replay can heal is counted as lost and passed over: events are hints to placement, and a tree
 that misses some predicts fewer or staler hits, never a wrong answer.
@@ -19,7 +19,14 @@ from dataclasses import dataclass
 import zmq
 
 from router.events import Cleared, ProtocolError
-from router.wire import END_OF_REPLAY, CacheEvent, decode_kv_batch, decode_sequence, encode_sequence
+from router.wire import (
+    END_OF_REPLAY,
+    CacheEvent,
+    decode_kv_batch,
+    decode_sequence,
+    encode_sequence,
+    published_s,
+)
 
 MAX_HELD_BATCHES = 20_000
 """Batches kept while a replay is under way; beyond it the gap is given up."""
@@ -135,10 +142,11 @@ class Follower:
     def _is_restart(self, sequence: int, payload: bytes) -> bool:
         if sequence >= self._expected and sequence > self._newest_live:
             return False
-        if sequence <= self._newest_live:
-            return True
+        newest_s = self._published_s
         try:
-            return decode_kv_batch(self.worker, payload).published_s > self._published_s
+            if self._newest_live in self._held:
+                newest_s = max(newest_s, published_s(self._held[self._newest_live]))
+            return published_s(payload) > newest_s
         except ProtocolError:
             return False
 

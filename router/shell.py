@@ -2,18 +2,21 @@
 
 Gateways and the supervisor are DEALER peers of one ROUTER socket. A message is two frames, the peer's
 identity and one encoded event; the answer goes back the same way. An empty message is a heartbeat and is
-answered: a peer that has sent one and then falls silent is taken for dead, and the requests that it had
-in flight are ended as aborted. No decision is made here: what a peer may say is refused or passed on.
+answered: a peer that has sent one hears of every change of the workers, and one that then falls silent is
+taken for dead, and the requests that it had in flight are ended as aborted. A worker is sick as long as any
+peer says so. No decision is made here: what a peer may say is refused or passed on.
 """
 
 import contextlib
 import logging
 import socket
 import time
-from collections import Counter
+import uuid
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import msgspec
 import zmq
 
 from router.events import (
@@ -22,12 +25,18 @@ from router.events import (
     Cleared,
     Done,
     Event,
+    Follow,
     Place,
     Progress,
     ProtocolError,
     Query,
+    Running,
     Snapshot,
+    Table,
     WorkerDown,
+    WorkerDrain,
+    WorkerHealth,
+    Workers,
     WorkerUp,
     decode_event,
     encode,
@@ -44,7 +53,19 @@ MESSAGES_PER_TURN = 256
 TURN_MS = 250
 """Longest sleep: deadlines are looked at this often."""
 
-FROM_PEERS = (Arrive, Progress, Done, WorkerUp, WorkerDown, Query)
+FROM_PEERS = (
+    Arrive,
+    Progress,
+    Done,
+    Running,
+    Table,
+    WorkerUp,
+    WorkerDown,
+    WorkerDrain,
+    WorkerHealth,
+    Follow,
+    Query,
+)
 """What a peer may say. Cache events come from replicas alone."""
 
 
@@ -77,7 +98,10 @@ class Shell:
         self._clock = clock
         self._peer_timeout_s = peer_timeout_s
         self._replay_timeout_s = replay_timeout_s
+        self._name = uuid.uuid4().hex
         self._replicas: dict[str, Replica] = {}
+        self._workers = Workers("", (), router=self._name)
+        self._called_sick: defaultdict[str, set[bytes]] = defaultdict(set)
         self._down: set[str] = set()
         self._heard_s: dict[bytes, float] = {}
         self._in_flight: dict[bytes, dict[str, None]] = {}
@@ -137,9 +161,15 @@ class Shell:
             self._drop(event.worker)
         elif isinstance(event, Done):
             self._in_flight.get(peer, {}).pop(event.id, None)
+        elif isinstance(event, Running):
+            self._in_flight.setdefault(peer, {})[event.id] = None
+        elif isinstance(event, WorkerHealth) and not self._is_news(event, peer):
+            return
         for to, answer in self._router.handle(event, self._clock(), peer):
             if isinstance(answer, Snapshot):
                 answer = Snapshot(answer.id, {**answer.state, "wire": self.state()})
+            elif isinstance(answer, Workers):
+                answer = msgspec.structs.replace(answer, router=self._name)
             delivered = self._send(to, encode(answer))
             if not isinstance(answer, Place):
                 continue
@@ -150,6 +180,10 @@ class Shell:
         if isinstance(event, WorkerUp) and event.worker in self._down:
             self._down.discard(event.worker)
             self.tell(Cleared(event.worker))
+        if isinstance(event, WorkerUp | WorkerDown | WorkerDrain | WorkerHealth) or (
+            self._workers.draining and isinstance(event, Done)
+        ):
+            self._compare_workers()
 
     def state(self) -> dict[str, object]:
         """Counters of the wire, for the snapshot."""
@@ -256,6 +290,37 @@ class Shell:
             self._poller.register(replica.replay_socket, zmq.POLLIN)
         self._ask_replay(replica)
 
+    def _is_news(self, event: WorkerHealth, peer: bytes) -> bool:
+        """Whether a peer's word changes what is said of a worker by all of them."""
+        callers = self._called_sick[event.worker]
+        was_sick = bool(callers)
+        if event.ok:
+            callers.discard(peer)
+        else:
+            callers.add(peer)
+        return bool(callers) is not was_sick
+
+    def _compare_workers(self) -> None:
+        """Follows the cache of those that are well again, of none that are gone; tells the gateways."""
+        [(_, workers)] = self._router.handle(Follow(""), self._clock())
+        assert isinstance(workers, Workers)
+        workers = msgspec.structs.replace(workers, router=self._name)
+        if workers == self._workers:
+            return
+        before, self._workers = self._workers, workers
+        names = {up.worker for up in workers.workers}
+        for worker in self._replicas.keys() - names:
+            self._drop(worker)
+        for worker in self._called_sick.keys() - names:
+            del self._called_sick[worker]
+        for up in workers.workers:
+            if up.worker in before.sick and up.worker not in workers.sick:
+                self._drop(up.worker)
+                self._follow(up)
+        message = encode(workers)
+        for peer in list(self._heard_s):
+            self._send(peer, message)
+
     def _drop(self, worker: str) -> None:
         replica = self._replicas.pop(worker, None)
         if replica is None:
@@ -278,6 +343,8 @@ class Shell:
             )
             for request in lost:
                 self.tell(Done(request, outcome="aborted"), peer)
+            for worker in [name for name, callers in self._called_sick.items() if peer in callers]:
+                self.tell(WorkerHealth(worker, True), peer)
 
     def _send(self, peer: bytes, message: bytes) -> bool:
         try:

@@ -109,6 +109,14 @@ def encode_sequence(sequence: int) -> bytes:
     return sequence.to_bytes(SEQUENCE_BYTES, "big", signed=True)
 
 
+def published_s(payload: bytes) -> float:
+    """When a batch was published, by the replica's clock. Raises `ProtocolError` when it cannot be read."""
+    try:
+        return _BATCHES.decode(payload).ts
+    except _UNREADABLE as error:
+        raise ProtocolError(f"not a KV event batch: {error}") from error
+
+
 def decode_kv_batch(worker: str, payload: bytes) -> KvBatch:
     """What `worker` published. Raises `ProtocolError` when the batch as a whole cannot be read."""
     try:

@@ -24,7 +24,7 @@ from router.core import Router
 from router.events import Arrive, WorkerUp
 from router.gateway.app import Config, create_app
 from router.gateway.calls import ApiError, parse
-from router.gateway.resources import Limits, header_safe
+from router.gateway.resources import Gateway, Limits, header_safe
 from router.gateway.sse import Stream, Usage, usage_of
 from router.gateway.tokens import TokenizerError, Tokens
 from router.placement import build
@@ -280,10 +280,16 @@ class Cluster:
     """Replicas, router, gateway, and an HTTP client."""
 
     def __init__(
-        self, replicas: list[FakeReplica], router: RouterThread, url: str, http: aiohttp.ClientSession
+        self,
+        replicas: list[FakeReplica],
+        router: RouterThread,
+        gateway: Gateway,
+        url: str,
+        http: aiohttp.ClientSession,
     ):
         self.replicas = replicas
         self.router = router
+        self.gateway = gateway
         self.url = url
         self.http = http
 
@@ -310,7 +316,8 @@ class Cluster:
         state = await self.state()
         counts = state["counts"]
         assert {name: counts.get(f"ended {name}", 0) for name in outcomes} == outcomes, counts
-        assert counts.get("placed", 0) == sum(outcomes.values())
+        if outcomes:
+            assert counts.get("placed", 0) == sum(outcomes.values())
         assert "done ignored" not in counts
         return state
 
@@ -336,7 +343,7 @@ async def cluster(tokenizer: Path, replicas: int = 1, **limits: object) -> Async
         await eventually(lambda: server.started or serving.done(), "the gateway listens")
         url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
         http = await stack.enter_async_context(aiohttp.ClientSession())
-        made = Cluster(fakes, router, url, http)
+        made = Cluster(fakes, router, app.state.gateway, url, http)
         await eventually(lambda: app.state.gateway.link.alive, "the gateway hears the router")
         yield made
 
@@ -748,53 +755,65 @@ def test_without_workers_the_client_is_told_to_come_back(tokenizer: Path) -> Non
 
 def test_a_router_that_goes_and_comes_back(tokenizer: Path) -> None:
     async def body(c: Cluster) -> None:
-        c.replicas[0].mode = "endless"
-        async with c.http.post(c.url + "/v1/completions", json=COMPLETION | {"stream": True}) as streaming:
-            await streaming.content.readuntil(b"\n\n")
-            c.router.close()
+        c.replicas[0].mode = c.replicas[1].mode = "endless"
+        streaming = await c.http.post(c.url + "/v1/completions", json=COMPLETION | {"stream": True})
+        await streaming.content.readuntil(b"\n\n")
+        await eventually(lambda: len(c.gateway.fleet.workers) == 2, "the gateway knows the workers")
+        c.router.close()
+        await eventually(lambda: not c.gateway.link.alive, "the gateway misses the router")
+        without = [
+            await c.http.post(
+                c.url + "/v1/completions",
+                json=COMPLETION | {"stream": True},
+                headers={"x-fair-client": str(n)},
+            )
+            for n in range(5)
+        ]
+        assert [one.status for one in without] == [200] * 5
+        assert {one.headers["x-fair-worker"] for one in without} == {"r0", "r1"}
+        state = await c.state()
+        assert (state["placement"], state["in_flight"], state["gateway"]["fallback"]) == ("fallback", 6, True)
+        assert state["gateway"]["placed in fallback"] == 5
+        assert sum(worker["in_flight"] for worker in state["workers"].values()) == 6
+        async with c.http.get(c.url + "/health") as response:
+            assert (response.status, (await response.json())["status"]) == (200, "fallback")
 
-            async def refused() -> bool:
-                status, headers, answer = await c.post("/v1/completions", COMPLETION | {"stream": True})
-                assert (status, headers["retry-after"]) == (503, "1")
-                return json.loads(answer)["error"]["code"] == "router_unavailable"
-
-            await eventually(refused, "503 while there is no router")
-
-            async def unhealthy() -> bool:
-                async with c.http.get(c.url + "/health") as response:
-                    return response.status == 503
-
-            await eventually(unhealthy, "/health says so")
-            c.replicas[0].mode = "ok"
-            rest = await streaming.content.read()
-            assert rest.endswith(b"data: [DONE]\n\n"), "a stream under way does not need the router"
-        shell = Shell(Router(build("round_robin")), c.router.endpoint)
-        shell.tell(WorkerUp("r0", c.replicas[0].url))
+        # Another router, which knows no worker and no request: the gateway tells it both.
+        shell = Shell(Router(build("d2lpm"), name="d2lpm"), c.router.endpoint)
         thread = threading.Thread(target=shell.run)
         thread.start()
         try:
 
-            async def served() -> bool:
-                return (await c.post("/v1/completions", COMPLETION))[0] == 200
+            async def taken_over() -> bool:
+                state = await c.state()
+                return state["placement"] == "d2lpm" and state["in_flight"] == 6
 
-            await eventually(served, "the gateway finds the new router")
-
-            async def healthy() -> bool:
-                async with c.http.get(c.url + "/health") as response:
-                    return response.status == 200
-
-            await eventually(healthy, "/health says so")
-            assert (await c.state())["in_flight"] == 0
+            await eventually(taken_over, "the new router counts what is in flight")
+            state = await c.state()
+            loads = {name: worker["in_flight"] for name, worker in state["workers"].items()}
+            assert loads == dict(c.gateway.fleet.in_flight)
+            assert state["counts"]["taken over"] == 6
+            assert all(min(row.values()) <= -2 for row in state["deficits"].values()), "prompts are charged"
+            for replica in c.replicas:
+                replica.mode = "ok"
+            for one in (streaming, *without):
+                assert (await one.content.read()).endswith(b"data: [DONE]\n\n")
+            state = await c.ended()
+            assert state["counts"]["ended ok"] == 6
+            assert not any(worker["in_flight"] for worker in state["workers"].values())
+            assert (await c.post("/v1/completions", COMPLETION))[0] == 200
+            assert not (await c.state())["gateway"]["fallback"]
         finally:
             shell.stop()
             thread.join()
             shell.close()
 
-    run(body, tokenizer)
+    run(body, tokenizer, replicas=2)
 
 
 def test_a_router_that_does_not_answer(tokenizer: Path) -> None:
     async def body(c: Cluster) -> None:
+        await eventually(lambda: c.gateway.fleet.workers, "the gateway knows the worker")
         paused = threading.Event()
         handle = c.router.shell._router.handle
 
@@ -804,13 +823,26 @@ def test_a_router_that_does_not_answer(tokenizer: Path) -> None:
             return handle(event, now_s, peer)
 
         c.router.shell._router.handle = slow
-        status, _, answer = await c.post("/v1/completions", COMPLETION)
-        assert (status, json.loads(answer)["error"]["code"]) == (503, "router_unavailable")
+        status, _, _ = await c.post("/v1/completions", COMPLETION)
+        assert status == 200, "the gateway places by itself"
         paused.set()
         await c.ended(failed=1)
-        assert not c.replicas[0].requests
+        assert len(c.replicas[0].requests) == 1
 
     run(body, tokenizer)
+
+
+def test_without_a_router_and_without_workers_the_client_is_told_to_come_back(tokenizer: Path) -> None:
+    async def body(c: Cluster) -> None:
+        c.router.close()
+        await eventually(lambda: not c.gateway.link.alive, "the gateway misses the router")
+        status, headers, answer = await c.post("/v1/completions", COMPLETION | {"stream": True})
+        assert (status, headers["retry-after"]) == (503, "1")
+        assert json.loads(answer)["error"]["code"] == "router_unavailable"
+        async with c.http.get(c.url + "/health") as response:
+            assert response.status == 503
+
+    run(body, tokenizer, replicas=0)
 
 
 # -- pure parts

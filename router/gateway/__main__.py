@@ -39,9 +39,11 @@ def parser() -> argparse.ArgumentParser:
     bounds = {
         "max_in_flight": "requests at a time and process; more get 429",
         "max_body_bytes": "largest request body",
+        "max_held_bytes": "all bodies in flight together; more get 429",
         "tries": "replicas to try before a request fails",
         "connect_timeout_s": "longest wait for a connection to a replica",
         "idle_timeout_s": "longest silence of a replica or a reader",
+        "health_timeout_s": "a replica that nothing comes from for this long is given up",
         "progress_interval_s": "how often the router hears of a stream's output; 0 for never",
     }
     for name, text in bounds.items():

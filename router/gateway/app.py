@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from router.gateway.calls import ApiError
-from router.gateway.link import Link, RouterGone
+from router.gateway.link import RouterGone
 from router.gateway.relay import Relay
 from router.gateway.resources import PATHS, Gateway, Limits
 from router.gateway.tokens import Tokens
@@ -48,8 +48,9 @@ class Config:
 def create_app(config: Config) -> FastAPI:
     """The application. Reads the tokenizer at once, and raises `TokenizerError` when it cannot."""
     tokens = Tokens(Path(config.tokenizer))
-    link = Link(config.router, config.router_timeout_s)
-    gateway = Gateway(config.model_name, link, tokens, config.limits, config.identity)
+    gateway = Gateway(
+        config.model_name, config.router, config.router_timeout_s, tokens, config.limits, config.identity
+    )
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -82,19 +83,30 @@ def create_app(config: Config) -> FastAPI:
 
     @app.get("/health")
     async def health() -> JSONResponse:
-        """200 while the router answers: without it nothing can be served."""
-        alive = gateway.link.alive
-        body = {"status": "ok" if alive else "no router", "model": config.model_name}
-        return JSONResponse(body, 200 if alive else 503)
+        """200 while requests can be placed: by the router, or without it ("fallback")."""
+        state = "ok" if gateway.link.alive else "fallback" if gateway.fleet.workers else "no router"
+        return JSONResponse(
+            {"status": state, "model": config.model_name}, 503 if state == "no router" else 200
+        )
 
     @app.get("/status")
     async def status() -> JSONResponse:
-        """The router's snapshot, and this process's own counters under `gateway`."""
+        """The router's snapshot, and this process's own counters under `gateway`.
+
+        While no router answers the snapshot holds only what this process knows itself.
+        """
         try:
             state = await gateway.link.snapshot()
         except RouterGone as error:
-            return _error(ApiError(503, str(error), code="router_unavailable", retry_after_s=1))
-        return JSONResponse({**state, "gateway": {"in_flight": gateway.in_flight, **gateway.counts}})
+            workers = gateway.fleet.view(gateway.health.sick())
+            in_flight = sum(gateway.fleet.in_flight.values())
+            state = {
+                "placement": "fallback",
+                "router": str(error),
+                "workers": workers,
+                "in_flight": in_flight,
+            }
+        return JSONResponse({**state, "gateway": gateway.state()})
 
     @app.exception_handler(HTTPException)
     async def no_route(_: Request, error: HTTPException) -> JSONResponse:

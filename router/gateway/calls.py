@@ -2,19 +2,18 @@
 
 Only what routing and accounting need is checked here; the replica judges the rest. The forwarded body is
 the client's own, except for `rid` (ours, to cancel by), the model's name when it was "default",
-`stream_options.include_usage` (to learn the usage of a stream) and `custom_params.fair`, which names a
-client inside a replica and which nobody outside may set.
+`stream_options.include_usage` (to learn the usage of a stream), `return_token_ids` (to go on with a stream
+elsewhere) and `custom_params.fair`, which names a client inside a replica and which nobody outside may set.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
+from router.gateway.sampling import Kind, Way, resumption
 from router.wire import namespace, pack_tokens
-
-Kind = Literal["chat", "completions", "generate"]
 
 DEFAULT_MODEL = "default"
 """The name under which any served model can be asked for."""
@@ -71,6 +70,18 @@ class Call:
     max_output_tokens: int
     namespace: str
     user: str | None
+    resume: Way | None = None
+    """How another replica could go on with this stream."""
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Where the options of sampling stand, of a body without a list of them."""
+        return (self.body.get("sampling_params") or {}) if self.kind == "generate" else self.body
+
+    @property
+    def hides_token_ids(self) -> bool:
+        """The stream carries token ids that the client has not asked for."""
+        return self.kind == "completions" and self.resume == "tokens"
 
     def rids(self, request_id: str) -> tuple[str, ...]:
         """The ids to cancel by at the replica: one a prompt, as SGLang takes a list for a list.
@@ -108,10 +119,11 @@ def parse(kind: Kind, raw: bytes, model_name: str) -> Call:
     limit = sum(_output_limit(kind, one) for one in sampling) * (samples // len(sampling))
     options = _typed(body, "stream_options", dict, {})
     stream = _typed(body, "stream", bool, False)
+    resume = None if is_batch else resumption(kind, body)
     return Call(
         kind=kind,
         body=body,
-        encoded=_encoded(body, options if stream and kind != "generate" else None),
+        encoded=encode_body(kind, body, resume),
         prompts=prompts,
         stream=stream,
         samples=samples,
@@ -120,7 +132,18 @@ def parse(kind: Kind, raw: bytes, model_name: str) -> Call:
         max_output_tokens=limit,
         namespace=_namespace(body, model_name),
         user=_typed(body, "user", str, None),
+        resume=resume,
     )
+
+
+def encode_body(kind: Kind, body: dict[str, Any], resume: Way | None) -> bytes:
+    """`body` as replicas get it, but for the `rid`."""
+    sent = {key: value for key, value in body.items() if key != "rid"}
+    if kind != "generate" and body.get("stream"):
+        sent["stream_options"] = (body.get("stream_options") or {}) | {"include_usage": True}
+        if kind == "completions" and resume == "tokens":
+            sent["return_token_ids"] = True
+    return msgspec.json.encode(sent)
 
 
 def pack_prompts(prompts: Sequence[Sequence[int]]) -> bytes:
@@ -130,13 +153,6 @@ def pack_prompts(prompts: Sequence[Sequence[int]]) -> bytes:
     the first prompt's; what is looked up as cached is then the first prompt, or the same batch again.
     """
     return b"".join(pack_tokens(prompt) for prompt in prompts)
-
-
-def _encoded(body: dict[str, Any], stream_options: dict[str, Any] | None) -> bytes:
-    sent = {key: value for key, value in body.items() if key != "rid"}
-    if stream_options is not None:
-        sent["stream_options"] = stream_options | {"include_usage": True}
-    return msgspec.json.encode(sent)
 
 
 def _model(body: dict[str, Any], model_name: str) -> str:

@@ -1,16 +1,14 @@
 """Speak to the router: ask where a request goes, tell how it ended. One DEALER socket, one reader.
 
 Messages leave only over a live connection (`ZMQ_IMMEDIATE`), so a router that is down is known at once and
-nothing stale waits for it; zmq reconnects by itself. What is told of an end is kept and told again later,
-for else a router that was only unreachable would count the request as running for ever.
+nothing stale waits for it; zmq reconnects by itself. A question is asked again until it is answered. What was
+told and is lost is found when the tables are compared: as soon as a router answers, and every `COMPARE_S`.
 """
 
 import asyncio
-import contextlib
 import logging
 import time
 import uuid
-from collections import deque
 from typing import Any
 
 import zmq
@@ -19,16 +17,19 @@ import zmq.asyncio
 from router.events import (
     Answer,
     Arrive,
-    Done,
+    Difference,
     Event,
+    Follow,
     Place,
     ProtocolError,
     Query,
     Refuse,
     Snapshot,
+    Workers,
     decode_answer,
     encode,
 )
+from router.gateway.fleet import Fleet
 from router.wire import HEARTBEAT, HEARTBEAT_ANSWER
 
 log = logging.getLogger("gateway")
@@ -36,7 +37,8 @@ log = logging.getLogger("gateway")
 HEARTBEAT_S = 1.0
 SEARCH_S = 0.02
 """Between two looks for a router that is not there."""
-MAX_UNSENT = 100_000
+COMPARE_S = 5.0
+ASK_AGAIN_S = 1.0
 
 
 class RouterGone(Exception):
@@ -46,13 +48,14 @@ class RouterGone(Exception):
 class Link:
     """The gateway's side of the router's wire. Belongs to one event loop."""
 
-    def __init__(self, address: str, timeout_s: float) -> None:
-        """`timeout_s` bounds every question."""
+    def __init__(self, address: str, timeout_s: float, fleet: Fleet) -> None:
+        """`timeout_s` bounds every question. What the router says of workers goes to `fleet`."""
         self._address = address
         self._timeout_s = timeout_s
+        self._fleet = fleet
         self._waiting: dict[str, asyncio.Future[Answer]] = {}
-        self._unsent: deque[bytes] = deque(maxlen=MAX_UNSENT)
         self._echo_s = float("-inf")
+        self._compared_s = float("-inf")
         self._tasks: list[asyncio.Task[None]] = []
         self._context: zmq.asyncio.Context | None = None
         self._socket: Any = None
@@ -83,7 +86,6 @@ class Link:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._flush()
         if self._socket is not None:
             self._socket.close()
         if self._context is not None:
@@ -95,14 +97,9 @@ class Link:
         return time.monotonic() - self._echo_s < 3 * HEARTBEAT_S
 
     async def place(self, arrive: Arrive) -> Place | Refuse:
-        """The router's answer. When this raises, `RouterGone` or cancelled, the request counts nowhere."""
-        try:
-            answer = await self._ask(arrive.id, arrive)
-        except BaseException:
-            # Behind the question on the same connection: whatever it was answered is undone.
-            self.tell(Done(arrive.id, outcome="failed"))
-            raise
-        if isinstance(answer, Snapshot):
+        """The router's answer. When this raises, `RouterGone` or cancelled, it may still come to be counted."""
+        answer = await self._ask(arrive.id, arrive)
+        if not isinstance(answer, Place | Refuse):
             raise RouterGone("the router answered something else than was asked")
         return answer
 
@@ -114,23 +111,48 @@ class Link:
             raise RouterGone("the router answered something else than was asked")
         return answer.state
 
+    async def workers(self) -> Workers:
+        """The workers, after all that was told before. Raises `RouterGone`."""
+        name = uuid.uuid4().hex
+        answer = await self._ask(name, Follow(name))
+        if not isinstance(answer, Workers):
+            raise RouterGone("the router answered something else than was asked")
+        return answer
+
     def tell(self, event: Event) -> None:
-        """Sends what needs no answer, at once if possible; of what is not delivered, ends are kept."""
-        message = encode(event)
-        if not self._send(message) and isinstance(event, Done):
-            self._unsent.append(message)
+        """Sends what needs no answer, at once or not at all."""
+        self._send(encode(event))
 
     async def _ask(self, name: str, event: Event) -> Answer:
-        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        if not self.alive:
+            raise RouterGone(f"no router answers at {self._address}")
+        message = encode(event)
+        if not self._send(message):
+            raise RouterGone(f"no connection to the router at {self._address}")
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Answer] = loop.create_future()
         self._waiting[name] = future
+        until_s = loop.time() + self._timeout_s
+
+        timer: asyncio.TimerHandle | None = None
+
+        def again() -> None:
+            nonlocal timer
+            left_s = until_s - loop.time()
+            if future.done():
+                return
+            if left_s <= 0:
+                future.set_exception(RouterGone(f"no answer from the router within {self._timeout_s:g} s"))
+                return
+            self._send(message)
+            timer = loop.call_later(min(ASK_AGAIN_S, left_s), again)
+
+        timer = loop.call_later(min(ASK_AGAIN_S, self._timeout_s), again)
         try:
-            if not self._send(encode(event)):
-                raise RouterGone(f"no connection to the router at {self._address}")
-            async with asyncio.timeout(self._timeout_s):
-                return await future
-        except TimeoutError as error:
-            raise RouterGone(f"no answer from the router within {self._timeout_s:g} s") from error
+            return await future
         finally:
+            if timer is not None:
+                timer.cancel()
             del self._waiting[name]
 
     def _send(self, message: bytes) -> bool:
@@ -143,24 +165,33 @@ class Link:
             return False
         raise error
 
-    def _flush(self) -> None:
-        while self._unsent and self._send(self._unsent[0]):
-            self._unsent.popleft()
-
     async def _beat(self) -> None:
         while True:
-            if self._send(HEARTBEAT):
-                self._flush()
-            else:
+            if not self._send(HEARTBEAT):
                 self._echo_s = float("-inf")
+            if self.alive and time.monotonic() - self._compared_s >= COMPARE_S:
+                self._compare()
+            elif not self.alive:
+                self._compared_s = float("-inf")
+                for future in self._waiting.values():
+                    if not future.done():
+                        future.set_exception(RouterGone(f"the router at {self._address} is gone"))
             await asyncio.sleep(HEARTBEAT_S if self.alive else SEARCH_S)
+
+    def _compare(self) -> None:
+        self._compared_s = time.monotonic()
+        self.tell(Follow(""))
+        self.tell(self._fleet.table(""))
 
     async def _read(self) -> None:
         said = False
         while True:
             frames = await self._socket.recv_multipart()
             if frames == [HEARTBEAT_ANSWER]:
+                is_new = not self.alive
                 self._echo_s = time.monotonic()
+                if is_new:
+                    self._compare()
                 continue
             if frames == [HEARTBEAT]:  # our own, see HEARTBEAT_ANSWER
                 self._socket.close(0)
@@ -173,7 +204,12 @@ class Link:
                     said = True
                     log.warning("ignored a message of the router (said once): %s", error)
                 continue
+            if isinstance(answer, Workers):
+                for event in self._fleet.learn(answer):
+                    self.tell(event)
+            elif isinstance(answer, Difference):
+                for event in self._fleet.settle(answer):
+                    self.tell(event)
             future = self._waiting.get(answer.id)
             if future is not None and not future.done():
-                with contextlib.suppress(asyncio.InvalidStateError):
-                    future.set_result(answer)
+                future.set_result(answer)

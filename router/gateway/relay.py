@@ -4,7 +4,8 @@ The client sees one outcome:
 
     before the first byte   the replica refuses, resets, answers 503, falls silent → another replica, up to
                             `tries`; then an error with Retry-After
-    after it                a last `data: {"error": ...}` event without [DONE]
+    after it                the stream goes on from another replica, exactly (`resume.py`), where sampling allows
+                            it; else a last `data: {"error": ...}` event without [DONE]
     it leaves               its work is cancelled
 """
 
@@ -18,10 +19,15 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from router.events import Arrive, Refuse
-from router.gateway.calls import ApiError, Call, Kind, parse
+from router.gateway.calls import ApiError, Call, parse
 from router.gateway.link import RouterGone
-from router.gateway.placement import ClientGone, NotServed, Placement
-from router.gateway.resources import PATHS, Gateway, header_safe
+from router.gateway.placement import NotServed, Placement
+from router.gateway.reply import ClientGone, Reply
+from router.gateway.resources import MAX_ROUTED_TOKENS, PATHS, Gateway, header_safe
+from router.gateway.resume import Diverged, Resumable
+from router.gateway.sampling import Kind
+from router.gateway.sse import DONE
+from router.wire import pack_tokens, unpack_tokens
 from sglang_fair.core.identity import HEADER_APP, HEADER_CLIENT, HEADER_INTERACTION, HEADER_STAGE, identify
 
 log = logging.getLogger("gateway")
@@ -43,6 +49,7 @@ class Relay(Response):
         self._client = "-"
         self._worker = "-"
         self._complete = False
+        self._held_bytes = 0
         self._arrived_s = time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -66,10 +73,11 @@ class Relay(Response):
             await self._refuse(error, send)
         finally:
             gateway.in_flight -= 1
+            gateway.held_bytes -= self._held_bytes
 
     async def _read_and_serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        raw = await _read_body(receive, headers, self._gateway.limits.max_body_bytes)
+        raw = await self._read_body(receive, headers)
         call = parse(self._kind, raw, self._gateway.model_name)
         self._client = header_safe(identify(headers, call.user, self._gateway.identity))
         replica_headers = {"content-type": "application/json", HEADER_CLIENT: self._client}
@@ -97,20 +105,25 @@ class Relay(Response):
     async def _serve(self, call: Call, body_bytes: int, headers: dict[str, str], send: Send) -> None:
         gateway = self._gateway
         tokens = await gateway.routed_tokens(call, body_bytes)
+        reply = Reply(send, gateway.limits.idle_timeout_s)
+        resumable = Resumable(call) if call.resume else None
+        leg, leg_tokens, begun_s = call, tokens, self._arrived_s
         excluded: tuple[str, ...] = ()
         reason = ""
         for _ in range(gateway.limits.tries):
             arrive = Arrive(
                 id=uuid.uuid4().hex,
                 client=self._client,
-                tokens=tokens,
-                max_output_tokens=call.max_output_tokens,
+                tokens=leg_tokens,
+                max_output_tokens=leg.max_output_tokens,
                 namespace=call.namespace,
                 exclude=excluded,
             )
             try:
-                answer = await gateway.link.place(arrive)
+                answer = await gateway.place(arrive)
             except RouterGone as error:
+                if reply.started:
+                    break
                 raise ApiError(
                     503, str(error), code="router_unavailable", retry_after_s=RETRY_AFTER_S
                 ) from error
@@ -119,21 +132,79 @@ class Relay(Response):
                     break
                 raise _refusal(answer)
             self._worker = answer.worker
-            placement = Placement(gateway, call, answer, self._client, self._arrived_s)
             try:
-                await placement.carry(call.forwarded(answer.id), headers, send)
+                await Placement(gateway, leg, answer, self._client, begun_s).carry(headers, reply, resumable)
                 return
             except NotServed as error:
-                reason = str(error)
-                excluded = (*excluded, answer.worker)
-                gateway.counts["retried"] += 1
-                log.info("request %s: worker %s: %s; trying another", answer.id, answer.worker, reason)
+                reason = f"worker {answer.worker}: {error}"
+                log.warning("request %s client=%s %s", answer.id, self._client, reason)
+                if not reply.started:
+                    gateway.counts["retried"] += 1
+                    excluded = (*excluded, answer.worker)
+                    continue
+                if resumable is None:
+                    break
+                if resumable.is_complete:
+                    await reply.end(DONE)
+                    return
+                gateway.counts["resumed"] += 1
+                excluded, begun_s = (answer.worker,), time.monotonic()
+                try:
+                    following = resumable.next_leg(unpack_tokens(tokens), gateway.text)
+                except Diverged as cannot:
+                    reason = f"{reason}; {cannot}"
+                    break
+                leg = following.call
+                leg_tokens = tokens if following.tokens is None else _routed(following.tokens)
+            except Diverged as error:
+                reason = f"{reason}; worker {answer.worker}: {error}"
+                break
+        if reply.started:
+            gateway.counts["failed"] += 1
+            await reply.break_off(ApiError(502, f"the stream was lost midway: {reason}", code="replica_lost"))
+            return
         raise ApiError(
             502,
             f"no replica could serve the request; tried {', '.join(excluded)}; the last: {reason}",
             code="no_replica",
             retry_after_s=RETRY_AFTER_S,
         )
+
+    async def _read_body(self, receive: Receive, headers: Mapping[str, str]) -> bytes:
+        limits = self._gateway.limits
+        length = headers.get("content-length", "")
+        self._hold(min(int(length), limits.max_body_bytes + 1) if length.isdecimal() else 0)
+        pieces: list[bytes] = []
+        size = 0
+        while True:
+            try:
+                async with asyncio.timeout(BODY_TIMEOUT_S):
+                    message = await receive()
+            except TimeoutError as error:
+                raise ApiError(408, "the body did not arrive in time", code="body_timeout") from error
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            piece = message.get("body", b"")
+            size += len(piece)
+            self._hold(size)
+            pieces.append(piece)
+            if not message.get("more_body", False):
+                return b"".join(pieces)
+
+    def _hold(self, size: int) -> None:
+        """This request's body is at least `size` bytes long. Raises `ApiError` when that is too much."""
+        gateway = self._gateway
+        if size > gateway.limits.max_body_bytes:
+            raise ApiError(
+                413, f"the body is larger than {gateway.limits.max_body_bytes} bytes", code="body_too_large"
+            )
+        more = max(0, size - self._held_bytes)
+        if gateway.held_bytes + more > gateway.limits.max_held_bytes:
+            raise ApiError(
+                429, "too many bytes of requests in flight", code="overloaded", retry_after_s=RETRY_AFTER_S
+            )
+        gateway.held_bytes += more
+        self._held_bytes += more
 
     async def _refuse(self, error: ApiError, send: Send) -> None:
         log.warning(
@@ -144,6 +215,7 @@ class Relay(Response):
             self._worker,
             error.message,
         )
+        self._gateway.refusals[error.status] += 1
         headers = [(b"content-type", b"application/json"), (b"x-fair-client", self._client.encode("latin-1"))]
         if error.retry_after_s is not None:
             headers.append((b"retry-after", str(error.retry_after_s).encode()))
@@ -158,28 +230,8 @@ def _refusal(answer: Refuse) -> ApiError:
     return ApiError(503, f"the router refused: {answer.reason}", code="refused", retry_after_s=retry_after_s)
 
 
-async def _read_body(receive: Receive, headers: Mapping[str, str], limit: int) -> bytes:
-    too_large = ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
-    length = headers.get("content-length", "")
-    if length.isdecimal() and int(length) > limit:
-        raise too_large
-    pieces: list[bytes] = []
-    size = 0
-    while True:
-        try:
-            async with asyncio.timeout(BODY_TIMEOUT_S):
-                message = await receive()
-        except TimeoutError as error:
-            raise ApiError(408, "the body did not arrive in time", code="body_timeout") from error
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        piece = message.get("body", b"")
-        size += len(piece)
-        if size > limit:
-            raise too_large
-        pieces.append(piece)
-        if not message.get("more_body", False):
-            return b"".join(pieces)
+def _routed(tokens: list[int]) -> bytes:
+    return pack_tokens(tokens[:MAX_ROUTED_TOKENS])
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import uuid
+from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -9,10 +11,14 @@ from typing import Any
 from urllib.parse import quote
 
 import aiohttp
+import msgspec
 
-from router.events import TOKEN_BYTES
-from router.gateway.calls import Call, Kind, pack_prompts
-from router.gateway.link import Link
+from router.events import TOKEN_BYTES, Arrive, Done, Place, Refuse
+from router.gateway.calls import Call, pack_prompts
+from router.gateway.fleet import Fleet
+from router.gateway.health import Health
+from router.gateway.link import Link, RouterGone
+from router.gateway.sampling import Kind
 from router.gateway.tokens import Tokens
 from sglang_fair.core.identity import DEFAULT_ORDER, bounded
 
@@ -36,10 +42,14 @@ class Limits:
 
     max_in_flight: int = 2048
     max_body_bytes: int = 16 << 20
+    max_held_bytes: int = 512 << 20
+    """Of all bodies that are being read or served."""
     tries: int = 3
     connect_timeout_s: float = 2.0
     idle_timeout_s: float = 600.0
     """Longest silence of a replica, its queue included, and of a client that reads too slowly."""
+    health_timeout_s: float = 10.0
+    """A replica that nothing comes from for this long is given up."""
     progress_interval_s: float = 1.0
     """How often the router hears of a stream's output; 0 for never."""
 
@@ -50,18 +60,25 @@ class Gateway:
     def __init__(
         self,
         model_name: str,
-        link: Link,
+        router: str,
+        router_timeout_s: float,
         tokens: Tokens,
         limits: Limits,
         identity: Sequence[str] = DEFAULT_ORDER,
     ) -> None:
         """`identity` is where a client's name is looked for. `start` opens the connections."""
         self.model_name = model_name
-        self.link = link
+        self.fleet = Fleet(lambda worker: self.health.is_well(worker))
+        self.link = Link(router, router_timeout_s, self.fleet)
+        self.health = Health(limits.health_timeout_s, lambda: self.fleet.workers, self._tell_health)
         self.limits = limits
         self.identity = identity
         self.in_flight = 0
-        self.counts = {"requests": 0, "retried": 0, "failed": 0, "left": 0, "refused": 0}
+        self.held_bytes = 0
+        self.counts = dict.fromkeys(
+            ("requests", "retried", "resumed", "placed in fallback", "failed", "left", "refused"), 0
+        )
+        self.refusals: Counter[int] = Counter()
         self._tokens = tokens
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
         self._background: set[asyncio.Task[None]] = set()
@@ -87,9 +104,11 @@ class Gateway:
             read_bufsize=1 << 18,
         )
         await self.link.start()
+        self._asking = asyncio.create_task(self.health.run(self._session))
 
     async def close(self) -> None:
         """Lets cancellations under way reach their replicas, then closes everything."""
+        self._asking.cancel()
         if self._background:
             await asyncio.wait(self._background, timeout=ABORT_TIMEOUT_S)
         if self._session is not None:
@@ -106,6 +125,59 @@ class Gateway:
         if body_bytes <= LONG_BODY_BYTES:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    async def place(self, arrive: Arrive) -> Place | Refuse:
+        """The router's word; while no router answers, our own. Raises `RouterGone` when we know no worker.
+
+        The request that is answered may have another id.
+        """
+        if self.link.alive:
+            self.fleet.ask(arrive)
+            try:
+                answer = await self.link.place(arrive)
+            except BaseException as error:
+                # Behind the question on the same connection: whatever it was answered is undone.
+                self.end(Done(arrive.id, outcome="failed"))
+                if not isinstance(error, RouterGone):
+                    raise
+                log.info("request %s: %s", arrive.id, error)
+            else:
+                if isinstance(answer, Place):
+                    self.fleet.begin(arrive, answer, told=True)
+                else:
+                    self.fleet.refused(arrive.id)
+                return answer
+            arrive = msgspec.structs.replace(arrive, id=uuid.uuid4().hex)
+        found = self.fleet.place(arrive)
+        if found is None:
+            raise RouterGone("no router answers, and no replica is known that does")
+        self.counts["placed in fallback"] += 1
+        self.fleet.begin(arrive, found, told=False)
+        return found
+
+    def end(self, done: Done) -> None:
+        """A request that went to a worker is over, or one that was asked about will not go."""
+        if self.fleet.end(done):
+            self.link.tell(done)
+
+    def state(self) -> dict[str, object]:
+        """What this process counts."""
+        return {
+            "fallback": not self.link.alive,
+            "in_flight": self.in_flight,
+            "held_bytes": self.held_bytes,
+            "sick": self.health.sick(),
+            "refusals": {str(status): count for status, count in sorted(self.refusals.items())},
+            **self.counts,
+        }
+
+    def text(self, ids: Sequence[int], hide_special: bool) -> str:
+        """The text of token ids."""
+        return self._tokens.text(ids, hide_special)
+
+    def _tell_health(self) -> None:
+        for event in self.fleet.health():
+            self.link.tell(event)
 
     def cancel_work(self, url: str, rids: tuple[str, ...]) -> None:
         """Tells the replica to drop these requests, in the background."""

@@ -13,10 +13,14 @@ from dataclasses import dataclass
 
 import msgspec
 
-from router.gateway.calls import Call, Kind
+from router.gateway.calls import Call
+from router.gateway.sampling import Kind
 
 END_OF_EVENT = b"\n\n"
 DONE = b"data: [DONE]\n\n"
+
+TOKEN_IDS = re.compile(rb',"(?:prompt_)?token_ids":\[[0-9,]*\]')
+"""The ids of tokens in a choice. Inside a text the quotes would be escaped."""
 
 _USAGE = re.compile(rb'"usage"\s*:\s*\{')
 _RID = re.compile(rb'"id"\s*:\s*"([0-9a-f]{32})"')
@@ -113,7 +117,7 @@ class Stream:
             answers = []
             for event in self._latest.values():
                 try:
-                    answers.append(_GENERATED.decode(_data(event)))
+                    answers.append(_GENERATED.decode(data_of(event)))
                 except msgspec.MsgspecError:
                     continue
             return _sum(answers) or Usage()
@@ -128,7 +132,7 @@ class Stream:
             return
         for event in _split(events):
             try:
-                self._latest[_GENERATED.decode(_data(event)).index] = event
+                self._latest[_GENERATED.decode(data_of(event)).index] = event
             except msgspec.MsgspecError:
                 continue
 
@@ -137,7 +141,7 @@ class Stream:
         for event in _split(events):
             if _USAGE.search(event):
                 try:
-                    answer = _OPENAI.decode(_data(event))
+                    answer = _OPENAI.decode(data_of(event))
                 except msgspec.MsgspecError:
                     answer = _OpenAIAnswer()
                 if not answer.choices and answer.usage is not None:
@@ -152,7 +156,8 @@ def _split(events: bytes) -> Iterator[bytes]:
     return (event for event in events.split(END_OF_EVENT) if event)
 
 
-def _data(event: bytes) -> bytes:
+def data_of(event: bytes) -> bytes:
+    """The data of one event."""
     return event.removeprefix(b"data:").strip()
 
 

@@ -9,6 +9,7 @@ text: a wrong guess costs a cache hit, and whether the request is good is for th
 
 import json
 import logging
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -57,6 +58,10 @@ class Tokens:
         if call.kind == "chat" and not call.prompts:
             return [self._chat(call.body)]
         return [self._text(prompt) if isinstance(prompt, str) else prompt for prompt in call.prompts]
+
+    def text(self, ids: Sequence[int], hide_special: bool = True) -> str:
+        """The text of `ids`; `hide_special` leaves special tokens out."""
+        return str(self._tokenizer.decode(ids, skip_special_tokens=hide_special))
 
     def _text(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text).ids)

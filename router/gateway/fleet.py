@@ -1,0 +1,160 @@
+"""What a gateway knows without asking: the workers, its own requests at them, and how its last ones ended.
+
+The router owns all this while it answers. The gateway's copy is for the time when it does not, and for the
+moment when it does again: the two tables are compared and each side tells what the other misses. A router that
+was started anew is told of the workers too. Messages may be lost and may come twice; each names a request, and
+telling it again changes nothing.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection
+
+from router.events import (
+    Arrive,
+    Difference,
+    Done,
+    Event,
+    Place,
+    Running,
+    Table,
+    WorkerDrain,
+    WorkerHealth,
+    Workers,
+    WorkerUp,
+)
+from router.gateway.fallback import choose
+
+MAX_ENDED = 8192
+"""Ends that are remembered in case the router missed one; an older one is told as aborted."""
+
+
+class Fleet:
+    """State and decisions only; `link.py` sends what the methods return.
+
+    `is_well` says whether a worker answers this gateway.
+    """
+
+    def __init__(self, is_well: Callable[[str], bool]) -> None:
+        self.workers: dict[str, WorkerUp] = {}
+        self.draining: frozenset[str] = frozenset()
+        self.in_flight: Counter[str] = Counter()
+        self._is_well = is_well
+        self._router = ""
+        self._sick: frozenset[str] = frozenset()
+        self._asked: dict[str, Arrive] = {}
+        self._running: dict[str, Running] = {}
+        self._untold: set[str] = set()
+        self._ended: OrderedDict[str, Done] = OrderedDict()
+
+    # -- requests
+
+    def ask(self, arrive: Arrive) -> None:
+        """The router is asked about this request."""
+        self._asked[arrive.id] = arrive
+
+    def begin(self, arrive: Arrive, place: Place, *, told: bool) -> None:
+        """A request goes to a worker; `told` whether the router knows."""
+        self._asked.pop(arrive.id, None)
+        self._running[arrive.id] = Running(
+            arrive.id,
+            arrive.client,
+            place.worker,
+            arrive.tokens,
+            arrive.max_output_tokens,
+            arrive.namespace,
+        )
+        if not told:
+            self._untold.add(arrive.id)
+        self.in_flight[place.worker] += 1
+
+    def end(self, done: Done) -> bool:
+        """A request is over, or is not asked about any more; whether the router may know of it."""
+        self._asked.pop(done.id, None)
+        running = self._running.pop(done.id, None)
+        if running is not None:
+            self.in_flight[running.worker] -= 1
+            if not self.in_flight[running.worker]:
+                del self.in_flight[running.worker]
+        if done.id in self._untold:
+            self._untold.remove(done.id)
+            return False
+        self._ended[done.id] = done
+        if len(self._ended) > MAX_ENDED:
+            self._ended.popitem(last=False)
+        return True
+
+    def refused(self, request: str) -> None:
+        """The router has named no worker, and counts nothing."""
+        self._asked.pop(request, None)
+
+    def place(self, arrive: Arrive) -> Place | None:
+        """Where a request goes without the router; None when no known worker can take it."""
+        able = [
+            name
+            for name in self.workers
+            if name not in arrive.exclude and name not in self.draining and self._is_well(name)
+        ]
+        if not able:
+            return None
+        capacity = {name: self.workers[name].capacity for name in able}
+        worker = choose(arrive.client, {name: self.in_flight[name] for name in able}, capacity)
+        return Place(arrive.id, worker, self.workers[worker].url, 0)
+
+    # -- what the router is told
+
+    def table(self, name: str) -> Table:
+        """All that is asked about or in flight."""
+        return Table(name, (*self._asked, *self._running))
+
+    def settle(self, difference: Difference) -> list[Event]:
+        """What the router misses."""
+        told: list[Event] = [self._running[name] for name in difference.missing if name in self._running]
+        self._untold.difference_update(difference.missing)
+        told += [
+            self._ended.get(name) or Done(name, outcome="aborted")
+            for name in difference.unsettled
+            if name not in self._running and name not in self._asked
+        ]
+        return told
+
+    def learn(self, workers: Workers) -> list[Event]:
+        """Takes the router's word on the workers; what it is to be told in turn.
+
+        A router that was started anew is told of the workers that answer here and that it does not know.
+        """
+        told: list[Event] = []
+        known = {up.worker: up for up in workers.workers}
+        if self._router and workers.router != self._router:
+            lost = [up for name, up in self.workers.items() if name not in known and self._is_well(name)]
+            for up in lost:
+                told.append(up)
+                known[up.worker] = up
+                if up.worker in self.draining:
+                    told.append(WorkerDrain(up.worker))
+            drained = {up.worker for up in lost} & self.draining
+        else:
+            drained = set()
+        self._router = workers.router
+        self.workers = dict(sorted(known.items()))
+        self.draining = frozenset(workers.draining) | drained
+        self._sick = frozenset(workers.sick)
+        return told + self.health()
+
+    def health(self) -> list[Event]:
+        """Where the router's word on a worker's health is not ours."""
+        return [
+            WorkerHealth(name, self._is_well(name))
+            for name in self.workers
+            if self._is_well(name) is (name in self._sick)
+        ]
+
+    def view(self, sick: Collection[str]) -> dict[str, object]:
+        """The workers as `/status` shows them when there is no router."""
+        return {
+            name: {
+                "url": up.url,
+                "in_flight": self.in_flight[name],
+                "state": "draining" if name in self.draining else "sick" if name in sick else "up",
+            }
+            for name, up in self.workers.items()
+        }

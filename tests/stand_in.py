@@ -1,0 +1,250 @@
+"""An engine that speaks SGLang's wire and computes nothing: each token follows from all tokens before it.
+
+So two of them give the same greedy answer, and a test can say what the answer is. Characters of two bytes are
+two tokens, whose text is held back until both are there, as SGLang does.
+
+    python -m tests.stand_in --port 30000 --tokenizer DIR --step 0.01
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import struct
+import zlib
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from sglang_fair.processes import die_with_parent
+
+MODEL = "tiny"
+UNFINISHED = "\ufffd"
+WORDS = "abcdefghi .,é"
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "<{{ message['role'] }}>{{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def make_tokenizer(folder: Path) -> Path:
+    """`folder` with a byte-level tokenizer: one token a byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE(vocab={"<s>": 0} | {c: i + 1 for i, c in enumerate(alphabet)}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(["<s>"])
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "chat_template": TEMPLATE}))
+    return folder
+
+
+@dataclass
+class Step:
+    """The answer after one more token."""
+
+    ids: list[int]
+    text: str
+    finish: dict[str, Any] | None
+
+
+class Engine:
+    """Tokens, answers and events of one engine; no I/O. `salt` makes another model of it."""
+
+    def __init__(self, tokenizer: Path, salt: int = 0) -> None:
+        self._tokenizer = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+        self._salt = salt
+
+    def prompt(self, kind: str, body: dict[str, Any]) -> list[int]:
+        """The ids of the one prompt of `body`."""
+        if kind == "chat":
+            return list(self._tokenizer.encode(json.dumps(body["messages"])).ids)
+        found = body.get("input_ids", body.get("text")) if kind == "generate" else body["prompt"]
+        return found if isinstance(found, list) else list(self._tokenizer.encode(found).ids)
+
+    def steps(self, kind: str, body: dict[str, Any]) -> Iterator[Step]:
+        """The answer, token by token."""
+        sampling = body.get("sampling_params") or {} if kind == "generate" else body
+        limit = sampling.get("max_new_tokens") or sampling.get("max_tokens") or 16
+        stops = sampling.get("stop") or []
+        stops = [stops] if isinstance(stops, str) else stops
+        rng = None if sampling.get("temperature") == 0 else random.SystemRandom()
+        prompt, ids = self.prompt(kind, body), []
+        while True:
+            ids = [*ids, self._next(prompt + ids, rng)]
+            text = self._tokenizer.decode(ids)
+            whole = text.removesuffix(UNFINISHED)
+            found = [stop for stop in stops if stop in whole]
+            if found:
+                cut = min(whole.index(stop) for stop in found)
+                yield Step(ids, whole[:cut], {"type": "stop", "matched": found[0]})
+                return
+            if len(ids) >= limit:
+                yield Step(ids, text, {"type": "length", "length": limit})
+                return
+            yield Step(ids, whole, None)
+
+    def _next(self, ids: list[int], rng: random.Random | None) -> int:
+        first, second = (self._tokenizer.token_to_id(one) for one in self._tokenizer.encode("é").tokens)
+        if ids[-1] == first:
+            return second
+        state = zlib.crc32(struct.pack(f"<{len(ids)}I", *ids), self._salt)
+        drawn = rng.randrange(1 << 32) if rng else state
+        return int(self._tokenizer.encode(WORDS[drawn % len(WORDS)]).ids[0])
+
+    def events(
+        self, kind: str, body: dict[str, Any], group: Callable[[], int] = lambda: 1
+    ) -> Iterator[bytes]:
+        """The stream for `body`; `group` says how many tokens the next event carries at least."""
+        prompt_ids = self.prompt(kind, body)
+        head = {"id": body["rid"], "created": random.randrange(1 << 30), "model": MODEL}
+        if kind == "chat":
+            yield _event(_chunk(kind, head, {"delta": {"role": "assistant", "content": ""}}))
+        text, ids, step, due = "", [], None, group()
+        for step in self.steps(kind, body):
+            due -= 1
+            if due > 0 and step.finish is None:
+                continue
+            due = group()
+            delta, new = step.text[len(text) :], step.ids[len(ids) :]
+            first = not ids
+            text, ids = text + delta, step.ids
+            if kind == "generate":
+                yield _event({"text": step.text, "output_ids": step.ids, "index": 0,
+                              "meta_info": _meta(body, prompt_ids, step)})  # fmt: skip
+            elif kind == "completions":
+                choice: dict[str, Any] = {"text": delta, "logprobs": None}
+                choice["finish_reason"] = step.finish and step.finish["type"]
+                if body.get("return_token_ids"):
+                    choice["token_ids"] = new
+                    if first:
+                        choice["prompt_token_ids"] = prompt_ids
+                yield _event(_chunk(kind, head, choice))
+            elif delta:
+                yield _event(_chunk(kind, head, {"delta": {"content": delta, "reasoning_content": None}}))
+        assert step is not None
+        if kind == "chat" and step.finish:
+            yield _event(_chunk(kind, head, {"delta": {}, "finish_reason": step.finish["type"]}))
+        if kind != "generate" and (body.get("stream_options") or {}).get("include_usage"):
+            yield _event(head | {"choices": [], "usage": _usage(prompt_ids, step)})
+        yield b"data: [DONE]\n\n"
+
+    def whole(self, kind: str, body: dict[str, Any], step: Step) -> dict[str, Any]:
+        """The answer in one piece."""
+        prompt_ids = self.prompt(kind, body)
+        if kind == "generate":
+            return {"text": step.text, "output_ids": step.ids, "meta_info": _meta(body, prompt_ids, step)}
+        choice = {"index": 0, "finish_reason": step.finish and step.finish["type"]}
+        choice |= {"text": step.text} if kind == "completions" else {"message": {"content": step.text}}
+        return {"id": body["rid"], "choices": [choice], "usage": _usage(prompt_ids, step)}
+
+
+def _meta(body: dict[str, Any], prompt_ids: list[int], step: Step) -> dict[str, Any]:
+    return {
+        "id": body["rid"],
+        "finish_reason": step.finish,
+        "prompt_tokens": len(prompt_ids),
+        "completion_tokens": len(step.ids),
+        "cached_tokens": 0,
+    }
+
+
+def _usage(prompt_ids: list[int], step: Step) -> dict[str, Any]:
+    total = len(prompt_ids) + len(step.ids)
+    counts = {"prompt_tokens": len(prompt_ids), "completion_tokens": len(step.ids), "total_tokens": total}
+    return counts | {"prompt_tokens_details": {"cached_tokens": 0}}
+
+
+def _chunk(kind: str, head: dict[str, Any], choice: dict[str, Any]) -> dict[str, Any]:
+    name = "chat.completion.chunk" if kind == "chat" else "text_completion"
+    return head | {"object": name, "choices": [{"index": 0, "finish_reason": None, **choice}]}
+
+
+def _event(data: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
+
+
+class Server:
+    """The engine behind HTTP. It works for nobody who has left, and counts what it has computed."""
+
+    def __init__(self, engine: Engine, step_s: float) -> None:
+        self._engine = engine
+        self._step_s = step_s
+        self.work = {"requests": 0, "running": 0, "output_tokens": 0, "cancelled": 0}
+        self.by_client: dict[str, int] = {}
+        self.app = web.Application(client_max_size=1 << 26)
+        for path, kind in PATHS.items():
+            self.app.router.add_post(path, self._handler(kind))
+        self.app.router.add_post("/abort_request", _nothing)
+        self.app.router.add_get("/ready", _nothing)
+        self.app.router.add_get("/work", self._work)
+
+    async def _work(self, _: web.Request) -> web.Response:
+        return web.json_response(self.work | {"by_client": self.by_client})
+
+    def _handler(self, kind: str) -> Callable[[web.Request], Any]:
+        async def serve(request: web.Request) -> web.StreamResponse:
+            body = await request.json()
+            self.work["requests"] += 1
+            self.work["running"] += 1
+            try:
+                return await self._answer(kind, body, request)
+            except (asyncio.CancelledError, ConnectionError):
+                self.work["cancelled"] += 1
+                raise
+            finally:
+                self.work["running"] -= 1
+
+        return serve
+
+    async def _answer(self, kind: str, body: dict[str, Any], request: web.Request) -> web.StreamResponse:
+        client = request.headers.get("x-fair-client", "")
+        if not body.get("stream"):
+            steps = []
+            for step in self._engine.steps(kind, body):
+                steps.append(step)
+                await self._computed(client)
+            return web.json_response(self._engine.whole(kind, body, steps[-1]))
+        response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
+        await response.prepare(request)
+        async for event in self._paced(kind, body, client):
+            await response.write(event)
+        return response
+
+    async def _paced(self, kind: str, body: dict[str, Any], client: str) -> AsyncIterator[bytes]:
+        for event in self._engine.events(kind, body):
+            if b'"choices":[]' not in event and b"[DONE]" not in event:
+                await self._computed(client)
+            yield event
+
+    async def _computed(self, client: str) -> None:
+        await asyncio.sleep(self._step_s)
+        self.work["output_tokens"] += 1
+        self.by_client[client] = self.by_client.get(client, 0) + 1
+
+
+PATHS = {"/v1/chat/completions": "chat", "/v1/completions": "completions", "/generate": "generate"}
+
+
+async def _nothing(_: web.Request) -> web.Response:
+    return web.Response()
+
+
+def main() -> None:
+    line = argparse.ArgumentParser()
+    line.add_argument("--port", type=int, required=True)
+    line.add_argument("--tokenizer", type=Path, required=True)
+    line.add_argument("--step", type=float, default=0.01)
+    options = line.parse_args()
+    die_with_parent()
+    server = Server(Engine(options.tokenizer), options.step)
+    web.run_app(server.app, host="127.0.0.1", port=options.port, print=None, handler_cancellation=True)
+
+
+if __name__ == "__main__":
+    main()
