@@ -58,7 +58,13 @@ def cluster(
         str, typer.Option(help="Address that the gateway listens on; 0.0.0.0 for all. The rest stays local.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port of the gateway; 0 takes a free one.")] = 8000,
-    quantum: Annotated[float, typer.Option(help="DLPM's quantum per client, in service units.")] = 2000.0,
+    quantum: Annotated[
+        float, typer.Option(help="Quantum per client of DLPM and DRR, in service units.")
+    ] = 2000.0,
+    policy_options: Annotated[
+        str,
+        typer.Option(metavar="KEY=VALUE,...", help="The policy's other options, as patience=64 for dlpm."),
+    ] = "",
     worker_quantum: Annotated[
         float | None,
         typer.Option(
@@ -124,6 +130,7 @@ def cluster(
         cost=cost,
         extend_weight=extend_weight,
         output_weight=output_weight,
+        policy_options=policy_options,
         client_weights=weights,
         gateway_workers=gateway_workers,
         log_level=log_level,

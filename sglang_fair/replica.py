@@ -51,7 +51,13 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         type=float,
         default=2000.0,
         metavar="UNITS",
-        help="DLPM's quantum per client, service units (default: %(default)s)",
+        help="quantum per client of DLPM and DRR, service units (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--policy-options",
+        default="",
+        metavar="KEY=VALUE,...",
+        help="the policy's other options, for example patience=64 for dlpm (default: its own)",
     )
     parser.add_argument(
         "--cost",
@@ -134,6 +140,7 @@ def server_arguments(options: argparse.Namespace, model: Model, rest: Sequence[s
         "--page-size", str(options.page_size),
         "--schedule-policy", policy,
         "--fair-quantum", str(options.quantum),
+        "--fair-options", options.policy_options,
         "--fair-client-weights", options.client_weights,
         "--enable-cache-report",
         "--log-level-http", "warning",

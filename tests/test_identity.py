@@ -12,8 +12,12 @@ from sglang_fair.core.identity import (
     API_KEY,
     DEFAULT_ORDER,
     HEADER_CLIENT,
+    HEADER_EXPECTED_OUTPUT,
+    HEADER_UNBLOCKS,
     MAX_NAME_CHARS,
+    MOST_ANNOUNCED,
     USER,
+    announced,
     bounded,
     identify,
 )
@@ -100,3 +104,32 @@ def test_two_names_stay_two_clients(one, other):
 def test_nobody_writes_into_the_accounts_of_the_server(account):
     assert identify({HEADER_CLIENT: account}) != account
     assert identify({}, account) != account
+
+
+def test_what_a_request_announces_is_read():
+    assert announced({}) == {}
+    assert announced({HEADER_EXPECTED_OUTPUT: " 250 ", HEADER_UNBLOCKS: "0", "x-other": "3"}) == {
+        "expected_output_tokens": 250,
+        "unblocks": 0,
+    }
+    assert announced({HEADER_UNBLOCKS: str(MOST_ANNOUNCED)}) == {"unblocks": MOST_ANNOUNCED}
+
+
+@IDENTITY
+@given(text=st.text(max_size=30))
+@example(text=str(MOST_ANNOUNCED + 1))
+@example(text="9" * 5000)
+@example(text="-1")
+@example(text="+3")
+@example(text="2.5")
+@example(text="1_000")
+@example(text="²")
+@example(text="٣")
+@example(text="nan")
+def test_a_bad_announcement_was_not_made(text):
+    """Whatever the header says, reading it neither fails nor gives anything but a bounded whole number."""
+    found = announced({HEADER_EXPECTED_OUTPUT: text, HEADER_UNBLOCKS: "5"})
+    assert found.pop("unblocks") == 5
+    for value in found.values():
+        assert text.strip().isdecimal()
+        assert value == int(text) <= MOST_ANNOUNCED

@@ -8,6 +8,7 @@ import pytest
 
 from sglang_fair.core import POLICIES
 from sglang_fair.core.cost import Cost, Flops, Linear, Profiled, Quadratic, Tiered
+from sglang_fair.core.options import shown
 from sglang_fair.overlay import config
 
 BAD_REQUESTS: tuple[tuple[object, str], ...] = (
@@ -59,6 +60,16 @@ def adopt(arguments: list[str], environ: dict[str, str]) -> argparse.Namespace:
         (["--fair-cost", "linear:1,2", "--fair-output-weight", "2"], {}, "belong to the cost linear"),
         (["--fair-output-weight", "2"], {"SGLANG_FAIR_COST": "quadratic"}, "not to 'quadratic'"),
         (["--schedule-policy", "dlpm", "--enable-priority-scheduling"], {}, "cannot be combined"),
+        (["--schedule-policy", "dlpm", "--fair-options", "patience"], {}, "'patience' is not one"),
+        (["--schedule-policy", "dlpm", "--fair-options", "=3"], {}, "'=3' is not one"),
+        (["--schedule-policy", "dlpm", "--fair-options", "patience=no"], {}, "must be a whole number"),
+        (["--schedule-policy", "dlpm", "--fair-options", "patience=0"], {}, "patience must be at least"),
+        (["--schedule-policy", "dlpm", "--fair-options", "patience=2,patience=3"], {}, "given twice"),
+        (["--schedule-policy", "dlpm", "--fair-options", "seed=3"], {}, "dlpm has no option 'seed'"),
+        (["--schedule-policy", "vtc", "--fair-options", "patience=3"], {}, "vtc has no option 'patience'"),
+        (["--fair-options", "patience=3"], {"SGLANG_FAIR_POLICY": "vtc"}, "has no option 'patience'"),
+        (["--schedule-policy", "lpm", "--fair-options", "patience=3"], {}, "lpm is SGLang's own"),
+        (["--schedule-policy", "dlpm"], {"SGLANG_FAIR_OPTIONS": "quantum=3"}, "no option 'quantum'"),
         ([], {"SGLANG_FAIR_POLICY": "fairest"}, "SGLANG_FAIR_POLICY=fairest is unknown"),
     ],
 )
@@ -99,6 +110,13 @@ def test_arguments_reach_the_processes_that_sglang_starts() -> None:
     assert settings.cost(1, 1) == 3 + 2
     assert settings.client_weights == {"gold": 2}
     assert settings.identity == ("x-team", "user")
+
+
+def test_a_policys_own_options_reach_it() -> None:
+    environ: dict[str, str] = {}
+    adopt(["--schedule-policy", "vtc-noisy", "--fair-options", "noise_percent=12.5, seed=7"], environ)
+    policy = config.read(environ).policy("vtc-noisy")
+    assert shown(policy) == {"remembered_clients": 10_000, "noise_percent": 12.5, "seed": 7}
 
 
 @pytest.mark.parametrize(

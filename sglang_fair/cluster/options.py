@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from sglang_fair.core import POLICIES, make_policy
+from sglang_fair.core import options as policy_options
 from sglang_fair.core.cost import Cost, make_cost
 from sglang_fair.core.policy import Weights
 
@@ -42,6 +43,8 @@ class Options:
     device: str = "auto"
     model: str = "default"
     policy: str = "dlpm"
+    policy_options: str = ""
+    """The policy's own, as `core.options` reads them."""
     placement: str = "d2lpm"
     host: str = "127.0.0.1"
     port: int = 8000
@@ -105,10 +108,19 @@ def check(options: Options, placements: Collection[str]) -> None:
             raise ConfigError(f"{option} must be above 0, not {number}")
     try:
         options.service_cost()
-        make_policy("dlpm", quantum=options.quantum, weights=Weights(options.client_weights))
+        _check_policy(options)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     _check_extra(options.extra)
+
+
+def _check_policy(options: Options) -> None:
+    weights = Weights(options.client_weights)
+    if not options.policy.startswith(STOCK_PREFIX):
+        policy_options.make(options.policy, options.policy_options, quantum=options.quantum, weights=weights)
+    elif options.policy_options:
+        raise ConfigError(f"--policy-options are for a fair policy; {options.policy} is SGLang's own")
+    make_policy("dlpm", quantum=options.quantum, weights=weights)  # whether or not the policy uses them
 
 
 def extra_argument(extra: Sequence[str], *names: str) -> str | None:

@@ -236,6 +236,7 @@ def _replica(
         "--port", str(http_port),
         "--kv-port", str(kv_port),
         "--policy", options.policy,
+        "--policy-options", options.policy_options,
         "--quantum", str(options.quantum),
         *_cost_arguments(options.service_cost()),
         "--client-weights", json.dumps(dict(options.client_weights)),

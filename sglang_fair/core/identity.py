@@ -1,4 +1,4 @@
-"""Who sent this request: one name per client, from the places where clients put it.
+"""Who sent this request, and what it announces: one name per client, from the places where clients put it.
 
 A client is whatever the operator is fair to: a tenant, a user, an API key. The gateway and a replica
 without a gateway read it by the same rule. Past the gateway the name travels in `HEADER_CLIENT`.
@@ -12,6 +12,17 @@ HEADER_CLIENT = "x-fair-client"
 HEADER_APP = "x-fair-app"
 HEADER_INTERACTION = "x-fair-interaction"
 HEADER_STAGE = "x-fair-stage"
+HEADER_EXPECTED_OUTPUT = "x-fair-expected-output-tokens"
+HEADER_UNBLOCKS = "x-fair-unblocks"
+
+ANNOUNCEMENTS: Mapping[str, str] = {
+    HEADER_EXPECTED_OUTPUT: "expected_output_tokens",
+    HEADER_UNBLOCKS: "unblocks",
+}
+"""Headers with what a sender knows of its request ahead, and the field of `Job` that each one sets."""
+
+MOST_ANNOUNCED = 1_000_000
+"""Largest number that an announcement may carry."""
 
 ANONYMOUS = "anonymous"
 """All requests that nobody put a name on share this client."""
@@ -60,6 +71,19 @@ def identify(
         if name.strip():
             return bounded(name.strip())
     return ANONYMOUS
+
+
+def announced(headers: Mapping[str, str]) -> dict[str, int]:
+    """What a request announces, by field of `Job`: whole numbers from 0 to `MOST_ANNOUNCED`.
+
+    Anything else is as if it had not been said: nobody's request fails over a hint.
+    """
+    found = {}
+    for header, field in ANNOUNCEMENTS.items():
+        text = headers.get(header, "").strip()
+        if text.isascii() and text.isdecimal() and len(text) <= 20 and int(text) <= MOST_ANNOUNCED:
+            found[field] = int(text)
+    return found
 
 
 def bounded(name: str) -> str:

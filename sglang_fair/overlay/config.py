@@ -10,10 +10,11 @@ import os
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 
-from sglang_fair.core import POLICIES, make_policy
+from sglang_fair.core import POLICIES
+from sglang_fair.core import options as policy_options
 from sglang_fair.core.cost import Cost, Linear, describe, make_cost
 from sglang_fair.core.identity import DEFAULT_ORDER, MAX_NAME_CHARS, bounded
-from sglang_fair.core.policy import Policy, Weights
+from sglang_fair.core.policy import Policy, Weights, checked_quantum
 
 STOCK_POLICIES = ("lpm", "random", "fcfs", "dfs-weight", "lof", "priority", "routing-key", "hrrn")
 """Names that keep SGLang's own meaning after --schedule-policy."""
@@ -40,7 +41,9 @@ class Setting:
 
 SETTINGS: tuple[Setting, ...] = (
     Setting("--fair-quantum", "SGLANG_FAIR_QUANTUM", "UNITS",
-            "DLPM's quantum Q^u per client, in service units (default 2000)"),
+            "the quantum per client of DLPM (Q^u) and DRR, in service units (default 2000)"),
+    Setting("--fair-options", "SGLANG_FAIR_OPTIONS", "KEY=VALUE,...",
+            "the chosen policy's other options, for example patience=64 for dlpm (default: its own)"),
     Setting("--fair-cost", "SGLANG_FAIR_COST", "COST",
             "what service costs: linear, profiled, quadratic:d=1000, tiered:threshold=4096 or "
             "flops:/path/to/the/model/config.json (default linear)"),
@@ -65,13 +68,17 @@ class Config:
     """Settings as the scheduler uses them."""
 
     quantum: float = 2000.0
+    options: str = ""
+    """The policy's own, as they were written; which there are depends on the policy."""
     cost: Cost = field(default_factory=Linear)
     client_weights: Mapping[str, float] | None = None
     identity: tuple[str, ...] = DEFAULT_ORDER
 
     def policy(self, name: str) -> Policy:
-        """A new policy object. ValueError for an unknown name or a bad value."""
-        return make_policy(name, quantum=self.quantum, weights=Weights(self.client_weights))
+        """A new policy object. ValueError for an unknown name, an option that it has not, or a bad value."""
+        return policy_options.make(
+            name, self.options, quantum=self.quantum, weights=Weights(self.client_weights)
+        )
 
     def with_weights(self, weights: Mapping[str, float]) -> "Config":
         """With these weights in place of the same clients' old ones. ValueError for a bad one."""
@@ -130,19 +137,23 @@ def read(environ: Mapping[str, str] = os.environ) -> Config:
     if not isinstance(weights, dict):
         raise ValueError(f"SGLANG_FAIR_CLIENT_WEIGHTS must map client names to numbers, not {weights_text}")
     quantum = number("SGLANG_FAIR_QUANTUM")
-    places = environ.get("SGLANG_FAIR_IDENTITY")
-    config = Config(
-        quantum=Config.quantum if quantum is None else quantum,
+    return Config(
+        quantum=checked_quantum(Config.quantum if quantum is None else quantum),
+        options=environ.get("SGLANG_FAIR_OPTIONS") or "",
         cost=make_cost(
             environ.get(COST_VARIABLE) or Linear.name,
             number("SGLANG_FAIR_EXTEND_WEIGHT"),
             number("SGLANG_FAIR_OUTPUT_WEIGHT"),
         ),
         client_weights=checked_weights(weights),
-        identity=tuple(place.strip().lower() for place in places.split(",")) if places else DEFAULT_ORDER,
+        identity=read_identity(environ),
     )
-    config.policy("dlpm")  # every value is checked here, in the process that the operator sees
-    return config
+
+
+def read_identity(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """The places where a client's name is looked for."""
+    places = environ.get("SGLANG_FAIR_IDENTITY")
+    return tuple(place.strip().lower() for place in places.split(",")) if places else DEFAULT_ORDER
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -172,14 +183,24 @@ def adopt_arguments(arguments: argparse.Namespace, environ: MutableMapping[str, 
                 f"sglang-fair: {POLICY_VARIABLE}={name} is unknown; there are {', '.join(SERVER_POLICIES)}"
             )
         arguments.schedule_policy = name
-    if getattr(arguments, "schedule_policy", None) in SERVER_POLICIES:
+    chosen = getattr(arguments, "schedule_policy", None)
+    if chosen in SERVER_POLICIES:
         refuse_combinations(arguments)
     try:
-        cost = read(environ).cost
+        cost = check(read(environ), chosen).cost
     except ValueError as error:
         raise SystemExit(f"sglang-fair: {error}") from None
     if not isinstance(cost, Linear):
         environ[COST_VARIABLE] = describe(cost)  # no child depends on a file that the text may name
+
+
+def check(config: Config, chosen: str | None) -> Config:
+    """`config`, if the policy `chosen` by --schedule-policy can run with it; ValueError otherwise."""
+    if chosen in SERVER_POLICIES:
+        config.policy(SERVER_POLICIES[chosen])
+    elif config.options:
+        raise ValueError(f"--fair-options are for a fair policy; {chosen} is SGLang's own")
+    return config
 
 
 def refuse_combinations(arguments: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""From the HTTP request to the scheduler: the client's name inside the sampling parameters.
+"""From the HTTP request to the scheduler: the client's name, and what it announces, in the sampling parameters.
 
 `sampling_params.custom_params` is the one carrier that survives every endpoint, streaming, batches and
 n > 1. A `fair` entry in a client's own body is dropped: only the server says who somebody is.
@@ -11,6 +11,7 @@ from sglang_fair.core.identity import (
     HEADER_APP,
     HEADER_INTERACTION,
     HEADER_STAGE,
+    announced,
     bounded,
     identify,
 )
@@ -23,9 +24,10 @@ CARRIED_HEADERS = {"app": HEADER_APP, "interaction": HEADER_INTERACTION, "stage"
 
 def carry_client(obj: Any, request: Any) -> None:
     """Write who sent `obj` (SGLang's generate or embedding input) into it. `request` is the HTTP request."""
-    carried = {"client": ANONYMOUS}
+    carried: dict[str, str | int] = {"client": ANONYMOUS}
     if request is not None:
-        carried["client"] = identify(request.headers, user_of(request), config.read().identity)
+        carried["client"] = identify(request.headers, user_of(request), config.read_identity())
+        carried |= announced(request.headers)
         for key, header in CARRIED_HEADERS.items():
             if header in request.headers:
                 carried[key] = bounded(request.headers[header])

@@ -1,0 +1,53 @@
+"""A policy's own options as an operator writes them: `patience=64,remembered_clients=500`.
+
+What is an option, and of which type, is what the policy's dataclass says (`options_of`); the values' limits are
+the policy's own.
+"""
+
+from collections.abc import Mapping
+
+from sglang_fair.core import make_policy, options_of
+from sglang_fair.core.policy import Policy, Weights
+
+Option = int | float | str | bool
+
+_BOOLEANS = {"true": True, "false": False}
+
+
+def parse(policy: str, text: str) -> dict[str, Option]:
+    """The options in `text`, typed for `policy`.
+
+    ValueError, in one line, for what is not KEY=VALUE, said twice, unknown to the policy, or of another type.
+    """
+    known = options_of(policy)
+    options: dict[str, Option] = {}
+    for pair in filter(None, (pair.strip() for pair in text.split(","))):
+        key, equals, value = (part.strip() for part in pair.partition("="))
+        if not equals or not key:
+            raise ValueError(f"options are KEY=VALUE, separated by commas, and {pair!r:.80} is not one")
+        if key in options:
+            raise ValueError(f"option {key!r:.80} is given twice")
+        if key not in known:
+            has = f"there are {', '.join(known)}" if known else "it has none"
+            raise ValueError(f"policy {policy} has no option {key!r:.80}; {has}")
+        options[key] = _typed(key, value, known[key])
+    return options
+
+
+def make(policy: str, text: str, *, quantum: float, weights: Weights) -> Policy:
+    """A new policy with the options in `text`. ValueError for anything in it that cannot be meant."""
+    return make_policy(policy, quantum=quantum, weights=weights, **parse(policy, text))
+
+
+def shown(policy: Policy) -> Mapping[str, Option]:
+    """All options of `policy` with the values that it runs with."""
+    return {option: getattr(policy, option) for option in options_of(policy.name)}
+
+
+def _typed(key: str, value: str, kind: type) -> Option:
+    try:
+        found: Option = _BOOLEANS[value.lower()] if kind is bool else kind(value)
+    except (KeyError, ValueError):
+        what = {bool: "true or false", int: "a whole number", float: "a number"}[kind]
+        raise ValueError(f"option {key} must be {what}, not {value!r:.80}") from None
+    return found
