@@ -8,6 +8,7 @@ import sys
 
 import zmq
 
+from router.collector import collect_young_only
 from router.core import Router
 from router.events import WorkerUp
 from router.placement import PLACEMENTS, build, parameters
@@ -59,6 +60,16 @@ def _positive(text: str) -> float:
     return value
 
 
+def _weights(text: str) -> dict[str, object]:
+    try:
+        weights = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
+    if not isinstance(weights, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} does not map clients to weights")
+    return weights
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(
@@ -78,6 +89,9 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--extend-weight", type=float, metavar="W", help="service per prompt token")
     made.add_argument("--output-weight", type=float, metavar="W", help="service per output token")
+    made.add_argument(
+        "--client-weights", type=_weights, metavar="JSON", help='shares per client, for example {"gold": 2}'
+    )
     made.add_argument(
         "--parameter", action="append", type=parameter, default=[], metavar="NAME=VALUE",
         help="any other parameter of the placement; repeatable",
@@ -105,7 +119,7 @@ def make_router(options: argparse.Namespace) -> Router:
     """The core that the options describe. Weights go to placements that have them. Raises ValueError."""
     weights = {
         name: getattr(options, name)
-        for name in ("worker_quantum", "extend_weight", "output_weight")
+        for name in ("worker_quantum", "extend_weight", "output_weight", "client_weights")
         if getattr(options, name) is not None and name in parameters(options.placement)
     }
     placement = build(options.placement, **(weights | dict(options.parameter)))
@@ -137,6 +151,7 @@ def main(arguments: list[str] | None = None) -> int:
         line.error(f"cannot bind {options.bind}: {error}")
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: shell.stop())
+    collect_young_only()
     try:
         for up in options.worker:
             shell.tell(up)

@@ -142,7 +142,8 @@ class RadixTree:
     """The tree of all namespaces (a namespace: model, adapter, cache salt) and all workers.
 
     Memory is bounded by `max_tree_tokens` and the prompts in flight together: beyond, leaves are evicted that
-    no request in flight refers to, first those that no event has confirmed, then the least recently used.
+    no request in flight refers to, first those that no event has confirmed, then the least recently used. That
+    is done when a request ends and when an event comes, not while one waits for its placement.
     """
 
     def __init__(self, page_size: int = 16, max_tree_tokens: int = 8_000_000) -> None:
@@ -265,7 +266,6 @@ class RadixTree:
                 node.held |= bit
         hold = Hold(bit, leaf)
         self._holds[bit].add(hold)
-        self._shrink()
         return hold
 
     def release(self, hold: Hold, served: bool = True) -> None:

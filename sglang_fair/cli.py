@@ -26,7 +26,7 @@ PROGRAMS = {
 }
 """Commands that are programs of their own, and read their arguments themselves."""
 
-BENCHES = {"scheduler": "sglang_fair.bench.scheduler"}
+BENCHES = {"scheduler": "sglang_fair.bench.scheduler", "router": "sglang_fair.bench.router"}
 """The same below `sglang-fair bench`."""
 
 CLUSTER_EPILOG = (
@@ -35,7 +35,7 @@ CLUSTER_EPILOG = (
 )
 
 
-bench = typer.Typer(help="Measure what the schedulers cost.", no_args_is_help=True)
+bench = typer.Typer(help="Measure what scheduling and placement cost.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
 
@@ -52,7 +52,11 @@ def cluster(
         typer.Option(help="Scheduler in each replica: dlpm, vtc, lpm, fcfs; sglang:NAME for SGLang's own."),
     ] = "dlpm",
     placement: Annotated[
-        str, typer.Option(help="Which replica: d2lpm, round_robin, client_round_robin, preble.")
+        str,
+        typer.Option(
+            help="Which replica: d2lpm, d2lpm-tokens, d2lpm-time, round_robin, client_round_robin, "
+            "least_requests, least_tokens, power_of_two, cache_aware, preble."
+        ),
     ] = "d2lpm",
     host: Annotated[
         str, typer.Option(help="Address that the gateway listens on; 0.0.0.0 for all. The rest stays local.")
@@ -168,6 +172,12 @@ def compare() -> None:
 def bench_scheduler() -> None:
     """Time one scheduling step, by policy, queue length, clients and prompt length."""
     _become(BENCHES["scheduler"], [])
+
+
+@bench.command("router")
+def bench_router() -> None:
+    """Time one placement decision, by placement, prompt length and workers, and the tree's events and memory."""
+    _become(BENCHES["router"], [])
 
 
 @app.command()

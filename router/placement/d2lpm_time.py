@@ -46,15 +46,12 @@ _FASTEST_S, _SLOWEST_S = 1e-8, 10.0
 class Pace:
     """Seconds per token, as a ratio of sums that forget. Positive and finite whatever it is told."""
 
-    __slots__ = ("_seconds", "_tokens")
+    __slots__ = ("_seconds", "_tokens", "s_per_token")
 
     def __init__(self, s_per_token: float) -> None:
+        self.s_per_token = s_per_token
         self._tokens = float(_GUESS_SAMPLES * _GUESS_TOKENS)
         self._seconds = s_per_token * self._tokens
-
-    @property
-    def s_per_token(self) -> float:
-        return self._seconds / self._tokens
 
     def learn(self, seconds: float, tokens: float) -> None:
         """`tokens` took `seconds`."""
@@ -66,6 +63,7 @@ class Pace:
         believed_s = min(max(seconds, lowest_s), highest_s)
         self._seconds += believed_s - _FORGET * self._seconds
         self._tokens += tokens - _FORGET * self._tokens
+        self.s_per_token = self._seconds / self._tokens
 
 
 @dataclass(slots=True)
@@ -146,7 +144,8 @@ class D2lpmTime(D2lpm):
         return pace.prefill.s_per_token * to_prefill + pace.decode.s_per_token * worker.decode_tokens
 
     def _choose(self, request: Request, match: Match, available: list[WorkerView]) -> str:
-        name = least(available, lambda worker: self.cost_s(request, match, worker))
+        cost_s = self.cost_s
+        name = least(available, lambda worker: cost_s(request, match, worker))
         chosen = next(worker for worker in available if worker.name == name)
         self._sent[request.id] = _Sent(
             chosen.prefill_tokens + request.input_tokens - match.of(name),

@@ -240,7 +240,7 @@ def setting(seed: int) -> dict[str, Any]:
         "seed": seed,
         "versions": {"python": platform.python_version(), **{name: version(name) for name in names}},
         "machine": {
-            "cpu": _cpu_name(),
+            "cpu": cpu_name(),
             "cores": os.cpu_count(),
             "load_before": [round(load, 2) for load in os.getloadavg()],
         },
@@ -251,7 +251,7 @@ def setting(seed: int) -> dict[str, Any]:
     }
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -268,9 +268,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the last line to FILE too")
     parser.add_argument("--quick", action="store_true", help="fewer cases and steps: under two minutes")
     parser.add_argument("--policies", metavar="A,B", help="only these (default: all)")
-    parser.add_argument("--queued", metavar="N,N", type=_numbers, help="queue lengths")
-    parser.add_argument("--clients", metavar="N,N", type=_numbers, help="numbers of clients")
-    parser.add_argument("--prompt-tokens", metavar="N,N", type=_numbers, help="prompt lengths, at most 16000")
+    parser.add_argument("--queued", metavar="N,N", type=numbers, help="queue lengths")
+    parser.add_argument("--clients", metavar="N,N", type=numbers, help="numbers of clients")
+    parser.add_argument("--prompt-tokens", metavar="N,N", type=numbers, help="prompt lengths, at most 16000")
     parser.add_argument("--steps", type=int, metavar="N", help="steps per row (default: 300; 100 if quick)")
     parser.add_argument("--seed", type=int, default=1, help="default: %(default)s")
     options = parser.parse_args(arguments)
@@ -283,7 +283,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def numbers(text: str) -> tuple[int, ...]:
     numbers = tuple(int(part) for part in text.split(","))
     if min(numbers) < 1:
         raise argparse.ArgumentTypeError(f"must be positive numbers, not {text!r}")

@@ -278,6 +278,8 @@ def _router(options: Options, machine: Machine, router: str, workers: tuple[Work
     ]  # fmt: skip
     if options.worker_quantum is not None:
         argv += ["--worker-quantum", str(options.worker_quantum)]
+    if options.client_weights:
+        argv += ["--client-weights", json.dumps(dict(options.client_weights))]
     for worker in workers:
         argv += ["--worker", f"{worker.name},http={worker.url},kv={worker.kv},replay={worker.replay}"]
     return Process(
