@@ -1,0 +1,148 @@
+"""Two routers that know nothing of each other, and traffic that is split unevenly between them.
+
+Fairness per router process would turn shares of 4:1 into 1:1 here. The shares are kept in the replicas, where
+all traffic meets, so it does not matter who placed a request.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import aiohttp
+import httpx
+import pytest
+
+from sglang_fair.cluster.ports import Reservations
+from sglang_fair.engines.models import resolve
+from tests.live import Replica, wait_until
+
+pytestmark = pytest.mark.e2e
+
+WEIGHTS = '{"heavy": 4}'
+CONNECTIONS = {"heavy": 80, "light": 40}
+"""Enough that both always wait at both replicas."""
+PROMPT_TOKENS, OUTPUT_TOKENS = 48, 32
+TIMES_THE_BOUND = 5
+
+
+@contextlib.contextmanager
+def front(replicas: list[Replica], ports: Iterator[int], logs: Path) -> Iterator[str]:
+    """A router and a gateway of its own over `replicas`; the gateway's address."""
+    router, gateway = f"tcp://127.0.0.1:{next(ports)}", next(ports)
+    workers = [
+        word
+        for place, replica in enumerate(replicas)
+        for word in (
+            "--worker",
+            f"r{place},http={replica.url},kv=tcp://127.0.0.1:{replica.kv_port},"
+            f"replay=tcp://127.0.0.1:{(replica.kv_port or 0) + 1}",
+        )
+    ]
+    commands = [
+        ["router", "--bind", router, "--placement", "d2lpm", "--client-weights", WEIGHTS, *workers],
+        ["router.gateway", "--port", str(gateway), "--router", router, "--model-name", "tiny",
+         "--tokenizer", str(resolve("tiny"))],
+    ]  # fmt: skip
+    url = f"http://127.0.0.1:{gateway}"
+
+    def ready() -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            return len(httpx.get(f"{url}/status", timeout=5).json().get("workers", ())) == len(replicas)
+        return False
+
+    with contextlib.ExitStack() as stack:
+        for place, command in enumerate(commands):
+            log = stack.enter_context((logs / f"{gateway}-{place}.log").open("wb"))
+            process = subprocess.Popen(
+                [sys.executable, "-m", *command], stdout=log, stderr=log, start_new_session=True
+            )
+            stack.callback(process.wait)
+            stack.callback(os.killpg, process.pid, signal.SIGKILL)
+        wait_until(ready, f"{url} to know its replicas")
+        yield url
+
+
+async def flood(client: str, urls: list[str], stop: asyncio.Event) -> None:
+    """As many requests of `client` at any time as it has connections, spread over `urls`, until `stop`."""
+    random = Random(client)
+
+    async def one_after_another(session: aiohttp.ClientSession, url: str) -> None:
+        while not stop.is_set():
+            body = {
+                "input_ids": [random.randrange(3, 250) for _ in range(PROMPT_TOKENS)],
+                "sampling_params": {"max_new_tokens": OUTPUT_TOKENS, "ignore_eos": True, "temperature": 0},
+            }
+            async with session.post(
+                f"{url}/generate", json=body, headers={"x-fair-client": client}
+            ) as response:
+                assert response.status == 200, await response.text()
+                await response.read()
+
+    async with (
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session,
+        asyncio.TaskGroup() as group,
+    ):
+        for number in range(CONNECTIONS[client]):
+            group.create_task(one_after_another(session, urls[number % len(urls)]))
+
+
+def served(book: dict[str, Any]) -> dict[str, tuple[float, int | None]]:
+    """Service and number of the backlog of both clients."""
+    clients = book["clients"]
+    return {name: (clients[name]["service"], clients[name]["backlog"]) for name in ("heavy", "light")}
+
+
+async def shares(replica: Replica) -> tuple[float, float]:
+    """Service of both clients over a time in which both wait at `replica` without a break."""
+    begin: dict[str, tuple[float, int | None]] = {}
+    while True:
+        book = await asyncio.to_thread(replica.fair)
+        assert book["conservation"]["ok"]
+        if {"heavy", "light"} <= set(book["clients"]):
+            now = served(book)
+            waiting = all(backlog is not None for _, backlog in now.values())
+            if not begin or any(now[name][1] != begin[name][1] for name in now):
+                begin = now if waiting else {}
+            elif now["light"][0] - begin["light"][0] > TIMES_THE_BOUND * book["bound"]:
+                return now["heavy"][0] - begin["heavy"][0], now["light"][0] - begin["light"][0]
+        await asyncio.sleep(0.2)
+
+
+def test_shares_hold_whichever_router_the_traffic_enters_by(tmp_path: Path) -> None:
+    """4:1 within 5 %, with all of the heavy client's requests at one router and the light one's at both."""
+
+    async def run(first: str, second: str, replicas: list[Replica]) -> list[tuple[float, float]]:
+        stop = asyncio.Event()
+        floods = [
+            asyncio.create_task(flood("heavy", [first], stop)),
+            asyncio.create_task(flood("light", [first, second], stop)),
+        ]
+        try:
+            async with asyncio.timeout(150):
+                return list(await asyncio.gather(*(shares(replica) for replica in replicas)))
+        finally:
+            stop.set()
+            await asyncio.gather(*floods)
+
+    arguments = ("--client-weights", WEIGHTS, "--quantum", "100", "--max-running", "4")
+    reservations = Reservations("127.0.0.1")
+    ports = (port for port in range(20_000, 30_000) if reservations.take(port))
+    with (
+        contextlib.closing(reservations),
+        Replica(*arguments, kv_events=True) as r0,
+        Replica(*arguments, kv_events=True) as r1,
+        front([r0, r1], ports, tmp_path) as first,
+        front([r0, r1], ports, tmp_path) as second,
+    ):
+        got = asyncio.run(run(first, second, [r0, r1]))
+    heavy, light = (sum(units) for units in zip(*got, strict=True))
+    assert heavy / light == pytest.approx(4, rel=0.05), got
+    for heavy, light in got:
+        assert heavy / light == pytest.approx(4, rel=0.1), got
