@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -23,19 +24,26 @@ START_S = 120.0
 STEP_S = 60.0
 
 
+TEST_PORTS = range(20_000, 29_000)
+"""Below those of clusters, and of outgoing connections."""
+
+
 def free_port(count: int = 1) -> int:
-    """The first of `count` adjacent free ports."""
+    """The first of `count` adjacent free ports; two test runs at one time rarely look at the same."""
     while True:
-        with contextlib.ExitStack() as stack:
-            try:
-                first = stack.enter_context(socket.socket())
-                first.bind(("127.0.0.1", 0))
-                port: int = first.getsockname()[1]
-                for offset in range(1, count):
-                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port + offset))
-            except OSError:
-                continue
+        port = random.SystemRandom().choice(TEST_PORTS)
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for offset in range(count):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port + offset))
             return port
+
+
+def check_conservation(*books: dict[str, Any]) -> None:
+    """Each of these GET /fair compared charges with the engine's counters, and they never differed."""
+    for each in books:
+        found = each["conservation"]
+        assert found["mismatches"] == 0, found
+        assert found["ok"], found
 
 
 def wait_until(condition: Callable[[], Any], what: str, limit_s: float = STEP_S) -> Any:
@@ -83,17 +91,20 @@ class Replica:
             self.process = subprocess.Popen(self._command, stdout=log, stderr=log, start_new_session=True)
         try:
             wait_until(self._ready, f"{' '.join(self._command)}", START_S)
-        except BaseException:
-            self.__exit__()
+        except BaseException as error:
+            self.__exit__(type(error))
             print(self.log.read_text()[-4000:])
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, raised: object = None, *_: object) -> None:
+        """Its books must have agreed with the engine's counters after every batch that it ran."""
         assert self.process is not None
+        books = self.fair() if raised is None and self.process.poll() is None else {}
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        check_conservation(*books.get("data_parallel", [books] if books else []))
 
     def _ready(self) -> bool:
         assert self.process is not None
@@ -208,9 +219,10 @@ class Cluster:
         self.addresses = json.loads(line)
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Ctrl-C, and nothing of it may be left."""
+    def __exit__(self, raised: object = None, *_: object) -> None:
+        """Ctrl-C, and nothing of it may be left; what the replicas' books found is the test's."""
         assert self._process is not None
+        books = self.books() if raised is None else []
         family = [psutil.Process(self._process.pid)]
         family += family[0].children(recursive=True)
         self._process.send_signal(signal.SIGINT)
@@ -221,6 +233,7 @@ class Cluster:
         for process in alive:
             process.kill()
         assert not alive, f"left behind: {alive}"
+        check_conservation(*books)
 
     @property
     def url(self) -> str:

@@ -11,12 +11,15 @@ from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder, Sche
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_fair.core.cost import describe
-from sglang_fair.overlay import config
+from sglang_fair.overlay import config, counts, refusal
 from sglang_fair.overlay.identity import carry_client
 from sglang_fair.overlay.replica import ReplicaFairness
 from sglang_fair.overlay.status import add_route, from_settings
 
 logger = logging.getLogger(__name__)
+
+DELAYED_POLL_MS = 10
+"""How often an idle engine asks again for requests that the policy delays; a new one wakes it at once."""
 
 
 class FairSchedulePolicy(SchedulePolicy):
@@ -97,7 +100,11 @@ def init_schedule_policy(original: Callable[..., None], scheduler: Any) -> None:
         scheduler.schedule_policy = "lpm"
     original(scheduler)
     scheduler.fair = ReplicaFairness(
-        config.read(), ours or name, orders=ours is not None, tree_cache=scheduler.tree_cache
+        config.read(),
+        ours or name,
+        orders=ours is not None,
+        tree_cache=scheduler.tree_cache,
+        generates=scheduler.is_generation,
     )
     scheduler.policy = (FairSchedulePolicy if ours is not None else BookkeepingPolicy)(
         scheduler.schedule_policy,
@@ -120,8 +127,7 @@ def form_prefill_batch(original: Callable[..., Any], scheduler: Any, *args: Any,
     try:
         batch, running_batch = original(scheduler, *args, **kwargs)
         if batch is not None:
-            decoding = len(batch.decoding_reqs or ())  # mixed into the batch behind the prompts
-            scheduler.fair.computed(sum(batch.extend_lens[: len(batch.reqs) - decoding]))
+            scheduler.fair.computed(counts.input_tokens(batch))
         return batch, running_batch
     finally:
         scheduler.fair.disarm()
@@ -129,13 +135,31 @@ def form_prefill_batch(original: Callable[..., Any], scheduler: Any, *args: Any,
             scheduler.waiting_queue = queue.waiting
 
 
+def abort_on_queued_limit(result: bool, scheduler: Any, req: Any) -> bool:
+    """SGLang's last question before a request joins the queue; True: it was ended instead."""
+    if result or (reason := scheduler.fair.refuses(req)) is None:
+        return result
+    refusal.refuse(scheduler, req, reason)
+    return True
+
+
 def add_request_to_queue(result: Any, scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> None:
     if scheduler.waiting_queue and scheduler.waiting_queue[-1] is req:
         scheduler.fair.arrive(req)
 
 
-def process_batch_result(result: Any, scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
-    scheduler.fair.processed(batch)
+def on_idle(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """SGLang does not sleep while somebody waits, as nobody does for long in an idle engine of its own."""
+    if scheduler.idle_sleeper is not None and scheduler.fair.only_waits():
+        scheduler.idle_sleeper.poller.poll(DELAYED_POLL_MS)
+
+
+def process_batch_result(
+    original: Callable[..., None], scheduler: Any, batch: Any, result: Any, *args: Any, **kwargs: Any
+) -> None:
+    rows = counts.rows(batch)
+    original(scheduler, batch, result, *args, **kwargs)
+    scheduler.fair.processed(batch, counts.output_tokens(batch, result, rows))
     # Stock publishes only every --decode-log-interval steps; a router wants to know now.
     scheduler.kv_events_publisher.publish_kv_events()
 
@@ -169,11 +193,16 @@ def from_cli_args(original: Callable[..., Any], cls: type, args: Any) -> Any:
 
 def generate_request(original: Callable[..., Any], manager: Any, obj: Any, request: Any = None) -> Any:
     carry_client(obj, request)
-    return original(manager, obj, request)
+    outputs = original(manager, obj, request)
+    if request is None or not refusal.may_refuse(manager.server_args.schedule_policy):
+        return outputs
+    return refusal.noted(outputs, request)
 
 
-def tokenizer_manager_started(result: Any, manager: Any, *args: Any, **kwargs: Any) -> None:
+def tokenizer_manager_started(result: Any, manager: Any, server_args: Any, *args: Any, **kwargs: Any) -> None:
     add_route(manager)
+    if refusal.may_refuse(server_args.schedule_policy):
+        refusal.add_middleware()
 
 
 @dataclass(frozen=True)
@@ -195,10 +224,12 @@ HOOKS: tuple[Hook, ...] = (
     Hook(_TOKENIZER + "__init__", tokenizer_manager_started, HookType.AFTER),
     Hook(_TOKENIZER + "generate_request", generate_request, HookType.AROUND),
     Hook(_SCHEDULER + "init_schedule_policy", init_schedule_policy, HookType.AROUND),
+    Hook(_SCHEDULER + "_abort_on_queued_limit", abort_on_queued_limit, HookType.AFTER),
     Hook(_SCHEDULER + "_add_request_to_queue", add_request_to_queue, HookType.AFTER),
     Hook(_SCHEDULER + "_get_new_batch_prefill_raw", form_prefill_batch, HookType.AROUND),
     Hook(_SCHEDULER + "get_prefill_adder_class", get_prefill_adder_class, HookType.AFTER),
-    Hook(_SCHEDULER + "process_batch_result", process_batch_result, HookType.AFTER),
+    Hook(_SCHEDULER + "process_batch_result", process_batch_result, HookType.AROUND),
+    Hook(_SCHEDULER + "on_idle", on_idle, HookType.AFTER),
     Hook(_SCHEDULER + "get_internal_state", get_internal_state, HookType.AFTER),
     Hook(_SCHEDULER + "set_internal_state", set_internal_state, HookType.AROUND),
 )  # fmt: skip

@@ -4,8 +4,13 @@ Everything here runs on the scheduler's thread. What is decided, is decided in `
 translates. SGLang's own `waiting_queue` stays the truth about who waits: requests join it in one place, which
 is hooked, and leave it in more ways than one would hook (aborts, time-outs, a full queue), so each pass
 compares and follows.
+
+After each batch that was formed, and each whose result was processed, the books are compared with the engine's
+own counts (`counts.py`): O(batch), always.
 """
 
+import logging
+import time
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
@@ -13,10 +18,14 @@ from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.mem_cache.common import match_kv_cache
 
 from sglang_fair.core.identity import ANONYMOUS
+from sglang_fair.core.ledger import SYSTEM
 from sglang_fair.core.lookups import LookUps
+from sglang_fair.core.options import shown
 from sglang_fair.core.policy import Job
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.overlay.config import Config
+
+logger = logging.getLogger(__name__)
 
 CUSTOM_PARAMS_KEY = "fair"
 """Where a request carries its client inside `sampling_params.custom_params`."""
@@ -33,16 +42,22 @@ BLOCK_TOKENS = 32
 
 
 class ReplicaFairness:
-    """`orders`: our policy decides who is admitted. Otherwise SGLang's own does, and we keep the books."""
+    """`orders`: our policy decides who is admitted. Otherwise SGLang's own does, and we keep the books.
 
-    def __init__(self, config: Config, policy: str, *, orders: bool, tree_cache: Any) -> None:
+    `generates`: the model puts out tokens; the one that SGLang notes for an embedding is none.
+    """
+
+    def __init__(
+        self, config: Config, policy: str, *, orders: bool, tree_cache: Any, generates: bool = True
+    ) -> None:
         self.config = config
         self.orders = orders
+        self.generates = generates
         self.policy_name = policy if orders else f"sglang:{policy}"
         self.queue = FairQueue(config.policy(policy if orders else "fcfs"), config.cost)
         self._tree_cache = tree_cache
         self._requests: dict[str, Any] = {}
-        self._finished_output_tokens = 0
+        self._refused = 0
         self._look_ups = LookUps()
         self._tree_tokens = 0
         self._corrections_left = 0
@@ -58,18 +73,23 @@ class ReplicaFairness:
 
     # ---- who waits
 
+    def refuses(self, request: Any) -> str | None:
+        """Why a request that is about to join the waiting queue may not, in the policy's words. One that SGLang
+        itself has found invalid may: it says so itself, and one that was taken back from the batch is no new one."""
+        if not self.orders or request.to_finish or self.queue.find(request.rid) is not None:
+            return None
+        self.queue.tick(time.monotonic())
+        reason = self.queue.refuses(job_of(request))
+        self._refused += reason is not None
+        return reason
+
     def arrive(self, request: Any) -> None:
         """A request was appended to the waiting queue: new, or taken back from the batch."""
+        self.queue.tick(time.monotonic())
         job = self.queue.find(request.rid)
         if job is None:
             self._requests[request.rid] = request
-            job = Job(
-                id=request.rid,
-                client=client_of(request),
-                prompt_tokens=len(request.origin_input_ids),
-                max_output_tokens=request.sampling_params.max_new_tokens or 0,
-                system=request.rid.startswith(HEALTH_CHECK_RID_PREFIX),
-            )
+            job = job_of(request)
             self.queue.arrive(job)
             self._look_ups.arrive(job)
         elif not self.queue.is_waiting(request.rid):
@@ -80,12 +100,17 @@ class ReplicaFairness:
     def begin_pass(self, waiting: list[Any]) -> None:
         """A batch is about to be formed from `waiting`."""
         self.follow(waiting)
+        self.queue.tick(time.monotonic())
         if self.orders:
             self._look_up_prefixes()
         self.queue.begin_pass()
         self._corrections_left = CORRECTIONS_PER_PASS
         self._twins_left = TWINS_PER_PASS
         self._dealt_with = None
+
+    def only_waits(self) -> bool:
+        """Nothing runs, though somebody waits: the policy lets nobody go yet."""
+        return self.orders and len(self.queue) > 0 and not self.queue.running()
 
     def follow(self, waiting: list[Any]) -> None:
         """Take note of who has gone since the last look.
@@ -187,11 +212,13 @@ class ReplicaFairness:
         self.queue.extend(job, tokens, self._block(request, request.prefix_len) if self.orders else None)
 
     def computed(self, tokens: int) -> None:
-        """The engine's own word on an extend batch."""
+        """An extend batch was formed; the engine's own word on how many prompt tokens it computes."""
         self.queue.ledger.engine_counted(extend=tokens)
+        self._check("a batch was formed")
 
-    def processed(self, batch: Any) -> None:
-        """A batch's results are in: charge what came out, end what has ended."""
+    def processed(self, batch: Any, tokens: int) -> None:
+        """A batch's results are in: charge what came out, end what has ended. `tokens` is the engine's own word
+        on how many output tokens there were."""
         is_extend = batch.forward_mode.is_extend()
         if is_extend:
             self._look_ups.changed()
@@ -207,9 +234,31 @@ class ReplicaFairness:
                 self._finish(request, job)
             else:
                 self._emit(request, job)
+        if self.generates:
+            self.queue.ledger.engine_counted(output=tokens)
+        self._check("a result was processed")
+
+    def _check(self, when: str) -> None:
+        ledger = self.queue.ledger
+        if not ledger.check() and ledger.mismatches == 1:
+            logger.error(
+                "sglang-fair: charges and the engine's counters differ after %s: %s",
+                when,
+                ledger.first_mismatch,
+            )
 
     def _emit(self, request: Any, job: Job) -> None:
-        self.queue.emit(job, len(request.output_ids) - job.output_tokens - job.unasked_tokens)
+        """Charge what came out since the last look. Speculation may run past the end of the answer, which its
+        sender does not see: that is the server's."""
+        if not self.generates:
+            return
+        unbooked = len(request.output_ids) - job.output_tokens - job.unasked_tokens
+        end = len(request.output_ids) if request.finished_len is None else request.finished_len
+        past_end = min(unbooked, len(request.output_ids) - end)
+        self.queue.emit(job, unbooked - past_end)
+        if past_end > 0:
+            job.unasked_tokens += past_end
+            self.queue.ledger.record(SYSTEM, output=past_end)
 
     def _finish(self, request: Any, job: Job) -> None:
         self._emit(request, job)
@@ -217,28 +266,25 @@ class ReplicaFairness:
         self._forget(job.id)
 
     def _forget(self, request_id: str) -> None:
-        request = self._requests.pop(request_id)
-        self._finished_output_tokens += len(request.output_ids)
+        del self._requests[request_id]
 
     # ---- what people read
 
     def status(self, waiting: list[Any]) -> dict[str, Any]:
         """JSON-ready; SGLang's /server_info and our /fair carry it."""
         self.follow(waiting)
-        ledger = self.queue.ledger
-        ledger.engine_output_tokens = self._finished_output_tokens + sum(
-            len(request.output_ids) for request in self._requests.values()
-        )
         policy = self.queue.policy
         return {
             "policy": self.policy_name,
             "config": {
                 "quantum": getattr(policy, "quantum", None),
+                "options": dict(shown(policy)),
                 "extend_weight": self.config.cost.extend_weight,
                 "output_weight": self.config.cost.output_weight,
                 "client_weights": dict(self.config.client_weights or {}),
             },
             "refills": getattr(policy, "refills", None),
+            "refused": self._refused,
             **self.queue.status(),
         }
 
@@ -261,7 +307,16 @@ class ReplicaFairness:
         )
 
 
-def client_of(request: Any) -> str:
-    """The client that the HTTP side wrote into the request."""
+def job_of(request: Any) -> Job:
+    """A new request as the policy sees it, with what the HTTP side wrote into it."""
     carried = (request.sampling_params.custom_params or {}).get(CUSTOM_PARAMS_KEY)
-    return carried.get("client", ANONYMOUS) if isinstance(carried, dict) else ANONYMOUS
+    said = carried if isinstance(carried, dict) else {}
+    return Job(
+        id=request.rid,
+        client=said.get("client", ANONYMOUS),
+        prompt_tokens=len(request.origin_input_ids),
+        max_output_tokens=request.sampling_params.max_new_tokens or 0,
+        system=request.rid.startswith(HEALTH_CHECK_RID_PREFIX),
+        expected_output_tokens=said.get("expected_output_tokens"),
+        unblocks=said.get("unblocks", 0),
+    )

@@ -1,0 +1,114 @@
+"""A request that the policy refuses: 429 and the policy's sentence for its sender, and nothing left behind.
+
+The scheduler ends it where SGLang ends one that finds a full queue. SGLang turns that into an HTTP error, but
+for a stream, whose status it has sent already; `Refusals` holds a stream's status back until its first piece.
+"""
+
+import json
+import sys
+from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
+from contextlib import aclosing
+from http import HTTPStatus
+from typing import Any
+
+from sglang.srt.managers.io_struct import AbortReq
+
+from sglang_fair.core import POLICIES
+from sglang_fair.core.policy import Policy
+from sglang_fair.overlay.config import SERVER_POLICIES
+
+STATUS = HTTPStatus.TOO_MANY_REQUESTS
+"""SGLang ends no request with it by itself."""
+
+SCOPE_KEY = "sglang_fair.refused"
+"""In an HTTP request's scope: the sentence with which it was refused."""
+
+Message = MutableMapping[str, Any]
+
+
+def may_refuse(chosen: str) -> bool:
+    """Whether the policy that --schedule-policy `chosen` stands for ever refuses a request."""
+    ours = SERVER_POLICIES.get(chosen)
+    return ours is not None and POLICIES[ours].refuses is not Policy.refuses
+
+
+def refuse(scheduler: Any, request: Any, reason: str) -> None:
+    """Tell the sender of a request that is in no queue yet. The caller releases what SGLang holds for it."""
+    finish = {"type": "abort", "status_code": STATUS, "message": reason}
+    scheduler.send_abort_output(AbortReq(rid=request.rid, finished_reason=finish), request)
+    request.time_stats.trace_ctx.abort(abort_info={"reason": reason})
+
+
+async def noted(outputs: AsyncGenerator[Any, None], request: Any) -> AsyncGenerator[Any, None]:
+    """`outputs`, unchanged; if the first one is a refusal, the scope of `request` says so."""
+    first = True
+    async with aclosing(outputs):
+        async for output in outputs:
+            if first and (reason := _refused(output)) is not None:
+                request.scope[SCOPE_KEY] = reason
+            first = False
+            yield output
+
+
+def add_middleware() -> None:
+    """Put `Refusals` around SGLang's HTTP application, if this process serves HTTP."""
+    server = sys.modules.get("sglang.srt.entrypoints.http_server")
+    if server is None:
+        return
+    if server.app.middleware_stack is None:
+        server.app.add_middleware(Refusals)
+    else:
+        server.app.middleware_stack = Refusals(server.app.middleware_stack)
+
+
+class Refusals:
+    """ASGI middleware: a stream that was refused is answered with the status of that, as others are."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        self._app = app
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        start: Message | None = None
+        refused = False
+
+        async def held(message: Message) -> None:
+            nonlocal start, refused
+            if message["type"] == "http.response.start" and _is_stream(message):
+                start = message
+                return
+            if start is not None:
+                begun, start = start, None
+                if SCOPE_KEY in scope:
+                    refused = True
+                    await _answer(scope[SCOPE_KEY], send)
+                else:
+                    await send(begun)
+            if not refused:
+                await send(message)
+
+        await self._app(scope, receive, held)
+
+
+def _refused(output: Any) -> str | None:
+    finish = output.get("meta_info", {}).get("finish_reason") if isinstance(output, dict) else None
+    if not isinstance(finish, dict) or finish.get("status_code") != STATUS:
+        return None
+    return str(finish["message"])
+
+
+def _is_stream(start: Message) -> bool:
+    return any(
+        name.lower() == b"content-type" and value.startswith(b"text/event-stream")
+        for name, value in start.get("headers", ())
+    )
+
+
+async def _answer(reason: str, send: Any) -> None:
+    error = {"object": "error", "message": reason, "type": str(STATUS.value), "code": STATUS.value}
+    body = json.dumps(error).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": STATUS.value, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,30 @@
+"""`python -m sglang_fair.replica` as tests need it: with overlap scheduling, as on a GPU, and a hasty clock."""
+
+import sys
+from dataclasses import dataclass
+from typing import ClassVar
+
+from sglang_fair import core
+from sglang_fair.core.rpm import MINUTE_S, Rpm
+from sglang_fair.engines import cpu
+
+HASTY_MINUTE_S = 0.5
+
+
+@dataclass
+class Hasty(Rpm):
+    """Requests per half a second."""
+
+    name: ClassVar[str] = "hasty"
+
+    def tick(self, now_s: float) -> None:
+        super().tick(now_s * MINUTE_S / HASTY_MINUTE_S)
+
+
+core.POLICIES = {**core.POLICIES, Hasty.name: Hasty}
+cpu.SERVER_ARGUMENTS = tuple(word for word in cpu.SERVER_ARGUMENTS if word != "--disable-overlap-schedule")
+
+from sglang_fair import replica  # noqa: E402: SGLang's spawned processes import this module for what it does
+
+if __name__ == "__main__":
+    sys.exit(replica.main())
