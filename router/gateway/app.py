@@ -12,6 +12,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from router.gateway.admin import add_routes
 from router.gateway.calls import ApiError
 from router.gateway.link import RouterGone
 from router.gateway.relay import Relay
@@ -106,10 +107,19 @@ def create_app(config: Config) -> FastAPI:
                 "workers": workers,
                 "in_flight": in_flight,
             }
-        return JSONResponse({**state, "gateway": gateway.state()})
+            return JSONResponse({**state, "gateway": gateway.state() | {"fallback": True}})
+        return JSONResponse({**state, "gateway": gateway.state() | {"fallback": False}})
+
+    add_routes(app, gateway)
+
+    @app.exception_handler(ApiError)
+    async def refused(_: Request, error: ApiError) -> JSONResponse:
+        gateway.refusals[error.status] += 1
+        return _error(error)
 
     @app.exception_handler(HTTPException)
     async def no_route(_: Request, error: HTTPException) -> JSONResponse:
+        gateway.refusals[error.status_code] += 1
         return _error(ApiError(error.status_code, str(error.detail)))
 
     return app

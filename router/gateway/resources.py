@@ -163,7 +163,6 @@ class Gateway:
     def state(self) -> dict[str, object]:
         """What this process counts."""
         return {
-            "fallback": not self.link.alive,
             "in_flight": self.in_flight,
             "held_bytes": self.held_bytes,
             "sick": self.health.sick(),
