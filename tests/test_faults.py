@@ -10,17 +10,21 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+import psutil
 import pytest
 import zmq
 import zmq.asyncio
 
-from tests.site import QUANTUM, Seen, Site, eventually, free_port
+from tests.live import Cluster, wait_until
+from tests.site import QUANTUM, Seen, Site, eventually, free_port, read, request
 from tests.stand_in import make_tokenizer
 
 pytestmark = pytest.mark.slow
 
 KINDS = ("chat", "completions", "generate")
 FAST = ("--health-timeout", "2")
+REAL_LENGTH = 400
 LENGTH = 60
 
 
@@ -496,3 +500,57 @@ async def _fallback(site: Site) -> bool:
 
 async def _counts(site: Site, name: str, number: int) -> bool:
     return (await site.state()).get("counts", {}).get(name, 0) >= number
+
+
+# -- the real engine
+
+
+@pytest.mark.e2e
+@pytest.mark.engine
+def test_streams_of_a_real_replica_that_is_killed_go_on_elsewhere() -> None:
+    async def ask(cluster: Cluster, http: aiohttp.ClientSession, seen: list[Seen]) -> None:
+        async def one(number: int) -> None:
+            path, body = request(KINDS[number % 3], f"prompt {number}", REAL_LENGTH, 0)
+            sampling = body.get("sampling_params", body)
+            sampling["ignore_eos"] = True
+            async with http.post(cluster.url + path, json=body) as response:
+                seen[number].worker = response.headers["x-fair-worker"]
+                async for line in response.content:
+                    if line.startswith(b"data: "):
+                        read(seen[number], line[6:].strip())
+
+        await asyncio.gather(*(one(number) for number in range(len(seen))))
+
+    async def main(cluster: Cluster) -> None:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as http:
+            calm, seen = [Seen() for _ in range(9)], [Seen() for _ in range(9)]
+            await ask(cluster, http, calm)
+            asking = asyncio.create_task(ask(cluster, http, seen))
+            await eventually(lambda: all(one.events > 40 for one in seen), "all streams are under way")
+            lost = sum(one.worker == "r0" for one in seen)
+            assert 0 < lost < 9
+            kill_replica(cluster, "r0")
+            await asking
+            for before, after in zip(calm, seen, strict=True):
+                assert (after.error, after.ended, after.finish) == ("", True, ["length"])
+                assert after.completion_tokens == REAL_LENGTH
+                assert after.text == before.text
+            assert cluster.status()["gateway"]["resumed"] == lost
+            wait_until(lambda: len(cluster.status()["workers"]) == 2, "the replica is started again")
+            wait_until(lambda: not cluster.status()["gateway"]["sick"], "it is taken back")
+            assert all(books["conservation"]["ok"] for books in cluster.books())
+
+    with Cluster() as cluster:
+        asyncio.run(main(cluster))
+
+
+def kill_replica(cluster: Cluster, name: str) -> None:
+    """kill -9 of all its processes at once."""
+    assert cluster._process is not None
+    [root, *_] = [
+        process
+        for process in psutil.Process(cluster._process.pid).children(recursive=True)
+        if f"--name {name}" in " ".join(process.cmdline())
+    ]
+    for process in [root, *root.children(recursive=True)]:
+        process.kill()
