@@ -4,6 +4,7 @@ A step is SGLang's: the prefixes of those who wait are looked up, a batch is for
 candidate after another, and then every running request advances by one token. Admission reserves the prompt
 and the longest allowed output, so memory never runs out later (assumption H2 of the theorems). A prompt
 longer than what is left of the step's token budget is computed in chunks; one request at most is in chunks.
+For policies that look at a clock, a step takes a second.
 
 Service is metered here a second time, from what the engine computed, so that the books can be checked.
 """
@@ -129,6 +130,8 @@ class Replica:
         """Units per client, by the model's own count."""
         self.admissions: list[Admission] = []
         self.ended: list[str] = []
+        self.refused: list[str] = []
+        """Requests that the policy did not let in."""
         self.candidate: Job | None = None
         """Whom the last pass stopped at because it did not fit; None if the pass ended for another reason."""
         self.out_of_budget = False
@@ -147,17 +150,20 @@ class Replica:
 
     def arrive(self, request: Request) -> None:
         assert request.reserved_tokens <= self.pool_tokens, "an engine refuses what can never fit"
-        self._requests[request.id] = request
-        self.queue.arrive(
-            Job(
-                id=request.id,
-                client=request.client,
-                prompt_tokens=len(request.tokens),
-                max_output_tokens=request.max_output_tokens,
-                expected_output_tokens=request.output_tokens,
-                system=request.system,
-            )
+        job = Job(
+            id=request.id,
+            client=request.client,
+            prompt_tokens=len(request.tokens),
+            max_output_tokens=request.max_output_tokens,
+            expected_output_tokens=request.output_tokens,
+            system=request.system,
         )
+        self.queue.tick(self.steps)
+        if self.queue.refuses(job) is not None:
+            self.refused.append(request.id)
+            return
+        self._requests[request.id] = request
+        self.queue.arrive(job)
         self._moved(request, waiting=1)
         self._happened()
 
@@ -177,6 +183,7 @@ class Replica:
         self.steps += 1
         for job in list(self.queue.waiting()):
             self._look_up(job)
+        self.queue.tick(self.steps)
         self.queue.begin_pass()
         batch = self._form_batch()
         for running in batch:

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -11,9 +10,10 @@ from hypothesis import strategies as st
 from sglang_fair.core.cost import Linear
 from sglang_fair.core.dlpm import Dlpm
 from sglang_fair.core.lpm import Lpm
-from sglang_fair.core.policy import Job, Weights
+from sglang_fair.core.policy import Job, Policy, Weights
 from sglang_fair.core.queue import FairQueue
 from tests.engine_model import Case, Load, Replica, Request, Traffic, cases, run, traced
+from tests.twins import Literal, Twins
 
 QUANTA = st.sampled_from([1, 3, 10, 25, 80, 400])
 WEIGHTS = st.fixed_dictionaries({name: st.sampled_from([0.5, 1.0, 2.0, 3.0]) for name in "abcd"})
@@ -26,35 +26,34 @@ DLPM = settings(max_examples=40, deadline=None, derandomize=True)
 
 
 @dataclass
-class LiteralDlpm:
+class LiteralDlpm(Literal):
     """Algorithm 1 with lists: the queue is sorted at each pick, a round is executed, nothing is remembered
     beside q and l. A held request stays in the queue and is skipped, its client keeps its say in the refill.
-    The first client that is new after a refill starts with a quantum.
+    The first client that is new after a refill starts with a quantum. `changes` are the quanta from each
+    refill on.
     """
 
-    quantum: int
+    quantum: int = 0
+    changes: list[int] = field(default_factory=list)
     newcomer: int = 0
     q: dict[str, int] = field(default_factory=dict)
-    waiting: list[Job] = field(default_factory=list)
-    held: list[Job] = field(default_factory=list)
     charged: set[str] = field(default_factory=set)
 
     def arrive(self, job: Job) -> None:
         if job.client not in self.q:
             self.q[job.client], self.newcomer = self.newcomer, 0
-        self.waiting.append(job)
-
-    def leave(self, job: Job) -> None:
-        self.waiting.remove(job)
-        self.held = [other for other in self.held if other is not job]
+        super().arrive(job)
 
     def pick(self) -> Job | None:
+        changes = self.changes[:1]
         while any(job not in self.held for job in self.waiting):
             for job in sorted(self.waiting, key=lambda job: (-job.prefix_tokens, job.arrival)):
                 if self.q[job.client] > 0 and job not in self.held:
                     return job
             if any(self.q[job.client] > 0 for job in self.waiting):
                 return None
+            if changes:
+                self.quantum, changes = self.changes.pop(0), []
             for client in self.q:
                 self.q[client] += self.quantum if self.q[client] <= 0 else 0
             self.newcomer = self.quantum
@@ -68,80 +67,42 @@ class LiteralDlpm:
         if client not in self.charged and not self.q[client]:
             del self.q[client]
 
-
-class Twins:
-    """Both implementations, given the same events; they must agree on every pick and every counter."""
-
-    def __init__(self, quantum: int, seed: int, holds: bool) -> None:
-        self.fast, self.slow = Dlpm(quantum=quantum), LiteralDlpm(quantum)
-        self.random, self.holds = Random(seed), holds
-        self.running: list[str] = []
-        self.arrivals = 0
-
-    def step(self) -> None:
-        random, slow, fast = self.random, self.slow, self.fast
-        event = random.choice(["arrive"] * 3 + ["admit"] * 4 + ["output"] * 2 + ["end", "abort", "rematch"])
-        event = random.choice([event] * 3 + ["hold", "release"]) if self.holds else event
-        if event == "arrive":
-            self.arrivals += 1
-            job = Job(str(self.arrivals), random.choice("abcd"), arrival=self.arrivals)
-            job.prefix_tokens = random.randrange(4)
-            slow.arrive(job)
-            fast.arrive(job)
-        elif event in ("admit", "hold"):
-            expected = slow.pick()
-            assert fast.pick() is expected
-            assert fast.pick() is expected
-            if expected is not None and event == "hold":
-                slow.held.append(expected)
-                fast.hold(expected)
-            elif expected is not None:
-                slow.leave(expected)
-                fast.leave(expected)
-                self.running.append(expected.client)
-                self.charge(expected.client, random.randint(1, 30))
-        elif event == "output" and self.running:
-            self.charge(random.choice(self.running), random.randint(1, 8))
-        elif event == "end" and self.running:
-            self.gone(self.running.pop(random.randrange(len(self.running))))
-        elif event == "abort" and slow.waiting:
-            job = random.choice(slow.waiting)
-            slow.leave(job)
-            fast.leave(job)
-            self.gone(job.client)
-        elif event == "rematch" and slow.waiting:
-            job = random.choice(slow.waiting)
-            job.prefix_tokens = random.randrange(4)
-            fast.rematch(job)
-        elif event == "release":
-            slow.held.clear()
-            fast.release()
-        assert fast.counters() == slow.q
-
-    def charge(self, client: str, units: int) -> None:
-        self.slow.charge(client, units)
-        self.fast.charge(client, units)
-
-    def gone(self, client: str) -> None:
-        if client not in self.running and all(job.client != client for job in self.slow.waiting):
-            self.slow.idle(client)
-            self.fast.idle(client)
+    def agrees_with(self, policy: Policy) -> bool:
+        assert isinstance(policy, Dlpm)
+        kept = {client: account.refund for client, account in policy._deficits.items() if account.refund}
+        above = {client: q - self.quantum for client, q in self.q.items() if q > self.quantum}
+        return kept == above and policy.counters() == {c: min(q, self.quantum) for c, q in self.q.items()}
 
 
 @settings(DLPM, max_examples=150)
 @given(quantum=st.integers(1, 40), seed=st.integers(0, 2**32))
 def test_counted_rounds_are_the_literal_rounds(quantum, seed):
-    twins = Twins(quantum, seed, holds=False)
-    for _ in range(100):
-        twins.step()
+    Twins(Dlpm(quantum=quantum), LiteralDlpm(quantum=quantum), seed).run(100)
 
 
 @settings(DLPM, max_examples=150)
 @given(quantum=st.integers(1, 40), seed=st.integers(0, 2**32))
 def test_rounds_are_literal_while_requests_are_held(quantum, seed):
-    twins = Twins(quantum, seed, holds=True)
-    for _ in range(100):
-        twins.step()
+    Twins(Dlpm(quantum=quantum), LiteralDlpm(quantum=quantum), seed, holds=True).run(100)
+
+
+class Changing(Dlpm):
+    """Its quantum is the next of `changes` from each refill on."""
+
+    changes: list[int]
+
+    def _before_refill(self) -> None:
+        if self.changes:
+            self._change_quantum(self.changes.pop(0))
+
+
+@settings(DLPM, max_examples=150)
+@given(changes=st.lists(st.integers(1, 80), max_size=30), seed=st.integers(0, 2**32), holds=st.booleans())
+def test_rounds_are_literal_while_the_quantum_changes(changes, seed, holds):
+    """Nobody gains or loses by a change: q is the sum of what was granted and charged, whatever the quantum is."""
+    policy = Changing(quantum=20)
+    policy.changes = list(changes)
+    Twins(policy, LiteralDlpm(quantum=20, changes=changes), seed, holds=holds).run(100)
 
 
 def test_a_held_client_is_not_overtaken_by_rounds():

@@ -18,6 +18,7 @@ from sglang_fair.core.predictor import MeanOfLast, Noisy, Oracle
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.vtc import Vtc
 from tests.engine_model import Case, Load, Replica, Watcher, cases, run, traced
+from tests.twins import Literal, Twins
 
 FAMILY = settings(max_examples=60, deadline=None, derandomize=True)
 QUANTA = st.sampled_from([1, 3, 10, 25, 80, 400])
@@ -80,11 +81,11 @@ def test_only_so_many_absent_clients_are_remembered():
 
 
 @dataclass
-class LiteralDrr:
+class LiteralDrr(Literal):
     """The ring of appendix C.2 with lists, one visit at a time. Who joins is visited from the next round on;
     who is gone and owes nothing leaves the ring."""
 
-    quantum: int
+    quantum: int = 0
     ring: list[str] = field(default_factory=list)
     at: int = -1
     """Where the last visit was."""
@@ -92,7 +93,6 @@ class LiteralDrr:
     """That visit is over: nobody stands there any more."""
     fresh: set[str] = field(default_factory=set)
     credit: dict[str, int] = field(default_factory=dict)
-    waiting: list[Job] = field(default_factory=list)
     absent: set[str] = field(default_factory=set)
 
     def arrive(self, job: Job) -> None:
@@ -101,10 +101,7 @@ class LiteralDrr:
             self.ring.append(job.client)
             self.fresh.add(job.client)
             self.credit[job.client] = 0
-        self.waiting.append(job)
-
-    def leave(self, job: Job) -> None:
-        self.waiting.remove(job)
+        super().arrive(job)
 
     def pick(self) -> Job | None:
         while self.waiting:
@@ -139,51 +136,14 @@ class LiteralDrr:
             self.absent.discard(gone)
             self.fresh.discard(gone)
 
-
-def twins(fast: Policy, slow: LiteralDrr, random: Random, steps: int) -> None:
-    """The same events for both: the same picks and the same credits."""
-    running: list[str] = []
-
-    def charge(client: str, units: int) -> None:
-        slow.charge(client, units)
-        fast.charge(client, units)
-
-    def gone(client: str) -> None:
-        if client not in running and all(job.client != client for job in slow.waiting):
-            slow.idle(client)
-            fast.idle(client)
-
-    for number in range(steps):
-        event = random.choice(["arrive"] * 4 + ["admit"] * 5 + ["output"] * 3 + ["end", "end", "abort"])
-        if event == "arrive":
-            job = Job(str(number), random.choice("abcdef"), arrival=number)
-            slow.arrive(job)
-            fast.arrive(job)
-        elif event == "admit":
-            expected = slow.pick()
-            assert fast.pick() is expected
-            assert fast.pick() is expected
-            if expected is not None:
-                slow.leave(expected)
-                fast.leave(expected)
-                running.append(expected.client)
-                charge(expected.client, random.randint(1, 30))
-        elif event == "output" and running:
-            charge(random.choice(running), random.randint(1, 8))
-        elif event == "end" and running:
-            gone(running.pop(random.randrange(len(running))))
-        elif event == "abort" and slow.waiting:
-            job = random.choice(slow.waiting)
-            slow.leave(job)
-            fast.leave(job)
-            gone(job.client)
-        assert fast.counters() == slow.credit
+    def agrees_with(self, policy: Policy) -> bool:
+        return policy.counters() == self.credit
 
 
 @settings(FAMILY, max_examples=200)
 @given(quantum=st.integers(1, 40), seed=st.integers(0, 2**32))
 def test_counted_visits_are_the_literal_visits(quantum, seed):
-    twins(Drr(quantum=quantum), LiteralDrr(quantum), Random(seed), steps=150)
+    Twins(Drr(quantum=quantum), LiteralDrr(quantum=quantum), seed, clients="abcdef").run(150)
 
 
 @FAMILY

@@ -23,13 +23,17 @@ from tests.engine_model import Case, Load, Replica, Traffic, cases, run
 CONFORMANCE = settings(max_examples=25, deadline=None, derandomize=True)
 ON_THE_ENGINE = settings(CONFORMANCE, max_examples=15)
 every_policy = pytest.mark.parametrize("name", sorted(POLICIES))
-UNBOUNDED = ("fcfs", "lpm", "lcf", "vtc-predict", "vtc-noisy")
+UNBOUNDED = ("fcfs", "rpm", "lpm", "lcf", "vtc-predict", "vtc-noisy")
 """Policies that guarantee no limit of the difference between two clients."""
 seeds = st.integers(0, 2**32)
 
 
+SMALL = {"remembered_clients": 2, "limit": 5, "min_quantum": 2, "max_quantum": 200, "horizon_tokens": 20}
+"""Options with which a short test sees what they do."""
+
+
 def make(name: str, quantum: float = 20) -> Policy:
-    options = {"remembered_clients": 2} if "remembered_clients" in options_of(name) else {}
+    options = {option: SMALL[option] for option in options_of(name) if option in SMALL}
     return make_policy(name, quantum=quantum, weights=Weights({"b": 2.0}), **options)
 
 
@@ -54,6 +58,7 @@ class Script:
         self.held: list[Job] = []
         self.running: list[Job] = []
         self.arrivals = 0
+        self.now_s = 0.0
         self.picks: list[int | None] = []
 
     def run(self, steps: int = 80) -> "Script":
@@ -63,6 +68,8 @@ class Script:
 
     def step(self) -> None:
         random = self.random
+        self.now_s += random.choice([0, 0.5, 3])
+        self.policy.tick(self.now_s)
         event = random.choice(["arrive"] * 4 + ["admit"] * 4 + ["output", "end", "abort", "rematch"])
         event = random.choice([event] * 4 + ["hold", "release"]) if self.holds else event
         if event == "arrive":
@@ -92,8 +99,10 @@ class Script:
         job = Job(
             f"id{self.arrivals}", self.rename(client), arrival=self.arrivals, prefix_tokens=prefix_tokens
         )
-        self.waiting[job.arrival] = job
-        self.policy.arrive(job)
+        job.prompt_tokens = prefix_tokens + 2
+        if self.policy.refuses(job) is None:
+            self.waiting[job.arrival] = job
+            self.policy.arrive(job)
         return job
 
     def pick(self) -> Job | None:
@@ -121,6 +130,8 @@ class Script:
     def admit(self, job: Job, units: int) -> None:
         self._drop(job)
         self.policy.charge(job.client, units)
+        job.cached_tokens = job.prefix_tokens
+        self.policy.admitted(job, 25, 9)
         self.running.append(job)
 
     def abort(self, job: Job) -> None:
@@ -264,6 +275,7 @@ def test_who_is_gone_is_forgotten(name):
     def pickled_after(clients: int) -> int:
         queue = FairQueue(make(name, quantum=50))
         for number in range(clients):
+            queue.tick(30 * number)
             queue.arrive(job := Job(str(number), f"client{number}", max_output_tokens=5))
             queue.begin_pass()
             offered = queue.next()
@@ -284,6 +296,7 @@ def test_who_aborts_while_waiting_is_forgotten(name):
     queue.arrive(Job("stays", "stays"))
     before = len(pickle.dumps(queue))
     for number in range(3000):
+        queue.tick(30 * number)
         queue.arrive(Job(str(number), f"client{number}"))
         if number % 3 == 0:
             queue.begin_pass()

@@ -6,16 +6,16 @@ the longest output.
 """
 
 from dataclasses import dataclass, field, replace
-from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_fair.core.cost import Linear
-from sglang_fair.core.policy import Job, Weights
+from sglang_fair.core.policy import Job, Policy, Weights
 from sglang_fair.core.vtc import Vtc
 from tests.engine_model import Case, Load, Replica, cases, run, traced
+from tests.twins import Literal, Twins
 
 VTC = settings(max_examples=40, deadline=None, derandomize=True)
 WEIGHTS = st.fixed_dictionaries({name: st.sampled_from([0.5, 1.0, 2.0, 3.0]) for name in "abcd"})
@@ -31,12 +31,10 @@ def u_of(case: Case, cost: Linear | None = None) -> float:
 
 
 @dataclass
-class LiteralVtc:
+class LiteralVtc(Literal):
     """Algorithm 2 with lists. It forgets nobody."""
 
     c: dict[str, float] = field(default_factory=dict)
-    waiting: list[Job] = field(default_factory=list)
-    held: list[Job] = field(default_factory=list)
     last_left: str | None = None
 
     def arrive(self, job: Job) -> None:
@@ -49,11 +47,10 @@ class LiteralVtc:
                 floor = min(self.c[client] for client in queued)  # L12, L13
             counter = max(counter, floor)
         self.c[job.client] = counter
-        self.waiting.append(job)  # L14
+        super().arrive(job)  # L14
 
     def leave(self, job: Job) -> None:
-        self.waiting.remove(job)
-        self.held = [other for other in self.held if other is not job]
+        super().leave(job)
         if all(other.client != job.client for other in self.waiting):
             self.last_left = job.client
 
@@ -64,80 +61,24 @@ class LiteralVtc:
             heads.values(), key=lambda job: (self.c[job.client], job.arrival), default=None
         )  # L20, L21
 
-    def charge(self, client: str, units: float) -> None:
+    def charge(self, client: str, units: int) -> None:
         self.c[client] += units
 
-
-class Twins:
-    """Both implementations, given the same events; they must agree on every pick and on every counter that
-    is remembered; what is forgotten must be what a lift would have overwritten."""
-
-    def __init__(self, seed: int, holds: bool) -> None:
-        self.fast, self.slow = Vtc(), LiteralVtc()
-        self.random, self.holds = Random(seed), holds
-        self.running: list[str] = []
-        self.arrivals = 0
-
-    def step(self) -> None:
-        random, slow, fast = self.random, self.slow, self.fast
-        event = random.choice(["arrive"] * 4 + ["admit"] * 5 + ["output"] * 3 + ["end", "end", "abort"])
-        event = random.choice([event] * 3 + ["hold", "release"]) if self.holds else event
-        if event == "arrive":
-            self.arrivals += 1
-            job = Job(str(self.arrivals), random.choice("abcdef"), arrival=self.arrivals)
-            slow.arrive(job)
-            fast.arrive(job)
-        elif event in ("admit", "hold"):
-            expected = slow.pick()
-            assert fast.pick() is expected
-            assert fast.pick() is expected
-            if expected is not None and event == "hold":
-                slow.held.append(expected)
-                fast.hold(expected)
-            elif expected is not None:
-                slow.leave(expected)
-                fast.leave(expected)
-                self.running.append(expected.client)
-                self.charge(expected.client, random.randint(1, 30))
-        elif event == "output" and self.running:
-            self.charge(random.choice(self.running), random.randint(1, 8))
-        elif event == "end" and self.running:
-            self.gone(self.running.pop(random.randrange(len(self.running))))
-        elif event == "abort" and slow.waiting:
-            job = random.choice(slow.waiting)
-            slow.leave(job)
-            fast.leave(job)
-            self.gone(job.client)
-        elif event == "release":
-            slow.held.clear()
-            fast.release()
-        remembered = fast.counters()
-        assert remembered == {client: slow.c[client] for client in remembered}
-
-    def charge(self, client: str, units: float) -> None:
-        self.slow.charge(client, units)
-        self.fast.charge(client, units)
-
-    def gone(self, client: str) -> None:
-        if client not in self.running and all(job.client != client for job in self.slow.waiting):
-            self.fast.idle(client)
+    def agrees_with(self, policy: Policy) -> bool:
+        return policy.counters().items() <= self.c.items()
 
 
 @settings(VTC, max_examples=150)
 @given(seed=st.integers(0, 2**32))
 def test_picks_and_counters_are_those_of_algorithm_2(seed):
-    twins = Twins(seed, holds=False)
-    for _ in range(120):
-        twins.step()
+    Twins(Vtc(), LiteralVtc(), seed, clients="abcdef").run(120)
 
 
 @settings(VTC, max_examples=150)
 @given(seed=st.integers(0, 2**32))
 def test_picks_are_those_of_algorithm_2_while_requests_are_held(seed):
     """A held client still waits: a newcomer is lifted to the smallest counter in the queue, held or not."""
-    twins = Twins(seed, holds=True)
-    for _ in range(120):
-        twins.step()
+    Twins(Vtc(), LiteralVtc(), seed, clients="abcdef", holds=True).run(120)
 
 
 def test_nobody_is_forgotten_for_a_client_that_is_held():

@@ -5,8 +5,10 @@
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any
+from types import NoneType
+from typing import Any, get_args
 
+from sglang_fair.core.adaptive import DlpmAdaptive
 from sglang_fair.core.dlpm import Dlpm
 from sglang_fair.core.drr import Drr
 from sglang_fair.core.fcfs import Fcfs
@@ -14,12 +16,15 @@ from sglang_fair.core.lcf import Lcf
 from sglang_fair.core.lpm import Lpm
 from sglang_fair.core.policy import Policy, Weights
 from sglang_fair.core.predicted import DlpmPredict, VtcNoisy, VtcOracle, VtcPredict
+from sglang_fair.core.rpm import Rpm
 from sglang_fair.core.vtc import Vtc
 
 POLICIES: Mapping[str, type[Policy]] = {
     policy.name: policy
-    for policy in (Fcfs, Lpm, Lcf, Vtc, VtcPredict, VtcOracle, VtcNoisy, Drr, Dlpm, DlpmPredict)
-}
+    for policy in (
+        Fcfs, Rpm, Lpm, Lcf, Vtc, VtcPredict, VtcOracle, VtcNoisy, Drr, Dlpm, DlpmPredict, DlpmAdaptive,
+    )
+}  # fmt: skip
 
 
 def make_policy(
@@ -46,5 +51,11 @@ def options_of(name: str) -> Mapping[str, type]:
     policy = POLICIES.get(name)
     if policy is None:
         raise ValueError(f"unknown policy {name!r}; there are {', '.join(sorted(POLICIES))}")
-    known = {field.name: field.type for field in fields(policy) if field.init}  # type: ignore[arg-type]
+    known = {field.name: _told(field.type) for field in fields(policy) if field.init}  # type: ignore[arg-type]
     return {key: kind for key, kind in known.items() if key != "quantum" and kind in (int, float, str, bool)}
+
+
+def _told(kind: Any) -> Any:
+    """What somebody who gives a value gives: an optional value's type is the value's."""
+    kinds = [one for one in get_args(kind) if one is not NoneType]
+    return kinds[0] if len(kinds) == 1 else kind

@@ -28,7 +28,7 @@ Known leaks: new names, within that one quantum; the first client to need a pref
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import floor
+from math import floor, inf
 from typing import ClassVar
 
 from sglang_fair.core.clients import PATIENCE, ClientQueues
@@ -42,8 +42,8 @@ from sglang_fair.core.predictor import Predictor
 class Deficit:
     """One client's counter: `units` as of round `settled`.
 
-    `refund` is what is left of charges ahead that were given back when the counter stood at its limit, one
-    quantum. The next charges are paid from it first, so it is neither lost nor spent faster than credit.
+    `refund` is credit beyond one quantum: what is left of charges ahead that were given back when the counter
+    stood at that limit. The next charges are paid from it first, so it is neither lost nor spent faster than credit.
     """
 
     units: float
@@ -65,6 +65,7 @@ class Dlpm(Policy):
 
     name: ClassVar[str] = "dlpm"
     waits_for_prefixes: ClassVar[bool] = True
+    keeps_bound_with_transfers: ClassVar[bool] = True
     quantum: float = 2000.0
     weights: Weights = field(default_factory=Weights)
     patience: int = PATIENCE
@@ -85,11 +86,11 @@ class Dlpm(Policy):
 
     _newcomer: float = field(default=0.0, init=False, repr=False)
     """What is left of the last refill for a client that is not known."""
-    _least_dropped: float = field(init=False, repr=False)
+    _least_dropped: float = field(default=inf, init=False, repr=False)
     """The least credit with which a client was forgotten."""
 
     def __post_init__(self) -> None:
-        self._least_dropped = self.quantum = checked_quantum(self.quantum)
+        self.quantum = checked_quantum(self.quantum)
         if self.remembered_clients < 0:
             raise ValueError(f"remembered_clients cannot be negative, and is {self.remembered_clients!r}")
         self._queues = ClientQueues(longest_prefix, self.patience)
@@ -111,15 +112,15 @@ class Dlpm(Policy):
 
     def pick(self) -> Job | None:
         while (client := self._ready.first()) is None:
+            held = list(self._queues.held_clients())
+            if not self._parked or any(self._eligible_from(client) <= self._round for client in held):
+                return None  # nobody waits, or who may still spend is only passed over: no refill is due
+            self._before_refill()
             poorest = self._parked.first()
-            if poorest is None:
-                return None
-            held = [self._eligible_from(client) for client in self._queues.held_clients()]
-            if any(eligible_from <= self._round for eligible_from in held):
-                return None  # someone who may still spend is only passed over: no refill is due
-            self._round = min([self._eligible_from(poorest), *held])
+            assert poorest is not None
+            self._round = min(self._eligible_from(client) for client in (poorest, *held))
             self.refills += 1
-            self._newcomer = self._least_dropped
+            self._newcomer = min(self.quantum, self._least_dropped)
             while (client := self._parked.first()) is not None and self._eligible_from(client) <= self._round:
                 self._seat(client)
         return self._queues.head(client)
@@ -163,7 +164,31 @@ class Dlpm(Policy):
     def bound(self, input_units: float, output_units: float) -> float | None:
         """2·(U + Q^u) / min weight (Theorem 4.1); U + Q^u + w_q·M with a predictor, whatever it says."""
         charged_ahead = 0 if self.predictor is None else output_units
-        return 2 * (input_units + output_units + charged_ahead + self.quantum) / self.weights.smallest()
+        return (
+            2
+            * (input_units + output_units + charged_ahead + self._largest_credit())
+            / self.weights.smallest()
+        )
+
+    def _before_refill(self) -> None:
+        """A refill is due: a quantum that follows something is changed here."""
+
+    def _change_quantum(self, quantum: float) -> None:
+        """From the refill on that is due. Nobody gains or loses by it: what was granted stays, and credit above the
+        new quantum is kept as a refund is. O(known clients)."""
+        for account in self._deficits.values():
+            credit = self._units(account) + account.refund
+            account.units, account.settled = min(credit, quantum), self._round
+            account.refund = credit - account.units
+        self.quantum = checked_quantum(quantum)
+        for client in self._queues:
+            self._seat(client)
+        for client in list(self._debtors):
+            self._debtors.put(client, (self._eligible_from(client), client))
+
+    def _largest_credit(self) -> float:
+        """The most that any client can have left, what was charged ahead and given back apart."""
+        return self.quantum
 
     def _account(self, client: str) -> Deficit:
         account = self._deficits.get(client)

@@ -1,0 +1,130 @@
+"""DLPM whose quantum follows a target: a gap between clients that is not to be exceeded, or a hit rate to be reached.
+
+Rule: as DLPM. At each refill, before anybody is given anything, Q^u is set anew within `min_quantum` and
+`max_quantum`:
+
+    target_gap         the largest quantum with 2·(U + Q^u) / smallest weight <= target_gap, where U is the
+                       dearest prompt and the dearest owed output so far
+    target_hit_rate    the smallest quantum that reaches it: a quarter more where the share of cached tokens among
+                       admitted prompts' tokens is below the target, a fifth less where it is not; once every
+                       `horizon_tokens` of them, over which the share is averaged exponentially
+
+A change is exact: all accounts are settled with the old quantum up to the present round, and the new one counts
+from there. Credit above it is kept until it is spent.
+
+Unit of fairness: service units. Bound: with C(t) the larger of the quantum and of the largest credit that anybody
+has at t, two clients that both wait during [s, t] differ by at most 2·U + C(s) + C(t): a counter lies in (-U, C],
+and clients that wait are granted the same in each round, whatever the quantum is. `bound` is 2·(U + C) for now. It
+holds for every interval that began with no larger C; for others take the larger one, with today's U.
+
+Knobs: one target (none given: a hit rate of 0.5), the limits, `horizon_tokens`, and DLPM's; `quantum` is where it
+begins. Trade-offs: it follows, so the first dear request and the first hot hour find the old quantum. A hit rate
+that no quantum reaches drives it to `max_quantum`, one that needs none to `min_quantum`; in between it swings by
+a step. A gap below 2·(U + `min_quantum`) cannot be kept, and `bound` says so. Known leaks: as DLPM; and a client
+that sends hot prompts without need raises the measured hit rate, and so lowers everybody's quantum.
+"""
+
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heapreplace
+from math import inf
+from typing import ClassVar
+
+from sglang_fair.core.dlpm import Dlpm
+from sglang_fair.core.policy import Job, checked_quantum
+
+STEP = 1.25
+"""A quantum that misses the target hit rate is multiplied or divided by this."""
+
+HIT_RATE = 0.5
+"""The target where none is given."""
+
+
+@dataclass
+class DlpmAdaptive(Dlpm):
+    """DLPM; `quantum` is what it is now. ValueError for two targets, and for limits and targets that cannot be."""
+
+    name: ClassVar[str] = "dlpm-adaptive"
+    target_gap: float | None = None
+    target_hit_rate: float | None = None
+    min_quantum: float = 200.0
+    max_quantum: float = 20_000.0
+    horizon_tokens: int = 50_000
+
+    _largest_debt: float | None = field(default=None, init=False, repr=False)
+    """U, and beside it what a predictor may have charged ahead; None: nothing was admitted yet."""
+    _prompt_tokens: float = field(default=0.0, init=False, repr=False)
+    _cached_tokens: float = field(default=0.0, init=False, repr=False)
+    """Of admitted prompts: those of the last `horizon_tokens`, less the longer ago they were."""
+    _tokens_since_step: int = field(default=0, init=False, repr=False)
+    _above: list[tuple[float, str]] = field(default_factory=list, init=False, repr=False)
+    """Heap of clients that had credit above the quantum when it was changed, by minus that."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.target_gap is None and self.target_hit_rate is None:
+            self.target_hit_rate = HIT_RATE
+        if self.target_gap is not None and self.target_hit_rate is not None:
+            raise ValueError("the quantum follows one target: give target_gap or target_hit_rate, not both")
+        if self.target_gap is not None and not 0 < self.target_gap < inf:
+            raise ValueError(
+                f"target_gap must be a positive number of service units, not {self.target_gap!r}"
+            )
+        if self.target_hit_rate is not None and not 0 <= self.target_hit_rate <= 1:
+            raise ValueError(f"target_hit_rate must be between 0 and 1, not {self.target_hit_rate!r}")
+        if checked_quantum(self.min_quantum) > checked_quantum(self.max_quantum):
+            raise ValueError(f"min_quantum {self.min_quantum!r} is above max_quantum {self.max_quantum!r}")
+        if self.horizon_tokens < 1:
+            raise ValueError(f"horizon_tokens must be at least 1, not {self.horizon_tokens!r}")
+        self.quantum = self._within_limits(self.quantum)
+
+    def admitted(self, job: Job, input_units: float, output_units: float) -> None:
+        charged_ahead = 0 if self.predictor is None else output_units
+        self._largest_debt = input_units + output_units + charged_ahead
+        kept = self.horizon_tokens / (self.horizon_tokens + job.prompt_tokens)
+        self._prompt_tokens = kept * self._prompt_tokens + job.prompt_tokens
+        self._cached_tokens = kept * self._cached_tokens + min(job.cached_tokens, job.prompt_tokens)
+        self._tokens_since_step += job.prompt_tokens
+
+    def hit_rate(self) -> float | None:
+        """The share that is steered by. None: no prompt was admitted yet."""
+        return self._cached_tokens / self._prompt_tokens if self._prompt_tokens else None
+
+    def _before_refill(self) -> None:
+        quantum = self._wanted()
+        if quantum != self.quantum:
+            self._change_quantum(quantum)
+
+    def _wanted(self) -> float:
+        if self.target_gap is not None:
+            half = self.target_gap * self.weights.smallest() / 2
+            if self._largest_debt is None:
+                return self._within_limits(min(self.quantum, half))
+            return self._within_limits(half - self._largest_debt)
+        rate, target = self.hit_rate(), self.target_hit_rate
+        if rate is None or target is None or self._tokens_since_step < self.horizon_tokens:
+            return self.quantum
+        self._tokens_since_step = 0
+        return self._within_limits(self.quantum * STEP if rate < target else self.quantum / STEP)
+
+    def _within_limits(self, quantum: float) -> float:
+        return min(max(quantum, self.min_quantum), self.max_quantum)
+
+    def _change_quantum(self, quantum: float) -> None:
+        super()._change_quantum(quantum)
+        self._above = [
+            (-account.refund, client) for client, account in self._deficits.items() if account.refund > 0
+        ]
+        heapify(self._above)
+
+    def _largest_credit(self) -> float:
+        while self._above:
+            above, client = self._above[0]
+            account = self._deficits.get(client)
+            left = 0.0 if account is None else account.refund
+            if left == -above:
+                return self.quantum + left
+            if left > 0:
+                heapreplace(self._above, (-left, client))
+            else:
+                heappop(self._above)
+        return self.quantum

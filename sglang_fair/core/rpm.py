@@ -1,0 +1,205 @@
+"""RPM(n), requests per minute: first come, first served behind a limit per client, a baseline of the VTC paper.
+
+Rule: a client may have `limit` requests a minute. One more is refused as it comes (`excess` "refuse"; what
+counts is what was accepted), or waits until there is room (`excess` "delay"; what counts is what was admitted).
+The rest is FCFS over all clients, but that a request that unblocks others goes before its client's others.
+
+    window      a request at t counts in                                    opens again
+    sliding     every 60 s that contain t: never more than `limit` in any   60 s after the oldest that counts
+    calendar    the minute of the caller's clock that contains t            with the next minute
+
+Unit of fairness: the request, however large. Bound: none on service. A client below its limit still waits
+behind what all the others may send, and one with long requests gets more than one with short ones.
+Knobs: `limit`; the weights, which multiply it (rounded half up, at least 1); `excess`, `window`. A limit that is
+raised while requests are delayed counts from its client's next request, or from when the window opens.
+Trade-offs: what is refused, or delayed while nobody else waits, is capacity that nobody uses. Known leaks: new
+names; around the turn of a calendar minute, twice the limit.
+
+Operations cost O(log clients); memory is O(waiting requests + those that counted in the last minute).
+"""
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import ceil, floor, inf
+from typing import ClassVar, Protocol
+
+from sglang_fair.core.clients import ClientQueues
+from sglang_fair.core.heap import LazyHeap
+from sglang_fair.core.policy import Job, Policy, Weights
+
+MINUTE_S = 60.0
+
+
+class Window(Protocol):
+    """Which requests count now. Times never fall."""
+
+    def tick(self, now_s: float) -> None:
+        """It is `now_s`; what counts no more is forgotten."""
+
+    def count(self, client: str) -> None:
+        """`client` had a request now."""
+
+    def opens_s(self, client: str, limit: int) -> float:
+        """When `client` may have its next request, with `limit` a minute; not in the future: now."""
+
+    def counts(self) -> Mapping[str, int]:
+        """The requests that count now, of each client that has some."""
+
+
+class Sliding:
+    """The last 60 seconds: a request at t counts until t + 60 s, exclusively."""
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+        self._times_s: OrderedDict[str, deque[float]] = OrderedDict()
+        """Clients in order of their last request, so that those without one in the last minute come first."""
+
+    def tick(self, now_s: float) -> None:
+        self._now_s = now_s
+        while self._times_s and next(iter(self._times_s.values()))[-1] + MINUTE_S <= now_s:
+            self._times_s.popitem(last=False)
+
+    def count(self, client: str) -> None:
+        times_s = self._times_s.setdefault(client, deque())
+        self._prune(times_s)
+        times_s.append(self._now_s)
+        self._times_s.move_to_end(client)
+
+    def opens_s(self, client: str, limit: int) -> float:
+        times_s = self._times_s.get(client)
+        if times_s is None:
+            return -inf
+        self._prune(times_s)
+        return times_s[-limit] + MINUTE_S if len(times_s) >= limit else -inf
+
+    def counts(self) -> Mapping[str, int]:
+        for times_s in self._times_s.values():
+            self._prune(times_s)
+        return {client: len(times_s) for client, times_s in self._times_s.items()}
+
+    def _prune(self, times_s: deque[float]) -> None:
+        while times_s and times_s[0] + MINUTE_S <= self._now_s:
+            times_s.popleft()
+
+
+class Calendar:
+    """The minute of the clock: all begin to count anew every 60 s."""
+
+    def __init__(self) -> None:
+        self._minute = 0
+        self._counts: Counter[str] = Counter()
+
+    def tick(self, now_s: float) -> None:
+        if (minute := floor(now_s / MINUTE_S)) != self._minute:
+            self._minute = minute
+            self._counts.clear()
+
+    def count(self, client: str) -> None:
+        self._counts[client] += 1
+
+    def opens_s(self, client: str, limit: int) -> float:
+        return (self._minute + 1) * MINUTE_S if self._counts[client] >= limit else -inf
+
+    def counts(self) -> Mapping[str, int]:
+        return dict(self._counts)
+
+
+WINDOWS: Mapping[str, type[Sliding] | type[Calendar]] = {"sliding": Sliding, "calendar": Calendar}
+EXCESS = ("refuse", "delay")
+
+
+@dataclass
+class Rpm(Policy):
+    """`limit` requests a minute for a client of weight 1. ValueError for a limit below 1 and for unknown words."""
+
+    name: ClassVar[str] = "rpm"
+    limit: int = 30
+    excess: str = "refuse"
+    window: str = "sliding"
+    weights: Weights = field(default_factory=Weights)
+
+    _now_s: float = field(default=0.0, init=False, repr=False)
+    _window: Window = field(init=False, repr=False)
+    _queues: ClientQueues = field(init=False, repr=False)
+    _open: LazyHeap[str] = field(default_factory=LazyHeap, init=False, repr=False)
+    """Clients with a request to offer, by its arrival."""
+    _delayed: LazyHeap[str] = field(default_factory=LazyHeap, init=False, repr=False)
+    """Clients that wait for their window, by when it opens."""
+
+    def __post_init__(self) -> None:
+        if self.limit < 1:
+            raise ValueError(f"limit must be at least one request per minute, not {self.limit!r}")
+        if self.excess not in EXCESS:
+            raise ValueError(f"excess is one of {', '.join(EXCESS)}, not {self.excess!r}")
+        if self.window not in WINDOWS:
+            raise ValueError(f"window is one of {', '.join(WINDOWS)}, not {self.window!r}")
+        self._window, self._queues = WINDOWS[self.window](), ClientQueues()
+
+    def tick(self, now_s: float) -> None:
+        self._now_s = now_s
+        self._window.tick(now_s)
+        while (client := self._delayed.first()) is not None and self._delayed.key(client)[0] <= now_s:
+            self._seat(client)
+
+    def refuses(self, job: Job) -> str | None:
+        if self.excess == "delay" or (opens_s := self._opens_s(job.client)) <= self._now_s:
+            return None
+        return (
+            f"client {job.client!r} has used up its {self._limit_of(job.client)} requests per minute; "
+            f"try again in {ceil(opens_s - self._now_s)} s"
+        )
+
+    def arrive(self, job: Job) -> None:
+        if self.excess == "refuse":
+            self._window.count(job.client)
+        self._queues.put(job)
+        self._seat(job.client)
+
+    def leave(self, job: Job) -> None:
+        self._queues.leave(job)
+        self._seat(job.client)
+
+    def pick(self) -> Job | None:
+        while (client := self._open.first()) is not None:
+            if self._is_open(client):
+                return self._queues.head(client)
+            self._seat(client)  # its minute has filled, or its limit was lowered
+        return None
+
+    def hold(self, job: Job) -> None:
+        self._queues.hold(job)
+        self._seat(job.client)
+
+    def release(self) -> None:
+        for client in self._queues.release():
+            self._seat(client)
+
+    def admitted(self, job: Job, input_units: float, output_units: float) -> None:
+        if self.excess == "delay":
+            self._window.count(job.client)
+
+    def counters(self) -> Mapping[str, float]:
+        """The requests of the last minute that counted."""
+        return self._window.counts()
+
+    def _limit_of(self, client: str) -> int:
+        return max(1, floor(self.limit * self.weights.of(client) + 0.5))
+
+    def _opens_s(self, client: str) -> float:
+        return self._window.opens_s(client, self._limit_of(client))
+
+    def _is_open(self, client: str) -> bool:
+        return self.excess == "refuse" or self._opens_s(client) <= self._now_s
+
+    def _seat(self, client: str) -> None:
+        """Put `client` where `pick` and `tick` look for it."""
+        head = self._queues.head(client)
+        self._open.discard(client)
+        self._delayed.discard(client)
+        if head is None:
+            return
+        if self._is_open(client):
+            self._open.put(client, head.arrival)
+        else:
+            self._delayed.put(client, (self._opens_s(client), head.arrival))
