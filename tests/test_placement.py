@@ -1,4 +1,5 @@
-"""One conformance suite over all placements; D2LPM against the paper's loop and theorem; Preble's choices."""
+"""One conformance suite over all placements, then each one's own law: D2LPM against the paper's loop and theorem,
+thresholds of the cache-aware rule, costs in seconds, Preble's choices."""
 
 import itertools
 import pickle
@@ -11,11 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from router.__main__ import make_router, parser
 from router.core import Router
-from router.events import Arrive, Done, Place, Query, Refuse, Snapshot, WorkerDown, WorkerUp
+from router.events import Arrive, Done, Place, Progress, Query, Refuse, Snapshot, WorkerDown, WorkerUp
 from router.placement import PLACEMENTS, build, parameters
 from router.placement.contract import Ended, Request
+from router.placement.credit import Credits
 from router.placement.d2lpm import D2lpm
+from router.placement.d2lpm_time import D2lpmTime, Pace
+from router.placement.outputs import ExpectedOutputs
 from router.placement.preble import Preble, PrefillCost
 from router.radix import Match
 
@@ -55,6 +60,8 @@ def script(seed: int, steps: int) -> Iterator[tuple[str, object]]:
             prompt = ids(*shared, *(rng.randrange(3) for _ in range(rng.randrange(8))))
             exclude = tuple(f"w{i}" for i in range(4) if rng.random() < 0.15)
             yield "arrive", Arrive(f"{number:08x}", client, prompt, rng.choice([0, 20]), exclude=exclude)
+        elif roll < 0.7:
+            yield "progress", (rng.random(), rng.randrange(1, 30))
         elif roll < 0.95:
             yield "done", (rng.random(), rng.randrange(40), rng.choice(["ok", "ok", "aborted", "failed"]))
         elif roll < 0.975:
@@ -93,6 +100,9 @@ def drive(name: str, seed: int, steps: int = 400, **values: object) -> tuple[Rou
             request = live.pop(int(at * len(live)))
             where.pop(request, None)
             router.handle(Done(request, output, outcome=outcome, ttft_s=at, tpot_s=at / 10), float(now))
+        elif kind == "progress" and live:
+            at, output = event
+            router.handle(Progress(live[int(at * len(live))], output), float(now))
         elif kind == "down":
             up.discard(event.worker)
             where = {request: worker for request, worker in where.items() if worker != event.worker}
@@ -104,11 +114,15 @@ def drive(name: str, seed: int, steps: int = 400, **values: object) -> tuple[Rou
         workers = router.state()["workers"]
         assert set(workers) == up
         for worker in up:
-            assert workers[worker]["in_flight"] == sum(1 for held in where.values() if held == worker)
+            in_flight = sum(1 for held in where.values() if held == worker)
+            assert workers[worker]["in_flight"] == in_flight
+            assert workers[worker]["prefill_tokens"] >= 0
+            assert in_flight <= workers[worker]["decode_tokens"] + 0.1 <= 200 * in_flight + 0.1
     for request in live:
         router.handle(Done(request, 1), float(steps))
     assert router.state()["in_flight"] == 0
-    assert all(worker["in_flight"] == 0 for worker in router.state()["workers"].values())
+    for worker in router.state()["workers"].values():
+        assert [worker[load] for load in ("in_flight", "prefill_tokens", "decode_tokens")] == [0, 0, 0]
     return router, choices
 
 
@@ -167,6 +181,14 @@ def test_an_unknown_placement_is_an_error():
         ("d2lpm", {"charge": "half"}),
         ("d2lpm", {"output_weight": -1.0}),
         ("d2lpm", {"max_clients": 0}),
+        ("d2lpm", {"client_weights": {"gold": 0}}),
+        ("d2lpm", {"client_weights": "gold"}),
+        ("d2lpm-tokens", {"extend_weight": -1.0}),
+        ("d2lpm-time", {"prefill_tokens_per_s": 0}),
+        ("d2lpm-time", {"decode_tokens_per_s": float("inf")}),
+        ("least_tokens", {"output_weight": float("inf")}),
+        ("cache_aware", {"cache_threshold": 1.5}),
+        ("cache_aware", {"balance_rel": 0.5}),
         ("client_round_robin", {"max_clients": 0}),
         ("preble", {"window_s": 0}),
         ("preble", {"imbalance": 0.5}),
@@ -207,23 +229,30 @@ def test_client_round_robin_takes_turns_per_client():
 # -- D2LPM
 
 
-class Paper:
-    """Algorithm 2 as it is printed, with the one line that it lacks."""
+WEIGHTS = {"f": 1.0, "g": 2.0, "h": 0.5}
+CAPACITIES = {"w0": 1.0, "w1": 4.0, "w2": 0.5}
 
-    def __init__(self, workers: list[str], quantum: float, extend: float, output: float) -> None:
-        self.workers, self.quantum, self.extend, self.output = workers, quantum, extend, output
+
+class Paper:
+    """Algorithm 2 as it is printed, with the one line that it lacks, and a quantum per client and worker."""
+
+    def __init__(self, workers: list[str], quantum: dict[tuple[str, str], float]) -> None:
+        self.workers, self.quantum, self.extend, self.output = workers, quantum, 1, 2
         self.q: dict[tuple[str, str], float] = {}
         self.s = dict.fromkeys(workers, 0)
         self.sent = dict.fromkeys(workers, 0)
+
+    def load(self, w: str) -> float:
+        return self.s[w] / CAPACITIES[w]
 
     def select_worker(self, holders: set[str], client: str) -> str:
         avail = {w for w in self.workers if self.q[client, w] > 0}
         while not avail:
             for w in self.workers:
-                self.q[client, w] += self.quantum
+                self.q[client, w] += self.quantum[client, w]
             avail = {w for w in self.workers if self.q[client, w] > 0}
         cand = holders & avail
-        return min(cand or avail, key=lambda w: (self.s[w], self.sent[w], w))
+        return min(cand or avail, key=lambda w: (self.load(w), self.sent[w], w))
 
     def arrive(self, holders: set[str], client: str, tokens: int) -> str:
         for w in self.workers:
@@ -253,15 +282,16 @@ WORKERS = ["w0", "w1", "w2"]
     ),
 )
 def test_d2lpm_is_the_papers_loop(quantum, steps):
-    paper = Paper(WORKERS, quantum, 1, 2)
-    placement = D2lpm(worker_quantum=quantum)
+    quanta = {(i, w): quantum * WEIGHTS[i] * CAPACITIES[w] for i in WEIGHTS for w in WORKERS}
+    paper = Paper(WORKERS, quanta)
+    placement = D2lpm(worker_quantum=quantum, client_weights=WEIGHTS)
     for worker in WORKERS:
-        placement.worker_up(worker)
+        placement.worker_up(worker, CAPACITIES[worker])
     flights: list[tuple[Request, str]] = []
     for arrives, client, holders, tokens in steps:
         if arrives:
             request = Request("", client, b"", tokens)
-            views = [View(w, paper.s[w], paper.sent[w]) for w in WORKERS]
+            views = [View(w, paper.load(w), paper.sent[w]) for w in WORKERS]
             match = Match(16, tuple(sorted(holders)), dict.fromkeys(holders, 16)) if holders else Match()
             expected = paper.arrive(holders, client, tokens)
             worker = placement.place(request, match, views, 0.0)
@@ -274,7 +304,7 @@ def test_d2lpm_is_the_papers_loop(quantum, steps):
             placement.done(ended(request, worker, output=tokens), 0.0)
         for other, row in placement.credits(10).items():
             assert row == {w: paper.q[other, w] for w in WORKERS}
-            assert all(credit <= quantum for credit in row.values())
+            assert all(credit <= quanta[other, w] for w, credit in row.items())
 
 
 def test_d2lpm_jumps_over_any_number_of_refills():
@@ -400,6 +430,276 @@ def test_d2lpm_with_a_finite_quantum_is_fair_and_with_an_infinite_one_is_not():
         assert max(gaps[quantum]) < 500
     assert gaps[INF][0] > 10_000
     assert gaps[INF][1] == pytest.approx(2 * gaps[INF][0], rel=0.1)
+
+
+def send(placement: D2lpm, client: str, tokens: int, match: Match, views: list[View]) -> str:
+    """A request that is done at once and has no output."""
+    request = Request("", client, b"", tokens)
+    worker = placement.place(request, match, views, 0.0)
+    placement.placed(request, worker, match, 0.0)
+    placement.done(ended(request, worker), 0.0)
+    return worker
+
+
+def test_d2lpm_shares_follow_the_capacities():
+    """A client whose prefix is everywhere spends as many quanta at each worker, so tokens go by capacity."""
+    placement = D2lpm(worker_quantum=1000)
+    capacities = {"a": 1.0, "b": 3.0, "c": 0.5}
+    for worker, capacity in capacities.items():
+        placement.worker_up(worker, capacity)
+    views = [View(worker, capacity=capacity) for worker, capacity in capacities.items()]
+    sent = dict.fromkeys(capacities, 0)
+    for _ in range(20_000):
+        sent[send(placement, "f", 100, Match(16, tuple("abc"), dict.fromkeys("abc", 16)), views)] += 100
+    rounds = {worker: sent[worker] / (1000 * capacity) for worker, capacity in capacities.items()}
+    assert max(rounds.values()) - min(rounds.values()) <= 1.2
+
+
+def test_d2lpm_a_client_stays_with_its_prefix_for_its_weight():
+    placement = D2lpm(worker_quantum=1000, client_weights={"gold": 3.0})
+    for worker in "ab":
+        placement.worker_up(worker)
+    views = [View("a"), View("b")]
+    held = Match(16, ("a",), {"a": 16})
+    stays = {
+        client: [send(placement, client, 100, held, views) for _ in range(60)].index("b")
+        for client in ("gold", "iron")
+    }
+    assert stays == {"gold": 30, "iron": 10}
+
+
+def test_d2lpm_a_smaller_capacity_takes_credit_and_no_debt_away():
+    placement = D2lpm(worker_quantum=1000)
+    for worker in "ab":
+        placement.worker_up(worker, 2.0)
+    for _ in range(2):
+        send(placement, "f", 2500, Match(16, ("a",), {"a": 16}), [View("a"), View("b")])
+    assert placement.credits(1) == {"f": {"a": -500, "b": -500}}
+    send(placement, "f", 10, Match(), [View("a")])
+    assert placement.credits(1) == {"f": {"a": 1490, "b": 1500}}
+    placement.worker_changed("a", 1.0)
+    assert placement.credits(1) == {"f": {"a": 1000, "b": 1500}}
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from("fgh"), st.sampled_from(WORKERS), st.integers(0, 10**6)), max_size=30),
+    st.sampled_from([0.5, 1.0, 64.0]),
+)
+def test_credits_refill_in_one_step_as_in_a_loop(charges, quantum):
+    from sglang_fair.core.policy import Weights
+
+    credits = Credits(quantum, Weights(WEIGHTS), 100)
+    literal = {(i, w): 0.0 for i in WEIGHTS for w in WORKERS}
+    views = [View(worker) for worker in WORKERS]
+    for worker, capacity in CAPACITIES.items():
+        credits.worker_up(worker, capacity)
+    for client, worker, units in charges:
+        while all(literal[client, w] <= 0 for w in WORKERS) and units < 10_000 * quantum:
+            for w in WORKERS:
+                literal[client, w] += quantum * WEIGHTS[client] * CAPACITIES[w]
+        found = [view.name for view in credits.available(client, views)]
+        row = credits.latest(3)[client]
+        assert found == [w for w in WORKERS if row[w] > 0]
+        if units < 10_000 * quantum:
+            assert row == {w: literal[client, w] for w in WORKERS}
+        else:  # too many rounds for the loop: somebody is positive, and nobody would be a round before
+            steps = {w: quantum * WEIGHTS[client] * CAPACITIES[w] for w in WORKERS}
+            assert found
+            assert all(row[w] <= steps[w] for w in WORKERS)
+            literal |= {(client, w): row[w] for w in WORKERS}
+        credits.begin(client, worker, units)
+        credits.end(client, worker, 0.0)
+        literal[client, worker] -= units
+
+
+# -- by load alone
+
+
+def test_least_requests_and_least_tokens_see_different_loads():
+    views = [
+        View("a", load=1, prefill_tokens=9000, decode_tokens=10),
+        View("b", load=3, prefill_tokens=0, decode_tokens=300),
+        View("c", load=2, prefill_tokens=100, decode_tokens=100, capacity=0.25),
+    ]
+    request = Request("", "f", b"", 100)
+    assert build("least_requests").place(request, Match(), views, 0.0) == "a"
+    assert build("least_tokens").place(request, Match(), views, 0.0) == "b"
+    assert build("least_tokens", output_weight=100.0).place(request, Match(), views, 0.0) == "a"
+    tied = [View("a", 1, dispatched_tokens=5), View("b", 1, dispatched_tokens=4), View("c", 1, 4)]
+    assert build("least_requests").place(request, Match(), tied, 0.0) == "b"
+    assert build("least_tokens").place(request, Match(), tied, 0.0) == "b"
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=6), st.integers(0, 1000))
+def test_power_of_two_takes_the_less_loaded_of_two(loads, seed):
+    views = [View(f"w{number}", load) for number, load in enumerate(loads)]
+    placement, again = build("power_of_two", seed=seed), build("power_of_two", seed=seed)
+    chosen = [placement.place(Request("", "f", b"", 1), Match(), views, 0.0) for _ in range(200)]
+    assert chosen == [again.place(Request("", "f", b"", 1), Match(), views, 0.0) for _ in range(200)]
+    worst = [view for view in views if view.load == max(loads)]
+    if len(views) > 1 and len(worst) == 1:
+        assert worst[0].name not in chosen
+    # all but the last in the order of preference win some pair, and in 200 draws they do
+    ranks = sorted(views, key=lambda view: (view.load, view.dispatched_tokens, view.name))
+    assert set(chosen) == {view.name for view in ranks[: max(1, len(ranks) - 1)]}
+
+
+# -- the cache-aware rule
+
+
+@pytest.mark.parametrize(
+    ("held", "loads", "chosen"),
+    [
+        (30, (0, 0), "a"),  # 0.3 is not more than 0.3
+        (31, (9, 0), "b"),
+        (31, (0, 64), "b"),  # 64 is not more than 64
+        (31, (0, 65), "a"),
+        (31, (130, 195), "b"),  # 195 is not more than 1.5 x 130
+        (31, (130, 196), "a"),
+        (0, (5, 4), "b"),
+    ],
+)
+def test_cache_aware_switches_at_its_thresholds(held, loads, chosen):
+    views = [View("a", loads[0]), View("b", loads[1])]
+    match = Match(held, ("b",), {"b": held}) if held else Match()
+    assert build("cache_aware").place(Request("", "f", b"", 100), match, views, 0.0) == chosen
+
+
+def test_cache_aware_names_the_first_holder_and_breaks_ties_by_requests():
+    placement = build("cache_aware")
+    request = Request("", "f", b"", 100)
+    views = [View("a", 0, dispatched=7), View("b", 0, dispatched=3), View("c", 0, dispatched=3)]
+    match = Match(60, ("b", "c"), {"a": 40, "b": 60, "c": 60})
+    assert placement.place(request, match, views, 0.0) == "b"
+    assert placement.place(request, match, [views[0], views[2]], 0.0) == "c"
+    assert placement.place(request, match, views[:1], 0.0) == "a"
+    assert placement.place(request, Match(), views, 0.0) == "b"
+
+
+# -- D2LPM by what is still to be computed, and by time
+
+
+def test_d2lpm_tokens_counts_what_is_owed_where_d2lpm_counts_requests():
+    views = [View("a", load=1, prefill_tokens=5000), View("b", load=2, decode_tokens=100)]
+    both = Match(64, ("a", "b"), {"a": 64, "b": 64})
+    for name, chosen in (("d2lpm", "a"), ("d2lpm-tokens", "b")):
+        placement = build(name)
+        for worker in "ab":
+            placement.worker_up(worker)
+        request = Request("", "f", b"", 100)
+        assert placement.place(request, both, views, 0.0) == chosen
+        assert placement.place(request, Match(), views, 0.0) == chosen
+        assert placement.place(request, Match(64, ("a",), {"a": 64}), views, 0.0) == "a"
+
+
+def by_time(**values) -> D2lpmTime:
+    placement = D2lpmTime(**{"prefill_tokens_per_s": 1000.0, "decode_tokens_per_s": 100.0, **values})
+    for worker in "ab":
+        placement.worker_up(worker)
+    return placement
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2000), st.integers(0, 2000), st.integers(0, 200), st.integers(0, 1000))
+def test_d2lpm_time_weighs_saved_prefill_against_queueing(prefill, held, decode, input_tokens):
+    """At the first guesses: 1 ms a prefilled and 10 ms a decoded token."""
+    held = min(held, input_tokens)
+    placement = by_time()
+    views = [View("a", prefill_tokens=prefill, decode_tokens=decode), View("b")]
+    match = Match(held, ("a",), {"a": held}) if held else Match()
+    chosen = placement.place(Request("1", "f", b"", input_tokens), match, views, 0.0)
+    stays = prefill + 10 * decode <= held
+    assert chosen == ("a" if stays else "b")
+
+
+def test_d2lpm_time_learns_each_worker_s_pace():
+    placement = by_time()
+    request = Request("1", "f", b"", 1000)
+    views = [View("a"), View("b", prefill_tokens=1000)]
+    for _ in range(300):
+        for worker, view, ttft_s, tpot_s in (("a", views[0], 10.0, 0.05), ("b", views[1], 0.2, 0.001)):
+            assert placement.place(request, Match(), [view], 0.0) == worker
+            placement.placed(request, worker, Match(), 0.0)
+            placement.done(ended(request, worker, output=100, ttft_s=ttft_s, tpot_s=tpot_s), 0.0)
+    assert placement.cost_s(request, Match(), View("a")) == pytest.approx(10.0, rel=0.1)
+    assert placement.cost_s(request, Match(), View("b")) == pytest.approx(0.1, rel=0.1)
+    assert placement.cost_s(Request("", "f", b"", 0), Match(), View("a", decode_tokens=100)) == (
+        pytest.approx(5.0, rel=0.1)
+    )
+    # so "b" is worth a queue, and a worker that comes later is taken for one like those before
+    assert placement.place(request, Match(500, ("a",), {"a": 500}), views, 0.0) == "b"
+    placement.worker_up("c", 2.0)
+    like_all = placement.cost_s(request, Match(), View("c"))
+    assert 0.1 / 2 < like_all < 10 / 2
+    assert not placement._sent or set(placement._sent) == {"1"}
+
+
+def test_d2lpm_time_does_not_learn_from_what_was_not_served():
+    placement = by_time()
+    request = Request("1", "f", b"", 1000)
+    for outcome in ("aborted", "failed"):
+        placement.place(request, Match(), [View("a")], 0.0)
+        placement.placed(request, "a", Match(), 0.0)
+        placement.done(ended(request, "a", outcome=outcome, ttft_s=100.0, tpot_s=9.0), 0.0)
+    assert placement.cost_s(request, Match(), View("a", decode_tokens=1)) == pytest.approx(1.01)
+    assert not placement._sent
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.floats(min_value=0), st.floats(0, 1e12)), max_size=400))
+def test_a_pace_stays_positive_and_finite_whatever_is_reported(samples):
+    pace = Pace(1e-3)
+    for seconds, tokens in samples:
+        pace.learn(seconds, tokens)
+        assert 1e-9 < pace.s_per_token < 11
+
+
+def test_a_pace_follows_what_is_measured_and_not_one_outlier():
+    pace = Pace(1e-3)
+    pace.learn(1000.0, 100)
+    assert pace.s_per_token < 2e-3
+    for _ in range(300):
+        pace.learn(0.05, 500)
+    assert pace.s_per_token == pytest.approx(1e-4, rel=0.05)
+
+
+def test_expected_outputs_follow_each_client_and_are_bounded():
+    outputs = ExpectedOutputs(max_clients=10)
+    assert outputs.of("new", 0) == 128
+    assert outputs.of("new", 16) == 16
+    for _ in range(50):
+        outputs.learn("brief", 4)
+        outputs.learn("wordy", 1000)
+    assert outputs.of("brief", 0) == pytest.approx(4, abs=1)
+    assert outputs.of("wordy", 0) == pytest.approx(1000, rel=0.01)
+    assert outputs.of("wordy", 64) == 64
+    assert 4 < outputs.of("new", 0) < 1000
+    for number in range(100):
+        outputs.learn(f"client {number}", 7)
+    assert len(outputs._means) == 10
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_the_command_line_reaches_the_placement(name):
+    line = ["--bind", "tcp://127.0.0.1:*", "--placement", name, "--client-weights", '{"gold": 2}']
+    placed = make_router(parser().parse_args([*line, "--output-weight", "3"])).state()
+    assert placed["placement"] == name
+    expected = {"client_weights": {"gold": 2}, "output_weight": 3}
+    assert {
+        key: placed["parameters"][key] for key in expected if key in parameters(name)
+    } == {key: value for key, value in expected.items() if key in parameters(name)}  # fmt: skip
+    assert name.startswith("d2lpm") == ("client_weights" in parameters(name))
+
+
+def test_client_weights_must_be_a_map_of_numbers(capsys):
+    for wrong in ("gold", "[1]"):
+        with pytest.raises(SystemExit):
+            parser().parse_args(["--bind", "x", "--client-weights", wrong])
+    assert "client-weights" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="gold"):
+        make_router(parser().parse_args(["--bind", "x", "--client-weights", '{"gold": -1}']))
 
 
 # -- Preble

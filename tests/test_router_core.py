@@ -1,5 +1,6 @@
 """The router's state machine: what it answers, and that every request is accounted exactly once."""
 
+import gc
 import random
 import subprocess
 import sys
@@ -197,6 +198,66 @@ def test_capacity_divides_the_load():
         tokens = np.full(32, number, "<u4").tobytes()
         made.handle(Arrive(str(number), "c", tokens), 0.0)
     assert [worker["in_flight"] for worker in made.state()["workers"].values()] == [30, 10]
+
+
+def test_a_changed_capacity_changes_load_and_quantum():
+    made = router("a", "b")
+    ask(made, "1")
+    made.handle(WorkerUp("a", "http://a", "tcp://kv", capacity=0.5), 0.0)
+    assert made.state()["deficits"] == {"c": {"a": 500, "b": 1000}}
+    made.handle(Stored("b", (1, 2, 3, 4), None, PROMPT, 16), 0.0)
+    for number in range(2, 4):
+        ask(made, str(number))
+    workers = made.state()["workers"]
+    assert {name: worker["in_flight"] for name, worker in workers.items()} == {"a": 1, "b": 2}
+
+
+def test_loads_in_tokens_follow_the_request():
+    made = router("a")
+    ask(made, "1", max_output_tokens=40)
+
+    def loads() -> tuple[int, float]:
+        worker = made.state()["workers"]["a"]
+        return worker["prefill_tokens"], worker["decode_tokens"]
+
+    assert loads() == (64, 40)
+    ask(made, "2", max_output_tokens=10)
+    assert loads() == (64, 50)  # its prompt is taken to be cached by then
+    made.handle(Progress("1", 30), 0.0)
+    assert loads() == (0, 20)
+    made.handle(Progress("1", 20), 0.0)
+    assert loads() == (0, 20)
+    made.handle(Progress("1", 60), 0.0)
+    assert loads() == (0, 11)  # longer than expected: not done yet
+    made.handle(Done("1", 61), 0.0)
+    made.handle(Done("2", 3), 0.0)
+    assert loads() == (0, 0)
+
+
+def test_the_core_makes_no_garbage_in_cycles():
+    """So a process that serves it need not look for any: `router.collector`."""
+    made = router("a", "b", kv="tcp://kv", max_tree_tokens=640)
+    rng = random.Random(1)
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(500):
+            tokens = np.full(16 * rng.randrange(1, 9), rng.randrange(9), "<u4").tobytes()
+            made.handle(Arrive(str(number), f"c{number % 7}", tokens), float(number))
+            worker = rng.choice("ab")
+            hashes = tuple(100 * tokens[0] + page for page in range(len(tokens) // 64))
+            made.handle(Stored(worker, hashes, None, tokens, 16), float(number))
+            if number % 3:
+                made.handle(Done(str(number - 1)), float(number))
+                made.handle(Removed(worker, hashes[-2:]), float(number))
+            if number % 50 == 49:
+                made.handle(Cleared("a"), float(number))
+                made.handle(WorkerDown("b"), float(number))
+                made.handle(WorkerUp("b", "", "tcp://kv"), float(number))
+        assert made.tree.evicted_tokens
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
 
 
 def test_ties_do_not_all_go_to_the_first_worker():
