@@ -192,7 +192,7 @@ class Site:
         return (
             not state["gateway"]["fallback"]
             and not state["gateway"]["sick"]
-            and len(workers) >= len(self.replicas)
+            and min(len(workers), state["gateway"]["workers"]) >= len(self.replicas)
             and all(worker["state"] == "up" for worker in workers)
         )
 

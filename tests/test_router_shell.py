@@ -22,13 +22,20 @@ from router.core import Router
 from router.events import (
     Arrive,
     Cleared,
+    Difference,
     Done,
+    Follow,
     Place,
     Query,
     Refuse,
+    Running,
     Snapshot,
     Stored,
+    Table,
     WorkerDown,
+    WorkerDrain,
+    WorkerHealth,
+    Workers,
     WorkerUp,
     decode_answer,
     encode,
@@ -156,6 +163,16 @@ class Peer:
 
     def tell(self, event: object) -> None:
         self.socket.send(encode(event))
+
+    def hear_frames(self) -> list[bytes]:
+        assert self.socket.poll(DEADLINE_S * 1000), "no answer"
+        return self.socket.recv_multipart()
+
+    def ask_past(self, event: object) -> None:
+        """Asks, and reads past whatever came before the answer."""
+        self.tell(event)
+        while not isinstance(self.hear(), Snapshot):
+            pass
 
     def hear(self) -> object:
         assert self.socket.poll(DEADLINE_S * 1000), "no answer"
@@ -440,6 +457,92 @@ def test_a_gateway_that_falls_silent_holds_nothing() -> None:
         assert w.peer.state()["wire"]["counts"]["peers lost"] == 1
 
 
+def test_gateways_hear_of_every_change_of_the_workers() -> None:
+    with wire() as w:
+        w.peer.socket.send(HEARTBEAT)
+        assert w.peer.socket.poll(DEADLINE_S * 1000)
+        assert w.peer.socket.recv() == HEARTBEAT_ANSWER
+        other = w.new_peer()
+
+        def heard() -> tuple[list[str], tuple[str, ...], tuple[str, ...]]:
+            answer = w.peer.hear()
+            assert isinstance(answer, Workers)
+            return [up.worker for up in answer.workers], answer.draining, answer.sick
+
+        other.tell(up("r0"))
+        assert heard() == (["r0"], (), ())
+        other.tell(up("r1"))
+        assert heard() == (["r0", "r1"], (), ())
+        other.tell(up("r1"))  # nothing new
+        assert isinstance(other.ask(Arrive("a", "c", b"", exclude=("r1",))), Place)
+        other.tell(WorkerHealth("r1", False))
+        assert heard() == (["r0", "r1"], (), ("r1",))
+        other.tell(WorkerDrain("r0"))
+        assert heard() == (["r0", "r1"], ("r0",), ("r1",))
+        refused = other.ask(Arrive("b", "c", b""))
+        assert isinstance(refused, Refuse)
+        assert refused.retry
+        assert "drains or does not answer" in refused.reason
+        other.tell(Done("a"))
+        assert heard() == (["r1"], (), ("r1",))
+        other.tell(WorkerHealth("r1", True))
+        assert heard() == (["r1"], (), ())
+        other.tell(WorkerDrain("r1"))
+        assert heard() == ([], (), ())
+        runs = {other.ask(Follow("")).router, w.peer.ask(Follow("")).router}
+        assert len(runs) == 1
+        assert runs != {""}
+
+
+def test_a_worker_is_sick_while_any_gateway_says_so() -> None:
+    with wire(peer_timeout_s=0.3) as w:
+        replica = w.new_replica()
+        w.peer.tell(up("r0", replica))
+        replica.subscribed()
+        replica.publish(stored_prompt(10))
+        eventually(lambda: w.peer.kv()["expected"] == 1, "one batch")
+
+        def state() -> str:
+            return w.peer.state()["workers"]["r0"]["state"]
+
+        first, second = w.new_peer(), w.new_peer()
+        for peer in (first, second):
+            peer.socket.send(HEARTBEAT)
+            peer.hear_frames()
+            peer.tell(WorkerHealth("r0", False))
+        eventually(lambda: state() == "sick", "both say that it does not answer")
+        first.tell(WorkerHealth("r0", True))
+        first.ask_past(Query("q"))
+        assert state() == "sick"
+        eventually(lambda: state() == "up", "the second gateway is gone, and with it what it said")
+        eventually(lambda: w.peer.matched(prompt(10))[1] == 3 * PAGE, "the replay has brought its cache back")
+
+
+def test_tables_are_compared_and_what_is_missing_is_taken_over() -> None:
+    with wire() as w:
+        w.peer.tell(up("r0"))
+        tokens = pack_tokens(prompt(10))
+        for name in ("a", "b"):
+            assert isinstance(w.peer.ask(Arrive(name, "c", tokens)), Place)
+        # A question that is asked again is answered again, and counts once.
+        assert w.peer.ask(Arrive("a", "c", tokens)) == Place("a", "r0", "http://127.0.0.1:1/r0", 0)
+        assert w.peer.state()["in_flight"] == 2
+        assert w.peer.ask(Table("t", ("b", "x"))) == Difference("t", ("x",), ("a",))
+        w.peer.tell(Done("a"))
+        for _ in range(2):
+            w.peer.tell(Running("x", "c", "r0", tokens, output_tokens=7))
+        assert w.peer.ask(Table("t", ("b", "x"))) == Difference("t", (), ())
+        state = w.peer.state()
+        assert state["workers"]["r0"]["in_flight"] == state["in_flight"] == 2
+        assert (state["counts"]["taken over"], state["counts"]["running ignored"]) == (1, 1)
+        credit = state["deficits"]["c"]["r0"]
+        w.peer.tell(Done("x", outcome="aborted"))
+        assert w.peer.state()["deficits"]["c"]["r0"] == credit - 2 * 7
+        assert w.new_peer().ask(Table("t", ())) == Difference("t", (), ()), (
+            "another's requests are not asked of it"
+        )
+
+
 def test_a_placement_that_cannot_be_delivered_is_undone() -> None:
     with wire(start=False) as w:
         w.shell.tell(up("r0"))
@@ -566,13 +669,17 @@ def test_without_replay_a_gap_is_lost_at_once() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(
-    lost=st.lists(st.booleans(), min_size=1, max_size=30),
+    times=st.lists(st.integers(0, 2), min_size=1, max_size=30),
+    echoes=st.lists(st.none() | st.integers(1, 9), min_size=30, max_size=30),
     delays=st.lists(st.integers(0, 4), min_size=30, max_size=30),
 )
-def test_whatever_the_stream_loses_each_batch_is_applied_once_in_order(
-    lost: list[bool], delays: list[int]
+def test_whatever_the_stream_loses_or_repeats_each_batch_is_applied_once_in_order(
+    times: list[int], echoes: list[int | None], delays: list[int]
 ) -> None:
-    """A replay is served `delay` live batches after it was asked for, with all published by then."""
+    """A replay is served `delay` live batches after it was asked for, with all published by then.
+
+    Batch n comes `times[n]` times, and after it an older one once more where `echoes[n]` says how much older.
+    """
     follower = Follower("r0", can_replay=True)
     got: list[int | None] = []
     due: list[tuple[int, int]] = []
@@ -583,6 +690,10 @@ def test_whatever_the_stream_loses_each_batch_is_applied_once_in_order(
             due.append((published + delays[len(due) % len(delays)], follower.ask_from))
             follower.asked(0.0)
 
+    def hear(number: int) -> None:
+        got.extend(numbers(follower.live(number, payload(number), 0.0)))
+        ask()
+
     def serve(until: int) -> None:
         while due and due[0][0] <= until:
             _, start = due.pop(0)
@@ -592,11 +703,13 @@ def test_whatever_the_stream_loses_each_batch_is_applied_once_in_order(
             ask()
 
     ask()
-    for number, is_lost in enumerate([*lost, False]):
+    for number, count in enumerate([*times, 1]):
         published = number + 1
-        if not is_lost:
-            got += numbers(follower.live(number, payload(number), 0.0))
-            ask()
+        for _ in range(count):
+            hear(number)
+        back = echoes[number % len(echoes)]
+        if back is not None and back <= number:
+            hear(number - back)
         serve(number)
     serve(1 << 30)
     assert got == list(range(published))

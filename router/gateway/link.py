@@ -169,7 +169,7 @@ class Link:
         while True:
             if not self._send(HEARTBEAT):
                 self._echo_s = float("-inf")
-            if self.alive and time.monotonic() - self._compared_s >= COMPARE_S:
+            if self.alive and (time.monotonic() - self._compared_s >= COMPARE_S or not self._fleet.workers):
                 self._compare()
             elif not self.alive:
                 self._compared_s = float("-inf")

@@ -165,6 +165,7 @@ class Gateway:
         return {
             "in_flight": self.in_flight,
             "held_bytes": self.held_bytes,
+            "workers": len(self.fleet.workers),
             "sick": self.health.sick(),
             "refusals": {str(status): count for status, count in sorted(self.refusals.items())},
             **self.counts,

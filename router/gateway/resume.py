@@ -14,7 +14,7 @@ The id, the role and the numbers of the first leg are kept. Memory: the text and
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -52,6 +52,46 @@ class Leg:
     tokens: list[int] | None
 
 
+_Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[msgspec.Raw] | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    token_ids: list[_Id] | None = None
+    prompt_token_ids: list[_Id] | None = None
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: int | None = None
+    prompt_tokens_details: dict[str, int | None] | None = None
+
+
+class _Meta(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+
+
+class _Event(msgspec.Struct):
+    """What is read of an event must be of these types."""
+
+    text: str | None = None
+    output_ids: list[_Id] | None = None
+    meta_info: _Meta | None = None
+    choices: Annotated[list[_Choice], msgspec.Meta(max_length=1)] | None = None
+    usage: _Usage | None = None
+
+
+_EVENTS = msgspec.json.Decoder(_Event)
+
+
 class Resumable:
     """One stream on its way to its client, over all its legs."""
 
@@ -67,6 +107,7 @@ class Resumable:
         self._prompt: list[int] = []
         self._head: dict[str, Any] = {}
         self._has_tools = False
+        self._is_strange = False
         self._has_usage = False
         self._is_finished = False
         # Of the leg under way:
@@ -104,6 +145,8 @@ class Resumable:
     def next_leg(self, prompt: Sequence[int], decode: Decode) -> Leg:
         """Begins another leg. `prompt` is the request's, as the router knows it. Raises `Diverged`."""
         self._read()
+        if self._is_strange:
+            raise Diverged("its events cannot be read")
         if self._has_tools:
             raise Diverged("it had begun to call a tool")
         self._prompt = self._prompt or list(prompt)
@@ -131,8 +174,12 @@ class Resumable:
     def _read(self) -> None:
         events, self._unread, self._unread_bytes = b"".join(self._unread), [], 0
         for event in _split(events):
-            data = {} if data_of(event) == FINISHED else _json(event)
-            if not data:
+            if data_of(event) == FINISHED or self._is_strange:
+                continue
+            try:
+                data = _read(event)
+            except Diverged:
+                self._is_strange = True
                 continue
             if self._call.kind == "generate":
                 self._texts["text"] = str(data.get("text") or "")
@@ -140,6 +187,8 @@ class Resumable:
                 meta = data.get("meta_info") or {}
                 self._head = {"id": meta.get("id"), "prompt_tokens": meta.get("prompt_tokens")}
                 self._is_finished = meta.get("finish_reason") is not None
+                if "error" in data:
+                    self._is_strange = True
                 if meta.get("completion_tokens") != len(self._ids):
                     self._way = "repeat"
                 continue
@@ -184,7 +233,7 @@ class Resumable:
             if data_of(event) == FINISHED:
                 yield event + END_OF_EVENT
                 continue
-            data = _json(event)
+            data = _read(event)
             if "error" in data:
                 yield event + END_OF_EVENT
             elif found := self._generated(data) if self._call.kind == "generate" else self._chunk(data):
@@ -304,9 +353,12 @@ def _split(events: bytes) -> Iterator[bytes]:
     return (event for event in events.split(END_OF_EVENT) if event)
 
 
-def _json(event: bytes) -> dict[str, Any]:
+def _read(event: bytes) -> dict[str, Any]:
+    """The event, whose parts have the types of `_Event`. Raises `Diverged`."""
+    data = data_of(event)
     try:
-        found = msgspec.json.decode(data_of(event))
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        _EVENTS.decode(data)
+        found: dict[str, Any] = msgspec.json.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise Diverged("an event of the replica cannot be read") from error
+    return found

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from router.events import Count
 from router.gateway.calls import Call
 from router.gateway.sampling import Kind
 
@@ -35,11 +36,11 @@ class Usage:
 
 
 class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
+    cached_tokens: Count | None = None
 
 
 class _OpenAIUsage(msgspec.Struct):
-    completion_tokens: int | None = None
+    completion_tokens: Count | None = None
     prompt_tokens_details: _Details | None = None
 
 
@@ -49,8 +50,8 @@ class _OpenAIAnswer(msgspec.Struct):
 
 
 class _Meta(msgspec.Struct):
-    completion_tokens: int = 0
-    cached_tokens: int | None = None
+    completion_tokens: Count = 0
+    cached_tokens: Count | None = None
 
 
 class _Generated(msgspec.Struct):
@@ -165,7 +166,7 @@ def _openai_usage(usage: _OpenAIUsage | None) -> Usage | None:
     if usage is None:
         return None
     details = usage.prompt_tokens_details
-    return Usage(max(0, usage.completion_tokens or 0), details.cached_tokens if details else None)
+    return Usage(usage.completion_tokens or 0, details.cached_tokens if details else None)
 
 
 def _sum(answers: list[_Generated]) -> Usage | None:

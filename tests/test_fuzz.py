@@ -1,0 +1,288 @@
+"""Whatever comes over a wire is taken or refused: nothing else is raised, and nothing answers 500."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.core import Router
+from router.events import (
+    Arrive,
+    Done,
+    Event,
+    Follow,
+    Progress,
+    ProtocolError,
+    Query,
+    Running,
+    Stored,
+    Table,
+    WorkerDown,
+    WorkerDrain,
+    WorkerHealth,
+    WorkerUp,
+    decode_answer,
+    decode_event,
+    encode,
+)
+from router.gateway.app import Config, create_app
+from router.gateway.calls import ApiError, Call, parse
+from router.gateway.resources import Limits
+from router.gateway.resume import Diverged, Resumable
+from router.gateway.sse import Stream
+from router.placement import PLACEMENTS, build
+from router.wire import decode_kv_batch
+from tests.stand_in import MODEL, make_tokenizer
+
+names = st.sampled_from(["a", "b", "c", ""])
+tokens = st.integers(0, 40).map(lambda n: bytes(4 * n))
+counts = st.integers(0, 1 << 40)
+hashes = st.integers(-9, 9)
+events = st.one_of(
+    st.builds(Arrive, names, names, tokens, counts, names, st.tuples(names)),
+    st.builds(Running, names, names, names, tokens, counts, names, counts),
+    st.builds(Progress, names, counts),
+    st.builds(Done, names, counts, st.none() | counts, st.sampled_from(["ok", "aborted", "failed"])),
+    st.builds(Table, names, st.lists(names).map(tuple)),
+    st.builds(WorkerUp, names, names, st.none() | names, st.none(), st.floats(1e-9, 1e9)),
+    st.builds(WorkerDown, names),
+    st.builds(WorkerDrain, names),
+    st.builds(WorkerHealth, names, st.booleans()),
+    st.builds(Follow, names),
+    st.builds(Query, names),
+    st.builds(Stored, names, st.tuples(hashes), st.none() | hashes, tokens, st.integers(1, 20)),
+)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=8,
+)
+msgpack_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@st.composite
+def damaged(draw: Any, whole: st.SearchStrategy[bytes]) -> bytes:
+    """`whole` with a few bytes changed, and perhaps cut."""
+    data = bytearray(draw(whole))
+    for _ in range(draw(st.integers(0, 3))):
+        if data:
+            data[draw(st.integers(0, len(data) - 1))] = draw(st.integers(0, 255))
+    return bytes(data[: draw(st.integers(0, len(data)))]) if draw(st.booleans()) else bytes(data)
+
+
+@settings(max_examples=400)
+@given(st.one_of(st.binary(), damaged(events.map(encode)), msgpack_values.map(msgspec.msgpack.encode)))
+def test_a_message_is_an_event_or_refused(data: bytes) -> None:
+    for decode in (decode_event, decode_answer):
+        with suppress(ProtocolError):
+            found = decode(data)
+            assert decode(encode(found)) == found or "nan" in repr(found)
+
+
+@settings(max_examples=400)
+@given(
+    st.one_of(
+        st.binary(),
+        msgpack_values.map(msgspec.msgpack.encode),
+        st.lists(msgpack_values, max_size=3).map(lambda values: msgspec.msgpack.encode([1.0, values, 0])),
+        damaged(
+            st.just(
+                msgspec.msgpack.encode(
+                    [
+                        1.0,
+                        [{"type": "BlockStored", "block_hashes": [1], "token_ids": [1, 2], "block_size": 2}],
+                        0,
+                    ]
+                )
+            )
+        ),
+    )
+)
+def test_a_kv_batch_is_read_or_refused(data: bytes) -> None:
+    with suppress(ProtocolError):
+        assert decode_kv_batch("r0", data).skipped >= 0
+
+
+@pytest.mark.parametrize("placement", list(PLACEMENTS))
+@settings(max_examples=60)
+@given(told=st.lists(st.tuples(events, st.sampled_from([b"g", b"h"])), max_size=40))
+def test_whatever_peers_say_the_router_stays_whole(placement: str, told: list[tuple[Event, bytes]]) -> None:
+    router = Router(build(placement))
+    for now_s, (event, peer) in enumerate(told):
+        router.handle(event, float(now_s), peer)
+    state = router.state()
+    workers: Any = state["workers"]
+    assert sum(worker["in_flight"] for worker in workers.values()) == state["in_flight"]
+    assert all(worker["in_flight"] >= 0 for worker in workers.values())
+    json.dumps(state, allow_nan=False)
+
+
+KEYS = (
+    "model", "messages", "prompt", "text", "input_ids", "sampling_params", "stream", "stream_options", "n",
+    "max_tokens", "max_completion_tokens", "max_new_tokens", "temperature", "seed", "stop", "user", "rid",
+    "custom_params", "lora_path", "cache_salt", "extra_key", "top_k", "min_tokens", "best_of", "tools",
+)  # fmt: skip
+bodies = st.one_of(
+    st.binary(max_size=40),
+    st.dictionaries(st.sampled_from(KEYS), json_values, max_size=6).map(
+        lambda body: json.dumps({"prompt": "x", "text": "x", "messages": [{"role": "user"}]} | body).encode()
+    ),
+    json_values.map(lambda value: json.dumps(value).encode()),
+    damaged(
+        st.just(b'{"model":"tiny","prompt":"x","messages":[{"role":"user","content":"x"}],"stream":true}')
+    ),
+)
+
+
+@settings(max_examples=500)
+@given(kind=st.sampled_from(["chat", "completions", "generate"]), raw=bodies)
+def test_a_body_is_a_call_or_refused(kind: Any, raw: bytes) -> None:
+    try:
+        call = parse(kind, raw, MODEL)
+    except ApiError as error:
+        refused = error
+    else:
+        assert json.loads(call.forwarded("0" * 32))["rid"]
+        assert call.max_output_tokens >= 0
+        return
+    assert 400 <= refused.status < 500
+    assert json.loads(refused.body())["error"]["message"]
+
+
+def _call(kind: Any) -> Call:
+    body = {"prompt": "x", "text": "x", "messages": [{"role": "user"}], "stream": True, "temperature": 0}
+    more = {"max_tokens": 5, "sampling_params": {"temperature": 0, "max_new_tokens": 5}}
+    return parse(kind, json.dumps(body | more).encode(), MODEL)
+
+
+chunk = st.fixed_dictionaries(
+    {},
+    optional={
+        "choices": st.one_of(
+            json_values,
+            st.fixed_dictionaries(
+                {},
+                optional=dict.fromkeys(("text", "delta", "token_ids", "finish_reason"), json_values)
+                | {
+                    "delta": st.fixed_dictionaries(
+                        {}, optional={"content": json_values, "tool_calls": json_values}
+                    )
+                },
+            ).map(lambda one: [one]),
+        ),
+        "text": json_values,
+        "output_ids": json_values,
+        "usage": json_values,
+        "id": json_values,
+        "meta_info": st.fixed_dictionaries(
+            {},
+            optional=dict.fromkeys(
+                ("completion_tokens", "prompt_tokens", "finish_reason", "id"), json_values
+            ),
+        ),
+    },
+)
+
+
+@settings(max_examples=150)
+@given(
+    kind=st.sampled_from(["chat", "completions", "generate"]),
+    first=st.lists(chunk, min_size=1, max_size=4),
+    second=st.lists(chunk, max_size=4),
+)
+def test_whatever_a_replica_streams_is_passed_on_or_given_up(
+    kind: Any, first: list[Any], second: list[Any]
+) -> None:
+    call = _call(kind)
+    resumable, stream = Resumable(call), Stream(call)
+    for leg in (first, second):
+        data = b"".join(b"data: " + json.dumps(one).encode() + b"\n\n" for one in leg)
+        with suppress(Diverged):
+            if shown := stream.feed(data):
+                resumable.pass_on(shown)
+            assert resumable.leg_tokens is None or resumable.leg_tokens >= 0
+            assert stream.usage.output_tokens >= 0
+            resumable.next_leg([1, 2, 3], lambda ids, hide: "x" * len(ids))
+            continue
+        return
+
+
+class Http:
+    """A gateway without sockets, and without a router: what is not refused cannot be placed."""
+
+    def __init__(self, folder: Path) -> None:
+        limits = Limits(max_body_bytes=500)
+        self.app = create_app(Config("tcp://127.0.0.1:17999", MODEL, str(folder), 0.1, limits))
+        self.gateway = self.app.state.gateway
+        self._runner = asyncio.Runner()
+        self._runner.run(self.gateway.start())
+        transport = httpx.ASGITransport(self.app, raise_app_exceptions=True)
+        self._client = httpx.AsyncClient(transport=transport, base_url="http://gateway")
+
+    def ask(self, method: str, path: str, **options: Any) -> httpx.Response:
+        return self._runner.run(self._client.request(method, path, **options))
+
+    def close(self) -> None:
+        self._runner.run(self.gateway.close())
+        self._runner.close()
+
+
+@pytest.fixture(scope="module")
+def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Http]:
+    made = Http(make_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+    yield made
+    made.close()
+
+
+PATHS = (
+    "/v1/chat/completions", "/v1/completions", "/generate", "/v1/models", "/health", "/status", "/workers",
+    "/workers/x",
+)  # fmt: skip
+paths = st.sampled_from(PATHS) | st.text("abc/%.?&", max_size=10).map(lambda text: "/x" + text)
+
+
+@settings(max_examples=300)
+@given(
+    method=st.sampled_from(["GET", "POST", "DELETE", "PUT", "PATCH", "OPTIONS", "HEAD"]),
+    path=paths,
+    body=bodies | st.binary(min_size=600, max_size=700),
+    client=st.none() | st.text(st.characters(min_codepoint=32, max_codepoint=255), max_size=200),
+)
+def test_every_request_is_answered(
+    http: Http, method: str, path: str, body: bytes, client: str | None
+) -> None:
+    headers = {} if client is None else {"x-fair-client": client.encode("latin-1")}
+    answer = http.ask(method, path, content=body, headers=headers)
+    assert answer.status_code in (200, 307, 400, 401, 403, 404, 405, 413, 503)
+    if answer.status_code >= 400 and method != "HEAD":
+        assert answer.json() if path == "/health" else answer.json()["error"]["message"]
+    assert (http.gateway.in_flight, http.gateway.held_bytes) == (0, 0)
+
+
+def test_what_is_refused_is_counted(http: Http) -> None:
+    def refusals() -> dict[str, int]:
+        return http.ask("GET", "/status").json()["gateway"]["refusals"]
+
+    before = refusals()
+    assert http.ask("POST", "/v1/completions", content=b"{").status_code == 400
+    assert http.ask("POST", "/v1/completions", content=b"x" * 501).status_code == 413
+    assert http.ask("POST", "/v1/completions", json={"prompt": "x", "model": "unknown"}).status_code == 404
+    assert http.ask("POST", "/v1/nowhere").status_code == 404
+    after = refusals()
+    assert {status: after[status] - before.get(status, 0) for status in ("400", "404", "413")} == {
+        "400": 1,
+        "404": 2,
+        "413": 1,
+    }
