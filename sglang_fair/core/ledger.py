@@ -1,7 +1,8 @@
 """The books: who was given how much service, in tokens, beside what the engine itself counted.
 
 Every extend token that the engine computes and every output token that it emits is entered once, to a
-client or to the system account. The engine's own counters are entered independently, so that the
+client or to the system account. What clients pay each other for prefixes that they share is entered beside it, and
+sums to 0 (`payers`). The engine's own counters are entered independently, so that the
 identity  Σ clients + system = engine  can be checked between any two steps (`check`).
 """
 
@@ -18,13 +19,17 @@ OTHERS = "(others)"
 
 @dataclass(slots=True)
 class Usage:
-    """Tokens by kind, requests, and `service` in the cost function's units. Cached tokens are free."""
+    """Tokens by kind, requests, and `service` in the cost function's units, in which cached tokens are free.
+
+    `transferred_units` is what others' prefixes cost it, less what others paid for its own: 0 over all accounts.
+    """
 
     extend_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0
     service: float = 0.0
     requests: int = 0
+    transferred_units: float = 0.0
 
     def add(self, other: "Usage") -> None:
         self.extend_tokens += other.extend_tokens
@@ -32,6 +37,7 @@ class Usage:
         self.cached_tokens += other.cached_tokens
         self.service += other.service
         self.requests += other.requests
+        self.transferred_units += other.transferred_units
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +80,10 @@ class Ledger:
         cached: int = 0,
         service: float = 0.0,
         requests: int = 0,
+        transferred: float = 0.0,
     ) -> None:
         """Enter what `account` was given."""
-        entry = Usage(extend, output, cached, service, requests)
+        entry = Usage(extend, output, cached, service, requests, transferred)
         self.total.add(entry)
         usage = self._accounts.get(account)
         if usage is None:

@@ -6,7 +6,7 @@ stops. So one policy object runs in SGLang's scheduler, in a simulator and in a 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, ClassVar
@@ -37,6 +37,8 @@ class Job:
     """The output that whoever sent it announced; None: nobody did."""
     unblocks: int = 0
     """How many requests of its program its sender holds back until it is answered."""
+    path: Sequence[Hashable] = ()
+    """The blocks of its prompt (`payers.path_of`); asked for at admission only, where clients share prices."""
 
     # What the engine did for it so far.
     extend_tokens: int = 0
@@ -46,6 +48,10 @@ class Job:
     """Output past its limit: not its client's."""
     predicted_tokens: int = 0
     """Output that the policy was charged for at admission, made or not."""
+    reached_tokens: int = 0
+    """Of its prompt: cached when it was last admitted, or computed since."""
+    unpriced_units: float = 0.0
+    """Charged for the last block of its prompt that is not whole yet."""
     retractions: int = 0
     repeating: bool = False
     """Recomputes after a retraction; its extend tokens go to the system account."""
@@ -75,6 +81,10 @@ class Policy(ABC):
     waits_for_prefixes: ClassVar[bool] = False
     """Requests whose uncached prefix is being computed are passed over meanwhile. Only for policies that follow
     the cache and whose guarantee survives it: under VTC others would be served in the client's turn."""
+
+    keeps_bound_with_transfers: ClassVar[bool] = False
+    """`bound` holds when a client is also charged, or given back, units at other times than its own service, if
+    what this adds to a counter is added to `input_units` (`payers.Swing`)."""
 
     weights: "Weights | None" = None
     """The clients' shares. None: everybody is served alike."""

@@ -12,7 +12,8 @@
 
 What a policy need not know is here: the cost function, the ledger, how predicted outputs are charged ahead
 (the ledger has only what was really given), retracted requests (they go first and are never held back by a
-deficit, and what the server recomputes for them is on the system account), and requests whose uncached prefix
+deficit, and what the server recomputes for them is on the system account), who pays for a prefix that clients share
+(an admission moves units between those who use it), and requests whose uncached prefix
 another one is computing right now (they wait for it: one step later the prefix is a cache hit; where it is not,
 because the cache did not keep it, they do not wait again).
 """
@@ -24,6 +25,7 @@ from typing import Any
 from sglang_fair.core.cost import Cost, Linear
 from sglang_fair.core.heap import LazyHeap
 from sglang_fair.core.ledger import SYSTEM, Ledger
+from sglang_fair.core.payers import Payers, Swing
 from sglang_fair.core.policy import Job, Policy
 
 
@@ -55,6 +57,8 @@ class FairQueue:
     policy: Policy
     cost: Cost = field(default_factory=Linear)
     ledger: Ledger = field(default_factory=Ledger)
+    payers: Payers | None = None
+    """Who pays for a prefix that clients share. None: whoever computes it, and nothing is transferred."""
 
     largest_input_tokens: int = field(default=0, init=False)
     """Most extend tokens that one request has been charged: L_input of the theorems, as seen."""
@@ -73,6 +77,7 @@ class FairQueue:
     _first_held: list[Job] = field(default_factory=list, init=False, repr=False)
     _computing: dict[Hashable, Computation] = field(default_factory=dict, init=False, repr=False)
     _clients: dict[str, Presence] = field(default_factory=dict, init=False, repr=False)
+    _swing: Swing = field(default_factory=Swing, init=False, repr=False)
     _arrivals: int = field(default=0, init=False, repr=False)
     _backlogs: int = field(default=0, init=False, repr=False)
 
@@ -168,18 +173,22 @@ class FairQueue:
             presence.owed_tokens += job.max_output_tokens - job.output_tokens
             self.largest_output_tokens = max(self.largest_output_tokens, job.max_output_tokens)
             self.largest_owed_tokens = max(self.largest_owed_tokens, presence.owed_tokens)
-        predictor, predicted = self.policy.predictor, 0
-        if predictor is not None and not (job.repeating or job.system):
-            predicted = min(job.max_output_tokens, max(0, round(predictor.predict(job))))
         repeated = job.repeating
+        own = not (repeated or job.system)
+        predictor, predicted = self.policy.predictor, 0
+        if predictor is not None and own:
+            predicted = min(job.max_output_tokens, max(0, round(predictor.predict(job))))
         job.cached_tokens += 0 if repeated else cached_tokens
         self.ledger.record(
             SYSTEM if job.system or repeated else job.client,
             cached=0 if repeated else cached_tokens,
             requests=0 if repeated else 1,
         )
+        job.reached_tokens = cached_tokens
+        if own:
+            self._share(job, cached_tokens)
         self._compute(job, extend_tokens, job.block, predicted)
-        if not (job.system or repeated):
+        if own:
             self.policy.admitted(job, self.dearest_input_units, self._dearest_output_units())
 
     def extend(self, job: Job, tokens: int, block: Hashable | None = None) -> None:
@@ -261,8 +270,14 @@ class FairQueue:
         return len(self._jobs)
 
     def bound(self) -> float | None:
-        """The policy's guarantee with the largest prompt and the largest owed output seen so far."""
-        return self.policy.bound(self.dearest_input_units, self._dearest_output_units())
+        """The policy's guarantee with the largest prompt and the largest owed output seen so far.
+
+        Where prices are shared it is of charged service, and counts how far transfers have moved a counter so far.
+        """
+        if self.payers is not None and not self.policy.keeps_bound_with_transfers:
+            return None
+        input_units = self.dearest_input_units + self._swing.most_units
+        return self.policy.bound(input_units, self._dearest_output_units())
 
     def status(self, most: int = 1000) -> Mapping[str, Any]:
         """State for people and programs, JSON-ready; the `most` clients with the most service are listed."""
@@ -280,6 +295,7 @@ class FairQueue:
                 "output_tokens": usage.output_tokens,
                 "cached_tokens": usage.cached_tokens,
                 "service": usage.service,
+                "transferred_units": usage.transferred_units,
                 "requests": usage.requests,
                 "backlog": presence.backlog if presence.waiting else None,
                 "waiting": presence.waiting,
@@ -293,6 +309,7 @@ class FairQueue:
                 "output_tokens": total.output_tokens,
                 "cached_tokens": total.cached_tokens,
                 "service": total.service,
+                "transferred_units": total.transferred_units,
                 "waiting": len(self._jobs),
                 "running": len(self._running),
             },
@@ -309,24 +326,46 @@ class FairQueue:
         if block is not None:
             job.block = block
             self._computing.setdefault(block, Computation(job))
+        start, job.reached_tokens = job.reached_tokens, job.reached_tokens + tokens
         if job.repeating or job.system:
             self.ledger.record(SYSTEM, extend=tokens)
+            if self.payers is not None:
+                self.payers.lost(job.path, start, job.reached_tokens)
             return
-        self._charge(job, extend=tokens, predicted=predicted)
+        units = self._charge(job, extend=tokens, predicted=predicted)
+        if self.payers is not None:
+            job.unpriced_units = self.payers.computed(
+                job.client, job.path, start, job.reached_tokens, units, job.unpriced_units
+            )
         self.largest_input_tokens = max(self.largest_input_tokens, job.extend_tokens)
         self.largest_prompt_tokens = max(self.largest_prompt_tokens, job.extend_tokens + job.cached_tokens)
         input_units = self.cost(job.extend_tokens, 0, job.cached_tokens)
         self.dearest_input_units = max(self.dearest_input_units, input_units)
 
-    def _charge(self, job: Job, *, extend: int = 0, output: int = 0, predicted: int = 0) -> None:
-        """Book what it cost; charge the policy that, or what it will have cost after the predicted output."""
+    def _share(self, job: Job, cached_tokens: int) -> None:
+        """`job` found tokens in the cache: its client takes over its part of their price from who paid it."""
+        if self.payers is None:
+            return
+        self._swing.admitted(job.client)
+        for client, units in self.payers.used(job.client, job.path, cached_tokens).items():
+            self._swing.transferred(client, units)
+            self.ledger.record(client, transferred=units)
+            self.policy.charge(client, units)
+            if client not in self._clients:
+                self.policy.idle(client)
+
+    def _charge(self, job: Job, *, extend: int = 0, output: int = 0, predicted: int = 0) -> float:
+        """Book what it cost; charge the policy that, or what it will have cost after the predicted output. Returns
+        the former."""
         cost, ahead = self._cost(job), self._ahead(job)
         job.extend_tokens += extend
         job.output_tokens += output
         job.predicted_tokens += predicted
         served = self._cost(job) - cost
         self.ledger.record(job.client, extend=extend, output=output, service=served)
+        self._swing.charged(job.client, served)
         self.policy.charge(job.client, served + self._ahead(job) - ahead)
+        return served
 
     def _settle(self, job: Job) -> None:
         """It ended: what was charged ahead and not made is given back, and the predictor learns of it."""

@@ -14,6 +14,7 @@ from sglang_fair.core import POLICIES
 from sglang_fair.core import options as policy_options
 from sglang_fair.core.cost import Cost, Linear, describe, make_cost
 from sglang_fair.core.identity import DEFAULT_ORDER, MAX_NAME_CHARS, bounded
+from sglang_fair.core.payers import FIRST, RULES, make_payers
 from sglang_fair.core.policy import Policy, Weights, checked_quantum
 
 STOCK_POLICIES = ("lpm", "random", "fcfs", "dfs-weight", "lof", "priority", "routing-key", "hrrn")
@@ -51,6 +52,8 @@ SETTINGS: tuple[Setting, ...] = (
             "units that one computed input token costs, with the linear cost (default 1)"),
     Setting("--fair-output-weight", "SGLANG_FAIR_OUTPUT_WEIGHT", "W_Q",
             "units that one output token costs, with the linear cost (default 2)"),
+    Setting("--fair-payer", "SGLANG_FAIR_PAYER", "RULE",
+            f"who pays for a prefix that clients share: {', '.join(RULES)} (default first: who computes it)"),
     Setting("--fair-client-weights", "SGLANG_FAIR_CLIENT_WEIGHTS", "JSON",
             'shares per client, for example {"gold": 2} (default 1 for everybody)'),
     Setting("--fair-identity", "SGLANG_FAIR_IDENTITY", "PLACES",
@@ -72,6 +75,7 @@ class Config:
     """The policy's own, as they were written; which there are depends on the policy."""
     cost: Cost = field(default_factory=Linear)
     client_weights: Mapping[str, float] | None = None
+    payer: str = FIRST
     identity: tuple[str, ...] = DEFAULT_ORDER
 
     def policy(self, name: str) -> Policy:
@@ -137,6 +141,7 @@ def read(environ: Mapping[str, str] = os.environ) -> Config:
     if not isinstance(weights, dict):
         raise ValueError(f"SGLANG_FAIR_CLIENT_WEIGHTS must map client names to numbers, not {weights_text}")
     quantum = number("SGLANG_FAIR_QUANTUM")
+    make_payers(payer := environ.get("SGLANG_FAIR_PAYER") or FIRST)
     return Config(
         quantum=checked_quantum(Config.quantum if quantum is None else quantum),
         options=environ.get("SGLANG_FAIR_OPTIONS") or "",
@@ -146,6 +151,7 @@ def read(environ: Mapping[str, str] = os.environ) -> Config:
             number("SGLANG_FAIR_OUTPUT_WEIGHT"),
         ),
         client_weights=checked_weights(weights),
+        payer=payer,
         identity=read_identity(environ),
     )
 

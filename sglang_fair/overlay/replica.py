@@ -21,6 +21,7 @@ from sglang_fair.core.identity import ANONYMOUS
 from sglang_fair.core.ledger import SYSTEM
 from sglang_fair.core.lookups import LookUps
 from sglang_fair.core.options import shown
+from sglang_fair.core.payers import make_payers, path_of
 from sglang_fair.core.policy import Job
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.overlay.config import Config
@@ -54,7 +55,9 @@ class ReplicaFairness:
         self.orders = orders
         self.generates = generates
         self.policy_name = policy if orders else f"sglang:{policy}"
-        self.queue = FairQueue(config.policy(policy if orders else "fcfs"), config.cost)
+        self.queue = FairQueue(
+            config.policy(policy if orders else "fcfs"), config.cost, payers=make_payers(config.payer)
+        )
         self._tree_cache = tree_cache
         self._requests: dict[str, Any] = {}
         self._refused = 0
@@ -197,6 +200,9 @@ class ReplicaFairness:
     def admitted(self, request: Any) -> None:
         job = self.queue.find(request.rid)
         assert job is not None, f"{request.rid} is not in the books"
+        if (payers := self.queue.payers) is not None:
+            root = (request.extra_key, request.cache_salt)
+            job.path = path_of(root, memoryview(request.origin_input_ids), payers.block_tokens)
         self.queue.admit(
             job, extend_tokens=request.extend_end - request.prefix_len, cached_tokens=request.prefix_len
         )

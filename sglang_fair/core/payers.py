@@ -1,0 +1,304 @@
+"""Who pays for a prefix that several clients use: a choice that DLPM leaves open.
+
+A prompt is a chain of blocks, and a block that is in the cache has a price: what was charged for computing it.
+
+    rule      who pays that price
+    first     the client whose request computed it; everybody else's hits are free. Needs nothing of this file
+    equal     in equal parts the distinct clients that have used it since it was computed
+    per-use   those clients in proportion to how many of their requests have used it
+
+A client that hits the cache is charged its share, and those who paid before are refunded as much: the transfers
+of one admission sum to 0, so all clients together still pay for exactly what was computed. `equal` is settled at
+once. `per-use` is settled when a piece's uses have grown by an eighth since the last time, and at once up to
+nine; the uses between cost nothing until then. A block that is computed again, because the cache lost
+it, starts a new history; who paid for the old one gets nothing back. What the server computes by its own choice is
+free for all, and so are outputs that a later prompt repeats, pieces shorter than a block, and what is forgotten.
+
+Unit of fairness: charged service, that is service plus transfers. `equal` and `per-use` make the service that was
+computed for a client, which the papers bound, differ from what its counter sees.
+Bound: DLPM's theorem holds for charged service, with what `Swing` has seen added to U (the proof is there). For
+VTC nothing is proven, because a refund lowers a counter; nor for DRR, because a refund between two visits of
+the ring takes the place of a refill.
+Knobs: the rule; `block_tokens`, the smallest piece that is shared; `max_entries`, blocks and their users that are
+remembered, the least recently used forgotten first; `max_users`, clients that share one piece: more use it for
+free, where each share would be below 1/`max_users` of it.
+Cost of an admission: a dictionary look-up for each piece of the path, and one for each user of it when it is
+settled. A piece is a run of blocks with the same history.
+
+What an operator should expect:
+
+- `first` rewards waiting: who needs a system prompt second has it for nothing, and one client pays for it again
+  each time that the cache loses it.
+- `equal` charges a hit at most half of what computing would have cost, so hits stay worth having. One request
+  pays as much as a thousand: it suits tenants of like size, and is hard on the occasional one.
+- `per-use` follows the traffic: whoever sends most pays most, though a hit costs the server nothing.
+- Nobody pays for what no request of its own has used. Under `equal` a client is charged only when its own request
+  is admitted; under `per-use` also when another's use settles its earlier ones, perhaps while it waits or is gone.
+- Many names of one owner pay a share each under `equal`, and as much as one name under `per-use`: inventing names
+  does not pay. Under `first` it changes nothing.
+- Refunds are credit. DLPM keeps it for a client that is gone, so that it may come back with more than a quantum;
+  VTC and DRR do not. A charge to a client that is gone is a debt in DLPM and DRR; VTC may forget it.
+- Known leaks: a client that floods the cache makes others compute, and pay, again (under every rule); a refund
+  tells its client that somebody else uses the same prefix; a name that is dropped pays nothing later, so `per-use`
+  does not collect the last eighth from it.
+"""
+
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+FIRST, EQUAL, PER_USE = "first", "equal", "per-use"
+RULES = (FIRST, EQUAL, PER_USE)
+
+BLOCK_TOKENS = 64
+
+
+def path_of(root: Hashable, tokens: Sequence[int], block_tokens: int = BLOCK_TOKENS) -> list[Hashable]:
+    """The whole blocks of a prompt, each named by a hash of all that lies before it and itself.
+
+    `root` is what else tells one cache entry from another: an adapter, a salt. `tokens` is best a `memoryview`.
+    """
+    path: list[Hashable] = []
+    block: Hashable = root
+    for end in range(block_tokens, len(tokens) + 1, block_tokens):
+        piece = tokens[end - block_tokens : end]
+        block = hash((block, bytes(piece) if isinstance(piece, memoryview) else tuple(piece)))
+        path.append(block)
+    return path
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """Consecutive blocks with one history. `shares` are the parts of `price` that its users have been charged."""
+
+    blocks: Sequence[Hashable]
+    price: float
+    uses: dict[str, int]
+    shares: dict[str, float]
+    total: int = 1
+    """All uses."""
+    settled: int = 1
+    """All uses when `shares` were settled."""
+
+    def entries(self) -> int:
+        return len(self.blocks) + len(self.uses)
+
+
+@dataclass
+class Payers:
+    """The histories of cached blocks. ValueError for a rule other than `equal` and `per-use`."""
+
+    rule: str
+    block_tokens: int = BLOCK_TOKENS
+    max_entries: int = 200_000
+    max_users: int = 1000
+
+    GROWTH: ClassVar[int] = 8
+    """`per-use` is settled when uses have grown by one part in this many."""
+
+    _segment_of: dict[Hashable, Segment] = field(default_factory=dict, init=False, repr=False)
+    _segments: OrderedDict[Segment, None] = field(default_factory=OrderedDict, init=False, repr=False)
+    """The least recently used first."""
+    _entries: int = field(default=0, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.rule not in (EQUAL, PER_USE):
+            raise ValueError(f"unknown payer {self.rule!r}; there are {', '.join(RULES)}")
+
+    def used(self, client: str, path: Sequence[Hashable], cached_tokens: int) -> Mapping[str, float]:
+        """A request of `client` was admitted and found `cached_tokens` of `path` in the cache: what this adds to each
+        client's charges, in units. The sum is 0."""
+        transfers: dict[str, float] = {}
+        covered = self._cover(path, 0, min(len(path), cached_tokens // self.block_tokens))
+        for segment in covered:
+            if self._count(segment, client):
+                self._settle(segment, transfers)
+        for segment in reversed(covered):
+            self._segments.move_to_end(segment)
+        self._forget()
+        if transfers:
+            transfers.pop(client, None)
+            transfers[client] = -sum(transfers.values())
+        return transfers
+
+    def computed(
+        self, client: str, path: Sequence[Hashable], start: int, stop: int, units: float, carried: float = 0.0
+    ) -> float:
+        """The engine computed the tokens from `start` to `stop` of `path`, and `client` was charged `units`.
+
+        Returns the units of the last block if it is not whole yet, to be `carried` into the next call for the prompt.
+        A block of which another part was in the cache already keeps the history that it has.
+        """
+        if stop <= start:
+            return carried
+        size, price = self.block_tokens, units / (stop - start)
+        first, end = start // size, stop // size
+        if start % size:
+            if first == end:
+                return carried + units
+            if first < len(path) and path[first] not in self._segment_of:
+                self._add(client, path[first : first + 1], carried + price * (size - start % size))
+            first += 1
+        self.lost(path, first * size, stop)
+        self._add(client, path[first:end], price * size * len(path[first:end]))
+        self._forget()
+        return price * (stop - end * size)
+
+    def lost(self, path: Sequence[Hashable], start: int, stop: int) -> None:
+        """The tokens from `start` to `stop` were not in the cache: blocks that begin there have no history."""
+        size = self.block_tokens
+        for segment in self._cover(path, -(-start // size), min(len(path), -(-stop // size))):
+            self._remove(segment)
+
+    def _cover(self, path: Sequence[Hashable], start: int, stop: int) -> list[Segment]:
+        """The segments of the known blocks from `start` to `stop`, split so that they have no others."""
+        covered, at = [], start
+        while at < stop:
+            segment = self._segment_of.get(path[at])
+            if segment is None:
+                at += 1
+                continue
+            if segment.blocks[0] != path[at]:
+                segment = self._split(segment, segment.blocks.index(path[at]))
+            length = _common(segment.blocks, path, at, stop)
+            if length < len(segment.blocks):
+                self._split(segment, length)
+            covered.append(segment)
+            at += length
+        return covered
+
+    def _split(self, segment: Segment, at: int) -> Segment:
+        """Cut `segment` before its block number `at`. Returns the rear part, a new segment."""
+        price = segment.price / len(segment.blocks)
+        rear = Segment(
+            segment.blocks[at:],
+            price * (len(segment.blocks) - at),
+            dict(segment.uses),
+            dict(segment.shares),
+            segment.total,
+            segment.settled,
+        )
+        segment.blocks, segment.price = segment.blocks[:at], price * at
+        self._segments[rear] = None
+        self._entries += len(rear.uses)
+        self._segment_of.update(dict.fromkeys(rear.blocks, rear))
+        return rear
+
+    def _count(self, segment: Segment, client: str) -> bool:
+        """One more use. Returns whether it is time to settle."""
+        uses = segment.uses
+        if client not in uses:
+            if len(uses) >= self.max_users:
+                return False
+            uses[client] = 0
+            self._entries += 1
+        elif self.rule == EQUAL:
+            return False
+        uses[client] += 1
+        segment.total += 1
+        return self.rule == EQUAL or segment.total - segment.settled >= segment.settled / self.GROWTH
+
+    def _settle(self, segment: Segment, transfers: dict[str, float]) -> None:
+        """Bring every user's share to its part of the uses."""
+        price, total, shares = segment.price, segment.total, segment.shares
+        for client, uses in segment.uses.items():
+            share = uses / total
+            transfers[client] = transfers.get(client, 0.0) + price * (share - shares.get(client, 0.0))
+            shares[client] = share
+        segment.settled = total
+
+    def _add(self, client: str, blocks: Sequence[Hashable], price: float) -> None:
+        if blocks:
+            segment = Segment(blocks, price, {client: 1}, {client: 1.0})
+            self._segments[segment] = None
+            self._entries += segment.entries()
+            self._segment_of.update(dict.fromkeys(blocks, segment))
+
+    def _remove(self, segment: Segment) -> None:
+        del self._segments[segment]
+        self._entries -= segment.entries()
+        for block in segment.blocks:
+            del self._segment_of[block]
+
+    def _forget(self) -> None:
+        while self._entries > self.max_entries:
+            self._remove(next(iter(self._segments)))
+
+
+def _common(blocks: Sequence[Hashable], path: Sequence[Hashable], at: int, stop: int) -> int:
+    """How many of `blocks` are in `path` from `at`. Equal blocks have equal ones before them: a binary search."""
+    least, most = 1, min(len(blocks), stop - at)
+    while least < most:
+        middle = (least + most + 1) // 2
+        if blocks[middle - 1] == path[at + middle - 1]:
+            least = middle
+        else:
+            most = middle - 1
+    return least
+
+
+def make_payers(rule: str) -> Payers | None:
+    """The histories that `rule` needs; None for `first`. ValueError for an unknown rule."""
+    return None if rule == FIRST else Payers(rule)
+
+
+@dataclass(slots=True)
+class Sway:
+    """One client: units transferred to its charges since its last admission, and its refunds not used up yet."""
+
+    charged: float = 0.0
+    refunded: float = 0.0
+
+
+@dataclass
+class Swing:
+    """How far transfers have moved any counter: `most_units` is added to the theorem's U.
+
+    DLPM's proof needs each counter to stay between -U and Q^u, and clients that wait to get every refill. The second
+    holds whatever is charged. Without transfers a counter is positive when a request is admitted, and falls by less
+    than U until the next one is; transfers up to then, that admission's own included, add `charged`. It is at most Q^u
+    after a refill, and only refunds lift it otherwise, by `refunded`, which every later charge uses up first. So it
+    stays between -(U + most charged) and Q^u + most refunded: two clients differ by at most 2·(U + Q^u + both).
+
+    `max_clients` are told apart. One that was dropped is taken to be as far off as the farthest dropped one.
+    """
+
+    max_clients: int = 10_000
+    most_charged: float = field(default=0.0, init=False)
+    most_refunded: float = field(default=0.0, init=False)
+    _sways: OrderedDict[str, Sway] = field(default_factory=OrderedDict, init=False, repr=False)
+    _dropped: Sway = field(default_factory=Sway, init=False, repr=False)
+
+    @property
+    def most_units(self) -> float:
+        return self.most_charged + self.most_refunded
+
+    def transferred(self, client: str, units: float) -> None:
+        sway = self._sways.get(client)
+        if sway is None:
+            sway = self._sways[client] = Sway(self._dropped.charged, self._dropped.refunded)
+        self._sways.move_to_end(client)
+        if units > 0:
+            sway.charged += units
+            self.most_charged = max(self.most_charged, sway.charged)
+            sway.refunded = max(0.0, sway.refunded - units)
+        else:
+            sway.refunded -= units
+            self.most_refunded = max(self.most_refunded, sway.refunded)
+        if len(self._sways) > self.max_clients:
+            _, gone = self._sways.popitem(last=False)
+            self._dropped.charged = max(self._dropped.charged, gone.charged)
+            self._dropped.refunded = max(self._dropped.refunded, gone.refunded)
+
+    def admitted(self, client: str) -> None:
+        """A request of `client` is admitted: its counter is positive."""
+        sway = self._sways.get(client)
+        if sway is not None:
+            sway.charged = 0.0
+
+    def charged(self, client: str, units: float) -> None:
+        """`client` was given `units` of service."""
+        sway = self._sways.get(client)
+        if sway is not None:
+            sway.refunded = max(0.0, sway.refunded - units)
