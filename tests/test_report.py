@@ -406,8 +406,13 @@ def test_schedulers_take_turns_so_that_each_has_the_same_mean_place():
 def test_a_case_survives_json_and_refuses_unknown_names():
     case = Case(scale=Scale(good_clients=2), rates_per_s={"tot-s1": 0.5})
     assert Case.from_json(json.dumps(asdict(case))) == case
-    with pytest.raises(ValueError, match="unknown scheduler best; there are d2lpm"):
+    with pytest.raises(
+        ValueError, match="unknown scheduler 'best': it is PLACEMENT\\+POLICY, of the placements d2lpm"
+    ):
         Case(schedulers=("best",))
+    with pytest.raises(ValueError, match="no scheduler"):
+        Case(schedulers=())
+    assert Case(schedulers=("least_tokens+dlpm-adaptive",)).repeats == 2
     with pytest.raises(ValueError, match="unknown workload"):
         Case(workloads=("tot",))
 

@@ -12,7 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,8 @@ class SpawnCluster:
         """Wait for the line of JSON that says where everything is."""
         line = _first_line(process, self.start_timeout_s)
         if not line:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(1)  # its output ends before it does
             state = "took too long" if process.poll() is None else f"ended with status {process.returncode}"
             raise ClusterError(f"{' '.join(arguments)}: {state}; its last words: {_tail(log_path)}")
         try:

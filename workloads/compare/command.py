@@ -1,4 +1,4 @@
-"""Compare four schedulers on the same programs, one of the clients misbehaving: a table, plots, a JSON line.
+"""Compare schedulers on the same programs, one of the clients misbehaving: a table, plots, a JSON line.
 
 python -m workloads.compare --duration 15 --repeats 2
 python -m workloads.compare --resume results/compare-20260131-120000     # only what is missing
@@ -21,7 +21,7 @@ from rich.console import Console
 from workloads.clients import SCENARIOS, Scale
 from workloads.compare.cluster import ClusterError, SpawnCluster, StartCluster
 from workloads.compare.probe import Probe
-from workloads.compare.runs import LOADS, SMALL, Case, Comparison, machine, versions
+from workloads.compare.runs import EACH_PLACEMENT, LOADS, SMALL, Case, Comparison, machine, versions
 from workloads.measures import Summary, summarize
 from workloads.medians import Row, ratios, rows
 from workloads.programs import Codec, TextCodec, TokenCodec
@@ -68,7 +68,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     loads = ", ".join(f"{app} {load:g}" for app, load in LOADS.items())
     parser = argparse.ArgumentParser(
         prog="sglang-fair compare",
-        description="Compare four schedulers on programs with one misbehaving client.",
+        description="Compare schedulers on programs with one misbehaving client.",
         epilog="Arguments behind -- are given to every replica's SGLang server "
         f"(default: {' '.join(default.replica_arguments)}).",
     )
@@ -81,7 +81,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="also tot-s2 and judge-s2: longer prefixes",
     )
-    say("--schedulers", default=",".join(default.schedulers), help="comma separated (default: all four)")
+    say(
+        "--schedulers",
+        metavar="A+B,...",
+        default=",".join(default.schedulers),
+        help=f"PLACEMENT+POLICY, comma separated (default: {', '.join(default.schedulers)})",
+    )
+    say(
+        "--placements",
+        dest="schedulers",
+        action="store_const",
+        const=",".join(EACH_PLACEMENT),
+        help="every placement over dlpm",
+    )
     say("--duration", type=float, default=default.duration_s, metavar="S", help="seconds of arrivals a run")
     say("--drain", type=float, default=default.drain_s, metavar="S", help="longest wait for good clients")
     say("--repeats", type=int, default=default.repeats, help="runs of each, medians are shown")

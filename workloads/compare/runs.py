@@ -27,6 +27,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from router.placement import PLACEMENTS
+from sglang_fair.core import POLICIES
 from workloads.clients import SCENARIOS, Client, Scale
 from workloads.compare.cluster import Cluster, ClusterError, StartCluster, flush, verify
 from workloads.compare.probe import Probe, probe
@@ -36,13 +38,23 @@ from workloads.programs import Codec
 from workloads.records import Manifest, Records, Run, read
 from workloads.report import client_table
 
-SCHEDULERS: Mapping[str, tuple[str, str]] = {
-    "d2lpm+dlpm": ("d2lpm", "dlpm"),
-    "round_robin+lpm": ("round_robin", "lpm"),
-    "preble+lpm": ("preble", "lpm"),
-    "client_round_robin+vtc": ("client_round_robin", "vtc"),
-}
-"""Name -> (placement, policy): ours, and the baselines of DLPM §7."""
+SCHEDULERS = ("d2lpm+dlpm", "round_robin+lpm", "preble+lpm", "client_round_robin+vtc")
+"""PLACEMENT+POLICY: ours, and the baselines of DLPM §7."""
+
+EACH_PLACEMENT = tuple(f"{placement}+dlpm" for placement in PLACEMENTS)
+"""Every placement over the same fair replicas."""
+
+
+def parts(scheduler: str) -> tuple[str, str]:
+    """Placement and policy of PLACEMENT+POLICY. ValueError for names that there are not."""
+    placement, _, policy = scheduler.partition("+")
+    if placement not in PLACEMENTS or policy not in POLICIES:
+        raise ValueError(
+            f"unknown scheduler {scheduler!r}: it is PLACEMENT+POLICY, of the placements {', '.join(PLACEMENTS)} "
+            f"and the policies {', '.join(POLICIES)}"
+        )
+    return placement, policy
+
 
 SMALL = Scale(
     question_tokens=256,
@@ -66,7 +78,7 @@ class Case:
     """Everything that decides a comparison; written beside its records."""
 
     workloads: tuple[str, ...] = ("tot-s1", "judge-s1")
-    schedulers: tuple[str, ...] = tuple(SCHEDULERS)
+    schedulers: tuple[str, ...] = SCHEDULERS
     repeats: int = 2
     duration_s: float = 15.0
     drain_s: float = 5.0
@@ -88,15 +100,15 @@ class Case:
     replica_arguments: tuple[str, ...] = ("--max-running-requests", "16")
 
     def __post_init__(self) -> None:
-        for kind, names, known in (
-            ("workload", self.workloads, SCENARIOS),
-            ("scheduler", self.schedulers, SCHEDULERS),
-        ):
-            unknown = [name for name in names if name not in known]
-            if unknown or not names:
-                raise ValueError(
-                    f"unknown {kind} {', '.join(unknown) or 'none'}; there are {', '.join(known)}"
-                )
+        unknown = [name for name in self.workloads if name not in SCENARIOS]
+        if unknown or not self.workloads:
+            raise ValueError(
+                f"unknown workload {', '.join(unknown) or 'none'}; there are {', '.join(SCENARIOS)}"
+            )
+        if not self.schedulers:
+            raise ValueError("no scheduler to compare")
+        for name in self.schedulers:
+            parts(name)
         if self.repeats < 1 or self.duration_s <= 0 or self.drain_s < 0 or (self.load or 1) <= 0:
             raise ValueError("repeats, duration and load must be positive, the drain not negative")
 
@@ -146,8 +158,8 @@ class Comparison:
                 if cluster is None or scheduler != current:
                     stack.close()
                     self._say(f"[{place + 1}/{len(missing)}] starting {scheduler}", began_s)
-                    cluster = stack.enter_context(self.start_cluster(*SCHEDULERS[scheduler]))
-                    reported, current = verify(cluster, *SCHEDULERS[scheduler]), scheduler
+                    cluster = stack.enter_context(self.start_cluster(*parts(scheduler)))
+                    reported, current = verify(cluster, *parts(scheduler)), scheduler
                 self._prepare(cluster, began_s)
                 for workload in self.case.workloads:
                     if self._missing(repeat, scheduler, workload):
