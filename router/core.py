@@ -1,9 +1,10 @@
 """The router as one state machine: an event comes in, answers go out, and nothing else happens.
 
 It owns the tree of cached prefixes, the loads, the table of requests in flight and the placement. A request
-is placed at once or refused at once, never queued: queues are at the workers. Every request that is placed
-ends exactly once, by its gateway's `Done` or with its worker, and what a peer says out of turn is counted
-and ignored.
+is placed at once or refused at once: queues are at the workers. Only a placement that holds requests lets
+them wait here, at most `MAX_WAITING`; such an `Arrive` is answered when its turn comes, and a `Done` takes it
+back. Every request that is placed ends exactly once, by its gateway's `Done` or with its worker, and what a
+peer says out of turn is counted and ignored.
 """
 
 from collections import Counter, OrderedDict, deque
@@ -36,12 +37,15 @@ from router.events import (
     Workers,
     WorkerUp,
 )
-from router.placement.contract import Ended, Placement, Request
+from router.placement.contract import Ended, Holding, Placement, Request
 from router.placement.outputs import ExpectedOutputs
 from router.radix import Hold, Match, RadixTree
 
 MAX_LISTED_CLIENTS = 100
 """Clients that a snapshot lists."""
+
+MAX_WAITING = 10_000
+"""Requests that wait here under a placement that holds them; beyond, they are refused."""
 
 _MAX_ORPHANS = 100_000
 """Requests that ended with their worker and whose `Done` is awaited; beyond, the oldest is not waited for."""
@@ -121,6 +125,9 @@ class Router:
         """Those that take requests, in the order of names."""
         self._outputs = ExpectedOutputs()
         self._flights: dict[str, _Flight] = {}
+        self._holding = placement if isinstance(placement, Holding) else None
+        self._waiting: dict[str, tuple[Request, bytes]] = {}
+        """With whom they wait for: the peer."""
         self._orphans: OrderedDict[str, None] = OrderedDict()
         self._lingering: deque[tuple[float, Hold]] = deque()
         self._counts: Counter[str] = Counter()
@@ -129,9 +136,14 @@ class Router:
         """What to answer to `event`, which `peer` sent at `now_s`. Raises nothing on a peer's input."""
         while self._lingering and self._lingering[0][0] <= now_s:
             self.tree.release(self._lingering.popleft()[1])
+        actions = self._take(event, now_s, peer)
+        return actions + self._place_waiting(now_s) if self._waiting else actions
+
+    def _take(self, event: Event, now_s: float, peer: bytes) -> list[Action]:
         match event:
             case Arrive():
-                return [(peer, self._arrive(event, now_s, peer))]
+                answer = self._arrive(event, now_s, peer)
+                return [] if answer is None else [(peer, answer)]
             case Progress():
                 self._progress(event)
             case Done():
@@ -160,10 +172,11 @@ class Router:
 
     # -- requests
 
-    def _arrive(self, event: Arrive, now_s: float, peer: bytes) -> Place | Refuse:
+    def _arrive(self, event: Arrive, now_s: float, peer: bytes) -> Place | Refuse | None:
         self._counts["arrived"] += 1
         known = self._flights.get(event.id)
-        if known is not None and known.peer != peer:
+        waiting = self._waiting.get(event.id)
+        if (known is not None and known.peer != peer) or (waiting is not None and waiting[1] != peer):
             return self._refuse(
                 event.id, "a request with this id is in flight from another gateway", retry=False
             )
@@ -172,6 +185,7 @@ class Router:
             if known.worker.takes_requests and known.worker.name not in event.exclude:
                 return Place(event.id, known.worker.name, known.worker.url, known.matched_tokens)
             self._end(known, Done(event.id, outcome="failed"), now_s)
+        self._give_up(event.id)
         self._orphans.pop(event.id, None)
         if not self._workers:
             return self._refuse(event.id, "no worker is up", retry=True)
@@ -184,19 +198,58 @@ class Router:
             allowed = [worker for worker in allowed if worker.name not in event.exclude]
         if not allowed:
             return self._refuse(event.id, "every worker that is up is excluded", retry=True)
+        if len(self._waiting) >= MAX_WAITING:
+            return self._refuse(event.id, f"{MAX_WAITING} requests wait for a worker", retry=True)
 
         input_tokens = len(event.tokens) // TOKEN_BYTES
         request = Request(
-            event.id, event.client, event.tokens, input_tokens, event.max_output_tokens, event.namespace
+            event.id,
+            event.client,
+            event.tokens,
+            input_tokens,
+            event.max_output_tokens,
+            event.namespace,
+            event.exclude,
         )
         match = self.tree.match(event.tokens, event.namespace)
-        worker = self._workers[self._placement.place(request, match, allowed, now_s)]
+        name = self._placement.place(request, match, allowed, now_s)
+        if name is None:
+            self._waiting[event.id] = request, peer
+            return None
+        worker = self._workers[name]
         assert worker in allowed, worker.name
+        return self._place(request, worker, match, peer, now_s)
+
+    def _place(self, request: Request, worker: _Worker, match: Match, peer: bytes, now_s: float) -> Place:
         matched_tokens = self._begin(request, worker, match, peer, now_s).matched_tokens
         self._counts["placed"] += 1
-        self._counts["input_tokens"] += input_tokens
+        self._counts["input_tokens"] += request.input_tokens
         self._counts["predicted_tokens"] += matched_tokens
-        return Place(event.id, worker.name, worker.url, matched_tokens)
+        return Place(request.id, worker.name, worker.url, matched_tokens)
+
+    def _place_waiting(self, now_s: float) -> list[Action]:
+        """Answers those whose turn has come."""
+        assert self._holding is not None
+        actions: list[Action] = []
+        while self._waiting and (found := self._holding.next(self._taking, self._match)) is not None:
+            request, worker = found
+            _, peer = self._waiting.pop(request.id)
+            match = self._match(request)
+            actions.append((peer, self._place(request, self._workers[worker], match, peer, now_s)))
+        return actions
+
+    def _match(self, request: Request) -> Match:
+        return self.tree.match(request.tokens, request.namespace)
+
+    def _give_up(self, name: str) -> bool:
+        """Whether `name` waited, which it does no more."""
+        waiting = self._waiting.pop(name, None)
+        if waiting is None:
+            return False
+        assert self._holding is not None
+        self._holding.give_up(waiting[0])
+        self._counts["given up"] += 1
+        return True
 
     def _begin(self, request: Request, worker: _Worker, match: Match, peer: bytes, now_s: float) -> _Flight:
         """Takes a request into the table: the only place where one enters it."""
@@ -222,6 +275,7 @@ class Router:
         if worker is None or event.id in self._flights or event.id in self._orphans:
             self._counts["running ignored"] += 1
             return
+        self._give_up(event.id)
         request = Request(
             event.id,
             event.client,
@@ -274,6 +328,8 @@ class Router:
             self._end(flight, event, now_s)
             if flight.worker.draining and not flight.worker.in_flight:
                 self._worker_down(flight.worker.name, now_s)
+        elif self._give_up(event.id):
+            return
         elif event.id in self._orphans:
             del self._orphans[event.id]
             self._counts["done after its worker"] += 1
@@ -428,6 +484,7 @@ class Router:
                 for worker in self._workers.values()
             },
             "in_flight": len(self._flights),
+            "waiting": len(self._waiting),
             "decisions": counts["placed"],
             "hits": {
                 "input_tokens": counts["input_tokens"],

@@ -722,7 +722,7 @@ class RadixTree:
         """Evicts leaves until the tree is small enough, or all that is left is in use."""
         while self.tokens > self.max_tree_tokens and (listed := self._guessed or self._confirmed):
             node = next(iter(listed))
-            if node.children:  # joined to what was used longer ago
+            if node.children:  # divided since it was used
                 listed.move_to_end(node)
             else:
                 self._evict(node)

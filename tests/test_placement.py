@@ -14,9 +14,20 @@ from hypothesis import strategies as st
 
 from router.__main__ import make_router, parser
 from router.core import Router
-from router.events import Arrive, Done, Place, Progress, Query, Refuse, Snapshot, WorkerDown, WorkerUp
+from router.events import (
+    Arrive,
+    Done,
+    Place,
+    Progress,
+    Query,
+    Refuse,
+    Running,
+    Snapshot,
+    WorkerDown,
+    WorkerUp,
+)
 from router.placement import PLACEMENTS, build, parameters
-from router.placement.contract import Ended, Request
+from router.placement.contract import Ended, Holding, Request
 from router.placement.credit import Credits
 from router.placement.d2lpm import D2lpm
 from router.placement.d2lpm_time import D2lpmTime, Pace
@@ -74,43 +85,53 @@ def script(seed: int, steps: int) -> Iterator[tuple[str, object]]:
 def drive(name: str, seed: int, steps: int = 400, **values: object) -> tuple[Router, list[str]]:
     """Runs a script and checks at every step what must hold for any placement. Returns the choices."""
     router = Router(build(name, **values), name=name, page_size=4, max_tree_tokens=2000)
+    holds = isinstance(build(name), Holding)
     live: list[str] = []
     where: dict[str, str] = {}
     up: set[str] = set()
     choices: list[str] = []
+    asked: dict[str, tuple[str, ...]] = {}
+
+    def tell(event: object, now: float) -> None:
+        for _, answer in router.handle(event, now):
+            exclude = asked.pop(answer.id)
+            if isinstance(answer, Refuse):
+                assert answer.retry
+                assert not up - set(exclude)
+                continue
+            assert isinstance(answer, Place)
+            assert answer.worker in up
+            assert answer.worker not in exclude
+            assert answer.url == f"http://{answer.worker}"
+            live.append(answer.id)
+            where[answer.id] = answer.worker
+            choices.append(answer.worker)
+
     for worker in ("w0", "w1", "w2"):
-        router.handle(WorkerUp(worker, f"http://{worker}"), 0.0)
         up.add(worker)
+        tell(WorkerUp(worker, f"http://{worker}"), 0.0)
     for now, (kind, event) in enumerate(script(seed, steps)):
         if kind == "arrive":
-            ((_, answer),) = router.handle(event, float(now))
-            if up - set(event.exclude):
-                assert isinstance(answer, Place)
-                assert answer.worker in up
-                assert answer.worker not in event.exclude
-                assert answer.url == f"http://{answer.worker}"
-                live.append(answer.id)
-                where[answer.id] = answer.worker
-                choices.append(answer.worker)
-            else:
-                assert isinstance(answer, Refuse)
-                assert answer.retry
+            asked[event.id] = event.exclude
+            tell(event, float(now))
+            assert holds or not asked
         elif kind == "done" and live:
             at, output, outcome = event
             request = live.pop(int(at * len(live)))
             where.pop(request, None)
-            router.handle(Done(request, output, outcome=outcome, ttft_s=at, tpot_s=at / 10), float(now))
+            tell(Done(request, output, outcome=outcome, ttft_s=at, tpot_s=at / 10), float(now))
         elif kind == "progress" and live:
             at, output = event
             router.handle(Progress(live[int(at * len(live))], output), float(now))
         elif kind == "down":
             up.discard(event.worker)
             where = {request: worker for request, worker in where.items() if worker != event.worker}
-            router.handle(event, float(now))
+            tell(event, float(now))
         elif kind == "up":
             up.add(event.worker)
-            router.handle(event, float(now))
+            tell(event, float(now))
         router.tree.check()
+        assert router.state()["waiting"] == len(asked)
         workers = router.state()["workers"]
         assert set(workers) == up
         for worker in up:
@@ -118,9 +139,12 @@ def drive(name: str, seed: int, steps: int = 400, **values: object) -> tuple[Rou
             assert workers[worker]["in_flight"] == in_flight
             assert workers[worker]["prefill_tokens"] >= 0
             assert in_flight <= workers[worker]["decode_tokens"] + 0.1 <= 200 * in_flight + 0.1
-    for request in live:
-        router.handle(Done(request, 1), float(steps))
-    assert router.state()["in_flight"] == 0
+    for request in live:  # grows by those that waited
+        tell(Done(request, 1), float(steps))
+    for request, exclude in asked.items():  # nobody is left whom they would take
+        assert not up - set(exclude)
+        router.handle(Done(request, outcome="aborted"), float(steps))
+    assert router.state()["in_flight"] == router.state()["waiting"] == 0
     for worker in router.state()["workers"].values():
         assert [worker[load] for load in ("in_flight", "prefill_tokens", "decode_tokens")] == [0, 0, 0]
     return router, choices
@@ -132,7 +156,8 @@ def test_places_on_workers_that_are_up_and_loses_nothing(name, seed):
     router, choices = drive(name, seed)
     counts = router.state()["counts"]
     assert counts["placed"] == len(choices)
-    assert counts["placed"] == sum(count for key, count in counts.items() if key.startswith("ended "))
+    ends = {key: count for key, count in counts.items() if key.startswith("ended ")}
+    assert counts["placed"] == sum(ends.values())
     assert "done ignored" not in counts
 
 
@@ -143,7 +168,8 @@ def test_the_same_calls_give_the_same_choices(name):
 
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_memory_is_bounded_in_clients(name):
-    small = {"max_clients": 50, "max_window": 200}
+    small = {"max_clients": 50, "remembered_clients": 50, "max_window": 200}
+    outputs = 1 if name == "centralized_dlpm" else 50_000  # it keeps every debt, as DLPM does
     placement = build(name, **{key: value for key, value in small.items() if key in parameters(name)})
     router = Router(placement, page_size=4, max_tree_tokens=2000)
     for worker in ("w0", "w1"):
@@ -152,7 +178,7 @@ def test_memory_is_bounded_in_clients(name):
     for number in range(9000):
         request = f"{number:08x}"
         router.handle(Arrive(request, f"client {number:08}", ids(*range(number, number + 8))), 0.0)
-        router.handle(Done(request, number % 50_000), 0.0)
+        router.handle(Done(request, number % outputs), 0.0)
         if number in (4500, 8999):
             sizes.append(len(pickle.dumps(placement)))
     assert sizes[1] < 1.25 * sizes[0]
@@ -187,6 +213,8 @@ def test_an_unknown_placement_is_an_error():
         ("d2lpm-time", {"prefill_tokens_per_s": 0}),
         ("d2lpm-time", {"decode_tokens_per_s": float("inf")}),
         ("least_tokens", {"output_weight": float("inf")}),
+        ("centralized_dlpm", {"slots": 0}),
+        ("centralized_dlpm", {"quantum": 0}),
         ("cache_aware", {"cache_threshold": 1.5}),
         ("cache_aware", {"balance_rel": 0.5}),
         ("client_round_robin", {"max_clients": 0}),
@@ -513,6 +541,96 @@ def test_credits_refill_in_one_step_as_in_a_loop(charges, quantum):
         literal[client, worker] -= units
 
 
+# -- centralised DLPM
+
+
+def centralized(*workers: str, **values) -> Router:
+    router = Router(build("centralized_dlpm", **values), name="centralized_dlpm", page_size=4)
+    for worker in workers:
+        router.handle(WorkerUp(worker, f"http://{worker}"), 0.0)
+    return router
+
+
+def test_centralized_dlpm_answers_when_a_slot_is_free():
+    router = centralized("a", slots=2)
+    for request in ("1", "2"):
+        ((peer, answer),) = router.handle(Arrive(request, "f", ids(1, 2)), 0.0, b"g")
+        assert (peer, answer.id, answer.worker) == (b"g", request, "a")
+    assert router.handle(Arrive("3", "f", ids(1, 2)), 0.0, b"h") == []
+    assert router.handle(Arrive("4", "f", ids(1, 2)), 0.0, b"g") == []
+    assert (router.state()["in_flight"], router.state()["waiting"]) == (2, 2)
+    assert router.handle(Arrive("3", "f", ids(1, 2)), 0.0, b"h") == []  # asked again
+    ((_, refused),) = router.handle(Arrive("3", "f", ids(1, 2)), 0.0, b"g")
+    assert isinstance(refused, Refuse)
+    assert router.handle(Done("4", outcome="aborted"), 0.0, b"g") == []  # its client left
+    ((peer, answer),) = router.handle(Done("1", 5), 0.0, b"g")
+    assert (peer, answer) == (b"h", Place("3", "a", "http://a", 0))
+    assert (router.state()["in_flight"], router.state()["waiting"]) == (2, 0)
+    assert router.state()["counts"]["given up"] == 2
+
+
+def test_centralized_dlpm_new_workers_pull_and_what_went_elsewhere_waits_no_more():
+    router = centralized("a", slots=1)
+    for number in range(4):
+        router.handle(Arrive(str(number), "f", ids(1, 2), exclude=("b",) if number == 1 else ()), 0.0)
+    assert router.handle(Running("3", "f", "a", ids(1, 2)), 0.0) == []
+    assert router.state()["waiting"] == 2
+    ((_, answer),) = router.handle(WorkerUp("b", "http://b"), 0.0)
+    assert (answer.id, answer.worker) == ("2", "b")  # the one before it does not want "b"
+    router.handle(Done("0"), 0.0)
+    ((_, answer),) = router.handle(Done("3"), 0.0)
+    assert (answer.id, answer.worker) == ("1", "a")
+    for request in ("1", "2"):
+        router.handle(Done(request), 0.0)
+    assert not router._placement._requests
+    assert not router._placement._pulled
+
+
+def test_centralized_dlpm_refuses_beyond_its_queue(monkeypatch):
+    monkeypatch.setattr("router.core.MAX_WAITING", 2)
+    router = centralized("a", slots=1)
+    answers = [router.handle(Arrive(str(number), "f", b""), 0.0) for number in range(4)]
+    assert [len(answer) for answer in answers] == [1, 0, 0, 1]
+    assert answers[3][0][1] == Refuse("3", "2 requests wait for a worker", True)
+
+
+def test_centralized_dlpm_follows_prefixes_and_keeps_the_bound_of_one_queue():
+    """f always has a cached prefix, g never: LPM alone would serve f only."""
+    quantum, prompt, output = 100.0, 32, 4
+    router = centralized("a", "b", slots=1, quantum=quantum)
+    service = dict.fromkeys("fg", 0.0)
+    running: dict[str, tuple[str, float]] = {}
+    number = itertools.count()
+
+    def ask(client: str) -> None:
+        name = next(number)
+        tokens = ids(*([1] * 28 if client == "f" else [name + 9] * 28), *[name + 9] * 4)
+        take(router.handle(Arrive(f"{client}{name:06}", client, tokens), 0.0))
+
+    def take(actions) -> None:
+        for _, place in actions:
+            cost = prompt - place.matched_tokens
+            service[place.id[0]] += cost
+            running[place.id] = (place.id[0], cost)
+
+    for _ in range(30):
+        for client in "fg":
+            ask(client)
+    bound = 2 * (prompt + 2 * output * 2 + quantum)
+    runs = []
+    for _ in range(400):
+        request = min(running)
+        client, cost = running.pop(request)
+        service[client] += 2 * output
+        runs.append((client, cost))
+        take(router.handle(Done(request, output), 0.0))
+        ask(client)
+        assert abs(service["f"] - service["g"]) <= bound
+    assert sum(cost for client, cost in runs if client == "f") / sum(c == "f" for c, _ in runs) < 8
+    switches = sum(before[0] != after[0] for before, after in itertools.pairwise(runs))
+    assert switches < len(runs) / 2  # runs on one prefix, not turn by turn
+
+
 # -- by load alone
 
 
@@ -690,7 +808,7 @@ def test_the_command_line_reaches_the_placement(name):
     assert {
         key: placed["parameters"][key] for key in expected if key in parameters(name)
     } == {key: value for key, value in expected.items() if key in parameters(name)}  # fmt: skip
-    assert name.startswith("d2lpm") == ("client_weights" in parameters(name))
+    assert ("lpm" in name) == ("client_weights" in parameters(name))
 
 
 def test_client_weights_must_be_a_map_of_numbers(capsys):

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import fields
 
 from router.placement.cache_aware import CacheAware
+from router.placement.centralized_dlpm import CentralizedDlpm
 from router.placement.client_round_robin import ClientRoundRobin
 from router.placement.contract import Placement
 from router.placement.d2lpm import D2lpm
@@ -26,6 +27,7 @@ PLACEMENTS: dict[str, Callable[..., Placement]] = {
     "power_of_two": PowerOfTwo,
     "cache_aware": CacheAware,
     "preble": Preble,
+    "centralized_dlpm": CentralizedDlpm,
 }
 
 

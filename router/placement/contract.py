@@ -9,7 +9,7 @@ and requests.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from router.events import Outcome
 from router.radix import Match
@@ -25,6 +25,8 @@ class Request:
     input_tokens: int
     max_output_tokens: int = 0
     namespace: str = ""
+    exclude: tuple[str, ...] = ()
+    """Workers that are not to have it. For a placement that holds it; else they are left out of `workers`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +86,15 @@ class Placement(Protocol):
 
     The core promises: `worker_up` before a worker appears in `workers`, `worker_down` after `done` of all
     that was placed there; `workers` is never empty, in the order of names, and leaves out whom the request
-    excludes; each `place` is followed by `placed` of the same request, and each `placed` by exactly one
-    `done`; `placed` without `place` is a request that came to its worker without this router, and may be at
+    excludes; each `place` that names a worker is followed by `placed` of the same request, and each `placed` by
+    exactly one `done`; `placed` without `place` is a request that came to its worker without this router, and may be at
     any worker that is up; `now_s` never falls.
     """
 
-    def place(self, request: Request, match: Match, workers: Sequence[WorkerView], now_s: float) -> str:
-        """The name of one of `workers`. May refill credits, charges nothing."""
+    def place(
+        self, request: Request, match: Match, workers: Sequence[WorkerView], now_s: float
+    ) -> str | None:
+        """The name of one of `workers`. May refill credits, charges nothing. None: see `Holding`."""
         ...
 
     def placed(self, request: Request, worker: str, match: Match, now_s: float) -> None:
@@ -115,6 +119,25 @@ class Placement(Protocol):
 
     def credits(self, limit: int) -> dict[str, dict[str, float]]:
         """Client -> worker -> credit left, of `limit` clients at most, the latest first; empty if none."""
+        ...
+
+
+@runtime_checkable
+class Holding(Protocol):
+    """What a placement adds that lets requests wait with it, until a worker is ready for one.
+
+    Its `place` returns None: the request is its own now. The core promises to ask `next` after everything
+    that happens while requests wait; each request leaves by `next`, followed by `placed`, or by `give_up`.
+    """
+
+    def next(
+        self, workers: Sequence[WorkerView], match: Callable[[Request], Match]
+    ) -> tuple[Request, str] | None:
+        """A request that leaves the queue now, and the name of one of `workers`; None: the others wait on."""
+        ...
+
+    def give_up(self, request: Request) -> None:
+        """`request` waits no more: whoever asked has gone, or was served elsewhere."""
         ...
 
 
