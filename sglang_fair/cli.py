@@ -55,7 +55,7 @@ def cluster(
         str,
         typer.Option(
             help="Which replica: d2lpm, d2lpm-tokens, d2lpm-time, round_robin, client_round_robin, "
-            "least_requests, least_tokens, power_of_two, cache_aware, preble."
+            "least_requests, least_tokens, power_of_two, cache_aware, preble, centralized_dlpm."
         ),
     ] = "d2lpm",
     host: Annotated[
