@@ -1,0 +1,109 @@
+"""An engine that answers at once, so that only the way to it is measured: SGLang's HTTP wire, canned answers.
+
+    python -m sglang_fair.bench.instant --ports 18100,18101
+
+A stream is `STREAM_TOKENS` events, one a write. Nothing of a request is read but its end and whether it streams.
+"""
+
+import argparse
+import asyncio
+import json
+
+from sglang_fair.processes import die_with_parent
+
+STREAM_TOKENS = 64
+MODEL = "bench"
+RID = "0" * 32
+
+_HEAD = {"id": RID, "object": "text_completion", "created": 1, "model": MODEL}
+_USAGE = {"prompt_tokens": 1000, "completion_tokens": STREAM_TOKENS, "total_tokens": 1000 + STREAM_TOKENS}
+_INFO = {"model_path": MODEL, "served_model_name": MODEL, "tokenizer_path": MODEL, "is_generation": True}
+
+
+def _json(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def _response(body: bytes) -> bytes:
+    head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+def _chunk(event: bytes) -> bytes:
+    data = b"data: " + event + b"\n\n"
+    return f"{len(data):x}\r\n".encode() + data + b"\r\n"
+
+
+def _choice(text: str, finish: str | None) -> dict[str, object]:
+    return {"index": 0, "text": text, "logprobs": None, "finish_reason": finish, "matched_stop": None}
+
+
+WHOLE = _response(_json(_HEAD | {"choices": [_choice("word " * STREAM_TOKENS, "length")], "usage": _USAGE}))
+STREAM_START = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+)
+STREAM = [_chunk(_json(_HEAD | {"choices": [_choice("word ", None)]})) for _ in range(STREAM_TOKENS)]
+STREAM_END = _chunk(_json(_HEAD | {"choices": [], "usage": _USAGE})) + _chunk(b"[DONE]") + b"0\r\n\r\n"
+INFO = _response(_json(_INFO))
+
+
+class Connection(asyncio.Protocol):
+    """One connection, one request at a time."""
+
+    def __init__(self) -> None:
+        self._received = bytearray()
+        self._transport: asyncio.Transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The transport is writable."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """Answers each whole request."""
+        self._received += data
+        while (end := self._received.find(b"\r\n\r\n")) >= 0:
+            head = bytes(self._received[:end]).lower()
+            at = head.find(b"content-length:")
+            size = int(head[at + 15 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
+            if len(self._received) < end + 4 + size:
+                return
+            body = bytes(self._received[end + 4 : end + 4 + size])
+            del self._received[: end + 4 + size]
+            if not head.startswith(b"post"):
+                self._transport.write(INFO)
+            elif b'"stream":true' in body or b'"stream": true' in body:
+                self._transport.write(STREAM_START)
+                self._write_event(0)
+            else:
+                self._transport.write(WHOLE)
+
+    def _write_event(self, number: int) -> None:
+        if self._transport.is_closing():
+            return
+        if number == STREAM_TOKENS:
+            self._transport.write(STREAM_END)
+            return
+        self._transport.write(STREAM[number])
+        asyncio.get_running_loop().call_soon(self._write_event, number + 1)
+
+
+async def serve(ports: list[int]) -> None:
+    """Listens until it is cancelled."""
+    loop = asyncio.get_running_loop()
+    for port in ports:
+        await loop.create_server(Connection, "127.0.0.1", port, backlog=1024)
+    await asyncio.Event().wait()
+
+
+def main() -> None:
+    """Serves until it is killed."""
+    line = argparse.ArgumentParser(prog="python -m sglang_fair.bench.instant", description=__doc__)
+    line.add_argument("--ports", required=True, metavar="PORT,PORT")
+    options = line.parse_args()
+    die_with_parent()
+    asyncio.run(serve([int(port) for port in options.ports.split(",")]))
+
+
+if __name__ == "__main__":
+    main()
