@@ -29,6 +29,7 @@ engine, which looks like slow prefill; work done is taken to be in the order of 
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 
 from router.placement.contract import Ended, Request, WorkerView, least
 from router.placement.d2lpm import D2lpm
@@ -140,12 +141,11 @@ class D2lpmTime(D2lpm):
     def cost_s(self, request: Request, match: Match, worker: WorkerView) -> float:
         """Seconds until `worker` would have done what it has to and prefilled `request`."""
         pace = self._paces[worker.name]
-        to_prefill = worker.prefill_tokens + request.input_tokens - match.of(worker.name)
+        to_prefill = worker.prefill_tokens + request.input_tokens - match.lengths.get(worker.name, 0)
         return pace.prefill.s_per_token * to_prefill + pace.decode.s_per_token * worker.decode_tokens
 
     def _choose(self, request: Request, match: Match, available: list[WorkerView]) -> str:
-        cost_s = self.cost_s
-        name = least(available, lambda worker: cost_s(request, match, worker))
+        name = least(available, partial(self.cost_s, request, match))
         chosen = next(worker for worker in available if worker.name == name)
         self._sent[request.id] = _Sent(
             chosen.prefill_tokens + request.input_tokens - match.of(name),
