@@ -18,6 +18,7 @@ from random import Random
 from hypothesis import strategies as st
 
 from sglang_fair.core.cost import Cost, Linear
+from sglang_fair.core.payers import Payers, path_of
 from sglang_fair.core.policy import Job, Policy
 from sglang_fair.core.queue import FairQueue
 
@@ -143,6 +144,8 @@ class Replica:
         self.running: Counter[str] = Counter()
         """Requests per client, by the model's own count."""
         self._requests: dict[str, Request] = {}
+        self._received: dict[str, tuple[int, int]] = {}
+        """Extend and output tokens of each request, those apart that were computed again."""
         self._running: dict[str, Running] = {}
         self._chunked: Running | None = None
 
@@ -150,9 +153,11 @@ class Replica:
 
     def arrive(self, request: Request) -> None:
         assert request.reserved_tokens <= self.pool_tokens, "an engine refuses what can never fit"
+        payers = self.queue.payers
         job = Job(
             id=request.id,
             client=request.client,
+            path=path_of(None, request.tokens, payers.block_tokens) if payers else (),
             prompt_tokens=len(request.tokens),
             max_output_tokens=request.max_output_tokens,
             expected_output_tokens=request.output_tokens,
@@ -207,6 +212,9 @@ class Replica:
     def free_tokens(self) -> int:
         return self.pool_tokens - sum(entry.request.reserved_tokens for entry in self._running.values())
 
+    def fits(self, request: Request) -> bool:
+        return request.reserved_tokens <= self.free_tokens
+
     def is_running(self, request_id: str) -> bool:
         return request_id in self._running
 
@@ -223,7 +231,7 @@ class Replica:
             batch.append(running)
         while left > 0 and self._chunked is None and (job := self.queue.next()) is not None:
             request = self._requests[job.id]
-            if request.reserved_tokens > self.free_tokens:
+            if not self.fits(request):
                 self.candidate = job
                 break
             running = Running(request, job, self._match(job))
@@ -276,6 +284,7 @@ class Replica:
     def _forget(self, request_id: str) -> None:
         self.ended.append(request_id)
         del self._requests[request_id]
+        self._received.pop(request_id, None)
 
     def _pin(self, running: Running, tokens: Tokens) -> None:
         self.cache.pin(tokens)
@@ -289,8 +298,12 @@ class Replica:
             self.running[request.client] += running
 
     def _meter(self, request: Request, job: Job, *, extend: int = 0, output: int = 0) -> None:
-        if not request.system and not (extend and job.retractions):
-            self.service[request.client] += self.queue.cost(extend, output)
+        if request.system or (extend and job.retractions):
+            return
+        before = self._received.get(request.id, (0, 0))
+        after = self._received[request.id] = (before[0] + extend, before[1] + output)
+        cost, cached = self.queue.cost, job.cached_tokens
+        self.service[request.client] += cost(*after, cached) - cost(*before, cached)
 
     def _look_up(self, job: Job) -> None:
         matched = self._match(job)
@@ -399,11 +412,15 @@ class Traffic:
 
 
 def run(
-    case: Case, policy: Policy, cost: Cost | None = None, watch: Callable[[Replica], Watcher] | None = None
+    case: Case,
+    policy: Policy,
+    cost: Cost | None = None,
+    watch: Callable[[Replica], Watcher] | None = None,
+    payers: Payers | None = None,
 ):
     """The case under a policy, to its end. `watch` makes a watcher, called after every event."""
     replica = Replica(
-        FairQueue(policy, cost or Linear()),
+        FairQueue(policy, cost or Linear(), payers=payers),
         pool_tokens=case.pool_tokens,
         cache_tokens=case.cache_tokens,
         page_tokens=case.page_tokens,
@@ -477,9 +494,13 @@ class Trace:
 
     def __call__(self) -> None:
         replica, names = self.replica, self.clients
+        ledger = replica.queue.ledger
+        given = [replica.service[name] + ledger.usage(name).transferred_units for name in names]
         self.rows.append(
             Row(
-                tuple([replica.service[name] / self.weights.get(name, 1.0) for name in names]),
+                tuple(
+                    [units / self.weights.get(name, 1.0) for name, units in zip(names, given, strict=True)]
+                ),
                 tuple([replica.waiting[name] > 0 for name in names]),
                 tuple([replica.running[name] > 0 for name in names]),
             )
@@ -547,14 +568,18 @@ class Trace:
 
 
 def traced(
-    case: Case, policy: Policy, cost: Cost | None = None, weights: dict[str, float] | None = None
+    case: Case,
+    policy: Policy,
+    cost: Cost | None = None,
+    weights: dict[str, float] | None = None,
+    payers: Payers | None = None,
 ) -> Trace:
-    """Run the case and keep the trace."""
+    """Run the case and keep the trace; of charged service where `payers` share prices."""
     kept: list[Trace] = []
 
     def watch(replica: Replica) -> Watcher:
         kept.append(Trace(replica, case.clients, weights or {}))
         return kept[0]
 
-    run(case, policy, cost, watch)
+    run(case, policy, cost, watch, payers)
     return kept[0]
