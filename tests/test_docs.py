@@ -18,11 +18,15 @@ import pytest
 
 from sglang_fair.core import POLICIES, make_policy, options, options_of
 from sglang_fair.core.cost import COSTS, make_cost
+from sglang_fair.core.dlpm import Dlpm
 from sglang_fair.core.lookups import LookUps
 from sglang_fair.core.payers import FIRST, RULES
-from sglang_fair.core.policy import Job
+from sglang_fair.core.policy import Job, Policy
 from sglang_fair.core.queue import FairQueue
+from sglang_fair.core.vtc import Vtc
 from sglang_fair.overlay.config import server_name
+from tests.engine_model import traced
+from tests.test_family import PREDICTABLE
 
 PAGE = (Path(__file__).parent.parent / "docs/policies.md").read_text(encoding="utf-8")
 
@@ -156,6 +160,21 @@ def test_the_worked_quantum_adds_up():
     for quantum in (burst, prompt + outputs):
         bound = make_policy("dlpm", quantum=quantum).bound(prompt, outputs)
         assert f"| {quantum:,.0f} | {bound:,.0f} |" in worked
+
+
+@pytest.mark.parametrize(("name", "plain"), [("vtc-predict", Vtc()), ("dlpm-predict", Dlpm(quantum=50))])
+def test_what_a_prediction_gains_is_what_the_page_says(name, plain):
+    """Of two clients with outputs of 30 tokens: the swing of their lead after a warm-up, as in test_family."""
+
+    def swing(policy: Policy) -> tuple[float, float | None]:
+        trace = traced(PREDICTABLE, policy)
+        leads = [row.service[0] - row.service[1] for row in trace.rows[len(trace.rows) // 4 :]]
+        return max(leads) - min(leads), trace.gap_between_backlogged()
+
+    text = " ".join(OUR_POLICIES[name]["Trade-offs"].split())
+    (before, worst), (after, narrower) = swing(plain), swing(make_policy(name, quantum=50))
+    assert f"{after:g} units once the length is known, instead of {before:g}" in text
+    assert name == "vtc-predict" or f"is {narrower:g} instead of {worst:g}" in text
 
 
 # ---- memory
