@@ -920,13 +920,13 @@ def test_chats_that_the_template_refuses_are_routed_by_their_text(tokenizer: Pat
         {"type": "image_url", "image_url": {}},
         {"type": "text", "text": "b"},
     ]
-    [ids] = tokens.ids(call("chat", messages=[{"role": "user", "content": parts}]))
+    ids = tokens.ids(call("chat", messages=[{"role": "user", "content": parts}]))
     assert tokens._tokenizer.decode(ids, skip_special_tokens=False) == "<s><user>a b\n<assistant>"
     prefix = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "so"}]
-    [ids] = tokens.ids(call("chat", messages=prefix, continue_final_message=True))
+    ids = tokens.ids(call("chat", messages=prefix, continue_final_message=True))
     assert tokens._tokenizer.decode(ids, skip_special_tokens=False) == "<s><user>q\n<assistant>so"
     assert tokens.plain_chats == 0
-    [ids] = tokens.ids(call("chat", messages=[{"content": "norole"}], chat_template_kwargs={"messages": 3}))
+    ids = tokens.ids(call("chat", messages=[{"content": "norole"}], chat_template_kwargs={"messages": 3}))
     assert tokens._tokenizer.decode(ids, skip_special_tokens=False) == "<s><>norole\n<assistant>"
 
 

@@ -72,7 +72,7 @@ class Client:
             data = data[size:]
 
     def lose(self) -> None:
-        prompt = [] if self.call.kind == "chat" else self.tokens.ids(self.call)[0]
+        prompt = [] if self.call.kind == "chat" else self.tokens.ids(self.call)
         self.leg = self.resumable.next_leg(prompt, self.tokens.text).call
 
     def reading(self) -> dict[str, Any]:

@@ -6,14 +6,13 @@ the client's own, except for `rid` (ours, to cancel by), the model's name when i
 elsewhere) and `custom_params.fair`, which names a client inside a replica and which nobody outside may set.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from router.gateway.sampling import Kind, Way, resumption
-from router.wire import namespace, pack_tokens
+from router.wire import namespace
 
 DEFAULT_MODEL = "default"
 """The name under which any served model can be asked for."""
@@ -144,15 +143,6 @@ def encode_body(kind: Kind, body: dict[str, Any], resume: Way | None) -> bytes:
         if kind == "completions" and resume == "tokens":
             sent["return_token_ids"] = True
     return msgspec.json.encode(sent)
-
-
-def pack_prompts(prompts: Sequence[Sequence[int]]) -> bytes:
-    """The tokens that stand for a request at the router: all its prompts, one after the other.
-
-    A batch goes to one worker whole. Its prompts are joined so that placement counts all its work, not
-    the first prompt's; what is looked up as cached is then the first prompt, or the same batch again.
-    """
-    return b"".join(pack_tokens(prompt) for prompt in prompts)
 
 
 def _model(body: dict[str, Any], model_name: str) -> str:

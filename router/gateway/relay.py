@@ -87,7 +87,7 @@ class Relay(Response):
             await send(message)
             self._complete = message["type"] == "http.response.body" and not message.get("more_body", False)
 
-        work = asyncio.create_task(self._serve(call, len(raw), replica_headers, noted))
+        work = asyncio.create_task(self._serve(call, replica_headers, noted))
         gone = asyncio.create_task(_disconnected(receive))
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -102,9 +102,9 @@ class Relay(Response):
         if not work.cancelled():
             work.result()
 
-    async def _serve(self, call: Call, body_bytes: int, headers: dict[str, str], send: Send) -> None:
+    async def _serve(self, call: Call, headers: dict[str, str], send: Send) -> None:
         gateway = self._gateway
-        tokens = await gateway.routed_tokens(call, body_bytes)
+        tokens = await gateway.routed_tokens(call)
         reply = Reply(send, gateway.limits.idle_timeout_s)
         resumable = Resumable(call) if call.resume else None
         leg, leg_tokens, begun_s = call, tokens, self._arrived_s

@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 
 from router.events import TOKEN_BYTES, Arrive, Done, Place, Refuse
-from router.gateway.calls import Call, pack_prompts
+from router.gateway.calls import Call
 from router.gateway.fleet import Fleet
 from router.gateway.health import Health
 from router.gateway.link import Link, RouterGone
@@ -30,8 +30,8 @@ PATHS: Mapping[Kind, str] = {
     "generate": "/generate",
 }
 ABORT_TIMEOUT_S = 2.0
-LONG_BODY_BYTES = 4096
-"""Longer bodies are tokenized off the event loop."""
+LONG_TEXT_CHARS = 1024
+"""More text than this is tokenized off the event loop."""
 MAX_ROUTED_TOKENS = 1 << 22
 """Tokens told to the router; beyond them a prompt is counted and compared no further."""
 
@@ -116,15 +116,15 @@ class Gateway:
         await self.link.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def routed_tokens(self, call: Call, body_bytes: int) -> bytes:
+    async def routed_tokens(self, call: Call) -> bytes:
         """The tokens that the router is told of."""
-
-        def work() -> bytes:
-            return pack_prompts(self._tokens.ids(call))[: MAX_ROUTED_TOKENS * TOKEN_BYTES]
-
-        if body_bytes <= LONG_BODY_BYTES:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        prompts = self._tokens.prompts(call)
+        if self._tokens.uncached_chars(call, prompts) <= LONG_TEXT_CHARS:
+            tokens = self._tokens.packed(call, prompts)
+        else:
+            loop = asyncio.get_running_loop()
+            tokens = await loop.run_in_executor(self._threads, self._tokens.packed, call, prompts)
+        return tokens[: MAX_ROUTED_TOKENS * TOKEN_BYTES]
 
     async def place(self, arrive: Arrive) -> Place | Refuse:
         """The router's word; while no router answers, our own. Raises `RouterGone` when we know no worker.

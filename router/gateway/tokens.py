@@ -19,7 +19,9 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from router.gateway.calls import Call
+from router.gateway.calls import Call, Prompt
+from router.gateway.segments import Segments
+from router.wire import pack_tokens, unpack_tokens
 
 log = logging.getLogger("gateway")
 
@@ -45,6 +47,8 @@ class Tokens:
             raise TokenizerError(f"{path}: {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self._segments = Segments(self._tokenizer)
+        self._before, self._after = self._around()
         config = _read_json(folder / "tokenizer_config.json")
         self._special = {name: _special(config[name]) for name in SPECIAL_TOKENS if config.get(name)}
         source = _template_source(folder, config)
@@ -53,28 +57,55 @@ class Tokens:
         self.plain_chats = 0
         """Chats that were routed by their plain text for want of a rendering."""
 
-    def ids(self, call: Call) -> list[list[int]]:
-        """The ids of each prompt of `call`."""
+    def prompts(self, call: Call) -> tuple[Prompt, ...]:
+        """The prompts of `call`: texts as they will be tokenized, or ids."""
         if call.kind == "chat" and not call.prompts:
-            return [self._chat(call.body)]
-        return [self._text(prompt) if isinstance(prompt, str) else prompt for prompt in call.prompts]
+            return (self._chat(call.body),)
+        return call.prompts
+
+    def uncached_chars(self, call: Call, prompts: tuple[Prompt, ...]) -> int:
+        """How much text `packed` would have to tokenize."""
+        return sum(self._segments.uncached_chars(one) for one in prompts if isinstance(one, str))
+
+    def packed(self, call: Call, prompts: tuple[Prompt, ...]) -> bytes:
+        """The tokens that stand for a request at the router: all its prompts, one after the other.
+
+        A batch goes to one worker whole. Its prompts are joined so that placement counts all its work, not
+        the first prompt's; what is looked up as cached is then the first prompt, or the same batch again.
+        """
+        is_chat = call.kind == "chat"
+        before, after = (b"", b"") if is_chat else (self._before, self._after)
+        return b"".join(
+            before + self._segments.tokens(one) + after if isinstance(one, str) else pack_tokens(one)
+            for one in prompts
+        )
+
+    def ids(self, call: Call) -> list[int]:
+        """The ids that stand for `call`."""
+        return unpack_tokens(self.packed(call, self.prompts(call)))
 
     def text(self, ids: Sequence[int], hide_special: bool = True) -> str:
         """The text of `ids`; `hide_special` leaves special tokens out."""
         return str(self._tokenizer.decode(ids, skip_special_tokens=hide_special))
 
-    def _text(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text).ids)
+    def _around(self) -> tuple[bytes, bytes]:
+        """The special tokens that the tokenizer puts before and behind a text."""
+        inner, whole = (
+            list(self._tokenizer.encode("a", add_special_tokens=add).ids) for add in (False, True)
+        )
+        at = next((at for at in range(len(whole)) if whole[at : at + len(inner)] == inner), None)
+        if at is None:
+            return b"", b""
+        return pack_tokens(whole[:at]), pack_tokens(whole[at + len(inner) :])
 
-    def _chat(self, body: dict[str, Any]) -> list[int]:
+    def _chat(self, body: dict[str, Any]) -> str:
         try:
-            text = self._render(body)
+            return self._render(body)
         except Exception as error:  # a template may raise anything, and the chat is its input
             self.plain_chats += 1
             if self.plain_chats == 1:
                 log.warning("a chat is routed by its plain text (said once): %s", error)
-            text = "\n".join(_flat(message.get("content")) for message in body["messages"])
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+            return "\n".join(_flat(message.get("content")) for message in body["messages"])
 
     def _render(self, body: dict[str, Any]) -> str:
         if self._template is None:

@@ -1,0 +1,89 @@
+"""Tokenize a long text by parts, each once: prompts share their beginnings.
+
+Rule. A text is cut at the first safe place behind every `SEGMENT_CHARS`, counted from the cut before; a safe
+place is between a lower-case letter and a space with another behind it. Pre-tokenizers that split words there
+(GPT-2's pattern and its descendants) never see across it, so the parts' tokens, joined, are the text's. Texts with
+the same beginning have the same cuts in it. Whether a tokenizer is of that kind is tried out when it is loaded;
+with another one texts are not cut. Bound: `max_bytes` of texts and tokens are kept, the least recently used go
+first. Leaks: text without spaces, such as Chinese, is not cut, and is tokenized anew each time.
+"""
+
+import re
+import threading
+from collections import OrderedDict
+from itertools import pairwise
+
+import numpy as np
+from tokenizers import Tokenizer
+
+SEGMENT_CHARS = 512
+MAX_BYTES = 64 << 20
+
+_SAFE = re.compile(r"[a-z](?= [a-z])")
+
+_PROBE = (
+    "The quick brown fox, born 1984-03-17 in A.B., didn't jump over 12345678 lazy dogs!  Two  spaces\tand a tab.\n\n"
+    "def f(x): return {'a': [1, 2.5e-3]} # código, naïve, 東京 and 🙂 are here; we'll see why it is so ...\r\n"
+)
+
+
+class Segments:
+    """The tokens of texts, without special tokens. Thread-safe."""
+
+    def __init__(self, tokenizer: Tokenizer, max_bytes: int = MAX_BYTES) -> None:
+        self._tokenizer = tokenizer
+        self._max_bytes = max_bytes
+        self._kept: OrderedDict[str, bytes] = OrderedDict()
+        self._kept_bytes = 0
+        self._lock = threading.Lock()
+        self._cuts = self._may_cut()
+
+    def uncached_chars(self, text: str) -> int:
+        """How much of `text` would have to be tokenized."""
+        return sum(len(part) for part in self.parts(text) if part not in self._kept)
+
+    def tokens(self, text: str) -> bytes:
+        """The ids of `text` as little-endian uint32."""
+        return b"".join(self._part(part) for part in self.parts(text))
+
+    def parts(self, text: str) -> list[str]:
+        """`text`, cut."""
+        if not self._cuts or len(text) <= SEGMENT_CHARS:
+            return [text]
+        parts, start = [], 0
+        while found := _SAFE.search(text, start + SEGMENT_CHARS):
+            parts.append(text[start : found.end()])
+            start = found.end()
+        parts.append(text[start:])
+        return parts
+
+    def _part(self, text: str) -> bytes:
+        with self._lock:
+            known = self._kept.get(text)
+            if known is not None:
+                self._kept.move_to_end(text)
+                return known
+        tokens = self._encode(text)
+        size = 2 * len(text) + len(tokens)
+        if len(text) > SEGMENT_CHARS and size <= self._max_bytes:
+            with self._lock:
+                if text not in self._kept:
+                    self._kept[text] = tokens
+                    self._kept_bytes += size
+                while self._kept_bytes > self._max_bytes:
+                    oldest, its = self._kept.popitem(last=False)
+                    self._kept_bytes -= 2 * len(oldest) + len(its)
+        return tokens
+
+    def _encode(self, text: str) -> bytes:
+        [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        return np.asarray(encoding.ids, dtype="<u4").tobytes()
+
+    def _may_cut(self) -> bool:
+        """Whether this tokenizer's tokens never reach over a safe place."""
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        if self._tokenizer.pre_tokenizer is None or any(" " in one.content for one in added):
+            return False
+        cuts = [0, *(found.end() for found in _SAFE.finditer(_PROBE)), len(_PROBE)]
+        parts = [_PROBE[start:end] for start, end in pairwise(cuts)]
+        return b"".join(map(self._encode, parts)) == self._encode(_PROBE)
