@@ -13,6 +13,7 @@ from sglang_fair.core.dlpm import Dlpm
 from sglang_fair.core.fcfs import Fcfs
 from sglang_fair.core.ledger import OTHERS, SYSTEM, Ledger
 from sglang_fair.core.lpm import Lpm
+from sglang_fair.core.payers import Payers
 from sglang_fair.core.policy import Job, Policy
 from sglang_fair.core.predicted import VtcOracle
 from sglang_fair.core.queue import FairQueue
@@ -492,7 +493,7 @@ def test_the_bound_knows_how_long_cached_prompts_are():
 @settings(QUEUE, max_examples=20)
 @given(case=cases())
 def test_status_is_json_and_adds_up(name, case):
-    queue = new_queue(make_policy(name, quantum=20))
+    queue = FairQueue(make_policy(name, quantum=20), payers=Payers("equal", 1))
     replica = Replica(queue, pool_tokens=case.pool_tokens, cache_tokens=case.cache_tokens)
     traffic = Traffic(case)
     for _ in range(10):
@@ -500,7 +501,15 @@ def test_status_is_json_and_adds_up(name, case):
         replica.step()
     status = json.loads(json.dumps(queue.status(), allow_nan=False))
     clients = status["clients"].values()
-    for total in ("extend_tokens", "output_tokens", "cached_tokens", "service", "waiting", "running"):
+    for total in (
+        "extend_tokens",
+        "output_tokens",
+        "cached_tokens",
+        "service",
+        "transferred_units",
+        "waiting",
+        "running",
+    ):
         assert status["totals"][total] == pytest.approx(sum(client[total] for client in clients))
     assert status["conservation"]["ok"]
     assert status["bound"] == queue.bound()
@@ -525,11 +534,14 @@ def test_a_full_ledger_folds_the_oldest_and_loses_nothing():
         ledger.record(f"client{number}", extend=10, output=1, service=12.0, requests=1)
         if number > 10:
             ledger.record("client10", cached=1)
+        ledger.transfer("client10", 3.0)
+        ledger.transfer(f"client{number // 2}", -3.0)
     accounts = ledger.accounts()
     assert len(accounts) <= 6
     assert {SYSTEM, OTHERS, "client10", "client49"} <= set(accounts)
     assert sum(usage.extend_tokens for usage in accounts.values()) == ledger.total.extend_tokens == 501
     assert sum(usage.service for usage in accounts.values()) == ledger.total.service
+    assert sum(usage.transferred_units for usage in accounts.values()) == ledger.total.transferred_units == 0
     assert sum(usage.requests for usage in accounts.values()) == 50
     assert ledger.usage("never seen").service == 0
     assert "never seen" not in ledger.accounts()

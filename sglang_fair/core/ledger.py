@@ -80,19 +80,16 @@ class Ledger:
         cached: int = 0,
         service: float = 0.0,
         requests: int = 0,
-        transferred: float = 0.0,
     ) -> None:
         """Enter what `account` was given."""
-        entry = Usage(extend, output, cached, service, requests, transferred)
+        entry = Usage(extend, output, cached, service, requests)
         self.total.add(entry)
-        usage = self._accounts.get(account)
-        if usage is None:
-            if len(self._accounts) >= self.max_clients:
-                self._fold_oldest()
-            usage = self._accounts[account] = Usage()
-        else:
-            self._accounts.move_to_end(account)
-        usage.add(entry)
+        self._account(account).add(entry)
+
+    def transfer(self, account: str, units: float) -> None:
+        """Enter what `account` was charged, or if negative paid back, for a prefix that it shares."""
+        self.total.transferred_units += units
+        self._account(account).transferred_units += units
 
     def engine_counted(self, *, extend: int = 0, output: int = 0) -> None:
         """Enter what the engine says it did, from a source that the charges do not come from."""
@@ -141,6 +138,16 @@ class Ledger:
             "charged_output_tokens": self.total.output_tokens,
             "engine_output_tokens": self.engine_output_tokens,
         }
+
+    def _account(self, account: str) -> Usage:
+        usage = self._accounts.get(account)
+        if usage is None:
+            if len(self._accounts) >= self.max_clients:
+                self._fold_oldest()
+            usage = self._accounts[account] = Usage()
+        else:
+            self._accounts.move_to_end(account)
+        return usage
 
     def _fold_oldest(self) -> None:
         others = self._accounts.pop(OTHERS, None) or Usage()

@@ -349,7 +349,7 @@ class FairQueue:
         self._swing.admitted(job.client)
         for client, units in self.payers.used(job.client, job.path, cached_tokens).items():
             self._swing.transferred(client, units)
-            self.ledger.record(client, transferred=units)
+            self.ledger.transfer(client, units)
             self.policy.charge(client, units)
             if client not in self._clients:
                 self.policy.idle(client)
