@@ -896,6 +896,29 @@ def test_preble_explores_by_load_prefill_and_eviction():
     assert placement._eviction_s(placement._loads["a"], 101) == pytest.approx(0.5)
 
 
+def test_preble_knows_what_eviction_costs_after_any_traffic():
+    placement = preble("a", "b", "c", cache_tokens=150, warmup_requests=1, window_s=40.0)
+    views = [View("a"), View("b"), View("c")]
+    rng = random.Random(4)
+    for now in range(400):
+        asked = prompt(rng.randrange(9), head_tokens=100)
+        held = rng.choice([Match(), Match(100, ("a", "b"), {"a": 100, "b": 100})])
+        go(placement, asked, held, views[: rng.randrange(1, 4)], float(now))
+        if rng.random() < 0.2:
+            prefix = rng.choice(list(placement._prefixes.values()))
+            placement._assign(prefix, rng.sample("abc", rng.randrange(1, 4)))
+        for load in placement._loads.values():
+            for new_tokens in (0, 100, 400, 10_000):
+                missing = load.prefix_tokens + new_tokens - placement.cache_tokens
+                lost_s = 0.0
+                for prefix in list(load.prefixes.values())[: placement.probe]:
+                    if missing <= 0:
+                        break
+                    missing -= prefix.new_tokens
+                    lost_s += prefix.cost_s
+                assert placement._eviction_s(load, new_tokens) == pytest.approx(lost_s)
+
+
 def test_preble_moves_the_cheapest_prefixes_to_the_lightest_worker():
     placement = preble("a", "b", warmup_requests=0, imbalance=1.5)
     views = [View("a"), View("b")]

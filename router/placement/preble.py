@@ -42,10 +42,11 @@ prefix each time.
 
 import math
 import statistics
+from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, islice, pairwise
 
 import numpy as np
 
@@ -112,6 +113,8 @@ class _WorkerLoad:
     decode_tokens: int = 0
     prefixes: OrderedDict[Key, _Prefix] = field(default_factory=OrderedDict)
     """Least recently used first."""
+    oldest: tuple[list[int], list[float]] | None = None
+    """Of the first of them, running sums of tokens and of costs; None when they have changed."""
     tpot_s: deque[float] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
     typical_tpot_s: float = 0.0
     ttft: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_TTFT_SAMPLES))
@@ -232,13 +235,16 @@ class Preble:
     def _eviction_s(self, load: _WorkerLoad, new_tokens: int) -> float:
         """M: what is lost when the worker drops its least recently used prefixes for `new_tokens` more."""
         missing = load.prefix_tokens + new_tokens - self.cache_tokens
-        lost_s = 0.0
-        for _, prefix in zip(range(self.probe), load.prefixes.values(), strict=False):
-            if missing <= 0:
-                break
-            missing -= prefix.new_tokens
-            lost_s += prefix.cost_s
-        return lost_s
+        if missing <= 0:
+            return 0.0
+        if load.oldest is None:
+            oldest = list(islice(load.prefixes.values(), self.probe))
+            load.oldest = (
+                list(accumulate(prefix.new_tokens for prefix in oldest)),
+                list(accumulate(prefix.cost_s for prefix in oldest)),
+            )
+        tokens, lost_s = load.oldest
+        return lost_s[min(bisect_left(tokens, missing), len(tokens) - 1)] if tokens else 0.0
 
     def _cheapest(self, request: Request, match: Match, workers: Sequence[WorkerView]) -> str:
         """The worker of least L + M + P; among equals, who was sent fewer tokens so far; then by name."""
@@ -253,8 +259,7 @@ class Preble:
             cost_s = load.load_s + own_s[held]
             if cost_s > best[0]:
                 continue  # whatever must be evicted
-            if load.prefix_tokens + new_tokens > self.cache_tokens:
-                cost_s += self._eviction_s(load, new_tokens)
+            cost_s += self._eviction_s(load, new_tokens)
             rank = (cost_s, worker.dispatched_tokens, worker.name)
             if rank < best:
                 best = rank
@@ -269,7 +274,9 @@ class Preble:
         prefix.hit_tokens += visit.hit_tokens
         prefix.prompt_tokens += visit.prompt_tokens
         self._set_workers(prefix, [*prefix.workers, worker])
-        self._loads[worker].prefixes.move_to_end(prefix.key)
+        load = self._loads[worker]
+        load.prefixes.move_to_end(prefix.key)
+        load.oldest = None
 
     def _leave(self, visit: _Visit) -> None:
         prefix = visit.prefix
@@ -292,6 +299,7 @@ class Preble:
             load = self._loads[worker]
             load.prefill_s -= prefix.cost_s / len(prefix.workers)
             load.prefix_tokens -= prefix.new_tokens
+            load.oldest = None
         kept = dict.fromkeys(workers)
         for worker in prefix.workers:
             if worker not in kept:
@@ -307,6 +315,7 @@ class Preble:
             load.prefill_s += prefix.cost_s / len(kept)
             load.prefix_tokens += prefix.new_tokens
             load.prefixes.setdefault(prefix.key, prefix)
+            load.oldest = None
 
     # -- rebalancing
 
@@ -338,8 +347,8 @@ class Preble:
         prefix.moved = True
 
     def _extremes(self) -> tuple[str, str]:
-        by_load = sorted(self._loads, key=lambda worker: (self._loads[worker].load_s, worker))
-        return by_load[-1], by_load[0]
+        by_load = [(load.load_s, worker) for worker, load in self._loads.items()]
+        return max(by_load)[1], min(by_load)[1]
 
     def _is_slowing(self, worker: str, now_s: float) -> bool:
         """The mean time to first token in the window's second half is `ttft_growth` times the first's."""
