@@ -11,12 +11,14 @@ import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
 
 from router.gateway.admin import add_routes
 from router.gateway.calls import ApiError
 from router.gateway.link import RouterGone
 from router.gateway.relay import Relay
 from router.gateway.resources import PATHS, Gateway, Limits
+from router.gateway.sampling import Kind
 from router.gateway.tokens import Tokens
 from sglang_fair.core.identity import DEFAULT_ORDER
 from sglang_fair.processes import die_with_parent
@@ -46,7 +48,25 @@ class Config:
         return msgspec.json.decode(text, type=Config)
 
 
-def create_app(config: Config) -> FastAPI:
+class App(FastAPI):
+    """The application. What is to be served goes straight to its relay, past the framework's layers."""
+
+    def __init__(self, gateway: Gateway, **options: Any) -> None:
+        super().__init__(**options)
+        self.state.gateway = gateway
+        self._kinds: dict[str, Kind] = {path: kind for kind, path in PATHS.items()}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request, or the lifespan."""
+        if scope["type"] == "http" and scope["method"] == "POST":
+            kind = self._kinds.get(scope["path"])
+            if kind is not None:
+                await Relay(self.state.gateway, kind)(scope, receive, send)
+                return
+        await super().__call__(scope, receive, send)
+
+
+def create_app(config: Config) -> App:
     """The application. Reads the tokenizer at once, and raises `TokenizerError` when it cannot."""
     tokens = Tokens(Path(config.tokenizer))
     gateway = Gateway(
@@ -61,20 +81,7 @@ def create_app(config: Config) -> FastAPI:
         finally:
             await gateway.close()
 
-    app = FastAPI(title="sglang-fair gateway", lifespan=lifespan)
-    app.state.gateway = gateway
-
-    @app.post(PATHS["chat"])
-    async def chat(_: Request) -> Any:
-        return Relay(gateway, "chat")
-
-    @app.post(PATHS["completions"])
-    async def completions(_: Request) -> Any:
-        return Relay(gateway, "completions")
-
-    @app.post(PATHS["generate"])
-    async def generate(_: Request) -> Any:
-        return Relay(gateway, "generate")
+    app = App(gateway, title="sglang-fair gateway", lifespan=lifespan)
 
     @app.get("/v1/models")
     async def models() -> JSONResponse:
@@ -125,7 +132,7 @@ def create_app(config: Config) -> FastAPI:
     return app
 
 
-def create_app_from_environment() -> FastAPI:
+def create_app_from_environment() -> App:
     """The factory for uvicorn's worker processes."""
     die_with_parent()
     return create_app(Config.from_json(os.environ[CONFIG_VARIABLE]))

@@ -15,8 +15,7 @@ import time
 import uuid
 from collections.abc import Mapping
 
-from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from router.events import Arrive, Refuse
 from router.gateway.calls import ApiError, Call, parse
@@ -38,17 +37,15 @@ BODY_TIMEOUT_S = 60.0
 """A client may pause this long between two pieces of its body."""
 
 
-class Relay(Response):
-    """The response to one request, as an ASGI application of its own: it reads, routes, carries, settles."""
+class Relay:
+    """One request, as an ASGI application of its own: it reads, routes, carries, settles."""
 
     def __init__(self, gateway: Gateway, kind: Kind) -> None:
         """Nothing happens until it is called."""
-        super().__init__()
         self._gateway = gateway
         self._kind = kind
         self._client = "-"
         self._worker = "-"
-        self._complete = False
         self._held_bytes = 0
         self._arrived_s = time.monotonic()
 
@@ -83,29 +80,32 @@ class Relay(Response):
         replica_headers = {"content-type": "application/json", HEADER_CLIENT: self._client}
         replica_headers |= {name: header_safe(headers[name]) for name in PASSED_THROUGH if headers.get(name)}
 
-        async def noted(message: Message) -> None:
-            await send(message)
-            self._complete = message["type"] == "http.response.body" and not message.get("more_body", False)
+        reply = Reply(send, self._gateway.limits.idle_timeout_s)
+        serving, left = asyncio.current_task(), False
+        assert serving is not None
 
-        work = asyncio.create_task(self._serve(call, replica_headers, noted))
-        gone = asyncio.create_task(_disconnected(receive))
+        async def watch() -> None:
+            nonlocal left
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            if not reply.ended:  # the end of an answer looks the same
+                left = True
+                serving.cancel()
+
+        watching = asyncio.create_task(watch())
         try:
-            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+            await self._serve(call, replica_headers, reply)
+        except asyncio.CancelledError:
+            if not left:
+                raise
+            serving.uncancel()
+            raise ClientGone from None
         finally:
-            left = not work.done() and not self._complete
-            for task in (work, gone):
-                task.cancel()
-            # `work` settles its placement as it is cancelled.
-            await asyncio.gather(work, gone, return_exceptions=True)
-        if left:
-            raise ClientGone
-        if not work.cancelled():
-            work.result()
+            watching.cancel()
 
-    async def _serve(self, call: Call, headers: dict[str, str], send: Send) -> None:
+    async def _serve(self, call: Call, headers: dict[str, str], reply: Reply) -> None:
         gateway = self._gateway
         tokens = await gateway.routed_tokens(call)
-        reply = Reply(send, gateway.limits.idle_timeout_s)
         resumable = Resumable(call) if call.resume else None
         leg, leg_tokens, begun_s = call, tokens, self._arrived_s
         excluded: tuple[str, ...] = ()
@@ -232,8 +232,3 @@ def _refusal(answer: Refuse) -> ApiError:
 
 def _routed(tokens: list[int]) -> bytes:
     return pack_tokens(tokens[:MAX_ROUTED_TOKENS])
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -18,6 +18,7 @@ class Reply:
     def __init__(self, send: Send, idle_timeout_s: float) -> None:
         """`idle_timeout_s` bounds every piece. All methods raise `ClientGone`."""
         self.started = False
+        self.ended = False
         self._send_raw = send
         self._idle_timeout_s = idle_timeout_s
 
@@ -35,6 +36,7 @@ class Reply:
     async def end(self, body: bytes = b"") -> None:
         """The last piece."""
         await self._send({"type": "http.response.body", "body": body})
+        self.ended = True
 
     async def break_off(self, error: ApiError) -> None:
         """Ends a stream in an error event, without [DONE]."""
