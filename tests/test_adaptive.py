@@ -14,7 +14,7 @@ from sglang_fair.core.policy import Job, Weights
 from sglang_fair.core.predictor import MeanOfLast, Predictor
 from tests.engine_model import Case, Load, Replica, Trace, cases, run
 
-ADAPTIVE = settings(max_examples=40, deadline=None, derandomize=True)
+ADAPTIVE = settings(max_examples=25, deadline=None, derandomize=True)
 CHANGES = st.lists(st.sampled_from([1, 3, 10, 25, 80, 400]), max_size=12)
 WEIGHTS = st.fixed_dictionaries({name: st.sampled_from([0.5, 1.0, 2.0, 3.0]) for name in "abcd"})
 
@@ -196,7 +196,7 @@ def test_the_quantum_is_the_smallest_that_reaches_the_hit_rate():
     def reached(target: float) -> tuple[float, float]:
         """The quantum at the end, and the hit rate of the second half."""
         policy = DlpmAdaptive(
-            quantum=60, min_quantum=5, max_quantum=2000, target_hit_rate=target, horizon_tokens=1500
+            quantum=60, min_quantum=5, max_quantum=2000, target_hit_rate=target, horizon_tokens=1000
         )
         late = (half := run(CROWDED, policy).admissions)[len(half) // 2 :]
         cached = sum(entry.cached_tokens for entry in late)

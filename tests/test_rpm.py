@@ -17,7 +17,7 @@ from sglang_fair.core.rpm import Rpm
 from tests.engine_model import Replica, Traffic, cases, run
 from tests.twins import Literal, Twins
 
-RPM = settings(max_examples=60, deadline=None, derandomize=True)
+RPM = settings(max_examples=40, deadline=None, derandomize=True)
 WINDOWS = st.sampled_from(["sliding", "calendar"])
 WEIGHTS = st.fixed_dictionaries({name: st.sampled_from([0.1, 0.5, 1.0, 2.5]) for name in "abcd"})
 MOMENTS = st.lists(
@@ -73,7 +73,7 @@ class LiteralRpm(Literal):
         return policy.counters() == self.counts()
 
 
-@settings(RPM, max_examples=120)
+@settings(RPM, max_examples=80)
 @given(
     limit=st.integers(1, 6),
     window=WINDOWS,
