@@ -185,6 +185,9 @@ class Router:
             if known.worker.takes_requests and known.worker.name not in event.exclude:
                 return Place(event.id, known.worker.name, known.worker.url, known.matched_tokens)
             self._end(known, Done(event.id, outcome="failed"), now_s)
+        if waiting is not None and waiting[0].exclude == event.exclude:
+            self._counts["asked again"] += 1
+            return None
         self._give_up(event.id)
         self._orphans.pop(event.id, None)
         if not self._workers:

@@ -559,7 +559,8 @@ def test_centralized_dlpm_answers_when_a_slot_is_free():
     assert router.handle(Arrive("3", "f", ids(1, 2)), 0.0, b"h") == []
     assert router.handle(Arrive("4", "f", ids(1, 2)), 0.0, b"g") == []
     assert (router.state()["in_flight"], router.state()["waiting"]) == (2, 2)
-    assert router.handle(Arrive("3", "f", ids(1, 2)), 0.0, b"h") == []  # asked again
+    assert router.handle(Arrive("3", "f", ids(1, 2)), 0.0, b"h") == []  # asked again, and first as before
+    assert router.handle(Arrive("4", "f", ids(1, 2), exclude=("z",)), 0.0, b"g") == []
     ((_, refused),) = router.handle(Arrive("3", "f", ids(1, 2)), 0.0, b"g")
     assert isinstance(refused, Refuse)
     assert router.handle(Done("4", outcome="aborted"), 0.0, b"g") == []  # its client left
@@ -567,6 +568,7 @@ def test_centralized_dlpm_answers_when_a_slot_is_free():
     assert (peer, answer) == (b"h", Place("3", "a", "http://a", 0))
     assert (router.state()["in_flight"], router.state()["waiting"]) == (2, 0)
     assert router.state()["counts"]["given up"] == 2
+    assert router.state()["counts"]["asked again"] == 1
 
 
 def test_centralized_dlpm_new_workers_pull_and_what_went_elsewhere_waits_no_more():
