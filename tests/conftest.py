@@ -1,11 +1,15 @@
 """Real servers, started once per session, and stopped by their process ids."""
 
+import importlib
+import json
 import os
+import warnings
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
 
+from sglang_fair.engines import cpu
 from tests.live import Cluster, Replica
 
 settings.register_profile("default", deadline=None, derandomize=True)
@@ -20,14 +24,37 @@ def one_at_a_time() -> Iterator[Replica]:
         yield replica
 
 
+PRESSURE = ("--chunked-prefill-size", "64", "--enable-mixed-chunk", "--schedule-conservativeness", "0.1")
+"""With a small KV pool: prompts in chunks of 64 tokens mixed into decode steps, and requests are retracted."""
+
+
 @pytest.fixture(scope="session")
 def under_pressure() -> Iterator[Replica]:
     """DLPM with 64-token chunks mixed into decode steps, and a KV pool so small that it retracts."""
+    with Replica("--policy", "dlpm", "--quantum", "500", "--kv-tokens", "2048", "--", *PRESSURE) as replica:
+        yield replica
+
+
+@pytest.fixture(scope="session")
+def overlapping() -> Iterator[Replica]:
+    """The same with overlap scheduling, under a limit of 2 requests a minute, which a, b, c and d need not mind."""
+    unlimited = json.dumps(dict.fromkeys(("a", "b", "c", "d"), 1000))
     with Replica(
-        "--policy", "dlpm", "--quantum", "500", "--kv-tokens", "2048",
-        "--", "--chunked-prefill-size", "64", "--enable-mixed-chunk", "--schedule-conservativeness", "0.1",
+        "--policy", "rpm", "--policy-options", "limit=2", "--client-weights", unlimited, "--kv-tokens", "2048",
+        "--", *PRESSURE, module="tests.odd_replica",
     ) as replica:  # fmt: skip
         yield replica
+
+
+@pytest.fixture(scope="session")
+def sglang() -> None:
+    """SGLang is imported in this process, as on the CPU engine."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name, value in cpu.environment().items():
+            patch.setenv(name, value)
+        cpu.define_torchvision_operators()
+        importlib.import_module("sglang_fair.overlay.hooks")
 
 
 SMALL_REPLICAS = ("--", "--max-running-requests", "4", "--max-total-tokens", "4096")

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,14 +73,14 @@ class Answer:
 class Replica:
     """`python -m sglang_fair.replica --model tiny …` as a context manager."""
 
-    def __init__(self, *arguments: str, kv_events: bool = False) -> None:
+    def __init__(self, *arguments: str, kv_events: bool = False, module: str = "sglang_fair.replica") -> None:
         own, _, engine = _split(list(arguments))
         self.port = free_port()
         self.kv_port = free_port(2) if kv_events else None
         kv = ["--kv-port", str(self.kv_port)] if kv_events else []
         self.url = f"http://127.0.0.1:{self.port}"
         self._command = [
-            sys.executable, "-m", "sglang_fair.replica", "--model", "tiny", "--port", str(self.port),
+            sys.executable, "-m", module, "--model", "tiny", "--port", str(self.port),
             *kv, *own, "--", "--log-level", "warning", *engine,
         ]  # fmt: skip
         self.log = Path(tempfile.mkstemp(prefix="replica-", suffix=".log")[1])
@@ -138,10 +138,12 @@ class Replica:
         *,
         session: aiohttp.ClientSession | None = None,
         leave_after_s: float | None = None,
+        leave_after_tokens: int | None = None,
         ignore_eos: bool = True,
+        headers: Mapping[str, str] | None = None,
         **body: Any,
     ) -> Answer:
-        """One /generate request, streamed. `leave_after_s`: the client hangs up by then.
+        """One /generate request, streamed. The client hangs up when a `leave_after_` is reached.
 
         With `ignore_eos` the engine reserves memory for the whole output; without, it gambles and retracts.
         """
@@ -160,12 +162,16 @@ class Replica:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(leave_after_s):
                     async with session.post(
-                        f"{self.url}/generate", json=payload, headers={"x-fair-client": client}
+                        f"{self.url}/generate",
+                        json=payload,
+                        headers={"x-fair-client": client, **(headers or {})},
                     ) as response:
                         answer.status = response.status
                         async for line in response.content:
                             if line.startswith(b"data: {"):
                                 _note(answer, json.loads(line[6:]))
+                            if leave_after_tokens is not None and answer.output_tokens >= leave_after_tokens:
+                                break
             answer.finished_at = time.monotonic()
             return answer
 

@@ -4,7 +4,7 @@ import sys
 from dataclasses import dataclass
 from typing import ClassVar
 
-from sglang_fair import core
+from sglang_fair import core, replica
 from sglang_fair.core.rpm import MINUTE_S, Rpm
 from sglang_fair.engines import cpu
 
@@ -21,10 +21,9 @@ class Hasty(Rpm):
         super().tick(now_s * MINUTE_S / HASTY_MINUTE_S)
 
 
+# SGLang's spawned processes import this module again, and with it what it changes.
 core.POLICIES = {**core.POLICIES, Hasty.name: Hasty}
 cpu.SERVER_ARGUMENTS = tuple(word for word in cpu.SERVER_ARGUMENTS if word != "--disable-overlap-schedule")
-
-from sglang_fair import replica  # noqa: E402: SGLang's spawned processes import this module for what it does
 
 if __name__ == "__main__":
     sys.exit(replica.main())

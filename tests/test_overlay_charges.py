@@ -37,25 +37,12 @@ def prompt(rng: random.Random, tokens: int) -> list[int]:
     return [rng.randrange(VOCABULARY) for _ in range(tokens)]
 
 
-def test_a_chunked_prompt_is_charged_once_and_whole(under_pressure: Replica) -> None:
-    """900 tokens in 64-token chunks; the second time all but the last page is free."""
-    replica = under_pressure
-    replica.flush()
-    before = idle(replica)
-    tokens = prompt(random.Random(1), 900)
-    first, second = replica.generate("long", tokens, 3), replica.generate("long", tokens, 3)
-    after = idle(replica)
-    assert (first.cached_tokens, second.cached_tokens) == (0, 896)
-    assert gained(before, after, "long", "extend_tokens") == 900 + 4
-    assert gained(before, after, "long", "cached_tokens") == 896
-    assert gained(before, after, "long", "output_tokens") == 6
-    assert gained(before, after, "long", "service") == 904 + 2 * 6
-    assert after["conservation"]["ok"], after["conservation"]
-
-
-def test_books_balance_under_a_mixed_load_with_aborts_and_retraction(under_pressure: Replica) -> None:
+@pytest.mark.parametrize("scheduling", ["under_pressure", "overlapping"])
+def test_books_balance_under_a_mixed_load_with_aborts_and_retraction(
+    scheduling: str, request: pytest.FixtureRequest
+) -> None:
     """Four clients with shared prefixes, long prompts, long outputs; some hang up, some are aborted."""
-    replica = under_pressure
+    replica: Replica = request.getfixturevalue(scheduling)
     replica.flush()
     before = idle(replica)
     answers = asyncio.run(_mixed_load(replica))

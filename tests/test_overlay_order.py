@@ -62,7 +62,9 @@ async def _admission_order(replica: Replica, requests: list[tuple[str, str, list
     The client of that one is new, so it has what a refill leaves for a newcomer, and `requests` start at 0.
     """
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        blocker = asyncio.create_task(replica.ask(f"before {requests[0][0]}", [5] * 16, 4000, session=session, rid="b" * 32))
+        blocker = asyncio.create_task(
+            replica.ask(f"before {requests[0][0]}", [5] * 16, 4000, session=session, rid="b" * 32)
+        )
         await asyncio.to_thread(wait_until, lambda: replica.fair()["totals"]["running"] == 1, "the blocker")
         tasks: list[asyncio.Task[Answer]] = []
         for client, _, tokens in requests:
