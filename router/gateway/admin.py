@@ -51,7 +51,7 @@ def add_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.post("/workers")
     async def add(request: Request) -> JSONResponse:
         _allow(request, key)
-        asked = _read(await request.body())
+        asked = _parse(await _read(request))
         await _check_answers(gateway, asked.url)
         known = {up.worker: up for up in (await _known(gateway)).workers}
         name = asked.name or _free_name(known)
@@ -81,9 +81,16 @@ def _allow(request: Request, key: str) -> None:
         raise ApiError(403, f"this is for the machine itself; set {KEY_VARIABLE}", code="forbidden")
 
 
-def _read(raw: bytes) -> NewWorker:
-    if len(raw) > MAX_BODY_BYTES:
-        raise ApiError(413, f"the body is larger than {MAX_BODY_BYTES} bytes", code="body_too_large")
+async def _read(request: Request) -> bytes:
+    raw = b""
+    async for piece in request.stream():
+        raw += piece
+        if len(raw) > MAX_BODY_BYTES:
+            raise ApiError(413, f"the body is larger than {MAX_BODY_BYTES} bytes", code="body_too_large")
+    return raw
+
+
+def _parse(raw: bytes) -> NewWorker:
     try:
         asked = msgspec.json.decode(raw, type=NewWorker)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -117,7 +117,9 @@ class Health:
 
     @asynccontextmanager
     async def while_it_answers(self, worker: str) -> AsyncIterator[None]:
-        """Raises TimeoutError in its body when `worker` falls silent."""
+        """Raises TimeoutError in its body when `worker` falls silent, at once when it is."""
+        if worker in self.watch.silent:
+            raise TimeoutError(f"{worker} does not answer")
         async with asyncio.timeout(None) as limit:
             waiting = self._open.setdefault(worker, set())
             waiting.add(limit)

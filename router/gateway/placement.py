@@ -61,7 +61,12 @@ class Placement:
                         is_over = True
                         raise NotServed("it answered 503")
                     if response.status == 200 and response.content_type == "text/event-stream":
-                        await self._stream(response, stream, reply, resumable)
+                        try:
+                            await self._stream(response, stream, reply, resumable)
+                        except (aiohttp.ClientError, OSError):
+                            if not stream.ended:
+                                raise
+                        await reply.end()
                     elif reply.started:
                         raise NotServed(f"it answered {response.status} to the rest of a stream")
                     else:
@@ -144,7 +149,6 @@ class Placement:
                 await reply.piece(events)
         if not stream.ended:
             raise aiohttp.ClientPayloadError("the stream ended without [DONE]")
-        await reply.end()
 
     def _headers(self, response: aiohttp.ClientResponse) -> dict[str, str]:
         headers = {

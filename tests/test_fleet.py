@@ -1,0 +1,191 @@
+"""What a gateway decides by itself: where requests go without a router, and which workers answer."""
+
+from collections import Counter
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.core import Router
+from router.events import Arrive, Difference, Done, Follow, Place, Running, WorkerDrain, Workers, WorkerUp
+from router.gateway.fallback import SLACK, choose
+from router.gateway.fleet import MAX_ENDED, Fleet
+from router.gateway.health import INTERVAL_S, Watch
+from router.placement import build
+
+clients = st.text("abcdef", min_size=1, max_size=3)
+
+
+@given(st.lists(clients, max_size=80), st.lists(st.floats(0.5, 4), min_size=1, max_size=6))
+def test_no_load_is_far_above_the_mean(arrivals: list[str], capacities: list[float]) -> None:
+    capacity = {f"r{index}": one for index, one in enumerate(capacities)}
+    loads = dict.fromkeys(capacity, 0)
+    for client in arrivals:
+        loads[choose(client, loads, capacity)] += 1
+        mean = sum(loads.values()) / sum(capacity.values())
+        for name, load in loads.items():
+            assert load <= (1 + SLACK) * mean * capacity[name] + 1
+
+
+@given(st.sets(clients, min_size=1, max_size=30), st.integers(2, 6))
+def test_a_worker_that_goes_moves_its_own_clients_only(names: set[str], count: int) -> None:
+    before = dict.fromkeys((f"r{index}" for index in range(count)), 0)
+    capacity = dict.fromkeys(before, 1.0)
+    homes = {client: choose(client, before, capacity) for client in names}
+    left = {name: 0 for name in before if name != "r0"}
+    for client, home in homes.items():
+        assert home == "r0" or choose(client, left, capacity) == home
+
+
+def test_clients_are_spread() -> None:
+    loads = dict.fromkeys(("r0", "r1", "r2", "r3"), 0)
+    homes = Counter(choose(f"client {n}", loads, dict.fromkeys(loads, 1.0)) for n in range(400))
+    assert min(homes.values()) > 60
+
+
+# -- tables
+
+
+def up(name: str) -> WorkerUp:
+    return WorkerUp(name, f"http://{name}")
+
+
+def test_a_router_that_was_started_anew_is_told_of_the_workers_that_answer() -> None:
+    sick = {"r2"}
+    fleet = Fleet(lambda name: name not in sick)
+    assert (
+        fleet.learn(Workers("", (up("r0"), up("r1"), up("r2")), draining=("r1",), sick=("r2",), router="a"))
+        == []
+    )
+    assert fleet.learn(Workers("", (up("r0"), up("r2")), sick=("r2",), router="a")) == []
+    assert list(fleet.workers) == ["r0", "r2"], "the same router knows better"
+    fleet.learn(Workers("", (up("r0"), up("r1"), up("r2")), draining=("r1",), sick=("r2",), router="a"))
+    assert fleet.learn(Workers("", (up("r3"),), router="b")) == [up("r0"), up("r1"), WorkerDrain("r1")]
+    assert list(fleet.workers) == ["r0", "r1", "r3"]
+    place = fleet.place(Arrive("x", "c", b""))
+    assert place is not None
+    assert place.worker in ("r0", "r3"), "r1 drains"
+    assert fleet.place(Arrive("x", "c", b"", exclude=("r0", "r3"))) is None
+
+
+@settings(max_examples=100)
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.sampled_from(["ask", "fall back", "end", "lose", "restart", "compare"]), st.integers(0, 99)
+        ),
+        max_size=60,
+    )
+)
+def test_after_a_comparison_router_and_gateway_agree(steps: list[tuple[str, int]]) -> None:
+    """Whatever was lost between them, and however often the router was started anew."""
+    fleet = Fleet(lambda name: True)
+
+    def router() -> Router:
+        made = Router(build("d2lpm"))
+        for name in ("r0", "r1"):
+            made.handle(up(name), 0.0)
+        return made
+
+    core, running = router(), []
+    [(_, known)] = core.handle(Follow(""), 0.0)
+    fleet.learn(known)
+
+    def compare() -> None:
+        for _ in range(2):
+            [(_, found)] = core.handle(fleet.table(""), 0.0, b"g")
+            for told in fleet.settle(found):
+                core.handle(told, 0.0, b"g")
+
+    for number, (what, at) in enumerate(steps):
+        arrive = Arrive(f"{number}", f"c{at % 3}", bytes(64))
+        if what in ("ask", "lose"):
+            fleet.ask(arrive)
+            [(_, place)] = core.handle(arrive, 0.0, b"g") if what == "ask" or at % 2 else [(b"", None)]
+            if what == "ask":
+                fleet.begin(arrive, place, told=True)
+                running.append(arrive.id)
+            else:  # the question or its answer is lost, and so is what takes it back
+                fleet.end(Done(arrive.id, outcome="failed"))
+        elif what == "fall back":
+            place = fleet.place(arrive)
+            fleet.begin(arrive, place, told=False)
+            running.append(arrive.id)
+        elif what == "end" and running:
+            done = Done(running.pop(at % len(running)), output_tokens=at)
+            if fleet.end(done) and at % 3:
+                core.handle(done, 0.0, b"g")
+        elif what == "restart":
+            core = router()
+        elif what == "compare":
+            compare()
+    compare()
+    state = core.state()
+    assert state["in_flight"] == len(running)
+    loads = {name: worker["in_flight"] for name, worker in state["workers"].items()}
+    assert loads == {name: fleet.in_flight[name] for name in loads}
+    [(_, found)] = core.handle(fleet.table(""), 0.0, b"g")
+    assert found == Difference("", (), ())
+
+
+def test_an_end_that_is_long_past_is_told_as_aborted() -> None:
+    fleet = Fleet(lambda name: True)
+    for number in range(MAX_ENDED + 1):
+        fleet.end(Done(f"{number}", output_tokens=5))
+    told = fleet.settle(Difference("", (), ("0", "1")))
+    assert told == [Done("0", outcome="aborted"), Done("1", output_tokens=5)]
+
+
+def test_what_the_router_never_heard_of_is_not_ended_there() -> None:
+    fleet = Fleet(lambda name: True)
+    fleet.learn(Workers("", (up("r0"),), router="a"))
+    arrive = Arrive("x", "c", b"")
+    fleet.begin(arrive, Place("x", "r0", "http://r0", 0), told=False)
+    assert not fleet.end(Done("x"))
+    fleet.begin(arrive, Place("x", "r0", "http://r0", 0), told=False)
+    assert fleet.settle(Difference("", ("x",), ())) == [Running("x", "c", "r0", b"")]
+    assert fleet.end(Done("x")), "it has been told"
+
+
+# -- health
+
+
+def test_silence_is_counted_from_the_last_byte() -> None:
+    watch = Watch(timeout_s=5.0)
+    assert watch.decide(["a", "b"], 0.0) == frozenset()
+    for second in range(1, 6):
+        watch.heard("a", float(second))
+        assert watch.decide(["a", "b"], float(second)) == frozenset()
+    assert watch.decide(["a", "b"], 6.0) == {"b"}
+    assert (watch.is_well("a"), watch.is_well("b")) == (True, False)
+    assert watch.decide(["a", "b"], 7.0) == frozenset(), "said once"
+    watch.heard("b", 7.0)
+    assert not watch.is_well("b"), "bytes of an old answer are no answer"
+    watch.answered("b", True, 7.5)
+    assert watch.is_well("b")
+
+
+def test_refusals_and_503() -> None:
+    watch = Watch(timeout_s=5.0)
+    watch.refused("a", 0.0)
+    assert watch.is_well("a")
+    watch.refused("a", 0.1)
+    assert not watch.is_well("a")
+    assert watch.decide(["a"], 4.0) == frozenset(), "refusing is not silence"
+    watch.answered("a", True, 4.2)
+    assert watch.is_well("a")
+    watch.answered("a", False, 4.3)
+    assert not watch.is_well("a")
+    watch.decide([], 4.4)
+    assert watch.is_well("a"), "a worker that was forgotten begins anew"
+
+
+def test_a_gateway_that_slept_blames_nobody() -> None:
+    watch = Watch(timeout_s=5.0)
+    now_s = 0.0
+    watch.decide(["a"], now_s)
+    assert watch.decide(["a"], now_s + 60.0) == frozenset()
+    now_s += 60.0
+    for _ in range(5):
+        now_s += INTERVAL_S
+        assert watch.decide(["a"], now_s) == frozenset()
+    assert watch.decide(["a"], now_s + INTERVAL_S) == {"a"}
