@@ -82,9 +82,9 @@ def bursts(*, aborts: bool = True) -> st.SearchStrategy[Burst]:
         step=st.integers(0, 25),
         client=st.sampled_from("abc"),
         count=st.sampled_from([1, 3, 10, 40]),
-        prompt_tokens=st.integers(1, 16),
-        output_tokens=st.integers(1, 16),
-        spare_tokens=st.sampled_from([0, 0, 8]),
+        prompt_tokens=st.integers(1, 8),
+        output_tokens=st.integers(1, 4),
+        spare_tokens=st.sampled_from([0, 0, 3]),
         hot=st.booleans(),
         aborted_after=st.sampled_from([0, 0, 3]) if aborts else st.just(0),
     )
@@ -94,9 +94,9 @@ def schedules(*, whole_prompts: bool = False, aborts: bool = True) -> st.SearchS
     return st.builds(
         Schedule,
         bursts=st.lists(bursts(aborts=aborts), min_size=2, max_size=10).map(tuple),
-        pool_tokens=st.integers(40, 160),
+        pool_tokens=st.integers(15, 60),
         step_tokens=st.none() if whole_prompts else st.sampled_from([None, 4, 16]),
-        cache_tokens=st.sampled_from([0, 32, 256]),
+        cache_tokens=st.sampled_from([0, 16, 128]),
     )
 
 
