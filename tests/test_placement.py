@@ -743,15 +743,15 @@ def test_d2lpm_time_learns_each_worker_s_pace():
             assert placement.place(request, Match(), [view], 0.0) == worker
             placement.placed(request, worker, Match(), 0.0)
             placement.done(ended(request, worker, output=100, ttft_s=ttft_s, tpot_s=tpot_s), 0.0)
-    assert placement.cost_s(request, Match(), View("a")) == pytest.approx(10.0, rel=0.1)
-    assert placement.cost_s(request, Match(), View("b")) == pytest.approx(0.1, rel=0.1)
-    assert placement.cost_s(Request("", "f", b"", 0), Match(), View("a", decode_tokens=100)) == (
+    assert placement.costs_s(request, Match(), [View("a")])[0] == pytest.approx(10.0, rel=0.1)
+    assert placement.costs_s(request, Match(), [View("b")])[0] == pytest.approx(0.1, rel=0.1)
+    assert placement.costs_s(Request("", "f", b"", 0), Match(), [View("a", decode_tokens=100)])[0] == (
         pytest.approx(5.0, rel=0.1)
     )
     # so "b" is worth a queue, and a worker that comes later is taken for one like those before
     assert placement.place(request, Match(500, ("a",), {"a": 500}), views, 0.0) == "b"
     placement.worker_up("c", 2.0)
-    like_all = placement.cost_s(request, Match(), View("c"))
+    like_all = placement.costs_s(request, Match(), [View("c")])[0]
     assert 0.1 / 2 < like_all < 10 / 2
     assert not placement._sent or set(placement._sent) == {"1"}
 
@@ -763,7 +763,7 @@ def test_d2lpm_time_does_not_learn_from_what_was_not_served():
         placement.place(request, Match(), [View("a")], 0.0)
         placement.placed(request, "a", Match(), 0.0)
         placement.done(ended(request, "a", outcome=outcome, ttft_s=100.0, tpot_s=9.0), 0.0)
-    assert placement.cost_s(request, Match(), View("a", decode_tokens=1)) == pytest.approx(1.01)
+    assert placement.costs_s(request, Match(), [View("a", decode_tokens=1)])[0] == pytest.approx(1.01)
     assert not placement._sent
 
 

@@ -28,10 +28,10 @@ engine, which looks like slow prefill; work done is taken to be in the order of 
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
-from router.placement.contract import Ended, Request, WorkerView, least
+from router.placement.contract import Ended, Request, WorkerView
 from router.placement.d2lpm import D2lpm
 from router.radix import Match
 
@@ -138,17 +138,23 @@ class D2lpmTime(D2lpm):
         super().worker_down(worker)
         del self._paces[worker]
 
-    def cost_s(self, request: Request, match: Match, worker: WorkerView) -> float:
-        """Seconds until `worker` would have done what it has to and prefilled `request`."""
-        pace = self._paces[worker.name]
-        to_prefill = worker.prefill_tokens + request.input_tokens - match.lengths.get(worker.name, 0)
-        return pace.prefill.s_per_token * to_prefill + pace.decode.s_per_token * worker.decode_tokens
+    def costs_s(self, request: Request, match: Match, workers: Sequence[WorkerView]) -> list[float]:
+        """Seconds until each of `workers` would have done what it has to and prefilled `request`."""
+        held, paces, tokens = match.lengths, self._paces, request.input_tokens
+        return [
+            (pace := paces[worker.name]).prefill.s_per_token
+            * (worker.prefill_tokens + tokens - held.get(worker.name, 0))
+            + pace.decode.s_per_token * worker.decode_tokens
+            for worker in workers
+        ]
 
-    def _choose(self, request: Request, match: Match, available: list[WorkerView]) -> str:
-        name = least(available, partial(self.cost_s, request, match))
-        chosen = next(worker for worker in available if worker.name == name)
+    def _choose(self, request: Request, match: Match, available: Sequence[WorkerView]) -> str:
+        costs_s = self.costs_s(request, match, available)
+        fewest = min(costs_s)
+        best = [worker for worker, cost_s in zip(available, costs_s, strict=True) if cost_s == fewest]
+        chosen = min(best, key=lambda worker: (worker.dispatched_tokens, worker.name))
         self._sent[request.id] = _Sent(
-            chosen.prefill_tokens + request.input_tokens - match.of(name),
+            chosen.prefill_tokens + request.input_tokens - match.of(chosen.name),
             chosen.load * chosen.capacity + 1,
         )
-        return name
+        return chosen.name

@@ -248,18 +248,19 @@ class Preble:
 
     def _cheapest(self, request: Request, match: Match, workers: Sequence[WorkerView]) -> str:
         """The worker of least L + M + P; among equals, who was sent fewer tokens so far; then by name."""
-        own_s: dict[int, float] = {}
+        lengths, loads, own_s = match.lengths, self._loads, dict[int, float]()
         best: tuple[float, int, str] = (math.inf, 0, "")
         for worker in workers:
-            held = match.of(worker.name)
+            held = lengths.get(worker.name, 0)
             new_tokens = request.input_tokens - held
             if held not in own_s:
                 own_s[held] = self.prefill.of(new_tokens, request.input_tokens)
-            load = self._loads[worker.name]
+            load = loads[worker.name]
             cost_s = load.load_s + own_s[held]
             if cost_s > best[0]:
                 continue  # whatever must be evicted
-            cost_s += self._eviction_s(load, new_tokens)
+            if load.prefix_tokens + new_tokens > self.cache_tokens:
+                cost_s += self._eviction_s(load, new_tokens)
             rank = (cost_s, worker.dispatched_tokens, worker.name)
             if rank < best:
                 best = rank

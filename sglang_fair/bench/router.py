@@ -20,8 +20,9 @@ confirms it by an event; four requests a worker are in flight, and with each dec
 
 The machine's own noise stands beside them: the p50 and p99 of a fixed piece of work, timed alike.
 
-Times are CPU time of the thread; `wall_us_p50` and `wall_us_p99` are by the clock on the wall. Python's garbage
-collector is as in the router's own process.
+Times are CPU time of the thread, of the calls during which no other process took the processor away (`preempted`
+counts the rest: to find the caches cold is not the decision's doing); `wall_us_p50` and `wall_us_p99` are by the
+clock on the wall, of all calls. Python's garbage collector is as in the router's own process.
 """
 
 import argparse
@@ -29,6 +30,7 @@ import gc
 import json
 import os
 import platform
+import resource
 import statistics
 import sys
 import time
@@ -76,6 +78,7 @@ class Row:
     end_us_p50: float
     matched_share: float
     decisions: int
+    preempted: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,19 +161,26 @@ class Traffic:
 
 
 class Clock:
-    """CPU and wall time of single calls, in microseconds."""
+    """CPU and wall time of single calls, in microseconds; CPU time only of those that kept the processor."""
 
     def __init__(self) -> None:
         self.cpu_us: list[float] = []
         self.wall_us: list[float] = []
 
     def time(self, call: Callable[[Event, float], Any], event: Event, now_s: float) -> Any:
+        lost = _times_preempted()
         wall, cpu = time.perf_counter_ns(), time.thread_time_ns()
         answer = call(event, now_s)
         spent = time.thread_time_ns() - cpu
         self.wall_us.append((time.perf_counter_ns() - wall) / 1e3)
-        self.cpu_us.append(spent / 1e3)
+        if _times_preempted() == lost:
+            self.cpu_us.append(spent / 1e3)
         return answer
+
+    @property
+    def preempted(self) -> int:
+        """Calls during which another process took the processor."""
+        return len(self.wall_us) - len(self.cpu_us)
 
 
 def filled(placement: str, traffic: Traffic, tree_tokens: int) -> tuple[Router, float]:
@@ -212,7 +222,7 @@ def measure(router: Router, traffic: Traffic, prompt_tokens: int, *, decisions: 
             ended.time(router.handle, done, now_s)
     for request in flights:
         router.handle(Done(request, 100), now_s)
-    mean_us = statistics.fmean(asked.cpu_us) + (statistics.fmean(ended.cpu_us) if ended.cpu_us else 0.0)
+    mean_us = statistics.fmean(asked.cpu_us) + statistics.fmean(ended.cpu_us or [0.0])
     return Row(
         placement=str(router.state()["placement"]),
         prompt_tokens=prompt_tokens,
@@ -226,6 +236,7 @@ def measure(router: Router, traffic: Traffic, prompt_tokens: int, *, decisions: 
         end_us_p50=quantile(ended.cpu_us or [0.0], 0.5),
         matched_share=round(matched / tokens, 4),
         decisions=decisions,
+        preempted=asked.preempted,
     )
 
 
@@ -402,6 +413,10 @@ def run(options: argparse.Namespace, show: Show) -> dict[str, Any]:
         "event_tokens_per_s": min(row.tokens_per_s for row in events),
         "events": [asdict(row) for row in events],
     }
+
+
+def _times_preempted() -> int:
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
 
 
 def _resident_bytes() -> int:
