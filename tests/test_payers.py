@@ -1,6 +1,7 @@
 """Who pays for a shared prefix: the rules against a model that keeps each block's history by itself."""
 
 import json
+from array import array
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from itertools import permutations
@@ -218,8 +219,11 @@ def test_what_the_server_computed_is_free(rule):
     ours = Ours(Payers(rule, 4))
     ours.request("a", path := path_of(None, list(range(16)), 4), 0, 16, 1.0)
     ours.payers.lost(path, 6, 16)
+    ours.request("b", path, 4, 4, 1.0)
+    assert ours.charges == {"a": 14, "b": 2}
     ours.request("b", path, 16, 16, 1.0)
-    assert ours.charges == {"a": 12, "b": 4}
+    parts = {"a": 14 - 2, "b": 2 + 2} if rule == EQUAL else {"a": 16 - 4 * 2 / 3 - 2, "b": 4 * 2 / 3 + 2}
+    assert ours.charges == pytest.approx(parts)
     assert_consistent(ours.payers)
 
 
@@ -255,6 +259,7 @@ def test_paths_name_prefixes():
     path = path_of("root", tokens)
     assert len(path) == 3
     assert path == path_of("root", tokens[:192]) == path_of("root", [*tokens[:192], 7])
+    assert path == path_of("root", memoryview(array("q", tokens)))
     assert path[:2] == path_of("root", [*tokens[:128], *tokens[:64]])[:2]
     assert not set(path) & set(path_of("other root", tokens))
     assert not set(path) & set(path_of("root", [7, *tokens[1:]]))
@@ -304,6 +309,7 @@ def test_books_and_counters_follow_the_transfers():
     status = json.loads(json.dumps(queue.status()))
     assert status["clients"]["b"]["transferred_units"] == 32
     assert status["totals"]["transferred_units"] == 0
+    assert (status["payer"], FairQueue(make_policy("lcf")).status()["payer"]) == (EQUAL, FIRST)
     assert queue.ledger.total.transferred_units == 0
 
 
@@ -489,6 +495,20 @@ def test_the_theorems_own_u_is_not_enough():
         queue.admit(job, extend_tokens=10, cached_tokens=0)
         served += 10 if job.client == "a" else -10
     assert plain < served <= queue.bound()
+
+
+@both
+def test_what_clients_pay_each_other_in_turn_does_not_add_up(rule):
+    """Who is served again and again has no more credit or debt than the last exchanges left."""
+    queue = queue_of(rule, "dlpm")
+    for number in range(100):
+        path = path_of(number, list(range(10)), 1)
+        for at, client in enumerate("ab" if number % 20 < 10 else "ba"):
+            queue.arrive(job := Job(f"{number}{client}", client, path=path))
+            queue.begin_pass()
+            assert queue.next() is job
+            queue.admit(job, extend_tokens=1 if at else 10, cached_tokens=9 if at else 0)
+    assert (queue._swing.most_charged, queue._swing.most_refunded) == (4.5, 4.5)
 
 
 def test_a_forgotten_swing_is_the_farthest_one():

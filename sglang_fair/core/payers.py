@@ -20,8 +20,8 @@ Bound: DLPM's theorem holds for charged service, with what `Swing` has seen adde
 VTC nothing is proven, because a refund lowers a counter; nor for DRR, because a refund between two visits of
 the ring takes the place of a refill.
 Knobs: the rule; `block_tokens`, the smallest piece that is shared; `max_entries`, blocks and their users that are
-remembered, the least recently used forgotten first; `max_users`, clients that share one piece: more use it for
-free, where each share would be below 1/`max_users` of it.
+remembered (35 MB of them), the least recently used forgotten first; `max_users`, clients that share one piece:
+more use it for free, where each share would be below 1/`max_users` of it.
 Cost of an admission: a dictionary look-up for each piece of the path, and one for each user of it when it is
 settled. A piece is a run of blocks with the same history.
 
@@ -43,9 +43,11 @@ What an operator should expect:
   does not collect the last eighth from it.
 """
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import ClassVar
 
 FIRST, EQUAL, PER_USE = "first", "equal", "per-use"
@@ -54,16 +56,18 @@ RULES = (FIRST, EQUAL, PER_USE)
 BLOCK_TOKENS = 64
 
 
-def path_of(root: Hashable, tokens: Sequence[int], block_tokens: int = BLOCK_TOKENS) -> list[Hashable]:
-    """The whole blocks of a prompt, each named by a hash of all that lies before it and itself.
+def path_of(
+    root: object, tokens: Sequence[int] | memoryview, block_tokens: int = BLOCK_TOKENS
+) -> list[Hashable]:
+    """The whole blocks of a prompt, each named by a digest of itself and all that lies before it.
 
-    `root` is what else tells one cache entry from another: an adapter, a salt. `tokens` is best a `memoryview`.
+    `root` is what else tells one cache entry from another: an adapter, a salt. A `memoryview` is read as it is.
     """
+    view = tokens if isinstance(tokens, memoryview) else memoryview(array("q", tokens))
     path: list[Hashable] = []
-    block: Hashable = root
-    for end in range(block_tokens, len(tokens) + 1, block_tokens):
-        piece = tokens[end - block_tokens : end]
-        block = hash((block, bytes(piece) if isinstance(piece, memoryview) else tuple(piece)))
+    block = repr(root).encode()
+    for end in range(block_tokens, len(view) + 1, block_tokens):
+        block = blake2b(block + bytes(view[end - block_tokens : end]), digest_size=16).digest()
         path.append(block)
     return path
 

@@ -25,7 +25,7 @@ from typing import Any
 from sglang_fair.core.cost import Cost, Linear
 from sglang_fair.core.heap import LazyHeap
 from sglang_fair.core.ledger import SYSTEM, Ledger
-from sglang_fair.core.payers import Payers, Swing
+from sglang_fair.core.payers import FIRST, Payers, Swing
 from sglang_fair.core.policy import Job, Policy
 
 
@@ -314,6 +314,7 @@ class FairQueue:
                 "running": len(self._running),
             },
             "conservation": {name: getattr(conservation, name) for name in conservation.__slots__},
+            "payer": FIRST if self.payers is None else self.payers.rule,
             "bound": self.bound(),
             "largest_input_tokens": self.largest_input_tokens,
             "largest_owed_tokens": self.largest_owed_tokens,
