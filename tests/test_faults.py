@@ -6,11 +6,12 @@ The engines are stand-ins but for the last test, so that the right answer of eve
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import httpx
 import psutil
 import pytest
 import zmq
@@ -505,52 +506,123 @@ async def _counts(site: Site, name: str, number: int) -> bool:
 # -- the real engine
 
 
-@pytest.mark.e2e
-@pytest.mark.engine
-def test_streams_of_a_real_replica_that_is_killed_go_on_elsewhere() -> None:
-    async def ask(cluster: Cluster, http: aiohttp.ClientSession, seen: list[Seen]) -> None:
-        async def one(number: int) -> None:
-            path, body = request(KINDS[number % 3], f"prompt {number}", REAL_LENGTH, 0)
-            sampling = body.get("sampling_params", body)
-            sampling["ignore_eos"] = True
-            async with http.post(cluster.url + path, json=body) as response:
-                seen[number].worker = response.headers["x-fair-worker"]
-                async for line in response.content:
-                    if line.startswith(b"data: "):
-                        read(seen[number], line[6:].strip())
-
-        await asyncio.gather(*(one(number) for number in range(len(seen))))
-
-    async def main(cluster: Cluster) -> None:
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as http:
-            calm, seen = [Seen() for _ in range(9)], [Seen() for _ in range(9)]
-            await ask(cluster, http, calm)
-            asking = asyncio.create_task(ask(cluster, http, seen))
-            await eventually(lambda: all(one.events > 40 for one in seen), "all streams are under way")
-            lost = sum(one.worker == "r0" for one in seen)
-            assert 0 < lost < 9
-            kill_replica(cluster, "r0")
-            await asking
-            for before, after in zip(calm, seen, strict=True):
-                assert (after.error, after.ended, after.finish) == ("", True, ["length"])
-                assert after.completion_tokens == REAL_LENGTH
-                assert after.text == before.text
-            assert cluster.status()["gateway"]["resumed"] == lost
-            wait_until(lambda: len(cluster.status()["workers"]) == 2, "the replica is started again")
-            wait_until(lambda: not cluster.status()["gateway"]["sick"], "it is taken back")
-            assert all(books["conservation"]["ok"] for books in cluster.books())
-
-    with Cluster() as cluster:
-        asyncio.run(main(cluster))
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster() as made:
+        yield made
 
 
-def kill_replica(cluster: Cluster, name: str) -> None:
-    """kill -9 of all its processes at once."""
+async def ask_all(
+    cluster: Cluster, http: aiohttp.ClientSession, seen: list[Seen], tokens: int = REAL_LENGTH
+) -> None:
+    """A greedy stream for each of `seen`, of all kinds, to the last of its tokens."""
+
+    async def one(number: int) -> None:
+        path, body = request(KINDS[number % 3], f"prompt {number}", tokens, 0)
+        body.get("sampling_params", body)["ignore_eos"] = True
+        async with http.post(cluster.url + path, json=body) as response:
+            seen[number].worker = response.headers["x-fair-worker"]
+            async for line in response.content:
+                if line.startswith(b"data: "):
+                    read(seen[number], line[6:].strip())
+
+    await asyncio.gather(*(one(number) for number in range(len(seen))))
+
+
+def kill(cluster: Cluster, words: str) -> None:
+    """kill -9 of the process whose command line has these words, and of all its children at once."""
     assert cluster._process is not None
-    [root, *_] = [
-        process
-        for process in psutil.Process(cluster._process.pid).children(recursive=True)
-        if f"--name {name}" in " ".join(process.cmdline())
-    ]
+    family = psutil.Process(cluster._process.pid).children(recursive=True)
+    root = next(process for process in family if words in " ".join(process.cmdline()))
     for process in [root, *root.children(recursive=True)]:
         process.kill()
+
+
+def settled(cluster: Cluster) -> bool:
+    """All is up, and nothing is in flight anywhere."""
+    state = cluster.status()
+    books = cluster.books()
+    return (
+        not state["gateway"]["fallback"]
+        and not state["gateway"]["sick"]
+        and len(state["workers"]) == 2
+        and state["in_flight"] == 0
+        and not any(one["totals"]["running"] + one["totals"]["waiting"] for one in books)
+        and all(one["conservation"]["ok"] for one in books)
+    )
+
+
+def run_real(cluster: Cluster, body: Callable[[aiohttp.ClientSession], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as http:
+            await body(http)
+
+    asyncio.run(main())
+
+    def calm() -> bool:
+        with contextlib.suppress(httpx.TransportError):  # something is being started again
+            return settled(cluster)
+        return False
+
+    wait_until(calm, "everything is up and idle")
+
+
+@pytest.mark.e2e
+@pytest.mark.engine
+def test_streams_of_a_real_replica_that_is_killed_go_on_elsewhere(cluster: Cluster) -> None:
+    async def body(http: aiohttp.ClientSession) -> None:
+        calm, seen = [Seen() for _ in range(9)], [Seen() for _ in range(9)]
+        await ask_all(cluster, http, calm)
+        asking = asyncio.create_task(ask_all(cluster, http, seen))
+        await eventually(lambda: all(one.events > 40 for one in seen), "all streams are under way")
+        lost = sum(one.worker == "r0" for one in seen)
+        assert 0 < lost < 9
+        kill(cluster, "--name r0")
+        await asking
+        for before, after in zip(calm, seen, strict=True):
+            assert (after.error, after.ended, after.finish) == ("", True, ["length"])
+            assert after.completion_tokens == REAL_LENGTH
+            assert after.text == before.text
+        assert cluster.status()["gateway"]["resumed"] == lost
+
+    run_real(cluster, body)
+
+
+@pytest.mark.e2e
+@pytest.mark.engine
+def test_a_real_router_that_is_killed_is_missed_by_nobody(cluster: Cluster) -> None:
+    async def body(http: aiohttp.ClientSession) -> None:
+        seen, more = [Seen() for _ in range(6)], [Seen() for _ in range(6)]
+        asking = asyncio.create_task(ask_all(cluster, http, seen, 1500))
+        await eventually(lambda: all(one.events > 10 for one in seen), "all streams are under way")
+        kill(cluster, "-m router --bind")
+        await ask_all(cluster, http, more, 20)
+        await asking
+        assert all((one.error, one.ended) == ("", True) for one in (*seen, *more))
+        assert cluster.status()["gateway"]["placed in fallback"] > 0
+
+    run_real(cluster, body)
+    tree = cluster.status()["tree"]
+    assert tree["nodes"] > 1, "the replay has brought back what the replicas cache"
+
+
+@pytest.mark.e2e
+@pytest.mark.engine
+def test_nobody_works_for_a_real_gateway_that_is_gone(cluster: Cluster) -> None:
+    async def body(http: aiohttp.ClientSession) -> None:
+        seen = [Seen() for _ in range(6)]
+        before = sum(one["totals"]["output_tokens"] for one in cluster.books())
+        asking = asyncio.create_task(ask_all(cluster, http, seen, 3000))
+        await eventually(lambda: all(one.events > 10 for one in seen), "all streams are under way")
+        kill(cluster, "-m router.gateway")
+        with pytest.raises(aiohttp.ClientError):
+            await asking
+
+        def idle() -> bool:
+            return not any(one["totals"]["running"] + one["totals"]["waiting"] for one in cluster.books())
+
+        wait_until(idle, "the replicas have stopped")
+        served = sum(one["totals"]["output_tokens"] for one in cluster.books()) - before
+        assert served < 6 * 3000
+
+    run_real(cluster, body)
