@@ -256,9 +256,9 @@ class TestAnnouncements:
         from sglang_fair.overlay.replica import job_of
 
         obj = SimpleNamespace(sampling_params={"custom_params": {"fair": {"unblocks": 99}, "mine": 1}})
-        headers = {"x-fair-client": "me", "x-fair-expected-output-tokens": "250", "x-fair-unblocks": "-1"}
+        headers = {"x-fair-client": "me", "x-fair-expected-output-tokens": "250", "x-fair-unblocks": "3"}
         carry_client(obj, SimpleNamespace(headers=headers))
         assert obj.sampling_params["custom_params"]["mine"] == 1
         sampling = SimpleNamespace(**obj.sampling_params, max_new_tokens=9)
         job = job_of(SimpleNamespace(rid="1", origin_input_ids=[1, 2], sampling_params=sampling))
-        assert (job.client, job.expected_output_tokens, job.unblocks) == ("me", 250, 0)
+        assert (job.client, job.expected_output_tokens, job.unblocks) == ("me", 250, 3)
