@@ -9,7 +9,7 @@ and requests.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 from router.events import Outcome
 from router.radix import Match
@@ -164,6 +164,7 @@ class Memoryless:
         return {}
 
 
+_by_tokens = attrgetter("dispatched_tokens", "name")
 _by_load = attrgetter("load", "dispatched_tokens", "name")
 
 
@@ -172,6 +173,11 @@ def least_loaded(workers: Sequence[WorkerView]) -> str:
     return min(workers, key=_by_load).name
 
 
-def least(workers: Sequence[WorkerView], cost: Callable[[WorkerView], float]) -> str:
-    """The worker of least `cost`; among equals, who was sent fewer tokens so far; then by name."""
-    return min(workers, key=lambda worker: (cost(worker), worker.dispatched_tokens, worker.name)).name
+_W = TypeVar("_W", bound=WorkerView)
+
+
+def least(workers: Sequence[_W], costs: Sequence[float]) -> _W:
+    """The worker of least cost, one cost each; among equals, who was sent fewer tokens so far; then by name."""
+    lowest = min(costs)
+    best = [worker for worker, cost in zip(workers, costs, strict=True) if cost == lowest]
+    return min(best, key=_by_tokens)

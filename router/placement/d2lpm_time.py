@@ -31,7 +31,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from router.placement.contract import Ended, Request, WorkerView
+from router.placement.contract import Ended, Request, WorkerView, least
 from router.placement.d2lpm import D2lpm
 from router.radix import Match
 
@@ -149,10 +149,7 @@ class D2lpmTime(D2lpm):
         ]
 
     def _choose(self, request: Request, match: Match, available: Sequence[WorkerView]) -> str:
-        costs_s = self.costs_s(request, match, available)
-        fewest = min(costs_s)
-        best = [worker for worker, cost_s in zip(available, costs_s, strict=True) if cost_s == fewest]
-        chosen = min(best, key=lambda worker: (worker.dispatched_tokens, worker.name))
+        chosen = least(available, self.costs_s(request, match, available))
         self._sent[request.id] = _Sent(
             chosen.prefill_tokens + request.input_tokens - match.of(chosen.name),
             chosen.load * chosen.capacity + 1,

@@ -20,4 +20,4 @@ class D2lpmTokens(D2lpm):
     """The two weights are prices in the charges and in the loads alike."""
 
     def _least_loaded(self, workers: list[WorkerView]) -> str:
-        return least(workers, lambda worker: owed(worker, self.extend_weight, self.output_weight))
+        return least(workers, owed(workers, self.extend_weight, self.output_weight)).name

@@ -28,7 +28,7 @@ class LeastTokens(Memoryless):
 
     def place(self, request: Request, match: Match, workers: Sequence[WorkerView], now_s: float) -> str:
         """Who owes least; ties as in `least`."""
-        return least(workers, lambda worker: owed(worker, self.extend_weight, self.output_weight))
+        return least(workers, owed(workers, self.extend_weight, self.output_weight)).name
 
 
 def check_prices(extend_weight: float, output_weight: float) -> None:
@@ -37,7 +37,9 @@ def check_prices(extend_weight: float, output_weight: float) -> None:
         raise ValueError("extend_weight and output_weight are finite and not negative")
 
 
-def owed(worker: WorkerView, extend_weight: float, output_weight: float) -> float:
-    """What `worker` has still to compute, in units of service per unit of capacity."""
-    units = extend_weight * worker.prefill_tokens + output_weight * worker.decode_tokens
-    return units / worker.capacity
+def owed(workers: Sequence[WorkerView], extend_weight: float, output_weight: float) -> list[float]:
+    """What each of `workers` has still to compute, in units of service per unit of capacity."""
+    return [
+        (extend_weight * worker.prefill_tokens + output_weight * worker.decode_tokens) / worker.capacity
+        for worker in workers
+    ]
