@@ -5,10 +5,11 @@
 The engine answers at once (see `instant`), so only the path is measured. `ours` is one gateway process and one
 router process with D2LPM; the other is the Rust router of PyPI (`python -m venv V && V/bin/pip install
 sglang-router`, then `--sglang-router V/bin/smg`) with `cache_aware`; where it is not installed its row says
-`absent`. Prompts share 64 prefixes of 3,000 characters and end in 1,000 of their own.
+`absent`. Every prompt begins with one of 64 prefixes of 3,000 characters and ends in 1,000 of its own.
 
-    added_ms     latency at a fixed rate, arrivals evenly spaced, less the engine's own at the same rate; measured
-                 from the moment at which a request was due, so that waiting in our own client counts
+    added_ms     latency at a fixed rate, arrivals evenly spaced, less the engine's own at the same rate, which is
+                 measured in the same seconds; from the moment at which a request was due, so that waiting in our
+                 own client counts, and counts on both sides
     max_rps      requests per second with 32 connections that always have one under way
     stream       tokens per second through 32 streams of 64 tokens, one event each
     cpu_ms       CPU time of all the gateway's processes per request, in the run for max_rps
@@ -27,8 +28,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,7 @@ from sglang_fair.engines.models import find
 
 CONNECTIONS = 32
 PREFIXES, PREFIX_CHARS, OWN_CHARS = 64, 3_000, 1_000
+VOCABULARY = 3_000
 START_S = 60.0
 PORTS = range(18_000, 29_000)
 
@@ -122,31 +125,33 @@ class Client(asyncio.Protocol):
         self._transport.close()
 
 
-def prompts(seed: int) -> Iterator[str]:
-    """Prompts without end."""
-    rng = random.Random(seed)
-    letters = "etaoin shrdlu cmfwyp "
+class Load:
+    """Requests as they go over the wire, of eight clients: no two with the same prompt."""
 
-    def text(size: int) -> str:
-        return "".join(rng.choices(letters, k=size))
+    def __init__(self, seed: int, *, stream: bool) -> None:
+        self._rng = random.Random(seed)
+        syllables = [a + v + c for a in "bcdfglmnprst" for v in "aeiou" for c in ("", "n", "r", "s")]
+        self._words = ["".join(self._rng.choices(syllables, k=1 + n % 3)) for n in range(VOCABULARY)]
+        self._weights = list(accumulate(1 / (n + 1) for n in range(VOCABULARY)))  # as words of a language are
+        self._prefixes = [self._text(PREFIX_CHARS) for _ in range(PREFIXES)]
+        self._ends = [self._text(OWN_CHARS // 10) for _ in range(1_000)]
+        self._stream = stream
 
-    prefixes = [text(PREFIX_CHARS) for _ in range(PREFIXES)]
-    while True:
-        yield rng.choice(prefixes) + text(OWN_CHARS)
-
-
-def requests(count: int, *, stream: bool, seed: int) -> list[bytes]:
-    """`count` requests as they go over the wire, of eight clients."""
-    made = []
-    for number, prompt in zip(range(count), prompts(seed), strict=False):
-        body = {"model": MODEL, "prompt": prompt, "max_tokens": STREAM_TOKENS, "stream": stream}
+    def next(self) -> bytes:
+        """The next request."""
+        rng = self._rng
+        prompt = rng.choice(self._prefixes) + "".join(rng.choices(self._ends, k=10))
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": STREAM_TOKENS, "stream": self._stream}
         data = json.dumps(body).encode()
         head = (
             "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-            f"x-fair-client: c{number % 8}\r\ncontent-length: {len(data)}\r\n\r\n"
+            f"x-fair-client: c{rng.randrange(8)}\r\ncontent-length: {len(data)}\r\n\r\n"
         )
-        made.append(head.encode() + data)
-    return made
+        return head.encode() + data
+
+    def _text(self, chars: int) -> str:
+        words = self._rng.choices(self._words, cum_weights=self._weights, k=chars)
+        return " ".join(words)[: chars - 1] + " "
 
 
 async def connect(port: int) -> Client:
@@ -154,9 +159,7 @@ async def connect(port: int) -> Client:
     return client
 
 
-async def at_rate(
-    port: int, rate_rps: float, duration_s: float, load: Sequence[bytes]
-) -> tuple[list[float], int]:
+async def at_rate(port: int, rate_rps: float, duration_s: float, load: Load) -> tuple[list[float], int]:
     """Latencies in seconds from the moment each request was due, and how many failed."""
     idle = [await connect(port) for _ in range(8)]
     latencies: list[float] = []
@@ -177,24 +180,23 @@ async def at_rate(
         due_s = begun_s + number / rate_rps
         if (wait_s := due_s - time.perf_counter()) > 0:
             await asyncio.sleep(wait_s)
-        tasks.append(asyncio.create_task(one(due_s, load[number % len(load)])))
+        tasks.append(asyncio.create_task(one(due_s, load.next())))
     await asyncio.gather(*tasks)
     for client in idle:
         client.close()
     return latencies, failed
 
 
-async def at_most(port: int, duration_s: float, load: Sequence[bytes]) -> tuple[int, int, float]:
+async def at_most(port: int, duration_s: float, load: Load) -> tuple[int, int, float]:
     """Requests served and failed by connections that are never idle, and the seconds that it took."""
     end_s = time.perf_counter() + duration_s
-    served = failed = number = 0
+    served = failed = 0
 
     async def one() -> None:
-        nonlocal served, failed, number
+        nonlocal served, failed
         client = await connect(port)
         while time.perf_counter() < end_s:
-            number += 1
-            if await client.ask(load[number % len(load)]):
+            if await client.ask(load.next()):
                 served += 1
             else:
                 failed += 1
@@ -316,12 +318,11 @@ def tokenizer() -> str:
 
 
 async def measure(
-    name: str, port: int, direct: dict[float, list[float]], options: argparse.Namespace, show: Show,
+    name: str, port: int, engine: int, options: argparse.Namespace, show: Show,
     processes: Sequence[psutil.Process],
 ) -> list[Row]:  # fmt: skip
     """The rows of one gateway, one a rate."""
-    whole = requests(2_000, stream=False, seed=options.seed)
-    streams = requests(500, stream=True, seed=options.seed + 1)
+    whole, streams = Load(options.seed, stream=False), Load(options.seed, stream=True)
     await at_most(port, options.seconds / 4, whole)  # warm
     spent_s = cpu_s(processes)
     served, failed, took_s = await at_most(port, options.seconds, whole)
@@ -336,8 +337,9 @@ async def measure(
     }
     rows = []
     for rate in options.rates:
-        latencies, failed_here = await at_rate(port, rate, options.seconds, whole)
-        own = direct[rate]
+        (latencies, failed_here), (own, _) = await asyncio.gather(
+            at_rate(port, rate, options.seconds, whole), at_rate(engine, rate, options.seconds, whole)
+        )
         row = Row(
             rate_rps=rate,
             added_ms_p50=round(1000 * (percentile(latencies, 50) - percentile(own, 50)), 3),
@@ -347,7 +349,8 @@ async def measure(
         )
         rows.append(row)
         show(
-            f"{name:14} {rate:6.0f} rps: {row.added_ms_p50:7.2f} ms added (p99 {row.added_ms_p99:.2f});"
+            f"{name:14} {rate:6.0f} rps: {row.added_ms_p50:7.2f} ms added (p99 {row.added_ms_p99:.2f})"
+            f" to {1000 * percentile(own, 50):.2f} ms;"
             f" at most {row.max_rps:,.0f} rps, {row.stream_tokens_per_s:,} tokens/s,"
             f" {row.cpu_ms_per_request} ms CPU, {row.memory_mb:.0f} MB"
         )
@@ -368,14 +371,11 @@ async def run(options: argparse.Namespace, show: Show) -> dict[str, Any]:
     try:
         first, second, router, ours, theirs, metrics = free_ports(6)
         children.start(sys.executable, "-m", "sglang_fair.bench.instant", "--ports", f"{first},{second}")
-        whole = requests(200, stream=False, seed=options.seed)
-        await until_served(first, whole[0])
-        direct = {rate: (await at_rate(first, rate, options.seconds, whole))[0] for rate in options.rates}
-        for rate, latencies in direct.items():
-            show(f"engine alone   {rate:6.0f} rps: {1000 * percentile(latencies, 50):7.2f} ms")
+        whole = Load(options.seed, stream=False)
+        await until_served(first, whole.next())
         processes = start_ours(children, ours, router, (first, second))
-        await until_served(ours, whole[0])
-        rows += await measure("ours", ours, direct, options, show, processes)
+        await until_served(ours, whole.next())
+        rows += await measure("ours", ours, first, options, show, processes)
         for process in processes:
             process.terminate()
         program = shutil.which(options.sglang_router)
@@ -384,8 +384,8 @@ async def run(options: argparse.Namespace, show: Show) -> dict[str, Any]:
             rows.append(Row("sglang-router", absent=True))
         else:
             processes = start_theirs(children, program, theirs, metrics, (first, second))
-            await until_served(theirs, whole[0])
-            rows += await measure("sglang-router", theirs, direct, options, show, processes)
+            await until_served(theirs, whole.next())
+            rows += await measure("sglang-router", theirs, first, options, show, processes)
     finally:
         children.close()
     machine = {"cpu": cpu_name(), "cores": os.cpu_count(), "load_before": load_before}
