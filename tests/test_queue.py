@@ -16,7 +16,7 @@ from sglang_fair.core.lpm import Lpm
 from sglang_fair.core.payers import Payers
 from sglang_fair.core.policy import Job, Policy
 from sglang_fair.core.predicted import VtcOracle
-from sglang_fair.core.queue import FairQueue
+from sglang_fair.core.queue import DEFERRALS_PER_PASS, FairQueue
 from sglang_fair.core.vtc import Vtc
 from tests.engine_model import Replica, Request, Traffic, cases
 
@@ -330,6 +330,24 @@ def test_who_waited_in_vain_does_not_wait_again():
     assert queue.next() is twins[2]  # nothing was kept, so it is not held up by the second
     queue.rematch(twins[2], 5, "block")
     assert queue.is_being_computed(twins[2])  # something was
+
+
+def test_a_pass_ends_when_too_many_wait_for_the_same_prefix():
+    """However many share it, a pass looks at a bounded number of them."""
+    queue = new_queue(Lpm())
+    for number in range(1000):
+        queue.rematch(arrive(queue, str(number)), 0, "block")
+    queue.begin_pass()
+    admit(queue, queue.next())
+    looked_at = []
+    is_being_computed = queue.is_being_computed
+    queue.is_being_computed = lambda job: looked_at.append(job) or is_being_computed(job)
+    assert queue.next() is None
+    assert queue.next() is None
+    assert len(looked_at) == DEFERRALS_PER_PASS
+    queue.prefilled(queue.find("0"))
+    queue.begin_pass()
+    assert queue.next() is queue.find("1")
 
 
 def test_output_of_a_request_that_does_not_run_is_refused():

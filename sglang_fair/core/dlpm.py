@@ -22,7 +22,8 @@ new names gets together what one client gets.
 A client that is gone keeps its debt, and its credit too, but for the longest absent beyond `remembered_clients`. No
 newcomer starts with more than the least credit that was ever dropped, so being forgotten never pays: the guarantee
 is that of accounts kept for ever.
-Known leaks: new names, within that one quantum; the first client to need a prefix that others share pays for it.
+Known leaks: new names, within that one quantum; the first client to need a prefix that others share pays for it,
+unless another rule is chosen (`payers`).
 """
 
 from collections import OrderedDict
@@ -98,7 +99,9 @@ class Dlpm(Policy):
     def arrive(self, job: Job) -> None:
         self._debtors.discard(job.client)
         self._creditors.pop(job.client, None)
-        self._account(job.client)
+        if job.client not in self._deficits:
+            self._account(job.client).units = self._newcomer
+            self._newcomer = 0.0
         self._queues.put(job)
         self._seat(job.client)
 
@@ -193,8 +196,7 @@ class Dlpm(Policy):
     def _account(self, client: str) -> Deficit:
         account = self._deficits.get(client)
         if account is None:
-            account = self._deficits[client] = Deficit(self._newcomer, self._round)
-            self._newcomer = 0.0
+            account = self._deficits[client] = Deficit(0.0, self._round)
         return account
 
     def _forget(self) -> None:

@@ -28,6 +28,10 @@ from sglang_fair.core.ledger import SYSTEM, Ledger
 from sglang_fair.core.payers import FIRST, Payers, Swing
 from sglang_fair.core.policy import Job, Policy
 
+DEFERRALS_PER_PASS = 64
+"""Requests that are passed over in one pass because their prefix is being computed; one more ends the pass. They
+are the many that share a new prefix, and once it is cached all of them can go."""
+
 
 @dataclass(slots=True)
 class Presence:
@@ -76,6 +80,7 @@ class FairQueue:
     _first: LazyHeap[Job] = field(default_factory=LazyHeap, init=False, repr=False)
     _first_held: list[Job] = field(default_factory=list, init=False, repr=False)
     _computing: dict[Hashable, Computation] = field(default_factory=dict, init=False, repr=False)
+    _deferrals: int = field(default=0, init=False, repr=False)
     _clients: dict[str, Presence] = field(default_factory=dict, init=False, repr=False)
     _swing: Swing = field(default_factory=Swing, init=False, repr=False)
     _arrivals: int = field(default=0, init=False, repr=False)
@@ -126,11 +131,13 @@ class FairQueue:
         for job in self._first_held:
             self._first.put(job, job.arrival)
         self._first_held.clear()
+        self._deferrals = 0
 
     def next(self) -> Job | None:
         """The request to try next; None when nobody should be added in this pass."""
-        while (job := self._first.first() or self.policy.pick()) is not None:
-            if not self.is_being_computed(job):
+        while self._deferrals < DEFERRALS_PER_PASS:
+            job = self._first.first() or self.policy.pick()
+            if job is None or not self.is_being_computed(job):
                 return job
             self.defer(job)
         return None
@@ -157,6 +164,7 @@ class FairQueue:
         """Hold `job`, which `next` chose or returned, because its prefix is being computed."""
         if job.block is not None and (computation := self._computing.get(job.block)) is not job.waited_for:
             job.waited_for, job.waited_at_tokens = computation, job.prefix_tokens
+        self._deferrals += 1
         self.hold(job)
 
     # ---- service

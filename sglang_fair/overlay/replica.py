@@ -34,10 +34,6 @@ CUSTOM_PARAMS_KEY = "fair"
 CORRECTIONS_PER_PASS = 16
 """Candidates that may turn out worse than thought, and are put back, in one pass."""
 
-TWINS_PER_PASS = 64
-"""Candidates that may turn out to need what is being computed in one pass; one more ends it. They are the
-many that share a new prefix; the next pass knows them."""
-
 BLOCK_TOKENS = 32
 """Two requests that agree on this many uncached tokens are taken to share them; SGLang's own threshold."""
 
@@ -64,7 +60,6 @@ class ReplicaFairness:
         self._look_ups = LookUps()
         self._tree_tokens = 0
         self._corrections_left = 0
-        self._twins_left = 0
         self._dealt_with: Job | None = None
         """The candidate that `may_admit` put back or held itself."""
         self._armed = False
@@ -108,7 +103,6 @@ class ReplicaFairness:
             self._look_up_prefixes()
         self.queue.begin_pass()
         self._corrections_left = CORRECTIONS_PER_PASS
-        self._twins_left = TWINS_PER_PASS
         self._dealt_with = None
 
     def only_waits(self) -> bool:
@@ -167,7 +161,7 @@ class ReplicaFairness:
 
     def offers(self) -> Iterator[Any]:
         """Candidates in the policy's order, each chosen after the one before was charged or passed over."""
-        while self._twins_left >= 0 and (job := self.queue.next()) is not None:
+        while (job := self.queue.next()) is not None:
             yield self._requests[job.id]
             if self._dealt_with is job:
                 self._dealt_with = None
@@ -184,7 +178,6 @@ class ReplicaFairness:
         believed_tokens = job.prefix_tokens
         self._looked_up(request, job)
         if self.queue.is_being_computed(job):
-            self._twins_left -= 1
             self.queue.defer(job)
             self._dealt_with = job
             return False
