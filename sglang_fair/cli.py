@@ -26,7 +26,12 @@ PROGRAMS = {
 }
 """Commands that are programs of their own, and read their arguments themselves."""
 
-BENCHES = {"scheduler": "sglang_fair.bench.scheduler", "router": "sglang_fair.bench.router"}
+BENCHES = {
+    "scheduler": "sglang_fair.bench.scheduler",
+    "router": "sglang_fair.bench.router",
+    "gateway": "sglang_fair.bench.gateway",
+    "soak": "workloads.soak",
+}
 """The same below `sglang-fair bench`."""
 
 CLUSTER_EPILOG = (
@@ -126,6 +131,7 @@ def cluster(
         device=device,
         model=model,
         policy=policy,
+        policy_options=policy_options,
         placement=placement,
         host=host,
         port=port,
@@ -134,7 +140,6 @@ def cluster(
         cost=cost,
         extend_weight=extend_weight,
         output_weight=output_weight,
-        policy_options=policy_options,
         client_weights=weights,
         gateway_workers=gateway_workers,
         log_level=log_level,
@@ -178,6 +183,18 @@ def bench_scheduler() -> None:
 def bench_router() -> None:
     """Time one placement decision, by placement, prompt length and workers, and the tree's events and memory."""
     _become(BENCHES["router"], [])
+
+
+@bench.command("gateway")
+def bench_gateway() -> None:
+    """Time the way through the gateway, beside sglang-router over the same engine that answers at once."""
+    _become(BENCHES["gateway"], [])
+
+
+@bench.command("soak")
+def bench_soak() -> None:
+    """Steady load on a whole cluster for an hour: memory of every process, and what failed."""
+    _become(BENCHES["soak"], [])
 
 
 @app.command()
