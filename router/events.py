@@ -26,7 +26,10 @@ class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class Arrive(Message, frozen=True):
-    """A gateway has a request and asks for a worker; workers in `exclude` are not to be named."""
+    """A gateway has a request and asks for a worker; workers in `exclude` are not to be named.
+
+    Answered at once, or when its turn comes if the placement holds requests: `Done` takes it back until then.
+    """
 
     id: str
     client: str
