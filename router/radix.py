@@ -38,6 +38,7 @@ _FIRST_PIECE = 1024
 """Tokens that are compared first where a prompt leaves a node."""
 
 _MAX_HOLDER_SETS = 10_000
+"""Sets of workers whose names are kept ready; beyond, all are forgotten."""
 
 
 @dataclass(frozen=True, slots=True)
