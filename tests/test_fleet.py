@@ -143,6 +143,7 @@ def test_what_the_router_never_heard_of_is_not_ended_there() -> None:
     assert not fleet.end(Done("x"))
     fleet.begin(arrive, Place("x", "r0", "http://r0", 0), told=False)
     assert fleet.settle(Difference("", ("x",), ())) == [Running("x", "c", "r0", b"")]
+    assert fleet.settle(Difference("", (), ("x",))) == [], "it runs: an answer to an old table"
     assert fleet.end(Done("x")), "it has been told"
 
 

@@ -46,6 +46,13 @@ def request(kind: str, text: str, limit: int, stop: list[str] | None = None, **m
     }
 
 
+class Ones(random.Random):
+    """Chooses the first: every token its own event."""
+
+    def choice(self, seq: Any) -> Any:
+        return seq[0]
+
+
 class Client:
     """One client's stream, over as many engines as it takes."""
 
@@ -155,6 +162,57 @@ def test_what_was_sent_is_not_decoded_again(tokenizer: Path, kind: str) -> None:
     assert sent - 1 <= len(ids) - len("once") <= sent, "at most half a character is computed again"
     assert client.leg.max_output_tokens == limit
     assert len(client.leg.prompts[0]) == len(ids)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sent", [1, 2])
+def test_a_stop_text_that_was_begun_is_recognized_elsewhere(tokenizer: Path, kind: str, sent: int) -> None:
+    engine = Engine(tokenizer)
+    found = 0
+    for number in range(20):
+        body = request(kind, f"prompt {number}", 40)
+        *_, last = engine.steps(kind, body)
+        stop = last.text[20:23]
+        if not stop.isascii() or not last.text[:20].isascii() or last.text.index(stop) != 20:
+            continue  # a character is not a token, or it would stop before
+        found += 1
+        calm, client = (
+            Client(tokenizer, kind, request(kind, f"prompt {number}", 40, [stop])) for _ in range(2)
+        )
+        calm.read(engine, random.Random(0), None)
+        assert calm.reading()["text"].startswith(last.text[:20])
+        ahead = 1 if kind == "chat" else 0  # an event names the role
+        client.read(engine, Ones(), ahead + 20 + sent)
+        client.lose()
+        client.read(engine, Ones(), None)
+        got = client.reading()
+        assert got["ends"] == calm.reading()["ends"]
+        assert last.text[:22].startswith(got["text"])
+        assert len(got["text"]) >= 20
+    assert found > 3
+
+
+@pytest.mark.parametrize("kind", ["chat", "completions"])
+def test_an_answer_ends_once_when_only_its_usage_was_lost(tokenizer: Path, kind: str) -> None:
+    engine = Engine(tokenizer)
+    calm, client = (Client(tokenizer, kind, request(kind, "x", 9)) for _ in range(2))
+    calm.read(engine, Ones(), None)
+    body = json.loads(client.leg.forwarded("0" * 32))
+    client.read(engine, Ones(), len(list(engine.events(kind, body))) - 2)
+    assert not client.resumable.is_complete
+    client.lose()
+    client.read(engine, Ones(), None)
+    assert client.reading() == calm.reading()
+
+
+def test_a_replica_is_asked_for_one_token_at_least(tokenizer: Path) -> None:
+    client = Client(tokenizer, "completions", request("completions", "x", 3))
+    ids = Engine(tokenizer).prompt("completions", {"prompt": "abc"})
+    choice = {"index": 0, "text": "abc", "token_ids": ids, "prompt_token_ids": [88]}
+    client.resumable.pass_on(b"data: " + json.dumps({"id": "1", "choices": [choice]}).encode() + b"\n\n")
+    client.lose()
+    body = json.loads(client.leg.forwarded("0" * 32))
+    assert (body["prompt"], body["max_tokens"]) == ([88, *ids[:2]], 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -34,9 +34,6 @@ REMEMBERED_BYTES = 1 << 16
 MAX_BACK = 64
 """Tokens to go back at most in search of k, before the request is repeated."""
 
-UNFINISHED = "\ufffd"
-"""What a text ends in while the bytes of a character are not complete."""
-
 FINISHED = b"[DONE]"
 
 
@@ -222,7 +219,7 @@ class Resumable:
         furthest = len(sent) - stop_reach(sampling)
         for kept in range(most, max(0, most - MAX_BACK), -1):
             text = decode(context + ids[:kept], hide_special)[before:]
-            if len(text) <= furthest and not text.endswith(UNFINISHED) and sent.startswith(text):
+            if len(text) <= furthest and sent.startswith(text):
                 return kept, len(text)
         return None
 
