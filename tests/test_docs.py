@@ -180,19 +180,18 @@ def test_what_a_prediction_gains_is_what_the_page_says(name, plain):
 # ---- memory
 
 REQUESTS = 10_000
-LIMITS = (2_560, 2_048, 2_048)
+LIMITS = (2_048, 2_048, 2_048)
 """Bytes for each request that waits, for each further client that waits, for each absent client."""
 
 
 def block_of(request: int) -> Any:
-    """What the overlay keeps to know requests that would compute the same: samples of the prompt."""
-    draw = Random(request)
-    return (512, None, None, *(draw.randbytes(256) for _ in range(3)))
+    """What the overlay keeps to know requests that would compute the same: a digest of samples of the prompt."""
+    return 512, None, None, Random(request).randbytes(16)
 
 
 def waiting_bytes(name: str, clients: int, requests: int) -> float:
     """For each of `requests` waiting requests of `clients` clients: queue, policy, look-ups, and its own id and
-    samples of its prompt."""
+    the digest of samples of its prompt."""
     queue, look_ups = FairQueue(make_policy(name)), LookUps()
     gc.collect()
     tracemalloc.start()

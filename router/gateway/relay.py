@@ -27,11 +27,18 @@ from router.gateway.resume import Diverged, Resumable
 from router.gateway.sampling import Kind
 from router.gateway.sse import DONE
 from router.wire import pack_tokens, unpack_tokens
-from sglang_fair.core.identity import HEADER_APP, HEADER_CLIENT, HEADER_INTERACTION, HEADER_STAGE, identify
+from sglang_fair.core.identity import (
+    ANNOUNCEMENTS,
+    HEADER_APP,
+    HEADER_CLIENT,
+    HEADER_INTERACTION,
+    HEADER_STAGE,
+    identify,
+)
 
 log = logging.getLogger("gateway")
 
-PASSED_THROUGH = (HEADER_APP, HEADER_INTERACTION, HEADER_STAGE)
+PASSED_THROUGH = (HEADER_APP, HEADER_INTERACTION, HEADER_STAGE, *ANNOUNCEMENTS)
 RETRY_AFTER_S = 1
 BODY_TIMEOUT_S = 60.0
 """A client may pause this long between two pieces of its body."""

@@ -6,7 +6,7 @@ the prediction are charged as they come, and what was charged and not made is gi
 A prediction moves when a counter moves, never what a request costs in the end.
 """
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from random import Random
 from typing import Protocol
@@ -33,7 +33,7 @@ class MeanOfLast:
 
     count: int = 5
     max_clients: int = 10_000
-    _outputs: OrderedDict[str, deque[int]] = field(default_factory=OrderedDict, init=False, repr=False)
+    _outputs: OrderedDict[str, tuple[int, ...]] = field(default_factory=OrderedDict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.count < 1 or self.max_clients < 1:
@@ -47,8 +47,8 @@ class MeanOfLast:
         return sum(outputs) / len(outputs) if outputs else 0.0
 
     def observe(self, job: Job) -> None:
-        outputs = self._outputs.setdefault(job.client, deque(maxlen=self.count))
-        outputs.append(job.output_tokens)
+        earlier = self._outputs.get(job.client, ())[1 - self.count :] if self.count > 1 else ()
+        self._outputs[job.client] = (*earlier, job.output_tokens)
         self._outputs.move_to_end(job.client)
         if len(self._outputs) > self.max_clients:
             self._outputs.popitem(last=False)

@@ -12,6 +12,7 @@ own counts (`counts.py`): O(batch), always.
 import logging
 import time
 from collections.abc import Hashable, Iterator, Mapping
+from hashlib import blake2b
 from typing import Any
 
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
@@ -288,22 +289,19 @@ class ReplicaFairness:
         }
 
     def _block(self, request: Any, prefix_tokens: int) -> Hashable | None:
-        """Samples of the prefix and the first uncached tokens; equal where the same would be computed."""
+        """A digest of the first uncached tokens and of samples of the prefix; equal where the same would be
+        computed."""
         if self._tree_cache.disable:
             return None
         tokens = request.origin_input_ids
         end = prefix_tokens + BLOCK_TOKENS
         if len(tokens) < end:
             return None
-        middle = prefix_tokens // 2
-        return (
-            prefix_tokens,
-            request.extra_key,
-            request.cache_salt,
-            bytes(memoryview(tokens)[prefix_tokens:end]),
-            bytes(memoryview(tokens)[:BLOCK_TOKENS]),
-            bytes(memoryview(tokens)[middle : middle + BLOCK_TOKENS]),
-        )
+        view, middle = memoryview(tokens), prefix_tokens // 2
+        digest = blake2b(view[prefix_tokens:end], digest_size=16)
+        digest.update(view[:BLOCK_TOKENS])
+        digest.update(view[middle : middle + BLOCK_TOKENS])
+        return prefix_tokens, request.extra_key, request.cache_salt, digest.digest()
 
 
 def job_of(request: Any) -> Job:
