@@ -22,6 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from router.core import Router
 from router.events import Arrive, WorkerUp
+from router.gateway.admin import KEY_VARIABLE
 from router.gateway.app import Config, create_app
 from router.gateway.calls import ApiError, parse
 from router.gateway.resources import Gateway, Limits, header_safe
@@ -598,6 +599,101 @@ def test_beyond_the_bound_requests_are_told_to_come_back(tokenizer: Path) -> Non
         await c.ended(aborted=1)
 
     run(body, tokenizer, max_in_flight=1)
+
+
+def test_all_bodies_together_are_bounded(tokenizer: Path) -> None:
+    async def body(c: Cluster) -> None:
+        c.replicas[0].mode = "endless"
+        large = COMPLETION | {"prompt": "x" * 4000}
+        first = asyncio.create_task(c.post("/v1/completions", large))
+        await eventually(lambda: c.replicas[0].working, "the first request is at work")
+        status, headers, answer = await c.post("/v1/completions", large)
+        assert (status, headers["retry-after"]) == (429, "1")
+        assert json.loads(answer)["error"]["code"] == "overloaded"
+        c.replicas[0].mode = "ok"
+        assert (await c.post("/v1/completions", COMPLETION))[0] == 200
+        first.cancel()
+        state = await c.ended(aborted=1, ok=1)
+        assert (state["gateway"]["held_bytes"], state["gateway"]["refusals"]) == (0, {"429": 1})
+
+    run(body, tokenizer, max_held_bytes=6000)
+
+
+# -- who may change the workers
+
+
+@pytest.mark.parametrize(
+    ("key", "host", "given", "status"),
+    [
+        ("", "127.0.0.1", None, 503),
+        ("", "10.0.0.9", None, 403),
+        ("", "10.0.0.9", "Bearer x", 403),
+        ("secret", "127.0.0.1", None, 401),
+        ("secret", "10.0.0.9", "Bearer wrong", 401),
+        ("secret", "10.0.0.9", "Bearer secret", 503),
+    ],
+)
+def test_workers_are_changed_from_this_machine_or_with_the_key(
+    tokenizer: Path, monkeypatch: pytest.MonkeyPatch, key: str, host: str, given: str | None, status: int
+) -> None:
+    """503: allowed, but there is no router to tell."""
+    monkeypatch.setenv(KEY_VARIABLE, key)
+
+    async def main() -> None:
+        app = create_app(Config("tcp://127.0.0.1:17998", MODEL, str(tokenizer), 0.1))
+        await app.state.gateway.start()
+        transport = httpx.ASGITransport(app, client=(host, 1))
+        headers = {"authorization": given} if given else {}
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway", headers=headers) as http:
+            for method, path in (("GET", "/workers"), ("DELETE", "/workers/r0")):
+                assert (await http.request(method, path)).status_code == status
+        await app.state.gateway.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code"),
+    [
+        (b"{", 400, "invalid_worker"),
+        ({"url": "ftp://x"}, 400, "invalid_worker"),
+        ({"url": "http://127.0.0.1:1/path"}, 400, "invalid_worker"),
+        ({"url": "http://127.0.0.1:1", "unknown": 1}, 400, "invalid_worker"),
+        ({"url": "http://127.0.0.1:1", "name": "a b"}, 400, "invalid_worker"),
+        ({"url": "http://127.0.0.1:1", "replay": "tcp://x:1"}, 400, "invalid_worker"),
+        ({"url": "http://127.0.0.1:1", "capacity": 0}, 400, "invalid_worker"),
+        ({"url": "http://127.0.0.1:1"}, 400, "worker_not_ready"),
+        (b" " * 5000, 413, "body_too_large"),
+    ],
+)
+def test_a_worker_that_is_none_is_refused(tokenizer: Path, body: object, status: int, code: str) -> None:
+    async def main(c: Cluster) -> None:
+        sent = {"data": body} if isinstance(body, bytes) else {"json": body}
+        got, _, answer = await c.post("/workers", **sent)
+        assert (got, json.loads(answer)["error"]["code"]) == (status, code)
+        assert list((await c.state())["workers"]) == ["r0"]
+
+    run(main, tokenizer)
+
+
+def test_a_worker_is_added_once(tokenizer: Path) -> None:
+    async def body(c: Cluster) -> None:
+        url = c.replicas[0].url
+        status, _, answer = await c.post("/workers", {"url": url})
+        assert (status, json.loads(answer)["error"]["message"]) == (409, f"{url} is worker r0")
+        status, _, answer = await c.post("/workers", {"url": url, "name": "r0", "capacity": 2})
+        assert (status, json.loads(answer)["capacity"]) == (201, 2)
+        other = FakeReplica()
+        await other.start()
+        status, _, answer = await c.post("/workers", {"url": other.url, "name": "r0"})
+        assert (status, json.loads(answer)["error"]["message"]) == (409, f"worker r0 is at {url}")
+        status, _, answer = await c.post("/workers", {"url": other.url})
+        assert (status, json.loads(answer)["name"]) == (201, "r1")
+        async with c.http.get(c.url + "/workers") as response:
+            assert [row["state"] for row in (await response.json())["workers"]] == ["up", "up"]
+        await other.close()
+
+    run(body, tokenizer)
 
 
 # -- clients that leave

@@ -245,13 +245,13 @@ class Children:
 def cpu_s(processes: Sequence[psutil.Process]) -> float:
     """CPU time of these processes and their children so far."""
     family = [*processes, *(child for process in processes for child in process.children(recursive=True))]
-    return sum(times.user + times.system for times in (process.cpu_times() for process in family))
+    return float(sum(times.user + times.system for times in (process.cpu_times() for process in family)))
 
 
 def memory_mb(processes: Sequence[psutil.Process]) -> float:
     """Resident memory of these processes and their children."""
     family = [*processes, *(child for process in processes for child in process.children(recursive=True))]
-    return sum(process.memory_info().rss for process in family) / 1e6
+    return float(sum(process.memory_info().rss for process in family)) / 1e6
 
 
 async def until_served(port: int, request: bytes) -> None:
