@@ -17,7 +17,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 SEGMENT_CHARS = 512
-MAX_BYTES = 64 << 20
+MAX_BYTES = 32 << 20
 
 _SAFE = re.compile(r"[a-z](?= [a-z])")
 
