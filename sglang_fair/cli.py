@@ -74,6 +74,21 @@ def cluster(
         str,
         typer.Option(metavar="KEY=VALUE,...", help="The policy's other options, as patience=64 for dlpm."),
     ] = "",
+    payer: Annotated[
+        str,
+        typer.Option(
+            metavar="RULE",
+            help="Who pays for a prefix that clients share: first (whoever computed it), equal, per-use.",
+        ),
+    ] = "first",
+    identity: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PLACES",
+            help="Where a client's name is looked for: headers, api-key, user; comma separated. "
+            "[default: see the README]",
+        ),
+    ] = None,
     worker_quantum: Annotated[
         float | None,
         typer.Option(
@@ -132,6 +147,8 @@ def cluster(
         model=model,
         policy=policy,
         policy_options=policy_options,
+        payer=payer,
+        identity=identity,
         placement=placement,
         host=host,
         port=port,

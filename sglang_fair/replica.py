@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from sglang_fair.core.cost import make_cost
+from sglang_fair.core.payers import FIRST, RULES
 from sglang_fair.engines import cpu
 from sglang_fair.engines.models import Model, find
 from sglang_fair.processes import die_with_parent
@@ -58,6 +59,13 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         default="",
         metavar="KEY=VALUE,...",
         help="the policy's other options, for example patience=64 for dlpm (default: its own)",
+    )
+    parser.add_argument(
+        "--payer",
+        choices=RULES,
+        default=FIRST,
+        help="who pays for a prefix that clients share: whoever computed it, or all its users, in equal parts or "
+        "per use (default: %(default)s)",
     )
     parser.add_argument(
         "--cost",
@@ -141,6 +149,7 @@ def server_arguments(options: argparse.Namespace, model: Model, rest: Sequence[s
         "--schedule-policy", policy,
         "--fair-quantum", str(options.quantum),
         "--fair-options", options.policy_options,
+        "--fair-payer", options.payer,
         "--fair-client-weights", options.client_weights,
         "--enable-cache-report",
         "--log-level-http", "warning",

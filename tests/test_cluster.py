@@ -89,6 +89,8 @@ class TestOptions:
             (Options(cost="cheap"), "unknown cost 'cheap'; there are linear, profiled"),
             (Options(cost="profiled", output_weight=2.0), "belong to the cost linear, not to 'profiled'"),
             (Options(client_weights={"gold": 0.0}), "gold"),
+            (Options(payer="nobody"), "unknown payer 'nobody'"),
+            (Options(policy_options="quanta=3"), "no option 'quanta'"),
             (Options(extra=("tiny",)), "unexpected argument 'tiny'"),
             (
                 Options(extra=("--port", "1")),
@@ -180,7 +182,14 @@ class TestPorts:
 
 class TestPlan:
     def test_the_processes_know_each_other_s_addresses(self) -> None:
-        options = Options(worker_quantum=500.0, client_weights={"gold": 2.0}, extra=("--page-size", "32"))
+        options = Options(
+            worker_quantum=500.0,
+            client_weights={"gold": 2.0},
+            payer="equal",
+            policy_options="patience=9",
+            identity="api-key",
+            extra=("--page-size", "32"),
+        )
         plan = build(options, "cpu", MACHINE, MODEL, PORTS)
         assert [process.name for process in plan.processes] == ["r0", "r1", "router", "gateway"]
         r0, r1, router, gateway = plan.processes
@@ -188,6 +197,7 @@ class TestPlan:
         assert (after(r0.argv, "--port"), after(r1.argv, "--port")) == ("30001", "30004")
         assert after(r1.argv, "--kv-port") == "30005"
         assert json.loads(after(r0.argv, "--client-weights")) == {"gold": 2.0}
+        assert (after(r0.argv, "--payer"), after(r0.argv, "--policy-options")) == ("equal", "patience=9")
         assert r0.argv[list(r0.argv).index("--") :] == ("--", "--log-level", "info", "--page-size", "32")
         assert r1.ready == HttpReady("http://127.0.0.1:30004/ready")
         assert plan.router == after(router.argv, "--bind") == after(gateway.argv, "--router")
@@ -201,6 +211,7 @@ class TestPlan:
         )
         assert after(gateway.argv, "--model-name") == "tiny"
         assert after(gateway.argv, "--tokenizer") == "/models/tiny"
+        assert after(gateway.argv, "--identity") == "api-key"
         assert gateway.ready == HttpReady("http://127.0.0.1:8000/health")
 
     def test_the_router_s_own_quantum_stands(self) -> None:

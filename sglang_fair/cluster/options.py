@@ -8,6 +8,7 @@ from typing import Literal
 from sglang_fair.core import POLICIES, make_policy
 from sglang_fair.core import options as policy_options
 from sglang_fair.core.cost import Cost, make_cost
+from sglang_fair.core.payers import FIRST, make_payers
 from sglang_fair.core.policy import Weights
 
 Device = Literal["cpu", "cuda"]
@@ -45,7 +46,11 @@ class Options:
     policy: str = "dlpm"
     policy_options: str = ""
     """The policy's own, as `core.options` reads them."""
+    payer: str = FIRST
+    """Who pays for a prefix that clients share."""
     placement: str = "d2lpm"
+    identity: str | None = None
+    """Where a client's name is looked for; None: the gateway's default."""
     host: str = "127.0.0.1"
     port: int = 8000
     """Of the gateway; 0 takes a free one."""
@@ -120,6 +125,7 @@ def _check_policy(options: Options) -> None:
         policy_options.make(options.policy, options.policy_options, quantum=options.quantum, weights=weights)
     elif options.policy_options:
         raise ConfigError(f"--policy-options are for a fair policy; {options.policy} is SGLang's own")
+    make_payers(options.payer)
     make_policy("dlpm", quantum=options.quantum, weights=weights)  # whether or not the policy uses them
 
 

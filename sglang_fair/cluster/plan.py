@@ -237,6 +237,7 @@ def _replica(
         "--kv-port", str(kv_port),
         "--policy", options.policy,
         "--policy-options", options.policy_options,
+        "--payer", options.payer,
         "--quantum", str(options.quantum),
         *_cost_arguments(options.service_cost()),
         "--client-weights", json.dumps(dict(options.client_weights)),
@@ -305,6 +306,8 @@ def _gateway(options: Options, machine: Machine, model: Model, router: str, port
         "--drain", str(GATEWAY_DRAIN_S),
         "--log-level", options.log_level,
     ]  # fmt: skip
+    if options.identity is not None:
+        argv += ["--identity", options.identity]
     return Process(
         name="gateway",
         role="gateway",
