@@ -305,14 +305,14 @@ class Shell:
         [(_, workers)] = self._router.handle(Follow(""), self._clock())
         assert isinstance(workers, Workers)
         workers = msgspec.structs.replace(workers, router=self._name)
+        names = {up.worker for up in workers.workers}
+        for worker in self._called_sick.keys() - names:
+            del self._called_sick[worker]
         if workers == self._workers:
             return
         before, self._workers = self._workers, workers
-        names = {up.worker for up in workers.workers}
         for worker in self._replicas.keys() - names:
             self._drop(worker)
-        for worker in self._called_sick.keys() - names:
-            del self._called_sick[worker]
         for up in workers.workers:
             if up.worker in before.sick and up.worker not in workers.sick:
                 self._drop(up.worker)

@@ -514,6 +514,9 @@ def test_a_worker_is_sick_while_any_gateway_says_so() -> None:
         first.tell(WorkerHealth("r0", True))
         first.ask_past(Query("q"))
         assert state() == "sick"
+        first.tell(WorkerHealth("nobody", False))
+        first.ask_past(Query("q"))
+        assert set(w.shell._called_sick) == {"r0"}, "nothing is kept of a worker that there is not"
         eventually(lambda: state() == "up", "the second gateway is gone, and with it what it said")
         eventually(lambda: w.peer.matched(prompt(10))[1] == 3 * PAGE, "the replay has brought its cache back")
 
