@@ -75,8 +75,9 @@ class Engine:
 
     # ---- the state before a run
 
-    def use(self, policy: str, *, overlay: bool, match_limit: int | None = None) -> None:
-        """`policy` is a `--schedule-policy` value. `overlay` False: stock SGLang, no hook attached.
+    def use(self, policy: str, *, overlay: bool, options: str = "", match_limit: int | None = None) -> None:
+        """`policy` is a `--schedule-policy` value, `options` are its own. `overlay` False: stock SGLang, no hook
+        attached.
 
         `match_limit` replaces SGLang's 128, the queue length above which its LPM becomes FCFS.
         """
@@ -89,6 +90,7 @@ class Engine:
         schedule_policy.WAITING_QUEUE_PREFIX_MATCH_MAX = match_limit or 128
         self._reset()
         self._scheduler.schedule_policy = policy
+        os.environ["SGLANG_FAIR_OPTIONS"] = options
         self._scheduler.init_schedule_policy()
         self._watch()
 

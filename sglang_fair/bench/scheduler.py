@@ -71,6 +71,7 @@ class Contender:
     label: str
     server_name: str
     overlay: bool
+    options: str = ""
     match_limit: int | None = None
 
 
@@ -95,6 +96,9 @@ class Row:
     steps: int
 
 
+OPTIONS = {"rpm": f"limit={UNLIMITED}"}
+"""By policy. RPM would refuse the queue that is to be measured."""
+
 STOCK = (
     Contender("sglang:fcfs", "fcfs", overlay=False),
     Contender("sglang:lpm", "lpm", overlay=False),
@@ -106,7 +110,10 @@ def contenders() -> tuple[Contender, ...]:
     """Stock SGLang, then every policy in the registry."""
     from sglang_fair.overlay.config import SERVER_POLICIES
 
-    return STOCK + tuple(Contender(ours, name, overlay=True) for name, ours in SERVER_POLICIES.items())
+    return STOCK + tuple(
+        Contender(ours, name, overlay=True, options=OPTIONS.get(ours, ""))
+        for name, ours in SERVER_POLICIES.items()
+    )
 
 
 def cases(queued: Sequence[int], clients: Sequence[int], prompt_tokens: Sequence[int]) -> list[Case]:
@@ -137,7 +144,12 @@ class Prompts:
 
 def measure(engine: Any, contender: Contender, case: Case, *, seed: int, steps: int, limit_s: float) -> Row:
     """Median and 99th percentile of up to `steps` steps; fewer, but five at least, within `limit_s` seconds."""
-    engine.use(contender.server_name, overlay=contender.overlay, match_limit=contender.match_limit)
+    engine.use(
+        contender.server_name,
+        overlay=contender.overlay,
+        options=contender.options,
+        match_limit=contender.match_limit,
+    )
     engine.limit_pool(case.free_tokens)
     prompts = Prompts(case, seed)
     draw = iter(prompts)
