@@ -37,6 +37,8 @@ from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.vtc import Vtc
 from tests.engine_model import Case, Load, Replica, Request, Row, Tokens, Trace, Traffic
 
+pytestmark = pytest.mark.slow
+
 THEOREMS = settings(max_examples=6, deadline=None, derandomize=True)
 INF = float("inf")
 CREDITED = ("d2lpm", "d2lpm-tokens", "d2lpm-time")

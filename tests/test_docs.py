@@ -233,6 +233,7 @@ def memory(name: str, requests: int) -> tuple[float, float, float]:
     return one, waiting_bytes(name, requests, requests) - one, absent_bytes(name, requests)
 
 
+@pytest.mark.slow
 @every_policy
 def test_memory_is_bounded_and_what_the_page_says(name):
     """A sixteenth of the page's number: dictionaries are then as full as with all of them."""

@@ -42,6 +42,8 @@ from router.placement import PLACEMENTS, build
 from router.wire import decode_kv_batch
 from tests.stand_in import MODEL, make_tokenizer
 
+pytestmark = pytest.mark.slow
+
 names = st.sampled_from(["a", "b", "c", ""])
 tokens = st.integers(0, 40).map(lambda n: bytes(4 * n))
 counts = st.integers(0, 1 << 40)

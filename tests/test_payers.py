@@ -19,6 +19,8 @@ from sglang_fair.core.policy import Job, Weights
 from sglang_fair.core.queue import FairQueue
 from tests.engine_model import Case, Load, cases, run, traced
 
+pytestmark = pytest.mark.slow
+
 PAYERS = settings(max_examples=80, deadline=None, derandomize=True)
 ON_THE_ENGINE = settings(PAYERS, max_examples=30)
 both = pytest.mark.parametrize("rule", [EQUAL, PER_USE])

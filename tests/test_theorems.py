@@ -24,6 +24,8 @@ from sglang_fair.core.vtc import Vtc
 from tests.engine_model import Case, Load, Replica, Request, Trace, cases, run, traced
 from tests.test_dlpm import BURSTS
 
+pytestmark = pytest.mark.slow
+
 THEOREMS = settings(max_examples=40, deadline=None, derandomize=True)
 WEIGHTS = st.fixed_dictionaries({name: st.sampled_from([0.5, 1.0, 3.0]) for name in "abc"})
 
