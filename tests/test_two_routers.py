@@ -28,8 +28,8 @@ pytestmark = pytest.mark.e2e
 WEIGHTS = '{"heavy": 4}'
 CONNECTIONS = {"heavy": 80, "light": 40}
 """Enough that both always wait at both replicas."""
-PROMPT_TOKENS, OUTPUT_TOKENS = 48, 32
-TIMES_THE_BOUND = 5
+PROMPT_TOKENS, OUTPUT_TOKENS = 48, 16
+TIMES_THE_BOUND = 14
 
 
 @contextlib.contextmanager
