@@ -132,7 +132,7 @@ async def _flood(cluster: Cluster) -> list[int]:
             await ask(http, cluster.url, "flood", hot + [rng.randrange(250) for _ in range(16)], 1)
         flood = [
             asyncio.create_task(
-                ask(http, cluster.url, "flood", hot + [rng.randrange(250) for _ in range(16)], 32)
+                ask(http, cluster.url, "flood", hot + [rng.randrange(250) for _ in range(16)], 64)
             )
             for _ in range(200)
         ]
