@@ -341,9 +341,10 @@ def test_a_replay_that_never_answers_is_given_up() -> None:
 
 
 def test_a_replay_socket_connected_to_itself_is_opened_anew() -> None:
-    """What TCP can do by accident, a DEALER that echoes does on purpose."""
+    """What TCP can do by accident, a socket that echoes does on purpose; a ROUTER, so that each answer goes to the
+    connection that asked, not to one that is being closed."""
     with wire() as w:
-        replica, echo = w.new_replica(), w.context.socket(zmq.DEALER)
+        replica, echo = w.new_replica(), w.context.socket(zmq.ROUTER)
         try:
             echo.bind("tcp://127.0.0.1:*")
             w.peer.tell(WorkerUp("r0", "http://x", replica.kv, echo.getsockopt_string(zmq.LAST_ENDPOINT)))
@@ -354,9 +355,8 @@ def test_a_replay_socket_connected_to_itself_is_opened_anew() -> None:
                 assert echo.poll(DEADLINE_S * 1000), "asked again"
                 echo.send_multipart(echo.recv_multipart())
             assert echo.poll(DEADLINE_S * 1000)
-            echo.recv_multipart()
-            answer = [b"", b"kv", encode_sequence(0), replica.kept[0][1]]
-            echo.send_multipart(answer)
+            asker, *_ = echo.recv_multipart()
+            echo.send_multipart([asker, b"", b"kv", encode_sequence(0), replica.kept[0][1]])
             eventually(lambda: w.peer.kv()["expected"] == 2, "both are applied")
             assert w.peer.kv()["lost_batches"] == 0
         finally:
