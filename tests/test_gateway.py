@@ -18,7 +18,6 @@ import openai
 import pytest
 import uvicorn
 from aiohttp import web
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from router.core import Router
 from router.events import Arrive, WorkerUp
@@ -30,6 +29,7 @@ from router.gateway.sse import Stream, Usage, usage_of
 from router.gateway.tokens import TokenizerError, Tokens
 from router.placement import build
 from router.shell import Shell
+from tests.stand_in import make_tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -37,11 +37,6 @@ DEADLINE_S = 5.0
 START_S = 30.0
 """For three interpreters to import what they need, on a busy machine."""
 MODEL = "tiny"
-TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
-    "<{{ message['role'] }}>{{ message['content'] }}\n{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 
 
 async def eventually(check: Callable[[], object], what: str, deadline_s: float = DEADLINE_S) -> None:
@@ -60,15 +55,7 @@ async def eventually(check: Callable[[], object], what: str, deadline_s: float =
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a byte-level tokenizer: one token a byte."""
-    folder = tmp_path_factory.mktemp("tokenizer")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE(vocab={"<s>": 0} | {c: i + 1 for i, c in enumerate(alphabet)}, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens(["<s>"])
-    made.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "chat_template": TEMPLATE}))
-    return folder
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 class FakeReplica:

@@ -11,12 +11,10 @@ warm-up, in which caches and pools fill. Exit code 1 if a request failed or if t
 
 import argparse
 import asyncio
-import json
-import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
@@ -27,6 +25,7 @@ from typing import Any
 import aiohttp
 import psutil
 
+from sglang_fair.bench import Show, carry_out
 from sglang_fair.core.identity import HEADER_CLIENT
 from workloads.compare.cluster import Cluster, ClusterError, SpawnCluster, get_json
 from workloads.compare.runs import machine, versions
@@ -37,8 +36,6 @@ NEW_CLIENT_EVERY, HANG_UP_EVERY = 10, 20
 WARM_UP_SHARE = 0.2
 """Of the run; memory may grow in it."""
 MIB = 2**20
-
-Show = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,15 +267,9 @@ def run(given: argparse.Namespace, show: Show) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Progress and table on stderr; the result is the last line of stdout."""
     given = parse(arguments)
-    try:
-        result = run(given, lambda text: print(text, file=sys.stderr, flush=True))
-        line = json.dumps(result, separators=(",", ":"))
-        if given.json:
-            given.json.write_text(line + "\n")
-    except (ClusterError, OSError) as error:
-        print(f"sglang-fair bench soak: {error}", file=sys.stderr)
+    result = carry_out("soak", lambda show: run(given, show), given.json, (ClusterError, OSError))
+    if result is None:
         return 2
-    print(line, flush=True)
     return 0 if result["ok"] else 1
 
 

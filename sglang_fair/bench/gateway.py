@@ -36,8 +36,9 @@ from typing import Any
 
 import psutil
 
+from sglang_fair.bench import Show, carry_out
 from sglang_fair.bench.instant import MODEL, STREAM_TOKENS
-from sglang_fair.bench.scheduler import Show, cpu_name
+from sglang_fair.bench.scheduler import cpu_name
 from sglang_fair.engines.models import find
 
 CONNECTIONS = 32
@@ -431,16 +432,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Progress on stderr; the result is the last line of stdout."""
     options = parse(sys.argv[1:] if arguments is None else arguments)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    try:
-        result = asyncio.run(run(options, lambda text: print(text, file=sys.stderr, flush=True)))
-        line = json.dumps(result, separators=(",", ":"))
-        if options.json:
-            options.json.write_text(line + "\n")
-    except (ValueError, OSError) as error:
-        print(f"sglang-fair bench gateway: {error}", file=sys.stderr)
-        return 2
-    print(line, flush=True)
-    return 0
+    result = carry_out("gateway", lambda show: asyncio.run(run(options, show)), options.json)
+    return 2 if result is None else 0
 
 
 if __name__ == "__main__":

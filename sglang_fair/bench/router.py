@@ -27,7 +27,6 @@ clock on the wall, of all calls. Python's garbage collector is as in the router'
 
 import argparse
 import gc
-import json
 import os
 import platform
 import resource
@@ -48,6 +47,7 @@ from router.collector import collect_young_only
 from router.core import Router
 from router.events import Arrive, Done, Event, Place, Query, Removed, Stored, WorkerUp
 from router.placement import PLACEMENTS, build
+from sglang_fair.bench import carry_out
 from sglang_fair.bench.scheduler import cpu_name, numbers
 
 PAGE = 16
@@ -427,16 +427,8 @@ def _resident_bytes() -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Table and progress on stderr; the result is the last line of stdout."""
     options = parse(sys.argv[1:] if arguments is None else arguments)
-    try:
-        result = run(options, lambda text: print(text, file=sys.stderr, flush=True))
-        line = json.dumps(result, separators=(",", ":"))
-        if options.json:
-            options.json.write_text(line + "\n")
-    except (ValueError, OSError) as error:
-        print(f"sglang-fair bench router: {error}", file=sys.stderr)
-        return 2
-    print(line, flush=True)
-    return 0
+    result = carry_out("router", lambda show: run(options, show), options.json)
+    return 2 if result is None else 0
 
 
 if __name__ == "__main__":

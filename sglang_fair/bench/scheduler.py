@@ -20,7 +20,6 @@ LPM becomes FCFS above 128 waiting requests. `sglang:lpm-naive` is stock LPM wit
 
 import argparse
 import gc
-import json
 import os
 import platform
 import random
@@ -28,7 +27,7 @@ import statistics
 import sys
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -37,13 +36,13 @@ from typing import Any
 
 import numpy as np
 
+from sglang_fair.bench import Show, carry_out
+
 PREFIXES = 64
 ADMITTED_PER_STEP = 4
 RUNNING = 32
 UNLIMITED = 10**9
 QUEUED, CLIENTS, PROMPT_TOKENS = (128, 1_000, 10_000), (10, 1_000), (1_000, 8_000)
-
-Show = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -341,16 +340,8 @@ def run(options: argparse.Namespace, show: Show) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Table and progress on stderr; the result is the last line of stdout."""
     options = parse(sys.argv[1:] if arguments is None else arguments)
-    try:
-        result = run(options, lambda text: print(text, file=sys.stderr, flush=True))
-        line = json.dumps(result, separators=(",", ":"))
-        if options.json:
-            options.json.write_text(line + "\n")
-    except (ValueError, OSError) as error:
-        print(f"sglang-fair bench scheduler: {error}", file=sys.stderr)
-        return 2
-    print(line, flush=True)
-    return 0
+    result = carry_out("scheduler", lambda show: run(options, show), options.json)
+    return 2 if result is None else 0
 
 
 if __name__ == "__main__":
