@@ -167,6 +167,8 @@ def main(
             told = json.loads((folder / "case.json").read_text(encoding="utf-8"))
             case = Case.from_json(json.dumps(told["case"]))
         else:
+            if (folder / "case.json").exists():
+                raise ValueError(f"{folder} holds a comparison; --resume {folder} goes on with it")
             case = case_of(arguments)
         codec = codec_of(arguments.tokenizer or model_folder(case.model))
         comparison = Comparison(case, folder, (start_cluster or spawn)(case, folder), codec, console)
