@@ -1,0 +1,253 @@
+"""How long a step of an engine takes: seconds of one GPU for a batch of prefills, and for steps of decoding.
+
+    Roofline   from a GPU's published figures and a model's shape
+    Fitted     linear, with coefficients measured on a replica by `sglang-fair calibrate`
+    Scaled     another model, each time multiplied by a factor
+
+**Roofline.** A kernel takes as long as its arithmetic or its memory traffic, whichever is longer, at a stated
+part of the GPU's peak. The matrices of a step and its attention run one after the other, so their times add:
+
+    matrices    max(FLOPs / (mfu · peak), bytes / (mbu · bandwidth))
+                FLOPs = 2 · layer parameters · tokens + 2 · head parameters · requests;  bytes = the weights
+    attention   max(FLOPs / (attention mfu · peak), bytes / (mbu · bandwidth))
+                FLOPs = 4 · layers · heads · head size · pairs;  bytes = keys and values, read once
+    step        matrices + attention + overhead + overhead per request
+
+A pair is a token and one that it attends to. A prompt of which e tokens are computed behind p cached ones has
+e·p + e·(e + 1)/2 of them; a decode step has as many as its requests' contexts have tokens.
+
+**Fitted.** Prefill: base + a·tokens + b·pairs + c·requests. Decode: base + d·requests + e·context tokens.
+
+Both are monotone in everything, and a prompt computed in chunks never takes less than computed whole.
+Not modelled: several GPUs a replica, quantized weights, speculative decoding, prefill and decode in one batch.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from math import isfinite
+from pathlib import Path
+from typing import Any, Protocol
+
+from sglang_fair.sim.gpus import GPUS, Gpu
+from sglang_fair.sim.shapes import SHAPES, ModelShape
+
+
+class CostModel(Protocol):
+    """Seconds that an engine's GPU is busy. All are at least 0 and grow with every argument."""
+
+    def prefill_s(self, extends: Sequence[tuple[int, int]]) -> float:
+        """One batch of prefills: of each request the tokens to compute and those cached before them."""
+
+    def decode_s(self, requests: int, context_tokens: int) -> float:
+        """One token for each of `requests`, whose contexts have `context_tokens` together."""
+
+    def decode_run_s(self, requests: int, context_tokens: int, steps: int) -> float:
+        """`steps` steps in a row of the same requests, each context one token longer after each step: the
+        sum of `decode_s`, in time that does not grow with `steps`."""
+
+
+def pairs(extend_tokens: int, cached_tokens: int) -> float:
+    """Of a token and one it attends to, itself included, when so many are computed behind so many."""
+    return extend_tokens * (cached_tokens + (extend_tokens + 1) / 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """What a serving engine reaches of a GPU's published peaks, and what it adds to each step."""
+
+    mfu: float = 0.6
+    """Of peak FLOP/s, in the matrices of a full prefill batch."""
+    attention_mfu: float = 0.4
+    """Of peak FLOP/s, in attention over long contexts."""
+    mbu: float = 0.8
+    """Of peak bandwidth, when weights or keys and values are streamed."""
+    prefill_overhead_s: float = 0.004
+    """Each prefill batch: kernel launches without a CUDA graph, sampling, what of scheduling is not hidden."""
+    decode_overhead_s: float = 0.0015
+    """Each decode step, replayed as a CUDA graph."""
+    request_overhead_s: float = 5e-6
+    """Each request of a step: its metadata, its token's way out."""
+
+    def __post_init__(self) -> None:
+        for name in ("mfu", "attention_mfu", "mbu"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be above 0 and at most 1, not {getattr(self, name)!r}")
+        _check_seconds(self, ("prefill_overhead_s", "decode_overhead_s", "request_overhead_s"))
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """One GPU that holds one model; see the module."""
+
+    gpu: Gpu
+    shape: ModelShape
+    efficiency: Efficiency = field(default_factory=Efficiency)
+
+    def prefill_s(self, extends: Sequence[tuple[int, int]]) -> float:
+        if not extends:
+            return 0.0
+        tokens = sum(extend for extend, _ in extends)
+        attended = sum(pairs(extend, cached) for extend, cached in extends)
+        held = sum(extend + cached for extend, cached in extends)
+        overhead = self.efficiency.prefill_overhead_s + self.efficiency.request_overhead_s * len(extends)
+        return overhead + self._matrices_s(tokens, len(extends)) + self._attention_s(attended, held)
+
+    def decode_s(self, requests: int, context_tokens: int) -> float:
+        return self.decode_run_s(requests, context_tokens, 1)
+
+    def decode_run_s(self, requests: int, context_tokens: int, steps: int) -> float:
+        if not requests:
+            return 0.0
+        overhead = self.efficiency.decode_overhead_s + self.efficiency.request_overhead_s * requests
+        held = context_tokens * steps + requests * (steps * (steps - 1) // 2)
+        return steps * (overhead + self._matrices_s(requests, requests)) + self._attention_s(held, held)
+
+    def _matrices_s(self, tokens: int, requests: int) -> float:
+        shape = self.shape
+        flops = 2 * (shape.layer_parameters * tokens + shape.head_parameters * requests)
+        return max(
+            flops / (self.efficiency.mfu * self.gpu.bf16_flops),
+            shape.read_bytes / (self.efficiency.mbu * self.gpu.bandwidth_bytes_per_s),
+        )
+
+    def _attention_s(self, attended: float, held_tokens: int) -> float:
+        flops, read = self.shape.flops_per_pair * attended, self.shape.kv_bytes_per_token * held_tokens
+        return max(
+            flops / (self.efficiency.attention_mfu * self.gpu.bf16_flops),
+            read / (self.efficiency.mbu * self.gpu.bandwidth_bytes_per_s),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """Linear in what a step does; seconds. See the module."""
+
+    prefill_base_s: float
+    prefill_token_s: float
+    prefill_pair_s: float
+    prefill_request_s: float
+    decode_base_s: float
+    decode_request_s: float
+    decode_context_token_s: float
+
+    def __post_init__(self) -> None:
+        _check_seconds(self, [field.name for field in fields(self)])
+
+    def prefill_s(self, extends: Sequence[tuple[int, int]]) -> float:
+        if not extends:
+            return 0.0
+        return (
+            self.prefill_base_s
+            + self.prefill_request_s * len(extends)
+            + self.prefill_token_s * sum(extend for extend, _ in extends)
+            + self.prefill_pair_s * sum(pairs(extend, cached) for extend, cached in extends)
+        )
+
+    def decode_s(self, requests: int, context_tokens: int) -> float:
+        return self.decode_run_s(requests, context_tokens, 1)
+
+    def decode_run_s(self, requests: int, context_tokens: int, steps: int) -> float:
+        if not requests:
+            return 0.0
+        held = context_tokens * steps + requests * (steps * (steps - 1) // 2)
+        return (
+            steps * (self.decode_base_s + self.decode_request_s * requests)
+            + self.decode_context_token_s * held
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """`model` with all times multiplied by `factor`: 0.1 is a GPU ten times as fast in everything."""
+
+    model: CostModel
+    factor: float
+
+    def __post_init__(self) -> None:
+        if not (isfinite(self.factor) and self.factor > 0):
+            raise ValueError(f"a time scale must be a finite number above 0, not {self.factor!r}")
+
+    def prefill_s(self, extends: Sequence[tuple[int, int]]) -> float:
+        return self.factor * self.model.prefill_s(extends)
+
+    def decode_s(self, requests: int, context_tokens: int) -> float:
+        return self.factor * self.model.decode_s(requests, context_tokens)
+
+    def decode_run_s(self, requests: int, context_tokens: int, steps: int) -> float:
+        return self.factor * self.model.decode_run_s(requests, context_tokens, steps)
+
+
+def kv_tokens(gpu: Gpu, shape: ModelShape, memory_fraction: float = 0.88) -> int:
+    """Tokens that the KV pool of one GPU holds when weights and pool together take `memory_fraction` of its
+    memory (SGLang's --mem-fraction-static). ValueError if the weights leave no room."""
+    room = int(gpu.memory_bytes * memory_fraction) - shape.weight_bytes
+    if room < shape.kv_bytes_per_token:
+        raise ValueError(f"{shape.name} does not fit {memory_fraction:.0%} of a {gpu.name}'s memory")
+    return room // shape.kv_bytes_per_token
+
+
+def make_cost_model(text: str) -> CostModel:
+    """The model that `text` names: GPU/MODEL as `a100-80g/llama-3.1-8b`, or a JSON file that `sglang-fair
+    calibrate` or `to_json` wrote. Raises ValueError in one line."""
+    gpu, slash, shape = text.strip().lower().partition("/")
+    if slash and gpu in GPUS and shape in SHAPES:
+        return Roofline(GPUS[gpu], SHAPES[shape])
+    if text.strip().endswith(".json"):
+        return from_json(_read(text.strip()))
+    raise ValueError(
+        f"unknown cost model {text!r}: it is GPU/MODEL, of the GPUs {', '.join(GPUS)} and the models "
+        f"{', '.join(SHAPES)}, or the path of a calibration's .json file"
+    )
+
+
+def to_json(model: CostModel) -> dict[str, Any]:
+    """All parameters, as JSON has them; `from_json` makes the model again."""
+    if isinstance(model, Scaled):
+        return {"kind": "scaled", "factor": model.factor, "model": to_json(model.model)}
+    if isinstance(model, Roofline):
+        return {"kind": "roofline", **asdict(model)}
+    if isinstance(model, Fitted):
+        return {"kind": "fitted", **asdict(model)}
+    raise TypeError(f"a cost model of kind {type(model).__name__} has no JSON")
+
+
+def from_json(told: Mapping[str, Any]) -> CostModel:
+    """The inverse of `to_json`; of a calibration's file, its `cost_model`. Raises ValueError in one line."""
+    told = told.get("cost_model", told)
+    try:
+        parameters = {name: value for name, value in told.items() if name != "kind"}
+        match told["kind"]:
+            case "scaled":
+                return Scaled(from_json(parameters["model"]), float(parameters["factor"]))
+            case "roofline":
+                return Roofline(
+                    Gpu(**parameters["gpu"]),
+                    ModelShape(**parameters["shape"]),
+                    Efficiency(**parameters["efficiency"]),
+                )
+            case "fitted":
+                return Fitted(**parameters)
+            case kind:
+                raise ValueError(f"there is no kind {kind!r}")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"not a cost model: {error}") from None
+
+
+def _read(path: str) -> Mapping[str, Any]:
+    try:
+        told = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise ValueError(f"{path!r} is not a JSON file: {error}") from None
+    if not isinstance(told, dict):
+        raise ValueError(f"{path} does not hold a cost model")
+    return told
+
+
+def _check_seconds(holder: Any, names: Sequence[str]) -> None:
+    for name in names:
+        value = getattr(holder, name)
+        if not (isinstance(value, (int, float)) and isfinite(value) and value >= 0):
+            raise ValueError(f"{name} must be a finite number of seconds, at least 0, not {value!r}")
