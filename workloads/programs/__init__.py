@@ -1,7 +1,7 @@
 """Programs: what a client's application asks of a model. Pure generators; drivers run them."""
 
 from workloads.programs.call import Call, Outcome, Program, Prompt, Reply, Step
-from workloads.programs.codec import Codec, TextCodec, TokenCodec
+from workloads.programs.codec import Codec, PackedCodec, TextCodec, TokenCodec
 from workloads.programs.execution import Execution, Ready
 from workloads.programs.judge import Judge
 from workloads.programs.tree_of_thought import TreeOfThought
@@ -12,6 +12,7 @@ __all__ = [
     "Execution",
     "Judge",
     "Outcome",
+    "PackedCodec",
     "Program",
     "Prompt",
     "Ready",

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TypeAlias
 
-Prompt: TypeAlias = str | tuple[int, ...]
-"""Text, or token ids of the served model."""
+Prompt: TypeAlias = str | tuple[int, ...] | bytes
+"""Text, or token ids of the served model, or token ids packed as little-endian uint32."""
 
 
 class Outcome(StrEnum):
@@ -37,21 +37,30 @@ class Call:
     prompt: Prompt
     max_output_tokens: int
     stage: str = ""
+    output_tokens: int | None = None
+    """Length of the answer, where a modelled engine makes it up. None: as long as it may be."""
 
     def __post_init__(self) -> None:
         if self.max_output_tokens < 1:
             raise ValueError(f"a call needs at least 1 output token, not {self.max_output_tokens}")
+        if self.output_tokens is not None and not 1 <= self.output_tokens <= self.max_output_tokens:
+            raise ValueError(
+                f"an answer has from 1 to {self.max_output_tokens} tokens, as the call allows, "
+                f"not {self.output_tokens}"
+            )
         if not self.prompt:
             raise ValueError("a call needs a prompt that is not empty")
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What came back. `tokens` is empty when the server tells only text."""
+    """What came back. `tokens` is empty when the server tells only text, `packed` when it is a real one."""
 
     text: str = ""
     tokens: tuple[int, ...] = ()
     outcome: Outcome = Outcome.OK
+    packed: bytes = b""
+    """The tokens as little-endian uint32."""
 
     @property
     def ok(self) -> bool:

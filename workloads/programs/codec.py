@@ -10,6 +10,9 @@ from typing import Protocol
 
 from workloads.programs.call import Prompt, Reply
 
+TOKEN_BYTES = 4
+"""Of a packed token id."""
+
 
 class Codec(Protocol):
     """How a program writes prompts. Equal texts encode equally; what `join` puts first is a prefix."""
@@ -73,6 +76,37 @@ class TokenCodec:
     def answer(self, reply: Reply) -> Prompt:
         """The tokens that the engine sampled, which are what it has in its cache; else its text, encoded."""
         return reply.tokens or tuple(self.vocabulary(reply.text))
+
+
+@dataclass(frozen=True, slots=True)
+class PackedCodec:
+    """Prompts are packed token ids, little-endian uint32, one token for each UTF-8 byte of the text: for modelled
+    engines, which need no vocabulary, and where a tuple of millions of numbers would be slow."""
+
+    def encode(self, text: str) -> Prompt:
+        return _packed(text)
+
+    def cut(self, text: str, tokens: int) -> Prompt:
+        return _packed(text)[: TOKEN_BYTES * tokens]
+
+    def count(self, text: str) -> int:
+        return len(text.encode())
+
+    def join(self, *parts: Prompt) -> Prompt:
+        return b"".join(_bytes(part) for part in parts)
+
+    def answer(self, reply: Reply) -> Prompt:
+        return reply.packed
+
+
+def _packed(text: str) -> bytes:
+    """UTF-32 is one uint32 for each character, and in Latin-1 each byte is a character."""
+    return text.encode().decode("latin-1").encode("utf-32-le")
+
+
+def _bytes(part: Prompt) -> bytes:
+    assert isinstance(part, bytes), "a packed prompt is joined from packed prompts"
+    return part
 
 
 def _text(part: Prompt) -> str:

@@ -1,0 +1,155 @@
+"""What a simulated cluster consists of, as text and numbers; and the objects that are made of them.
+
+Names, options and defaults are those of `sglang-fair cluster`, so that a simulated cluster and a live one are
+described alike. The router knows the linear part of what service costs, as it does there.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from router.core import Router
+from router.events import WorkerUp
+from router.placement import PLACEMENTS, build, parameters
+from sglang_fair.core import POLICIES
+from sglang_fair.core import options as policy_options
+from sglang_fair.core.cost import Cost, make_cost
+from sglang_fair.core.payers import FIRST, make_payers
+from sglang_fair.core.policy import Policy, Weights, checked_quantum
+from sglang_fair.core.queue import FairQueue
+from sglang_fair.sim.cost_model import CostModel, Scaled, kv_tokens, make_cost_model
+from sglang_fair.sim.gpus import GPUS
+from sglang_fair.sim.replica import Replica, Settings
+from sglang_fair.sim.shapes import SHAPES
+
+
+@dataclass(frozen=True)
+class Site:
+    """One cluster. ValueError, in one line, for what cannot be built.
+
+    Quanta and weights are in service units. None: the default of whoever uses the value.
+    """
+
+    gpu: str = "a100-80g"
+    model: str = "llama-3.1-8b"
+    cost_model: str | None = None
+    """How long an engine's step takes, as `make_cost_model` reads it. None: by `gpu` and `model`."""
+    replicas: int = 1
+    placement: str = "d2lpm"
+    placement_options: Mapping[str, Any] = field(default_factory=dict)
+    """Other parameters of the placement, by name."""
+    policy: str = "dlpm"
+    policy_options: str = ""
+    quantum: float | None = None
+    worker_quantum: float | None = None
+    cost: str = "linear"
+    extend_weight: float | None = None
+    output_weight: float | None = None
+    client_weights: Mapping[str, float] = field(default_factory=dict)
+    payer: str = FIRST
+    kv_tokens: int | None = None
+    """Tokens that one replica's cache holds. None: what is left on the GPU beside the model."""
+    page_tokens: int = 16
+    max_running: int | None = None
+    chunked_prefill_tokens: int | None = None
+    capacities: tuple[float, ...] = ()
+    """Each replica's speed beside that of the cost model's, which the router knows too; empty: all 1."""
+    ingress: tuple[float, ...] = (1.0,)
+    """A router for each; of the programs, this part of them all goes through it. Routers do not know each other."""
+    hop_s: float = 0.0
+    """From a client to a replica, and from a replica to a client."""
+    events_lag_s: float = 0.0
+    """How long after a cache changed the router hears of it."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "capacities", tuple(self.capacities))
+        object.__setattr__(self, "ingress", tuple(self.ingress))
+        if self.placement not in PLACEMENTS:
+            raise ValueError(f"no placement {self.placement!r}: there are {', '.join(PLACEMENTS)}")
+        if self.policy not in POLICIES:
+            raise ValueError(f"unknown policy {self.policy!r}; there are {', '.join(sorted(POLICIES))}")
+        if self.replicas < 1:
+            raise ValueError(f"a cluster has at least 1 replica, not {self.replicas}")
+        if self.capacities and len(self.capacities) != self.replicas:
+            raise ValueError(f"{len(self.capacities)} capacities are given for {self.replicas} replicas")
+        if not all(capacity > 0 for capacity in self.capacities):
+            raise ValueError(f"a replica's capacity is a positive number, not one of {self.capacities}")
+        if not self.ingress or min(self.ingress) < 0 or not sum(self.ingress) > 0:
+            raise ValueError(f"the routers' parts of the programs must be positive numbers: {self.ingress}")
+        if self.hop_s < 0 or self.events_lag_s < 0:
+            raise ValueError("hop_s and events_lag_s cannot be negative")
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> "Site":
+        """The inverse of `asdict`. Raises ValueError for a field that there is not."""
+        unknown = sorted(set(told) - {known.name for known in fields(cls)})
+        if unknown:
+            raise ValueError(f"a site has no {', '.join(unknown)}")
+        return cls(**told)
+
+    @property
+    def scheduler(self) -> str:
+        """PLACEMENT+POLICY."""
+        return f"{self.placement}+{self.policy}"
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """The replicas' names."""
+        return tuple(f"r{place}" for place in range(self.replicas))
+
+    def capacity(self, place: int) -> float:
+        """Of replica number `place`."""
+        return self.capacities[place] if self.capacities else 1.0
+
+    def service_cost(self) -> Cost:
+        """What service costs."""
+        return make_cost(self.cost, self.extend_weight, self.output_weight)
+
+    def make_policy(self) -> Policy:
+        """A new policy object for one replica."""
+        quantum = 2000.0 if self.quantum is None else checked_quantum(self.quantum)
+        return policy_options.make(
+            self.policy, self.policy_options, quantum=quantum, weights=Weights(self.client_weights)
+        )
+
+    def make_cost_model(self) -> CostModel:
+        """How long a step takes on a replica of capacity 1."""
+        return make_cost_model(self.cost_model or f"{self.gpu}/{self.model}")
+
+    def make_replica(self, place: int) -> Replica:
+        """A new replica with an empty cache."""
+        model, capacity = self.make_cost_model(), self.capacity(place)
+        queue = FairQueue(self.make_policy(), self.service_cost(), payers=make_payers(self.payer))
+        return Replica(queue, model if capacity == 1 else Scaled(model, 1 / capacity), self.settings())
+
+    def settings(self) -> Settings:
+        """The engine's limits."""
+        given = {"max_running": self.max_running, "chunked_prefill_tokens": self.chunked_prefill_tokens}
+        return Settings(
+            kv_tokens=self._kv_tokens() if self.kv_tokens is None else self.kv_tokens,
+            page_tokens=self.page_tokens,
+            **{name: value for name, value in given.items() if value is not None},
+        )
+
+    def make_router(self) -> Router:
+        """A new router that knows all replicas."""
+        cost, known = self.service_cost(), parameters(self.placement)
+        given = {
+            "worker_quantum": self.worker_quantum,
+            "extend_weight": cost.extend_weight,
+            "output_weight": cost.output_weight,
+            "client_weights": dict(self.client_weights),
+        }
+        values = {name: value for name, value in given.items() if value is not None and name in known}
+        placement = build(self.placement, **(values | dict(self.placement_options)))
+        router = Router(placement, name=self.placement, page_size=self.page_tokens)
+        for place, worker in enumerate(self.workers):
+            up = WorkerUp(worker, "", kv="simulated", capacity=self.capacity(place))
+            router.handle(up, 0.0)
+        return router
+
+    def _kv_tokens(self) -> int:
+        for name, known in ((self.gpu, GPUS), (self.model, SHAPES)):
+            if name not in known:
+                raise ValueError(f"unknown {name!r}; there are {', '.join(known)}")
+        return kv_tokens(GPUS[self.gpu], SHAPES[self.model])
