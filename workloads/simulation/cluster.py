@@ -1,19 +1,92 @@
-"""One run of clients' programs on a simulated cluster. The body follows; the signatures stand."""
+"""One run of clients' programs on a simulated cluster: the live driver's run, with a heap of events for a clock.
 
+What decides is the real thing: the router with its placement, and in each replica a fair queue with its policy.
+What is modelled is the engine's time and memory (`sglang_fair.sim`) and the gateway between them, which is a delay
+of `hop_s` and the times that it tells the router. Arrivals are open-loop and a client's connections are bounded,
+as in the driver; requests have no time-out.
+
+Events are taken in the order of (time, number), the number counting up as they are scheduled: a total order. What
+a request causes at the same instant is scheduled, never called, so whatever one event says of a replica is told to
+the router before the next request arrives there.
+"""
+
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from heapq import heappop, heappush
+from math import inf
 from pathlib import Path
+from random import Random
+from typing import Any, assert_never
 
+from router import events as message
+from router.core import Router
+from sglang_fair.core.options import shown
+from sglang_fair.sim.answers import answer
+from sglang_fair.sim.replica import Event, Finished, Progress, Refused, Removed, Replica, SimRequest, Stored
+from workloads import driver
 from workloads.clients import Client
-from workloads.driver import Plan, Progress
-from workloads.records import Manifest, Run
+from workloads.driver import Plan
+from workloads.programs import Call, Execution, Outcome, Ready, Reply
+from workloads.records import End, Manifest, ProgramRecord, Records, RequestRecord, Run, Sample
 from workloads.simulation.site import Site
+
+PROGRESS_S = 1.0
+"""How often a gateway tells the router of a running answer, by default."""
+
+LOOKS_NOT_AT_OUTPUT = (
+    "d2lpm",
+    "round_robin",
+    "client_round_robin",
+    "least_requests",
+    "power_of_two",
+    "cache_aware",
+    "preble",
+    "centralized_dlpm",
+)
+"""Placements that decide the same whether or not they hear of running answers; they are spared the news."""
+
+METERS = ("service", "extend_tokens", "output_tokens", "waiting", "running", "backlog")
+"""What a sample has of each client."""
 
 
 def describe(
-    site: Site, clients: Sequence[Client], plan: Plan, *, seed: str, workload: str = "", repeat: int = 0
+    site: Site, clients: Sequence[Client], plan: Plan, *, seed: str = "0", workload: str = "", repeat: int = 0
 ) -> Manifest:
-    """What is about to be run, for its records; the caller may add versions and machine by `replace`."""
-    raise NotImplementedError
+    """What is about to be run, for its records; the caller may add versions and machine by `replace`.
+
+    Raises ValueError, in one line, for a site that cannot be built.
+    """
+    cost, policy = site.service_cost(), site.make_policy()
+    return Manifest(
+        workload=workload,
+        scheduler=site.scheduler,
+        clients={
+            client.name: {
+                "well_behaved": client.well_behaved,
+                "app": client.app,
+                "requests": client.requests,
+                "rate_per_s": getattr(client.arrivals, "rate_per_s", None),
+                "cv": getattr(client.arrivals, "cv", None),
+            }
+            for client in clients
+        },
+        duration_s=plan.duration_s,
+        programs_per_client=plan.programs_per_client,
+        workers=site.replicas,
+        seed=seed,
+        repeat=repeat,
+        extend_weight=cost.extend_weight,
+        output_weight=cost.output_weight,
+        reported={
+            "placement": site.placement,
+            "parameters": site.make_router().state()["parameters"],
+            "policy": policy.name,
+            "quantum": getattr(policy, "quantum", None),
+            "options": dict(shown(policy)),
+        },
+        case={"engine": "simulated", "site": asdict(site), "plan": asdict(plan)},
+    )
 
 
 def simulate(
@@ -26,12 +99,427 @@ def simulate(
     manifest: Manifest | None = None,
     path: Path | None = None,
     curve_s: float = 0.5,
-    watch: Callable[[Progress], None] | None = None,
+    watch: Callable[[driver.Progress], None] | None = None,
 ) -> Run:
     """Run the programs of `clients` (built with a `PackedCodec`) to the plan's end, in virtual seconds.
 
     The run is like the live driver's: `measures.summarize`, reports and plots take it unchanged. Equal arguments
     give equal runs. `manifest` in place of `describe`'s own; `path` is where the records are written besides; a
-    request's `token_times` are at least `curve_s` apart; `watch` hears after each round of samples.
+    request's `token_times` are at least `curve_s` apart, but the last; `watch` hears after each round of samples.
+
+    Raises ValueError for a site or clients that make no sense, and RuntimeError when programs wait for ever.
     """
-    raise NotImplementedError
+    made = manifest or describe(site, clients, plan, seed=seed, workload=workload)
+    with Records(path, made) as records:
+        Simulation(site, clients, plan, records, seed=seed, curve_s=curve_s, watch=watch).run()
+        return records.run
+
+
+@dataclass(slots=True, eq=False)
+class _Active:
+    """One program under way; its requests go through router number `router`."""
+
+    client: Client
+    index: int
+    t_intended_s: float
+    execution: Execution
+    router: int
+    failed: int = 0
+    recorded: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """One request, as far as it has come."""
+
+    id: str
+    active: _Active
+    number: int
+    call: Call
+    t_intended_s: float
+    t_start_s: float | None = None
+    worker: int | None = None
+    token_times: list[tuple[float, int]] = field(default_factory=list)
+    told_s: float = 0.0
+    """When the router last heard of its output."""
+
+
+class Simulation:
+    """One run: `run()` once. All rows go to `records`. The parts stay, to be looked into."""
+
+    def __init__(
+        self,
+        site: Site,
+        clients: Sequence[Client],
+        plan: Plan,
+        records: Records,
+        *,
+        seed: str = "0",
+        curve_s: float = 0.5,
+        watch: Callable[[driver.Progress], None] | None = None,
+    ) -> None:
+        """See `simulate`."""
+        names = [client.name for client in clients]
+        if len(set(names)) < len(names) or not names:
+            raise ValueError(f"a run needs clients with names of their own, not {names}")
+        self.now_s = 0.0
+        self.progress = driver.Progress()
+        self.replicas: list[Replica] = [site.make_replica(place) for place in range(site.replicas)]
+        self.routers: list[Router] = [site.make_router() for _ in site.ingress]
+        self._site = site
+        self._clients = clients
+        self._plan = plan
+        self._records = records
+        self._curve_s = curve_s
+        self._watch = watch
+        self._ingress = Random(f"{seed} ingress")
+        self._workers = site.workers
+        self._places = {worker: place for place, worker in enumerate(site.workers)}
+        self._tells_output = site.placement not in LOOKS_NOT_AT_OUTPUT
+        self._events: list[tuple[float, int, Callable[[Any], None], Any]] = []
+        self._scheduled = 0
+        self._wakes_s = [inf] * site.replicas
+        """When each replica's turn comes next, as far as it is scheduled."""
+        self._active: list[_Active] = []
+        self._flights: dict[str, _Flight] = {}
+        """Requests that were sent to the router."""
+        self._open = dict.fromkeys(names, 0)
+        self._queued: dict[str, deque[_Flight]] = {name: deque() for name in names}
+        """Requests that wait for one of their client's connections."""
+        self._awaited = 0
+        """Programs under way that the run does not end without, unless time is up."""
+        self._draining = False
+        self._stopping = False
+
+    def run(self) -> None:
+        """To the plan's end. Raises RuntimeError if programs wait for what never comes."""
+        self._schedule_arrivals()
+        self._at(0.0, self._sample, 0)
+        events = self._events
+        while events and not self._stopping:
+            self.now_s, _, action, argument = heappop(events)
+            action(argument)
+        if not self._stopping:
+            raise RuntimeError(
+                f"at {self.now_s:g} s {len(self._flights)} requests wait for what will never happen"
+            )
+        self._cut_off()
+
+    # ---- the clock
+
+    def _at(self, time_s: float, action: Callable[[Any], None], argument: Any) -> None:
+        self._scheduled += 1
+        heappush(self._events, (time_s, self._scheduled, action, argument))
+
+    # ---- when programs begin and the run ends
+
+    def _schedule_arrivals(self) -> None:
+        plan = self._plan
+        due = sorted(
+            (time_s, order, index)
+            for order, client in enumerate(self._clients)
+            for index, time_s in enumerate(
+                client.arrival_times(until_s=plan.duration_s, most=plan.programs_per_client)
+            )
+        )
+        self.progress.programs_due = len(due)
+        for time_s, order, index in due:
+            self._at(time_s, self._begin, (self._clients[order], index))
+        last_s = due[-1][0] if due else 0.0
+        self._at(plan.duration_s if plan.programs_per_client is None else last_s, self._drain, None)
+
+    def _begin(self, due: tuple[Client, int]) -> None:
+        client, index = due
+        routers = range(len(self.routers))
+        [router] = self._ingress.choices(routers, self._site.ingress) if len(routers) > 1 else [0]
+        active = _Active(client, index, self.now_s, Execution(client.program(index)), router)
+        self._active.append(active)
+        self._awaited += self._is_awaited(active)
+        self._launch(active, active.execution.start())
+        self._settle(active)
+
+    def _drain(self, _: None) -> None:
+        self._draining = True
+        if self._plan.drain_s is not None:
+            self._at(self.now_s + self._plan.drain_s, self._stop, None)
+        self._stop_if_done()
+
+    def _stop_if_done(self) -> None:
+        if self._draining and not self._awaited:
+            self._stop(None)
+
+    def _stop(self, _: None) -> None:
+        self._stopping = True
+
+    def _is_awaited(self, active: _Active) -> bool:
+        return self._plan.drain_for == "all" or active.client.well_behaved
+
+    def _cut_off(self) -> None:
+        """The run has ended: what is under way is cancelled."""
+        for place in range(len(self.replicas)):
+            self._advance(place)
+        for flight in self._flights.values():
+            self._cancel(flight)
+        for active in self._active:
+            if not active.recorded:
+                self._record_program(active, None, Outcome.CANCELLED)
+        self._records.add(End(round(self.now_s, 6)))
+
+    def _cancel(self, flight: _Flight) -> None:
+        job = None if flight.worker is None else self.replicas[flight.worker].queue.find(flight.id)
+        cached_tokens = output_tokens = None
+        if flight.token_times and job is not None:
+            cached_tokens, output_tokens = job.cached_tokens, job.output_tokens
+            _complete(flight.token_times, self.now_s, output_tokens)
+        self._record(flight, Outcome.CANCELLED, cached_tokens, output_tokens or 0, error="the run ended")
+
+    # ---- programs
+
+    def _launch(self, active: _Active, ready: Sequence[Ready]) -> None:
+        """These calls may be sent."""
+        for number, call in ready:
+            self.progress.in_flight += 1
+            self._scheduled += 1
+            flight = _Flight(str(self._scheduled), active, number, call, self.now_s)
+            self._flights[flight.id] = flight
+            name = active.client.name
+            if self._open[name] < self._plan.connections_per_client:
+                self._open[name] += 1
+                self._at(self.now_s, self._send, flight)
+            else:
+                self._queued[name].append(flight)
+
+    def _end(self, flight: _Flight, reply: Reply) -> None:
+        """A request has ended and is recorded: its connection is free, its program goes on."""
+        active = flight.active
+        name = active.client.name
+        if self._queued[name]:
+            self._at(self.now_s, self._send, self._queued[name].popleft())
+        else:
+            self._open[name] -= 1
+        active.failed += reply.outcome is Outcome.FAILED
+        if self._stopping:
+            return
+        self._launch(active, active.execution.reply(flight.number, reply))
+        self._settle(active)
+
+    def _settle(self, active: _Active) -> None:
+        """Record the program if it has ended."""
+        if active.execution.outcome is not None and not active.recorded:
+            self._record_program(active, self.now_s, active.execution.outcome)
+            self.progress.programs_done += 1
+            self._awaited -= self._is_awaited(active)
+            self._stop_if_done()
+
+    # ---- requests: what a gateway does
+
+    def _send(self, flight: _Flight) -> None:
+        """Ask the router for a worker."""
+        call, active = flight.call, flight.active
+        if not isinstance(call.prompt, bytes):
+            raise ValueError("a modelled engine takes packed tokens: give the programs a PackedCodec")
+        flight.t_start_s = self.now_s
+        self._tell(
+            active.router,
+            message.Arrive(flight.id, active.client.name, call.prompt, call.max_output_tokens),
+        )
+
+    def _tell(self, router: int, event: message.Event) -> None:
+        """Tell the router, and carry out what it answers."""
+        for _, said in self.routers[router].handle(event, self.now_s):
+            if isinstance(said, message.Place):
+                flight = self._flights[said.id]
+                flight.worker = self._places[said.worker]
+                self._at(self.now_s + self._site.hop_s, self._deliver, flight)
+            else:
+                assert isinstance(said, message.Refuse), said
+                self._fail(self._flights.pop(said.id), 503, said.reason)
+
+    def _deliver(self, flight: _Flight) -> None:
+        """The request reaches its replica."""
+        call, place = flight.call, flight.worker
+        assert place is not None
+        assert isinstance(call.prompt, bytes)
+        output_tokens = call.max_output_tokens if call.output_tokens is None else call.output_tokens
+        request = SimRequest(
+            flight.id,
+            flight.active.client.name,
+            call.prompt,
+            output_tokens,
+            call.max_output_tokens,
+            expected_output_tokens=output_tokens,
+        )
+        self._take(place, self.replicas[place].arrive(request, self.now_s))
+
+    def _fail(self, flight: _Flight, status: int, reason: str) -> None:
+        self._record(flight, Outcome.FAILED, None, 0, status=status, error=f"HTTP {status}: {reason}")
+        self._end(flight, Reply(outcome=Outcome.FAILED))
+
+    # ---- what replicas say
+
+    def _wake(self, place: int) -> None:
+        self._wakes_s[place] = inf
+        if self.replicas[place].next_s <= self.now_s:
+            self._advance(place)
+        else:
+            self._reschedule(place)
+
+    def _advance(self, place: int) -> None:
+        self._take(place, self.replicas[place].advance(self.now_s))
+
+    def _take(self, place: int, events: Sequence[Event]) -> None:
+        """Pass on what a replica has said, each thing when it has come to whom it concerns."""
+        lag_s = self._site.events_lag_s
+        for event in events:
+            if isinstance(event, Stored | Removed):
+                message = self._cache_event(place, event)
+                if lag_s:
+                    self._at(event.t_s + lag_s, self._cache_changed, message)
+                else:
+                    self._cache_changed(message)
+            else:
+                self._hear(event)
+        self._reschedule(place)
+
+    def _reschedule(self, place: int) -> None:
+        next_s = self.replicas[place].next_s
+        if next_s < self._wakes_s[place]:
+            self._wakes_s[place] = next_s
+            self._at(next_s, self._wake, place)
+
+    def _cache_event(self, place: int, event: Stored | Removed) -> message.Stored | message.Removed:
+        worker = self._workers[place]
+        if isinstance(event, Removed):
+            return message.Removed(worker, event.hashes)
+        return message.Stored(worker, event.hashes, event.parent, event.tokens, event.block_tokens)
+
+    def _cache_changed(self, message: message.Stored | message.Removed) -> None:
+        for router in range(len(self.routers)):
+            self._tell(router, message)
+
+    def _hear(self, event: Progress | Finished | Refused) -> None:
+        """A gateway hears of one of its requests."""
+        flight = self._flights.get(event.id)
+        assert flight is not None, event
+        match event:
+            case Progress():
+                self._receive(flight, event)
+            case Finished():
+                del self._flights[event.id]
+                self._finish(flight, event)
+            case Refused():
+                del self._flights[event.id]
+                self._tell(flight.active.router, message.Done(event.id, outcome="failed"))
+                self._fail(flight, 429, event.reason)
+            case _:
+                assert_never(event)
+
+    def _receive(self, flight: _Flight, event: Progress) -> None:
+        times = flight.token_times
+        if not times:
+            flight.told_s = event.t_s
+        elif event.t_s - times[-1][0] < self._curve_s:
+            return
+        times.append((round(event.t_s, 6), event.output_tokens))
+        if self._tells_output and event.t_s - flight.told_s >= PROGRESS_S:
+            flight.told_s = event.t_s
+            self._tell(flight.active.router, message.Progress(flight.id, event.output_tokens))
+
+    def _finish(self, flight: _Flight, event: Finished) -> None:
+        times, t_s, output_tokens = flight.token_times, event.t_s, event.output_tokens
+        _complete(times, t_s, output_tokens)
+        assert flight.t_start_s is not None
+        assert isinstance(flight.call.prompt, bytes)
+        first_s = times[0][0]
+        self._tell(
+            flight.active.router,
+            message.Done(
+                flight.id,
+                output_tokens=output_tokens,
+                cached_tokens=event.cached_tokens,
+                ttft_s=max(0.0, first_s - flight.t_start_s),
+                tpot_s=None if output_tokens < 2 else max(0.0, t_s - first_s) / (output_tokens - 1),
+            ),
+        )
+        self._record(flight, Outcome.OK, event.cached_tokens, output_tokens, status=200)
+        self._end(flight, Reply(packed=answer(flight.call.prompt, output_tokens)))
+
+    # ---- records
+
+    def _record(
+        self,
+        flight: _Flight,
+        outcome: Outcome,
+        cached_tokens: int | None,
+        output_tokens: int,
+        *,
+        status: int | None = None,
+        error: str | None = None,
+    ) -> None:
+        active, call, times = flight.active, flight.call, flight.token_times
+        progress = self.progress
+        progress.in_flight -= 1
+        progress.ok += outcome is Outcome.OK
+        progress.failed += outcome is Outcome.FAILED
+        progress.cancelled += outcome is Outcome.CANCELLED
+        progress.output_tokens += output_tokens
+        self._records.add(
+            RequestRecord(
+                client=active.client.name,
+                program=active.index,
+                call=flight.number,
+                stage=call.stage,
+                t_intended_s=round(flight.t_intended_s, 6),
+                t_start_s=None if flight.t_start_s is None else round(flight.t_start_s, 6),
+                t_first_token_s=times[0][0] if times else None,
+                t_done_s=round(self.now_s, 6),
+                outcome=outcome.value,
+                prompt_tokens=None if cached_tokens is None else len(call.prompt) // message.TOKEN_BYTES,
+                cached_tokens=cached_tokens,
+                output_tokens=output_tokens,
+                max_output_tokens=call.max_output_tokens,
+                token_times=times,
+                worker=None if flight.worker is None else self._workers[flight.worker],
+                status=status,
+                error=error,
+            )
+        )
+
+    def _record_program(self, active: _Active, t_done_s: float | None, outcome: Outcome) -> None:
+        active.recorded = True
+        self._records.add(
+            ProgramRecord(
+                client=active.client.name,
+                program=active.index,
+                t_intended_s=round(active.t_intended_s, 6),
+                t_done_s=None if t_done_s is None else round(t_done_s, 6),
+                requests=active.execution.calls,
+                failed=active.failed,
+                outcome=outcome.value,
+            )
+        )
+
+    def _sample(self, count: int) -> None:
+        """Ask all replicas, as the driver asks for their `/fair`."""
+        for place, replica in enumerate(self.replicas):
+            self._advance(place)
+            state = replica.queue.status()
+            known = {
+                client.name: {meter: account[meter] for meter in METERS}
+                for client in self._clients
+                if (account := state["clients"].get(client.name)) is not None
+            }
+            self._records.add(
+                Sample(count, round(self.now_s, 6), self._workers[place], known, state["bound"])
+            )
+        self.progress.now_s = self.now_s
+        if self._watch is not None:
+            self._watch(self.progress)
+        if self._events:  # else nothing would ever happen any more
+            self._at((count + 1) * self._plan.sample_s, self._sample, count + 1)
+
+
+def _complete(token_times: list[tuple[float, int]], t_s: float, output_tokens: int) -> None:
+    """The last tokens have come by then, if not before."""
+    if not token_times or token_times[-1][1] < output_tokens:
+        token_times.append((round(t_s, 6), output_tokens))

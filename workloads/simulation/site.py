@@ -57,7 +57,7 @@ class Site:
     ingress: tuple[float, ...] = (1.0,)
     """A router for each; of the programs, this part of them all goes through it. Routers do not know each other."""
     hop_s: float = 0.0
-    """From a client to a replica, and from a replica to a client."""
+    """What a request and its answer spend between client and replica, all of it before the request arrives."""
     events_lag_s: float = 0.0
     """How long after a cache changed the router hears of it."""
 
