@@ -474,7 +474,7 @@ class Simulation:
                 t_first_token_s=times[0][0] if times else None,
                 t_done_s=round(self.now_s, 6),
                 outcome=outcome.value,
-                prompt_tokens=None if cached_tokens is None else len(call.prompt) // message.TOKEN_BYTES,
+                prompt_tokens=len(call.prompt) // message.TOKEN_BYTES,
                 cached_tokens=cached_tokens,
                 output_tokens=output_tokens,
                 max_output_tokens=call.max_output_tokens,
