@@ -49,6 +49,9 @@ LOOKS_NOT_AT_OUTPUT = (
 METERS = ("service", "extend_tokens", "output_tokens", "waiting", "running", "backlog")
 """What a sample has of each client."""
 
+_BLOCK_BITS = 40
+"""No replica caches so many blocks in a run that it takes more to number them."""
+
 
 def describe(
     site: Site, clients: Sequence[Client], plan: Plan, *, seed: str = "0", workload: str = "", repeat: int = 0
@@ -388,14 +391,17 @@ class Simulation:
             self._at(next_s, self._wake, place)
 
     def _cache_event(self, place: int, event: Stored | Removed) -> message.Stored | message.Removed:
-        worker = self._workers[place]
+        """As the router reads it: a block's name is one for all workers, a replica numbers its own."""
+        worker, first = self._workers[place], place << _BLOCK_BITS
+        hashes = tuple([first + number for number in event.hashes]) if first else event.hashes
         if isinstance(event, Removed):
-            return message.Removed(worker, event.hashes)
-        return message.Stored(worker, event.hashes, event.parent, event.tokens, event.block_tokens)
+            return message.Removed(worker, hashes)
+        parent = None if event.parent is None else first + event.parent
+        return message.Stored(worker, hashes, parent, event.tokens, event.block_tokens, event.namespace)
 
-    def _cache_changed(self, message: message.Stored | message.Removed) -> None:
+    def _cache_changed(self, event: message.Stored | message.Removed) -> None:
         for router in range(len(self.routers)):
-            self._tell(router, message)
+            self._tell(router, event)
 
     def _hear(self, event: Progress | Finished | Refused) -> None:
         """A gateway hears of one of its requests."""
