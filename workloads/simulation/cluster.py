@@ -46,6 +46,12 @@ LOOKS_NOT_AT_OUTPUT = (
 )
 """Placements that decide the same whether or not they hear of running answers; they are spared the news."""
 
+TOKEN_STEP_S = 0.9
+"""How far apart an answer's tokens are recorded, but for the first and the last, if the plan does not say."""
+
+REFUSING = ("rpm",)
+"""Policies that refuse requests; else it is the engine that cannot take one."""
+
 METERS = ("service", "extend_tokens", "output_tokens", "waiting", "running", "backlog")
 """What a sample has of each client."""
 
@@ -101,20 +107,19 @@ def simulate(
     workload: str = "",
     manifest: Manifest | None = None,
     path: Path | None = None,
-    curve_s: float = 0.5,
     watch: Callable[[driver.Progress], None] | None = None,
 ) -> Run:
     """Run the programs of `clients` (built with a `PackedCodec`) to the plan's end, in virtual seconds.
 
     The run is like the live driver's: `measures.summarize`, reports and plots take it unchanged. Equal arguments
-    give equal runs. `manifest` in place of `describe`'s own; `path` is where the records are written besides; a
-    request's `token_times` are at least `curve_s` apart, but the last; `watch` hears after each round of samples.
+    give equal runs. `manifest` in place of `describe`'s own; `path` is where the records are written besides; `watch`
+    hears after each round of samples.
 
     Raises ValueError for a site or clients that make no sense, and RuntimeError when programs wait for ever.
     """
     made = manifest or describe(site, clients, plan, seed=seed, workload=workload)
     with Records(path, made) as records:
-        Simulation(site, clients, plan, records, seed=seed, curve_s=curve_s, watch=watch).run()
+        Simulation(site, clients, plan, records, seed=seed, watch=watch).run()
         return records.run
 
 
@@ -158,13 +163,16 @@ class Simulation:
         records: Records,
         *,
         seed: str = "0",
-        curve_s: float = 0.5,
         watch: Callable[[driver.Progress], None] | None = None,
     ) -> None:
         """See `simulate`."""
         names = [client.name for client in clients]
         if len(set(names)) < len(names) or not names:
             raise ValueError(f"a run needs clients with names of their own, not {names}")
+        if not plan.at_once.keys() <= set(names):
+            raise ValueError(
+                f"no such clients for the closed loop: {sorted(plan.at_once.keys() - set(names))}"
+            )
         self.now_s = 0.0
         self.progress = driver.Progress()
         self.replicas: list[Replica] = [site.make_replica(place) for place in range(site.replicas)]
@@ -173,7 +181,7 @@ class Simulation:
         self._clients = clients
         self._plan = plan
         self._records = records
-        self._curve_s = curve_s
+        self._step_s = plan.token_step_s or TOKEN_STEP_S
         self._watch = watch
         self._ingress = Random(f"{seed} ingress")
         self._workers = site.workers
@@ -189,6 +197,10 @@ class Simulation:
         self._open = dict.fromkeys(names, 0)
         self._queued: dict[str, deque[_Flight]] = {name: deque() for name in names}
         """Requests that wait for one of their client's connections."""
+        self._begun = dict.fromkeys(plan.at_once, 0)
+        """Programs of the closed loop's clients so far."""
+        self._open_loop = True
+        """Programs are still to come that follow their client's arrivals."""
         self._awaited = 0
         """Programs under way that the run does not end without, unless time is up."""
         self._draining = False
@@ -221,15 +233,20 @@ class Simulation:
         due = sorted(
             (time_s, order, index)
             for order, client in enumerate(self._clients)
+            if client.name not in plan.at_once
             for index, time_s in enumerate(
                 client.arrival_times(until_s=plan.duration_s, most=plan.programs_per_client)
             )
         )
         self.progress.programs_due = len(due)
+        for client in self._clients:
+            for _ in range(plan.at_once.get(client.name, 0)):
+                self._at(0.0, self._take_place, client)
         for time_s, order, index in due:
             self._at(time_s, self._begin, (self._clients[order], index))
         last_s = due[-1][0] if due else 0.0
-        self._at(plan.duration_s if plan.programs_per_client is None else last_s, self._drain, None)
+        self._at(last_s if plan.programs_per_client is not None else plan.duration_s, self._close, None)
+        self._at(plan.duration_s, self._end_arrivals, None)
 
     def _begin(self, due: tuple[Client, int]) -> None:
         client, index = due
@@ -241,7 +258,30 @@ class Simulation:
         self._launch(active, active.execution.start())
         self._settle(active)
 
-    def _drain(self, _: None) -> None:
+    def _take_place(self, client: Client) -> None:
+        """The next program of a client of the closed loop, unless it has had its last."""
+        if self._more(client.name):
+            index = self._begun[client.name]
+            self._begun[client.name] = index + 1
+            self.progress.programs_due += 1
+            self._begin((client, index))
+        self._end_arrivals(None)
+
+    def _more(self, name: str) -> bool:
+        most = self._plan.programs_per_client
+        return self.now_s < self._plan.duration_s and (most is None or self._begun[name] < most)
+
+    def _close(self, _: None) -> None:
+        """The last program that follows its client's arrivals has begun."""
+        self._open_loop = False
+        self._end_arrivals(None)
+
+    def _end_arrivals(self, _: None) -> None:
+        """No program will come any more, if that is so."""
+        if not (self._draining or self._open_loop or any(self._more(name) for name in self._begun)):
+            self._drain()
+
+    def _drain(self) -> None:
         self._draining = True
         if self._plan.drain_s is not None:
             self._at(self.now_s + self._plan.drain_s, self._stop, None)
@@ -258,7 +298,11 @@ class Simulation:
         return self._plan.drain_for == "all" or active.client.well_behaved
 
     def _cut_off(self) -> None:
-        """The run has ended: what is under way is cancelled."""
+        """The run has ended: what is under way is cancelled, requests whose time was this instant included."""
+        while self._events and self._events[0][0] <= self.now_s:
+            _, _, action, argument = heappop(self._events)
+            if action == self._connect:
+                action(argument)
         for place in range(len(self.replicas)):
             self._advance(place)
         for flight in self._flights.values():
@@ -279,18 +323,21 @@ class Simulation:
     # ---- programs
 
     def _launch(self, active: _Active, ready: Sequence[Ready]) -> None:
-        """These calls may be sent."""
+        """These calls may be sent, each after its own time."""
         for number, call in ready:
-            self.progress.in_flight += 1
-            self._scheduled += 1
-            flight = _Flight(str(self._scheduled), active, number, call, self.now_s)
-            self._flights[flight.id] = flight
-            name = active.client.name
-            if self._open[name] < self._plan.connections_per_client:
-                self._open[name] += 1
-                self._at(self.now_s, self._send, flight)
-            else:
-                self._queued[name].append(flight)
+            flight = _Flight(str(self._scheduled), active, number, call, self.now_s + call.after_s)
+            self._at(flight.t_intended_s, self._connect, flight)
+
+    def _connect(self, flight: _Flight) -> None:
+        """It is a request's time: it takes one of its client's connections, or waits for one."""
+        self.progress.in_flight += 1
+        self._flights[flight.id] = flight
+        name = flight.active.client.name
+        if self._open[name] < self._plan.connections_per_client:
+            self._open[name] += 1
+            self._send(flight)
+        else:
+            self._queued[name].append(flight)
 
     def _end(self, flight: _Flight, reply: Reply) -> None:
         """A request has ended and is recorded: its connection is free, its program goes on."""
@@ -312,6 +359,9 @@ class Simulation:
             self._record_program(active, self.now_s, active.execution.outcome)
             self.progress.programs_done += 1
             self._awaited -= self._is_awaited(active)
+            if active.client.name in self._begun:
+                delay_s = driver.AFTER_FAILURE_S if active.failed else 0.0
+                self._at(self.now_s + delay_s, self._take_place, active.client)
             self._stop_if_done()
 
     # ---- requests: what a gateway does
@@ -375,11 +425,11 @@ class Simulation:
         lag_s = self._site.events_lag_s
         for event in events:
             if isinstance(event, Stored | Removed):
-                message = self._cache_event(place, event)
+                change = self._cache_event(place, event)
                 if lag_s:
-                    self._at(event.t_s + lag_s, self._cache_changed, message)
+                    self._at(event.t_s + lag_s, self._cache_changed, change)
                 else:
-                    self._cache_changed(message)
+                    self._cache_changed(change)
             else:
                 self._hear(event)
         self._reschedule(place)
@@ -416,20 +466,23 @@ class Simulation:
             case Refused():
                 del self._flights[event.id]
                 self._tell(flight.active.router, message.Done(event.id, outcome="failed"))
-                self._fail(flight, 429, event.reason)
+                self._fail(flight, 429 if self._site.policy in REFUSING else 400, event.reason)
             case _:
                 assert_never(event)
 
     def _receive(self, flight: _Flight, event: Progress) -> None:
+        if not flight.token_times:
+            flight.told_s = event.t_s
+        self._receive_more(flight, event.t_s, event.output_tokens)
+
+    def _receive_more(self, flight: _Flight, t_s: float, output_tokens: int) -> None:
         times = flight.token_times
-        if not times:
-            flight.told_s = event.t_s
-        elif event.t_s - times[-1][0] < self._curve_s:
+        if times and (t_s - times[-1][0] < self._step_s or output_tokens == times[-1][1]):
             return
-        times.append((round(event.t_s, 6), event.output_tokens))
-        if self._tells_output and event.t_s - flight.told_s >= PROGRESS_S:
-            flight.told_s = event.t_s
-            self._tell(flight.active.router, message.Progress(flight.id, event.output_tokens))
+        times.append((round(t_s, 6), output_tokens))
+        if self._tells_output and t_s - flight.told_s >= PROGRESS_S:
+            flight.told_s = t_s
+            self._tell(flight.active.router, message.Progress(flight.id, output_tokens))
 
     def _finish(self, flight: _Flight, event: Finished) -> None:
         times, t_s, output_tokens = flight.token_times, event.t_s, event.output_tokens
@@ -509,6 +562,9 @@ class Simulation:
         """Ask all replicas, as the driver asks for their `/fair`."""
         for place, replica in enumerate(self.replicas):
             self._advance(place)
+            for job in replica.queue.running():
+                if job.output_tokens:
+                    self._receive_more(self._flights[job.id], self.now_s, job.output_tokens)
             state = replica.queue.status()
             known = {
                 client.name: {meter: account[meter] for meter in METERS}

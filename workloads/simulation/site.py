@@ -52,6 +52,8 @@ class Site:
     page_tokens: int = 16
     max_running: int | None = None
     chunked_prefill_tokens: int | None = None
+    ignore_eos: bool = True
+    """Requests are known to run to their limit, and memory is kept for it. False where answers may be shorter."""
     capacities: tuple[float, ...] = ()
     """Each replica's speed beside that of the cost model's, which the router knows too; empty: all 1."""
     ingress: tuple[float, ...] = (1.0,)
@@ -128,6 +130,7 @@ class Site:
         return Settings(
             kv_tokens=self._kv_tokens() if self.kv_tokens is None else self.kv_tokens,
             page_tokens=self.page_tokens,
+            ignore_eos=self.ignore_eos,
             **{name: value for name, value in given.items() if value is not None},
         )
 

@@ -1,0 +1,574 @@
+"""The simulated cluster: the real router and policies under a virtual clock, and the command that runs it."""
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from itertools import accumulate, pairwise
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from router.placement import PLACEMENTS
+from sglang_fair.core import POLICIES
+from sglang_fair.sim.answers import answer
+from sglang_fair.sim.cost_model import Fitted, to_json
+from workloads.arrivals import GammaArrivals
+from workloads.clients import SCENARIOS, Client, Scale
+from workloads.driver import Plan
+from workloads.measures import summarize
+from workloads.programs import Call, PackedCodec, Program, Reply, TextCodec, TokenCodec, TreeOfThought
+from workloads.records import Records, Run, read
+from workloads.simulation import Site, describe, simulate
+from workloads.simulation.cluster import Simulation
+from workloads.simulation.command import main
+
+CODEC = PackedCodec()
+SMALL = Scale(
+    good_clients=2,
+    question_tokens=100,
+    thought_tokens=12,
+    height=2,
+    bad_branches=4,
+    article_tokens=300,
+    judgement_tokens=16,
+)
+TIGHT = Site(replicas=2, kv_tokens=3000, max_running=8, quantum=300.0, worker_quantum=2000.0)
+"""So little memory that requests wait and prefixes are evicted."""
+TO_THE_END = Plan(duration_s=3.0, drain_s=None)
+
+
+def traffic(rate_per_s: float = 4.0, seed: str = "0", workload: str = "tot-s1") -> tuple[Client, ...]:
+    return SCENARIOS[workload].clients(
+        scale=SMALL, rate_per_s=rate_per_s, codec=CODEC, first_s=0.0, seed=seed
+    )
+
+
+def one_call(prompt_tokens: int, output_tokens: int, *, answered: int | None = None) -> Program:
+    yield Call(CODEC.cut("x" * prompt_tokens, prompt_tokens), output_tokens, output_tokens=answered)
+
+
+def asking(name: str, program: Any, *, first_s: float = 0.0) -> Client:
+    return Client(name, program, GammaArrivals(1.0, 0.0, first_s), seed="0")
+
+
+def done(site: Site, clients: Sequence[Client], plan: Plan = TO_THE_END, **more: Any) -> Simulation:
+    """A simulation that has run, to be looked into."""
+    with Records(None, describe(site, clients, plan)) as records:
+        simulation = Simulation(site, clients, plan, records, **more)
+        simulation.run()
+    return simulation
+
+
+def run_of(simulation: Simulation) -> Run:
+    return simulation._records.run
+
+
+def settled(simulation: Simulation) -> None:
+    """Nobody waits, nothing runs, and the books agree with what the engines did."""
+    for replica in simulation.replicas:
+        status = replica.queue.status()
+        assert status["conservation"]["ok"], status["conservation"]
+        assert status["totals"]["extend_tokens"] > 0
+        assert status["totals"]["waiting"] == status["totals"]["running"] == 0
+    for router in simulation.routers:
+        assert router.state()["in_flight"] == router.state()["waiting"] == 0
+
+
+@pytest.fixture
+def steps(tmp_path: Path) -> Site:
+    """A site whose steps can be reckoned by hand: 10 ms and 0.1 ms a token to prefill, 2 ms to decode."""
+    model = Fitted(
+        prefill_base_s=0.01,
+        prefill_token_s=0.0001,
+        prefill_pair_s=0.0,
+        prefill_request_s=0.0,
+        decode_base_s=0.002,
+        decode_request_s=0.0,
+        decode_context_token_s=0.0,
+    )
+    path = tmp_path / "steps.json"
+    path.write_text(json.dumps(to_json(model)))
+    return Site(cost_model=str(path), kv_tokens=10_000, placement="round_robin", policy="fcfs")
+
+
+# ---- one request by hand
+
+
+def test_one_request_takes_what_its_steps_take(steps):
+    [record] = simulate(steps, [asking("a", lambda _: one_call(300, 5))], Plan(0.5, drain_s=None)).requests
+    assert record.t_first_token_s == pytest.approx(0.01 + 300 * 0.0001)
+    assert record.t_done_s == pytest.approx(0.04 + 4 * 0.002)
+    assert (record.prompt_tokens, record.cached_tokens, record.output_tokens) == (300, 0, 5)
+    assert (record.outcome, record.worker, record.status) == ("ok", "r0", 200)
+    assert record.token_times[0] == (record.t_first_token_s, 1)
+    assert record.token_times[-1] == (record.t_done_s, 5)
+
+
+def test_a_second_request_finds_the_first_ones_pages(steps):
+    def twice(_: int) -> Program:
+        prompt = CODEC.encode("y" * 100)
+        reply: Reply = yield Call(prompt, 28)
+        yield Call(CODEC.join(prompt, CODEC.answer(reply), CODEC.encode("more")), 1)
+
+    first, second = simulate(steps, [asking("a", twice)], Plan(0.5, drain_s=None)).requests
+    # 100 + 28 tokens, of which the last one that came out was never put in: 7 whole pages of 16.
+    assert second.cached_tokens == 112
+    assert second.prompt_tokens == 132
+    assert second.t_intended_s == first.t_done_s
+    assert second.t_done_s - first.t_done_s == pytest.approx(0.01 + 20 * 0.0001)
+
+
+def test_an_answer_may_be_shorter_than_its_limit(steps):
+    site = replace(steps, ignore_eos=False)
+    clients = [asking("a", lambda _: one_call(100, 50, answered=3))]
+    [record] = simulate(site, clients, Plan(0.5, drain_s=None)).requests
+    assert (record.output_tokens, record.max_output_tokens) == (3, 50)
+    assert record.t_done_s == pytest.approx(0.02 + 2 * 0.002)
+
+
+@pytest.mark.parametrize("answered", [0, 6])
+def test_an_answer_is_never_longer_than_its_limit(answered):
+    with pytest.raises(ValueError, match="from 1 to 5 tokens"):
+        Call(CODEC.encode("x"), 5, output_tokens=answered)
+
+
+def test_the_network_takes_its_time(steps):
+    clients = [asking("a", lambda _: one_call(300, 5))]
+    [near] = simulate(steps, clients, Plan(0.5, drain_s=None)).requests
+    [far] = simulate(replace(steps, hop_s=0.25), clients, Plan(0.5, drain_s=None)).requests
+    assert far.t_start_s == near.t_start_s
+    assert far.t_first_token_s == pytest.approx(near.t_first_token_s + 0.25)
+    assert far.t_done_s == pytest.approx(near.t_done_s + 0.25)
+
+
+def test_a_faster_replica_is_faster_and_the_router_knows(steps):
+    site = replace(steps, replicas=2, capacities=(1.0, 4.0), placement="least_requests")
+    clients = [asking(name, lambda _: one_call(300, 5)) for name in "abcde"]
+    simulation = done(site, clients, Plan(0.5, drain_s=None))
+    records = {record.worker: record for record in run_of(simulation).requests}
+    assert records["r1"].t_done_s < records["r0"].t_done_s / 2
+    assert simulation.routers[0].state()["workers"]["r1"]["dispatched"] == 4
+
+
+def test_a_call_is_made_after_its_own_time(steps):
+    def chatting(_: int) -> Program:
+        yield Call(CODEC.encode("hello"), 2)
+        yield Call(CODEC.encode("goodbye"), 2, after_s=3.0)
+
+    first, second = simulate(steps, [asking("a", chatting)], Plan(0.5, drain_s=None)).requests
+    assert second.t_intended_s == second.t_start_s == pytest.approx(first.t_done_s + 3.0)
+    cut = simulate(steps, [asking("a", chatting)], Plan(0.5, drain_s=1.0))
+    assert len(cut.requests) == 1
+    assert cut.programs[0].outcome == "cancelled"
+
+
+def test_a_closed_loop_keeps_its_programs_under_way(steps):
+    plan = Plan(2.0, drain_s=None, at_once={"a": 3})
+    run = simulate(
+        steps, [asking("a", lambda _: one_call(300, 50)), asking("b", lambda _: one_call(9, 1))], plan
+    )
+    spans = {p.program: (p.t_intended_s, p.t_done_s) for p in run.programs if p.client == "a"}
+    edges = sorted(edge for began, ended in spans.values() for edge in ((began, 1), (ended, -1)))
+    depths = {
+        time_s: depth for (time_s, _), depth in zip(edges, accumulate(e for _, e in edges), strict=True)
+    }
+    assert {depth for time_s, depth in depths.items() if time_s < 2.0} == {3}
+    assert max(began for began, _ in spans.values()) < 2.0 < run.end.t_s
+    few = simulate(steps, [asking("a", lambda _: one_call(9, 1))], replace(plan, programs_per_client=7))
+    assert len(few.programs) == 7
+    with pytest.raises(ValueError, match="no such clients"):
+        simulate(steps, [asking("a", lambda _: one_call(9, 1))], replace(plan, at_once={"c": 1}))
+
+
+def test_a_clients_connections_are_bounded(steps):
+    def six(_: int) -> Program:
+        yield tuple(Call(CODEC.encode(f"{k} and some more"), 5) for k in range(6))
+
+    plan = Plan(0.5, drain_s=None, connections_per_client=2)
+    records = simulate(steps, [asking("a", six)], plan).requests
+    assert [record.t_start_s for record in records[:2]] == [0.0, 0.0]
+    assert all(record.t_intended_s == 0.0 for record in records)
+    edges = sorted(edge for r in records for edge in ((r.t_start_s, 1), (r.t_done_s, -1)))
+    depth = [sum(change for _, change in edges[: k + 1]) for k in range(len(edges))]
+    assert max(depth) == 2
+
+
+# ---- every placement and every policy
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("workload", ["tot-s1", "judge-s2"])
+def test_every_placement_carries_all_programs_to_their_end(placement, workload):
+    simulation = done(replace(TIGHT, placement=placement), traffic(workload=workload))
+    complete(run_of(simulation))
+    assert {program.outcome for program in run_of(simulation).programs} == {"ok"}
+    assert simulation.progress.programs_done == simulation.progress.programs_due > 0
+    assert {record.worker for record in run_of(simulation).requests} == {"r0", "r1"}
+    settled(simulation)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_carries_all_programs_to_their_end(policy):
+    options = "limit=100000" if policy == "rpm" else ""
+    simulation = done(replace(TIGHT, policy=policy, policy_options=options), traffic())
+    complete(run_of(simulation))
+    assert {program.outcome for program in run_of(simulation).programs} == {"ok"}
+    settled(simulation)
+
+
+@pytest.mark.parametrize("payer", ["equal", "per-use"])
+def test_clients_can_share_the_price_of_a_prefix(payer, steps):
+    site = replace(steps, payer=payer, policy="dlpm")
+    clients = [asking("a", lambda _: one_call(320, 2)), asking("b", lambda _: one_call(320, 2), first_s=0.2)]
+    simulation = done(site, clients, Plan(0.5, drain_s=None))
+    accounts = simulation.replicas[0].queue.status()["clients"]
+    assert accounts["b"]["transferred_units"] == -accounts["a"]["transferred_units"] > 0
+    settled(simulation)
+
+
+def complete(run: Run) -> None:
+    """Every request that a program sent has one record, and every program that began one, with the same count."""
+    requests: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for record in run.requests:
+        requests[record.client, record.program].append(record.call)
+    programs = {(program.client, program.program): program for program in run.programs}
+    assert len(programs) == len(run.programs)
+    assert {key: program.requests for key, program in programs.items()} == {
+        key: len(calls) for key, calls in requests.items()
+    }
+    for calls in requests.values():
+        assert sorted(calls) == list(range(len(calls)))
+    for record in run.requests:
+        counts = [count for _, count in record.token_times]
+        assert counts == sorted(set(counts))
+        assert (counts[-1] if counts else 0) == record.output_tokens
+        assert [time_s for time_s, _ in record.token_times] == sorted(t for t, _ in record.token_times)
+        if record.t_first_token_s is not None:
+            assert record.t_intended_s <= record.t_start_s <= record.t_first_token_s <= record.t_done_s
+            assert 0 <= record.cached_tokens < record.prompt_tokens
+
+
+# ---- what a run is
+
+
+def test_equal_arguments_give_equal_runs():
+    runs = [simulate(TIGHT, traffic(), TO_THE_END, seed=seed) for seed in ("1", "1")]
+    assert runs[0] == runs[1]
+    assert simulate(TIGHT, traffic(seed="other"), TO_THE_END, seed="1").requests != runs[0].requests
+
+
+def test_a_run_that_is_cut_off_has_a_record_of_everything():
+    clients = traffic(rate_per_s=30.0)
+    simulation = done(TIGHT, clients, Plan(2.0, drain_s=0.3))
+    run = run_of(simulation)
+    complete(run)
+    cancelled = [record for record in run.requests if record.outcome == "cancelled"]
+    assert any(record.token_times for record in cancelled)
+    assert any(not record.token_times for record in cancelled)
+    assert {record.error for record in cancelled} == {"the run ended"}
+    assert all(record.t_done_s == run.end.t_s == 2.3 for record in cancelled)
+    assert any(program.t_done_s is None and program.outcome == "cancelled" for program in run.programs)
+    assert simulation.progress.cancelled == len(cancelled)
+    assert simulation.progress.in_flight == 0
+    assert summarize(run).throughput_tokens_per_s > 0
+
+
+def test_a_run_waits_for_well_behaved_clients_alone_if_the_plan_says_so():
+    plan = Plan(2.0, drain_s=None, drain_for="well-behaved")
+    run = simulate(replace(TIGHT, policy="vtc"), traffic(rate_per_s=8.0), plan)
+    unfinished = {program.client for program in run.programs if program.t_done_s is None}
+    assert unfinished == {"bad"}
+
+
+def test_the_records_in_a_file_are_the_run(tmp_path):
+    clients = traffic()
+    manifest = replace(describe(TIGHT, clients, TO_THE_END, workload="tot-s1"), versions={"here": "1"})
+    run = simulate(TIGHT, clients, TO_THE_END, manifest=manifest, path=tmp_path / "run.jsonl")
+    again = read(tmp_path / "run.jsonl")
+    assert again.manifest.versions == {"here": "1"}
+    assert summarize(again) == summarize(run)
+    assert Site.from_json(again.manifest.case["site"]) == TIGHT
+
+
+def test_what_samples_say_is_what_records_say():
+    """At the end of a run, when nobody is served any more, the last samples have all service in them."""
+    run = simulate(TIGHT, traffic(), TO_THE_END)
+    last = {sample.worker: sample for sample in run.samples}
+    late = [record for record in run.requests if record.t_done_s > run.samples[-1].t_s]
+    for client in ("good-0", "bad"):
+        output = sum(record.output_tokens for record in run.requests if record.client == client)
+        told = sum(sample.clients[client]["output_tokens"] for sample in last.values())
+        missing = sum(record.output_tokens for record in late if record.client == client)
+        assert output - missing <= told <= output
+    rounds = sorted({sample.round for sample in run.samples})
+    assert rounds == list(range(len(rounds)))
+    assert {sample.t_s for sample in run.samples} == {0.5 * count for count in rounds}
+
+
+def test_service_is_seen_each_second():
+    [record] = simulate(
+        Site(), [asking("a", lambda _: one_call(1000, 1000))], Plan(0.5, drain_s=None)
+    ).requests
+    gaps = [later - earlier for (earlier, _), (later, _) in pairwise(record.token_times)]
+    assert max(gaps) <= 1.0
+    assert len(record.token_times) < 50
+
+
+def test_the_router_knows_what_the_replicas_cache():
+    simulation = done(TIGHT, traffic())
+    tree = simulation.routers[0].tree
+    for place, replica in enumerate(simulation.replicas):
+        known = {tokens for _, tokens in tree.holdings(f"r{place}")}
+        assert known == cached(replica)
+        assert known
+    assert tree.unknown_parents == tree.unknown_removes == tree.misfits == 0
+    assert any(replica.cache.evicted_tokens for replica in simulation.replicas)
+
+
+def cached(replica: Any) -> set[tuple[int, ...]]:
+    """Every longest prefix in a replica's cache."""
+    found = set()
+    stack = [(root, b"") for root in replica.cache._roots.values()]
+    while stack:
+        node, prefix = stack.pop()
+        prefix += node.key
+        stack += [(child, prefix) for child in node.children.values()]
+        if prefix and not node.children:
+            found.add(tuple(np.frombuffer(prefix, "<u4").tolist()))
+    return found
+
+
+def test_a_router_hears_late_of_what_is_cached():
+    now, late = (
+        done(replace(TIGHT, events_lag_s=lag_s, replicas=1), traffic()).routers[0].state()["hits"]
+        for lag_s in (0.0, 0.4)
+    )
+    assert now["measured_predicted_tokens"] != late["measured_predicted_tokens"]
+
+
+def test_routers_that_do_not_know_each_other_share_the_programs():
+    site = replace(TIGHT, ingress=(0.8, 0.2))
+    first, second = (router.state()["decisions"] for router in done(site, traffic(10.0)).routers)
+    assert first > 2 * second > 0
+
+
+def test_the_bound_of_d2lpm_holds_and_is_put_to_the_test():
+    site = replace(TIGHT, kv_tokens=2000, quantum=50.0)
+    run = simulate(site, traffic(rate_per_s=30.0), Plan(8.0, sample_s=0.1))
+    summary = summarize(run)
+    assert summary.measured_by == "replicas"
+    assert summary.backlog_s > 2
+    assert 0 < summary.service_difference <= summary.bound
+    served = {name: client.service_rate for name, client in summary.clients.items()}
+    unfair = summarize(
+        simulate(replace(site, policy="fcfs"), traffic(rate_per_s=30.0), Plan(8.0, sample_s=0.1))
+    )
+    assert unfair.service_difference > summary.service_difference
+    assert max(served.values()) < 2 * min(served.values())
+
+
+def test_who_asks_too_often_is_refused():
+    simulation = done(replace(TIGHT, policy="rpm", policy_options="limit=20"), traffic())
+    run = run_of(simulation)
+    complete(run)
+    refused = [record for record in run.requests if record.outcome == "failed"]
+    assert refused
+    assert {record.status for record in refused} == {429}
+    assert all("requests per minute" in record.error and not record.token_times for record in refused)
+    served = [r for r in run.requests if r.client == "bad" and r.worker == "r0" and r.outcome == "ok"]
+    assert len(served) == 20
+    settled(simulation)
+
+
+def test_a_run_that_can_never_end_says_so():
+    def hopeless(_: int) -> Program:
+        yield Call(CODEC.encode("x" * 100), 10)
+
+    site = replace(TIGHT, policy="rpm", policy_options="limit=1,excess=delay", replicas=1)
+    clients = [replace(asking("a", hopeless), arrivals=GammaArrivals(10.0, 0.0, 0.0))]
+    run = simulate(site, clients, Plan(0.35, drain_s=None))
+    starts = sorted(record.t_first_token_s for record in run.requests)
+    assert [ceil(later - earlier) for earlier, later in pairwise(starts)] == [60, 60, 60]
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"placement": "nearest"}, "no placement 'nearest'"),
+        ({"policy": "best"}, "unknown policy 'best'"),
+        ({"replicas": 0}, "at least 1 replica"),
+        ({"capacities": (1.0,)}, "1 capacities are given for 2"),
+        ({"capacities": (1.0, 0.0)}, "positive"),
+        ({"ingress": ()}, "positive"),
+        ({"hop_s": -1.0}, "negative"),
+    ],
+)
+def test_a_site_that_makes_no_sense_is_refused(wrong, says):
+    with pytest.raises(ValueError, match=says):
+        replace(TIGHT, **wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"policy_options": "patience=x"},
+        {"policy": "fcfs", "policy_options": "limit=3"},
+        {"quantum": 0.0},
+        {"worker_quantum": -1.0},
+        {"gpu": "abacus", "kv_tokens": None},
+        {"cost_model": "nowhere.json"},
+        {"placement_options": {"speed": 1}},
+        {"payer": "nobody"},
+    ],
+)
+def test_a_site_that_cannot_be_built_is_refused(wrong):
+    with pytest.raises(ValueError, match=r"^[^\n]+$"):
+        simulate(replace(TIGHT, **wrong), traffic(), TO_THE_END)
+
+
+def test_a_site_survives_json():
+    site = replace(
+        TIGHT, capacities=(1.0, 2.0), client_weights={"bad": 0.5}, placement_options={"charge": "extend"}
+    )
+    assert Site.from_json(json.loads(json.dumps(asdict(site)))) == site
+    with pytest.raises(ValueError, match="no colour"):
+        Site.from_json({"colour": "red"})
+
+
+def test_prompts_must_be_packed(steps):
+    with pytest.raises(ValueError, match="PackedCodec"):
+        simulate(steps, [asking("a", lambda _: iter_call("text"))], TO_THE_END)
+
+
+def iter_call(prompt: Any) -> Program:
+    yield Call(prompt, 1)
+
+
+def test_clients_need_names_of_their_own(steps):
+    clients = [asking("a", lambda _: one_call(1, 1))] * 2
+    with pytest.raises(ValueError, match="names of their own"):
+        simulate(steps, clients, TO_THE_END)
+
+
+# ---- packed prompts
+
+
+@pytest.mark.parametrize("text", ["plain", "grüße", "日本", ""])
+def test_a_packed_token_is_a_byte(text):
+    assert np.frombuffer(CODEC.encode(text), "<u4").tolist() == list(text.encode())
+    assert CODEC.count(text) == len(text.encode())
+
+
+def test_packed_programs_are_the_same_programs():
+    tokens = TokenCodec(lambda text: list(text.encode()))
+    tree = TreeOfThought(2, 2, 8)
+
+    def prompts(codec: Any, said: Any) -> list[list[int]]:
+        program = tree.program(codec.cut("a question that is long enough", 20), codec)
+        step, found = next(program), []
+        for branch in step:
+            call = next(branch)
+            found.append(call.prompt)
+            found += [next(child).prompt for child in branch.send(said(call.prompt))]
+        return found
+
+    packed = prompts(CODEC, lambda prompt: Reply(packed=answer(prompt, 8)))
+    plain = prompts(
+        tokens, lambda prompt: Reply(tokens=unpacked(answer(np.array(prompt, "<u4").tobytes(), 8)))
+    )
+    assert [unpacked(prompt) for prompt in packed] == plain
+    with pytest.raises(AssertionError):
+        CODEC.join(TextCodec().encode("text"))
+
+
+def unpacked(tokens: bytes) -> tuple[int, ...]:
+    return tuple(np.frombuffer(tokens, "<u4").tolist())
+
+
+# ---- the command
+
+FEW = [
+    *("--good-clients", "1", "--question-tokens", "64", "--thought-tokens", "4", "--jobs", "1"),
+    *("--duration", "2", "--drain", "2", "--repeats", "1", "--workloads", "tot-s1", "--rate", "2"),
+]
+
+
+def last_line(text: str) -> Mapping[str, Any]:
+    return json.loads(text.strip().splitlines()[-1])
+
+
+def test_the_command_compares(tmp_path, capsys):
+    out = tmp_path / "out"
+    arguments = [
+        "--schedulers",
+        "d2lpm+dlpm,round_robin+lpm",
+        "--out",
+        str(out),
+        "--json",
+        str(tmp_path / "line"),
+    ]
+    assert main([*FEW, *arguments]) == 0
+    printed = capsys.readouterr().out
+    told = last_line(printed)
+    assert told["bench"] == "simulate"
+    assert [row["scheduler"] for row in told["rows"]] == ["d2lpm+dlpm", "round_robin+lpm"]
+    assert all(row["throughput_tokens_per_s"] > 0 for row in told["rows"])
+    assert "faster than real time" in printed
+    assert json.loads((tmp_path / "line").read_text()) == told
+    assert len(list((out / "records").glob("*.jsonl"))) == 2
+    assert (out / "summary.json").exists()
+    assert main([*FEW, "--out", str(out)]) == 2
+
+
+def test_several_sizes_are_compared_by_name(capsys):
+    arguments = ["--schedulers", "d2lpm+dlpm", "--replicas", "1,2", "--quantum", "100,1000"]
+    assert main([*FEW, *arguments]) == 0
+    names = [row["scheduler"] for row in last_line(capsys.readouterr().out)["rows"]]
+    assert names == [f"d2lpm+dlpm D={d} Qu={q}" for d in (1, 2) for q in (100, 1000)]
+
+
+def test_processes_find_the_same(capsys):
+    arguments = ["--schedulers", "d2lpm+dlpm,preble+lpm"]
+    assert main([*FEW, *arguments]) == main([*FEW, *arguments, "--jobs", "2"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    assert lines[0]["rows"] == lines[1]["rows"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--schedulers", "d2lpm"],
+        ["--workloads", "juggling"],
+        ["--gpu", "abacus"],
+        ["--quantum", "many"],
+        ["--quantum", "-1"],
+        ["--replicas", "0"],
+        ["--rate", "0"],
+        ["--load", "-1"],
+        ["--jobs", "0"],
+        ["--policy-options", "patience=3"],
+        ["--policy-options", "drr:patience=3"],
+        ["--policy-options", "dlpm:patience=0"],
+        ["--client-weights", "[]"],
+        ["--client-weights", "{"],
+        ["--client-weights", '{"bad": -1}'],
+        ["--cost-model", "nowhere.json", "--kv-tokens", "1000"],
+        ["--cost-model", "nowhere.json"],
+        ["--duration", "0"],
+        ["--good-clients", "0"],
+        ["--thought-tokens", "0"],
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(wrong, capsys):
+    assert main([*FEW, *wrong]) == 2
+    told = capsys.readouterr()
+    assert told.err.startswith("simulate: ")
+    assert len(told.err.splitlines()) == 1
+    assert "{" not in told.out
