@@ -1,0 +1,25 @@
+"""The papers' experiments, each in a file of its own: what is run, what is kept of it, what is claimed.
+
+`EXPERIMENTS` is the one registry. How to write an experiment: `contract`.
+"""
+
+from collections.abc import Mapping
+
+from workloads.experiments.contract import Experiment
+from workloads.experiments.cost_functions import CostFunctions
+from workloads.experiments.vtc_lengths import Lengths
+from workloads.experiments.vtc_overload import Overload
+from workloads.experiments.vtc_pools import Pools
+from workloads.experiments.vtc_prediction import Prediction, Profiled
+from workloads.experiments.vtc_sharing import BelowShare, Isolation, OnOff, OnOffOverload
+from workloads.experiments.vtc_shift import Shift
+from workloads.experiments.vtc_trace import ArenaTrace
+from workloads.experiments.vtc_weights import Weighted
+
+EXPERIMENTS: Mapping[str, Experiment] = {
+    experiment.id: experiment
+    for experiment in (
+        Overload(), BelowShare(), OnOff(), OnOffOverload(), Lengths(), Isolation(), Shift(), ArenaTrace(),
+        Pools(), Weighted(), Prediction(), Profiled(), CostFunctions(),
+    )
+}  # fmt: skip

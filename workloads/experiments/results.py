@@ -1,0 +1,207 @@
+"""From records to the page of results and its plots. Records alone decide; nothing here runs or measures.
+
+An experiment is reported when all cells of its records' size are there; until then the page says what is
+missing. Records of cells that the experiment does not have any more are left out.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from workloads.experiments.contract import Cell, Claim, Experiment, Figure, Report, Result, Size, Table, shown
+from workloads.experiments.store import Record
+
+DPI = 110
+
+INTRODUCTION = """\
+# Results
+
+What the papers' experiments come to here: the same policies, placements and router as in the running system,
+over modelled GPUs in virtual time. This page is generated from the records in `docs/results/` and from nothing
+else: `sglang-fair reproduce all --publish` runs every experiment and writes both,
+`sglang-fair reproduce ID` runs one, `--list` names them. The machine that ran them decides how long that took
+and no number in a table.
+
+Absolute numbers depend on a cost model of a GPU and are not the papers'. What is compared is order, ratio and
+shape: who is served, how evenly, how fast, and how much caching saves.
+"""
+
+HOLDS = {"yes": "yes", "partly": "partly", "no": "**no**"}
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """An experiment and what its records say."""
+
+    experiment: Experiment
+    records: Sequence[Record]
+    missing: Sequence[str]
+    """Cells without a record; if there are some, there is no report."""
+    report: Report | None
+
+
+def reports(records: Sequence[Record], experiments: Mapping[str, Experiment]) -> list[Reported]:
+    """A report for each experiment with records, in the registry's order."""
+    found = []
+    for name, experiment in experiments.items():
+        mine = [record for record in records if record.experiment == name]
+        if not mine:
+            continue
+        cells = {cell.name: cell for cell in experiment.cells(_size(mine))}
+        mine = [record for record in mine if record.name in cells]
+        had = {(record.name, record.seed) for record in mine}
+        missing = [c.name for c in cells.values() if any((c.name, seed) not in had for seed in c.seeds)]
+        report = None if missing else experiment.report(results_of(mine, cells))
+        found.append(Reported(experiment, mine, missing, report))
+    return found
+
+
+def results_of(records: Sequence[Record], cells: Mapping[str, Cell]) -> dict[str, Result]:
+    """By cell, in the order of `cells`; runs in the order of seeds."""
+    found = {}
+    for name, cell in cells.items():
+        mine = {record.seed: record for record in records if record.name == name}
+        runs = [mine[seed] for seed in cell.seeds]
+        spec = Cell.from_json(runs[0].cell, cell.seeds)
+        found[name] = Result(spec, [record.measured for record in runs])
+    return found
+
+
+def page(records: Sequence[Record], experiments: Mapping[str, Experiment], plots: str = "results") -> str:
+    """The whole page, Markdown. `plots` is the folder of the plots as the page's reader sees it."""
+    told = reports(records, experiments)
+    parts = [INTRODUCTION, _summary(told), _differences(told)]
+    parts += [_section(one, plots) for one in told]
+    return "\n".join(part.rstrip("\n") + "\n" for part in parts if part)
+
+
+def figure_file(experiment: str, figure: Figure, suffix: str) -> str:
+    """The name of a plot's file."""
+    return f"{experiment}-{figure.name}.{suffix}"
+
+
+def draw(told: Iterable[Reported], folder: Path, suffixes: Sequence[str] = ("png", "svg")) -> list[Path]:
+    """Draw every figure into `folder`. Equal records give equal files. Raises ImportError without matplotlib."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure as Canvas
+
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for one in told:
+        for figure in one.report.figures if one.report else ():
+            for suffix in suffixes:
+                path = folder / figure_file(one.experiment.id, figure, suffix)
+                with rc_context({"svg.hashsalt": "sglang-fair", "svg.fonttype": "none"}):
+                    canvas = Canvas(figsize=figure.inches, layout="constrained")
+                    figure.draw(canvas)
+                    canvas.savefig(path, dpi=DPI, metadata=_METADATA[suffix])
+                written.append(path)
+    return written
+
+
+_METADATA: Mapping[str, dict[str, str | None]] = {"png": {"Software": None}, "svg": {"Date": None}}
+
+
+def _size(records: Sequence[Record]) -> Size:
+    sizes = {record.size for record in records}
+    if len(sizes) > 1:
+        raise ValueError(
+            f"{records[0].experiment}: quick and full records in one place; they are no one result"
+        )
+    return records[0].size
+
+
+# ---- the parts of the page
+
+
+def _summary(told: Sequence[Reported]) -> str:
+    rows = [
+        (
+            f"[{one.experiment.source}](#{_anchor(one.experiment)})",
+            claim.text,
+            claim.paper,
+            claim.ours,
+            HOLDS[claim.holds],
+        )
+        for one in told
+        if one.report
+        for claim in one.report.claims
+    ]
+    claims = [claim for one in told if one.report for claim in one.report.claims]
+    counts = {verdict: sum(claim.holds == verdict for claim in claims) for verdict in HOLDS}
+    head = (
+        f"## Every claim\n\nOf {len(claims)} claims {counts['yes']} hold here, {counts['partly']} hold in part, "
+        f"{counts['no']} do not.\n\n"
+    )
+    return head + _markdown(("source", "claim", "paper", "here", "holds"), rows, words=5)
+
+
+def _differences(told: Sequence[Reported]) -> str:
+    lines = [
+        f"- **{one.experiment.source}**: {claim.text}. Paper: {claim.paper}. Here: {claim.ours}. {claim.why}".rstrip()
+        for one in told
+        if one.report
+        for claim in one.report.claims
+        if claim.holds != "yes"
+    ]
+    return "## Where we differ, and why\n\n" + "\n".join(lines) if lines else ""
+
+
+def _section(one: Reported, plots: str) -> str:
+    experiment = one.experiment
+    parts = [f"## {_heading(experiment)}", f"*{experiment.source}* (`{experiment.id}`). {experiment.about}"]
+    if one.report is None:
+        parts.append(f"Not complete: without {', '.join(one.missing)}.")
+    else:
+        parts += [_claims(one.report.claims)] if one.report.claims else []
+        parts += [_table(table) for table in one.report.tables]
+        for figure in one.report.figures:
+            path = f"{plots}/{figure_file(experiment.id, figure, 'png')}"
+            parts.append(f"![{figure.caption}]({path})\n\n{figure.caption}")
+        parts += one.report.notes
+    parts.append(_provenance(one.records))
+    return "\n\n".join(parts)
+
+
+def _heading(experiment: Experiment) -> str:
+    return f"{experiment.id}: {experiment.title}"
+
+
+def _anchor(experiment: Experiment) -> str:
+    """As Git hosts make it of a heading: small letters, spaces as hyphens, no punctuation."""
+    kept = [letter for letter in _heading(experiment).lower() if letter.isalnum() or letter in " -_"]
+    return "".join(kept).replace(" ", "-")
+
+
+def _claims(claims: Sequence[Claim]) -> str:
+    rows = [(claim.text, claim.paper, claim.ours, HOLDS[claim.holds]) for claim in claims]
+    return _markdown(("claim", "paper", "here", "holds"), rows, words=4)
+
+
+def _table(table: Table) -> str:
+    return f"**{table.title}**\n\n" + _markdown(table.columns, table.rows, digits=table.digits)
+
+
+def _provenance(records: Sequence[Record]) -> str:
+    if not records:
+        return ""
+    wall_s, simulated_s = (
+        sum(record.wall_s for record in records),
+        sum(record.simulated_s for record in records),
+    )
+    commits = sorted({record.versions.get("commit", "?") for record in records})
+    many = "run" if len(records) == 1 else "runs"
+    return (
+        f"<sub>{len(records)} {records[0].size} {many}, {simulated_s / 3600:.1f} simulated replica hours in "
+        f"{wall_s:.0f} s of computing; commit {', '.join(commits)}; Python "
+        f"{', '.join(sorted({record.versions.get('python', '?') for record in records}))}.</sub>"
+    )
+
+
+def _markdown(
+    head: Sequence[str], rows: Sequence[Sequence[str | float | None]], *, words: int = 1, digits: int = 3
+) -> str:
+    """A Markdown table; from column `words` on numbers, set to the right."""
+    rule = ["---" if place < words else "---:" for place in range(len(head))]
+    lines = [head, rule, *([shown(value, digits) for value in row] for row in rows)]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

@@ -1,0 +1,149 @@
+"""Records of experiments as files: one for each run while they are made, one for each experiment when published.
+
+A record is found again by experiment, cell and seed. It counts only for the cell it was made of: one whose
+specification has changed since is out of date and is made anew.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from workloads.experiments.contract import Cell, Json, Size
+
+SCHEMA = 1
+
+DIGITS = 5
+"""Significant digits that are kept of a measured number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One run of one cell: what was measured, and where and with what."""
+
+    experiment: str
+    size: Size
+    cell: Mapping[str, Json]
+    """As `Cell.to_json` has it."""
+    seed: str
+    measured: Mapping[str, Json]
+    simulated_s: float
+    wall_s: float
+    started: str
+    """UTC, ISO 8601."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    machine: Mapping[str, Json] = field(default_factory=dict)
+    schema: int = SCHEMA
+
+    @property
+    def name(self) -> str:
+        """The cell's."""
+        return str(self.cell["name"])
+
+    def of(self, cell: Cell) -> bool:
+        """Whether this is a run of `cell` as it is specified."""
+        return dict(self.cell) == cell.to_json()
+
+
+def path_of(folder: Path, experiment: str, cell: str, seed: str) -> Path:
+    """Where the record of a run lies."""
+    return folder / experiment / f"{cell}.{seed}.json"
+
+
+def write(folder: Path, record: Record) -> Path:
+    """Put a record into `folder`, whole or not at all."""
+    path = path_of(folder, record.experiment, record.name, record.seed)
+    replace_text(path, json.dumps(asdict(record), sort_keys=True) + "\n")
+    return path
+
+
+def read(path: Path) -> Record | None:
+    """The record at `path`; None if there is none of this schema. Raises ValueError for a broken file."""
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from error
+    return _record(told, path) if told.get("schema") == SCHEMA else None
+
+
+def read_folder(folder: Path, experiments: Iterable[str]) -> list[Record]:
+    """All records of these experiments in `folder`, by experiment, cell and seed."""
+    found = [
+        record
+        for experiment in experiments
+        for path in sorted((folder / experiment).glob("*.json"))
+        if (record := read(path)) is not None
+    ]
+    return sorted(found, key=lambda record: (record.experiment, record.name, record.seed))
+
+
+def publish(folder: Path, records: Sequence[Record]) -> list[Path]:
+    """Write one file for each experiment, smaller than its records: what they share is told once."""
+    written = []
+    for experiment in dict.fromkeys(record.experiment for record in records):
+        mine = sorted(
+            (record for record in records if record.experiment == experiment),
+            key=lambda record: (record.name, record.seed),
+        )
+        shared: list[dict[str, Json]] = []
+        runs = []
+        for record in mine:
+            told = asdict(record)
+            common = {key: told.pop(key) for key in ("versions", "machine")}
+            # The machine's load at the start of each run is no property of the machine.
+            common["machine"] = {k: v for k, v in common["machine"].items() if k != "load_1min"}
+            if common not in shared:
+                shared.append(common)
+            runs.append({**told, "made": shared.index(common)})
+        lines = ",\n".join(json.dumps(run, sort_keys=True, separators=(",", ":")) for run in runs)
+        path = folder / f"{experiment}.json"
+        replace_text(path, f'{{"made":{json.dumps(shared, sort_keys=True)},\n"runs":[\n{lines}\n]}}\n')
+        written.append(path)
+    return written
+
+
+def read_published(folder: Path) -> list[Record]:
+    """The inverse of `publish`. Raises ValueError."""
+    records = []
+    for path in sorted(folder.glob("*.json")):
+        try:
+            told = json.loads(path.read_text(encoding="utf-8"))
+            for run in told["runs"]:
+                made = told["made"][run.pop("made")]
+                records.append(_record({**run, **made}, path))
+        except (KeyError, IndexError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path}: not published records: {error!r}") from error
+    return records
+
+
+def rounded(value: Json) -> Json:
+    """`value` with numbers of `DIGITS` significant digits; what is not finite is null, as JSON has no such number."""
+    if isinstance(value, Mapping):
+        return {str(key): rounded(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [rounded(one) for one in value]
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            return None
+        short = float(f"{value:.{DIGITS}g}")
+        return int(short) if short.is_integer() and abs(short) < 1e15 else short
+    return value
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file so that a reader, and the next run after an interruption, sees all of it or the old one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(path)
+
+
+def _record(told: Mapping[str, Json], path: Path) -> Record:
+    try:
+        return Record(**told)
+    except TypeError as error:
+        raise ValueError(f"{path}: not a record: {error}") from error

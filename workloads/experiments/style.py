@@ -1,0 +1,103 @@
+"""How experiments draw: one colour for each scheduler on the whole page, and the few kinds of plot they need."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+SCHEDULERS: Mapping[str, str] = {
+    "DLPM": "#1f5fa8",
+    "D2LPM": "#1f5fa8",
+    "D2LPM (tokens)": "#5b93d1",
+    "D2LPM (time)": "#12375f",
+    "DLPM (adaptive)": "#5b93d1",
+    "VTC": "#d1682b",
+    "VTC (predict)": "#e39b55",
+    "VTC (±50%)": "#b8a12c",
+    "VTC (oracle)": "#8c4a1d",
+    "weighted VTC": "#8c4a1d",
+    "LPM": "#3c8c4f",
+    "RR+LPM": "#3c8c4f",
+    "Preble": "#8a4ea0",
+    "cache_aware": "#c2477f",
+    "FCFS": "#777777",
+    "LCF": "#2a9d8f",
+    "DRR": "#6b705c",
+    "RPM": "#b5838d",
+}
+"""By the name in a legend. VTC over several replicas is VTC's colour, whatever hands out its requests."""
+
+CLIENTS = ("#20507d", "#d1682b", "#3c8c4f", "#8a4ea0", "#c2477f", "#8c6d1f", "#2a9d8f", "#777777")
+"""In the order of clients, where lines are clients and not schedulers."""
+
+
+def scheduler_colour(label: str) -> str:
+    """KeyError for a scheduler without a colour: give it one above."""
+    return SCHEDULERS[label]
+
+
+def client_colour(place: int) -> str:
+    """Of the client at that place."""
+    return CLIENTS[place % len(CLIENTS)]
+
+
+Line = tuple[Sequence[float], Sequence[float | None]]
+"""Times and values; a value of None leaves a gap."""
+
+
+def lines(axes: "Axes", curves: Mapping[str, Line], colours: Mapping[str, str], **more: object) -> None:
+    """One line for each curve, named in the legend. Where a value is missing, the line is broken."""
+    for name, (times, values) in curves.items():
+        gaps = [float("nan") if value is None else value for value in values]
+        axes.plot(times, gaps, label=name, color=colours[name], linewidth=1.6, **more)  # type: ignore[arg-type]
+
+
+def client_lines(axes: "Axes", curves: Mapping[str, Line]) -> None:
+    """Lines of clients, in their order."""
+    lines(axes, curves, {name: client_colour(place) for place, name in enumerate(curves)})
+
+
+def scheduler_lines(axes: "Axes", curves: Mapping[str, Line], **more: object) -> None:
+    """Lines of schedulers, each in its colour."""
+    lines(axes, curves, {name: scheduler_colour(name) for name in curves}, **more)
+
+
+def label(axes: "Axes", x: str, y: str, title: str = "", *, legend: bool = True) -> None:
+    """Name the axes, with units; values begin at 0 unless a logarithm is drawn."""
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    if title:
+        axes.set_title(title, fontsize=10)
+    if axes.get_yscale() == "linear":
+        axes.set_ylim(bottom=0)
+    if legend and axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=8)
+    axes.grid(visible=True, color="#e6e6e6", linewidth=0.6)
+    axes.set_axisbelow(True)
+
+
+def panels(figure: "Figure", columns: int, *, share_y: bool = False) -> "list[Axes]":
+    """Axes side by side."""
+    return list(figure.subplots(1, columns, squeeze=False, sharey=share_y)[0])
+
+
+def bars(
+    axes: "Axes", groups: Sequence[str], values: Mapping[str, Sequence[float | None]], *, unit: str
+) -> None:
+    """A group of bars for each name on the x axis, a bar in it for each scheduler."""
+    width = 0.8 / max(1, len(values))
+    for place, (scheduler, heights) in enumerate(values.items()):
+        axes.bar(
+            [group + (place - (len(values) - 1) / 2) * width for group in range(len(groups))],
+            [float("nan") if height is None else height for height in heights],
+            width=width * 0.92,
+            label=scheduler,
+            color=scheduler_colour(scheduler),
+        )
+    axes.set_xticks(range(len(groups)), list(groups))
+    axes.set_ylabel(unit)
+    axes.grid(visible=True, axis="y", color="#e6e6e6", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.legend(fontsize=8)

@@ -1,0 +1,347 @@
+"""How far the models are from what they model: one traffic, on a real engine, an emulated one and a simulated one.
+
+    python -m workloads.experiments.validation validation [--quick] [--out FOLDER]
+
+    bench   one replica of the model `bench` on this machine's processor, calibrated first; SGLang's scheduler over
+            a clock that keeps the calibration's time; the simulator with the same
+    a100    two A100 with an 8B model, which are not there: the emulated engines and the simulator
+
+The real engine runs everything twice: what it differs from itself is the least that a model can differ from it.
+Servers share the machine with their own driver, so this is no cell among others: it runs alone, and `reproduce`
+does not know it.
+"""
+
+import asyncio
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from sglang_fair.calibrate import calibrate
+from sglang_fair.sim.cost_model import to_json
+from workloads.clients import SCENARIOS, Client, Scale
+from workloads.compare.cluster import Cluster, SpawnCluster, flush, verify
+from workloads.compare.runs import LOADS, SMALL
+from workloads.driver import Driver, Endpoint, Plan
+from workloads.experiments import command, runner
+from workloads.experiments.contract import (
+    Cell,
+    Claim,
+    Experiment,
+    Json,
+    Measured,
+    Report,
+    Result,
+    Size,
+    Table,
+    Traffic,
+    verdict,
+)
+from workloads.measures import Meters, summarize
+from workloads.programs import Codec, PackedCodec, TokenCodec
+from workloads.records import Records, Run
+from workloads.simulation import Site, describe, simulate
+
+WORKLOADS = ("tot-s1", "judge-s1")
+
+CURVE_POINTS = 60
+
+GOALS = {"throughput": 0.10, "service": 0.10, "hit_rate": 0.05}
+"""Deviations that are good enough; the hit rate's in its own units."""
+
+BENCH = Site(
+    gpu="cpu", model="bench", quantum=500.0, worker_quantum=16_000.0, kv_tokens=24_576, max_running=16,
+    chunked_prefill_tokens=2048,
+)  # fmt: skip
+"""As `sglang-fair compare` runs it, but for the number of replicas: a second one would share the cores."""
+
+A100 = Site(quantum=500.0, worker_quantum=16_000.0, replicas=2, max_running=64, chunked_prefill_tokens=8192)
+
+BYTES: Codec = TokenCodec(lambda text: tuple(text.encode()))
+"""One token for each byte, for the live engines; the simulator's codec cuts texts at the same places."""
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """The live engines of one cell, and how fast time passes on the emulated one."""
+
+    names: tuple[str, ...]
+    """In order; the first is what the others are compared with. `real again` is a second run of `real`."""
+    time_scale: float = 1.0
+
+
+class Validation(Experiment):
+    id = "validation"
+    title = "The emulated engine and the simulator beside the real engine"
+    source = "this project"
+    about = "One misbehaving client, small trees and judgements; see the module for what runs."
+
+    def cells(self, size: Size) -> Sequence[Cell]:
+        full = size == "full"
+        plan = Plan(duration_s=40.0 if full else 8.0, drain_s=10.0 if full else 4.0, drain_for="well-behaved")
+        real = ("real", "real again", "emulated", "simulated")
+        return [
+            Cell("bench", BENCH, _traffic(real), plan),
+            Cell("a100", A100, _traffic(("emulated", "simulated"), time_scale=2.0), plan),
+        ]
+
+    def run(self, cell: Cell, seed: str) -> Measured:
+        told = cell.traffic.arguments
+        engines = Engines(tuple(told["engines"]), told["time_scale"])
+        with TemporaryDirectory(prefix="validation-") as folder:
+            found = asyncio.run(_Validate(cell, seed, engines, Path(folder)).run())
+        return Measured(found, cell.simulated_s * len(WORKLOADS))
+
+    def report(self, results: Mapping[str, Result]) -> Report:
+        rows: list[list[str | float | None]] = []
+        worst = dict.fromkeys(GOALS, 0.0)
+        for name, result in results.items():
+            for workload, runs in result.first["workloads"].items():
+                for engine, one in runs.items():
+                    off = one["deviation"]
+                    rows.append([name, workload, engine, *_row(one["numbers"], off)])
+                    if off is not None and engine != "real again":
+                        worst = {goal: max(worst[goal], abs(off[goal] or 0.0)) for goal in GOALS}
+        claim = Claim(
+            "Models agree with what they model in throughput, in each client's service over time and in hit rate",
+            "10 %, 10 %, 5 points (our own goal)",
+            f"{worst['throughput']:.0%}, {worst['service']:.0%}, {worst['hit_rate'] * 100:.0f} points at worst",
+            verdict(all(worst[goal] <= limit for goal, limit in GOALS.items())),
+        )
+        columns = [
+            "site",
+            "workload",
+            "engine",
+            "tokens/s",
+            "",
+            "service curves",
+            "hit rate",
+            "",
+            "P50 s",
+            "",
+            "P99 s",
+            "",
+        ]
+        return Report(
+            [claim], [Table("Each engine, and how far it is from the first of its site", columns, rows)]
+        )
+
+
+def _row(numbers: Mapping[str, Any], off: Mapping[str, Any] | None) -> list[str | float | None]:
+    def relative(name: str) -> str:
+        return "" if off is None or off[name] is None else f"{off[name]:+.0%}"
+
+    return [
+        numbers["throughput"], relative("throughput"),
+        "" if off is None else f"{off['service']:.1%}",
+        numbers["hit_rate"], "" if off is None or off["hit_rate"] is None else f"{off['hit_rate'] * 100:+.1f} points",
+        numbers["p50_s"], relative("p50_s"), numbers["p99_s"], relative("p99_s"),
+    ]  # fmt: skip
+
+
+def _traffic(engines: Sequence[str], time_scale: float = 1.0) -> Traffic:
+    return Traffic(
+        "one-bad-client", {"engines": list(engines), "time_scale": time_scale, "scale": asdict(SMALL)}
+    )
+
+
+class _Validate:
+    """One cell: all its workloads on all its engines."""
+
+    def __init__(self, cell: Cell, seed: str, engines: Engines, folder: Path) -> None:
+        self._cell, self._seed, self._engines, self._folder = cell, seed, engines, folder
+        self._site, self._plan = cell.site, cell.plan
+        self._scale = Scale(**cell.traffic.arguments["scale"])
+        self._rates: dict[str, float] = {}
+
+    async def run(self) -> dict[str, Json]:
+        """What is kept of it."""
+        calibration = None
+        runs: dict[str, dict[str, Run]] = {workload: {} for workload in WORKLOADS}
+        names = self._engines.names
+        if "real" in names:
+            with self._cluster("real") as cluster:
+                calibration = await self._calibrate(cluster)
+                self._find_rates()
+                for engine in ("real", "real again"):
+                    await self._drive(cluster, engine, runs)
+        else:
+            self._site = replace(self._site, cost_model=self._scaled())
+            self._find_rates()
+        with self._cluster("emulated") as cluster:
+            await self._drive(cluster, "emulated", runs)
+        for workload in WORKLOADS:
+            clients = self._clients(workload, PackedCodec())
+            runs[workload]["simulated"] = simulate(self._site, clients, self._plan, seed=self._seed)
+        return {
+            "calibration": calibration,
+            "hop_s": self._site.hop_s,
+            "rates_per_s": self._rates,
+            "workloads": {workload: compared(names, runs[workload]) for workload in WORKLOADS},
+        }
+
+    # ---- the engines
+
+    async def _calibrate(self, cluster: Cluster) -> dict[str, Any]:
+        """Measure the replica, and take the measurement for the site's cost model."""
+        found = await calibrate(cluster.replicas[0], quick=False, seed=int(self._seed), say=_say)
+        path = self._folder / "calibration.json"
+        path.write_text(json.dumps(found), encoding="utf-8")
+        self._site = replace(self._site, cost_model=str(path), hop_s=found["hop_s"])
+        return {name: found[name] for name in ("cost_model", "fit", "hop_s", "server")}
+
+    def _scaled(self) -> str:
+        """The site's cost model at the emulated engine's pace, as a file."""
+        told = {
+            "kind": "scaled",
+            "factor": self._engines.time_scale,
+            "model": to_json(self._site.make_cost_model()),
+        }
+        path = self._folder / "scaled.json"
+        path.write_text(json.dumps(told), encoding="utf-8")
+        return str(path)
+
+    @contextmanager
+    def _cluster(self, engine: str) -> Iterator[Cluster]:
+        site = self._site
+        emulated = engine == "emulated"
+        arguments = ["--max-running-requests", str(site.max_running)]
+        arguments += ["--chunked-prefill-size", str(site.chunked_prefill_tokens)]
+        if site.kv_tokens is not None:
+            arguments += ["--max-total-tokens", str(site.kv_tokens)]
+        if site.model == "bench":
+            arguments += ["--disable-overlap-schedule"]
+        start = SpawnCluster(
+            replicas=site.replicas,
+            model="llama-3.1-8b" if emulated else site.model,
+            log_folder=self._folder,
+            device="auto" if emulated else "cpu",
+            engine="emulated" if emulated else "auto",
+            gpu="a100-80g" if emulated else None,
+            cost_model=site.cost_model if emulated else None,
+            quantum=site.quantum,
+            worker_quantum=site.worker_quantum,
+            replica_arguments=tuple(arguments),
+        )
+        with start(site.placement, site.policy) as cluster:
+            verify(cluster, site.placement, site.policy)
+            yield cluster
+
+    async def _drive(self, cluster: Cluster, engine: str, runs: Mapping[str, dict[str, Run]]) -> None:
+        for workload in WORKLOADS:
+            await asyncio.to_thread(flush, cluster)
+            clients = self._clients(workload, BYTES)
+            manifest = describe(self._site, clients, self._plan, seed=self._seed, workload=workload)
+            with Records(None, manifest) as records:
+                tag = f"@{workload}.{engine}".replace(" ", "-")
+                replicas = {f"r{place}": url for place, url in enumerate(cluster.replicas)}
+                await Driver(
+                    Endpoint(cluster.gateway), clients, self._plan, records, replicas=replicas, tag=tag
+                ).run()
+            runs[workload][engine] = records.run
+            _say(f"{engine} on {workload}: {len(records.run.requests)} requests")
+
+    # ---- the traffic
+
+    def _find_rates(self) -> None:
+        """Of each client, programs a second: a part of what the simulated site can do of well-behaved programs."""
+        for workload in WORKLOADS:
+            each = 16 if SCENARIOS[workload].app == "judge" else 4
+            clients = self._clients(workload, PackedCodec(), rate_per_s=1000.0, with_bad=False)
+            plan = Plan(duration_s=600.0, programs_per_client=each, drain_s=None)
+            burst = simulate(self._site, clients, plan, seed=self._seed)
+            last_s = max(program.t_done_s or 0.0 for program in burst.programs)
+            load = LOADS[SCENARIOS[workload].app]
+            rate = load * len(burst.programs) / last_s / (self._scale.good_clients + 1)
+            self._rates[workload] = float(f"{rate:.3g}")
+
+    def _clients(
+        self, workload: str, codec: Codec, *, rate_per_s: float | None = None, with_bad: bool = True
+    ) -> tuple[Client, ...]:
+        return SCENARIOS[workload].clients(
+            scale=self._scale,
+            rate_per_s=self._rates[workload] if rate_per_s is None else rate_per_s,
+            codec=codec,
+            first_s=0.0,
+            seed=self._seed,
+            with_bad=with_bad,
+        )
+
+
+# ---- what is compared
+
+
+def compared(names: Sequence[str], runs: Mapping[str, Run]) -> dict[str, Json]:
+    """Numbers and curves of each run, and how far they are from the first one's."""
+    first = runs[names[0]]
+    return {
+        name: {
+            "numbers": numbers(runs[name]),
+            "curves": curves(runs[name]),
+            "deviation": None if name == names[0] else deviation(first, runs[name]),
+        }
+        for name in names
+    }
+
+
+def numbers(run: Run) -> dict[str, Json]:
+    """One run in a few numbers; latencies are of the well-behaved clients' programs."""
+    found = summarize(run)
+    return {
+        "throughput": found.throughput_tokens_per_s,
+        "hit_rate": found.hit_rate,
+        "p50_s": found.well_behaved_p50_s,
+        "p99_s": found.well_behaved_p99_s,
+        "jain": found.jain,
+        "ok": found.ok,
+        "failed": found.failed,
+        "cancelled": found.cancelled,
+    }
+
+
+def curves(run: Run) -> dict[str, list[float]]:
+    """Of each client, the service it had received at `CURVE_POINTS` times, evenly to the end of arrivals."""
+    meters = Meters.of(run, sorted(run.manifest.clients)).actual
+    assert meters is not None, "engines tell what was cached"
+    step_s = run.manifest.duration_s / CURVE_POINTS
+    return {
+        name: [curve.at(step_s * (point + 1)) for point in range(CURVE_POINTS)]
+        for name, curve in meters.items()
+    }
+
+
+def deviation(reference: Run, other: Run) -> dict[str, float | None]:
+    """How far `other` is: relative, but the hit rate's. `service` is the largest distance between two curves of
+    one client at any time, as a part of all clients' service at the end."""
+    one, two = numbers(reference), numbers(other)
+    mine, theirs = curves(reference), curves(other)
+    total = sum(curve[-1] for curve in mine.values())
+    apart = max(abs(a - b) for name in mine for a, b in zip(mine[name], theirs[name], strict=True))
+
+    def relative(name: str) -> float | None:
+        return two[name] / one[name] - 1 if one[name] and two[name] is not None else None
+
+    return {
+        "service": apart / total,
+        "throughput": relative("throughput"),
+        "hit_rate": two["hit_rate"] - one["hit_rate"],
+        "p50_s": relative("p50_s"),
+        "p99_s": relative("p99_s"),
+    }
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    mine = {Validation.id: Validation()}
+    return command.main(argv, experiments=mine, carry_out=runner.here(mine))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""VTC, Figures 15a and 15b: how large the difference gets, by size of the pool and by length of requests."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from workloads.clients import Client
+from workloads.experiments import style
+from workloads.experiments import vtc_setting as vtc
+from workloads.experiments.contract import (
+    Cell,
+    Claim,
+    Figure,
+    Json,
+    Report,
+    Result,
+    Simulated,
+    Size,
+    Table,
+    verdict,
+)
+from workloads.experiments.senders import clients_of, even, sender, traffic
+from workloads.records import Run
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Canvas
+
+SPEED = 0.7
+"""Of the engine, beside the cost model's A100, so that both clients are overloaded at all of the paper's rates."""
+
+SETTINGS: Mapping[str, tuple[int, int, int]] = {
+    "pool-35k": (35_000, 512, 90),
+    "pool-65k": (65_000, 512, 120),
+    "length-256": (35_000, 256, 180),
+    "length-768": (35_000, 768, 60),
+}
+"""KV pool, input and output tokens of a request, requests/min of client 1; client 2 sends twice as many."""
+
+
+class Pools(Simulated):
+    id = "vtc-fig15"
+    title = "Larger pools and longer requests leave larger differences"
+    source = "VTC, Figures 15a and 15b"
+    about = (
+        "Llama-2-13b on an A100 80 GB, two overloaded clients, one sending twice as much. (a) pools of 35 000 and "
+        "65 000 tokens, 512 + 512; (b) 256 + 256, 512 + 512 and 768 + 768 in 35 000. The engine runs at "
+        f"{SPEED} of the cost model's speed, so that all rates overload it as in the paper."
+    )
+
+    def cells(self, size: Size) -> Sequence[Cell]:
+        length_s, seeds = (600.0, ("0", "1", "2")) if size == "full" else (180.0, ("0",))
+        return [
+            Cell(
+                name,
+                vtc.site(
+                    "vtc",
+                    gpu="a100-80g",
+                    model="llama-2-13b",
+                    kv_tokens=pool,
+                    capacities=(SPEED,),
+                    max_running=1024,
+                ),
+                traffic(
+                    name,
+                    sender("client 1", even(rpm), length, length),
+                    sender("client 2", even(2 * rpm), length, length),
+                ),
+                vtc.plan(length_s),
+                seeds,
+            )
+            for name, (pool, length, rpm) in SETTINGS.items()
+        ]
+
+    def clients(self, cell: Cell, seed: str) -> Sequence[Client]:
+        return clients_of(cell.traffic, seed)
+
+    def measure(self, cell: Cell, run: Run) -> Mapping[str, Json]:
+        return vtc.observe(run)
+
+    def report(self, results: Mapping[str, Result]) -> Report:
+        most = {name: results[name].number("accumulated/max") for name in SETTINGS}
+        small, large = most["pool-35k"], most["pool-65k"]
+        short, long = most["length-256"], most["length-768"]
+        bounds = {name: 2 * max(length, 2 * pool) for name, (pool, length, _) in SETTINGS.items()}
+        used = max(most[name] / bounds[name] for name in SETTINGS)
+        return Report(
+            claims=[
+                Claim(
+                    "15a: a larger pool varies more",
+                    "65 000 above 35 000",
+                    f"{large:,.0f} to {small:,.0f} units, {large / small:.2f}×",
+                    verdict(large > 1.2 * small, partly=large > small),
+                ),
+                Claim(
+                    "15b: longer requests vary more",
+                    "512 above 256",
+                    f"{small:,.0f} to {short:,.0f} units",
+                    verdict(small > 1.1 * short, partly=small > short),
+                    "One turn of a client is a request, so the difference is a few requests' worth; what is admitted "
+                    "at once decides how many.",
+                ),
+                Claim(
+                    "15b: 512 and 768 are alike, for the bound is reached",
+                    "the same",
+                    f"{long:,.0f} to {small:,.0f} units, {long / small:.2f}×; {used:.0%} of 2U at most",
+                    verdict(0.75 <= long / small <= 1.33, partly=long / small <= 2),
+                    "The bound is not reached here: requests of the same length end at different times, so the pool is "
+                    "never handed to one client in one piece.",
+                ),
+                Claim(
+                    "Differences stay within the theorem",
+                    "2U",
+                    f"{used:.0%} of 2U at most",
+                    verdict(used <= 1),
+                ),
+            ],
+            tables=[
+                Table(
+                    "Largest difference of accumulated service",
+                    ("pool, tokens", "request, tokens", "difference, units", "bound 2U, units", "tokens/s"),
+                    [
+                        (
+                            f"{pool:,}",
+                            f"{length} + {length}",
+                            results[name].shown("accumulated/max"),
+                            float(bounds[name]),
+                            results[name].shown("tokens_per_s"),
+                        )
+                        for name, (pool, length, _) in SETTINGS.items()
+                    ],
+                )
+            ],
+            figures=[
+                Figure("difference", "Difference of accumulated service, VTC.", _draw(results), (8.4, 3.4))
+            ],
+        )
+
+
+def _draw(results: Mapping[str, Result]) -> "Callable[[Canvas], None]":
+    parts = {
+        "512 + 512, by pool in tokens": {"35 000": "pool-35k", "65 000": "pool-65k"},
+        "pool of 35 000, by length": {
+            "256 + 256": "length-256",
+            "512 + 512": "pool-35k",
+            "768 + 768": "length-768",
+        },
+    }
+
+    def draw(canvas: "Canvas") -> None:
+        for axes, (title, names) in zip(style.panels(canvas, 2), parts.items(), strict=True):
+            found = {name: results[cell].first["accumulated"] for name, cell in names.items()}
+            style.client_lines(axes, {name: (one["times_s"], one["units"]) for name, one in found.items()})
+            style.label(axes, vtc.TIME, "difference of accumulated service, units", title)
+
+    return draw

@@ -1,0 +1,268 @@
+"""What the VTC paper's experiments share: its engine, what is kept of a run, and its plots.
+
+The engine is Llama-2-7b on one A10G with a KV pool of 10 000 tokens, and service is input + 2 · output tokens.
+Its speed is set so that 256 in, 256 out come to the paper's throughput on overload; rates are then the
+paper's own. Prompts have nothing in common, so the prefix cache is of no use, as in the paper's engine, which
+has none. Requests are admitted whenever there is room; the paper's engine looked every ten decode steps.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from statistics import fmean, pstdev
+from typing import TYPE_CHECKING
+
+from sglang_fair.core.cost import Cost, make_cost
+from workloads.driver import Plan
+from workloads.experiments import style
+from workloads.experiments.contract import Figure, Json, Result, Table
+from workloads.measures import Percentile
+from workloads.programs import Outcome
+from workloads.records import Run
+from workloads.simulation import Site
+from workloads.windows import Windows, regular_times, sample_times, throughput
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Canvas
+
+POOL_TOKENS = 10_000
+BOUND = 2 * max(256, 2 * POOL_TOKENS)
+"""2U of Theorem 4.4, units: the largest input, and the pool full of outputs."""
+
+SPEED = 0.92
+"""Of the engine, beside the cost model's A10G. The paper's serves 875 to 904 tokens/s of 256 in, 256 out when
+it is overloaded (its Tables 4 to 6); the cost model's serves 8 % more."""
+
+SAMPLE_S = 10.0
+"""Between the points of a curve."""
+
+CONNECTIONS = 100_000
+"""As many as there are requests: the paper's clients never wait for one."""
+
+
+def site(policy: str, options: str = "", **more: Json) -> Site:
+    """The paper's engine under a policy."""
+    given = {"gpu": "a10g", "model": "llama-2-7b", "kv_tokens": POOL_TOKENS, "capacities": (SPEED,), **more}
+    return Site(placement="round_robin", policy=policy, policy_options=options, **given)
+
+
+def plan(duration_s: float) -> Plan:
+    """Requests arrive for that long, and the run ends there."""
+    return Plan(duration_s, connections_per_client=CONNECTIONS, sample_s=max(duration_s / 20, 1.0))
+
+
+def observe(run: Run, *, cost: str = "linear", curves_of: Sequence[str] | None = None) -> dict[str, Json]:
+    """What the VTC paper measures: service rates and response times in 60 s windows, the accumulated
+    difference, the table of the service difference, and throughput. `cost` is what service is told in;
+    `curves_of` are the clients whose curves are kept, all where not given."""
+    assert run.end is not None, "a run that has ended"
+    end_s = run.end.t_s
+    windows = Windows(run, cost=make_cost(cost))
+    times = regular_times(end_s, step_s=SAMPLE_S)
+    points = [SAMPLE_S * step for step in range(1, int(end_s / SAMPLE_S) + 1)]
+    accumulated = windows.accumulated_difference(points)
+    rates, responses = windows.service_rate(times), windows.response_time(times)
+    kept = windows.clients if curves_of is None else [name for name in curves_of if name in windows.clients]
+    return {
+        "clients": {name: _client(run, windows, name) for name in windows.clients},
+        "tokens_per_s": throughput(run),
+        "difference": difference(run, make_cost(cost)),
+        "accumulated": {
+            "times_s": points,
+            "units": list(accumulated),
+            "max": max(known) if (known := [value for value in accumulated if value is not None]) else None,
+        },
+        "curves": {
+            "times_s": list(times),
+            "rate": {name: list(rates[name] or ()) for name in kept},
+            "response_s": {name: list(responses[name]) for name in kept},
+        },
+    }
+
+
+def difference(run: Run, cost: Cost) -> dict[str, Json]:
+    """A row of the paper's tables: the service difference over 19 sample times, its cost of a request spread
+    evenly from the first token to the end, as the paper's own program does."""
+    assert run.end is not None, "a run that has ended"
+    samples = sample_times(run.end.t_s, warm_up_s=min(30.0, run.end.t_s / 20))
+    table = Windows(run, cost=cost, method="spread").difference_table(samples)
+    return {"max": table.maximum, "avg": table.mean, "var": table.variance}
+
+
+def _client(run: Run, windows: Windows, name: str) -> dict[str, Json]:
+    assert run.end is not None
+    mine = [record for record in run.requests if record.client == name]
+    waits = [
+        (record.t_first_token_s - record.t_intended_s, False)
+        for record in mine
+        if record.t_first_token_s is not None
+    ]
+    p50, p90 = Percentile.of(waits, 50), Percentile.of(waits, 90)
+    return {
+        "sent": len(mine),
+        "answered": len(waits),
+        "refused": sum(record.outcome == Outcome.FAILED for record in mine),
+        "service": windows.service(0.0, run.end.t_s)[name],
+        "response_s": {
+            "mean": fmean(wait for wait, _ in waits) if waits else None,
+            "p50": None if p50 is None else p50.value_s,
+            "p90": None if p90 is None else p90.value_s,
+        },
+    }
+
+
+# ---- numbers of results
+
+
+def curve(result: Result, what: str, client: str) -> style.Line:
+    """A client's curve, `rate` or `response_s`, of the first seed."""
+    curves = result.first["curves"]
+    return curves["times_s"], curves[what][client]
+
+
+def between(line: style.Line, start_s: float, end_s: float) -> list[float]:
+    """The known values of a curve at times in [start, end]."""
+    times, values = line
+    return [
+        value
+        for time_s, value in zip(times, values, strict=True)
+        if value is not None and start_s <= time_s <= end_s
+    ]
+
+
+def mean_between(line: style.Line, start_s: float, end_s: float) -> float | None:
+    """Their mean; None where nothing is known."""
+    values = between(line, start_s, end_s)
+    return fmean(values) if values else None
+
+
+def variation(values: Sequence[float]) -> float:
+    """Standard deviation over mean; 0 of nothing."""
+    return pstdev(values) / mean if values and (mean := fmean(values)) else 0.0
+
+
+def total_rate(result: Result) -> style.Line:
+    """All clients' service rates together, where every one is known."""
+    curves = result.first["curves"]
+    rows = zip(*curves["rate"].values(), strict=True)
+    return curves["times_s"], [None if None in row else sum(row) for row in rows]
+
+
+def ratio_of_service(result: Result, more: str, less: str) -> float:
+    """Service of one client over another's, medians over seeds."""
+    return result.number(f"clients/{more}/service") / result.number(f"clients/{less}/service")
+
+
+def growth(result: Result) -> float | None:
+    """The accumulated difference at the end over that in the middle of the run: 2 where it grows steadily.
+
+    Medians over seeds. None if there was none in the middle.
+    """
+    units = [run["accumulated"]["units"] for run in result.runs]
+    ratios = sorted(one[-1] / one[len(one) // 2 - 1] for one in units if one[len(one) // 2 - 1])
+    return ratios[len(ratios) // 2] if ratios else None
+
+
+def largest_gap(result: Result, first: str, second: str, *, since_s: float = 60.0) -> float:
+    """The largest difference of two clients' service rates in a window, as a part of their mean."""
+    times, one = curve(result, "rate", first)
+    _, other = curve(result, "rate", second)
+    gaps = [
+        abs(mine - theirs) / ((mine + theirs) / 2)
+        for time_s, mine, theirs in zip(times, one, other, strict=True)
+        if mine is not None and theirs is not None and time_s >= since_s and mine + theirs
+    ]
+    return max(gaps, default=0.0)
+
+
+def phases_of(duration_s: float, on_s: float, off_s: float) -> list[tuple[float, float]]:
+    """The OFF phases inside a run, from beginning to end."""
+    period_s = on_s + off_s
+    edges = [period_s * k for k in range(int(duration_s / period_s) + 1)]
+    return [(start + on_s, end) for start, end in pairwise(edges)]
+
+
+# ---- plots
+
+RATE = "service rate, units/s"
+RESPONSE = "response time, s"
+TIME = "time, s"
+
+
+def rates_and_responses(result: Result, title: str = "") -> Callable[["Canvas"], None]:
+    """Two panels: service rates and response times of all clients, and the sum of the rates."""
+
+    def draw(canvas: "Canvas") -> None:
+        left, right = style.panels(canvas, 2)
+        clients = result.first["curves"]["rate"]
+        style.client_lines(left, {name: curve(result, "rate", name) for name in clients})
+        style.lines(left, {"total": total_rate(result)}, {"total": "black"}, linestyle=":")
+        style.client_lines(right, {name: curve(result, "response_s", name) for name in clients})
+        style.label(left, TIME, RATE, title)
+        style.label(right, TIME, RESPONSE, title)
+
+    return draw
+
+
+def rates(results: Mapping[str, Result]) -> Callable[["Canvas"], None]:
+    """A panel of service rates for each named result, on one scale."""
+
+    def draw(canvas: "Canvas") -> None:
+        for axes, (title, result) in zip(
+            style.panels(canvas, len(results), share_y=True), results.items(), strict=True
+        ):
+            clients = result.first["curves"]["rate"]
+            style.client_lines(axes, {name: curve(result, "rate", name) for name in clients})
+            style.label(axes, TIME, RATE, title)
+
+    return draw
+
+
+def accumulated(results: Mapping[str, Result], *, bound: float | None = None) -> Callable[["Canvas"], None]:
+    """The accumulated difference of each scheduler over time."""
+
+    def draw(canvas: "Canvas") -> None:
+        [axes] = style.panels(canvas, 1)
+        lines = {
+            name: (result.first["accumulated"]["times_s"], result.first["accumulated"]["units"])
+            for name, result in results.items()
+        }
+        style.scheduler_lines(axes, lines)
+        if bound is not None:
+            axes.axhline(bound, color="black", linewidth=0.9, linestyle=":", label=f"bound {bound:,.0f}")
+        style.label(axes, TIME, "largest difference of accumulated service, units")
+
+    return draw
+
+
+def difference_figure(results: Mapping[str, Result], *, bound: float | None = None, what: str = "") -> Figure:
+    """The accumulated difference, as the paper draws it."""
+    caption = f"Largest difference between clients' accumulated service{what}."
+    return Figure("difference", caption, accumulated(results, bound=bound), (6.0, 3.6))
+
+
+# ---- tables
+
+PaperRow = tuple[float, float, float, float]
+"""Maximum, mean and variance of the service difference, units/s, and tokens/s."""
+
+
+def difference_table(
+    title: str, results: Mapping[str, Result], paper: Mapping[str, PaperRow], *, path: str = "difference"
+) -> Table:
+    """A table of the paper, ours beside theirs; theirs is a dash where it has no such row."""
+    rows = []
+    for label, result in results.items():
+        theirs = paper.get(label, (None, None, None, None))
+        row: list[str | float | None] = [label]
+        for column, at in enumerate((f"{path}/max", f"{path}/avg", f"{path}/var", "tokens_per_s")):
+            row += [result.shown(at), theirs[column]]
+        rows.append(row)
+    heads = ("max", "mean", "variance", "tokens/s")
+    columns = ("scheduler", *(head for name in heads for head in (name, f"{name}, paper")))
+    return Table(f"{title} (service difference in units/s)", columns, rows)
+
+
+def tenths(difference: Mapping[str, Json]) -> dict[str, Json]:
+    """A row in tenths of its unit."""
+    factors = {"max": 0.1, "avg": 0.1, "var": 0.01}
+    return {key: None if value is None else value * factors[key] for key, value in difference.items()}
