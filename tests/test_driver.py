@@ -14,7 +14,7 @@ from workloads import wire
 from workloads.arrivals import GammaArrivals
 from workloads.clients import Client
 from workloads.driver import Driver, Endpoint, Plan
-from workloads.programs import Call, Program, TextCodec, TokenCodec, TreeOfThought
+from workloads.programs import Call, PackedCodec, Program, TextCodec, TokenCodec, TreeOfThought
 from workloads.records import Manifest, Records, Run, read
 
 BYTES = TokenCodec(lambda text: list(text.encode()))
@@ -94,7 +94,8 @@ def drive(
             with Records(path, Manifest("test", "none", {}, 1.0)) as records:
                 once = plan or Plan(duration_s=1.0, programs_per_client=1, drain_s=5.0)
                 endpoint = Endpoint(url, kind, **driver.pop("endpoint", {}))
-                await Driver(endpoint, clients, once, records, replicas=replicas, **driver).run()
+                kind_of_driver = driver.pop("driver_class", Driver)
+                await kind_of_driver(endpoint, clients, once, records, replicas=replicas, **driver).run()
                 return records.run
         finally:
             await runner.cleanup()
@@ -347,3 +348,166 @@ def test_replicas_are_sampled_under_plain_names_and_lost_samples_are_counted():
 def test_two_clients_of_one_name_are_refused():
     with pytest.raises(ValueError, match="names of their own"):
         drive({"/generate": refuse}, [client(tree), client(tree)])
+
+
+# ---- the closed loop
+
+
+def test_a_closed_loop_keeps_its_number_of_programs_under_way():
+    server = FakeServer(delay_s=0.02)
+    plan = Plan(0.4, drain_s=5.0, at_once={"a": 3})
+    run = drive({"/generate": server.generate}, [client(one_call)], plan)
+    assert server.most_at_once == 3
+    ends = sorted(program.t_done_s for program in run.programs)
+    begins = sorted(program.t_intended_s for program in run.programs)
+    assert len(run.programs) > 6
+    assert all(begin >= end for begin, end in zip(begins[3:], ends, strict=False)), (
+        "each takes an ended one's place"
+    )
+    assert sorted(program.program for program in run.programs) == list(range(len(run.programs)))
+    assert max(begins) < 0.4
+
+
+def test_closed_and_open_loop_clients_run_side_by_side():
+    clients = [client(one_call, "closed"), client(one_call, "open", rate=20.0)]
+    plan = Plan(0.3, drain_s=5.0, at_once={"closed": 1})
+    run = drive({"/generate": FakeServer(delay_s=0.01).generate}, clients, plan)
+    opened = sorted(program.t_intended_s for program in run.programs if program.client == "open")
+    assert [later - earlier for earlier, later in pairwise(opened)] == pytest.approx(
+        [0.05] * (len(opened) - 1), abs=1e-5
+    )
+    assert sum(program.client == "closed" for program in run.programs) > 2
+
+
+def test_a_closed_loop_ends_with_its_last_program():
+    plan = Plan(60.0, programs_per_client=5, drain_s=None, at_once={"a": 2})
+    run = drive({"/generate": FakeServer().generate}, [client(one_call)], plan)
+    assert [program.outcome for program in run.programs] == ["ok"] * 5
+    assert run.end.t_s < 30
+
+
+def test_a_server_that_refuses_is_not_flooded_by_the_closed_loop():
+    run = drive({"/generate": refuse}, [client(one_call)], Plan(0.3, at_once={"a": 2}))
+    assert len(run.requests) == 2
+
+
+def test_a_closed_loop_of_a_client_that_there_is_not_is_refused():
+    with pytest.raises(ValueError, match="no such clients"):
+        drive({"/generate": refuse}, [client(tree)], Plan(1.0, at_once={"b": 1}))
+
+
+# ---- time
+
+
+def test_a_stalled_server_does_not_hide_latency():
+    """One connection, a server that says nothing for half a second, a request every 50 ms: latencies are those of
+    requests sent on time."""
+    server = FakeServer()
+
+    async def stalled(request: web.Request) -> web.StreamResponse:
+        if not server.bodies:
+            await asyncio.sleep(0.5)
+        return await server.generate(request)
+
+    steady = Client("a", one_call, GammaArrivals(20.0, 0.0, first_s=0.0), seed="s")
+    plan = Plan(0.45, drain_s=10.0, connections_per_client=1)
+    run = drive({"/generate": stalled}, [steady], plan)
+    due = [record.t_intended_s for record in sorted(run.requests, key=lambda record: record.program)]
+    assert due == pytest.approx([0.05 * k for k in range(len(due))], abs=1e-5)
+    assert len(due) >= 9
+    assert all(
+        record.t_first_token_s - record.t_intended_s >= 0.5 - record.t_intended_s for record in run.requests
+    )
+
+
+def test_a_thought_between_two_calls_is_no_latency():
+    def chat(_: int) -> Program:
+        yield Call("Why?", 1, "first")
+        yield Call("Why then?", 1, "second", after_s=0.2)
+
+    run = drive({"/generate": FakeServer().generate}, [client(chat)])
+    first, second = run.requests
+    assert second.t_intended_s == pytest.approx(first.t_done_s + 0.2, abs=1e-5)
+    assert second.t_start_s >= second.t_intended_s - 1e-5
+
+
+def test_a_run_that_is_stopped_leaves_whole_records():
+    server = FakeServer(delay_s=0.01)
+    drivers = []
+
+    async def stopping(request: web.Request) -> web.StreamResponse:
+        asyncio.get_running_loop().call_later(0.05, drivers[0].stop)
+        return await server.generate(request)
+
+    def endless(_: int) -> Program:
+        yield Call("Why?", 10_000)
+
+    class Kept(Driver):
+        def __init__(self, *arguments: Any, **more: Any) -> None:
+            super().__init__(*arguments, **more)
+            drivers.append(self)
+
+    run = drive({"/generate": stopping}, [client(endless)], Plan(60.0, 1, drain_s=None), driver_class=Kept)
+    assert [record.outcome for record in run.requests] == ["cancelled"]
+    assert run.requests[0].output_tokens > 0
+    assert [program.outcome for program in run.programs] == ["cancelled"]
+    assert run.end.t_s < 30
+
+
+def test_of_many_tokens_the_first_and_the_last_are_on_time():
+    def long_call(_: int) -> Program:
+        yield Call("Why?", 20)
+
+    plan = Plan(1.0, 1, drain_s=5.0, token_step_s=60.0)
+    (record,) = drive({"/generate": FakeServer(delay_s=0.001).generate}, [client(long_call)], plan).requests
+    assert [count for _, count in record.token_times] == [1, 20]
+    assert record.t_first_token_s == record.token_times[0][0] < record.token_times[1][0]
+
+
+# ---- who asks, and with what
+
+
+def test_each_client_may_have_a_key_of_its_own():
+    server = FakeServer()
+    endpoint = {"api_key": "shared", "api_keys": {"a": "of-a"}}
+    clients = [client(one_call, "a"), client(one_call, "b")]
+    drive({"/generate": server.generate}, clients, tag="@1", endpoint=endpoint)
+    keys = {sent["x-fair-client"]: sent["authorization"] for sent in server.headers}
+    assert keys == {"a@1": "Bearer of-a", "b@1": "Bearer shared"}
+
+
+def test_the_body_names_the_client_where_asked_to():
+    bodies = []
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        bodies.append(await request.json())
+        return web.Response(status=503)
+
+    drive(
+        {"/v1/completions": answer}, [client(one_call)], kind=wire.COMPLETIONS, endpoint={"user_field": True}
+    )
+    assert bodies[0]["user"] == "a"
+    with pytest.raises(ValueError, match="no field for the user"):
+        drive({"/generate": refuse}, [client(one_call)], endpoint={"user_field": True})
+
+
+def test_packed_prompts_are_token_ids_on_the_wire_and_so_is_their_answer():
+    codec = PackedCodec()
+    server = FakeServer()
+
+    def packed(_: int) -> Program:
+        return TreeOfThought(branches=1, height=2, thought_tokens=3).program(codec.encode("Why?"), codec)
+
+    run = drive({"/generate": server.generate}, [client(packed)])
+    first, second = (body["input_ids"] for body in server.bodies)
+    assert first[:4] == list(b"Why?")
+    assert second[: len(first) + 3] == [*first, 1000, 1001, 1002]
+    assert [record.prompt_tokens for record in run.requests] == [len(first), len(second)]
+
+
+def test_a_request_that_was_never_answered_has_the_length_that_was_sent():
+    in_text = client(one_call, "text")
+    run = drive({"/generate": refuse}, [client(tree, "ids"), in_text])
+    lengths = {record.client: record.prompt_tokens for record in run.requests}
+    assert lengths["text"] is None
+    assert lengths["ids"] > len("Why?")

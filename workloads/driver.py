@@ -2,13 +2,14 @@
 
 Arrivals are open-loop: programs begin at their times by the wall clock whatever the server does, and a
 request's latency counts from the moment it could have been sent (its program's arrival, or its parent's
-answer), so a driver or server that falls behind cannot hide it. Answers are streamed; every request ends
-as one record. Connections are bounded per client, so no client can take another's.
+answer), so a driver or server that falls behind cannot hide it. A client of the closed loop keeps a fixed
+number of programs under way instead; the next begins when one of them has ended. Answers are streamed; every
+request ends as one record. Connections are bounded per client, so no client can take another's.
 """
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -24,6 +25,10 @@ from workloads.records import End, ProgramRecord, Records, RequestRecord, Sample
 
 HEADER_WORKER = "x-fair-worker"
 """In an answer: which replica served it."""
+
+AFTER_FAILURE_S = 1.0
+"""How long a client of the closed loop waits before it puts another program in the place of one that failed:
+a server that refuses at once is not flooded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,21 +55,26 @@ class Endpoint:
     timeout_s: float = 600.0
     """Of one request, from connection to last token."""
     api_key: str | None = None
+    api_keys: Mapping[str, str] = field(default_factory=dict)
+    """By client; `api_key` is for the others."""
+    user_field: bool = False
+    """Whether the body names the client too, as OpenAI's `user`."""
 
     def __post_init__(self) -> None:
         if self.kind not in wire.PATHS:
             raise ValueError(f"unknown kind of endpoint {self.kind!r}; there are {', '.join(wire.PATHS)}")
 
-    def header(self, client: str, app: str, interaction: str, stage: str) -> dict[str, str]:
-        """The HTTP headers of one request."""
+    def header(self, client: str, app: str, interaction: str, stage: str, *, tag: str = "") -> dict[str, str]:
+        """The HTTP headers of one request; `tag` follows the client's name."""
         named = {
-            self.headers.client: client,
+            self.headers.client: client + tag,
             self.headers.app: app,
             self.headers.interaction: interaction,
             self.headers.stage: stage,
         }
-        if self.api_key is not None:
-            named["authorization"] = f"Bearer {self.api_key}"
+        key = self.api_keys.get(client, self.api_key)
+        if key is not None:
+            named["authorization"] = f"Bearer {key}"
         return {name: value for name, value in named.items() if name and value}
 
 
@@ -75,16 +85,23 @@ class Plan:
     duration_s: float
     """Programs arrive until then."""
     programs_per_client: int | None = None
+    at_once: Mapping[str, int] = field(default_factory=dict)
+    """Clients of the closed loop: how many programs each keeps under way. The others follow their arrivals."""
     drain_s: float | None = 0.0
     """How long to wait for `drain_for` after the last arrival; the rest is cancelled. None: for ever."""
     drain_for: Literal["all", "well-behaved"] = "all"
     connections_per_client: int = 256
     sample_s: float = 0.5
     """How often the replicas are asked for their `/fair`."""
+    token_step_s: float = 0.0
+    """Of an answer's tokens the first and the last are recorded when they come, those between not more often
+    than this, so that long runs fit into memory."""
 
     def __post_init__(self) -> None:
         if self.duration_s <= 0 or self.connections_per_client < 1 or self.sample_s <= 0:
             raise ValueError(f"durations and connections must be positive: {self}")
+        if any(places < 1 for places in self.at_once.values()):
+            raise ValueError(f"a closed loop needs at least 1 program under way: {dict(self.at_once)}")
 
 
 @dataclass(slots=True)
@@ -135,6 +152,10 @@ class Driver:
         names = [client.name for client in clients]
         if len(set(names)) < len(names) or not names:
             raise ValueError(f"a run needs clients with names of their own, not {names}")
+        if not plan.at_once.keys() <= set(names):
+            raise ValueError(
+                f"no such clients for the closed loop: {sorted(plan.at_once.keys() - set(names))}"
+            )
         self._endpoint = endpoint
         self._clients = clients
         self._plan = plan
@@ -145,15 +166,18 @@ class Driver:
         self.progress = Progress()
         self._slots = {name: asyncio.Semaphore(plan.connections_per_client) for name in names}
         self._active: list[_Active] = []
+        self._begun = dict.fromkeys(plan.at_once, 0)
+        """Programs of the closed loop's clients so far."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._settled = asyncio.Event()
-        """Set whenever a program ended: time to look whether the run may end."""
+        """Set whenever a program began or ended: time to look whether the run may go on."""
         self._stopping = False
         self._lost_samples = 0
         self._start_s = 0.0
-        self._fault = asyncio.Event()
+        self._halted = asyncio.Event()
+        """Set when the run is to end early."""
         self._broken: BaseException | None = None
-        """What a program or the driver got wrong, which ends the run; `_fault` is set with it."""
+        """What a program or the driver got wrong, which ends the run; `_halted` is set with it."""
 
     async def run(self) -> None:
         """Drive all programs to the plan's end. Raises what a program or this driver itself got wrong."""
@@ -180,50 +204,82 @@ class Driver:
                 self._record_program(active, None, Outcome.CANCELLED)
         self._records.add(End(round(self._now(), 6), self._lost_samples))
 
+    def stop(self) -> None:
+        """End the run early: what is under way is cancelled, and the records are whole."""
+        self._halted.set()
+        self._settled.set()
+
     def _now(self) -> float:
         return time.monotonic() - self._start_s
 
     # ---- when programs begin and the run ends
 
     async def _arrivals(self, session: aiohttp.ClientSession) -> None:
+        """Begin programs until the plan's end of arrivals."""
+        for client in self._clients:
+            for _ in range(self._plan.at_once.get(client.name, 0)):
+                self._take_place(session, client)
+        await self._open_loop(session)
+        while not self._halted.is_set() and self._places_open():
+            await self._settles(self._plan.duration_s)
+        if self._plan.programs_per_client is None:
+            await self._until(self._plan.duration_s)
+
+    async def _open_loop(self, session: aiohttp.ClientSession) -> None:
         due = sorted(
             (time_s, order, index)
             for order, client in enumerate(self._clients)
+            if client.name not in self._plan.at_once
             for index, time_s in enumerate(
                 client.arrival_times(until_s=self._plan.duration_s, most=self._plan.programs_per_client)
             )
         )
-        self.progress.programs_due = len(due)
+        self.progress.programs_due += len(due)
         for time_s, order, index in due:
             await self._until(time_s)
-            if self._broken is not None:
+            if self._halted.is_set():
                 return
-            client = self._clients[order]
-            active = _Active(client, index, time_s, Execution(client.program(index)))
-            self._active.append(active)
-            self._launch(session, active, active.execution.start(), time_s)
-            self._settle(active)
-        if self._plan.programs_per_client is None:
-            await self._until(self._plan.duration_s)
+            self._begin(session, self._clients[order], index, time_s)
+
+    def _take_place(self, session: aiohttp.ClientSession, client: Client) -> None:
+        """The next program of a client of the closed loop, unless it has had its last."""
+        index = self._begun[client.name]
+        if self._more(client.name):
+            self._begun[client.name] = index + 1
+            self.progress.programs_due += 1
+            self._begin(session, client, index, self._now())
+
+    async def _replace(self, session: aiohttp.ClientSession, ended: _Active) -> None:
+        """Another program in the place of one that has ended."""
+        await asyncio.sleep(AFTER_FAILURE_S if ended.failed else 0)
+        self._take_place(session, ended.client)
+
+    def _more(self, name: str) -> bool:
+        most = self._plan.programs_per_client
+        in_time = self._now() < self._plan.duration_s and not self._halted.is_set()
+        return in_time and (most is None or self._begun[name] < most)
+
+    def _places_open(self) -> bool:
+        return any(self._more(name) for name in self._plan.at_once)
 
     async def _until(self, time_s: float) -> None:
-        """Wait for that time, or for something to break."""
+        """Wait for that time, or for the run's early end."""
         delay_s = time_s - self._now()
         if delay_s > 0:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._fault.wait(), delay_s)
+                await asyncio.wait_for(self._halted.wait(), delay_s)
+
+    async def _settles(self, until_s: float | None) -> None:
+        """Wait until a program begins or ends, at most until that time."""
+        self._settled.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(None if until_s is None else max(0.0, until_s - self._now())):
+                await self._settled.wait()
 
     async def _drain(self) -> None:
-        deadline_s = None if self._plan.drain_s is None else self._now() + self._plan.drain_s
-        while self._broken is None and self._awaited():
-            self._settled.clear()
-            try:
-                async with asyncio.timeout(
-                    None if deadline_s is None else max(0.0, deadline_s - self._now())
-                ):
-                    await self._settled.wait()
-            except TimeoutError:
-                return
+        until_s = None if self._plan.drain_s is None else self._now() + self._plan.drain_s
+        while not self._halted.is_set() and self._awaited() and (until_s is None or self._now() < until_s):
+            await self._settles(until_s)
 
     def _awaited(self) -> bool:
         everyone = self._plan.drain_for == "all"
@@ -240,25 +296,37 @@ class Driver:
 
     # ---- programs
 
+    def _begin(self, session: aiohttp.ClientSession, client: Client, index: int, t_intended_s: float) -> None:
+        active = _Active(client, index, t_intended_s, Execution(client.program(index)))
+        self._active.append(active)
+        self._launch(session, active, active.execution.start(), t_intended_s)
+        self._settled.set()
+        self._settle(session, active)
+
     def _launch(
-        self, session: aiohttp.ClientSession, active: _Active, ready: Sequence[Ready], t_intended_s: float
+        self, session: aiohttp.ClientSession, active: _Active, ready: Sequence[Ready], t_step_s: float
     ) -> None:
         for number, call in ready:
-            task = asyncio.create_task(self._call(session, active, number, call, t_intended_s))
-            self._tasks.add(task)
-            task.add_done_callback(self._ended)
+            self._spawn(self._call(session, active, number, call, t_step_s + call.after_s))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None and self._broken is None:
             self._broken = task.exception()
-            self._fault.set()
-            self._settled.set()
+            self.stop()
 
     async def _call(
         self, session: aiohttp.ClientSession, active: _Active, number: int, call: Call, t_intended_s: float
     ) -> None:
-        """One request and, once it has ended, the launch of what waited for it."""
+        """One request at its time and, once it has ended, the launch of what waited for it."""
+        await self._until(t_intended_s)
+        if self._halted.is_set():
+            return
         self.progress.in_flight += 1
         reply, record = await self._request(session, active, number, call, t_intended_s)
         self.progress.in_flight -= 1
@@ -268,16 +336,18 @@ class Driver:
         if self._stopping:
             return
         self._launch(session, active, active.execution.reply(number, reply), record.t_done_s)
-        self._settle(active)
+        self._settle(session, active)
         if self._watch is not None:
             self._watch(self.progress)
 
-    def _settle(self, active: _Active) -> None:
+    def _settle(self, session: aiohttp.ClientSession, active: _Active) -> None:
         """Record the program if it has ended."""
         if active.execution.outcome is not None and not active.recorded:
             self._record_program(active, self._now(), active.execution.outcome)
             self.progress.programs_done += 1
             self._settled.set()
+            if active.client.name in self._plan.at_once:
+                self._spawn(self._replace(session, active))
 
     def _record_program(self, active: _Active, t_done_s: float | None, outcome: Outcome) -> None:
         active.recorded = True
@@ -314,8 +384,9 @@ class Driver:
             model=endpoint.model,
             ignore_eos=endpoint.ignore_eos,
             temperature=endpoint.temperature,
+            user=active.client.name + self._tag if endpoint.user_field else None,
         )
-        exchange = _Exchange(wire.Answer(endpoint.kind))
+        exchange = _Exchange(wire.Answer(endpoint.kind, prompt_tokens=wire.known_tokens(call.prompt)))
         try:
             async with self._slots[active.client.name]:
                 exchange.t_start_s = self._now()
@@ -350,7 +421,9 @@ class Driver:
             status=exchange.status,
             error=exchange.error,
         )
-        return Reply(answer.text, tuple(answer.tokens), exchange.outcome), record
+        tokens = tuple(answer.tokens)
+        packed = wire.pack(tokens) if isinstance(call.prompt, bytes) else b""
+        return Reply(answer.text, tokens, exchange.outcome, packed), record
 
     async def _exchange(
         self,
@@ -362,7 +435,7 @@ class Driver:
     ) -> None:
         endpoint, client = self._endpoint, active.client
         interaction = f"{client.name}{self._tag}-{active.index}"
-        headers = endpoint.header(client.name + self._tag, client.app, interaction, stage)
+        headers = endpoint.header(client.name, client.app, interaction, stage, tag=self._tag)
         url = endpoint.url.rstrip("/") + wire.PATHS[endpoint.kind]
         async with session.post(url, json=body, headers=headers) as response:
             exchange.status = response.status
@@ -372,7 +445,7 @@ class Driver:
                 return
             async for line in response.content:
                 if line.startswith(b"data:"):
-                    exchange.take(line[5:].strip(), self._now())
+                    exchange.take(line[5:].strip(), self._now(), self._plan.token_step_s)
         exchange.close()
 
     # ---- what the replicas say
@@ -422,15 +495,19 @@ class _Exchange:
     error: str | None = None
     done: bool = False
 
-    def take(self, data: bytes, now_s: float) -> None:
-        """One event of the stream."""
+    def take(self, data: bytes, now_s: float, step_s: float = 0.0) -> None:
+        """One event of the stream. Tokens that came within `step_s` of what was recorded before are recorded
+        with the next."""
         if data == b"[DONE]":
             self.done = True
             return
         before = self.answer.output_tokens
         self.answer.feed(msgspec.json.decode(data))
         if self.answer.output_tokens > before:
-            self.token_times.append((round(now_s, 6), self.answer.output_tokens))
+            times = self.token_times
+            if len(times) > 1 and times[-1][0] - times[-2][0] < step_s:
+                times.pop()
+            times.append((round(now_s, 6), self.answer.output_tokens))
 
     def close(self) -> None:
         """The stream has ended: with an answer, or with an error that says what is missing."""

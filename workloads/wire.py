@@ -4,11 +4,12 @@
 OpenAI's, where counts come in the usage and ids do not come at all.
 """
 
-from collections.abc import Callable, Mapping
+import struct
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from workloads.programs.call import Call
+from workloads.programs.call import Call, Prompt
 
 GENERATE, COMPLETIONS, CHAT = "generate", "completions", "chat"
 PATHS: Mapping[str, str] = {
@@ -16,13 +17,40 @@ PATHS: Mapping[str, str] = {
     COMPLETIONS: "/v1/completions",
     CHAT: "/v1/chat/completions",
 }
+TOKEN_BYTES = 4
+"""Of a packed prompt."""
 _USAGE = {"include_usage": True, "continuous_usage_stats": True}
 
 
-def body(kind: str, call: Call, *, model: str, ignore_eos: bool, temperature: float) -> dict[str, Any]:
-    """The JSON body that asks for `call`, streamed. Raises ValueError where `kind` cannot express it."""
+def known_tokens(prompt: Prompt) -> int | None:
+    """How many tokens a prompt has. None for text, of which only the server knows."""
+    if isinstance(prompt, str):
+        return None
+    return len(prompt) // TOKEN_BYTES if isinstance(prompt, bytes) else len(prompt)
+
+
+def pack(tokens: Sequence[int]) -> bytes:
+    """Token ids as little-endian uint32."""
+    return struct.pack(f"<{len(tokens)}I", *tokens)
+
+
+def _ids(prompt: tuple[int, ...] | bytes) -> list[int]:
+    if isinstance(prompt, bytes):
+        return list(struct.unpack(f"<{len(prompt) // TOKEN_BYTES}I", prompt))
+    return list(prompt)
+
+
+def body(
+    kind: str, call: Call, *, model: str, ignore_eos: bool, temperature: float, user: str | None = None
+) -> dict[str, Any]:
+    """The JSON body that asks for `call`, streamed. `user` is OpenAI's field, where a name is to be sent in it.
+
+    Raises ValueError where `kind` cannot express the call.
+    """
     if kind == GENERATE:
-        prompt = {"text": call.prompt} if isinstance(call.prompt, str) else {"input_ids": list(call.prompt)}
+        if user is not None:
+            raise ValueError("generate has no field for the user: name clients in a header")
+        prompt = {"text": call.prompt} if isinstance(call.prompt, str) else {"input_ids": _ids(call.prompt)}
         sampling = {
             "max_new_tokens": call.max_output_tokens,
             "temperature": temperature,
@@ -36,9 +64,10 @@ def body(kind: str, call: Call, *, model: str, ignore_eos: bool, temperature: fl
         "stream": True,
         "stream_options": _USAGE,
         **({"ignore_eos": True} if ignore_eos else {}),
+        **({} if user is None else {"user": user}),
     }
     if kind == COMPLETIONS:
-        return {**common, "prompt": call.prompt if isinstance(call.prompt, str) else list(call.prompt)}
+        return {**common, "prompt": call.prompt if isinstance(call.prompt, str) else _ids(call.prompt)}
     if kind == CHAT:
         if not isinstance(call.prompt, str):
             raise ValueError("chat takes text, not token ids: give the programs a TextCodec")
