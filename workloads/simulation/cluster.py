@@ -46,7 +46,7 @@ LOOKS_NOT_AT_OUTPUT = (
 )
 """Placements that decide the same whether or not they hear of running answers; they are spared the news."""
 
-TOKEN_STEP_S = 0.9
+TOKEN_STEP_S = 0.5
 """How far apart an answer's tokens are recorded, but for the first and the last, if the plan does not say."""
 
 REFUSING = ("rpm",)

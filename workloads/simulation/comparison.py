@@ -5,14 +5,16 @@ that the first site completes in a burst, a second. Runs are independent of each
 processes as there are cores, and what they come to does not depend on that.
 """
 
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from itertools import product
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 
+from sglang_fair.processes import die_with_parent
 from workloads.clients import SCENARIOS, Client, Scale
 from workloads.compare.runs import LOADS, SCHEDULERS, machine, parts, versions
 from workloads.driver import Plan
@@ -233,7 +235,11 @@ class Processes:
         if jobs < 1:
             raise ValueError(f"jobs must be at least 1, not {jobs}")
         # Each starts afresh: a forked one would share whatever threads and locks there are here.
-        self._pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) if jobs > 1 else None
+        self._pool = (
+            ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_begin_worker)
+            if jobs > 1
+            else None
+        )
 
     def capacities(self, case: Case, workloads: Sequence[str]) -> list[float]:
         """`capacity` of each."""
@@ -258,9 +264,18 @@ class Processes:
             yield places[future], future.result()
 
     def close(self) -> None:
-        """Drop what has not begun, and end."""
+        """Drop what is not done, and end."""
         if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            for process in active_children():
+                process.terminate()
+
+
+def _begin_worker() -> None:
+    """Ctrl-C is for the command, which ends its workers itself."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    die_with_parent()
 
 
 def _errors(run: Run) -> str:
