@@ -1,13 +1,27 @@
-"""When programs arrive: a renewal process with Gamma-distributed gaps, drawn from a client's own seed.
+"""When programs arrive, drawn from a client's own seed.
 
-The shape is 1/cv² and the mean 1/rate: cv = 1 is a Poisson process, cv = 0 evenly spaced, cv > 1 bursty.
-Arrivals are decided before a run begins, so every scheduler is offered the same load at the same times.
+Arrivals are decided before a run begins, so every scheduler is offered the same load at the same times. A
+renewal process has gaps that are drawn one by one: Gamma-distributed here, with shape 1/cv² and mean 1/rate,
+so cv = 1 is a Poisson process, cv = 0 evenly spaced, cv > 1 bursty. The others are built on it: phases in
+which it is silent, a rate that changes, one process after another; or the times are given.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice, takewhile
+from itertools import islice, pairwise, takewhile
+from math import isfinite, sqrt
 from random import Random
+from typing import Protocol
+
+
+class Arrivals(Protocol):
+    """When the programs of one client arrive."""
+
+    def schedule(self, rng: Random, *, until_s: float, most: int | None = None) -> tuple[float, ...]:
+        """The arrivals before `until_s`, in seconds from the start of the run, in order; at most `most`.
+
+        Equal states of `rng` give equal times, and a shorter schedule is the beginning of a longer one.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,3 +59,129 @@ class GammaArrivals:
     def schedule(self, rng: Random, *, until_s: float, most: int | None = None) -> tuple[float, ...]:
         """The arrivals before `until_s`, at most `most` of them."""
         return tuple(islice(takewhile(lambda time_s: time_s < until_s, self.times(rng)), most))
+
+
+@dataclass(frozen=True, slots=True)
+class EvenArrivals:
+    """`rate_per_s` programs a second with equal gaps: the VTC paper's "uniform" arrivals."""
+
+    rate_per_s: float
+    first_s: float | None = None
+    """When the first program arrives. None: after a part of a gap, so that clients are out of step."""
+
+    def __post_init__(self) -> None:
+        self._process()
+
+    def schedule(self, rng: Random, *, until_s: float, most: int | None = None) -> tuple[float, ...]:
+        return self._process().schedule(rng, until_s=until_s, most=most)
+
+    def _process(self) -> GammaArrivals:
+        return GammaArrivals(self.rate_per_s, 0.0, self.first_s)
+
+
+@dataclass(frozen=True, slots=True)
+class OnOffArrivals:
+    """`arrivals` in ON phases, which take turns with OFF phases in which nothing arrives.
+
+    Its clock stands still while OFF: what would have come next comes when the next ON phase has got as far.
+    """
+
+    arrivals: Arrivals
+    on_s: float = 60.0
+    off_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if not (0 < self.on_s < float("inf") and 0 <= self.off_s < float("inf")):
+            raise ValueError(
+                f"phases must be finite and ON longer than 0 s, not {self.on_s!r}, {self.off_s!r}"
+            )
+
+    def schedule(self, rng: Random, *, until_s: float, most: int | None = None) -> tuple[float, ...]:
+        if until_s == float("inf"):
+            on_until_s = until_s
+        else:
+            whole, part_s = divmod(until_s, self.on_s + self.off_s)
+            on_until_s = whole * self.on_s + min(part_s, self.on_s)
+        on_times = self.arrivals.schedule(rng, until_s=on_until_s, most=most)
+        times = (time_s + time_s // self.on_s * self.off_s for time_s in on_times)
+        return tuple(time_s for time_s in times if time_s < until_s)
+
+
+@dataclass(frozen=True, slots=True)
+class RampArrivals:
+    """A rate that goes in a straight line from one value to another within `over_s`, and stays there.
+
+    Time is stretched so that a process of one program a second, with this `cv`, gets this rate.
+    """
+
+    start_per_s: float
+    end_per_s: float
+    over_s: float
+    cv: float = 0.0
+
+    def __post_init__(self) -> None:
+        rates = (self.start_per_s, self.end_per_s)
+        if not all(0 <= rate < float("inf") for rate in rates) or not any(rates):
+            raise ValueError(f"rates must be at least 0, and one of them more: {rates}")
+        if not 0 < self.over_s < float("inf"):
+            raise ValueError(f"a ramp must take a positive time, not {self.over_s!r} s")
+        GammaArrivals(1.0, self.cv)
+
+    def schedule(self, rng: Random, *, until_s: float, most: int | None = None) -> tuple[float, ...]:
+        times = (self._time_s(expected) for expected in GammaArrivals(1.0, self.cv).times(rng))
+        return tuple(islice(takewhile(lambda time_s: time_s < until_s, times), most))
+
+    def _time_s(self, expected: float) -> float:
+        """By when so many programs are expected."""
+        start, end = self.start_per_s, self.end_per_s
+        ramp = (start + end) / 2 * self.over_s
+        if expected >= ramp:
+            return self.over_s + (expected - ramp) / end if end else float("inf")
+        slope = (end - start) / self.over_s
+        return 2 * expected / (start + sqrt(max(0.0, start**2 + 2 * slope * expected)))
+
+
+@dataclass(frozen=True, slots=True)
+class PhasedArrivals:
+    """One process after another: each of `phases` is arrivals and for how many seconds they last.
+
+    Every phase begins afresh and has random numbers of its own, so changing one leaves the others alone.
+    Nothing arrives after the last.
+    """
+
+    phases: Sequence[tuple[Arrivals, float]]
+
+    def __post_init__(self) -> None:
+        if not self.phases or not all(duration_s > 0 for _, duration_s in self.phases):
+            raise ValueError("phases must be at least one, and each longer than 0 s")
+
+    def schedule(self, rng: Random, *, until_s: float, most: int | None = None) -> tuple[float, ...]:
+        times: list[float] = []
+        start_s = 0.0
+        for arrivals, duration_s in self.phases:
+            if start_s >= until_s:
+                break
+            found = arrivals.schedule(
+                Random(rng.getrandbits(64)),
+                until_s=min(duration_s, until_s - start_s),
+                most=None if most is None else most - len(times),
+            )
+            times += [start_s + time_s for time_s in found if start_s + time_s < until_s]
+            start_s += duration_s
+        return tuple(times)
+
+
+@dataclass(frozen=True, slots=True)
+class GivenArrivals:
+    """At these times, as a trace has them."""
+
+    times_s: Sequence[float]
+
+    def __post_init__(self) -> None:
+        if not all(isfinite(time_s) and time_s >= 0 for time_s in self.times_s):
+            raise ValueError("given arrivals must be at 0 s or later, and finite")
+        if any(later < earlier for earlier, later in pairwise(self.times_s)):
+            raise ValueError("given arrivals must be in order")
+
+    def schedule(self, rng: Random, *, until_s: float, most: int | None = None) -> tuple[float, ...]:
+        return tuple(islice(takewhile(lambda time_s: time_s < until_s, self.times_s), most))

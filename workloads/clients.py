@@ -1,18 +1,23 @@
 """Who sends what: clients, and the scenarios in which one of them misbehaves.
 
 All clients of a scenario send programs at the same rate (DLPM Table 3). The badly behaved one's programs
-are larger: in S1 they hold more requests, in S2 their prefixes are longer. Prompts depend on nothing but
-(seed, client, index of the program), arrivals on (seed, client): every scheduler sees the same.
+are larger: in S1 they hold more requests, in S2 their prefixes are longer. Document questions have no
+larger program, so in their S1 the bad client sends more of them. Prompts depend on nothing but (seed,
+client, index of the program), arrivals on (seed, client): every scheduler sees the same.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from math import exp
 
-from workloads.arrivals import GammaArrivals
+from workloads.arrivals import Arrivals, GammaArrivals
 from workloads.programs.call import Program
+from workloads.programs.chat import Chat
 from workloads.programs.codec import Codec
+from workloads.programs.document_qa import DocumentQa
 from workloads.programs.judge import Judge
-from workloads.programs.prose import Articles, Source, WordProblems, draw, seeded
+from workloads.programs.prose import Articles, Passages, Source, WordProblems, draw, seeded
+from workloads.programs.single import Single
 from workloads.programs.tree_of_thought import TreeOfThought
 
 
@@ -22,7 +27,7 @@ class Client:
 
     name: str
     program: Callable[[int], Program]
-    arrivals: GammaArrivals
+    arrivals: Arrivals
     seed: str
     """Names the random stream of its arrivals."""
     app: str = ""
@@ -52,6 +57,15 @@ class Scale:
     good_dimensions: int = 2
     bad_dimensions: int = 16
     bad_preamble_tokens: int = 600
+    document_tokens: int = 21449
+    document_spread: float = 0.25
+    """Standard deviation of the logarithm of a document's length; 0: all are equally long."""
+    questions: int = 8
+    document_question_tokens: int = 24
+    document_answer_tokens: int = 15
+    bad_document_factor: int = 2
+    bad_rate_factor: float = 4.0
+    """How often the bad client of qa-s1 sends; DLPM says no more than "higher request rate"."""
 
     def __post_init__(self) -> None:
         if self.good_clients < 1:
@@ -64,6 +78,7 @@ class Texts:
 
     questions: Source = field(default_factory=WordProblems)
     articles: Source = field(default_factory=Articles)
+    documents: Source = field(default_factory=Passages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +119,26 @@ class _Judging:
         return self.judge.program(article, codec)
 
 
-_Shape = _Tot | _Judging
+@dataclass(frozen=True, slots=True)
+class _Asking:
+    qa: DocumentQa
+    document_tokens: int
+    spread: float
+    question_tokens: int
+
+    @property
+    def requests(self) -> int:
+        return self.qa.requests
+
+    def begin(self, seed: str, client: str, index: int, texts: Texts, codec: Codec) -> Program:
+        rng = seeded(seed, client, "document", index)
+        factor = exp(self.spread * rng.gauss(0.0, 1.0) - self.spread**2 / 2)
+        document = draw(texts.documents, rng, codec, max(1, round(self.document_tokens * factor)))
+        questions = [draw(Passages(), rng, codec, self.question_tokens) for _ in range(self.qa.questions)]
+        return self.qa.program(document, questions, codec)
+
+
+_Shape = _Tot | _Judging | _Asking
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +148,8 @@ class Scenario:
     app: str
     good: Callable[[Scale], _Shape]
     bad: Callable[[Scale], _Shape]
+    bad_rate: Callable[[Scale], float] = lambda scale: 1.0
+    """How many times as often the bad client sends."""
 
     def clients(
         self,
@@ -127,15 +163,15 @@ class Scenario:
         texts: Texts | None = None,
         with_bad: bool = True,
     ) -> tuple[Client, ...]:
-        """`good-0`, `good-1`, ... and `bad`, each with `rate_per_s` programs a second."""
+        """`good-0`, `good-1`, ... and `bad`, each with `rate_per_s` programs a second, or the bad one more."""
         given = texts or Texts()
-        arrivals = GammaArrivals(rate_per_s, cv, first_s)
 
         def client(name: str, shape: _Shape, well_behaved: bool) -> Client:
+            rate = rate_per_s if well_behaved else rate_per_s * self.bad_rate(scale)
             return Client(
                 name=name,
                 program=lambda index: shape.begin(seed, name, index, given, codec),
-                arrivals=arrivals,
+                arrivals=GammaArrivals(rate, cv, first_s),
                 seed=seed,
                 app=self.app,
                 well_behaved=well_behaved,
@@ -173,9 +209,74 @@ def _long_article(scale: Scale) -> _Judging:
     return replace(_good_judge(scale), preamble_tokens=scale.bad_preamble_tokens)
 
 
+def _good_qa(scale: Scale) -> _Asking:
+    qa = DocumentQa(scale.questions, scale.document_answer_tokens)
+    return _Asking(qa, scale.document_tokens, scale.document_spread, scale.document_question_tokens)
+
+
+def _long_document(scale: Scale) -> _Asking:
+    return replace(_good_qa(scale), document_tokens=scale.document_tokens * scale.bad_document_factor)
+
+
 SCENARIOS: Mapping[str, Scenario] = {
     "tot-s1": Scenario("tot", _good_tot, _many_branches),
     "judge-s1": Scenario("judge", _good_judge, _many_dimensions),
     "tot-s2": Scenario("tot", _good_tot, _long_question),
     "judge-s2": Scenario("judge", _good_judge, _long_article),
+    "qa-s1": Scenario("qa", _good_qa, _good_qa, lambda scale: scale.bad_rate_factor),
+    "qa-s2": Scenario("qa", _good_qa, _long_document),
 }
+
+
+def fixed_length_client(
+    name: str,
+    *,
+    input_tokens: int,
+    output_tokens: int,
+    arrivals: Arrivals,
+    codec: Codec,
+    prefix_tokens: int = 0,
+    prefix: str | None = None,
+    seed: str = "0",
+    app: str = "",
+    well_behaved: bool = True,
+) -> Client:
+    """A client whose requests all have these lengths, as in the VTC paper (§5.1).
+
+    Prompts are unique but for their first `prefix_tokens` (of the `input_tokens`): those are the same in all
+    requests of the clients that name the same `prefix`; None names one that is this client's alone. Raises
+    ValueError where nothing would be left to tell prompts apart.
+    """
+    if output_tokens < 1 or not 0 <= prefix_tokens < input_tokens:
+        raise ValueError(
+            f"{name}: a request needs output and, beyond its prefix, input: "
+            f"{output_tokens} and {input_tokens} tokens with {prefix_tokens} of prefix"
+        )
+    source, single = Passages(), Single(output_tokens)
+    shared = seeded(seed, name, "prefix") if prefix is None else seeded(seed, "prefix", prefix)
+    common = [draw(source, shared, codec, prefix_tokens)] if prefix_tokens else []
+
+    def program(index: int) -> Program:
+        own = draw(source, seeded(seed, name, "prompt", index), codec, input_tokens - prefix_tokens)
+        return single.program(codec.join(*common, own))
+
+    return Client(name, program, arrivals, seed, app, well_behaved, single.requests)
+
+
+def chat_client(
+    name: str,
+    *,
+    arrivals: Arrivals,
+    codec: Codec,
+    chat: Chat | None = None,
+    seed: str = "0",
+    app: str = "chat",
+    well_behaved: bool = True,
+) -> Client:
+    """A client that begins conversations of one kind; `arrivals` are their first turns."""
+    kind = chat or Chat()
+
+    def program(index: int) -> Program:
+        return kind.program(kind.draw(seeded(seed, name, "chat", index), codec), codec)
+
+    return Client(name, program, arrivals, seed, app, well_behaved)

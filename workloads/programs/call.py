@@ -39,6 +39,9 @@ class Call:
     stage: str = ""
     output_tokens: int | None = None
     """Length of the answer, where a modelled engine makes it up. None: as long as it may be."""
+    after_s: float = 0.0
+    """How long the one who asks thinks first: the driver sends the request so many seconds after the step
+    that holds it is taken, and latency counts from then."""
 
     def __post_init__(self) -> None:
         if self.max_output_tokens < 1:
@@ -48,6 +51,8 @@ class Call:
                 f"an answer has from 1 to {self.max_output_tokens} tokens, as the call allows, "
                 f"not {self.output_tokens}"
             )
+        if not 0 <= self.after_s < float("inf"):
+            raise ValueError(f"a call is made after 0 s or more, not {self.after_s!r}")
         if not self.prompt:
             raise ValueError("a call needs a prompt that is not empty")
 

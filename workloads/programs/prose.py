@@ -6,8 +6,10 @@ unless the program wants them to: DLPM's bounds are stated for clients that shar
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice
 from random import Random
+from string import ascii_lowercase
 from typing import Protocol
 
 from workloads.programs.call import Prompt
@@ -35,19 +37,27 @@ def draw(source: Source, rng: Random, codec: Codec, tokens: int | None = None) -
     if tokens < 1:
         raise ValueError(f"a text needs at least 1 token, not {tokens}")
     ending = source.ending(rng)
-    closing = codec.encode(" " + ending) if ending else None
     body_tokens = tokens - (codec.count(" " + ending) if ending else 0)
-    text, long_enough = "", False
-    for sentence in source.sentences(rng):
-        text = f"{text} {sentence}" if text else sentence
-        long_enough = len(text) >= body_tokens and codec.count(text) >= max(body_tokens, tokens // 2)
-        if long_enough:
-            break
-    if not long_enough:
-        raise ValueError("the source of text ran dry")
-    if closing is None or body_tokens < tokens // 2:
-        return codec.cut(text, tokens)
-    return codec.join(codec.cut(text, body_tokens), closing)
+    if not ending or body_tokens < tokens // 2:
+        return codec.cut(_at_least(source.sentences(rng), codec, tokens), tokens)
+    body = codec.cut(_at_least(source.sentences(rng), codec, body_tokens), body_tokens)
+    return codec.join(body, codec.encode(" " + ending))
+
+
+def _at_least(sentences: Iterator[str], codec: Codec, tokens: int) -> str:
+    """So many of the sentences that they hold `tokens` tokens. Counts few times: a count can be slow."""
+    pieces: list[str] = []
+    length, enough = -1, tokens
+    for sentence in sentences:
+        pieces.append(sentence)
+        length += 1 + len(sentence)
+        if length >= enough:
+            text = " ".join(pieces)
+            found = codec.count(text)
+            if found >= tokens:
+                return text
+            enough = length * tokens // max(1, found)
+    raise ValueError("the source of text ran dry")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +114,37 @@ class Articles:
 
     def ending(self, rng: Random) -> str:
         return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Passages:
+    """Long text at little cost: a random word that no other text begins with, then passages of one book.
+
+    Two texts have passages in common, but no prefix; only prefixes are cached.
+    """
+
+    def sentences(self, rng: Random) -> Iterator[str]:
+        yield "".join(rng.choices(ascii_lowercase, k=_HEADING_LETTERS)) + "."
+        passages = _book()
+        while True:
+            yield rng.choice(passages)
+
+    def natural_pieces(self, rng: Random) -> int:
+        return rng.randint(3, 5)
+
+    def ending(self, rng: Random) -> str:
+        return ""
+
+
+_HEADING_LETTERS = 12
+_PASSAGES, _PASSAGE_SENTENCES = 128, 8
+
+
+@cache
+def _book() -> tuple[str, ...]:
+    """The passages, the same in every process."""
+    sentences = islice(Articles().sentences(seeded("book")), 1, None)
+    return tuple(" ".join(islice(sentences, _PASSAGE_SENTENCES)) for _ in range(_PASSAGES))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,113 @@
+"""Mooncake's conversation trace (Qin et al., FAST 2025): long prompts and which of them share what.
+
+A file is JSON lines of `timestamp` (ms), `input_length`, `output_length` and `hash_ids`, the ids of the
+prompt's blocks of 512 tokens, the last one in part. A block's id stands for all up to its end, so prompts
+share exactly their leading equal ids. Files are in https://github.com/kvcache-ai/Mooncake,
+`FAST25-release/traces`.
+
+Mooncake does not tell whose a request is. A conversation is what agrees in its first two blocks (the first
+is the system prompt), and each belongs to one of N clients by a Zipf draw: the k-th client has 1/k^s of the
+first one's conversations.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import count
+from math import exp, log
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from workloads.arrivals import GammaArrivals
+from workloads.programs.prose import seeded
+from workloads.traces.lines import number, read_lines, whole
+from workloads.traces.trace import BLOCK_TOKENS, Trace, TraceRequest
+
+NAME = "mooncake"
+
+_DURATION_S = 3600.0
+_REQUESTS_PER_S = 3.4
+_TURNS = 1.63
+_TURN_GAP_S = 215.0
+_SHORTEST, _LONGEST = 891, 126_195
+
+
+def conversation_of(request: TraceRequest) -> tuple[int, ...]:
+    """Which conversation a request belongs to: its first two blocks."""
+    return request.blocks[:2]
+
+
+def mooncake(path: Path | None = None, *, clients: int = 100, skew: float = 1.0, seed: str = "0") -> Trace:
+    """The trace of a file; without one, a stand-in with its statistics. `skew` is Zipf's s, 0 for equal shares.
+
+    The stand-in: an hour of 3.4 requests a second; conversations of 1.63 turns on average, 215 s apart, with
+    one system prompt; first prompts of 10,800 tokens on average (log-normal, median 5,300), each turn 1,200
+    longer than the one before (median 450), answers of 343. In the file, prompts are 12,035 tokens on average
+    and 37 % of them had been seen before. Raises ValueError, with file and line number, for a line that is no
+    such request.
+    """
+    if clients < 1 or not 0 <= skew < float("inf"):
+        raise ValueError(f"a trace needs clients, and a skew of at least 0: {clients!r}, {skew!r}")
+    trace = Trace.of(NAME, read_lines(path, _request)) if path is not None else _stand_in(seed)
+    weights = [1 / rank**skew for rank in range(1, clients + 1)]
+    names = [f"{NAME}-{rank}" for rank in range(1, clients + 1)]
+    owners: dict[tuple[int, ...], str] = {}
+    for request in trace.requests:
+        conversation = conversation_of(request)
+        if conversation not in owners:
+            owners[conversation] = seeded(seed, "owner", *conversation).choices(names, weights)[0]
+    return replace(
+        trace,
+        requests=[replace(request, client=owners[conversation_of(request)]) for request in trace.requests],
+    )
+
+
+def _request(told: Mapping[str, Any]) -> TraceRequest:
+    blocks = told.get("hash_ids")
+    if not isinstance(blocks, list) or not blocks or not all(type(block) is int for block in blocks):
+        raise ValueError(f"`hash_ids` must be a list of whole numbers, not {blocks!r}")
+    return TraceRequest(
+        number(told, "timestamp") / 1000,
+        NAME,
+        whole(told, "input_length"),
+        whole(told, "output_length"),
+        tuple(blocks),
+    )
+
+
+def _stand_in(seed: str) -> Trace:
+    """Conversations begin up to an hour earlier, so that the trace begins in the midst of some."""
+    rng = seeded(seed, NAME)
+    fresh = count(1)
+    starts = GammaArrivals(_REQUESTS_PER_S / _TURNS).schedule(rng, until_s=2 * _DURATION_S)
+    requests = [request for start_s in starts for request in _conversation(rng, start_s - _DURATION_S, fresh)]
+    requests.sort(key=lambda request: request.arrival_s)
+    return Trace(NAME, requests, _DURATION_S)
+
+
+def _conversation(rng: Random, start_s: float, fresh: Iterator[int]) -> list[TraceRequest]:
+    turns = 1 + int(log(1 - rng.random()) / log(1 - 1 / _TURNS))
+    time_s, tokens = start_s, _first_tokens(rng)
+    blocks: Sequence[int] = (0,)
+    requests: list[TraceRequest] = []
+    for _ in range(turns):
+        if time_s >= _DURATION_S or tokens > _LONGEST:
+            break
+        new = -(-tokens // BLOCK_TOKENS) - len(blocks)
+        prompt = (*blocks, *(next(fresh) for _ in range(new)))
+        if time_s >= 0:
+            requests.append(TraceRequest(time_s, NAME, tokens, _output_tokens(rng), prompt))
+        blocks = prompt[: tokens // BLOCK_TOKENS]
+        time_s += rng.expovariate(1 / _TURN_GAP_S)
+        tokens += 1 + round(450 * exp(rng.gauss(0.0, 1.4)))
+    return requests
+
+
+def _first_tokens(rng: Random) -> int:
+    while not _SHORTEST <= (tokens := round(5300 * exp(rng.gauss(0.0, 1.2)))) <= _LONGEST:
+        pass
+    return tokens
+
+
+def _output_tokens(rng: Random) -> int:
+    return min(1 + round(rng.gammavariate(2.0, 343 / 2.0)), 2000)
