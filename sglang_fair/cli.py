@@ -48,10 +48,32 @@ app.add_typer(bench, name="bench")
 def cluster(
     replicas: Annotated[int, typer.Option(help="SGLang servers to start.")] = 2,
     device: Annotated[str, typer.Option(help="cpu, cuda (a GPU for each replica), or auto.")] = "auto",
+    engine: Annotated[
+        str,
+        typer.Option(
+            help="cuda, cpu, emulated (SGLang without a model, at the speed of --gpu), or auto: as --device says."
+        ),
+    ] = "auto",
     model: Annotated[
         str,
-        typer.Option(help="default (SmolLM2-135M-Instruct), tiny, bench, a folder, or a Hugging Face id."),
+        typer.Option(
+            help="default (SmolLM2-135M-Instruct), tiny, bench, a folder, or a Hugging Face id; "
+            "with --engine emulated llama-3.1-8b and others."
+        ),
     ] = "default",
+    gpu: Annotated[
+        str | None, typer.Option(help="The GPU to emulate: a10g, a100-80g, h100, h200.", show_default=False)
+    ] = None,
+    cost_model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="The emulated GPU's speed as sglang-fair calibrate measured it. [default: from published figures]",
+        ),
+    ] = None,
+    time_scale: Annotated[
+        float, typer.Option(metavar="FACTOR", help="An emulated step takes so many times as long.")
+    ] = 1.0,
     policy: Annotated[
         str,
         typer.Option(help="Scheduler in each replica: dlpm, vtc, lpm, fcfs; sglang:NAME for SGLang's own."),
@@ -144,7 +166,11 @@ def cluster(
     options = Options(
         replicas=replicas,
         device=device,
+        engine=engine,
         model=model,
+        gpu=gpu,
+        cost_model=cost_model,
+        time_scale=time_scale,
         policy=policy,
         policy_options=policy_options,
         payer=payer,
@@ -188,6 +214,24 @@ def gateway() -> None:
 def compare() -> None:
     """Compare schedulers and placements on workload programs."""
     _become(PROGRAMS["compare"], [])
+
+
+@app.command()
+def simulate() -> None:
+    """Compare schedulers, quanta and numbers of replicas on modelled GPUs, in virtual time."""
+    _become(PROGRAMS["simulate"], [])
+
+
+@app.command()
+def reproduce() -> None:
+    """Run the papers' experiments in the simulator: tables and figures beside the published ones."""
+    _become(PROGRAMS["reproduce"], [])
+
+
+@app.command()
+def calibrate() -> None:
+    """Measure a replica and fit the cost model that emulated and simulated replicas use."""
+    _become(PROGRAMS["calibrate"], [])
 
 
 @bench.command("scheduler")

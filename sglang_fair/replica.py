@@ -1,6 +1,7 @@
 """One replica: SGLang with the fair overlay, on a GPU as installed or on a CPU with plain PyTorch.
 
     python -m sglang_fair.replica --device cpu --model default --port 30000 --policy dlpm
+    python -m sglang_fair.replica --engine emulated --gpu a100-80g --model llama-3.1-8b
 
 Arguments behind `--` go to SGLang as they are and win over ours. On a GPU this is `sglang serve` with the
 overlay's arguments; nothing stops you from running that yourself.
@@ -16,14 +17,20 @@ from collections.abc import Sequence
 from sglang_fair.core.cost import make_cost
 from sglang_fair.core.payers import FIRST, RULES
 from sglang_fair.engines import cpu
-from sglang_fair.engines.models import Model, find
+from sglang_fair.engines.emulated import settings as emulated
+from sglang_fair.engines.emulated.settings import Emulation
+from sglang_fair.engines.models import EMULATED, Model, find
 from sglang_fair.processes import die_with_parent
+from sglang_fair.sim.gpus import GPUS
+from sglang_fair.sim.shapes import SHAPES
 
 if os.environ.get("SGLANG_PLATFORM") == cpu.PLATFORM:
     # SGLang's spawned processes import this module again, before anything of SGLang's.
     cpu.define_torchvision_operators()
 
 SMALL_MODEL_BYTES = 100_000_000
+
+ENGINES = ("auto", "cuda", "cpu", "emulated")
 
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -35,9 +42,29 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
     parser.add_argument(
+        "--engine",
+        choices=ENGINES,
+        default="auto",
+        help="auto: as --device says; emulated: SGLang without a model, at the speed of --gpu",
+    )
+    parser.add_argument(
         "--model",
         default="default",
-        help="default, tiny, bench, a folder, or a Hugging Face id (default: %(default)s)",
+        help="default, tiny, bench, a folder, or a Hugging Face id (default: %(default)s); "
+        f"emulated: {', '.join(SHAPES)}",
+    )
+    parser.add_argument("--gpu", help=f"the GPU to emulate: {', '.join(GPUS)}")
+    parser.add_argument(
+        "--cost-model",
+        metavar="FILE",
+        help="the emulated GPU's speed as sglang-fair calibrate measured it (default: from published figures)",
+    )
+    parser.add_argument(
+        "--time-scale",
+        type=float,
+        default=1.0,
+        metavar="FACTOR",
+        help="an emulated step takes so many times as long (default: %(default)s)",
     )
     parser.add_argument("--host", default="127.0.0.1", help="default: %(default)s")
     parser.add_argument("--port", type=int, default=30000, help="default: %(default)s")
@@ -119,7 +146,22 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     if "--" in own:
         split = own.index("--")
         own, rest = own[:split], own[split + 1 :]
-    return parser.parse_args(own), rest  # fmt: skip
+    options = parser.parse_args(own)
+    if options.engine != "auto":
+        options.device = "cuda" if options.engine == "cuda" else "cpu"
+    return options, rest
+
+
+def emulation(options: argparse.Namespace) -> Emulation | None:
+    """The GPU to emulate; None for a real engine. Raises ValueError when the options do not fit together."""
+    if options.engine == "emulated":
+        return Emulation(options.gpu, options.model, options.cost_model, options.time_scale)
+    for option, value in (("--gpu", options.gpu), ("--cost-model", options.cost_model)):
+        if value is not None:
+            raise ValueError(f"{option} is for --engine emulated")
+    if options.time_scale != 1.0:
+        raise ValueError("--time-scale is for --engine emulated")
+    return None
 
 
 def server_arguments(options: argparse.Namespace, model: Model, rest: Sequence[str]) -> list[str]:
@@ -172,7 +214,11 @@ def server_arguments(options: argparse.Namespace, model: Model, rest: Sequence[s
         }
         arguments += ["--kv-events-config", json.dumps(events)]
     kv_tokens, max_running = options.kv_tokens, options.max_running
-    if options.device == "cpu":
+    if emulates := emulation(options):
+        emulates.make_cost()
+        kv_tokens, max_running = kv_tokens or emulates.kv_tokens, max_running or emulated.MAX_RUNNING
+        arguments += emulated.server_arguments(emulates)
+    elif options.device == "cpu":
         kv_tokens, max_running = kv_tokens or 24_576, max_running or 64
         is_small = model.weight_bytes is not None and model.weight_bytes < SMALL_MODEL_BYTES
         # A prefill chunk stops everybody's streams for as long as it takes.
@@ -185,7 +231,7 @@ def server_arguments(options: argparse.Namespace, model: Model, rest: Sequence[s
 
 
 def environment(options: argparse.Namespace) -> dict[str, str]:
-    """Variables that must be set before SGLang is imported."""
+    """Variables that must be set before SGLang is imported. ValueError for a GPU that cannot be emulated."""
     variables = {
         # /health answers by itself instead of sending a request through the model each time.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
@@ -195,15 +241,18 @@ def environment(options: argparse.Namespace) -> dict[str, str]:
         # Seconds between two looks at whether the client of an answer that is not streamed is still there.
         "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1",
     }
+    if emulates := emulation(options):
+        return {**variables, **emulated.environment(emulates)}
     return {**variables, **(cpu.environment() if options.device == "cpu" else {})}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options, rest = parse(sys.argv[1:] if arguments is None else arguments)
     die_with_parent()
-    os.environ.update(environment(options))
     try:
-        model = find(options.model, lambda text: print(text, file=sys.stderr, flush=True))
+        os.environ.update(environment(options))
+        name = EMULATED + options.model if options.engine == "emulated" else options.model
+        model = find(name, lambda text: print(text, file=sys.stderr, flush=True))
         argv = server_arguments(options, model, rest)
         _refuse_taken_ports(options)
     except (ValueError, OSError, RuntimeError) as error:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import psutil
 
+from sglang_fair.cluster.forked import Forked, fork
 from sglang_fair.cluster.plan import Process
 
 TAIL_LINES = 30
@@ -27,7 +28,7 @@ class Child:
     def __init__(
         self,
         spec: Process,
-        process: asyncio.subprocess.Process,
+        process: asyncio.subprocess.Process | Forked,
         output: int,
         on_line: Callable[[str, str], None],
     ) -> None:
@@ -47,15 +48,19 @@ class Child:
     async def start(cls, spec: Process, on_line: Callable[[str, str], None]) -> "Child":
         """Starts `spec`; `on_line(name, line)` gets what it prints. Raises OSError when it cannot start."""
         ours, its = os.pipe()
+        process: asyncio.subprocess.Process | Forked
         try:
-            process = await asyncio.create_subprocess_exec(
-                *spec.argv,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=its,
-                stderr=its,
-                env={**os.environ, **spec.env},
-                start_new_session=True,
-            )
+            if spec.zygote is not None:
+                process = await fork(spec.zygote, spec.argv, spec.env, its)
+            else:
+                process = await asyncio.create_subprocess_exec(
+                    *spec.argv,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=its,
+                    stderr=its,
+                    env={**os.environ, **spec.env},
+                    start_new_session=True,
+                )
         except BaseException:
             os.close(ours)
             raise

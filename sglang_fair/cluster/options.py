@@ -1,4 +1,5 @@
-"""What the operator asks for, and whether it can be meant: PURE, checked before anything is started."""
+"""What the operator asks for, and whether it can be meant: checked before anything is started. PURE, but for
+the file that a cost model may be read from."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -10,10 +11,12 @@ from sglang_fair.core import options as policy_options
 from sglang_fair.core.cost import Cost, make_cost
 from sglang_fair.core.payers import FIRST, make_payers
 from sglang_fair.core.policy import Weights
+from sglang_fair.engines.emulated.settings import Emulation
 
 Device = Literal["cpu", "cuda"]
 
 DEVICES = ("auto", "cpu", "cuda")
+ENGINES = ("auto", "cuda", "cpu", "emulated")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 STOCK_PREFIX = "sglang:"
@@ -42,7 +45,13 @@ class Options:
 
     replicas: int = 2
     device: str = "auto"
+    engine: str = "auto"
+    """What computes; auto: as `device` says."""
     model: str = "default"
+    gpu: str | None = None
+    """Of an emulated engine, as are the two below."""
+    cost_model: str | None = None
+    time_scale: float = 1.0
     policy: str = "dlpm"
     policy_options: str = ""
     """The policy's own, as `core.options` reads them."""
@@ -70,6 +79,28 @@ class Options:
     extra: tuple[str, ...] = ()
     """Arguments for every replica's SGLang server."""
 
+    def emulation(self) -> Emulation | None:
+        """What the replicas emulate, None for a real engine; raises `ConfigError`."""
+        given = [
+            option
+            for option, value, unset in (
+                ("--gpu", self.gpu, None),
+                ("--cost-model", self.cost_model, None),
+                ("--time-scale", self.time_scale, 1.0),
+            )
+            if value != unset
+        ]
+        if self.engine != "emulated":
+            if given:
+                raise ConfigError(f"{given[0]} is for --engine emulated")
+            return None
+        try:
+            emulation = Emulation(self.gpu or "", self.model, self.cost_model, self.time_scale)
+            emulation.make_cost()
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        return emulation
+
     def service_cost(self) -> Cost:
         """What service costs in the replicas; raises ValueError."""
         return make_cost(self.cost, self.extend_weight, self.output_weight)
@@ -93,6 +124,7 @@ def check(options: Options, placements: Collection[str]) -> None:
             raise ConfigError(f"{option} must be at least 1, not {count}")
     for option, value, known in (
         ("--device", options.device, DEVICES),
+        ("--engine", options.engine, ENGINES),
         ("--placement", options.placement, placements),
         ("--log-level", options.log_level, LOG_LEVELS),
     ):
@@ -111,6 +143,13 @@ def check(options: Options, placements: Collection[str]) -> None:
     ):
         if number is not None and not number > 0:
             raise ConfigError(f"{option} must be above 0, not {number}")
+    options.emulation()
+    if options.engine in DEVICES and options.device not in ("auto", options.engine):
+        raise ConfigError(f"--engine {options.engine} and --device {options.device} contradict each other")
+    if options.engine == "emulated" and options.device == "cuda":
+        raise ConfigError("--engine emulated needs no GPU: leave --device out")
+    if options.engine == "emulated" and gpus_per_replica(options.extra) > 1:
+        raise ConfigError("an emulated replica is one GPU: leave --tp and --pp out")
     try:
         options.service_cost()
         _check_policy(options)

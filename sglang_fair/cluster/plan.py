@@ -12,12 +12,12 @@ from sglang_fair.cluster.options import ConfigError, Device, Options, gpus_per_r
 from sglang_fair.cluster.ports import Ports
 from sglang_fair.core.cost import Cost, Linear, describe
 
-Role = Literal["replica", "router", "gateway"]
+Role = Literal["zygote", "replica", "router", "gateway"]
 
-START_ORDER: tuple[tuple[Role, ...], ...] = (("replica", "router"), ("gateway",))
+START_ORDER: tuple[tuple[Role, ...], ...] = (("zygote",), ("replica", "router"), ("gateway",))
 """The gateway comes last, so that its port opens only when there is something behind it."""
 
-STOP_ORDER: tuple[tuple[Role, ...], ...] = (("gateway",), ("router",), ("replica",))
+STOP_ORDER: tuple[tuple[Role, ...], ...] = (("gateway",), ("router",), ("replica",), ("zygote",))
 
 LOCAL = "127.0.0.1"
 """Replicas and router listen here only: they believe the names that a gateway gives clients."""
@@ -28,8 +28,14 @@ GATEWAY_DRAIN_S = 5
 REPLICA_OVERHEAD_BYTES = 1_500_000_000
 """Private memory of a CPU replica's three processes and its KV pool, besides the weights."""
 
+ZYGOTE_BYTES = 1_000_000_000
+"""What emulated replicas share: everything that a replica imports."""
+
 FRONT_BYTES = 600_000_000
 """Router, gateway and supervisor together."""
+
+ZYGOTE_READY = "ready to fork replicas"
+"""A line of the zygote's output that contains this says that it listens."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +107,9 @@ class Process:
     """On top of the supervisor's own environment."""
     worker: Worker | None = None
     """Set for a replica that the router is to be told about when it dies and returns."""
+    zygote: str | None = None
+    """The abstract socket of the process that forks this one, which is then given `argv` as its arguments;
+    None: `argv` is a command line."""
 
 
 @dataclass(frozen=True)
@@ -134,10 +143,13 @@ def check_memory(options: Options, device: Device, machine: Machine, model: Mode
     """Raises `ConfigError` when the replicas cannot fit in memory. On GPUs SGLang checks itself."""
     if device != "cpu":
         return
-    per_replica = model.weights_bytes + REPLICA_OVERHEAD_BYTES
-    needed = options.replicas * per_replica + FRONT_BYTES
+    if options.emulation() is None:
+        per_replica, shared = model.weights_bytes + REPLICA_OVERHEAD_BYTES, FRONT_BYTES
+    else:
+        per_replica, shared = model.weights_bytes, FRONT_BYTES + ZYGOTE_BYTES
+    needed = options.replicas * per_replica + shared
     if needed > machine.available_bytes:
-        fit = max(0, (machine.available_bytes - FRONT_BYTES) // per_replica)
+        fit = max(0, (machine.available_bytes - shared) // per_replica)
         raise ConfigError(
             f"too little memory: {options.replicas} replicas of {options.model} need about {_gb(needed)}, "
             f"{_gb(machine.available_bytes)} are available; {fit} would fit (--replicas)"
@@ -148,6 +160,7 @@ def build(options: Options, device: Device, machine: Machine, model: Model, port
     """The processes of the cluster; raises `ConfigError` when there are too few GPUs."""
     router = f"tcp://{LOCAL}:{ports.router}"
     placed = _devices(options, device, machine)
+    zygote = None if options.emulation() is None else f"sglang-fair/zygote/{ports.router}"
     workers = tuple(
         Worker(
             name=f"r{index}",
@@ -159,9 +172,10 @@ def build(options: Options, device: Device, machine: Machine, model: Model, port
     )
     return Plan(
         processes=(
+            *((_zygote(options, machine, zygote),) if zygote else ()),
             *(
                 _replica(options, device, machine, model, worker, ports.replicas[index].http,
-                         ports.replicas[index].kv, placed[index])
+                         ports.replicas[index].kv, placed[index], zygote)
                 for index, worker in enumerate(workers)
             ),
             _router(options, machine, router, workers),
@@ -226,12 +240,14 @@ def _replica(
     http_port: int,
     kv_port: int,
     placed: Mapping[str, str],
+    zygote: str | None,
 ) -> Process:
     argv = [
-        machine.python, "-m", "sglang_fair.replica",
+        *(() if zygote else (machine.python, "-m", "sglang_fair.replica")),
         "--name", worker.name,
         "--device", device,
         "--model", options.model,
+        *_emulation_arguments(options),
         "--host", LOCAL,
         "--port", str(http_port),
         "--kv-port", str(kv_port),
@@ -255,7 +271,31 @@ def _replica(
             **placed,
         },
         worker=worker,
+        zygote=zygote,
     )
+
+
+def _zygote(options: Options, machine: Machine, name: str) -> Process:
+    return Process(
+        name="zygote",
+        role="zygote",
+        argv=(machine.python, "-m", "sglang_fair.zygote", name, "--model", options.model,
+              *_emulation_arguments(options)),
+        ready=LineReady(ZYGOTE_READY),
+        ready_timeout_s=options.start_timeout_s or 300.0,
+        stop_grace_s=5.0,
+        env={"PYTHONUNBUFFERED": "1"},
+    )  # fmt: skip
+
+
+def _emulation_arguments(options: Options) -> tuple[str, ...]:
+    emulation = options.emulation()
+    if emulation is None:
+        return ()
+    speed = () if emulation.cost_model is None else ("--cost-model", emulation.cost_model)
+    return (
+        "--engine", "emulated", "--gpu", emulation.gpu, *speed, "--time-scale", str(emulation.time_scale)
+    )  # fmt: skip
 
 
 def _cost_arguments(cost: Cost) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from sglang_fair.cluster.options import ConfigError, Device, Options, check
 from sglang_fair.cluster.plan import Machine, Model, Plan, build, check_memory, choose_device, gateway_url
 from sglang_fair.cluster.ports import PortTaken, Reservations, choose, claim
 from sglang_fair.cluster.supervisor import StartFailed, Supervisor
+from sglang_fair.engines.models import EMULATED
 
 STOPPED, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 """Exit codes: stopped as asked; could not start or go on; bad input; stopped before it was ready."""
@@ -58,17 +59,20 @@ async def _run(options: Options, as_json: bool, quiet_replicas: bool) -> int:
     for number in _signals():
         loop.add_signal_handler(number, stop.set)
     machine = machines.look()
-    device = choose_device(options.device, machine)
+    emulation = options.emulation()
+    wanted = {"auto": options.device, "emulated": "cpu"}.get(options.engine, options.engine)
+    device = choose_device(wanted, machine)
     with contextlib.closing(Reservations(options.host)) as reservations:
         if options.port:
             claim(options.port, reservations.take)
-        model = await _find_model(options.model, machine, stop)
+        name = options.model if emulation is None else EMULATED + options.model
+        model = await _find_model(name, machine, stop)
         check_memory(options, device, machine, model)
         ports = choose(options.port, options.replicas, reservations.take)
         plan = build(options, device, machine, model, ports)
         gateway = gateway_url(options.host, ports.gateway)
         title = (
-            f"{options.replicas} x {model.served_name} on {device}, "
+            f"{options.replicas} x {emulation or f'{model.served_name} on {device}'}, "
             f"scheduler {options.policy}, placement {options.placement}"
         )
         console = make_console(to_stderr=as_json)
@@ -146,6 +150,7 @@ def describe(
     options: Options, device: Device, model: Model, plan: Plan, gateway: str, pids: dict[str, int]
 ) -> dict[str, object]:
     """A running cluster for programs: its addresses and what it is."""
+    emulation = options.emulation()
     return {
         "gateway": gateway,
         "router": plan.router,
@@ -155,6 +160,7 @@ def describe(
         "placement": options.placement,
         "model": model.served_name,
         "device": device,
+        "emulated": None if emulation is None else emulation.describe(),
     }
 
 

@@ -4,6 +4,8 @@
     tiny     2 layers with random weights and a byte tokenizer: for tests of everything but the words
     bench    a wider random model, whose decoded token costs only a few prefilled ones, as on a GPU
 
+    emulated:NAME   what an emulated GPU serves in place of the model NAME (see `emulated`)
+
 Any other name is a folder, or a model id that SGLang fetches itself.
 
     python -m sglang_fair.engines.models resolve default      prints the folder
@@ -16,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -27,6 +29,9 @@ SMOLLM2_VERSION = "0.1.2"
 
 BYTE_VOCABULARY = 256
 SPECIAL_TOKENS = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
+
+EMULATED = "emulated:"
+"""Before the name of a model in `sim.shapes`: what an emulated GPU serves in its place."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
@@ -94,13 +99,17 @@ def find(name: str, progress: Progress | None = None) -> Model:
     say = progress or (lambda _: None)
     if name in SHAPES:
         shape = SHAPES[name]
-        path = _prepared(f"{name}-{_digest(shape)}", lambda folder: _write_random_model(folder, shape), say)
+        path = prepared(f"{name}-{_digest(shape)}", lambda folder: _write_random_model(folder, shape), say)
         return Model(name, str(path), name, "dummy", 2 * shape.parameters, shape.context_tokens)
     if name == "default":
-        path = _prepared(
+        path = prepared(
             f"smollm2-135m-instruct-{SMOLLM2_VERSION}-v3", lambda f: _convert_smollm2(f, say), say
         )
         return Model(name, str(path), "smollm2-135m-instruct", "auto", 2 * 135_000_000, 8192)
+    if name.startswith(EMULATED):
+        from sglang_fair.engines.emulated import folder as emulated
+
+        return emulated.find(name.removeprefix(EMULATED), say)
     folder = Path(name).expanduser()
     looks_like_a_path = name.startswith((".", "/", "~")) or name.count("/") > 1
     if folder.is_dir():
@@ -125,7 +134,7 @@ def resolve(name: str, progress: Progress | None = None) -> Path:
     return Path(model.path)
 
 
-def _prepared(key: str, prepare: Callable[[Path], None], say: Progress) -> Path:
+def prepared(key: str, prepare: Callable[[Path], None], say: Progress) -> Path:
     """The folder `key` of the cache, made whole or not at all, also when two processes make it at once."""
     folder = cache_folder() / key
     if (folder / "config.json").is_file():
@@ -170,15 +179,18 @@ def _write_random_model(folder: Path, shape: Shape) -> None:
         "eos_token_id": BYTE_VOCABULARY + 1,
         "torch_dtype": "bfloat16",
     }
-    _write_byte_tokenizer(folder, shape.context_tokens)
+    write_byte_tokenizer(folder, shape.context_tokens)
     (folder / "config.json").write_text(json.dumps(config, indent=2))
 
 
-def _write_byte_tokenizer(folder: Path, context_tokens: int) -> None:
-    """One token a byte, and four special ones: any text has an encoding, and its length is its bytes."""
+def write_byte_tokenizer(folder: Path, context_tokens: int, letters: Sequence[str] | None = None) -> None:
+    """One token a byte, and four special ones: any text has an encoding, and its length is its bytes.
+
+    `letters` are the tokens in the order of their ids; None: sorted.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    alphabet = letters or sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -44,6 +44,11 @@ class SpawnCluster:
     model: str
     log_folder: Path
     device: str = "auto"
+    engine: str = "auto"
+    gpu: str | None = None
+    """With the two below, of an emulated engine."""
+    cost_model: str | None = None
+    time_scale: float = 1.0
     quantum: float | None = None
     worker_quantum: float | None = None
     replica_arguments: tuple[str, ...] = ()
@@ -59,6 +64,12 @@ class SpawnCluster:
         """The whole command line."""
         quanta = (("--quantum", self.quantum), ("--worker-quantum", self.worker_quantum))
         given = [word for option, value in quanta if value is not None for word in (option, f"{value:g}")]
+        if self.engine != "auto":
+            given += ["--engine", self.engine]
+        for option, text in (("--gpu", self.gpu), ("--cost-model", self.cost_model)):
+            given += [option, text] if text is not None else []
+        if self.time_scale != 1.0:
+            given += ["--time-scale", f"{self.time_scale:g}"]
         return [
             *self.command,
             "cluster",
@@ -110,7 +121,7 @@ def verify(cluster: Cluster, placement: str, policy: str) -> dict[str, Any]:
     replicas = {}
     for place, replica in enumerate(cluster.replicas):
         fair = get_json(f"{replica}/fair")
-        replicas[f"r{place}"] = {"policy": fair.get("policy"), "config": fair.get("config")}
+        replicas[f"r{place}"] = {name: fair.get(name) for name in ("policy", "config", "emulated")}
         if fair.get("policy") != policy:
             raise ClusterError(
                 f"{replica} schedules by {fair.get('policy')!r}, not {policy!r}: the run is void"

@@ -18,6 +18,7 @@ from typing import NoReturn
 
 from rich.console import Console
 
+from sglang_fair.engines.models import EMULATED
 from workloads.clients import SCENARIOS, Scale
 from workloads.compare.cluster import ClusterError, SpawnCluster, StartCluster
 from workloads.compare.probe import Probe
@@ -103,6 +104,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     say("--model", default=default.model)
     say("--tokenizer", type=Path, metavar="DIR", help="folder with tokenizer.json (default: the model's)")
     say("--device", default=default.device, choices=("auto", "cpu", "cuda"))
+    say("--engine", default=default.engine, choices=("auto", "cuda", "cpu", "emulated"))
+    say("--gpu", help="of an emulated engine, whose --model is llama-3.1-8b or another that it knows")
+    say("--cost-model", metavar="FILE", help="of an emulated engine, in place of published figures")
+    say(
+        "--time-scale", type=float, default=default.time_scale, metavar="FACTOR", help="of an emulated engine"
+    )
     say("--replicas", type=int, default=default.replicas)
     say("--quantum", type=float, default=default.quantum, metavar="UNITS", help="DLPM's, per client")
     say("--worker-quantum", type=float, default=default.worker_quantum, metavar="UNITS", help="D2LPM's")
@@ -118,7 +125,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     words = list(sys.argv[1:] if argv is None else argv)
     split = words.index("--") if "--" in words else len(words)
     arguments = parser.parse_args(words[:split])
-    arguments.replica_arguments = tuple(words[split + 1 :]) or default.replica_arguments
+    own = () if arguments.engine == "emulated" else default.replica_arguments
+    arguments.replica_arguments = tuple(words[split + 1 :]) or own
     return arguments
 
 
@@ -146,6 +154,10 @@ def case_of(arguments: argparse.Namespace) -> Case:
         scale=Scale(good_clients=arguments.good_clients) if arguments.paper_scale else scale,
         model=arguments.model,
         device=arguments.device,
+        engine=arguments.engine,
+        gpu=arguments.gpu,
+        cost_model=arguments.cost_model,
+        time_scale=arguments.time_scale,
         replicas=arguments.replicas,
         quantum=arguments.quantum,
         worker_quantum=arguments.worker_quantum,
@@ -170,7 +182,8 @@ def main(
             if (folder / "case.json").exists():
                 raise ValueError(f"{folder} holds a comparison; --resume {folder} goes on with it")
             case = case_of(arguments)
-        codec = codec_of(arguments.tokenizer or model_folder(case.model))
+        model = EMULATED + case.model if case.engine == "emulated" else case.model
+        codec = codec_of(arguments.tokenizer or model_folder(model))
         comparison = Comparison(case, folder, (start_cluster or spawn)(case, folder), codec, console)
         runs = comparison.run()
     except (ClusterError, OSError, ValueError, RuntimeError) as error:
@@ -191,6 +204,10 @@ def spawn(case: Case, folder: Path) -> StartCluster:
         model=case.model,
         log_folder=folder / "logs",
         device=case.device,
+        engine=case.engine,
+        gpu=case.gpu,
+        cost_model=case.cost_model,
+        time_scale=case.time_scale,
         quantum=case.quantum,
         worker_quantum=case.worker_quantum,
         replica_arguments=case.replica_arguments,

@@ -92,6 +92,11 @@ class Case:
     scale: Scale = SMALL
     model: str = "bench"
     device: str = "auto"
+    engine: str = "auto"
+    gpu: str | None = None
+    """With the two below, of an emulated engine; see `sglang_fair.engines.emulated`."""
+    cost_model: str | None = None
+    time_scale: float = 1.0
     replicas: int = 2
     quantum: float | None = 500.0
     """Q^u: about two requests' worth here. A round of all clients' quanta should take less than a program."""

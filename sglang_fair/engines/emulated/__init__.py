@@ -1,0 +1,38 @@
+"""An emulated GPU: SGLang's own scheduler, radix cache, KV bookkeeping and HTTP server, and no model.
+
+The forward pass is replaced by the time that a cost model says it takes, and the tokens that would be sampled
+by ones drawn from the prompt. What is left is what a comparison of schedulers is about, at true timing, on a
+machine without a GPU.
+
+    settings   which GPU and model, how much KV memory that leaves, SGLang's arguments for it: PURE
+    clock      when the GPU's steps end, and how late the scheduler was: PURE
+    folder     a model folder for it: a configuration of one tiny layer, and a tokenizer of bytes
+    hooks      where SGLang meets it
+    networks   the model class that SGLang loads; it computes nothing
+
+`install` is the entry point `sglang.srt.plugins: sglang_fair_emulated`. A replica to which it did not attach
+does not start: no other code knows the architecture that its model folder names.
+"""
+
+import os
+import pkgutil
+
+from sglang_fair.engines.emulated.settings import VARIABLE
+
+
+def install() -> None:
+    """Register the hooks where an emulated GPU was asked for. SystemExit when SGLang is not what they were
+    written for; SGLang's loader would log any other exception and go on."""
+    if VARIABLE not in os.environ:
+        return
+    try:
+        from sglang.srt.plugins.hook_registry import HookRegistry
+
+        from sglang_fair.engines.emulated.hooks import HOOKS
+
+        for hook in HOOKS:
+            pkgutil.resolve_name(hook.target)
+    except (ImportError, AttributeError) as error:
+        raise SystemExit(f"sglang-fair: cannot emulate a GPU in this sglang: {error}") from error
+    for hook in HOOKS:
+        HookRegistry.register(hook.target, hook.function, hook.kind)

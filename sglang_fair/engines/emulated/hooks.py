@@ -1,0 +1,155 @@
+"""Where SGLang 0.5.23 and the emulated GPU meet: a step is launched, waited for, and its tokens are said."""
+
+import logging
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.plugins.hook_registry import HookType
+
+from sglang_fair.engines.emulated import settings
+from sglang_fair.engines.emulated.clock import GpuClock
+from sglang_fair.sim.answers import answer
+
+logger = logging.getLogger(__name__)
+
+SAID_BEYOND = ord("a")
+"""Where no token is read: in the middle of a prompt, and past the end of an answer, where an overlapped
+scheduler computes one more."""
+
+FIRST_ANSWER_TOKENS = 256
+"""An answer is drawn as far as it is needed: whoever names no limit gets one as long as the context."""
+
+
+class EmulatedGpu:
+    """What stands in for the model in one scheduler's process."""
+
+    def __init__(self, emulation: settings.Emulation) -> None:
+        self.emulation = emulation
+        self.cost = emulation.make_cost()
+        self.clock = GpuClock()
+        self.last: StepEnd | None = None
+
+    def run(self, batch: Any) -> GenerationBatchResult:
+        """Launches a step; the result says when it ends."""
+        lengths = batch.seq_lens_cpu.tolist()
+        if batch.forward_mode.is_extend():
+            takes_s = self.cost.prefill_s(list(zip(batch.extend_lens, batch.prefix_lens, strict=True)))
+        else:
+            takes_s = self.cost.decode_s(len(lengths), sum(lengths))
+        end_s = self.clock.launch(
+            takes_s, now_s=time.monotonic(), cpu_s=time.process_time(), after_idle=batch.after_idle_gap
+        )
+        self.last = StepEnd(self.clock, end_s)
+        tokens = [_said(req, length) for req, length in zip(batch.reqs, lengths, strict=True)]
+        return GenerationBatchResult(
+            next_token_ids=torch.tensor(tokens, dtype=torch.int64),
+            can_run_cuda_graph=True,
+            copy_done=self.last,
+        )
+
+    def report(self) -> dict[str, Any]:
+        """For /server_info and /fair."""
+        return {**self.emulation.describe(), **self.clock.report()}
+
+
+class StepEnd:
+    """The end of a step, with the methods of a CUDA event that the scheduler uses."""
+
+    def __init__(self, clock: GpuClock, end_s: float) -> None:
+        self._clock = clock
+        self._end_s = end_s
+
+    def synchronize(self) -> None:
+        """Returns when the step has ended."""
+        while (left_s := self._end_s - time.monotonic()) > 0:
+            time.sleep(left_s)
+        self._clock.ended(self._end_s, now_s=time.monotonic())
+
+
+def _said(req: Any, length: int) -> int:
+    """The token that follows the first `length` of a request."""
+    at, most = length - len(req.origin_input_ids), req.sampling_params.max_new_tokens
+    if not 0 <= at < most:
+        return SAID_BEYOND
+    said = getattr(req, "emulated_answer", ())
+    if at >= len(said):
+        prompt = np.asarray(req.origin_input_ids, dtype="<u4").tobytes()
+        tokens = min(most, max(FIRST_ANSWER_TOKENS, 2 * at))
+        said = req.emulated_answer = np.frombuffer(answer(prompt, tokens), dtype="<u4")
+    return int(said[at])
+
+
+def worker_started(result: Any, worker: Any, *args: Any, **kwargs: Any) -> None:
+    worker.emulated = EmulatedGpu(settings.read(os.environ))
+    logger.warning("sglang-fair: this is no real GPU: %s; its words mean nothing", worker.emulated.emulation)
+
+
+def forward_batch_generation(worker: Any, batch: Any, *args: Any, **kwargs: Any) -> GenerationBatchResult:
+    return worker.emulated.run(batch)
+
+
+def copy_result_to_cpu(
+    original: Callable[..., None], scheduler: Any, result: GenerationBatchResult, batch: Any
+) -> None:
+    """Under overlap SGLang puts an event of its own in the place of ours."""
+    result.copy_done = scheduler.tp_worker.emulated.last
+
+
+def get_internal_state(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    report = scheduler.tp_worker.emulated.report()
+    result.internal_state["emulated"] = report
+    result.internal_state.setdefault("fair", {})["emulated"] = report
+
+
+def validate_one_request(result: Any, manager: Any, obj: Any, *args: Any, **kwargs: Any) -> None:
+    wanted = {
+        "logprobs": getattr(obj, "return_logprob", False),
+        "a sampling mask": getattr(obj, "return_sampling_mask", False),
+        "beam search": ((obj.sampling_params or {}).get("beam_width") or 1) > 1,
+    }
+    for name, is_wanted in wanted.items():
+        if is_wanted:
+            raise ValueError(f"{name} cannot be had here: this replica emulates a GPU and has no logits")
+
+
+def request_table_made(result: Any, pool: Any, *args: Any, **kwargs: Any) -> None:
+    """Memory that is zero until it is written to costs nothing; torch.zeros writes it."""
+    shape = tuple(pool.req_to_token.shape)
+    pool.req_to_token = torch.from_numpy(np.zeros(shape, dtype=np.int32))
+
+
+def environment_set(result: Any, *args: Any, **kwargs: Any) -> None:
+    """A forked replica forks its scheduler too, which has then imported everything as well."""
+    if settings.FORKED_VARIABLE in os.environ:
+        multiprocessing.set_start_method("fork", force=True)
+
+
+@dataclass(frozen=True)
+class Hook:
+    """`function` is attached to `target` (a dotted name) in the way `kind`."""
+
+    target: str
+    function: Callable[..., Any]
+    kind: HookType
+
+
+_WORKER = "sglang.srt.managers.tp_worker.TpModelWorker."
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
+
+HOOKS: tuple[Hook, ...] = (
+    Hook(_WORKER + "__init__", worker_started, HookType.AFTER),
+    Hook(_WORKER + "forward_batch_generation", forward_batch_generation, HookType.REPLACE),
+    Hook(_SCHEDULER + "_copy_result_to_cpu", copy_result_to_cpu, HookType.AROUND),
+    Hook(_SCHEDULER + "get_internal_state", get_internal_state, HookType.AFTER),
+    Hook("sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
+         validate_one_request, HookType.AFTER),
+    Hook("sglang.srt.mem_cache.memory_pool.ReqToTokenPool.__init__", request_table_made, HookType.AFTER),
+    Hook("sglang.srt.entrypoints.engine._set_envs_and_config", environment_set, HookType.AFTER),
+)  # fmt: skip

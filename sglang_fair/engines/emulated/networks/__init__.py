@@ -1,0 +1,1 @@
+"""Model classes that SGLang finds by their name; it imports every module of this package."""
