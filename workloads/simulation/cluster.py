@@ -190,7 +190,7 @@ class Simulation:
         self._events: list[tuple[float, int, Callable[[Any], None], Any]] = []
         self._scheduled = 0
         self._wakes_s = [inf] * site.replicas
-        """When each replica's turn comes next, as far as it is scheduled."""
+        """When each replica's turn comes next."""
         self._active: list[_Active] = []
         self._flights: dict[str, _Flight] = {}
         """Requests that were sent to the router."""
@@ -411,11 +411,9 @@ class Simulation:
     # ---- what replicas say
 
     def _wake(self, place: int) -> None:
-        self._wakes_s[place] = inf
-        if self.replicas[place].next_s <= self.now_s:
+        if self.now_s == self._wakes_s[place]:  # else its turn was put off or moved up
+            self._wakes_s[place] = inf
             self._advance(place)
-        else:
-            self._reschedule(place)
 
     def _advance(self, place: int) -> None:
         self._take(place, self.replicas[place].advance(self.now_s))
@@ -436,9 +434,10 @@ class Simulation:
 
     def _reschedule(self, place: int) -> None:
         next_s = self.replicas[place].next_s
-        if next_s < self._wakes_s[place]:
+        if next_s != self._wakes_s[place]:
             self._wakes_s[place] = next_s
-            self._at(next_s, self._wake, place)
+            if next_s < inf:
+                self._at(next_s, self._wake, place)
 
     def _cache_event(self, place: int, event: Stored | Removed) -> message.Stored | message.Removed:
         """As the router reads it: a block's name is one for all workers, a replica numbers its own."""
