@@ -25,7 +25,7 @@ from sglang_fair.sim.shapes import SHAPES, ModelShape
 
 A100_8B = make_cost_model("a100-80g/llama-3.1-8b")
 A10G_7B = make_cost_model("a10g/llama-2-7b")
-FITTED = Fitted(0.004, 2e-5, 3e-9, 2e-4, 0.003, 1.5e-4, 4e-8)
+FITTED = Fitted(0.004, 2e-5, 3e-9, 2e-4, 0.003, 1.5e-4, 4e-8, 1e-7)
 MODELS = (A100_8B, A10G_7B, make_cost_model("h200/llama-3.2-3b"), FITTED, Scaled(FITTED, 0.25))
 
 any_model = st.sampled_from(MODELS)

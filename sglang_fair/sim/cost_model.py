@@ -16,7 +16,9 @@ part of the GPU's peak. The matrices of a step and its attention run one after t
 A pair is a token and one that it attends to. A prompt of which e tokens are computed behind p cached ones has
 e·p + e·(e + 1)/2 of them; a decode step has as many as its requests' contexts have tokens.
 
-**Fitted.** Prefill: base + a·tokens + b·pairs + c·requests. Decode: base + d·requests + e·context tokens.
+**Fitted.** Prefill: base + a·tokens + b·pairs + c·cached tokens + d·requests. Decode: base + e·requests +
+f·context tokens. Cached tokens count apart from pairs, since their keys and values are read, and by some engines
+copied, however few tokens attend to them.
 
 Both are monotone in everything, and a prompt computed in chunks never takes less than computed whole.
 Not modelled: several GPUs a replica, quantized weights, speculative decoding, prefill and decode in one batch.
@@ -152,6 +154,7 @@ class Fitted:
     decode_base_s: float
     decode_request_s: float
     decode_context_token_s: float
+    prefill_cached_token_s: float = 0.0
 
     def __post_init__(self) -> None:
         _check_seconds(self, [own.name for own in fields(self)])
@@ -164,6 +167,7 @@ class Fitted:
             + self.prefill_request_s * len(extends)
             + self.prefill_token_s * sum(extend for extend, _ in extends)
             + self.prefill_pair_s * sum(pairs(extend, cached) for extend, cached in extends)
+            + self.prefill_cached_token_s * sum(cached for _, cached in extends)
         )
 
     def decode_s(self, requests: int, context_tokens: int) -> float:

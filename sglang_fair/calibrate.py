@@ -1,0 +1,363 @@
+"""Measure a replica, and fit the cost model with which emulated and simulated replicas keep its time.
+
+    sglang-fair calibrate http://127.0.0.1:30000 --out bench.json
+
+Any SGLang server that takes token ids on /generate, and is idle otherwise. What is measured: batches of
+requests over a grid of prompt lengths, cached prefixes, batch sizes, contexts and steps of decoding. A batch
+must begin as one, and a client's clock must not count HTTP; so before each batch goes a *plug*, a prompt long
+enough that the batch waits behind it as a whole. From the answer to the plug until the answer to the batch
+the engine did the batch and nothing else, and both answers came the same way.
+
+The file that is written has the coefficients, how far the model is from what was measured, and the
+measurements. `--cost-model FILE` of a simulation, or of an emulated cluster, reads it.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import Any
+
+import aiohttp
+
+from sglang_fair.sim.cost_model import to_json
+from sglang_fair.sim.fitting import Measurement, errors, fit
+
+PLUG_S = 0.1
+"""How long a plug should take at least: a batch's way to the engine is shorter."""
+
+TOKEN_IDS = range(3, 256)
+"""Prompts are drawn from these. Every vocabulary has them, and mostly as plain tokens."""
+
+Say = Callable[[str], None]
+
+
+class CalibrationError(Exception):
+    """The replica cannot be measured; the text says why, in one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one batch of the replica can be."""
+
+    chunk_tokens: int
+    """Computed in one prefill batch."""
+    pool_tokens: int
+    running: int
+    context_tokens: int
+    page_tokens: int
+
+    @classmethod
+    def of_server(cls, info: Mapping[str, Any]) -> "Limits":
+        """From GET /server_info."""
+
+        def number(key: str, default: int) -> int:
+            value = info.get(key)
+            return value if isinstance(value, int) and value > 0 else default
+
+        most = number("max_prefill_tokens", 16_384)
+        return cls(
+            chunk_tokens=min(number("chunked_prefill_size", most), most),
+            pool_tokens=number("max_total_num_tokens", 65_536),
+            running=number("max_running_requests", 64),
+            context_tokens=number("context_length", number("max_req_input_len", 4096)),
+            page_tokens=number("page_size", 1),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One batch of the grid: so many requests, each with these tokens to compute behind cached ones."""
+
+    requests: int
+    extend_tokens: int
+    cached_tokens: int = 0
+    steps: int = 0
+
+    def __str__(self) -> str:
+        behind = f" behind {self.cached_tokens} cached" if self.cached_tokens else ""
+        decoding = f", {self.steps} steps" if self.steps else ""
+        return f"{self.requests} x {self.extend_tokens} tokens{behind}{decoding}"
+
+
+TAIL_TOKENS = 16
+"""Computed before decoding is measured; the rest of the context is cached."""
+
+
+def grid(limits: Limits, *, quick: bool = False) -> list[Cell]:
+    """What to measure: prefills alone, then decoding. Every cell is one prefill batch and fits the pool."""
+    sizes = (1, 8) if quick else (1, 4, 16)
+    parts = (4, 1) if quick else (16, 4, 2, 1)
+    prefixes = (0, 2048) if quick else (0, 512, 2048, 8192)
+    contexts = (64, 1024) if quick else (64, 512, 2048)
+    batches = (1, 16) if quick else (1, 4, 16, 64)
+    cells = {
+        Cell(requests, limits.chunk_tokens // part // requests, prefix)
+        for requests in sizes
+        for part in parts
+        for prefix in prefixes
+    }
+    cells |= {
+        Cell(requests, TAIL_TOKENS, context, 16 if quick else 32)
+        for requests in {min(batch, limits.running) for batch in batches}
+        for context in contexts
+    }
+    fitting = [cell for cell in cells if cell.extend_tokens > 0 and _fits(cell, limits)]
+    return sorted(
+        fitting, key=lambda cell: (cell.steps, cell.cached_tokens, cell.requests, cell.extend_tokens)
+    )
+
+
+def _fits(cell: Cell, limits: Limits) -> bool:
+    length = cell.cached_tokens + cell.extend_tokens + 1 + cell.steps
+    return (
+        cell.requests * cell.extend_tokens <= limits.chunk_tokens
+        and cell.requests <= limits.running
+        and length <= limits.context_tokens - 1
+        and cell.requests * (length + limits.page_tokens) <= limits.pool_tokens // 2
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A cell as it was measured. The median of the tries counts."""
+
+    cell: Cell
+    extends: tuple[tuple[int, int], ...]
+    tries_s: tuple[float, ...]
+
+    @property
+    def measurement(self) -> Measurement:
+        return Measurement(self.extends, self.cell.steps, median(self.tries_s))
+
+    @property
+    def spread(self) -> float:
+        """Between the fastest try and the slowest, relative to the median."""
+        return (max(self.tries_s) - min(self.tries_s)) / median(self.tries_s)
+
+
+class Replica:
+    """A server's /generate, as a client sees it."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, rng: Random) -> None:
+        self._session, self._url, self._rng = session, url.rstrip("/"), rng
+        self.limits = Limits(1, 1, 1, 1, 1)
+        self._plug_tokens = 0
+
+    async def connect(self) -> Mapping[str, Any]:
+        """Ask what it is, and find out how long a plug must be. Returns what it tells of itself."""
+        try:
+            async with self._session.get(f"{self._url}/server_info") as response:
+                if response.status != 200:
+                    raise CalibrationError(
+                        f"{self._url}/server_info: HTTP {response.status}; is it an SGLang server?"
+                    )
+                info: Mapping[str, Any] = await response.json()
+        except aiohttp.ClientError as error:
+            raise CalibrationError(f"cannot reach {self._url}: {error}") from None
+        self.limits = Limits.of_server(info)
+        await self.generate([self.prompt(self.limits.page_tokens + 1)], 2)  # whatever happens only once
+        self._plug_tokens = await self._find_plug()
+        return info
+
+    def prompt(self, tokens: int) -> list[int]:
+        return self._rng.choices(TOKEN_IDS, k=tokens)
+
+    async def generate(
+        self, prompts: Sequence[Sequence[int]], output_tokens: int
+    ) -> tuple[list[Mapping[str, Any]], float]:
+        """What the server says of each of these requests, sent together, and when the answer was there."""
+        sampling = {"max_new_tokens": output_tokens, "ignore_eos": True, "temperature": 0.0}
+        body = {"input_ids": list(prompts), "sampling_params": sampling}
+        try:
+            async with self._session.post(
+                f"{self._url}/generate", json=body, headers={"x-fair-client": "calibrate"}
+            ) as response:
+                if response.status != 200:
+                    text = " ".join((await response.text())[:200].split())
+                    raise CalibrationError(f"{self._url} refused a request: HTTP {response.status}: {text}")
+                answers = await response.json()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise CalibrationError(
+                f"{self._url} failed during the measurement: {error or 'timed out'}"
+            ) from None
+        return [answer["meta_info"] for answer in answers], time.monotonic()
+
+    async def measure(self, cell: Cell, tries: int) -> Timed:
+        """The time of one batch, several times over, each with other prompts behind the same prefixes."""
+        prefixes = [self.prompt(cell.cached_tokens) for _ in range(cell.requests)]
+        if cell.cached_tokens:
+            for prefix in prefixes:
+                await self.generate([prefix], 1)
+        found: list[tuple[tuple[tuple[int, int], ...], float]] = []
+        for _ in range(tries):
+            prompts = [[*prefix, *self.prompt(cell.extend_tokens)] for prefix in prefixes]
+            plug = asyncio.create_task(self.generate([self.prompt(self._plug_tokens)], 1))
+            await asyncio.sleep(PLUG_S / 10)
+            answers, done_s = await self.generate(prompts, 1 + cell.steps)
+            _, plugged_s = await plug
+            extends = tuple(
+                (answer["prompt_tokens"] - answer["cached_tokens"], answer["cached_tokens"])
+                for answer in answers
+            )
+            found.append((extends, max(done_s - plugged_s, 1e-6)))
+        return Timed(cell, found[-1][0], tuple(seconds for _, seconds in found))
+
+    async def alone_s(self, tries: int) -> tuple[tuple[tuple[int, int], ...], float]:
+        """One short request and one token, with nothing before it: what was asked, and the median."""
+        times, tokens = [], TAIL_TOKENS
+        for _ in range(tries):
+            began_s = time.monotonic()
+            _, done_s = await self.generate([self.prompt(tokens)], 1)
+            times.append(done_s - began_s)
+        return ((tokens, 0),), median(times)
+
+    async def _find_plug(self) -> int:
+        """Tokens of a prompt, in whole chunks, that takes `PLUG_S`; or the longest that there can be."""
+        most = min(self.limits.context_tokens - 2, self.limits.pool_tokens // 4)
+        tokens = self.limits.chunk_tokens
+        while True:
+            began_s = time.monotonic()
+            _, done_s = await self.generate([self.prompt(min(tokens, most))], 1)
+            if done_s - began_s >= PLUG_S or 2 * tokens > most:
+                return min(tokens, most)
+            tokens *= 2
+
+
+async def calibrate(url: str, *, quick: bool, seed: int, say: Say) -> dict[str, Any]:
+    """All that is written to the file; see the module. Raises CalibrationError."""
+    tries = 3 if quick else 5
+    started_unix_s = time.time()
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300)) as session:
+        replica = Replica(session, url, Random(seed))
+        info = await replica.connect()
+        cells, timed = grid(replica.limits, quick=quick), []
+        for place, cell in enumerate(cells):
+            timed.append(await replica.measure(cell, tries))
+            took = timed[-1].measurement.seconds
+            say(f"[{place + 1}/{len(cells)}] {cell}: {took * 1e3:.1f} ms, spread {timed[-1].spread:.0%}")
+        alone, alone_s = await replica.alone_s(2 * tries)
+    measured = [each.measurement for each in timed]
+    try:
+        model = fit(measured)
+    except ValueError as error:
+        raise CalibrationError(str(error)) from None
+    return {
+        "cost_model": to_json(model),
+        "fit": {
+            "all": asdict(errors(model, measured)),
+            "prefill": asdict(errors(model, [each for each in measured if not each.steps])),
+            "decode": asdict(errors(model, [each for each in measured if each.steps])),
+            "spread_of_tries": median(each.spread for each in timed),
+        },
+        "hop_s": max(0.0, alone_s - model.prefill_s(alone)),
+        "limits": asdict(replica.limits),
+        "server": {
+            key: info.get(key)
+            for key in ("version", "model_path", "device", "dtype", "schedule_policy", "tp_size")
+        },
+        "measured": [
+            {
+                **asdict(each.cell),
+                "extends": sorted(set(each.extends)),
+                "tries_s": each.tries_s,
+                "predicted_s": each.measurement.predicted_s(model),
+            }
+            for each in timed
+        ],
+        "quick": quick,
+        "seed": seed,
+        "versions": versions(),
+        "machine": machine(),
+        "started_unix_s": started_unix_s,
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of what measured; the server tells its own."""
+    found = {"python": platform.python_version()}
+    for name in ("sglang-fair", "aiohttp", "numpy"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """Where this program ran."""
+    return {
+        "system": platform.platform(),
+        "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+    }
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="sglang-fair calibrate",
+        description=(__doc__ or "").split("\n\n")[0],
+        epilog="The replica must be idle: whatever else it does is counted.",
+    )
+    parser.add_argument("url", metavar="URL", help="of an SGLang server, http://HOST:PORT")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("calibration.json"),
+        metavar="FILE",
+        help="where to write the cost model (default: %(default)s)",
+    )
+    parser.add_argument("--quick", action="store_true", help="a small grid and fewer tries")
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts (default: %(default)s)")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(sys.argv[1:] if arguments is None else arguments)
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    try:
+        if not options.url.startswith(("http://", "https://")):
+            raise CalibrationError(f"the URL must begin with http:// or https://, not be {options.url!r}")
+        found = asyncio.run(calibrate(options.url, quick=options.quick, seed=options.seed, say=say))
+        options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    except (CalibrationError, OSError) as error:
+        say(f"sglang-fair calibrate: {error}")
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    say(summary(found))
+    print(options.out)
+    return 0
+
+
+def summary(found: Mapping[str, Any]) -> str:
+    """What people want to know of a calibration, in a few lines."""
+    lines = ["fitted, in microseconds:"]
+    for name, value in found["cost_model"].items():
+        if name != "kind":
+            lines.append(f"  {name.removesuffix('_s').replace('_', ' '):22} {value * 1e6:12.4g}")
+    for kind in ("prefill", "decode"):
+        off = found["fit"][kind]
+        lines.append(
+            f"{kind}: median error {off['median']:.1%}, 90th percentile {off['p90']:.1%}, worst {off['worst']:.1%}"
+        )
+    lines.append(
+        f"spread between tries {found['fit']['spread_of_tries']:.0%}, way there and back {found['hop_s'] * 1e3:.1f} ms"
+    )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

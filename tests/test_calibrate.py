@@ -1,0 +1,164 @@
+"""Calibration: the fit, the grid, and a whole calibration of a real replica."""
+
+import asyncio
+import json
+from dataclasses import astuple, fields
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_fair import calibrate
+from sglang_fair.calibrate import Cell, Limits, grid
+from sglang_fair.sim.cost_model import Fitted, make_cost_model
+from sglang_fair.sim.fitting import Measurement, errors, fit, non_negative
+from tests.live import Replica
+
+KNOWN = Fitted(0.004, 2e-5, 3e-8, 2e-4, 0.003, 1.5e-4, 4e-7, 5e-6)
+CPU = Limits(chunk_tokens=2048, pool_tokens=24_576, running=64, context_tokens=32_768, page_tokens=16)
+GPU = Limits(chunk_tokens=8192, pool_tokens=400_000, running=256, context_tokens=131_072, page_tokens=1)
+
+
+def synthetic(model, cells, noise=0.0, seed=0):
+    rng = Random(seed)
+    bare = [
+        Measurement(((cell.extend_tokens, cell.cached_tokens),) * cell.requests, cell.steps, 1.0)
+        for cell in cells
+    ]
+    return [
+        Measurement(each.extends, each.steps, each.predicted_s(model) * rng.lognormvariate(0, noise))
+        for each in bare
+    ]
+
+
+# ---- the fit
+
+
+@pytest.mark.parametrize("limits", [CPU, GPU])
+@pytest.mark.parametrize("quick", [False, True])
+def test_the_grid_tells_all_coefficients_apart(limits, quick):
+    measured = synthetic(KNOWN, grid(limits, quick=quick))
+    assert astuple(fit(measured)) == pytest.approx(astuple(KNOWN), rel=1e-6)
+    assert errors(fit(measured), measured).worst < 1e-6
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_fit_bears_noise(seed):
+    """With 5 % of it, what the model says is near the truth all over the grid, and its errors are the noise."""
+    cells = grid(CPU)
+    found = fit(synthetic(KNOWN, cells, noise=0.05, seed=seed))
+    truth = errors(found, synthetic(KNOWN, cells))
+    assert truth.median < 0.03
+    assert truth.worst < 0.15
+    noisy = errors(found, synthetic(KNOWN, cells, noise=0.05, seed=seed))
+    assert 0.01 < noisy.median < 0.06 < noisy.worst
+
+
+@pytest.mark.parametrize("missing", [own.name for own in fields(Fitted)])
+def test_what_costs_nothing_is_found_to_cost_nothing(missing):
+    free = Fitted(**{own.name: getattr(KNOWN, own.name) * (own.name != missing) for own in fields(Fitted)})
+    found = fit(synthetic(free, grid(CPU), noise=0.02))
+    assert all(value >= 0 for value in astuple(found))
+    assert errors(found, synthetic(free, grid(CPU))).worst < 0.05
+
+
+def test_a_fit_needs_enough_that_differs():
+    for measured in (
+        [],
+        synthetic(KNOWN, [Cell(1, 16)] * 20),
+        synthetic(KNOWN, [c for c in grid(CPU) if not c.steps]),
+    ):
+        with pytest.raises(ValueError, match="do not tell 8 coefficients apart"):
+            fit(measured)
+    with pytest.raises(ValueError, match="nothing was measured"):
+        errors(KNOWN, [])
+
+
+@pytest.mark.parametrize("bad", [((), 1, 1.0), (((1, 0),), -1, 1.0), (((1, 0),), 0, 0.0)])
+def test_a_measurement_is_of_something(bad):
+    with pytest.raises(ValueError, match="not a measurement"):
+        Measurement(*bad)
+
+
+@given(st.integers(0, 10**6))
+def test_non_negative_least_squares_meet_their_conditions(seed):
+    """Karush-Kuhn-Tucker: the gradient vanishes where a coefficient is used and points up where it is 0."""
+    rng = np.random.default_rng(seed)
+    matrix, target = rng.normal(size=(12, 4)), rng.normal(size=12)
+    found = non_negative(matrix, target)
+    gradient = matrix.T @ (matrix @ found - target)
+    assert (found >= 0).all()
+    assert gradient[found > 0] == pytest.approx(0, abs=1e-9)
+    assert (gradient[found == 0] >= -1e-9).all()
+
+
+# ---- the grid
+
+
+@given(
+    st.builds(
+        Limits,
+        chunk_tokens=st.integers(64, 16_384),
+        pool_tokens=st.integers(8192, 10**6),
+        running=st.integers(1, 512),
+        context_tokens=st.integers(2048, 131_072),
+        page_tokens=st.sampled_from([1, 16, 64]),
+    ),
+    st.booleans(),
+)
+def test_every_cell_is_one_batch_that_fits(limits, quick):
+    cells = grid(limits, quick=quick)
+    assert any(cell.steps for cell in cells)
+    assert len(set(cells)) == len(cells)
+    for cell in cells:
+        assert 0 < cell.requests * cell.extend_tokens <= limits.chunk_tokens
+        assert cell.requests <= limits.running
+        length = cell.cached_tokens + cell.extend_tokens + 1 + cell.steps
+        assert length < limits.context_tokens
+        assert cell.requests * length <= limits.pool_tokens / 2
+
+
+def test_limits_are_what_the_server_tells():
+    told = {"chunked_prefill_size": 8192, "max_prefill_tokens": 16_384, "max_total_num_tokens": 400_000, "page_size": 1,
+            "max_running_requests": 256, "context_length": 131_072}  # fmt: skip
+    assert Limits.of_server(told) == GPU
+    assert Limits.of_server({**told, "chunked_prefill_size": -1}).chunk_tokens == 16_384
+    assert Limits.of_server({}).chunk_tokens > 0
+
+
+# ---- the command
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [("localhost:1", "must begin with http://"), ("http://127.0.0.1:1", "cannot reach http://127.0.0.1:1")],
+)
+def test_errors_are_one_line(url, says, capsys, tmp_path):
+    assert calibrate.main([url, "--out", str(tmp_path / "none.json")]) == 1
+    said = capsys.readouterr().err
+    assert says in said
+    assert said.count("\n") == 1
+    assert not (tmp_path / "none.json").exists()
+
+
+@pytest.mark.engine
+def test_a_real_replica_is_calibrated(tmp_path, capsys):
+    path = tmp_path / "tiny.json"
+    with Replica("--policy", "dlpm") as replica:
+        assert calibrate.main([replica.url, "--out", str(path), "--quick", "--seed", "3"]) == 0
+        idle = asyncio.run(replica.ask("someone", list(range(3, 100)), 2))
+        assert idle.status == 200
+    found = json.loads(path.read_text())
+    model = make_cost_model(str(path))
+    assert isinstance(model, Fitted)
+    assert model.prefill_s([(1000, 0)]) > 0
+    assert model.decode_s(4, 4000) > 0
+    assert found["seed"] == 3
+    assert found["server"]["version"]
+    assert found["limits"]["page_tokens"] == 16
+    assert all(len(each["tries_s"]) == 3 for each in found["measured"])
+    cached = {(each["cached_tokens"], tuple(map(tuple, each["extends"]))) for each in found["measured"]}
+    assert all(behind == (extends[0][1] if behind else 0) for behind, extends in cached), cached
+    assert "median error" in capsys.readouterr().err
