@@ -210,6 +210,7 @@ class Simulation:
         """To the plan's end. Raises RuntimeError if programs wait for what never comes."""
         self._schedule_arrivals()
         self._at(0.0, self._sample, 0)
+        self._at(self._step_s, self._look, 1)
         events = self._events
         while events and not self._stopping:
             self.now_s, _, action, argument = heappop(events)
@@ -225,6 +226,11 @@ class Simulation:
     def _at(self, time_s: float, action: Callable[[Any], None], argument: Any) -> None:
         self._scheduled += 1
         heappush(self._events, (time_s, self._scheduled, action, argument))
+
+    def _again(self, every_s: float, action: Callable[[int], None], count: int) -> None:
+        """The next of the two actions at even times, unless nothing is to come but the other one."""
+        if len(self._events) > 1:
+            self._at((count + 1) * every_s, action, count + 1)
 
     # ---- when programs begin and the run ends
 
@@ -458,7 +464,8 @@ class Simulation:
         assert flight is not None, event
         match event:
             case Progress():
-                self._receive(flight, event)
+                if not flight.token_times:
+                    self._receive(flight, event.t_s, event.output_tokens)
             case Finished():
                 del self._flights[event.id]
                 self._finish(flight, event)
@@ -469,14 +476,21 @@ class Simulation:
             case _:
                 assert_never(event)
 
-    def _receive(self, flight: _Flight, event: Progress) -> None:
-        if not flight.token_times:
-            flight.told_s = event.t_s
-        self._receive_more(flight, event.t_s, event.output_tokens)
+    def _look(self, count: int) -> None:
+        """What the running requests have received, at even times."""
+        for place, replica in enumerate(self.replicas):
+            self._advance(place)
+            for job in replica.queue.running():
+                if job.output_tokens:
+                    self._receive(self._flights[job.id], self.now_s, job.output_tokens)
+        self._again(self._step_s, self._look, count)
 
-    def _receive_more(self, flight: _Flight, t_s: float, output_tokens: int) -> None:
+    def _receive(self, flight: _Flight, t_s: float, output_tokens: int) -> None:
+        """So many tokens have come so far."""
         times = flight.token_times
-        if times and (t_s - times[-1][0] < self._step_s or output_tokens == times[-1][1]):
+        if not times:
+            flight.told_s = t_s
+        elif output_tokens == times[-1][1]:
             return
         times.append((round(t_s, 6), output_tokens))
         if self._tells_output and t_s - flight.told_s >= PROGRESS_S:
@@ -561,9 +575,6 @@ class Simulation:
         """Ask all replicas, as the driver asks for their `/fair`."""
         for place, replica in enumerate(self.replicas):
             self._advance(place)
-            for job in replica.queue.running():
-                if job.output_tokens:
-                    self._receive_more(self._flights[job.id], self.now_s, job.output_tokens)
             state = replica.queue.status()
             known = {
                 client.name: {meter: account[meter] for meter in METERS}
@@ -576,8 +587,7 @@ class Simulation:
         self.progress.now_s = self.now_s
         if self._watch is not None:
             self._watch(self.progress)
-        if self._events:  # else nothing would ever happen any more
-            self._at((count + 1) * self._plan.sample_s, self._sample, count + 1)
+        self._again(self._plan.sample_s, self._sample, count)
 
 
 def _complete(token_times: list[tuple[float, int]], t_s: float, output_tokens: int) -> None:

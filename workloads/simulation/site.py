@@ -23,6 +23,10 @@ from sglang_fair.sim.replica import Replica, Settings
 from sglang_fair.sim.shapes import SHAPES
 
 
+_LONGEST_RUN = 10_000
+"""Decode steps that a replica may take at once: whoever wants to know of progress looks at the queue's jobs."""
+
+
 @dataclass(frozen=True)
 class Site:
     """One cluster. ValueError, in one line, for what cannot be built.
@@ -131,6 +135,7 @@ class Site:
             kv_tokens=self._kv_tokens() if self.kv_tokens is None else self.kv_tokens,
             page_tokens=self.page_tokens,
             ignore_eos=self.ignore_eos,
+            progress_steps=_LONGEST_RUN,
             **{name: value for name, value in given.items() if value is not None},
         )
 
