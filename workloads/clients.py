@@ -16,7 +16,7 @@ from workloads.programs.chat import Chat
 from workloads.programs.codec import Codec
 from workloads.programs.document_qa import DocumentQa
 from workloads.programs.judge import Judge
-from workloads.programs.prose import Articles, Passages, Source, WordProblems, draw, seeded
+from workloads.programs.prose import Articles, Passages, Source, WordProblems, draw, filler, seeded
 from workloads.programs.single import Single
 from workloads.programs.tree_of_thought import TreeOfThought
 
@@ -252,12 +252,12 @@ def fixed_length_client(
             f"{name}: a request needs output and, beyond its prefix, input: "
             f"{output_tokens} and {input_tokens} tokens with {prefix_tokens} of prefix"
         )
-    source, single = Passages(), Single(output_tokens)
-    shared = seeded(seed, name, "prefix") if prefix is None else seeded(seed, "prefix", prefix)
-    common = [draw(source, shared, codec, prefix_tokens)] if prefix_tokens else []
+    single = Single(output_tokens)
+    shared = f"{seed}/{name}/prefix" if prefix is None else f"{seed}//{prefix}"
+    common = [filler(shared, codec, prefix_tokens)] if prefix_tokens else []
 
     def program(index: int) -> Program:
-        own = draw(source, seeded(seed, name, "prompt", index), codec, input_tokens - prefix_tokens)
+        own = filler(f"{seed}/{name}/{index}", codec, input_tokens - prefix_tokens)
         return single.program(codec.join(*common, own))
 
     return Client(name, program, arrivals, seed, app, well_behaved, single.requests)

@@ -7,9 +7,9 @@ unless the program wants them to: DLPM's bounds are stated for clients that shar
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from hashlib import blake2b
 from itertools import islice
 from random import Random
-from string import ascii_lowercase
 from typing import Protocol
 
 from workloads.programs.call import Prompt
@@ -124,10 +124,7 @@ class Passages:
     """
 
     def sentences(self, rng: Random) -> Iterator[str]:
-        yield "".join(rng.choices(ascii_lowercase, k=_HEADING_LETTERS)) + "."
-        passages = _book()
-        while True:
-            yield rng.choice(passages)
+        return _passages(rng.getrandbits(128))
 
     def natural_pieces(self, rng: Random) -> int:
         return rng.randint(3, 5)
@@ -136,7 +133,22 @@ class Passages:
         return ""
 
 
-_HEADING_LETTERS = 12
+def filler(name: str, codec: Codec, tokens: int) -> Prompt:
+    """`tokens` tokens of `Passages`, the same for the same name: for prompts by the million."""
+    digest = blake2b(name.encode(), digest_size=16).digest()
+    return codec.cut(_at_least(_passages(int.from_bytes(digest, "little")), codec, tokens), tokens)
+
+
+def _passages(number: int) -> Iterator[str]:
+    """A word for the lower 64 bits of `number`, then the book from where the upper ones say."""
+    yield f"{number % 2**64:016x}."
+    passages = _book()
+    place = number >> 64
+    while True:
+        yield passages[place % len(passages)]
+        place += 1
+
+
 _PASSAGES, _PASSAGE_SENTENCES = 128, 8
 
 

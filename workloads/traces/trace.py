@@ -15,7 +15,7 @@ from workloads.arrivals import GivenArrivals
 from workloads.clients import Client
 from workloads.programs.call import Program, Prompt
 from workloads.programs.codec import Codec
-from workloads.programs.prose import Passages, draw, seeded
+from workloads.programs.prose import filler
 from workloads.programs.single import Single
 
 BLOCK_TOKENS = 512
@@ -134,11 +134,10 @@ class _Prompts:
 
     def of(self, request: TraceRequest, client: str, index: int) -> Prompt:
         if not request.blocks:
-            rng = seeded(self._seed, client, index)
-            return draw(Passages(), rng, self._codec, request.input_tokens)
+            return filler(f"{self._seed}/{client}/{index}", self._codec, request.input_tokens)
         *whole, last = request.blocks
         rest = request.input_tokens - BLOCK_TOKENS * len(whole)
         return self._codec.join(*(self._block(block) for block in whole), self._make_block(last, rest))
 
     def _make_block(self, block: int, tokens: int = BLOCK_TOKENS) -> Prompt:
-        return draw(Passages(), seeded(self._seed, "block", block), self._codec, tokens)
+        return filler(f"{self._seed}//{block}", self._codec, tokens)
