@@ -38,6 +38,12 @@ PLUG_S = 0.1
 TOKEN_IDS = range(3, 256)
 """Prompts are drawn from these. Every vocabulary has them, and mostly as plain tokens."""
 
+LONGEST_TOKENS = 8192
+"""How long a context is measured, by default."""
+
+SHORTEST_TOKENS = 512
+"""Below this, there is nothing to see of a context's length."""
+
 Say = Callable[[str], None]
 
 
@@ -93,12 +99,16 @@ TAIL_TOKENS = 16
 """Computed before decoding is measured; the rest of the context is cached."""
 
 
-def grid(limits: Limits, *, quick: bool = False) -> list[Cell]:
-    """What to measure: prefills alone, then decoding. Every cell is one prefill batch and fits the pool."""
+def grid(limits: Limits, longest_tokens: int, *, quick: bool = False) -> list[Cell]:
+    """What to measure: prefills alone, then decoding, with up to `longest_tokens` cached. Every cell is one prefill
+    batch and fits the pool. Contexts that do not occur are better left out: the less there is to be linear in."""
     sizes = (1, 8) if quick else (1, 4, 16)
     parts = (4, 1) if quick else (16, 4, 2, 1)
-    prefixes = (0, 2048) if quick else (0, 512, 2048, 8192)
-    contexts = (64, 1024) if quick else (64, 512, 2048)
+    longest = min(longest_tokens, limits.context_tokens * 3 // 4, limits.pool_tokens // 2)
+    prefixes = (0, longest) if quick else (0, longest // 16, longest // 4, longest)
+    contexts = (
+        (longest // 32, longest // 2) if quick else (longest // 32, longest // 8, longest // 2, longest)
+    )
     batches = (1, 16) if quick else (1, 4, 16, 64)
     cells = {
         Cell(requests, limits.chunk_tokens // part // requests, prefix)
@@ -123,7 +133,7 @@ def _fits(cell: Cell, limits: Limits) -> bool:
         cell.requests * cell.extend_tokens <= limits.chunk_tokens
         and cell.requests <= limits.running
         and length <= limits.context_tokens - 1
-        and cell.requests * (length + limits.page_tokens) <= limits.pool_tokens // 2
+        and cell.requests * (length + limits.page_tokens) <= limits.pool_tokens * 3 // 4
     )
 
 
@@ -233,14 +243,16 @@ class Replica:
             tokens *= 2
 
 
-async def calibrate(url: str, *, quick: bool, seed: int, say: Say) -> dict[str, Any]:
+async def calibrate(
+    url: str, *, longest_tokens: int = LONGEST_TOKENS, quick: bool = False, seed: int = 0, say: Say
+) -> dict[str, Any]:
     """All that is written to the file; see the module. Raises CalibrationError."""
     tries = 3 if quick else 5
     started_unix_s = time.time()
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300)) as session:
         replica = Replica(session, url, Random(seed))
         info = await replica.connect()
-        cells, timed = grid(replica.limits, quick=quick), []
+        cells, timed = grid(replica.limits, longest_tokens, quick=quick), []
         for place, cell in enumerate(cells):
             timed.append(await replica.measure(cell, tries))
             took = timed[-1].measurement.seconds
@@ -274,6 +286,7 @@ async def calibrate(url: str, *, quick: bool, seed: int, say: Say) -> dict[str, 
             }
             for each in timed
         ],
+        "longest_tokens": longest_tokens,
         "quick": quick,
         "seed": seed,
         "versions": versions(),
@@ -316,6 +329,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         metavar="FILE",
         help="where to write the cost model (default: %(default)s)",
     )
+    parser.add_argument(
+        "--context",
+        type=int,
+        default=LONGEST_TOKENS,
+        metavar="TOKENS",
+        help="the longest context that matters to your traffic (default: %(default)s)",
+    )
     parser.add_argument("--quick", action="store_true", help="a small grid and fewer tries")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts (default: %(default)s)")
     return parser.parse_args(arguments)
@@ -330,7 +350,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if not options.url.startswith(("http://", "https://")):
             raise CalibrationError(f"the URL must begin with http:// or https://, not be {options.url!r}")
-        found = asyncio.run(calibrate(options.url, quick=options.quick, seed=options.seed, say=say))
+        if options.context < SHORTEST_TOKENS:
+            raise CalibrationError(
+                f"--context must be at least {SHORTEST_TOKENS} tokens, not {options.context}"
+            )
+        found = asyncio.run(
+            calibrate(
+                options.url,
+                longest_tokens=options.context,
+                quick=options.quick,
+                seed=options.seed,
+                say=say,
+            )
+        )
         options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     except (CalibrationError, OSError) as error:
         say(f"sglang-fair calibrate: {error}")

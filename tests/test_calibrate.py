@@ -39,7 +39,7 @@ def synthetic(model, cells, noise=0.0, seed=0):
 @pytest.mark.parametrize("limits", [CPU, GPU])
 @pytest.mark.parametrize("quick", [False, True])
 def test_the_grid_tells_all_coefficients_apart(limits, quick):
-    measured = synthetic(KNOWN, grid(limits, quick=quick))
+    measured = synthetic(KNOWN, grid(limits, 8192, quick=quick))
     assert astuple(fit(measured)) == pytest.approx(astuple(KNOWN), rel=1e-6)
     assert errors(fit(measured), measured).worst < 1e-6
 
@@ -47,7 +47,7 @@ def test_the_grid_tells_all_coefficients_apart(limits, quick):
 @pytest.mark.parametrize("seed", range(5))
 def test_the_fit_bears_noise(seed):
     """With 5 % of it, what the model says is near the truth all over the grid, and its errors are the noise."""
-    cells = grid(CPU)
+    cells = grid(CPU, 4096)
     found = fit(synthetic(KNOWN, cells, noise=0.05, seed=seed))
     truth = errors(found, synthetic(KNOWN, cells))
     assert truth.median < 0.03
@@ -59,16 +59,16 @@ def test_the_fit_bears_noise(seed):
 @pytest.mark.parametrize("missing", [own.name for own in fields(Fitted)])
 def test_what_costs_nothing_is_found_to_cost_nothing(missing):
     free = Fitted(**{own.name: getattr(KNOWN, own.name) * (own.name != missing) for own in fields(Fitted)})
-    found = fit(synthetic(free, grid(CPU), noise=0.02))
+    found = fit(synthetic(free, grid(CPU, 4096), noise=0.02))
     assert all(value >= 0 for value in astuple(found))
-    assert errors(found, synthetic(free, grid(CPU))).worst < 0.05
+    assert errors(found, synthetic(free, grid(CPU, 4096))).worst < 0.05
 
 
 def test_a_fit_needs_enough_that_differs():
     for measured in (
         [],
         synthetic(KNOWN, [Cell(1, 16)] * 20),
-        synthetic(KNOWN, [c for c in grid(CPU) if not c.steps]),
+        synthetic(KNOWN, [c for c in grid(CPU, 4096) if not c.steps]),
     ):
         with pytest.raises(ValueError, match="do not tell 8 coefficients apart"):
             fit(measured)
@@ -106,10 +106,11 @@ def test_non_negative_least_squares_meet_their_conditions(seed):
         context_tokens=st.integers(2048, 131_072),
         page_tokens=st.sampled_from([1, 16, 64]),
     ),
+    st.integers(512, 32_768),
     st.booleans(),
 )
-def test_every_cell_is_one_batch_that_fits(limits, quick):
-    cells = grid(limits, quick=quick)
+def test_every_cell_is_one_batch_that_fits(limits, longest, quick):
+    cells = grid(limits, longest, quick=quick)
     assert any(cell.steps for cell in cells)
     assert len(set(cells)) == len(cells)
     for cell in cells:
@@ -117,7 +118,8 @@ def test_every_cell_is_one_batch_that_fits(limits, quick):
         assert cell.requests <= limits.running
         length = cell.cached_tokens + cell.extend_tokens + 1 + cell.steps
         assert length < limits.context_tokens
-        assert cell.requests * length <= limits.pool_tokens / 2
+        assert cell.cached_tokens <= longest
+        assert cell.requests * length <= limits.pool_tokens * 3 / 4
 
 
 def test_limits_are_what_the_server_tells():
@@ -143,11 +145,19 @@ def test_errors_are_one_line(url, says, capsys, tmp_path):
     assert not (tmp_path / "none.json").exists()
 
 
+def test_a_context_too_short_to_measure_is_refused(capsys):
+    assert calibrate.main(["http://127.0.0.1:1", "--context", "100"]) == 1
+    assert "--context must be at least 512 tokens" in capsys.readouterr().err
+
+
 @pytest.mark.engine
 def test_a_real_replica_is_calibrated(tmp_path, capsys):
     path = tmp_path / "tiny.json"
     with Replica("--policy", "dlpm") as replica:
-        assert calibrate.main([replica.url, "--out", str(path), "--quick", "--seed", "3"]) == 0
+        assert (
+            calibrate.main([replica.url, "--out", str(path), "--quick", "--context", "1024", "--seed", "3"])
+            == 0
+        )
         idle = asyncio.run(replica.ask("someone", list(range(3, 100)), 2))
         assert idle.status == 200
     found = json.loads(path.read_text())

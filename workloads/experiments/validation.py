@@ -48,6 +48,9 @@ from workloads.simulation import Site, describe, simulate
 
 WORKLOADS = ("tot-s1", "judge-s1")
 
+LONGEST_TOKENS = 2048
+"""No context of the workloads is longer."""
+
 CURVE_POINTS = 60
 
 GOALS = {"throughput": 0.10, "service": 0.10, "hit_rate": 0.05}
@@ -55,9 +58,10 @@ GOALS = {"throughput": 0.10, "service": 0.10, "hit_rate": 0.05}
 
 BENCH = Site(
     gpu="cpu", model="bench", quantum=500.0, worker_quantum=16_000.0, kv_tokens=24_576, max_running=16,
-    chunked_prefill_tokens=2048,
+    chunked_prefill_tokens=1024,
 )  # fmt: skip
-"""As `sglang-fair compare` runs it, but for the number of replicas: a second one would share the cores."""
+"""As `sglang-fair compare` runs it, with two differences: a second replica would share the cores, and longer chunks
+do not fit this kind of processor's cache, so that their time would not be linear."""
 
 A100 = Site(quantum=500.0, worker_quantum=16_000.0, replicas=2, max_running=64, chunked_prefill_tokens=8192)
 
@@ -188,7 +192,9 @@ class _Validate:
 
     async def _calibrate(self, cluster: Cluster) -> dict[str, Any]:
         """Measure the replica, and take the measurement for the site's cost model."""
-        found = await calibrate(cluster.replicas[0], quick=False, seed=int(self._seed), say=_say)
+        found = await calibrate(
+            cluster.replicas[0], longest_tokens=LONGEST_TOKENS, seed=int(self._seed), say=_say
+        )
         path = self._folder / "calibration.json"
         path.write_text(json.dumps(found), encoding="utf-8")
         self._site = replace(self._site, cost_model=str(path), hop_s=found["hop_s"])
