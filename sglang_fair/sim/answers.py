@@ -5,6 +5,7 @@ the cache. The prompt's digest seeds PCG64, whose raw output is taken modulo the
 with the shorter one.
 """
 
+from functools import lru_cache
 from hashlib import blake2b
 
 import numpy as np
@@ -16,6 +17,7 @@ LETTERS = range(97, 123)
 """a to z, where a token is a byte of text."""
 
 
+@lru_cache(maxsize=256)  # who caches an answer and who reads it ask one after the other
 def answer(prompt: bytes, tokens: int, vocabulary: range = LETTERS) -> bytes:
     """The first `tokens` tokens of the answer to `prompt`, each from `vocabulary`, a range with step 1.
 
