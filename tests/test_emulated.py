@@ -224,6 +224,10 @@ class TestPlan:
         assert said in str(refused.value)
         assert "\n" not in str(refused.value)
 
+    @pytest.mark.parametrize("device", ["auto", "cpu", "cuda"])
+    def test_a_device_alone_says_enough(self, device: str) -> None:
+        check(Options(device=device), ("d2lpm",))
+
 
 FAKE_ZYGOTE = """
 import os, signal, socket, subprocess, sys, time

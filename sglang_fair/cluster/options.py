@@ -144,7 +144,7 @@ def check(options: Options, placements: Collection[str]) -> None:
         if number is not None and not number > 0:
             raise ConfigError(f"{option} must be above 0, not {number}")
     options.emulation()
-    if options.engine in DEVICES and options.device not in ("auto", options.engine):
+    if options.engine not in ("auto", "emulated") and options.device not in ("auto", options.engine):
         raise ConfigError(f"--engine {options.engine} and --device {options.device} contradict each other")
     if options.engine == "emulated" and options.device == "cuda":
         raise ConfigError("--engine emulated needs no GPU: leave --device out")
