@@ -26,12 +26,12 @@ from workloads.compare.runs import LOADS, machine, versions
 from workloads.medians import Row, ratios, rows
 from workloads.records import read
 from workloads.report import comparison_table, number, ratio_table
-from workloads.simulation.comparison import Came, Case, Processes, turns, with_rates
+from workloads.simulation.comparison import STAND_INS, Came, Case, Processes, read_trace, turns, with_rates
 from workloads.simulation.site import Site
 
 OURS = "d2lpm+dlpm"
 
-FILE_COLUMNS = 150
+FILE_COLUMNS = 180
 """Width of tables that go into a file."""
 
 
@@ -69,8 +69,26 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     what("--client-weights", default="{}", metavar="JSON", help='shares, for example {"bad": 0.5}')
     what("--hop", type=float, default=site.hop_s, metavar="S", help="network time of a request, both ways")
     load = parser.add_argument_group("the traffic").add_argument
-    load("--workloads", default=",".join(case.workloads), metavar="W,...", help="of " + ", ".join(SCENARIOS))
-    load("--rate", type=float, metavar="R", help="programs/s of each client (default: by the load)")
+    load(
+        "--workloads",
+        metavar="W,...",
+        help=f"of {', '.join(SCENARIOS)}; {', '.join(STAND_INS)}: made-up traces with the statistics of real ones "
+        f"(default: {','.join(case.workloads)}, with --trace none)",
+    )
+    load(
+        "--trace",
+        action="append",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help="replay JSON lines of arrival_s, client, input_tokens, output_tokens, or Mooncake's; repeatable",
+    )
+    load(
+        "--rate",
+        type=float,
+        metavar="R",
+        help="programs/s of each client (default: by the load); of a trace, all requests/s (default: its own)",
+    )
     load(
         "--load",
         type=float,
@@ -107,7 +125,20 @@ def case_of(arguments: argparse.Namespace) -> Case:
     replicas = tuple(int(count) for count in _numbers("--replicas", arguments.replicas, whole=True))
     if not replicas:
         raise ValueError("--replicas: no number is given")
-    workloads = tuple(name for name in arguments.workloads.split(",") if name)
+    traces = {path.stem: path for path in arguments.trace}
+    if len(traces) < len(arguments.trace):
+        raise ValueError("two traces have the same name")
+    named = (
+        arguments.workloads
+        if arguments.workloads is not None
+        else ""
+        if traces
+        else ",".join(Case().workloads)
+    )
+    workloads = (*dict.fromkeys(name for name in named.split(",") if name), *traces)
+    stand_ins = {name: None for name in workloads if name in STAND_INS and name not in traces}
+    for name, path in traces.items():
+        read_trace(name, path)
     if arguments.cost_model and arguments.kv_tokens is None:
         raise ValueError("--cost-model tells no memory: give --kv-tokens as well")
     site = Site(
@@ -127,6 +158,7 @@ def case_of(arguments: argparse.Namespace) -> Case:
         site=site,
         schedulers=tuple(name for name in arguments.schedulers.split(",") if name),
         workloads=workloads,
+        traces={**stand_ins, **traces},
         replicas=replicas,
         quanta=_numbers("--quantum", arguments.quantum) or (None,),
         worker_quanta=_numbers("--worker-quantum", arguments.worker_quantum) or (None,),
@@ -179,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _measured(case: Case, processes: Processes, console: Console) -> Case:
     """With a rate for each workload."""
-    missing = [workload for workload in case.workloads if workload not in case.rates_per_s]
+    missing = [name for name in case.workloads if name not in case.rates_per_s and name not in case.traces]
     if missing:
         console.print(f"measuring the capacity for {', '.join(missing)}", highlight=False)
     for workload, found in zip(missing, processes.capacities(case, missing), strict=True):
@@ -258,7 +290,7 @@ def _keep(
     summaries = [one.summary for one in came]
     told = {
         "comparison": json.loads(line),
-        "case": asdict(case),
+        "case": json.loads(json.dumps(asdict(case), default=str)),
         "ratios": ratios(table, summaries, OURS),
         "machine": machine(),
         "runs": [asdict(summary) for summary in summaries],

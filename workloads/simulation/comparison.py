@@ -23,12 +23,29 @@ from workloads.programs import PackedCodec
 from workloads.records import Run
 from workloads.simulation.cluster import describe, simulate
 from workloads.simulation.site import Site
+from workloads.traces import Trace, arena, mooncake
 
 BURST_S = 60.0
 """A burst that measures capacity lasts at least so long: its start and its tail are part of the time."""
 
 MOST_BURST_PROGRAMS = 4096
 """Of one client, however fast the site is."""
+
+
+STAND_INS: Mapping[str, Callable[[Path | None], Trace]] = {"arena": arena, "mooncake": mooncake}
+"""Traces that can be named without a file."""
+
+
+def read_trace(name: str, path: Path | None) -> Trace:
+    """The trace in `path`, in Mooncake's form or with a client in each line; without one, a stand-in.
+
+    Raises OSError, and ValueError that names the line.
+    """
+    if path is None:
+        return STAND_INS[name](None)
+    with path.open(encoding="utf-8") as lines:
+        is_mooncake = '"hash_ids"' in lines.readline()
+    return mooncake(path) if is_mooncake else arena(path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +56,8 @@ class Case:
     """What all variants have in common."""
     schedulers: tuple[str, ...] = SCHEDULERS
     workloads: tuple[str, ...] = ("tot-s1", "judge-s1")
+    traces: Mapping[str, Path | None] = field(default_factory=dict)
+    """By workload: the file that is replayed; None: the stand-in for the trace of that name."""
     replicas: tuple[int, ...] = (2,)
     quanta: tuple[float | None, ...] = (None,)
     worker_quanta: tuple[float | None, ...] = (None,)
@@ -54,14 +73,15 @@ class Case:
     """A client's part of its equal share of the capacity, in well-behaved programs. None: by kind of program."""
     cv: float = 1.0
     rates_per_s: Mapping[str, float] = field(default_factory=dict)
-    """Programs a second and client, by workload; measured where missing."""
+    """By workload, programs a second and client, measured where missing; of a trace, requests a second of all
+    clients, as in the trace where missing."""
     scale: Scale = field(default_factory=Scale)
 
     def __post_init__(self) -> None:
-        unknown = [name for name in self.workloads if name not in SCENARIOS]
+        unknown = [name for name in self.workloads if name not in {*SCENARIOS, *self.traces}]
         if unknown or not self.workloads:
             raise ValueError(
-                f"unknown workload {', '.join(unknown) or 'none'}; there are {', '.join(SCENARIOS)}"
+                f"unknown workload {', '.join(unknown) or 'none'}; there are {', '.join([*SCENARIOS, *STAND_INS])}"
             )
         if not self.schedulers:
             raise ValueError("no scheduler to compare")
@@ -110,10 +130,20 @@ class Case:
             found.append(Variant(" ".join([scheduler, *told]), site))
         return found
 
+    def traffic(self, workload: str, seed: str) -> tuple[Client, ...]:
+        """The clients of one run."""
+        rate = self.rates_per_s.get(workload)
+        if workload not in self.traces:
+            assert rate is not None, workload
+            return self.clients(workload, rate_per_s=rate, seed=seed)
+        trace = read_trace(workload, self.traces[workload])
+        sent = trace if rate is None else trace.at_rate(rate)
+        return sent.between(0.0, self.duration_s).clients(PackedCodec(), seed=seed)
+
     def clients(
         self, workload: str, *, rate_per_s: float, seed: str, with_bad: bool = True
     ) -> tuple[Client, ...]:
-        """Those of `workload`; all are active from the start."""
+        """Those of `workload`; all are active from the start, but a trace's."""
         return SCENARIOS[workload].clients(
             scale=self.scale,
             rate_per_s=rate_per_s,
@@ -192,7 +222,7 @@ def with_rates(case: Case, workload: str, measured: float) -> Case:
 def run_turn(turn: Turn) -> Came:
     """One run, in whichever process."""
     case, seed = turn.case, f"{turn.case.seed}.{turn.repeat}"
-    clients = case.clients(turn.workload, rate_per_s=case.rates_per_s[turn.workload], seed=seed)
+    clients = case.traffic(turn.workload, seed)
     manifest = replace(
         describe(
             turn.variant.site, clients, case.plan, seed=seed, workload=turn.workload, repeat=turn.repeat

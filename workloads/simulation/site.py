@@ -22,7 +22,6 @@ from sglang_fair.sim.gpus import GPUS
 from sglang_fair.sim.replica import Replica, Settings
 from sglang_fair.sim.shapes import SHAPES
 
-
 _LONGEST_RUN = 10_000
 """Decode steps that a replica may take at once: whoever wants to know of progress looks at the queue's jobs."""
 
