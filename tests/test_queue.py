@@ -84,6 +84,38 @@ def test_charges_sum_to_the_cost_of_what_was_given(first, pieces, cost):
     assert queue.policy.counters() == {"a": pytest.approx(cost(extend, output))}
 
 
+@QUEUE
+@given(
+    limits=st.lists(st.integers(0, 12), min_size=1, max_size=6),
+    runs=st.lists(st.integers(0, 4), max_size=6),
+    policy=st.sampled_from([Vtc, lambda: Dlpm(quantum=10), VtcOracle]),
+    cost=st.sampled_from([Linear(), Linear(0.25, 0.5), Square()]),
+)
+def test_emitting_for_all_is_emitting_for_one_after_the_other(limits, runs, policy, cost):
+    """Books, counters, what is owed, and what was not asked for; jobs of three clients and one of the server's."""
+    both = []
+    for at_once in (True, False):
+        queue = FairQueue(policy(), cost)
+        jobs = [
+            admit(
+                queue, arrive(queue, str(n), "abc"[n % 3], max_output_tokens=limit, expected_output_tokens=5)
+            )
+            for n, limit in enumerate(limits)
+        ]
+        jobs.append(admit(queue, arrive(queue, "probe", system=True)))
+        for tokens in runs:
+            if at_once:
+                queue.emit_each(jobs, tokens)
+            else:
+                for job in jobs:
+                    queue.emit(job, tokens)
+        usage = {client: queue.ledger.usage(client) for client in ("a", "b", "c", SYSTEM)}
+        owed = {client: presence.owed_tokens for client, presence in queue._clients.items()}
+        written = [(job.output_tokens, job.unasked_tokens) for job in jobs]
+        both.append((usage, queue.ledger.total, queue.policy.counters(), owed, written))
+    assert both[0] == both[1]
+
+
 def test_cached_tokens_are_free_and_shown():
     queue = new_queue(Vtc())
     admit(queue, arrive(queue, "1"), extend=3, cached=40)

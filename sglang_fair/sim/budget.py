@@ -102,9 +102,10 @@ class NewTokenRatio:
         self._from, self._steps = self._settings.new_token_ratio, 0
 
     def retracted(self, requests: int, output_tokens: int, max_output_tokens: int) -> None:
-        """After a retraction so many requests run, with that much output of that much they may make."""
+        """After a retraction so many requests run, with that much output of that much they may make. The decode step
+        that follows does not count."""
         expected = output_tokens + self._settings.retract_steps * requests
-        self._from, self._steps = min(1.0, expected / (max_output_tokens + 1)), 0
+        self._from, self._steps = min(1.0, expected / (max_output_tokens + 1)), -1
 
 
 class Budget:

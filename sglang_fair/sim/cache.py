@@ -116,6 +116,11 @@ class PrefixCache:
         """All that is cached."""
         return self.evictable_tokens + self.locked_tokens
 
+    @property
+    def changed(self) -> bool:
+        """`drain` would return something."""
+        return bool(self._changes)
+
     def match(self, tokens: bytes, most_tokens: int, namespace: str = "") -> Node:
         """The node that ends the longest cached prefix of `tokens`, at most `most_tokens` of them. It is used now."""
         root = self._roots.get(namespace)

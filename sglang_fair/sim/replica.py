@@ -274,6 +274,17 @@ class Replica:
         self._decode_until(now_s)
         return self._take_told()
 
+    def check_pool(self) -> None:
+        """AssertionError unless every page of the pool is free, cached, or a running request's own. O(running)."""
+        page_tokens, own = self.settings.page_tokens, 0
+        running = [(task, task.held(self._step)) for task in self._decoding.values()]
+        prompts = self._batch if self._cut is None or self._cut in self._batch else [*self._batch, self._cut]
+        for task, held in [*running, *((task, task.computed) for task in prompts)]:
+            assert task.node is not None
+            own += self.settings.pages_of(held) - task.node.end // page_tokens
+        assert self.free_pages >= 0
+        assert self.free_pages + self.cache.tokens // page_tokens + own == self.settings.pages
+
     # ---- time
 
     def _catch_up(self, now_s: float) -> None:
@@ -388,11 +399,11 @@ class Replica:
             return
         page_tokens, new_pages = self.settings.page_tokens, self._new_pages
         for step in range(self._step, to):
-            needed = new_pages[step % page_tokens]
-            if needed > self.free_pages:
-                self._evict((needed - self.free_pages) * page_tokens)
+            if self.free_pages < count and self.cache.evictable_tokens:  # SGLang frees a page for each request
+                self._make_free(count * page_tokens)
+            if self.cache.changed:
                 self._told += self.cache.drain(self._ends_at(step + 1))
-            self.free_pages -= needed
+            self.free_pages -= new_pages[step % page_tokens]
         assert self.free_pages >= 0
         self._step = to
         self._held_tokens += count * steps

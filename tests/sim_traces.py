@@ -1,0 +1,201 @@
+"""The same requests through SGLang's real scheduler and through the simulated replica: what each did, call by call.
+
+A load names its requests and the steps before which they come; a step is one batch, and in the simulation a second.
+The trace is what reached the fair queue: who was admitted with how many computed and cached tokens, every further
+chunk, who was taken back, and who ended, in order. `python -m tests.sim_traces` prints the real traces as JSON; the
+scheduler has to be alone in its process. Every answer is made of token 0, as the model that is left out says it.
+"""
+
+import json
+import os
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import inf
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from sglang_fair.core import make_policy
+from sglang_fair.core.queue import FairQueue
+from sglang_fair.sim import replica as sim
+from sglang_fair.sim.replica import Replica, Settings, SimRequest
+
+PAGE_TOKENS = 16
+MOST_RUNNING = 128
+QUANTUM = 300.0
+RATIO_DECAY_STEPS = 7
+"""Few, so that retractions are many."""
+LOADS = ("light", "overload", "chunks", "retraction", "vtc")
+
+Call = list[Any]
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request that comes before step number `step`."""
+
+    step: int
+    id: str
+    client: str
+    tokens: tuple[int, ...]
+    output_tokens: int
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is sent to which replica. `ratio` is the new-token ratio at first."""
+
+    arrivals: tuple[Arrival, ...]
+    policy: str = "dlpm"
+    kv_tokens: int = 100_000
+    chunked_prefill_tokens: int | None = None
+    ignore_eos: bool = True
+    ratio: float = 0.7
+    steps: int = 600
+
+
+def load(name: str) -> Load:
+    """One of `LOADS`."""
+    crowd = tuple(_arrivals(f"crowd {name}", requests=60, until_step=20))
+    match name:
+        case "light":
+            return Load(tuple(_arrivals(name, requests=25, until_step=400)))
+        case "overload":
+            return Load(crowd, kv_tokens=2400)
+        case "vtc":
+            return Load(crowd, policy="vtc", kv_tokens=2400, chunked_prefill_tokens=256)
+        case "chunks":
+            return Load(crowd, kv_tokens=4000, chunked_prefill_tokens=128)
+        case "retraction":
+            writers = tuple(_arrivals(name, requests=40, until_step=200, longest_answer=400))
+            return Load(writers, kv_tokens=2400, chunked_prefill_tokens=256, ignore_eos=False, steps=4000)
+    raise ValueError(f"unknown load {name}")
+
+
+def _arrivals(seed: str, *, requests: int, until_step: int, longest_answer: int = 60) -> Iterator[Arrival]:
+    """Three clients, whose prompts share heads; every fourth request goes on where an earlier one ended."""
+    random = Random(seed)
+    heads = [tuple(random.randrange(1, 1000) for _ in range(160)) for _ in range(4)]
+    sent: list[Arrival] = []
+    for number, step in enumerate(sorted(random.randrange(until_step) for _ in range(requests))):
+        own = tuple(random.randrange(1, 1000) for _ in range(random.randint(1, 200)))
+        if sent and number % 4 == 3:
+            before = random.choice(sent)
+            tokens = before.tokens + (0,) * before.output_tokens + own[:30]
+        else:
+            tokens = random.choice(heads)[: random.randint(0, 160)] + own
+        sent.append(
+            Arrival(step, f"{number:04}", "abc"[number % 3], tokens[:700], random.randint(1, longest_answer))
+        )
+        yield sent[-1]
+
+
+class Traced:
+    """One load, to be carried out on either side."""
+
+    def __init__(self, load: Load) -> None:
+        self.load = load
+
+    def simulate(self) -> list[Call]:
+        """By the simulated replica."""
+        load = self.load
+        settings = Settings(
+            kv_tokens=load.kv_tokens,
+            page_tokens=PAGE_TOKENS,
+            max_running=MOST_RUNNING,
+            chunked_prefill_tokens=load.chunked_prefill_tokens,
+            max_prefill_tokens=600_000,
+            ignore_eos=load.ignore_eos,
+            new_token_ratio=load.ratio,
+            least_new_token_ratio=0.0,
+            ratio_decay_steps=RATIO_DECAY_STEPS,
+        )
+        queue = FairQueue(make_policy(load.policy, quantum=QUANTUM))
+        trace = calls(queue)
+        replica = Replica(queue, _Second(), settings)
+        answer, sim.answer = sim.answer, lambda prompt, tokens: bytes(4 * tokens)
+        try:
+            for step in range(load.steps):
+                # They come during the step before; an idle replica begins when somebody comes.
+                now_s = step if replica.next_s == inf else step - 0.5
+                for arrival in load.arrivals:
+                    if arrival.step == step:
+                        replica.arrive(_sim_request(arrival), now_s)
+                replica.advance(step)
+        finally:
+            sim.answer = answer
+        assert replica.next_s == inf, "the load was not done in its steps"
+        return trace
+
+    def real(self, engine: Any) -> list[Call]:
+        """By SGLang's scheduler. `engine` is a `bench.engine.Engine`."""
+        load, scheduler = self.load, engine._scheduler
+        engine.use(load.policy, overlay=True)
+        engine.limit_pool(load.kv_tokens)
+        scheduler.chunked_prefill_size = load.chunked_prefill_tokens
+        ratio = scheduler.new_token_ratio_tracker
+        ratio.init = ratio.current = load.ratio
+        ratio.min, ratio.decay = 0.0, load.ratio / RATIO_DECAY_STEPS
+        trace = calls(scheduler.fair.queue)
+        for step in range(load.steps):
+            for arrival in load.arrivals:
+                if arrival.step == step:
+                    request = engine.request(
+                        arrival.id, arrival.client, array("q", arrival.tokens), arrival.output_tokens
+                    )
+                    request.sampling_params.ignore_eos = load.ignore_eos
+                    engine.arrive([request])
+            engine.step()
+        return trace
+
+
+def calls(queue: FairQueue) -> list[Call]:
+    """What is said to `queue` from here on."""
+    trace: list[Call] = []
+
+    def tracing(name: str, line: Any) -> None:
+        original = getattr(queue, name)
+
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            trace.append([name, *line(*args, **kwargs)])
+            return original(*args, **kwargs)
+
+        setattr(queue, name, traced)
+
+    tracing("admit", lambda job, extend_tokens, cached_tokens: [job.id, extend_tokens, cached_tokens])
+    tracing("extend", lambda job, tokens, block=None: [job.id, tokens])
+    tracing("retract", lambda job: [job.id])
+    tracing("finish", lambda job_id: [job_id])
+    return trace
+
+
+class _Second:
+    """Every step takes one."""
+
+    def prefill_s(self, extends: Any) -> float:
+        return 1.0
+
+    def decode_s(self, requests: int, context_tokens: int) -> float:
+        return 1.0
+
+    def decode_run_s(self, requests: int, context_tokens: int, steps: int) -> float:
+        return float(steps)
+
+
+def _sim_request(arrival: Arrival) -> SimRequest:
+    tokens = np.array(arrival.tokens, dtype="<u4").tobytes()
+    return SimRequest(arrival.id, arrival.client, tokens, arrival.output_tokens, arrival.output_tokens)
+
+
+def main() -> None:
+    os.environ["SGLANG_FAIR_QUANTUM"] = str(QUANTUM)
+    from sglang_fair.bench.engine import Engine
+
+    engine = Engine(admit_per_step=10_000, seed=0)
+    print(json.dumps({name: Traced(load(name)).real(engine) for name in LOADS}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,256 @@
+"""The simulated replica's prefix cache beside a plain one, and its events beside the router's tree."""
+
+from collections.abc import Iterator
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.radix import RadixTree
+from sglang_fair.sim.answers import answer
+from sglang_fair.sim.cache import Node, PrefixCache, Removed, Stored
+
+PAGE = 2
+Tokens = tuple[int, ...]
+
+
+def packed(tokens: Tokens) -> bytes:
+    return np.array(tokens, dtype="<u4").tobytes()
+
+
+class PlainCache:
+    """The same rules without a tree: a node is the prompt's head that it ends, in whole pages.
+
+    Its parent is the longest node that it begins with, and it is a leaf when it begins no other one.
+    """
+
+    def __init__(self) -> None:
+        self.used: dict[Tokens, int] = {}
+        self.locks: dict[Tokens, int] = {}
+        self.clock = 0
+
+    def match(self, tokens: Tokens, most: int) -> Tokens:
+        head = self._longest(tokens[: most // PAGE * PAGE])
+        self._use(head)
+        return head
+
+    def insert(self, tokens: Tokens) -> None:
+        self._use(self._longest(tokens))
+        if tokens and tokens not in self.used:
+            self._touch(tokens)
+
+    def divide(self, end: Tokens) -> None:
+        self._longest(end)
+        self._use(end)
+
+    def evict(self, tokens: int) -> int:
+        freed = 0
+        while freed < tokens:
+            leaves = [node for node in self.used if not self.is_locked(node) and self.is_leaf(node)]
+            if not leaves:
+                break
+            leaf = min(leaves, key=self.used.__getitem__)
+            del self.used[leaf]
+            freed += len(leaf) - max((len(node) for node in self._above(leaf)), default=0)
+        return freed
+
+    def is_leaf(self, node: Tokens) -> bool:
+        return not any(other != node and other[: len(node)] == node for other in self.used)
+
+    def is_locked(self, node: Tokens) -> bool:
+        return any(count and lock[: len(node)] == node for lock, count in self.locks.items())
+
+    def pages(self) -> set[Tokens]:
+        """Every cached prefix of whole pages."""
+        return {node[:end] for node in self.used for end in range(PAGE, len(node) + 1, PAGE)}
+
+    def _longest(self, tokens: Tokens) -> Tokens:
+        """The longest cached prefix, which is a node from now on; what it was divided from is used."""
+        pages = self.pages()
+        head: Tokens = ()
+        while (longer := tokens[: len(head) + PAGE]) in pages and len(longer) == len(head) + PAGE:
+            head = longer
+        if head and head not in self.used:
+            lower = min((node for node in self.used if node[: len(head)] == head), key=len)
+            self._touch(lower)
+            self.used[head] = self.used[lower]
+        return head
+
+    def _use(self, node: Tokens) -> None:
+        for above in [*self._above(node), *([node] if node else [])]:
+            self._touch(above)
+
+    def _above(self, node: Tokens) -> list[Tokens]:
+        return sorted(
+            (other for other in self.used if other != node and node[: len(other)] == other), key=len
+        )
+
+    def _touch(self, node: Tokens) -> None:
+        self.clock += 1
+        self.used[node] = self.clock
+
+
+def prompts() -> st.SearchStrategy[Tokens]:
+    """Few tokens, so that prompts share heads."""
+    return st.lists(st.sampled_from([0, 1]), min_size=1, max_size=12).map(tuple)
+
+
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("request"), prompts(), st.integers(0, 3)),
+        st.tuples(st.just("end"), st.integers(0, 9), st.lists(st.sampled_from([0, 1]), max_size=5)),
+        st.tuples(st.just("evict"), st.integers(1, 12), st.none()),
+    ),
+    max_size=30,
+)
+
+
+@given(OPERATIONS)
+def test_it_matches_locks_and_evicts_as_a_cache_without_a_tree(operations):
+    """A request matches its prompt, locks that, inserts the whole and locks it; at its end its output is inserted."""
+    cache, plain = PrefixCache(PAGE), PlainCache()
+    running: list[tuple[Tokens, Node]] = []
+    known: dict[int, Tokens] = {}
+    for kind, what, more in operations:
+        if kind == "request":
+            node, head = cache.match(packed(what), len(what) - 1), plain.match(what, len(what) - 1)
+            assert node.end == len(head)
+            end = len(what) // PAGE * PAGE
+            free = cache.unlocked_tokens(node)
+            before = cache.evictable_tokens
+            cache.lock(node)
+            assert before - cache.evictable_tokens == free
+            if more:  # others may come between
+                assert cache.evict(more) == evicted(plain, head, more)
+            there = cached_tokens(plain, what[:end])
+            leaf, found = cache.insert(packed(what), end, node)
+            plain.insert(what[:end])
+            assert (leaf.end, found) == (end, there)
+            cache.lock(leaf, above=node)
+            lock(plain, what[:end], 1)
+            running.append((what, leaf))
+        elif kind == "end" and running:
+            prompt, node = running.pop(what % len(running))
+            tokens = prompt + tuple(more)
+            end, prompt_end = len(tokens) // PAGE * PAGE, len(prompt) // PAGE * PAGE
+            leaf, _ = cache.insert(packed(tokens), end, node)
+            plain.insert(tokens[:end])
+            if 0 < prompt_end < end:
+                cache.divide(leaf, prompt_end)
+                plain.divide(prompt[:prompt_end])
+            cache.unlock(node)
+            lock(plain, prompt[:prompt_end], -1)
+        elif kind == "evict":
+            assert cache.evict(what) == plain.evict(what)
+        follow(cache, known)
+        assert set(known.values()) == plain.pages()
+        locked = {page for page in plain.pages() if plain.is_locked(page)}
+        assert cache.locked_tokens == PAGE * len(locked)
+        assert cache.tokens == PAGE * len(plain.pages())
+
+
+def evicted(plain: PlainCache, head: Tokens, tokens: int) -> int:
+    lock(plain, head, 1)
+    freed = plain.evict(tokens)
+    lock(plain, head, -1)
+    return freed
+
+
+def lock(plain: PlainCache, node: Tokens, count: int) -> None:
+    if node:
+        plain.locks[node] = plain.locks.get(node, 0) + count
+
+
+def cached_tokens(plain: PlainCache, tokens: Tokens) -> int:
+    return max((len(page) for page in plain.pages() if tokens[: len(page)] == page), default=0)
+
+
+def follow(cache: PrefixCache, known: dict[int, Tokens]) -> None:
+    """Keep the prefix that each block ends, from the events alone."""
+    for event in cache.drain(0.0):
+        if isinstance(event, Removed):
+            for name in event.hashes:
+                del known[name]
+            continue
+        head = () if event.parent is None else known[event.parent]
+        tokens = tuple(np.frombuffer(event.tokens, dtype="<u4").tolist())
+        assert len(tokens) == len(event.hashes) * event.block_tokens
+        for at, name in enumerate(event.hashes):
+            assert name not in known
+            known[name] = head + tokens[: (at + 1) * event.block_tokens]
+
+
+def test_a_routers_tree_follows_the_events():
+    """Random prompts in a cache that is too small for them, page 16: the router believes what is true."""
+    random, cache, tree = Random(5), PrefixCache(16), RadixTree(16)
+    tree.add_worker("w")
+    families = [[random.randrange(1000) for _ in range(200)] for _ in range(6)]
+    sent: list[bytes] = []
+    for _ in range(300):
+        family = random.choice(families)
+        tokens = packed(
+            tuple(family[: random.randrange(200)] + random.choices(range(1000), k=random.randrange(80)))
+        )
+        end = len(tokens) // 64 * 16
+        node = cache.match(tokens, len(tokens) // 4)
+        cache.insert(tokens, end, node)
+        if cache.tokens > 2000:
+            cache.evict(cache.tokens - 2000)
+        for event in cache.drain(1.0):
+            if isinstance(event, Stored):
+                tree.stored(
+                    "w", event.hashes, event.parent, event.tokens, event.block_tokens, event.namespace
+                )
+            else:
+                tree.removed("w", event.hashes)
+        sent.append(tokens)
+    assert cache.evicted_tokens > 5000
+    assert (tree.unknown_parents, tree.unknown_removes) == (0, 0)
+    assert tree.worker_tokens("w") == cache.tokens
+    for tokens in sent:
+        believed = tree.match(tokens).of("w")
+        assert believed == cache.match(tokens, len(tokens) // 4).end
+
+
+def test_namespaces_share_nothing():
+    cache = PrefixCache(PAGE)
+    tokens = packed((1, 2, 3, 4))
+    cache.insert(tokens, 4, cache.match(tokens, 4, "adapter"))
+    assert cache.match(tokens, 4).end == 0
+    assert cache.match(tokens, 4, "adapter").end == 4
+    assert [event.namespace for event in cache.drain(0.0)] == ["adapter"]
+
+
+def test_without_events_nothing_is_kept_for_anybody():
+    cache = PrefixCache(PAGE, events=False)
+    tokens = packed((1, 2, 3, 4))
+    cache.insert(tokens, 4, cache.match(tokens, 4))
+    assert cache.evict(1) == 4
+    assert cache.drain(0.0) == []
+
+
+@pytest.mark.parametrize("page", [1, 16])
+def test_a_match_never_takes_more_than_it_may(page):
+    cache = PrefixCache(page)
+    tokens = packed(tuple(range(64)))
+    cache.insert(tokens, 64, cache.match(tokens, 64))
+    assert [cache.match(tokens, most).end for most in (0, 15, 16, 63, 64)] == [
+        most // page * page for most in (0, 15, 16, 63, 64)
+    ]
+
+
+def some(prompts: int) -> Iterator[bytes]:
+    return (packed(tuple(range(n, n + 5))) for n in range(prompts))
+
+
+def test_an_answer_depends_on_its_prompt_alone_and_begins_with_a_shorter_one():
+    answers = [answer(prompt, 40) for prompt in some(20)]
+    assert len(set(answers)) == 20
+    assert answers == [answer(prompt, 40) for prompt in some(20)]
+    assert all(answer(prompt, 9) == whole[:36] for prompt, whole in zip(some(20), answers, strict=True))
+    tokens = np.frombuffer(b"".join(answers), dtype="<u4")
+    assert set(tokens.tolist()) == set(range(97, 123))
+    assert answer(b"", 4).hex() == "71000000660000007800000076000000"  # for ever
+    assert set(np.frombuffer(answer(b"", 100, range(5, 7)), dtype="<u4").tolist()) == {5, 6}
