@@ -30,6 +30,7 @@ BENCHES = {
     "scheduler": "sglang_fair.bench.scheduler",
     "router": "sglang_fair.bench.router",
     "gateway": "sglang_fair.bench.gateway",
+    "serve": "workloads.serve",
     "soak": "workloads.soak",
 }
 """The same below `sglang-fair bench`."""
@@ -250,6 +251,12 @@ def bench_router() -> None:
 def bench_gateway() -> None:
     """Time the way through the gateway, beside sglang-router over the same engine that answers at once."""
     _become(BENCHES["gateway"], [])
+
+
+@bench.command("serve")
+def bench_serve() -> None:
+    """Load any OpenAI-compatible endpoint from several clients, and report how fairly each was served."""
+    _become(BENCHES["serve"], [])
 
 
 @bench.command("soak")

@@ -1,0 +1,489 @@
+"""`bench serve`: who is asked for, how it is sent, what is reported. Endpoints are stand-ins in a thread."""
+
+import asyncio
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from rich.console import Console
+
+from tests.stand_in import MODEL, PATHS, Engine, make_tokenizer
+from workloads import wire
+from workloads.endpoints import EndpointError, find_model, identity, read_keys
+from workloads.fairness_report import failures, fairness_report, render
+from workloads.load import ClientSpec, Traffic, load, load_trace, parse_clients, read_trace
+from workloads.programs import TextCodec
+from workloads.records import End, Manifest, ProgramRecord, RequestRecord, Run, read
+from workloads.serve import main
+
+
+class Peer:
+    """A server that answers as the stand-in engine does, and remembers who asked."""
+
+    def __init__(self, tokenizer: Path, *, step_s: float = 0.001, usage: bool = True) -> None:
+        self._engine = Engine(tokenizer)
+        self._step_s = step_s
+        self._usage = usage
+        self.models: list[str] = [MODEL]
+        self.refused: set[str] = set()
+        self.interrupt_after: int | None = None
+        self.headers: list[dict[str, str]] = []
+        self.bodies: list[dict[str, Any]] = []
+        self.at_once = self.most_at_once = 0
+
+    def _handler(self, kind: str) -> Any:
+        async def answer(request: web.Request) -> web.StreamResponse:
+            body = await request.json()
+            self.bodies.append(body)
+            self.headers.append({name.lower(): value for name, value in request.headers.items()})
+            if len(self.bodies) == self.interrupt_after:
+                os.kill(os.getpid(), signal.SIGINT)
+            if request.headers.get("x-fair-client") in self.refused:
+                return web.Response(status=429, text="too many requests")
+            self.at_once += 1
+            self.most_at_once = max(self.most_at_once, self.at_once)
+            try:
+                return await self._stream(kind, body | {"rid": "r"}, request)
+            finally:
+                self.at_once -= 1
+
+        return answer
+
+    async def _stream(self, kind: str, body: dict[str, Any], request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        for event in self._engine.events(kind, body):
+            if b'"usage"' in event and not self._usage:
+                continue
+            await asyncio.sleep(self._step_s)
+            await response.write(event)
+        return response
+
+    async def _models(self, _: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": name} for name in self.models]})
+
+    @contextmanager
+    def serve(self) -> Iterator[str]:
+        """Its URL, for as long as it runs."""
+        loop, started = asyncio.new_event_loop(), threading.Event()
+        app = web.Application()
+        app.router.add_get("/v1/models", self._models)
+        for path, kind in PATHS.items():
+            app.router.add_post(path, self._handler(kind))
+        runner = web.AppRunner(app, handler_cancellation=True)
+
+        async def up() -> None:
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+
+        def work() -> None:
+            loop.run_until_complete(up())
+            loop.call_soon(started.set)
+            loop.run_forever()
+            loop.run_until_complete(runner.cleanup())
+            loop.close()
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        try:
+            assert started.wait(10)
+            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+        finally:
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join(10)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+SHORT = (
+    "--duration",
+    "0.3",
+    "--warm-up",
+    "0.1",
+    "--drain",
+    "10",
+    "--input",
+    "16",
+    "--output",
+    "4",
+    "--cv",
+    "0",
+)
+
+
+def bench(
+    capsys: pytest.CaptureFixture[str], peer: Peer, *words: str, status: int = 0
+) -> tuple[dict[str, Any], str]:
+    """The last line of stdout of a short load on `peer`, and stderr."""
+    with peer.serve() as url:
+        assert main(["--url", url, *SHORT, *words]) == status
+    said = capsys.readouterr()
+    (line,) = said.out.splitlines()
+    return json.loads(line), " ".join(said.err.split())
+
+
+def rows(told: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {client["client"]: client for client in told["report"]["clients"]}
+
+
+# ---- whole loads
+
+
+def test_an_open_loop_load_reports_each_client_without_the_warm_up(tokenizer, tmp_path, capsys):
+    path, copy = tmp_path / "records.jsonl", tmp_path / "result.json"
+    told, said = bench(
+        capsys, Peer(tokenizer), "--clients", "a:rate=40", "b:rate=80,weight=3", "--records", str(path),
+        "--json", str(copy),
+    )  # fmt: skip
+    assert (told["bench"], told["loop"], told["interrupted"]) == ("serve", "open", False)
+    assert json.loads(copy.read_text()) == told
+    found = rows(told)
+    assert {name: row["requests"] for name, row in found.items()} == {"a": 12, "b": 24}
+    assert {name: row["ok"] for name, row in found.items()} == {"a": 12, "b": 24}
+    assert [row["fair_share"] for row in found.values()] == [0.25, 0.75]
+    assert sum(row["share"] for row in found.values()) == pytest.approx(1.0)
+    assert found["a"]["hit_rate"] == 0.0
+    assert found["a"]["ttft_p50"]["value_s"] < found["a"]["program_p50"]["value_s"]
+    assert told["report"]["span_s"] == [0.1, pytest.approx(0.4)]
+    run = read(path)
+    assert len(run.requests) == 48, "the warm-up is in the records"
+    assert run.end is not None
+    for text in ("fair share", "whether or not it could be sent", "Jain"):
+        assert text in said
+
+
+@pytest.mark.parametrize("api", list(wire.PATHS))
+def test_every_interface_is_driven(api, tokenizer, capsys):
+    peer = Peer(tokenizer)
+    told, _ = bench(capsys, peer, "--api", api, "--clients", "a:rate=20")
+    assert told["report"]["clients"][0]["ok"] == 6
+    assert told["report"]["tokens_per_s"] > 0
+    assert told["case"]["model"] == MODEL
+
+
+@pytest.mark.parametrize(
+    ("place", "header", "value"),
+    [
+        ("fair", "x-fair-client", "a"),
+        ("tenant", "x-tenant-id", "a"),
+        ("smg", "x-smg-tenant-id", "a"),
+        ("llm-d", "x-llm-d-inference-fairness-id", "a"),
+        ("gateway-api", "x-gateway-inference-fairness-id", "a"),
+        ("header:x-me", "x-me", "a"),
+        ("api-key", "authorization", "Bearer a"),
+    ],
+)
+def test_clients_are_named_where_the_endpoint_looks(place, header, value, tokenizer, capsys):
+    peer = Peer(tokenizer)
+    bench(
+        capsys, peer, "--identity", place, "--clients", "a:rate=100", "--duration", "0.05", "--warm-up", "0"
+    )
+    assert {sent.get(header) for sent in peer.headers} == {value}
+    named = [name for name in peer.headers[0] if "fair" in name or "tenant" in name]
+    if place == "fair":
+        assert {"x-fair-app", "x-fair-client"} <= set(named)
+    else:
+        assert named == ([header] if "fair" in header or "tenant" in header else [])
+
+
+def test_the_user_field_names_clients_too(tokenizer, capsys):
+    peer = Peer(tokenizer)
+    bench(capsys, peer, "--identity", "user", "--clients", "a:rate=20", "--api", "chat")
+    assert {body["user"] for body in peer.bodies} == {"a"}
+
+
+def test_a_closed_loop_load(tokenizer, capsys):
+    peer = Peer(tokenizer, step_s=0.02)
+    words = ("--clients", "a:concurrency=3", "b", "--concurrency", "1", "--warm-up", "0")
+    told, said = bench(capsys, peer, *words)
+    assert told["loop"] == "closed"
+    assert peer.most_at_once == 4
+    assert rows(told)["a"]["ok"] >= 3
+    assert rows(told)["b"]["ok"] >= 1
+    assert "a slow server is asked less" in said
+
+
+def test_token_ids_are_sent_where_there_is_a_tokenizer(tokenizer, capsys):
+    peer = Peer(tokenizer)
+    told, _ = bench(
+        capsys, peer, "--tokenizer", str(tokenizer), "--clients", "a:rate=20,input=20,prefix=8", "b:rate=10"
+    )
+    lengths = {len(body["prompt"]) for body in peer.bodies}
+    assert lengths == {16, 20}
+    prefixes = {tuple(body["prompt"][:8]) for body in peer.bodies if len(body["prompt"]) == 20}
+    assert len(prefixes) == 1
+    assert told["case"]["token_ids"]
+
+
+def test_a_scenario_has_a_client_that_misbehaves(tokenizer, capsys):
+    peer = Peer(tokenizer)
+    told, _ = bench(capsys, peer, "--workload", "judge-s1", "--clients", "1", "--rate", "5", "--api", "chat")
+    assert set(rows(told)) == {"good-0", "bad"}
+    behaved = {name: client["well_behaved"] for name, client in told["clients_asked"].items()}
+    assert behaved == {"good-0": True, "bad": False}
+
+
+def test_a_trace_is_replayed(tokenizer, capsys, tmp_path):
+    path = tmp_path / "trace.jsonl"
+    lines = [
+        {"arrival_s": 0.12 + 0.05 * k, "client": "ab"[k % 2], "input_tokens": 9, "output_tokens": 2}
+        for k in range(20)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    told, _ = bench(
+        capsys, Peer(tokenizer), "--workload", "trace", "--trace", str(path), "--clients", "b:weight=2"
+    )
+    assert {name: row["ok"] for name, row in rows(told).items()} == {"a": 3, "b": 3}
+    assert {name: row["weight"] for name, row in rows(told).items()} == {"a": 1, "b": 2}
+
+
+# ---- what goes wrong
+
+
+def test_refusals_are_counted_apart(tokenizer, capsys):
+    peer = Peer(tokenizer)
+    peer.refused = {"b"}
+    told, said = bench(capsys, peer, "--clients", "a:rate=20", "b:rate=20")
+    (failure,) = told["report"]["failures"]
+    assert (failure["kind"], failure["status"], failure["count"], failure["clients"]) == (
+        "refused",
+        429,
+        6,
+        {"b": 6},
+    )
+    assert rows(told)["b"]["program_p50"] is None
+    assert "6 × refused (HTTP 429): b 6; the first: HTTP 429: too many requests" in said
+
+
+def test_nothing_served_is_status_1(tokenizer, capsys):
+    peer = Peer(tokenizer)
+    peer.refused = {"a"}
+    bench(capsys, peer, "--clients", "a:rate=20", status=1)
+
+
+def test_what_the_endpoint_does_not_tell_is_missing_and_not_zero(tokenizer, capsys):
+    told, said = bench(capsys, Peer(tokenizer, usage=False), "--clients", "a:rate=20")
+    row = rows(told)["a"]
+    assert row["ok"] == 6
+    assert [row[name] for name in ("service_rate", "requested_rate", "share", "hit_rate")] == [None] * 4
+    assert told["report"]["tokens_per_s"] is None
+    assert row["ttft_p50"] is not None
+    assert "did not tell how long prompts were" in said
+
+
+def test_ctrl_c_ends_with_the_report_of_what_there_is(tokenizer, capsys):
+    peer = Peer(tokenizer)
+    peer.interrupt_after = 12
+    told, _ = bench(capsys, peer, "--clients", "a:rate=40", "--duration", "60", status=130)
+    assert told["interrupted"]
+    assert 5 <= rows(told)["a"]["requests"] <= 12
+    assert told["report"]["span_s"][1] < 30
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--clients", "a"], "needs a rate"),
+        (["--clients", "a", "a", "--rate", "1"], "names of their own"),
+        (["--clients", "a:rate=1,concurrency=2"], "not both"),
+        (["--clients", "a:speed=1"], "unknown key 'speed'"),
+        (["--clients", "a:rate=fast"], "must be a number"),
+        (["--rate", "1", "--concurrency", "1"], "not both"),
+        (["--rate", "1", "--cost", "free"], "unknown cost"),
+        (["--rate", "1", "--identity", "passport"], "unknown identity"),
+        (["--rate", "1", "--model", "gpt-9"], "has no model 'gpt-9'; there are tiny"),
+        (["--rate", "1", "--keys", "/nowhere"], "No such file"),
+        (["--workload", "chat", "--clients", "a:rate=1,input=3"], "lengths of the workload single"),
+        (["--workload", "trace", "--trace", "/nowhere"], "No such file"),
+    ],
+)
+def test_bad_input_is_one_line(words, error, tokenizer, capsys):
+    peer = Peer(tokenizer)
+    with peer.serve() as url:
+        assert main(["--url", url, *words]) == 2
+    said = capsys.readouterr()
+    assert error in said.err
+    assert said.err.count("\n") == 1
+    assert not peer.bodies
+
+
+def test_an_endpoint_that_is_not_there_is_said_before_anything_is_sent(capsys):
+    assert main(["--url", "http://127.0.0.1:9", "--rate", "1"]) == 2
+    assert "there is no endpoint at http://127.0.0.1:9" in capsys.readouterr().err
+
+
+# ---- models and identities
+
+
+def test_the_model_is_the_only_one_or_the_one_that_is_named(tokenizer):
+    peer = Peer(tokenizer)
+    with peer.serve() as url:
+        assert asyncio.run(find_model(url, None)) == MODEL
+        assert asyncio.run(find_model(url + "/", MODEL)) == MODEL
+        peer.models = ["x", "y"]
+        assert asyncio.run(find_model(url, "y")) == "y"
+        with pytest.raises(EndpointError, match="several models, name one: x, y"):
+            asyncio.run(find_model(url, None))
+        assert asyncio.run(find_model(url + "/elsewhere", None)) is None, "it does not list its models"
+
+
+def test_keys_come_from_a_file_and_belong_to_clients(tmp_path):
+    path = tmp_path / "keys.json"
+    path.write_text('{"a": "of-a"}')
+    assert identity("api-key", ["a", "b"], read_keys(path))["api_keys"] == {"a": "of-a", "b": "b"}
+    with pytest.raises(ValueError, match="that there are not: a"):
+        identity("api-key", ["b"], read_keys(path))
+    with pytest.raises(ValueError, match="belong to the identity api-key"):
+        identity("smg", ["a"], read_keys(path))
+    path.write_text("[]")
+    with pytest.raises(ValueError, match="JSON object"):
+        read_keys(path)
+
+
+# ---- loads
+
+
+def test_a_number_of_clients_is_that_many_equal_ones():
+    assert [spec.name for spec in parse_clients(["3"], "single")] == ["client-0", "client-1", "client-2"]
+    assert [spec.name for spec in parse_clients(["2"], "tot-s1")] == ["good-0", "good-1", "bad"]
+    assert parse_clients(["a:rate=2,weight=3"], "single") == (ClientSpec("a", rate=2.0, weight=3.0),)
+    with pytest.raises(ValueError, match="must be positive"):
+        parse_clients(["a:weight=0"], "single")
+
+
+def test_equal_seeds_give_equal_loads():
+    def first_prompt(seed: str, workload: str) -> Any:
+        made = load(parse_clients(["1"], workload), Traffic(workload, rate=1.0, seed=seed), TextCodec())
+        step = next(made.clients[0].program(0))
+        return step if not isinstance(step, tuple) else step[0] if workload == "judge-s1" else next(step[0])
+
+    for workload in ("single", "judge-s1", "tot-s1", "chat"):
+        assert first_prompt("1", workload) == first_prompt("1", workload)
+        assert first_prompt("1", workload) != first_prompt("2", workload)
+
+
+def test_two_good_clients_of_a_scenario_send_different_programs():
+    made = load(parse_clients(["2"], "judge-s1"), Traffic("judge-s1", rate=1.0), TextCodec())
+    first, second, bad = made.clients
+    assert next(first.program(0)) != next(second.program(0))
+    assert first.arrival_times(until_s=100.0) != second.arrival_times(until_s=100.0)
+    assert len(next(bad.program(0))) > len(next(first.program(0)))
+
+
+def test_a_trace_takes_weights_and_nothing_else():
+    traffic = Traffic("trace", rate=5.0)
+    trace = read_trace("arena", traffic, 20.0)
+    assert trace.duration_s == pytest.approx(20.0)
+    name = trace.requests[0].client
+    assert load_trace(trace, [ClientSpec(name, weight=2.0)], traffic, TextCodec()).weights[name] == 2.0
+    for spec in (ClientSpec(name, rate=1.0), ClientSpec("nobody")):
+        with pytest.raises(ValueError, match=spec.name):
+            load_trace(trace, [spec], traffic, TextCodec())
+    with pytest.raises(ValueError, match="open loop"):
+        load_trace(trace, [], Traffic("trace", concurrency=2), TextCodec())
+
+
+# ---- the report
+
+
+def request(client: str, due: float, first: float | None, done: float, **changes: Any) -> RequestRecord:
+    """10 tokens of prompt, 5 of output, half of them at the end."""
+    times = () if first is None else ((first, 1), (done, 5))
+    given = RequestRecord(
+        client, 0, 0, "", due, due, first, done, "ok" if first is not None else "cancelled",
+        prompt_tokens=10, cached_tokens=4, output_tokens=5 if first is not None else 0, max_output_tokens=5,
+        token_times=times, status=200,
+    )  # fmt: skip
+    return replace(given, **changes)
+
+
+def run_of(*rows: RequestRecord | ProgramRecord, end_s: float = 20.0) -> Run:
+    run = Run(Manifest("w", "s", {"a": {}, "b": {}}, 10.0))
+    for row in (*rows, End(end_s)):
+        run.add(row)
+    return run
+
+
+def test_the_warm_up_is_in_no_number():
+    early = (
+        request("a", 1.0, 1.5, 1.9),
+        request("a", 1.0, None, 1.2, outcome="failed", status=500, error="HTTP 500"),
+    )
+    late = (request("a", 3.0, 4.0, 5.0), request("b", 3.0, 3.5, 4.0))
+    report = fairness_report(run_of(*early, *late), warm_up_s=2.0)
+    assert report == fairness_report(run_of(*late), warm_up_s=2.0)
+    assert report.clients[0].service_rate == pytest.approx(20 / 8)
+    assert report.tokens_per_s == pytest.approx(30 / 8)
+
+
+def test_what_was_begun_in_the_warm_up_is_served_in_the_span():
+    report = fairness_report(run_of(request("a", 1.0, 1.5, 5.0), request("b", 3.0, 3.5, 4.0)), warm_up_s=2.0)
+    first = report.clients[0]
+    assert first.requests == 0
+    assert first.service_rate == pytest.approx(8 / 8)
+
+
+def test_requests_that_the_end_cut_off_make_percentiles_lower_bounds():
+    report = fairness_report(run_of(request("a", 3.0, None, 20.0), request("a", 3.0, 3.5, 4.0)))
+    first = report.clients[0]
+    assert (first.cut_off, first.ttft_p99.value_s, first.ttft_p99.at_least) == (1, 17.0, True)
+    assert not first.ttft_p50.at_least
+
+
+def test_weights_decide_what_is_fair():
+    served = (request("a", 1.0, 2.0, 3.0), request("a", 1.0, 2.0, 3.0), request("b", 1.0, 2.0, 3.0))
+    report = fairness_report(run_of(*served), weights={"a": 2.0})
+    assert report.jain == pytest.approx(1.0)
+    assert report.accumulated_difference == pytest.approx(0.0)
+    assert report.clients[0].share == pytest.approx(report.clients[0].fair_share)
+    assert fairness_report(run_of(*served)).jain < 1.0
+
+
+def test_a_run_without_anything_behind_its_warm_up_is_an_error():
+    with pytest.raises(ValueError, match="nothing to measure"):
+        fairness_report(run_of(end_s=1.0), warm_up_s=2.0)
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "kind"),
+    [
+        (429, "HTTP 429: slow down", "refused"),
+        (500, "HTTP 500: oops", "HTTP error"),
+        (None, "ClientConnectorError: cannot connect", "no connection"),
+        (None, "no answer within 5 s", "time-out"),
+        (200, "no answer within 5 s", "time-out"),
+        (200, "the stream ended before the answer did", "broken off"),
+        (200, "ClientPayloadError: not complete", "broken off"),
+        (200, "aborted by the server: too long", "error in the answer"),
+    ],
+)
+def test_failures_by_kind(status, error, kind):
+    failed = [request("a", 1.0, None, 2.0, outcome="failed", status=status, error=error)] * 2
+    (failure,) = failures([*failed, request("a", 1.0, 1.5, 2.0)])
+    assert (failure.kind, failure.status, failure.count, failure.example) == (kind, status, 2, error)
+
+
+def test_the_report_is_shown_with_what_is_not_known():
+    console = Console(width=200, record=True)
+    broken = request(
+        "b", 3.0, 3.5, 4.0, outcome="failed", prompt_tokens=None, error="[/oops] the stream ended"
+    )
+    report = fairness_report(
+        run_of(request("a", 3.0, 4.0, 5.0), request("a", 3.0, None, 9.0, prompt_tokens=None), broken)
+    )
+    console.print(render(report, closed_loop=False))
+    said = " ".join(console.export_text().split())
+    assert "[/oops]" in said
+    assert "1 answers broke off" in said
+    assert "nobody told the length" in said

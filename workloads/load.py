@@ -1,0 +1,226 @@
+"""The clients of a load, from the words of a command line.
+
+A workload is a name: `single` (fixed lengths), `chat`, a scenario of `clients` (`tot-s1`, `judge-s2`, ...), in
+which clients whose names begin with `bad` misbehave, or `trace`. Clients are either a number, or words such as
+`a:rate=2,weight=3`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from workloads.arrivals import GammaArrivals
+from workloads.clients import SCENARIOS, Client, Scale, chat_client, fixed_length_client
+from workloads.programs import Codec
+from workloads.traces import Trace, arena, mix, mooncake, servegen
+
+SINGLE, CHAT, TRACE = "single", "chat", "trace"
+WORKLOADS: tuple[str, ...] = (SINGLE, CHAT, *SCENARIOS, TRACE)
+MISBEHAVES = "bad"
+
+
+@dataclass(frozen=True, slots=True)
+class ClientSpec:
+    """One client as it was asked for. What is None is as for all clients."""
+
+    name: str
+    rate: float | None = None
+    """Programs a second, open loop."""
+    concurrency: int | None = None
+    """Programs under way, closed loop."""
+    weight: float = 1.0
+    """Its share of service, which the server is supposed to know as well."""
+    input: int | None = None
+    output: int | None = None
+    prefix: int | None = None
+    """Tokens of the input that all its requests share; like the two before it, of `single` alone."""
+
+    def __post_init__(self) -> None:
+        if self.rate is not None and self.concurrency is not None:
+            raise ValueError(
+                f"client {self.name}: has a rate (open loop) or a concurrency (closed loop), not both"
+            )
+        for name in ("rate", "concurrency", "weight", "input", "output"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ValueError(f"client {self.name}: {name} must be positive, not {value!r}")
+
+    @classmethod
+    def parse(cls, word: str) -> "ClientSpec":
+        """The client of `NAME` or `NAME:KEY=VALUE,...`. Raises ValueError."""
+        name, _, written = word.partition(":")
+        if not name:
+            raise ValueError(f"a client needs a name: {word!r}")
+        kinds = {field.name: int if "int" in str(field.type) else float for field in fields(cls)[1:]}
+        found: dict[str, Any] = {}
+        for pair in written.split(",") if written else ():
+            key, _, value = pair.partition("=")
+            if key not in kinds:
+                raise ValueError(f"client {name}: unknown key {key!r}; there are {', '.join(kinds)}")
+            try:
+                found[key] = kinds[key](value)
+            except ValueError:
+                raise ValueError(f"client {name}: {key} must be a number, not {value!r}") from None
+        return cls(name, **found)
+
+
+def parse_clients(words: Sequence[str], workload: str) -> tuple[ClientSpec, ...]:
+    """The clients that are asked for. A number N stands for N equal ones, in a scenario for N that behave well
+    and one that does not. Raises ValueError."""
+    if len(words) == 1 and words[0].isdecimal():
+        count = int(words[0])
+        stem = "good" if workload in SCENARIOS else "client"
+        bad = (MISBEHAVES,) if workload in SCENARIOS else ()
+        words = (*(f"{stem}-{place}" for place in range(count)), *bad)
+    specs = tuple(ClientSpec.parse(word) for word in words)
+    names = [spec.name for spec in specs]
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"clients need names of their own, not {', '.join(names) or 'none'}")
+    return specs
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What all clients have in common."""
+
+    workload: str
+    rate: float | None = None
+    """Programs a second of each client; of a trace, requests a second of all clients."""
+    concurrency: int | None = None
+    cv: float = 1.0
+    input: int = 256
+    output: int = 64
+    prefix: int = 0
+    scale: Scale = field(default_factory=Scale)
+    seed: str = "0"
+
+    def __post_init__(self) -> None:
+        if self.workload not in WORKLOADS:
+            raise ValueError(f"unknown workload {self.workload!r}; there are {', '.join(WORKLOADS)}")
+        if self.rate is not None and self.concurrency is not None:
+            raise ValueError("a load is open loop (a rate) or closed loop (a concurrency), not both")
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Clients, which of them are of the closed loop, and the shares they should have."""
+
+    clients: tuple[Client, ...]
+    at_once: Mapping[str, int]
+    weights: Mapping[str, float]
+    told: Mapping[str, Mapping[str, Any]]
+    """For the manifest of a run."""
+
+
+def load(specs: Sequence[ClientSpec], traffic: Traffic, codec: Codec) -> Load:
+    """The load of these clients; not of a trace. Raises ValueError where a client has neither rate nor
+    concurrency, or its lengths cannot be."""
+    clients = []
+    for spec in specs:
+        if spec.rate is spec.concurrency is traffic.rate is traffic.concurrency is None:
+            raise ValueError(f"client {spec.name}: needs a rate (open loop) or a concurrency (closed loop)")
+        lengths = (spec.input, spec.output, spec.prefix)
+        if traffic.workload != SINGLE and any(length is not None for length in lengths):
+            raise ValueError(
+                f"client {spec.name}: input, output and prefix are lengths of the workload {SINGLE}"
+            )
+        clients.append(_client(spec, traffic, codec))
+    at_once = {
+        spec.name: spec.concurrency or traffic.concurrency or 1
+        for spec in specs
+        if spec.concurrency is not None or (spec.rate is None and traffic.concurrency is not None)
+    }
+    return _load(clients, at_once, specs)
+
+
+def load_trace(trace: Trace, specs: Sequence[ClientSpec], traffic: Traffic, codec: Codec) -> Load:
+    """The load of a trace; `specs` say nothing but weights. Raises ValueError for other words, or clients that
+    the trace does not have."""
+    if traffic.concurrency is not None:
+        raise ValueError("a trace has times of its own: it is open loop")
+    clients = trace.clients(codec, seed=traffic.seed)
+    names = {client.name for client in clients}
+    for spec in specs:
+        if spec != ClientSpec(spec.name, weight=spec.weight):
+            raise ValueError(f"client {spec.name}: in a trace a client has a weight and nothing else")
+        if spec.name not in names:
+            raise ValueError(f"client {spec.name}: is not in the trace")
+    return _load(clients, {}, specs)
+
+
+def read_trace(source: str, traffic: Traffic, until_s: float) -> Trace:
+    """The first `until_s` seconds of a trace, at the traffic's rate if it has one.
+
+    `source` is a file in the format of `arena` or `mooncake`, a folder of ServeGen's profiles, or one of these
+    three names for a stand-in. Raises ValueError and OSError.
+    """
+    path, seed = Path(source), traffic.seed
+    if source == "servegen" or path.is_dir():
+        if traffic.rate is None:
+            raise ValueError("ServeGen's profiles tell shares, not how much is sent in all: they need a rate")
+        profiles = servegen(None if source == "servegen" else path, seed=seed)
+        return mix(profiles, clients=len(profiles), rate_per_s=traffic.rate, duration_s=until_s, seed=seed)
+    if source == "mooncake" or (path.is_file() and "hash_ids" in _first(path)):
+        trace = mooncake(None if source == "mooncake" else path, seed=seed)
+    else:
+        trace = arena(None if source == "arena" else path, seed=seed)
+    return (trace if traffic.rate is None else trace.at_rate(traffic.rate)).between(0.0, until_s)
+
+
+def _first(path: Path) -> str:
+    """Its first line."""
+    with path.open(encoding="utf-8") as lines:
+        return lines.readline()
+
+
+def _load(clients: Sequence[Client], at_once: Mapping[str, int], specs: Sequence[ClientSpec]) -> Load:
+    weights = {client.name: 1.0 for client in clients} | {spec.name: spec.weight for spec in specs}
+    told = {
+        client.name: {
+            "well_behaved": client.well_behaved,
+            "app": client.app,
+            "requests": client.requests,
+            "weight": weights[client.name],
+            "concurrency": at_once.get(client.name),
+            "rate_per_s": None
+            if client.name in at_once or not isinstance(client.arrivals, GammaArrivals)
+            else client.arrivals.rate_per_s,
+        }
+        for client in clients
+    }
+    return Load(tuple(clients), at_once, weights, told)
+
+
+def _client(spec: ClientSpec, traffic: Traffic, codec: Codec) -> Client:
+    arrivals = GammaArrivals(spec.rate or traffic.rate or 1.0, traffic.cv)
+    if traffic.workload == CHAT:
+        return chat_client(spec.name, arrivals=arrivals, codec=codec, seed=traffic.seed)
+    if traffic.workload == SINGLE:
+        return fixed_length_client(
+            spec.name,
+            input_tokens=spec.input or traffic.input,
+            output_tokens=spec.output or traffic.output,
+            prefix_tokens=traffic.prefix if spec.prefix is None else spec.prefix,
+            arrivals=arrivals,
+            codec=codec,
+            seed=traffic.seed,
+            app=SINGLE,
+        )
+    made = SCENARIOS[traffic.workload].clients(
+        scale=replace(traffic.scale, good_clients=1),
+        rate_per_s=arrivals.rate_per_s,
+        codec=codec,
+        cv=traffic.cv,
+        seed=f"{traffic.seed}.{spec.name}",
+    )
+    client = made[-1] if spec.name.startswith(MISBEHAVES) else made[0]
+    return replace(client, name=spec.name, arrivals=client.arrivals if spec.rate is None else arrivals)
+
+
+def told(traffic: Traffic) -> dict[str, Any]:
+    """For a file of JSON: the scale only where it decides something."""
+    found = asdict(traffic)
+    if traffic.workload not in SCENARIOS:
+        del found["scale"]
+    return found
