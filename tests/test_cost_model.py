@@ -1,7 +1,7 @@
 """The cost model of an engine's step: its laws, and its distance from what others measured."""
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 from hypothesis import given
@@ -113,11 +113,21 @@ def test_each_gpu_and_model_has_a_name():
     assert make_cost_model("h100/llama-2-7b").efficiency == HOPPER != A100_8B.efficiency
 
 
+def test_parts_of_the_efficiency_can_be_named_with_it():
+    changed = make_cost_model("h100/llama-2-7b: decode_overhead_s=0.01, mbu=0.7")
+    plain = make_cost_model("h100/llama-2-7b")
+    assert changed == replace(plain, efficiency=replace(HOPPER, decode_overhead_s=0.01, mbu=0.7))
+    assert make_cost_model("h100/llama-2-7b:") == plain
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
         ("a100-80g", "unknown cost model 'a100-80g': it is GPU/MODEL"),
         ("a100/llama-3.1-8b", "of the GPUs a10g, a100-80g, h100, h200"),
+        ("h100/llama-2-7b:speed=2", "a cost model has no 'speed'; there are mfu"),
+        ("h100/llama-2-7b:mbu=fast", "mbu of a cost model is a number, not 'fast'"),
+        ("h100/llama-2-7b:mbu=2", "mbu must be above 0 and at most 1"),
         ("none/such.json", "cannot read none/such.json: No such file or directory"),
     ],
 )

@@ -26,7 +26,7 @@ Not modelled: several GPUs a replica, quantized weights, speculative decoding, p
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any, Protocol
@@ -215,16 +215,34 @@ def kv_tokens(gpu: Gpu, shape: ModelShape, memory_fraction: float = 0.88) -> int
 
 def make_cost_model(text: str) -> CostModel:
     """The model that `text` names: GPU/MODEL as `a100-80g/llama-3.1-8b`, or a JSON file that `sglang-fair
-    calibrate` or `to_json` wrote. Raises ValueError in one line."""
-    gpu, slash, shape = text.strip().lower().partition("/")
+    calibrate` or `to_json` wrote. Behind GPU/MODEL may come parts of its `Efficiency` that differ:
+    `h100/llama-2-7b:decode_overhead_s=0.01,mbu=0.7`. Raises ValueError in one line."""
+    name, _, changes = text.strip().lower().partition(":")
+    gpu, slash, shape = name.partition("/")
     if slash and gpu in GPUS and shape in SHAPES:
-        return Roofline(GPUS[gpu], SHAPES[shape], EFFICIENCIES.get(gpu, Efficiency()))
+        efficiency = EFFICIENCIES.get(gpu, Efficiency())
+        return Roofline(GPUS[gpu], SHAPES[shape], _changed(efficiency, changes))
     if text.strip().endswith(".json"):
         return from_json(_read(text.strip()))
     raise ValueError(
         f"unknown cost model {text!r}: it is GPU/MODEL, of the GPUs {', '.join(GPUS)} and the models "
         f"{', '.join(SHAPES)}, or the path of a calibration's .json file"
     )
+
+
+def _changed(efficiency: Efficiency, changes: str) -> Efficiency:
+    """With the values of KEY=VALUE,... in place of its own."""
+    known = [field.name for field in fields(efficiency)]
+    found: dict[str, float] = {}
+    for pair in filter(None, changes.split(",")):
+        key, _, value = (part.strip() for part in pair.partition("="))
+        if key not in known:
+            raise ValueError(f"a cost model has no {key!r}; there are {', '.join(known)}")
+        try:
+            found[key] = float(value)
+        except ValueError:
+            raise ValueError(f"{key} of a cost model is a number, not {value!r}") from None
+    return replace(efficiency, **found)
 
 
 def to_json(model: CostModel) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 A sender is {"name", "arrivals", "input", "output"}: lengths in tokens, and arrivals in requests a minute:
 
-    {"kind": "even", "rpm": 90}                                  equal gaps
+    {"kind": "even", "rpm": 90, "waiting": 5}                    equal gaps; so many more at the very start
     {"kind": "poisson", "rpm": 90}
     {"kind": "on-off", "rpm": 30, "on_s": 60, "off_s": 60}       equal gaps while ON, nothing while OFF
     {"kind": "ramp", "rpm": 12, "to_rpm": 120, "over_s": 600}    a rate that rises in a straight line
@@ -28,7 +28,7 @@ from workloads.programs.codec import TOKEN_BYTES
 from workloads.programs.prose import seeded
 from workloads.programs.single import Single
 
-MINUTE_S = 60.0
+MINUTE_S, START_S = 60.0, 1e-3
 
 
 def sender(name: str, arrivals: Mapping[str, Json], input_tokens: int, output_tokens: int) -> dict[str, Json]:
@@ -36,9 +36,9 @@ def sender(name: str, arrivals: Mapping[str, Json], input_tokens: int, output_to
     return {"name": name, "arrivals": dict(arrivals), "input": input_tokens, "output": output_tokens}
 
 
-def even(rpm: float) -> dict[str, Json]:
-    """Evenly spaced requests."""
-    return {"kind": "even", "rpm": rpm}
+def even(rpm: float, waiting: int = 0) -> dict[str, Json]:
+    """Evenly spaced requests; `waiting` more of them come at the very start."""
+    return {"kind": "even", "rpm": rpm, "waiting": waiting}
 
 
 def poisson(rpm: float) -> dict[str, Json]:
@@ -80,11 +80,11 @@ def _client(told: Mapping[str, Json], seed: str) -> Client:
 def _arrivals(told: Mapping[str, Json]) -> Arrivals:
     match told["kind"]:
         case "even":
-            return EvenArrivals(told["rpm"] / MINUTE_S)
+            return _even(told["rpm"] / MINUTE_S, told["waiting"])
         case "poisson":
             return GammaArrivals(told["rpm"] / MINUTE_S)
         case "on-off":
-            return OnOffArrivals(EvenArrivals(told["rpm"] / MINUTE_S), told["on_s"], told["off_s"])
+            return OnOffArrivals(_even(told["rpm"] / MINUTE_S), told["on_s"], told["off_s"])
         case "ramp":
             return RampArrivals(told["rpm"] / MINUTE_S, told["to_rpm"] / MINUTE_S, told["over_s"])
         case "phases":
@@ -92,3 +92,10 @@ def _arrivals(told: Mapping[str, Json]) -> Arrivals:
             return PhasedArrivals([(_arrivals(arrivals), duration_s) for duration_s, arrivals in phases])
         case kind:
             raise ValueError(f"no arrivals {kind!r}")
+
+
+def _even(rate_per_s: float, waiting: int = 0) -> Arrivals:
+    if not waiting:
+        return EvenArrivals(rate_per_s)
+    start = EvenArrivals(waiting / START_S, first_s=0.0), START_S
+    return PhasedArrivals([start, (EvenArrivals(rate_per_s), float("inf"))])

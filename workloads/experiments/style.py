@@ -65,7 +65,8 @@ def scheduler_lines(axes: "Axes", curves: Mapping[str, Line], **more: object) ->
 
 
 def label(axes: "Axes", x: str, y: str, title: str = "", *, legend: bool = True) -> None:
-    """Name the axes, with units; values begin at 0 unless a logarithm is drawn."""
+    """Name the axes, with units; values begin at 0 unless a logarithm is drawn. Panels that share an axis are
+    labelled when all are drawn: this fixes its limits."""
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     if title:
@@ -76,6 +77,12 @@ def label(axes: "Axes", x: str, y: str, title: str = "", *, legend: bool = True)
         axes.legend(fontsize=8)
     axes.grid(visible=True, color="#e6e6e6", linewidth=0.6)
     axes.set_axisbelow(True)
+
+
+def spans(figure: "Figure", start: float, end: float) -> None:
+    """All panels show this part of the x axis."""
+    for axes in figure.axes:
+        axes.set_xlim(start, end)
 
 
 def panels(figure: "Figure", columns: int, *, share_y: bool = False) -> "list[Axes]":

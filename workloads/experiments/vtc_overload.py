@@ -14,15 +14,23 @@ from workloads.experiments.contract import (
     Simulated,
     Size,
     Table,
+    Traffic,
     verdict,
 )
 from workloads.experiments.senders import clients_of, even, sender, traffic
 from workloads.records import Run
 
-OVERLOAD = traffic(
-    "overload", sender("client 1", even(90), 256, 256), sender("client 2", even(180), 256, 256)
-)
-"""Both above half of what the engine serves, one twice the other."""
+
+def overload(waiting: int = 0) -> Traffic:
+    """Both above half of what the engine serves, one twice the other."""
+    return traffic(
+        "overload",
+        sender("client 1", even(90, waiting), 256, 256),
+        sender("client 2", even(180, waiting), 256, 256),
+    )
+
+
+OVERLOAD = overload()
 
 
 class Overload(Simulated):

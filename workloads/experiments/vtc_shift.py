@@ -57,7 +57,9 @@ class Shift(Simulated):
             label: [self._share(results[cell], phase) for phase in range(3)]
             for label, cell in (("VTC", "vtc"), ("LCF", "lcf"))
         }
-        fair, inherits = rows["VTC"][1], rows["LCF"][1]
+        fair = rows["VTC"][1]
+        asked = OVERLOAD_RPM / 60 * (256 + 2 * 256)
+        served = {label: self._rate(results[label.lower()], 1) / asked for label in rows}
         apart = max(abs(rows["VTC"][phase] - rows["LCF"][phase]) for phase in (0, 2))
         return Report(
             claims=[
@@ -70,15 +72,20 @@ class Shift(Simulated):
                 Claim(
                     "LCF then favours client 1, whose counter lags behind from before",
                     "disproportionately client 1",
-                    f"client 1 receives {inherits:.0%}",
-                    verdict(inherits >= 0.6, partly=inherits > fair + 0.03),
+                    f"client 1 receives {served['LCF']:.0%} of what it asks for, {rows['LCF'][1]:.0%} of the whole; "
+                    f"under VTC {served['VTC']:.0%} and {fair:.0%}",
+                    verdict(
+                        served["LCF"] >= 0.97 and rows["LCF"][1] >= fair + 0.04, partly=rows["LCF"][1] > fair
+                    ),
+                    "It cannot receive more than it asks for.",
                 ),
                 Claim(
                     "Before and after, VTC and LCF are alike",
                     "similar",
                     f"client 1's shares differ by at most {apart * 100:.0f} points",
                     verdict(apart <= 0.05, partly=apart <= 0.1),
-                    "What LCF left of client 2's requests in the second phase is still waiting in the third.",
+                    "Under VTC client 1 begins the last phase with a backlog, for it asked for more than its half; "
+                    "under LCF it has none.",
                 ),
             ],
             tables=[
@@ -99,10 +106,19 @@ class Shift(Simulated):
         )
 
     @staticmethod
+    def _rate(result: Result, phase: int) -> float:
+        """Client 1's service rate in the windows that lie inside a phase, units/s."""
+        return vtc.mean_between(vtc.curve(result, "rate", "client 1"), *Shift._span(result, phase)) or 0.0
+
+    @staticmethod
+    def _span(result: Result, phase: int) -> tuple[float, float]:
+        phase_s = result.cell.plan.duration_s / 3
+        return phase * phase_s + 30.0, (phase + 1) * phase_s - 30.0
+
+    @staticmethod
     def _share(result: Result, phase: int) -> float:
         """Client 1's part of what both receive, in the windows that lie inside a phase."""
-        phase_s = result.cell.plan.duration_s / 3
-        span = phase * phase_s + 30.0, (phase + 1) * phase_s - 30.0
+        span = Shift._span(result, phase)
         one, other = (
             vtc.mean_between(vtc.curve(result, "rate", f"client {k}"), *span) or 0.0 for k in (1, 2)
         )

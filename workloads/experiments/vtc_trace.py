@@ -135,7 +135,10 @@ class ArenaTrace(Simulated):
                     TABLE_3,
                     path="difference_profiled",
                 ),
-                _responses("Response time, mean in s, by a client's rank in requests (linear cost)", linear),
+                _responses(
+                    "Wait for the first token, or the run's end, mean in s, by a client's rank in requests",
+                    linear,
+                ),
                 _responses(
                     "Figure 18: the same, profiled cost", {k: profiled[k] for k in ("FCFS", *COUNTING)}
                 ),
@@ -278,8 +281,8 @@ def _table_3(found: Mapping[str, Result]) -> list[Claim]:
 
 
 def _wait(run: Mapping[str, Json], names: Sequence[str]) -> list[float]:
-    """Mean response times of those of these clients that were answered."""
-    told = (run["clients"][name]["response_s"]["mean"] for name in names)
+    """How long each of these clients waited for a first token in the mean, until the run's end where none came."""
+    told = (run["clients"][name]["waited_s"] for name in names)
     return [wait for wait in told if wait is not None]
 
 
@@ -330,15 +333,16 @@ def _refused(result: Result) -> float:
 
 def _draw_responses(found: Mapping[str, Result]) -> "Callable[[Canvas], None]":
     def draw(canvas: "Canvas") -> None:
-        for axes, (label, one) in zip(
-            style.panels(canvas, len(found), share_y=True), found.items(), strict=True
-        ):
+        panels = style.panels(canvas, len(found), share_y=True)
+        for axes, one in zip(panels, found.values(), strict=True):
             drawn = one.first["drawn"]
             lines = {
                 f"client of rank {rank}": vtc.curve(one, "response_s", name) for rank, name in drawn.items()
             }
             style.client_lines(axes, lines)
-            style.label(axes, vtc.TIME, vtc.RESPONSE, label)
+        for axes, (label, one) in zip(panels, found.items(), strict=True):
+            style.label(axes, vtc.TIME, vtc.RESPONSE, label, legend=axes is panels[0])
+            style.spans(canvas, 0.0, one.cell.plan.duration_s)
 
     return draw
 
