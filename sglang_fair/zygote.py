@@ -25,6 +25,7 @@ import struct
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Sequence
 from types import FrameType
 from typing import Any, NoReturn
@@ -33,7 +34,6 @@ from sglang_fair import replica
 from sglang_fair.cluster.child import SWEEP_S, session_members
 from sglang_fair.cluster.plan import ZYGOTE_READY
 from sglang_fair.engines import cpu
-from sglang_fair.engines.emulated.settings import FORKED_VARIABLE
 from sglang_fair.processes import die_with_parent
 
 MODULES = (
@@ -51,15 +51,17 @@ LONGEST_MESSAGE = 1 << 16
 _CREDENTIALS = struct.Struct("3i")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Serves until SIGTERM."""
     name, *shared = sys.argv[1:] if arguments is None else arguments
     die_with_parent()
     options, _ = replica.parse(shared)
-    os.environ.update({**replica.environment(options), FORKED_VARIABLE: "1"})
+    os.environ.update(replica.environment(options))
     cpu.define_torchvision_operators()
-    for module in MODULES:
-        importlib.import_module(module)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of kernels that a CPU has not
+        for module in MODULES:
+            importlib.import_module(module)
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
@@ -74,7 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         gc.freeze()
         print(ZYGOTE_READY, flush=True)
         Zygote(listener).run()
-    return 0
+    sys.stdout.flush()
+    os._exit(0)  # the end of an interpreter tells of every object that an extension keeps
 
 
 class Zygote:
@@ -180,6 +183,7 @@ class Zygote:
             os.close(output)
             os.environ.update(env)
             random.seed()  # all replicas would draw the same ports
+            _name_process("sglang-fair replica " + " ".join(argv[:2]))
             code = replica.main(argv)
         except SystemExit as ended:
             code = ended.code if isinstance(ended.code, int) else 1
@@ -190,6 +194,12 @@ class Zygote:
                 sys.stdout.flush()
                 sys.stderr.flush()
             os._exit(code)
+
+
+def _name_process(title: str) -> None:
+    """What ps shows, where SGLang's way to set it is there."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module("setproctitle").setproctitle(title)
 
 
 def _kill_session(session: int) -> None:
@@ -212,4 +222,4 @@ def _end(number: int, frame: FrameType | None) -> NoReturn:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

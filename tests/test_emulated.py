@@ -407,7 +407,8 @@ class TestReplica:
     def test_text_and_chat(self, emulated: Replica) -> None:
         body = {"model": "llama-3.2-3b-emulated", "prompt": "Once", "max_tokens": 12}
         told = httpx.post(f"{emulated.url}/v1/completions", json=body, timeout=60).json()
-        said = bytes(np.frombuffer(answer(np.frombuffer(b"Once", "u1").astype("<u4").tobytes(), 12), "<u4"))
+        prompt = np.frombuffer(b"Once", "u1").astype("<u4").tobytes()
+        said = np.frombuffer(answer(prompt, 12), "<u4").astype("u1").tobytes()
         assert told["choices"][0]["text"].encode() == said
         chat = {"model": "x", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 5}
         told = httpx.post(f"{emulated.url}/v1/chat/completions", json=chat, timeout=60).json()
@@ -428,14 +429,16 @@ class TestReplica:
 
 
 @pytest.mark.engine
-def test_without_its_hooks_it_does_not_start() -> None:
-    """The model folder alone, as if the plugin had not been loaded."""
-    command = [sys.executable, "-m", "sglang_fair.replica", "--model", "emulated:llama-3.2-3b"]
+def test_without_its_hooks_the_model_cannot_be_loaded() -> None:
+    """As if SGLang's loader had only logged that the plugin failed."""
+    load = "from sglang_fair.engines.emulated.networks.nothing import EntryClass; EntryClass(None)"
+    variables = {**os.environ, **settings.environment(Emulation("a10g", "llama-3.2-3b"))}
+    setup = "from sglang_fair.engines.cpu import define_torchvision_operators as o; o(); "
     ended = subprocess.run(
-        [*command, "--port", "28999"], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", setup + load], capture_output=True, text=True, check=False, env=variables
     )
-    assert ended.returncode != 0
-    assert "EmulatedForCausalLM" in ended.stderr + ended.stdout
+    assert ended.returncode == 1
+    assert "SGLang did not apply the hooks on sglang.srt.managers.tp_worker" in ended.stderr
 
 
 @pytest.mark.e2e

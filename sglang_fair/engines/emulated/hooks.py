@@ -126,9 +126,8 @@ def request_table_made(result: Any, pool: Any, *args: Any, **kwargs: Any) -> Non
 
 
 def environment_set(result: Any, *args: Any, **kwargs: Any) -> None:
-    """A forked replica forks its scheduler too, which has then imported everything as well."""
-    if settings.FORKED_VARIABLE in os.environ:
-        multiprocessing.set_start_method("fork", force=True)
+    """Without a GPU a scheduler can be forked, and then it has imported everything already."""
+    multiprocessing.set_start_method("fork", force=True)
 
 
 @dataclass(frozen=True)

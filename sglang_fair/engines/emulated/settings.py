@@ -13,9 +13,6 @@ from sglang_fair.sim.shapes import SHAPES, ModelShape
 VARIABLE = "SGLANG_FAIR_EMULATED"
 """Environment variable with an `Emulation` as JSON, for SGLang's processes; unset: nothing is emulated."""
 
-FORKED_VARIABLE = "SGLANG_FAIR_FORKED"
-"""Environment variable of a replica that was forked; it forks its own processes too, in place of new ones."""
-
 ARCHITECTURE = "EmulatedForCausalLM"
 """What the model folder calls its model; only `networks` has one of that name."""
 
@@ -27,6 +24,10 @@ CHUNKED_PREFILL_TOKENS = ((20, 2048), (60, 4096), (160, 8192))
 """SGLang 0.5.23's default by the GPU's memory: below so many GiB, so many tokens (memory_hook.py)."""
 
 LARGEST_CHUNK_TOKENS = 16_384
+
+STREAM_INTERVAL_TOKENS = 8
+"""Tokens between two chunks of a stream, behind the first. SGLang sends every token on its own; for eight
+replicas on two cores that is more work than all of their scheduling, and the schedulers come too late."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,5 +109,9 @@ def server_arguments(emulation: Emulation) -> tuple[str, ...]:
     As on a GPU, the scheduler prepares a step while the one before runs.
     """
     on_cpu = [argument for argument in cpu.SERVER_ARGUMENTS if argument != "--disable-overlap-schedule"]
-    chunk = str(emulation.chunked_prefill_tokens)
-    return (*on_cpu, "--grammar-backend", "none", "--chunked-prefill-size", chunk)
+    return (
+        *on_cpu,
+        "--grammar-backend", "none",
+        "--chunked-prefill-size", str(emulation.chunked_prefill_tokens),
+        "--stream-interval", str(STREAM_INTERVAL_TOKENS),
+    )  # fmt: skip
