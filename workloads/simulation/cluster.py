@@ -46,8 +46,9 @@ LOOKS_NOT_AT_OUTPUT = (
 )
 """Placements that decide the same whether or not they hear of running answers; they are spared the news."""
 
-TOKEN_STEP_S = 0.5
-"""How far apart an answer's tokens are recorded, but for the first and the last, if the plan does not say."""
+TOKEN_STEP_S = 1.0
+"""How far apart an answer's tokens are recorded, but for the first and the last, if the plan does not say. They are
+recorded at even times, so service is exact at each of these."""
 
 REFUSING = ("rpm",)
 """Policies that refuse requests; else it is the engine that cannot take one."""
@@ -465,7 +466,8 @@ class Simulation:
         match event:
             case Progress():
                 if not flight.token_times:
-                    self._receive(flight, event.t_s, event.output_tokens)
+                    flight.told_s = event.t_s
+                    flight.token_times.append((round(event.t_s, 6), event.output_tokens))
             case Finished():
                 del self._flights[event.id]
                 self._finish(flight, event)
@@ -478,24 +480,20 @@ class Simulation:
 
     def _look(self, count: int) -> None:
         """What the running requests have received, at even times."""
+        t_s, flights = round(self.now_s, 6), self._flights
         for place, replica in enumerate(self.replicas):
             self._advance(place)
             for job in replica.queue.running():
-                if job.output_tokens:
-                    self._receive(self._flights[job.id], self.now_s, job.output_tokens)
+                output_tokens = job.output_tokens
+                if output_tokens:
+                    flight = flights[job.id]
+                    times = flight.token_times
+                    if output_tokens > times[-1][1]:
+                        times.append((t_s, output_tokens))
+                        if self._tells_output and t_s - flight.told_s >= PROGRESS_S:
+                            flight.told_s = t_s
+                            self._tell(flight.active.router, message.Progress(job.id, output_tokens))
         self._again(self._step_s, self._look, count)
-
-    def _receive(self, flight: _Flight, t_s: float, output_tokens: int) -> None:
-        """So many tokens have come so far."""
-        times = flight.token_times
-        if not times:
-            flight.told_s = t_s
-        elif output_tokens == times[-1][1]:
-            return
-        times.append((round(t_s, 6), output_tokens))
-        if self._tells_output and t_s - flight.told_s >= PROGRESS_S:
-            flight.told_s = t_s
-            self._tell(flight.active.router, message.Progress(flight.id, output_tokens))
 
     def _finish(self, flight: _Flight, event: Finished) -> None:
         times, t_s, output_tokens = flight.token_times, event.t_s, event.output_tokens

@@ -28,6 +28,9 @@ from workloads.traces import Trace, arena, mooncake
 BURST_S = 60.0
 """A burst that measures capacity lasts at least so long: its start and its tail are part of the time."""
 
+CONNECTIONS = 1_000_000
+"""Of a client: so many that none is held back before it has reached the replicas' queues."""
+
 MOST_BURST_PROGRAMS = 4096
 """Of one client, however fast the site is."""
 
@@ -198,7 +201,13 @@ def capacity(case: Case, workload: str) -> float:
     site, each = case.variants()[0].site, 8 * case.replicas[0]
     while True:
         clients = case.clients(workload, rate_per_s=1000.0, seed="calibration", with_bad=False)
-        plan = Plan(duration_s=3600.0, programs_per_client=each, drain_s=None, sample_s=60.0)
+        plan = Plan(
+            duration_s=3600.0,
+            programs_per_client=each,
+            drain_s=None,
+            connections_per_client=CONNECTIONS,
+            sample_s=60.0,
+        )
         run = simulate(site, clients, plan)
         done = [
             program.t_done_s
