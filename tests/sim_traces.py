@@ -9,8 +9,8 @@ scheduler has to be alone in its process. Every answer is made of token 0, as th
 import json
 import os
 from array import array
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from math import inf
 from random import Random
 from typing import Any
@@ -27,7 +27,7 @@ MOST_RUNNING = 128
 QUANTUM = 300.0
 RATIO_DECAY_STEPS = 7
 """Few, so that retractions are many."""
-LOADS = ("light", "overload", "chunks", "retraction", "vtc")
+LOADS = ("light", "overload", "chunks", "retraction", "aborts", "vtc")
 
 Call = list[Any]
 
@@ -48,6 +48,8 @@ class Load:
     """What is sent to which replica. `ratio` is the new-token ratio at first."""
 
     arrivals: tuple[Arrival, ...]
+    aborts: Mapping[str, int] = field(default_factory=dict)
+    """Before which step a request is given up."""
     policy: str = "dlpm"
     kv_tokens: int = 100_000
     chunked_prefill_tokens: int | None = None
@@ -64,6 +66,9 @@ def load(name: str) -> Load:
             return Load(tuple(_arrivals(name, requests=25, until_step=400)))
         case "overload":
             return Load(crowd, kv_tokens=2400)
+        case "aborts":
+            aborts = {one.id: one.step + n % 17 for n, one in enumerate(crowd) if n % 3}
+            return Load(crowd, aborts, kv_tokens=4000, chunked_prefill_tokens=128)
         case "vtc":
             return Load(crowd, policy="vtc", kv_tokens=2400, chunked_prefill_tokens=256)
         case "chunks":
@@ -123,6 +128,9 @@ class Traced:
                 for arrival in load.arrivals:
                     if arrival.step == step:
                         replica.arrive(_sim_request(arrival), now_s)
+                for id, at in load.aborts.items():
+                    if at == step:
+                        replica.abort(id, now_s)
                 replica.advance(step)
         finally:
             sim.answer = answer
@@ -131,9 +139,12 @@ class Traced:
 
     def real(self, engine: Any) -> list[Call]:
         """By SGLang's scheduler. `engine` is a `bench.engine.Engine`."""
+        from sglang.srt.managers.io_struct import AbortReq
+
         load, scheduler = self.load, engine._scheduler
         engine.use(load.policy, overlay=True)
         engine.limit_pool(load.kv_tokens)
+        scheduler.send_abort_output = lambda *args, **kwargs: None
         scheduler.chunked_prefill_size = load.chunked_prefill_tokens
         ratio = scheduler.new_token_ratio_tracker
         ratio.init = ratio.current = load.ratio
@@ -147,6 +158,9 @@ class Traced:
                     )
                     request.sampling_params.ignore_eos = load.ignore_eos
                     engine.arrive([request])
+            for id, at in load.aborts.items():
+                if at == step:
+                    scheduler.abort_request(AbortReq(rid=id))
             engine.step()
         return trace
 

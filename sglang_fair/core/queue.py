@@ -18,6 +18,7 @@ another one is computing right now (they wait for it: one step later the prefix 
 because the cache did not keep it, they do not wait again).
 """
 
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -226,25 +227,28 @@ class FairQueue:
             self._presence(job.client).owed_tokens -= asked_for
 
     def emit_each(self, jobs: Iterable[Job], tokens: int) -> None:
-        """Each of the running `jobs` emitted `tokens` output tokens: as `emit` for one after the other, but the books
-        and the policy are told once a client. For an engine whose decode steps change nothing else."""
+        """Each of `jobs`, which run, emitted `tokens` output tokens: as `emit` for one after the other, but where an
+        output token has one price the books and the policy are told once a client."""
         if tokens <= 0:
             return
-        counts: dict[str, int] = {}
-        linear = isinstance(self.cost, Linear) and self.policy.predictor is None
+        if not isinstance(self.cost, Linear) or self.policy.predictor is not None:
+            for job in jobs:
+                self.emit(job, tokens)
+            return
+        counts: defaultdict[str, int] = defaultdict(int)
         for job in jobs:
             output = job.output_tokens + tokens
-            if not linear or job.system or output > job.max_output_tokens or job.id not in self._running:
+            if job.system or output > job.max_output_tokens:
                 self.emit(job, tokens)
             else:
                 job.output_tokens = output
-                counts[job.client] = counts.get(job.client, 0) + tokens
+                counts[job.client] += tokens
         for client, count in counts.items():
             units = self.cost.output_weight * count
             self.ledger.record(client, output=count, service=units)
             self._swing.charged(client, units)
             self.policy.charge(client, units)
-            self._presence(client).owed_tokens -= count
+            self._clients[client].owed_tokens -= count
 
     def finish(self, job_id: str) -> None:
         """A running request ended, by itself or by abort: no further charge, and no refund of what it got."""

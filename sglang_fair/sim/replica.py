@@ -399,8 +399,8 @@ class Replica:
             return
         page_tokens, new_pages = self.settings.page_tokens, self._new_pages
         for step in range(self._step, to):
-            if self.free_pages < count and self.cache.evictable_tokens:  # SGLang frees a page for each request
-                self._make_free(count * page_tokens)
+            if self.free_pages < count and self.cache.evictable_tokens:
+                self._make_free(count * page_tokens)  # SGLang frees a page for each request
             if self.cache.changed:
                 self._told += self.cache.drain(self._ends_at(step + 1))
             self.free_pages -= new_pages[step % page_tokens]
