@@ -211,7 +211,7 @@ def test_a_closed_loop_load(tokenizer, capsys):
     assert peer.most_at_once == 4
     assert rows(told)["a"]["ok"] >= 3
     assert rows(told)["b"]["ok"] >= 1
-    assert "a slow server is asked less" in said
+    assert "a slow server is asked for less" in said
 
 
 def test_token_ids_are_sent_where_there_is_a_tokenizer(tokenizer, capsys):

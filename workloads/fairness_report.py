@@ -258,7 +258,7 @@ def _share(units: float | None, total: float | None) -> float | None:
 def render(report: FairnessReport, *, closed_loop: bool) -> Group:
     """The report as tables and notes."""
     start_s, end_s = report.span_s
-    span = f"in {end_s - start_s:g} s behind a warm-up of {start_s:g} s"
+    span = f"in {end_s - start_s:.3g} s behind a warm-up of {start_s:g} s"
     service = _table(f"service {span}", "client|weight|asked for/s|received/s|share|fair share|hit rate")
     latency = _table(
         f"requests {span}",
@@ -294,10 +294,10 @@ def _table(title: str, heads: str) -> Table:
 def _lines(report: FairnessReport) -> list[str]:
     table = report.service_difference
     return [
-        f"{number(report.tokens_per_s)} tokens/s, {number(report.service_rate)} units of service a second; "
-        f"Jain's index of service by weight {number(report.jain)}, difference between the most and the least served "
-        f"{number(report.accumulated_difference)} units",
-        f"asked for and missed against the most-served client, in windows of {report.window_s:g} s: "
+        f"{number(report.tokens_per_s)} tokens/s, {number(report.service_rate)} units of service a second",
+        f"service by weight: Jain's index {number(report.jain)}, "
+        f"most less least served {number(report.accumulated_difference)} units",
+        f"asked for and missed against the most-served client, in windows of {report.window_s:.3g} s: "
         f"at most {number(table.maximum)}, on average {number(table.mean)} units/s, "
         f"variance {number(table.variance)}",
     ]
@@ -316,7 +316,7 @@ def _notes(report: FairnessReport, closed_loop: bool) -> list[str]:
     notes = ["latencies count from when a request was due, whether or not it could be sent then"]
     if closed_loop:
         notes.append(
-            "closed loop: a request is due when the one before it has ended, so a slow server is asked less"
+            "closed loop: a request is due when the one before it has ended, so a slow server is asked for less"
         )
     if any(client.service_rate is None for client in report.clients):
         notes.append(f"{DASH}: the endpoint did not tell how long prompts were")

@@ -32,7 +32,7 @@ from workloads import wire
 from workloads.clients import Scale
 from workloads.compare.command import FILE_COLUMNS, codec_of
 from workloads.compare.runs import SMALL, machine, progress_line, versions
-from workloads.driver import Driver, Endpoint, Plan
+from workloads.driver import Driver, Endpoint, Plan, Progress
 from workloads.endpoints import HEADER, IDENTITIES, EndpointError, find_model, identity, read_keys
 from workloads.fairness_report import FairnessReport, fairness_report, render
 from workloads.load import (
@@ -52,6 +52,8 @@ from workloads.records import Manifest, Records, Run
 
 TOKEN_STEP_S = 0.1
 """Between recorded tokens of an answer: windows are hundreds of times as long."""
+LINE_S = 10.0
+"""Between two lines about progress, where there is no terminal."""
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -221,6 +223,24 @@ def case_of(given: argparse.Namespace) -> Case:
     return Case(endpoint, loaded, plan, given.warm_up, cost, manifest, given.records)
 
 
+@dataclass(slots=True)
+class Watch:
+    """Shows where a run stands: in place on a terminal, else in a line every `LINE_S`."""
+
+    plan: Plan
+    console: Console
+    live: Live
+    next_s: float = LINE_S
+
+    def __call__(self, progress: Progress) -> None:
+        line = Text(progress_line(progress, self.plan))
+        if self.console.is_terminal:
+            self.live.update(line)
+        elif progress.now_s >= self.next_s:
+            self.console.print(line)
+            self.next_s = progress.now_s + LINE_S
+
+
 async def drive(case: Case, console: Console) -> tuple[Run, bool]:
     """The run, and whether it was interrupted."""
     interrupted = False
@@ -233,7 +253,7 @@ async def drive(case: Case, console: Console) -> tuple[Run, bool]:
             case.load.clients,
             case.plan,
             records,
-            watch=lambda progress: live.update(Text(progress_line(progress, case.plan))),
+            watch=Watch(case.plan, console, live),
         )
 
         def stop() -> None:
