@@ -288,6 +288,21 @@ def test_a_run_that_is_cut_off_amid_many_programs_has_a_record_of_everything():
     assert any(record.t_start_s is None for record in run.requests)
 
 
+def test_what_is_sent_as_the_run_ends_has_a_record(steps):
+    def twice(_: int) -> Program:
+        yield Call(CODEC.encode("x" * 100), 10)
+        yield Call(CODEC.encode("y" * 100), 10)
+
+    clients = [
+        replace(asking("bad", twice), well_behaved=False),
+        asking("good", lambda _: one_call(100, 10)),
+    ]
+    run = simulate(steps, clients, Plan(0.01, drain_s=None, drain_for="well-behaved"))
+    complete(run)
+    last = run.requests[-1]
+    assert (last.client, last.outcome, last.t_start_s) == ("bad", "cancelled", run.end.t_s)
+
+
 def test_a_run_waits_for_well_behaved_clients_alone_if_the_plan_says_so():
     plan = Plan(2.0, drain_s=None, drain_for="well-behaved")
     run = simulate(replace(TIGHT, policy="vtc"), traffic(rate_per_s=8.0), plan)
