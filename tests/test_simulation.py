@@ -351,6 +351,8 @@ def test_the_router_knows_what_the_replicas_cache():
         known = {tokens for _, tokens in tree.holdings(f"r{place}")}
         assert known == cached(replica)
         assert known
+    told = simulation.routers[0].state()["hits"]["measured_cached_tokens"]
+    assert told == sum(record.cached_tokens for record in run_of(simulation).requests) > 0
     assert tree.unknown_parents == tree.unknown_removes == tree.misfits == 0
     assert any(replica.cache.evicted_tokens for replica in simulation.replicas)
 
@@ -466,6 +468,31 @@ def test_a_site_survives_json():
     assert Site.from_json(json.loads(json.dumps(asdict(site)))) == site
     with pytest.raises(ValueError, match="no colour"):
         Site.from_json({"colour": "red"})
+
+
+def test_a_calibrated_site_has_the_replicas_limits(tmp_path, steps):
+    limits = {
+        "chunk_tokens": 512,
+        "pool_tokens": 4096,
+        "running": 4,
+        "context_tokens": 2048,
+        "page_tokens": 8,
+    }
+    told = {
+        "cost_model": json.loads(Path(steps.cost_model).read_text()),
+        "hop_s": 0.003,
+        "limits": limits,
+    }
+    path = tmp_path / "replica.json"
+    path.write_text(json.dumps(told))
+    site = Site.calibrated(path, replicas=2, max_running=None, kv_tokens=2048)
+    assert (site.kv_tokens, site.page_tokens, site.max_running) == (2048, 8, 4)
+    assert (site.chunked_prefill_tokens, site.hop_s) == (512, 0.003)
+    assert site.make_cost_model() == steps.make_cost_model()
+    assert main([*FEW, "--cost-model", str(path), "--schedulers", "d2lpm+dlpm"]) == 0
+    path.write_text(json.dumps({"cost_model": told["cost_model"]}))
+    with pytest.raises(ValueError, match="limits"):
+        Site.calibrated(path)
 
 
 def test_prompts_must_be_packed(steps):
@@ -611,8 +638,8 @@ def test_processes_find_the_same(capsys):
         ["--client-weights", "[]"],
         ["--client-weights", "{"],
         ["--client-weights", '{"bad": -1}'],
-        ["--cost-model", "nowhere.json", "--kv-tokens", "1000"],
         ["--cost-model", "nowhere.json"],
+        ["--cost-model", __file__],
         ["--duration", "0"],
         ["--good-clients", "0"],
         ["--thought-tokens", "0"],

@@ -19,6 +19,8 @@ from typing import NoReturn
 
 from rich.console import Console
 
+from router.placement import PLACEMENTS
+from sglang_fair.core import POLICIES
 from sglang_fair.sim.gpus import GPUS
 from sglang_fair.sim.shapes import SHAPES
 from workloads.clients import SCENARIOS, Scale
@@ -35,6 +37,13 @@ FILE_COLUMNS = 180
 """Width of tables that go into a file."""
 
 
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Says defaults, where there is one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default in (None, "", []) else super()._get_help_string(action)
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     case, site, scale = Case(), Site(), Scale()
@@ -44,17 +53,29 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description="Compare schedulers, quanta and numbers of replicas in the simulator: the router and the "
         "policies of the live cluster, and engines whose steps take as long as a cost model says.",
         epilog="Where several values are given, each combination is run on the same programs and arrivals.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Help,
     )
     what = parser.add_argument_group("the cluster").add_argument
     what("--gpu", default=site.gpu, help="of each replica: " + ", ".join(GPUS))
     what("--model", default=site.model, help="what it serves: " + ", ".join(SHAPES))
-    what("--cost-model", metavar="FILE", help="what `sglang-fair calibrate` wrote, instead of GPU and model")
-    what("--kv-tokens", type=int, metavar="N", help="tokens that a replica's cache holds, if not by the GPU")
+    what(
+        "--cost-model",
+        type=Path,
+        metavar="FILE",
+        help="what `sglang-fair calibrate` wrote: times, memory, limits",
+    )
+    what(
+        "--kv-tokens", type=int, metavar="N", help="tokens that a replica's cache holds (default: by the GPU)"
+    )
     what("--max-running", type=int, metavar="N", help="requests that a replica runs at once")
     what("--chunked-prefill", type=int, metavar="N", help="prompt tokens in one step")
     what("--replicas", default="2", metavar="N,...", help="one number, or several to compare")
-    what("--schedulers", default=",".join(case.schedulers), metavar="A+B,...", help="PLACEMENT+POLICY")
+    what(
+        "--schedulers",
+        default=",".join(case.schedulers),
+        metavar="A+B,...",
+        help=f"PLACEMENT+POLICY, of {', '.join(PLACEMENTS)} and {', '.join(POLICIES)}",
+    )
     what("--quantum", default="", metavar="UNITS,...", help="DLPM's and DRR's, per client (default: 2000)")
     what("--worker-quantum", default="", metavar="UNITS,...", help="D2LPM's (default: the router's)")
     what(
@@ -67,7 +88,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     what("--cost", default=site.cost, help="what service costs, as for `sglang-fair cluster`")
     what("--payer", default=site.payer, help="who pays for a prefix that clients share")
     what("--client-weights", default="{}", metavar="JSON", help='shares, for example {"bad": 0.5}')
-    what("--hop", type=float, default=site.hop_s, metavar="S", help="network time of a request, both ways")
+    what("--hop", type=float, metavar="S", help="network time of a request, both ways")
     load = parser.add_argument_group("the traffic").add_argument
     load(
         "--workloads",
@@ -139,21 +160,22 @@ def case_of(arguments: argparse.Namespace) -> Case:
     stand_ins = {name: None for name in workloads if name in STAND_INS and name not in traces}
     for name, path in traces.items():
         read_trace(name, path)
-    if arguments.cost_model and arguments.kv_tokens is None:
-        raise ValueError("--cost-model tells no memory: give --kv-tokens as well")
-    site = Site(
-        gpu=arguments.gpu,
-        model=arguments.model,
-        cost_model=arguments.cost_model,
-        replicas=replicas[0],
-        cost=arguments.cost,
-        payer=arguments.payer,
-        client_weights=weights,
-        kv_tokens=arguments.kv_tokens,
-        max_running=arguments.max_running,
-        chunked_prefill_tokens=arguments.chunked_prefill,
-        hop_s=arguments.hop,
-    )
+    given = {
+        "replicas": replicas[0],
+        "cost": arguments.cost,
+        "payer": arguments.payer,
+        "client_weights": weights,
+        "kv_tokens": arguments.kv_tokens,
+        "max_running": arguments.max_running,
+        "chunked_prefill_tokens": arguments.chunked_prefill,
+        "hop_s": arguments.hop,
+    }
+    if arguments.cost_model is not None:
+        site = Site.calibrated(arguments.cost_model, **given)
+    else:
+        site = Site(
+            gpu=arguments.gpu, model=arguments.model, **{k: v for k, v in given.items() if v is not None}
+        )
     return Case(
         site=site,
         schedulers=tuple(name for name in arguments.schedulers.split(",") if name),
@@ -257,7 +279,7 @@ def present(
         console.print(ratio_table(table, summaries, OURS))
     simulated_s, speed = sum(one.simulated_s for one in came), median(one.speed for one in came)
     console.print(
-        f"{number(simulated_s)} s of {case.site.gpu}/{case.site.model} simulated in {number(wall_s)} s; "
+        f"{number(simulated_s)} s of {case.site.engine} simulated in {number(wall_s)} s; "
         f"one run {number(speed)} times faster than real time (median)",
         highlight=False,
     )

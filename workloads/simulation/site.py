@@ -4,8 +4,10 @@ Names, options and defaults are those of `sglang-fair cluster`, so that a simula
 described alike. The router knows the linear part of what service costs, as it does there.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from router.core import Router
@@ -92,6 +94,32 @@ class Site:
             raise ValueError(f"a site has no {', '.join(unknown)}")
         return cls(**told)
 
+    @classmethod
+    def calibrated(cls, path: Path, **given: Any) -> "Site":
+        """A site of replicas like the one that `sglang-fair calibrate` measured: its times, memory and limits.
+
+        `given` are other fields, and stand in for its own unless None. Raises OSError, and ValueError for another file.
+        """
+        try:
+            told = json.loads(path.read_text(encoding="utf-8"))
+            limits = told["limits"]
+            found = {
+                "kv_tokens": limits["pool_tokens"],
+                "page_tokens": limits["page_tokens"],
+                "max_running": limits["running"],
+                "chunked_prefill_tokens": limits["chunk_tokens"],
+                "hop_s": told["hop_s"],
+            }
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}: not what sglang-fair calibrate writes: {error!r}") from None
+        overruling = {name: value for name, value in given.items() if value is not None}
+        return cls(cost_model=str(path), **(found | overruling))
+
+    @property
+    def engine(self) -> str:
+        """What its replicas are, in a word."""
+        return self.cost_model or f"{self.gpu}/{self.model}"
+
     @property
     def scheduler(self) -> str:
         """PLACEMENT+POLICY."""
@@ -119,7 +147,7 @@ class Site:
 
     def make_cost_model(self) -> CostModel:
         """How long a step takes on a replica of capacity 1."""
-        return make_cost_model(self.cost_model or f"{self.gpu}/{self.model}")
+        return make_cost_model(self.engine)
 
     def make_replica(self, place: int) -> Replica:
         """A new replica with an empty cache."""
