@@ -100,3 +100,8 @@ def test_importing_the_core_loads_the_standard_library_only():
 def test_importing_the_pure_router_loads_no_shell():
     loaded = loaded_after("import router.core, router.placement")
     assert loaded & (ENGINES_AND_SHELLS - {"numpy", "msgspec"}) == set()
+
+
+def test_importing_the_simulated_cluster_loads_no_engine_and_no_server():
+    loaded = loaded_after("import workloads.simulation, workloads.simulation.command")
+    assert loaded & {"fastapi", "sglang", "starlette", "torch", "transformers", "uvicorn", "zmq"} == set()
