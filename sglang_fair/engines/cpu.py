@@ -21,17 +21,28 @@ SERVER_ARGUMENTS: tuple[str, ...] = (
 """What a replica on this platform needs; a later argument of the user's wins."""
 
 
+KERNELS_KEPT = 256
+"""In each of the two caches of compiled matrix products, oneDNN's own and the one that torch keeps before it.
+
+A product of a new shape is compiled, which takes some 0.3 MiB, and with 1,024 kept in both, as they are by default,
+a replica grows for hours: each new number of tokens in a batch brings five shapes. 256 hold the shapes of fifty
+sizes of batch, decoding's among them, which come back.
+"""
+
+
 def environment() -> dict[str, str]:
-    """The variables a replica's processes need before they import SGLang.
+    """The variables a replica's processes need before they import SGLang; those of the operator stay.
 
     One OpenMP thread by default: the allocator's small tensor operations are sixty times slower when two
     threads of two replicas wait for each other on the same cores.
     """
-    return {
-        "SGLANG_PLATFORM": PLATFORM,
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-        "CUDA_VISIBLE_DEVICES": "",
+    defaults = {
+        "OMP_NUM_THREADS": "1",
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": str(KERNELS_KEPT),
+        "LRU_CACHE_CAPACITY": str(KERNELS_KEPT),
     }
+    own = {"SGLANG_PLATFORM": PLATFORM, "CUDA_VISIBLE_DEVICES": ""}
+    return own | {name: os.environ.get(name, default) for name, default in defaults.items()}
 
 
 def activate() -> str | None:
