@@ -1,18 +1,19 @@
-"""Speak to the router: ask where a request goes, tell how it ended. One DEALER socket, one reader.
+"""Speak to the router: ask where a request goes, tell how it ended. One DEALER socket.
 
 Messages leave only over a live connection (`ZMQ_IMMEDIATE`), so a router that is down is known at once and
 nothing stale waits for it; zmq reconnects by itself. A question is asked again until it is answered. What was
 told and is lost is found when the tables are compared: as soon as a router answers, and every `COMPARE_S`.
+
+The socket is read when its descriptor becomes readable, which zmq signals once for all that has come, and which
+sending may use up: so it is read until nothing is left, and looked at again after each message that was sent.
 """
 
 import asyncio
 import logging
 import time
 import uuid
-from typing import Any
 
 import zmq
-import zmq.asyncio
 
 from router.events import (
     Answer,
@@ -39,6 +40,8 @@ SEARCH_S = 0.02
 """Between two looks for a router that is not there."""
 COMPARE_S = 5.0
 ASK_AGAIN_S = 1.0
+MESSAGES_PER_TURN = 256
+"""Read at most before others get their turn."""
 
 
 class RouterGone(Exception):
@@ -56,19 +59,21 @@ class Link:
         self._waiting: dict[str, asyncio.Future[Answer]] = {}
         self._echo_s = float("-inf")
         self._compared_s = float("-inf")
-        self._tasks: list[asyncio.Task[None]] = []
-        self._context: zmq.asyncio.Context | None = None
-        self._socket: Any = None
+        self._beating: asyncio.Task[None] | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._socket: zmq.Socket[bytes]
+        self._is_open = self._will_read = self._has_complained = False
 
     async def start(self) -> None:
         """Connects; a router that is not there yet is waited for in the background."""
-        self._context = zmq.asyncio.Context()
+        self._context = zmq.Context()
         self._open()
-        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._beat())]
+        self._beating = asyncio.create_task(self._beat())
 
     def _open(self) -> None:
         assert self._context is not None
         self._socket = self._context.socket(zmq.DEALER)
+        self._is_open = True
         for option, value in (
             (zmq.LINGER, 500),
             (zmq.IMMEDIATE, 1),
@@ -80,14 +85,20 @@ class Link:
             self._socket.setsockopt(option, value)
         self._socket.setsockopt(zmq.IDENTITY, b"g" + uuid.uuid4().bytes)
         self._socket.connect(self._address)
+        asyncio.get_running_loop().add_reader(self._socket.getsockopt(zmq.FD), self._read)
+
+    def _shut(self, linger_ms: int | None = None) -> None:
+        asyncio.get_running_loop().remove_reader(self._socket.getsockopt(zmq.FD))
+        self._is_open = False
+        self._socket.close(linger_ms)
 
     async def close(self) -> None:
-        """Ends the tasks and the socket; what was told just before still leaves."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._socket is not None:
-            self._socket.close()
+        """Ends the heartbeat and the socket; what was told just before still leaves."""
+        if self._beating is not None:
+            self._beating.cancel()
+            await asyncio.gather(self._beating, return_exceptions=True)
+        if self._is_open:
+            self._shut()
         if self._context is not None:
             self._context.term()
 
@@ -156,14 +167,20 @@ class Link:
             del self._waiting[name]
 
     def _send(self, message: bytes) -> bool:
-        # With NOBLOCK zmq.asyncio tries at once and returns a future that is done.
-        sent = self._socket.send(message, zmq.NOBLOCK)
-        error = sent.exception()
-        if error is None:
-            return True
-        if isinstance(error, zmq.Again):
+        if not self._is_open:
             return False
-        raise error
+        try:
+            self._socket.send(message, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        finally:
+            self._read_soon()
+        return True
+
+    def _read_soon(self) -> None:
+        if not self._will_read and self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            self._will_read = True
+            asyncio.get_running_loop().call_soon(self._read)
 
     async def _beat(self) -> None:
         while True:
@@ -183,33 +200,42 @@ class Link:
         self.tell(Follow(""))
         self.tell(self._fleet.table(""))
 
-    async def _read(self) -> None:
-        said = False
-        while True:
-            frames = await self._socket.recv_multipart()
-            if frames == [HEARTBEAT_ANSWER]:
-                is_new = not self.alive
-                self._echo_s = time.monotonic()
-                if is_new:
-                    self._compare()
-                continue
-            if frames == [HEARTBEAT]:  # our own, see HEARTBEAT_ANSWER
-                self._socket.close(0)
-                self._open()
-                continue
+    def _read(self) -> None:
+        self._will_read = False
+        for _ in range(MESSAGES_PER_TURN):
+            if not self._is_open:
+                return
             try:
-                answer = decode_answer(b"".join(frames))
-            except ProtocolError as error:
-                if not said:
-                    said = True
-                    log.warning("ignored a message of the router (said once): %s", error)
-                continue
-            if isinstance(answer, Workers):
-                for event in self._fleet.learn(answer):
-                    self.tell(event)
-            elif isinstance(answer, Difference):
-                for event in self._fleet.settle(answer):
-                    self.tell(event)
-            future = self._waiting.get(answer.id)
-            if future is not None and not future.done():
-                future.set_result(answer)
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._take(frames)
+        self._read_soon()
+
+    def _take(self, frames: list[bytes]) -> None:
+        if frames == [HEARTBEAT_ANSWER]:
+            is_new = not self.alive
+            self._echo_s = time.monotonic()
+            if is_new:
+                self._compare()
+            return
+        if frames == [HEARTBEAT]:  # our own, see HEARTBEAT_ANSWER
+            self._shut(0)
+            self._open()
+            return
+        try:
+            answer = decode_answer(b"".join(frames))
+        except ProtocolError as error:
+            if not self._has_complained:
+                self._has_complained = True
+                log.warning("ignored a message of the router (said once): %s", error)
+            return
+        if isinstance(answer, Workers):
+            for event in self._fleet.learn(answer):
+                self.tell(event)
+        elif isinstance(answer, Difference):
+            for event in self._fleet.settle(answer):
+                self.tell(event)
+        future = self._waiting.get(answer.id)
+        if future is not None and not future.done():
+            future.set_result(answer)

@@ -8,10 +8,9 @@ import asyncio
 import logging
 import time
 
-import aiohttp
-
 from router.events import Done, Outcome, Place, Progress
 from router.gateway.calls import Call
+from router.gateway.connections import Broken, Connection, NotConnected
 from router.gateway.reply import ClientGone, Reply
 from router.gateway.resources import PATHS, Gateway, header_safe, why
 from router.gateway.resume import Resumable
@@ -50,33 +49,27 @@ class Placement:
         try:
             async with (
                 self._gateway.health.while_it_answers(self._place.worker),
-                self._gateway.session.post(
-                    url + PATHS[self._call.kind],
-                    data=self._call.forwarded(self._place.id),
-                    headers=headers,
-                ) as response,
+                self._gateway.replicas.post(
+                    url, PATHS[self._call.kind], headers, self._call.forwarded(self._place.id)
+                ) as answer,
             ):
-                try:
-                    if response.status == 503:
-                        is_over = True
-                        raise NotServed("it answered 503")
-                    if response.status == 200 and response.content_type == "text/event-stream":
-                        try:
-                            await self._stream(response, stream, reply, resumable)
-                        except (aiohttp.ClientError, OSError):
-                            if not stream.ended:
-                                raise
-                        await reply.end()
-                    elif reply.started:
-                        raise NotServed(f"it answered {response.status} to the rest of a stream")
-                    else:
-                        await self._whole(response, reply)
+                if answer.status == 503:
                     is_over = True
-                except BaseException:
-                    response.close()  # else the rest of the answer would be read, and worked for
-                    raise
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            is_over = isinstance(error, aiohttp.ClientConnectorError)
+                    raise NotServed("it answered 503")
+                if answer.status == 200 and _content_type(answer) == "text/event-stream":
+                    try:
+                        await self._stream(answer, stream, reply, resumable)
+                    except OSError:
+                        if not stream.ended:
+                            raise
+                    await reply.end()
+                elif reply.started:
+                    raise NotServed(f"it answered {answer.status} to the rest of a stream")
+                else:
+                    await self._whole(answer, reply)
+                is_over = True
+        except OSError as error:
+            is_over = isinstance(error, NotConnected)
             if is_over:
                 self._gateway.health.refused(self._place.worker)
             raise NotServed(why(error)) from error
@@ -112,23 +105,23 @@ class Placement:
             )
         )
 
-    async def _whole(self, response: aiohttp.ClientResponse, reply: Reply) -> None:
-        body = await response.read()
+    async def _whole(self, answer: Connection, reply: Reply) -> None:
+        body = await answer.read()
         self._gateway.health.heard(self._place.worker, time.monotonic())
-        if response.status < 400:
+        if answer.status < 400:
             self.settle("ok", usage_of(self._call.kind, body))
         else:
-            log.warning("request %s client=%s worker=%s: it answered %d", *self._names(), response.status)
+            log.warning("request %s client=%s worker=%s: it answered %d", *self._names(), answer.status)
             self.settle("failed")
-        await reply.start(response.status, self._headers(response) | {"content-length": str(len(body))})
+        await reply.start(answer.status, self._headers(answer) | {"content-length": str(len(body))})
         await reply.end(body)
 
     async def _stream(
-        self, response: aiohttp.ClientResponse, stream: Stream, reply: Reply, resumable: Resumable | None
+        self, answer: Connection, stream: Stream, reply: Reply, resumable: Resumable | None
     ) -> None:
         interval_s = self._gateway.limits.progress_interval_s
         told_s = time.monotonic()
-        async for chunk in response.content.iter_any():
+        while chunk := await answer.piece():
             events = stream.feed(chunk)
             if not events:
                 continue
@@ -137,7 +130,7 @@ class Placement:
             if not self._received:
                 self._received, self._first_s = True, self._last_s
                 if not reply.started:
-                    await reply.start(200, self._headers(response) | {"cache-control": "no-cache"})
+                    await reply.start(200, self._headers(answer) | {"cache-control": "no-cache"})
             if interval_s and self._last_s - told_s >= interval_s:
                 told_s = self._last_s
                 self._gateway.link.tell(Progress(self._place.id, stream.usage.output_tokens))
@@ -148,19 +141,24 @@ class Placement:
             if events:
                 await reply.piece(events)
         if not stream.ended:
-            raise aiohttp.ClientPayloadError("the stream ended without [DONE]")
+            raise Broken("the stream ended without [DONE]")
 
-    def _headers(self, response: aiohttp.ClientResponse) -> dict[str, str]:
+    def _headers(self, answer: Connection) -> dict[str, str]:
         headers = {
-            "content-type": response.headers.get("content-type", "application/json"),
+            "content-type": answer.headers.get("content-type", "application/json"),
             "x-fair-worker": header_safe(self._place.worker),
             "x-fair-client": self._client,
             "x-fair-request-id": self._place.id,
             "x-fair-matched-tokens": str(self._place.matched_tokens),
         }
-        if "retry-after" in response.headers:
-            headers["retry-after"] = response.headers["retry-after"]
+        if "retry-after" in answer.headers:
+            headers["retry-after"] = answer.headers["retry-after"]
         return headers
 
     def _names(self) -> tuple[str, str, str]:
         return self._place.id, self._client, self._place.worker
+
+
+def _content_type(answer: Connection) -> str:
+    """Without its parameters."""
+    return answer.headers.get("content-type", "").partition(";")[0].strip().lower()

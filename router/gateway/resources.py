@@ -15,6 +15,7 @@ import msgspec
 
 from router.events import TOKEN_BYTES, Arrive, Done, Place, Refuse
 from router.gateway.calls import Call
+from router.gateway.connections import Connections
 from router.gateway.fleet import Fleet
 from router.gateway.health import Health
 from router.gateway.link import Link, RouterGone
@@ -82,11 +83,12 @@ class Gateway:
         self._tokens = tokens
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
         self._background: set[asyncio.Task[None]] = set()
+        self.replicas = Connections(limits.connect_timeout_s, limits.idle_timeout_s)
         self._session: aiohttp.ClientSession | None = None
 
     @property
     def session(self) -> aiohttp.ClientSession:
-        """The HTTP connections to replicas."""
+        """For what is asked of replicas besides requests: are they ready, and to cancel."""
         assert self._session is not None, "the gateway is not started"
         return self._session
 
@@ -100,8 +102,6 @@ class Gateway:
                 sock_connect=self.limits.connect_timeout_s,
                 sock_read=self.limits.idle_timeout_s,
             ),
-            auto_decompress=False,
-            read_bufsize=1 << 18,
         )
         await self.link.start()
         self._asking = asyncio.create_task(self.health.run(self._session))
@@ -111,6 +111,7 @@ class Gateway:
         self._asking.cancel()
         if self._background:
             await asyncio.wait(self._background, timeout=ABORT_TIMEOUT_S)
+        self.replicas.close()
         if self._session is not None:
             await self._session.close()
         await self.link.close()

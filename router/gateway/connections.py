@@ -1,0 +1,325 @@
+"""HTTP/1.1 to replicas: POST a body, read the answer as it comes. httptools parses; connections are kept.
+
+A general client spends on each request several times what the request itself takes: cookies, redirects, proxies,
+decompression, tracing. A replica's server needs none of it. One request at a time goes over a connection; one
+whose answer was read to its end is used again, any other is closed, so that nobody works for an answer that is
+not read.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from types import TracebackType
+from typing import NamedTuple, cast
+from urllib.parse import urlsplit
+
+import httptools
+
+KEEP_S = 3.0
+"""An idle connection is closed after this long, before a replica does so after 5 s: none is used as it closes."""
+
+MAX_BUFFERED_BYTES = 1 << 18
+"""Of an answer that is not being read; beyond it the replica has to wait."""
+
+MAX_HEAD_BYTES = 1 << 16
+
+
+class NotConnected(OSError):
+    """The replica did not accept a connection."""
+
+
+class Broken(OSError):
+    """The connection ended before the answer did, or what came is not HTTP."""
+
+
+class Origin(NamedTuple):
+    """Where connections lead."""
+
+    host: str
+    port: int
+    is_secure: bool
+
+    @property
+    def name(self) -> str:
+        """For the Host header."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+
+class Connection(asyncio.Protocol):
+    """One connection, and the answer that comes over it."""
+
+    def __init__(self, idle_timeout_s: float) -> None:
+        self.idle_since_s = 0.0
+        self._idle_timeout_s = idle_timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport
+        self._parser = httptools.HttpResponseParser(self)
+        self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_asked = False
+        self._heard_s = 0.0
+        self._begin()
+
+    def _begin(self) -> None:
+        self.status = 0
+        self.headers: dict[str, str] = {}
+        self._head_bytes = 0
+        self._has_head = self._is_complete = self._keeps = False
+        self._error: Exception | None = None
+        self._pieces: list[bytes] = []
+        self._buffered_bytes = 0
+        self._is_paused = False
+
+    # -- what the pool and a request use
+
+    @property
+    def is_reusable(self) -> bool:
+        """The last answer was read to its end, and another may follow it."""
+        return self._is_complete and self._keeps and self._error is None and not self._transport.is_closing()
+
+    async def ask(self, request: bytes) -> None:
+        """Sends a request and waits for status and headers. Raises `Broken`, and TimeoutError after silence."""
+        self._begin()
+        self._is_asked = True
+        self._heard_s = self._loop.time()
+        self._timer = self._loop.call_later(self._idle_timeout_s, self._look)
+        self._transport.write(request)
+        while not self._has_head:
+            await self._wait()
+
+    async def piece(self) -> bytes:
+        """As much of the body as there is, b"" at its end. Raises `Broken`, and TimeoutError after silence."""
+        while not self._pieces:
+            if self._is_complete:
+                return b""
+            await self._wait()
+        found, self._pieces, self._buffered_bytes = self._pieces, [], 0
+        self._heard_s = self._loop.time()
+        if self._is_paused:
+            self._is_paused = False
+            self._transport.resume_reading()
+        return found[0] if len(found) == 1 else b"".join(found)
+
+    async def read(self) -> bytes:
+        """The whole body."""
+        pieces = []
+        while piece := await self.piece():
+            pieces.append(piece)
+        return b"".join(pieces)
+
+    def rest(self, now_s: float) -> None:
+        """No request is under way."""
+        self._is_asked, self.idle_since_s = False, now_s
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def close(self) -> None:
+        """At once, whatever is under way."""
+        self.rest(0.0)
+        self._transport.abort()
+
+    async def _wait(self) -> None:
+        if self._error is not None:
+            raise self._error
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _fail(self, error: Exception) -> None:
+        if self._error is None and not self._is_complete:
+            self._error = error
+        self._transport.abort()
+        self._wake()
+
+    def _look(self) -> None:
+        """Whether the replica has been silent for too long. While our reader is slow, silence is ours."""
+        silent_s = 0.0 if self._is_paused or self._pieces else self._loop.time() - self._heard_s
+        if silent_s >= self._idle_timeout_s:
+            self._timer = None
+            self._fail(TimeoutError(f"nothing came for {self._idle_timeout_s:g} s"))
+        else:
+            self._timer = self._loop.call_later(self._idle_timeout_s - silent_s, self._look)
+
+    # -- asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """It is open."""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+
+    def data_received(self, data: bytes) -> None:
+        """Parses what came."""
+        if not self._is_asked:
+            self._transport.abort()
+            return
+        self._heard_s = self._loop.time()
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self._fail(Broken(f"what came is not HTTP: {error}"))
+            return
+        if self._buffered_bytes > MAX_BUFFERED_BYTES and not self._is_paused:
+            self._is_paused = True
+            self._transport.pause_reading()
+        self._wake()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """An answer without a length ends with its connection."""
+        is_bounded = "content-length" in self.headers or "transfer-encoding" in self.headers
+        if self._has_head and not is_bounded and error is None:
+            self._is_complete = True
+        if self._error is None and not self._is_complete:
+            self._error = Broken(str(error) if error is not None else "the connection was closed")
+        self._wake()
+
+    # -- httptools
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One header; what trails a body says nothing."""
+        if self._has_head:
+            return
+        self._head_bytes += len(name) + len(value)
+        if self._head_bytes > MAX_HEAD_BYTES:
+            raise ValueError(f"more than {MAX_HEAD_BYTES} bytes of headers")
+        self.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        """Status and headers are there; those of 1xx announce others."""
+        self.status = self._parser.get_status_code()
+        self._has_head = self.status >= 200
+        if not self._has_head:
+            self.headers = {}
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of the body."""
+        self._pieces.append(body)
+        self._buffered_bytes += len(body)
+
+    def on_message_complete(self) -> None:
+        """The end of the answer."""
+        if self._has_head:
+            self._is_complete, self._keeps = True, self._parser.should_keep_alive()
+
+
+class Asking:
+    """`async with` one request: the connection over which its answer comes. Made by `Connections.post`."""
+
+    def __init__(self, connections: "Connections", origin: Origin, request: bytes) -> None:
+        self._connections = connections
+        self._origin = origin
+        self._request = request
+        self._connection: Connection | None = None
+
+    async def __aenter__(self) -> Connection:
+        """Raises `NotConnected`, `Broken`, TimeoutError."""
+        self._connection = found = await self._connections.take(self._origin)
+        try:
+            await found.ask(self._request)
+        except BaseException:
+            found.close()
+            raise
+        return found
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._connection is not None
+        self._connections.give_back(self._origin, self._connection)
+
+
+class Connections:
+    """To all replicas. Belongs to one event loop."""
+
+    def __init__(self, connect_timeout_s: float, idle_timeout_s: float) -> None:
+        """`idle_timeout_s` bounds a replica's silence while it is asked."""
+        self._connect_timeout_s = connect_timeout_s
+        self._idle_timeout_s = idle_timeout_s
+        self._idle: dict[Origin, list[Connection]] = {}
+        self._origins: dict[str, tuple[Origin, bytes]] = {}
+        self._sweeper: asyncio.TimerHandle | None = None
+
+    def post(self, base: str, path: str, headers: Mapping[str, str], body: bytes) -> Asking:
+        """`async with` it: the answer to `body` from `path` below `base`.
+
+        Names and values of headers are ASCII without line breaks. Raises `NotConnected` for what is no address.
+        """
+        origin, prefix = self._origins.get(base) or self._learn(base)
+        lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
+        head = f" HTTP/1.1\r\nhost: {origin.name}\r\n{lines}content-length: {len(body)}\r\n\r\n"
+        return Asking(self, origin, b"".join((b"POST ", prefix, path.encode(), head.encode(), body)))
+
+    async def take(self, origin: Origin) -> Connection:
+        """An idle connection, or a new one. Raises `NotConnected` and TimeoutError."""
+        loop, idle = asyncio.get_running_loop(), self._idle.get(origin)
+        while idle:
+            found = idle.pop()
+            if found.is_reusable and loop.time() - found.idle_since_s < KEEP_S:
+                return found
+            found.close()
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                _, made = await loop.create_connection(
+                    lambda: Connection(self._idle_timeout_s),
+                    origin.host,
+                    origin.port,
+                    ssl=True if origin.is_secure else None,
+                )
+        except TimeoutError:
+            raise TimeoutError(f"no connection within {self._connect_timeout_s:g} s") from None
+        except OSError as error:
+            raise NotConnected(str(error)) from error
+        return made
+
+    def give_back(self, origin: Origin, connection: Connection) -> None:
+        """Keeps what can be used again, and closes the rest."""
+        if not connection.is_reusable:
+            connection.close()
+            return
+        loop = asyncio.get_running_loop()
+        connection.rest(loop.time())
+        self._idle.setdefault(origin, []).append(connection)
+        if self._sweeper is None:
+            self._sweeper = loop.call_later(KEEP_S / 3, self._sweep)
+
+    def close(self) -> None:
+        """Closes the idle ones; those in use are closed by their requests."""
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        for idle in self._idle.values():
+            for connection in idle:
+                connection.close()
+        self._idle.clear()
+
+    def _learn(self, base: str) -> tuple[Origin, bytes]:
+        try:
+            parts = urlsplit(base)
+            is_secure = {"http": False, "https": True}[parts.scheme]
+            origin = Origin(parts.hostname or "", parts.port or (443 if is_secure else 80), is_secure)
+        except (ValueError, KeyError):
+            raise NotConnected(f"not an address of a replica: {base}") from None
+        if len(self._origins) > 4096:
+            self._origins.clear()
+        found = self._origins[base] = origin, parts.path.rstrip("/").encode()
+        return found
+
+    def _sweep(self) -> None:
+        loop = asyncio.get_running_loop()
+        oldest_s = loop.time() - KEEP_S * 2 / 3
+        for origin, idle in list(self._idle.items()):
+            kept = []
+            for connection in idle:
+                if connection.is_reusable and connection.idle_since_s > oldest_s:
+                    kept.append(connection)
+                else:
+                    connection.close()
+            if kept:
+                self._idle[origin] = kept
+            else:
+                del self._idle[origin]
+        self._sweeper = loop.call_later(KEEP_S / 3, self._sweep) if self._idle else None

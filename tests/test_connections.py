@@ -1,0 +1,316 @@
+"""The gateway's HTTP connections to replicas, against servers that send whatever bytes a test says."""
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+
+import pytest
+import uvloop
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.gateway.connections import (
+    MAX_BUFFERED_BYTES,
+    MAX_HEAD_BYTES,
+    Broken,
+    Connection,
+    Connections,
+    NotConnected,
+)
+
+LOOPS = [asyncio.new_event_loop]
+"""The last one is used."""
+
+HEADERS = {"content-type": "application/json", "x-fair-client": "c"}
+
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+@pytest.fixture(scope="module", autouse=True, params=[asyncio, uvloop], ids=["asyncio", "uvloop"])
+def loop(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A gateway runs on uvloop."""
+    LOOPS.append(request.param.new_event_loop)
+    yield
+    LOOPS.pop()
+
+
+def response(body: bytes, *, chunks: int = 0, status: str = "200 OK", more: str = "") -> bytes:
+    """With a length, or in so many chunks."""
+    head = f"HTTP/1.1 {status}\r\nContent-Type: text/plain\r\n{more}"
+    if not chunks:
+        return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
+    size = max(1, -(-len(body) // chunks))
+    pieces = [body[at : at + size] for at in range(0, len(body), size)]
+    framed = b"".join(f"{len(one):x}\r\n".encode() + one + b"\r\n" for one in pieces)
+    return f"{head}transfer-encoding: chunked\r\n\r\n".encode() + framed + b"0\r\n\r\n"
+
+
+async def read_request(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+    return head, await reader.readexactly(length)
+
+
+@contextlib.asynccontextmanager
+async def serving(serve: Serve) -> AsyncIterator[str]:
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        tasks.add(task)
+        try:
+            with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
+                await serve(reader, writer)
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(one, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def run(
+    serve: Serve, body: Callable[[Connections, str], Awaitable[None]], idle_timeout_s: float = 20.0
+) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(20), serving(serve) as url:
+            connections = Connections(2.0, idle_timeout_s)
+            try:
+                await body(connections, url)
+            finally:
+                connections.close()
+                await asyncio.sleep(0)
+
+    with asyncio.Runner(loop_factory=LOOPS[-1]) as runner:
+        runner.run(main())
+
+
+def sends(*data: bytes, closes: bool = False) -> Serve:
+    """Answers each request with this, a write at a time."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            await read_request(reader)
+            for one in data:
+                writer.write(one)
+                await writer.drain()
+                await asyncio.sleep(0)
+            if closes:
+                return
+
+    return serve
+
+
+async def ask(connections: Connections, url: str, body: bytes = b"{}") -> tuple[int, dict[str, str], bytes]:
+    async with connections.post(url, "/generate", HEADERS, body) as answer:
+        return answer.status, answer.headers, await answer.read()
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.tuples(st.binary(max_size=300), st.integers(0, 4)), min_size=1, max_size=4),
+    st.integers(0, 2**32),
+)
+def test_answers_that_are_cut_anywhere_arrive_whole(answers: list[tuple[bytes, int]], seed: int) -> None:
+    """One after the other over one connection, however the bytes are cut."""
+    rng, peers = random.Random(seed), []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        peers.append(writer)
+        for body, chunks in answers:
+            head, sent = await read_request(reader)
+            assert sent == b"\x00" * len(body)
+            assert b"POST /generate HTTP/1.1\r\nhost: 127.0.0.1:" in head
+            assert b"x-fair-client: c\r\n" in head
+            data = response(body, chunks=chunks)
+            while data:
+                size = rng.randrange(1, 90)
+                writer.write(data[:size])
+                await writer.drain()
+                data = data[size:]
+        await reader.read()
+
+    async def body(connections: Connections, url: str) -> None:
+        for expected, _ in answers:
+            status, headers, got = await ask(connections, url, b"\x00" * len(expected))
+            assert (status, headers["content-type"], got) == (200, "text/plain", expected)
+        assert len(peers) == 1
+
+    run(serve, body)
+
+
+@pytest.mark.parametrize(
+    ("data", "status", "expected"),
+    [
+        (b"HTTP/1.1 200 OK\r\n\r\nuntil the end", 200, b"until the end"),
+        (b"HTTP/1.0 503 No\r\ncontent-length: 2\r\n\r\nno", 503, b"no"),
+        (b"HTTP/1.1 204 No Content\r\nconnection: close\r\n\r\n", 204, b""),
+        (b"HTTP/1.1 100 Go\r\n\r\n" + response(b"after all", more="connection: close\r\n"), 200, b"after all"),
+        (response(b"x", more="connection: close\r\n"), 200, b"x"),
+    ],
+)
+def test_other_ways_to_end(data: bytes, status: int, expected: bytes) -> None:
+    async def body(connections: Connections, url: str) -> None:
+        for _ in range(2):
+            got, _, read = await ask(connections, url)
+            assert (got, read) == (status, expected)
+
+    run(sends(data, closes=True), body)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"HTTP/1.1 200 OK\r\ncontent-le",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\nshort",
+        response(b"in chunks", chunks=2)[:-5],
+        b"no http at all\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-length: x\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nx: " + b"y" * MAX_HEAD_BYTES + b"\r\n\r\n",
+        b"HTTP/1.1 101 Switching\r\nconnection: upgrade\r\nupgrade: x\r\n\r\n",
+    ],
+)
+def test_a_broken_answer_is_an_error(data: bytes) -> None:
+    async def body(connections: Connections, url: str) -> None:
+        with pytest.raises(Broken):
+            await ask(connections, url)
+
+    run(sends(data, closes=True), body)
+
+
+def test_what_came_before_the_break_is_read() -> None:
+    async def body(connections: Connections, url: str) -> None:
+        async with connections.post(url, "/", HEADERS, b"") as answer:
+            assert await answer.piece() == b"first"
+            with pytest.raises(Broken):
+                await answer.piece()
+
+    run(sends(b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\n", b"first", closes=True), body)
+
+
+def test_a_silent_replica_is_an_error_and_a_slow_reader_is_none() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nab")
+        await asyncio.sleep(20)
+
+    async def body(connections: Connections, url: str) -> None:
+        async with connections.post(url, "/", HEADERS, b"") as answer:
+            await asyncio.sleep(0.3)
+            assert await answer.piece() == b"ab"
+            with pytest.raises(TimeoutError, match="nothing came for"):
+                await answer.piece()
+
+    run(serve, body, idle_timeout_s=0.1)
+
+
+def test_nobody_listens() -> None:
+    async def body(connections: Connections, url: str) -> None:
+        for wrong in ("http://127.0.0.1:1", "ftp://127.0.0.1", "http://", "http://127.0.0.1:x"):
+            with pytest.raises(NotConnected):
+                await ask(connections, wrong)
+
+    run(sends(b""), body)
+
+
+def test_an_answer_that_is_not_read_to_its_end_costs_its_connection() -> None:
+    ended = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nab\r\n")
+        assert not await reader.read()
+        ended.set()
+
+    async def body(connections: Connections, url: str) -> None:
+        async with connections.post(url, "/", HEADERS, b"") as answer:
+            assert await answer.piece() == b"ab"
+        await ended.wait()
+        asking = asyncio.create_task(ask(connections, url))
+        await asyncio.sleep(0.05)
+        ended.clear()
+        asking.cancel()
+        await ended.wait()
+
+    run(serve, body)
+
+
+def test_a_connection_that_was_closed_or_speaks_out_of_turn_is_not_used_again() -> None:
+    peers = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal peers
+        peers += 1
+        await read_request(reader)
+        writer.write(response(b"ok"))
+        await asyncio.sleep(0.02)
+        if peers == 2:
+            writer.write(response(b"unasked"))
+            await asyncio.sleep(1)
+
+    async def body(connections: Connections, url: str) -> None:
+        for _ in range(3):
+            assert (await ask(connections, url))[2] == b"ok"
+            await asyncio.sleep(0.1)
+        assert peers == 3
+
+    run(serve, body)
+
+
+def test_idle_connections_are_kept_and_then_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.gateway.connections.KEEP_S", 0.3)
+    opened: list[Connection] = []
+    made = Connection.connection_made
+
+    def remember(self: Connection, transport: asyncio.BaseTransport) -> None:
+        opened.append(self)
+        made(self, transport)
+
+    monkeypatch.setattr(Connection, "connection_made", remember)
+
+    async def body(connections: Connections, url: str) -> None:
+        assert {(await ask(connections, url))[0] for _ in range(3)} == {200}
+        assert len(opened) == 1
+        await asyncio.sleep(0.5)
+        assert opened[0]._transport.is_closing()
+        assert not connections._idle
+        assert connections._sweeper is None
+        assert (await ask(connections, url))[0] == 200
+        assert len(opened) == 2
+
+    run(sends(response(b"ok")), body)
+
+
+def test_an_answer_that_nobody_reads_waits_at_the_replica() -> None:
+    size = 64 * MAX_BUFFERED_BYTES
+    sent = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        await read_request(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % size)
+        for _ in range(64):
+            writer.write(b"x" * MAX_BUFFERED_BYTES)
+            await writer.drain()
+            sent += 1
+        await reader.read()
+
+    async def body(connections: Connections, url: str) -> None:
+        async with connections.post(url, "/", HEADERS, b"") as answer:
+            before = -1
+            while before != sent:
+                before = sent
+                await asyncio.sleep(0.2)
+            assert sent < 64
+            assert answer._buffered_bytes < 4 * MAX_BUFFERED_BYTES
+            assert len(await answer.read()) == size
+
+    run(serve, body)
