@@ -26,7 +26,7 @@ from sglang_fair.cluster.plan import LineReady, Machine, Model, Process, build, 
 from sglang_fair.cluster.ports import Ports, ReplicaPorts
 from sglang_fair.engines import models
 from sglang_fair.engines.emulated import settings
-from sglang_fair.engines.emulated.clock import GpuClock
+from sglang_fair.engines.emulated.clock import GpuClock, in_words, since
 from sglang_fair.engines.emulated.settings import Emulation
 from sglang_fair.sim.answers import answer
 from sglang_fair.sim.cost_model import Fitted, Scaled, make_cost_model, to_json
@@ -103,17 +103,30 @@ class TestClock:
         clock.launch(1.0, now_s=10.0, cpu_s=6.0, after_idle=True)
         clock.launch(1.0, now_s=11.5, cpu_s=6.25, after_idle=False)
         report = clock.report()
-        assert (report["stalled_s"], report["scheduler_cpu_s_per_step"]) == (0.5, 0.25)
+        assert (report["stalled_s"], report["scheduler_cpu_s"]) == (0.5, 0.25)
 
     def test_lateness(self) -> None:
         clock = GpuClock()
-        assert clock.report()["late_mean_s"] is None
+        assert clock.report()["late_p99_s"] is None
         for late_s in (0.0, 0.5, -1.0, 0.25):
             end_s = clock.launch(1.0, now_s=0.0, cpu_s=0.0, after_idle=False)
             clock.ended(end_s, now_s=end_s + late_s)
         report = clock.report()
-        assert (report["late_mean_s"], report["late_max_s"]) == (0.75 / 4, 0.5)
+        assert (report["late_s"], report["late_max_s"]) == (0.75, 0.5)
         assert report["late_p99_s"] in (0.25, 0.5)
+
+    def test_a_run_s_timing_in_words(self) -> None:
+        idle = GpuClock().report()
+        clock = GpuClock()
+        clock.launch(1.0, now_s=0.0, cpu_s=0.0, after_idle=True)
+        end_s = clock.launch(1.0, now_s=1.5, cpu_s=0.004, after_idle=False)
+        clock.ended(end_s, now_s=end_s + 0.002)
+        passed = since(clock.report(), idle)
+        assert in_words([passed, since(idle, idle)]) == (
+            "emulated GPUs stalled for 25.0% of their time at most; their 2 steps were read 1.00 ms late "
+            "and cost 2.00 ms of scheduling each"
+        )
+        assert in_words([since(idle, idle)]) == "no step was run"
 
 
 class TestFolder:
@@ -402,7 +415,7 @@ class TestReplica:
         assert busy_s <= 1.05 * least_s  # an overlapped scheduler may begin one step too many
         assert least_s <= took_s < 10 * least_s
         assert after["steps"] - before["steps"] in (outputs, outputs + 1)
-        assert after["scheduler_cpu_s_per_step"] > 0
+        assert after["scheduler_cpu_s"] > 0
 
     def test_text_and_chat(self, emulated: Replica) -> None:
         body = {"model": "llama-3.2-3b-emulated", "prompt": "Once", "max_tokens": 12}

@@ -59,9 +59,13 @@ def by_client(replicas: Mapping[str, Report | None]) -> dict[str, ClientTotal]:
 
 
 def render(status: Mapping[str, Any]) -> RenderableType:
-    """Two tables: clients and what they got, replicas and what they do."""
+    """Tables: clients and what they got, replicas and what they do, emulated GPUs and their timing."""
     replicas: Mapping[str, Report | None] = status["replicas"]
-    return Group(_clients(replicas), Text(""), _workers(status["gateway"], replicas))
+    tables: list[RenderableType] = [_clients(replicas), Text(""), _workers(status["gateway"], replicas)]
+    emulated = {
+        name: report["emulated"] for name, report in replicas.items() if report and "emulated" in report
+    }
+    return Group(*tables, *((Text(""), _emulated(emulated)) if emulated else ()))
 
 
 def _clients(replicas: Mapping[str, Report | None]) -> Table:
@@ -106,6 +110,37 @@ def _workers(front: Report, replicas: Mapping[str, Report | None]) -> Table:
     return table
 
 
+def _emulated(replicas: Mapping[str, Report]) -> Table:
+    headings = (
+        "replica",
+        "gpu",
+        "model",
+        "time scale",
+        "steps",
+        "busy s",
+        "stalled",
+        "late ms",
+        "P99",
+        "cpu ms",
+    )
+    table = _table("emulated GPUs: stalled and late say how true their timing is", *headings)
+    for name, report in replicas.items():
+        steps, busy_s = report["steps"] or 1, report["busy_s"] or 1.0
+        table.add_row(
+            name,
+            report["gpu"],
+            report["model"],
+            f"{report['time_scale']:g}",
+            f"{report['steps']:,}",
+            f"{report['busy_s']:,.1f}",
+            f"{report['stalled_s'] / busy_s:.1%}",
+            f"{1e3 * report['late_s'] / steps:.2f}",
+            f"{1e3 * (report['late_p99_s'] or 0.0):.2f}",
+            f"{1e3 * report['scheduler_cpu_s'] / steps:.2f}",
+        )
+    return table
+
+
 def _table(title: str, *headings: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", show_edge=False, pad_edge=False)
     for position, heading in enumerate(headings):
@@ -113,7 +148,7 @@ def _table(title: str, *headings: str) -> Table:
     return table
 
 
-TEXT_COLUMNS = ("policy", "books", "address")
+TEXT_COLUMNS = ("policy", "books", "address", "gpu", "model")
 
 
 def _number(value: float | None) -> str:

@@ -129,6 +129,12 @@ def verify(cluster: Cluster, placement: str, policy: str) -> dict[str, Any]:
     return {"placement": placed, "replicas": replicas}
 
 
+def clocks(cluster: Cluster) -> list[dict[str, Any]]:
+    """What the clocks of emulated GPUs say; empty for real engines. Raises ClusterError."""
+    reports = [get_json(f"{replica}/fair").get("emulated") for replica in cluster.replicas]
+    return [report for report in reports if report is not None]
+
+
 def flush(cluster: Cluster, timeout_s: float = 60.0) -> None:
     """Empty every replica's cache; waits for the replicas to be idle, which that takes."""
     deadline_s = time.monotonic() + timeout_s

@@ -29,8 +29,9 @@ from rich.text import Text
 
 from router.placement import PLACEMENTS
 from sglang_fair.core import POLICIES
+from sglang_fair.engines.emulated.clock import in_words, since
 from workloads.clients import SCENARIOS, Client, Scale
-from workloads.compare.cluster import Cluster, ClusterError, StartCluster, flush, verify
+from workloads.compare.cluster import Cluster, ClusterError, StartCluster, clocks, flush, verify
 from workloads.compare.probe import Probe, probe
 from workloads.driver import Driver, Endpoint, Plan, Progress
 from workloads.measures import summarize
@@ -264,6 +265,7 @@ class Comparison:
             started_unix_s=time.time(),
         )
         flush(cluster)
+        clocks_before = clocks(cluster)
         path = self._path(repeat, scheduler, workload)
         with (
             Live(Text(""), console=self.console, transient=True, refresh_per_second=2) as live,
@@ -281,9 +283,20 @@ class Comparison:
             asyncio.run(driver.run())
         summary = summarize(records.run)
         self.console.print(client_table(summary))
+        self._judge_timing(path, clocks_before, clocks(cluster))
         if not summary.ok:
             errors = sorted({record.error for record in records.run.requests if record.error})
             raise ClusterError(f"{scheduler} on {workload}: no request was served: {errors[:3]}")
+
+    def _judge_timing(
+        self, path: Path, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Says how true emulated GPUs' timing was, and keeps it beside the records."""
+        if not after:
+            return
+        passed = [since(late, early) for late, early in zip(after, before, strict=True)]
+        path.with_suffix(".timing.json").write_text(json.dumps(passed) + "\n", encoding="utf-8")
+        self.console.print(in_words(passed), highlight=False)
 
     # ---- the folder
 

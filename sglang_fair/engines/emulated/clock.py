@@ -10,6 +10,7 @@ to read its tokens; on a real GPU that is microseconds, here the machine's other
 """
 
 from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 RECENT_STEPS = 2000
@@ -29,7 +30,6 @@ class GpuClock:
         self._latest_s = 0.0
         self._recent_late_s: deque[float] = deque(maxlen=RECENT_STEPS)
         self._cpu_s = 0.0
-        self._cpu_steps = 0
 
     def launch(self, takes_s: float, *, now_s: float, cpu_s: float, after_idle: bool) -> float:
         """A step that takes `takes_s` is launched: when it will end.
@@ -40,7 +40,6 @@ class GpuClock:
         if not after_idle and self._steps:
             self._stalled_s += max(0.0, now_s - self._free_at_s)
             self._cpu_s += cpu_s - self._cpu_mark_s
-            self._cpu_steps += 1
         self._cpu_mark_s = cpu_s
         self._steps += 1
         self._busy_s += takes_s
@@ -55,14 +54,38 @@ class GpuClock:
         self._recent_late_s.append(late_s)
 
     def report(self) -> dict[str, Any]:
-        """What a reader needs to judge the timing; None where nothing was measured."""
+        """What a reader needs to judge the timing: totals, and how late the later of the recent steps were."""
         recent = sorted(self._recent_late_s)
         return {
             "steps": self._steps,
             "busy_s": self._busy_s,
             "stalled_s": self._stalled_s,
-            "late_mean_s": self._late_s / self._steps if self._steps else None,
+            "late_s": self._late_s,
+            "scheduler_cpu_s": self._cpu_s,
             "late_p99_s": recent[int(0.99 * (len(recent) - 1))] if recent else None,
             "late_max_s": self._latest_s,
-            "scheduler_cpu_s_per_step": self._cpu_s / self._cpu_steps if self._cpu_steps else None,
         }
+
+
+TOTALS = ("steps", "busy_s", "stalled_s", "late_s", "scheduler_cpu_s")
+"""What of a report adds up."""
+
+
+def since(after: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, float]:
+    """The totals of what happened between two reports of one clock."""
+    return {name: after[name] - before[name] for name in TOTALS}
+
+
+def in_words(replicas: Sequence[Mapping[str, float]]) -> str:
+    """Whether the timing of these was true, by their totals."""
+    steps = sum(totals["steps"] for totals in replicas)
+    if not steps:
+        return "no step was run"
+    stalled = max(totals["stalled_s"] / totals["busy_s"] for totals in replicas if totals["busy_s"])
+    late_s, cpu_s = (
+        sum(totals[name] for totals in replicas) / steps for name in ("late_s", "scheduler_cpu_s")
+    )
+    return (
+        f"emulated GPUs stalled for {stalled:.1%} of their time at most; their {steps:,.0f} steps were read "
+        f"{late_s * 1e3:.2f} ms late and cost {cpu_s * 1e3:.2f} ms of scheduling each"
+    )
