@@ -141,6 +141,9 @@ def test_a_second_run_makes_nothing_and_a_changed_cell_alone_is_made_again(tmp_p
     make(tmp_path, third)
     assert third.ran == []
     assert store.read(store.path_of(tmp_path, "odd", "b", "0")).measured["y"] == 6
+    third.version = 2
+    make(tmp_path, third)
+    assert third.ran == [("a", "0"), ("b", "0")]
 
 
 @pytest.mark.parametrize("text", ["{", '{"schema": 0}', '{"schema": 1}'])

@@ -233,6 +233,8 @@ class Experiment(ABC):
     """Paper and figures."""
     about: ClassVar[str]
     """What is run, and in what it is not the paper's setting."""
+    version: ClassVar[int] = 1
+    """Raised when what is measured changes: older records do not count any more."""
 
     @abstractmethod
     def cells(self, size: Size) -> Sequence[Cell]:

@@ -31,6 +31,8 @@ class Job:
     experiment: str
     cell: Cell
     seed: str
+    version: int = 1
+    """The experiment's."""
 
     @property
     def name(self) -> str:
@@ -72,7 +74,7 @@ class Watch:
 def jobs_of(experiments: Experiments, size: Size) -> list[Job]:
     """All runs of these experiments, in order."""
     return [
-        Job(name, cell, seed)
+        Job(name, cell, seed, experiment.version)
         for name, experiment in experiments.items()
         for cell in experiment.cells(size)
         for seed in cell.seeds
@@ -87,7 +89,7 @@ def missing(jobs: Sequence[Job], folder: Path) -> list[Job]:
 def _kept(job: Job, folder: Path) -> bool:
     with suppress(ValueError):
         record = store.read(store.path_of(folder, job.experiment, job.cell.name, job.seed))
-        return record is not None and record.of(job.cell)
+        return record is not None and record.of(job.cell, job.version)
     return False
 
 
@@ -117,6 +119,7 @@ def run(
                 started=outcome.started,
                 versions=versions,
                 machine=machine,
+                version=job.version,
             )
             store.write(folder, record)
         else:

@@ -35,6 +35,8 @@ class Record:
     """UTC, ISO 8601."""
     versions: Mapping[str, str] = field(default_factory=dict)
     machine: Mapping[str, Json] = field(default_factory=dict)
+    version: int = 1
+    """Of the experiment, when it was run."""
     schema: int = SCHEMA
 
     @property
@@ -42,9 +44,9 @@ class Record:
         """The cell's."""
         return str(self.cell["name"])
 
-    def of(self, cell: Cell) -> bool:
-        """Whether this is a run of `cell` as it is specified."""
-        return dict(self.cell) == cell.to_json()
+    def of(self, cell: Cell, version: int) -> bool:
+        """Whether this is a run of `cell` as it is specified, and measured by that version of its experiment."""
+        return self.version == version and dict(self.cell) == cell.to_json()
 
 
 def path_of(folder: Path, experiment: str, cell: str, seed: str) -> Path:

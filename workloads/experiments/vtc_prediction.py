@@ -64,8 +64,8 @@ class Prediction(Simulated):
     source = "VTC, Figure 19, Tables 5 and 6"
     about = (
         "256 + 256 tokens, evenly spaced, overloaded: two clients (90 and 180 requests/min), or eight (24 and 36). "
-        "Once with some requests of all waiting at the start, so that requests run in step, as in the paper's engine, which "
-        "admits every ten decode steps; once as stated."
+        "Once with some requests of all waiting at the start, so that requests run in step, as in the paper's engine, "
+        "which admits every ten decode steps; once as stated."
     )
 
     def cells(self, size: Size) -> Sequence[Cell]:
