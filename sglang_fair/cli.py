@@ -4,7 +4,7 @@ import json
 import os
 import sys
 import time
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -23,6 +23,9 @@ PROGRAMS = {
     "router": "router",
     "gateway": "router.gateway",
     "compare": "workloads.compare",
+    "simulate": "workloads.simulation",
+    "reproduce": "workloads.experiments",
+    "calibrate": "sglang_fair.calibrate",
 }
 """Commands that are programs of their own, and read their arguments themselves."""
 
@@ -43,6 +46,11 @@ CLUSTER_EPILOG = (
 
 bench = typer.Typer(help="Measure what scheduling and placement cost.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+
+workers = typer.Typer(
+    help="Replicas of a running cluster on this machine: list, add, drain.", no_args_is_help=True
+)
+app.add_typer(workers, name="workers")
 
 
 @app.command(epilog=CLUSTER_EPILOG)
@@ -263,6 +271,63 @@ def bench_serve() -> None:
 def bench_soak() -> None:
     """Steady load on a whole cluster for an hour: memory of every process, and what failed."""
     _become(BENCHES["soak"], [])
+
+
+ClusterUrl = Annotated[
+    str, typer.Option("--cluster", metavar="URL", help="Address of the cluster's gateway.")
+]
+
+
+@workers.command("list")
+def workers_list(
+    cluster: ClusterUrl = "http://127.0.0.1:8000",
+    as_json: Annotated[bool, typer.Option("--json", help="One line of JSON.")] = False,
+) -> None:
+    """Show the replicas that the cluster has started."""
+    found = _change_workers(cluster, {"do": "list"})["workers"]
+    if as_json:
+        print(json.dumps(found))
+        return
+    for row in found:
+        print(f"{row['name']:6} {row['state']:10} {row['url']:28} pid {row['pid'] or '-'}")
+
+
+@workers.command("add")
+def workers_add(cluster: ClusterUrl = "http://127.0.0.1:8000") -> None:
+    """Start one more replica with the cluster's settings; returns when it gets requests."""
+    row = _change_workers(cluster, {"do": "add"})
+    print(f"{row['name']} is up at {row['url']}, pid {row['pid']}")
+
+
+@workers.command("drain")
+def workers_drain(
+    name: Annotated[str, typer.Argument(help="As `list` shows it.")],
+    cluster: ClusterUrl = "http://127.0.0.1:8000",
+) -> None:
+    """Send a replica nothing new, let it finish, stop it; returns when it has stopped."""
+    row = _change_workers(cluster, {"do": "drain", "name": name})
+    print(f"{row['name']} has finished and is stopped")
+
+
+def _change_workers(cluster: str, request: dict[str, Any]) -> dict[str, Any]:
+    from urllib.parse import urlsplit
+
+    from sglang_fair.cluster import control
+
+    try:
+        port = urlsplit(cluster).port
+    except ValueError:
+        port = None
+    if port is None:
+        _fail(f"--cluster must be the address of a gateway, as http://127.0.0.1:8000, not {cluster!r}")
+    try:
+        return control.ask(
+            control.socket_path(port), request, lambda text: print(text, file=sys.stderr, flush=True)
+        )
+    except (control.NoCluster, control.Refused) as error:
+        _fail(str(error), 1)
+    except KeyboardInterrupt:
+        _fail("the cluster goes on with it; `sglang-fair workers list` shows how far it is", 130)
 
 
 @app.command()
