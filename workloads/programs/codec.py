@@ -6,7 +6,7 @@ with one token a byte, one with a real tokenizer, and an endpoint that takes not
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 from workloads.programs.call import Prompt, Reply
 
@@ -93,7 +93,8 @@ class PackedCodec:
         return len(text.encode())
 
     def join(self, *parts: Prompt) -> Prompt:
-        return b"".join(_bytes(part) for part in parts)
+        """Raises TypeError for a part that is not packed."""
+        return b"".join(cast("tuple[bytes, ...]", parts))
 
     def answer(self, reply: Reply) -> Prompt:
         return reply.packed
@@ -102,11 +103,6 @@ class PackedCodec:
 def _packed(text: str) -> bytes:
     """UTF-32 is one uint32 for each character, and in Latin-1 each byte is a character."""
     return text.encode().decode("latin-1").encode("utf-32-le")
-
-
-def _bytes(part: Prompt) -> bytes:
-    assert isinstance(part, bytes), "a packed prompt is joined from packed prompts"
-    return part
 
 
 def _text(part: Prompt) -> str:
