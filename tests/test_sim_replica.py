@@ -263,6 +263,15 @@ def test_a_waiting_request_is_given_up_at_once_and_a_running_one_after_its_next_
     replica.check_pool()
 
 
+def test_a_request_is_given_up_while_its_prompt_is_computed_and_writes_one_token_more():
+    replica = new(events=False)
+    replica.arrive(request("r", 10, 30), 0.0)
+    replica.advance(0.0)
+    replica.abort("r", 0.5)
+    assert drain(replica)[-1] == Finished("r", 2.0, 2, 0, 10, aborted=True)
+    replica.check_pool()
+
+
 def test_a_request_is_given_up_inside_its_prompt():
     replica = new(events=False)
     replica.arrive(request("long", 200, 9), 0.0)
