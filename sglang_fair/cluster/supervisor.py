@@ -151,8 +151,8 @@ class Supervisor:
         finally:
             for wait in pending:
                 wait.cancel()
-            if pending:
-                await asyncio.wait(pending)
+            # Of several that failed at once, the first one is raised.
+            await asyncio.gather(*waits, return_exceptions=True)
 
     async def _start(self, spec: Process) -> Child:
         try:
