@@ -2,8 +2,8 @@
 
 What decides is the real thing: the router with its placement, and in each replica a fair queue with its policy.
 What is modelled is the engine's time and memory (`sglang_fair.sim`) and the gateway between them, which is a delay
-of `hop_s` and the times that it tells the router. Arrivals are open-loop and a client's connections are bounded,
-as in the driver; requests have no time-out.
+of `hop_s` and the times that it tells the router. Programs arrive, open-loop or closed, and a client's connections
+are bounded as in the driver; requests have no time-out.
 
 Events are taken in the order of (time, number), the number counting up as they are scheduled: a total order. What
 a request causes at the same instant is scheduled, never called, so whatever one event says of a replica is told to
@@ -134,7 +134,6 @@ class _Active:
     execution: Execution
     router: int
     failed: int = 0
-    recorded: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -192,9 +191,9 @@ class Simulation:
         self._scheduled = 0
         self._wakes_s = [inf] * site.replicas
         """When each replica's turn comes next."""
-        self._active: list[_Active] = []
+        self._active: dict[_Active, None] = {}
         self._flights: dict[str, _Flight] = {}
-        """Requests that were sent to the router."""
+        """Requests whose time has come, and that have not ended."""
         self._open = dict.fromkeys(names, 0)
         self._queued: dict[str, deque[_Flight]] = {name: deque() for name in names}
         """Requests that wait for one of their client's connections."""
@@ -260,7 +259,7 @@ class Simulation:
         routers = range(len(self.routers))
         [router] = self._ingress.choices(routers, self._site.ingress) if len(routers) > 1 else [0]
         active = _Active(client, index, self.now_s, Execution(client.program(index)), router)
-        self._active.append(active)
+        self._active[active] = None
         self._awaited += self._is_awaited(active)
         self._launch(active, active.execution.start())
         self._settle(active)
@@ -315,8 +314,7 @@ class Simulation:
         for flight in self._flights.values():
             self._cancel(flight)
         for active in self._active:
-            if not active.recorded:
-                self._record_program(active, None, Outcome.CANCELLED)
+            self._record_program(active, None, Outcome.CANCELLED)
         self._records.add(End(round(self.now_s, 6)))
 
     def _cancel(self, flight: _Flight) -> None:
@@ -362,7 +360,8 @@ class Simulation:
 
     def _settle(self, active: _Active) -> None:
         """Record the program if it has ended."""
-        if active.execution.outcome is not None and not active.recorded:
+        if active.execution.outcome is not None and active in self._active:
+            del self._active[active]
             self._record_program(active, self.now_s, active.execution.outcome)
             self.progress.programs_done += 1
             self._awaited -= self._is_awaited(active)
@@ -556,7 +555,6 @@ class Simulation:
         )
 
     def _record_program(self, active: _Active, t_done_s: float | None, outcome: Outcome) -> None:
-        active.recorded = True
         self._records.add(
             ProgramRecord(
                 client=active.client.name,
