@@ -121,7 +121,8 @@ class Prediction(Simulated):
             figures.append(
                 Figure(
                     f"{name}-difference",
-                    f"Largest difference between the accumulated service of {name} overloaded clients.",
+                    f"Largest difference between the accumulated service of {name} overloaded clients. A difference "
+                    "that stays is of the first seconds, before all are backlogged.",
                     vtc.accumulated(mine),
                     (6.0, 3.6),
                 )

@@ -226,7 +226,7 @@ def rates(results: Mapping[str, Result]) -> Callable[["Canvas"], None]:
             clients = result.first["curves"]["rate"]
             style.client_lines(axes, {name: curve(result, "rate", name) for name in clients})
         for axes, (title, result) in zip(panels, results.items(), strict=True):
-            style.label(axes, TIME, RATE, title)
+            style.label(axes, TIME, RATE if axes is panels[0] else "", title)
             style.spans(canvas, 0.0, result.cell.plan.duration_s)
 
     return draw
