@@ -1,6 +1,7 @@
 """`python -m router.gateway`: the command line of the gateway."""
 
 import argparse
+import gc
 import logging
 import os
 import signal
@@ -94,6 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
         "host": options.host,
         "port": options.port,
         "access_log": False,
+        "proxy_headers": False,  # `App` looks at them where they matter
         "log_level": "warning",
         "timeout_keep_alive": 30,
         "timeout_graceful_shutdown": options.drain,
@@ -103,7 +105,9 @@ def main(arguments: list[str] | None = None) -> int:
         signal.signal(number, lambda *_: sys.exit(0))
     try:
         if options.workers == 1:
-            uvicorn.run(create_app(config), **shared)
+            app = create_app(config)
+            gc.freeze()  # what was made so far stays: no need to look through it again and again
+            uvicorn.run(app, **shared)
         else:
             Tokens(Path(config.tokenizer))  # fail here, not over and over in the workers
             os.environ[CONFIG_VARIABLE] = config.to_json()

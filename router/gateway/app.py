@@ -12,6 +12,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from router.gateway.admin import add_routes
 from router.gateway.calls import ApiError
@@ -54,6 +55,9 @@ class App(FastAPI):
     def __init__(self, gateway: Gateway, **options: Any) -> None:
         super().__init__(**options)
         self.state.gateway = gateway
+        # Who asks for the rest matters (`admin`), also behind a proxy on this machine; as uvicorn would do it.
+        proxies = os.environ.get("FORWARDED_ALLOW_IPS", "127.0.0.1")
+        self._rest = ProxyHeadersMiddleware(super().__call__, proxies)
         self._kinds: dict[str, Kind] = {path: kind for kind, path in PATHS.items()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -63,7 +67,7 @@ class App(FastAPI):
             if kind is not None:
                 await Relay(self.state.gateway, kind)(scope, receive, send)
                 return
-        await super().__call__(scope, receive, send)
+        await self._rest(scope, receive, send)
 
 
 def create_app(config: Config) -> App:

@@ -119,6 +119,13 @@ class Connection(asyncio.Protocol):
         self.rest(0.0)
         self._transport.abort()
 
+    def fail(self, error: Exception) -> None:
+        """Ends what is under way with this error."""
+        if self._error is None and not self._is_complete:
+            self._error = error
+        self._transport.abort()
+        self._wake()
+
     async def _wait(self) -> None:
         if self._error is not None:
             raise self._error
@@ -132,18 +139,12 @@ class Connection(asyncio.Protocol):
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def _fail(self, error: Exception) -> None:
-        if self._error is None and not self._is_complete:
-            self._error = error
-        self._transport.abort()
-        self._wake()
-
     def _look(self) -> None:
         """Whether the replica has been silent for too long. While our reader is slow, silence is ours."""
         silent_s = 0.0 if self._is_paused or self._pieces else self._loop.time() - self._heard_s
         if silent_s >= self._idle_timeout_s:
             self._timer = None
-            self._fail(TimeoutError(f"nothing came for {self._idle_timeout_s:g} s"))
+            self.fail(TimeoutError(f"nothing came for {self._idle_timeout_s:g} s"))
         else:
             self._timer = self._loop.call_later(self._idle_timeout_s - silent_s, self._look)
 
@@ -162,7 +163,7 @@ class Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self._fail(Broken(f"what came is not HTTP: {error}"))
+            self.fail(Broken(f"what came is not HTTP: {error}"))
             return
         if self._buffered_bytes > MAX_BUFFERED_BYTES and not self._is_paused:
             self._is_paused = True
@@ -215,11 +216,20 @@ class Asking:
         self._origin = origin
         self._request = request
         self._connection: Connection | None = None
+        self._error: Exception | None = None
+
+    def give_up(self, error: Exception) -> None:
+        """Ends it with this error, unless the answer is there."""
+        self._error = error
+        if self._connection is not None:
+            self._connection.fail(error)
 
     async def __aenter__(self) -> Connection:
         """Raises `NotConnected`, `Broken`, TimeoutError."""
         self._connection = found = await self._connections.take(self._origin)
         try:
+            if self._error is not None:
+                raise self._error
             await found.ask(self._request)
         except BaseException:
             found.close()

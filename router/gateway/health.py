@@ -10,8 +10,7 @@ answers while its scheduler hangs is well.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterable
 
 import aiohttp
 
@@ -82,6 +81,10 @@ class Watch:
         return self.silent - before
 
 
+GiveUp = Callable[[TimeoutError], None]
+"""Ends what waits for a worker, with this error."""
+
+
 class Health:
     """Asks the workers, and gives up what is in flight at those that fall silent. Of one event loop."""
 
@@ -95,7 +98,8 @@ class Health:
         self._changed = changed
         self._was_well: dict[str, bool] = {}
         self._asking: dict[str, asyncio.Task[None]] = {}
-        self._open: dict[str, set[asyncio.Timeout]] = {}
+        self.open: dict[str, set[GiveUp]] = {}
+        """What waits for each worker."""
 
     def is_well(self, worker: str) -> bool:
         """Whether it can be sent requests."""
@@ -115,20 +119,9 @@ class Health:
             self.watch.refused(worker, time.monotonic())
             self._compare()
 
-    @asynccontextmanager
-    async def while_it_answers(self, worker: str) -> AsyncIterator[None]:
-        """Raises TimeoutError in its body when `worker` falls silent, at once when it is."""
-        if worker in self.watch.silent:
-            raise TimeoutError(f"{worker} does not answer")
-        async with asyncio.timeout(None) as limit:
-            waiting = self._open.setdefault(worker, set())
-            waiting.add(limit)
-            try:
-                yield
-            finally:
-                waiting.discard(limit)
-                if not waiting and self._open.get(worker) is waiting:
-                    del self._open[worker]
+    def while_it_answers(self, worker: str, give_up: GiveUp) -> "Watched":
+        """Calls `give_up` when `worker` falls silent in its body. Raises TimeoutError at once when it is."""
+        return Watched(self, worker, give_up)
 
     async def run(self, session: aiohttp.ClientSession) -> None:
         """Asks and decides until it is cancelled."""
@@ -138,8 +131,8 @@ class Health:
                 now_s = time.monotonic()
                 for worker in self.watch.decide(workers, now_s):
                     log.warning("worker %s has been silent for %g s: it is given up", worker, self._timeout_s)
-                    for limit in self._open.get(worker, ()):
-                        limit.reschedule(asyncio.get_running_loop().time())
+                    for give_up in list(self.open.get(worker, ())):
+                        give_up(TimeoutError(f"{worker} does not answer"))
                 self._compare()
                 for name, up in workers.items():
                     if name not in self._asking:
@@ -170,3 +163,23 @@ class Health:
         self._was_well = well
         if changed:
             self._changed()
+
+
+class Watched:
+    """Made by `Health.while_it_answers`."""
+
+    def __init__(self, health: Health, worker: str, give_up: GiveUp) -> None:
+        self._health = health
+        self._worker = worker
+        self._give_up = give_up
+
+    def __enter__(self) -> None:
+        if self._worker in self._health.watch.silent:
+            raise TimeoutError(f"{self._worker} does not answer")
+        self._health.open.setdefault(self._worker, set()).add(self._give_up)
+
+    def __exit__(self, *_: object) -> None:
+        waiting = self._health.open[self._worker]
+        waiting.discard(self._give_up)
+        if not waiting:
+            del self._health.open[self._worker]

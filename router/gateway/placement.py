@@ -47,27 +47,26 @@ class Placement:
         url = self._place.url.rstrip("/")
         is_over, stream = False, Stream(self._call)
         try:
-            async with (
-                self._gateway.health.while_it_answers(self._place.worker),
-                self._gateway.replicas.post(
-                    url, PATHS[self._call.kind], headers, self._call.forwarded(self._place.id)
-                ) as answer,
-            ):
-                if answer.status == 503:
+            asking = self._gateway.replicas.post(
+                url, PATHS[self._call.kind], headers, self._call.forwarded(self._place.id)
+            )
+            with self._gateway.health.while_it_answers(self._place.worker, asking.give_up):
+                async with asking as answer:
+                    if answer.status == 503:
+                        is_over = True
+                        raise NotServed("it answered 503")
+                    if answer.status == 200 and _content_type(answer) == "text/event-stream":
+                        try:
+                            await self._stream(answer, stream, reply, resumable)
+                        except OSError:
+                            if not stream.ended:
+                                raise
+                        await reply.end()
+                    elif reply.started:
+                        raise NotServed(f"it answered {answer.status} to the rest of a stream")
+                    else:
+                        await self._whole(answer, reply)
                     is_over = True
-                    raise NotServed("it answered 503")
-                if answer.status == 200 and _content_type(answer) == "text/event-stream":
-                    try:
-                        await self._stream(answer, stream, reply, resumable)
-                    except OSError:
-                        if not stream.ended:
-                            raise
-                    await reply.end()
-                elif reply.started:
-                    raise NotServed(f"it answered {answer.status} to the rest of a stream")
-                else:
-                    await self._whole(answer, reply)
-                is_over = True
         except OSError as error:
             is_over = isinstance(error, NotConnected)
             if is_over:

@@ -109,6 +109,7 @@ class Relay:
             raise ClientGone from None
         finally:
             watching.cancel()
+            reply.close()
 
     async def _serve(self, call: Call, headers: dict[str, str], reply: Reply) -> None:
         gateway = self._gateway
@@ -183,20 +184,22 @@ class Relay:
         self._hold(min(int(length), limits.max_body_bytes + 1) if length.isdecimal() else 0)
         pieces: list[bytes] = []
         size = 0
-        while True:
-            try:
-                async with asyncio.timeout(BODY_TIMEOUT_S):
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S) as limit:
+                while True:
                     message = await receive()
-            except TimeoutError as error:
-                raise ApiError(408, "the body did not arrive in time", code="body_timeout") from error
-            if message["type"] == "http.disconnect":
-                raise ClientGone
-            piece = message.get("body", b"")
-            size += len(piece)
-            self._hold(size)
-            pieces.append(piece)
-            if not message.get("more_body", False):
-                return b"".join(pieces)
+                    if message["type"] == "http.disconnect":
+                        raise ClientGone
+                    piece = message.get("body", b"")
+                    size += len(piece)
+                    self._hold(size)
+                    pieces.append(piece)
+                    if not message.get("more_body", False):
+                        return b"".join(pieces)
+                    limit.reschedule(loop.time() + BODY_TIMEOUT_S)
+        except TimeoutError as error:
+            raise ApiError(408, "the body did not arrive in time", code="body_timeout") from error
 
     def _hold(self, size: int) -> None:
         """This request's body is at least `size` bytes long. Raises `ApiError` when that is too much."""

@@ -13,14 +13,22 @@ class ClientGone(Exception):
 
 
 class Reply:
-    """The way to one client. A client that reads too slowly is gone."""
+    """The way to one client. A client that takes nothing for too long is gone.
+
+    Whether it takes a piece is looked at now and then, by one timer for all pieces.
+    """
 
     def __init__(self, send: Send, idle_timeout_s: float) -> None:
-        """`idle_timeout_s` bounds every piece. All methods raise `ClientGone`."""
+        """`idle_timeout_s` bounds every piece. The methods that send raise `ClientGone`."""
         self.started = False
         self.ended = False
         self._send_raw = send
         self._idle_timeout_s = idle_timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._sending: asyncio.Task[object] | None = None
+        self._since_s = 0.0
+        self._is_given_up = False
 
     async def start(self, status: int, headers: Mapping[str, str]) -> None:
         """Status and headers; once."""
@@ -42,9 +50,33 @@ class Reply:
         """Ends a stream in an error event, without [DONE]."""
         await self.end(b"data: " + error.body() + b"\n\n")
 
+    def close(self) -> None:
+        """Nothing more is sent."""
+        if self._timer is not None:
+            self._timer.cancel()
+
     async def _send(self, message: Message) -> None:
+        if self._timer is None:
+            self._timer = self._loop.call_later(self._idle_timeout_s, self._look)
+        self._since_s, self._sending = self._loop.time(), asyncio.current_task()
         try:
-            async with asyncio.timeout(self._idle_timeout_s):
-                await self._send_raw(message)
-        except (TimeoutError, OSError) as error:
+            await self._send_raw(message)
+        except OSError as error:
             raise ClientGone from error
+        except asyncio.CancelledError:
+            if not self._is_given_up:
+                raise
+            if self._sending is not None:
+                self._sending.uncancel()
+            raise ClientGone from None
+        finally:
+            self._sending = None
+
+    def _look(self) -> None:
+        """Gives the client up if it has not taken what is being sent to it."""
+        waited_s = self._loop.time() - self._since_s if self._sending is not None else 0.0
+        if self._sending is not None and waited_s >= self._idle_timeout_s:
+            self._is_given_up = True
+            self._sending.cancel()
+        else:
+            self._timer = self._loop.call_later(self._idle_timeout_s - waited_s, self._look)

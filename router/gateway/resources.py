@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 from urllib.parse import quote
 
@@ -31,8 +32,9 @@ PATHS: Mapping[Kind, str] = {
     "generate": "/generate",
 }
 ABORT_TIMEOUT_S = 2.0
-LONG_TEXT_CHARS = 1024
-"""More text than this is tokenized off the event loop."""
+LONG_TEXT_CHARS = 4096
+"""More text than this is tokenized off the event loop, where it would take more than a millisecond. To hand over
+less costs more than it saves: the thread has to wait for the interpreter twice."""
 MAX_ROUTED_TOKENS = 1 << 22
 """Tokens told to the router; beyond them a prompt is counted and compared no further."""
 
@@ -199,6 +201,7 @@ class Gateway:
             log.info("request %s could not be cancelled at %s: %s", rid, url, why(error))
 
 
+@lru_cache(maxsize=4096)
 def header_safe(name: str) -> str:
     """`name` as it can stand in a header, so that router and replica know a client by one name.
 

@@ -9,14 +9,15 @@ first. Leaks: text without spaces, such as Chinese, is not cut, and is tokenized
 """
 
 import re
+import sys
 import threading
+from array import array
 from collections import OrderedDict
 from itertools import pairwise
 
-import numpy as np
 from tokenizers import Tokenizer
 
-SEGMENT_CHARS = 512
+SEGMENT_CHARS = 256
 MAX_BYTES = 32 << 20
 
 _SAFE = re.compile(r"[a-z](?= [a-z])")
@@ -77,7 +78,10 @@ class Segments:
 
     def _encode(self, text: str) -> bytes:
         [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
-        return np.asarray(encoding.ids, dtype="<u4").tobytes()
+        ids = array("I", encoding.ids)
+        if sys.byteorder == "big":
+            ids.byteswap()
+        return ids.tobytes()
 
     def _may_cut(self) -> bool:
         """Whether this tokenizer's tokens never reach over a safe place."""
