@@ -89,6 +89,7 @@ def test_senders_are_told_by_json_and_depend_on_the_seed_alone():
     told = traffic(
         "t",
         sender("even", even(60), 8, 4),
+        sender("waiting", even(60, 5), 8, 4),
         sender("on-off", on_off(60, 5, 5), 8, 4),
         sender("poisson", poisson(60), 8, 4),
         sender("ramp", {"kind": "ramp", "rpm": 6, "to_rpm": 120, "over_s": 20}, 8, 4),
@@ -101,6 +102,8 @@ def test_senders_are_told_by_json_and_depend_on_the_seed_alone():
     again = {client.name: client.arrival_times(until_s=20) for client in clients_of(told, "0")}
     assert times["0"] == again != times["1"]
     assert len(times["0"]["even"]) == 20
+    assert sum(time_s < 0.001 for time_s in times["0"]["waiting"]) == 5
+    assert len(times["0"]["waiting"]) == 25
     assert all(time_s % 10 < 5 for time_s in times["0"]["on-off"])
     assert sum(time_s < 10 for time_s in times["0"]["phases"]) == 10
     assert len(times["0"]["phases"]) == 30
