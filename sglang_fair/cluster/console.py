@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 
 from rich.console import Console
 from rich.status import Status
@@ -20,6 +20,13 @@ TROUBLE = re.compile(r"\b(?<!Ignore import )(error|exception|traceback|critical|
 """SGLang logs each model file that this platform cannot import; that is none."""
 
 
+class Replicas:
+    """The names of all replicas, those that are still to come among them."""
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and name.startswith("r") and name[1:].isdecimal()
+
+
 class ConsoleReporter:
     """Shows what a `Supervisor` reports, on one rich console.
 
@@ -32,7 +39,7 @@ class ConsoleReporter:
         console: Console,
         plan: Plan,
         *,
-        quiet: frozenset[str] = frozenset(),
+        quiet: Container[str] = (),
         when_up: Callable[[dict[str, int]], None],
     ) -> None:
         """Prints nothing yet."""

@@ -2,12 +2,21 @@
 
 import asyncio
 import contextlib
-from typing import Protocol
+from typing import Any, Protocol
 
 import zmq
 from zmq.asyncio import Context
 
-from router.events import ProtocolError, Query, Snapshot, WorkerDown, WorkerUp, decode_answer, encode
+from router.events import (
+    ProtocolError,
+    Query,
+    Snapshot,
+    WorkerDown,
+    WorkerDrain,
+    WorkerUp,
+    decode_answer,
+    encode,
+)
 from sglang_fair.cluster.plan import Worker
 
 
@@ -20,6 +29,10 @@ class Link(Protocol):
 
     def down(self, worker: Worker) -> None:
         """`worker` is gone."""
+        ...
+
+    def drain(self, worker: Worker) -> None:
+        """`worker` is to get no new requests, and is gone when it has none left."""
         ...
 
     def close(self) -> None:
@@ -46,6 +59,10 @@ class RouterLink:
         """`worker` is gone."""
         self._send(encode(WorkerDown(worker.name)))
 
+    def drain(self, worker: Worker) -> None:
+        """`worker` is to get no new requests, and is gone when it has none left."""
+        self._send(encode(WorkerDrain(worker.name)))
+
     def close(self) -> None:
         """Drops what has not been sent."""
         self._socket.close()
@@ -59,6 +76,11 @@ class RouterLink:
 
 async def router_answers(endpoint: str, timeout_s: float = 1.0) -> bool:
     """Whether a router at `endpoint` answers a query within `timeout_s`."""
+    return await router_workers(endpoint, timeout_s) is not None
+
+
+async def router_workers(endpoint: str, timeout_s: float = 1.0) -> dict[str, Any] | None:
+    """What the router at `endpoint` says of its workers, by name; None when it does not answer in time."""
     with Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(endpoint)
@@ -66,5 +88,8 @@ async def router_answers(endpoint: str, timeout_s: float = 1.0) -> bool:
         try:
             answer = decode_answer(await asyncio.wait_for(socket.recv(), timeout_s))
         except (TimeoutError, ProtocolError):
-            return False
-        return isinstance(answer, Snapshot)
+            return None
+    if not isinstance(answer, Snapshot):
+        return None
+    workers = answer.state.get("workers")
+    return workers if isinstance(workers, dict) else {}

@@ -3,8 +3,8 @@
 import json
 import math
 import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -185,6 +185,15 @@ def build(options: Options, device: Device, machine: Machine, model: Model, port
     )  # fmt: skip
 
 
+def with_workers(router: Process, workers: Sequence[Worker]) -> Process:
+    """The router as it is to be started when these are the replicas."""
+    argv = list(router.argv)
+    while "--worker" in argv:
+        at = argv.index("--worker")
+        del argv[at : at + 2]
+    return replace(router, argv=(*argv, *_worker_arguments(workers)))
+
+
 def ready_timeout_s(options: Options, device: Device, machine: Machine, model: Model) -> float:
     """Longest wait for a replica: imports, which share the cores, and weights at 50 MB/s from a cold disk."""
     if options.start_timeout_s is not None:
@@ -321,8 +330,7 @@ def _router(options: Options, machine: Machine, router: str, workers: tuple[Work
         argv += ["--worker-quantum", str(options.worker_quantum)]
     if options.client_weights:
         argv += ["--client-weights", json.dumps(dict(options.client_weights))]
-    for worker in workers:
-        argv += ["--worker", f"{worker.name},http={worker.url},kv={worker.kv},replay={worker.replay}"]
+    argv += _worker_arguments(workers)
     return Process(
         name="router",
         role="router",
@@ -332,6 +340,13 @@ def _router(options: Options, machine: Machine, router: str, workers: tuple[Work
         stop_grace_s=3.0,
         env={"PYTHONUNBUFFERED": "1"},
     )
+
+
+def _worker_arguments(workers: Sequence[Worker]) -> list[str]:
+    argv = []
+    for worker in workers:
+        argv += ["--worker", f"{worker.name},http={worker.url},kv={worker.kv},replay={worker.replay}"]
+    return argv
 
 
 def _gateway(options: Options, machine: Machine, model: Model, router: str, port: int) -> Process:

@@ -9,7 +9,7 @@ import contextlib
 import errno
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 FIRST_PORT = 30_000
@@ -51,21 +51,30 @@ def choose(gateway: int, replicas: int, reserve: Callable[[int], bool]) -> Ports
     `gateway` has been claimed; 0 takes one like the others.
     """
     candidates = iter(range(FIRST_PORT, LAST_PORT))
-
-    def run_of(count: int) -> int:
-        """The first of `count` neighbours."""
-        taken = 0
-        for port in candidates:
-            taken = taken + 1 if reserve(port) else 0
-            if taken == count:
-                return port - count + 1
-        raise PortTaken(f"too few free ports from {FIRST_PORT} to {LAST_PORT}")
-
     return Ports(
-        gateway=gateway or run_of(1),
-        router=run_of(1),
-        replicas=tuple(ReplicaPorts(http=run_of(1), kv=run_of(2)) for _ in range(replicas)),
+        gateway=gateway or _run_of(1, candidates, reserve),
+        router=_run_of(1, candidates, reserve),
+        replicas=tuple(_replica(candidates, reserve) for _ in range(replicas)),
     )
+
+
+def choose_replica(reserve: Callable[[int], bool]) -> ReplicaPorts:
+    """The ports of one more replica, as `choose` would take them. Raises `PortTaken`."""
+    return _replica(iter(range(FIRST_PORT, LAST_PORT)), reserve)
+
+
+def _replica(candidates: Iterator[int], reserve: Callable[[int], bool]) -> ReplicaPorts:
+    return ReplicaPorts(http=_run_of(1, candidates, reserve), kv=_run_of(2, candidates, reserve))
+
+
+def _run_of(count: int, candidates: Iterator[int], reserve: Callable[[int], bool]) -> int:
+    """The first of `count` neighbours."""
+    taken = 0
+    for port in candidates:
+        taken = taken + 1 if reserve(port) else 0
+        if taken == count:
+            return port - count + 1
+    raise PortTaken(f"too few free ports from {FIRST_PORT} to {LAST_PORT}")
 
 
 class Reservations:
@@ -74,7 +83,7 @@ class Reservations:
     def __init__(self, host: str) -> None:
         """`host` is the gateway's; a port counts as free when it is free there and on every address."""
         self._host = host
-        self._held: list[socket.socket] = []
+        self._held: dict[int, socket.socket] = {}
 
     def take(self, port: int) -> bool:
         """True when `port` was free and is now ours among supervisors."""
@@ -88,12 +97,18 @@ class Reservations:
         except OSError:
             mark.close()
             return False
-        self._held.append(mark)
+        self._held[port] = mark
         return True
+
+    def give_back(self, ports: ReplicaPorts) -> None:
+        """A replica is gone for good."""
+        for port in (ports.http, ports.kv, ports.kv + 1):
+            if port in self._held:
+                self._held.pop(port).close()
 
     def close(self) -> None:
         """Gives all of them back."""
-        for mark in self._held:
+        for mark in self._held.values():
             mark.close()
         self._held.clear()
 

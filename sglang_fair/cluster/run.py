@@ -13,12 +13,15 @@ from rich.console import Console
 from router.placement import PLACEMENTS
 from sglang_fair.cluster import machine as machines
 from sglang_fair.cluster.child import kill_session
-from sglang_fair.cluster.console import ConsoleReporter, addresses, example, make_console, show
+from sglang_fair.cluster.console import ConsoleReporter, Replicas, addresses, example, make_console, show
+from sglang_fair.cluster.control import Control, socket_path
 from sglang_fair.cluster.link import RouterLink
+from sglang_fair.cluster.more import More
 from sglang_fair.cluster.options import ConfigError, Device, Options, check
 from sglang_fair.cluster.plan import Machine, Model, Plan, build, check_memory, choose_device, gateway_url
 from sglang_fair.cluster.ports import PortTaken, Reservations, choose, claim
 from sglang_fair.cluster.supervisor import StartFailed, Supervisor
+from sglang_fair.cluster.workers import Workers
 from sglang_fair.engines.models import EMULATED
 
 STOPPED, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
@@ -83,10 +86,10 @@ async def _run(options: Options, as_json: bool, quiet_replicas: bool) -> int:
             else:
                 _print_addresses(console, plan, gateway, title, pids)
 
-        quiet = frozenset(process.name for process in plan.of("replica")) if quiet_replicas else frozenset()
-        reporter = ConsoleReporter(console, plan, quiet=quiet, when_up=when_up)
+        reporter = ConsoleReporter(console, plan, quiet=Replicas() if quiet_replicas else (), when_up=when_up)
         reporter.say(f"starting {title}")
-        return await _supervise(plan, reporter, stop)
+        more = More(options, device, model, ports, reservations, machines.look)
+        return await _supervise(plan, reporter, stop, more, socket_path(ports.gateway))
 
 
 def _signals() -> list[signal.Signals]:
@@ -95,7 +98,9 @@ def _signals() -> list[signal.Signals]:
     return [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hangs_up else [])]
 
 
-async def _supervise(plan: Plan, reporter: ConsoleReporter, stop: asyncio.Event) -> int:
+async def _supervise(
+    plan: Plan, reporter: ConsoleReporter, stop: asyncio.Event, more: More, control_path: Path
+) -> int:
     assert plan.router is not None
     loop, was_up = asyncio.get_running_loop(), False
     with contextlib.closing(RouterLink(plan.router)) as link, contextlib.closing(reporter):
@@ -113,7 +118,15 @@ async def _supervise(plan: Plan, reporter: ConsoleReporter, stop: asyncio.Event)
             loop.add_signal_handler(number, on_signal)
         if stop.is_set():
             raise Interrupted
-        asked = await supervisor.run()
+        control = Control(control_path, Workers(supervisor, link, plan.router, more.plan, more.freed).handle)
+        try:
+            await control.start()
+        except OSError as error:
+            reporter.say(f"replicas cannot be added or drained here: {error}")
+        try:
+            asked = await supervisor.run()
+        finally:
+            await control.close()
         was_up = supervisor.was_up
     if not asked:
         raise StartFailed("the cluster cannot go on and has been stopped")

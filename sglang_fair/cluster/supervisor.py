@@ -1,12 +1,14 @@
 """Runs a `Plan`: starts its processes in order, keeps them running, ends all of them, whatever happened.
 
 Before the cluster is ready, a process that dies ends the attempt: a wrong argument would be wrong again.
-After that, one that dies is started again by the `RestartRule`. It knows processes, not SGLang.
+After that, one that dies is started again by the `RestartRule`, and processes can be added and removed.
+It knows processes, not SGLang.
 """
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
+from dataclasses import replace
 from typing import Protocol, assert_never
 
 from sglang_fair.cluster.child import Child
@@ -61,7 +63,7 @@ class StartFailed(RuntimeError):
 
 
 class Supervisor:
-    """One run of one plan. `stop` asks it to end; a second `stop` makes it kill."""
+    """One run of a plan, which may change meanwhile. `stop` asks it to end; a second `stop` makes it kill."""
 
     def __init__(
         self, plan: Plan, reporter: Reporter, *, rule: RestartRule | None = None, link: Link | None = None
@@ -72,9 +74,13 @@ class Supervisor:
         self._rule = rule or RestartRule()
         self._link = link
         self._children: dict[str, Child] = {}
+        self._keepers: dict[str, asyncio.Task[None]] = {}
         self._given_up: set[str] = set()
         self.was_up = False
         """Whether all were ready at some time."""
+        self._is_ending = False
+        self._changes: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
 
@@ -82,6 +88,35 @@ class Supervisor:
     def pids(self) -> dict[str, int]:
         """Main process ids by name."""
         return {name: child.pid for name, child in self._children.items()}
+
+    @property
+    def plan(self) -> Plan:
+        """What is to run, as it is now."""
+        return self._plan
+
+    def state(self, name: str) -> str:
+        """up, down (it is being started, again or for the first time) or given up."""
+        child = self._children.get(name)
+        if name in self._given_up:
+            return "given up"
+        return "up" if child is not None and child.running and child.ready_s is not None else "down"
+
+    async def add(self, spec: Process) -> None:
+        """Starts one more process, and keeps it running once it is ready. Raises `StartFailed`."""
+        await self._change(self._add(spec))
+
+    async def let_go(self, name: str) -> None:
+        """Does not start a process again when it ends."""
+        await self._change(self._let_go(name))
+
+    async def remove(self, name: str) -> None:
+        """Stops a process that was let go of, and forgets it."""
+        await self._change(self._remove(name))
+
+    def respec(self, spec: Process) -> None:
+        """From its next start on, the process of this name is started so."""
+        processes = tuple(spec if one.name == spec.name else one for one in self._plan.processes)
+        self._plan = replace(self._plan, processes=processes)
 
     def stop(self) -> None:
         """Ends the run soon; called again, at once. A signal handler of the loop may call it."""
@@ -99,9 +134,11 @@ class Supervisor:
         try:
             await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            serving.cancel()
-            stopping.cancel()
-            await asyncio.wait([serving, stopping])
+            self._is_ending = True
+            under_way = [serving, stopping, *self._changes]
+            for task in under_way:
+                task.cancel()
+            await asyncio.wait(under_way)
             await self._stop_all()
         if not serving.cancelled():
             serving.result()
@@ -113,17 +150,63 @@ class Supervisor:
             await self._start_all(self._plan.of(*roles))
         self.was_up = True
         self._reporter.up(self.pids)
-        keepers = {asyncio.create_task(self._keep(child)) for child in list(self._children.values())}
+        self._keepers = {
+            name: asyncio.create_task(self._keep(child)) for name, child in self._children.items()
+        }
         try:
-            while keepers and not self._is_lost():
-                done, keepers = await asyncio.wait(keepers, return_when=asyncio.FIRST_COMPLETED)
-                for keeper in done:
-                    keeper.result()
+            while self._keepers and not self._is_lost():
+                self._changed.clear()
+                changed = asyncio.create_task(self._changed.wait())
+                await asyncio.wait([changed, *self._keepers.values()], return_when=asyncio.FIRST_COMPLETED)
+                changed.cancel()
+                for name, keeper in list(self._keepers.items()):
+                    if keeper.done():
+                        del self._keepers[name]
+                        keeper.result()
         finally:
-            for keeper in keepers:
+            for keeper in self._keepers.values():
                 keeper.cancel()
-            if keepers:
-                await asyncio.wait(keepers)
+            if self._keepers:
+                await asyncio.wait(self._keepers.values())
+
+    async def _change(self, work: Coroutine[None, None, None]) -> None:
+        """Carries out a change, unless the end of the run comes first."""
+        if self._is_ending or not self.was_up:
+            work.close()
+            raise StartFailed(
+                "the cluster is being stopped" if self._is_ending else "the cluster is not up yet"
+            )
+        task = asyncio.create_task(work)
+        self._changes.add(task)
+        task.add_done_callback(self._changes.discard)
+        await task
+
+    async def _add(self, spec: Process) -> None:
+        self._plan = replace(self._plan, processes=(*self._plan.processes, spec))
+        try:
+            child = await self._start(spec)
+            await self._until_ready(child)
+        except BaseException:
+            await self._remove(spec.name)
+            raise
+        self._keepers[spec.name] = asyncio.create_task(self._keep(child))
+        self._changed.set()
+        self._tell_up(spec)
+
+    async def _let_go(self, name: str) -> None:
+        keeper = self._keepers.pop(name, None)
+        if keeper is not None:
+            keeper.cancel()
+            await asyncio.wait([keeper])
+
+    async def _remove(self, name: str) -> None:
+        child = self._children.get(name)
+        if child is not None and not await child.stop(self._hurry):
+            self._reporter.say(f"{name} was killed: it had not ended in time")
+        self._children.pop(name, None)
+        self._given_up.discard(name)
+        processes = tuple(one for one in self._plan.processes if one.name != name)
+        self._plan = replace(self._plan, processes=processes)
 
     def _is_lost(self) -> bool:
         """Nothing can be served without the gateway, the router, or any replica."""
@@ -185,9 +268,10 @@ class Supervisor:
 
     async def _keep(self, child: Child) -> None:
         """Starts the process again whenever it ends; returns when it is given up."""
-        spec, early_deaths = child.spec, 0
+        early_deaths = 0
         while True:
             how = await child.exited()
+            spec = self._spec(child.spec.name)
             served_s = child.served_s
             if child.ready_s is not None:
                 self._reporter.died(spec.name, how, child.tail)
@@ -212,6 +296,9 @@ class Supervisor:
                 child.ready_s = None
                 continue
             self._tell_up(spec)
+
+    def _spec(self, name: str) -> Process:
+        return next(spec for spec in self._plan.processes if spec.name == name)
 
     def _tell_down(self, spec: Process) -> None:
         if self._link is not None and spec.worker is not None:

@@ -1,0 +1,49 @@
+"""Replicas beyond the first ones: planned as the cluster would have started them, with ports of their own."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from sglang_fair.cluster.options import ConfigError, Device, Options
+from sglang_fair.cluster.plan import Machine, Model, Process, build, check_memory
+from sglang_fair.cluster.ports import Ports, Reservations, choose_replica
+
+
+class More:
+    """Plans replicas for one cluster, and takes back the ports of those that are gone."""
+
+    def __init__(
+        self,
+        options: Options,
+        device: Device,
+        model: Model,
+        ports: Ports,
+        reservations: Reservations,
+        look: Callable[[], Machine],
+    ) -> None:
+        """`ports` are those of the first replicas; `look` sees what the machine has at the moment."""
+        self._options = options
+        self._device = device
+        self._model = model
+        self._first = ports
+        self._ports = {f"r{index}": one for index, one in enumerate(ports.replicas)}
+        self._reservations = reservations
+        self._look = look
+
+    def plan(self, number: int) -> Process:
+        """The replica with this number. Raises `ConfigError` when it has no room, and `PortTaken`."""
+        machine = self._look()
+        check_memory(replace(self._options, replicas=1), self._device, machine, self._model)
+        ports = choose_replica(self._reservations.take)
+        as_many = replace(self._options, replicas=number + 1)
+        all_ports = replace(self._first, replicas=(ports,) * (number + 1))
+        try:
+            spec = build(as_many, self._device, machine, self._model, all_ports).of("replica")[number]
+        except ConfigError:
+            self._reservations.give_back(ports)
+            raise
+        self._ports[spec.name] = ports
+        return spec
+
+    def freed(self, spec: Process) -> None:
+        """This replica is gone for good."""
+        self._reservations.give_back(self._ports.pop(spec.name))

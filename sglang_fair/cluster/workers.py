@@ -1,0 +1,192 @@
+"""Replicas that come and go while the cluster runs: what `sglang-fair workers list`, `add` and `drain` do.
+
+    add      a process with the cluster's own settings is started, awaited, and from then on kept like the first ones;
+             then the router is told, and through it the gateways
+    drain    the router names it no more, it finishes what it has, then it is stopped, for good
+
+A new router is started with the replicas that there are then.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import aiohttp
+
+from sglang_fair.cluster.control import Refused, Say
+from sglang_fair.cluster.link import Link, router_workers
+from sglang_fair.cluster.options import ConfigError
+from sglang_fair.cluster.plan import Process, Worker, with_workers
+from sglang_fair.cluster.ports import PortTaken
+from sglang_fair.cluster.supervisor import StartFailed, Supervisor
+
+POLL_S = 0.2
+TOLD_S = 5.0
+"""Longest wait for the router to know a new replica."""
+
+CHECK_TIMEOUT_S = 5.0
+IDLE_CHECKS_S = 30.0
+"""A replica that the router has let go of is asked for this long whether it has finished; gateways may have sent it
+requests while there was no router."""
+
+Planner = Callable[[int], Process]
+"""The replica with this number, as the cluster would have started it. Raises `ConfigError` and `PortTaken`."""
+
+
+Freed = Callable[[Process], None]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One replica, for `list`."""
+
+    name: str
+    url: str
+    pid: int | None
+    state: str
+    """starting, up, draining, down (it is being started again), given up."""
+
+
+class Workers:
+    """Carries out requests on one supervisor, several at a time."""
+
+    def __init__(self, supervisor: Supervisor, link: Link, router: str, plan: Planner, freed: Freed) -> None:
+        """`router` is the router's address; `freed` hears of replicas that are gone for good."""
+        self._supervisor = supervisor
+        self._link = link
+        self._router = router
+        self._plan = plan
+        self._freed = freed
+        self._states: dict[str, str] = {}
+        """Of the replicas that are being added or drained."""
+
+    async def handle(self, asked: dict[str, Any], say: Say) -> dict[str, Any]:
+        """One request of `control`. Raises `Refused`."""
+        match asked:
+            case {"do": "list"}:
+                return {"workers": [vars(row) for row in self.rows()]}
+            case {"do": "add"}:
+                return vars(await self.add(say))
+            case {"do": "drain", "name": str(name)}:
+                return vars(await self.drain(name, say))
+        raise Refused("not a request: list, add or drain a name")
+
+    def rows(self) -> list[Row]:
+        """The replicas in the order of their numbers."""
+        return [self._row(spec) for spec in sorted(self._specs(), key=lambda spec: _number(spec.name))]
+
+    async def add(self, say: Say) -> Row:
+        """One more replica, once it serves. Raises `Refused`."""
+        known = await router_workers(self._router) or {}  # some may have been added by the gateway
+        taken = {*known, *self._states, *(spec.name for spec in self._specs())}
+        try:
+            spec = self._plan(_free_number({_number(name) for name in taken}))
+        except (ConfigError, PortTaken) as error:
+            raise Refused(str(error)) from None
+        say(f"{spec.name} is being started")
+        self._states[spec.name] = "starting"
+        try:
+            await self._supervisor.add(spec)
+        except StartFailed as error:
+            self._freed(spec)
+            raise Refused(str(error)) from None
+        finally:
+            del self._states[spec.name]
+        self._respec_router()
+        if not await self._is_known(spec.name):
+            say("no router answers; it is told as soon as one does")
+        return self._row(spec)
+
+    async def drain(self, name: str, say: Say) -> Row:
+        """Lets a replica finish, and stops it. Raises `Refused`."""
+        spec = next((spec for spec in self._specs() if spec.name == name), None)
+        if spec is None or spec.worker is None:
+            raise Refused(f"there is no replica {name[:100]!r}")
+        if name in self._states:
+            raise Refused(f"{name} is {self._states[name]}")
+        others = [one.name for one in self._specs() if one.name != name and one.name not in self._states]
+        if all(self._supervisor.state(other) != "up" for other in others):
+            raise Refused(f"no other replica is up: nothing could be served without {name}")
+        row = replace(self._row(spec), state="stopped")
+        self._states[name] = "draining"
+        try:
+            self._respec_router()
+            await self._supervisor.let_go(name)
+            await self._drained(spec.worker, say)
+            await self._supervisor.remove(name)
+        except StartFailed as error:
+            raise Refused(str(error)) from None
+        finally:
+            del self._states[name]
+        self._freed(spec)
+        return row
+
+    async def _drained(self, worker: Worker, say: Say) -> None:
+        """Returns when the router has let go of the worker and it has nothing left to do."""
+        said = None
+        while True:
+            known = await router_workers(self._router)
+            if known is not None and worker.name not in known:
+                break
+            if known is not None and known[worker.name].get("state") != "draining":
+                self._link.drain(worker)
+            waits = "no router answers" if known is None else _has_left(known[worker.name])
+            if waits != said:
+                said = waits
+                say(f"{worker.name} is draining: {waits}")
+            await asyncio.sleep(POLL_S)
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + IDLE_CHECKS_S
+        while loop.time() < until_s and await _is_at_work(worker.url):
+            await asyncio.sleep(POLL_S)
+
+    async def _is_known(self, name: str) -> bool:
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + TOLD_S
+        while loop.time() < until_s:
+            if name in (await router_workers(self._router) or {}):
+                return True
+            await asyncio.sleep(POLL_S)
+        return False
+
+    def _specs(self) -> tuple[Process, ...]:
+        return self._supervisor.plan.of("replica")
+
+    def _respec_router(self) -> None:
+        """A new router is to know the replicas that take requests."""
+        workers = [spec.worker for spec in self._specs() if spec.worker and spec.name not in self._states]
+        for router in self._supervisor.plan.of("router"):
+            self._supervisor.respec(with_workers(router, workers))
+
+    def _row(self, spec: Process) -> Row:
+        state = self._states.get(spec.name) or self._supervisor.state(spec.name)
+        url = spec.worker.url if spec.worker else ""
+        return Row(spec.name, url, self._supervisor.pids.get(spec.name), state)
+
+
+def _has_left(state: dict[str, Any]) -> str:
+    return f"{state.get('in_flight', '?')} requests under way"
+
+
+async def _is_at_work(url: str) -> bool:
+    """Whether a replica says that it has requests; False when it does not say."""
+    timeout = aiohttp.ClientTimeout(total=CHECK_TIMEOUT_S)
+    try:
+        async with aiohttp.ClientSession(timeout=timeout) as session, session.get(f"{url}/fair") as response:
+            totals = (await response.json()).get("totals", {})
+    except (aiohttp.ClientError, TimeoutError, OSError, ValueError, AttributeError):
+        return False
+    return bool(totals.get("running", 0) + totals.get("waiting", 0))
+
+
+def _number(name: str) -> int:
+    digits = name.removeprefix("r")
+    return int(digits) if digits.isdecimal() else -1
+
+
+def _free_number(taken: set[int]) -> int:
+    number = 0
+    while number in taken:
+        number += 1
+    return number
