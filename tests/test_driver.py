@@ -325,6 +325,18 @@ def test_the_openai_interfaces(kind, usage_in_every_event):
     assert bodies[0]["model"] == "m"
 
 
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_thoughts_are_tokens_and_no_text(name):
+    """The first token of a model that thinks first is a thought's."""
+    answer = wire.Answer(wire.CHAT)
+    answer.feed({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
+    assert answer.output_tokens == 0
+    answer.feed({"choices": [{"delta": {name: "Hm."}}]})
+    assert (answer.output_tokens, answer.text) == (1, "")
+    answer.feed({"choices": [{"delta": {"content": "Yes."}, "finish_reason": "stop"}]})
+    assert (answer.output_tokens, answer.text, answer.finished) == (2, "Yes.", True)
+
+
 def test_replicas_are_sampled_under_plain_names_and_lost_samples_are_counted():
     async def fair(_: web.Request) -> web.Response:
         account = {"service": 12.0, "waiting": 1, "running": 2, "deficit": -3}
@@ -384,6 +396,21 @@ def test_a_closed_loop_ends_with_its_last_program():
     run = drive({"/generate": FakeServer().generate}, [client(one_call)], plan)
     assert [program.outcome for program in run.programs] == ["ok"] * 5
     assert run.end.t_s < 30
+
+
+def test_of_programs_that_have_ended_nothing_is_kept_but_records():
+    kept, drivers = [], []
+
+    class Kept(Driver):
+        def __init__(self, *arguments: Any, **more: Any) -> None:
+            more["watch"] = lambda _: kept.append(len(drivers[0]._active))
+            super().__init__(*arguments, **more)
+            drivers.append(self)
+
+    plan = Plan(60.0, 20, at_once={"a": 2}, drain_s=None)
+    run = drive({"/generate": FakeServer().generate}, [client(one_call)], plan, driver_class=Kept)
+    assert len(run.programs) == len(kept) == 20
+    assert max(kept) <= 2
 
 
 def test_a_server_that_refuses_is_not_flooded_by_the_closed_loop():

@@ -234,6 +234,19 @@ def test_a_scenario_has_a_client_that_misbehaves(tokenizer, capsys):
     assert behaved == {"good-0": True, "bad": False}
 
 
+def test_questions_and_articles_may_come_from_files(tokenizer, capsys, tmp_path):
+    questions, articles = tmp_path / "questions.jsonl", tmp_path / "articles.txt"
+    questions.write_text(json.dumps({"question": "How many doves are seven doves?"}) + "\n")
+    articles.write_text("A quiet day at the dovecote.")
+    for words in (("tot-s1", "--questions", str(questions)), ("judge-s1", "--articles", str(articles))):
+        peer = Peer(tokenizer)
+        told, _ = bench(capsys, peer, "--clients", "1", "--rate", "5", "--workload", *words)
+        assert all("dove" in body["prompt"] for body in peer.bodies)
+        assert told["case"]["texts"] == words[2]
+    with pytest.raises(SystemExit):
+        main(["--url", "http://127.0.0.1:9", "--workload", "judge-s1", "--questions", str(questions)])
+
+
 def test_a_trace_is_replayed(tokenizer, capsys, tmp_path):
     path = tmp_path / "trace.jsonl"
     lines = [
@@ -291,6 +304,16 @@ def test_ctrl_c_ends_with_the_report_of_what_there_is(tokenizer, capsys):
     assert told["report"]["span_s"][1] < 30
 
 
+def test_ctrl_c_within_the_warm_up_is_no_bad_input(tokenizer, capsys):
+    peer = Peer(tokenizer)
+    peer.interrupt_after = 2
+    with peer.serve() as url:
+        assert main(["--url", url, "--clients", "a:rate=40", "--warm-up", "60"]) == 130
+    said = capsys.readouterr()
+    assert "ended within its warm-up" in said.err
+    assert not said.out
+
+
 @pytest.mark.parametrize(
     ("words", "error"),
     [
@@ -300,6 +323,9 @@ def test_ctrl_c_ends_with_the_report_of_what_there_is(tokenizer, capsys):
         (["--clients", "a:speed=1"], "unknown key 'speed'"),
         (["--clients", "a:rate=fast"], "must be a number"),
         (["--rate", "1", "--concurrency", "1"], "not both"),
+        (["--rate", "0"], "rate must be positive, not 0.0"),
+        (["--concurrency", "0"], "concurrency must be positive, not 0"),
+        (["--workload", "tot-s1", "--questions", "/nowhere"], "No such file"),
         (["--rate", "1", "--cost", "free"], "unknown cost"),
         (["--rate", "1", "--identity", "passport"], "unknown identity"),
         (["--rate", "1", "--model", "gpt-9"], "has no model 'gpt-9'; there are tiny"),

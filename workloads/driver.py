@@ -127,7 +127,6 @@ class _Active:
     t_intended_s: float
     execution: Execution
     failed: int = 0
-    recorded: bool = False
 
 
 class Driver:
@@ -165,7 +164,8 @@ class Driver:
         self._watch = watch
         self.progress = Progress()
         self._slots = {name: asyncio.Semaphore(plan.connections_per_client) for name in names}
-        self._active: list[_Active] = []
+        self._active: dict[_Active, None] = {}
+        """In the order in which they began."""
         self._begun = dict.fromkeys(plan.at_once, 0)
         """Programs of the closed loop's clients so far."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -199,9 +199,8 @@ class Driver:
                 await self._cancel([*self._tasks, *([sampler] if sampler is not None else [])])
         if self._broken is not None:
             raise self._broken
-        for active in self._active:
-            if not active.recorded:
-                self._record_program(active, None, Outcome.CANCELLED)
+        for active in list(self._active):
+            self._record_program(active, None, Outcome.CANCELLED)
         self._records.add(End(round(self._now(), 6), self._lost_samples))
 
     def stop(self) -> None:
@@ -283,9 +282,7 @@ class Driver:
 
     def _awaited(self) -> bool:
         everyone = self._plan.drain_for == "all"
-        return any(
-            not active.recorded and (everyone or active.client.well_behaved) for active in self._active
-        )
+        return any(everyone or active.client.well_behaved for active in self._active)
 
     async def _cancel(self, tasks: Sequence[asyncio.Task[None]]) -> None:
         for task in tasks:
@@ -298,7 +295,7 @@ class Driver:
 
     def _begin(self, session: aiohttp.ClientSession, client: Client, index: int, t_intended_s: float) -> None:
         active = _Active(client, index, t_intended_s, Execution(client.program(index)))
-        self._active.append(active)
+        self._active[active] = None
         self._launch(session, active, active.execution.start(), t_intended_s)
         self._settled.set()
         self._settle(session, active)
@@ -342,7 +339,7 @@ class Driver:
 
     def _settle(self, session: aiohttp.ClientSession, active: _Active) -> None:
         """Record the program if it has ended."""
-        if active.execution.outcome is not None and not active.recorded:
+        if active.execution.outcome is not None and active in self._active:
             self._record_program(active, self._now(), active.execution.outcome)
             self.progress.programs_done += 1
             self._settled.set()
@@ -350,7 +347,7 @@ class Driver:
                 self._spawn(self._replace(session, active))
 
     def _record_program(self, active: _Active, t_done_s: float | None, outcome: Outcome) -> None:
-        active.recorded = True
+        del self._active[active]
         self._records.add(
             ProgramRecord(
                 client=active.client.name,

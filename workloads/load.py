@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from workloads.arrivals import GammaArrivals
-from workloads.clients import SCENARIOS, Client, Scale, chat_client, fixed_length_client
+from workloads.clients import SCENARIOS, Client, Scale, Texts, chat_client, fixed_length_client
 from workloads.programs import Codec
 from workloads.traces import Trace, arena, mix, mooncake, servegen
 
@@ -41,10 +41,7 @@ class ClientSpec:
             raise ValueError(
                 f"client {self.name}: has a rate (open loop) or a concurrency (closed loop), not both"
             )
-        for name in ("rate", "concurrency", "weight", "input", "output"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
-                raise ValueError(f"client {self.name}: {name} must be positive, not {value!r}")
+        _check_positive(f"client {self.name}: ", self, "rate", "concurrency", "weight", "input", "output")
 
     @classmethod
     def parse(cls, word: str) -> "ClientSpec":
@@ -100,6 +97,7 @@ class Traffic:
             raise ValueError(f"unknown workload {self.workload!r}; there are {', '.join(WORKLOADS)}")
         if self.rate is not None and self.concurrency is not None:
             raise ValueError("a load is open loop (a rate) or closed loop (a concurrency), not both")
+        _check_positive("", self, "rate", "concurrency", "input", "output")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +111,9 @@ class Load:
     """For the manifest of a run."""
 
 
-def load(specs: Sequence[ClientSpec], traffic: Traffic, codec: Codec) -> Load:
-    """The load of these clients; not of a trace. Raises ValueError where a client has neither rate nor
-    concurrency, or its lengths cannot be."""
+def load(specs: Sequence[ClientSpec], traffic: Traffic, codec: Codec, texts: Texts | None = None) -> Load:
+    """The load of these clients; not of a trace. A scenario's prompts are of `texts`. Raises ValueError where a
+    client has neither rate nor concurrency, or its lengths cannot be."""
     clients = []
     for spec in specs:
         if spec.rate is spec.concurrency is traffic.rate is traffic.concurrency is None:
@@ -125,7 +123,7 @@ def load(specs: Sequence[ClientSpec], traffic: Traffic, codec: Codec) -> Load:
             raise ValueError(
                 f"client {spec.name}: input, output and prefix are lengths of the workload {SINGLE}"
             )
-        clients.append(_client(spec, traffic, codec))
+        clients.append(_client(spec, traffic, codec, texts))
     at_once = {
         spec.name: spec.concurrency or traffic.concurrency or 1
         for spec in specs
@@ -168,6 +166,14 @@ def read_trace(source: str, traffic: Traffic, until_s: float) -> Trace:
     return (trace if traffic.rate is None else trace.at_rate(traffic.rate)).between(0.0, until_s)
 
 
+def _check_positive(whose: str, holder: object, *names: str) -> None:
+    """Raises ValueError for one of these fields that is neither None nor a positive number."""
+    for name in names:
+        value = getattr(holder, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise ValueError(f"{whose}{name} must be positive, not {value!r}")
+
+
 def _first(path: Path) -> str:
     """Its first line."""
     with path.open(encoding="utf-8") as lines:
@@ -192,7 +198,7 @@ def _load(clients: Sequence[Client], at_once: Mapping[str, int], specs: Sequence
     return Load(tuple(clients), at_once, weights, told)
 
 
-def _client(spec: ClientSpec, traffic: Traffic, codec: Codec) -> Client:
+def _client(spec: ClientSpec, traffic: Traffic, codec: Codec, texts: Texts | None) -> Client:
     arrivals = GammaArrivals(spec.rate or traffic.rate or 1.0, traffic.cv)
     if traffic.workload == CHAT:
         return chat_client(spec.name, arrivals=arrivals, codec=codec, seed=traffic.seed)
@@ -213,6 +219,7 @@ def _client(spec: ClientSpec, traffic: Traffic, codec: Codec) -> Client:
         codec=codec,
         cv=traffic.cv,
         seed=f"{traffic.seed}.{spec.name}",
+        texts=texts,
     )
     client = made[-1] if spec.name.startswith(MISBEHAVES) else made[0]
     return replace(client, name=spec.name, arrivals=client.arrivals if spec.rate is None else arrivals)

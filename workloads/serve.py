@@ -29,9 +29,10 @@ from rich.text import Text
 
 from sglang_fair.core.cost import Cost, describe, make_cost
 from workloads import wire
-from workloads.clients import Scale
+from workloads.clients import SCENARIOS, Scale, Texts
 from workloads.compare.command import FILE_COLUMNS, codec_of
 from workloads.compare.runs import SMALL, machine, progress_line, versions
+from workloads.datasets import read_articles, read_questions
 from workloads.driver import Driver, Endpoint, Plan, Progress
 from workloads.endpoints import HEADER, IDENTITIES, EndpointError, find_model, identity, read_keys
 from workloads.fairness_report import FairnessReport, fairness_report, render
@@ -48,6 +49,7 @@ from workloads.load import (
 )
 from workloads.load import told as told_traffic
 from workloads.programs import TextCodec
+from workloads.programs.prose import Articles, WordProblems
 from workloads.records import Manifest, Records, Run
 
 TOKEN_STEP_S = 0.1
@@ -104,6 +106,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="scenarios with DLPM's lengths; the default suits two cores",
     )
     say(
+        "--questions",
+        type=Path,
+        metavar="FILE",
+        help="of tot: JSON lines with `question` (default: made from the seed)",
+    )
+    say(
+        "--articles",
+        type=Path,
+        metavar="PATH",
+        help="of judge: a folder of *.txt, or a file (default: made from the seed)",
+    )
+    say(
         "--trace",
         metavar="FILE",
         help="arena or mooncake JSON lines, a ServeGen folder, or one of these names",
@@ -120,7 +134,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     say("--timeout", type=float, default=600.0, metavar="S", help="of one request (default: %(default)g)")
     say("--connections", type=int, default=1024, metavar="N", help="of each client (default: %(default)s)")
     say("--cost", default="linear", help="units of service: linear, profiled, quadratic:d=1000, ...")
-    say("--stop-at-eos", action="store_true", help="answers may end early (default: they have full length)")
+    say(
+        "--stop-at-eos",
+        action="store_true",
+        help="answers may end early (default: they have full length, by `ignore_eos`, which not every server knows)",
+    )
     say("--temperature", type=float, default=0.0)
     say("--seed", default="0")
     say("--records", type=Path, metavar="FILE", help="write every request as a line of JSON")
@@ -128,6 +146,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     given = parser.parse_args(arguments)
     if (given.workload == TRACE) != (given.trace is not None):
         parser.error("--workload trace and --trace FILE go together")
+    app = SCENARIOS[given.workload].app if given.workload in SCENARIOS else ""
+    if (given.questions and app != "tot") or (given.articles and app != "judge"):
+        parser.error("--questions are for tot-s1 and tot-s2, --articles for judge-s1 and judge-s2")
     return given
 
 
@@ -170,7 +191,11 @@ def case_of(given: argparse.Namespace) -> Case:
         specs = parse_clients(given.clients, TRACE) if given.clients else ()
         loaded = load_trace(read_trace(given.trace, traffic, until_s), specs, traffic, codec)
     else:
-        loaded = load(parse_clients(given.clients or ["4"], given.workload), traffic, codec)
+        texts = Texts(
+            read_questions(given.questions) if given.questions else WordProblems(),
+            read_articles(given.articles) if given.articles else Articles(),
+        )
+        loaded = load(parse_clients(given.clients or ["4"], given.workload), traffic, codec, texts)
     names = [client.name for client in loaded.clients]
     keys = read_keys(given.keys) if given.keys else None
     named = identity(given.identity, names, keys)
@@ -192,6 +217,7 @@ def case_of(given: argparse.Namespace) -> Case:
             "identity": given.identity,
             "traffic": told_traffic(traffic),
             "trace": given.trace,
+            "texts": str(given.questions or given.articles or "") or None,
             "warm_up_s": given.warm_up,
             "drain_s": given.drain,
             "timeout_s": given.timeout,
@@ -294,6 +320,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Progress and tables on stderr; the result is the last line of stdout."""
     given = parse(arguments)
     console = Console(stderr=True, width=None if sys.stderr.isatty() else FILE_COLUMNS)
+    interrupted = False
     try:
         case = case_of(given)
         run, interrupted = asyncio.run(drive(case, console))
@@ -304,7 +331,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             given.json.write_text(line + "\n", encoding="utf-8")
     except (ValueError, OSError, EndpointError) as error:
         print(f"sglang-fair bench serve: {error}", file=sys.stderr)
-        return 2
+        return 130 if interrupted else 2
     except KeyboardInterrupt:
         return 130
     print(line, flush=True)

@@ -118,11 +118,11 @@ def _feed_generate(answer: Answer, event: Mapping[str, Any]) -> None:
 
 def _feed_openai(answer: Answer, event: Mapping[str, Any]) -> None:
     for choice in event.get("choices", ()):
-        piece = choice.get("text")
+        piece, delta = choice.get("text"), choice.get("delta") or {}
         if piece is None:
-            piece = (choice.get("delta") or {}).get("content")
-        if piece:
-            answer.text += piece
+            piece = delta.get("content")
+        answer.text += piece or ""
+        if piece or delta.get("reasoning_content") or delta.get("reasoning"):
             answer.output_tokens += 1  # at least one; the usage tells how many
         reason = choice.get("finish_reason")
         if reason is not None:
