@@ -50,7 +50,9 @@ class Odd(Experiment):
         if told.get("dies"):
             os._exit(7)
         doubled = 2.0 * told["x"] + int(seed)
-        return Measured({"y": doubled, "deep": {"third": doubled / 3, "nothing": None}}, 2.0)
+        return Measured(
+            {"y": doubled, "deep": {"third": doubled / 3, "nothing": None}, "curves": [doubled]}, 2.0
+        )
 
     def report(self, results: Mapping[str, Result]) -> Report:
         total = sum(result.number("y") for result in results.values())

@@ -195,6 +195,12 @@ def test_a_worker_that_dies_fails_its_cell_alone():
     assert ended["late"].measured.values["y"] == 4
 
 
+def test_curves_are_kept_of_the_first_seed_alone(tmp_path):
+    make(tmp_path, Odd([("a", {"x": 1})], ("5", "1")))
+    kept = {record.seed: set(record.measured) for record in store.read_folder(tmp_path, ["odd"])}
+    assert kept == {"5": {"y", "deep", "curves"}, "1": {"y", "deep"}}
+
+
 # ---- records and the page
 
 

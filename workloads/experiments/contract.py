@@ -21,7 +21,7 @@ To write one, make a file in this folder and name its experiments in `__init__`:
             return [Client(...)]
 
         def measure(self, cell, run):                 # JSON of at most about 50 KB, curves thinned out
-            return {"tokens_per_s": summarize(run).throughput_tokens_per_s}
+            return {"tokens_per_s": summarize(run).throughput_tokens_per_s, "curves": {...}}
 
         def report(self, results):                    # {"vtc": Result, "fcfs": Result}
             ratio = results["vtc"].median("tokens_per_s") / results["fcfs"].median("tokens_per_s")
@@ -54,6 +54,10 @@ SIZES: tuple[Size, ...] = ("quick", "full")
 
 Json: TypeAlias = Any
 """None, bool, int, float, str, and lists and string-keyed dicts of such."""
+
+CURVES = "curves"
+"""What is measured under this name is kept of a cell's first seed alone: plots show one run, and records of
+several runs would be large."""
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9+._-]*")
 

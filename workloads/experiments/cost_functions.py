@@ -1,6 +1,7 @@
 """At What Cost?, experiments 1 and 2: what VTC counts as service decides what clients with short requests get."""
 
 from collections.abc import Mapping, Sequence
+from math import inf
 
 from sglang_fair.core.cost import make_cost
 from workloads.clients import Client
@@ -79,13 +80,9 @@ class CostFunctions(Simulated):
         own = Windows(run, cost=make_cost(cell.site.cost))
         times = regular_times(cell.plan.duration_s, step_s=vtc.SAMPLE_S)
         rates = own.service_rate(times)
-        return {
-            **vtc.observe(run),
-            "own": {
-                "rate": {name: list(rates[name] or ()) for name in own.clients},
-                "service": own.service(0.0, cell.plan.duration_s),
-            },
-        }
+        found = vtc.observe(run)
+        found["curves"]["own_rate"] = {name: list(rates[name] or ()) for name in own.clients}
+        return {**found, "own": {"service": own.service(0.0, cell.plan.duration_s)}}
 
     def report(self, results: Mapping[str, Result]) -> Report:
         first = {name: _rate(result) for name, result in results.items()}
@@ -97,9 +94,7 @@ class CostFunctions(Simulated):
             for name, result in results.items()
         }
         swings = [
-            vtc.variation(
-                vtc.between((_times(results), results["exp2.quadratic"].first["own"]["rate"][name]), 60, 1e9)
-            )
+            vtc.variation(vtc.between(vtc.curve(results["exp2.quadratic"], "own_rate", name), 60.0, inf))
             for name in ("client 1", "client 2")
         ]
         gap = vtc.largest_gap(results["exp1.linear"], "client 1", "client 2")
@@ -204,8 +199,3 @@ class CostFunctions(Simulated):
 def _rate(result: Result, client: str = "client 1") -> float:
     """Linear service of a client, units/s."""
     return result.number(f"clients/{client}/service") / result.cell.plan.duration_s
-
-
-def _times(results: Mapping[str, Result]) -> Sequence[float]:
-    times: Sequence[float] = results["exp2.quadratic"].first["curves"]["times_s"]
-    return times

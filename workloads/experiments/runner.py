@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from workloads.experiments import store
-from workloads.experiments.contract import Cell, Experiment, Json, Measured, Size
+from workloads.experiments.contract import CURVES, Cell, Experiment, Json, Measured, Size
 from workloads.experiments.store import Record
 
 Experiments: TypeAlias = Mapping[str, Experiment]
@@ -108,12 +108,14 @@ def run(
     failed = []
     for job, outcome in carry_out(jobs, heard.began):
         if isinstance(outcome, Made):
+            first = job.seed == job.cell.seeds[0]
+            values = {key: one for key, one in outcome.measured.values.items() if first or key != CURVES}
             record = Record(
                 experiment=job.experiment,
                 size=size,
                 cell=job.cell.to_json(),
                 seed=job.seed,
-                measured=store.rounded(outcome.measured.values),
+                measured=store.rounded(values),
                 simulated_s=store.rounded(outcome.measured.simulated_s),
                 wall_s=store.rounded(outcome.wall_s),
                 started=outcome.started,

@@ -156,8 +156,9 @@ def _draw(results: Mapping[str, Result]) -> "Callable[[Canvas], None]":
 
     def draw(canvas: "Canvas") -> None:
         for axes, (title, names) in zip(style.panels(canvas, 2), parts.items(), strict=True):
-            found = {name: results[cell].first["accumulated"] for name, cell in names.items()}
-            style.client_lines(axes, {name: (one["times_s"], one["units"]) for name, one in found.items()})
+            style.client_lines(
+                axes, {name: vtc.accumulated_curve(results[cell]) for name, cell in names.items()}
+            )
             style.label(axes, vtc.TIME, "difference of service, units", title)
 
     return draw

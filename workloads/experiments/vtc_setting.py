@@ -66,7 +66,7 @@ def observe(run: Run, *, cost: str = "linear", curves_of: Sequence[str] | None =
     times = regular_times(end_s, step_s=SAMPLE_S)
     points = [float(second) for second in range(1, int(end_s) + 1)]
     accumulated = windows.accumulated_difference(points)
-    every = int(SAMPLE_S)
+    every, half = int(SAMPLE_S), len(points) // 2
     rates, responses = windows.service_rate(times), windows.response_time(times)
     kept = windows.clients if curves_of is None else [name for name in curves_of if name in windows.clients]
     return {
@@ -74,14 +74,18 @@ def observe(run: Run, *, cost: str = "linear", curves_of: Sequence[str] | None =
         "tokens_per_s": throughput(run),
         "difference": difference(run, make_cost(cost)),
         "accumulated": {
-            "times_s": points[every - 1 :: every],
-            "units": list(accumulated[every - 1 :: every]),
-            "max": max(known) if (known := [value for value in accumulated if value is not None]) else None,
+            "max": max((value for value in accumulated if value is not None), default=None),
+            "half": accumulated[half - 1] if half else None,
+            "end": accumulated[-1] if points else None,
         },
         "curves": {
             "times_s": list(times),
             "rate": {name: list(rates[name] or ()) for name in kept},
             "response_s": {name: list(responses[name]) for name in kept},
+            "accumulated": {
+                "times_s": points[every - 1 :: every],
+                "units": list(accumulated[every - 1 :: every]),
+            },
         },
     }
 
@@ -132,6 +136,12 @@ def curve(result: Result, what: str, client: str) -> style.Line:
     return curves["times_s"], curves[what][client]
 
 
+def accumulated_curve(result: Result) -> style.Line:
+    """The accumulated difference over time, of the first seed."""
+    found = result.first["curves"]["accumulated"]
+    return found["times_s"], found["units"]
+
+
 def between(line: style.Line, start_s: float, end_s: float) -> list[float]:
     """The known values of a curve at times in [start, end]."""
     times, values = line
@@ -166,13 +176,10 @@ def ratio_of_service(result: Result, more: str, less: str) -> float:
 
 
 def growth(result: Result) -> float | None:
-    """The accumulated difference at the end over that in the middle of the run: 2 where it grows steadily.
-
-    Medians over seeds. None if there was none in the middle.
-    """
-    units = [run["accumulated"]["units"] for run in result.runs]
-    ratios = sorted(one[-1] / one[len(one) // 2 - 1] for one in units if one[len(one) // 2 - 1])
-    return ratios[len(ratios) // 2] if ratios else None
+    """The accumulated difference at the end over that at half time: 2 where it grows steadily. Medians over
+    seeds. None if there was none at half time."""
+    half = result.median("accumulated/half")
+    return result.number("accumulated/end") / half if half else None
 
 
 def largest_gap(result: Result, first: str, second: str, *, since_s: float = 60.0) -> float:
@@ -237,11 +244,7 @@ def accumulated(results: Mapping[str, Result], *, bound: float | None = None) ->
 
     def draw(canvas: "Canvas") -> None:
         [axes] = style.panels(canvas, 1)
-        lines = {
-            name: (result.first["accumulated"]["times_s"], result.first["accumulated"]["units"])
-            for name, result in results.items()
-        }
-        style.scheduler_lines(axes, lines)
+        style.scheduler_lines(axes, {name: accumulated_curve(result) for name, result in results.items()})
         if bound is not None:
             axes.axhline(bound, color="black", linewidth=0.9, linestyle=":", label=f"bound {bound:,.0f}")
         style.label(axes, TIME, "difference of service, units")

@@ -129,9 +129,13 @@ class ArenaTrace(Simulated):
         ranked = [name for _, name in sorted((count, name) for name, count in sent.items())]
         drawn = {str(rank): ranked[rank - 1] for rank in RANKS if rank <= len(ranked)}
         found = vtc.observe(run, curves_of=list(drawn.values()))
-        del found["accumulated"]
+        curves = {key: found["curves"][key] for key in ("times_s", "response_s")}
+        kept = ("sent", "refused", "service", "waited_s")
         return {
-            **found,
+            "clients": {name: {key: one[key] for key in kept} for name, one in found["clients"].items()},
+            "tokens_per_s": found["tokens_per_s"],
+            "difference": found["difference"],
+            "curves": curves,
             "ranked": ranked,
             "drawn": drawn,
             "difference_profiled": vtc.tenths(vtc.difference(run, make_cost("profiled"))),
