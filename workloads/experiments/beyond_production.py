@@ -1,0 +1,204 @@
+"""A production mix on eight A100: hundreds of clients as ServeGen has them, prefixes as Mooncake has them."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from workloads.clients import Client
+from workloads.driver import Plan
+from workloads.experiments import dlpm_setting as dlpm
+from workloads.experiments.contract import (
+    Cell,
+    Claim,
+    Figure,
+    Json,
+    Report,
+    Result,
+    Simulated,
+    Size,
+    Table,
+    Traffic,
+    verdict,
+)
+from workloads.experiments.dlpm_fig7_setting import MAX_RUNNING, SCHEDULERS, observe
+from workloads.programs import PackedCodec
+from workloads.records import Run
+from workloads.simulation import Site
+from workloads.traces.mooncake import mooncake
+from workloads.traces.production import production
+from workloads.traces.profiles import mix
+from workloads.traces.servegen import servegen
+
+CAPACITY_PER_S = 0.75
+"""Requests a second that one A100 completes of this mix, in overload and under D2LPM."""
+LOAD = 1.3
+QUANTUM = 12_000.0
+"""One request's prompt and answer, units."""
+WORKER_QUANTUM = 4 * QUANTUM
+DRAIN_S = 120.0
+
+
+def traffic(replicas: int, duration_s: float, clients: int) -> Traffic:
+    """`LOAD` times what so many replicas complete."""
+    rate = float(f"{LOAD * CAPACITY_PER_S * replicas:.4g}")
+    return Traffic("production", {"rate_per_s": rate, "duration_s": duration_s, "clients": clients})
+
+
+def clients(told: Traffic, seed: str) -> list[Client]:
+    """The mix, with stand-ins for the traces' files so that it is the same everywhere. Well-behaved is who asks
+    for less than an equal share of what the cluster does."""
+    arguments = told.arguments
+    senders = mix(
+        servegen(),
+        clients=arguments["clients"],
+        rate_per_s=arguments["rate_per_s"],
+        duration_s=arguments["duration_s"],
+        seed=seed,
+    )
+    trace = production(senders, mooncake(seed=seed), seed=seed)
+    asked: Counter[str] = Counter()
+    for request in trace.requests:
+        asked[request.client] += request.input_tokens + 2 * request.output_tokens
+    share = asked.total() / len(asked) / LOAD
+    return [
+        replace(client, well_behaved=asked[client.name] <= share)
+        for client in trace.clients(PackedCodec(), seed=seed)
+    ]
+
+
+def plan(duration_s: float) -> Plan:
+    """Requests arrive for that long; then the well-behaved clients' are waited for."""
+    return replace(dlpm.plan(duration_s), drain_s=DRAIN_S, drain_for="well-behaved")
+
+
+def observe_mix(run: Run) -> dict[str, Json]:
+    """As for Figure 7, without what is kept of each client; and of how many clients that is."""
+    found = observe(run)
+    good = [client for client in run.manifest.clients.values() if client["well_behaved"]]
+    del found["clients"]
+    return found | {"good_clients": len(good), "all_clients": len(run.manifest.clients)}
+
+
+class Production(Simulated):
+    id = "beyond-production"
+    title = "A production mix: hundreds of clients, most of them small"
+    source = "beyond the papers; ServeGen's clients with Mooncake's prefixes"
+    about = (
+        "Llama-3.1-8B on eight A100. Clients, their rates and their bursts follow ServeGen's profiles, with Zipf's "
+        f"shares; prompts and what they share follow Mooncake's conversations (stand-ins made from a seed, so that it "
+        f"is the same everywhere). They ask for {LOAD:g} times what the cluster does under D2LPM. Well-behaved is a "
+        "client that asks for less than an equal share of it."
+    )
+
+    def cells(self, size: Size) -> Sequence[Cell]:
+        full = size == "full"
+        replicas, length_s, count = (8, 180.0, 400) if full else (2, 60.0, 60)
+        return [
+            Cell(
+                name,
+                Site(
+                    replicas=replicas,
+                    placement=scheduler.placement,
+                    policy=scheduler.policy,
+                    quantum=QUANTUM,
+                    worker_quantum=WORKER_QUANTUM,
+                    max_running=MAX_RUNNING,
+                ),
+                traffic(replicas, length_s, count),
+                plan(length_s),
+                ("0", "1", "2") if full else ("0",),
+            )
+            for name, scheduler in SCHEDULERS.items()
+        ]
+
+    def clients(self, cell: Cell, seed: str) -> Sequence[Client]:
+        return clients(cell.traffic, seed)
+
+    def measure(self, cell: Cell, run: Run) -> Mapping[str, Json]:
+        return observe_mix(run)
+
+    def report(self, results: Mapping[str, Result]) -> Report:
+        fair = results["d2lpm"]
+        labels = {name: scheduler.label for name, scheduler in SCHEDULERS.items()}
+        others = {name: result for name, result in results.items() if name not in ("d2lpm", "vtc")}
+        first, last = (
+            {name: result.number(f"ttft_p{percent}_s") for name, result in results.items()}
+            for percent in (50, 99)
+        )
+        best_first, best_last = (min(found[name] for name in others) for found in (first, last))
+        speed = {name: result.number("tokens_per_s") for name, result in results.items()}
+        best = max(speed[name] for name in others)
+        gaps = {name: result.median("difference") or 0.0 for name, result in results.items()}
+        return Report(
+            claims=[
+                Claim(
+                    "Small clients' first tokens come sooner under D2LPM than under any scheduler that is not fair",
+                    "our own question",
+                    f"P50 {first['d2lpm']:.1f} s against {best_first:.1f} s at best, "
+                    f"P99 {last['d2lpm']:.1f} s against {best_last:.1f} s",
+                    verdict(
+                        first["d2lpm"] <= best_first and last["d2lpm"] <= best_last,
+                        partly=first["d2lpm"] <= best_first or last["d2lpm"] <= best_last,
+                    ),
+                    "Of those that are not fair, one with more hits finishes everybody's work sooner.",
+                ),
+                Claim(
+                    "D2LPM has at least the throughput of VTC, and nearly that of schedulers that are not fair",
+                    "our own question",
+                    f"{speed['d2lpm'] / speed['vtc']:.2f}× VTC, {speed['d2lpm'] / best:.2f}× the best",
+                    verdict(
+                        speed["d2lpm"] >= 0.95 * best and speed["d2lpm"] >= speed["vtc"],
+                        partly=speed["d2lpm"] >= 0.98 * speed["vtc"],
+                    ),
+                    "Conversations of hundreds of clients pass through a cache of a minute's prompts: giving each "
+                    "client its turn lets more of them go cold before their next turn.",
+                ),
+                Claim(
+                    "Backlogged clients' service differs less under D2LPM",
+                    "our own question",
+                    f"{gaps['d2lpm']:,.0f} units, at least {min(gaps[name] for name in others):,.0f} where not fair",
+                    verdict(gaps["d2lpm"] <= min(gaps[name] for name in others)),
+                ),
+            ],
+            tables=[
+                Table(
+                    f"Medians over seeds; {fair.number('good_clients'):.0f} of {fair.number('all_clients'):.0f} "
+                    "clients are small",
+                    (
+                        "scheduler",
+                        "tokens/s",
+                        "hit rate",
+                        "small clients' TTFT P50, s",
+                        "P99, s",
+                        "difference, units",
+                    ),
+                    [
+                        (
+                            labels[name],
+                            result.shown("tokens_per_s"),
+                            result.shown("hit_rate"),
+                            result.shown("ttft_p50_s"),
+                            result.shown("ttft_p99_s"),
+                            result.shown("difference"),
+                        )
+                        for name, result in results.items()
+                    ],
+                )
+            ],
+            figures=[
+                Figure(
+                    "latency",
+                    "Time to first token of small clients, and throughput.",
+                    lambda canvas: dlpm.draw_bars(
+                        canvas,
+                        {
+                            ("TTFT of small clients, s", ("P50", "P99")): {
+                                labels[name]: (first[name], last[name]) for name in results
+                            },
+                            ("tokens/s", ("throughput",)): {labels[name]: (speed[name],) for name in results},
+                        },
+                    ),
+                    (8.0, 3.4),
+                )
+            ],
+        )

@@ -1,0 +1,180 @@
+"""What the experiments beside DLPM's Figure 7 share: its second testbed, curves over time, and plots.
+
+The second testbed is Llama-3.2-3B on A10G, whose pool holds 129,000 tokens beside the model. At most 256 requests
+run at a time and prompts are cut into chunks of 2,048 tokens, as SGLang does by itself on GPUs of 24 GB. Rates are
+given in parts of `CAPACITY`, what one such GPU completes of a burst, start and tail included; the well-behaved
+clients alone ask for less than that. Quanta are as for Figure 7: Q^u is what one program is charged, Q^w four
+times what it is charged in full.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from workloads.driver import Plan
+from workloads.experiments import style
+from workloads.experiments.contract import Json, Result
+from workloads.experiments.dlpm_fig7_setting import SCHEDULERS, observe
+from workloads.records import Run
+from workloads.simulation import Site
+from workloads.windows import Windows, regular_times
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Canvas
+
+A10G: Mapping[str, Json] = {
+    "gpu": "a10g",
+    "model": "llama-3.2-3b",
+    "max_running": 256,
+    "chunked_prefill_tokens": 2048,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of program on one A10G."""
+
+    capacity_per_s: float
+    """Programs a second."""
+    charged: float
+    """Service units of a program when each prefix is computed once."""
+    charged_in_full: float
+
+    @property
+    def quanta(self) -> dict[str, float]:
+        """Q^u and Q^w, units."""
+        return {"quantum": self.charged, "worker_quantum": 4 * self.charged_in_full}
+
+
+TOT2 = Kind(0.24, 16_600.0, 52_400.0)
+TOT3 = Kind(0.062, 64_600.0, 219_000.0)
+JUDGE = Kind(0.9, 4_840.0, 10_300.0)
+CHAT = Kind(13.0, 440.0, 510.0)
+"""Conversations, of which 64 run at a time."""
+
+
+def a10g(scheduler: str, replicas: int = 1, **more: Json) -> Site:
+    """A10G under one of Figure 7's schedulers; `more` are fields of the site."""
+    chosen = SCHEDULERS[scheduler]
+    given = {**A10G, "placement": chosen.placement, "policy": chosen.policy, **more}
+    return Site(replicas=replicas, **given)
+
+
+def plan(duration_s: float, programs: int | None = None, *, drain_s: float | None = 0.0) -> Plan:
+    """Programs arrive for that long, at most so many of each client; the run ends `drain_s` later, or with the last."""
+    return Plan(
+        duration_s,
+        programs_per_client=programs,
+        drain_s=drain_s,
+        connections_per_client=1_000_000,
+        sample_s=2.0,
+        token_step_s=2.0,
+    )
+
+
+# ---- what is kept of a run
+
+
+def observe_curves(run: Run, *, window_s: float = 60.0, step_s: float = 10.0) -> dict[str, Json]:
+    """What Figure 7 measures, when the run ended, and curves of each client over the whole run."""
+    assert run.end is not None, "a run that has ended"
+    client_side, actual = (Windows(run, side=side, window_s=window_s) for side in ("client", "actual"))
+    times = regular_times(run.end.t_s, step_s=step_s, window_s=window_s)
+    rates, computed = client_side.service_rate(times), actual.service_rate(times)
+    responses = client_side.response_time(times)
+    return observe(run) | {
+        "end_s": run.end.t_s,
+        "curves": {
+            "times_s": list(times),
+            "service": {name: _rounded(rates[name] or ()) for name in client_side.clients},
+            "actual": {name: _rounded(computed[name] or ()) for name in client_side.clients},
+            "response_s": {name: _rounded(responses[name]) for name in client_side.clients},
+        },
+    }
+
+
+def _rounded(values: Sequence[float | None]) -> list[float | None]:
+    """To four significant digits, which is more than a plot shows."""
+    return [None if value is None else float(f"{value:.4g}") for value in values]
+
+
+def curve(result: Result, what: str, client: str) -> style.Line:
+    """A client's curve of the first seed: `service`, `actual` or `response_s`."""
+    curves = result.first["curves"]
+    return curves["times_s"], curves[what][client]
+
+
+def largest(
+    result: Result, what: str, client: str, since_s: float = 0.0, until_s: float = 1e9
+) -> float | None:
+    """The curve's largest value at times in [since, until]; None where nothing is known."""
+    return max(known, default=None) if (known := _known(result, what, client, since_s, until_s)) else None
+
+
+def average(
+    result: Result, what: str, client: str, since_s: float = 0.0, until_s: float = 1e9
+) -> float | None:
+    """The curve's mean there."""
+    known = _known(result, what, client, since_s, until_s)
+    return sum(known) / len(known) if known else None
+
+
+def _known(result: Result, what: str, client: str, since_s: float, until_s: float) -> list[float]:
+    times, values = curve(result, what, client)
+    return [
+        value
+        for time_s, value in zip(times, values, strict=True)
+        if value is not None and since_s <= time_s <= until_s
+    ]
+
+
+# ---- plots
+
+PANELS: Mapping[str, str] = {
+    "response_s": "response time, s",
+    "actual": "actual service, units/s",
+    "service": "service, units/s",
+}
+"""Rows of the papers' figures over time."""
+
+
+def over_time(
+    results: Mapping[str, Result], rows: Sequence[str] = tuple(PANELS)
+) -> "Callable[[Canvas], None]":
+    """A column for each named result, a row for each kind of curve."""
+
+    def draw(canvas: "Canvas") -> None:
+        grid = canvas.subplots(len(rows), len(results), squeeze=False, sharey="row")
+        for row, what in enumerate(rows):
+            for axes, result in zip(grid[row], results.values(), strict=True):
+                clients = result.first["curves"][what]
+                style.client_lines(axes, {name: curve(result, what, name) for name in clients})
+            for place, (axes, title) in enumerate(zip(grid[row], results, strict=True)):
+                style.label(
+                    axes,
+                    "time, s" if row == len(rows) - 1 else "",
+                    PANELS[what] if place == 0 else "",
+                    title if row == 0 else "",
+                    legend=row == 0 and place == 0,
+                )
+
+    return draw
+
+
+Panel = tuple[str, Sequence[str]]
+"""The unit of a panel of bars, and its groups."""
+
+
+def draw_bars(canvas: "Canvas", panels: Mapping[Panel, Mapping[str, Sequence[float | None]]]) -> None:
+    """Panels of bars side by side, with one legend."""
+    for axes, ((unit, groups), values) in zip(style.panels(canvas, len(panels)), panels.items(), strict=True):
+        style.bars(axes, groups, values, unit=unit)
+        if (legend := axes.get_legend()) is not None and axes is not canvas.axes[0]:
+            legend.remove()
+
+
+def points(axes: "Axes", places: Mapping[str, tuple[float, float]], *, marker: str = "D") -> None:
+    """One point for each scheduler, in its colour."""
+    for label, (x, y) in places.items():
+        axes.plot([x], [y], marker, color=style.scheduler_colour(label), label=label, markersize=7)

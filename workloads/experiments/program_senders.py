@@ -1,0 +1,153 @@
+"""Clients that send programs, as JSON: the traffic of the experiments beside DLPM's Figure 7.
+
+A sender is {"name", "shape", "arrivals", "well_behaved"}. Shapes, with lengths in tokens:
+
+    {"kind": "tot", "branches": 3, "question": 546}          trees of thoughts of height 4, 256 a thought
+    {"kind": "judge", "dimensions": 2, "article": 2701}      judgements of 256
+    {"kind": "chat"}                                         conversations like those of Chatbot Arena
+    {"kind": "shared", "prefix": 4096, "of": "library", "input": 200, "output": 100, "requests": 4}
+                                                             requests side by side; the k-th program of all that
+                                                             name the same `of` begins with the same prefix
+
+With "instructions": so many tokens that are the client's own come before each question or article. Arrivals are
+[programs a second, until so many seconds], one after another, Gamma-distributed with the variation of a Poisson
+process; {"even": rate, "first_s": t} has equal gaps.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from workloads.arrivals import Arrivals, EvenArrivals, GammaArrivals, PhasedArrivals
+from workloads.clients import Client
+from workloads.experiments.contract import Json, Traffic
+from workloads.programs import PackedCodec
+from workloads.programs.call import Call, Program, Reply
+from workloads.programs.chat import Chat
+from workloads.programs.judge import Judge
+from workloads.programs.prose import Articles, WordProblems, draw, filler, seeded
+from workloads.programs.tree_of_thought import TreeOfThought
+
+CODEC = PackedCodec()
+
+QUESTION_TOKENS, ARTICLE_TOKENS = 546, 2701
+"""DLPM, Table 2."""
+
+FOREVER_S = 1e9
+
+
+def tot(branches: int, question: int = QUESTION_TOKENS, instructions: int = 0) -> dict[str, Json]:
+    """Trees of thoughts."""
+    return {"kind": "tot", "branches": branches, "question": question, "instructions": instructions}
+
+
+def judge(dimensions: int, article: int = ARTICLE_TOKENS, instructions: int = 0) -> dict[str, Json]:
+    """Judgements of articles."""
+    return {"kind": "judge", "dimensions": dimensions, "article": article, "instructions": instructions}
+
+
+CHAT: Mapping[str, Json] = {"kind": "chat"}
+
+
+def sender(
+    name: str,
+    shape: Mapping[str, Json],
+    *phases: tuple[float, float] | float,
+    well_behaved: bool = True,
+) -> dict[str, Json]:
+    """One client: a rate in programs a second, or (rate, until so many seconds) one after another."""
+    arrivals = [[phase, FOREVER_S] if isinstance(phase, int | float) else list(phase) for phase in phases]
+    return {"name": name, "shape": dict(shape), "arrivals": arrivals, "well_behaved": well_behaved}
+
+
+def traffic(name: str, *senders: Mapping[str, Json]) -> Traffic:
+    """These clients together."""
+    return Traffic(name, {"senders": [dict(one) for one in senders]})
+
+
+def clients_of(told: Traffic, seed: str) -> tuple[Client, ...]:
+    """The clients of a traffic. Raises ValueError for a shape that there is not."""
+    return tuple(_client(one, seed) for one in told.arguments["senders"])
+
+
+def _client(told: Mapping[str, Json], seed: str) -> Client:
+    name, shape = told["name"], told["shape"]
+
+    def program(index: int) -> Program:
+        return _program(shape, seed, name, index)
+
+    return Client(
+        name,
+        program,
+        _arrivals(told["arrivals"]),
+        seed,
+        app=shape["kind"],
+        well_behaved=told["well_behaved"],
+        requests=_requests(shape),
+    )
+
+
+def _requests(shape: Mapping[str, Json]) -> int | None:
+    match shape["kind"]:
+        case "tot":
+            return TreeOfThought(shape["branches"]).requests
+        case "judge":
+            return Judge(shape["dimensions"]).requests
+        case "shared":
+            return int(shape["requests"])
+        case _:
+            return None
+
+
+def _arrivals(told: Sequence[Sequence[float]] | Mapping[str, float]) -> Arrivals:
+    if isinstance(told, Mapping):
+        return EvenArrivals(told["even"], told["first_s"])
+    if len(told) == 1:
+        return GammaArrivals(told[0][0])
+    phases, start_s = [], 0.0
+    for rate_per_s, until_s in told:
+        phases.append((GammaArrivals(rate_per_s), until_s - start_s))
+        start_s = until_s
+    return PhasedArrivals(phases)
+
+
+def _program(shape: Mapping[str, Json], seed: str, name: str, index: int) -> Program:
+    match shape["kind"]:
+        case "tot":
+            rng = seeded(seed, name, "question", index)
+            question = draw(WordProblems(), rng, CODEC, shape["question"])
+            return TreeOfThought(shape["branches"]).program(_instructed(question, shape, seed, name), CODEC)
+        case "judge":
+            article = draw(Articles(), seeded(seed, name, "article", index), CODEC, shape["article"])
+            return Judge(shape["dimensions"]).program(_instructed(article, shape, seed, name), CODEC)
+        case "chat":
+            chat = Chat()
+            return chat.program(chat.draw(seeded(seed, name, "chat", index), CODEC), CODEC)
+        case "shared":
+            return _shared(shape, seed, name, index)
+        case kind:
+            raise ValueError(f"no programs of kind {kind!r}")
+
+
+def _instructed(prompt: object, shape: Mapping[str, Json], seed: str, name: str) -> bytes:
+    assert isinstance(prompt, bytes)
+    tokens = shape["instructions"]
+    return _filler(f"{seed}/{name}/instructions", tokens) + prompt if tokens else prompt
+
+
+def _filler(name: str, tokens: int) -> bytes:
+    made = filler(name, CODEC, tokens)
+    assert isinstance(made, bytes)
+    return made
+
+
+def _shared(shape: Mapping[str, Json], seed: str, name: str, index: int) -> Program:
+    """Requests side by side about one prefix. Returns how many were answered."""
+    prefix = _filler(f"{seed}//{shape['of']}/{index}", shape["prefix"])
+    replies: tuple[Reply, ...] = yield tuple(
+        Call(
+            prefix + _filler(f"{seed}/{name}/{index}/{k}", shape["input"]),
+            shape["output"],
+            "request",
+        )
+        for k in range(shape["requests"])
+    )
+    return sum(reply.ok for reply in replies)
