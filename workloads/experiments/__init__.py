@@ -7,6 +7,9 @@ from collections.abc import Mapping
 
 from workloads.experiments.contract import Experiment
 from workloads.experiments.cost_functions import CostFunctions
+from workloads.experiments.dlpm_fig7 import Figure7
+from workloads.experiments.dlpm_fig7_load import Load
+from workloads.experiments.dlpm_table2 import Table2
 from workloads.experiments.vtc_lengths import Lengths
 from workloads.experiments.vtc_overload import Overload
 from workloads.experiments.vtc_pools import Pools
@@ -21,5 +24,6 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     for experiment in (
         Overload(), BelowShare(), OnOff(), OnOffOverload(), Lengths(), Isolation(), Shift(), ArenaTrace(),
         Pools(), Weighted(), Prediction(), Profiled(), CostFunctions(),
+        Table2(), Figure7(), Load(),
     )
 }  # fmt: skip

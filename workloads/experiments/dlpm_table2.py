@@ -1,0 +1,140 @@
+"""DLPM, Table 2: what the workloads are like, whatever serves them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from workloads.arrivals import GammaArrivals
+from workloads.clients import SCENARIOS, Client, Scale, chat_client
+from workloads.driver import Plan
+from workloads.experiments.contract import (
+    Cell,
+    Claim,
+    Experiment,
+    Measured,
+    Report,
+    Result,
+    Size,
+    Table,
+    Traffic,
+    verdict,
+)
+from workloads.programs import PackedCodec
+from workloads.simulation import Site
+from workloads.statistics import statistics
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A row of the table, and who sends such programs here."""
+
+    title: str
+    prefix_tokens: float
+    output_tokens: float
+    client: Callable[[str], Client]
+
+
+def _scenario(name: str, place: int = 0) -> Callable[[str], Client]:
+    return lambda seed: SCENARIOS[name].clients(
+        scale=Scale(), rate_per_s=1.0, codec=PackedCodec(), seed=seed
+    )[place]
+
+
+def _chat(seed: str) -> Client:
+    return chat_client("chat", arrivals=GammaArrivals(1.0), codec=PackedCodec(), seed=seed)
+
+
+WORKLOADS: Mapping[str, Workload] = {
+    "qa": Workload("long-document QA", 21_449, 15, _scenario("qa-s1")),
+    "tot": Workload("tree of thoughts", 546, 256, _scenario("tot-s1")),
+    "judge": Workload("LLM as a judge", 2701, 256, _scenario("judge-s1")),
+    "chat": Workload("multi-turn chat", 56, 142, _chat),
+}
+
+BAD: Mapping[str, tuple[str, Callable[[str], Client]]] = {
+    f"{name}-bad": (text, _scenario(name, -1))
+    for name, text in (
+        ("tot-s1", "S1 trees: 4 branches"),
+        ("judge-s1", "S1 judge: 16 dimensions"),
+        ("qa-s2", "S2 QA: documents twice as long"),
+        ("tot-s2", "S2 trees: questions 10 times as long"),
+        ("judge-s2", "S2 judge: 600 more tokens before each article"),
+    )
+}
+"""Misbehaving clients' programs (Table 3)."""
+
+
+class Table2(Experiment):
+    id = "dlpm-table2"
+    title = "The workloads' lengths, and how much of them can be cached"
+    source = "DLPM, Tables 2 and 3"
+    about = (
+        "Programs are walked with made-up answers, without any engine. Texts are generated: questions, articles, "
+        "documents and conversations have the paper's average lengths, not its data sets' words. The common prefix "
+        "is what all requests of a program begin with; the shared one what a request has in common with any before "
+        "it, and so what a cache that forgets nothing would save."
+    )
+
+    def cells(self, size: Size) -> Sequence[Cell]:
+        programs = {"chat": 4000, "qa": 200} if size == "full" else {}
+        return [
+            Cell(name, Site(), Traffic(name, {"programs": programs.get(name, 20)}), Plan(1.0))
+            for name in (*WORKLOADS, *BAD)
+        ]
+
+    def run(self, cell: Cell, seed: str) -> Measured:
+        name = cell.traffic.name
+        client = (WORKLOADS[name].client if name in WORKLOADS else BAD[name][1])(seed)
+        found = statistics(client.program(index) for index in range(cell.traffic.arguments["programs"]))
+        derived = {"requests_per_program": found.requests_per_program, "hit_rate": found.hit_rate}
+        return Measured(asdict(found) | derived, 0.0)
+
+    def report(self, results: Mapping[str, Result]) -> Report:
+        titles = {name: row.title for name, row in WORKLOADS.items()} | {k: v for k, (v, _) in BAD.items()}
+        return Report(
+            claims=[_claim(row, results[name]) for name, row in WORKLOADS.items()],
+            tables=[
+                Table(
+                    "Averages over requests, in tokens",
+                    (
+                        "workload",
+                        "requests a program",
+                        "prompt",
+                        "common prefix",
+                        "prefix, paper",
+                        "shared prefix",
+                        "output",
+                        "output, paper",
+                        "most hits, %",
+                    ),
+                    [_row(titles[name], results[name], WORKLOADS.get(name)) for name in titles],
+                    digits=4,
+                )
+            ],
+        )
+
+
+def _row(title: str, result: Result, paper: Workload | None) -> Sequence[str | float | None]:
+    return (
+        title,
+        result.median("requests_per_program"),
+        result.median("prompt_tokens"),
+        result.median("common_tokens"),
+        None if paper is None else paper.prefix_tokens,
+        result.median("shared_tokens"),
+        result.median("output_tokens"),
+        None if paper is None else paper.output_tokens,
+        100 * result.number("hit_rate"),
+    )
+
+
+def _claim(paper: Workload, result: Result) -> Claim:
+    """Of a conversation the prefix is what a turn shares with those before it; it has no other."""
+    path = "shared_tokens" if paper.title == WORKLOADS["chat"].title else "common_tokens"
+    prefix, output = result.number(path), result.number("output_tokens")
+    off = max(abs(prefix / paper.prefix_tokens - 1), abs(output / paper.output_tokens - 1))
+    return Claim(
+        f"Average lengths of {paper.title}",
+        f"prefix {paper.prefix_tokens:,.0f}, output {paper.output_tokens:,.0f} tokens",
+        f"prefix {prefix:,.0f}, output {output:,.0f} tokens",
+        verdict(off <= 0.1, partly=off <= 0.25),
+    )
