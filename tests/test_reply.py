@@ -1,0 +1,132 @@
+"""A client that takes nothing is given up, a replica that falls silent too; whoever is quick enough is not."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+from starlette.types import Message
+
+from router.gateway.connections import Connections
+from router.gateway.health import Health
+from router.gateway.reply import ClientGone, Reply
+
+IDLE_S = 0.05
+
+
+class Peer:
+    """Takes messages while it is `willing`."""
+
+    def __init__(self) -> None:
+        self.willing = asyncio.Event()
+        self.willing.set()
+        self.taken: list[Message] = []
+
+    async def send(self, message: Message) -> None:
+        await self.willing.wait()
+        self.taken.append(message)
+
+
+def run(body: Callable[[Reply, Peer], Awaitable[None]], idle_s: float = IDLE_S) -> None:
+    async def main() -> None:
+        peer = Peer()
+        reply = Reply(peer.send, idle_s)
+        try:
+            async with asyncio.timeout(10):
+                await body(reply, peer)
+        finally:
+            reply.close()
+        task = asyncio.current_task()
+        assert task is not None
+        assert not task.cancelling()
+
+    asyncio.run(main())
+
+
+def test_a_client_that_takes_nothing_is_gone() -> None:
+    async def body(reply: Reply, peer: Peer) -> None:
+        await reply.start(200, {"x": "y"})
+        peer.willing.clear()
+        with pytest.raises(ClientGone):
+            await reply.piece(b"a")
+        assert len(peer.taken) == 1
+
+    run(body)
+
+
+def test_pieces_that_are_taken_may_take_long_together_and_nothing_may_be_sent_for_long() -> None:
+    async def body(reply: Reply, peer: Peer) -> None:
+        await reply.start(200, {})
+        await asyncio.sleep(1.2)
+        for _ in range(6):
+            peer.willing.clear()
+            asyncio.get_running_loop().call_later(0.2, peer.willing.set)
+            await reply.piece(b"a")
+        await reply.end(b"z")
+        assert [message.get("body") for message in peer.taken] == [None, *[b"a"] * 6, b"z"]
+
+    run(body, idle_s=1.0)
+
+
+def test_whoever_else_cancels_is_not_taken_for_the_client() -> None:
+    async def body(reply: Reply, peer: Peer) -> None:
+        peer.willing.clear()
+        sending = asyncio.create_task(reply.piece(b"a"))
+        await asyncio.sleep(0)
+        sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+
+    run(body)
+
+
+def test_a_connection_that_breaks_is_a_client_that_has_gone() -> None:
+    async def broken(_: Message) -> None:
+        raise ConnectionResetError
+
+    async def main() -> None:
+        reply = Reply(broken, IDLE_S)
+        with pytest.raises(ClientGone):
+            await reply.piece(b"a")
+        reply.close()
+
+    asyncio.run(main())
+
+
+def test_what_waits_for_a_worker_that_falls_silent_is_given_up() -> None:
+    async def main() -> None:
+        never = asyncio.Event()
+
+        async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await never.wait()
+            writer.close()
+
+        server = await asyncio.start_server(silent, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        health = Health(10.0, dict, lambda: None)
+        connections = Connections(2.0, 20.0)
+
+        async def ask() -> None:
+            asking = connections.post(url, "/", {}, b"")
+            with health.while_it_answers("r0", asking.give_up):
+                async with asking as answer:
+                    await answer.read()
+
+        waiting = asyncio.create_task(ask())
+        while "r0" not in health.open:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(IDLE_S)
+        for give_up in list(health.open["r0"]):
+            give_up(TimeoutError("r0 does not answer"))
+        with pytest.raises(TimeoutError, match="r0 does not answer"):
+            await waiting
+        assert not health.open
+        health.watch.silent = frozenset({"r0"})
+        with pytest.raises(TimeoutError, match="r0 does not answer"):
+            await ask()
+        assert not health.open
+        never.set()
+        server.close()
+        connections.close()
+        await asyncio.sleep(IDLE_S)
+
+    asyncio.run(main())
