@@ -15,6 +15,7 @@ PURE = sorted(
         *(ROOT / "router" / "placement").glob("*.py"),
         *(ROOT / "router" / name for name in ("core.py", "events.py", "radix.py")),
         *(ROOT / "sglang_fair" / "engines" / "emulated" / name for name in ("clock.py", "settings.py")),
+        *(ROOT / "sglang_fair" / "sim").glob("*.py"),
     ]
 )
 
@@ -101,6 +102,12 @@ def test_importing_the_core_loads_the_standard_library_only():
 def test_importing_the_pure_router_loads_no_shell():
     loaded = loaded_after("import router.core, router.placement")
     assert loaded & (ENGINES_AND_SHELLS - {"numpy", "msgspec"}) == set()
+
+
+def test_importing_a_simulated_replica_loads_the_core_and_numpy_only():
+    loaded = loaded_after("import sglang_fair.sim.replica, sglang_fair.sim.fitting")
+    assert loaded & (ENGINES_AND_SHELLS - {"numpy"}) == set()
+    assert loaded & {"router", "workloads"} == set()
 
 
 def test_importing_the_simulated_cluster_loads_no_engine_and_no_server():

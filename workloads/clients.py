@@ -72,6 +72,17 @@ class Scale:
             raise ValueError("a scenario needs at least one well-behaved client")
 
 
+SMALL = Scale(
+    question_tokens=256,
+    thought_tokens=16,
+    article_tokens=1200,
+    judgement_tokens=32,
+    bad_preamble_tokens=270,
+)
+"""Lengths for the `bench` model on two cores. DLPM's are for an A100; its proportions are kept where a
+decoded token costs about ten prefilled ones: prompts to outputs, and S2's preamble to the article."""
+
+
 @dataclass(frozen=True, slots=True)
 class Texts:
     """Where questions and articles come from."""

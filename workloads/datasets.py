@@ -1,4 +1,4 @@
-"""Text from files: questions from JSON lines, articles from a folder or a file.
+"""What is read from files: questions from JSON lines, articles from a folder or a file, a model's tokenizer.
 
 GSM8K is at https://github.com/openai/grade-school-math (`test.jsonl`, a `question` in each line).
 """
@@ -6,6 +6,7 @@ GSM8K is at https://github.com/openai/grade-school-math (`test.jsonl`, a `questi
 import json
 from pathlib import Path
 
+from workloads.programs import Codec, TextCodec, TokenCodec
 from workloads.programs.prose import Given
 
 
@@ -30,6 +31,19 @@ def read_articles(path: Path) -> Given:
     else:
         texts = [part.strip() for part in path.read_text(encoding="utf-8").split("\n\n")]
     return _given([text for text in texts if text], path)
+
+
+def read_codec(folder: Path | None) -> Codec:
+    """Exact token counts by the tokenizer in `folder`; without one, text and an estimate."""
+    if folder is None:
+        return TextCodec()
+    from tokenizers import Tokenizer
+
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        raise ValueError(f"{path}: no such file; --tokenizer wants a model's folder")
+    tokenizer = Tokenizer.from_file(str(path))
+    return TokenCodec(lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids))
 
 
 def _given(texts: list[str], path: Path) -> Given:

@@ -13,7 +13,7 @@ from typing import Any
 from workloads.arrivals import GammaArrivals
 from workloads.clients import SCENARIOS, Client, Scale, Texts, chat_client, fixed_length_client
 from workloads.programs import Codec
-from workloads.traces import Trace, arena, mix, mooncake, servegen
+from workloads.traces import Trace, find_trace, mix, servegen
 
 SINGLE, CHAT, TRACE = "single", "chat", "trace"
 WORKLOADS: tuple[str, ...] = (SINGLE, CHAT, *SCENARIOS, TRACE)
@@ -159,10 +159,7 @@ def read_trace(source: str, traffic: Traffic, until_s: float) -> Trace:
             raise ValueError("ServeGen's profiles tell shares, not how much is sent in all: they need a rate")
         profiles = servegen(None if source == "servegen" else path, seed=seed)
         return mix(profiles, clients=len(profiles), rate_per_s=traffic.rate, duration_s=until_s, seed=seed)
-    if source == "mooncake" or (path.is_file() and "hash_ids" in _first(path)):
-        trace = mooncake(None if source == "mooncake" else path, seed=seed)
-    else:
-        trace = arena(None if source == "arena" else path, seed=seed)
+    trace = find_trace(source, seed=seed)
     return (trace if traffic.rate is None else trace.at_rate(traffic.rate)).between(0.0, until_s)
 
 
@@ -172,12 +169,6 @@ def _check_positive(whose: str, holder: object, *names: str) -> None:
         value = getattr(holder, name)
         if value is not None and not 0 < value < float("inf"):
             raise ValueError(f"{whose}{name} must be positive, not {value!r}")
-
-
-def _first(path: Path) -> str:
-    """Its first line."""
-    with path.open(encoding="utf-8") as lines:
-        return lines.readline()
 
 
 def _load(clients: Sequence[Client], at_once: Mapping[str, int], specs: Sequence[ClientSpec]) -> Load:

@@ -28,11 +28,10 @@ from rich.live import Live
 from rich.text import Text
 
 from sglang_fair.core.cost import Cost, describe, make_cost
+from sglang_fair.provenance import machine, versions
 from workloads import wire
-from workloads.clients import SCENARIOS, Scale, Texts
-from workloads.compare.command import FILE_COLUMNS, codec_of
-from workloads.compare.runs import SMALL, machine, progress_line, versions
-from workloads.datasets import read_articles, read_questions
+from workloads.clients import SCENARIOS, SMALL, Scale, Texts
+from workloads.datasets import read_articles, read_codec, read_questions
 from workloads.driver import Driver, Endpoint, Plan, Progress
 from workloads.endpoints import HEADER, IDENTITIES, EndpointError, find_model, identity, read_keys
 from workloads.fairness_report import FairnessReport, fairness_report, render
@@ -51,6 +50,7 @@ from workloads.load import told as told_traffic
 from workloads.programs import TextCodec
 from workloads.programs.prose import Articles, WordProblems
 from workloads.records import Manifest, Records, Run
+from workloads.terminal import FILE_COLUMNS, progress_line
 
 TOKEN_STEP_S = 0.1
 """Between recorded tokens of an answer: windows are hundreds of times as long."""
@@ -174,7 +174,7 @@ def case_of(given: argparse.Namespace) -> Case:
     if not (0 <= given.warm_up < math.inf and 0 < given.duration < math.inf and given.drain >= 0):
         raise ValueError("--warm-up and --drain must not be negative, --duration must be positive")
     cost = make_cost(given.cost)
-    codec = codec_of(given.tokenizer) if given.api != wire.CHAT else TextCodec()
+    codec = read_codec(given.tokenizer) if given.api != wire.CHAT else TextCodec()
     traffic = Traffic(
         given.workload,
         rate=given.rate,

@@ -27,8 +27,8 @@ import psutil
 
 from sglang_fair.bench import Show, carry_out
 from sglang_fair.core.identity import HEADER_CLIENT
+from sglang_fair.provenance import machine, versions
 from workloads.compare.cluster import Cluster, ClusterError, SpawnCluster, get_json
-from workloads.compare.runs import machine, versions
 
 PREFIXES, PREFIX_TOKENS, OWN_TOKENS = 64, 128, 128
 CLIENTS = 20

@@ -13,44 +13,28 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 from rich.console import Console
 
 from sglang_fair.engines.models import EMULATED
-from workloads.clients import SCENARIOS, Scale
+from sglang_fair.provenance import machine, versions
+from workloads.clients import SCENARIOS, SMALL, Scale
 from workloads.compare.cluster import ClusterError, SpawnCluster, StartCluster
 from workloads.compare.probe import Probe
-from workloads.compare.runs import EACH_PLACEMENT, LOADS, SMALL, Case, Comparison, machine, versions
+from workloads.compare.runs import EACH_PLACEMENT, LOADS, Case, Comparison
+from workloads.datasets import read_codec
 from workloads.measures import Summary, summarize
 from workloads.medians import Row, ratios, rows
-from workloads.programs import Codec, TextCodec, TokenCodec
 from workloads.records import Run
 from workloads.report import comparison_table, number, ratio_table
+from workloads.terminal import FILE_COLUMNS, interrupted
 
 OURS = "d2lpm+dlpm"
-
-FILE_COLUMNS = 150
-"""Width of tables that go into a file."""
 
 
 def json_line(table: Sequence[Row], versions: Mapping[str, str], seed: int) -> str:
     """The comparison for programs, in one line."""
     return json.dumps({"bench": "compare", "rows": list(table), "versions": dict(versions), "seed": seed})
-
-
-def codec_of(folder: Path | None) -> Codec:
-    """Exact token counts by the tokenizer in `folder`; without one, text and an estimate."""
-    if folder is None:
-        return TextCodec()
-    from tokenizers import Tokenizer
-
-    path = folder / "tokenizer.json"
-    if not path.exists():
-        raise ValueError(f"{path}: no such file; --tokenizer wants a model's folder")
-    tokenizer = Tokenizer.from_file(str(path))
-    return TokenCodec(lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids))
 
 
 def model_folder(model: str) -> Path | None:
@@ -171,7 +155,7 @@ def main(
     """The command. `start_cluster` makes what starts clusters, given the case and the results' folder."""
     arguments = parse(argv)
     console = Console(width=None if sys.stdout.isatty() else FILE_COLUMNS)
-    previous = signal.signal(signal.SIGTERM, _interrupted)
+    previous = signal.signal(signal.SIGTERM, interrupted)
     try:
         stamp = datetime.now(UTC).astimezone().strftime("%Y%m%d-%H%M%S")
         folder = arguments.resume or arguments.out or Path("results") / f"compare-{stamp}"
@@ -183,7 +167,7 @@ def main(
                 raise ValueError(f"{folder} holds a comparison; --resume {folder} goes on with it")
             case = case_of(arguments)
         model = EMULATED + case.model if case.engine == "emulated" else case.model
-        codec = codec_of(arguments.tokenizer or model_folder(model))
+        codec = read_codec(arguments.tokenizer or model_folder(model))
         comparison = Comparison(case, folder, (start_cluster or spawn)(case, folder), codec, console)
         runs = comparison.run()
     except (ClusterError, OSError, ValueError, RuntimeError) as error:
@@ -255,7 +239,3 @@ def costs_line(costs: Probe | None) -> str:
         f"{costs.prefill_s_per_token * 1e6:.0f} µs); on an A100 with an 8B model about 3. "
         "The larger it is, the less a cached prefix can save."
     )
-
-
-def _interrupted(number: int, frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt

@@ -11,14 +11,10 @@ so no run inherits deficits or prefixes.
 
 import asyncio
 import json
-import os
-import platform
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
-from importlib import metadata
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -30,14 +26,16 @@ from rich.text import Text
 from router.placement import PLACEMENTS
 from sglang_fair.core import POLICIES
 from sglang_fair.engines.emulated.clock import in_words, since
-from workloads.clients import SCENARIOS, Client, Scale
+from sglang_fair.provenance import machine, versions
+from workloads.clients import SCENARIOS, SMALL, Client, Scale
 from workloads.compare.cluster import Cluster, ClusterError, StartCluster, clocks, flush, verify
 from workloads.compare.probe import Probe, probe
-from workloads.driver import Driver, Endpoint, Plan, Progress
+from workloads.driver import Driver, Endpoint, Plan
 from workloads.measures import summarize
 from workloads.programs import Codec
 from workloads.records import Manifest, Records, Run, read
 from workloads.report import client_table
+from workloads.terminal import progress_line
 
 SCHEDULERS = ("d2lpm+dlpm", "round_robin+lpm", "preble+lpm", "client_round_robin+vtc")
 """PLACEMENT+POLICY: ours, and the baselines of DLPM §7."""
@@ -55,17 +53,6 @@ def parts(scheduler: str) -> tuple[str, str]:
             f"and the policies {', '.join(POLICIES)}"
         )
     return placement, policy
-
-
-SMALL = Scale(
-    question_tokens=256,
-    thought_tokens=16,
-    article_tokens=1200,
-    judgement_tokens=32,
-    bad_preamble_tokens=270,
-)
-"""Lengths for the `bench` model on two cores. DLPM's are for an A100; its proportions are kept where a
-decoded token costs about ten prefilled ones: prompts to outputs, and S2's preamble to the article."""
 
 
 LOADS: Mapping[str, float] = {"tot": 0.6, "judge": 0.8}
@@ -327,40 +314,3 @@ class Comparison:
 
     def _say(self, text: str, began_s: float) -> None:
         self.console.print(f"{time.monotonic() - began_s:5.0f} s  {text}", highlight=False, markup=False)
-
-
-def progress_line(progress: Progress, plan: Plan) -> str:
-    """Where a run stands, in a line."""
-    state = "draining" if progress.now_s > plan.duration_s else f"of {plan.duration_s:g} s"
-    return (
-        f"  {progress.now_s:4.0f} s {state}: {progress.programs_done}/{progress.programs_due} programs, "
-        f"{progress.ok} requests done, {progress.in_flight} under way, {progress.failed} failed, "
-        f"{progress.output_tokens} tokens"
-    )
-
-
-def versions() -> dict[str, str]:
-    """What was measured: packages, Python, and the commit where there is one."""
-    found = {"python": platform.python_version()}
-    for name in ("sglang-fair", "sglang", "torch"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "not installed here"
-    try:
-        git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-        found["commit"] = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        found["commit"] = "not in a git repository"
-    return found
-
-
-def machine() -> dict[str, Any]:
-    """Where it was measured."""
-    model = ""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        named = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
-        model = named[0].partition(":")[2].strip() if named else ""
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-    return {"system": platform.platform(), "processor": model, "cores": os.cpu_count(), "load_1min": load}

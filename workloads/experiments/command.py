@@ -13,8 +13,6 @@ import time
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -22,16 +20,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from workloads.compare.runs import machine, versions
+from sglang_fair.provenance import machine, versions
 from workloads.experiments import EXPERIMENTS, results, runner, store
 from workloads.experiments.contract import Experiment, Size
 from workloads.experiments.runner import CarryOut, Failed, Job, Made, Watch
+from workloads.terminal import FILE_COLUMNS, interrupted
 
 DOCS = Path("docs")
 PAGE, PUBLISHED = DOCS / "results.md", DOCS / "results"
-
-FILE_COLUMNS = 150
-"""Width of tables that go into a file."""
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -90,7 +86,7 @@ def main(
     console = Console(width=None if sys.stdout.isatty() else FILE_COLUMNS, highlight=False)
     size: Size = "quick" if given.quick else "full"
     folder = given.out or Path("results") / ("reproduce-quick" if given.quick else "reproduce")
-    previous = signal.signal(signal.SIGTERM, _interrupted)
+    previous = signal.signal(signal.SIGTERM, interrupted)
     try:
         if given.list:
             console.print(listing(chosen(given.ids or ["all"], experiments), folder, size))
@@ -279,7 +275,3 @@ class _Shown:
         self._bar.update(self._task, description=f"{self._done} of {self._total} runs{eta}")
         under_way = (f"  {name}, {now_s - since_s:.0f} s" for name, since_s in self._running.items())
         return Group(self._bar, *(Text(line) for line in under_way))
-
-
-def _interrupted(number: int, frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt

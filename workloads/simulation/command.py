@@ -14,27 +14,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
-from types import FrameType
-from typing import NoReturn
 
 from rich.console import Console
 
 from router.placement import PLACEMENTS
 from sglang_fair.core import POLICIES
+from sglang_fair.provenance import machine, versions
 from sglang_fair.sim.gpus import GPUS
 from sglang_fair.sim.shapes import SHAPES
 from workloads.clients import SCENARIOS, Scale
-from workloads.compare.runs import LOADS, machine, versions
+from workloads.compare.runs import LOADS
 from workloads.medians import Row, ratios, rows
 from workloads.records import read
 from workloads.report import comparison_table, number, ratio_table
-from workloads.simulation.comparison import STAND_INS, Came, Case, Processes, read_trace, turns, with_rates
+from workloads.simulation.comparison import Came, Case, Processes, turns, with_rates
 from workloads.simulation.site import Site
+from workloads.terminal import FILE_COLUMNS, interrupted
+from workloads.traces import STAND_INS, find_trace
 
 OURS = "d2lpm+dlpm"
-
-FILE_COLUMNS = 180
-"""Width of tables that go into a file."""
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -158,8 +156,8 @@ def case_of(arguments: argparse.Namespace) -> Case:
     )
     workloads = (*dict.fromkeys(name for name in named.split(",") if name), *traces)
     stand_ins = {name: None for name in workloads if name in STAND_INS and name not in traces}
-    for name, path in traces.items():
-        read_trace(name, path)
+    for path in traces.values():
+        find_trace(str(path))
     given = {
         "replicas": replicas[0],
         "cost": arguments.cost,
@@ -206,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
     arguments = parse(argv)
     console = Console(width=None if sys.stdout.isatty() else FILE_COLUMNS)
-    previous = signal.signal(signal.SIGTERM, _interrupted)
+    previous = signal.signal(signal.SIGTERM, interrupted)
     processes: Processes | None = None
     try:
         case = case_of(arguments)
@@ -352,7 +350,3 @@ def _policy_options(told: Sequence[str]) -> dict[str, str]:
             raise ValueError(f"--policy-options is POLICY:KEY=VALUE,..., not {text!r}")
         options[policy] = values
     return options
-
-
-def _interrupted(number: int, frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt

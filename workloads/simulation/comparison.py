@@ -15,15 +15,16 @@ from multiprocessing import active_children, get_context
 from pathlib import Path
 
 from sglang_fair.processes import die_with_parent
+from sglang_fair.provenance import machine, versions
 from workloads.clients import SCENARIOS, Client, Scale
-from workloads.compare.runs import LOADS, SCHEDULERS, machine, parts, versions
+from workloads.compare.runs import LOADS, SCHEDULERS, parts
 from workloads.driver import Plan
 from workloads.measures import Summary, summarize
 from workloads.programs import PackedCodec
 from workloads.records import Run
 from workloads.simulation.cluster import describe, simulate
 from workloads.simulation.site import Site
-from workloads.traces import Trace, arena, mooncake
+from workloads.traces import STAND_INS, find_trace
 
 BURST_S = 60.0
 """A burst that measures capacity lasts at least so long: its start and its tail are part of the time."""
@@ -33,22 +34,6 @@ CONNECTIONS = 1_000_000
 
 MOST_BURST_PROGRAMS = 4096
 """Of one client, however fast the site is."""
-
-
-STAND_INS: Mapping[str, Callable[[Path | None], Trace]] = {"arena": arena, "mooncake": mooncake}
-"""Traces that can be named without a file."""
-
-
-def read_trace(name: str, path: Path | None) -> Trace:
-    """The trace in `path`, in Mooncake's form or with a client in each line; without one, a stand-in.
-
-    Raises OSError, and ValueError that names the line.
-    """
-    if path is None:
-        return STAND_INS[name](None)
-    with path.open(encoding="utf-8") as lines:
-        is_mooncake = '"hash_ids"' in lines.readline()
-    return mooncake(path) if is_mooncake else arena(path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +124,7 @@ class Case:
         if workload not in self.traces:
             assert rate is not None, workload
             return self.clients(workload, rate_per_s=rate, seed=seed)
-        trace = read_trace(workload, self.traces[workload])
+        trace = find_trace(str(self.traces[workload] or workload))
         sent = trace if rate is None else trace.at_rate(rate)
         return sent.between(0.0, self.duration_s).clients(PackedCodec(), seed=seed)
 
