@@ -578,6 +578,9 @@ def test_the_command_compares(tmp_path, capsys):
     assert len(list((out / "records").glob("*.jsonl"))) == 2
     assert (out / "summary.json").exists()
     assert main([*FEW, "--out", str(out)]) == 2
+    capsys.readouterr()
+    assert main([*FEW, "--schedulers", "round_robin+lpm", "--json", str(tmp_path / "line" / "x")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_several_sizes_are_compared_by_name(capsys):

@@ -215,6 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         case = _measured(case, processes, console)
         came = _carried_out(case, arguments.out, processes, console)
         wall_s = time.monotonic() - began_s
+        present(case, came, wall_s, console, folder=arguments.out, json_file=arguments.json)
     except (OSError, ValueError, RuntimeError) as error:
         print(f"simulate: {error}", file=sys.stderr)
         return 2
@@ -225,7 +226,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, previous)
         if processes is not None:
             processes.close()
-    present(case, came, wall_s, console, folder=arguments.out, json_file=arguments.json)
     return 0
 
 
