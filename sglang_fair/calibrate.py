@@ -8,6 +8,10 @@ must begin as one, and a client's clock must not count HTTP; so before each batc
 enough that the batch waits behind it as a whole. From the answer to the plug until the answer to the batch
 the engine did the batch and nothing else, and both answers came the same way.
 
+At the end comes a *crowd*, four times as many short requests as can run at once. What it takes beyond what
+the simulator says of it, divided by its steps, is time in which requests wait and the scheduler looks for the
+next one; an engine that does not schedule ahead adds it to each step under load, and so does the model.
+
 The file that is written has the coefficients, how far the model is from what was measured, and the
 measurements. `--cost-model FILE` of a simulation, or of an emulated cluster, reads it.
 """
@@ -15,13 +19,12 @@ measurements. `--cost-model FILE` of a simulation, or of an emulated cluster, re
 import argparse
 import asyncio
 import json
-import os
-import platform
 import sys
 import time
+from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from importlib import metadata
+from dataclasses import asdict, dataclass, replace
+from math import inf
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -29,11 +32,20 @@ from typing import Any
 
 import aiohttp
 
-from sglang_fair.sim.cost_model import to_json
+from sglang_fair.core.cost import Linear
+from sglang_fair.core.fcfs import Fcfs
+from sglang_fair.core.queue import FairQueue
+from sglang_fair.provenance import machine, versions
+from sglang_fair.sim.cost_model import CostModel, Fitted, to_json
 from sglang_fair.sim.fitting import Measurement, errors, fit
+from sglang_fair.sim.replica import Replica as SimReplica
+from sglang_fair.sim.replica import Settings, SimRequest
 
 PLUG_S = 0.1
 """How long a plug should take at least: a batch's way to the engine is shorter."""
+
+BUSY_SPREAD = 0.5
+"""Between the fastest and the slowest of equal measurements; more than that is not the replica's."""
 
 TOKEN_IDS = range(3, 256)
 """Prompts are drawn from these. Every vocabulary has them, and mostly as plain tokens."""
@@ -94,6 +106,9 @@ class Cell:
         decoding = f", {self.steps} steps" if self.steps else ""
         return f"{self.requests} x {self.extend_tokens} tokens{behind}{decoding}"
 
+
+CROWD, CROWD_TOKENS = 4, 64
+"""How many times as many requests as can run, and the length of each prompt."""
 
 TAIL_TOKENS = 16
 """Computed before decoding is measured; the rest of the context is cached."""
@@ -185,9 +200,13 @@ class Replica:
     async def generate(
         self, prompts: Sequence[Sequence[int]], output_tokens: int
     ) -> tuple[list[Mapping[str, Any]], float]:
-        """What the server says of each of these requests, sent together, and when the answer was there."""
+        """What the server says of each of these requests, sent together, and when the last answer was there.
+
+        Answers are streamed, as to most clients: the scheduler hands out each token.
+        """
         sampling = {"max_new_tokens": output_tokens, "ignore_eos": True, "temperature": 0.0}
-        body = {"input_ids": list(prompts), "sampling_params": sampling}
+        body = {"input_ids": list(prompts), "sampling_params": sampling, "stream": True}
+        told: dict[int, Mapping[str, Any]] = {}
         try:
             async with self._session.post(
                 f"{self._url}/generate", json=body, headers={"x-fair-client": "calibrate"}
@@ -195,12 +214,19 @@ class Replica:
                 if response.status != 200:
                     text = " ".join((await response.text())[:200].split())
                     raise CalibrationError(f"{self._url} refused a request: HTTP {response.status}: {text}")
-                answers = await response.json()
+                async for line in response.content:
+                    if line.startswith(b"data: {"):
+                        event = json.loads(line[len(b"data: ") :])
+                        if "error" in event:
+                            raise CalibrationError(f"{self._url} ended a request: {event['error']}")
+                        told[event.get("index", 0)] = event["meta_info"]
         except (aiohttp.ClientError, TimeoutError) as error:
             raise CalibrationError(
                 f"{self._url} failed during the measurement: {error or 'timed out'}"
             ) from None
-        return [answer["meta_info"] for answer in answers], time.monotonic()
+        if len(told) < len(prompts):
+            raise CalibrationError(f"{self._url} answered {len(told)} of {len(prompts)} requests")
+        return [told[place] for place in range(len(prompts))], time.monotonic()
 
     async def measure(self, cell: Cell, tries: int) -> Timed:
         """The time of one batch, several times over, each with other prompts behind the same prefixes."""
@@ -208,19 +234,31 @@ class Replica:
         if cell.cached_tokens:
             for prefix in prefixes:
                 await self.generate([prefix], 1)
-        found: list[tuple[tuple[tuple[int, int], ...], float]] = []
-        for _ in range(tries):
-            prompts = [[*prefix, *self.prompt(cell.extend_tokens)] for prefix in prefixes]
-            plug = asyncio.create_task(self.generate([self.prompt(self._plug_tokens)], 1))
-            await asyncio.sleep(PLUG_S / 10)
-            answers, done_s = await self.generate(prompts, 1 + cell.steps)
-            _, plugged_s = await plug
-            extends = tuple(
-                (answer["prompt_tokens"] - answer["cached_tokens"], answer["cached_tokens"])
-                for answer in answers
-            )
-            found.append((extends, max(done_s - plugged_s, 1e-6)))
-        return Timed(cell, found[-1][0], tuple(seconds for _, seconds in found))
+        extends: tuple[tuple[int, int], ...] = ()
+        tries_s: list[float] = []
+        for _ in range(2 * tries):
+            extends, seconds = await self._once(prefixes, cell)
+            if seconds > 0:
+                tries_s.append(seconds)
+            if len(tries_s) == tries:
+                return Timed(cell, extends, tuple(tries_s))
+        raise CalibrationError(
+            f"{cell}: answers overtook each other most of the time; is the machine, or the replica, busy?"
+        )
+
+    async def _once(
+        self, prefixes: Sequence[Sequence[int]], cell: Cell
+    ) -> tuple[tuple[tuple[int, int], ...], float]:
+        """What the batch's requests computed and found cached, and its time behind a plug."""
+        prompts = [[*prefix, *self.prompt(cell.extend_tokens)] for prefix in prefixes]
+        plug = asyncio.create_task(self.generate([self.prompt(self._plug_tokens)], 1))
+        await asyncio.sleep(PLUG_S / 10)
+        answers, done_s = await self.generate(prompts, 1 + cell.steps)
+        _, plugged_s = await plug
+        extends = tuple(
+            (answer["prompt_tokens"] - answer["cached_tokens"], answer["cached_tokens"]) for answer in answers
+        )
+        return extends, done_s - plugged_s
 
     async def alone_s(self, tries: int) -> tuple[tuple[tuple[int, int], ...], float]:
         """One short request and one token, with nothing before it: what was asked, and the median."""
@@ -257,21 +295,29 @@ async def calibrate(
             timed.append(await replica.measure(cell, tries))
             took = timed[-1].measurement.seconds
             say(f"[{place + 1}/{len(cells)}] {cell}: {took * 1e3:.1f} ms, spread {timed[-1].spread:.0%}")
+        crowd = Cell(CROWD * replica.limits.running, CROWD_TOKENS, steps=TAIL_TOKENS)
+        crowd_s = (await replica.measure(crowd, tries)).measurement.seconds
         alone, alone_s = await replica.alone_s(2 * tries)
     measured = [each.measurement for each in timed]
     try:
-        model = fit(measured)
+        fitted = fit(measured)
     except ValueError as error:
         raise CalibrationError(str(error)) from None
+    modelled_s, steps = simulated_crowd(crowd, fitted, replica.limits)
+    scheduling_s = max(0.0, (crowd_s - modelled_s) / steps)
+    model = under_load(fitted, scheduling_s)
+    say(f"a crowd of {crowd.requests}: {crowd_s:.2f} s, by the fit {modelled_s:.2f} s")
     return {
         "cost_model": to_json(model),
         "fit": {
-            "all": asdict(errors(model, measured)),
-            "prefill": asdict(errors(model, [each for each in measured if not each.steps])),
-            "decode": asdict(errors(model, [each for each in measured if each.steps])),
+            "all": asdict(errors(fitted, measured)),
+            "prefill": asdict(errors(fitted, [each for each in measured if not each.steps])),
+            "decode": asdict(errors(fitted, [each for each in measured if each.steps])),
             "spread_of_tries": median(each.spread for each in timed),
         },
-        "hop_s": max(0.0, alone_s - model.prefill_s(alone)),
+        "crowd": {"requests": crowd.requests, "seconds": crowd_s, "fitted_s": modelled_s, "steps": steps},
+        "scheduling_s": scheduling_s,
+        "hop_s": max(0.0, alone_s - fitted.prefill_s(alone)),
         "limits": asdict(replica.limits),
         "server": {
             key: info.get(key)
@@ -282,7 +328,7 @@ async def calibrate(
                 **asdict(each.cell),
                 "extends": sorted(set(each.extends)),
                 "tries_s": each.tries_s,
-                "predicted_s": each.measurement.predicted_s(model),
+                "predicted_s": each.measurement.predicted_s(fitted),
             }
             for each in timed
         ],
@@ -295,24 +341,33 @@ async def calibrate(
     }
 
 
-def versions() -> dict[str, str]:
-    """Of what measured; the server tells its own."""
-    found = {"python": platform.python_version()}
-    for name in ("sglang-fair", "aiohttp", "numpy"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+def simulated_crowd(crowd: Cell, model: CostModel, limits: Limits) -> tuple[float, int]:
+    """How long the simulator takes for these requests, all there at once, and in how many steps."""
+    settings = Settings(
+        kv_tokens=limits.pool_tokens,
+        page_tokens=limits.page_tokens,
+        max_running=limits.running,
+        chunked_prefill_tokens=limits.chunk_tokens,
+    )
+    replica = SimReplica(FairQueue(Fcfs(), Linear()), model, settings, events=False)
+    for place in range(crowd.requests):
+        first, output = place * crowd.extend_tokens, 1 + crowd.steps
+        prompt = array("I", range(first, first + crowd.extend_tokens)).tobytes()
+        replica.arrive(SimRequest(str(place), "calibrate", prompt, output, output), 0.0)
+    now_s = 0.0
+    while replica.next_s < inf:
+        now_s = replica.next_s
+        replica.advance(now_s)
+    return now_s, replica.meters.steps
 
 
-def machine() -> dict[str, Any]:
-    """Where this program ran."""
-    return {
-        "system": platform.platform(),
-        "processor": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-    }
+def under_load(model: Fitted, scheduling_s: float) -> Fitted:
+    """`model` with the scheduler's time in each step."""
+    return replace(
+        model,
+        prefill_base_s=model.prefill_base_s + scheduling_s,
+        decode_base_s=model.decode_base_s + scheduling_s,
+    )
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -385,6 +440,11 @@ def summary(found: Mapping[str, Any]) -> str:
         lines.append(
             f"{kind}: median error {off['median']:.1%}, 90th percentile {off['p90']:.1%}, worst {off['worst']:.1%}"
         )
+    if found["fit"]["spread_of_tries"] > BUSY_SPREAD:
+        lines.append(
+            "equal measurements differ that much: the machine is busy, and none of this is to be trusted"
+        )
+    lines.append(f"scheduling under load, in both bases: {found['scheduling_s'] * 1e6:.0f} a step")
     lines.append(
         f"spread between tries {found['fit']['spread_of_tries']:.0%}, way there and back {found['hop_s'] * 1e3:.1f} ms"
     )

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_fair import calibrate
-from sglang_fair.calibrate import Cell, Limits, grid
+from sglang_fair.calibrate import Cell, Limits, grid, simulated_crowd, under_load
 from sglang_fair.sim.cost_model import Fitted, make_cost_model
 from sglang_fair.sim.fitting import Measurement, errors, fit, non_negative
 from tests.live import Replica
@@ -94,6 +94,18 @@ def test_non_negative_least_squares_meet_their_conditions(seed):
     assert (gradient[found == 0] >= -1e-9).all()
 
 
+# ---- the crowd
+
+
+@pytest.mark.parametrize("scheduling_s", [0.0, 0.0007, 0.01])
+def test_what_scheduling_adds_to_each_step_is_found_again(scheduling_s):
+    crowd = Cell(4 * CPU.running, 64, steps=16)
+    fitted_s, steps = simulated_crowd(crowd, KNOWN, CPU)
+    loaded_s, _ = simulated_crowd(crowd, under_load(KNOWN, scheduling_s), CPU)
+    assert steps >= 4 * 16
+    assert (loaded_s - fitted_s) / steps == pytest.approx(scheduling_s, abs=1e-9)
+
+
 # ---- the grid
 
 
@@ -167,6 +179,8 @@ def test_a_real_replica_is_calibrated(tmp_path, capsys):
     assert model.decode_s(4, 4000) > 0
     assert found["seed"] == 3
     assert found["server"]["version"]
+    assert found["scheduling_s"] >= 0
+    assert found["crowd"]["requests"] == 4 * found["limits"]["running"]
     assert found["limits"]["page_tokens"] == 16
     assert all(len(each["tries_s"]) == 3 for each in found["measured"])
     cached = {(each["cached_tokens"], tuple(map(tuple, each["extends"]))) for each in found["measured"]}

@@ -1,6 +1,6 @@
 """How far the models are from what they model: one traffic, on a real engine, an emulated one and a simulated one.
 
-    python -m workloads.experiments.validation validation [--quick] [--out FOLDER]
+    python -m workloads.experiments.validation [--quick] [--out FOLDER] [--publish]
 
     bench   one replica of the model `bench` on this machine's processor, calibrated first; SGLang's scheduler over
             a clock that keeps the calibration's time; the simulator with the same
@@ -8,7 +8,8 @@
 
 The real engine runs everything twice: what it differs from itself is the least that a model can differ from it.
 Servers share the machine with their own driver, so this is no cell among others: it runs alone, and `reproduce`
-does not know it.
+does not know it. Latencies differ most: answers here are 16 and 32 tokens long, so that one step more or less,
+which an engine that schedules ahead takes, shows.
 """
 
 import asyncio
@@ -17,21 +18,23 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang_fair.calibrate import calibrate
 from sglang_fair.sim.cost_model import to_json
-from workloads.clients import SCENARIOS, Client, Scale
+from workloads.clients import SCENARIOS, SMALL, Client, Scale
 from workloads.compare.cluster import Cluster, SpawnCluster, flush, verify
-from workloads.compare.runs import LOADS, SMALL
+from workloads.compare.runs import LOADS
 from workloads.driver import Driver, Endpoint, Plan
-from workloads.experiments import command, runner
+from workloads.experiments import runner, style
 from workloads.experiments.contract import (
     Cell,
     Claim,
     Experiment,
+    Figure,
     Json,
     Measured,
     Report,
@@ -45,6 +48,9 @@ from workloads.measures import Meters, summarize
 from workloads.programs import Codec, PackedCodec, TokenCodec
 from workloads.records import Records, Run
 from workloads.simulation import Site, describe, simulate
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Canvas
 
 WORKLOADS = ("tot-s1", "judge-s1")
 
@@ -86,11 +92,11 @@ class Validation(Experiment):
 
     def cells(self, size: Size) -> Sequence[Cell]:
         full = size == "full"
-        plan = Plan(duration_s=40.0 if full else 8.0, drain_s=10.0 if full else 4.0, drain_for="well-behaved")
+        plan = Plan(duration_s=25.0 if full else 8.0, drain_s=8.0 if full else 4.0, drain_for="well-behaved")
         real = ("real", "real again", "emulated", "simulated")
         return [
             Cell("bench", BENCH, _traffic(real), plan),
-            Cell("a100", A100, _traffic(("emulated", "simulated"), time_scale=2.0), plan),
+            Cell("a100", A100, _traffic(("emulated", "simulated"), time_scale=5.0), plan),
         ]
 
     def run(self, cell: Cell, seed: str) -> Measured:
@@ -130,9 +136,17 @@ class Validation(Experiment):
             "P99 s",
             "",
         ]
-        return Report(
-            [claim], [Table("Each engine, and how far it is from the first of its site", columns, rows)]
-        )
+        table = Table("Each engine, and how far it is from the first of its site", columns, rows)
+        figures = [
+            Figure(
+                f"{name}-{workload}",
+                f"{name}, {workload}: service of each client over time on each engine",
+                partial(_draw, result.cell.plan.duration_s, runs),
+            )
+            for name, result in results.items()
+            for workload, runs in result.first["workloads"].items()
+        ]
+        return Report([claim], [table], figures, [_calibrations(results)])
 
 
 def _row(numbers: Mapping[str, Any], off: Mapping[str, Any] | None) -> list[str | float | None]:
@@ -145,6 +159,33 @@ def _row(numbers: Mapping[str, Any], off: Mapping[str, Any] | None) -> list[str 
         numbers["hit_rate"], "" if off is None or off["hit_rate"] is None else f"{off['hit_rate'] * 100:+.1f} points",
         numbers["p50_s"], relative("p50_s"), numbers["p99_s"], relative("p99_s"),
     ]  # fmt: skip
+
+
+LINES = {"real": "-", "real again": ":", "emulated": "--", "simulated": "-."}
+"""How each engine's curves are drawn; colours are clients."""
+
+
+def _draw(duration_s: float, runs: Mapping[str, Json], canvas: "Canvas") -> None:
+    [axes] = style.panels(canvas, 1)
+    times = [duration_s * (point + 1) / CURVE_POINTS for point in range(CURVE_POINTS)]
+    for engine, one in runs.items():
+        for place, (client, curve) in enumerate(one["curves"].items()):
+            name = f"{client}, {engine}" if place == 0 else None
+            axes.plot(
+                times, curve, LINES[engine], color=style.client_colour(place), linewidth=1.3, label=name
+            )
+    style.label(axes, "time (s)", "service received (units)")
+
+
+def _calibrations(results: Mapping[str, Result]) -> str:
+    """How good the fits were, in a sentence."""
+    told = [result.first["calibration"] for result in results.values() if result.first["calibration"]]
+    return " ".join(
+        f"The calibration's fit is off by {one['fit']['all']['median']:.0%} at the median of its measurements and by "
+        f"{one['fit']['all']['p90']:.0%} at their 90th percentile; scheduling under load adds "
+        f"{one['scheduling_s'] * 1e3:.2f} ms to a step."
+        for one in told
+    )
 
 
 def _traffic(engines: Sequence[str], time_scale: float = 1.0) -> Traffic:
@@ -161,31 +202,31 @@ class _Validate:
         self._site, self._plan = cell.site, cell.plan
         self._scale = Scale(**cell.traffic.arguments["scale"])
         self._rates: dict[str, float] = {}
+        self.runs: dict[str, dict[str, Run]] = {workload: {} for workload in WORKLOADS}
 
     async def run(self) -> dict[str, Json]:
         """What is kept of it."""
         calibration = None
-        runs: dict[str, dict[str, Run]] = {workload: {} for workload in WORKLOADS}
         names = self._engines.names
         if "real" in names:
             with self._cluster("real") as cluster:
                 calibration = await self._calibrate(cluster)
                 self._find_rates()
                 for engine in ("real", "real again"):
-                    await self._drive(cluster, engine, runs)
+                    await self._drive(cluster, engine)
         else:
             self._site = replace(self._site, cost_model=self._scaled())
             self._find_rates()
         with self._cluster("emulated") as cluster:
-            await self._drive(cluster, "emulated", runs)
+            await self._drive(cluster, "emulated")
         for workload in WORKLOADS:
             clients = self._clients(workload, PackedCodec())
-            runs[workload]["simulated"] = simulate(self._site, clients, self._plan, seed=self._seed)
+            self.runs[workload]["simulated"] = simulate(self._site, clients, self._plan, seed=self._seed)
         return {
             "calibration": calibration,
             "hop_s": self._site.hop_s,
             "rates_per_s": self._rates,
-            "workloads": {workload: compared(names, runs[workload]) for workload in WORKLOADS},
+            "workloads": {workload: compared(names, self.runs[workload]) for workload in WORKLOADS},
         }
 
     # ---- the engines
@@ -198,7 +239,7 @@ class _Validate:
         path = self._folder / "calibration.json"
         path.write_text(json.dumps(found), encoding="utf-8")
         self._site = replace(self._site, cost_model=str(path), hop_s=found["hop_s"])
-        return {name: found[name] for name in ("cost_model", "fit", "hop_s", "server")}
+        return {name: found[name] for name in ("cost_model", "fit", "scheduling_s", "hop_s", "server")}
 
     def _scaled(self) -> str:
         """The site's cost model at the emulated engine's pace, as a file."""
@@ -219,7 +260,7 @@ class _Validate:
         arguments += ["--chunked-prefill-size", str(site.chunked_prefill_tokens)]
         if site.kv_tokens is not None:
             arguments += ["--max-total-tokens", str(site.kv_tokens)]
-        if site.model == "bench":
+        if engine == "real":
             arguments += ["--disable-overlap-schedule"]
         start = SpawnCluster(
             replicas=site.replicas,
@@ -237,7 +278,7 @@ class _Validate:
             verify(cluster, site.placement, site.policy)
             yield cluster
 
-    async def _drive(self, cluster: Cluster, engine: str, runs: Mapping[str, dict[str, Run]]) -> None:
+    async def _drive(self, cluster: Cluster, engine: str) -> None:
         for workload in WORKLOADS:
             await asyncio.to_thread(flush, cluster)
             clients = self._clients(workload, BYTES)
@@ -248,7 +289,7 @@ class _Validate:
                 await Driver(
                     Endpoint(cluster.gateway), clients, self._plan, records, replicas=replicas, tag=tag
                 ).run()
-            runs[workload][engine] = records.run
+            self.runs[workload][engine] = records.run
             _say(f"{engine} on {workload}: {len(records.run.requests)} requests")
 
     # ---- the traffic
@@ -345,8 +386,12 @@ def _say(text: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    mine = {Validation.id: Validation()}
-    return command.main(argv, experiments=mine, carry_out=runner.here(mine))
+    """`reproduce`, for this experiment alone and one cell at a time."""
+    from workloads.experiments import EXPERIMENTS, command
+
+    known = {**EXPERIMENTS, Validation.id: Validation()}
+    given = [Validation.id, *(sys.argv[1:] if argv is None else argv)]
+    return command.main(given, experiments=known, carry_out=runner.here(known))
 
 
 if __name__ == "__main__":

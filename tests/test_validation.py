@@ -1,0 +1,83 @@
+"""The validation's arithmetic and report; its engines are started by hand alone."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from matplotlib.figure import Figure as MatplotlibFigure
+
+from sglang_fair.sim.cost_model import Fitted, Scaled, to_json
+from workloads.clients import SCENARIOS, SMALL
+from workloads.driver import Plan
+from workloads.experiments.contract import Cell, Result
+from workloads.experiments.validation import (
+    BENCH,
+    CURVE_POINTS,
+    Validation,
+    compared,
+    curves,
+    deviation,
+    numbers,
+)
+from workloads.programs import PackedCodec
+from workloads.simulation import simulate
+
+MODEL = Fitted(0.009, 3e-5, 2e-8, 2e-4, 0.005, 8e-5, 6e-7, 5e-6)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The same traffic on a model, and on one half as fast."""
+    folder, found = tmp_path_factory.mktemp("models"), {}
+    for name, factor in (("real", 1.0), ("simulated", 2.0)):
+        path = folder / f"{name}.json"
+        path.write_text(json.dumps(to_json(Scaled(MODEL, factor))))
+        clients = SCENARIOS["judge-s1"].clients(scale=SMALL, rate_per_s=0.9, codec=PackedCodec(), first_s=0.0)
+        plan = Plan(duration_s=6.0, drain_s=2.0)
+        found[name] = simulate(replace(BENCH, cost_model=str(path)), clients, plan)
+    return found
+
+
+def test_a_run_does_not_deviate_from_itself(runs):
+    assert set(deviation(runs["real"], runs["real"]).values()) == {0.0}
+
+
+def test_a_slower_engine_gives_less(runs):
+    found = deviation(runs["real"], runs["simulated"])
+    assert -0.6 < found["throughput"] < -0.2
+    assert 0.1 < found["service"] < 0.6
+    assert found["p50_s"] > 0.2
+    assert abs(found["hit_rate"]) < 0.2
+
+
+def test_curves_end_with_what_was_received(runs):
+    drawn = curves(runs["real"])
+    assert all(len(curve) == CURVE_POINTS for curve in drawn.values())
+    assert all(curve == sorted(curve) for curve in drawn.values())
+    rate = sum(curve[-1] for curve in drawn.values()) / 6.0
+    assert rate < numbers(runs["real"])["throughput"] * 2
+
+
+@pytest.mark.parametrize("size", ["quick", "full"])
+def test_cells_survive_json(size):
+    for cell in Validation().cells(size):
+        assert Cell.from_json(json.loads(json.dumps(cell.to_json()))) == cell
+
+
+def test_the_report_names_the_worst(runs):
+    cell = Validation().cells("quick")[0]
+    names = ("real", "simulated")
+    told = {
+        "calibration": {"fit": {"all": {"median": 0.05, "p90": 0.2}}, "scheduling_s": 0.001},
+        "workloads": {"judge-s1": compared(names, runs)},
+    }
+    report = Validation().report({"bench": Result(cell, [json.loads(json.dumps(told))])})
+    [claim], [table], [figure] = report.claims, report.tables, report.figures
+    worst = deviation(runs["real"], runs["simulated"])
+    assert claim.holds == "no"
+    assert f"{worst['service']:.0%}" in claim.ours
+    assert [row[2] for row in table.rows] == ["real", "simulated"]
+    assert figure.name == "bench-judge-s1"
+    canvas = MatplotlibFigure()
+    figure.draw(canvas)
+    assert len(canvas.axes[0].lines) == 2 * 4
