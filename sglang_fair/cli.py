@@ -44,7 +44,9 @@ CLUSTER_EPILOG = (
 )
 
 
-bench = typer.Typer(help="Measure what scheduling and placement cost.", no_args_is_help=True)
+bench = typer.Typer(
+    help="Measure what scheduling and placement cost, and how fair an endpoint is.", no_args_is_help=True
+)
 app.add_typer(bench, name="bench")
 
 workers = typer.Typer(
@@ -85,7 +87,10 @@ def cluster(
     ] = 1.0,
     policy: Annotated[
         str,
-        typer.Option(help="Scheduler in each replica: dlpm, vtc, lpm, fcfs; sglang:NAME for SGLang's own."),
+        typer.Option(
+            help="Scheduler in each replica: dlpm, dlpm-predict, dlpm-adaptive, vtc, vtc-predict, vtc-oracle, "
+            "vtc-noisy, drr, lcf, rpm, lpm, fcfs; sglang:NAME for SGLang's own."
+        ),
     ] = "dlpm",
     placement: Annotated[
         str,
