@@ -569,7 +569,7 @@ def settled(cluster: Cluster) -> bool:
 
 def run_real(cluster: Cluster, body: Callable[[aiohttp.ClientSession], Awaitable[None]]) -> None:
     async def main() -> None:
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as http:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=REAL_START_S)) as http:
             await body(http)
 
     asyncio.run(main())
