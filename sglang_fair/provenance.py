@@ -1,4 +1,4 @@
-"""With what, and where, something was measured: for records."""
+"""With what, and where, something is measured: for records."""
 
 import os
 import platform
@@ -26,6 +26,11 @@ def versions() -> dict[str, str]:
     return found
 
 
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def machine() -> dict[str, Any]:
     """System, processor, cores, and the load of the last minute."""
     model = ""
@@ -34,4 +39,4 @@ def machine() -> dict[str, Any]:
         named = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
         model = named[0].partition(":")[2].strip() if named else ""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-    return {"system": platform.platform(), "processor": model, "cores": os.cpu_count(), "load_1min": load}
+    return {"system": platform.platform(), "processor": model, "cores": cores(), "load_1min": load}

@@ -152,7 +152,11 @@ def test_answers_that_are_cut_anywhere_arrive_whole(answers: list[tuple[bytes, i
         (b"HTTP/1.1 200 OK\r\n\r\nuntil the end", 200, b"until the end"),
         (b"HTTP/1.0 503 No\r\ncontent-length: 2\r\n\r\nno", 503, b"no"),
         (b"HTTP/1.1 204 No Content\r\nconnection: close\r\n\r\n", 204, b""),
-        (b"HTTP/1.1 100 Go\r\n\r\n" + response(b"after all", more="connection: close\r\n"), 200, b"after all"),
+        (
+            b"HTTP/1.1 100 Go\r\n\r\n" + response(b"after all", more="connection: close\r\n"),
+            200,
+            b"after all",
+        ),
         (response(b"x", more="connection: close\r\n"), 200, b"x"),
     ],
 )

@@ -96,7 +96,9 @@ def test_a_time_scale_scales_everything(model, factor, requests, context):
 def test_a_cached_prefix_is_read_however_little_attends_to_it():
     read_s = 100_000 * 131_072 / (0.8 * 2_039e9)
     assert A100_8B.prefill_s([(1, 100_000)]) - A100_8B.prefill_s([(1, 0)]) == pytest.approx(read_s, rel=1e-3)
-    assert FITTED.prefill_s([(1, 100_000)]) - FITTED.prefill_s([(1, 0)]) == pytest.approx(100_000 * (1e-7 + 3e-9))
+    assert FITTED.prefill_s([(1, 100_000)]) - FITTED.prefill_s([(1, 0)]) == pytest.approx(
+        100_000 * (1e-7 + 3e-9)
+    )
 
 
 # ---- names, JSON, errors

@@ -245,6 +245,14 @@ def test_an_experiment_without_all_its_records_has_no_claims(tmp_path):
     assert "The sum is 6" not in page
 
 
+def test_a_record_of_another_form_of_its_cell_is_not_reported(tmp_path):
+    page = results.page(records_of(tmp_path), {"odd": Odd([("a", {"x": 1}), ("b", {"x": 5})])})
+    assert "Not complete: without b." in page
+    later = Odd(CELLS)
+    later.version = 2
+    assert "Not complete: without a, b." in results.page(records_of(tmp_path), {"odd": later})
+
+
 def test_quick_and_full_records_are_not_mixed(tmp_path):
     records = records_of(tmp_path)
     with pytest.raises(ValueError, match="quick and full"):

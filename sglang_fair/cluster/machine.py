@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 
 from sglang_fair.cluster.plan import Machine
+from sglang_fair.provenance import cores
 
 CGROUP = Path("/sys/fs/cgroup")
 
@@ -17,7 +18,7 @@ CGROUP = Path("/sys/fs/cgroup")
 def look(environ: Mapping[str, str] = os.environ) -> Machine:
     """The machine as it is now."""
     return Machine(
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cores=cores(),
         available_bytes=min(psutil.virtual_memory().available, *_left_in_cgroup(CGROUP)),
         gpus=visible_gpus(_count_gpus(), environ.get("CUDA_VISIBLE_DEVICES")),
         cuda_build=importlib.util.find_spec("sgl_kernel") is not None,

@@ -6,7 +6,6 @@ sglang-fair reproduce all --publish
 """
 
 import argparse
-import os
 import signal
 import sys
 import time
@@ -20,7 +19,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from sglang_fair.provenance import machine, versions
+from sglang_fair.provenance import cores, machine, versions
 from workloads.experiments import EXPERIMENTS, results, runner, store
 from workloads.experiments.contract import Experiment, Size
 from workloads.experiments.runner import CarryOut, Failed, Job, Made, Watch
@@ -45,7 +44,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="experiments, as --list names them; * stands for anything, all for all",
     )
     say("--quick", action="store_true", help="smaller and shorter: a smoke test, not the results")
-    say("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="processes (default: one a core)")
+    say("--jobs", type=int, default=cores(), metavar="N", help="processes (default: one a core)")
     say(
         "--out",
         type=Path,
@@ -201,7 +200,8 @@ def publish(
     """Records and plots of `told` into the documentation, and the page from all records there."""
     for one in told:
         if one.report is None:
-            raise ValueError(f"{one.experiment.id} is not complete: it is not published")
+            raise ValueError(f"{one.experiment.id} is not complete: nothing is published")
+    for one in told:
         store.publish(PUBLISHED, one.records)
     _draw(told, PUBLISHED, ("png",), console)
     store.replace_text(PAGE, results.page(store.read_published(PUBLISHED), experiments))

@@ -1,7 +1,7 @@
 """From records to the page of results and its plots. Records alone decide; nothing here runs or measures.
 
 An experiment is reported when all cells of its records' size are there; until then the page says what is
-missing. Records of cells that the experiment does not have any more are left out.
+missing. Records of cells that the experiment does not have any more, or has in another form, are left out.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -48,7 +48,7 @@ def reports(records: Sequence[Record], experiments: Mapping[str, Experiment]) ->
         if not mine:
             continue
         cells = {cell.name: cell for cell in experiment.cells(_size(mine))}
-        mine = [record for record in mine if record.name in cells]
+        mine = [r for r in mine if r.name in cells and r.of(cells[r.name], experiment.version)]
         had = {(record.name, record.seed) for record in mine}
         missing = [c.name for c in cells.values() if any((c.name, seed) not in had for seed in c.seeds)]
         report = None if missing else experiment.report(results_of(mine, cells))
@@ -61,9 +61,7 @@ def results_of(records: Sequence[Record], cells: Mapping[str, Cell]) -> dict[str
     found = {}
     for name, cell in cells.items():
         mine = {record.seed: record for record in records if record.name == name}
-        runs = [mine[seed] for seed in cell.seeds]
-        spec = Cell.from_json(runs[0].cell, cell.seeds)
-        found[name] = Result(spec, [record.measured for record in runs])
+        found[name] = Result(cell, [mine[seed].measured for seed in cell.seeds])
     return found
 
 

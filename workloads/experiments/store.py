@@ -69,6 +69,8 @@ def read(path: Path) -> Record | None:
         return None
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}: not JSON: {error}") from error
+    if not isinstance(told, dict):
+        raise ValueError(f"{path}: not a record")
     return _record(told, path) if told.get("schema") == SCHEMA else None
 
 

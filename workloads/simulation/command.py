@@ -6,7 +6,6 @@ sglang-fair simulate --schedulers d2lpm+dlpm --quantum 500,2000,8000 --worker-qu
 
 import argparse
 import json
-import os
 import signal
 import sys
 import time
@@ -19,7 +18,7 @@ from rich.console import Console
 
 from router.placement import PLACEMENTS
 from sglang_fair.core import POLICIES
-from sglang_fair.provenance import machine, versions
+from sglang_fair.provenance import cores, machine, versions
 from sglang_fair.sim.gpus import GPUS
 from sglang_fair.sim.shapes import SHAPES
 from workloads.clients import SCENARIOS, Scale
@@ -131,7 +130,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     run = parser.add_argument_group("the runs").add_argument
     run("--repeats", type=int, default=case.repeats, metavar="N", help="runs of each, medians are shown")
     run("--seed", type=int, default=case.seed, metavar="N", help="another one is other programs and arrivals")
-    run("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="processes")
+    run("--jobs", type=int, default=cores(), metavar="N", help="processes")
     run("--out", type=Path, metavar="DIR", help="records, plots and summary.json go there (default: nowhere)")
     run("--json", type=Path, metavar="FILE", help="write the last line there as well")
     arguments = parser.parse_args(argv)
