@@ -261,8 +261,8 @@ def _round_robin(grid: Grid) -> list[Claim]:
 WHY_PREBLE_THROUGHPUT = (
     "The service rate counts prompts in full, and the bad client's, which many of its requests share, are cheap: who "
     "serves more of them has a higher rate with the same work. D2LPM holds the bad client back; in actual service it "
-    "is not behind by more than 1 %. And Preble is at its best here: it hears from the replicas what they hold, and it moves load, "
-    "while in the paper it sent everything to one GPU for minutes."
+    "is not behind by more than 1 %. And Preble is at its best here: it hears from the replicas what they hold, and it "
+    "moves load, while in the paper it sent everything to one GPU for minutes."
 )
 WHY_JAIN_VTC = (
     "Both share out actual service, whose index is within 0.05 of 1 where all wait; the paper's index is of service "
