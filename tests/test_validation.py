@@ -77,7 +77,7 @@ def test_cells_survive_json(size):
         assert Cell.from_json(json.loads(json.dumps(cell.to_json()))) == cell
 
 
-def test_the_report_names_the_worst(runs):
+def test_the_report_names_the_worst(runs, told):
     cell = Validation().cells("quick")[0]
     names = ("real", "simulated")
     record = {

@@ -113,7 +113,8 @@ class Validation(Experiment):
         worst = dict.fromkeys(GOALS, 0.0)
         for name, result in results.items():
             for workload, runs in result.first["workloads"].items():
-                for engine, one in runs.items():
+                for engine in [name for name in LINES if name in runs]:
+                    one = runs[engine]
                     off = one["deviation"]
                     rows.append([name, workload, engine, *_row(one["numbers"], off)])
                     if off is not None and not engine.startswith("real"):
@@ -122,7 +123,11 @@ class Validation(Experiment):
             "Models agree with what they model in throughput, in each client's service over time and in hit rate",
             "10 %, 10 %, 5 points (our own goal)",
             f"{worst['throughput']:.0%}, {worst['service']:.0%}, {worst['hit_rate'] * 100:.0f} points at worst",
-            verdict(all(worst[goal] <= limit for goal, limit in GOALS.items())),
+            verdict(
+                all(worst[goal] <= limit for goal, limit in GOALS.items()),
+                partly=all(worst[goal] <= 1.5 * limit for goal, limit in GOALS.items()),
+            ),
+            WHY,
         )
         columns = [
             "site",
@@ -166,6 +171,12 @@ def _row(numbers: Mapping[str, Any], off: Mapping[str, Any] | None) -> list[str 
         numbers["p50_s"], relative("p50_s"), numbers["p99_s"], relative("p99_s"),
     ]  # fmt: skip
 
+
+WHY = (
+    "The judges' requests share long prefixes. On a processor what all of a batch attend to is in its cache and read "
+    "once (the same batch takes 6 to 16 % less than with prefixes of their own); the cost model reads it for each. "
+    "Trees are faster in the simulator than in fact because the scheduler's work grows with the queue."
+)
 
 LINES = {"real": "-", "real again": ":", "emulated": "--", "simulated": "-."}
 """How each engine's curves are drawn; colours are clients."""
