@@ -21,7 +21,8 @@ f·context tokens. Cached tokens count apart from pairs, since their keys and va
 copied, however few tokens attend to them.
 
 Both are monotone in everything, and a prompt computed in chunks never takes less than computed whole.
-Not modelled: several GPUs a replica, quantized weights, speculative decoding, prefill and decode in one batch.
+Not modelled: several GPUs a replica, quantized weights, speculative decoding, prefill and decode in one batch, and
+that a prefix which many requests of a batch share may be read once for all of them.
 """
 
 import json
