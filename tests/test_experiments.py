@@ -10,7 +10,7 @@ import pytest
 from tests.odd_experiments import Odd
 from workloads.driver import Plan
 from workloads.experiments import EXPERIMENTS, results, runner, store, style
-from workloads.experiments.command import chosen, main
+from workloads.experiments.command import chosen, main, on_page
 from workloads.experiments.contract import SIZES, Cell, Result, Table, Traffic, shown, verdict
 from workloads.experiments.runner import Failed, Made
 from workloads.experiments.senders import clients_of, even, on_off, poisson, sender, traffic, unique_prompt
@@ -283,8 +283,8 @@ def test_schedulers_have_colours():
 @pytest.mark.skipif(not (DOCS / "results.md").exists(), reason="no results are published")
 def test_the_committed_page_is_what_the_committed_records_yield():
     records = store.read_published(DOCS / "results")
-    assert results.page(records, EXPERIMENTS) == (DOCS / "results.md").read_text(encoding="utf-8")
-    for one in results.reports(records, EXPERIMENTS):
+    assert results.page(records, on_page(EXPERIMENTS)) == (DOCS / "results.md").read_text(encoding="utf-8")
+    for one in results.reports(records, on_page(EXPERIMENTS)):
         assert one.report is not None, f"{one.experiment.id} misses {one.missing}"
         for claim in one.report.claims:
             assert claim.text

@@ -23,10 +23,16 @@ from sglang_fair.provenance import cores, machine, versions
 from workloads.experiments import EXPERIMENTS, results, runner, store
 from workloads.experiments.contract import Experiment, Size
 from workloads.experiments.runner import CarryOut, Failed, Job, Made, Watch
+from workloads.experiments.validation import Validation
 from workloads.terminal import FILE_COLUMNS, interrupted
 
 DOCS = Path("docs")
 PAGE, PUBLISHED = DOCS / "results.md", DOCS / "results"
+
+
+def on_page(experiments: Mapping[str, Experiment]) -> dict[str, Experiment]:
+    """Those and, if it has records, how far the models are from what they model: that one is run by itself."""
+    return {**experiments, Validation.id: Validation()}
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -187,7 +193,8 @@ def _present(
             console.print(claims_table(one))
     _draw(told, folder / "plots", ("png", "svg"), console)
     if given.page:
-        text = results.page(store.read_folder(folder, experiments), experiments)
+        known = on_page(experiments)
+        text = results.page(store.read_folder(folder, known), known)
         store.replace_text(given.page, text)
         console.print(f"wrote {given.page}")
     if given.publish:
@@ -204,7 +211,7 @@ def publish(
     for one in told:
         store.publish(PUBLISHED, one.records)
     _draw(told, PUBLISHED, ("png",), console)
-    store.replace_text(PAGE, results.page(store.read_published(PUBLISHED), experiments))
+    store.replace_text(PAGE, results.page(store.read_published(PUBLISHED), on_page(experiments)))
     console.print(f"wrote {PAGE} and {PUBLISHED}/ of {len(told)} experiments")
 
 

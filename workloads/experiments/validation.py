@@ -412,7 +412,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """`reproduce`, for this experiment alone and one cell at a time."""
     from workloads.experiments import EXPERIMENTS, command
 
-    known = {**EXPERIMENTS, Validation.id: Validation()}
+    known = command.on_page(EXPERIMENTS)
     given = [Validation.id, *(sys.argv[1:] if argv is None else argv)]
     return command.main(given, experiments=known, carry_out=runner.here(known))
 
