@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 KINDS = ("chat", "completions", "generate")
 FAST = ("--health-timeout", "2")
-REAL_LENGTH = 400
+REAL_LENGTH = 2000
 REAL_START_S = 500.0
 """For a replica that was killed to serve again, on however busy a machine."""
 LENGTH = 60
@@ -531,26 +531,13 @@ async def ask_all(
     await asyncio.gather(*(one(number) for number in range(len(seen))))
 
 
-def find(cluster: Cluster, words: str) -> list[psutil.Process]:
-    """The process whose command line has these words, and all its children."""
+def kill(cluster: Cluster, words: str) -> None:
+    """kill -9 of the process whose command line has these words, and of all its children at once."""
     assert cluster._process is not None
     family = psutil.Process(cluster._process.pid).children(recursive=True)
     root = next(process for process in family if words in " ".join(process.cmdline()))
-    return [root, *root.children(recursive=True)]
-
-
-def kill(cluster: Cluster, words: str) -> None:
-    """kill -9 of a process and of all its children at once."""
-    for process in find(cluster, words):
+    for process in [root, *root.children(recursive=True)]:
         process.kill()
-
-
-async def still(streams: list[Seen]) -> None:
-    """Waits until nothing more comes of what was under way."""
-    before = -1
-    while (events := sum(one.events for one in streams)) != before:
-        before = events
-        await asyncio.sleep(1)
 
 
 def settled(cluster: Cluster) -> bool:
@@ -590,22 +577,18 @@ def test_streams_of_a_real_replica_that_is_killed_go_on_elsewhere(cluster: Clust
         calm, seen = [Seen() for _ in range(9)], [Seen() for _ in range(9)]
         await ask_all(cluster, http, calm)
         asking = asyncio.create_task(ask_all(cluster, http, seen))
-        family = find(cluster, "--name r0")
-        await eventually(lambda: all(one.events > 40 for one in seen), "all streams are under way")
-        for process in family:
-            process.suspend()
+        await eventually(lambda: all(one.events > 10 for one in seen), "all streams are under way")
         resumed = cluster.status()["gateway"]["resumed"]
-        await still([one for one in seen if one.worker == "r0"])
-        lost = sum(one.worker == "r0" and not one.ended for one in seen)
-        assert 0 < lost < 9
-        for process in family:
-            process.kill()
+        victim = seen[0].worker
+        placed = sum(one.worker == victim for one in seen)
+        kill(cluster, f"--name {victim}")
         await asking
         for before, after in zip(calm, seen, strict=True):
             assert (after.error, after.ended, after.finish) == ("", True, ["length"])
             assert after.completion_tokens == REAL_LENGTH
             assert after.text == before.text
-        assert cluster.status()["gateway"]["resumed"] - resumed == lost
+        # The replica may have been ahead of what its clients had read.
+        assert 0 < cluster.status()["gateway"]["resumed"] - resumed <= placed
 
     run_real(cluster, body)
 
