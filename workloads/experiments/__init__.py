@@ -5,10 +5,21 @@
 
 from collections.abc import Mapping
 
+from workloads.experiments.beyond_adaptive import Adaptive
+from workloads.experiments.beyond_payers import Payers
+from workloads.experiments.beyond_production import Production
+from workloads.experiments.beyond_routers import Routers
+from workloads.experiments.beyond_tokens import Placements
 from workloads.experiments.contract import Experiment
 from workloads.experiments.cost_functions import CostFunctions
+from workloads.experiments.dlpm_fig1 import Figure1
 from workloads.experiments.dlpm_fig7 import Figure7
 from workloads.experiments.dlpm_fig7_load import Load
+from workloads.experiments.dlpm_fig8 import Figure8
+from workloads.experiments.dlpm_fig9 import Figure9
+from workloads.experiments.dlpm_fig10 import Figure10
+from workloads.experiments.dlpm_fig11 import Figure11
+from workloads.experiments.dlpm_fig12 import Figure12
 from workloads.experiments.dlpm_table2 import Table2
 from workloads.experiments.vtc_lengths import Lengths
 from workloads.experiments.vtc_overload import Overload
@@ -25,5 +36,7 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         Overload(), BelowShare(), OnOff(), OnOffOverload(), Lengths(), Isolation(), Shift(), ArenaTrace(),
         Pools(), Weighted(), Prediction(), Profiled(), CostFunctions(),
         Table2(), Figure7(), Load(),
+        Figure1(), Figure8(), Figure9(), Figure10(), Figure11(), Figure12(),
+        Placements(), Routers(), Payers(), Adaptive(), Production(),
     )
 }  # fmt: skip

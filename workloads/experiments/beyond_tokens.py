@@ -73,10 +73,10 @@ class Placements(Simulated):
     title = "Eleven placements over DLPM"
     source = "beyond the papers; DLPM §5"
     about = (
-        "Four A100 with Llama-3.1-8B, every replica under DLPM, one misbehaving client (Figure 7's S1 at its rates and "
-        "quanta) or the production mix. What differs is who gets a request: D2LPM with load in requests, in tokens or "
-        "in seconds, and eight others (the central queue with one seed: it matches all that waits for every request "
-        "that it sends). Latency is the well-behaved clients': a program's, a first token's for QA and "
+        "Four A100 with Llama-3.1-8B, every replica under DLPM, one misbehaving client (Figure 7's S1 at its rates "
+        "and quanta) or the production mix. What differs is who gets a request: D2LPM with load in requests, in "
+        "tokens or in seconds, and eight others (the central queue with one seed: it matches all that waits for every "
+        "request that it sends). Latency is the well-behaved clients': a program's, a first token's for QA and "
         "for the production mix."
     )
 
