@@ -13,6 +13,7 @@ from workloads.experiments.beyond_tokens import Placements
 from workloads.experiments.contract import Experiment
 from workloads.experiments.cost_functions import CostFunctions
 from workloads.experiments.dlpm_fig1 import Figure1
+from workloads.experiments.dlpm_fig4 import Figure4
 from workloads.experiments.dlpm_fig7 import Figure7
 from workloads.experiments.dlpm_fig7_load import Load
 from workloads.experiments.dlpm_fig8 import Figure8
@@ -36,7 +37,7 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         Overload(), BelowShare(), OnOff(), OnOffOverload(), Lengths(), Isolation(), Shift(), ArenaTrace(),
         Pools(), Weighted(), Prediction(), Profiled(), CostFunctions(),
         Table2(), Figure7(), Load(),
-        Figure1(), Figure8(), Figure9(), Figure10(), Figure11(), Figure12(),
+        Figure1(), Figure4(), Figure8(), Figure9(), Figure10(), Figure11(), Figure12(),
         Placements(), Routers(), Payers(), Adaptive(), Production(),
     )
 }  # fmt: skip

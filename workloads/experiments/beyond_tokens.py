@@ -120,6 +120,8 @@ class Placements(Simulated):
         unfair = [place for place in PLACEMENTS if place not in FAIR]
         anywhere = max(unfair, key=lambda place: (speed[place], place))
         tokens, seconds = "d2lpm-tokens", "d2lpm-time"
+        slowest = min(_workloads(results), key=lambda one: _ratio(results, seconds, one, "tokens_per_s"))
+        drop = _ratio(results, seconds, slowest, "tokens_per_s")
         return Report(
             claims=[
                 Claim(
@@ -129,18 +131,27 @@ class Placements(Simulated):
                     f"({last[quickest]:.2f}×)",
                     verdict(
                         fastest == quickest == DEFAULT,
-                        partly=family[fastest] <= 1.02 and last[quickest] >= 0.95,
+                        partly=family[fastest] <= 1.02 and last[quickest] >= 0.8,
                     ),
-                    f"Requests differ by orders of magnitude in what they cost: with load in tokens P99 is "
-                    f"{last[tokens]:.2f}× and throughput {speed[tokens]:.2f}×, in seconds {last[seconds]:.2f}× and "
-                    f"{speed[seconds]:.2f}×.",
+                    "Requests differ by orders of magnitude in what they cost, and a replica with few of them may be "
+                    f"the busiest: with load in tokens P99 is {last[tokens]:.2f}× and throughput {speed[tokens]:.2f}×.",
+                ),
+                Claim(
+                    "Load in seconds, saved prefill weighed against queueing, is better still",
+                    "our own idea",
+                    f"throughput {speed[seconds]:.2f}×, {drop:.2f}× in {slowest}; P99 {last[seconds]:.2f}×",
+                    verdict(speed[seconds] >= 1.0 and last[seconds] <= 1.0, partly=speed[seconds] >= 0.95),
+                    "Requests with one prefix come side by side. Where the first was sent, the prefix is still to be "
+                    "computed, so the others would wait there as long as they take elsewhere to compute it again, and "
+                    "every replica does. What that takes from all others the rule leaves out.",
                 ),
                 Claim(
                     "No placement without a bound has more throughput over DLPM",
                     "our own question",
-                    f"{anywhere} {speed[anywhere]:.2f}× D2LPM's",
-                    verdict(speed[anywhere] <= 1.02, partly=speed[anywhere] <= 1.1),
-                    "Whoever does not mind who is served may keep a prefix where it is, and has the hits of it.",
+                    f"{anywhere} {speed[anywhere]:.2f}× D2LPM's, P99 {last[anywhere]:.2f}×",
+                    verdict(speed[anywhere] <= 1.0, partly=speed[anywhere] <= 1.1),
+                    "Whoever does not limit how long a client may stay at a replica has a few more hits; with DLPM in "
+                    "every replica that costs the others little.",
                 ),
             ],
             tables=[

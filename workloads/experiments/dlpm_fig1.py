@@ -80,10 +80,16 @@ class Figure1(Simulated):
         speed = {name: result.number("tokens_per_s") for name, result in results.items()}
         gap = {name: result.median("difference") or 0.0 for name, result in results.items()}
         swept = [name for name in results if name.startswith("dlpm.")]
-        beyond = [name for name in swept if speed[name] >= 0.95 * speed["lpm"]]
-        best = min(beyond or swept, key=lambda name: (gap[name], name))
         between = gap["lpm"] - gap["vtc"]
-        closed = (gap["lpm"] - gap[best]) / between if between else 0.0
+        closed = {name: (gap["lpm"] - gap[name]) / between if between else 0.0 for name in swept}
+        best = max(
+            [name for name in swept if closed[name] >= 0.9] or swept, key=lambda name: (speed[name], name)
+        )
+        won = (
+            (speed[best] - speed["vtc"]) / (speed["lpm"] - speed["vtc"])
+            if speed["lpm"] != speed["vtc"]
+            else 0.0
+        )
         rises = sum(speed[later] >= 0.99 * speed[sooner] for sooner, later in pairwise(swept))
         widens = sum(gap[later] >= 0.95 * gap[sooner] for sooner, later in pairwise(swept))
         steps = len(swept) - 1
@@ -93,10 +99,13 @@ class Figure1(Simulated):
                     "Some Q^u has about LPM's throughput at close to VTC's fairness",
                     "a new Pareto frontier",
                     f"Q^u = {int(best[5:]):,}: {speed[best] / speed['lpm']:.0%} of LPM's throughput (VTC "
-                    f"{speed['vtc'] / speed['lpm']:.0%}), {closed:.0%} of the way from LPM's difference to VTC's",
+                    f"{speed['vtc'] / speed['lpm']:.0%}), {closed[best]:.0%} of the way from LPM's difference to VTC's",
                     verdict(
-                        bool(beyond) and closed >= 0.8, partly=speed[best] > speed["vtc"] and closed >= 0.5
+                        speed[best] >= 0.95 * speed["lpm"] and closed[best] >= 0.9,
+                        partly=won >= 0.4 and closed[best] >= 0.8,
                     ),
+                    "It is beyond the line from VTC to LPM by far, but a few percent of LPM's throughput come from "
+                    "serving one client's largest tree alone, and those are not to be had fairly.",
                 ),
                 Claim(
                     "A larger Q^u raises throughput and loosens fairness",

@@ -130,10 +130,11 @@ def _program(shape: Mapping[str, Json], seed: str, name: str, index: int) -> Pro
 def _instructed(prompt: object, shape: Mapping[str, Json], seed: str, name: str) -> bytes:
     assert isinstance(prompt, bytes)
     tokens = shape["instructions"]
-    return _filler(f"{seed}/{name}/instructions", tokens) + prompt if tokens else prompt
+    return filler_tokens(f"{seed}/{name}/instructions", tokens) + prompt if tokens else prompt
 
 
-def _filler(name: str, tokens: int) -> bytes:
+def filler_tokens(name: str, tokens: int) -> bytes:
+    """So many packed tokens, equal for equal names and unlike all others."""
     made = filler(name, CODEC, tokens)
     assert isinstance(made, bytes)
     return made
@@ -141,10 +142,10 @@ def _filler(name: str, tokens: int) -> bytes:
 
 def _shared(shape: Mapping[str, Json], seed: str, name: str, index: int) -> Program:
     """Requests side by side about one prefix. Returns how many were answered."""
-    prefix = _filler(f"{seed}//{shape['of']}/{index}", shape["prefix"])
+    prefix = filler_tokens(f"{seed}//{shape['of']}/{index}", shape["prefix"])
     replies: tuple[Reply, ...] = yield tuple(
         Call(
-            prefix + _filler(f"{seed}/{name}/{index}/{k}", shape["input"]),
+            prefix + filler_tokens(f"{seed}/{name}/{index}/{k}", shape["input"]),
             shape["output"],
             "request",
         )
