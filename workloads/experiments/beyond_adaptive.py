@@ -131,7 +131,7 @@ class Adaptive(Simulated):
                     f"{kept['hit-rate']:.2f}× (fixed quanta differ by {spread:.2f}×)",
                     verdict(kept["hit-rate"] >= 0.97, partly=kept["hit-rate"] >= 0.9),
                     f"Where nothing is shared no quantum reaches the hit rate, so it is driven to the largest "
-                    "allowed, {MOST:,}. With credit like that the first clients' queues are served on long after "
+                    f"allowed, {MOST:,}. With credit like that the first clients' queues are served on long after "
                     f"trees have come: fixed at {MOST:,} no tree is served in the whole phase.",
                 ),
                 Claim(

@@ -57,7 +57,9 @@ class Figure1(Simulated):
         full = size == "full"
         length_s, seeds = (240.0, ("0", "1", "2")) if full else (40.0, ("0",))
         quanta = QUANTA if full else QUANTA[1::2]
-        runs = {f"dlpm.{quantum}": ("dlpm", float(quantum)) for quantum in quanta}
+        runs: dict[str, tuple[str, float | None]] = {
+            f"dlpm.{quantum}": ("dlpm", float(quantum)) for quantum in quanta
+        }
         runs |= {"vtc": ("vtc", None), "lpm": ("lpm", None)}
         return [
             Cell(
@@ -168,3 +170,4 @@ def _draw(
     dlpm.points(axes, {label: (gap[name], speed[name]) for name, label in LABELS.items()})
     axes.set_xscale("log")
     style.label(axes, "largest difference of service, units (less is fairer)", "tokens/s")
+    axes.set_ylim(0.95 * min(speed.values()), 1.03 * max(speed.values()))

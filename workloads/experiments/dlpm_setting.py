@@ -170,7 +170,8 @@ def draw_bars(canvas: "Canvas", panels: Mapping[Panel, Mapping[str, Sequence[flo
     """Panels of bars side by side, with one legend."""
     for axes, ((unit, groups), values) in zip(style.panels(canvas, len(panels)), panels.items(), strict=True):
         style.bars(axes, groups, values, unit=unit)
-        if (legend := axes.get_legend()) is not None and axes is not canvas.axes[0]:
+        axes.legend(fontsize=8, loc="lower left", framealpha=0.9)
+        if axes is not canvas.axes[0] and (legend := axes.get_legend()) is not None:
             legend.remove()
 
 
