@@ -1,0 +1,77 @@
+"""Clients that send programs, told as JSON: what is the same in their prompts, and when they arrive."""
+
+import json
+from random import Random
+
+import pytest
+
+from workloads.experiments.program_senders import CHAT, clients_of, judge, sender, tot, traffic
+from workloads.programs.call import Call, Reply
+
+
+def first_calls(client, index=0):
+    step = next(client.program(index))
+    steps = step if isinstance(step, tuple) else (step,)
+    return [one if isinstance(one, Call) else next(one) for one in steps]
+
+
+def common_tokens(one, other):
+    length = 0
+    while length < min(len(one), len(other)) and one[length] == other[length]:
+        length += 1
+    return length // 4
+
+
+def shared(of, requests):
+    return {"kind": "shared", "of": of, "prefix": 64, "input": 16, "output": 8, "requests": requests}
+
+
+def test_programs_depend_on_the_seed_alone_and_survive_json():
+    told = traffic("t", sender("a", tot(2), 0.5), sender("b", judge(3), 0.5), sender("c", CHAT, 0.5))
+    assert json.loads(json.dumps(told.arguments)) == told.arguments
+    for mine, again, other in zip(*(clients_of(told, seed) for seed in "001"), strict=True):
+        assert first_calls(mine) == first_calls(again) != first_calls(other)
+        assert first_calls(mine, 0) != first_calls(mine, 1)
+    assert [client.requests for client in clients_of(told, "0")] == [30, 4, None]
+
+
+def test_instructions_are_the_clients_own_and_in_all_its_programs():
+    told = traffic("t", *(sender(name, tot(2, 200, instructions=100), 1.0) for name in "ab"))
+    a, b = clients_of(told, "0")
+    prompts = [first_calls(a, index)[0].prompt for index in (0, 1)]
+    assert 100 <= common_tokens(*prompts) < 300
+    assert common_tokens(prompts[0], first_calls(b)[0].prompt) < 100
+    assert len(prompts[0]) // 4 > 300
+
+
+def test_clients_that_name_the_same_collection_share_each_programs_prefix_and_no_more():
+    told = traffic(
+        "t",
+        sender("a", shared("x", 2), 1.0),
+        sender("b", shared("x", 1), 1.0),
+        sender("c", shared("y", 1), 1.0),
+    )
+    a, b, c = clients_of(told, "0")
+    first, second = first_calls(a)
+    assert 64 <= common_tokens(first.prompt, second.prompt) < 80
+    assert 64 <= common_tokens(first.prompt, first_calls(b)[0].prompt) < 80
+    assert common_tokens(first.prompt, first_calls(c)[0].prompt) < 64
+    assert common_tokens(first.prompt, first_calls(a, 1)[0].prompt) < 64
+    program = a.program(0)
+    next(program)
+    with pytest.raises(StopIteration) as ended:
+        program.send((Reply(), Reply()))
+    assert ended.value.value == 2
+
+
+def test_rates_follow_one_another():
+    told = traffic("t", sender("a", CHAT, (10.0, 100.0), (1.0, 200.0)))
+    [client] = clients_of(told, "0")
+    times = client.arrivals.schedule(Random(0), until_s=200.0)
+    assert sum(time_s < 100 for time_s in times) > 5 * sum(time_s >= 100 for time_s in times) > 0
+
+
+def test_a_shape_that_there_is_not_is_refused():
+    [client] = clients_of(traffic("t", sender("a", {"kind": "never"}, 1.0)), "0")
+    with pytest.raises(ValueError, match="no programs of kind 'never'"):
+        client.program(0)
