@@ -204,14 +204,15 @@ def _present(
 def publish(
     told: Sequence[results.Reported], experiments: Mapping[str, Experiment], console: Console
 ) -> None:
-    """Records and plots of `told` into the documentation, and the page from all records there."""
+    """Records of `told` into the documentation, and plots and the page from all records there."""
     for one in told:
         if one.report is None:
             raise ValueError(f"{one.experiment.id} is not complete: nothing is published")
     for one in told:
         store.publish(PUBLISHED, one.records)
-    _draw(told, PUBLISHED, ("png",), console)
-    store.replace_text(PAGE, results.page(store.read_published(PUBLISHED), on_page(experiments)))
+    records, known = store.read_published(PUBLISHED), on_page(experiments)
+    _draw(results.reports(records, known), PUBLISHED, ("png",), console)
+    store.replace_text(PAGE, results.page(records, known))
     console.print(f"wrote {PAGE} and {PUBLISHED}/ of {len(told)} experiments")
 
 
