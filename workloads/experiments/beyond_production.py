@@ -155,8 +155,8 @@ class Production(Simulated):
                         first["d2lpm"] <= best_first and last["d2lpm"] <= best_last,
                         partly=first["d2lpm"] <= best_first or last["d2lpm"] <= best_last,
                     ),
-                    "A client that comes with one request waits until the others have used up their quanta: with dozens "
-                    "of them and a quantum of one request that is long. "
+                    "A client that comes with one request waits until the others have used up their quanta: with "
+                    "dozens of them and a quantum of one request that is long. "
                     f"With Q^u = 1,000 P50 is {first['d2lpm.small']:.1f} s, with VTC behind the same placement "
                     f"{first['d2lpm.vtc']:.1f} s. More hits finish everybody's work sooner: cache_aware over DLPM "
                     f"with Q^u = 1,000 has {first['cache-aware.dlpm']:.1f} s.",
