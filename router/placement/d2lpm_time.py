@@ -6,9 +6,8 @@ goes to the one that would have all it is asked for done first:
     cost_s(w) = a_w x (P_w + L - m_w) + b_w x D_w
 
 P_w and D_w are the tokens that w has still to prefill and to decode, a_w its seconds per prefilled token, b_w
-its seconds per decoded token. So a prefix is left as soon as queueing for it costs more than computing it
-elsewhere, and a shorter match at an idle worker counts for what it saves: no threshold, and none of the
-all-or-nothing of "the holders of the longest match".
+its seconds per decoded token. So a prefix is left as soon as queueing for it costs the request more than computing
+it elsewhere, and a shorter match at an idle worker counts for what it saves: no threshold.
 
 The rates are measured. Of each request that was served, with P_w and the number n of requests at w as they were
 when it was sent there:
@@ -23,8 +22,11 @@ a factor of `_FAR` of what is known and within `_FASTEST_S` and `_SLOWEST_S`, wh
 stays positive and finite. If nothing
 is ever measured the guesses are used.
 
-Unit of fairness and guarantee: those of `d2lpm`. Trade-off: the times include what lies between gateway and
-engine, which looks like slow prefill; work done is taken to be in the order of arrival.
+Unit of fairness and guarantee: those of `d2lpm`. Trade-offs: requests of a program that come together are scattered,
+because where the first of them went its prefix still waits to be computed, and computing it elsewhere looks as
+quick; what that costs everybody else is not weighed. With questions that come eight at a time it is round robin
+(`docs/results.md`, beyond-tokens). The times include what lies between gateway and engine, which looks like slow
+prefill; work done is taken to be in the order of arrival.
 """
 
 import math
