@@ -117,9 +117,21 @@ class Progress:
     cancelled: int = 0
     output_tokens: int = 0
 
+    def ended(self, outcome: str, output_tokens: int) -> None:
+        """A request has ended so."""
+        self.in_flight -= 1
+        self.ok += outcome == Outcome.OK
+        self.failed += outcome == Outcome.FAILED
+        self.cancelled += outcome == Outcome.CANCELLED
+        self.output_tokens += output_tokens
+
+
+METERS = ("service", "extend_tokens", "output_tokens", "waiting", "running", "backlog")
+"""What a sample has of each client."""
+
 
 @dataclass(slots=True, eq=False)
-class _Active:
+class Active:
     """One program under way."""
 
     client: Client
@@ -127,6 +139,31 @@ class _Active:
     t_intended_s: float
     execution: Execution
     failed: int = 0
+
+    def record(self, t_done_s: float | None, outcome: Outcome) -> ProgramRecord:
+        """What is kept of it; `t_done_s` None: the run ended first."""
+        return ProgramRecord(
+            client=self.client.name,
+            program=self.index,
+            t_intended_s=round(self.t_intended_s, 6),
+            t_done_s=None if t_done_s is None else round(t_done_s, 6),
+            requests=self.execution.calls,
+            failed=self.failed,
+            outcome=outcome.value,
+        )
+
+
+def arrivals(clients: Sequence[Client], plan: Plan) -> list[tuple[float, Client, int]]:
+    """When the programs of the open loop arrive: time, client, number of the program, in order."""
+    due = sorted(
+        (time_s, order, index)
+        for order, client in enumerate(clients)
+        if client.name not in plan.at_once
+        for index, time_s in enumerate(
+            client.arrival_times(until_s=plan.duration_s, most=plan.programs_per_client)
+        )
+    )
+    return [(time_s, clients[order], index) for time_s, order, index in due]
 
 
 class Driver:
@@ -164,7 +201,7 @@ class Driver:
         self._watch = watch
         self.progress = Progress()
         self._slots = {name: asyncio.Semaphore(plan.connections_per_client) for name in names}
-        self._active: dict[_Active, None] = {}
+        self._active: dict[Active, None] = {}
         """In the order in which they began."""
         self._begun = dict.fromkeys(plan.at_once, 0)
         """Programs of the closed loop's clients so far."""
@@ -225,20 +262,13 @@ class Driver:
             await self._until(self._plan.duration_s)
 
     async def _open_loop(self, session: aiohttp.ClientSession) -> None:
-        due = sorted(
-            (time_s, order, index)
-            for order, client in enumerate(self._clients)
-            if client.name not in self._plan.at_once
-            for index, time_s in enumerate(
-                client.arrival_times(until_s=self._plan.duration_s, most=self._plan.programs_per_client)
-            )
-        )
+        due = arrivals(self._clients, self._plan)
         self.progress.programs_due += len(due)
-        for time_s, order, index in due:
+        for time_s, client, index in due:
             await self._until(time_s)
             if self._halted.is_set():
                 return
-            self._begin(session, self._clients[order], index, time_s)
+            self._begin(session, client, index, time_s)
 
     def _take_place(self, session: aiohttp.ClientSession, client: Client) -> None:
         """The next program of a client of the closed loop, unless it has had its last."""
@@ -248,7 +278,7 @@ class Driver:
             self.progress.programs_due += 1
             self._begin(session, client, index, self._now())
 
-    async def _replace(self, session: aiohttp.ClientSession, ended: _Active) -> None:
+    async def _replace(self, session: aiohttp.ClientSession, ended: Active) -> None:
         """Another program in the place of one that has ended."""
         await asyncio.sleep(AFTER_FAILURE_S if ended.failed else 0)
         self._take_place(session, ended.client)
@@ -294,14 +324,14 @@ class Driver:
     # ---- programs
 
     def _begin(self, session: aiohttp.ClientSession, client: Client, index: int, t_intended_s: float) -> None:
-        active = _Active(client, index, t_intended_s, Execution(client.program(index)))
+        active = Active(client, index, t_intended_s, Execution(client.program(index)))
         self._active[active] = None
         self._launch(session, active, active.execution.start(), t_intended_s)
         self._settled.set()
         self._settle(session, active)
 
     def _launch(
-        self, session: aiohttp.ClientSession, active: _Active, ready: Sequence[Ready], t_step_s: float
+        self, session: aiohttp.ClientSession, active: Active, ready: Sequence[Ready], t_step_s: float
     ) -> None:
         for number, call in ready:
             self._spawn(self._call(session, active, number, call, t_step_s + call.after_s))
@@ -318,7 +348,7 @@ class Driver:
             self.stop()
 
     async def _call(
-        self, session: aiohttp.ClientSession, active: _Active, number: int, call: Call, t_intended_s: float
+        self, session: aiohttp.ClientSession, active: Active, number: int, call: Call, t_intended_s: float
     ) -> None:
         """One request at its time and, once it has ended, the launch of what waited for it."""
         await self._until(t_intended_s)
@@ -326,8 +356,8 @@ class Driver:
             return
         self.progress.in_flight += 1
         reply, record = await self._request(session, active, number, call, t_intended_s)
-        self.progress.in_flight -= 1
-        self._count(record)
+        self.progress.now_s = self._now()
+        self.progress.ended(record.outcome, record.output_tokens)
         self._records.add(record)
         active.failed += record.outcome == Outcome.FAILED
         if self._stopping:
@@ -337,7 +367,7 @@ class Driver:
         if self._watch is not None:
             self._watch(self.progress)
 
-    def _settle(self, session: aiohttp.ClientSession, active: _Active) -> None:
+    def _settle(self, session: aiohttp.ClientSession, active: Active) -> None:
         """Record the program if it has ended."""
         if active.execution.outcome is not None and active in self._active:
             self._record_program(active, self._now(), active.execution.outcome)
@@ -346,32 +376,14 @@ class Driver:
             if active.client.name in self._plan.at_once:
                 self._spawn(self._replace(session, active))
 
-    def _record_program(self, active: _Active, t_done_s: float | None, outcome: Outcome) -> None:
+    def _record_program(self, active: Active, t_done_s: float | None, outcome: Outcome) -> None:
         del self._active[active]
-        self._records.add(
-            ProgramRecord(
-                client=active.client.name,
-                program=active.index,
-                t_intended_s=round(active.t_intended_s, 6),
-                t_done_s=None if t_done_s is None else round(t_done_s, 6),
-                requests=active.execution.calls,
-                failed=active.failed,
-                outcome=outcome.value,
-            )
-        )
-
-    def _count(self, record: RequestRecord) -> None:
-        progress = self.progress
-        progress.now_s = self._now()
-        progress.ok += record.outcome == Outcome.OK
-        progress.failed += record.outcome == Outcome.FAILED
-        progress.cancelled += record.outcome == Outcome.CANCELLED
-        progress.output_tokens += record.output_tokens
+        self._records.add(active.record(t_done_s, outcome))
 
     # ---- requests
 
     async def _request(
-        self, session: aiohttp.ClientSession, active: _Active, number: int, call: Call, t_intended_s: float
+        self, session: aiohttp.ClientSession, active: Active, number: int, call: Call, t_intended_s: float
     ) -> tuple[Reply, RequestRecord]:
         """Send one call and read its answer; whatever happens, there is a record of it."""
         endpoint = self._endpoint
@@ -425,7 +437,7 @@ class Driver:
     async def _exchange(
         self,
         session: aiohttp.ClientSession,
-        active: _Active,
+        active: Active,
         stage: str,
         body: Mapping[str, Any],
         exchange: "_Exchange",
@@ -470,12 +482,11 @@ class Driver:
             self._lost_samples += 1
 
     def _known(self, clients: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-        meters = ("service", "extend_tokens", "output_tokens", "waiting", "running", "backlog")
         found = {}
         for client in self._clients:
             account = clients.get(client.name + self._tag)
             if account is not None:
-                found[client.name] = {meter: account[meter] for meter in meters if meter in account}
+                found[client.name] = {meter: account[meter] for meter in METERS if meter in account}
         return found
 
 

@@ -28,7 +28,7 @@ from workloads import driver
 from workloads.clients import Client
 from workloads.driver import Plan
 from workloads.programs import Call, Execution, Outcome, Ready, Reply
-from workloads.records import End, Manifest, ProgramRecord, Records, RequestRecord, Run, Sample
+from workloads.records import End, Manifest, Records, RequestRecord, Run, Sample
 from workloads.simulation.site import Site
 
 PROGRESS_S = 1.0
@@ -52,9 +52,6 @@ recorded at even times, so service is exact at each of these."""
 
 REFUSING = ("rpm",)
 """Policies that refuse requests; else it is the engine that cannot take one."""
-
-METERS = ("service", "extend_tokens", "output_tokens", "waiting", "running", "backlog")
-"""What a sample has of each client."""
 
 _BLOCK_BITS = 40
 """No replica caches so many blocks in a run that it takes more to number them."""
@@ -125,15 +122,10 @@ def simulate(
 
 
 @dataclass(slots=True, eq=False)
-class _Active:
-    """One program under way; its requests go through router number `router`."""
+class _Active(driver.Active):
+    """Its requests go through router number `router`."""
 
-    client: Client
-    index: int
-    t_intended_s: float
-    execution: Execution
-    router: int
-    failed: int = 0
+    router: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -236,20 +228,13 @@ class Simulation:
 
     def _schedule_arrivals(self) -> None:
         plan = self._plan
-        due = sorted(
-            (time_s, order, index)
-            for order, client in enumerate(self._clients)
-            if client.name not in plan.at_once
-            for index, time_s in enumerate(
-                client.arrival_times(until_s=plan.duration_s, most=plan.programs_per_client)
-            )
-        )
+        due = driver.arrivals(self._clients, plan)
         self.progress.programs_due = len(due)
         for client in self._clients:
             for _ in range(plan.at_once.get(client.name, 0)):
                 self._at(0.0, self._take_place, client)
-        for time_s, order, index in due:
-            self._at(time_s, self._begin, (self._clients[order], index))
+        for time_s, client, index in due:
+            self._at(time_s, self._begin, (client, index))
         last_s = due[-1][0] if due else 0.0
         self._at(last_s if plan.programs_per_client is not None else plan.duration_s, self._close, None)
         self._at(plan.duration_s, self._end_arrivals, None)
@@ -258,7 +243,7 @@ class Simulation:
         client, index = due
         routers = range(len(self.routers))
         [router] = self._ingress.choices(routers, self._site.ingress) if len(routers) > 1 else [0]
-        active = _Active(client, index, self.now_s, Execution(client.program(index)), router)
+        active = _Active(client, index, self.now_s, Execution(client.program(index)), router=router)
         self._active[active] = None
         self._awaited += self._is_awaited(active)
         self._launch(active, active.execution.start())
@@ -314,7 +299,7 @@ class Simulation:
         for flight in self._flights.values():
             self._cancel(flight)
         for active in self._active:
-            self._record_program(active, None, Outcome.CANCELLED)
+            self._records.add(active.record(None, Outcome.CANCELLED))
         self._records.add(End(round(self.now_s, 6)))
 
     def _cancel(self, flight: _Flight) -> None:
@@ -362,7 +347,7 @@ class Simulation:
         """Record the program if it has ended."""
         if active.execution.outcome is not None and active in self._active:
             del self._active[active]
-            self._record_program(active, self.now_s, active.execution.outcome)
+            self._records.add(active.record(self.now_s, active.execution.outcome))
             self.progress.programs_done += 1
             self._awaited -= self._is_awaited(active)
             if active.client.name in self._begun:
@@ -526,12 +511,7 @@ class Simulation:
         error: str | None = None,
     ) -> None:
         active, call, times = flight.active, flight.call, flight.token_times
-        progress = self.progress
-        progress.in_flight -= 1
-        progress.ok += outcome is Outcome.OK
-        progress.failed += outcome is Outcome.FAILED
-        progress.cancelled += outcome is Outcome.CANCELLED
-        progress.output_tokens += output_tokens
+        self.progress.ended(outcome, output_tokens)
         self._records.add(
             RequestRecord(
                 client=active.client.name,
@@ -554,26 +534,13 @@ class Simulation:
             )
         )
 
-    def _record_program(self, active: _Active, t_done_s: float | None, outcome: Outcome) -> None:
-        self._records.add(
-            ProgramRecord(
-                client=active.client.name,
-                program=active.index,
-                t_intended_s=round(active.t_intended_s, 6),
-                t_done_s=None if t_done_s is None else round(t_done_s, 6),
-                requests=active.execution.calls,
-                failed=active.failed,
-                outcome=outcome.value,
-            )
-        )
-
     def _sample(self, count: int) -> None:
         """Ask all replicas, as the driver asks for their `/fair`."""
         for place, replica in enumerate(self.replicas):
             self._advance(place)
             state = replica.queue.status()
             known = {
-                client.name: {meter: account[meter] for meter in METERS}
+                client.name: {meter: account[meter] for meter in driver.METERS}
                 for client in self._clients
                 if (account := state["clients"].get(client.name)) is not None
             }
