@@ -2,9 +2,9 @@
 
 The second testbed is Llama-3.2-3B on A10G, whose pool holds 129,000 tokens beside the model. At most 256 requests
 run at a time and prompts are cut into chunks of 2,048 tokens, as SGLang does by itself on GPUs of 24 GB. Rates are
-given in parts of `CAPACITY`, what one such GPU completes of a burst, start and tail included; the well-behaved
-clients alone ask for less than that. Quanta are as for Figure 7: Q^u is what one program is charged, Q^w four
-times what it is charged in full.
+given in parts of `capacity_per_s`, what one such GPU completes of a burst, start and tail included; the
+well-behaved clients alone ask for less than that. Quanta are smaller GPUs' own, not Figure 7's: Q^u is what one
+program is charged, Q^w four times what it is charged in full.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -19,12 +19,15 @@ from collections.abc import Mapping, Sequence
 from workloads.arrivals import Arrivals, EvenArrivals, GammaArrivals, PhasedArrivals
 from workloads.clients import Client
 from workloads.experiments.contract import Json, Traffic
+from workloads.experiments.senders import traffic
 from workloads.programs import PackedCodec
 from workloads.programs.call import Call, Program, Reply
 from workloads.programs.chat import Chat
 from workloads.programs.judge import Judge
 from workloads.programs.prose import Articles, WordProblems, draw, filler, seeded
 from workloads.programs.tree_of_thought import TreeOfThought
+
+__all__ = ["CHAT", "clients_of", "filler_tokens", "judge", "sender", "tot", "traffic"]
 
 CODEC = PackedCodec()
 
@@ -56,11 +59,6 @@ def sender(
     """One client: a rate in programs a second, or (rate, until so many seconds) one after another."""
     arrivals = [[phase, FOREVER_S] if isinstance(phase, int | float) else list(phase) for phase in phases]
     return {"name": name, "shape": dict(shape), "arrivals": arrivals, "well_behaved": well_behaved}
-
-
-def traffic(name: str, *senders: Mapping[str, Json]) -> Traffic:
-    """These clients together."""
-    return Traffic(name, {"senders": [dict(one) for one in senders]})
 
 
 def clients_of(told: Traffic, seed: str) -> tuple[Client, ...]:
