@@ -163,6 +163,7 @@ class Zygote:
         self._selector.unregister(connection)
         connection.close()
         if pid:
+            os.kill(pid, signal.SIGKILL)  # by its own id: one just forked may not lead a session yet
             _kill_session(pid)
             os.waitpid(pid, 0)
 

@@ -57,6 +57,14 @@ def wait_until(condition: Callable[[], Any], what: str, limit_s: float = STEP_S)
         time.sleep(0.02)
 
 
+def lives(pid: int) -> bool:
+    """Whether a process is there and no zombie, which an orphan stays where process 1 reaps nobody."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 @dataclass
 class Answer:
     """What a client saw of one request."""

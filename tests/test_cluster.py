@@ -50,6 +50,7 @@ from sglang_fair.cluster.restart import RestartRule
 from sglang_fair.cluster.supervisor import StartFailed, Supervisor
 from sglang_fair.core import POLICIES
 from sglang_fair.core.cost import make_cost
+from tests.live import lives
 
 GIGABYTE = 1_000_000_000
 MACHINE = Machine(cores=2, available_bytes=16 * GIGABYTE, gpus=(), cuda_build=False, python="python")
@@ -471,14 +472,6 @@ def supervise(
     return asyncio.run(run())
 
 
-def lives(pid: int) -> bool:
-    """Whether a process is there and no zombie."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 async def until(condition: Callable[[], object], limit_s: float = 10.0) -> None:
     deadline_s = time.monotonic() + limit_s
     while not condition():
@@ -690,7 +683,7 @@ class TestSupervisor:
         ) as supervisor:
             assert supervisor.stdout is not None
             pid = int(supervisor.stdout.readline())
-            assert psutil.pid_exists(pid)
+            assert lives(pid)
             supervisor.kill()
             supervisor.wait()
         deadline_s = time.monotonic() + 10

@@ -30,7 +30,7 @@ from sglang_fair.engines.emulated.clock import GpuClock, in_words, since
 from sglang_fair.engines.emulated.settings import Emulation
 from sglang_fair.sim.answers import answer
 from sglang_fair.sim.cost_model import Fitted, Scaled, make_cost_model, to_json
-from tests.live import Cluster, Replica, wait_until
+from tests.live import Cluster, Replica, lives, wait_until
 
 A100 = Emulation("a100-80g", "llama-3.1-8b")
 EMULATED = ("--engine", "emulated", "--gpu", "a10g", "--model", "llama-3.2-3b")
@@ -254,7 +254,13 @@ def main(argv):
         child.wait()
     return int(argv[1])
 
+def slowly(make_session=os.setsid):
+    time.sleep(0.5)
+    make_session()
+
 replica.main = main
+if "slowly" in sys.argv:
+    os.setsid = slowly
 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
     listener.bind("\\0" + sys.argv[1])
     listener.listen()
@@ -264,8 +270,8 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
 
 
 @contextmanager
-def fake_zygote(name: str) -> Iterator["subprocess.Popen[bytes]"]:
-    with subprocess.Popen([sys.executable, "-c", FAKE_ZYGOTE, name], stdout=subprocess.PIPE) as process:
+def fake_zygote(name: str, *how: str) -> Iterator["subprocess.Popen[bytes]"]:
+    with subprocess.Popen([sys.executable, "-c", FAKE_ZYGOTE, name, *how], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
         try:
@@ -310,24 +316,25 @@ class TestZygote:
             assert os.getsid(grandchild) == first.pid != os.getsid(os.getpid())
             os.kill(first.pid, signal.SIGKILL)
             assert await first.exited() == "killed by SIGKILL"
-            assert not psutil.pid_exists(grandchild) or psutil.Process(grandchild).status() == "zombie"
+            assert not lives(grandchild)
             assert second.running
             await second.stop(asyncio.Event())
-            assert not psutil.pid_exists(second.pid)
+            assert not lives(second.pid)
 
         with fake_zygote(name):
             asyncio.run(killed())
 
-    def test_whoever_asked_is_gone(self) -> None:
+    @pytest.mark.parametrize("how", [(), ("slowly",)], ids=["its session is there", "not yet"])
+    def test_whoever_asked_is_gone(self, how: tuple[str, ...]) -> None:
         name = f"sglang-fair-test/{os.getpid()}/c"
-        with fake_zygote(name), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        with fake_zygote(name, *how), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
             connection.connect(f"\0{name}")
             wanted = {"argv": ["sleeps", "0"], "env": {"SAID": "x"}}
             socket.send_fds(connection, [json.dumps(wanted).encode()], [2])
             pid = json.loads(connection.recv(4096))["pid"]
-            assert psutil.pid_exists(pid)
+            assert lives(pid)
             connection.close()
-            wait_until(lambda: not psutil.pid_exists(pid), "the orphan's end", 10.0)
+            wait_until(lambda: not lives(pid), "the orphan's end", 10.0)
 
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
     def test_a_zygote_that_ends_takes_its_replicas_along(self, number: signal.Signals) -> None:
@@ -338,7 +345,7 @@ class TestZygote:
             await child.saw("child")
             zygote.send_signal(number)
             assert await child.exited() == "killed by SIGKILL"
-            assert not psutil.pid_exists(child.pid) or psutil.Process(child.pid).status() == "zombie"
+            assert not lives(child.pid)
 
         with fake_zygote(name) as zygote:
             asyncio.run(orphaned(zygote))

@@ -39,6 +39,7 @@ from sglang_fair.cluster.ports import Ports, ReplicaPorts, Reservations, choose
 from sglang_fair.cluster.restart import RestartRule
 from sglang_fair.cluster.supervisor import StartFailed, Supervisor
 from sglang_fair.cluster.workers import Workers
+from tests.live import lives
 from tests.site import Seen, eventually, free_port, read, request
 from tests.stand_in import MODEL, Engine, make_tokenizer
 from tests.test_cluster import DIES, MACHINE, SERVES, Record, after, program, until
@@ -307,7 +308,7 @@ def changing(body: Callable[[Changed, str], Awaitable[None]]) -> None:
                 pids = list(supervisor.pids.values())
                 supervisor.stop()
                 assert await asyncio.wait_for(running, 20)
-                assert not any(map(psutil.pid_exists, pids))
+                assert not any(map(lives, pids))
 
     run(main())
 
@@ -322,7 +323,7 @@ def test_an_added_replica_is_kept_and_a_drained_one_is_stopped() -> None:
         assert made.record.deaths == [("r2", "killed by SIGKILL")]
         pid = made.supervisor.pids["r0"]
         assert (await made.drain("r0"))["state"] == "stopped"
-        assert not psutil.pid_exists(pid)
+        assert not lives(pid)
         assert (made.states(), made.freed) == ({"r1": "up", "r2": "up"}, ["r0"])
         [router] = made.supervisor.plan.of("router")
         assert [word[:2] for at, word in enumerate(router.argv) if router.argv[at - 1] == "--worker"] == [
@@ -409,7 +410,7 @@ def test_the_end_of_the_cluster_ends_an_addition() -> None:
         made.supervisor.stop()
         await asyncio.wait([adding])
         assert adding.cancelled() or isinstance(adding.exception(), Refused)
-        await until(lambda: not psutil.pid_exists(pid))
+        await until(lambda: not lives(pid))
         with pytest.raises(StartFailed, match="being stopped"):
             await made.supervisor.add(program("r3", SERVES))
 
