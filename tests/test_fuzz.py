@@ -270,7 +270,7 @@ def test_every_request_is_answered(
     assert answer.status_code in (200, 307, 400, 401, 403, 404, 405, 413, 503)
     if answer.status_code >= 400 and method != "HEAD":
         assert answer.json() if path == "/health" else answer.json()["error"]["message"]
-    assert (http.gateway.in_flight, http.gateway.held_bytes) == (0, 0)
+    assert (http.gateway.places.taken, http.gateway.bytes.taken) == (0, 0)
 
 
 def test_what_is_refused_is_counted(http: Http) -> None:

@@ -588,6 +588,33 @@ def test_beyond_the_bound_requests_are_told_to_come_back(tokenizer: Path) -> Non
     run(body, tokenizer, max_in_flight=1)
 
 
+def test_a_client_that_floods_leaves_room_to_the_others(tokenizer: Path) -> None:
+    async def body(c: Cluster) -> None:
+        async def ask(client: str, **more: str) -> tuple[int, str]:
+            headers = {"x-fair-client": client} if client else {}
+            status, _, answer = await c.post("/v1/completions", COMPLETION | more, headers=headers)
+            return status, "" if status == 200 else json.loads(answer)["error"]["message"]
+
+        c.replicas[0].mode = "endless"
+        flood = [asyncio.create_task(ask("flood")) for _ in range(12)]
+        await eventually(lambda: sum(task.done() for task in flood) == 8, "eight are refused")
+        refused = [task.result() for task in flood if task.done()]
+        assert refused == [(429, "too many requests in flight: 4 of this client")] * 8
+        await eventually(lambda: c.replicas[0].working == 4, "four are at work")
+        c.replicas[0].mode = "ok"
+        assert await asyncio.gather(ask("modest"), ask("meek"), ask("", user="mild")) == [(200, "")] * 3
+        # One that is named in its body is so from there on.
+        assert (await ask("", user="flood"))[0] == 429
+        state = await c.state()
+        assert state["gateway"]["in_flight_by_client"] == {"flood": 4}
+        for task in flood:
+            task.cancel()
+        state = await c.ended(aborted=4, ok=3)
+        assert (state["gateway"]["in_flight"], state["gateway"]["held_bytes"]) == (0, 0)
+
+    run(body, tokenizer, max_in_flight=8)
+
+
 def test_all_bodies_together_are_bounded(tokenizer: Path) -> None:
     async def body(c: Cluster) -> None:
         c.replicas[0].mode = "endless"
@@ -598,7 +625,8 @@ def test_all_bodies_together_are_bounded(tokenizer: Path) -> None:
         assert (status, headers["retry-after"]) == (429, "1")
         assert json.loads(answer)["error"]["code"] == "overloaded"
         c.replicas[0].mode = "ok"
-        assert (await c.post("/v1/completions", COMPLETION))[0] == 200
+        other = {"x-fair-client": "another"}
+        assert (await c.post("/v1/completions", COMPLETION, headers=other))[0] == 200
         first.cancel()
         state = await c.ended(aborted=1, ok=1)
         assert (state["gateway"]["held_bytes"], state["gateway"]["refusals"]) == (0, {"429": 1})

@@ -38,9 +38,9 @@ def parser() -> argparse.ArgumentParser:
     )
     limits = Limits()
     bounds = {
-        "max_in_flight": "requests at a time and process; more get 429",
+        "max_in_flight": "requests at a time and process, half of them for one client alone; more get 429",
         "max_body_bytes": "largest request body",
-        "max_held_bytes": "all bodies in flight together; more get 429",
+        "max_held_bytes": "all bodies in flight together, shared likewise; more get 429",
         "tries": "replicas to try before a request fails",
         "connect_timeout_s": "longest wait for a connection to a replica",
         "idle_timeout_s": "longest silence of a replica or a reader",

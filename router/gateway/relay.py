@@ -53,6 +53,7 @@ class Relay:
         self._kind = kind
         self._client = "-"
         self._worker = "-"
+        self._is_in = False
         self._held_bytes = 0
         self._arrived_s = time.monotonic()
 
@@ -60,30 +61,27 @@ class Relay:
         """Serves the request; returns when its client has an outcome or is gone."""
         gateway = self._gateway
         gateway.counts["requests"] += 1
-        if gateway.in_flight >= gateway.limits.max_in_flight:
-            gateway.counts["refused"] += 1
-            await self._refuse(
-                ApiError(429, "too many requests in flight", code="overloaded", retry_after_s=RETRY_AFTER_S),
-                send,
-            )
-            return
-        gateway.in_flight += 1
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         try:
-            await self._read_and_serve(scope, receive, send)
+            self._enter(header_safe(identify(headers, None, gateway.identity)))
+            await self._read_and_serve(headers, receive, send)
         except ClientGone:
             gateway.counts["left"] += 1
         except ApiError as error:
             gateway.counts["refused" if error.status < 500 else "failed"] += 1
             await self._refuse(error, send)
         finally:
-            gateway.in_flight -= 1
-            gateway.held_bytes -= self._held_bytes
+            self._leave()
 
-    async def _read_and_serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+    async def _read_and_serve(self, headers: Mapping[str, str], receive: Receive, send: Send) -> None:
         raw = await self._read_body(receive, headers)
         call = parse(self._kind, raw, self._gateway.model_name)
-        self._client = header_safe(identify(headers, call.user, self._gateway.identity))
+        if call.user:
+            named = header_safe(identify(headers, call.user, self._gateway.identity))
+            if named != self._client:
+                self._leave()
+                self._enter(named)
+                self._hold(len(raw))
         replica_headers = {"content-type": "application/json", HEADER_CLIENT: self._client}
         replica_headers |= {name: header_safe(headers[name]) for name in PASSED_THROUGH if headers.get(name)}
 
@@ -201,6 +199,21 @@ class Relay:
         except TimeoutError as error:
             raise ApiError(408, "the body did not arrive in time", code="body_timeout") from error
 
+    def _enter(self, client: str) -> None:
+        """The request is `client`'s, and one more in flight. Raises `ApiError` when its share is taken."""
+        self._client = client
+        places = self._gateway.places
+        self._is_in = places.take(client)
+        if not self._is_in:
+            raise _full(f"too many requests in flight: {places.held(client)} of this client")
+
+    def _leave(self) -> None:
+        gateway = self._gateway
+        if self._is_in:
+            gateway.places.give(self._client)
+        gateway.bytes.give(self._client, self._held_bytes)
+        self._is_in, self._held_bytes = False, 0
+
     def _hold(self, size: int) -> None:
         """This request's body is at least `size` bytes long. Raises `ApiError` when that is too much."""
         gateway = self._gateway
@@ -209,11 +222,9 @@ class Relay:
                 413, f"the body is larger than {gateway.limits.max_body_bytes} bytes", code="body_too_large"
             )
         more = max(0, size - self._held_bytes)
-        if gateway.held_bytes + more > gateway.limits.max_held_bytes:
-            raise ApiError(
-                429, "too many bytes of requests in flight", code="overloaded", retry_after_s=RETRY_AFTER_S
-            )
-        gateway.held_bytes += more
+        if not gateway.bytes.take(self._client, more):
+            held = gateway.bytes.held(self._client)
+            raise _full(f"too many bytes of requests in flight: {held} of this client")
         self._held_bytes += more
 
     async def _refuse(self, error: ApiError, send: Send) -> None:
@@ -233,6 +244,10 @@ class Relay:
         headers.append((b"content-length", str(len(body)).encode()))
         await send({"type": "http.response.start", "status": error.status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
+
+
+def _full(what: str) -> ApiError:
+    return ApiError(429, what, code="overloaded", retry_after_s=RETRY_AFTER_S)
 
 
 def _refusal(answer: Refuse) -> ApiError:

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 from urllib.parse import quote
 
@@ -20,6 +19,7 @@ from router.gateway.connections import Connections
 from router.gateway.fleet import Fleet
 from router.gateway.health import Health
 from router.gateway.link import Link, RouterGone
+from router.gateway.room import Room
 from router.gateway.sampling import Kind
 from router.gateway.tokens import Tokens
 from sglang_fair.core.identity import DEFAULT_ORDER, bounded
@@ -38,15 +38,19 @@ less costs more than it saves: the thread has to wait for the interpreter twice.
 MAX_ROUTED_TOKENS = 1 << 22
 """Tokens told to the router; beyond them a prompt is counted and compared no further."""
 
+LISTED_CLIENTS = 10
+"""Of those with most requests in flight so many are shown."""
+
 
 @dataclass(frozen=True)
 class Limits:
     """What bounds a gateway."""
 
-    max_in_flight: int = 2048
+    max_in_flight: int = 4096
+    """Requests at a time, shared by the clients as `room` says."""
     max_body_bytes: int = 16 << 20
     max_held_bytes: int = 512 << 20
-    """Of all bodies that are being read or served."""
+    """Of all bodies that are being read or served; shared likewise."""
     tries: int = 3
     connect_timeout_s: float = 2.0
     idle_timeout_s: float = 600.0
@@ -76,8 +80,8 @@ class Gateway:
         self.health = Health(limits.health_timeout_s, lambda: self.fleet.workers, self._tell_health)
         self.limits = limits
         self.identity = identity
-        self.in_flight = 0
-        self.held_bytes = 0
+        self.places = Room(limits.max_in_flight)
+        self.bytes = Room(limits.max_held_bytes)
         self.counts = dict.fromkeys(
             ("requests", "retried", "resumed", "placed in fallback", "failed", "left", "refused"), 0
         )
@@ -166,8 +170,9 @@ class Gateway:
     def state(self) -> dict[str, object]:
         """What this process counts."""
         return {
-            "in_flight": self.in_flight,
-            "held_bytes": self.held_bytes,
+            "in_flight": self.places.taken,
+            "in_flight_by_client": self.places.most(LISTED_CLIENTS),
+            "held_bytes": self.bytes.taken,
             "workers": len(self.fleet.workers),
             "sick": self.health.sick(),
             "refusals": {str(status): count for status, count in sorted(self.refusals.items())},
@@ -201,7 +206,6 @@ class Gateway:
             log.info("request %s could not be cancelled at %s: %s", rid, url, why(error))
 
 
-@lru_cache(maxsize=4096)
 def header_safe(name: str) -> str:
     """`name` as it can stand in a header, so that router and replica know a client by one name.
 
