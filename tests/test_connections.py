@@ -225,6 +225,64 @@ def test_nobody_listens() -> None:
     run(sends(b""), body)
 
 
+def test_giving_up_ends_an_attempt_to_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, not when the attempt ends by itself."""
+
+    async def body(connections: Connections, url: str) -> None:
+        begun = asyncio.Event()
+
+        async def never(*_: object, **__: object) -> None:
+            begun.set()
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(asyncio.get_running_loop().__class__, "create_connection", never)
+        connections.connect_timeout_s = 3600.0
+        asking = connections.post(url, "/", HEADERS, b"")
+        entering = asyncio.create_task(asking.__aenter__())
+        await begun.wait()
+        for _ in range(2):
+            asking.give_up(Broken("it is down"))
+        with pytest.raises(Broken, match="it is down"):
+            await entering
+        monkeypatch.undo()
+        assert (await ask(connections, url))[2] == b"ok"
+
+    run(sends(response(b"ok")), body)
+
+
+def test_giving_up_as_the_connection_is_made_sends_nothing() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        assert not await reader.read()
+
+    async def body(connections: Connections, url: str) -> None:
+        asking = connections.post(url, "/", HEADERS, b"")
+        connect = connections.connect
+
+        async def made(origin: object) -> Connection:
+            found = await connect(origin)  # type: ignore[arg-type]
+            asking.give_up(Broken("it is down"))
+            return found
+
+        connections.connect = made  # type: ignore[assignment, method-assign]
+        with pytest.raises(Broken, match="it is down"):
+            await asking.__aenter__()
+
+    run(serve, body)
+
+
+def test_an_attempt_to_connect_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(*_: object, **__: object) -> None:
+        await asyncio.Event().wait()
+
+    async def body(connections: Connections, url: str) -> None:
+        monkeypatch.setattr(asyncio.get_running_loop().__class__, "create_connection", never)
+        connections.connect_timeout_s = 0.05
+        with pytest.raises(TimeoutError, match=r"no connection within 0\.05 s"):
+            await ask(connections, url)
+
+    run(sends(b""), body)
+
+
 def test_an_answer_that_is_not_read_to_its_end_costs_its_connection() -> None:
     ended = asyncio.Event()
 

@@ -215,6 +215,7 @@ class Asking:
         self._connections = connections
         self._origin = origin
         self._request = request
+        self._connecting: asyncio.Timeout | None = None
         self._connection: Connection | None = None
         self._error: Exception | None = None
 
@@ -223,10 +224,12 @@ class Asking:
         self._error = error
         if self._connection is not None:
             self._connection.fail(error)
+        elif self._connecting is not None and not self._connecting.expired():
+            self._connecting.reschedule(0.0)
 
     async def __aenter__(self) -> Connection:
         """Raises `NotConnected`, `Broken`, TimeoutError."""
-        self._connection = found = await self._connections.take(self._origin)
+        self._connection = found = self._connections.take(self._origin) or await self._connect()
         try:
             if self._error is not None:
                 raise self._error
@@ -235,6 +238,14 @@ class Asking:
             found.close()
             raise
         return found
+
+    async def _connect(self) -> Connection:
+        limit_s = self._connections.connect_timeout_s
+        try:
+            async with asyncio.timeout(limit_s) as self._connecting:
+                return await self._connections.connect(self._origin)
+        except TimeoutError:
+            raise self._error or TimeoutError(f"no connection within {limit_s:g} s") from None
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -248,7 +259,7 @@ class Connections:
 
     def __init__(self, connect_timeout_s: float, idle_timeout_s: float) -> None:
         """`idle_timeout_s` bounds a replica's silence while it is asked."""
-        self._connect_timeout_s = connect_timeout_s
+        self.connect_timeout_s = connect_timeout_s
         self._idle_timeout_s = idle_timeout_s
         self._idle: dict[Origin, list[Connection]] = {}
         self._origins: dict[str, tuple[Origin, bytes]] = {}
@@ -264,24 +275,25 @@ class Connections:
         head = f" HTTP/1.1\r\nhost: {origin.name}\r\n{lines}content-length: {len(body)}\r\n\r\n"
         return Asking(self, origin, b"".join((b"POST ", prefix, path.encode(), head.encode(), body)))
 
-    async def take(self, origin: Origin) -> Connection:
-        """An idle connection, or a new one. Raises `NotConnected` and TimeoutError."""
-        loop, idle = asyncio.get_running_loop(), self._idle.get(origin)
+    def take(self, origin: Origin) -> Connection | None:
+        """An idle connection, where there is one."""
+        now_s, idle = asyncio.get_running_loop().time(), self._idle.get(origin)
         while idle:
             found = idle.pop()
-            if found.is_reusable and loop.time() - found.idle_since_s < KEEP_S:
+            if found.is_reusable and now_s - found.idle_since_s < KEEP_S:
                 return found
             found.close()
+        return None
+
+    async def connect(self, origin: Origin) -> Connection:
+        """A new connection. Raises `NotConnected`."""
         try:
-            async with asyncio.timeout(self._connect_timeout_s):
-                _, made = await loop.create_connection(
-                    lambda: Connection(self._idle_timeout_s),
-                    origin.host,
-                    origin.port,
-                    ssl=True if origin.is_secure else None,
-                )
-        except TimeoutError:
-            raise TimeoutError(f"no connection within {self._connect_timeout_s:g} s") from None
+            _, made = await asyncio.get_running_loop().create_connection(
+                lambda: Connection(self._idle_timeout_s),
+                origin.host,
+                origin.port,
+                ssl=True if origin.is_secure else None,
+            )
         except OSError as error:
             raise NotConnected(str(error)) from error
         return made
