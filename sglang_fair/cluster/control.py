@@ -27,6 +27,8 @@ Handle = Callable[[dict[str, Any], Say], Awaitable[dict[str, Any]]]
 
 MAX_LINE_BYTES = 1 << 16
 MAX_PEERS = 16
+ASKED_S = 10.0
+"""Longest wait for a peer's line: whoever connects and says nothing takes the place of another."""
 
 
 class Refused(RuntimeError):
@@ -87,7 +89,9 @@ class Control:
             if self._peers > MAX_PEERS:
                 write({"error": "too many requests at a time"})
                 return
-            asked = json.loads(await reader.readline())
+            async with asyncio.timeout(ASKED_S):
+                line = await reader.readline()
+            asked = json.loads(line)
             if not isinstance(asked, dict):
                 raise ValueError("not an object")
             work = asyncio.create_task(self._work(asked, write))
@@ -98,6 +102,10 @@ class Control:
                 write({"error": f"{type(error).__name__}: {error}"})
         except ValueError as wrong:  # no JSON, or a line without end
             write({"error": f"not a request: {wrong}"})
+        except TimeoutError:
+            write({"error": f"not a request: nothing came for {ASKED_S:g} s"})
+        except OSError:  # the peer has gone
+            pass
         finally:
             self._peers -= 1
             with contextlib.suppress(OSError):

@@ -123,13 +123,15 @@ class Workers:
         return row
 
     async def _drained(self, worker: Worker, say: Say) -> None:
-        """Returns when the router has let go of the worker and it has nothing left to do."""
+        """Returns when the router has let go of the worker and it has nothing left to do, or it has died."""
         said = None
         while True:
             known = await router_workers(self._router)
             if known is not None and worker.name not in known:
                 break
-            if known is not None and known[worker.name].get("state") != "draining":
+            if known is not None and self._supervisor.state(worker.name) != "up":
+                self._link.down(worker)  # nobody else says so: it is not kept any more
+            elif known is not None and known[worker.name].get("state") != "draining":
                 self._link.drain(worker)
             waits = "no router answers" if known is None else _has_left(known[worker.name])
             if waits != said:
