@@ -14,6 +14,8 @@ next one; an engine that does not schedule ahead adds it to each step under load
 
 The file that is written has the coefficients, how far the model is from what was measured, and the
 measurements. `--cost-model FILE` of a simulation, or of an emulated cluster, reads it.
+
+Exit code 0, 1 if the replica could not be measured, 2 for bad input, 130 after Ctrl-C.
 """
 
 import argparse
@@ -186,9 +188,13 @@ class Replica:
                     raise CalibrationError(
                         f"{self._url}/server_info: HTTP {response.status}; is it an SGLang server?"
                     )
-                info: Mapping[str, Any] = await response.json()
-        except aiohttp.ClientError as error:
-            raise CalibrationError(f"cannot reach {self._url}: {error}") from None
+                info = json.loads(await response.read())
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise CalibrationError(f"cannot reach {self._url}: {str(error) or 'no answer'}") from None
+        except ValueError:
+            info = None
+        if not isinstance(info, dict):
+            raise CalibrationError(f"{self._url}/server_info is no JSON object; is it an SGLang server?")
         self.limits = Limits.of_server(info)
         await self.generate([self.prompt(self.limits.page_tokens + 1)], 2)  # whatever happens only once
         self._plug_tokens = await self._find_plug()
@@ -221,9 +227,10 @@ class Replica:
                             raise CalibrationError(f"{self._url} ended a request: {event['error']}")
                         told[event.get("index", 0)] = event["meta_info"]
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise CalibrationError(
-                f"{self._url} failed during the measurement: {error or 'timed out'}"
-            ) from None
+            said = str(error) or "timed out"
+            raise CalibrationError(f"{self._url} failed during the measurement: {said}") from None
+        except (ValueError, LookupError, TypeError) as error:
+            raise CalibrationError(f"{self._url} does not answer as SGLang does: {error!r}") from None
         if len(told) < len(prompts):
             raise CalibrationError(f"{self._url} answered {len(told)} of {len(prompts)} requests")
         return [told[place] for place in range(len(prompts))], time.monotonic()
@@ -252,9 +259,13 @@ class Replica:
         """What the batch's requests computed and found cached, and its time behind a plug."""
         prompts = [[*prefix, *self.prompt(cell.extend_tokens)] for prefix in prefixes]
         plug = asyncio.create_task(self.generate([self.prompt(self._plug_tokens)], 1))
-        await asyncio.sleep(PLUG_S / 10)
-        answers, done_s = await self.generate(prompts, 1 + cell.steps)
-        _, plugged_s = await plug
+        try:
+            await asyncio.sleep(PLUG_S / 10)
+            answers, done_s = await self.generate(prompts, 1 + cell.steps)
+            _, plugged_s = await plug
+        finally:
+            plug.cancel()
+            await asyncio.gather(plug, return_exceptions=True)
         extends = tuple(
             (answer["prompt_tokens"] - answer["cached_tokens"], answer["cached_tokens"]) for answer in answers
         )
@@ -396,6 +407,16 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def check(options: argparse.Namespace) -> None:
+    """Raises ValueError for what cannot be meant, before minutes of measuring."""
+    if not options.url.startswith(("http://", "https://")):
+        raise ValueError(f"the URL must begin with http:// or https://, not be {options.url!r}")
+    if options.context < SHORTEST_TOKENS:
+        raise ValueError(f"--context must be at least {SHORTEST_TOKENS} tokens, not {options.context}")
+    if not options.out.parent.is_dir():
+        raise ValueError(f"--out: there is no folder {options.out.parent}")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(sys.argv[1:] if arguments is None else arguments)
 
@@ -403,12 +424,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(text, file=sys.stderr, flush=True)
 
     try:
-        if not options.url.startswith(("http://", "https://")):
-            raise CalibrationError(f"the URL must begin with http:// or https://, not be {options.url!r}")
-        if options.context < SHORTEST_TOKENS:
-            raise CalibrationError(
-                f"--context must be at least {SHORTEST_TOKENS} tokens, not {options.context}"
-            )
+        check(options)
         found = asyncio.run(
             calibrate(
                 options.url,
@@ -419,9 +435,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         )
         options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    except (CalibrationError, OSError) as error:
+    except (CalibrationError, OSError, ValueError) as error:
         say(f"sglang-fair calibrate: {error}")
-        return 1
+        return 2 if isinstance(error, ValueError) else 1
     except KeyboardInterrupt:
         return 130
     say(summary(found))

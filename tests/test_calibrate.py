@@ -5,8 +5,11 @@ import json
 from dataclasses import astuple, fields
 from random import Random
 
+import aiohttp
 import numpy as np
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -146,20 +149,85 @@ def test_limits_are_what_the_server_tells():
 
 
 @pytest.mark.parametrize(
-    ("url", "says"),
-    [("localhost:1", "must begin with http://"), ("http://127.0.0.1:1", "cannot reach http://127.0.0.1:1")],
+    ("given", "status", "says"),
+    [
+        (["localhost:1"], 2, "must begin with http://"),
+        (["http://127.0.0.1:1", "--context", "100"], 2, "--context must be at least 512 tokens"),
+        (["http://127.0.0.1:1", "--out", "no/such/folder/x.json"], 2, "there is no folder no/such/folder"),
+        (["http://127.0.0.1:1"], 1, "cannot reach http://127.0.0.1:1"),
+    ],
 )
-def test_errors_are_one_line(url, says, capsys, tmp_path):
-    assert calibrate.main([url, "--out", str(tmp_path / "none.json")]) == 1
+def test_errors_are_one_line(given, status, says, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert calibrate.main(given) == status
     said = capsys.readouterr().err
     assert says in said
     assert said.count("\n") == 1
-    assert not (tmp_path / "none.json").exists()
+    assert not list(tmp_path.iterdir())
 
 
-def test_a_context_too_short_to_measure_is_refused(capsys):
-    assert calibrate.main(["http://127.0.0.1:1", "--context", "100"]) == 1
-    assert "--context must be at least 512 tokens" in capsys.readouterr().err
+def measured_on(handlers, *, timeout_s=10.0):
+    """Connects to a server with these handlers and measures one batch; a plug that is left running is an error."""
+
+    async def main():
+        app = web.Application()
+        for path, handler in handlers.items():
+            app.router.add_route("*", path, handler)
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        async with TestServer(app) as server, aiohttp.ClientSession(timeout=timeout) as session:
+            replica = calibrate.Replica(session, str(server.make_url("")), Random(0))
+            try:
+                await replica.connect()
+                await replica.measure(Cell(1, 16), 1)
+            finally:
+                assert not [task for task in asyncio.all_tasks() if "generate" in repr(task.get_coro())]
+
+    asyncio.run(main())
+
+
+async def silent(_):
+    await asyncio.sleep(3600)
+
+
+async def html(_):
+    return web.Response(text="data: {no JSON", content_type="text/html")
+
+
+async def empty(_):
+    return web.json_response({})
+
+
+@pytest.mark.parametrize(
+    ("handlers", "says"),
+    [
+        ({"/server_info": silent}, "cannot reach http://[^ ]*: no answer"),
+        ({}, "HTTP 404; is it an SGLang server"),
+        ({"/server_info": html}, "is no JSON object"),
+        ({"/server_info": empty, "/generate": silent}, "failed during the measurement: timed out"),
+        ({"/server_info": empty, "/generate": html}, "does not answer as SGLang does"),
+    ],
+)
+def test_what_is_no_replica_is_named_in_one_line(handlers, says):
+    with pytest.raises(calibrate.CalibrationError, match=says) as raised:
+        measured_on(handlers, timeout_s=0.2)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_refused_batch_leaves_no_plug_behind():
+    asked = []
+
+    async def generate(request):
+        asked.append(await request.json())
+        if len(asked) == 3:
+            await silent(request)
+        if len(asked) == 4:
+            return web.Response(status=503, text="too much")
+        told = {"index": 0, "meta_info": {"prompt_tokens": 1, "cached_tokens": 0}}
+        return web.Response(text=f"data: {json.dumps(told)}\n\n")
+
+    with pytest.raises(calibrate.CalibrationError, match="HTTP 503: too much"):
+        measured_on({"/server_info": empty, "/generate": generate})
+    assert len(asked) == 4
 
 
 @pytest.mark.engine
