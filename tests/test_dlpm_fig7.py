@@ -4,8 +4,17 @@ import pytest
 
 from workloads.clients import SCENARIOS, Scale
 from workloads.driver import Plan
-from workloads.experiments.contract import Cell, Result, Traffic
-from workloads.experiments.dlpm_fig7 import Figure7, Grid, Ratio, told, up_to
+from workloads.experiments.contract import Cell, Claim, Result, Traffic
+from workloads.experiments.dlpm_fig7 import (
+    Figure7,
+    Grid,
+    Ratio,
+    _fairness,
+    _latency,
+    _throughput,
+    told,
+    up_to,
+)
 from workloads.experiments.dlpm_fig7_setting import KINDS, imbalance, is_cut, shown_latency
 from workloads.programs import PackedCodec
 from workloads.records import Manifest, RequestRecord, Run
@@ -69,17 +78,38 @@ def test_a_latency_that_was_cut_off_stays_a_lower_bound():
         "up to more than 4.00× (S1 tree of thoughts, D = 1), mean 2.75×, below 1 at 0 of 2 points"
     )
     assert grid.latencies("preble") == []
+    assert grid.latencies("d2lpm", under="rr") == [Ratio(("tot-s1", 1), 6 / 9)], (
+        "over a cut one there is none"
+    )
+    assert (
+        "1 are not known: D2LPM's own run was cut off" in latency_claim(ours | {"p50_cut": True}, known).ours
+    )
+    assert "not known" not in latency_claim(ours, known).ours
+
+
+def latency_claim(ours: dict[str, object], others: dict[str, object]) -> Claim:
+    """Under RR+LPM, of one point."""
+    cells = {"tot-s1-d1-d2lpm": ours, "tot-s1-d1-rr": others}
+    claims = _latency(Grid({name: result(name, [run]) for name, run in cells.items()}))
+    return next(claim for claim in claims if "RR+LPM" in claim.text)
 
 
 @pytest.mark.parametrize(
-    ("values", "verdict"),
+    ("values", "mean", "verdict"),
     [
-        ((3.0, 1.0), "yes"),
-        ((3.0, 0.1, 0.1, 0.1), "partly"),
-        ((2.9, 1.5), "partly"),
-        ((1.2, 1.1), "no"),
-        ((), "no"),
+        ((3.0, 1.0), None, "yes"),
+        ((3.0, 1.0), 2.6, "yes"),
+        ((3.0, 1.0), 2.7, "partly"),
+        ((3.0, 0.1, 0.1, 0.1), None, "no"),
+        ((2.9, 1.5), None, "partly"),
+        ((1.2, 1.1), None, "no"),
+        ((), None, "no"),
     ],
 )
-def test_up_to_a_paper_s_number_holds_near_it(values, verdict):
-    assert up_to([Ratio(("tot-s1", 1), value) for value in values], 4.0) == verdict
+def test_up_to_a_paper_s_number_holds_near_it(values, mean, verdict):
+    assert up_to([Ratio(("tot-s1", 1), value) for value in values], 4.0, mean) == verdict
+
+
+def test_nothing_holds_of_no_points():
+    grid = Grid({})
+    assert {claim.holds for claim in [*_throughput(grid), *_fairness(grid), *_latency(grid)]} == {"no"}

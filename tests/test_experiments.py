@@ -9,9 +9,21 @@ import pytest
 
 from tests.odd_experiments import Odd
 from workloads.driver import Plan
-from workloads.experiments import EXPERIMENTS, results, runner, store, style
+from workloads.experiments import EXPERIMENTS, curves, results, runner, store, style, vtc_setting
 from workloads.experiments.command import chosen, main, on_page
-from workloads.experiments.contract import SIZES, Cell, Result, Table, Traffic, shown, verdict
+from workloads.experiments.contract import (
+    SIZES,
+    Cell,
+    Claim,
+    Report,
+    Result,
+    Table,
+    Traffic,
+    medians,
+    shown,
+    verdict,
+)
+from workloads.experiments.dlpm_table2 import WORKLOADS, Table2
 from workloads.experiments.runner import Failed, Made
 from workloads.experiments.senders import clients_of, even, on_off, poisson, sender, traffic, unique_prompt
 from workloads.simulation import Site
@@ -33,7 +45,7 @@ def test_cells_are_unique_and_survive_json(experiment, size):
     for cell in cells:
         told = json.loads(json.dumps(cell.to_json()))
         assert told == cell.to_json()
-        assert Cell.from_json(told, cell.seeds) == cell
+        assert Site.from_json(told["site"]) == cell.site
 
 
 @ALL
@@ -56,8 +68,6 @@ def test_a_cell_has_a_name_for_a_file_and_seeds_that_differ():
         Cell("../vtc", Site(), Traffic("t"), Plan(1.0))
     with pytest.raises(ValueError, match="seeds"):
         Cell("vtc", Site(), Traffic("t"), Plan(1.0), ("0", "0"))
-    with pytest.raises(ValueError, match="not a cell"):
-        Cell.from_json({"name": "vtc"})
 
 
 def test_a_result_has_medians_and_ranges_over_seeds():
@@ -69,8 +79,33 @@ def test_a_result_has_medians_and_ranges_over_seeds():
     assert result.median("a/b") == 2.0
     assert result.shown("a/b") == "2 (1 to 3)"
     assert result.median("a/c") is None
-    with pytest.raises(ValueError, match="no run has a/c"):
-        result.number("a/c")
+    for path, known in (("a/b", 2), ("a/c", 0)):
+        with pytest.raises(ValueError, match=f"{known} of 3 runs have {path}"):
+            result.number(path)
+    table = medians("t", "what", {"b, s": "a/b", "c": "a/c"}, {"one": result, "two": result})
+    assert table.columns == ("what", "b, s", "c")
+    assert table.rows == [("one", "2 (1 to 3)", "–"), ("two", "2 (1 to 3)", "–")]
+
+
+def test_a_curve_without_values_has_no_numbers():
+    line = [0.0, 1.0, 2.0, 3.0], [None, 2.0, 4.0, None]
+    assert curves.between(line) == [2.0, 4.0]
+    assert (curves.average(line), curves.largest(line, 0.0, 1.0), curves.variation(line)) == (3.0, 2.0, 1 / 3)
+    for number in (curves.average, curves.largest, curves.variation):
+        with pytest.raises(ValueError, match="no value from 3 to 9"):
+            number(line, 3.0, 9.0)
+    with pytest.raises(ValueError, match="mean of a curve is 0"):
+        curves.variation(([0.0], [0.0]))
+
+
+def test_rates_that_nobody_has_are_not_equal():
+    cell = Cell("vtc", Site(), Traffic("t"), Plan(1.0))
+    rates = {"a": [3.0, 1.0, None], "b": [1.0, 1.0, 1.0]}
+    result = Result(cell, [{"curves": {"times_s": [60.0, 70.0, 80.0], "rate": rates}}])
+    assert vtc_setting.largest_gap(result, "a", "b") == 1.0
+    assert vtc_setting.largest_gap(result, "a", "b", since_s=61.0) == 0.0
+    with pytest.raises(ValueError, match="no value"):
+        vtc_setting.largest_gap(result, "a", "b", since_s=71.0)
 
 
 def test_numbers_and_verdicts_for_people():
@@ -119,6 +154,15 @@ def test_a_prompt_is_like_no_other():
     assert len(prompts) == 80
     assert {len(prompt) for prompt in prompts} == {64}
     assert unique_prompt("0", "a", 3, 16) == unique_prompt("0", "a", 3, 16)
+
+
+@pytest.mark.parametrize("name", ["qa", "tot", "judge"])
+def test_programs_are_as_long_as_those_of_the_papers_table(name):
+    paper = WORKLOADS[name]
+    [cell] = [cell for cell in Table2().cells("full") if cell.name == name]
+    found = Table2().run(cell, "0").values
+    assert found["common_tokens"] == pytest.approx(paper.prefix_tokens, rel=0.05)
+    assert found["output_tokens"] == pytest.approx(paper.output_tokens, rel=0.05)
 
 
 # ---- the runner
@@ -253,6 +297,17 @@ def test_a_record_of_another_form_of_its_cell_is_not_reported(tmp_path):
     assert "Not complete: without a, b." in results.page(records_of(tmp_path), {"odd": later})
 
 
+def test_a_report_that_fails_is_named_and_the_others_are_made(tmp_path):
+    records = records_of(tmp_path)
+    records += [replace(record, experiment="other", measured={"y": None}) for record in records]
+    told = results.reports(records, {"odd": Odd(CELLS), "other": Odd(CELLS)})
+    assert told[0].report is not None
+    assert (told[1].report, told[1].error) == (None, "ValueError: cell a: 0 of 1 runs have y")
+    page = results.page(records, {"odd": Odd(CELLS), "other": Odd(CELLS)})
+    assert "No report: ValueError: cell a: 0 of 1 runs have y." in page
+    assert "The sum is 6" in page
+
+
 def test_quick_and_full_records_are_not_mixed(tmp_path):
     records = records_of(tmp_path)
     with pytest.raises(ValueError, match="quick and full"):
@@ -315,6 +370,32 @@ def test_the_command_ends_with_1_after_a_failure(tmp_path, capsys):
     odd = {"odd": Odd([("a", {"x": 1}), ("b", {"fails": True})])}
     assert main(["odd", "--quick", "--jobs", "0", "--out", str(tmp_path)], experiments=odd) == 1
     assert "reproduce: odd b: RuntimeError: it is broken" in capsys.readouterr().err
+
+
+class Nobody(Odd):
+    """Its report fails, or claims what does not hold and does not say why."""
+
+    def __init__(self, fails):
+        super().__init__(CELLS)
+        self.fails = fails
+
+    def report(self, given):
+        if self.fails:
+            raise KeyError("gone")
+        return Report([Claim("All is well", "yes", "no", "no")])
+
+
+@pytest.mark.parametrize(
+    ("fails", "says"), [(True, "odd: No report: KeyError: 'gone'"), (False, "nobody says why this does not")]
+)
+def test_what_is_not_explained_is_not_published(fails, says, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs").mkdir()
+    odd = {"odd": Nobody(fails)}
+    assert main(["odd", "--jobs", "0"], experiments=odd) == (1 if fails else 0)
+    assert main(["odd", "--jobs", "0", "--publish"], experiments=odd) == 2
+    assert says in capsys.readouterr().err
+    assert not list((tmp_path / "docs").iterdir())
 
 
 @pytest.mark.parametrize("given", [[], ["nothing"], ["all", "--publish", "--quick"], ["all", "--jobs", "-1"]])

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure as MatplotlibFigure
 from sglang_fair.sim.cost_model import Fitted, Scaled, to_json
 from workloads.clients import SCENARIOS, SMALL
 from workloads.driver import Plan
-from workloads.experiments.contract import Cell, Result
+from workloads.experiments.contract import Result
 from workloads.experiments.validation import (
     BENCH,
     CURVE_POINTS,
@@ -20,7 +20,7 @@ from workloads.experiments.validation import (
     numbers,
 )
 from workloads.programs import PackedCodec
-from workloads.simulation import simulate
+from workloads.simulation import Site, simulate
 
 MODEL = Fitted(0.009, 3e-5, 2e-8, 2e-4, 0.005, 8e-5, 6e-7, 5e-6)
 
@@ -74,7 +74,18 @@ def test_curves_end_with_what_was_received(runs):
 @pytest.mark.parametrize("size", ["quick", "full"])
 def test_cells_survive_json(size):
     for cell in Validation().cells(size):
-        assert Cell.from_json(json.loads(json.dumps(cell.to_json()))) == cell
+        told = json.loads(json.dumps(cell.to_json()))
+        assert told == cell.to_json()
+        assert Site.from_json(told["site"]) == cell.site
+
+
+def test_what_an_engine_does_not_tell_is_no_agreement(runs, told):
+    nothing = {"numbers": dict.fromkeys(told["real"]["numbers"]), "curves": {"a": [0.0], "b": [0.0]}}
+    assert set(deviation([nothing], nothing).values()) == {None}
+    record = {"calibration": None, "workloads": {"judge-s1": compared(("real", "simulated"), runs)}}
+    record["workloads"]["judge-s1"]["simulated"]["deviation"]["hit_rate"] = None
+    with pytest.raises(ValueError, match="1 of 1 deviations of hit_rate are not known"):
+        Validation().report({"bench": Result(Validation().cells("quick")[0], [record])})
 
 
 def test_the_report_names_the_worst(runs, told):

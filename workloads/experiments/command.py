@@ -86,7 +86,8 @@ def main(
     experiments: Mapping[str, Experiment] = EXPERIMENTS,
     carry_out: CarryOut | None = None,
 ) -> int:
-    """The command. Status 0 when all cells have records, 1 when one failed, 2 for bad input, 130 after Ctrl-C."""
+    """The command. Status 0 when all cells have records and make a report, 1 when one failed, 2 for bad input, 130
+    after Ctrl-C."""
     given = parse(argv)
     console = Console(width=None if sys.stdout.isatty() else FILE_COLUMNS, highlight=False)
     size: Size = "quick" if given.quick else "full"
@@ -100,7 +101,7 @@ def main(
         mine = chosen(given.ids, experiments)
         how = carry_out or (runner.in_processes(given.jobs) if given.jobs else runner.here(experiments))
         failed = _run(mine, size, folder, how, again=given.again, console=console)
-        _present(mine, size, folder, given, console, experiments)
+        told = _present(mine, size, folder, given, console, experiments)
     except (OSError, ValueError) as error:
         print(f"reproduce: {error}", file=sys.stderr)
         return 2
@@ -111,7 +112,10 @@ def main(
         signal.signal(signal.SIGTERM, previous)
     for job, what in failed:
         print(f"reproduce: {job.name}: {what.error}", file=sys.stderr)
-    return 1 if failed else 0
+    unreported = [one for one in told if one.error]
+    for one in unreported:
+        print(f"reproduce: {one.experiment.id}: {one.lacks}", file=sys.stderr)
+    return 1 if failed or unreported else 0
 
 
 def listing(experiments: Mapping[str, Experiment], folder: Path, size: Size) -> Table:
@@ -185,8 +189,9 @@ def _present(
     given: argparse.Namespace,
     console: Console,
     experiments: Mapping[str, Experiment],
-) -> None:
-    """Claims on the console, plots beside the records; the page and what is published, where asked for."""
+) -> list[results.Reported]:
+    """Claims on the console, plots beside the records; the page and what is published, where asked for. Returns
+    what was reported."""
     told = results.reports(store.read_folder(folder, mine or experiments), mine or experiments)
     for one in told:
         if one.report is not None:
@@ -199,15 +204,20 @@ def _present(
         console.print(f"wrote {given.page}")
     if given.publish:
         publish(told, experiments, console)
+    return told
 
 
 def publish(
     told: Sequence[results.Reported], experiments: Mapping[str, Experiment], console: Console
 ) -> None:
-    """Records of `told` into the documentation, and plots and the page from all records there."""
+    """Records of `told` into the documentation, and plots and the page from all records there. Raises ValueError,
+    before anything is written, where there is no report, or a claim fails and nobody says why."""
     for one in told:
         if one.report is None:
-            raise ValueError(f"{one.experiment.id} is not complete: nothing is published")
+            raise ValueError(f"{one.experiment.id}: {one.lacks} Nothing is published")
+        for claim in one.report.claims:
+            if claim.holds != "yes" and not claim.why:
+                raise ValueError(f"{one.experiment.id}: nobody says why this does not hold: {claim.text}")
     for one in told:
         store.publish(PUBLISHED, one.records)
     records, known = store.read_published(PUBLISHED), on_page(experiments)

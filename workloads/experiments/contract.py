@@ -98,20 +98,6 @@ class Cell:
         del told["seeds"]
         return cast("dict[str, Json]", _plain(told))
 
-    @classmethod
-    def from_json(cls, told: Mapping[str, Json], seeds: Sequence[str] = ("0",)) -> "Cell":
-        """The inverse of `to_json`. Raises ValueError."""
-        try:
-            return cls(
-                told["name"],
-                Site.from_json(told["site"]),
-                Traffic(**told["traffic"]),
-                Plan(**told["plan"]),
-                tuple(seeds),
-            )
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"not a cell: {error!r}") from error
-
 
 @dataclass(frozen=True, slots=True)
 class Measured:
@@ -151,11 +137,11 @@ class Result:
         return median(values) if values else None
 
     def number(self, path: str) -> float:
-        """The median of a number that every run has. Raises ValueError if none does."""
-        found = self.median(path)
-        if found is None:
-            raise ValueError(f"cell {self.cell.name}: no run has {path}")
-        return found
+        """The median of a number that every run has. Raises ValueError if one has not."""
+        values = self.values(path)
+        if not values or len(values) < len(self.runs):
+            raise ValueError(f"cell {self.cell.name}: {len(values)} of {len(self.runs)} runs have {path}")
+        return median(values)
 
     def shown(self, path: str, digits: int = 3) -> str:
         """The median for a table, with the range over seeds where there are several."""
@@ -199,6 +185,16 @@ class Table:
     def __post_init__(self) -> None:
         if any(len(row) != len(self.columns) for row in self.rows):
             raise ValueError(f"table {self.title!r}: a row is not as wide as the head")
+
+
+def medians(title: str, first: str, columns: Mapping[str, str], rows: Mapping[str, Result]) -> Table:
+    """A table of medians over seeds, with the range where there are several. `first` heads the names of `rows`;
+    `columns` are heads, with their units, and where their number is."""
+    return Table(
+        title,
+        (first, *columns),
+        [(name, *(result.shown(path) for path in columns.values())) for name, result in rows.items()],
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """DLPM, Figure 10: what Q^w, the stretch for which a client may stick to a worker, does to throughput and fairness."""
 
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import TYPE_CHECKING
 
 from workloads.clients import Client
@@ -15,7 +16,7 @@ from workloads.experiments.contract import (
     Result,
     Simulated,
     Size,
-    Table,
+    medians,
     verdict,
 )
 from workloads.experiments.dlpm_fig7_setting import SCHEDULERS, observe
@@ -46,25 +47,17 @@ class Figure10(Simulated):
     def cells(self, size: Size) -> Sequence[Cell]:
         full = size == "full"
         replicas, length_s = (REPLICAS, 160.0) if full else (2, 40.0)
-        seeds = ("0", "1", "2") if full else ("0",)
         found = []
         for side in SIDES if full else ("a",):
             sent = trees(replicas, factor=10 if side == "a" else 1)
+            seeds = ("0", "1", "2") if full and side == "a" else ("0",)
             for quantum in (*QUANTA, *LARGER) if full else (QUANTA[0], QUANTA[-1]):
                 quanta = dlpm.TOT3.quanta | {"worker_quantum": float(quantum)}
                 site = dlpm.a10g("d2lpm", replicas, **quanta)
-                found.append(
-                    Cell(
-                        f"{side}.{quantum}",
-                        site,
-                        sent,
-                        dlpm.plan(length_s),
-                        seeds if side == "a" else seeds[:1],
-                    )
-                )
+                found.append(Cell(f"{side}.{quantum}", site, sent, dlpm.plan(length_s), seeds))
             for name in OTHERS:
                 site = dlpm.a10g(name, replicas, **dlpm.TOT3.quanta)
-                found.append(Cell(f"{side}.{name}", site, sent, dlpm.plan(length_s), seeds[:1]))
+                found.append(Cell(f"{side}.{name}", site, sent, dlpm.plan(length_s), seeds))
         return found
 
     def clients(self, cell: Cell, seed: str) -> Sequence[Client]:
@@ -76,33 +69,43 @@ class Figure10(Simulated):
     def report(self, results: Mapping[str, Result]) -> Report:
         first, last = f"a.{QUANTA[0]}", f"a.{QUANTA[-1]}"
         speed = {name: result.number("tokens_per_s") for name, result in results.items()}
-        jain = {name: result.number("jain") for name, result in results.items()}
-        swept = [int(name[2:]) for name in results if name.startswith("a.") and name[2:].isdigit()]
-        best_other = max(speed[f"a.{name}"] for name in OTHERS)
-        reached = max(speed[f"a.{quantum}"] for quantum in swept)
-        alike = [value for name, value in jain.items() if name.startswith("b.") and name[2:].isdigit()]
-        gain = speed[last] / speed[first]
+        swept = [name for name in results if name.startswith("a.") and name[2:].isdigit()]
+        largest = swept[-1]
+        best = max(OTHERS, key=lambda name: (speed[f"a.{name}"], name))
+        over = {name: speed[name] / speed[f"a.{best}"] for name in (last, largest)}
+        alike = [
+            result.number("jain")
+            for name, result in results.items()
+            if name.startswith("b.") and name[2:].isdigit()
+        ]
+        gain, more = speed[last] / speed[first], speed[largest] / speed[last]
+        before, after = results[first].values("jain"), results[last].values("jain")
+        moves = sorted(new - old for old, new in zip(before, after, strict=True))
         claims = [
             Claim(
                 "Throughput rises with Q^w, then stays",
                 "rises and saturates from 2,000 to 40,000",
-                f"{gain:.2f}× at 40,000, {reached / speed[first]:.2f}× at the best of larger ones",
-                verdict(gain >= 1.02, partly=reached / speed[first] >= 1.02),
-                "A tree costs 219,000 units here: with 40,000 a client still changes workers within each tree.",
+                f"{gain:.2f}× from {_quantum(first)} to {_quantum(last)}, {more:.2f}× from there to "
+                f"{_quantum(largest)}",
+                verdict(gain >= 1.02 and more <= 1.02, partly=gain >= 1.02),
+                "It rises on: a tree costs 219,000 units here, so with 40,000 a client still changes workers within "
+                "each tree.",
             ),
             Claim(
                 "Then it surpasses all other schedulers",
                 "surpasses all",
-                f"{reached / best_other:.2f}× the best other (at 40,000 {speed[last] / best_other:.2f}×)",
-                verdict(reached >= best_other, partly=reached >= 0.95 * best_other),
-                "The scheduler with more throughput is not fair: it keeps one client's prefixes hot.",
+                f"{over[last]:.2f}× {SCHEDULERS[best].label}, the best other, at {_quantum(last)} and "
+                f"{over[largest]:.2f}× at {_quantum(largest)}",
+                verdict(over[last] >= 1, partly=over[largest] >= 1),
+                "Whoever places by prefix and load alone never has to move a client, and keeps more hits.",
             ),
             Claim(
                 "Jain's index of the client-side service falls a little as Q^w grows",
                 "0.855 to 0.83",
-                f"{jain[first]:.3f} to {jain[last]:.3f}",
-                verdict(0 <= jain[first] - jain[last] <= 0.1, partly=abs(jain[first] - jain[last]) <= 0.1),
-                "The index moves by less than runs with other seeds differ.",
+                f"by {median(moves):+.3f} in the median of the seeds ({moves[0]:+.3f} to {moves[-1]:+.3f}); runs with "
+                f"other seeds differ by {max(before) - min(before):.3f}",
+                verdict(moves[0] >= -0.1 and moves[-1] <= -0.005, partly=-0.1 <= median(moves) <= -0.005),
+                "The index moves by less than runs with other seeds differ, and not with every seed downwards.",
             ),
         ]
         if alike:
@@ -118,28 +121,21 @@ class Figure10(Simulated):
         return Report(
             claims=claims,
             tables=[
-                Table(
+                medians(
                     f"({side}) {title}",
-                    (
-                        "Q^w, units, or scheduler",
-                        "tokens/s",
-                        "Jain's index",
-                        "of actual service",
-                        "hit rate",
-                        "imbalance",
-                    ),
-                    [
-                        (
-                            SCHEDULERS[name[2:]].label if name[2:] in SCHEDULERS else f"{int(name[2:]):,}",
-                            result.shown("tokens_per_s"),
-                            result.shown("jain"),
-                            result.shown("jain_actual"),
-                            result.shown("hit_rate"),
-                            result.shown("imbalance"),
-                        )
+                    "Q^w, units, or scheduler",
+                    {
+                        "tokens/s": "tokens_per_s",
+                        "Jain's index": "jain",
+                        "of actual service": "jain_actual",
+                        "hit rate": "hit_rate",
+                        "imbalance": "imbalance",
+                    },
+                    {
+                        SCHEDULERS[name[2:]].label if name[2:] in SCHEDULERS else _quantum(name): result
                         for name, result in results.items()
                         if name.startswith(f"{side}.")
-                    ],
+                    },
                 )
                 for side, title in SIDES.items()
                 if f"{side}.rr" in results
@@ -153,6 +149,11 @@ class Figure10(Simulated):
                 )
             ],
         )
+
+
+def _quantum(name: str) -> str:
+    """Of a D2LPM cell, units."""
+    return f"{int(name[2:]):,}"
 
 
 def _draw(canvas: "Canvas", results: Mapping[str, Result]) -> None:

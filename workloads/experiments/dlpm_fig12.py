@@ -13,10 +13,11 @@ from workloads.experiments.contract import (
     Result,
     Simulated,
     Size,
-    Table,
     Traffic,
+    medians,
     verdict,
 )
+from workloads.experiments.curves import largest
 from workloads.experiments.program_senders import CHAT, clients_of, judge, sender, tot, traffic
 from workloads.records import Run
 
@@ -75,7 +76,7 @@ class Figure12(Simulated):
         ends = {label: result.number("end_s") for label, result in named.items()}
         others = (*CHATS, JUDGES)
         waits = {
-            label: max(dlpm.largest(result, "response_s", one) or 0.0 for one in others)
+            label: max(largest(dlpm.curve(result, "response_s", one)) for one in others)
             for label, result in named.items()
         }
         even = {label: result.number("jain_actual") for label, result in named.items()}
@@ -107,29 +108,18 @@ class Figure12(Simulated):
                 ),
             ],
             tables=[
-                Table(
+                medians(
                     "Medians over seeds",
-                    (
-                        "scheduler",
-                        "end, s",
-                        "tokens/s",
-                        "hit rate",
-                        "others' P50, s",
-                        "others' P99, s",
-                        "Jain, actual",
-                    ),
-                    [
-                        (
-                            label,
-                            result.shown("end_s"),
-                            result.shown("tokens_per_s"),
-                            result.shown("hit_rate"),
-                            result.shown("p50_s"),
-                            result.shown("p99_s"),
-                            result.shown("jain_actual"),
-                        )
-                        for label, result in named.items()
-                    ],
+                    "scheduler",
+                    {
+                        "end, s": "end_s",
+                        "tokens/s": "tokens_per_s",
+                        "hit rate": "hit_rate",
+                        "others' P50, s": "p50_s",
+                        "others' P99, s": "p99_s",
+                        "Jain, actual": "jain_actual",
+                    },
+                    named,
                 )
             ],
             figures=[

@@ -22,6 +22,7 @@ from workloads.experiments.contract import (
     shown,
     verdict,
 )
+from workloads.experiments.curves import Line
 from workloads.experiments.dlpm_fig7_setting import KINDS, SCHEDULERS, is_cut, latency, shown_latency
 from workloads.records import Run
 
@@ -110,11 +111,12 @@ class Grid:
         return self._results.get(f"{point[0]}-d{point[1]}-{scheduler}")
 
     def ratios(self, path: Callable[[str], str], over: str, under: str) -> list[Ratio]:
-        """One scheduler's number over another's, wherever both have one; `path` is where a scenario's is kept."""
+        """One scheduler's number over another's, wherever both have one; `path` is where a scenario's is kept. Over
+        a latency that was cut off there is no ratio."""
         found = []
         for point in self.points:
             one, other, at = self.get(point, over), self.get(point, under), path(point[0])
-            if one is None or other is None:
+            if one is None or other is None or (at.endswith("_s") and is_cut(other, at)):
                 continue
             more, less = one.median(at), other.median(at)
             if more is not None and less:
@@ -150,12 +152,13 @@ def told(ratios: Sequence[Ratio]) -> str:
     )
 
 
-def up_to(ratios: Sequence[Ratio], paper: float) -> Verdict:
-    """Of "up to so many times as much": whether the largest ratio is at least 3/4 of the paper's and the mean is above
-    1; in part where there is some gain of at least a quarter."""
+def up_to(ratios: Sequence[Ratio], paper: float, paper_mean: float | None = None) -> Verdict:
+    """Of "up to so many times as much": whether the largest ratio is at least 3/4 of the paper's, and so the mean, or
+    above 1 where the paper has none; in part where the mean is above 1 and some gain at least a quarter."""
     most = max((one.value for one in ratios), default=0.0)
     mean = fmean(one.value for one in ratios) if ratios else 0.0
-    return verdict(most >= 0.75 * paper and mean > 1, partly=most >= 1.25)
+    near = most >= 0.75 * paper and (paper_mean is None or mean >= 0.75 * paper_mean)
+    return verdict(near and mean > 1, partly=most >= 1.25 and mean > 1)
 
 
 # ---- claims
@@ -180,8 +183,8 @@ def _throughput(grid: Grid) -> list[Claim]:
             "Preble ahead at 1 of 18 points",
             f"Preble ahead by more than 1 % at {len(behind)} of {len(preble)} points{named}",
             verdict(
-                {one.point for one in behind} <= {("qa-s2", 8)},
-                partly=all(one.value >= 0.9 for one in preble),
+                bool(preble) and {one.point for one in behind} <= {("qa-s2", 8)},
+                partly=bool(preble) and all(one.value >= 0.9 for one in preble),
             ),
             WHY_PREBLE_THROUGHPUT,
         )
@@ -212,25 +215,31 @@ def _order(grid: Grid, above: str, below: str, text: str, sign: str, why: str) -
         text,
         f"{SCHEDULERS[above].label} {sign} {SCHEDULERS[below].label}",
         f"at {holds} of {len(pairs)} points; means {means[0]:.2f} and {means[1]:.2f}",
-        verdict(holds == len(pairs), partly=holds * 2 > len(pairs) and means[0] >= means[1]),
+        verdict(holds == len(pairs) > 0, partly=holds * 2 > len(pairs) and means[0] >= means[1]),
         why,
     )
 
 
 def _latency(grid: Grid) -> list[Claim]:
-    return [
-        Claim(
-            f"Latency (P50 and P99) of well-behaved clients under {label}, beside D2LPM's",
-            f"up to {paper:.2f}×, mean {mean:.2f}×",
-            told(ratios := grid.latencies(key)),
-            up_to(ratios, paper),
+    found = []
+    for key, label, paper, mean, why in (
+        ("preble", "Preble", 7.18, 2.90, WHY_PREBLE_LATENCY),
+        ("rr", "RR+LPM", 9.55, 4.06, ""),
+        ("vtc", "VTC", 7.96, 2.98, ""),
+    ):
+        ratios = grid.latencies(key)
+        points = 2 * sum(grid.get(point, key) is not None for point in grid.points)
+        unknown = f"; {points - len(ratios)} are not known: D2LPM's own run was cut off"
+        found.append(
+            Claim(
+                f"Latency (P50 and P99) of well-behaved clients under {label}, beside D2LPM's",
+                f"up to {paper:.2f}×, mean {mean:.2f}×",
+                told(ratios) + (unknown if len(ratios) < points else ""),
+                up_to(ratios, paper, mean),
+                why,
+            )
         )
-        for key, label, paper, mean in (
-            ("preble", "Preble", 7.18, 2.90),
-            ("rr", "RR+LPM", 9.55, 4.06),
-            ("vtc", "VTC", 7.96, 2.98),
-        )
-    ]
+    return found
 
 
 def _round_robin(grid: Grid) -> list[Claim]:
@@ -246,14 +255,14 @@ def _round_robin(grid: Grid) -> list[Claim]:
             "RR+LPM's throughput on trees with longer questions is lower on 8 GPUs than on 4",
             "lower",
             f"{slower:.2f}× that of 4",
-            verdict(slower < 1, partly=slower < 1.6),
+            verdict(slower < 1),
             WHY_RR_SCALING,
         ),
         Claim(
             "Its hit rate falls, since round robin keeps no tree in one place",
             "from 95 % to 50 %",
             f"{first}{hits[0]:.0%} at D = 4, {hits[1]:.0%} at D = 8",
-            verdict(hits[1] <= 0.6, partly=hits[1] <= 0.8),
+            verdict(hits[1] < hits[0] and hits[1] <= 0.6, partly=hits[1] < hits[0] and hits[1] <= 0.8),
             WHY_RR_SCALING,
         ),
     ]
@@ -266,6 +275,11 @@ WHY_PREBLE_THROUGHPUT = (
     "has 87.2 or 87.3 %, so up to 8 % more is to compute. That is what the paper saw at one point. Preble is "
     "at its best here: it hears from the replicas what they hold, and it moves load, while in the paper it "
     "sent everything to one GPU for minutes. Trees go to D2LPM."
+)
+WHY_PREBLE_LATENCY = (
+    "The largest gain is near the paper's, the mean is not. Preble is at its best here, as said of throughput. And a "
+    "bad client with longer prefixes (S2) overloads little while they are cached: judgements keep up under both, and "
+    "there Preble's P99 is the lower one by up to a third, for D2LPM moves clients and finds less cached."
 )
 WHY_JAIN_VTC = (
     "Not for judgements of S1 on 2 and 4 GPUs, where VTC finds less than half of the prompts cached and so "
@@ -446,7 +460,7 @@ def _panels(grid: Grid, measure: Measure) -> Callable[["Canvas"], None]:
         axes = canvas.subplots(len(ROWS), len(ROWS[0]), squeeze=False)
         for row, names in zip(axes, ROWS, strict=True):
             for panel, scenario in zip(row, names, strict=True):
-                lines: dict[str, style.Line] = {}
+                lines: dict[str, Line] = {}
                 for scheduler, chosen in SCHEDULERS.items():
                     there = [
                         (number, result.median(measure.path(scenario)))

@@ -1,6 +1,7 @@
 """DLPM, Figure 8: multi-turn conversations on two replicas; two clients flood, one of them calms down midway."""
 
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 
 from workloads.clients import Client
 from workloads.experiments import dlpm_setting as dlpm
@@ -17,6 +18,7 @@ from workloads.experiments.contract import (
     Traffic,
     verdict,
 )
+from workloads.experiments.curves import between, largest
 from workloads.experiments.dlpm_fig7_setting import SCHEDULERS
 from workloads.experiments.program_senders import CHAT, clients_of, sender, traffic
 from workloads.records import Run
@@ -73,13 +75,14 @@ class Figure8(Simulated):
         labels = {name: scheduler.label for name, scheduler in SCHEDULERS.items()}
         length_s = results["d2lpm"].cell.plan.duration_s
         good = {
-            name: max(dlpm.largest(result, "response_s", one) or 0.0 for one in GOOD)
+            name: max(largest(dlpm.curve(result, "response_s", one)) for one in GOOD)
             for name, result in results.items()
         }
-        floods = {name: dlpm.largest(result, "response_s", FLOODS) or 0.0 for name, result in results.items()}
+        floods = {name: largest(dlpm.curve(result, "response_s", FLOODS)) for name, result in results.items()}
         calmed = {
-            name: dlpm.average(result, "response_s", CALMS, length_s / 2, 0.75 * length_s)
+            name: fmean(served) if served else None
             for name, result in results.items()
+            for served in [between(dlpm.curve(result, "response_s", CALMS), length_s / 2, 0.75 * length_s)]
         }
         fair, strict = calmed["d2lpm"], calmed["vtc"]
         return Report(

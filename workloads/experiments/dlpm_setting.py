@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING
 from workloads.driver import Plan
 from workloads.experiments import style
 from workloads.experiments.contract import Json, Result
+from workloads.experiments.curves import Line
 from workloads.experiments.dlpm_fig7_setting import SCHEDULERS, observe
+from workloads.experiments.store import rounded
 from workloads.records import Run
 from workloads.simulation import Site
 from workloads.windows import Windows, regular_times
@@ -87,46 +89,21 @@ def observe_curves(run: Run, *, window_s: float = 60.0, step_s: float = 10.0) ->
         "end_s": run.end.t_s,
         "curves": {
             "times_s": list(times),
-            "service": {name: _rounded(rates[name] or ()) for name in client_side.clients},
-            "actual": {name: _rounded(computed[name] or ()) for name in client_side.clients},
-            "response_s": {name: _rounded(responses[name]) for name in client_side.clients},
+            "service": {name: rounded(rates[name] or (), PLOTTED) for name in client_side.clients},
+            "actual": {name: rounded(computed[name] or (), PLOTTED) for name in client_side.clients},
+            "response_s": {name: rounded(responses[name], PLOTTED) for name in client_side.clients},
         },
     }
 
 
-def _rounded(values: Sequence[float | None]) -> list[float | None]:
-    """To four significant digits, which is more than a plot shows."""
-    return [None if value is None else float(f"{value:.4g}") for value in values]
+PLOTTED = 4
+"""Significant digits of a curve."""
 
 
-def curve(result: Result, what: str, client: str) -> style.Line:
+def curve(result: Result, what: str, client: str) -> Line:
     """A client's curve of the first seed: `service`, `actual` or `response_s`."""
     curves = result.first["curves"]
     return curves["times_s"], curves[what][client]
-
-
-def largest(
-    result: Result, what: str, client: str, since_s: float = 0.0, until_s: float = 1e9
-) -> float | None:
-    """The curve's largest value at times in [since, until]; None where nothing is known."""
-    return max(known, default=None) if (known := _known(result, what, client, since_s, until_s)) else None
-
-
-def average(
-    result: Result, what: str, client: str, since_s: float = 0.0, until_s: float = 1e9
-) -> float | None:
-    """The curve's mean there."""
-    known = _known(result, what, client, since_s, until_s)
-    return sum(known) / len(known) if known else None
-
-
-def _known(result: Result, what: str, client: str, since_s: float, until_s: float) -> list[float]:
-    times, values = curve(result, what, client)
-    return [
-        value
-        for time_s, value in zip(times, values, strict=True)
-        if value is not None and since_s <= time_s <= until_s
-    ]
 
 
 # ---- plots

@@ -8,7 +8,6 @@ from workloads.clients import SCENARIOS, Client, Scale, chat_client
 from workloads.driver import Plan
 from workloads.experiments.contract import (
     Cell,
-    Claim,
     Experiment,
     Measured,
     Report,
@@ -16,7 +15,6 @@ from workloads.experiments.contract import (
     Size,
     Table,
     Traffic,
-    verdict,
 )
 from workloads.programs import PackedCodec
 from workloads.simulation import Site
@@ -91,7 +89,6 @@ class Table2(Experiment):
     def report(self, results: Mapping[str, Result]) -> Report:
         titles = {name: row.title for name, row in WORKLOADS.items()} | {k: v for k, (v, _) in BAD.items()}
         return Report(
-            claims=[_claim(row, results[name]) for name, row in WORKLOADS.items()],
             tables=[
                 Table(
                     "Averages over requests, in tokens",
@@ -124,17 +121,4 @@ def _row(title: str, result: Result, paper: Workload | None) -> Sequence[str | f
         result.median("output_tokens"),
         None if paper is None else paper.output_tokens,
         100 * result.number("hit_rate"),
-    )
-
-
-def _claim(paper: Workload, result: Result) -> Claim:
-    """Of a conversation the prefix is what a turn shares with those before it; it has no other."""
-    path = "shared_tokens" if paper.title == WORKLOADS["chat"].title else "common_tokens"
-    prefix, output = result.number(path), result.number("output_tokens")
-    off = max(abs(prefix / paper.prefix_tokens - 1), abs(output / paper.output_tokens - 1))
-    return Claim(
-        f"Average lengths of {paper.title}",
-        f"prefix {paper.prefix_tokens:,.0f}, output {paper.output_tokens:,.0f} tokens",
-        f"prefix {prefix:,.0f}, output {output:,.0f} tokens",
-        verdict(off <= 0.1, partly=off <= 0.25),
     )

@@ -1,7 +1,8 @@
 """From records to the page of results and its plots. Records alone decide; nothing here runs or measures.
 
-An experiment is reported when all cells of its records' size are there; until then the page says what is
-missing. Records of cells that the experiment does not have any more, or has in another form, are left out.
+An experiment is reported when all cells of its records' size are there. Until then the page says what is missing,
+and where a report fails, why. Records of cells that the experiment does not have any more, or has in another form,
+are left out.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -38,6 +39,15 @@ class Reported:
     missing: Sequence[str]
     """Cells without a record; if there are some, there is no report."""
     report: Report | None
+    error: str = ""
+    """Why records that are complete make no report, in a line."""
+
+    @property
+    def lacks(self) -> str:
+        """What there is to say in place of a report."""
+        return (
+            f"No report: {self.error}." if self.error else f"Not complete: without {', '.join(self.missing)}."
+        )
 
 
 def reports(records: Sequence[Record], experiments: Mapping[str, Experiment]) -> list[Reported]:
@@ -51,9 +61,20 @@ def reports(records: Sequence[Record], experiments: Mapping[str, Experiment]) ->
         mine = [r for r in mine if r.name in cells and r.of(cells[r.name], experiment.version)]
         had = {(record.name, record.seed) for record in mine}
         missing = [c.name for c in cells.values() if any((c.name, seed) not in had for seed in c.seeds)]
-        report = None if missing else experiment.report(results_of(mine, cells))
-        found.append(Reported(experiment, mine, missing, report))
+        found.append(Reported(experiment, mine, missing, *_report(experiment, mine, missing, cells)))
     return found
+
+
+def _report(
+    experiment: Experiment, records: Sequence[Record], missing: Sequence[str], cells: Mapping[str, Cell]
+) -> tuple[Report | None, str]:
+    """Its report, or why there is none."""
+    if missing:
+        return None, ""
+    try:
+        return experiment.report(results_of(records, cells)), ""
+    except Exception as error:  # whatever one experiment gets wrong, the others are reported
+        return None, f"{type(error).__name__}: {error}"
 
 
 def results_of(records: Sequence[Record], cells: Mapping[str, Cell]) -> dict[str, Result]:
@@ -149,7 +170,7 @@ def _section(one: Reported, plots: str) -> str:
     experiment = one.experiment
     parts = [f"## {_heading(experiment)}", f"*{experiment.source}* (`{experiment.id}`). {experiment.about}"]
     if one.report is None:
-        parts.append(f"Not complete: without {', '.join(one.missing)}.")
+        parts.append(one.lacks)
     else:
         parts += [_claims(one.report.claims)] if one.report.claims else []
         parts += [_table(table) for table in one.report.tables]

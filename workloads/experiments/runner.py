@@ -17,6 +17,7 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import TypeAlias
 
+from sglang_fair.processes import die_with_parent
 from workloads.experiments import store
 from workloads.experiments.contract import CURVES, Cell, Experiment, Json, Measured, Size
 from workloads.experiments.store import Record
@@ -218,7 +219,8 @@ class _Worker:
 
 
 def _serve(pipe: "connection.Connection[Made | Failed, Job]", registry: str) -> None:
-    """A worker's life: until the other end closes. Ctrl-C is the parent's to hear."""
+    """A worker's life: until the other end closes, or its parent dies. Ctrl-C is the parent's to hear."""
+    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     experiments: Experiments = import_module(registry).EXPERIMENTS
     with suppress(EOFError, BrokenPipeError):

@@ -124,16 +124,16 @@ def read_published(folder: Path) -> list[Record]:
     return records
 
 
-def rounded(value: Json) -> Json:
-    """`value` with numbers of `DIGITS` significant digits; what is not finite is null, as JSON has no such number."""
+def rounded(value: Json, digits: int = DIGITS) -> Json:
+    """`value` with numbers of so many significant digits; what is not finite is null, as JSON has no such number."""
     if isinstance(value, Mapping):
-        return {str(key): rounded(one) for key, one in value.items()}
+        return {str(key): rounded(one, digits) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return [rounded(one) for one in value]
+        return [rounded(one, digits) for one in value]
     if isinstance(value, float):
         if not math.isfinite(value):
             return None
-        short = float(f"{value:.{DIGITS}g}")
+        short = float(f"{value:.{digits}g}")
         return int(short) if short.is_integer() and abs(short) < 1e15 else short
     return value
 

@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from workloads.experiments.curves import Line
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -41,10 +43,6 @@ def scheduler_colour(label: str) -> str:
 def client_colour(place: int) -> str:
     """Of the client at that place."""
     return CLIENTS[place % len(CLIENTS)]
-
-
-Line = tuple[Sequence[float], Sequence[float | None]]
-"""Times and values; a value of None leaves a gap."""
 
 
 def lines(axes: "Axes", curves: Mapping[str, Line], colours: Mapping[str, str], **more: object) -> None:

@@ -54,7 +54,7 @@ class Lengths(Simulated):
         for name, figure in (("short-long", "Figure 7"), ("in-out", "Figure 8")):
             fair, fifo = results[f"{name}.vtc"], results[f"{name}.fcfs"]
             most, other = fair.number("accumulated/max"), fifo.number("accumulated/max")
-            grows = vtc.growth(fifo) or 0.0
+            grows = vtc.growth(fifo)
             claims += [
                 Claim(
                     f"{figure}: VTC's difference is bounded",

@@ -13,8 +13,8 @@ from workloads.experiments.contract import (
     Result,
     Simulated,
     Size,
-    Table,
     Traffic,
+    medians,
     verdict,
 )
 from workloads.experiments.senders import clients_of, even, sender, traffic
@@ -53,7 +53,7 @@ class Overload(Simulated):
 
     def report(self, results: Mapping[str, Result]) -> Report:
         fair, fifo = results["vtc"], results["fcfs"]
-        most, grows = fair.number("accumulated/max"), vtc.growth(fifo) or 0.0
+        most, grows = fair.number("accumulated/max"), vtc.growth(fifo)
         gap = vtc.largest_gap(fair, "client 1", "client 2")
         share = vtc.ratio_of_service(fifo, "client 2", "client 1")
         return Report(
@@ -85,25 +85,16 @@ class Overload(Simulated):
                 ),
             ],
             tables=[
-                Table(
+                medians(
                     "Service received in the run",
-                    (
-                        "scheduler",
-                        "client 1, units",
-                        "client 2, units",
-                        "largest difference, units",
-                        "tokens/s",
-                    ),
-                    [
-                        (
-                            label,
-                            result.shown("clients/client 1/service"),
-                            result.shown("clients/client 2/service"),
-                            result.shown("accumulated/max"),
-                            result.shown("tokens_per_s"),
-                        )
-                        for label, result in (("VTC", fair), ("FCFS", fifo))
-                    ],
+                    "scheduler",
+                    {
+                        "client 1, units": "clients/client 1/service",
+                        "client 2, units": "clients/client 2/service",
+                        "largest difference, units": "accumulated/max",
+                        "tokens/s": "tokens_per_s",
+                    },
+                    {"VTC": fair, "FCFS": fifo},
                 )
             ],
             figures=[

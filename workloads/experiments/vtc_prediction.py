@@ -87,24 +87,40 @@ class Prediction(Simulated):
         tables: list[Table] = []
         figures: list[Figure] = []
         for name, number in (("two", 5), ("eight", 6)):
-            mine = {label: results[f"{name}.{policy}"] for label, policy in POLICIES.items()}
-            paper, average = PAPER[name], {label: one.number("difference/avg") for label, one in mine.items()}
-            noisy, oracle = (average[label] / average["VTC"] for label in ("VTC (±50%)", "VTC (oracle)"))
+            mine, spread = (
+                {label: results[f"{cell}.{policy}"] for label, policy in POLICIES.items()}
+                for cell in (name, f"{name}-spread")
+            )
+            paper = PAPER[name]
+            average, apart = (
+                {label: one.number("difference/avg") for label, one in found.items()}
+                for found in (mine, spread)
+            )
+            noisy, oracle = (
+                [found[label] / found["VTC"] for found in (average, apart)]
+                for label in ("VTC (±50%)", "VTC (oracle)")
+            )
             throughputs = [one.number("tokens_per_s") for one in mine.values()]
             claims += [
                 Claim(
                     f"Table {number}: a prediction that is up to 50 % off shrinks the mean difference",
                     _ratio(paper["VTC (±50%)"][1], paper["VTC"][1]),
-                    _ratio(average["VTC (±50%)"], average["VTC"]),
-                    verdict(noisy <= 0.6, partly=noisy < 1),
-                    "How far plain VTC swings is a matter of how many requests are admitted at once.",
+                    _both("VTC (±50%)", average, apart),
+                    verdict(max(noisy) <= 0.6, partly=min(noisy) <= 0.6),
+                    "How far plain VTC swings is a matter of how many requests are admitted at once: out of step it "
+                    "swings little, and there is little to gain.",
                 ),
                 Claim(
                     f"Table {number}: an oracle shrinks it further",
                     _ratio(paper["VTC (oracle)"][1], paper["VTC"][1]),
-                    _ratio(average["VTC (oracle)"], average["VTC"]),
-                    verdict(oracle <= noisy and oracle <= 0.4, partly=oracle < 1),
-                    "What is left is the one request by which counters must differ.",
+                    _both("VTC (oracle)", average, apart),
+                    verdict(
+                        max(oracle) <= 0.4
+                        and all(less <= more for less, more in zip(oracle, noisy, strict=True)),
+                        partly=oracle[0] <= min(0.4, noisy[0]) or oracle[1] <= min(0.4, noisy[1]),
+                    ),
+                    "What is left is the one request by which counters must differ, and out of step plain VTC is near "
+                    "that.",
                 ),
                 Claim(
                     f"Table {number}: throughput is unchanged",
@@ -113,7 +129,6 @@ class Prediction(Simulated):
                     verdict(max(throughputs) <= 1.02 * min(throughputs)),
                 ),
             ]
-            spread = {label: results[f"{name}-spread.{policy}"] for label, policy in POLICIES.items()}
             tables += [
                 vtc.difference_table(f"Table {number}: {name} clients", mine, paper),
                 vtc.difference_table(f"The same, requests out of step: {name} clients", spread, paper),
@@ -192,6 +207,12 @@ class Profiled(Simulated):
             tables=[vtc.difference_table("Table 4: service difference, profiled cost", mine, self.PAPER)],
             figures=[vtc.difference_figure(mine, what=", profiled cost")],
         )
+
+
+def _both(label: str, in_step: Mapping[str, float], out_of_step: Mapping[str, float]) -> str:
+    """What a scheduler makes of VTC's mean difference."""
+    inside, outside = (_ratio(found[label], found["VTC"]) for found in (in_step, out_of_step))
+    return f"in step {inside}; out of step {outside}"
 
 
 def _ratio(value: float, base: float) -> str:

@@ -9,13 +9,14 @@ steps, so that its requests begin and end several at a time.
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from statistics import fmean, pstdev
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from sglang_fair.core.cost import Cost, make_cost
 from workloads.driver import Plan
 from workloads.experiments import style
 from workloads.experiments.contract import Figure, Json, Result, Table
+from workloads.experiments.curves import Line, largest
 from workloads.measures import Percentile
 from workloads.programs import Outcome
 from workloads.records import Run
@@ -130,40 +131,19 @@ def _client(run: Run, windows: Windows, name: str) -> dict[str, Json]:
 # ---- numbers of results
 
 
-def curve(result: Result, what: str, client: str) -> style.Line:
+def curve(result: Result, what: str, client: str) -> Line:
     """A client's curve, `rate` or `response_s`, of the first seed."""
     curves = result.first["curves"]
     return curves["times_s"], curves[what][client]
 
 
-def accumulated_curve(result: Result) -> style.Line:
+def accumulated_curve(result: Result) -> Line:
     """The accumulated difference over time, of the first seed."""
     found = result.first["curves"]["accumulated"]
     return found["times_s"], found["units"]
 
 
-def between(line: style.Line, start_s: float, end_s: float) -> list[float]:
-    """The known values of a curve at times in [start, end]."""
-    times, values = line
-    return [
-        value
-        for time_s, value in zip(times, values, strict=True)
-        if value is not None and start_s <= time_s <= end_s
-    ]
-
-
-def mean_between(line: style.Line, start_s: float, end_s: float) -> float | None:
-    """Their mean; None where nothing is known."""
-    values = between(line, start_s, end_s)
-    return fmean(values) if values else None
-
-
-def variation(values: Sequence[float]) -> float:
-    """Standard deviation over mean; 0 of nothing."""
-    return pstdev(values) / mean if values and (mean := fmean(values)) else 0.0
-
-
-def total_rate(result: Result) -> style.Line:
+def total_rate(result: Result) -> Line:
     """All clients' service rates together, where every one is known."""
     curves = result.first["curves"]
     rows = zip(*curves["rate"].values(), strict=True)
@@ -175,23 +155,24 @@ def ratio_of_service(result: Result, more: str, less: str) -> float:
     return result.number(f"clients/{more}/service") / result.number(f"clients/{less}/service")
 
 
-def growth(result: Result) -> float | None:
+def growth(result: Result) -> float:
     """The accumulated difference at the end over that at half time: 2 where it grows steadily. Medians over
-    seeds. None if there was none at half time."""
-    half = result.median("accumulated/half")
-    return result.number("accumulated/end") / half if half else None
+    seeds. Raises ZeroDivisionError if there was none at half time."""
+    return result.number("accumulated/end") / result.number("accumulated/half")
 
 
 def largest_gap(result: Result, first: str, second: str, *, since_s: float = 60.0) -> float:
-    """The largest difference of two clients' service rates in a window, as a part of their mean."""
+    """The largest difference of two clients' service rates in a window, as a part of their mean. Raises ValueError
+    where there is none."""
     times, one = curve(result, "rate", first)
     _, other = curve(result, "rate", second)
     gaps = [
-        abs(mine - theirs) / ((mine + theirs) / 2)
-        for time_s, mine, theirs in zip(times, one, other, strict=True)
-        if mine is not None and theirs is not None and time_s >= since_s and mine + theirs
+        None
+        if mine is None or theirs is None or not mine + theirs
+        else 2 * abs(mine - theirs) / (mine + theirs)
+        for mine, theirs in zip(one, other, strict=True)
     ]
-    return max(gaps, default=0.0)
+    return largest((times, gaps), since_s)
 
 
 def phases_of(duration_s: float, on_s: float, off_s: float) -> list[tuple[float, float]]:

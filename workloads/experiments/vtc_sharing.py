@@ -17,6 +17,7 @@ from workloads.experiments.contract import (
     Traffic,
     verdict,
 )
+from workloads.experiments.curves import Line, average, variation
 from workloads.experiments.senders import clients_of, even, on_off, sender, traffic
 from workloads.records import Run
 
@@ -65,8 +66,8 @@ class BelowShare(_OneRun):
         total = sum(run.number(f"clients/client {k}/service") for k in (1, 2, 3))
         share = run.number("clients/client 3/service") / total
         slowest = max(run.number(f"clients/client {k}/response_s/p90") for k in (1, 2))
-        late = vtc.mean_between(vtc.curve(run, "response_s", "client 3"), *_last_third(run)) or 0.0
-        early = vtc.mean_between(vtc.curve(run, "response_s", "client 3"), *_first_third(run)) or 0.0
+        line = vtc.curve(run, "response_s", "client 3")
+        early, late = (average(line, *part(run)) for part in (_first_third, _last_third))
         return Report(
             claims=[
                 Claim(
@@ -112,11 +113,8 @@ class OnOff(_OneRun):
 
     def report(self, results: Mapping[str, Result]) -> Report:
         run = results["vtc"]
-        total = vtc.between(vtc.total_rate(run), 60.0, float("inf"))
-        varies = vtc.variation(total)
-        off = [
-            fmean(vtc.between(self._share(run), (a + b) / 2 - 1, (a + b) / 2 + 1)) for a, b in self._off(run)
-        ]
+        varies = variation(vtc.total_rate(run), 60.0)
+        off = [average(self._share(run), (a + b) / 2 - 1, (a + b) / 2 + 1) for a, b in self._off(run)]
         quick, slow = (run.number(f"clients/client {k}/response_s/mean") for k in (1, 2))
         return Report(
             claims=[
@@ -148,7 +146,7 @@ class OnOff(_OneRun):
         return vtc.phases_of(run.cell.plan.duration_s - 60.0, 60.0, 60.0)
 
     @staticmethod
-    def _share(run: Result) -> tuple[Sequence[float], list[float | None]]:
+    def _share(run: Result) -> Line:
         """Client 2's part of the total at each time."""
         (times, total), (_, mine) = vtc.total_rate(run), vtc.curve(run, "rate", "client 2")
         parts = zip(mine, total, strict=True)
@@ -183,7 +181,7 @@ class OnOffOverload(_OneRun):
                     "A client that stays backlogged in its OFF phases receives as much as the other",
                     "equal rates in all phases",
                     f"1 : {ratio:.2f}; in 60 s windows within {gap:.0%}",
-                    verdict(ratio <= 1.05 and gap <= 0.15, partly=ratio <= 1.2),
+                    verdict(1 / 1.05 <= ratio <= 1.05 and gap <= 0.15, partly=1 / 1.2 <= ratio <= 1.2),
                     "Where client 1's backlog is served before its next ON phase, the other takes the rest.",
                 )
             ],
@@ -204,8 +202,8 @@ class Isolation(_OneRun):
     def report(self, results: Mapping[str, Result]) -> Report:
         run = results["vtc"]
         line = vtc.curve(run, "response_s", "client 1")
-        before, after = (vtc.mean_between(line, *part(run)) or 0.0 for part in (_first_third, _last_third))
-        other = vtc.mean_between(vtc.curve(run, "response_s", "client 2"), *_last_third(run)) or 0.0
+        before, after = (average(line, *part(run)) for part in (_first_third, _last_third))
+        other = average(vtc.curve(run, "response_s", "client 2"), *_last_third(run))
         return Report(
             claims=[
                 Claim(

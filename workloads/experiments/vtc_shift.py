@@ -17,6 +17,7 @@ from workloads.experiments.contract import (
     Traffic,
     verdict,
 )
+from workloads.experiments.curves import average
 from workloads.experiments.senders import clients_of, even, on_off, sender, traffic
 from workloads.records import Run
 
@@ -108,7 +109,7 @@ class Shift(Simulated):
     @staticmethod
     def _rate(result: Result, phase: int) -> float:
         """Client 1's service rate in the windows that lie inside a phase, units/s."""
-        return vtc.mean_between(vtc.curve(result, "rate", "client 1"), *Shift._span(result, phase)) or 0.0
+        return average(vtc.curve(result, "rate", "client 1"), *Shift._span(result, phase))
 
     @staticmethod
     def _span(result: Result, phase: int) -> tuple[float, float]:
@@ -119,7 +120,5 @@ class Shift(Simulated):
     def _share(result: Result, phase: int) -> float:
         """Client 1's part of what both receive, in the windows that lie inside a phase."""
         span = Shift._span(result, phase)
-        one, other = (
-            vtc.mean_between(vtc.curve(result, "rate", f"client {k}"), *span) or 0.0 for k in (1, 2)
-        )
+        one, other = (average(vtc.curve(result, "rate", f"client {k}"), *span) for k in (1, 2))
         return one / (one + other)

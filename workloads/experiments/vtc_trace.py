@@ -268,7 +268,7 @@ def _rpm(found: Mapping[str, Result]) -> list[Claim]:
             "Figure 14: RPM's throughput is below VTC's at every limit",
             "340 of 779 tokens/s at 5 requests/min, 44 %; 747 at 30, 96 %",
             f"{low:.0%} at 5, {high:.0%} at 30",
-            verdict(max(limits.values()) < fair and low <= 0.6, partly=low < 0.8),
+            verdict(max(limits.values()) <= 0.99 * fair and low <= 0.6, partly=low < 0.8),
             "At the highest limits hardly anything is refused.",
         ),
         Claim(
@@ -283,7 +283,7 @@ def _rpm(found: Mapping[str, Result]) -> list[Claim]:
 
 def _table_3(found: Mapping[str, Result]) -> list[Claim]:
     fair = found["VTC"]
-    punished = _punished(found["LCF"], fair)
+    punished = [_five_heaviest(one) for one in (found["LCF"], fair)]
     return [
         _order("Table 3: the same order under the profiled cost", TABLE_3, found, "difference_profiled/avg"),
         Claim(
@@ -297,9 +297,10 @@ def _table_3(found: Mapping[str, Result]) -> list[Claim]:
         Claim(
             "Figure 18: LCF punishes clients that always send much",
             "excessively high response times",
-            f"one of the five heaviest waits {punished[0]:.0f} s under LCF, {punished[1]:.0f} s under VTC",
-            verdict(punished[0] >= 1.2 * punished[1], partly=punished[0] > punished[1]),
-            "LCF serves whoever comes later first, at the expense of those that are always there.",
+            f"median of the five heaviest: {punished[0]:.0f} s under LCF, {punished[1]:.0f} s under VTC",
+            verdict(punished[0] >= 1.2 * punished[1], partly=punished[0] >= 1.05 * punished[1]),
+            "LCF serves whoever comes later first, at the expense of those that are always there; of the five that "
+            "send most, by no means all are.",
         ),
     ]
 
@@ -325,16 +326,9 @@ def _heavy(result: Result) -> float:
     return _over_seeds(result, lambda run: run["ranked"][-2:])
 
 
-def _punished(lcf: Result, fair: Result) -> tuple[float, float]:
-    """Of the five that send most, the one that LCF slows most: its waits under LCF and VTC, medians over seeds; s."""
-    found = []
-    for one, other in zip(lcf.runs, fair.runs, strict=True):
-        waits = [
-            (one["clients"][name]["waited_s"], other["clients"][name]["waited_s"])
-            for name in one["ranked"][-5:]
-        ]
-        found.append(max(waits, key=lambda pair: pair[0] / pair[1]))
-    return median(slow for slow, _ in found), median(quick for _, quick in found)
+def _five_heaviest(result: Result) -> float:
+    """The median of the five that send most, and over seeds; s."""
+    return median(median(_wait(run, run["ranked"][-5:])) for run in result.runs)
 
 
 def _all(result: Result) -> float:

@@ -13,7 +13,7 @@ from workloads.experiments.contract import (
     Result,
     Simulated,
     Size,
-    Table,
+    medians,
     verdict,
 )
 from workloads.experiments.senders import clients_of, even, sender, traffic
@@ -67,13 +67,11 @@ class Weighted(Simulated):
                 ),
             ],
             tables=[
-                Table(
+                medians(
                     "Service received in the run, units",
-                    ("policy", *WEIGHTS),
-                    [
-                        (label, *(results[cell].shown(f"clients/{name}/service") for name in WEIGHTS))
-                        for label, cell in (("VTC", "equal"), ("weighted VTC", "weighted"))
-                    ],
+                    "policy",
+                    {name: f"clients/{name}/service" for name in WEIGHTS},
+                    {"VTC": results["equal"], "weighted VTC": results["weighted"]},
                 )
             ],
             figures=[
