@@ -25,7 +25,7 @@ from workloads.experiments.contract import (
 )
 from workloads.experiments.dlpm_table2 import WORKLOADS, Table2
 from workloads.experiments.runner import Failed, Made
-from workloads.experiments.senders import clients_of, even, on_off, poisson, sender, traffic, unique_prompt
+from workloads.experiments.senders import clients_of, even, on_off, poisson, sender, traffic
 from workloads.simulation import Site
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -148,12 +148,15 @@ def test_senders_are_told_by_json_and_depend_on_the_seed_alone():
 
 
 def test_a_prompt_is_like_no_other():
+    told = traffic("t", *(sender(name, even(60), 16, 4) for name in "ab"))
     prompts = {
-        unique_prompt(seed, client, index, 16) for seed in "01" for client in "ab" for index in range(20)
+        next(client.program(index)).prompt
+        for seed in "01"
+        for client in clients_of(told, seed)
+        for index in range(20)
     }
-    assert len(prompts) == 80
+    assert len({prompt[:64] for prompt in prompts}) == 80
     assert {len(prompt) for prompt in prompts} == {64}
-    assert unique_prompt("0", "a", 3, 16) == unique_prompt("0", "a", 3, 16)
 
 
 @pytest.mark.parametrize("name", ["qa", "tot", "judge"])

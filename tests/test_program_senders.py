@@ -5,7 +5,8 @@ from random import Random
 
 import pytest
 
-from workloads.experiments.program_senders import CHAT, clients_of, judge, sender, tot, traffic
+from workloads.experiments.program_senders import CHAT, judge, sender, tot
+from workloads.experiments.senders import clients_of, traffic
 from workloads.programs.call import Call, Reply
 
 

@@ -18,7 +18,8 @@ from workloads.experiments.contract import (
     Traffic,
     verdict,
 )
-from workloads.experiments.program_senders import clients_of, sender, tot, traffic
+from workloads.experiments.program_senders import sender, tot
+from workloads.experiments.senders import clients_of, traffic
 from workloads.records import Run
 from workloads.windows import Windows
 

@@ -21,7 +21,7 @@ from workloads.experiments.contract import (
     verdict,
 )
 from workloads.experiments.dlpm_fig7_setting import observe
-from workloads.experiments.program_senders import clients_of
+from workloads.experiments.senders import clients_of
 from workloads.records import Records, Run
 from workloads.simulation import describe
 from workloads.simulation.cluster import Simulation

@@ -18,7 +18,8 @@ from workloads.experiments.contract import (
     verdict,
 )
 from workloads.experiments.dlpm_fig7_setting import observe
-from workloads.experiments.program_senders import clients_of, judge, sender, traffic
+from workloads.experiments.program_senders import judge, sender
+from workloads.experiments.senders import clients_of, traffic
 from workloads.records import Run
 from workloads.windows import Windows
 

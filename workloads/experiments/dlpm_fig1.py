@@ -20,7 +20,8 @@ from workloads.experiments.contract import (
     verdict,
 )
 from workloads.experiments.dlpm_fig7_setting import observe
-from workloads.experiments.program_senders import clients_of, sender, tot, traffic
+from workloads.experiments.program_senders import sender, tot
+from workloads.experiments.senders import clients_of, traffic
 from workloads.records import Run
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from workloads.experiments.contract import (
 )
 from workloads.experiments.dlpm_fig7_setting import SCHEDULERS, observe
 from workloads.experiments.dlpm_fig9 import REPLICAS, trees
-from workloads.experiments.program_senders import clients_of
+from workloads.experiments.senders import clients_of
 from workloads.records import Run
 
 if TYPE_CHECKING:

@@ -18,7 +18,8 @@ from workloads.experiments.contract import (
     verdict,
 )
 from workloads.experiments.curves import largest
-from workloads.experiments.program_senders import CHAT, clients_of, judge, sender, tot, traffic
+from workloads.experiments.program_senders import CHAT, judge, sender, tot
+from workloads.experiments.senders import clients_of, traffic
 from workloads.records import Run
 
 POLICIES = {"dlpm": "DLPM", "lpm": "LPM", "vtc": "VTC"}

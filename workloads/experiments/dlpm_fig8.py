@@ -20,7 +20,8 @@ from workloads.experiments.contract import (
 )
 from workloads.experiments.curves import between, largest
 from workloads.experiments.dlpm_fig7_setting import SCHEDULERS
-from workloads.experiments.program_senders import CHAT, clients_of, sender, traffic
+from workloads.experiments.program_senders import CHAT, sender
+from workloads.experiments.senders import clients_of, traffic
 from workloads.records import Run
 
 REPLICAS = 2

@@ -20,7 +20,8 @@ from workloads.experiments.contract import (
 )
 from workloads.experiments.curves import average, largest
 from workloads.experiments.dlpm_fig7_setting import SCHEDULERS
-from workloads.experiments.program_senders import QUESTION_TOKENS, clients_of, sender, tot, traffic
+from workloads.experiments.program_senders import QUESTION_TOKENS, sender, tot
+from workloads.experiments.senders import clients_of, traffic
 from workloads.records import Run
 
 REPLICAS = 4

@@ -18,16 +18,13 @@ from collections.abc import Mapping, Sequence
 
 from workloads.arrivals import Arrivals, EvenArrivals, GammaArrivals, PhasedArrivals
 from workloads.clients import Client
-from workloads.experiments.contract import Json, Traffic
-from workloads.experiments.senders import traffic
+from workloads.experiments.contract import Json
 from workloads.programs import PackedCodec
 from workloads.programs.call import Call, Program, Reply
 from workloads.programs.chat import Chat
 from workloads.programs.judge import Judge
 from workloads.programs.prose import Articles, WordProblems, draw, filler, seeded
 from workloads.programs.tree_of_thought import TreeOfThought
-
-__all__ = ["CHAT", "clients_of", "filler_tokens", "judge", "sender", "tot", "traffic"]
 
 CODEC = PackedCodec()
 
@@ -61,12 +58,8 @@ def sender(
     return {"name": name, "shape": dict(shape), "arrivals": arrivals, "well_behaved": well_behaved}
 
 
-def clients_of(told: Traffic, seed: str) -> tuple[Client, ...]:
-    """The clients of a traffic. Raises ValueError for a shape that there is not."""
-    return tuple(_client(one, seed) for one in told.arguments["senders"])
-
-
-def _client(told: Mapping[str, Json], seed: str) -> Client:
+def client(told: Mapping[str, Json], seed: str) -> Client:
+    """A sender's client. Its programs raise ValueError for a shape that there is not."""
     name, shape = told["name"], told["shape"]
 
     def program(index: int) -> Program:

@@ -1,6 +1,8 @@
-"""Clients that send single requests, as JSON: the traffic of the VTC papers.
+"""Clients as JSON, of which an experiment's traffic is made: those here send single requests, as in the VTC papers,
+those of `program_senders` programs.
 
-A sender is {"name", "arrivals", "input", "output"}: lengths in tokens, and arrivals in requests a minute:
+A sender of single requests is {"name", "arrivals", "input", "output"}: lengths in tokens, and arrivals in requests a
+minute:
 
     {"kind": "even", "rpm": 90, "waiting": 5}                    equal gaps; so many more at the very start
     {"kind": "poisson", "rpm": 90}
@@ -8,7 +10,7 @@ A sender is {"name", "arrivals", "input", "output"}: lengths in tokens, and arri
     {"kind": "ramp", "rpm": 12, "to_rpm": 120, "over_s": 600}    a rate that rises in a straight line
     {"kind": "phases", "phases": [[300, {...}], ...]}            one after the other, each for so many seconds
 
-Prompts are random tokens from (seed, client, number of the request): no two have anything in common.
+No two prompts have anything in common.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,12 +23,10 @@ from workloads.arrivals import (
     PhasedArrivals,
     RampArrivals,
 )
-from workloads.clients import Client
+from workloads.clients import Client, fixed_length_client
+from workloads.experiments import program_senders
 from workloads.experiments.contract import Json, Traffic
-from workloads.programs.call import Program
-from workloads.programs.codec import TOKEN_BYTES
-from workloads.programs.prose import seeded
-from workloads.programs.single import Single
+from workloads.programs import PackedCodec
 
 MINUTE_S, START_S = 60.0, 1e-3
 
@@ -57,24 +57,22 @@ def traffic(name: str, *senders: Mapping[str, Json]) -> Traffic:
 
 
 def clients_of(told: Traffic, seed: str) -> tuple[Client, ...]:
-    """The clients of a traffic. Raises ValueError for a kind of arrivals that there is not."""
-    return tuple(_client(one, seed) for one in told.arguments["senders"])
-
-
-def unique_prompt(seed: str, client: str, index: int, tokens: int) -> bytes:
-    """Packed token ids that no other request begins with."""
-    prompt = bytearray(TOKEN_BYTES * tokens)
-    prompt[::TOKEN_BYTES] = seeded(seed, client, "prompt", index).randbytes(tokens)
-    return bytes(prompt)
+    """The clients of a traffic, whatever they send. Raises ValueError for a kind of arrivals that there is not."""
+    return tuple(
+        program_senders.client(one, seed) if "shape" in one else _client(one, seed)
+        for one in told.arguments["senders"]
+    )
 
 
 def _client(told: Mapping[str, Json], seed: str) -> Client:
-    name, shape = told["name"], Single(told["output"])
-
-    def program(index: int) -> Program:
-        return shape.program(unique_prompt(seed, name, index, told["input"]))
-
-    return Client(name, program, _arrivals(told["arrivals"]), seed, requests=1)
+    return fixed_length_client(
+        told["name"],
+        input_tokens=told["input"],
+        output_tokens=told["output"],
+        arrivals=_arrivals(told["arrivals"]),
+        codec=PackedCodec(),
+        seed=seed,
+    )
 
 
 def _arrivals(told: Mapping[str, Json]) -> Arrivals:
