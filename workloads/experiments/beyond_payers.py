@@ -1,6 +1,7 @@
 """A prefix that several clients need: who pays for it, and what does each get?"""
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from workloads.clients import Client
 from workloads.experiments import dlpm_setting as dlpm
@@ -25,6 +26,9 @@ from workloads.experiments.senders import clients_of
 from workloads.records import Records, Run
 from workloads.simulation import describe
 from workloads.simulation.cluster import Simulation
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Canvas
 
 RULES = ("first", "equal", "per-use")
 PREFIX_TOKENS, INPUT_TOKENS, OUTPUT_TOKENS = 4096, 200, 100
@@ -228,24 +232,13 @@ class Payers(Simulated):
         )
 
 
-def _draw(canvas: object, results: Mapping[str, Result]) -> None:
+def _draw(canvas: "Canvas", results: Mapping[str, Result]) -> None:
     panels = {
         "books/{}/computed": "computed, units",
         "books/{}/charged": "charged, units",
         "clients/{}/service_rate": "client-side service, units/s",
     }
-    for axes, (path, unit) in zip(style.panels(canvas, len(panels)), panels.items(), strict=True):  # type: ignore[arg-type]
-        for place, name in enumerate(REQUESTS):
-            axes.bar(
-                [k + (place - 1.5) * 0.2 for k in range(len(RULES))],
-                [results[rule].number(path.format(name)) for rule in RULES],
-                0.18,
-                label=name,
-                color=style.client_colour(place),
-            )
-        axes.set_xticks(range(len(RULES)), list(RULES))
-        axes.set_ylabel(unit)
-        axes.grid(visible=True, axis="y", color="#e6e6e6", linewidth=0.6)
-        axes.set_axisbelow(True)
-        if unit.startswith("computed"):
-            axes.legend(fontsize=8)
+    colours = {name: style.client_colour(place) for place, name in enumerate(REQUESTS)}
+    for axes, (path, unit) in zip(style.panels(canvas, len(panels)), panels.items(), strict=True):
+        heights = {name: [results[rule].number(path.format(name)) for rule in RULES] for name in REQUESTS}
+        style.bars(axes, RULES, heights, unit=unit, colours=colours, legend=axes is canvas.axes[0])

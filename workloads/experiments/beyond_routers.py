@@ -41,10 +41,7 @@ def judgements(replicas: int) -> Traffic:
     """Both ask for more than their share."""
     return traffic(
         "judge",
-        *(
-            sender(name, judge(2), float(f"{load * dlpm.JUDGE.capacity_per_s * replicas:.4g}"))
-            for name, load in LOADS.items()
-        ),
+        *(sender(name, judge(2), dlpm.JUDGE.rate_per_s(load * replicas)) for name, load in LOADS.items()),
     )
 
 

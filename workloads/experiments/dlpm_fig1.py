@@ -35,7 +35,7 @@ LOAD = 2.0
 
 def trees() -> Traffic:
     """Four clients at equal rates, three with trees of two branches and one with trees of four."""
-    rate = float(f"{LOAD * dlpm.TOT2.capacity_per_s / 3:.4g}")
+    rate = dlpm.TOT2.rate_per_s(LOAD / 3)
     return traffic(
         "tot",
         *(sender(f"client {k}", tot(2), rate) for k in range(3)),

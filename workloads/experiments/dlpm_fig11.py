@@ -35,7 +35,7 @@ INSTRUCTIONS = 1000
 
 def crowd(count: int) -> Traffic:
     """So many clients with trees of two branches, at `LOAD` times what the GPU does together."""
-    rate = float(f"{LOAD * dlpm.TOT2.capacity_per_s / count:.4g}")
+    rate = dlpm.TOT2.rate_per_s(LOAD / count)
     return traffic(
         "tot", *(sender(f"client {k}", tot(2, instructions=INSTRUCTIONS), rate) for k in range(count))
     )

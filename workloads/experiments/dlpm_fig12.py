@@ -30,15 +30,11 @@ CHAT_PART, TREE_PART, JUDGE_PART = 0.1, 1.0, 0.4
 
 def mixed() -> Traffic:
     """Two clients with conversations, one with trees, one with judgements."""
-
-    def rate(part: float, kind: dlpm.Kind) -> float:
-        return float(f"{part * kind.capacity_per_s:.4g}")
-
     return traffic(
         "mixed",
-        *(sender(name, CHAT, rate(CHAT_PART, dlpm.CHAT)) for name in CHATS),
-        sender(TREES, tot(3), rate(TREE_PART, dlpm.TOT3), well_behaved=False),
-        sender(JUDGES, judge(2), rate(JUDGE_PART, dlpm.JUDGE)),
+        *(sender(name, CHAT, dlpm.CHAT.rate_per_s(CHAT_PART)) for name in CHATS),
+        sender(TREES, tot(3), dlpm.TOT3.rate_per_s(TREE_PART), well_behaved=False),
+        sender(JUDGES, judge(2), dlpm.JUDGE.rate_per_s(JUDGE_PART)),
     )
 
 

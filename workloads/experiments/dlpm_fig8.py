@@ -33,8 +33,7 @@ GOOD, CALMS, FLOODS = ("client 0", "client 1"), "client 2", "client 3"
 
 def conversations(replicas: int, length_s: float) -> Traffic:
     """Clients 0 and 1 send as usual, 2 and 3 flood, 2 until the middle of the run."""
-    capacity = dlpm.CHAT.capacity_per_s * replicas
-    normal, flood = (float(f"{part * capacity:.4g}") for part in (NORMAL, FLOOD))
+    normal, flood = (dlpm.CHAT.rate_per_s(part * replicas) for part in (NORMAL, FLOOD))
     return traffic(
         "chat",
         *(sender(name, CHAT, normal) for name in GOOD),

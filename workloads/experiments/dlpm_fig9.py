@@ -35,7 +35,7 @@ LONG, SHORT = "client 0", ("client 1", "client 2")
 
 def trees(replicas: int, *, factor: int = 10) -> Traffic:
     """Three clients with trees of three branches at equal rates; client 0's questions are `factor` times as long."""
-    rate = float(f"{LOAD * dlpm.TOT3.capacity_per_s * replicas / 3:.4g}")
+    rate = dlpm.TOT3.rate_per_s(LOAD * replicas / 3)
     return traffic(
         "tot",
         sender(LONG, tot(3, QUESTION_TOKENS * factor), rate, well_behaved=factor == 1),

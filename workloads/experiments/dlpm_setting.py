@@ -15,7 +15,7 @@ from workloads.driver import Plan
 from workloads.experiments import style
 from workloads.experiments.contract import Json, Result
 from workloads.experiments.curves import Line
-from workloads.experiments.dlpm_fig7_setting import SCHEDULERS, observe
+from workloads.experiments.dlpm_fig7_setting import KINDS, SCHEDULERS, observe
 from workloads.experiments.store import rounded
 from workloads.records import Run
 from workloads.simulation import Site
@@ -35,12 +35,11 @@ A10G: Mapping[str, Json] = {
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of program on one A10G."""
+    """A kind of program on one A10G; charges as in `dlpm_fig7_setting.Kind`."""
 
     capacity_per_s: float
     """Programs a second."""
     charged: float
-    """Service units of a program when each prefix is computed once."""
     charged_in_full: float
 
     @property
@@ -48,10 +47,14 @@ class Kind:
         """Q^u and Q^w, units."""
         return {"quantum": self.charged, "worker_quantum": 4 * self.charged_in_full}
 
+    def rate_per_s(self, parts: float) -> float:
+        """Programs a second that ask for so many times what one GPU does."""
+        return float(f"{parts * self.capacity_per_s:.4g}")
 
-TOT2 = Kind(0.24, 16_600.0, 52_400.0)
+
+TOT2 = Kind(0.24, KINDS["tot"].charged, KINDS["tot"].charged_in_full)
 TOT3 = Kind(0.062, 64_600.0, 219_000.0)
-JUDGE = Kind(0.9, 4_840.0, 10_300.0)
+JUDGE = Kind(0.9, KINDS["judge"].charged, KINDS["judge"].charged_in_full)
 CHAT = Kind(13.0, 440.0, 510.0)
 """Conversations, of which 64 run at a time."""
 
@@ -146,10 +149,8 @@ Panel = tuple[str, Sequence[str]]
 def draw_bars(canvas: "Canvas", panels: Mapping[Panel, Mapping[str, Sequence[float | None]]]) -> None:
     """Panels of bars side by side, with one legend."""
     for axes, ((unit, groups), values) in zip(style.panels(canvas, len(panels)), panels.items(), strict=True):
-        style.bars(axes, groups, values, unit=unit)
-        axes.legend(fontsize=8, loc="lower left", framealpha=0.9)
-        if axes is not canvas.axes[0] and (legend := axes.get_legend()) is not None:
-            legend.remove()
+        style.bars(axes, groups, values, unit=unit, legend=False)
+    canvas.axes[0].legend(fontsize=8, loc="lower left", framealpha=0.9)
 
 
 def points(axes: "Axes", places: Mapping[str, tuple[float, float]], *, marker: str = "D") -> None:

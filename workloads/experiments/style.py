@@ -89,20 +89,27 @@ def panels(figure: "Figure", columns: int, *, share_y: bool = False) -> "list[Ax
 
 
 def bars(
-    axes: "Axes", groups: Sequence[str], values: Mapping[str, Sequence[float | None]], *, unit: str
+    axes: "Axes",
+    groups: Sequence[str],
+    values: Mapping[str, Sequence[float | None]],
+    *,
+    unit: str,
+    colours: Mapping[str, str] = SCHEDULERS,
+    legend: bool = True,
 ) -> None:
-    """A group of bars for each name on the x axis, a bar in it for each scheduler."""
+    """A group of bars for each name on the x axis, a bar in it for each scheduler, or what else `colours` are of."""
     width = 0.8 / max(1, len(values))
-    for place, (scheduler, heights) in enumerate(values.items()):
+    for place, (name, heights) in enumerate(values.items()):
         axes.bar(
             [group + (place - (len(values) - 1) / 2) * width for group in range(len(groups))],
             [float("nan") if height is None else height for height in heights],
             width=width * 0.92,
-            label=scheduler,
-            color=scheduler_colour(scheduler),
+            label=name,
+            color=colours[name],
         )
     axes.set_xticks(range(len(groups)), list(groups))
     axes.set_ylabel(unit)
     axes.grid(visible=True, axis="y", color="#e6e6e6", linewidth=0.6)
     axes.set_axisbelow(True)
-    axes.legend(fontsize=8)
+    if legend:
+        axes.legend(fontsize=8)
