@@ -163,6 +163,13 @@ def test_an_open_loop_load_reports_each_client_without_the_warm_up(tokenizer, tm
         assert text in said
 
 
+def test_a_copy_that_cannot_be_written_costs_no_result(tokenizer, tmp_path, capsys):
+    copy = str(tmp_path / "none" / "result.json")
+    told, said = bench(capsys, Peer(tokenizer), "--clients", "a:rate=20", "--json", copy, status=2)
+    assert told["report"]["clients"][0]["ok"] == 6
+    assert "No such file or directory" in said
+
+
 @pytest.mark.parametrize("api", list(wire.PATHS))
 def test_every_interface_is_driven(api, tokenizer, capsys):
     peer = Peer(tokenizer)

@@ -8,6 +8,9 @@ Open loop: programs arrive at their times whatever the server does, and latency 
 due. Closed loop: each client keeps so many programs under way. The warm-up is driven and recorded, and left out
 of the report. Ctrl-C ends the load, and the report is of what there is by then.
 
+Answers have their full length (`ignore_eos`, but with --stop-at-eos) and are counted as they come
+(`continuous_usage_stats`). Neither field is OpenAI's: SGLang and vLLM know them, a strict server refuses them.
+
 Exit code 0, 1 if no request was answered, 2 for bad input or an endpoint that is not there, 130 after Ctrl-C.
 """
 
@@ -327,6 +330,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report = fairness_report(run, warm_up_s=case.warm_up_s, cost=case.cost, weights=case.load.weights)
         console.print(render(report, closed_loop=case.closed_loop))
         line = last_line(case, report, run, interrupted=interrupted)
+        print(line, flush=True)
         if given.json:
             given.json.write_text(line + "\n", encoding="utf-8")
     except (ValueError, OSError, EndpointError) as error:
@@ -334,7 +338,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130 if interrupted else 2
     except KeyboardInterrupt:
         return 130
-    print(line, flush=True)
     if interrupted:
         return 130
     return 0 if report.ok else 1
