@@ -43,6 +43,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, cast
 
 from workloads.clients import Client
 from workloads.driver import Plan
+from workloads.experiments.curves import Line
 from workloads.records import Run
 from workloads.simulation import Site, simulate
 
@@ -142,6 +143,11 @@ class Result:
         if not values or len(values) < len(self.runs):
             raise ValueError(f"cell {self.cell.name}: {len(values)} of {len(self.runs)} runs have {path}")
         return median(values)
+
+    def curve(self, what: str, client: str) -> Line:
+        """Of a client with the first seed, where the experiment keeps `what` of each over one row of times."""
+        curves = self.first[CURVES]
+        return curves["times_s"], curves[what][client]
 
     def shown(self, path: str, digits: int = 3) -> str:
         """The median for a table, with the range over seeds where there are several."""

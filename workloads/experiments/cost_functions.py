@@ -94,7 +94,7 @@ class CostFunctions(Simulated):
             for name, result in results.items()
         }
         swings = [
-            variation(vtc.curve(results["exp2.quadratic"], "own_rate", name), 60.0)
+            variation(results["exp2.quadratic"].curve("own_rate", name), 60.0)
             for name in ("client 1", "client 2")
         ]
         gap = vtc.largest_gap(results["exp1.linear"], "client 1", "client 2")

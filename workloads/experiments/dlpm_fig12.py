@@ -73,7 +73,7 @@ class Figure12(Simulated):
         ends = {label: result.number("end_s") for label, result in named.items()}
         others = (*CHATS, JUDGES)
         waits = {
-            label: max(largest(dlpm.curve(result, "response_s", one)) for one in others)
+            label: max(largest(result.curve("response_s", one)) for one in others)
             for label, result in named.items()
         }
         even = {label: result.number("jain_actual") for label, result in named.items()}

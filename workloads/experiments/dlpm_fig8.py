@@ -75,14 +75,14 @@ class Figure8(Simulated):
         labels = {name: scheduler.label for name, scheduler in SCHEDULERS.items()}
         length_s = results["d2lpm"].cell.plan.duration_s
         good = {
-            name: max(largest(dlpm.curve(result, "response_s", one)) for one in GOOD)
+            name: max(largest(result.curve("response_s", one)) for one in GOOD)
             for name, result in results.items()
         }
-        floods = {name: largest(dlpm.curve(result, "response_s", FLOODS)) for name, result in results.items()}
+        floods = {name: largest(result.curve("response_s", FLOODS)) for name, result in results.items()}
         calmed = {
             name: fmean(served) if served else None
             for name, result in results.items()
-            for served in [between(dlpm.curve(result, "response_s", CALMS), length_s / 2, 0.75 * length_s)]
+            for served in [between(result.curve("response_s", CALMS), length_s / 2, 0.75 * length_s)]
         }
         fair, strict = calmed["d2lpm"], calmed["vtc"]
         return Report(

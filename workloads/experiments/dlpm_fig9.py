@@ -79,7 +79,7 @@ class Figure9(Simulated):
         slowest = max(ends["vtc"], ends["preble"]) / ends["d2lpm"]
         first = min(ends, key=lambda name: (ends[name], name))
         waits = {
-            name: max(largest(dlpm.curve(result, "response_s", one)) for one in SHORT)
+            name: max(largest(result.curve("response_s", one)) for one in SHORT)
             for name, result in results.items()
         }
         ratios = {name: _shares(result, "actual") for name, result in results.items()}
@@ -173,6 +173,6 @@ def _shares(result: Result, what: str) -> float:
     """Client 0's service over the average of the others', from when queues have formed to the last arrivals."""
     last_s = 0.75 * result.first["end_s"]
     mine, *others = (
-        average(dlpm.curve(result, what, name), min(60.0, last_s / 2), last_s) for name in (LONG, *SHORT)
+        average(result.curve(what, name), min(60.0, last_s / 2), last_s) for name in (LONG, *SHORT)
     )
     return mine / fmean(others)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from workloads.driver import Plan
 from workloads.experiments import style
 from workloads.experiments.contract import Json, Result
-from workloads.experiments.curves import Line
 from workloads.experiments.dlpm_fig7_setting import KINDS, SCHEDULERS, observe
 from workloads.experiments.store import rounded
 from workloads.records import Run
@@ -103,12 +102,6 @@ PLOTTED = 4
 """Significant digits of a curve."""
 
 
-def curve(result: Result, what: str, client: str) -> Line:
-    """A client's curve of the first seed: `service`, `actual` or `response_s`."""
-    curves = result.first["curves"]
-    return curves["times_s"], curves[what][client]
-
-
 # ---- plots
 
 PANELS: Mapping[str, str] = {
@@ -129,7 +122,7 @@ def over_time(
         for row, what in enumerate(rows):
             for axes, result in zip(grid[row], results.values(), strict=True):
                 clients = result.first["curves"][what]
-                style.client_lines(axes, {name: curve(result, what, name) for name in clients})
+                style.client_lines(axes, {name: result.curve(what, name) for name in clients})
             for place, (axes, title) in enumerate(zip(grid[row], results, strict=True)):
                 style.label(
                     axes,

@@ -131,12 +131,6 @@ def _client(run: Run, windows: Windows, name: str) -> dict[str, Json]:
 # ---- numbers of results
 
 
-def curve(result: Result, what: str, client: str) -> Line:
-    """A client's curve, `rate` or `response_s`, of the first seed."""
-    curves = result.first["curves"]
-    return curves["times_s"], curves[what][client]
-
-
 def accumulated_curve(result: Result) -> Line:
     """The accumulated difference over time, of the first seed."""
     found = result.first["curves"]["accumulated"]
@@ -164,8 +158,8 @@ def growth(result: Result) -> float:
 def largest_gap(result: Result, first: str, second: str, *, since_s: float = 60.0) -> float:
     """The largest difference of two clients' service rates in a window, as a part of their mean. Raises ValueError
     where there is none."""
-    times, one = curve(result, "rate", first)
-    _, other = curve(result, "rate", second)
+    times, one = result.curve("rate", first)
+    _, other = result.curve("rate", second)
     gaps = [
         None
         if mine is None or theirs is None or not mine + theirs
@@ -195,9 +189,9 @@ def rates_and_responses(result: Result, title: str = "") -> Callable[["Canvas"],
     def draw(canvas: "Canvas") -> None:
         left, right = style.panels(canvas, 2)
         clients = result.first["curves"]["rate"]
-        style.client_lines(left, {name: curve(result, "rate", name) for name in clients})
+        style.client_lines(left, {name: result.curve("rate", name) for name in clients})
         style.lines(left, {"total": total_rate(result)}, {"total": "black"}, linestyle=":")
-        style.client_lines(right, {name: curve(result, "response_s", name) for name in clients})
+        style.client_lines(right, {name: result.curve("response_s", name) for name in clients})
         style.label(left, TIME, RATE, title)
         style.label(right, TIME, RESPONSE, title)
         style.spans(canvas, 0.0, result.cell.plan.duration_s)
@@ -212,7 +206,7 @@ def rates(results: Mapping[str, Result]) -> Callable[["Canvas"], None]:
         panels = style.panels(canvas, len(results), share_y=True)
         for axes, result in zip(panels, results.values(), strict=True):
             clients = result.first["curves"]["rate"]
-            style.client_lines(axes, {name: curve(result, "rate", name) for name in clients})
+            style.client_lines(axes, {name: result.curve("rate", name) for name in clients})
         for axes, (title, result) in zip(panels, results.items(), strict=True):
             style.label(axes, TIME, RATE if axes is panels[0] else "", title)
             style.spans(canvas, 0.0, result.cell.plan.duration_s)

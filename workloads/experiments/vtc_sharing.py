@@ -66,7 +66,7 @@ class BelowShare(_OneRun):
         total = sum(run.number(f"clients/client {k}/service") for k in (1, 2, 3))
         share = run.number("clients/client 3/service") / total
         slowest = max(run.number(f"clients/client {k}/response_s/p90") for k in (1, 2))
-        line = vtc.curve(run, "response_s", "client 3")
+        line = run.curve("response_s", "client 3")
         early, late = (average(line, *part(run)) for part in (_first_third, _last_third))
         return Report(
             claims=[
@@ -148,7 +148,7 @@ class OnOff(_OneRun):
     @staticmethod
     def _share(run: Result) -> Line:
         """Client 2's part of the total at each time."""
-        (times, total), (_, mine) = vtc.total_rate(run), vtc.curve(run, "rate", "client 2")
+        (times, total), (_, mine) = vtc.total_rate(run), run.curve("rate", "client 2")
         parts = zip(mine, total, strict=True)
         return times, [None if one is None or not every else one / every for one, every in parts]
 
@@ -201,9 +201,9 @@ class Isolation(_OneRun):
 
     def report(self, results: Mapping[str, Result]) -> Report:
         run = results["vtc"]
-        line = vtc.curve(run, "response_s", "client 1")
+        line = run.curve("response_s", "client 1")
         before, after = (average(line, *part(run)) for part in (_first_third, _last_third))
-        other = average(vtc.curve(run, "response_s", "client 2"), *_last_third(run))
+        other = average(run.curve("response_s", "client 2"), *_last_third(run))
         return Report(
             claims=[
                 Claim(

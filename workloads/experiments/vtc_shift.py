@@ -109,7 +109,7 @@ class Shift(Simulated):
     @staticmethod
     def _rate(result: Result, phase: int) -> float:
         """Client 1's service rate in the windows that lie inside a phase, units/s."""
-        return average(vtc.curve(result, "rate", "client 1"), *Shift._span(result, phase))
+        return average(result.curve("rate", "client 1"), *Shift._span(result, phase))
 
     @staticmethod
     def _span(result: Result, phase: int) -> tuple[float, float]:
@@ -120,5 +120,5 @@ class Shift(Simulated):
     def _share(result: Result, phase: int) -> float:
         """Client 1's part of what both receive, in the windows that lie inside a phase."""
         span = Shift._span(result, phase)
-        one, other = (average(vtc.curve(result, "rate", f"client {k}"), *span) for k in (1, 2))
+        one, other = (average(result.curve("rate", f"client {k}"), *span) for k in (1, 2))
         return one / (one + other)

@@ -366,9 +366,7 @@ def _draw_responses(found: Mapping[str, Result]) -> "Callable[[Canvas], None]":
         panels = style.panels(canvas, len(found), share_y=True)
         for axes, one in zip(panels, found.values(), strict=True):
             drawn = one.first["drawn"]
-            lines = {
-                f"client of rank {rank}": vtc.curve(one, "response_s", name) for rank, name in drawn.items()
-            }
+            lines = {f"client of rank {rank}": one.curve("response_s", name) for rank, name in drawn.items()}
             style.client_lines(axes, lines)
         for axes, (label, one) in zip(panels, found.items(), strict=True):
             first = axes is panels[0]
