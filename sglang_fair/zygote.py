@@ -48,6 +48,9 @@ MODULES = (
 """What a replica's processes import; what is not named here each imports for itself."""
 
 LONGEST_MESSAGE = 1 << 16
+_OURS = frozenset({signal.SIGCHLD, signal.SIGINT, signal.SIGTERM})
+"""Signals that are handled here, and as by default in a replica."""
+
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -139,11 +142,20 @@ class Zygote:
             wanted = json.loads(message)
             sys.stdout.flush()
             sys.stderr.flush()
-            pid = os.fork()
-            if pid == 0:
-                self._become(wanted["argv"], wanted["env"], descriptors[0])
-            self._replicas[connection] = pid
-            _tell(connection, {"pid": pid})
+            # One that comes to a replica before it has handlers of its own waits until it has them: ours would
+            # end its siblings in it, and what comes within the fork itself Python forgets.
+            signal.pthread_sigmask(signal.SIG_BLOCK, _OURS)
+            try:
+                pid = os.fork()
+                if pid == 0:
+                    self._become(wanted["argv"], wanted["env"], descriptors[0])
+                self._replicas[connection] = pid
+                _tell(connection, {"pid": pid})
+            except OSError as error:
+                print(f"sglang-fair zygote: cannot fork: {error}", file=sys.stderr, flush=True)
+                self._drop(connection)
+            finally:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, _OURS)
         for descriptor in descriptors:
             os.close(descriptor)
 
@@ -151,10 +163,11 @@ class Zygote:
         """Tells of the replicas that have ended."""
         by_pid = {pid: connection for connection, pid in self._replicas.items() if pid}
         for pid, connection in by_pid.items():
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                self._replicas[connection] = 0
+            # Reaped last, so that its id is nobody else's while its session is killed.
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 _kill_session(pid)
+                _, status = os.waitpid(pid, 0)
+                self._replicas[connection] = 0
                 _tell(connection, {"code": os.waitstatus_to_exitcode(status)})
                 self._drop(connection)
 
@@ -176,6 +189,7 @@ class Zygote:
             for number in (signal.SIGCHLD, signal.SIGTERM):
                 signal.signal(number, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _OURS)
             self._selector.close()
             for held in (self._listener, *self._replicas):
                 held.close()

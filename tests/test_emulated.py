@@ -258,9 +258,17 @@ def slowly(make_session=os.setsid):
     time.sleep(0.5)
     make_session()
 
+def fork_slowly(fork=os.fork):
+    pid = fork()
+    if pid == 0:
+        time.sleep(0.5)
+    return pid
+
 replica.main = main
 if "slowly" in sys.argv:
     os.setsid = slowly
+if "forks slowly" in sys.argv:
+    os.fork = fork_slowly
 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
     listener.bind("\\0" + sys.argv[1])
     listener.listen()
@@ -322,6 +330,21 @@ class TestZygote:
             assert not lives(second.pid)
 
         with fake_zygote(name):
+            asyncio.run(killed())
+
+    def test_a_signal_that_comes_before_a_replica_has_begun_ends_it_and_not_its_siblings(self) -> None:
+        name = f"sglang-fair-test/{os.getpid()}/f"
+
+        async def killed() -> None:
+            first, _ = await self.started(self.spec(name, "sleeps", "0"))
+            await first.saw("child")
+            second, _ = await self.started(self.spec(name, "sleeps", "0"))
+            os.kill(second.pid, signal.SIGTERM)
+            assert await second.exited() == "killed by SIGTERM"
+            assert lives(first.pid)
+            await first.stop(asyncio.Event())
+
+        with fake_zygote(name, "forks slowly"):
             asyncio.run(killed())
 
     @pytest.mark.parametrize("how", [(), ("slowly",)], ids=["its session is there", "not yet"])

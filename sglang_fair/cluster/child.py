@@ -41,6 +41,8 @@ class Child:
         self._process = process
         self._on_line = on_line
         self._wanted: dict[asyncio.Event, str] = {}
+        self._swept = False
+        """Nothing of its session is left: from then on its id may be another's."""
         self._reader = asyncio.create_task(self._read(output))
         self._exit = asyncio.create_task(process.wait())
 
@@ -81,7 +83,7 @@ class Child:
     async def exited(self) -> str:
         """Waits for the main process to end; kills what it leaves, reads its last words. How it ended."""
         await asyncio.shield(self._exit)
-        await kill_session(self.pid)
+        await self._sweep()
         await asyncio.wait([self._reader], timeout=LAST_LINES_S)
         return how_it_ended(self._exit.result())
 
@@ -111,12 +113,19 @@ class Child:
             )
             hurried.cancel()
         in_time = not self.running
-        await kill_session(self.pid)
-        await asyncio.shield(self._exit)
+        if not in_time:
+            await kill_session(self.pid)
+            await asyncio.shield(self._exit)
+        await self._sweep()
         await asyncio.wait([self._reader], timeout=LAST_LINES_S)
         self._reader.cancel()
         await asyncio.wait([self._reader])
         return in_time
+
+    async def _sweep(self) -> None:
+        """Kills what the main process has left."""
+        if not self._swept:
+            self._swept = await kill_session(self.pid)
 
     async def _read(self, output: int) -> None:
         loop = asyncio.get_running_loop()
@@ -161,16 +170,17 @@ def session_members(session: int) -> Iterator[int]:
             continue
 
 
-async def kill_session(session: int) -> None:
-    """Kills every process of a session, until none is left or `SWEEP_S` have passed."""
+async def kill_session(session: int) -> bool:
+    """Kills every process of a session, until none is left or `SWEEP_S` have passed; whether none is left."""
     deadline_s = time.monotonic() + SWEEP_S
     while members := list(session_members(session)):
         for pid in members:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         if time.monotonic() > deadline_s:
-            return
+            return False
         await asyncio.sleep(0.02)
+    return True
 
 
 def how_it_ended(code: int) -> str:

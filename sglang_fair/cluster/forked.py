@@ -43,10 +43,14 @@ async def fork(zygote: str, argv: Sequence[str], env: Mapping[str, str], output:
     try:
         message = json.dumps({"argv": list(argv), "env": dict(env)}).encode()
         socket.send_fds(connection, [message], [output])
-        told = await _next(connection)
+        async with asyncio.timeout(ZYGOTE_WAIT_S):
+            told = await _next(connection)
         if "pid" not in told:
-            raise OSError(f"the zygote {zygote} ended")
+            raise OSError(f"the zygote {zygote} forked none")
         return Forked(connection, told["pid"])
+    except TimeoutError:
+        connection.close()
+        raise OSError(f"the zygote {zygote} does not answer") from None
     except BaseException:
         connection.close()
         raise
