@@ -52,6 +52,8 @@ class PrefixCache:
         self._capacity, self._page = capacity_tokens // page_tokens, page_tokens
         self._pages: OrderedDict[Tokens, None] = OrderedDict()
         self._pinned: Counter[Tokens] = Counter()
+        self.changes = 0
+        """Grows whenever what is cached may have changed."""
 
     def match(self, tokens: Tokens) -> int:
         """Cached tokens of a prompt. Its last token is never taken from the cache: it has to be computed."""
@@ -63,6 +65,7 @@ class PrefixCache:
         return length
 
     def insert(self, tokens: Tokens) -> None:
+        self.changes += bool(tokens)
         for prefix in self._prefixes(tokens):
             self._pages[prefix] = None
             self._pages.move_to_end(prefix)
@@ -70,9 +73,11 @@ class PrefixCache:
             self._pages.popitem(last=False)
 
     def pin(self, tokens: Tokens) -> None:
+        self.changes += bool(tokens)
         self._pinned.update(self._prefixes(tokens))
 
     def unpin(self, tokens: Tokens) -> None:
+        self.changes += bool(tokens)
         for prefix in self._prefixes(tokens):
             self._pinned[prefix] -= 1
             if not self._pinned[prefix]:
@@ -144,6 +149,8 @@ class Replica:
         self.running: Counter[str] = Counter()
         """Requests per client, by the model's own count."""
         self._requests: dict[str, Request] = {}
+        self._matched: dict[str, tuple[int, int]] = {}
+        """Of each request: how often the cache had changed when it was looked up, and what was found."""
         self._received: dict[str, tuple[int, int]] = {}
         """Extend and output tokens of each request, those apart that were computed again."""
         self._running: dict[str, Running] = {}
@@ -215,6 +222,9 @@ class Replica:
     def fits(self, request: Request) -> bool:
         return request.reserved_tokens <= self.free_tokens
 
+    def is_here(self, request_id: str) -> bool:
+        return request_id in self._requests
+
     def is_running(self, request_id: str) -> bool:
         return request_id in self._running
 
@@ -284,6 +294,7 @@ class Replica:
     def _forget(self, request_id: str) -> None:
         self.ended.append(request_id)
         del self._requests[request_id]
+        self._matched.pop(request_id, None)
         self._received.pop(request_id, None)
 
     def _pin(self, running: Running, tokens: Tokens) -> None:
@@ -310,7 +321,11 @@ class Replica:
         self.queue.rematch(job, matched, self._block(self._requests[job.id], matched))
 
     def _match(self, job: Job) -> int:
-        return self.cache.match(self._requests[job.id].tokens)
+        changes, matched = self._matched.get(job.id, (-1, 0))
+        if changes != self.cache.changes:
+            matched = self.cache.match(self._requests[job.id].tokens)
+            self._matched[job.id] = self.cache.changes, matched
+        return matched
 
     def _block(self, request: Request, prefix_tokens: int) -> Tokens | None:
         if self.block_tokens is None or prefix_tokens + self.block_tokens > len(request.tokens):
@@ -380,9 +395,9 @@ class Traffic:
     def step(self, replica: Replica) -> None:
         for load in self._case.loads:
             random, alive = self._random[load.client], self._alive[load.client]
-            alive[:] = [id for id in alive if replica.queue.find(id) is not None]
-            waiting = sum(replica.queue.is_waiting(id) for id in alive)
+            alive[:] = [id for id in alive if replica.is_here(id)]
             if self._sends(load, replica.steps, alive):
+                waiting = sum(replica.queue.is_waiting(id) for id in alive)
                 for _ in range(load.depth - waiting):
                     request = self._request(load, random)
                     alive.append(request.id)
@@ -494,13 +509,16 @@ class Trace:
 
     def __call__(self) -> None:
         replica, names = self.replica, self.clients
-        ledger = replica.queue.ledger
-        given = [replica.service[name] + ledger.usage(name).transferred_units for name in names]
+        given = [replica.service[name] for name in names]
+        if replica.queue.payers is not None:
+            usage = replica.queue.ledger.usage
+            given = [units + usage(name).transferred_units for name, units in zip(names, given, strict=True)]
+        if self.weights:
+            weight = self.weights.get
+            given = [units / weight(name, 1.0) for name, units in zip(names, given, strict=True)]
         self.rows.append(
             Row(
-                tuple(
-                    [units / self.weights.get(name, 1.0) for name, units in zip(names, given, strict=True)]
-                ),
+                tuple(given),
                 tuple([replica.waiting[name] > 0 for name in names]),
                 tuple([replica.running[name] > 0 for name in names]),
             )

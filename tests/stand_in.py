@@ -59,6 +59,8 @@ class Engine:
     def __init__(self, tokenizer: Path, salt: int = 0) -> None:
         self._tokenizer = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
         self._salt = salt
+        self._words = [int(self._tokenizer.encode(word).ids[0]) for word in WORDS]
+        self._first, self._second = self._tokenizer.encode("é").ids
 
     def prompt(self, kind: str, body: dict[str, Any]) -> list[int]:
         """The ids of the one prompt of `body`."""
@@ -90,12 +92,11 @@ class Engine:
             yield Step(ids, whole, None)
 
     def _next(self, ids: list[int], rng: random.Random | None) -> int:
-        first, second = (self._tokenizer.token_to_id(one) for one in self._tokenizer.encode("é").tokens)
-        if ids[-1] == first:
-            return second
+        if ids[-1] == self._first:
+            return self._second
         state = zlib.crc32(struct.pack(f"<{len(ids)}I", *ids), self._salt)
         drawn = rng.randrange(1 << 32) if rng else state
-        return int(self._tokenizer.encode(WORDS[drawn % len(WORDS)]).ids[0])
+        return self._words[drawn % len(WORDS)]
 
     def events(
         self, kind: str, body: dict[str, Any], group: Callable[[], int] = lambda: 1

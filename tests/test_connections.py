@@ -22,6 +22,9 @@ from router.gateway.connections import (
 LOOPS = [asyncio.new_event_loop]
 """The last one is used."""
 
+LIMIT_S = 60.0
+"""For what takes no time, on however busy a machine."""
+
 HEADERS = {"content-type": "application/json", "x-fair-client": "c"}
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -77,11 +80,11 @@ async def serving(serve: Serve) -> AsyncIterator[str]:
 
 
 def run(
-    serve: Serve, body: Callable[[Connections, str], Awaitable[None]], idle_timeout_s: float = 20.0
+    serve: Serve, body: Callable[[Connections, str], Awaitable[None]], idle_timeout_s: float = LIMIT_S
 ) -> None:
     async def main() -> None:
-        async with asyncio.timeout(20), serving(serve) as url:
-            connections = Connections(2.0, idle_timeout_s)
+        async with asyncio.timeout(LIMIT_S), serving(serve) as url:
+            connections = Connections(LIMIT_S, idle_timeout_s)
             try:
                 await body(connections, url)
             finally:
@@ -204,16 +207,20 @@ def test_a_silent_replica_is_an_error_and_a_slow_reader_is_none() -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await read_request(reader)
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nab")
-        await asyncio.sleep(20)
+        await reader.read()
 
     async def body(connections: Connections, url: str) -> None:
         async with connections.post(url, "/", HEADERS, b"") as answer:
-            await asyncio.sleep(0.3)
+            while not answer._pieces:
+                await asyncio.sleep(0)
+            answer._idle_timeout_s = 0.02
+            answer._look()
+            await asyncio.sleep(0.1)
             assert await answer.piece() == b"ab"
             with pytest.raises(TimeoutError, match="nothing came for"):
                 await answer.piece()
 
-    run(serve, body, idle_timeout_s=0.1)
+    run(serve, body)
 
 
 def test_nobody_listens() -> None:
@@ -284,10 +291,11 @@ def test_an_attempt_to_connect_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_an_answer_that_is_not_read_to_its_end_costs_its_connection() -> None:
-    ended = asyncio.Event()
+    asked, ended = asyncio.Event(), asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await read_request(reader)
+        asked.set()
         writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nab\r\n")
         assert not await reader.read()
         ended.set()
@@ -296,16 +304,19 @@ def test_an_answer_that_is_not_read_to_its_end_costs_its_connection() -> None:
         async with connections.post(url, "/", HEADERS, b"") as answer:
             assert await answer.piece() == b"ab"
         await ended.wait()
-        asking = asyncio.create_task(ask(connections, url))
-        await asyncio.sleep(0.05)
+        asked.clear()
         ended.clear()
+        asking = asyncio.create_task(ask(connections, url))
+        await asked.wait()
         asking.cancel()
         await ended.wait()
 
     run(serve, body)
 
 
-def test_a_connection_that_was_closed_or_speaks_out_of_turn_is_not_used_again() -> None:
+def test_a_connection_that_was_closed_or_speaks_out_of_turn_is_not_used_again(
+    opened: list[Connection],
+) -> None:
     peers = 0
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -313,38 +324,51 @@ def test_a_connection_that_was_closed_or_speaks_out_of_turn_is_not_used_again() 
         peers += 1
         await read_request(reader)
         writer.write(response(b"ok"))
-        await asyncio.sleep(0.02)
+        while not opened[-1].is_reusable or opened[-1]._is_asked:
+            await asyncio.sleep(0)
         if peers == 2:
             writer.write(response(b"unasked"))
-            await asyncio.sleep(1)
+            await reader.read()
 
     async def body(connections: Connections, url: str) -> None:
         for _ in range(3):
             assert (await ask(connections, url))[2] == b"ok"
-            await asyncio.sleep(0.1)
-        assert peers == 3
+            while not opened[-1]._transport.is_closing():
+                await asyncio.sleep(0)
+        assert peers == len(opened) == 3
 
     run(serve, body)
 
 
-def test_idle_connections_are_kept_and_then_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.gateway.connections.KEEP_S", 0.3)
-    opened: list[Connection] = []
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[Connection]:
+    """All connections, in the order in which they were opened."""
+    all_of_them: list[Connection] = []
     made = Connection.connection_made
 
     def remember(self: Connection, transport: asyncio.BaseTransport) -> None:
-        opened.append(self)
+        all_of_them.append(self)
         made(self, transport)
 
     monkeypatch.setattr(Connection, "connection_made", remember)
+    return all_of_them
 
+
+def test_idle_connections_are_kept_and_then_closed(
+    opened: list[Connection], monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def body(connections: Connections, url: str) -> None:
+        monkeypatch.setattr("router.gateway.connections.KEEP_S", LIMIT_S)
         assert {(await ask(connections, url))[0] for _ in range(3)} == {200}
         assert len(opened) == 1
-        await asyncio.sleep(0.5)
+        connections._sweep()
+        assert not opened[0]._transport.is_closing()
+        monkeypatch.setattr("router.gateway.connections.KEEP_S", 0.03)
+        connections._sweep()
+        while connections._sweeper is not None:
+            await asyncio.sleep(0.01)
         assert opened[0]._transport.is_closing()
         assert not connections._idle
-        assert connections._sweeper is None
         assert (await ask(connections, url))[0] == 200
         assert len(opened) == 2
 

@@ -17,6 +17,9 @@ from workloads.driver import Driver, Endpoint, Plan
 from workloads.programs import Call, PackedCodec, Program, TextCodec, TokenCodec, TreeOfThought
 from workloads.records import Manifest, Records, Run, read
 
+LIMIT_S = 60.0
+"""For what takes little time, on however busy a machine."""
+
 BYTES = TokenCodec(lambda text: list(text.encode()))
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -32,6 +35,8 @@ class FakeServer:
         self.at_once = 0
         self.most_at_once = 0
         self.dropped = 0
+        self.stops_after: int | None = None
+        """This token of each answer is never sent."""
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -54,6 +59,8 @@ class FakeServer:
         ids = list(range(1000, 1000 + wanted))
         for count in range(1, wanted + 1):
             await asyncio.sleep(self.delay_s)
+            if count == self.stops_after:
+                await asyncio.Event().wait()
             meta = {
                 "prompt_tokens": len(body.get("input_ids", body.get("text", ""))),
                 "cached_tokens": 3,
@@ -92,7 +99,7 @@ def drive(
             url = f"http://127.0.0.1:{runner.addresses[0][1]}"
             replicas = dict.fromkeys(driver.pop("replicas", ()), url)
             with Records(path, Manifest("test", "none", {}, 1.0)) as records:
-                once = plan or Plan(duration_s=1.0, programs_per_client=1, drain_s=5.0)
+                once = plan or Plan(duration_s=1.0, programs_per_client=1, drain_s=LIMIT_S)
                 endpoint = Endpoint(url, kind, **driver.pop("endpoint", {}))
                 kind_of_driver = driver.pop("driver_class", Driver)
                 await kind_of_driver(endpoint, clients, once, records, replicas=replicas, **driver).run()
@@ -198,17 +205,17 @@ async def hang(request: web.Request) -> web.StreamResponse:
 
 
 @pytest.mark.parametrize(
-    ("handler", "error"),
+    ("handler", "timeout_s", "error"),
     [
-        (refuse, "HTTP 503: full"),
-        (break_off, "ended before"),
-        (abort, "too long"),
-        (babble, "DecodeError"),
-        (hang, "within 0.2 s"),
+        (refuse, LIMIT_S, "HTTP 503: full"),
+        (break_off, LIMIT_S, "ended before"),
+        (abort, LIMIT_S, "too long"),
+        (babble, LIMIT_S, "DecodeError"),
+        (hang, 0.1, "within 0.1 s"),
     ],
 )
-def test_every_way_to_fail_is_one_record_that_says_so(handler, error):
-    run = drive({"/generate": handler}, [client(one_call)], endpoint={"timeout_s": 0.2})
+def test_every_way_to_fail_is_one_record_that_says_so(handler, timeout_s, error):
+    run = drive({"/generate": handler}, [client(one_call)], endpoint={"timeout_s": timeout_s})
     (record,) = run.requests
     assert record.outcome == "failed"
     assert error in record.error
@@ -218,7 +225,7 @@ def test_every_way_to_fail_is_one_record_that_says_so(handler, error):
 def test_a_server_that_is_not_there_is_an_error_of_the_request():
     async def main() -> Run:
         with Records(None, Manifest("test", "none", {}, 1.0)) as records:
-            plan = Plan(duration_s=1.0, programs_per_client=1, drain_s=5.0)
+            plan = Plan(duration_s=1.0, programs_per_client=1, drain_s=LIMIT_S)
             await Driver(Endpoint("http://127.0.0.1:9"), [client(one_call)], plan, records).run()
             return records.run
 
@@ -227,15 +234,31 @@ def test_a_server_that_is_not_there_is_an_error_of_the_request():
     assert "ClientConnectorError" in record.error
 
 
-def test_what_is_under_way_at_the_end_is_cancelled_and_recorded():
-    server = FakeServer(delay_s=0.05)
+def test_what_is_under_way_at_the_end_is_cancelled_and_recorded(monkeypatch):
+    """The time for draining is over as soon as both requests have begun to be answered."""
+    server, feed, begun = FakeServer(), wire.Answer.feed, []
+    server.stops_after = 3
+
+    class Late(Driver):
+        def _now(self) -> float:
+            return super()._now() + (2 * LIMIT_S if len(begun) == 2 else 0.0)
+
+        async def _settles(self, until_s: float | None) -> None:
+            while len(begun) < 2:
+                await asyncio.sleep(0)
+
+    def noted(answer: wire.Answer, event: Any) -> None:
+        feed(answer, event)
+        if answer.output_tokens == 2:
+            begun.append(answer)
+
+    monkeypatch.setattr(wire.Answer, "feed", noted)
 
     def long_call(_: int) -> Program:
         yield (Call("Why?", 100), Call("How?", 100))
 
-    run = drive(
-        {"/generate": server.generate}, [client(long_call)], Plan(0.3, programs_per_client=1, drain_s=0.2)
-    )
+    plan = Plan(0.5, programs_per_client=1, drain_s=LIMIT_S)
+    run = drive({"/generate": server.generate}, [client(long_call)], plan, driver_class=Late)
     assert [record.outcome for record in run.requests] == ["cancelled", "cancelled"]
     assert all(record.output_tokens == record.token_times[-1][1] > 0 for record in run.requests)
     (program,) = run.programs
@@ -249,11 +272,8 @@ def test_the_run_may_wait_for_the_well_behaved_only():
 
     server = FakeServer(delay_s=0.002)
     clients = [client(tree, "good"), client(endless, "bad", well_behaved=False)]
-    run = drive(
-        {"/generate": server.generate}, clients, Plan(0.05, 1, drain_s=10.0, drain_for="well-behaved")
-    )
+    run = drive({"/generate": server.generate}, clients, Plan(0.05, 1, drain_s=1e6, drain_for="well-behaved"))
     assert {program.client: program.outcome for program in run.programs} == {"good": "ok", "bad": "cancelled"}
-    assert run.end.t_s < 5
 
 
 def test_connections_are_bounded_per_client_and_waiting_counts_as_latency():
@@ -261,7 +281,7 @@ def test_connections_are_bounded_per_client_and_waiting_counts_as_latency():
         yield tuple(Call("Why?", 1) for _ in range(6))
 
     server = FakeServer(delay_s=0.05)
-    plan = Plan(0.05, 1, drain_s=5.0, connections_per_client=2)
+    plan = Plan(0.05, 1, drain_s=LIMIT_S, connections_per_client=2)
     run = drive({"/generate": server.generate}, [client(wide)], plan)
     assert server.most_at_once == 2
     assert len({record.t_intended_s for record in run.requests}) == 1
@@ -269,13 +289,23 @@ def test_connections_are_bounded_per_client_and_waiting_counts_as_latency():
 
 
 def test_arrivals_do_not_wait_for_answers():
-    server = FakeServer(delay_s=0.3)
-    steady = Client("a", one_call, GammaArrivals(20.0, 0.0), seed="s")
-    run = drive({"/generate": server.generate}, [steady], Plan(0.5, drain_s=5.0))
-    assert server.most_at_once >= 8
+    server, eight = FakeServer(), asyncio.Event()
+
+    async def patient(request: web.Request) -> web.StreamResponse:
+        """Answers nobody before eight have asked."""
+        if server.at_once == 7:
+            eight.set()
+        server.at_once += 1
+        await eight.wait()
+        server.at_once -= 1
+        return await server.generate(request)
+
+    steady = Client("a", one_call, GammaArrivals(100.0, 0.0), seed="s")
+    run = drive({"/generate": patient}, [steady], Plan(0.1, drain_s=LIMIT_S))
+    assert {record.outcome for record in run.requests} == {"ok"}
     starts = sorted(record.t_intended_s for record in run.requests)
     assert [later - earlier for earlier, later in pairwise(starts)] == pytest.approx(
-        [0.05] * (len(starts) - 1), abs=1e-5
+        [0.01] * (len(starts) - 1), abs=1e-5
     )
 
 
@@ -342,8 +372,8 @@ def test_replicas_are_sampled_under_plain_names_and_lost_samples_are_counted():
         account = {"service": 12.0, "waiting": 1, "running": 2, "deficit": -3}
         return web.json_response({"clients": {"a@1": account, "other": account}, "bound": 99.0})
 
-    server = FakeServer(delay_s=0.05)
-    plan = Plan(0.05, 1, drain_s=5.0, sample_s=0.05)
+    server = FakeServer(delay_s=0.02)
+    plan = Plan(0.05, 1, drain_s=LIMIT_S, sample_s=0.02)
     run = drive(
         {"/generate": server.generate, "/fair": fair}, [client(tree)], plan, tag="@1", replicas=["r0", "r1"]
     )
@@ -366,36 +396,41 @@ def test_two_clients_of_one_name_are_refused():
 
 
 def test_a_closed_loop_keeps_its_number_of_programs_under_way():
-    server = FakeServer(delay_s=0.02)
-    plan = Plan(0.4, drain_s=5.0, at_once={"a": 3})
+    server = FakeServer(delay_s=0.005)
+    plan = Plan(LIMIT_S, 20, drain_s=LIMIT_S, at_once={"a": 3})
     run = drive({"/generate": server.generate}, [client(one_call)], plan)
     assert server.most_at_once == 3
     ends = sorted(program.t_done_s for program in run.programs)
     begins = sorted(program.t_intended_s for program in run.programs)
-    assert len(run.programs) > 6
+    assert len(run.programs) == 20
     assert all(begin >= end for begin, end in zip(begins[3:], ends, strict=False)), (
         "each takes an ended one's place"
     )
     assert sorted(program.program for program in run.programs) == list(range(len(run.programs)))
-    assert max(begins) < 0.4
+
+
+def test_no_program_of_a_closed_loop_begins_after_the_end_of_arrivals():
+    plan = Plan(0.1, drain_s=LIMIT_S, at_once={"a": 3})
+    run = drive({"/generate": FakeServer(delay_s=0.005).generate}, [client(one_call)], plan)
+    assert max(program.t_intended_s for program in run.programs) < 0.1 + 0.001
+    assert {program.outcome for program in run.programs} == {"ok"}
 
 
 def test_closed_and_open_loop_clients_run_side_by_side():
-    clients = [client(one_call, "closed"), client(one_call, "open", rate=20.0)]
-    plan = Plan(0.3, drain_s=5.0, at_once={"closed": 1})
-    run = drive({"/generate": FakeServer(delay_s=0.01).generate}, clients, plan)
+    clients = [client(one_call, "closed"), client(one_call, "open", rate=100.0)]
+    plan = Plan(LIMIT_S, 10, drain_s=LIMIT_S, at_once={"closed": 1})
+    run = drive({"/generate": FakeServer(delay_s=0.005).generate}, clients, plan)
     opened = sorted(program.t_intended_s for program in run.programs if program.client == "open")
     assert [later - earlier for earlier, later in pairwise(opened)] == pytest.approx(
-        [0.05] * (len(opened) - 1), abs=1e-5
+        [0.01] * (len(opened) - 1), abs=1e-5
     )
-    assert sum(program.client == "closed" for program in run.programs) > 2
+    assert len(opened) == sum(program.client == "closed" for program in run.programs) == 10
 
 
 def test_a_closed_loop_ends_with_its_last_program():
-    plan = Plan(60.0, programs_per_client=5, drain_s=None, at_once={"a": 2})
+    plan = Plan(1e6, programs_per_client=5, drain_s=None, at_once={"a": 2})
     run = drive({"/generate": FakeServer().generate}, [client(one_call)], plan)
     assert [program.outcome for program in run.programs] == ["ok"] * 5
-    assert run.end.t_s < 30
 
 
 def test_of_programs_that_have_ended_nothing_is_kept_but_records():
@@ -427,44 +462,47 @@ def test_a_closed_loop_of_a_client_that_there_is_not_is_refused():
 
 
 def test_a_stalled_server_does_not_hide_latency():
-    """One connection, a server that says nothing for half a second, a request every 50 ms: latencies are those of
-    requests sent on time."""
+    """One connection, a server that says nothing for a fifth of a second, a request every 20 ms: latencies are those
+    of requests sent on time."""
     server = FakeServer()
 
     async def stalled(request: web.Request) -> web.StreamResponse:
         if not server.bodies:
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(0.2)
         return await server.generate(request)
 
-    steady = Client("a", one_call, GammaArrivals(20.0, 0.0, first_s=0.0), seed="s")
-    plan = Plan(0.45, drain_s=10.0, connections_per_client=1)
+    steady = Client("a", one_call, GammaArrivals(50.0, 0.0, first_s=0.0), seed="s")
+    plan = Plan(0.18, drain_s=LIMIT_S, connections_per_client=1)
     run = drive({"/generate": stalled}, [steady], plan)
     due = [record.t_intended_s for record in sorted(run.requests, key=lambda record: record.program)]
-    assert due == pytest.approx([0.05 * k for k in range(len(due))], abs=1e-5)
+    assert due == pytest.approx([0.02 * k for k in range(len(due))], abs=1e-5)
     assert len(due) >= 9
     assert all(
-        record.t_first_token_s - record.t_intended_s >= 0.5 - record.t_intended_s for record in run.requests
+        record.t_first_token_s - record.t_intended_s >= 0.2 - record.t_intended_s for record in run.requests
     )
 
 
 def test_a_thought_between_two_calls_is_no_latency():
     def chat(_: int) -> Program:
         yield Call("Why?", 1, "first")
-        yield Call("Why then?", 1, "second", after_s=0.2)
+        yield Call("Why then?", 1, "second", after_s=0.1)
 
     run = drive({"/generate": FakeServer().generate}, [client(chat)])
     first, second = run.requests
-    assert second.t_intended_s == pytest.approx(first.t_done_s + 0.2, abs=1e-5)
+    assert second.t_intended_s == pytest.approx(first.t_done_s + 0.1, abs=1e-5)
     assert second.t_start_s >= second.t_intended_s - 1e-5
 
 
-def test_a_run_that_is_stopped_leaves_whole_records():
-    server = FakeServer(delay_s=0.01)
+def test_a_run_that_is_stopped_leaves_whole_records(monkeypatch):
+    server, feed = FakeServer(delay_s=0.001), wire.Answer.feed
     drivers = []
 
-    async def stopping(request: web.Request) -> web.StreamResponse:
-        asyncio.get_running_loop().call_later(0.05, drivers[0].stop)
-        return await server.generate(request)
+    def stopping(answer: wire.Answer, event: Any) -> None:
+        feed(answer, event)
+        if answer.output_tokens == 3:
+            drivers[0].stop()
+
+    monkeypatch.setattr(wire.Answer, "feed", stopping)
 
     def endless(_: int) -> Program:
         yield Call("Why?", 10_000)
@@ -474,18 +512,19 @@ def test_a_run_that_is_stopped_leaves_whole_records():
             super().__init__(*arguments, **more)
             drivers.append(self)
 
-    run = drive({"/generate": stopping}, [client(endless)], Plan(60.0, 1, drain_s=None), driver_class=Kept)
+    run = drive(
+        {"/generate": server.generate}, [client(endless)], Plan(1e6, 1, drain_s=None), driver_class=Kept
+    )
     assert [record.outcome for record in run.requests] == ["cancelled"]
     assert run.requests[0].output_tokens > 0
     assert [program.outcome for program in run.programs] == ["cancelled"]
-    assert run.end.t_s < 30
 
 
 def test_of_many_tokens_the_first_and_the_last_are_on_time():
     def long_call(_: int) -> Program:
         yield Call("Why?", 20)
 
-    plan = Plan(1.0, 1, drain_s=5.0, token_step_s=60.0)
+    plan = Plan(1.0, 1, drain_s=LIMIT_S, token_step_s=1e6)
     (record,) = drive({"/generate": FakeServer(delay_s=0.001).generate}, [client(long_call)], plan).requests
     assert [count for _, count in record.token_times] == [1, 20]
     assert record.t_first_token_s == record.token_times[0][0] < record.token_times[1][0]

@@ -3,9 +3,11 @@
 import asyncio
 import contextlib
 import json
+import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
@@ -42,13 +44,13 @@ from sglang_fair.cluster.workers import Workers
 from tests.live import lives
 from tests.site import Seen, eventually, free_port, read, request
 from tests.stand_in import MODEL, Engine, make_tokenizer
-from tests.test_cluster import DIES, MACHINE, SERVES, Record, after, program, until
+from tests.test_cluster import DIES, LIMIT_S, MACHINE, SERVES, Record, after, of_our_own, program, until
 from tests.test_cluster import MODEL as TINY
 
 
 def run(body: Awaitable[None]) -> None:
     async def main() -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(2 * LIMIT_S):
             await body
 
     asyncio.run(main())
@@ -79,8 +81,16 @@ async def echo(asked: dict[str, Any], say: Say) -> dict[str, Any]:
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "run" / "8000.sock"
+def short() -> Iterator[Path]:
+    """A folder with a short name: that of a Unix socket has at most 107 bytes."""
+    root = "/tmp" if os.access("/tmp", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="fair-", dir=root) as made:
+        yield Path(made)
+
+
+@pytest.fixture
+def path(short: Path) -> Path:
+    return short / "run" / "8000.sock"
 
 
 def test_a_request_is_answered_in_lines(path: Path) -> None:
@@ -208,7 +218,8 @@ def test_a_folder_that_others_can_write_is_not_used(tmp_path: Path) -> None:
 # -- what is planned
 
 
-def test_a_further_replica_is_planned_like_the_first_ones() -> None:
+def test_a_further_replica_is_planned_like_the_first_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_our_own(monkeypatch)
     options = Options(quantum=77.0, payer="equal", extra=("--page-size", "32"))
     with contextlib.closing(Reservations("127.0.0.1")) as reservations:
         ports = choose(0, 2, reservations.take)
@@ -232,7 +243,8 @@ def after_all(spec: Process, options: set[str]) -> set[str]:
     return {after(spec.argv, option) for option in options}
 
 
-def test_a_further_replica_needs_room() -> None:
+def test_a_further_replica_needs_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_our_own(monkeypatch)
     small = MACHINE.__class__(**{**vars(MACHINE), "available_bytes": 1_000})
     gpus = MACHINE.__class__(**{**vars(MACHINE), "gpus": ("0", "1"), "cuda_build": True})
     taken: list[int] = []
@@ -335,7 +347,7 @@ def changing(body: Callable[[Changed, str], Awaitable[None]]) -> None:
             finally:
                 pids = list(supervisor.pids.values())
                 supervisor.stop()
-                assert await asyncio.wait_for(running, 20)
+                assert await asyncio.wait_for(running, LIMIT_S)
                 assert not any(map(lives, pids))
 
     run(main())
@@ -452,16 +464,16 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "sglang_fair.cli", "workers", *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=2 * LIMIT_S,
     )
 
 
 @pytest.mark.slow
 def test_no_request_fails_while_replicas_come_go_and_die(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, short: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A cluster of stand-ins, changed by the commands that a user has."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short))
     tokenizer = make_tokenizer(tmp_path)
     gateway_port, router_address = free_port(), f"tcp://127.0.0.1:{free_port()}"
     url = f"http://127.0.0.1:{gateway_port}"
@@ -471,20 +483,20 @@ def test_no_request_fails_while_replicas_come_go_and_die(
         own = f"http://127.0.0.1:{port}"
         argv = ("-m", "tests.stand_in", "--port", str(port), "--tokenizer", str(tokenizer), "--step", "0.005")
         return Process(
-            f"r{number}", "replica", (sys.executable, *argv), HttpReady(f"{own}/ready"), 30, 5,
+            f"r{number}", "replica", (sys.executable, *argv), HttpReady(f"{own}/ready"), LIMIT_S, LIMIT_S,
             worker=Worker(f"r{number}", own, "tcp://127.0.0.1:1", "tcp://127.0.0.1:1"),
         )  # fmt: skip
 
     first = [stand_in(0), stand_in(1)]
     router = Process(
         "router", "router", (sys.executable, "-m", "router", "--bind", router_address),
-        RouterReady(router_address), 30, 5,
+        RouterReady(router_address), LIMIT_S, LIMIT_S,
     )  # fmt: skip
     gateway = Process(
         "gateway", "gateway",
         (sys.executable, "-m", "router.gateway", "--port", str(gateway_port), "--router", router_address,
          "--model-name", MODEL, "--tokenizer", str(tokenizer)),
-        HttpReady(f"{url}/health"), 30, 5,
+        HttpReady(f"{url}/health"), LIMIT_S, LIMIT_S,
     )  # fmt: skip
     router = with_workers(router, [spec.worker for spec in first if spec.worker])
     engine = Engine(tokenizer)
@@ -513,7 +525,7 @@ def test_no_request_fails_while_replicas_come_go_and_die(
     async def body(supervisor: Supervisor, record: Record) -> None:
         ended: list[Seen] = []
         stopping = asyncio.Event()
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as http:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=LIMIT_S)) as http:
             loads = [asyncio.create_task(load(http, client, ended, stopping)) for client in range(6)]
             await worked(ended, "r0")
             said = await asyncio.to_thread(command, "add", "--cluster", url)
@@ -523,10 +535,10 @@ def test_no_request_fails_while_replicas_come_go_and_die(
             assert (said.returncode, said.stdout) == (0, "r0 has finished and is stopped\n"), said
             before = len(ended)
             psutil.Process(supervisor.pids["r2"]).kill()
-            await until(lambda: record.ready.count("r2") == 2, 30)
+            await until(lambda: record.ready.count("r2") == 2)
             await worked(ended, "r2")
             psutil.Process(supervisor.pids["router"]).kill()
-            await until(lambda: record.ready.count("router") == 2, 30)
+            await until(lambda: record.ready.count("router") == 2)
             await worked(ended, "r1")
             assert not any(seen.worker == "r0" for seen in ended[before:]), "a new router does not know it"
             said = await asyncio.to_thread(command, "list", "--json", "--cluster", url)
