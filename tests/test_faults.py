@@ -1,6 +1,6 @@
 """What dies, hangs, lies or is cut off, and what its clients notice: real processes, kill -9, SIGSTOP, bad wires.
 
-The engines are stand-ins but for the last test, so that the right answer of every request is known.
+The engines are stand-ins but for the last tests, so that the right answer of every request is known.
 """
 
 import asyncio
@@ -531,11 +531,19 @@ async def ask_all(
     await asyncio.gather(*(one(number) for number in range(len(seen))))
 
 
+def process_of(cluster: Cluster, words: str, below: str = "") -> psutil.Process:
+    """The process whose command line has these words; with `below`, its descendant whose has those."""
+    assert cluster._process is not None
+    found = psutil.Process(cluster._process.pid)
+    for wanted in (words, below) if below else (words,):
+        family = found.children(recursive=True)
+        found = next(process for process in family if wanted in " ".join(process.cmdline()))
+    return found
+
+
 def kill(cluster: Cluster, words: str) -> None:
     """kill -9 of the process whose command line has these words, and of all its children at once."""
-    assert cluster._process is not None
-    family = psutil.Process(cluster._process.pid).children(recursive=True)
-    root = next(process for process in family if words in " ".join(process.cmdline()))
+    root = process_of(cluster, words)
     for process in [root, *root.children(recursive=True)]:
         process.kill()
 
@@ -589,6 +597,39 @@ def test_streams_of_a_real_replica_that_is_killed_go_on_elsewhere(cluster: Clust
             assert after.text == before.text
         # The replica may have been ahead of what its clients had read.
         assert 0 < cluster.status()["gateway"]["resumed"] - resumed <= placed
+
+    run_real(cluster, body)
+
+
+@pytest.mark.e2e
+@pytest.mark.engine
+@pytest.mark.timeout(3 * REAL_START_S)
+def test_a_real_replica_whose_scheduler_hangs_is_given_up_and_taken_back(cluster: Cluster) -> None:
+    """Its server answers all the while."""
+
+    async def body(http: aiohttp.ClientSession) -> None:
+        calm, seen = [Seen() for _ in range(9)], [Seen() for _ in range(9)]
+        await ask_all(cluster, http, calm)
+        asking = asyncio.create_task(ask_all(cluster, http, seen))
+        await eventually(lambda: all(one.events > 10 for one in seen), "all streams are under way")
+        victim = seen[0].worker
+        scheduler = process_of(cluster, f"--name {victim}", "sglang::scheduler")
+        scheduler.suspend()
+        try:
+            await asking
+            for before, after in zip(calm, seen, strict=True):
+                assert (after.error, after.ended, after.text) == ("", True, before.text)
+            assert cluster.status()["workers"][victim]["state"] == "sick"
+            assert httpx.get(f"{cluster.status()['workers'][victim]['url']}/ready").status_code == 200
+            more = [Seen() for _ in range(6)]
+            await ask_all(cluster, http, more, 20)
+            assert victim not in {one.worker for one in more}
+        finally:
+            scheduler.resume()
+        await eventually(lambda: cluster.status()["workers"][victim]["state"] == "up", "it is taken back")
+        again = [Seen() for _ in range(9)]
+        await ask_all(cluster, http, again, 20)
+        assert victim in {one.worker for one in again}
 
     run_real(cluster, body)
 

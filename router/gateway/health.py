@@ -1,10 +1,14 @@
 """Which workers answer this gateway: `Health` asks GET /ready of each, `Watch` decides.
 
-Rule. A worker is sick when it refuses connections twice in a row, when it says 503, or when nothing has come
-from it for `timeout_s`: neither an answer to a question nor a byte of a request. It is well again with the next
-answer. What was in flight at a silent one is given up at once, as if it had died; what is in flight at one
-that says 503 goes on, for a replica that shuts down finishes what it has. Leaks: a replica whose HTTP process
-answers while its scheduler hangs is well.
+Rule. A worker is sick when it refuses connections twice in a row, when it says 503, when nothing has come from
+it for `timeout_s`, neither an answer to a question nor a byte of a request, or when it says twice in a row that
+it has requests and a scheduler that hangs (`Pulse`). It is well again with the next answer that says otherwise.
+What was in flight at one that is silent or hangs is given up at once, as if it had died; what is in flight at
+one that says 503 goes on, for a replica that shuts down finishes what it has.
+
+A scheduler hangs when its process has not run, or its loop has not come round, for `timeout_s`. A forward pass
+may take longer, a long prefill on a CPU above all: `FORWARD_TIMEOUTS` times as long. Leaks: a worker that says
+nothing of its scheduler, as engines without the overlay, is well as long as it answers.
 """
 
 import asyncio
@@ -13,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable
 
 import aiohttp
+import msgspec
 
 from router.events import WorkerUp
 
@@ -24,6 +29,45 @@ INTERVAL_S = 1.0
 REFUSALS = 2
 """Connections in a row that a worker may not accept."""
 
+FORWARD_TIMEOUTS = 6
+"""Timeouts that one forward pass may take."""
+
+HANGS = 2
+"""Answers in a row that may say that a scheduler hangs: one that was paused together with its server goes on
+before the second."""
+
+
+class Scheduler(msgspec.Struct, frozen=True):
+    """One scheduler, as the server before it sees it. Seconds are of the worker's own clock."""
+
+    ran_s_ago: float
+    """When a thread of its process last ran."""
+    passed_s_ago: float
+    """When its loop last came round."""
+    computes: bool
+    """Since then it went into a forward pass, or into the wait for the results of one."""
+
+    def hangs(self, timeout_s: float) -> bool:
+        """Whether it should have moved since."""
+        limit_s = timeout_s * FORWARD_TIMEOUTS if self.computes else timeout_s
+        return self.ran_s_ago > timeout_s or self.passed_s_ago > limit_s
+
+
+class Pulse(msgspec.Struct, frozen=True):
+    """What a worker may say of itself in its answer to GET /ready."""
+
+    in_flight: int
+    """Requests that its server has not ended."""
+    schedulers: tuple[Scheduler, ...]
+
+    @staticmethod
+    def read(body: bytes) -> "Pulse | None":
+        """None where another engine says something else, or nothing."""
+        try:
+            return msgspec.json.decode(body, type=Pulse)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return None
+
 
 class Watch:
     """The decisions. Times are of one clock that never goes back."""
@@ -32,6 +76,7 @@ class Watch:
         self._timeout_s = timeout_s
         self._heard_s: dict[str, float] = {}
         self._refusals: dict[str, int] = {}
+        self._hangs: dict[str, int] = {}
         self._leaving: set[str] = set()
         self._decided_s: float | None = None
         self.silent: frozenset[str] = frozenset()
@@ -48,21 +93,32 @@ class Watch:
         """Bytes came from it."""
         self._heard_s[worker] = now_s
 
-    def answered(self, worker: str, ready: bool, now_s: float) -> None:
-        """It said whether it is ready."""
+    def hangs(self, worker: str) -> bool:
+        """Whether it answers, and its scheduler does not move."""
+        return self._hangs.get(worker, 0) >= HANGS
+
+    def answered(self, worker: str, ready: bool, now_s: float, pulse: Pulse | None = None) -> None:
+        """It said whether it is ready, and perhaps how its schedulers are."""
         self._heard_s[worker] = now_s
         self._refusals.pop(worker, None)
-        self.silent -= {worker}
         (self._leaving.discard if ready else self._leaving.add)(worker)
+        if pulse is None or not any(one.hangs(self._timeout_s) for one in pulse.schedulers):
+            self._hangs.pop(worker, None)
+        elif pulse.in_flight > 0 or worker in self._hangs:
+            self._hangs[worker] = self._hangs.get(worker, 0) + 1
+        if not self.hangs(worker):
+            self.silent -= {worker}
 
     def refused(self, worker: str, now_s: float) -> None:
         """It accepted no connection, or broke it."""
         self._heard_s[worker] = now_s  # it is not silent
         self._refusals[worker] = self._refusals.get(worker, 0) + 1
+        self._hangs.pop(worker, None)
         self.silent -= {worker}
 
     def decide(self, workers: Iterable[str], now_s: float) -> frozenset[str]:
-        """The workers that have fallen silent since the last decision. To be called every `INTERVAL_S`.
+        """The workers that have fallen silent since the last decision, or that hang. To be called every
+        `INTERVAL_S`.
 
         A caller that comes late by half the timeout was itself asleep, and what it has not heard means nothing.
         """
@@ -72,12 +128,14 @@ class Watch:
         for name in names:
             if asleep or name not in self._heard_s:
                 self._heard_s[name] = now_s
-        for known in (self._heard_s, self._refusals):
+        for known in (self._heard_s, self._refusals, self._hangs):
             for name in known.keys() - names:
                 del known[name]
         self._leaving &= names
         before = self.silent & names
-        self.silent = before | {name for name in names if now_s - self._heard_s[name] > self._timeout_s}
+        self.silent = before | {
+            name for name in names if now_s - self._heard_s[name] > self._timeout_s or self.hangs(name)
+        }
         return self.silent - before
 
 
@@ -130,7 +188,10 @@ class Health:
                 workers = self._workers()
                 now_s = time.monotonic()
                 for worker in self.watch.decide(workers, now_s):
-                    log.warning("worker %s has been silent for %g s: it is given up", worker, self._timeout_s)
+                    how = "answers, but its scheduler hangs" if self.watch.hangs(worker) else "is silent"
+                    log.warning(
+                        "worker %s %s, for more than %g s: it is given up", worker, how, self._timeout_s
+                    )
                     for give_up in list(self.open.get(worker, ())):
                         give_up(TimeoutError(f"{worker} does not answer"))
                 self._compare()
@@ -146,7 +207,8 @@ class Health:
         try:
             timeout = aiohttp.ClientTimeout(total=self._timeout_s)
             async with session.get(f"{up.url.rstrip('/')}/ready", timeout=timeout) as response:
-                self.watch.answered(up.worker, response.status != 503, time.monotonic())
+                pulse = Pulse.read(await response.read())
+                self.watch.answered(up.worker, response.status != 503, time.monotonic(), pulse)
         except TimeoutError:
             pass  # `decide` counts the silence
         except (aiohttp.ClientError, OSError):

@@ -9,12 +9,13 @@ from typing import Any
 from sglang.srt.managers.io_struct import SetInternalStateReq
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder, SchedulePolicy
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.runtime_context import get_parallel
 
 from sglang_fair.core.cost import describe
-from sglang_fair.overlay import config, counts, refusal
+from sglang_fair.overlay import config, counts, pulse, refusal
 from sglang_fair.overlay.identity import carry_client
 from sglang_fair.overlay.replica import ReplicaFairness
-from sglang_fair.overlay.status import add_route, from_settings
+from sglang_fair.overlay.status import add_routes, from_settings
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +115,18 @@ def init_schedule_policy(original: Callable[..., None], scheduler: Any) -> None:
         scheduler.schedule_low_priority_values_first,
     )
     scheduler.policy.fair = scheduler.fair
+    ranks = get_parallel()
+    leads = ranks.pp_rank == ranks.attn_tp_rank == ranks.attn_cp_rank == 0  # the others do what it does
+    scheduler.pulse = pulse.attach((ranks.dp_rank or 0) if leads else None)
+
+
+def process_input_requests(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """Asked once in each round of every one of SGLang's loops."""
+    scheduler.pulse.passed()
+
+
+def run_batch(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    scheduler.pulse.computes()
 
 
 def get_prefill_adder_class(result: type[PrefillAdder], scheduler: Any) -> Any:
@@ -158,6 +171,7 @@ def process_batch_result(
     original: Callable[..., None], scheduler: Any, batch: Any, result: Any, *args: Any, **kwargs: Any
 ) -> None:
     rows = counts.rows(batch)
+    scheduler.pulse.computes()
     original(scheduler, batch, result, *args, **kwargs)
     scheduler.fair.processed(batch, counts.output_tokens(batch, result, rows))
     # Stock publishes only every --decode-log-interval steps; a router wants to know now.
@@ -188,6 +202,7 @@ def add_cli_args(result: Any, parser: Any, *args: Any, **kwargs: Any) -> None:
 
 def from_cli_args(original: Callable[..., Any], cls: type, args: Any) -> Any:
     config.adopt_arguments(args)
+    pulse.share()
     return original(cls, args)
 
 
@@ -200,7 +215,7 @@ def generate_request(original: Callable[..., Any], manager: Any, obj: Any, reque
 
 
 def tokenizer_manager_started(result: Any, manager: Any, server_args: Any, *args: Any, **kwargs: Any) -> None:
-    add_route(manager)
+    add_routes(manager)
     if refusal.may_refuse(server_args.schedule_policy):
         refusal.add_middleware()
 
@@ -224,6 +239,8 @@ HOOKS: tuple[Hook, ...] = (
     Hook(_TOKENIZER + "__init__", tokenizer_manager_started, HookType.AFTER),
     Hook(_TOKENIZER + "generate_request", generate_request, HookType.AROUND),
     Hook(_SCHEDULER + "init_schedule_policy", init_schedule_policy, HookType.AROUND),
+    Hook(_SCHEDULER + "process_input_requests", process_input_requests, HookType.BEFORE),
+    Hook(_SCHEDULER + "run_batch", run_batch, HookType.BEFORE),
     Hook(_SCHEDULER + "_abort_on_queued_limit", abort_on_queued_limit, HookType.AFTER),
     Hook(_SCHEDULER + "_add_request_to_queue", add_request_to_queue, HookType.AFTER),
     Hook(_SCHEDULER + "_get_new_batch_prefill_raw", form_prefill_batch, HookType.AROUND),

@@ -1,5 +1,7 @@
 """`/fair` on a replica: GET reads from the scheduler the active policy and each client's counter and service;
-POST changes the clients' weights in it.
+POST changes the clients' weights in it. And `/ready`, which says also when the scheduler last moved (`pulse.py`):
+
+    {"in_flight": 3, "schedulers": [{"ran_s_ago": 0.2, "passed_s_ago": 4.1, "computes": true}]}
 
     curl -X POST http://127.0.0.1:30000/fair -d '{"client_weights": {"gold": 2}}'
 
@@ -8,10 +10,12 @@ Such a request carries numbers under names, so each client's weight is one numbe
 """
 
 import sys
+import time
 from collections.abc import Mapping
 from typing import Any
 
 from sglang_fair.overlay import config
+from sglang_fair.overlay.pulse import Pulses
 
 WEIGHT_PREFIX = "sglang_fair.client_weight:"
 """Before a client's name: the name of its weight among the numbers of a request to set internal state."""
@@ -32,7 +36,7 @@ def from_settings(settings: Mapping[str, float]) -> tuple[dict[str, float], dict
     return weights, {name: value for name, value in settings.items() if not name.startswith(WEIGHT_PREFIX)}
 
 
-def add_route(manager: Any) -> None:
+def add_routes(manager: Any) -> None:
     """Add the routes to SGLang's HTTP application, if this process serves HTTP.
 
     The tokenizer manager lives in the process that serves; an in-process `Engine` has no application.
@@ -61,3 +65,23 @@ def add_route(manager: Any) -> None:
 
     server.app.add_api_route("/fair", fair, methods=["GET"])
     server.app.add_api_route("/fair", auth_level(AuthLevel.ADMIN_OPTIONAL)(change), methods=["POST"])
+    _say_pulse(server.app, manager)
+
+
+def _say_pulse(app: Any, manager: Any) -> None:
+    """Give SGLang's answer to GET /ready, which has none, a body."""
+    from fastapi import Response
+    from fastapi.responses import JSONResponse
+    from fastapi.routing import APIRoute
+
+    routes, pulses = app.router.routes, Pulses()
+    at = next(at for at, route in enumerate(routes) if getattr(route, "path", None) == "/ready")
+    is_ready = routes[at].endpoint
+
+    async def ready() -> Response:
+        answer = await is_ready()
+        schedulers = pulses.read(time.monotonic())
+        body = {"in_flight": len(manager.rid_to_state), "schedulers": schedulers}
+        return JSONResponse(body, answer.status_code)
+
+    routes[at] = APIRoute("/ready", ready, methods=["GET"])

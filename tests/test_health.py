@@ -1,0 +1,140 @@
+"""A scheduler that hangs behind a server that answers: who says so, and who believes it."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.gateway.health import FORWARD_TIMEOUTS, HANGS, Pulse, Scheduler, Watch
+from sglang_fair.overlay import pulse
+
+TIMEOUT_S = 5.0
+seconds = st.floats(0, 100)
+schedulers = st.lists(st.builds(Scheduler, seconds, seconds, st.booleans()), max_size=3).map(tuple)
+MOVES = Scheduler(0.1, 0.1, False)
+STOPPED = Scheduler(6.0, 6.0, True)
+LOCKED = Scheduler(0.1, 6.0, False)
+COMPUTES = Scheduler(0.1, FORWARD_TIMEOUTS * TIMEOUT_S - 1, True)
+
+
+def said(watch: Watch, *told: tuple[int, Scheduler], now_s: float = 0.0) -> list[bool]:
+    """Whether the worker was well after each of its answers."""
+    found = []
+    for in_flight, scheduler in told:
+        now_s += 1.0
+        watch.answered("a", True, now_s, Pulse(in_flight, (MOVES, scheduler)))
+        watch.decide(["a"], now_s)
+        found.append(watch.is_well("a"))
+    return found
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), schedulers), max_size=12))
+def test_a_worker_is_well_unless_it_has_said_twice_in_a_row_that_it_hangs(
+    told: list[tuple[int, tuple[Scheduler, ...]]],
+) -> None:
+    watch, in_a_row, given_up = Watch(TIMEOUT_S), 0, 0
+    for now_s, (in_flight, all_of_it) in enumerate(told):
+        hangs = any(
+            one.ran_s_ago > TIMEOUT_S
+            or one.passed_s_ago > TIMEOUT_S * (FORWARD_TIMEOUTS if one.computes else 1)
+            for one in all_of_it
+        )
+        in_a_row = in_a_row + 1 if hangs and (in_flight or in_a_row) else 0
+        watch.answered("a", True, float(now_s), Pulse(in_flight, all_of_it))
+        fallen = watch.decide(["a"], float(now_s))
+        given_up += bool(fallen)
+        assert bool(fallen) is (in_a_row == HANGS), "said once"
+        assert watch.is_well("a") is (in_a_row < HANGS)
+
+
+@pytest.mark.parametrize("hangs", [STOPPED, LOCKED])
+def test_a_scheduler_that_hangs_and_goes_on(hangs: Scheduler) -> None:
+    told = ((1, hangs), (1, hangs), (0, hangs), (0, MOVES), (1, hangs))
+    assert said(Watch(TIMEOUT_S), *told) == [True, False, False, True, True]
+
+
+def test_what_is_no_hang() -> None:
+    assert said(Watch(TIMEOUT_S), *[(0, LOCKED)] * 3) == [True] * 3, "nobody waits for it"
+    assert said(Watch(TIMEOUT_S), *[(4, COMPUTES)] * 3) == [True] * 3, "a long forward pass"
+    watch = Watch(TIMEOUT_S)
+    assert said(watch, (1, LOCKED)) == [True]
+    watch.answered("a", True, 2.0)
+    assert said(watch, (1, LOCKED), now_s=2.0) == [True], "it was started anew, without the overlay"
+    assert said(Watch(TIMEOUT_S), (1, LOCKED), (1, MOVES), (1, LOCKED)) == [True] * 3
+
+
+def test_what_is_no_pulse() -> None:
+    for body in (
+        b"",
+        b"ok",
+        b"{}",
+        b"\xff",
+        b'{"in_flight": 1}',
+        b"[" * 100_000,
+        b'{"in_flight":1,"schedulers":[{}]}',
+    ):
+        assert Pulse.read(body) is None
+
+
+# -- the overlay's side
+
+
+def test_a_child_writes_what_its_parent_reads() -> None:
+    environ: dict[str, str] = {}
+    pulse.share(environ)
+    shared = dict(environ)
+    pulse.share(environ)
+    assert environ == shared
+    reader = pulse.Pulses(environ)
+    assert reader.read(time.monotonic()) == []
+    program = (
+        "import time; from sglang_fair.overlay import pulse; one = pulse.attach(2); one.passed(); one.computes();"
+        "print(flush=True); time.sleep(60)"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", program], env=os.environ | environ, stdout=subprocess.PIPE
+    )
+    try:
+        assert child.stdout is not None
+        child.stdout.readline()
+        before_s = time.monotonic()
+        body = {"in_flight": 1, "schedulers": reader.read(before_s)}
+        told = Pulse.read(json.dumps(body).encode())
+        assert told is not None
+        [scheduler] = told.schedulers
+        assert 0 <= scheduler.passed_s_ago < 60
+        assert 0 <= scheduler.ran_s_ago < 60
+        assert scheduler.computes
+    finally:
+        child.kill()
+        child.wait()
+        child.stdout.close()
+    [gone] = reader.read(before_s + 100)
+    assert gone["ran_s_ago"] > 90, "what nobody writes any more grows old"
+
+
+def test_a_loop_that_comes_round_ends_the_forward_pass() -> None:
+    readings = [0.0] * 6
+    one = pulse.Pulse(readings, 3)
+    one.passed()
+    one.computes()
+    first = list(readings)
+    assert first[:3] == [0.0] * 3
+    assert 0 < first[4] <= first[5]
+    one.passed()
+    assert readings[4] >= first[5], "and so it computes no more, or for no time"
+
+
+@pytest.mark.parametrize("rank", [None, pulse.SLOTS])
+def test_who_leads_no_step_shares_nothing(rank: int | None) -> None:
+    environ: dict[str, str] = {}
+    assert pulse.Pulses(environ).read(1.0) == []
+    pulse.attach(0, environ).passed()
+    pulse.share(environ)
+    pulse.attach(rank, environ).passed()
+    assert pulse.Pulses(environ).read(1.0) == []
