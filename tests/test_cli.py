@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 from sglang_fair import cli
 from sglang_fair.cluster import run, status
 from sglang_fair.cluster.options import Options
+from sglang_fair.engines import models
 
 
 def invoke(*arguments: str) -> Result:
@@ -41,6 +42,12 @@ class TestHelp:
         shown = invoke("cluster", "--help").output
         for word in ("--replicas", "--quantum", "service units", "--placement", "d2lpm", "default: dlpm"):
             assert word in shown
+
+
+@pytest.fixture(scope="module")
+def tiny() -> None:
+    """Whoever prepares a model says so, once."""
+    models.find("tiny")
 
 
 class TestCluster:
@@ -83,24 +90,33 @@ class TestCluster:
             (["--client-weights", "{"], 2, "--client-weights is not JSON"),
             (["--model", "/no/such/folder", "--device", "cpu"], 2, "there is no model folder"),
             (["--replicas", "6000", "--device", "cpu", "--model", "tiny"], 2, "too little memory: 6000"),
-            (["--host", "192.0.2.1"], 1, "cannot listen on 192.0.2.1"),
+            (["--host", "192.0.2.1", "--device", "cpu", "--model", "tiny"], 1, "cannot listen on 192.0.2.1"),
         ],
     )  # fmt: skip
+    @pytest.mark.usefixtures("tiny")
     def test_a_mistake_is_one_line_and_starts_nothing(
-        self, arguments: list[str], code: int, said: str
+        self, arguments: list[str], code: int, said: str, capfd: pytest.CaptureFixture[str]
     ) -> None:
-        done = command("cluster", "--port", "0", *arguments)
-        assert done.returncode == code, done.stderr
-        (line,) = done.stderr.splitlines()
+        done = invoke("cluster", "--port", "0", *arguments)
+        assert done.exit_code == code, done.output
+        told = capfd.readouterr()  # of the process that looks for the model
+        (line,) = (done.stderr + told.err).splitlines()
         assert line.startswith("sglang-fair: ")
         assert said in line
-        assert not done.stdout
+        assert not done.stdout + told.out
 
+    def test_so_it_is_for_a_process(self) -> None:
+        done = command("cluster", "--policy", "magic")
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith("sglang-fair: unknown --policy 'magic'")
+        assert done.stderr.count("\n") == 1
+
+    @pytest.mark.usefixtures("tiny")
     def test_a_port_in_use(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = str(server.getsockname()[1])
-            done = command("cluster", "--port", port, "--device", "cpu", "--model", "tiny")
-        assert done.returncode == 1
+            done = invoke("cluster", "--port", port, "--device", "cpu", "--model", "tiny")
+        assert done.exit_code == 1
         assert done.stderr == (
             f"sglang-fair: port {port} is in use; choose another with --port, or --port 0 for a free one\n"
         )

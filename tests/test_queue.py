@@ -20,7 +20,7 @@ from sglang_fair.core.queue import DEFERRALS_PER_PASS, FairQueue
 from sglang_fair.core.vtc import Vtc
 from tests.engine_model import Replica, Request, Traffic, cases
 
-QUEUE = settings(max_examples=60, deadline=None, derandomize=True)
+QUEUE = settings(max_examples=40, deadline=None, derandomize=True)
 ordered = pytest.mark.parametrize("name", ["fcfs", "lpm", "vtc", "dlpm"])
 
 

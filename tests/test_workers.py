@@ -131,6 +131,7 @@ def test_a_peer_that_says_nothing_is_sent_away(path: Path, monkeypatch: pytest.M
                 assert "nothing came" in json.loads(await reader.readline())["error"]
                 writer.close()
             await until(lambda: not made._peers)
+            monkeypatch.setattr(control, "ASKED_S", LIMIT_S)
             assert await asyncio.to_thread(ask, path, {"do": "it", "says": 0}, print)
 
     run(body())
