@@ -19,8 +19,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 @pytest.fixture(scope="session")
 def one_at_a_time() -> Iterator[Replica]:
-    """DLPM, a quantum of 100 units and room for one running request: admissions come one by one."""
-    with Replica("--policy", "dlpm", "--quantum", "100", "--max-running", "1") as replica:
+    """The paper's DLPM, a quantum of 100 units and room for one running request: admissions come one by one."""
+    printed = ("--policy", "dlpm", "--policy-options", "newcomers=0", "--quantum", "100")
+    with Replica(*printed, "--max-running", "1") as replica:
         yield replica
 
 

@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from string import ascii_letters
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_fair.core.cost import Linear
-from sglang_fair.core.dlpm import Dlpm
+from sglang_fair.core.dlpm import NEWCOMERS_AT_ONCE, Dlpm
 from sglang_fair.core.lpm import Lpm
 from sglang_fair.core.policy import Job, Policy, Weights
 from sglang_fair.core.queue import FairQueue
@@ -29,25 +30,41 @@ DLPM = settings(max_examples=40, deadline=None, derandomize=True)
 class LiteralDlpm(Literal):
     """Algorithm 1 with lists: the queue is sorted at each pick, a round is executed, nothing is remembered
     beside q and l. A held request stays in the queue and is skipped, its client keeps its say in the refill.
-    The first client that is new after a refill starts with a quantum. `changes` are the quanta from each
-    refill on.
+    Clients that are new start with a quantum and go first, within what `for_new` allows. `changes` are the
+    quanta from each refill on.
     """
 
     quantum: int = 0
     changes: list[int] = field(default_factory=list)
-    newcomer: int = 0
+    newcomers: int = 4
     q: dict[str, int] = field(default_factory=dict)
     charged: set[str] = field(default_factory=set)
+    new: set[str] = field(default_factory=set)
+    for_new: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.for_new = self.most
+
+    @property
+    def most(self) -> int:
+        return NEWCOMERS_AT_ONCE * self.quantum if self.newcomers else 0
 
     def arrive(self, job: Job) -> None:
         if job.client not in self.q:
-            self.q[job.client], self.newcomer = self.newcomer, 0
+            self.q[job.client] = 0
+            if self.for_new > 0:
+                self.q[job.client] = self.quantum
+                self.for_new -= self.quantum
+                self.new.add(job.client)
         super().arrive(job)
+
+    def order(self, job: Job) -> tuple[bool, int, int]:
+        return job.client not in self.new - self.charged, -job.prefix_tokens, job.arrival
 
     def pick(self) -> Job | None:
         changes = self.changes[:1]
         while any(job not in self.held for job in self.waiting):
-            for job in sorted(self.waiting, key=lambda job: (-job.prefix_tokens, job.arrival)):
+            for job in sorted(self.waiting, key=self.order):
                 if self.q[job.client] > 0 and job not in self.held:
                     return job
             if any(self.q[job.client] > 0 for job in self.waiting):
@@ -56,12 +73,16 @@ class LiteralDlpm(Literal):
                 self.quantum, changes = self.changes.pop(0), []
             for client in self.q:
                 self.q[client] += self.quantum if self.q[client] <= 0 else 0
-            self.newcomer = self.quantum
         return None
 
     def charge(self, client: str, units: int) -> None:
         self.q[client] -= units
         self.charged.add(client)
+        if client not in self.new:
+            self.for_new = min(self.for_new + self.newcomers * units, self.most)
+        elif self.q[client] <= 0:
+            self.for_new += self.q[client]
+            self.new.remove(client)
 
     def idle(self, client: str) -> None:
         if client not in self.charged and not self.q[client]:
@@ -75,9 +96,17 @@ class LiteralDlpm(Literal):
 
 
 @settings(DLPM, max_examples=150)
-@given(quantum=st.integers(1, 40), seed=st.integers(0, 2**32))
-def test_counted_rounds_are_the_literal_rounds(quantum, seed):
-    Twins(Dlpm(quantum=quantum), LiteralDlpm(quantum=quantum), seed).run(100)
+@given(quantum=st.integers(1, 40), seed=st.integers(0, 2**32), newcomers=st.sampled_from([0, 4]))
+def test_counted_rounds_are_the_literal_rounds(quantum, seed, newcomers):
+    literal = LiteralDlpm(quantum=quantum, newcomers=newcomers)
+    Twins(Dlpm(quantum=quantum, newcomers=newcomers), literal, seed).run(100)
+
+
+@settings(DLPM, max_examples=50)
+@given(quantum=st.integers(1, 40), seed=st.integers(0, 2**32), newcomers=st.integers(0, 4))
+def test_new_clients_start_with_a_quantum_within_their_limit(quantum, seed, newcomers):
+    literal = LiteralDlpm(quantum=quantum, newcomers=newcomers)
+    Twins(Dlpm(quantum=quantum, newcomers=newcomers), literal, seed, clients=ascii_letters).run(150)
 
 
 @settings(DLPM, max_examples=150)
@@ -158,15 +187,13 @@ class Sent:
 class AlgorithmOne:
     """The paper's listing, line by line. `many` rounds at once is the fast CheckRefill. `restart` begins the
     scan of the sorted queue again after a refill; without it a refill in the middle of a scan lets a client's
-    later requests pass its earlier ones, which the paper's order (longest prefix first) does not mean. Unlike the
-    listing, the first client that is new after a refill starts with a quantum.
+    later requests pass its earlier ones, which the paper's order (longest prefix first) does not mean.
     """
 
     pool_tokens: int
     quantum: int
     many: bool = True
     restart: bool = True
-    newcomer: int = 0
     q: dict[str, int] = field(default_factory=dict)
     queue: list[int] = field(default_factory=list)
     batch: dict[int, int] = field(default_factory=dict)
@@ -178,8 +205,7 @@ class AlgorithmOne:
         for step in range(steps):
             for number, request in enumerate(sent):
                 if request.step == step:
-                    if request.client not in self.q:  # L12
-                        self.q[request.client], self.newcomer = self.newcomer, 0
+                    self.q.setdefault(request.client, 0)  # L12
                     self.queue.append(number)  # L13
             self.queue.sort(key=lambda number: (-sent[number].prefix_tokens, number))  # L16
             while self.queue and self._scan(step, sent):  # L17
@@ -221,13 +247,12 @@ class AlgorithmOne:
         for client in self.q:  # L6, L7
             for _ in range(rounds):
                 self.q[client] += self.quantum if self.q[client] <= 0 else 0
-        self.newcomer = self.quantum
         return True
 
 
 def our_admissions(sent: list[Sent], pool_tokens: int, quantum: int, steps: int) -> list[tuple[int, int]]:
-    """The same engine around our queue."""
-    queue, admitted = FairQueue(Dlpm(quantum=quantum)), []
+    """The same engine around our queue, new clients as in the paper."""
+    queue, admitted = FairQueue(Dlpm(quantum=quantum, newcomers=0)), []
     for step in range(steps):
         for number, request in enumerate(sent):
             if request.step == step:
@@ -497,7 +522,7 @@ def test_the_worked_example():
              b1 -6, b2 -6 -> b = -2.  a4 is left and nobody who waits can spend:
     round 2: a = 8, b = 8.  a4 -> a = 4.
     """
-    replica = Replica(FairQueue(Dlpm(quantum=10)), pool_tokens=1000, cache_tokens=8)
+    replica = Replica(FairQueue(Dlpm(quantum=10, newcomers=0)), pool_tokens=1000, cache_tokens=8)
     hot = tuple(range(8))
     replica.cache.insert(hot)
 
@@ -543,7 +568,7 @@ def test_a_large_quantum_is_lpm():
             replace(load, start=0, busy_steps=1, pause_steps=0, closed=False, depth=8) for load in FLOOD.loads
         )
         case = replace(FLOOD, loads=loads, seed=seed, steps=60)
-        assert run(case, Dlpm(quantum=1e15)).admissions == run(case, Lpm()).admissions
+        assert run(case, Dlpm(quantum=1e15, newcomers=0)).admissions == run(case, Lpm()).admissions
 
 
 @DLPM
@@ -600,7 +625,8 @@ BURSTS = Case(
 
 
 def test_debts_survive_leaving():
-    kept, erased = traced(BURSTS, Dlpm(quantum=4)), traced(BURSTS, Forgiving(quantum=4))
+    kept = traced(BURSTS, Dlpm(quantum=4, newcomers=0))
+    erased = traced(BURSTS, Forgiving(quantum=4, newcomers=0))
     assert kept.lag_of_backlogged() <= kept.replica.queue.bound()
     assert kept.replica.service["z"] > 0.32 * sum(kept.replica.service.values())
     assert erased.lag_of_backlogged() > 5 * erased.replica.queue.bound()
@@ -617,24 +643,24 @@ def serve(policy: Dlpm, client: str, units: float) -> None:
 
 
 def test_debts_and_credits_are_remembered():
-    policy = Dlpm(quantum=10)
+    policy = Dlpm(quantum=10, newcomers=0)
     serve(policy, "a", 25)
     assert policy.counters() == {"a": -15}
-    serve(policy, "b", 1)  # the first after a refill: it has a quantum, and a gets nothing
-    assert policy.counters() == {"a": -15, "b": 9}
+    serve(policy, "b", 1)
+    assert policy.counters() == {"a": -5, "b": 9}
     serve(policy, "c", 1)
-    assert policy.counters() == {"a": -5, "b": 9, "c": 9}
+    assert policy.counters() == {"a": 5, "b": 9, "c": 9}
 
 
 def test_being_forgotten_never_pays():
     """Credit beyond `remembered_clients` is dropped, the longest absent first, debts never; and then a client
     that is not known gets no more than any that was dropped had left."""
     policy = Dlpm(quantum=10, remembered_clients=1)
-    serve(policy, "debtor", 1000)
+    serve(policy, "debtor", 100)
     serve(policy, "a", 7)
-    assert policy.counters() == {"debtor": -990, "a": 3}
+    assert policy.counters() == {"debtor": -90, "a": 3}
     serve(policy, "b", 1)
-    assert policy.counters() == {"debtor": -980, "b": 9}
+    assert policy.counters() == {"debtor": -90, "b": 9}
     policy.arrive(Job("a", "a"))
     assert 0 <= policy.deficit("a") <= 3
 
@@ -671,13 +697,75 @@ class Generous(Dlpm):
     """Every new name starts with a quantum."""
 
     def arrive(self, job: Job) -> None:
-        self._newcomer = self.quantum
+        self._for_new = self.quantum
         super().arrive(job)
 
 
 def test_new_names_starve_nobody():
-    assert names_before_the_cold_one(Dlpm(quantum=10)) <= 2
+    assert names_before_the_cold_one(Dlpm(quantum=10, newcomers=0)) == 0
+    assert names_before_the_cold_one(Dlpm(quantum=10)) <= NEWCOMERS_AT_ONCE
     assert names_before_the_cold_one(Generous(quantum=10)) == 1000
+
+
+@DLPM
+@given(
+    newcomers=st.integers(1, 6),
+    quantum=st.integers(1, 60),
+    known=st.integers(1, 4),
+    costs=st.lists(st.integers(1, 50), min_size=1, max_size=20),
+)
+def test_a_flood_of_new_names_gets_its_part_and_no_more(newcomers, quantum, known, costs):
+    """Two new names come for each request that is served, and two of each known client wait."""
+    policy, service, longest = Dlpm(quantum=quantum, newcomers=newcomers), {"known": 0, "name": 0}, max(costs)
+    arrivals = 0
+
+    def arrive(client: str, prefix_tokens: int = 0) -> None:
+        nonlocal arrivals
+        arrivals += 1
+        policy.arrive(Job(str(arrivals), client, arrival=arrivals, prefix_tokens=prefix_tokens))
+
+    for client in range(known):
+        arrive(f"known {client}")
+        arrive(f"known {client}")
+    for number in range(400):
+        arrive(f"name {number}", prefix_tokens=5)
+        arrive(f"name {number}, second", prefix_tokens=5)
+        job, cost = policy.pick(), costs[number % len(costs)]
+        if policy.refills:  # from here on those who started at 0 are clients as all others
+            break
+        policy.leave(job)
+        policy.charge(job.client, cost)
+        policy.idle(job.client)
+        kind = job.client.split()[0]
+        service[kind] += cost
+        if kind == "known":
+            arrive(job.client)
+        assert service["name"] <= newcomers * service["known"] + NEWCOMERS_AT_ONCE * (quantum + longest)
+    assert policy.refills, "the known ones' turn came, and so did the end of their quanta"
+
+
+def test_a_new_client_is_served_at_once_and_keeps_nobody_from_a_quantum():
+    """Fifty clients with deep queues; one with a single request and no cached prefix comes."""
+    policy = Dlpm(quantum=1000)
+    for number in range(500):
+        policy.arrive(Job(str(number), f"client{number % 50}", arrival=number, prefix_tokens=9))
+    for _ in range(100):
+        job = policy.pick()
+        policy.leave(job)
+        policy.charge(job.client, 500)
+    policy.arrive(cold := Job("cold", "new", arrival=1000))
+    assert policy.pick() is cold
+    policy.leave(cold)
+    policy.charge("new", 10)
+    policy.arrive(again := Job("again", "new", arrival=1001))
+    assert policy.deficit("new") == 990
+    assert policy.pick() is not again, "its second goes by its prefix like all others"
+
+
+@pytest.mark.parametrize("newcomers", [-1, float("nan"), float("inf")])
+def test_the_part_of_new_clients_is_a_number(newcomers):
+    with pytest.raises(ValueError, match="newcomers must be a number"):
+        Dlpm(newcomers=newcomers)
 
 
 @pytest.mark.parametrize("quantum", [0, -1, float("nan"), float("inf")])

@@ -57,10 +57,7 @@ def test_arrival_order_does_not_matter_between_clients(one_at_a_time: Replica) -
 
 
 async def _admission_order(replica: Replica, requests: list[tuple[str, str, list[int]]]) -> list[str]:
-    """Queue `requests` in this order behind a running one, let go, and see in which order they ran.
-
-    The client of that one is new, so it has what a refill leaves for a newcomer, and `requests` start at 0.
-    """
+    """Queue `requests` in this order behind a running one, let go, and see in which order they ran."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         blocker = asyncio.create_task(
             replica.ask(f"before {requests[0][0]}", [5] * 16, 4000, session=session, rid="b" * 32)

@@ -293,7 +293,7 @@ def test_the_exported_bounds_hold_where_memory_is_lent(schedule, quantum):
 
 def test_whole_quanta_are_counted_from_zero_only():
     """DLPM's theorem A.1 prints |W - K·Qu| <= max(Qu, U) for any interval. From a full counter it is up to Qu + U."""
-    policy, quantum, u = Dlpm(quantum=10), 10, 8
+    policy, quantum, u = Dlpm(quantum=10, newcomers=0), 10, 8
     for number in range(3):
         policy.arrive(Job(str(number), "f", arrival=number))
     policy.pick()

@@ -12,17 +12,19 @@ algorithm for any number of rounds at once, in O(log clients).
 
 Unit of fairness: service units (extend and output tokens by the cost function). Two clients that both
 have requests waiting never differ by more than 2·(U + Q^u), U = w_e·L_input + w_q·M (Theorem 4.1), in
-every interval. Knobs: the quantum, the weights, `patience`. Trade-offs: a larger Q^u keeps longer runs on one
-prefix and loosens the bound; within one client the order is LPM, but no request is overtaken by more than
-`patience` later ones of its client: a small number costs hits where a client's queue is deep.
+every interval. Knobs: the quantum, the weights, `patience`, `newcomers`. Trade-offs: a larger Q^u keeps longer
+runs on one prefix and loosens the bound; within one client the order is LPM, but no request is overtaken by more
+than `patience` later ones of its client: a small number costs hits where a client's queue is deep.
 
-The paper starts a client at 0: it waits until the others have used up their quanta. Here each refill has one quantum
-more, for the first client that is not known; the next ones start at 0. So a newcomer is served soon, and a flood of
-new names gets together what one client gets.
+The paper starts a client at 0: it waits until the others have used up their quanta, which is long where there are many.
+Here a client that is not known starts with a quantum, as if it had taken part in the last refill, and goes first until
+it is charged for the first time; any order among those with a positive counter keeps the theorem. What new clients get
+so is limited to `newcomers` times what the others get; beyond it they start at 0, and a flood of new names starves
+nobody.
 A client that is gone keeps its debt, and its credit too, but for the longest absent beyond `remembered_clients`. No
 newcomer starts with more than the least credit that was ever dropped, so being forgotten never pays: the guarantee
 is that of accounts kept for ever.
-Known leaks: new names, within that one quantum; the first client to need a prefix that others share pays for it,
+Known leaks: new names, within that limit; the first client to need a prefix that others share pays for it,
 unless another rule is chosen (`payers`).
 """
 
@@ -37,6 +39,9 @@ from sglang_fair.core.heap import LazyHeap
 from sglang_fair.core.lpm import longest_prefix
 from sglang_fair.core.policy import Job, Policy, Weights, checked_quantum
 from sglang_fair.core.predictor import Predictor
+
+NEWCOMERS_AT_ONCE = 16
+"""Quanta that can be saved up for new clients that come together."""
 
 
 @dataclass(slots=True)
@@ -61,7 +66,9 @@ class Dlpm(Policy):
     2 gets twice the service per quantum. A request that `patience` later ones of its own client have gone
     before is its client's first; that moves its client back in the order of those with a positive counter, and
     changes nothing for the others' counters. `remembered_clients` absent ones keep their credit; debts are kept
-    of all. Raises ValueError for a quantum below `LEAST_QUANTUM` and for a patience below 1.
+    of all. New clients may have `newcomers` units, on the quantum they start with, for each unit of the others; with 0
+    they start at 0, as in the paper. Raises ValueError for a quantum below `LEAST_QUANTUM`, a patience below 1, and for
+    `newcomers` that are no number from 0 on.
     """
 
     name: ClassVar[str] = "dlpm"
@@ -70,6 +77,7 @@ class Dlpm(Policy):
     quantum: float = 2000.0
     weights: Weights = field(default_factory=Weights)
     patience: int = PATIENCE
+    newcomers: float = 4.0
     remembered_clients: int = 10_000
     predictor: Predictor | None = None
 
@@ -85,8 +93,10 @@ class Dlpm(Policy):
     _creditors: OrderedDict[str, None] = field(default_factory=OrderedDict, init=False, repr=False)
     """Clients that are gone with credit, the longest first."""
 
-    _newcomer: float = field(default=0.0, init=False, repr=False)
-    """What is left of the last refill for a client that is not known."""
+    _new: dict[str, None] = field(default_factory=dict, init=False, repr=False)
+    """Clients that still have of the quantum they started with."""
+    _for_new: float = field(init=False, repr=False)
+    """Service that is left for new clients; below zero if the last ones took more than their quanta."""
     _least_dropped: float = field(default=inf, init=False, repr=False)
     """The least credit with which a client was forgotten."""
 
@@ -95,13 +105,15 @@ class Dlpm(Policy):
         if self.remembered_clients < 0:
             raise ValueError(f"remembered_clients cannot be negative, and is {self.remembered_clients!r}")
         self._queues = ClientQueues(longest_prefix, self.patience)
+        if not 0 <= self.newcomers < inf:
+            raise ValueError(f"newcomers must be a number from 0 on, not {self.newcomers!r}")
+        self._for_new = self._most_for_new()
 
     def arrive(self, job: Job) -> None:
         self._debtors.discard(job.client)
         self._creditors.pop(job.client, None)
         if job.client not in self._deficits:
-            self._account(job.client).units = self._newcomer
-            self._newcomer = 0.0
+            self._welcome(job.client)
         self._queues.put(job)
         self._seat(job.client)
 
@@ -123,7 +135,6 @@ class Dlpm(Policy):
             assert poorest is not None
             self._round = min(self._eligible_from(client) for client in (poorest, *held))
             self.refills += 1
-            self._newcomer = min(self.quantum, self._least_dropped)
             while (client := self._parked.first()) is not None and self._eligible_from(client) <= self._round:
                 self._seat(client)
         return self._queues.head(client)
@@ -138,11 +149,16 @@ class Dlpm(Policy):
         self._forget()
 
     def charge(self, client: str, units: float) -> None:
-        account = self._account(client)
-        units = self._units(account) + account.refund - units / self.weights.of(client)
-        account.units = min(units, self.quantum)
-        account.refund = units - account.units
+        account, weight = self._account(client), self.weights.of(client)
+        left = self._units(account) + account.refund - units / weight
+        account.units = min(left, self.quantum)
+        account.refund = left - account.units
         account.settled, account.charged = self._round, True
+        if client not in self._new:
+            self._for_new = min(self._for_new + self.newcomers * units, self._most_for_new())
+        elif account.units <= 0:
+            self._for_new += account.units * weight
+            del self._new[client]
         self._seat(client)
 
     def idle(self, client: str) -> None:
@@ -153,6 +169,7 @@ class Dlpm(Policy):
                 self._debtors.put(client, (self._eligible_from(client), client))
             else:  # as if it had never come
                 self._debtors.discard(client)
+                self._new.pop(client, None)
                 del self._deficits[client]
         self._forget()
 
@@ -199,6 +216,17 @@ class Dlpm(Policy):
             account = self._deficits[client] = Deficit(0.0, self._round)
         return account
 
+    def _most_for_new(self) -> float:
+        return NEWCOMERS_AT_ONCE * self.quantum if self.newcomers else 0.0
+
+    def _welcome(self, client: str) -> None:
+        """An account for a client that is not known."""
+        account = self._account(client)
+        if self._for_new > 0:
+            account.units = min(self.quantum, self._least_dropped)
+            self._for_new -= account.units * self.weights.of(client)
+            self._new[client] = None
+
     def _forget(self) -> None:
         while (client := self._debtors.first()) is not None and self._debtors.key(client)[0] <= self._round:
             self._debtors.discard(client)
@@ -206,7 +234,7 @@ class Dlpm(Policy):
         while len(self._creditors) > self.remembered_clients:
             client, _ = self._creditors.popitem(last=False)
             self._least_dropped = min(self._least_dropped, self._units(self._deficits.pop(client)))
-            self._newcomer = min(self._newcomer, self._least_dropped)
+            self._new.pop(client, None)
 
     def _units(self, account: Deficit) -> float:
         """q after the rounds since it was settled: +Q^u in each round in which it is not positive."""
@@ -228,7 +256,8 @@ class Dlpm(Policy):
             self._ready.discard(client)
             self._parked.discard(client)
         elif (eligible_from := self._eligible_from(client)) <= self._round:
-            self._ready.put(client, longest_prefix(head))
+            is_new = client in self._new and not self._deficits[client].charged
+            self._ready.put(client, (not is_new, *longest_prefix(head)))
             self._parked.discard(client)
         else:
             self._parked.put(client, (eligible_from, head.arrival))
