@@ -1,6 +1,7 @@
-"""Experiments that fail, or kill the process that runs them: what the runner must survive."""
+"""Experiments that fail, take long, or kill the process that runs them: what the runner must survive."""
 
 import os
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from workloads.simulation import Site
 
 
 class Odd(Experiment):
-    """Measures 2·x; a cell may fail or die instead. Counts what it ran, in this process."""
+    """Measures 2·x; a cell may fail, die or take long instead. Counts what it ran, in this process."""
 
     id, title, source, about = "odd", "Twice as much", "Nobody, Figure 0", "Numbers are doubled."
 
@@ -49,6 +50,8 @@ class Odd(Experiment):
             raise RuntimeError("it is broken")
         if told.get("dies"):
             os._exit(7)
+        if told.get("sleeps"):
+            time.sleep(600)
         doubled = 2.0 * told["x"] + int(seed)
         return Measured(
             {"y": doubled, "deep": {"third": doubled / 3, "nothing": None}, "curves": [doubled]}, 2.0

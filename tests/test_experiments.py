@@ -1,12 +1,17 @@
 """Experiments: every one of the registry keeps the contract; the runner resumes and goes on; records make the page."""
 
 import json
+import os
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 
 import pytest
 
+from tests.live import lives
 from tests.odd_experiments import Odd
 from workloads.driver import Plan
 from workloads.experiments import EXPERIMENTS, curves, results, runner, store, style, vtc_setting
@@ -240,6 +245,33 @@ def test_a_worker_that_dies_fails_its_cell_alone():
     assert isinstance(ended["late"], Made)
     assert ended["bad"] == Failed("its process died with exit code 7")
     assert ended["late"].measured.values["y"] == 4
+
+
+ABANDONS = """
+from multiprocessing import active_children
+from tests.odd_experiments import Odd
+from workloads.experiments import runner
+
+if __name__ == "__main__":
+    jobs = runner.jobs_of({"odd": Odd([("long", {"sleeps": True})])}, "quick")
+    say = lambda _: print(*(child.pid for child in active_children()), flush=True)
+    list(runner.in_processes(1, "tests.odd_experiments")(jobs, say))
+"""
+
+
+def test_a_worker_ends_with_its_parent(tmp_path):
+    """However that ends."""
+    script = tmp_path / "abandons.py"
+    script.write_text(ABANDONS)
+    root = Path(__file__).parent.parent
+    given = {"cwd": root, "env": {**os.environ, "PYTHONPATH": str(root)}, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, str(script)], text=True, **given) as parent:
+        [pid] = map(int, parent.stdout.readline().split())
+        parent.kill()
+    deadline_s = time.monotonic() + 30
+    while lives(pid) and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    assert not lives(pid)
 
 
 def test_curves_are_kept_of_the_first_seed_alone(tmp_path):

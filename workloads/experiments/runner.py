@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import import_module
-from multiprocessing import connection, get_context
+from multiprocessing import connection, get_context, parent_process
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import TypeAlias
@@ -221,6 +221,8 @@ class _Worker:
 def _serve(pipe: "connection.Connection[Made | Failed, Job]", registry: str) -> None:
     """A worker's life: until the other end closes, or its parent dies. Ctrl-C is the parent's to hear."""
     die_with_parent()
+    if (parent := parent_process()) is None or not parent.is_alive():  # it died before that was asked for
+        return
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     experiments: Experiments = import_module(registry).EXPERIMENTS
     with suppress(EOFError, BrokenPipeError):
