@@ -20,7 +20,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(steps=STEPS)
 def test_heap_is_a_sorted_list(steps):
     """Keys are total, as the contract asks: the number and then the item itself."""

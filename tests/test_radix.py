@@ -147,7 +147,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(STEPS, PROMPTS)
 def test_tree_is_the_model(steps, probe):
     pair = Pair(max_tree_tokens=1_000_000)
@@ -351,7 +351,7 @@ def test_a_parent_that_was_used_longer_ago_than_its_children_stays():
     assert tree.evicted_tokens == 2
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(STEPS, st.integers(PAGE, 60))
 def test_what_a_replica_holds_is_evicted_last_and_never_while_there_is_room(steps, max_tree_tokens):
     pair = Pair(max_tree_tokens)

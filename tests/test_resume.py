@@ -111,7 +111,7 @@ class Client:
         }
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     kind=st.sampled_from(KINDS),
     limit=st.integers(1, 40),

@@ -235,7 +235,11 @@ def test_loads_in_tokens_follow_the_request():
 
 
 def test_the_core_makes_no_garbage_in_cycles():
-    """So a process that serves it need not look for any: `router.collector`."""
+    """So a process that serves it need not look for any: `router.collector`. Other threads may make some meanwhile."""
+    assert any(garbage_of_the_core() == 0 for _ in range(3))
+
+
+def garbage_of_the_core() -> int:
     made = router("a", "b", kv="tcp://kv", max_tree_tokens=640)
     rng = random.Random(1)
     gc.collect()
@@ -255,7 +259,7 @@ def test_the_core_makes_no_garbage_in_cycles():
                 made.handle(WorkerDown("b"), float(number))
                 made.handle(WorkerUp("b", "", "tcp://kv"), float(number))
         assert made.tree.evicted_tokens
-        assert gc.collect() == 0
+        return gc.collect()
     finally:
         gc.enable()
 

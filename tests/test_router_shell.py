@@ -682,7 +682,7 @@ def test_without_replay_a_gap_is_lost_at_once() -> None:
     assert follower.ask_from is None
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     times=st.lists(st.integers(0, 2), min_size=1, max_size=30),
     echoes=st.lists(st.none() | st.integers(1, 9), min_size=30, max_size=30),
