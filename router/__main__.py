@@ -87,6 +87,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--worker-quantum", type=_positive, metavar="SERVICE", help="d2lpm: credit per client and worker"
     )
+    made.add_argument(
+        "--quantum",
+        type=_positive,
+        metavar="SERVICE",
+        help="centralized_dlpm: credit per client at all workers",
+    )
     made.add_argument("--extend-weight", type=float, metavar="W", help="service per prompt token")
     made.add_argument("--output-weight", type=float, metavar="W", help="service per output token")
     made.add_argument(
@@ -119,7 +125,7 @@ def make_router(options: argparse.Namespace) -> Router:
     """The core that the options describe. Weights go to placements that have them. Raises ValueError."""
     weights = {
         name: getattr(options, name)
-        for name in ("worker_quantum", "extend_weight", "output_weight", "client_weights")
+        for name in ("quantum", "worker_quantum", "extend_weight", "output_weight", "client_weights")
         if getattr(options, name) is not None and name in parameters(options.placement)
     }
     placement = build(options.placement, **(weights | dict(options.parameter)))

@@ -128,6 +128,8 @@ class Router:
         self._holding = placement if isinstance(placement, Holding) else None
         self._waiting: dict[str, tuple[Request, bytes]] = {}
         """With whom they wait for: the peer."""
+        self._matches: dict[str, Match] = {}
+        """Of those that wait, as the tree is: forgotten when it changes."""
         self._orphans: OrderedDict[str, None] = OrderedDict()
         self._lingering: deque[tuple[float, Hold]] = deque()
         self._counts: Counter[str] = Counter()
@@ -136,6 +138,7 @@ class Router:
         """What to answer to `event`, which `peer` sent at `now_s`. Raises nothing on a peer's input."""
         while self._lingering and self._lingering[0][0] <= now_s:
             self.tree.release(self._lingering.popleft()[1])
+        self._matches.clear()
         actions = self._take(event, now_s, peer)
         return actions + self._place_waiting(now_s) if self._waiting else actions
 
@@ -218,6 +221,7 @@ class Router:
         name = self._placement.place(request, match, allowed, now_s)
         if name is None:
             self._waiting[event.id] = request, peer
+            self._matches[event.id] = match
             return None
         worker = self._workers[name]
         assert worker in allowed, worker.name
@@ -242,7 +246,10 @@ class Router:
         return actions
 
     def _match(self, request: Request) -> Match:
-        return self.tree.match(request.tokens, request.namespace)
+        match = self._matches.get(request.id)
+        if match is None:
+            match = self._matches[request.id] = self.tree.match(request.tokens, request.namespace)
+        return match
 
     def _give_up(self, name: str) -> bool:
         """Whether `name` waited, which it does no more."""
@@ -258,6 +265,7 @@ class Router:
         """Takes a request into the table: the only place where one enters it."""
         self._placement.placed(request, worker.name, match, now_s)
         hold = self.tree.hold(worker.name, request.tokens, request.namespace, match)
+        self._matches.clear()
         matched_tokens = match.of(worker.name)
         prefill_tokens = request.input_tokens - matched_tokens
         expected_tokens = self._outputs.of(request.client, request.max_output_tokens)

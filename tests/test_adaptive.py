@@ -1,14 +1,16 @@
 """DLPM with a quantum that changes: its theorems, and the targets that it follows."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from math import log2
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_fair.core import make_policy, options_of
-from sglang_fair.core.adaptive import DlpmAdaptive
+from sglang_fair.core.adaptive import DOUBLED, GAIN, STEP, DlpmAdaptive
 from sglang_fair.core.dlpm import Dlpm
 from sglang_fair.core.policy import Job, Weights
 from sglang_fair.core.predictor import MeanOfLast, Predictor
@@ -119,8 +121,9 @@ def test_the_bound_holds_over_changes(case, changes, weights, predictor: Predict
 @ADAPTIVE
 @given(case=cases(), quantum=st.sampled_from([1, 10, 80]))
 def test_without_room_to_change_it_is_dlpm(case, quantum):
-    fixed = DlpmAdaptive(quantum=5, min_quantum=quantum, max_quantum=quantum, target_hit_rate=0.9)
-    assert run(case, fixed).admissions == run(case, Dlpm(quantum=quantum)).admissions
+    limits = {"min_quantum": quantum, "max_quantum": quantum, "newcomers": 0}
+    fixed = DlpmAdaptive(quantum=5, target_hit_rate=0.9, **limits)
+    assert run(case, fixed).admissions == run(case, Dlpm(quantum=quantum, newcomers=0)).admissions
 
 
 def test_credit_from_a_larger_quantum_counts_in_the_bound():
@@ -166,7 +169,7 @@ def test_credit_from_a_larger_quantum_counts_in_the_bound():
 
 def test_a_debt_is_kept_for_longer_when_the_quantum_shrinks():
     """x owes 95: one round of 100 would pay for it, and it takes 96 of 1. Nobody who is gone with credit is kept."""
-    policy = Scheduled(quantum=100, min_quantum=1, changes=[1, 100, *[1] * 1000], remembered_clients=0)
+    policy = Scheduled(quantum=100, min_quantum=1, changes=[1], remembered_clients=0)
     for number, (client, units) in enumerate([("x", 195), ("a", 101), *[("a", 1)] * 39]):
         if number == 1:
             policy.idle("x")
@@ -209,12 +212,99 @@ def test_the_quantum_is_the_smallest_that_reaches_the_hit_rate():
     assert reached(1)[0] > much
 
 
-def test_a_hit_rate_that_cannot_be_reached_ends_at_the_limit():
+def test_without_a_cache_the_quantum_stays_near_what_one_request_is_charged():
+    """28 prompt tokens and 2 of output."""
     cold = replace(CROWDED, cache_tokens=0)
-    policy = DlpmAdaptive(quantum=60, min_quantum=5, max_quantum=90, horizon_tokens=500)
+    policy = DlpmAdaptive(quantum=200, min_quantum=5, max_quantum=2000, horizon_tokens=500)
     run(cold, policy)
-    assert policy.quantum == 90
+    assert 32 / STEP <= policy.quantum <= 32 * STEP**4
     assert policy.hit_rate() == 0
+
+
+@dataclass
+class Responding(DlpmAdaptive):
+    """Its hit rate is `most` from a quantum of `knee` on; below, each halving costs as much, and nothing more below
+    `LEAST`."""
+
+    knee: float = 10.0
+    most: float = 0.0
+
+    def hit_rate(self) -> float | None:
+        doublings, all_doublings = (1 + log2(quantum / LEAST) for quantum in (self.quantum, self.knee))
+        return self.most * min(1.0, max(1.0, doublings) / all_doublings)
+
+    def steps(self, count: int) -> list[float]:
+        """The quantum after each of so many steps."""
+        found = []
+        for _ in range(count):
+            self._tokens_since_step = self.horizon_tokens
+            self._before_refill()
+            found.append(self.quantum)
+        return found
+
+
+LEAST, MOST = 10.0, 100_000.0
+QUANTA = st.floats(LEAST, MOST)
+KNEES = st.floats(2 * LEAST, MOST / 4)
+
+
+def responding(quantum: float, target: float, knee: float, most: float) -> Responding:
+    return Responding(
+        quantum=quantum, min_quantum=LEAST, max_quantum=MOST, target_hit_rate=target, knee=knee, most=most
+    )
+
+
+@settings(max_examples=100, deadline=None)
+@given(QUANTA, st.floats(0, 0.49))
+def test_where_the_hit_rate_stays_the_same_the_quantum_falls_and_stays_near_its_least(quantum, most):
+    path = responding(quantum, 0.5, LEAST, most).steps(100)
+    down = path[: path.index(LEAST) + 1]
+    assert down == sorted(down, reverse=True)
+    assert max(path[len(down) :]) == pytest.approx(LEAST * STEP**4)
+
+
+@settings(max_examples=100, deadline=None)
+@given(QUANTA, KNEES, st.floats(0.4, 0.79))
+def test_a_target_that_is_out_of_reach_ends_near_the_smallest_quantum_of_the_best_hit_rate(
+    quantum, knee, most
+):
+    """From any quantum: not far below the knee, where hits are lost, and at most a climb in vain above it."""
+    policy = responding(quantum, 0.8, knee, most)
+    settled = policy.steps(300)[150:]
+    assert max(settled) <= knee * STEP * DOUBLED * STEP
+    policy.quantum = min(settled) * STEP
+    assert policy.hit_rate() > most - 2 * GAIN
+    assert max(settled) > min(settled)
+
+
+@settings(max_examples=100, deadline=None)
+@given(QUANTA, KNEES, st.floats(0.6, 1.0))
+def test_a_target_within_reach_is_kept_within_a_step(quantum, knee, most):
+    """Whatever the way there: from then on it swings by a step around the quantum that reaches it."""
+    policy = responding(quantum, 0.5, knee, most)
+    settled = policy.steps(300)[150:]
+    wanted = LEAST * 2 ** (0.5 / most * (1 + log2(knee / LEAST)) - 1)
+    assert all(max(LEAST, wanted / STEP) <= quantum <= max(LEAST, wanted) * STEP for quantum in settled)
+    for before, after in itertools.pairwise(settled):
+        assert before == after == LEAST or (after > before) == (before < wanted)
+
+
+def test_a_climb_in_vain_is_taken_back_and_one_that_pays_goes_on():
+    policy = responding(1000.0, 0.8, LEAST, 0.0)
+    assert LEAST in policy.steps(40)
+    policy.most = 0.3  # whatever the quantum
+    assert LEAST in policy.steps(20)
+    assert max(policy.steps(40)) == pytest.approx(LEAST * STEP**4)
+    policy.knee, policy.most = 500.0, 0.7
+    assert min(policy.steps(100)[60:]) > 250
+
+
+def test_at_its_limit_a_climb_is_in_vain_too():
+    """It cannot double any more, so one look at the limit decides."""
+    policy = responding(MOST / 1.5, 0.8, MOST, 0.7)
+    assert max(policy.steps(40)) == MOST
+    policy.knee = LEAST
+    assert LEAST in policy.steps(60)
 
 
 def test_the_quantum_is_the_largest_that_keeps_the_gap():
@@ -232,7 +322,7 @@ def test_the_quantum_is_the_largest_that_keeps_the_gap():
 
 
 def test_a_gap_below_the_least_bound_is_not_promised():
-    policy = DlpmAdaptive(min_quantum=5, target_gap=10)
+    policy = DlpmAdaptive(min_quantum=5, target_gap=10, newcomers=0)
     queue = run(CROWDED, policy).queue
     assert policy.quantum == 5
     assert queue.bound() > 10
@@ -240,7 +330,7 @@ def test_a_gap_below_the_least_bound_is_not_promised():
 
 def test_weights_narrow_the_quantum_for_a_gap():
     """The bound is of service divided by weight: half a weight doubles it."""
-    policy = DlpmAdaptive(min_quantum=5, target_gap=1000, weights=Weights({"a": 0.5}))
+    policy = DlpmAdaptive(min_quantum=5, target_gap=1000, weights=Weights({"a": 0.5}), newcomers=0)
     policy.admitted(Job("1", "a"), 20, 40)
     policy.arrive(Job("2", "a", arrival=1))
     policy.pick()
@@ -249,7 +339,7 @@ def test_weights_narrow_the_quantum_for_a_gap():
 
 
 def test_what_is_charged_ahead_narrows_the_quantum_for_a_gap():
-    policy = DlpmAdaptive(min_quantum=5, target_gap=1000, predictor=MeanOfLast())
+    policy = DlpmAdaptive(min_quantum=5, target_gap=1000, predictor=MeanOfLast(), newcomers=0)
     policy.admitted(Job("1", "a"), 20, 40)
     policy.arrive(Job("2", "a", arrival=1))
     policy.pick()

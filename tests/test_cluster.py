@@ -214,6 +214,7 @@ class TestPlan:
         assert router.ready == RouterReady("tcp://127.0.0.1:30000")
         assert after(router.argv, "--page-size") == "32"
         assert after(router.argv, "--worker-quantum") == "500.0"
+        assert after(router.argv, "--quantum") == after(r0.argv, "--quantum")
         assert json.loads(after(router.argv, "--client-weights")) == {"gold": 2.0}
         workers = [router.argv[i + 1] for i, word in enumerate(router.argv) if word == "--worker"]
         assert workers[1] == (

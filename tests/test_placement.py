@@ -34,6 +34,7 @@ from router.placement.d2lpm_time import D2lpmTime, Pace
 from router.placement.outputs import ExpectedOutputs
 from router.placement.preble import Preble, PrefillCost
 from router.radix import Match
+from workloads.simulation import Site
 
 INF = float("inf")
 
@@ -84,6 +85,8 @@ def script(seed: int, steps: int) -> Iterator[tuple[str, object]]:
 
 def drive(name: str, seed: int, steps: int = 400, **values: object) -> tuple[Router, list[str]]:
     """Runs a script and checks at every step what must hold for any placement. Returns the choices."""
+    if "slots" in parameters(name):
+        values = {"slots": 4} | values  # so that requests wait
     router = Router(build(name, **values), name=name, page_size=4, max_tree_tokens=2000)
     holds = isinstance(build(name), Holding)
     live: list[str] = []
@@ -161,6 +164,23 @@ def test_places_on_workers_that_are_up_and_loses_nothing(name, seed):
     assert "done ignored" not in counts
 
 
+def test_what_waiting_requests_match_is_looked_up_once_and_is_never_out_of_date(monkeypatch):
+    remembered, looks = Router._match, []
+
+    def checked(router: Router, request: Request) -> Match:
+        known = dict(router._matches)
+        found = remembered(router, request)
+        looks.append(known.get(request.id) is found)
+        assert found == router.tree.match(request.tokens, request.namespace)
+        return found
+
+    monkeypatch.setattr(Router, "_match", checked)
+    for seed in range(3):
+        drive("centralized_dlpm", seed)
+    assert any(looks)
+    assert not all(looks)
+
+
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_the_same_calls_give_the_same_choices(name):
     assert drive(name, 7)[1] == drive(name, 7)[1]
@@ -209,6 +229,9 @@ def test_an_unknown_placement_is_an_error():
         ("d2lpm", {"max_clients": 0}),
         ("d2lpm", {"client_weights": {"gold": 0}}),
         ("d2lpm", {"client_weights": "gold"}),
+        ("d2lpm", {"cache_threshold": 1.1}),
+        ("d2lpm-tokens", {"cache_threshold": float("nan")}),
+        ("d2lpm-time", {"cache_threshold": 0.5}),
         ("d2lpm-tokens", {"extend_weight": -1.0}),
         ("d2lpm-time", {"prefill_tokens_per_s": 0}),
         ("d2lpm-time", {"decode_tokens_per_s": float("inf")}),
@@ -333,6 +356,60 @@ def test_d2lpm_is_the_papers_loop(quantum, steps):
         for other, row in placement.credits(10).items():
             assert row == {w: paper.q[other, w] for w in WORKERS}
             assert all(credit <= quanta[other, w] for w, credit in row.items())
+
+
+@pytest.mark.parametrize("name", ["d2lpm", "d2lpm-tokens"])
+@pytest.mark.parametrize(("threshold", "held", "chosen"), [(0, 1, "a"), (0.3, 300, "b"), (0.3, 301, "a")])
+def test_d2lpm_follows_a_match_of_more_than_its_threshold(name, threshold, held, chosen):
+    """0.3 of 1,000 tokens is not more than 0.3; "a" holds them and is the busier one."""
+    placement = build(name, cache_threshold=threshold)
+    for worker in "ab":
+        placement.worker_up(worker)
+    views = [View("a", load=9, prefill_tokens=900), View("b", load=1)]
+    match = Match(held, ("a",), {"a": held})
+    assert placement.place(Request("", "f", b"", 1000), match, views, 0.0) == chosen
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.sampled_from(["d2lpm", "d2lpm-tokens"]), st.sampled_from([0.0, 0.5]), st.integers(0, 2**32))
+def test_d2lpm_refills_alike_whatever_it_follows(name, threshold, seed):
+    """A threshold decides where, among the workers with credit; the books are the same: a chosen worker has credit,
+    no credit is above its quantum, and it is refilled only when none is left."""
+    rng = random.Random(seed)
+    placement = build(name, worker_quantum=100.0, cache_threshold=threshold)
+    for worker in WORKERS:
+        placement.worker_up(worker)
+    views = [View(worker) for worker in WORKERS]
+    before = dict.fromkeys(WORKERS, 100.0)
+    for _ in range(30):
+        held = {worker: 16 for worker in WORKERS if rng.random() < 0.4}
+        match = Match(16, tuple(held), held) if held else Match()
+        request = Request("", "f", b"", rng.choice([20, 40, 300]))
+        worker = placement.place(request, match, views, 0.0)
+        after = placement.credits(1)["f"]
+        assert after[worker] > 0
+        assert (after == before) == any(credit > 0 for credit in before.values())
+        assert max(after.values()) <= 100
+        placement.placed(request, worker, match, 0.0)
+        before = placement.credits(1)["f"]
+
+
+def test_d2lpm_with_a_threshold_does_not_herd_behind_a_common_head():
+    """Prompts of 1,000 tokens that share their first 100, of which "a" alone has computed some."""
+    busiest = {}
+    for threshold in (0.0, 0.3):
+        placement = D2lpm(worker_quantum=1e6, cache_threshold=threshold)
+        for worker in WORKERS:
+            placement.worker_up(worker)
+        views = {worker: View(worker) for worker in WORKERS}
+        match = Match(100, ("w0",), {"w0": 100})
+        for client in range(60):
+            request = Request("", f"c{client}", b"", 1000)
+            worker = placement.place(request, match, list(views.values()), 0.0)
+            placement.placed(request, worker, match, 0.0)
+            views[worker].load += 1
+        busiest[threshold] = max(view.load for view in views.values())
+    assert busiest == {0.0: 60, 0.3: 20}
 
 
 def test_d2lpm_jumps_over_any_number_of_refills():
@@ -722,16 +799,90 @@ def by_time(**values) -> D2lpmTime:
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.integers(0, 2000), st.integers(0, 2000), st.integers(0, 200), st.integers(0, 1000))
-def test_d2lpm_time_weighs_saved_prefill_against_queueing(prefill, held, decode, input_tokens):
-    """At the first guesses: 1 ms a prefilled and 10 ms a decoded token."""
+@given(
+    st.integers(0, 2000), st.integers(0, 2000), st.integers(0, 200), st.integers(0, 1000), st.integers(0, 9)
+)
+def test_d2lpm_time_weighs_saved_prefill_against_queueing(prefill, held, decode, input_tokens, others):
+    """At the first guesses: 1 ms a prefilled and 10 ms a decoded token. "b" is idle, or has `others` to delay."""
     held = min(held, input_tokens)
     placement = by_time()
-    views = [View("a", prefill_tokens=prefill, decode_tokens=decode), View("b")]
+    views = [View("a", load=3, prefill_tokens=prefill, decode_tokens=decode), View("b", load=others)]
     match = Match(held, ("a",), {"a": held}) if held else Match()
     chosen = placement.place(Request("1", "f", b"", input_tokens), match, views, 0.0)
-    stays = prefill + 10 * decode <= held
-    assert chosen == ("a" if stays else "b")
+    new = input_tokens - held
+    at_a_ms = prefill + 10 * decode + new + 2 * 3 * new
+    at_b_ms = input_tokens + 2 * others * input_tokens
+    assert chosen == ("a" if at_a_ms <= at_b_ms else "b")
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_d2lpm_time_chooses_what_adds_least_to_the_sum_of_all_requests_times(data):
+    """The rule by its meaning, worked out in whole milliseconds: the request's own time and everybody's delay."""
+    names = WORKERS[: data.draw(st.integers(1, 3))]
+    placement = D2lpmTime(prefill_tokens_per_s=1000.0, decode_tokens_per_s=500.0)
+    views, held = [], {}
+    tokens = data.draw(st.integers(1, 500))
+    for name in names:
+        placement.worker_up(name, 1.0)
+        requests = data.draw(st.integers(0, 50))
+        view = View(name, requests, data.draw(st.integers(0, 3)))
+        view.prefill_tokens = data.draw(st.integers(0, 4000)) if requests else 0
+        view.decode_tokens = data.draw(st.integers(0, 4000)) if requests else 0
+        views.append(view)
+        if most := data.draw(st.integers(0, tokens)):
+            held[name] = most
+    longest = max(held.values(), default=0)
+    match = Match(longest, tuple(w for w in held if held[w] == longest), held)
+
+    def added_ms(view: View) -> int:
+        new = tokens - held.get(view.name, 0)
+        own = view.prefill_tokens + new + 2 * view.decode_tokens
+        in_flight_and_to_come = 2 * int(view.load)
+        return own + in_flight_and_to_come * new
+
+    chosen = placement.place(Request("1", "f", b"", tokens), match, views, 0.0)
+    costs = {view.name: added_ms(view) for view in views}
+    assert costs[chosen] == min(costs.values())
+
+
+def test_d2lpm_time_keeps_requests_with_one_prefix_together_under_overload():
+    """Eight questions about a document come side by side, where two workers have as much to do. Where the first went,
+    the others wait for its prefill as long as elsewhere for their own; but there it would delay all the rest."""
+    placement = by_time(worker_quantum=1e9)
+    busy = {worker: View(worker, load=20, prefill_tokens=8000, decode_tokens=100) for worker in "ab"}
+    match, chosen = Match(), []
+    for number in range(8):
+        request = Request(str(number), "f", b"", 2000)
+        worker = placement.place(request, match, list(busy.values()), 0.0)
+        placement.placed(request, worker, match, 0.0)
+        busy[worker].load += 1
+        busy[worker].prefill_tokens += 2000 - match.of(worker)
+        match = Match(1990, (worker,), {worker: 1990}) if not match.tokens else match
+        chosen.append(worker)
+    assert len(set(chosen)) == 1
+
+
+def test_d2lpm_time_uses_an_idle_worker_though_it_must_compute_a_prefix_again():
+    placement = by_time()
+    views = [View("a", load=2, prefill_tokens=1000, decode_tokens=100), View("b")]
+    held = Match(900, ("a",), {"a": 900})
+    assert placement.place(Request("1", "f", b"", 1000), held, views, 0.0) == "b"
+    views[1].load = 2
+    assert placement.place(Request("2", "f", b"", 1000), held, views, 0.0) == "a"
+
+
+@pytest.mark.parametrize("name", ["d2lpm", "d2lpm-tokens", "d2lpm-time"])
+def test_no_load_makes_a_request_go_where_its_client_has_no_credit(name):
+    """The deficit comes before anything that a placement follows."""
+    placement = build(name, worker_quantum=100.0)
+    for worker in "ab":
+        placement.worker_up(worker)
+    request = Request("1", "f", b"", 150)
+    placement.placed(request, "a", Match(), 0.0)
+    views = [View("a"), View("b", load=50, prefill_tokens=10**6, decode_tokens=10**5)]
+    whole = Match(144, ("a",), {"a": 144})
+    assert placement.place(Request("2", "f", b"", 150), whole, views, 0.0) == "b"
 
 
 def test_d2lpm_time_learns_each_worker_s_pace():
@@ -804,13 +955,31 @@ def test_expected_outputs_follow_each_client_and_are_bounded():
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_the_command_line_reaches_the_placement(name):
     line = ["--bind", "tcp://127.0.0.1:*", "--placement", name, "--client-weights", '{"gold": 2}']
-    placed = make_router(parser().parse_args([*line, "--output-weight", "3"])).state()
+    line += ["--output-weight", "3", "--quantum", "5", "--worker-quantum", "7"]
+    threshold = ["--parameter", "cache_threshold=0.25"] if "cache_threshold" in parameters(name) else []
+    placed = make_router(parser().parse_args([*line, *threshold])).state()
     assert placed["placement"] == name
-    expected = {"client_weights": {"gold": 2}, "output_weight": 3}
+    expected = {
+        "client_weights": {"gold": 2},
+        "output_weight": 3,
+        "quantum": 5,
+        "worker_quantum": 7,
+        "cache_threshold": 0.25,
+    }
     assert {
         key: placed["parameters"][key] for key in expected if key in parameters(name)
     } == {key: value for key, value in expected.items() if key in parameters(name)}  # fmt: skip
     assert ("lpm" in name) == ("client_weights" in parameters(name))
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_a_simulated_site_hands_its_quanta_to_the_placement(name):
+    found = Site(placement=name, quantum=5.0, worker_quantum=7.0).make_router().state()["parameters"]
+    expected = {"quantum": 5.0, "worker_quantum": 7.0}
+    assert {key: found[key] for key in expected if key in found} == {
+        key: expected[key] for key in expected if key in parameters(name)
+    }
+    assert ("quantum" in found) == (name == "centralized_dlpm")
 
 
 def test_client_weights_must_be_a_map_of_numbers(capsys):
@@ -862,6 +1031,11 @@ def test_preble_exploits_when_the_greater_part_is_cached():
     assert placement.place(prompt(9), held, [views[0]], 0.0) == "a"
 
 
+def test_preble_breaks_ties_by_the_tokens_sent():
+    views = [View("a", dispatched_tokens=7), View("b", dispatched_tokens=3), View("c", dispatched_tokens=3)]
+    assert preble("a", "b", "c").place(prompt(1), Match(), views, 0.0) == "b"
+
+
 def test_preble_exploits_a_prompt_that_is_one_cached_node():
     placement = preble("a", "b")
     views = [View("a"), View("b")]
@@ -898,8 +1072,9 @@ def test_preble_explores_by_load_prefill_and_eviction():
     assert placement._eviction_s(placement._loads["a"], 101) == pytest.approx(0.5)
 
 
-def test_preble_knows_what_eviction_costs_after_any_traffic():
-    placement = preble("a", "b", "c", cache_tokens=150, warmup_requests=1, window_s=40.0)
+@pytest.mark.parametrize("probe", [3, 32])
+def test_preble_knows_what_every_worker_costs_after_any_traffic(probe):
+    placement = preble("a", "b", "c", cache_tokens=150, warmup_requests=1, window_s=40.0, probe=probe)
     views = [View("a"), View("b"), View("c")]
     rng = random.Random(4)
     for now in range(400):
@@ -919,6 +1094,17 @@ def test_preble_knows_what_eviction_costs_after_any_traffic():
                     missing -= prefix.new_tokens
                     lost_s += prefix.cost_s
                 assert placement._eviction_s(load, new_tokens) == pytest.approx(lost_s)
+            assert load.load_s == load.prefill_s + load.decode_tokens * load.typical_tpot_s
+
+        def cost_s(view: View, asked: Request, held: Match) -> tuple[float, int, str]:
+            """L + M + P of every worker, none left out."""
+            load, new_tokens = placement._loads[view.name], asked.input_tokens - held.of(view.name)
+            own_s = placement.prefill.of(new_tokens, asked.input_tokens)
+            return load.load_s + own_s + placement._eviction_s(load, new_tokens), 0, view.name
+
+        asked = prompt(rng.randrange(9), head_tokens=100)
+        held = rng.choice([Match(), Match(48, ("b",), {"b": 48}), Match(48, ("c",), {"a": 16, "c": 48})])
+        assert placement._cheapest(asked, held, views) == min(cost_s(view, asked, held) for view in views)[2]
 
 
 def test_preble_moves_the_cheapest_prefixes_to_the_lightest_worker():

@@ -11,6 +11,11 @@ Unit of fairness: service units, across all workers: two clients that both have 
 with the number of workers, and nobody idles while anybody waits; in return each placement costs a match of the
 whole queue, and a freed slot stays empty for a round trip. This is why D2LPM exists: keep it to compare.
 
+A slot should be a request that the worker can run: with fewer slots its batch is small, with more the queue, and
+with it the choice, moves to the worker. How many it can run depends on their length, so the default is a compromise:
+of D2LPM's throughput on four A100s (documents, judges, trees, a production mix) 16 slots had 0.44 and 1.5 times its
+P99, 64 had 0.61 and 1.15 times, 256 had 0.65 and 1.6 times.
+
 Debts are kept of every client that owes, as DLPM does; of those that do not, `remembered_clients`.
 """
 
@@ -18,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from router.placement.contract import Ended, Memoryless, Request, WorkerView
+from router.placement.contract import Ended, Memoryless, Request, WorkerView, least_loaded
 from router.placement.least_tokens import check_prices
 from router.radix import Match
 from sglang_fair.core.dlpm import Dlpm
@@ -27,10 +32,11 @@ from sglang_fair.core.policy import Job, Weights
 
 @dataclass
 class CentralizedDlpm(Memoryless):
-    """`quantum` is Q^u, for a client across all workers; the two weights are prices of tokens."""
+    """`quantum` is Q^u, for a client across all workers; `slots` are a worker's requests at a time, per unit of
+    capacity; the two weights are prices of tokens."""
 
     quantum: float = 2_000.0
-    slots: int = 16
+    slots: int = 64
     extend_weight: float = 1.0
     output_weight: float = 2.0
     client_weights: Mapping[str, float] = field(default_factory=dict)
@@ -64,14 +70,13 @@ class CentralizedDlpm(Memoryless):
         self, workers: Sequence[WorkerView], match: Callable[[Request], Match]
     ) -> tuple[Request, str] | None:
         """What the least loaded worker that has room and is not refused by all pulls."""
-        roomy = sorted(
-            (worker for worker in workers if worker.load < self.slots),
-            key=lambda worker: (worker.load, worker.dispatched_tokens, worker.name),
-        )
-        for worker in roomy:
-            request = self._pull(worker.name, match)
+        roomy = [worker for worker in workers if worker.load < self.slots]
+        while roomy:
+            name = least_loaded(roomy)
+            request = self._pull(name, match)
             if request is not None:
-                return request, worker.name
+                return request, name
+            roomy = [worker for worker in roomy if worker.name != name]
         return None
 
     def give_up(self, request: Request) -> None:

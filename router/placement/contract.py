@@ -165,13 +165,6 @@ class Memoryless:
 
 
 _by_tokens = attrgetter("dispatched_tokens", "name")
-_by_load = attrgetter("load", "dispatched_tokens", "name")
-
-
-def least_loaded(workers: Sequence[WorkerView]) -> str:
-    """The least loaded of `workers`; among equals, who was sent fewer tokens so far; then by name."""
-    return min(workers, key=_by_load).name
-
 
 _W = TypeVar("_W", bound=WorkerView)
 
@@ -180,4 +173,9 @@ def least(workers: Sequence[_W], costs: Sequence[float]) -> _W:
     """The worker of least cost, one cost each; among equals, who was sent fewer tokens so far; then by name."""
     lowest = min(costs)
     best = [worker for worker, cost in zip(workers, costs, strict=True) if cost == lowest]
-    return min(best, key=_by_tokens)
+    return best[0] if len(best) == 1 else min(best, key=_by_tokens)
+
+
+def least_loaded(workers: Sequence[WorkerView]) -> str:
+    """The least loaded of `workers`; among equals as in `least`."""
+    return least(workers, [worker.load for worker in workers]).name

@@ -54,11 +54,15 @@ class Credits:
         self._idle: OrderedDict[str, None] = OrderedDict()
         self._estates: dict[int, dict[str, float]] = {}
 
+    def usable(self, client: str, workers: Sequence[WorkerView]) -> list[WorkerView]:
+        """Those of `workers` at which `client` has credit as things stand."""
+        left = self._account(client).credit.get
+        return [worker for worker in workers if left(worker.name, 1.0) > 0]
+
     def available(self, client: str, workers: Sequence[WorkerView]) -> list[WorkerView]:
         """Those of `workers` at which `client` has credit, at least one: refills when there is none."""
-        credit = self._account(client).credit
-        while not (found := [worker for worker in workers if credit.get(worker.name, 1.0) > 0]):
-            self._refill(client, credit, workers)
+        while not (found := self.usable(client, workers)):
+            self._refill(client, self._account(client).credit, workers)
         return found
 
     def begin(self, client: str, worker: str, units: float) -> None:
@@ -118,11 +122,10 @@ class Credits:
 
     def _refill(self, client: str, credit: dict[str, float], workers: Sequence[WorkerView]) -> None:
         """As many rounds as make the credit at one of `workers` positive; at none of these it is."""
-        rounds = min(
-            math.floor(-credit[worker.name] / self._quantum_of(client, worker.name)) + 1 for worker in workers
-        )
-        for worker in self._capacity:
-            quantum = self._quantum_of(client, worker)
+        unit = self._quantum * self._weights.of(client)
+        quanta = {worker: unit * capacity for worker, capacity in self._capacity.items()}
+        rounds = min(math.floor(-credit[worker.name] / quanta[worker.name]) + 1 for worker in workers)
+        for worker, quantum in quanta.items():
             credit[worker] = min(quantum, credit.get(worker, quantum) + rounds * quantum)
 
     def _account(self, client: str) -> _Account:

@@ -17,6 +17,11 @@ uses it up twice as fast. Ties go to the worker that was sent fewer tokens so fa
 failed gives its prompt's charge back. A match shorter than one page is no match: the tree knows whole pages
 only. Prices are linear in tokens.
 
+As printed, any match makes its holders the only candidates. Behind a system prompt that all clients share, a
+client then stays with one worker for a whole Qw, for a few hundred tokens of its prompts: the larger Qw, the more
+the workers' loads differ. `cache_threshold` is the cure, the same as in `cache_aware`: a match is followed if it
+is more than that part of the prompt. 0 is the paper's algorithm.
+
 Load is the number of requests, as in the paper. `d2lpm_tokens` and `d2lpm_time` are the same with another
 idea of what makes a worker the better one.
 """
@@ -33,9 +38,10 @@ from sglang_fair.core.policy import Weights
 
 
 @dataclass
-class D2lpm:
-    """`worker_quantum` is Qw in units of service, which the two weights say for a prompt and an output token.
+class Credited:
+    """What placements share that refill and charge as D2LPM does, wherever among the workers a request goes.
 
+    `worker_quantum` is Qw in units of service, which the two weights say for a prompt and an output token.
     `charge` "full" charges the whole prompt, as the paper does; "extend" only what the worker is not believed
     to hold. `client_weights` are 1 unless given. `max_clients` are remembered one by one.
     """
@@ -56,10 +62,6 @@ class D2lpm:
         if not isinstance(self.client_weights, Mapping):
             raise ValueError(f"client_weights is {self.client_weights!r}: it maps clients to weights")
         self._credits = Credits(self.worker_quantum, Weights(self.client_weights), self.max_clients)
-
-    def place(self, request: Request, match: Match, workers: Sequence[WorkerView], now_s: float) -> str:
-        """SelectWorker(G, i), with G the holders of the longest match."""
-        return self._choose(request, match, self._credits.available(request.client, workers))
 
     def placed(self, request: Request, worker: str, match: Match, now_s: float) -> None:
         """Charges the prompt."""
@@ -87,21 +89,34 @@ class D2lpm:
         """q[i,w] of the clients that came last."""
         return self._credits.latest(limit)
 
-    def _choose(self, request: Request, match: Match, available: list[WorkerView]) -> str:
-        """One of `available`, where the client has credit."""
-        return self._least_loaded(longest_holders(match, available) or available)
-
-    def _least_loaded(self, workers: list[WorkerView]) -> str:
-        return least_loaded(workers)
-
     def _price(self, request: Request, matched_tokens: int) -> float:
         tokens = request.input_tokens - (matched_tokens if self.charge == "extend" else 0)
         return self.extend_weight * tokens
 
 
-def longest_holders(match: Match, workers: Sequence[WorkerView]) -> list[WorkerView]:
-    """Those of `workers` that hold the longest match; none when nobody holds anything."""
-    if not match.tokens:
-        return []
-    of = match.lengths.get
-    return [worker for worker in workers if of(worker.name) == match.tokens]
+@dataclass
+class D2lpm(Credited):
+    """`cache_threshold` is the part of a prompt, from 0 to 1, beyond which a match is followed."""
+
+    cache_threshold: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.cache_threshold <= 1:
+            raise ValueError(f"cache_threshold is {self.cache_threshold}: it is a share, from 0 to 1")
+
+    def place(self, request: Request, match: Match, workers: Sequence[WorkerView], now_s: float) -> str:
+        """SelectWorker(G, i), with G the holders of the longest match."""
+        client, credits = request.client, self._credits
+        holders: list[WorkerView] = []
+        if match.tokens > self.cache_threshold * request.input_tokens:
+            held = match.lengths.get
+            holders = [worker for worker in workers if held(worker.name) == match.tokens]
+        candidates = credits.usable(client, holders)
+        if not candidates:
+            available = credits.available(client, workers)  # where credit is refilled
+            candidates = credits.usable(client, holders) or available
+        return self._least_loaded(candidates)
+
+    def _least_loaded(self, workers: Sequence[WorkerView]) -> str:
+        return least_loaded(workers)

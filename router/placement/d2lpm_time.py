@@ -1,32 +1,33 @@
-"""D2LPM that weighs saved prefill against queueing, both in seconds.
+"""D2LPM that weighs saved prefill against queueing, both in seconds, for whoever asks and for all others.
 
 Among the workers at which the client has credit (as in `d2lpm`), a request of L tokens, m_w of them cached at w,
-goes to the one that would have all it is asked for done first:
+goes to the one where it adds least to the time that all requests spend in the cluster:
 
-    cost_s(w) = a_w x (P_w + L - m_w) + b_w x D_w
+    cost_s(w) = a_w x (P_w + L - m_w) + b_w x D_w  +  _DELAYED x n_w x a_w x (L - m_w)
 
-P_w and D_w are the tokens that w has still to prefill and to decode, a_w its seconds per prefilled token, b_w
-its seconds per decoded token. So a prefix is left as soon as queueing for it costs the request more than computing
-it elsewhere, and a shorter match at an idle worker counts for what it saves: no threshold.
+P_w and D_w are the tokens that w has still to prefill and to decode, n_w the requests in flight there, a_w its
+seconds per prefilled token, b_w its seconds per decoded token. The first two terms are the request's own: until all
+that it has to wait for is done. The last is everybody else's: computing L - m_w tokens delays each request in flight
+at w by that long, those that decode too, and as many more as come while these are served; hence _DELAYED = 2.
+So an idle worker is used at once, even if it has to compute a prefix again, since nobody is delayed there. Under
+overload, where n_w is large, computing again what another worker holds costs more than almost any wait. A shorter
+match counts for what it saves: no threshold.
 
-The rates are measured. Of each request that was served, with P_w and the number n of requests at w as they were
-when it was sent there:
+The rates are measured. Of each request that was served, with P_w and n_w as they were when it was sent to w:
 
     a_w: time to first token over (P_w + its own tokens that were not cached)
-    b_w: time per output token over n + 1, because the batch shares the engine
+    b_w: time per output token over n_w + 1, because the batch shares the engine
 
 Each is a ratio of two sums that forget (by `_FORGET` a sample), so many tokens weigh more than few, and it
 starts from a guess that weighs like `_GUESS_SAMPLES` such requests: the pace of all workers so far per unit of
 capacity, and in the beginning `prefill_tokens_per_s` and `decode_tokens_per_s`. One sample is believed within
 a factor of `_FAR` of what is known and within `_FASTEST_S` and `_SLOWEST_S`, whatever a gateway reports, so a rate
-stays positive and finite. If nothing
-is ever measured the guesses are used.
+stays positive and finite. If nothing is ever measured the guesses are used.
 
-Unit of fairness and guarantee: those of `d2lpm`. Trade-offs: requests of a program that come together are scattered,
-because where the first of them went its prefix still waits to be computed, and computing it elsewhere looks as
-quick; what that costs everybody else is not weighed. With questions that come eight at a time it is round robin
-(`docs/results.md`, beyond-tokens). The times include what lies between gateway and engine, which looks like slow
-prefill; work done is taken to be in the order of arrival.
+Unit of fairness and guarantee: those of `d2lpm`, whose proof does not ask what load is. Trade-offs: work is taken to
+be done in the order of arrival, which it is not where each replica is fair, so a_w is an average over clients; the
+times include what lies between gateway and engine, which looks like slow prefill; and all that would be evicted to
+make room is left out. How it compares is measured in `docs/results.md`, beyond-tokens.
 """
 
 import math
@@ -34,7 +35,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from router.placement.contract import Ended, Request, WorkerView, least
-from router.placement.d2lpm import D2lpm
+from router.placement.d2lpm import Credited
 from router.radix import Match
 
 _FORGET = 0.02
@@ -44,6 +45,8 @@ _GUESS_TOKENS = 200
 _FAR = 10.0
 _FASTEST_S, _SLOWEST_S = 1e-8, 10.0
 """Per token: whatever is measured lies between."""
+_DELAYED = 2.0
+"""Requests that added work delays, for each in flight: itself, and one that comes while it is served."""
 
 
 class Pace:
@@ -80,14 +83,14 @@ class _Paces:
 
 @dataclass(slots=True)
 class _Sent:
-    """What stood before a request at the worker that it was sent to: P_w with its own tokens, and n + 1."""
+    """What stood before a request at the worker that it was sent to: P_w with its own tokens, and n_w + 1."""
 
     prefill_tokens: float
     requests: float
 
 
 @dataclass
-class D2lpmTime(D2lpm):
+class D2lpmTime(Credited):
     """The rates are first guesses, for a worker of capacity 1."""
 
     prefill_tokens_per_s: float = 10_000.0
@@ -95,6 +98,8 @@ class D2lpmTime(D2lpm):
 
     _all: _Paces = field(init=False, repr=False)
     _paces: dict[str, _Paces] = field(default_factory=dict, init=False, repr=False)
+    _rates: dict[str, tuple[float, float, float]] = field(default_factory=dict, init=False, repr=False)
+    """By worker: a_w, b_w, and the requests that added work delays, per unit of load. Read for every decision."""
     _sent: dict[str, _Sent] = field(default_factory=dict, init=False, repr=False)
     """By request in flight."""
 
@@ -104,6 +109,16 @@ class D2lpmTime(D2lpm):
         if not all(0 < rate < math.inf for rate in rates):
             raise ValueError(f"tokens per second must be positive and finite, not {rates[0]} and {rates[1]}")
         self._all = _Paces(Pace(1 / rates[0]), Pace(1 / rates[1]))
+
+    def place(self, request: Request, match: Match, workers: Sequence[WorkerView], now_s: float) -> str:
+        """Of the workers at which its client has credit, the one where it adds least."""
+        available = self._credits.available(request.client, workers)
+        chosen = least(available, self.costs_s(request, match, available))
+        self._sent[request.id] = _Sent(
+            chosen.prefill_tokens + request.input_tokens - match.of(chosen.name),
+            chosen.load * chosen.capacity + 1,
+        )
+        return chosen.name
 
     def done(self, ended: Ended, now_s: float) -> None:
         """Charges as `d2lpm` does, and learns the worker's rates from a request that was served."""
@@ -120,6 +135,7 @@ class D2lpmTime(D2lpm):
                 prefill.learn(scale * ended.ttft_s, sent.prefill_tokens)
             if ended.tpot_s is not None:
                 decode.learn(scale * ended.tpot_s * ended.output_tokens / sent.requests, ended.output_tokens)
+        self._rate(ended.worker)
 
     def worker_up(self, worker: str, capacity: float = 1.0) -> None:
         """Starts at the pace of all, for its capacity."""
@@ -129,31 +145,34 @@ class D2lpmTime(D2lpm):
             Pace(self._all.decode.s_per_token / capacity),
             capacity,
         )
+        self._rate(worker)
 
     def worker_changed(self, worker: str, capacity: float) -> None:
         """What was measured stands; new times correct it."""
         super().worker_changed(worker, capacity)
         self._paces[worker].capacity = capacity
+        self._rate(worker)
 
     def worker_down(self, worker: str) -> None:
         """Its credits and its pace go with it."""
         super().worker_down(worker)
-        del self._paces[worker]
+        del self._paces[worker], self._rates[worker]
 
     def costs_s(self, request: Request, match: Match, workers: Sequence[WorkerView]) -> list[float]:
-        """Seconds until each of `workers` would have done what it has to and prefilled `request`."""
-        held, paces, tokens = match.lengths, self._paces, request.input_tokens
+        """Seconds that `request` adds at each of `workers`: its own until it is prefilled, and everybody's delay."""
+        held, rates, tokens = match.lengths.get, self._rates, request.input_tokens
         return [
-            (pace := paces[worker.name]).prefill.s_per_token
-            * (worker.prefill_tokens + tokens - held.get(worker.name, 0))
-            + pace.decode.s_per_token * worker.decode_tokens
+            (rate := rates[worker.name])[0]
+            * (worker.prefill_tokens + (1.0 + rate[2] * worker.load) * (tokens - held(worker.name, 0)))
+            + rate[1] * worker.decode_tokens
             for worker in workers
         ]
 
-    def _choose(self, request: Request, match: Match, available: Sequence[WorkerView]) -> str:
-        chosen = least(available, self.costs_s(request, match, available))
-        self._sent[request.id] = _Sent(
-            chosen.prefill_tokens + request.input_tokens - match.of(chosen.name),
-            chosen.load * chosen.capacity + 1,
+    def _rate(self, worker: str) -> None:
+        """Keeps at hand what `costs_s` needs of `worker`."""
+        pace = self._paces[worker]
+        self._rates[worker] = (
+            pace.prefill.s_per_token,
+            pace.decode.s_per_token,
+            _DELAYED * pace.capacity,
         )
-        return chosen.name

@@ -8,6 +8,7 @@ Unit of fairness and guarantee: those of `d2lpm`, whose proof does not ask what 
 expected lengths of answers, and so is as even as they are right.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from router.placement.contract import WorkerView, least
@@ -19,5 +20,5 @@ from router.placement.least_tokens import owed
 class D2lpmTokens(D2lpm):
     """The two weights are prices in the charges and in the loads alike."""
 
-    def _least_loaded(self, workers: list[WorkerView]) -> str:
+    def _least_loaded(self, workers: Sequence[WorkerView]) -> str:
         return least(workers, owed(workers, self.extend_weight, self.output_weight)).name

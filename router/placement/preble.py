@@ -40,13 +40,13 @@ code, not the average of past ones, as in the paper; a conversation that grows t
 prefix each time.
 """
 
-import math
 import statistics
 from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, islice
+from typing import NamedTuple
 
 import numpy as np
 
@@ -113,17 +113,38 @@ class _WorkerLoad:
     decode_tokens: int = 0
     prefixes: OrderedDict[Key, _Prefix] = field(default_factory=OrderedDict)
     """Least recently used first."""
-    oldest: tuple[list[int], list[float]] | None = None
-    """Of the first of them, running sums of tokens and of costs; None when they have changed."""
+    oldest: "_Oldest | None" = None
+    """The first of them; None when they have changed."""
     tpot_s: deque[float] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
     typical_tpot_s: float = 0.0
     ttft: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_TTFT_SAMPLES))
     """(when, seconds)."""
 
-    @property
-    def load_s(self) -> float:
-        """L: prefill in the window plus decoding under way."""
-        return self.prefill_s + self.decode_tokens * self.typical_tpot_s
+    load_s: float = 0.0
+    """L: prefill in the window plus decoding under way. Kept, because every decision reads that of every worker."""
+
+    def add(self, prefill_s: float = 0.0, decode_tokens: int = 0) -> None:
+        """So much more is in the window, and under way; both are negative for what is over."""
+        self.prefill_s += prefill_s
+        self.decode_tokens += decode_tokens
+        self.load_s = self.prefill_s + self.decode_tokens * self.typical_tpot_s
+
+    def changes(self, key: Key) -> None:
+        """The prefix of this key comes or goes, is used, or costs another amount."""
+        oldest = self.oldest
+        if oldest is not None and (key in oldest.keys or not oldest.full):
+            self.oldest = None
+
+
+class _Oldest(NamedTuple):
+    """The least recently used prefixes at a worker, as many as are looked at."""
+
+    tokens: list[int]
+    """Running sums of them, and of costs."""
+    costs_s: list[float]
+    keys: frozenset[Key]
+    full: bool
+    """There are more, so what comes last changes nothing."""
 
 
 @dataclass(slots=True)
@@ -155,6 +176,8 @@ class Preble:
     _window: deque[_Visit] = field(default_factory=deque, init=False, repr=False)
     _loads: dict[str, _WorkerLoad] = field(default_factory=dict, init=False, repr=False)
     _routed: int = field(default=0, init=False, repr=False)
+    _latest: tuple[Request, Match, tuple[Key, int, int]] | None = field(default=None, init=False, repr=False)
+    """What `_important` said last: `placed` asks what `place` has asked."""
 
     def __post_init__(self) -> None:
         if isinstance(self.prefill, dict):
@@ -177,7 +200,7 @@ class Preble:
         """The cheapest holder, or the cheapest worker."""
         self._expire(now_s)
         if match.tokens > request.input_tokens - match.tokens:
-            prefix = self._prefixes.get(_important(request, match)[0])
+            prefix = self._prefixes.get(self._important(request, match)[0])
             chosen: Iterable[str] = prefix.workers if prefix is not None and prefix.moved else match.holders
             holders = [worker for worker in workers if worker.name in chosen]
             if holders:
@@ -187,10 +210,10 @@ class Preble:
     def placed(self, request: Request, worker: str, match: Match, now_s: float) -> None:
         """Enters the request in the window and rebalances."""
         load = self._loads[worker]
-        load.decode_tokens += self._output_tokens(request)
+        load.add(decode_tokens=self._output_tokens(request))
         if not request.input_tokens:
             return
-        key, start, end = _important(request, match)
+        key, start, end = self._important(request, match)
         prefix = self._prefixes.setdefault(key, _Prefix(key, end - start, end))
         self._routed += 1
         self._visit(_Visit(now_s, prefix, match.of(worker), request.input_tokens), worker)
@@ -202,10 +225,10 @@ class Preble:
     def done(self, ended: Ended, now_s: float) -> None:
         """Takes the request's decoding off, and learns from its times."""
         load = self._loads[ended.worker]
-        load.decode_tokens -= self._output_tokens(ended.request)
         if ended.tpot_s is not None and ended.outcome == "ok":
             load.tpot_s.append(ended.tpot_s)
             load.typical_tpot_s = statistics.median(load.tpot_s)
+        load.add(decode_tokens=-self._output_tokens(ended.request))
         if ended.ttft_s is not None and ended.outcome == "ok":
             load.ttft.append((now_s, ended.ttft_s))
 
@@ -227,6 +250,22 @@ class Preble:
         """None are kept."""
         return {}
 
+    def _important(self, request: Request, match: Match) -> tuple[Key, int, int]:
+        """The key of the request's important prefix, and the depths between which its own stretch lies."""
+        if self._latest is None or self._latest[0] is not request or self._latest[1] is not match:
+            start, stretch = 0, (0, 0)
+            for end in (*match.branches, match.tokens, request.input_tokens):
+                if end - start > start:
+                    stretch = start, end
+                start = end
+            start, end = stretch
+            self._latest = (
+                request,
+                match,
+                ((request.namespace, end, _digest(request.tokens, end)), start, end),
+            )
+        return self._latest[2]
+
     # -- costs
 
     def _output_tokens(self, request: Request) -> int:
@@ -239,31 +278,36 @@ class Preble:
             return 0.0
         if load.oldest is None:
             oldest = list(islice(load.prefixes.values(), self.probe))
-            load.oldest = (
+            load.oldest = _Oldest(
                 list(accumulate(prefix.new_tokens for prefix in oldest)),
                 list(accumulate(prefix.cost_s for prefix in oldest)),
+                frozenset(prefix.key for prefix in oldest),
+                full=len(oldest) == self.probe,
             )
-        tokens, lost_s = load.oldest
+        tokens, lost_s, _, _ = load.oldest
         return lost_s[min(bisect_left(tokens, missing), len(tokens) - 1)] if tokens else 0.0
 
     def _cheapest(self, request: Request, match: Match, workers: Sequence[WorkerView]) -> str:
-        """The worker of least L + M + P; among equals, who was sent fewer tokens so far; then by name."""
-        lengths, loads, own_s = match.lengths, self._loads, dict[int, float]()
-        best: tuple[float, int, str] = (math.inf, 0, "")
-        for worker in workers:
-            held = lengths.get(worker.name, 0)
-            new_tokens = request.input_tokens - held
-            if held not in own_s:
-                own_s[held] = self.prefill.of(new_tokens, request.input_tokens)
-            load = loads[worker.name]
-            cost_s = load.load_s + own_s[held]
-            if cost_s > best[0]:
-                continue  # whatever must be evicted
-            if load.prefix_tokens + new_tokens > self.cache_tokens:
-                cost_s += self._eviction_s(load, new_tokens)
-            rank = (cost_s, worker.dispatched_tokens, worker.name)
-            if rank < best:
-                best = rank
+        """The worker of least L + M + P; among equals, who was sent fewer tokens so far; then by name.
+
+        M is worked out only where L + P is no more than the least L + M + P so far.
+        """
+        tokens, lengths, loads = request.input_tokens, match.lengths, self._loads
+        unheld_s = self.prefill.of(tokens, tokens)
+        costs_s = [loads[worker.name].load_s + unheld_s for worker in workers]
+        for index in [index for index, worker in enumerate(workers) if worker.name in lengths]:
+            name = workers[index].name
+            costs_s[index] = loads[name].load_s + self.prefill.of(tokens - lengths[name], tokens)
+
+        def rank(index: int) -> tuple[float, int, str]:
+            worker = workers[index]
+            evicted_s = self._eviction_s(loads[worker.name], tokens - lengths.get(worker.name, 0))
+            return costs_s[index] + evicted_s, worker.dispatched_tokens, worker.name
+
+        best = rank(costs_s.index(min(costs_s)))
+        for index in [index for index, cost_s in enumerate(costs_s) if cost_s <= best[0]]:
+            if costs_s[index] <= best[0]:
+                best = min(best, rank(index))
         return best[2]
 
     # -- the window
@@ -275,9 +319,7 @@ class Preble:
         prefix.hit_tokens += visit.hit_tokens
         prefix.prompt_tokens += visit.prompt_tokens
         self._set_workers(prefix, [*prefix.workers, worker])
-        load = self._loads[worker]
-        load.prefixes.move_to_end(prefix.key)
-        load.oldest = None
+        self._loads[worker].prefixes.move_to_end(prefix.key)
 
     def _leave(self, visit: _Visit) -> None:
         prefix = visit.prefix
@@ -298,25 +340,25 @@ class Preble:
         """Assigns the prefix to `workers` and brings its cost, and the loads it is part of, up to date."""
         for worker in prefix.workers:
             load = self._loads[worker]
-            load.prefill_s -= prefix.cost_s / len(prefix.workers)
+            load.add(-prefix.cost_s / len(prefix.workers))
             load.prefix_tokens -= prefix.new_tokens
-            load.oldest = None
+            load.changes(prefix.key)
         kept = dict.fromkeys(workers)
         for worker in prefix.workers:
             if worker not in kept:
                 left = self._loads[worker]
                 del left.prefixes[prefix.key]
                 if not left.prefixes:
-                    left.prefill_s = 0.0  # what rounding has left over
+                    left.add(-left.prefill_s)  # what rounding has left over
         prefix.workers = kept
         miss = 1 - prefix.hit_tokens / prefix.prompt_tokens if prefix.prompt_tokens else 0.0
         prefix.cost_s = miss * prefix.requests * self.prefill.of(prefix.new_tokens, prefix.end_tokens)
         for worker in kept:
             load = self._loads[worker]
-            load.prefill_s += prefix.cost_s / len(kept)
+            load.add(prefix.cost_s / len(kept))
             load.prefix_tokens += prefix.new_tokens
             load.prefixes.setdefault(prefix.key, prefix)
-            load.oldest = None
+            load.changes(prefix.key)
 
     # -- rebalancing
 
@@ -348,8 +390,12 @@ class Preble:
         prefix.moved = True
 
     def _extremes(self) -> tuple[str, str]:
-        by_load = [(load.load_s, worker) for worker, load in self._loads.items()]
-        return max(by_load)[1], min(by_load)[1]
+        loads_s = {worker: load.load_s for worker, load in self._loads.items()}
+        most_s, least_s = max(loads_s.values()), min(loads_s.values())
+        return (
+            max(worker for worker, load_s in loads_s.items() if load_s == most_s),
+            min(worker for worker, load_s in loads_s.items() if load_s == least_s),
+        )
 
     def _is_slowing(self, worker: str, now_s: float) -> bool:
         """The mean time to first token in the window's second half is `ttft_growth` times the first's."""
@@ -358,13 +404,6 @@ class Preble:
         early = [ttft_s for at_s, ttft_s in samples if now_s - self.window_s < at_s <= middle_s]
         late = [ttft_s for at_s, ttft_s in samples if at_s > middle_s]
         return bool(early and late) and statistics.fmean(late) >= self.ttft_growth * statistics.fmean(early)
-
-
-def _important(request: Request, match: Match) -> tuple[Key, int, int]:
-    """The key of the request's important prefix, and the depths between which its own stretch lies."""
-    bounds = sorted({0, match.tokens, request.input_tokens, *match.branches})
-    start, end = [pair for pair in pairwise(bounds) if pair[1] - pair[0] > pair[0]][-1]
-    return (request.namespace, end, _digest(request.tokens, end)), start, end
 
 
 def _digest(tokens: bytes, count: int) -> int:

@@ -321,6 +321,7 @@ def _router(options: Options, machine: Machine, router: str, workers: tuple[Work
         machine.python, "-m", "router",
         "--bind", router,
         "--placement", options.placement,
+        "--quantum", str(options.quantum),
         "--extend-weight", str(cost.extend_weight),
         "--output-weight", str(cost.output_weight),
         "--page-size", str(page_tokens(options.extra)),

@@ -5,9 +5,15 @@ Rule: as DLPM. At each refill, before anybody is given anything, Q^u is set anew
 
     target_gap         the largest quantum with 2·(U + Q^u) / smallest weight <= target_gap, where U is the
                        dearest prompt and the dearest owed output so far
-    target_hit_rate    the smallest quantum that reaches it: a quarter more where the share of cached tokens among
-                       admitted prompts' tokens is below the target, a fifth less where it is not; once every
+    target_hit_rate    the smallest quantum that reaches it, or, where none does, beyond which a larger one does not
+                       help: a quarter more while the share of cached tokens among admitted prompts' tokens is
+                       below the target and rises, by `GAIN` for each doubling; else a fifth less. Once every
                        `horizon_tokens` of them, over which the share is averaged exponentially
+
+Below the target it goes one way until something speaks for the other: up, until the quantum has doubled, or is at
+its limit, and the hit rate has not risen by `GAIN`; down, until the hit rate differs by `GAIN` from where that
+began, or the quantum is no more than an average request is charged: below that a turn is one request anyway. So
+a climb in vain ends at 2.5 times the quantum that it began at, at most, and is taken back.
 
 A change is exact: all accounts are settled with the old quantum up to the present round, and the new one counts
 from there. Credit above it is kept until it is spent.
@@ -18,10 +24,12 @@ and clients that wait are granted the same in each round, whatever the quantum i
 holds for every interval that began with no larger C; for others take the larger one, with today's U.
 
 Knobs: one target (none given: a hit rate of 0.5), the limits, `horizon_tokens`, and DLPM's; `quantum` is where it
-begins. Trade-offs: it follows, so the first dear request and the first hot hour find the old quantum. A hit rate
-that no quantum reaches drives it to `max_quantum`, one that needs none to `min_quantum`; in between it swings by
-a step. A gap below 2·(U + `min_quantum`) cannot be kept, and `bound` says so. Known leaks: as DLPM; and a client
-that sends hot prompts without need raises the measured hit rate, and so lowers everybody's quantum.
+begins. Trade-offs: it follows, so the first dear request and the first hot hour find the old quantum. A target
+that any quantum reaches drives it to `min_quantum`; where nothing is shared it goes on trying, at one to two and a
+half requests; in between it swings by a step around its target, and by a doubling around the best hit rate that
+there is. What only more than a doubling would show, it does not find. Where `horizon_tokens` are a few prompts, it
+climbs and descends by chance. A gap below 2·(U + `min_quantum`) cannot be kept, and `bound` says so. Known leaks: as
+DLPM; and a client that sends hot prompts without need raises the measured hit rate, and so lowers everybody's quantum.
 """
 
 from dataclasses import dataclass, field
@@ -34,6 +42,12 @@ from sglang_fair.core.policy import Job, checked_quantum
 
 STEP = 1.25
 """A quantum that misses the target hit rate is multiplied or divided by this."""
+
+GAIN = 0.02
+"""Of the hit rate, below which it has not changed."""
+
+DOUBLED = 2.0
+"""So many times the quantum must have raised the hit rate by `GAIN`."""
 
 HIT_RATE = 0.5
 """The target where none is given."""
@@ -55,7 +69,14 @@ class DlpmAdaptive(Dlpm):
     _prompt_tokens: float = field(default=0.0, init=False, repr=False)
     _cached_tokens: float = field(default=0.0, init=False, repr=False)
     """Of admitted prompts: those of the last `horizon_tokens`, less the longer ago they were."""
+    _admitted: float = field(default=0.0, init=False, repr=False)
+    _charged: float = field(default=0.0, init=False, repr=False)
+    """Requests, and service units, in the same way."""
     _tokens_since_step: int = field(default=0, init=False, repr=False)
+    _climbs: bool = field(default=False, init=False, repr=False)
+    """Whether the next step below the target is up."""
+    _began: tuple[float, float] | None = field(default=None, init=False, repr=False)
+    """Quantum and hit rate where the way below the target began, or last paid. None: it is not below."""
     _above: list[tuple[float, str]] = field(default_factory=list, init=False, repr=False)
     """Heap of clients that had credit above the quantum when it was changed, by minus that."""
 
@@ -83,7 +104,13 @@ class DlpmAdaptive(Dlpm):
         kept = self.horizon_tokens / (self.horizon_tokens + job.prompt_tokens)
         self._prompt_tokens = kept * self._prompt_tokens + job.prompt_tokens
         self._cached_tokens = kept * self._cached_tokens + min(job.cached_tokens, job.prompt_tokens)
+        self._admitted = kept * self._admitted + 1
+        self._charged *= kept
         self._tokens_since_step += job.prompt_tokens
+
+    def charge(self, client: str, units: float) -> None:
+        self._charged += units
+        super().charge(client, units)
 
     def hit_rate(self) -> float | None:
         """The share that is steered by. None: no prompt was admitted yet."""
@@ -104,7 +131,26 @@ class DlpmAdaptive(Dlpm):
         if rate is None or target is None or self._tokens_since_step < self.horizon_tokens:
             return self.quantum
         self._tokens_since_step = 0
-        return self._within_limits(self.quantum * STEP if rate < target else self.quantum / STEP)
+        if rate >= target:
+            self._began, self._climbs = None, True
+            return self._within_limits(self.quantum / STEP)
+        self._turn(rate)
+        return self._within_limits(self.quantum * STEP if self._climbs else self.quantum / STEP)
+
+    def _turn(self, rate: float) -> None:
+        """Below the target: decides whether the next step is up."""
+        paid = turns = False
+        if self._began is not None:
+            quantum, before = self._began
+            if self._climbs:
+                paid = rate >= before + GAIN
+                turns = not paid and self.quantum >= min(DOUBLED * quantum, self.max_quantum)
+            else:
+                one_request = self._charged / self._admitted if self._admitted else 0.0
+                turns = abs(rate - before) >= GAIN or self.quantum <= self._within_limits(one_request)
+        if self._began is None or paid or turns:
+            self._began = self.quantum, rate
+        self._climbs ^= turns
 
     def _within_limits(self, quantum: float) -> float:
         return min(max(quantum, self.min_quantum), self.max_quantum)

@@ -170,6 +170,7 @@ class Site:
         """A new router that knows all replicas."""
         cost, known = self.service_cost(), parameters(self.placement)
         given = {
+            "quantum": self.quantum,
             "worker_quantum": self.worker_quantum,
             "extend_weight": cost.extend_weight,
             "output_weight": cost.output_weight,
