@@ -20,8 +20,8 @@ import aiohttp
 import httpx
 import psutil
 
-START_S = 120.0
-STEP_S = 60.0
+START_S = 240.0
+STEP_S = 120.0
 
 
 TEST_PORTS = range(20_000, 29_000)

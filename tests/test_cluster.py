@@ -608,6 +608,41 @@ class TestSupervisor:
         plan = cluster(program("r0", second_time_waits, grace_s=0.1), program("r1", SERVES))
         assert supervise(plan, kill, link=link)[0] is True
 
+    def test_a_process_is_started_again_as_it_is_specified_by_then(self) -> None:
+        says_so = "import time; print('changed', flush=True); print('ready', flush=True); time.sleep(60)"
+
+        async def kill(supervisor: Supervisor, record: Record) -> None:
+            record.say = lambda _: supervisor.respec(program("router", says_so, "router", grace_s=0.1))
+            os.kill(record.pids["router"], signal.SIGKILL)
+            await until(lambda: record.ready.count("router") == 2)
+            supervisor.stop()
+
+        outcome, record = supervise(cluster(program("r0", SERVES)), kill)
+        assert outcome is True
+        assert ("router", "changed") in record.lines
+
+    def test_a_router_returns_while_a_replica_is_being_added(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        start, go_on, link = Child.start, asyncio.Event(), Told()
+
+        async def slow(spec: Process, on_line: Callable[[str, str], None]) -> Child:
+            if spec.name == "r9":
+                await go_on.wait()
+            return await start(spec, on_line)
+
+        async def add(supervisor: Supervisor, record: Record) -> None:
+            adding = asyncio.create_task(supervisor.add(program("r9", SERVES)))
+            await until(lambda: len(supervisor.plan.of("replica")) == 2)
+            os.kill(record.pids["router"], signal.SIGKILL)
+            await until(lambda: record.ready.count("router") == 2)
+            await until(lambda: link.news == ["r9 down"])
+            go_on.set()
+            await adding
+            assert link.news == ["r9 down", "r9 up"]
+            supervisor.stop()
+
+        monkeypatch.setattr(Child, "start", slow)
+        assert supervise(cluster(program("r0", SERVES)), add, link=link)[0] is True
+
     def test_one_that_keeps_dying_is_given_up_and_the_others_serve_on(self, tmp_path: Path) -> None:
         dies_later = f"""
             import pathlib, sys, time

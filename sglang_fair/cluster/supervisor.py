@@ -288,7 +288,7 @@ class Supervisor:
             self._reporter.say(f"{spec.name} is started again in {delay_s:.1f} s")
             await asyncio.sleep(delay_s)
             try:
-                child = await self._start(spec)
+                child = await self._start(self._spec(spec.name))  # it may have changed meanwhile
                 await self._until_ready(child)
             except StartFailed as error:
                 self._reporter.say(str(error))
@@ -311,8 +311,8 @@ class Supervisor:
             self._link.up(spec.worker)
         if spec.role == "router":  # it believes that all of its workers are there
             for replica in self._plan.of("replica"):
-                child = self._children[replica.name]
-                if child.ready_s is None or not child.running:
+                child = self._children.get(replica.name)  # none yet of one that is being added
+                if child is None or child.ready_s is None or not child.running:
                     self._tell_down(replica)
 
     async def _stop_all(self) -> None:
