@@ -60,6 +60,7 @@ def shifting(phase_s: float) -> Traffic:
 class Adaptive(Simulated):
     id = "beyond-adaptive"
     title = "An adaptive quantum under shifting load"
+    version = 2
     source = "beyond the papers; DLPM §7.2 leaves the choice of Q^u to the operator"
     about = (
         "Llama-3.2-3B on one A10G, three phases of 100 s at twice what it does: four clients with single requests "

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from workloads.clients import Client
 from workloads.driver import Plan
@@ -38,12 +38,37 @@ WORKER_QUANTUM = 4 * QUANTUM
 DRAIN_S = 120.0
 
 SMALL_QUANTUM = 1_000.0
+LARGE_WORKER_QUANTUM = 1_000_000.0
+THRESHOLD = {"cache_threshold": 0.3}
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """A scheduler that tells where a difference comes from."""
+
+    label: str
+    placement: str
+    policy: str = "dlpm"
+    quantum: float = QUANTUM
+    worker_quantum: float = WORKER_QUANTUM
+    options: Mapping[str, float] = field(default_factory=dict)
+    """Of the placement."""
+
+
 BESIDE = {
-    "d2lpm.small": ("D2LPM, Q^u = 1,000", "d2lpm", "dlpm", SMALL_QUANTUM),
-    "d2lpm.vtc": ("D2LPM over VTC", "d2lpm", "vtc", QUANTUM),
-    "cache-aware.dlpm": ("cache_aware over DLPM, Q^u = 1,000", "cache_aware", "dlpm", SMALL_QUANTUM),
+    "d2lpm.small": Beside("D2LPM, Q^u = 1,000", "d2lpm", quantum=SMALL_QUANTUM),
+    "d2lpm.vtc": Beside("D2LPM over VTC", "d2lpm", "vtc"),
+    "d2lpm.threshold": Beside("D2LPM, matches above 0.3", "d2lpm", options=THRESHOLD),
+    "d2lpm.large": Beside("D2LPM, Q^w = 1,000,000", "d2lpm", worker_quantum=LARGE_WORKER_QUANTUM),
+    "d2lpm.large.threshold": Beside(
+        "D2LPM, Q^w = 1,000,000, matches above 0.3",
+        "d2lpm",
+        worker_quantum=LARGE_WORKER_QUANTUM,
+        options=THRESHOLD,
+    ),
+    "d2lpm-time.small": Beside("d2lpm-time, Q^u = 1,000", "d2lpm-time", quantum=SMALL_QUANTUM),
+    "cache-aware.dlpm": Beside("cache_aware over DLPM, Q^u = 1,000", "cache_aware", quantum=SMALL_QUANTUM),
 }
-"""What tells where the differences come from: label, placement, policy, Q^u."""
 
 
 def traffic(replicas: int, duration_s: float, clients: int) -> Traffic:
@@ -90,6 +115,7 @@ def observe_mix(run: Run) -> dict[str, Json]:
 class Production(Simulated):
     id = "beyond-production"
     title = "A production mix: hundreds of clients, most of them small"
+    version = 2
     source = "beyond the papers; ServeGen's clients with Mooncake's prefixes"
     about = (
         "Llama-3.1-8B on eight A100. Clients, their rates and their bursts follow ServeGen's profiles, with Zipf's "
@@ -102,27 +128,26 @@ class Production(Simulated):
         full = size == "full"
         replicas, length_s, count = (8, 180.0, 400) if full else (2, 60.0, 60)
         runs = {
-            name: (scheduler.placement, scheduler.policy, QUANTUM) for name, scheduler in SCHEDULERS.items()
-        }
-        runs |= {
-            name: (placement, policy, quantum) for name, (_, placement, policy, quantum) in BESIDE.items()
+            name: Beside(scheduler.label, scheduler.placement, scheduler.policy)
+            for name, scheduler in SCHEDULERS.items()
         }
         return [
             Cell(
                 name,
                 Site(
                     replicas=replicas,
-                    placement=placement,
-                    policy=policy,
-                    quantum=quantum,
-                    worker_quantum=WORKER_QUANTUM,
+                    placement=run.placement,
+                    placement_options=run.options,
+                    policy=run.policy,
+                    quantum=run.quantum,
+                    worker_quantum=run.worker_quantum,
                     max_running=MAX_RUNNING,
                 ),
                 traffic(replicas, length_s, count),
                 plan(length_s),
                 ("0", "1", "2") if full else ("0",),
             )
-            for name, (placement, policy, quantum) in runs.items()
+            for name, run in (runs | BESIDE).items()
         ]
 
     def clients(self, cell: Cell, seed: str) -> Sequence[Client]:
@@ -134,7 +159,7 @@ class Production(Simulated):
     def report(self, results: Mapping[str, Result]) -> Report:
         fair = results["d2lpm"]
         labels = {name: scheduler.label for name, scheduler in SCHEDULERS.items()}
-        shown = labels | {name: label for name, (label, *_) in BESIDE.items()}
+        shown = labels | {name: beside.label for name, beside in BESIDE.items()}
         unfair = [name for name in SCHEDULERS if name not in ("d2lpm", "vtc")]
         first, last = (
             {name: result.number(f"ttft_p{percent}_s") for name, result in results.items()}

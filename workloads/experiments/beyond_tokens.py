@@ -40,17 +40,15 @@ FAIR = ("d2lpm", "d2lpm-tokens", "d2lpm-time", "client_round_robin", CENTRAL)
 
 
 def site(placement: str, workload: str, replicas: int = REPLICAS) -> Site:
-    """A100s with quanta by the rule of Figure 7; the central queue gives a replica all it can run."""
+    """A100s with quanta by the rule of Figure 7."""
     if workload == PRODUCTION:
         quantum, worker_quantum = beyond_production.QUANTUM, beyond_production.WORKER_QUANTUM
     else:
         kind = KINDS[SCENARIOS[workload].app]
         quantum, worker_quantum = kind.quantum, kind.worker_quantum
-    central = {"quantum": quantum, "slots": MAX_RUNNING} if placement == CENTRAL else {}
     return Site(
         replicas=replicas,
         placement=placement,
-        placement_options=central,
         policy="dlpm",
         quantum=quantum,
         worker_quantum=worker_quantum,
@@ -71,6 +69,7 @@ def latency(workload: str, percent: int) -> str:
 class Placements(Simulated):
     id = "beyond-tokens"
     title = "Eleven placements over DLPM"
+    version = 2
     source = "beyond the papers; DLPM §5"
     about = (
         "Four A100 with Llama-3.1-8B, every replica under DLPM, one misbehaving client (Figure 7's S1 at its rates "
