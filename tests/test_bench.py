@@ -78,3 +78,34 @@ def test_a_short_run_ends_with_one_line_of_json(tmp_path: Path):
         assert row["steps"] == 10
     shares = {(row["policy"], row["queued"]): row["cached_tokens_share"] for row in result["rows"]}
     assert shares["dlpm", 200] > 0.3
+
+
+# ---- how a bench ends
+
+
+def ends(text: str, *, file: Path | None = None) -> "subprocess.CompletedProcess[str]":
+    """What a process says whose bench is `text`."""
+    code = f"""
+from pathlib import Path
+from sglang_fair.bench import carry_out
+def run(show):
+    show("begun")
+    {text}
+file = {file and str(file)!r}
+raise SystemExit(2 if carry_out("x", run, file and Path(file)) is None else 0)
+"""
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+def test_a_bench_ends_in_its_result_a_line_or_130(tmp_path: Path) -> None:
+    good = ends("return {'a': 1}", file=tmp_path / "out.json")
+    assert (good.returncode, good.stdout, good.stderr) == (0, '{"a":1}\n', "begun\n")
+    assert (tmp_path / "out.json").read_text() == good.stdout
+    lost = ends("return {'a': 1}", file=tmp_path / "nowhere" / "out.json")
+    assert (lost.returncode, lost.stdout) == (2, '{"a":1}\n')
+    assert lost.stderr.splitlines()[-1].startswith("sglang-fair bench x: [Errno 2] No such file")
+    bad = ends("raise ValueError('bad')")
+    assert (bad.returncode, bad.stdout, bad.stderr) == (2, "", "begun\nsglang-fair bench x: bad\n")
+    stopped = ends("raise KeyboardInterrupt")
+    assert (stopped.returncode, stopped.stdout) == (130, "")
+    assert stopped.stderr == "begun\nsglang-fair bench x: interrupted\n"

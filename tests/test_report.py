@@ -537,7 +537,7 @@ def test_a_comparison_runs_from_nothing_to_its_json_line_and_resumes_where_it_wa
         cut_off = folder / "records" / "judge-s1.round_robin+lpm.1.jsonl"
         cut_off.write_text("".join(cut_off.read_text().splitlines(keepends=True)[:3]))
         del pretended.starts[:]
-        assert compare_main([*words.split(), "--out", str(folder)], lambda *_: pretended.start) == 1
+        assert compare_main([*words.split(), "--out", str(folder)], lambda *_: pretended.start) == 2
         assert f"--resume {folder} goes on with it" in capsys.readouterr().err
         assert not pretended.starts, "another comparison's records are not taken for this one's"
         assert compare_main(["--resume", str(folder)], lambda *_: pretended.start) == 0

@@ -17,15 +17,19 @@ def carry_out(
 ) -> dict[str, Any] | None:
     """Run the bench `name`: what it shows goes to stderr, its result is the last line of stdout, and of `file`.
 
-    None, and one line on stderr, if it raised one of `refused`.
+    None, and one line on stderr, if it raised one of `refused`, or if `file` cannot be written: the result has been
+    printed then. Ctrl-C ends the process with 130.
     """
     try:
         result = run(lambda text: print(text, file=sys.stderr, flush=True))
         line = json.dumps(result, separators=(",", ":"))
+        print(line, flush=True)
         if file:
             file.write_text(line + "\n")
     except refused as error:
         print(f"sglang-fair bench {name}: {error}", file=sys.stderr)
         return None
-    print(line, flush=True)
+    except KeyboardInterrupt:
+        print(f"sglang-fair bench {name}: interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
     return result

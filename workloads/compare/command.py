@@ -156,6 +156,7 @@ def main(
     arguments = parse(argv)
     console = Console(width=None if sys.stdout.isatty() else FILE_COLUMNS)
     previous = signal.signal(signal.SIGTERM, interrupted)
+    failed = 2  # as for other bad input, until the first run begins
     try:
         stamp = datetime.now(UTC).astimezone().strftime("%Y%m%d-%H%M%S")
         folder = arguments.resume or arguments.out or Path("results") / f"compare-{stamp}"
@@ -169,16 +170,17 @@ def main(
         model = EMULATED + case.model if case.engine == "emulated" else case.model
         codec = read_codec(arguments.tokenizer or model_folder(model))
         comparison = Comparison(case, folder, (start_cluster or spawn)(case, folder), codec, console)
+        failed = 1
         runs = comparison.run()
+        return present(comparison, runs, console, arguments.json)
     except (ClusterError, OSError, ValueError, RuntimeError) as error:
         print(f"compare: {error}", file=sys.stderr)
-        return 1
+        return failed
     except KeyboardInterrupt:
         print("compare: interrupted; --resume goes on with what is missing", file=sys.stderr)
         return 130
     finally:
         signal.signal(signal.SIGTERM, previous)
-    return present(comparison, runs, console, arguments.json)
 
 
 def spawn(case: Case, folder: Path) -> StartCluster:
@@ -222,10 +224,10 @@ def present(comparison: Comparison, runs: Sequence[Run], console: Console, json_
     }
     (comparison.folder / "summary.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
     console.print(f"records, plots and summary.json: {comparison.folder}", highlight=False, soft_wrap=True)
+    print(line, flush=True)
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_text(line + "\n", encoding="utf-8")
-    print(line, flush=True)
     return 0
 
 
