@@ -287,15 +287,15 @@ WHY_PREBLE_THROUGHPUT = (
     "sent everything to one GPU for minutes. Trees go to D2LPM."
 )
 WHY_PREBLE_LATENCY = (
-    "The largest gain is near the paper's, the mean is not. Preble is at its best here, as said of throughput. And a "
-    "bad client with longer prefixes (S2) overloads little while they are cached: judgements keep up under both, and "
-    "there Preble's P99 is the lower one by up to a third, for D2LPM moves clients and finds less cached."
+    "Preble is at its best here, as said of throughput. And a bad client with longer prefixes (S2) overloads little "
+    "while they are cached: judgements keep up under both, and there Preble's P99 is the lower one by up to a third, "
+    "for D2LPM moves clients and finds less cached."
 )
 WHY_JAIN_VTC = (
-    "Not for judgements of S1 on 2 and 4 GPUs, where VTC finds less than half of the prompts cached and so "
-    "leaves the well-behaved clients backlogged too. Then all receive equal work (the index of actual service "
-    "is 0.99), which is more service with prompts in full for the bad client, whose prompts are shared by "
-    "seventeen requests."
+    "Not for judgements of S1 on up to four GPUs, where VTC finds far fewer of the prompts cached and so leaves "
+    "the well-behaved clients backlogged too. Then all receive equal work (the index of actual service is 0.99 "
+    "and more), which is more service with prompts in full for the bad client, whose prompts are shared by "
+    "seventeen requests. Elsewhere it is below by less than seeds differ."
 )
 WHY_JAIN_PREBLE = (
     "Not in part of S2. Judgements overload nothing as long as prefixes are kept, so all clients have what "
@@ -319,10 +319,10 @@ NOTES = (
     "since what waits behind the bad client's backlog waits the longer. `dlpm-fig7-load` has the ratios for "
     "2, 4 and 8 minutes. From below, a tree's latency is bounded by its four answers in a row in a full "
     "batch, so trees have smaller ratios than QA's first tokens.",
-    "QA's ratios are larger than the paper's largest. All eight questions about a document come at once here, "
-    "so dealing requests out in turn (RR+LPM, VTC) has the document computed on up to eight GPUs: no prompt "
+    "QA's ratios beside RR+LPM and VTC are larger than the paper's largest. All eight questions about a document "
+    "come at once here, so dealing requests out in turn has the document computed on up to eight GPUs: no prompt "
     "is cached at D = 8. The paper does not say how its questions arrive.",
-    "VTC's latency is the lower one for trees of S1 on one and two GPUs. It spreads a client over all GPUs, "
+    "VTC's P99 is the lower one for trees of S1 on one and two GPUs. It spreads a client over all GPUs, "
     "while D2LPM keeps a tree where its prefix is as long as the client has credit there, behind whatever "
     "else of the client is there. With a sixteenth of Q^w this is gone, and a part of the hits with it: see "
     "`dlpm-fig7-load`. Where nothing is overloaded (judge, S2) Preble's and cache_aware's P99 is lower by up "
