@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,19 @@ def lives(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def living(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
+    """Those that are there and no zombies."""
+    return [process for process in processes if process.is_running() and lives(process.pid)]
+
+
+def command_line(process: psutil.Process) -> str:
+    """Empty for one that has just ended."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
 
 
 @dataclass
@@ -240,13 +253,15 @@ class Cluster:
         family = [psutil.Process(self._process.pid)]
         family += family[0].children(recursive=True)
         self._process.send_signal(signal.SIGINT)
-        self._process.wait(60)
+        self._process.wait(STEP_S)
         assert self._process.stdout is not None
         self._process.stdout.close()
-        _, alive = psutil.wait_procs(family, timeout=10)
-        for process in alive:
-            process.kill()
-        assert not alive, f"left behind: {alive}"
+        try:
+            wait_until(lambda: not living(family), "the end of all its processes")
+        finally:
+            for process in living(family):
+                print(f"left behind: {process}")
+                process.kill()
         check_conservation(*books)
 
     def _living_books(self) -> Iterator[dict[str, Any]]:

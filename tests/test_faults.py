@@ -17,7 +17,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from tests.live import Cluster, wait_until
+from tests.live import Cluster, command_line, wait_until
 from tests.site import QUANTUM, Seen, Site, eventually, free_port, read, request
 from tests.stand_in import make_tokenizer
 
@@ -537,7 +537,7 @@ def process_of(cluster: Cluster, words: str, below: str = "") -> psutil.Process:
     found = psutil.Process(cluster._process.pid)
     for wanted in (words, below) if below else (words,):
         family = found.children(recursive=True)
-        found = next(process for process in family if wanted in " ".join(process.cmdline()))
+        found = next(process for process in family if wanted in command_line(process))
     return found
 
 
@@ -545,7 +545,8 @@ def kill(cluster: Cluster, words: str) -> None:
     """kill -9 of the process whose command line has these words, and of all its children at once."""
     root = process_of(cluster, words)
     for process in [root, *root.children(recursive=True)]:
-        process.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def settled(cluster: Cluster) -> bool:
