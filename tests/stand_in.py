@@ -63,15 +63,19 @@ class Engine:
         self._first, self._second = self._tokenizer.encode("é").ids
 
     def prompt(self, kind: str, body: dict[str, Any]) -> list[int]:
-        """The ids of the one prompt of `body`."""
+        """The ids of the prompt of `body`; of several, of the first."""
         if kind == "chat":
             return list(self._tokenizer.encode(json.dumps(body["messages"])).ids)
-        found = body.get("input_ids", body.get("text")) if kind == "generate" else body["prompt"]
+        found = body["prompt"] if kind == "completions" else body.get("text")
+        found = body["input_ids"] if found is None else found
+        if isinstance(found, list) and not isinstance(found[0], int):
+            [found, *_] = found
         return found if isinstance(found, list) else list(self._tokenizer.encode(found).ids)
 
     def steps(self, kind: str, body: dict[str, Any]) -> Iterator[Step]:
         """The answer, token by token."""
         sampling = body.get("sampling_params") or {} if kind == "generate" else body
+        sampling = sampling[0] if isinstance(sampling, list) else sampling
         limit = sampling.get("max_new_tokens") or sampling.get("max_tokens") or 16
         stops = sampling.get("stop") or []
         stops = [stops] if isinstance(stops, str) else stops
@@ -92,7 +96,7 @@ class Engine:
             yield Step(ids, whole, None)
 
     def _next(self, ids: list[int], rng: random.Random | None) -> int:
-        if ids[-1] == self._first:
+        if ids[-1:] == [self._first]:
             return self._second
         state = zlib.crc32(struct.pack(f"<{len(ids)}I", *ids), self._salt)
         drawn = rng.randrange(1 << 32) if rng else state

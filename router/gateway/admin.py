@@ -32,10 +32,10 @@ _NAME = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 class NewWorker(msgspec.Struct, forbid_unknown_fields=True):
     """The body of `POST /workers`. `kv` and `replay` are ZMQ addresses; `name` is made up when it is left out."""
 
-    url: Annotated[str, msgspec.Meta(pattern=r"^https?://[^/\s]+/?$")]
+    url: Annotated[str, msgspec.Meta(pattern=r"^https?://[!-.0-~]+/?\Z")]
     name: str | None = None
-    kv: Annotated[str, msgspec.Meta(pattern=r"^[a-z]+://\S+$")] | None = None
-    replay: Annotated[str, msgspec.Meta(pattern=r"^[a-z]+://\S+$")] | None = None
+    kv: Annotated[str, msgspec.Meta(pattern=r"^[a-z]+://[!-~]+\Z")] | None = None
+    replay: Annotated[str, msgspec.Meta(pattern=r"^[a-z]+://[!-~]+\Z")] | None = None
     capacity: Annotated[float, msgspec.Meta(gt=0)] = 1.0
 
 

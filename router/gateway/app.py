@@ -4,6 +4,7 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from router.gateway.admin import add_routes
 from router.gateway.calls import ApiError
 from router.gateway.link import RouterGone
+from router.gateway.openapi import describe
 from router.gateway.relay import Relay
 from router.gateway.resources import PATHS, Gateway, Limits
 from router.gateway.sampling import Kind
@@ -60,6 +62,10 @@ class App(FastAPI):
         self._rest = ProxyHeadersMiddleware(super().__call__, proxies)
         self._kinds: dict[str, Kind] = {path: kind for kind, path in PATHS.items()}
 
+    def openapi(self) -> dict[str, Any]:
+        """What can be asked; served at /openapi.json."""
+        return describe(self.version)
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request, or the lifespan."""
         if scope["type"] == "http" and scope["method"] == "POST":
@@ -85,7 +91,9 @@ def create_app(config: Config) -> App:
         finally:
             await gateway.close()
 
-    app = App(gateway, title="sglang-fair gateway", lifespan=lifespan)
+    app = App(
+        gateway, title="sglang-fair gateway", version=metadata.version("sglang-fair"), lifespan=lifespan
+    )
 
     @app.get("/v1/models")
     async def models() -> JSONResponse:

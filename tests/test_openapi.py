@@ -1,0 +1,135 @@
+"""The gateway is as its OpenAPI document says: Schemathesis asks for all that may be asked, and for what may not.
+
+The engines are stand-ins, which take whatever reaches them; so what is refused is refused by the gateway.
+"""
+
+import asyncio
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis import Case, GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.schemas import APIOperation
+from schemathesis.specs.openapi import checks
+
+from router.gateway.app import Config, create_app
+from router.gateway.openapi import describe
+from tests.site import DEADLINE_S, Site
+from tests.stand_in import MODEL, make_tokenizer
+
+OPERATIONS = [found.ok() for found in schemathesis.openapi.from_dict(describe("1")).get_all_operations()]
+REFUSABLE = [operation for operation in OPERATIONS if operation.body or operation.path_parameters]
+CONFORMS = (
+    not_a_server_error,
+    checks.status_code_conformance,
+    checks.content_type_conformance,
+    checks.response_headers_conformance,
+    checks.response_schema_conformance,
+)
+EXAMPLES = 25
+LIMITS = ("max_tokens", "max_completion_tokens", "max_new_tokens")
+MOST_TOKENS = 4
+URL = re.compile("https?://[!-.0-~]+/?")
+
+
+def test_the_document_has_every_route(tmp_path: Path) -> None:
+    app = create_app(Config("tcp://127.0.0.1:17999", MODEL, str(make_tokenizer(tmp_path))))
+    about = {"/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc"}
+    routes = {
+        (route.path, method.lower())
+        for route in app.routes
+        if route.path not in about
+        for method in route.methods
+    }
+    relayed = {(path, "post") for path in app._kinds}
+    paths: dict[str, Any] = app.openapi()["paths"]
+    assert {(path, method) for path, operations in paths.items() for method in operations} == routes | relayed
+
+
+class Gateway:
+    """A gateway before two stand-ins, asked from a thread that has no event loop."""
+
+    def __init__(self, folder: Path) -> None:
+        self._runner = asyncio.Runner()
+        self._site = Site(make_tokenizer(folder), step_s=0.0)
+        self._runner.run(self._site.__aenter__())
+        self._runner.run(self._site.start())
+
+    def check(self, case: Case, refused: bool) -> None:
+        """Asks, and holds the answer against the document."""
+        if isinstance(case.body, dict):
+            case.body = self._harmless(case.body)
+        elif case.operation.path == "/workers/{name}" and case.path_parameters["name"] in self._site.urls:
+            case.path_parameters["name"] += "-"
+        answer = case.call(base_url=self._site.gateway_urls[0], timeout=DEADLINE_S)
+        judged = checks.negative_data_rejection if refused else checks.positive_data_acceptance
+        case.validate_response(answer, checks=[*CONFORMS, judged])
+
+    def close(self) -> None:
+        """Nothing is in flight any more, and everything that was placed has ended once."""
+        try:
+            self._runner.run(self._site.quiet())
+            for name in self._site.replicas:
+                assert self._runner.run(self._site.work(name))["running"] == 0
+        finally:
+            self._runner.run(self._site.__aexit__(None))
+            self._runner.close()
+
+    def _harmless(self, body: dict[str, Any]) -> dict[str, Any]:
+        """`body` with short answers to one prompt, and no address but of a stand-in."""
+        body = whole(body)
+        if isinstance(body.get("url"), str) and URL.fullmatch(body["url"]):
+            body |= {"url": self._site.urls["r0"], "name": "r0"}
+        sampling = body.get("sampling_params")
+        for holder in [body, *(sampling if isinstance(sampling, list) else [sampling])]:
+            for name in LIMITS if isinstance(holder, dict) else ():
+                if type(limit := holder.get(name)) is int and MOST_TOKENS < limit <= 1 << 31:
+                    holder[name] = MOST_TOKENS
+        return body
+
+
+def whole(value: Any) -> Any:
+    """With 1 where JSON has 1.0, which is an integer to a schema and none to the gateway."""
+    match value:
+        case dict():
+            return {name: whole(one) for name, one in value.items()}
+        case list():
+            return [whole(one) for one in value]
+        case float() if value.is_integer():
+            return int(value)
+    return value
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    made = Gateway(tmp_path_factory.mktemp("tokenizer"))
+    yield made
+    made.close()
+
+
+def ask(gateway: Gateway, operation: APIOperation[Any, Any, Any, Any], mode: GenerationMode) -> None:
+    @settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck))
+    @given(operation.as_strategy(generation_mode=mode))
+    def each(case: Case) -> None:
+        gateway.check(case, mode is GenerationMode.NEGATIVE)
+
+    each()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.label)
+def test_what_may_be_asked_is_answered(gateway: Gateway, operation: APIOperation[Any, Any, Any, Any]) -> None:
+    ask(gateway, operation, GenerationMode.POSITIVE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operation", REFUSABLE, ids=lambda operation: operation.label)
+def test_what_may_not_be_asked_is_refused(
+    gateway: Gateway, operation: APIOperation[Any, Any, Any, Any]
+) -> None:
+    ask(gateway, operation, GenerationMode.NEGATIVE)
