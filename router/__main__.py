@@ -10,6 +10,7 @@ import zmq
 
 from router.collector import collect_young_only
 from router.core import Router
+from router.descriptors import raise_limit
 from router.events import WorkerUp
 from router.placement import PLACEMENTS, build, parameters
 from router.shell import Shell
@@ -146,6 +147,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     if not options.outlive_parent:
         die_with_parent()
+    raise_limit()
     names = [up.worker for up in options.worker]
     if len(set(names)) < len(names):
         line.error(f"--worker names a worker twice: {', '.join(names)}")

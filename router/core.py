@@ -40,12 +40,16 @@ from router.events import (
 from router.placement.contract import Ended, Holding, Placement, Request
 from router.placement.outputs import ExpectedOutputs
 from router.radix import Hold, Match, RadixTree
+from router.room import Room
 
 MAX_LISTED_CLIENTS = 100
 """Clients that a snapshot lists."""
 
 MAX_WAITING = 10_000
-"""Requests that wait here under a placement that holds them; beyond, they are refused."""
+"""Requests that wait here under a placement that holds them, shared by the clients; beyond, they are refused."""
+
+MAX_HOLD_PART = 32
+"""A request in flight adds to the tree no more than this part of what that may hold."""
 
 _MAX_ORPHANS = 100_000
 """Requests that ended with their worker and whose `Done` is awaited; beyond, the oldest is not waited for."""
@@ -116,7 +120,7 @@ class Router:
     ) -> None:
         if not linger_s >= 0:
             raise ValueError(f"linger_s is {linger_s}: it cannot be negative")
-        self.tree = RadixTree(page_size, max_tree_tokens)
+        self.tree = RadixTree(page_size, max_tree_tokens, max_tree_tokens // MAX_HOLD_PART)
         self._placement = placement
         self._name = name or type(placement).__name__
         self._linger_s = linger_s
@@ -128,6 +132,7 @@ class Router:
         self._holding = placement if isinstance(placement, Holding) else None
         self._waiting: dict[str, tuple[Request, bytes]] = {}
         """With whom they wait for: the peer."""
+        self._room = Room(MAX_WAITING)
         self._matches: dict[str, Match] = {}
         """Of those that wait, as the tree is: forgotten when it changes."""
         self._orphans: OrderedDict[str, None] = OrderedDict()
@@ -204,8 +209,9 @@ class Router:
             allowed = [worker for worker in allowed if worker.name not in event.exclude]
         if not allowed:
             return self._refuse(event.id, "every worker that is up is excluded", retry=True)
-        if len(self._waiting) >= MAX_WAITING:
-            return self._refuse(event.id, f"{MAX_WAITING} requests wait for a worker", retry=True)
+        if self._holding is not None and not self._room.take(event.client):
+            reason = f"too many requests wait for a worker: {self._room.held(event.client)} of this client"
+            return self._refuse(event.id, reason, retry=True, is_full=True)
 
         input_tokens = len(event.tokens) // TOKEN_BYTES
         request = Request(
@@ -223,6 +229,8 @@ class Router:
             self._waiting[event.id] = request, peer
             self._matches[event.id] = match
             return None
+        if self._holding is not None:
+            self._room.give(event.client)
         worker = self._workers[name]
         assert worker in allowed, worker.name
         return self._place(request, worker, match, peer, now_s)
@@ -241,6 +249,7 @@ class Router:
         while self._waiting and (found := self._holding.next(self._taking, self._match)) is not None:
             request, worker = found
             _, peer = self._waiting.pop(request.id)
+            self._room.give(request.client)
             match = self._match(request)
             actions.append((peer, self._place(request, self._workers[worker], match, peer, now_s)))
         return actions
@@ -257,6 +266,7 @@ class Router:
         if waiting is None:
             return False
         assert self._holding is not None
+        self._room.give(waiting[0].client)
         self._holding.give_up(waiting[0])
         self._counts["given up"] += 1
         return True
@@ -311,9 +321,9 @@ class Router:
             ),
         )
 
-    def _refuse(self, request: str, reason: str, *, retry: bool) -> Refuse:
+    def _refuse(self, request: str, reason: str, *, retry: bool, is_full: bool = False) -> Refuse:
         self._counts["refused"] += 1
-        return Refuse(request, reason, retry)
+        return Refuse(request, reason, retry, is_full)
 
     def _progress(self, event: Progress) -> None:
         flight = self._flights.get(event.id)

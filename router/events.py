@@ -170,11 +170,15 @@ class Place(Message, frozen=True):
 
 
 class Refuse(Message, frozen=True):
-    """Request `id` gets no worker, because of `reason`; `retry`: asking again later may succeed."""
+    """Request `id` gets no worker, because of `reason`; `retry`: asking again later may succeed.
+
+    `is_full`: as many requests of its client wait as may.
+    """
 
     id: str
     reason: str
     retry: bool
+    is_full: bool = False
 
 
 class Difference(Message, frozen=True):

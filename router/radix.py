@@ -144,16 +144,20 @@ class RadixTree:
 
     Memory is bounded by `max_tree_tokens` and the prompts in flight together: beyond, leaves are evicted that
     no request in flight refers to, first those that no event has confirmed, then the least recently used. That
-    is done when a request ends and when an event comes, not while one waits for its placement.
+    is done when a request ends and when an event comes, not while one waits for its placement. What one request
+    adds to the tree is bounded by `max_hold_tokens`, so that a long prompt does not push out what others cached.
     """
 
-    def __init__(self, page_size: int = 16, max_tree_tokens: int = 8_000_000) -> None:
+    def __init__(
+        self, page_size: int = 16, max_tree_tokens: int = 8_000_000, max_hold_tokens: int | None = None
+    ) -> None:
         if page_size < 1:
             raise ValueError(f"page_size is {page_size}: a page has at least one token")
         if max_tree_tokens < page_size:
             raise ValueError(f"max_tree_tokens is {max_tree_tokens}: not even one page of {page_size}")
         self.page_size = page_size
         self.max_tree_tokens = max_tree_tokens
+        self._max_hold_tokens = max_hold_tokens
         self.tokens = 0
         self.nodes = 0
         self.unknown_parents = 0
@@ -247,10 +251,15 @@ class RadixTree:
     def hold(self, worker: str, tokens: bytes, namespace: str = "", match: Match | None = None) -> Hold:
         """`worker` holds the whole pages of this prompt until the `Hold` is released.
 
+        Of a prompt that is longer than what a request may add, the head is held, and what the tree has of it.
         `match`, if given, is what `match` returned for this prompt, with nothing done to the tree since.
         """
         bit = self._bits[worker]
-        usable = len(tokens) - len(tokens) % self._page_bytes
+        usable = len(tokens)
+        if self._max_hold_tokens is not None:
+            known = 0 if match is None else match.tokens
+            usable = min(usable, max(known, self._max_hold_tokens) * TOKEN_BYTES)
+        usable -= usable % self._page_bytes
         if not usable:
             return Hold(bit, None)
         if match is None or match.end is None:

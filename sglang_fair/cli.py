@@ -151,6 +151,14 @@ def cluster(
         typer.Option(metavar="JSON", help='Shares per client, for example {"gold": 2}; 1 for the others.'),
     ] = "{}",
     gateway_workers: Annotated[int, typer.Option(help="Processes of the gateway.")] = 1,
+    gateway_options: Annotated[
+        str,
+        typer.Option(
+            metavar="KEY=VALUE,...",
+            help="The gateway's limits, as max-in-flight=1024,body-timeout=60: whatever "
+            "sglang-fair gateway --help lists with a number.",
+        ),
+    ] = "",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one line of JSON with the addresses; all else on stderr.")
     ] = False,
@@ -199,6 +207,7 @@ def cluster(
         output_weight=output_weight,
         client_weights=weights,
         gateway_workers=gateway_workers,
+        gateway_options=gateway_options,
         log_level=log_level,
         start_timeout_s=start_timeout,
         extra=tuple(extra or ()),

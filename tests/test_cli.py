@@ -73,13 +73,14 @@ class TestCluster:
             "cluster --replicas 4 --device cuda --model m --policy vtc --placement preble --host 0.0.0.0 "
             "--port 1 --quantum 10 --worker-quantum 20 --extend-weight 2 --output-weight 3 "
             '--client-weights {"a":2} '
-            "--gateway-workers 2 --log-level debug --start-timeout 9 --json --quiet-replicas -- --tp 2"
+            "--gateway-workers 2 --gateway-options tries=2 --log-level debug --start-timeout 9 --json "
+            "--quiet-replicas -- --tp 2"
         )
         assert invoke(*line.split()).exit_code == 0
         expected = Options(
             replicas=4, device="cuda", model="m", policy="vtc", placement="preble", host="0.0.0.0", port=1,
             quantum=10, worker_quantum=20, extend_weight=2, output_weight=3, client_weights={"a": 2},
-            gateway_workers=2, log_level="debug", start_timeout_s=9, extra=("--tp", "2"),
+            gateway_workers=2, gateway_options="tries=2", log_level="debug", start_timeout_s=9, extra=("--tp", "2"),
         )  # fmt: skip
         assert asked == [(expected, {"as_json": True, "quiet_replicas": True})]
 

@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.events import Query, Snapshot, decode_answer, encode
+from router.gateway.__main__ import parser as gateway_line
 from router.placement import PLACEMENTS
 from sglang_fair.cluster.child import Child, how_it_ended, session_members
 from sglang_fair.cluster.console import ConsoleReporter, make_console
@@ -78,6 +79,8 @@ class TestOptions:
         [
             (Options(replicas=0), "--replicas must be at least 1, not 0"),
             (Options(gateway_workers=0), "--gateway-workers must be at least 1"),
+            (Options(gateway_options="max-in-fly=3"), "a gateway has no limit 'max-in-fly'; there are max-in"),
+            (Options(gateway_options="tries=0"), "limit tries must be a positive number, not 0"),
             (Options(device="tpu"), "unknown --device 'tpu'; there are auto, cpu, cuda"),
             (
                 Options(policy="magic"),
@@ -202,6 +205,7 @@ class TestPlan:
         )
         plan = build(options, "cpu", MACHINE, MODEL, PORTS)
         assert [process.name for process in plan.processes] == ["r0", "r1", "router", "gateway"]
+            gateway_options="max-in-flight=100,body_timeout=2.5",
         r0, r1, router, gateway = plan.processes
         assert r0.argv[:3] == ("python", "-m", "sglang_fair.replica")
         assert (after(r0.argv, "--port"), after(r1.argv, "--port")) == ("30001", "30004")
@@ -229,6 +233,8 @@ class TestPlan:
         (router,) = build(Options(), "cpu", MACHINE, MODEL, PORTS).of("router")
         assert "--worker-quantum" not in router.argv
 
+        assert gateway_line().parse_args(gateway.argv[3:]).max_in_flight == 100
+        assert gateway_line().parse_args(gateway.argv[3:]).body_timeout_s == 2.5
     @pytest.mark.parametrize(
         ("options", "replica_s", "router_s"),
         [

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import os
 import random
+import resource
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 import pytest
@@ -16,6 +18,7 @@ from router.gateway.connections import (
     Broken,
     Connection,
     Connections,
+    NoDescriptors,
     NotConnected,
 )
 
@@ -398,5 +401,28 @@ def test_an_answer_that_nobody_reads_waits_at_the_replica() -> None:
             assert sent < 64
             assert answer._buffered_bytes < 4 * MAX_BUFFERED_BYTES
             assert len(await answer.read()) == size
+
+    run(serve, body)
+
+
+def test_without_files_to_open_nobody_but_this_process_is_at_fault() -> None:
+    async def body(connections: Connections, url: str) -> None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        free = os.dup(0)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+        try:
+            with pytest.raises(NoDescriptors):
+                async with connections.post(url, "/", HEADERS, b""):
+                    pass
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        async with connections.post(url, "/", HEADERS, b"") as answer:
+            assert await answer.read() == b"x"
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(response(b"x"))
+        await writer.drain()
 
     run(serve, body)

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import aiohttp
 import httpx
-import openai
 import pytest
 import uvicorn
 from aiohttp import web
@@ -24,7 +23,9 @@ from router.events import Arrive, WorkerUp
 from router.gateway.admin import KEY_VARIABLE
 from router.gateway.app import Config, create_app
 from router.gateway.calls import ApiError, parse
-from router.gateway.resources import Gateway, Limits, header_safe
+from router.gateway.limits import Limits
+from router.gateway.listener import Listener
+from router.gateway.resources import Gateway, header_safe
 from router.gateway.sse import Stream, Usage, usage_of
 from router.gateway.tokens import TokenizerError, Tokens
 from router.placement import build
@@ -33,7 +34,12 @@ from tests.stand_in import make_tokenizer
 
 pytestmark = pytest.mark.slow
 
-DEADLINE_S = 5.0
+DEADLINE_S = 60.0
+"""For what takes little time, on however busy a machine."""
+
+ROUTER_TIMEOUT_S = 1.0
+"""Where the router is to be missed soon."""
+
 START_S = 120.0
 """For three interpreters to import what they need, on a busy machine."""
 MODEL = "tiny"
@@ -63,6 +69,7 @@ class FakeReplica:
 
     def __init__(self) -> None:
         self.mode = "ok"
+        self.context_tokens: int | None = None
         self.requests: list[tuple[str, dict, dict]] = []
         self.aborted: list[str] = []
         self.working = 0
@@ -71,6 +78,7 @@ class FakeReplica:
         for path in ("/v1/chat/completions", "/v1/completions", "/generate"):
             app.router.add_post(path, self._serve)
         app.router.add_post("/abort_request", self._abort)
+        app.router.add_get("/v1/models", self._models)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         self.url = ""
 
@@ -86,6 +94,9 @@ class FakeReplica:
     @property
     def body(self) -> dict:
         return self.requests[-1][2]
+
+    async def _models(self, _: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": MODEL, "max_model_len": self.context_tokens}]})
 
     async def _abort(self, request: web.Request) -> web.Response:
         rid = (await request.json())["rid"]
@@ -311,16 +322,25 @@ class Cluster:
 
 
 @contextlib.asynccontextmanager
-async def cluster(tokenizer: Path, replicas: int = 1, **limits: object) -> AsyncIterator[Cluster]:
+async def cluster(
+    tokenizer: Path,
+    replicas: int = 1,
+    router_timeout_s: float = DEADLINE_S,
+    context_tokens: int | None = None,
+    **limits: object,
+) -> AsyncIterator[Cluster]:
     async with contextlib.AsyncExitStack() as stack:
         fakes = [FakeReplica() for _ in range(replicas)]
         for fake in fakes:
+            fake.context_tokens = context_tokens
             await fake.start()
             stack.push_async_callback(fake.close)
         router = RouterThread(fakes)
         stack.callback(router.close)
-        app = create_app(Config(router.endpoint, MODEL, str(tokenizer), 1.0, Limits(**limits)))
-        server = QuietServer(uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=1))
+        app = create_app(Config(router.endpoint, MODEL, str(tokenizer), router_timeout_s, Limits(**limits)))
+        server = QuietServer(
+            uvicorn.Config(app, port=0, http=Listener, log_level="warning", timeout_graceful_shutdown=1)
+        )
         serving = asyncio.create_task(server.serve())
 
         async def stop() -> None:
@@ -409,6 +429,8 @@ def test_usage_is_shown_to_whom_asks(tokenizer: Path) -> None:
 
 
 def test_the_openai_client(tokenizer: Path) -> None:
+    import openai  # takes as long as many tests, and is for this one
+
     async def body(c: Cluster) -> None:
         async with openai.AsyncOpenAI(base_url=c.url + "/v1", api_key="secret", max_retries=0) as client:
             assert [model.id async for model in client.models.list()] == [MODEL]
@@ -800,7 +822,7 @@ def test_before_the_first_byte_another_replica_is_tried(tokenizer: Path, mode: s
         if mode == "silent":
             await eventually(lambda: c.replicas[0].aborted == [c.replicas[0].body["rid"]], "it was cancelled")
 
-    run(body, tokenizer, replicas=2, idle_timeout_s=0.1 if mode == "silent" else 600.0)
+    run(body, tokenizer, replicas=2, idle_timeout_s=1.0 if mode == "silent" else 600.0)
 
 
 def test_when_no_replica_serves_the_client_is_told(tokenizer: Path) -> None:
@@ -919,7 +941,7 @@ def test_a_router_that_goes_and_comes_back(tokenizer: Path) -> None:
             thread.join()
             shell.close()
 
-    run(body, tokenizer, replicas=2)
+    run(body, tokenizer, replicas=2, router_timeout_s=ROUTER_TIMEOUT_S)
 
 
 def test_a_router_that_does_not_answer(tokenizer: Path) -> None:
@@ -940,7 +962,7 @@ def test_a_router_that_does_not_answer(tokenizer: Path) -> None:
         await c.ended(failed=1)
         assert len(c.replicas[0].requests) == 1
 
-    run(body, tokenizer)
+    run(body, tokenizer, router_timeout_s=ROUTER_TIMEOUT_S)
 
 
 def test_without_a_router_and_without_workers_the_client_is_told_to_come_back(tokenizer: Path) -> None:
@@ -953,7 +975,7 @@ def test_without_a_router_and_without_workers_the_client_is_told_to_come_back(to
         async with c.http.get(c.url + "/health") as response:
             assert response.status == 503
 
-    run(body, tokenizer, replicas=0)
+    run(body, tokenizer, replicas=0, router_timeout_s=ROUTER_TIMEOUT_S)
 
 
 # -- pure parts

@@ -409,3 +409,25 @@ def test_a_bad_size_is_refused():
         RadixTree(0)
     with pytest.raises(ValueError, match="max_tree_tokens is 8"):
         RadixTree(16, 8)
+
+
+def test_a_long_prompt_in_flight_adds_no_more_than_it_may():
+    tree = RadixTree(page_size=2, max_tree_tokens=40, max_hold_tokens=8)
+    tree.add_worker("a")
+    shared = tuple(range(12))
+    tree.stored("a", (1, 2, 3), None, ids(shared), 4)
+    long = ids(tuple(range(100, 200)))
+    hold = tree.hold("a", long)
+    assert tree.match(long).tokens == 8
+    assert tree.tokens == 20
+    # What the tree has of a prompt is held whole, and nothing is added to it.
+    further = ids(shared + tuple(range(300, 400)))
+    match = tree.match(further)
+    other = tree.hold("a", further, "", match)
+    assert (tree.match(further).tokens, tree.tokens) == (12, 20)
+    assert tree.is_confirmed(other)
+    tree.check()
+    tree.release(hold)
+    tree.release(other)
+    assert tree.match(ids(shared)).tokens == 12
+    tree.check()

@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.gateway.room import Room
+from router.room import Room
 
 CLIENTS = st.sampled_from("abcde")
 STEPS = st.lists(st.tuples(st.booleans(), CLIENTS, st.integers(0, 7)), max_size=60)

@@ -32,6 +32,7 @@ from router.events import (
 )
 from router.placement import build
 from router.placement.d2lpm import D2lpm
+from router.wire import pack_tokens
 
 PROMPT = np.arange(64, dtype="<u4").tobytes()
 
@@ -368,3 +369,17 @@ def test_a_confirmed_prefix_is_gone_when_its_worker_says_so() -> None:
         assert router.tree.match(tokens).of("w0") == 32
         router.handle(Removed("w0", (1, 2)), 2.0)
         assert router.tree.match(tokens).of("w0") == 0
+
+
+def test_long_prompts_of_one_client_leave_what_the_others_have_cached():
+    router = Router(build("d2lpm"), page_size=1, max_tree_tokens=6400)
+    router.handle(WorkerUp("a", "http://a", "tcp://a"), 0.0)
+    prompts = [pack_tokens(range(number * 100, number * 100 + 100)) for number in range(40)]
+    for number, prompt in enumerate(prompts):
+        router.handle(Stored("a", (number,), None, prompt, 100), 1.0)
+    for number in range(3):
+        long = pack_tokens(range(10_000 * number + 100_000, 10_000 * number + 106_400))
+        router.handle(Arrive(f"g{number}", "greedy", long, 1), 2.0, b"g")
+    router.handle(Done("g0", outcome="aborted"), 3.0)
+    router.handle(Stored("a", (1000,), None, pack_tokens(range(50, 150)), 100), 3.0)
+    assert all(router.tree.match(prompt).tokens == 100 for prompt in prompts)

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import uvicorn
 
+from router.descriptors import raise_limit
 from router.gateway.app import CONFIG_VARIABLE, Config, create_app
-from router.gateway.resources import Limits
+from router.gateway.limits import DEFAULTS, MEANING, Limits, fit, option, wrong
+from router.gateway.listener import Listener
 from router.gateway.tokens import TokenizerError, Tokens
 from sglang_fair.core.identity import DEFAULT_ORDER
 from sglang_fair.processes import die_with_parent
@@ -36,21 +38,11 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--router-timeout", type=float, default=5.0, metavar="S", help="longest wait for the router"
     )
-    limits = Limits()
-    bounds = {
-        "max_in_flight": "requests at a time and process, half of them for one client alone; more get 429",
-        "max_body_bytes": "largest request body",
-        "max_held_bytes": "all bodies in flight together, shared likewise; more get 429",
-        "tries": "replicas to try before a request fails",
-        "connect_timeout_s": "longest wait for a connection to a replica",
-        "idle_timeout_s": "longest silence of a replica or a reader",
-        "health_timeout_s": "a replica that nothing comes from for this long is given up",
-        "progress_interval_s": "how often the router hears of a stream's output; 0 for never",
-    }
-    for name, text in bounds.items():
-        value = getattr(limits, name)
-        option = "--" + name.removesuffix("_s").replace("_", "-")
-        made.add_argument(option, dest=name, type=type(value), default=value, metavar="N", help=text)
+    for name, text in MEANING.items():
+        value = getattr(DEFAULTS, name)
+        made.add_argument(
+            f"--{option(name)}", dest=name, type=type(value), default=value, metavar="N", help=text
+        )
     made.add_argument(
         "--drain", type=int, default=30, metavar="S", help="time for open requests after SIGTERM"
     )
@@ -77,23 +69,31 @@ def main(arguments: list[str] | None = None) -> int:
     if not options.outlive_parent:
         die_with_parent()
     values = {one.name: getattr(options, one.name) for one in fields(Limits)}
-    wrong = [
-        name for name, value in values.items() if value < 0 or (value == 0 and name != "progress_interval_s")
-    ]
-    if wrong or options.workers < 1 or options.router_timeout <= 0:
-        line.error(f"must be positive: {', '.join(wrong) or '--workers, --router-timeout'}")
+    for name, value in values.items():
+        if (error := wrong(name, value)) is not None:
+            line.error(f"--{option(name)} {error}")
+    if options.workers < 1 or options.router_timeout <= 0:
+        line.error("must be positive: --workers, --router-timeout")
+    asked, descriptors = Limits(**values), raise_limit()
+    limits = fit(asked, descriptors)
+    if limits != asked:
+        logging.getLogger("gateway").warning(
+            "only %d open files (ulimit -Hn): %d requests and %d connections at a time, not %d and %d",
+            descriptors, limits.max_in_flight, limits.max_connections, asked.max_in_flight, asked.max_connections,
+        )  # fmt: skip
     places = tuple(place.strip().lower() for place in options.identity.split(",") if place.strip())
     config = Config(
         options.router,
         options.model_name,
         options.tokenizer,
         options.router_timeout,
-        Limits(**values),
+        limits,
         places,
     )
     shared = {
         "host": options.host,
         "port": options.port,
+        "http": Listener,
         "access_log": False,
         "proxy_headers": False,  # `App` looks at them where they matter
         "log_level": "warning",

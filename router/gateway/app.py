@@ -17,10 +17,12 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from router.gateway.admin import add_routes
 from router.gateway.calls import ApiError
+from router.gateway.limits import Limits
 from router.gateway.link import RouterGone
+from router.gateway.listener import STATE
 from router.gateway.openapi import describe
 from router.gateway.relay import Relay
-from router.gateway.resources import PATHS, Gateway, Limits
+from router.gateway.resources import PATHS, Gateway
 from router.gateway.sampling import Kind
 from router.gateway.tokens import Tokens
 from sglang_fair.core.identity import DEFAULT_ORDER
@@ -84,10 +86,10 @@ def create_app(config: Config) -> App:
     )
 
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_: FastAPI) -> AsyncIterator[dict[str, Gateway]]:
         await gateway.start()
         try:
-            yield
+            yield {STATE: gateway}
         finally:
             await gateway.close()
 

@@ -20,6 +20,13 @@ DEFAULT_MODEL = "default"
 MAX_TOKEN_ID = (1 << 32) - 1
 MAX_BATCH = 1024
 """Most prompts in one request, and most samples (`n`) of one prompt."""
+MAX_MESSAGES = 10_000
+
+LARGE_BODY_BYTES = 1 << 16
+"""To parse more than this takes milliseconds."""
+MAX_VALUES = 1 << 18
+"""Texts, lists and objects in a large body. The parser makes an object of each while nobody else is served, and
+a body of 16 MiB has room for millions."""
 
 Prompt = str | list[int]
 
@@ -28,12 +35,19 @@ class ApiError(Exception):
     """An answer to the client in OpenAI's error shape: whose fault it is, is in the status."""
 
     def __init__(
-        self, status: int, message: str, *, code: str | None = None, retry_after_s: int | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after_s: int | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.code = code
+        self.param = param
         self.retry_after_s = retry_after_s
 
     @property
@@ -45,7 +59,12 @@ class ApiError(Exception):
 
     def body(self) -> bytes:
         """The JSON body."""
-        error = {"message": self.message, "type": self.type, "param": None, "code": self.code or self.status}
+        error = {
+            "message": self.message,
+            "type": self.type,
+            "param": self.param,
+            "code": self.code or self.status,
+        }
         return msgspec.json.encode({"error": error})
 
 
@@ -78,6 +97,15 @@ class Call:
         return (self.body.get("sampling_params") or {}) if self.kind == "generate" else self.body
 
     @property
+    def param(self) -> str:
+        """Where its prompt stands."""
+        if self.kind == "completions":
+            return "prompt"
+        if self.body.get("input_ids") is not None and (self.kind == "chat" or self.body.get("text") is None):
+            return "input_ids"
+        return "messages" if self.kind == "chat" else "text"
+
+    @property
     def hides_token_ids(self) -> bool:
         """The stream carries token ids that the client has not asked for."""
         return self.kind == "completions" and self.resume == "tokens"
@@ -97,6 +125,21 @@ class Call:
         rids = self.rids(request_id)
         rid = msgspec.json.encode(rids if self.is_batch else rids[0])
         return self.encoded[:-1] + b',"rid":' + rid + b"}"
+
+
+def check_size(raw: bytes, max_prompt_tokens: int) -> None:
+    """Raises `ApiError` for a body with more values than anybody means, before they are made.
+
+    Counted by what is outside of texts: what is in them needs no more than to be copied.
+    """
+    plain = raw if b"\\" not in raw else raw.replace(b"\\\\", b"").replace(b'\\"', b"")
+    texts = plain.count(b'"') // 2
+    if texts <= MAX_VALUES:
+        outside = b"".join(plain.split(b'"')[::2])
+        values = texts + outside.count(b"[") + outside.count(b"{")
+        if values <= MAX_VALUES and outside.count(b",") <= MAX_VALUES + max_prompt_tokens:
+            return
+    raise ApiError(400, "the body holds too many values", code="too_many_values")
 
 
 def parse(kind: Kind, raw: bytes, model_name: str) -> Call:
@@ -185,6 +228,13 @@ def _prompts(kind: Kind, body: dict[str, Any]) -> tuple[tuple[Prompt, ...], bool
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
             raise ApiError(400, "`messages` must be a non-empty list of objects", code="invalid_messages")
+        if len(messages) > MAX_MESSAGES:
+            raise ApiError(
+                400,
+                f"{len(messages)} messages; at most {MAX_MESSAGES}",
+                code="too_many_messages",
+                param="messages",
+            )
         if body.get("input_ids") is None:
             return (), False
         return (_ids(body["input_ids"], "input_ids"),), False

@@ -7,6 +7,7 @@ not read.
 """
 
 import asyncio
+import errno
 from collections.abc import Mapping
 from types import TracebackType
 from typing import NamedTuple, cast
@@ -25,6 +26,10 @@ MAX_HEAD_BYTES = 1 << 16
 
 class NotConnected(OSError):
     """The replica did not accept a connection."""
+
+
+class NoDescriptors(OSError):
+    """This process may open no more files, so it cannot connect: no fault of the replica."""
 
 
 class Broken(OSError):
@@ -227,8 +232,13 @@ class Asking:
         elif self._connecting is not None and not self._connecting.expired():
             self._connecting.reschedule(0.0)
 
+    @property
+    def was_sent(self) -> bool:
+        """The replica may have begun to work on it."""
+        return self._connection is not None
+
     async def __aenter__(self) -> Connection:
-        """Raises `NotConnected`, `Broken`, TimeoutError."""
+        """Raises `NotConnected`, `NoDescriptors`, `Broken`, TimeoutError."""
         self._connection = found = self._connections.take(self._origin) or await self._connect()
         try:
             if self._error is not None:
@@ -286,7 +296,7 @@ class Connections:
         return None
 
     async def connect(self, origin: Origin) -> Connection:
-        """A new connection. Raises `NotConnected`."""
+        """A new connection. Raises `NotConnected`, `NoDescriptors`."""
         try:
             _, made = await asyncio.get_running_loop().create_connection(
                 lambda: Connection(self._idle_timeout_s),
@@ -295,6 +305,8 @@ class Connections:
                 ssl=True if origin.is_secure else None,
             )
         except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise NoDescriptors(error.errno, str(error)) from error
             raise NotConnected(str(error)) from error
         return made
 

@@ -10,7 +10,7 @@ import time
 
 from router.events import Done, Outcome, Place, Progress
 from router.gateway.calls import Call
-from router.gateway.connections import Broken, Connection, NotConnected
+from router.gateway.connections import Asking, Broken, Connection, NoDescriptors, NotConnected
 from router.gateway.reply import ClientGone, Reply
 from router.gateway.resources import PATHS, Gateway, header_safe, why
 from router.gateway.resume import Resumable
@@ -20,7 +20,14 @@ log = logging.getLogger("gateway")
 
 
 class NotServed(Exception):
-    """The replica did not answer to the end; another one may."""
+    """The replica did not answer to the end; another one may.
+
+    `fell_silent`: it had the request and nothing came from it any more, so the request may be the reason.
+    """
+
+    def __init__(self, reason: str, *, fell_silent: bool = False) -> None:
+        super().__init__(reason)
+        self.fell_silent = fell_silent
 
 
 class Placement:
@@ -41,11 +48,12 @@ class Placement:
     async def carry(self, headers: dict[str, str], reply: Reply, resumable: Resumable | None) -> None:
         """Has the worker serve the request.
 
-        Raises `NotServed` when it did not to the end, and `Diverged` when it served another answer than the
-        one that the client has begun to read.
+        Raises `NotServed` when it did not to the end, `Diverged` when it served another answer than the one
+        that the client has begun to read, and `NoDescriptors` when this process could not ask it.
         """
         url = self._place.url.rstrip("/")
         is_over, stream = False, Stream(self._call)
+        asking: Asking | None = None
         try:
             asking = self._gateway.replicas.post(
                 url, PATHS[self._call.kind], headers, self._call.forwarded(self._place.id)
@@ -67,11 +75,15 @@ class Placement:
                     else:
                         await self._whole(answer, reply)
                     is_over = True
+        except NoDescriptors:
+            is_over = True
+            raise
         except OSError as error:
             is_over = isinstance(error, NotConnected)
             if is_over:
                 self._gateway.health.refused(self._place.worker)
-            raise NotServed(why(error)) from error
+            fell_silent = isinstance(error, TimeoutError) and asking is not None and asking.was_sent
+            raise NotServed(why(error), fell_silent=fell_silent and not self._received) from error
         except (ClientGone, asyncio.CancelledError):
             self.settle("aborted", stream.usage)
             raise

@@ -18,21 +18,24 @@ from collections.abc import Mapping
 from starlette.types import Receive, Scope, Send
 
 from router.events import Arrive, Refuse
-from router.gateway.calls import ApiError, Call, parse
+from router.gateway.calls import ApiError, Call
+from router.gateway.connections import NoDescriptors
 from router.gateway.link import RouterGone
 from router.gateway.placement import NotServed, Placement
 from router.gateway.reply import ClientGone, Reply
-from router.gateway.resources import MAX_ROUTED_TOKENS, PATHS, Gateway, header_safe
+from router.gateway.resources import MAX_ROUTED_TOKENS, PATHS, Gateway, address_share, header_safe
 from router.gateway.resume import Diverged, Resumable
 from router.gateway.sampling import Kind
 from router.gateway.sse import DONE
 from router.wire import pack_tokens, unpack_tokens
 from sglang_fair.core.identity import (
     ANNOUNCEMENTS,
+    ANONYMOUS,
     HEADER_APP,
     HEADER_CLIENT,
     HEADER_INTERACTION,
     HEADER_STAGE,
+    USER,
     identify,
 )
 
@@ -42,6 +45,11 @@ PASSED_THROUGH = (HEADER_APP, HEADER_INTERACTION, HEADER_STAGE, *ANNOUNCEMENTS)
 RETRY_AFTER_S = 1
 BODY_TIMEOUT_S = 60.0
 """A client may pause this long between two pieces of its body."""
+MAX_SILENCED = 2
+"""Replicas that may fall silent with a request in their hands. One that falls silent has mostly been lost, and its
+requests are served by another; but a request that two of them did not survive may be what silences them."""
+LARGE_BYTES = 1 << 18
+"""So large a request is not given to a second one: its size alone may keep a replica busy."""
 
 
 class Relay:
@@ -51,7 +59,7 @@ class Relay:
         """Nothing happens until it is called."""
         self._gateway = gateway
         self._kind = kind
-        self._client = "-"
+        self._client = self._share = "-"
         self._worker = "-"
         self._is_in = False
         self._held_bytes = 0
@@ -63,7 +71,9 @@ class Relay:
         gateway.counts["requests"] += 1
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         try:
-            self._enter(header_safe(identify(headers, None, gateway.identity)))
+            client = header_safe(identify(headers, None, gateway.identity))
+            is_open = client == ANONYMOUS and USER in gateway.identity  # its body may name it
+            self._enter(client, address_share(scope.get("client")) if is_open else client)
             await self._read_and_serve(headers, receive, send)
         except ClientGone:
             gateway.counts["left"] += 1
@@ -75,16 +85,6 @@ class Relay:
 
     async def _read_and_serve(self, headers: Mapping[str, str], receive: Receive, send: Send) -> None:
         raw = await self._read_body(receive, headers)
-        call = parse(self._kind, raw, self._gateway.model_name)
-        if call.user:
-            named = header_safe(identify(headers, call.user, self._gateway.identity))
-            if named != self._client:
-                self._leave()
-                self._enter(named)
-                self._hold(len(raw))
-        replica_headers = {"content-type": "application/json", HEADER_CLIENT: self._client}
-        replica_headers |= {name: header_safe(headers[name]) for name in PASSED_THROUGH if headers.get(name)}
-
         reply = Reply(send, self._gateway.limits.idle_timeout_s)
         serving, left = asyncio.current_task(), False
         assert serving is not None
@@ -99,7 +99,15 @@ class Relay:
 
         watching = asyncio.create_task(watch())
         try:
-            await self._serve(call, replica_headers, reply)
+            call = await self._gateway.parsed(self._kind, raw, self._share)
+            client = header_safe(identify(headers, call.user, self._gateway.identity))
+            if client != self._share:
+                self._leave()
+                self._enter(client, client)
+                self._hold(len(raw))
+            passed_on = {"content-type": "application/json", HEADER_CLIENT: client}
+            passed_on |= {name: header_safe(headers[name]) for name in PASSED_THROUGH if headers.get(name)}
+            await self._serve(call, passed_on, reply)
         except asyncio.CancelledError:
             if not left:
                 raise
@@ -111,11 +119,11 @@ class Relay:
 
     async def _serve(self, call: Call, headers: dict[str, str], reply: Reply) -> None:
         gateway = self._gateway
-        tokens = await gateway.routed_tokens(call)
+        tokens = await gateway.routed_tokens(call, self._share)
         resumable = Resumable(call) if call.resume else None
         leg, leg_tokens, begun_s = call, tokens, self._arrived_s
         excluded: tuple[str, ...] = ()
-        reason = ""
+        silenced, reason = 0, ""
         for _ in range(gateway.limits.tries):
             arrive = Arrive(
                 id=uuid.uuid4().hex,
@@ -141,9 +149,23 @@ class Relay:
             try:
                 await Placement(gateway, leg, answer, self._client, begun_s).carry(headers, reply, resumable)
                 return
+            except NoDescriptors as error:
+                reason = str(error)
+                if reply.started:
+                    break
+                raise ApiError(
+                    503,
+                    "the gateway has no room for a connection",
+                    code="overloaded",
+                    retry_after_s=RETRY_AFTER_S,
+                ) from error
             except NotServed as error:
                 reason = f"worker {answer.worker}: {error}"
                 log.warning("request %s client=%s %s", answer.id, self._client, reason)
+                silenced += error.fell_silent
+                if silenced >= (1 if len(call.encoded) > LARGE_BYTES else MAX_SILENCED):
+                    excluded = (*excluded, answer.worker)
+                    break
                 if not reply.started:
                     gateway.counts["retried"] += 1
                     excluded = (*excluded, answer.worker)
@@ -184,7 +206,8 @@ class Relay:
         size = 0
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(BODY_TIMEOUT_S) as limit:
+            until_s = loop.time() + limits.body_timeout_s
+            async with asyncio.timeout(min(BODY_TIMEOUT_S, limits.body_timeout_s)) as limit:
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
@@ -195,23 +218,23 @@ class Relay:
                     pieces.append(piece)
                     if not message.get("more_body", False):
                         return b"".join(pieces)
-                    limit.reschedule(loop.time() + BODY_TIMEOUT_S)
+                    limit.reschedule(min(until_s, loop.time() + BODY_TIMEOUT_S))
         except TimeoutError as error:
             raise ApiError(408, "the body did not arrive in time", code="body_timeout") from error
 
-    def _enter(self, client: str) -> None:
-        """The request is `client`'s, and one more in flight. Raises `ApiError` when its share is taken."""
-        self._client = client
+    def _enter(self, client: str, share: str) -> None:
+        """The request is `client`'s, and counts for `share`. Raises `ApiError` when that is used up."""
+        self._client, self._share = client, share
         places = self._gateway.places
-        self._is_in = places.take(client)
+        self._is_in = places.take(share)
         if not self._is_in:
-            raise _full(f"too many requests in flight: {places.held(client)} of this client")
+            raise _full(f"too many requests in flight: {places.held(share)} of this client")
 
     def _leave(self) -> None:
         gateway = self._gateway
         if self._is_in:
-            gateway.places.give(self._client)
-        gateway.bytes.give(self._client, self._held_bytes)
+            gateway.places.give(self._share)
+        gateway.bytes.give(self._share, self._held_bytes)
         self._is_in, self._held_bytes = False, 0
 
     def _hold(self, size: int) -> None:
@@ -222,8 +245,8 @@ class Relay:
                 413, f"the body is larger than {gateway.limits.max_body_bytes} bytes", code="body_too_large"
             )
         more = max(0, size - self._held_bytes)
-        if not gateway.bytes.take(self._client, more):
-            held = gateway.bytes.held(self._client)
+        if not gateway.bytes.take(self._share, more):
+            held = gateway.bytes.held(self._share)
             raise _full(f"too many bytes of requests in flight: {held} of this client")
         self._held_bytes += more
 
@@ -251,6 +274,8 @@ def _full(what: str) -> ApiError:
 
 
 def _refusal(answer: Refuse) -> ApiError:
+    if answer.is_full:
+        return _full(f"the router refused: {answer.reason}")
     retry_after_s = RETRY_AFTER_S if answer.retry else None
     return ApiError(503, f"the router refused: {answer.reason}", code="refused", retry_after_s=retry_after_s)
 

@@ -1,12 +1,12 @@
 """What the requests of one gateway share: bounds, connections, tokenizer, counters."""
 
 import asyncio
+import contextlib
 import logging
 import uuid
 from collections import Counter
-from collections.abc import Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from ipaddress import IPv6Address
 from typing import Any
 from urllib.parse import quote
 
@@ -14,14 +14,17 @@ import aiohttp
 import msgspec
 
 from router.events import TOKEN_BYTES, Arrive, Done, Place, Refuse
-from router.gateway.calls import Call
+from router.gateway.calls import LARGE_BODY_BYTES, ApiError, Call, Prompt, check_size, parse
 from router.gateway.connections import Connections
+from router.gateway.context import Contexts
 from router.gateway.fleet import Fleet
 from router.gateway.health import Health
+from router.gateway.limits import Limits
 from router.gateway.link import Link, RouterGone
-from router.gateway.room import Room
 from router.gateway.sampling import Kind
-from router.gateway.tokens import Tokens
+from router.gateway.threads import Threads
+from router.gateway.tokens import Tokens, TooLong
+from router.room import Room
 from sglang_fair.core.identity import DEFAULT_ORDER, bounded
 
 log = logging.getLogger("gateway")
@@ -37,28 +40,13 @@ LONG_TEXT_CHARS = 4096
 less costs more than it saves: the thread has to wait for the interpreter twice."""
 MAX_ROUTED_TOKENS = 1 << 22
 """Tokens told to the router; beyond them a prompt is counted and compared no further."""
+CHARS_PER_TOKEN = 4
+"""Of a text that has not been tokenized, as `max_prompt_tokens` counts it."""
+THREADS = 2
+"""For what would hold up the event loop: parsing and tokenizing."""
 
 LISTED_CLIENTS = 10
 """Of those with most requests in flight so many are shown."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What bounds a gateway."""
-
-    max_in_flight: int = 4096
-    """Requests at a time, shared by the clients as `room` says."""
-    max_body_bytes: int = 16 << 20
-    max_held_bytes: int = 512 << 20
-    """Of all bodies that are being read or served; shared likewise."""
-    tries: int = 3
-    connect_timeout_s: float = 2.0
-    idle_timeout_s: float = 600.0
-    """Longest silence of a replica, its queue included, and of a client that reads too slowly."""
-    health_timeout_s: float = 10.0
-    """A replica that nothing comes from for this long is given up."""
-    progress_interval_s: float = 1.0
-    """How often the router hears of a stream's output; 0 for never."""
 
 
 class Gateway:
@@ -82,12 +70,14 @@ class Gateway:
         self.identity = identity
         self.places = Room(limits.max_in_flight)
         self.bytes = Room(limits.max_held_bytes)
+        self.connections = Room(limits.max_connections)
         self.counts = dict.fromkeys(
             ("requests", "retried", "resumed", "placed in fallback", "failed", "left", "refused"), 0
         )
         self.refusals: Counter[int] = Counter()
         self._tokens = tokens
-        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
+        self._threads = Threads(THREADS)
+        self._contexts = Contexts(lambda: self.fleet.workers)
         self._background: set[asyncio.Task[None]] = set()
         self.replicas = Connections(limits.connect_timeout_s, limits.idle_timeout_s)
         self._session: aiohttp.ClientSession | None = None
@@ -110,28 +100,87 @@ class Gateway:
             ),
         )
         await self.link.start()
-        self._asking = asyncio.create_task(self.health.run(self._session))
+        self._asking = [
+            asyncio.create_task(self.health.run(self._session)),
+            asyncio.create_task(self._contexts.run(self._session)),
+        ]
 
     async def close(self) -> None:
         """Lets cancellations under way reach their replicas, then closes everything."""
-        self._asking.cancel()
+        for task in self._asking:
+            task.cancel()
         if self._background:
             await asyncio.wait(self._background, timeout=ABORT_TIMEOUT_S)
         self.replicas.close()
         if self._session is not None:
             await self._session.close()
         await self.link.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
 
-    async def routed_tokens(self, call: Call) -> bytes:
-        """The tokens that the router is told of."""
+    @property
+    def context_tokens(self) -> int | None:
+        """How long a prompt may be; None when it is not known."""
+        return self.limits.max_context_tokens or self._contexts.tokens
+
+    @property
+    def _most_tokens(self) -> int:
+        """In all prompts of a request together."""
+        return max(self.limits.max_prompt_tokens, 2 * (self.context_tokens or 0))
+
+    async def parsed(self, kind: Kind, raw: bytes, share: str) -> Call:
+        """A body, checked; a large one in the turn of `share`. Raises `ApiError`."""
+        if len(raw) <= LARGE_BODY_BYTES:
+            return parse(kind, raw, self.model_name)
+
+        def steps() -> Iterator[Call | None]:
+            check_size(raw, self._most_tokens)
+            yield None
+            yield parse(kind, raw, self.model_name)
+
+        _, call = await self._threads.run(share, steps())
+        assert call is not None
+        return call
+
+    async def routed_tokens(self, call: Call, share: str) -> bytes:
+        """The tokens that the router is told of; those of long texts are made in the turn of `share`.
+
+        Raises `ApiError` for a prompt that is too long for the model.
+        """
+        context_tokens = self.context_tokens
+        try:
+            if len(call.encoded) > LARGE_BODY_BYTES:
+                pieces = await self._threads.run(share, self._pieces(call, context_tokens))
+            else:
+                prompts = self._tokens.prompts(call)
+                self._check_length(call, prompts, context_tokens)
+                made = self._tokens.pieces(call, prompts, context_tokens)
+                if self._tokens.uncached_chars(prompts) <= LONG_TEXT_CHARS:
+                    pieces = list(made)
+                else:
+                    pieces = await self._threads.run(share, made)
+        except TooLong:
+            raise _too_long(call, context_tokens) from None
+        return b"".join(pieces)[: MAX_ROUTED_TOKENS * TOKEN_BYTES]
+
+    def _pieces(self, call: Call, context_tokens: int | None) -> Iterator[bytes]:
         prompts = self._tokens.prompts(call)
-        if self._tokens.uncached_chars(call, prompts) <= LONG_TEXT_CHARS:
-            tokens = self._tokens.packed(call, prompts)
-        else:
-            loop = asyncio.get_running_loop()
-            tokens = await loop.run_in_executor(self._threads, self._tokens.packed, call, prompts)
-        return tokens[: MAX_ROUTED_TOKENS * TOKEN_BYTES]
+        self._check_length(call, prompts, context_tokens)
+        yield from self._tokens.pieces(call, prompts, context_tokens)
+
+    def _check_length(self, call: Call, prompts: tuple[Prompt, ...], context_tokens: int | None) -> None:
+        """What can be told of prompts from their length alone."""
+        if context_tokens is not None and any(
+            self._tokens.least_tokens(one) > context_tokens for one in prompts
+        ):
+            raise TooLong
+        most = self._most_tokens
+        if sum(len(one) / (CHARS_PER_TOKEN if isinstance(one, str) else 1) for one in prompts) > most:
+            raise ApiError(
+                400,
+                f"all prompts together have more than {most} tokens or {CHARS_PER_TOKEN * most} characters",
+                code="prompt_too_large",
+                param=call.param,
+            )
 
     async def place(self, arrive: Arrive) -> Place | Refuse:
         """The router's word; while no router answers, our own. Raises `RouterGone` when we know no worker.
@@ -173,6 +222,8 @@ class Gateway:
             "in_flight": self.places.taken,
             "in_flight_by_client": self.places.most(LISTED_CLIENTS),
             "held_bytes": self.bytes.taken,
+            "connections": self.connections.taken,
+            "context_tokens": self.context_tokens,
             "workers": len(self.fleet.workers),
             "sick": self.health.sick(),
             "refusals": {str(status): count for status, count in sorted(self.refusals.items())},
@@ -206,6 +257,15 @@ class Gateway:
             log.info("request %s could not be cancelled at %s: %s", rid, url, why(error))
 
 
+def _too_long(call: Call, context_tokens: int | None) -> ApiError:
+    return ApiError(
+        400,
+        f"this model's maximum context length is {context_tokens} tokens, and `{call.param}` is longer",
+        code="context_length_exceeded",
+        param=call.param,
+    )
+
+
 def header_safe(name: str) -> str:
     """`name` as it can stand in a header, so that router and replica know a client by one name.
 
@@ -214,6 +274,18 @@ def header_safe(name: str) -> str:
     if name.isascii() and name.isprintable():
         return bounded(name)
     return bounded(quote(name, safe=" !\"#$&'()*+,/:;<=>?@[\\]^`{|}"))
+
+
+def address_share(peer: Sequence[Any] | None) -> str:
+    """Whose share a request counts for while nothing but its peer, (host, port), is known.
+
+    No client has such a name (`bounded`). Of an IPv6 address the first 64 bits, which is what one site has.
+    """
+    host = str(peer[0]) if peer else ""
+    if ":" in host:
+        with contextlib.suppress(ValueError):
+            host = str(IPv6Address(int(IPv6Address(host)) >> 64 << 64))
+    return f"({host})"
 
 
 def why(error: BaseException) -> str:

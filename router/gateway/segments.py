@@ -13,6 +13,7 @@ import sys
 import threading
 from array import array
 from collections import OrderedDict
+from collections.abc import Iterator
 from itertools import pairwise
 
 from tokenizers import Tokenizer
@@ -45,18 +46,20 @@ class Segments:
 
     def tokens(self, text: str) -> bytes:
         """The ids of `text` as little-endian uint32."""
-        return b"".join(self._part(part) for part in self.parts(text))
+        return b"".join(self.pieces(text))
 
-    def parts(self, text: str) -> list[str]:
+    def pieces(self, text: str) -> Iterator[bytes]:
+        """The same, one part of the text after the other."""
+        return map(self._part, self.parts(text))
+
+    def parts(self, text: str) -> Iterator[str]:
         """`text`, cut."""
-        if not self._cuts or len(text) <= SEGMENT_CHARS:
-            return [text]
-        parts, start = [], 0
-        while found := _SAFE.search(text, start + SEGMENT_CHARS):
-            parts.append(text[start : found.end()])
-            start = found.end()
-        parts.append(text[start:])
-        return parts
+        start = 0
+        if self._cuts and len(text) > SEGMENT_CHARS:
+            while found := _SAFE.search(text, start + SEGMENT_CHARS):
+                yield text[start : found.end()]
+                start = found.end()
+        yield text[start:] if start else text
 
     def _part(self, text: str) -> bytes:
         with self._lock:

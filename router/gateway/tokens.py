@@ -9,7 +9,7 @@ text: a wrong guess costs a cache hit, and whether the request is good is for th
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,6 +19,7 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from router.events import TOKEN_BYTES
 from router.gateway.calls import Call, Prompt
 from router.gateway.segments import Segments
 from router.wire import pack_tokens, unpack_tokens
@@ -28,9 +29,17 @@ log = logging.getLogger("gateway")
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 MULTIMODAL = ("image", "audio", "video", "vision")
 
+_PROBE_CHARS = 4096
+_PROBES = (" ", "\n", "a", "ab ", "é", "e\N{COMBINING ACUTE ACCENT}", "東", "\0")
+"""Texts of which some normalizers and models leave nothing, or one token, however long they are."""
+
 
 class TokenizerError(ValueError):
     """The folder holds no tokenizer that this gateway can use; the operator's to mend."""
+
+
+class TooLong(ValueError):
+    """A prompt has more tokens than it may have."""
 
 
 class Tokens:
@@ -49,6 +58,7 @@ class Tokens:
         self._tokenizer.no_padding()
         self._segments = Segments(self._tokenizer)
         self._before, self._after = self._around()
+        self._longest_chars = self._longest_token()
         config = _read_json(folder / "tokenizer_config.json")
         self._special = {name: _special(config[name]) for name in SPECIAL_TOKENS if config.get(name)}
         source = _template_source(folder, config)
@@ -63,26 +73,46 @@ class Tokens:
             return (self._chat(call.body),)
         return call.prompts
 
-    def uncached_chars(self, call: Call, prompts: tuple[Prompt, ...]) -> int:
-        """How much text `packed` would have to tokenize."""
+    def uncached_chars(self, prompts: tuple[Prompt, ...]) -> int:
+        """How much text `pieces` would have to tokenize."""
         return sum(self._segments.uncached_chars(one) for one in prompts if isinstance(one, str))
 
-    def packed(self, call: Call, prompts: tuple[Prompt, ...]) -> bytes:
-        """The tokens that stand for a request at the router: all its prompts, one after the other.
+    def least_tokens(self, prompt: Prompt) -> int:
+        """So many tokens it has at least: told from its length, without tokenizing it."""
+        if not isinstance(prompt, str):
+            return len(prompt)
+        return 0 if self._longest_chars is None else len(prompt) // self._longest_chars
+
+    def pieces(
+        self, call: Call, prompts: tuple[Prompt, ...], most_tokens: int | None = None
+    ) -> Iterator[bytes]:
+        """The tokens that stand for a request at the router, a piece at a time: its prompts, one after the other.
 
         A batch goes to one worker whole. Its prompts are joined so that placement counts all its work, not
         the first prompt's; what is looked up as cached is then the first prompt, or the same batch again.
+        Raises `TooLong` as soon as a prompt has more than `most_tokens`.
         """
-        is_chat = call.kind == "chat"
-        before, after = (b"", b"") if is_chat else (self._before, self._after)
-        return b"".join(
-            before + self._segments.tokens(one) + after if isinstance(one, str) else pack_tokens(one)
-            for one in prompts
-        )
+        for prompt in prompts:
+            tokens = 0
+            for piece in self._pieces(call, prompt):
+                tokens += len(piece) // TOKEN_BYTES
+                if most_tokens is not None and tokens > most_tokens:
+                    raise TooLong
+                yield piece
+
+    def _pieces(self, call: Call, prompt: Prompt) -> Iterator[bytes]:
+        if not isinstance(prompt, str):
+            yield pack_tokens(prompt)
+            return
+        if self._before and call.kind != "chat":
+            yield self._before
+        yield from self._segments.pieces(prompt)
+        if self._after and call.kind != "chat":
+            yield self._after
 
     def ids(self, call: Call) -> list[int]:
         """The ids that stand for `call`."""
-        return unpack_tokens(self.packed(call, self.prompts(call)))
+        return unpack_tokens(b"".join(self.pieces(call, self.prompts(call))))
 
     def text(self, ids: Sequence[int], hide_special: bool = True) -> str:
         """The text of `ids`; `hide_special` leaves special tokens out."""
@@ -97,6 +127,18 @@ class Tokens:
         if at is None:
             return b"", b""
         return pack_tokens(whole[:at]), pack_tokens(whole[at + len(inner) :])
+
+    def _longest_token(self) -> int | None:
+        """The most characters of a text that one token can stand for; None where there is no such number."""
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        if any(one.lstrip or one.rstrip for one in added):  # they take all space around them
+            return None
+        longest = max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=0)
+        for probe in _PROBES:
+            [encoding] = self._tokenizer.encode_batch_fast([probe * _PROBE_CHARS], add_special_tokens=False)
+            if len(encoding.ids) * longest < len(probe) * _PROBE_CHARS:
+                return None
+        return longest
 
     def _chat(self, body: dict[str, Any]) -> str:
         try:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from router.gateway import limits
 from sglang_fair.core import POLICIES, make_policy
 from sglang_fair.core import options as policy_options
 from sglang_fair.core.cost import Cost, make_cost
@@ -76,6 +77,8 @@ class Options:
     log_level: str = "info"
     start_timeout_s: float | None = None
     """Longest wait for one process to become ready; None: reckoned from the machine and the model."""
+    gateway_options: str = ""
+    """Its limits, as `router.gateway.limits` reads them."""
     extra: tuple[str, ...] = ()
     """Arguments for every replica's SGLang server."""
 
@@ -156,6 +159,7 @@ def check(options: Options, placements: Collection[str]) -> None:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     _check_extra(options.extra)
+        limits.parse(options.gateway_options)
 
 
 def _check_policy(options: Options) -> None:

@@ -1,4 +1,4 @@
-"""What a gateway has room for, shared by its clients, so that one that floods it leaves room to the others.
+"""What there is room for, shared by clients, so that one that floods it leaves room to the others.
 
 Rule. A client may take as much again as leaves it with no more than what was free before (Choudhury and Hahne
 1998, "Dynamic Queue Length Thresholds for Shared-Memory Packet Switches", with α = 1).

@@ -1,0 +1,81 @@
+"""How long a prompt may be: what the replicas say of their model at `GET /v1/models`.
+
+A prompt that is longer is refused by its replica, but only after its HTTP process has tokenized all of it, and
+meanwhile it answers nobody. The longest context of all replicas counts, for which of them is to serve is not known
+when a prompt is looked at. A replica that does not say is left to judge for itself.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+
+import aiohttp
+import msgspec
+
+from router.events import WorkerUp
+
+LOOK_S = 1.0
+"""Between two looks for replicas that are new."""
+
+ASK_AGAIN_S = 60.0
+"""Another server may have taken a replica's place."""
+
+TIMEOUT_S = 5.0
+
+
+class _Model(msgspec.Struct):
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model] = []
+
+
+def context_of(answer: bytes) -> int | None:
+    """The longest context of the models in a body, in tokens; None when none is told."""
+    try:
+        models = msgspec.json.decode(answer, type=_Models).data
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    return max((one.max_model_len or 0 for one in models), default=0) or None
+
+
+class Contexts:
+    """What each replica says. `tokens` is what counts for all of them, None when it is not known."""
+
+    def __init__(self, workers: Callable[[], Mapping[str, WorkerUp]]) -> None:
+        """`workers` are those to ask."""
+        self.tokens: int | None = None
+        self._workers = workers
+        self._said: dict[tuple[str, str], int | None] = {}
+        self._asked_s: dict[tuple[str, str], float] = {}
+
+    async def run(self, session: aiohttp.ClientSession) -> None:
+        """Asks until it is cancelled."""
+        while True:
+            now_s = time.monotonic()
+            known = {(name, up.url) for name, up in self._workers().items()}
+            for gone in self._asked_s.keys() - known:
+                del self._asked_s[gone]
+                self._said.pop(gone, None)
+            due = [
+                one for one in sorted(known) if now_s - self._asked_s.get(one, -ASK_AGAIN_S) >= ASK_AGAIN_S
+            ]
+            self._asked_s.update(dict.fromkeys(due, now_s))
+            await asyncio.gather(*(self._ask(one, session) for one in due))
+            self._reckon()
+            await asyncio.sleep(LOOK_S)
+
+    async def _ask(self, worker: tuple[str, str], session: aiohttp.ClientSession) -> None:
+        try:
+            timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
+            async with session.get(f"{worker[1].rstrip('/')}/v1/models", timeout=timeout) as response:
+                body = await response.read()
+                self._said[worker] = context_of(body) if response.status == 200 else None
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
+            if worker not in self._said:  # it was not up yet: to be asked soon again
+                self._asked_s.pop(worker, None)
+
+    def _reckon(self) -> None:
+        said = [tokens or 0 for tokens in self._said.values()]
+        self.tokens = max(said) if said and min(said) > 0 else None

@@ -1,0 +1,116 @@
+"""Clients that have more work than is done at once have turns, and the event loop none of it."""
+
+import asyncio
+import itertools
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.gateway.threads import STEPS_PER_TURN, Threads
+from router.gateway.turns import Turns
+
+CLIENTS = st.sampled_from("abcd")
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), CLIENTS), st.tuples(st.sampled_from(["next", "again", "remove"]), CLIENTS)
+    ),
+    max_size=80,
+)
+
+
+@given(STEPS)
+def test_between_two_turns_of_one_client_all_others_that_wait_have_one(steps: list[tuple[str, str]]) -> None:
+    turns: Turns[int] = Turns()
+    waiting: defaultdict[str, list[int]] = defaultdict(list)
+    number = itertools.count()
+    passed: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    """Of each client that waits: who has had how many turns since it came or had its last."""
+    for step, client in steps:
+        if step == "add":
+            one = next(number)
+            turns.add(client, one)
+            waiting[client].append(one)
+        elif step == "remove":
+            one = waiting[client][-1] if waiting[client] else -1
+            assert turns.remove(client, one) == (one >= 0)
+            del waiting[client][-1:]
+        else:
+            found = turns.next()
+            if found is None:
+                assert not any(waiting.values())
+                continue
+            client, one = found
+            assert waiting[client].pop(0) == one, "in the order in which it came"
+            passed.pop(client, None)
+            for other in waiting:
+                if waiting[other] and other != client:
+                    passed[other][client] += 1
+                    assert passed[other][client] == 1, "nobody has two turns while another waits"
+            if step == "again":
+                turns.again(client, one)
+                waiting[client].insert(0, one)
+        for other in list(passed):
+            if not waiting[other]:
+                del passed[other]
+        assert len(turns) == sum(map(len, waiting.values()))
+
+
+def test_a_flood_of_long_work_does_not_hold_up_a_short_one() -> None:
+    async def main() -> None:
+        threads, ended = Threads(1), list[str]()
+
+        def work(steps: int) -> Iterator[int]:
+            yield from range(steps)
+
+        async def ask(client: str, steps: int) -> None:
+            made = await threads.run(client, work(steps))
+            assert made == list(range(steps))
+            ended.append(client)
+
+        flood = [asyncio.create_task(ask("flood", 20 * STEPS_PER_TURN)) for _ in range(8)]
+        await asyncio.sleep(0)
+        await ask("modest", 2 * STEPS_PER_TURN)
+        assert ended == ["modest"]
+        await asyncio.gather(*flood)
+        threads.close()
+
+    asyncio.run(main())
+
+
+def test_an_error_is_the_callers_and_whoever_leaves_is_worked_for_no_more() -> None:
+    async def main() -> None:
+        threads, going_on, begun = Threads(1), threading.Event(), threading.Event()
+        turns = 0
+
+        def wrong() -> Iterator[int]:
+            yield 1
+            raise ValueError("as told")
+
+        def endless() -> Iterator[int]:
+            nonlocal turns
+            for number in itertools.count():
+                turns = number // STEPS_PER_TURN
+                begun.set()
+                going_on.wait(60)
+                yield number
+
+        with pytest.raises(ValueError, match="as told"):
+            await threads.run("a", wrong())
+        running = asyncio.create_task(threads.run("a", endless()))
+        while not begun.is_set():
+            await asyncio.sleep(0.001)
+        waiting = asyncio.create_task(threads.run("a", endless()))
+        await asyncio.sleep(0)
+        running.cancel()
+        waiting.cancel()
+        await asyncio.gather(running, waiting, return_exceptions=True)
+        going_on.set()
+        assert await threads.run("b", iter([7])) == [7]
+        assert turns == 0, "the turn that was under way was the last"
+        threads.close()
+
+    asyncio.run(main())
