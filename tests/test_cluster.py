@@ -21,7 +21,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.events import Query, Snapshot, decode_answer, encode
-from router.gateway.__main__ import parser as gateway_line
 from router.placement import PLACEMENTS
 from sglang_fair.cluster.child import Child, how_it_ended, session_members
 from sglang_fair.cluster.console import ConsoleReporter, make_console
@@ -79,8 +78,6 @@ class TestOptions:
         [
             (Options(replicas=0), "--replicas must be at least 1, not 0"),
             (Options(gateway_workers=0), "--gateway-workers must be at least 1"),
-            (Options(gateway_options="max-in-fly=3"), "a gateway has no limit 'max-in-fly'; there are max-in"),
-            (Options(gateway_options="tries=0"), "limit tries must be a positive number, not 0"),
             (Options(device="tpu"), "unknown --device 'tpu'; there are auto, cpu, cuda"),
             (
                 Options(policy="magic"),
@@ -98,6 +95,9 @@ class TestOptions:
             (Options(client_weights={"gold": 0.0}), "gold"),
             (Options(payer="nobody"), "unknown payer 'nobody'"),
             (Options(policy_options="quanta=3"), "no option 'quanta'"),
+            (Options(placement_options="threshold=3"), "placement d2lpm has no parameter threshold"),
+            (Options(placement_options="cache_threshold=3"), "cache_threshold is 3"),
+            (Options(placement_options="charge"), "NAME=VALUE, separated by commas, and 'charge' is not one"),
             (Options(extra=("tiny",)), "unexpected argument 'tiny'"),
             (
                 Options(extra=("--port", "1")),
@@ -200,12 +200,12 @@ class TestPlan:
             client_weights={"gold": 2.0},
             payer="equal",
             policy_options="patience=9",
+            placement_options="cache_threshold=0.3, charge=extend",
             identity="api-key",
             extra=("--page-size", "32"),
         )
         plan = build(options, "cpu", MACHINE, MODEL, PORTS)
         assert [process.name for process in plan.processes] == ["r0", "r1", "router", "gateway"]
-            gateway_options="max-in-flight=100,body_timeout=2.5",
         r0, r1, router, gateway = plan.processes
         assert r0.argv[:3] == ("python", "-m", "sglang_fair.replica")
         assert (after(r0.argv, "--port"), after(r1.argv, "--port")) == ("30001", "30004")
@@ -219,6 +219,8 @@ class TestPlan:
         assert after(router.argv, "--page-size") == "32"
         assert after(router.argv, "--worker-quantum") == "500.0"
         assert after(router.argv, "--quantum") == after(r0.argv, "--quantum")
+        told = [router.argv[i + 1] for i, word in enumerate(router.argv) if word == "--parameter"]
+        assert told == ["cache_threshold=0.3", 'charge="extend"']
         assert json.loads(after(router.argv, "--client-weights")) == {"gold": 2.0}
         workers = [router.argv[i + 1] for i, word in enumerate(router.argv) if word == "--worker"]
         assert workers[1] == (
@@ -233,8 +235,6 @@ class TestPlan:
         (router,) = build(Options(), "cpu", MACHINE, MODEL, PORTS).of("router")
         assert "--worker-quantum" not in router.argv
 
-        assert gateway_line().parse_args(gateway.argv[3:]).max_in_flight == 100
-        assert gateway_line().parse_args(gateway.argv[3:]).body_timeout_s == 2.5
     @pytest.mark.parametrize(
         ("options", "replica_s", "router_s"),
         [

@@ -26,7 +26,7 @@ from router.events import (
     WorkerDown,
     WorkerUp,
 )
-from router.placement import PLACEMENTS, build, parameters
+from router.placement import PLACEMENTS, build, parameters, parse_options
 from router.placement.contract import Ended, Holding, Request
 from router.placement.credit import Credits
 from router.placement.d2lpm import D2lpm
@@ -665,22 +665,12 @@ def test_centralized_dlpm_new_workers_pull_and_what_went_elsewhere_waits_no_more
     assert not router._placement._pulled
 
 
-def test_centralized_dlpm_shares_its_queue(monkeypatch):
-    monkeypatch.setattr("router.core.MAX_WAITING", 4)
+def test_centralized_dlpm_refuses_beyond_its_queue(monkeypatch):
+    monkeypatch.setattr("router.core.MAX_WAITING", 2)
     router = centralized("a", slots=1)
-    answers = [router.handle(Arrive(str(number), "flood", b""), 0.0) for number in range(4)]
+    answers = [router.handle(Arrive(str(number), "f", b""), 0.0) for number in range(4)]
     assert [len(answer) for answer in answers] == [1, 0, 0, 1]
-    reason = "too many requests wait for a worker: 2 of this client"
-    assert answers[3][0][1] == Refuse("3", reason, retry=True, is_full=True)
-    assert router.handle(Arrive("4", "modest", b""), 0.0) == [], "it may wait"
-    router.handle(Done("2", outcome="aborted"), 1.0)
-    assert router.handle(Arrive("5", "flood", b""), 1.0) == [], "there is room where one was given up"
-    for _ in range(4):
-        [flight] = router._flights
-        router.handle(Done(flight), 2.0)
-    assert router.state()["in_flight"] == 0
-    answers = [router.handle(Arrive(f"n{number}", "flood", b""), 3.0) for number in range(4)]
-    assert [len(answer) for answer in answers] == [1, 0, 0, 1], "all of it is there again"
+    assert answers[3][0][1] == Refuse("3", "2 requests wait for a worker", True)
 
 
 def test_centralized_dlpm_follows_prefixes_and_keeps_the_bound_of_one_queue():
@@ -990,6 +980,15 @@ def test_a_simulated_site_hands_its_quanta_to_the_placement(name):
         key: expected[key] for key in expected if key in parameters(name)
     }
     assert ("quantum" in found) == (name == "centralized_dlpm")
+
+
+def test_a_placement_s_options_are_read_as_they_are_written():
+    assert parse_options("") == {}
+    read = parse_options(" cache_threshold = 0.3,charge=extend, max_clients=5,")
+    assert read == {"cache_threshold": 0.3, "charge": "extend", "max_clients": 5}
+    for wrong in ("charge", "=3", "charge=full,charge=extend"):
+        with pytest.raises(ValueError, match=r"is not one|given twice"):
+            parse_options(wrong)
 
 
 def test_client_weights_must_be_a_map_of_numbers(capsys):

@@ -23,7 +23,7 @@ from workloads.programs import Call, PackedCodec, Program, Reply, TextCodec, Tok
 from workloads.records import Records, Run, read
 from workloads.simulation import Site, describe, simulate
 from workloads.simulation.cluster import Simulation
-from workloads.simulation.command import main
+from workloads.simulation.command import case_of, main, parse
 from workloads.simulation.comparison import Case, run_turn, turns
 
 CODEC = PackedCodec()
@@ -590,6 +590,14 @@ def test_several_sizes_are_compared_by_name(capsys):
     assert names == [f"d2lpm+dlpm D={d} Qu={q}" for d in (1, 2) for q in (100, 1000)]
 
 
+def test_options_reach_policy_and_placement():
+    line = ["--policy-options", "dlpm:patience=5", "--placement-options", "d2lpm:cache_threshold=0.3"]
+    schedulers = ["--schedulers", "d2lpm+dlpm,round_robin+dlpm"]
+    first, second = (variant.site for variant in case_of(parse([*line, *schedulers])).variants())
+    assert (first.policy_options, first.placement_options) == ("patience=5", {"cache_threshold": 0.3})
+    assert (second.policy_options, second.placement_options) == ("patience=5", {})
+
+
 def test_a_trace_is_replayed(tmp_path, capsys):
     trace = tmp_path / "mine.jsonl"
     lines = [
@@ -638,6 +646,9 @@ def test_processes_find_the_same(capsys):
         ["--policy-options", "patience=3"],
         ["--policy-options", "drr:patience=3"],
         ["--policy-options", "dlpm:patience=0"],
+        ["--placement-options", "cache_threshold=0.3"],
+        ["--placement-options", "cache_aware:cache_threshold=0.3"],
+        ["--placement-options", "d2lpm:cache_threshold=3"],
         ["--client-weights", "[]"],
         ["--client-weights", "{"],
         ["--client-weights", '{"bad": -1}'],

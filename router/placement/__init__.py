@@ -1,5 +1,6 @@
 """Which worker for this request: the placements by name. A new one is one file and one line here."""
 
+import json
 from collections.abc import Callable
 from dataclasses import fields
 
@@ -45,6 +46,25 @@ def build(placement: str, **values: object) -> Placement:
         return _known(placement)(**values)
     except TypeError as error:
         raise ValueError(f"placement {placement}: a parameter is of the wrong type: {error}") from error
+
+
+def parse_options(text: str) -> dict[str, object]:
+    """Parameters as an operator writes them: `NAME=VALUE,...`, each value a number or another word of JSON, or a bare
+    word. ValueError, in one line, for what is not that, or is said twice."""
+    found: dict[str, object] = {}
+    for pair in filter(None, (pair.strip() for pair in text.split(","))):
+        name, equals, value = (part.strip() for part in pair.partition("="))
+        if not name or not equals:
+            raise ValueError(
+                f"a placement's options are NAME=VALUE, separated by commas, and {pair!r} is not one"
+            )
+        if name in found:
+            raise ValueError(f"a placement's option {name} is given twice")
+        try:
+            found[name] = json.loads(value)
+        except ValueError:
+            found[name] = value
+    return found
 
 
 def _known(placement: str) -> Callable[..., Placement]:

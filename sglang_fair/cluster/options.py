@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from router.gateway import limits
+from router.placement import build, parse_options
 from sglang_fair.core import POLICIES, make_policy
 from sglang_fair.core import options as policy_options
 from sglang_fair.core.cost import Cost, make_cost
@@ -59,6 +59,8 @@ class Options:
     payer: str = FIRST
     """Who pays for a prefix that clients share."""
     placement: str = "d2lpm"
+    placement_options: str = ""
+    """Its other parameters, as `router.placement.parse_options` reads them."""
     identity: str | None = None
     """Where a client's name is looked for; None: the gateway's default."""
     host: str = "127.0.0.1"
@@ -77,8 +79,6 @@ class Options:
     log_level: str = "info"
     start_timeout_s: float | None = None
     """Longest wait for one process to become ready; None: reckoned from the machine and the model."""
-    gateway_options: str = ""
-    """Its limits, as `router.gateway.limits` reads them."""
     extra: tuple[str, ...] = ()
     """Arguments for every replica's SGLang server."""
 
@@ -156,10 +156,10 @@ def check(options: Options, placements: Collection[str]) -> None:
     try:
         options.service_cost()
         _check_policy(options)
+        build(options.placement, **parse_options(options.placement_options))
     except ValueError as error:
         raise ConfigError(str(error)) from None
     _check_extra(options.extra)
-        limits.parse(options.gateway_options)
 
 
 def _check_policy(options: Options) -> None:

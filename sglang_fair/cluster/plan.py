@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from router.gateway import limits
+from router.placement import parse_options
 from sglang_fair.cluster.options import ConfigError, Device, Options, gpus_per_replica, page_tokens
 from sglang_fair.cluster.ports import Ports
 from sglang_fair.core.cost import Cost, Linear, describe
@@ -332,6 +332,8 @@ def _router(options: Options, machine: Machine, router: str, workers: tuple[Work
         argv += ["--worker-quantum", str(options.worker_quantum)]
     if options.client_weights:
         argv += ["--client-weights", json.dumps(dict(options.client_weights))]
+    for name, value in parse_options(options.placement_options).items():
+        argv += ["--parameter", f"{name}={json.dumps(value)}"]
     argv += _worker_arguments(workers)
     return Process(
         name="router",
@@ -368,8 +370,6 @@ def _gateway(options: Options, machine: Machine, model: Model, router: str, port
     return Process(
         name="gateway",
         role="gateway",
-    for name, value in limits.parse(options.gateway_options).items():
-        argv += [f"--{limits.option(name)}", str(value)]
         argv=tuple(argv),
         ready=HttpReady(f"{gateway_url(options.host, port)}/health"),
         ready_timeout_s=options.start_timeout_s or 120.0,

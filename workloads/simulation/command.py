@@ -16,7 +16,7 @@ from statistics import median
 
 from rich.console import Console
 
-from router.placement import PLACEMENTS
+from router.placement import PLACEMENTS, parse_options
 from sglang_fair.core import POLICIES
 from sglang_fair.provenance import cores, machine, versions
 from sglang_fair.sim.gpus import GPUS
@@ -81,6 +81,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         default=[],
         metavar="POLICY:KEY=VALUE,...",
         help="a policy's other options, as dlpm:patience=64; repeatable",
+    )
+    what(
+        "--placement-options",
+        action="append",
+        default=[],
+        metavar="PLACEMENT:KEY=VALUE,...",
+        help="a placement's other options, as d2lpm:cache_threshold=0.3; repeatable",
     )
     what("--cost", default=site.cost, help="what service costs, as for `sglang-fair cluster`")
     what("--payer", default=site.payer, help="who pays for a prefix that clients share")
@@ -181,7 +188,11 @@ def case_of(arguments: argparse.Namespace) -> Case:
         replicas=replicas,
         quanta=_numbers("--quantum", arguments.quantum) or (None,),
         worker_quanta=_numbers("--worker-quantum", arguments.worker_quantum) or (None,),
-        policy_options=_policy_options(arguments.policy_options),
+        policy_options=_options_of("--policy-options", arguments.policy_options),
+        placement_options={
+            placement: parse_options(text)
+            for placement, text in _options_of("--placement-options", arguments.placement_options).items()
+        },
         repeats=arguments.repeats,
         duration_s=arguments.duration,
         drain_s=arguments.drain,
@@ -341,11 +352,12 @@ def _weights(text: str) -> Mapping[str, float]:
     return weights
 
 
-def _policy_options(told: Sequence[str]) -> dict[str, str]:
+def _options_of(option: str, told: Sequence[str]) -> dict[str, str]:
+    """By policy or placement."""
     options: dict[str, str] = {}
     for text in told:
-        policy, colon, values = text.partition(":")
+        name, colon, values = text.partition(":")
         if not colon or not values:
-            raise ValueError(f"--policy-options is POLICY:KEY=VALUE,..., not {text!r}")
-        options[policy] = values
+            raise ValueError(f"{option} is NAME:KEY=VALUE,..., not {text!r}")
+        options[name] = values
     return options

@@ -51,6 +51,8 @@ class Case:
     worker_quanta: tuple[float | None, ...] = (None,)
     policy_options: Mapping[str, str] = field(default_factory=dict)
     """By policy."""
+    placement_options: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    """By placement."""
     repeats: int = 2
     duration_s: float = 120.0
     drain_s: float = 60.0
@@ -73,10 +75,10 @@ class Case:
             )
         if not self.schedulers:
             raise ValueError("no scheduler to compare")
-        policies = [parts(scheduler)[1] for scheduler in self.schedulers]
-        for policy in self.policy_options:
-            if policy not in policies:
-                raise ValueError(f"options are given for {policy!r}, which is not among the schedulers")
+        named = {name for scheduler in self.schedulers for name in parts(scheduler)}
+        for name in (*self.policy_options, *self.placement_options):
+            if name not in named:
+                raise ValueError(f"options are given for {name!r}, which is not among the schedulers")
         if self.repeats < 1 or self.duration_s <= 0 or self.drain_s < 0 or self.sample_s <= 0:
             raise ValueError("repeats, duration and sampling must be positive, the drain not negative")
         if (self.load is not None and self.load <= 0) or any(rate <= 0 for rate in self.rates_per_s.values()):
@@ -114,6 +116,7 @@ class Case:
                 quantum=quantum,
                 worker_quantum=worker_quantum,
                 policy_options=self.policy_options.get(policy, ""),
+                placement_options=self.placement_options.get(placement, {}),
             )
             found.append(Variant(" ".join([scheduler, *told]), site))
         return found
