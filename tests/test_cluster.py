@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.events import Query, Snapshot, decode_answer, encode
+from router.gateway.__main__ import parser as gateway_line
 from router.placement import PLACEMENTS
 from sglang_fair.cluster.child import Child, how_it_ended, session_members
 from sglang_fair.cluster.console import ConsoleReporter, make_console
@@ -78,6 +79,11 @@ class TestOptions:
         [
             (Options(replicas=0), "--replicas must be at least 1, not 0"),
             (Options(gateway_workers=0), "--gateway-workers must be at least 1"),
+            (
+                Options(gateway_options="max-in-fly=3"),
+                "a gateway has no limit 'max-in-fly'; there are max-in",
+            ),
+            (Options(gateway_options="tries=0"), "limit tries must be a positive number, not 0"),
             (Options(device="tpu"), "unknown --device 'tpu'; there are auto, cpu, cuda"),
             (
                 Options(policy="magic"),
@@ -202,6 +208,7 @@ class TestPlan:
             policy_options="patience=9",
             placement_options="cache_threshold=0.3, charge=extend",
             identity="api-key",
+            gateway_options="max-in-flight=100,body_timeout=2.5",
             extra=("--page-size", "32"),
         )
         plan = build(options, "cpu", MACHINE, MODEL, PORTS)
@@ -229,6 +236,8 @@ class TestPlan:
         assert after(gateway.argv, "--model-name") == "tiny"
         assert after(gateway.argv, "--tokenizer") == "/models/tiny"
         assert after(gateway.argv, "--identity") == "api-key"
+        assert gateway_line().parse_args(gateway.argv[3:]).max_in_flight == 100
+        assert gateway_line().parse_args(gateway.argv[3:]).body_timeout_s == 2.5
         assert gateway.ready == HttpReady("http://127.0.0.1:8000/health")
 
     def test_the_router_s_own_quantum_stands(self) -> None:

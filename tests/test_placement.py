@@ -665,12 +665,22 @@ def test_centralized_dlpm_new_workers_pull_and_what_went_elsewhere_waits_no_more
     assert not router._placement._pulled
 
 
-def test_centralized_dlpm_refuses_beyond_its_queue(monkeypatch):
-    monkeypatch.setattr("router.core.MAX_WAITING", 2)
+def test_centralized_dlpm_shares_its_queue(monkeypatch):
+    monkeypatch.setattr("router.core.MAX_WAITING", 4)
     router = centralized("a", slots=1)
-    answers = [router.handle(Arrive(str(number), "f", b""), 0.0) for number in range(4)]
+    answers = [router.handle(Arrive(str(number), "flood", b""), 0.0) for number in range(4)]
     assert [len(answer) for answer in answers] == [1, 0, 0, 1]
-    assert answers[3][0][1] == Refuse("3", "2 requests wait for a worker", True)
+    reason = "too many requests wait for a worker: 2 of this client"
+    assert answers[3][0][1] == Refuse("3", reason, retry=True, is_full=True)
+    assert router.handle(Arrive("4", "modest", b""), 0.0) == [], "it may wait"
+    router.handle(Done("2", outcome="aborted"), 1.0)
+    assert router.handle(Arrive("5", "flood", b""), 1.0) == [], "there is room where one was given up"
+    for _ in range(4):
+        [flight] = router._flights
+        router.handle(Done(flight), 2.0)
+    assert router.state()["in_flight"] == 0
+    answers = [router.handle(Arrive(f"n{number}", "flood", b""), 3.0) for number in range(4)]
+    assert [len(answer) for answer in answers] == [1, 0, 0, 1], "all of it is there again"
 
 
 def test_centralized_dlpm_follows_prefixes_and_keeps_the_bound_of_one_queue():

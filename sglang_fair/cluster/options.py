@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from router.gateway import limits
 from router.placement import build, parse_options
 from sglang_fair.core import POLICIES, make_policy
 from sglang_fair.core import options as policy_options
@@ -76,6 +77,8 @@ class Options:
     client_weights: Mapping[str, float] = field(default_factory=dict)
     gateway_workers: int = 1
     """Processes of the gateway."""
+    gateway_options: str = ""
+    """Its limits, as `router.gateway.limits` reads them."""
     log_level: str = "info"
     start_timeout_s: float | None = None
     """Longest wait for one process to become ready; None: reckoned from the machine and the model."""
@@ -157,6 +160,7 @@ def check(options: Options, placements: Collection[str]) -> None:
         options.service_cost()
         _check_policy(options)
         build(options.placement, **parse_options(options.placement_options))
+        limits.parse(options.gateway_options)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     _check_extra(options.extra)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+from router.gateway import limits
 from router.placement import parse_options
 from sglang_fair.cluster.options import ConfigError, Device, Options, gpus_per_replica, page_tokens
 from sglang_fair.cluster.ports import Ports
@@ -367,6 +368,8 @@ def _gateway(options: Options, machine: Machine, model: Model, router: str, port
     ]  # fmt: skip
     if options.identity is not None:
         argv += ["--identity", options.identity]
+    for name, value in limits.parse(options.gateway_options).items():
+        argv += [f"--{limits.option(name)}", str(value)]
     return Process(
         name="gateway",
         role="gateway",
