@@ -16,7 +16,7 @@ from sglang_fair.core.policy import Job, Weights
 from sglang_fair.core.predictor import MeanOfLast, Predictor
 from tests.engine_model import Case, Load, Replica, Trace, cases, run
 
-ADAPTIVE = settings(max_examples=25, deadline=None, derandomize=True)
+ADAPTIVE = settings(max_examples=18, deadline=None, derandomize=True)
 CHANGES = st.lists(st.sampled_from([1, 3, 10, 25, 80, 400]), max_size=12)
 WEIGHTS = st.fixed_dictionaries({name: st.sampled_from([0.5, 1.0, 2.0, 3.0]) for name in "abcd"})
 
