@@ -52,8 +52,8 @@ class Routers(Simulated):
     source = "beyond the papers; D2LPM with more than one global scheduler"
     about = (
         "Llama-3.2-3B on four A10G, every replica under DLPM; two clients of weights 4 and 1 have articles judged and "
-        "both ask for more than their share for 400 s, of which the last 300 count. Programs come through one router, or through two that do not "
-        "know of each other: half each, or four in five through the first."
+        "both ask for more than their share for 400 s, of which the last 300 count. Programs come through one router, "
+        "or through two that do not know of each other: half each, or four in five through the first."
     )
 
     def cells(self, size: Size) -> Sequence[Cell]:
