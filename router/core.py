@@ -152,10 +152,12 @@ class Router:
             case Arrive():
                 answer = self._arrive(event, now_s, peer)
                 return [] if answer is None else [(peer, answer)]
-            case Progress():
-                self._progress(event)
             case Done():
                 self._done(event, now_s)
+            case Stored() | Removed() | Cleared():
+                self._cache_changed(event)
+            case Progress():
+                self._progress(event)
             case Running():
                 self._running(event, now_s, peer)
             case Table():
@@ -170,8 +172,6 @@ class Router:
                 self._worker_health(event)
             case Follow():
                 return [(peer, self._list_workers(event.id))]
-            case Stored() | Removed() | Cleared():
-                self._cache_changed(event)
             case Query():
                 return [(peer, Snapshot(event.id, self.state()))]
             case _:

@@ -26,6 +26,7 @@ before it, so the map holds at most about twice as many as there are blocks.
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import numpy as np
 
@@ -133,7 +134,7 @@ class _Run:
 
     def end_of(self, block: int) -> int:
         """The depth at which a block of this run ends."""
-        return self.end_at(self.hashes.index(block))
+        return self.end if block == self.hashes[-1] else self.end_at(self.hashes.index(block))
 
     def end_at(self, index: int) -> int:
         return self.end - (len(self.hashes) - 1 - index) * self.block_tokens
@@ -225,28 +226,30 @@ class RadixTree:
         steps: list[tuple[int, int]] = []
         branches: list[int] = []
         page_bytes = self._page_bytes
-        at = 0
+        at = depth = holders = 0
         while (child := node.children.get(tokens[at : at + page_bytes])) is not None:
+            if (mask := child.confirmed | child.held) != holders:
+                steps.append((holders, depth))
+                holders = mask
             if not tokens.startswith(child.key, at):
                 at += self._common_bytes(child.key, tokens, at)
-                steps.append((child.confirmed | child.held, at // TOKEN_BYTES))
+                depth = at // TOKEN_BYTES
                 part = child
                 break
-            at += len(child.key)
-            steps.append((child.confirmed | child.held, child.end))
+            depth = child.end
+            at = depth * TOKEN_BYTES
             if len(child.children) > 1:
-                branches.append(child.end)
+                branches.append(depth)
             node = child
-        if not steps:
+        if not depth:
             return Match(end=(root, None))
-        lengths: dict[str, int] = {}
-        seen = 0
-        for mask, depth in reversed(steps):
-            if mask & ~seen:
-                lengths.update(dict.fromkeys(self._names_of(mask & ~seen), depth))
-                seen |= mask
-        longest, depth = steps[-1]
-        return Match(depth, self._names_of(longest), lengths, tuple(branches), (node, part))
+        longest = self._names_of(holders)
+        lengths = dict.fromkeys(longest, depth)
+        for mask, shorter in reversed(steps):
+            if mask & ~holders:
+                lengths.update(dict.fromkeys(self._names_of(mask & ~holders), shorter))
+                holders |= mask
+        return Match(depth, longest, lengths, tuple(branches), (node, part))
 
     def hold(self, worker: str, tokens: bytes, namespace: str = "", match: Match | None = None) -> Hold:
         """`worker` holds the whole pages of this prompt until the `Hold` is released.
@@ -356,7 +359,7 @@ class RadixTree:
         for node in _upwards(leaf):
             if node.start >= depth:
                 self._confirm(node, bit)
-                if node in self._lingering:
+                if self._lingering and node in self._lingering:
                     settled += [hold for hold in self._lingering[node] if hold.bit == bit]
             if not node.refs:
                 self._list(node)
@@ -386,8 +389,9 @@ class RadixTree:
             node = _spanning(run.leaf, end)
             if not (node.attached and node.confirmed):
                 for block in blocks:
-                    if self._blocks.get(block) is run:
-                        del self._blocks[block]
+                    self._blocks.pop(block, None)
+                if tuple(blocks) == run.hashes:
+                    run.hashes = ()
 
     def clear(self, worker: str) -> None:
         """`worker` caches nothing any more; what is in flight there stays held."""
@@ -623,7 +627,14 @@ class RadixTree:
 
     def _look_after(self, run: _Run) -> None:
         """Forgets the blocks of `run` that nobody holds any more; they are its last ones."""
-        limit, node = run.end, _live(run.leaf)
+        if not run.hashes:
+            return
+        node = _live(run.leaf)
+        if node.attached and node.confirmed and self._blocks.get(run.hashes[-1]) is run:
+            run.leaf = node
+            self._runs.append(run)
+            return
+        limit = run.end
         while node.parent is not None and not (node.attached and node.confirmed):
             limit = min(limit, node.start)
             node = _live(node.parent)
@@ -642,17 +653,8 @@ class RadixTree:
 
     def _by_run(self, hashes: tuple[int, ...]) -> Iterator[tuple[_Run | None, list[int]]]:
         """Consecutive blocks of the same run together."""
-        run: _Run | None = None
-        blocks: list[int] = []
-        for block in hashes:
-            found = self._blocks.get(block)
-            if found is not run and blocks:
-                yield run, blocks
-                blocks = []
-            run = found
-            blocks.append(block)
-        if blocks:
-            yield run, blocks
+        for run, blocks in groupby(hashes, self._blocks.get):
+            yield run, list(blocks)
 
     def _find(self, bit: int, block: int) -> tuple[Node, int] | None:
         """The node in which a block ends, and the depth; None when `bit` does not hold it."""
@@ -707,8 +709,9 @@ class RadixTree:
 
     def _tidy_upwards(self, node: Node) -> None:
         while (parent := node.parent) is not None:
-            self._tidy(node)
-            node = _live(parent)
+            if len(node.children) < 2:
+                self._tidy(node)
+            node = parent if parent.alias is None else _live(parent)
         if not node.children and isinstance(node, _Root):
             self._roots.pop(node.namespace, None)
 
@@ -774,11 +777,13 @@ def _live(node: Node) -> Node:
 
 def _spanning(node: Node, depth: int) -> Node:
     """The node with start < depth <= end on the way from `node` up to the root."""
-    node = _live(node)
-    while depth <= node.start:
+    while True:
+        if node.alias is not None:
+            node = _live(node)
+        if depth > node.start:
+            return node
         assert node.parent is not None
-        node = _live(node.parent)
-    return node
+        node = node.parent
 
 
 def _upwards(node: Node) -> Iterator[Node]:

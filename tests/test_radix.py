@@ -228,6 +228,16 @@ def test_a_prompt_longer_than_what_is_removed_keeps_its_head():
     assert tree.holdings("a") == {("", prompt[:4])}
 
 
+def test_a_block_that_is_removed_twice_at_once_is_not_taken_for_two():
+    tree = RadixTree(PAGE)
+    tree.add_worker("a")
+    tree.stored("a", (1, 2), None, ids((0, 0, 1, 1)), PAGE)
+    tree.removed("a", (1, 1))
+    tree.stored("a", (3,), 2, ids((2, 2)), PAGE)
+    assert tree.unknown_parents == 1
+    assert not tree.holdings("a")
+
+
 def test_events_that_do_not_fit_are_counted():
     tree = RadixTree(16)
     tree.add_worker("a")

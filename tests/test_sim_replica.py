@@ -89,6 +89,12 @@ def drain(replica: Replica, until_s: float = 1e9) -> list[Event]:
     return told
 
 
+def ended(request: SimRequest, t_s: float, written: int, *, aborted: bool = False) -> Finished:
+    """Its end after `written` tokens of its answer, none of its prompt cached before."""
+    said = answer(request.tokens, written) if written else b""
+    return Finished(request.id, t_s, written, 0, len(request.tokens) // 4, aborted, said)
+
+
 def finished(events: Sequence[Event]) -> dict[str, Finished]:
     return {event.id: event for event in events if isinstance(event, Finished)}
 
@@ -98,12 +104,10 @@ def finished(events: Sequence[Event]) -> dict[str, Finished]:
 
 def test_a_request_takes_a_prefill_step_and_a_decode_step_for_each_further_token():
     replica = new(events=False)
-    assert replica.arrive(request("r", 10, 4), 5.0) == []
+    asked = request("r", 10, 4)
+    assert replica.arrive(asked, 5.0) == []
     assert replica.next_s == 5.0
-    assert drain(replica) == [
-        Progress("r", 6.0, 1),
-        Finished("r", 9.0, 4, cached_tokens=0, prompt_tokens=10),
-    ]
+    assert drain(replica) == [Progress("r", 6.0, 1), ended(asked, 9.0, 4)]
     assert (replica.meters.prefill_steps, replica.meters.decode_steps, replica.meters.busy_s) == (1, 3, 4.0)
     assert replica.next_s == inf
 
@@ -251,34 +255,37 @@ def test_a_policy_may_refuse_and_may_delay():
 
 def test_a_waiting_request_is_given_up_at_once_and_a_running_one_after_its_next_step():
     replica = new(replace(SMALL, max_running=1), events=False)
-    replica.arrive(request("runs", 10, 30), 0.0)
-    replica.arrive(request("waits", 10, 30), 0.0)
+    runs, waits = request("runs", 10, 30), request("waits", 10, 30)
+    replica.arrive(runs, 0.0)
+    replica.arrive(waits, 0.0)
     drain(replica, 1.0)
     (waited,) = replica.abort("waits", 4.5)
-    assert waited == Finished("waits", 4.5, 0, 0, 10, aborted=True)
+    assert waited == ended(waits, 4.5, 0, aborted=True)
     assert replica.abort("runs", 4.5) == []
     assert replica.abort("nobody", 4.5) == []
-    assert drain(replica) == [Finished("runs", 6.0, 6, 0, 10, aborted=True)]
+    assert drain(replica) == [ended(runs, 6.0, 6, aborted=True)]
     assert replica.queue.ledger.conservation().ok
     replica.check_pool()
 
 
 def test_a_request_is_given_up_while_its_prompt_is_computed_and_writes_one_token_more():
     replica = new(events=False)
-    replica.arrive(request("r", 10, 30), 0.0)
+    asked = request("r", 10, 30)
+    replica.arrive(asked, 0.0)
     replica.advance(0.0)
     replica.abort("r", 0.5)
-    assert drain(replica)[-1] == Finished("r", 2.0, 2, 0, 10, aborted=True)
+    assert drain(replica)[-1] == ended(asked, 2.0, 2, aborted=True)
     replica.check_pool()
 
 
 def test_a_request_is_given_up_inside_its_prompt():
     replica = new(events=False)
-    replica.arrive(request("long", 200, 9), 0.0)
+    asked = request("long", 200, 9)
+    replica.arrive(asked, 0.0)
     replica.advance(0.0)
     replica.advance(1.0)
     replica.abort("long", 1.5)
-    assert drain(replica) == [Finished("long", 2.0, 0, 0, 200, aborted=True)]
+    assert drain(replica) == [ended(asked, 2.0, 0, aborted=True)]
     assert replica.cache.tokens == 64  # the second chunk went with it
     assert replica.queue.ledger.conservation().ok
     replica.check_pool()

@@ -22,7 +22,7 @@ from workloads.measures import summarize
 from workloads.programs import Call, PackedCodec, Program, Reply, TextCodec, TokenCodec, TreeOfThought
 from workloads.records import Records, Run, read
 from workloads.simulation import Site, describe, simulate
-from workloads.simulation.cluster import Simulation
+from workloads.simulation.cluster import LOOKS_NOT_AT_CACHES, Simulation
 from workloads.simulation.command import case_of, main, parse
 from workloads.simulation.comparison import Case, run_turn, turns
 
@@ -372,10 +372,23 @@ def cached(replica: Any) -> set[tuple[int, ...]]:
 
 def test_a_router_hears_late_of_what_is_cached():
     now, late = (
-        done(replace(TIGHT, events_lag_s=lag_s, replicas=1), traffic()).routers[0].state()["hits"]
-        for lag_s in (0.0, 0.4)
+        done(replace(TIGHT, events_lag_s=lag_s), traffic()).routers[0].state()["hits"] for lag_s in (0.0, 0.4)
     )
     assert now["measured_predicted_tokens"] != late["measured_predicted_tokens"]
+
+
+@pytest.mark.parametrize(
+    "site", [replace(TIGHT, replicas=1)] + [replace(TIGHT, placement=name) for name in LOOKS_NOT_AT_CACHES]
+)
+def test_a_router_that_cannot_use_it_is_spared_what_is_cached_and_decides_the_same(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+):
+    spared = done(site, traffic())
+    monkeypatch.setattr("workloads.simulation.cluster._tells_caches", lambda site: True)
+    told = done(site, traffic())
+    assert not spared.routers[0].tree.holdings("r0")
+    assert told.routers[0].tree.holdings("r0")
+    assert run_of(spared).requests == run_of(told).requests
 
 
 def test_routers_that_do_not_know_each_other_share_the_programs():

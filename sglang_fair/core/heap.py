@@ -31,20 +31,22 @@ class LazyHeap(Generic[Item]):
         entry = (key, item)
         self._live[item] = entry
         heappush(self._entries, entry)
-        self._bury()
+        if len(self._entries) > 2 * len(self._live) + SLACK:
+            self._bury()
 
     def discard(self, item: Item) -> None:
         """Remove `item` if it is there."""
-        if self._live.pop(item, None) is not None:
+        if self._live.pop(item, None) is not None and len(self._entries) > 2 * len(self._live) + SLACK:
             self._bury()
 
     def first(self) -> Item | None:
         """The item with the smallest key, left in place; None when empty."""
-        entries = self._entries
+        entries, live = self._entries, self._live
         while entries:
             entry = entries[0]
-            if self._live.get(entry[1]) is entry:
-                return entry[1]
+            item = entry[1]
+            if live.get(item) is entry:
+                return item
             heappop(entries)
         return None
 
@@ -53,9 +55,9 @@ class LazyHeap(Generic[Item]):
         return self._live[item][0]
 
     def _bury(self) -> None:
-        if len(self._entries) > 2 * len(self._live) + SLACK:
-            self._entries = list(self._live.values())
-            heapify(self._entries)
+        """Drop the dead entries."""
+        self._entries = list(self._live.values())
+        heapify(self._entries)
 
     def __contains__(self, item: Item) -> bool:
         return item in self._live

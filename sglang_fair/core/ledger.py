@@ -82,9 +82,12 @@ class Ledger:
         requests: int = 0,
     ) -> None:
         """Enter what `account` was given."""
-        entry = Usage(extend, output, cached, service, requests)
-        self.total.add(entry)
-        self._account(account).add(entry)
+        for usage in (self.total, self._account(account)):
+            usage.extend_tokens += extend
+            usage.output_tokens += output
+            usage.cached_tokens += cached
+            usage.service += service
+            usage.requests += requests
 
     def transfer(self, account: str, units: float) -> None:
         """Enter what `account` was charged, or if negative paid back, for a prefix that it shares."""

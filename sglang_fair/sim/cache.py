@@ -11,7 +11,6 @@ Comparisons are `memcmp` on bytes: 20,000 tokens cost a few microseconds. Source
 `mem_cache/unified_cache/unified_tree_core.py`.
 """
 
-from dataclasses import dataclass
 from heapq import heappop, heappush, heapreplace
 from typing import NamedTuple
 
@@ -21,8 +20,7 @@ _STEP = 1e-5
 """How much older than a node its parent is made when both are used at once; SGLang's own."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(NamedTuple):
     """The replica caches `len(hashes)` consecutive blocks of `block_tokens` tokens after block `parent`.
 
     `parent` None: they start a prompt.
@@ -36,8 +34,7 @@ class Stored:
     namespace: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Removed:
+class Removed(NamedTuple):
     """The replica has dropped these blocks from its cache."""
 
     t_s: float
@@ -54,6 +51,7 @@ class Node:
         "blocks",
         "children",
         "end",
+        "gone",
         "key",
         "listed",
         "locks",
@@ -77,6 +75,8 @@ class Node:
         self.used = 0.0
         self.listed = False
         """It has an entry among the leaves that may be evicted."""
+        self.gone = False
+        """It was evicted."""
 
 
 class _NewNode(NamedTuple):
@@ -93,9 +93,10 @@ _Change = _NewNode | range
 
 
 class PrefixCache:
-    """`events`: what is stored and removed is kept for `drain`."""
+    """`events`: what is stored and removed is kept for `drain`. There pages are named by every number that leaves the
+    rest `place` when it is divided by `places`, in order: several caches name no two pages alike."""
 
-    def __init__(self, page_tokens: int, *, events: bool = True) -> None:
+    def __init__(self, page_tokens: int, *, events: bool = True, place: int = 0, places: int = 1) -> None:
         self.page_tokens = page_tokens
         self.evictable_tokens = 0
         self.locked_tokens = 0
@@ -109,6 +110,7 @@ class PrefixCache:
         self._clock = 0.0
         self._blocks = 0
         self._events = events
+        self._place, self._places = place, places
         self._changes: list[_Change] = []
 
     @property
@@ -121,12 +123,13 @@ class PrefixCache:
         """`drain` would return something."""
         return bool(self._changes)
 
-    def match(self, tokens: bytes, most_tokens: int, namespace: str = "") -> Node:
-        """The node that ends the longest cached prefix of `tokens`, at most `most_tokens` of them. It is used now."""
-        root = self._roots.get(namespace)
-        if root is None:
-            root = self._roots[namespace] = Node(b"", 0, 0, None, namespace)
-        node = self._walk(root, tokens, most_tokens // self.page_tokens * self.page_tokens)
+    def match(self, tokens: bytes, most_tokens: int, namespace: str = "", found: Node | None = None) -> Node:
+        """The node that ends the longest cached prefix of `tokens`, at most `most_tokens` of them. It is used now.
+
+        `found` is what an earlier `match` of these tokens returned: the search goes on there if that is still cached.
+        """
+        start = self._root(namespace) if found is None or found.gone else found
+        node = self._walk(start, tokens, most_tokens // self.page_tokens * self.page_tokens)
         self._use(node)
         return node
 
@@ -212,18 +215,26 @@ class PrefixCache:
     def drain(self, t_s: float) -> list[Stored | Removed]:
         """What has changed since the last call, as having happened at `t_s`."""
         told: list[Stored | Removed] = []
+        removed: list[int] = []
         for change in self._changes:
-            if isinstance(change, _NewNode):
-                hashes = tuple(change.hashes)
-                told.append(
-                    Stored(t_s, hashes, change.parent, change.tokens, self.page_tokens, change.namespace)
-                )
-            elif told and isinstance(told[-1], Removed):
-                told[-1] = Removed(t_s, (*told[-1].hashes, *change))
-            else:
-                told.append(Removed(t_s, tuple(change)))
+            if isinstance(change, range):
+                removed += change
+                continue
+            if removed:
+                told.append(Removed(t_s, tuple(removed)))
+                removed.clear()
+            hashes, parent, tokens, namespace = change
+            told.append(Stored(t_s, tuple(hashes), parent, tokens, self.page_tokens, namespace))
+        if removed:
+            told.append(Removed(t_s, tuple(removed)))
         self._changes.clear()
         return told
+
+    def _root(self, namespace: str) -> Node:
+        root = self._roots.get(namespace)
+        if root is None:
+            root = self._roots[namespace] = Node(b"", 0, 0, None, namespace)
+        return root
 
     def _walk(self, node: Node, tokens: bytes, end: int) -> Node:
         """The node that ends the longest cached prefix of `tokens` up to depth `end`; `node` ends another one."""
@@ -233,7 +244,7 @@ class PrefixCache:
             child = node.children.get(tokens[at : at + page_bytes])
             if child is None:
                 break
-            stop = at + len(child.key)
+            stop = child.end * TOKEN_BYTES
             if stop > limit or not tokens.startswith(child.key, at):
                 return self._split(child, child.start + self._common_pages(child.key, tokens, at, limit))
             node, at = child, stop
@@ -287,6 +298,7 @@ class PrefixCache:
         parent = leaf.parent
         assert parent is not None
         del parent.children[leaf.key[: self._page_bytes]]
+        leaf.gone = True
         self.evictable_tokens -= leaf.end - leaf.start
         if not parent.children and not parent.locks and parent.parent is not None:
             self._list(parent)
@@ -297,4 +309,5 @@ class PrefixCache:
         return (node.end - node.start) // self.page_tokens
 
     def _hashes(self, node: Node) -> range:
-        return range(node.blocks, node.blocks + self._pages(node))
+        place, places = self._place, self._places
+        return range(node.blocks * places + place, (node.blocks + self._pages(node)) * places + place, places)

@@ -28,9 +28,10 @@ that a prefix which many requests of a batch share may be read once for all of t
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
 from math import isfinite
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from sglang_fair.sim.gpus import GPUS, Gpu
 from sglang_fair.sim.shapes import SHAPES, ModelShape
@@ -101,7 +102,7 @@ EFFICIENCIES: Mapping[str, Efficiency] = {"h100": HOPPER, "h200": HOPPER}
 """By GPU, where the default is not meant."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Roofline:
     """One GPU that holds one model; see the module."""
 
@@ -129,19 +130,43 @@ class Roofline:
         return steps * (overhead + self._matrices_s(requests, requests)) + self._attention_s(held, held)
 
     def _matrices_s(self, tokens: int, requests: int) -> float:
-        shape = self.shape
-        flops = 2 * (shape.layer_parameters * tokens + shape.head_parameters * requests)
-        return max(
-            flops / (self.efficiency.mfu * self.gpu.bf16_flops),
-            shape.read_bytes / (self.efficiency.mbu * self.gpu.bandwidth_bytes_per_s),
-        )
+        rates = self._rates
+        flops = 2 * (rates.token_parameters * tokens + rates.request_parameters * requests)
+        return max(flops / rates.matrix_flops_per_s, rates.weights_s)
 
     def _attention_s(self, attended: float, held_tokens: int) -> float:
-        flops, read = self.shape.flops_per_pair * attended, self.shape.kv_bytes_per_token * held_tokens
-        return max(
-            flops / (self.efficiency.attention_mfu * self.gpu.bf16_flops),
-            read / (self.efficiency.mbu * self.gpu.bandwidth_bytes_per_s),
+        rates = self._rates
+        flops, read = rates.flops_per_pair * attended, rates.kv_bytes_per_token * held_tokens
+        return max(flops / rates.attention_flops_per_s, read / rates.bytes_per_s)
+
+    @cached_property
+    def _rates(self) -> "_Rates":
+        gpu, shape, efficiency = self.gpu, self.shape, self.efficiency
+        bytes_per_s = efficiency.mbu * gpu.bandwidth_bytes_per_s
+        return _Rates(
+            token_parameters=shape.layer_parameters,
+            request_parameters=shape.head_parameters,
+            flops_per_pair=shape.flops_per_pair,
+            kv_bytes_per_token=shape.kv_bytes_per_token,
+            matrix_flops_per_s=efficiency.mfu * gpu.bf16_flops,
+            attention_flops_per_s=efficiency.attention_mfu * gpu.bf16_flops,
+            bytes_per_s=bytes_per_s,
+            weights_s=shape.read_bytes / bytes_per_s,
         )
+
+
+class _Rates(NamedTuple):
+    """What `Roofline` multiplies and divides by in each step."""
+
+    token_parameters: int
+    request_parameters: int
+    flops_per_pair: int
+    kv_bytes_per_token: int
+    matrix_flops_per_s: float
+    attention_flops_per_s: float
+    bytes_per_s: float
+    weights_s: float
+    """To read all weights once."""
 
 
 @dataclass(frozen=True, slots=True)

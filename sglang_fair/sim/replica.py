@@ -27,6 +27,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
+from typing import NamedTuple
 
 from sglang_fair.core.lookups import LookUps
 from sglang_fair.core.payers import path_of
@@ -60,8 +61,7 @@ DELAYED_POLL_S = 0.010
 """How often an idle replica asks again for requests that the policy delays; the overlay's."""
 
 
-@dataclass(frozen=True, slots=True)
-class SimRequest:
+class SimRequest(NamedTuple):
     """One request. Its answer has `output_tokens` tokens, which only the model knows before."""
 
     id: str
@@ -74,8 +74,7 @@ class SimRequest:
     namespace: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(NamedTuple):
     """The request has so many output tokens so far. The first one comes with the first token."""
 
     id: str
@@ -83,9 +82,8 @@ class Progress:
     output_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """The request is over. `aborted`: not by itself."""
+class Finished(NamedTuple):
+    """The request is over. `aborted`: not by itself. `answer` is what the model said, packed."""
 
     id: str
     t_s: float
@@ -93,10 +91,10 @@ class Finished:
     cached_tokens: int
     prompt_tokens: int
     aborted: bool = False
+    answer: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
+class Refused(NamedTuple):
     """The request was not let in."""
 
     id: str
@@ -156,6 +154,9 @@ class _Task:
     last_step: int = 0
     """The decode step after which it ends."""
     answer: bytes | None = None
+    """All of it; None before it is asked for."""
+    found: Node | None = None
+    """The end of its cached prefix as last looked up."""
     aborted: bool = False
 
     def written(self, step: int) -> int:
@@ -178,14 +179,24 @@ class _Run:
 
 
 class Replica:
-    """Owns the queue's requests. `events`: what the cache stores and removes is among the events."""
+    """Owns the queue's requests. `events`: what the cache stores and removes is among the events, and replica number
+    `place` of `places` names no block as another one does."""
 
-    def __init__(self, queue: FairQueue, cost: CostModel, settings: Settings, *, events: bool = True) -> None:
+    def __init__(
+        self,
+        queue: FairQueue,
+        cost: CostModel,
+        settings: Settings,
+        *,
+        events: bool = True,
+        place: int = 0,
+        places: int = 1,
+    ) -> None:
         self.queue = queue
         self.cost = cost
         self.settings = settings
         self.meters = Meters()
-        self.cache = PrefixCache(settings.page_tokens, events=events)
+        self.cache = PrefixCache(settings.page_tokens, events=events, place=place, places=places)
         self.free_pages = settings.pages
         self._look_ups = LookUps()
         self._tree_tokens = 0
@@ -503,9 +514,8 @@ class Replica:
                 self._is_full = True
             if self._is_full:
                 break
-            node = self.cache.match(task.tokens, task.length - 1, task.request.namespace)
             believed_tokens = job.prefix_tokens
-            self._looked_up(task, node.end)
+            node = self._look_up(task)
             if queue.is_being_computed(job):
                 queue.defer(job)
                 continue
@@ -661,9 +671,15 @@ class Replica:
 
     def _known(self, task: _Task, written: int) -> bytes:
         """Its prompt and what it has written."""
+        return task.request.tokens + self._said(task, written)
+
+    def _said(self, task: _Task, written: int) -> bytes:
+        """What it has written."""
+        if not written:
+            return b""
         if task.answer is None:
             task.answer = answer(task.request.tokens, task.output_limit)
-        return task.request.tokens + task.answer[: written * TOKEN_BYTES]
+        return task.answer[: written * TOKEN_BYTES]
 
     def _retract(self, t_s: float) -> None:
         """The next decode step does not fit: take requests back until it does. One at least goes; one at least
@@ -682,7 +698,7 @@ class Replica:
             self._release(task, task.held(self._step), written, keep=False)
             self._make_free(len(kept) * self.settings.retract_steps)
             task.output = written
-            task.tokens = self._known(task, written)
+            task.tokens, task.found = self._known(task, written), None
             task.length = task.prompt_tokens + written
             self.queue.retract(task.job)
             self._look_ups.arrive(task.job)
@@ -705,13 +721,15 @@ class Replica:
             self._tree_tokens = self.cache.tokens
             self._look_ups.changed()
         for job in self._look_ups.due():
-            task = self._tasks[job.id]
-            node = self.cache.match(task.tokens, task.length - 1, task.request.namespace)
-            self._looked_up(task, node.end)
+            self._look_up(self._tasks[job.id])
 
-    def _looked_up(self, task: _Task, prefix_tokens: int) -> None:
-        self.queue.rematch(task.job, prefix_tokens, _block(task.request, prefix_tokens))
-        self._look_ups.looked_up(task.job)
+    def _look_up(self, task: _Task) -> Node:
+        """The end of its cached prefix."""
+        request, job = task.request, task.job
+        node = task.found = self.cache.match(task.tokens, task.length - 1, request.namespace, task.found)
+        self.queue.rematch(job, node.end, _block(request, node.end))
+        self._look_ups.looked_up(job)
+        return node
 
     def _admitted(self, task: _Task) -> None:
         if (payers := self.queue.payers) is not None:
@@ -756,7 +774,13 @@ class Replica:
     def _finished(self, task: _Task, written: int, t_s: float) -> Finished:
         del self._tasks[task.request.id]
         return Finished(
-            task.request.id, t_s, written, task.job.cached_tokens, task.prompt_tokens, task.aborted
+            task.request.id,
+            t_s,
+            written,
+            task.job.cached_tokens,
+            task.prompt_tokens,
+            task.aborted,
+            self._said(task, written),
         )
 
     def _take_told(self) -> list[Event]:

@@ -10,8 +10,10 @@ a request causes at the same instant is scheduled, never called, so whatever one
 the router before the next request arrives there.
 """
 
+import gc
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from heapq import heappop, heappush
 from math import inf
@@ -21,8 +23,9 @@ from typing import Any, assert_never
 
 from router import events as message
 from router.core import Router
+from router.placement import build
+from router.placement.contract import Holding
 from sglang_fair.core.options import shown
-from sglang_fair.sim.answers import answer
 from sglang_fair.sim.replica import Event, Finished, Progress, Refused, Removed, Replica, SimRequest, Stored
 from workloads import driver
 from workloads.clients import Client
@@ -46,15 +49,18 @@ LOOKS_NOT_AT_OUTPUT = (
 )
 """Placements that decide the same whether or not they hear of running answers; they are spared the news."""
 
+LOOKS_NOT_AT_CACHES = ("round_robin", "client_round_robin", "least_requests", "power_of_two")
+"""Placements that decide the same whatever the replicas have cached; they are spared that news too."""
+
 TOKEN_STEP_S = 1.0
 """How far apart an answer's tokens are recorded, but for the first and the last, if the plan does not say. They are
 recorded at even times, so service is exact at each of these."""
 
+_COLLECTION_OBJECTS = 100_000
+"""New objects after which Python looks for garbage."""
+
 REFUSING = ("rpm",)
 """Policies that refuse requests; else it is the engine that cannot take one."""
-
-_BLOCK_BITS = 40
-"""No replica caches so many blocks in a run that it takes more to number them."""
 
 
 def describe(
@@ -116,9 +122,21 @@ def simulate(
     Raises ValueError for a site or clients that make no sense, and RuntimeError when programs wait for ever.
     """
     made = manifest or describe(site, clients, plan, seed=seed, workload=workload)
-    with Records(path, made) as records:
+    with Records(path, made) as records, _few_collections():
         Simulation(site, clients, plan, records, seed=seed, watch=watch).run()
         return records.run
+
+
+@contextmanager
+def _few_collections() -> Iterator[None]:
+    """A run keeps most of the objects that it makes and leaves no cycles behind: searched for them as often as usual,
+    it would take a tenth longer."""
+    usual = gc.get_threshold()
+    gc.set_threshold(_COLLECTION_OBJECTS, *usual[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*usual)
 
 
 @dataclass(slots=True, eq=False)
@@ -167,7 +185,9 @@ class Simulation:
             )
         self.now_s = 0.0
         self.progress = driver.Progress()
-        self.replicas: list[Replica] = [site.make_replica(place) for place in range(site.replicas)]
+        self.replicas: list[Replica] = [
+            site.make_replica(place, events=_tells_caches(site)) for place in range(site.replicas)
+        ]
         self.routers: list[Router] = [site.make_router() for _ in site.ingress]
         self._site = site
         self._clients = clients
@@ -411,10 +431,10 @@ class Simulation:
 
     def _take(self, place: int, events: Sequence[Event]) -> None:
         """Pass on what a replica has said, each thing when it has come to whom it concerns."""
-        lag_s = self._site.events_lag_s
+        lag_s, worker = self._site.events_lag_s, self._workers[place]
         for event in events:
             if isinstance(event, Stored | Removed):
-                change = self._cache_event(place, event)
+                change = _for_router(worker, event)
                 if lag_s:
                     self._at(event.t_s + lag_s, self._cache_changed, change)
                 else:
@@ -429,15 +449,6 @@ class Simulation:
             self._wakes_s[place] = next_s
             if next_s < inf:
                 self._at(next_s, self._wake, place)
-
-    def _cache_event(self, place: int, event: Stored | Removed) -> message.Stored | message.Removed:
-        """As the router reads it: a block's name is one for all workers, a replica numbers its own."""
-        worker, first = self._workers[place], place << _BLOCK_BITS
-        hashes = tuple([first + number for number in event.hashes]) if first else event.hashes
-        if isinstance(event, Removed):
-            return message.Removed(worker, hashes)
-        parent = None if event.parent is None else first + event.parent
-        return message.Stored(worker, hashes, parent, event.tokens, event.block_tokens, event.namespace)
 
     def _cache_changed(self, event: message.Stored | message.Removed) -> None:
         for router in range(len(self.routers)):
@@ -496,7 +507,7 @@ class Simulation:
             ),
         )
         self._record(flight, Outcome.OK, event.cached_tokens, output_tokens, status=200)
-        self._end(flight, Reply(packed=answer(flight.call.prompt, output_tokens)))
+        self._end(flight, Reply(packed=event.answer))
 
     # ---- records
 
@@ -553,7 +564,24 @@ class Simulation:
         self._again(self._plan.sample_s, self._sample, count)
 
 
+def _tells_caches(site: Site) -> bool:
+    """Whether what is cached can make a difference to the router. Where there is one replica, only if requests wait at
+    the router for their turn."""
+    return site.placement not in LOOKS_NOT_AT_CACHES and (
+        site.replicas > 1 or isinstance(build(site.placement), Holding)
+    )
+
+
 def _complete(token_times: list[tuple[float, int]], t_s: float, output_tokens: int) -> None:
     """The last tokens have come by then, if not before."""
     if not token_times or token_times[-1][1] < output_tokens:
         token_times.append((round(t_s, 6), output_tokens))
+
+
+def _for_router(worker: str, event: Stored | Removed) -> message.Stored | message.Removed:
+    """As the router reads it."""
+    if isinstance(event, Removed):
+        return message.Removed(worker, event.hashes)
+    return message.Stored(
+        worker, event.hashes, event.parent, event.tokens, event.block_tokens, event.namespace
+    )

@@ -149,11 +149,12 @@ class Site:
         """How long a step takes on a replica of capacity 1."""
         return make_cost_model(self.engine)
 
-    def make_replica(self, place: int) -> Replica:
-        """A new replica with an empty cache."""
+    def make_replica(self, place: int, *, events: bool = True) -> Replica:
+        """A new replica with an empty cache. `events`: it says what it caches."""
         model, capacity = self.make_cost_model(), self.capacity(place)
         queue = FairQueue(self.make_policy(), self.service_cost(), payers=make_payers(self.payer))
-        return Replica(queue, model if capacity == 1 else Scaled(model, 1 / capacity), self.settings())
+        scaled = model if capacity == 1 else Scaled(model, 1 / capacity)
+        return Replica(queue, scaled, self.settings(), events=events, place=place, places=self.replicas)
 
     def settings(self) -> Settings:
         """The engine's limits."""
