@@ -292,3 +292,27 @@ def test_a_request_that_silences_replicas_is_not_given_to_all_of_them(
         await c.ended(failed=taken)
 
     run(body, tokenizer, replicas=4, tries=4, idle_timeout_s=0.3)
+
+
+def test_a_replica_is_not_given_more_to_read_than_it_has_time_for(tokenizer: Path) -> None:
+    async def body(c: Cluster) -> None:
+        has_read = asyncio.Event()
+
+        async def asked(_: str) -> None:
+            await has_read.wait()
+
+        c.gateway._is_through = asked  # type: ignore[method-assign]
+        c.replicas[0].mode = "endless"
+        large = {"prompt": "x" * 100_000}
+        flood = [asyncio.create_task(c.post("/v1/completions", large)) for _ in range(8)]
+        await eventually(lambda: c.gateway.fleet.in_flight["r0"] == 8, "all are placed", START_S)
+        await eventually(lambda: c.replicas[0].working == 3, "a window is sent", START_S)
+        await asyncio.sleep(0.05)
+        assert c.replicas[0].working == 3
+        has_read.set()
+        await eventually(lambda: c.replicas[0].working == 8, "it has read all", START_S)
+        for task in flood:
+            task.cancel()
+        await c.ended(aborted=8)
+
+    run(body, tokenizer)

@@ -15,7 +15,7 @@ class Limits:
     max_body_bytes: int = 16 << 20
     max_held_bytes: int = 512 << 20
     """Of all bodies that are being read or served; shared by the clients."""
-    max_prompt_tokens: int = 1 << 18
+    max_prompt_tokens: int = 1 << 17
     """Of all prompts of one request together; a text counts a quarter of its characters, and twice the context is
     always allowed. A replica's HTTP process reads them in one go and answers nobody meanwhile."""
     max_context_tokens: int = 0

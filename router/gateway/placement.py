@@ -52,9 +52,11 @@ class Placement:
         that the client has begun to read, and `NoDescriptors` when this process could not ask it.
         """
         url = self._place.url.rstrip("/")
-        is_over, stream = False, Stream(self._call)
+        is_over, stream = True, Stream(self._call)
         asking: Asking | None = None
         try:
+            await self._gateway.pace(url).turn(self._client, len(self._call.encoded))
+            is_over = False
             asking = self._gateway.replicas.post(
                 url, PATHS[self._call.kind], headers, self._call.forwarded(self._place.id)
             )

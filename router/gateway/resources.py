@@ -6,6 +6,7 @@ import logging
 import uuid
 from collections import Counter
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from functools import partial
 from ipaddress import IPv6Address
 from typing import Any
 from urllib.parse import quote
@@ -21,6 +22,7 @@ from router.gateway.fleet import Fleet
 from router.gateway.health import Health
 from router.gateway.limits import Limits
 from router.gateway.link import Link, RouterGone
+from router.gateway.pace import Pace
 from router.gateway.sampling import Kind
 from router.gateway.threads import Threads
 from router.gateway.tokens import Tokens, TooLong
@@ -78,6 +80,7 @@ class Gateway:
         self._tokens = tokens
         self._threads = Threads(THREADS)
         self._contexts = Contexts(lambda: self.fleet.workers)
+        self._paces: dict[str, Pace] = {}
         self._background: set[asyncio.Task[None]] = set()
         self.replicas = Connections(limits.connect_timeout_s, limits.idle_timeout_s)
         self._session: aiohttp.ClientSession | None = None
@@ -109,6 +112,8 @@ class Gateway:
         """Lets cancellations under way reach their replicas, then closes everything."""
         for task in self._asking:
             task.cancel()
+        for pace in self._paces.values():
+            pace.close()
         if self._background:
             await asyncio.wait(self._background, timeout=ABORT_TIMEOUT_S)
         self.replicas.close()
@@ -210,6 +215,25 @@ class Gateway:
         self.counts["placed in fallback"] += 1
         self.fleet.begin(arrive, found, told=False)
         return found
+
+    def pace(self, url: str) -> Pace:
+        """How fast the replica at `url` is given what it has to read."""
+        found = self._paces.get(url)
+        if found is None:
+            known = {up.url.rstrip("/") for up in self.fleet.workers.values()}
+            for gone in self._paces.keys() - known:
+                self._paces.pop(gone).close()
+            found = self._paces[url] = Pace(partial(self._is_through, url))
+        return found
+
+    async def _is_through(self, url: str) -> None:
+        """Returns when the replica has come to a question behind all that it was sent, or does not answer."""
+        try:
+            timeout = aiohttp.ClientTimeout(total=self.limits.health_timeout_s)
+            async with self.session.get(f"{url}/ready", timeout=timeout):
+                pass
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            log.info("%s does not say whether it has read what it was sent: %s", url, why(error))
 
     def end(self, done: Done) -> None:
         """A request that went to a worker is over, or one that was asked about will not go."""

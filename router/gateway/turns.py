@@ -22,6 +22,9 @@ class Turns(Generic[Work]):
     def __len__(self) -> int:
         return sum(map(len, self._ring.values()))
 
+    def __bool__(self) -> bool:
+        return bool(self._ring)
+
     def add(self, client: str, work: Work) -> None:
         """Work that comes after all that `client` has here."""
         self._ring.setdefault(client, deque()).append(work)
