@@ -41,7 +41,7 @@ check: $(READY) ## the gate, under a minute: lint, format, types, tests without 
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q -n auto --dist loadfile -m "$(LIGHT)" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -n auto --dist worksteal -m "$(LIGHT)" $(PYTEST_ARGS)
 
 test: check ## all tests: the gate, then real replicas and a whole cluster on the CPU
 	$(BIN)/python -m pytest -q -m "not ($(LIGHT))" --durations=10 $(PYTEST_ARGS)
