@@ -172,8 +172,10 @@ _W = TypeVar("_W", bound=WorkerView)
 def least(workers: Sequence[_W], costs: Sequence[float]) -> _W:
     """The worker of least cost, one cost each; among equals, who was sent fewer tokens so far; then by name."""
     lowest = min(costs)
+    if costs.count(lowest) == 1:
+        return workers[costs.index(lowest)]
     best = [worker for worker, cost in zip(workers, costs, strict=True) if cost == lowest]
-    return best[0] if len(best) == 1 else min(best, key=_by_tokens)
+    return min(best, key=_by_tokens)
 
 
 def least_loaded(workers: Sequence[WorkerView]) -> str:

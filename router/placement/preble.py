@@ -40,6 +40,7 @@ code, not the average of past ones, as in the paper; a conversation that grows t
 prefix each time.
 """
 
+import math
 import statistics
 from bisect import bisect_left
 from collections import OrderedDict, deque
@@ -285,29 +286,30 @@ class Preble:
                 full=len(oldest) == self.probe,
             )
         tokens, lost_s, _, _ = load.oldest
-        return lost_s[min(bisect_left(tokens, missing), len(tokens) - 1)] if tokens else 0.0
+        if not tokens:
+            return 0.0
+        return lost_s[-1] if missing > tokens[-1] else lost_s[bisect_left(tokens, missing)]
 
     def _cheapest(self, request: Request, match: Match, workers: Sequence[WorkerView]) -> str:
-        """The worker of least L + M + P; among equals, who was sent fewer tokens so far; then by name.
-
-        M is worked out only where L + P is no more than the least L + M + P so far.
-        """
-        tokens, lengths, loads = request.input_tokens, match.lengths, self._loads
-        unheld_s = self.prefill.of(tokens, tokens)
-        costs_s = [loads[worker.name].load_s + unheld_s for worker in workers]
-        for index in [index for index, worker in enumerate(workers) if worker.name in lengths]:
-            name = workers[index].name
-            costs_s[index] = loads[name].load_s + self.prefill.of(tokens - lengths[name], tokens)
-
-        def rank(index: int) -> tuple[float, int, str]:
-            worker = workers[index]
-            evicted_s = self._eviction_s(loads[worker.name], tokens - lengths.get(worker.name, 0))
-            return costs_s[index] + evicted_s, worker.dispatched_tokens, worker.name
-
-        best = rank(costs_s.index(min(costs_s)))
-        for index in [index for index, cost_s in enumerate(costs_s) if cost_s <= best[0]]:
-            if costs_s[index] <= best[0]:
-                best = min(best, rank(index))
+        """The worker of least L + M + P; among equals, who was sent fewer tokens so far; then by name."""
+        tokens, held, loads = request.input_tokens, match.lengths.get, self._loads
+        room, own_s = self.cache_tokens - tokens, dict[int, float]()
+        best: tuple[float, int, str] = (math.inf, 0, "")
+        best_s = math.inf
+        for worker in workers:
+            name = worker.name
+            load, held_tokens = loads[name], held(name, 0)
+            if held_tokens not in own_s:
+                own_s[held_tokens] = self.prefill.of(tokens - held_tokens, tokens)
+            cost_s = load.load_s + own_s[held_tokens]
+            if cost_s > best_s:
+                continue  # whatever must be evicted
+            if load.prefix_tokens - held_tokens > room:
+                cost_s += self._eviction_s(load, tokens - held_tokens)
+                if cost_s > best_s:
+                    continue
+            best = min(best, (cost_s, worker.dispatched_tokens, name))
+            best_s = best[0]
         return best[2]
 
     # -- the window
@@ -390,12 +392,8 @@ class Preble:
         prefix.moved = True
 
     def _extremes(self) -> tuple[str, str]:
-        loads_s = {worker: load.load_s for worker, load in self._loads.items()}
-        most_s, least_s = max(loads_s.values()), min(loads_s.values())
-        return (
-            max(worker for worker, load_s in loads_s.items() if load_s == most_s),
-            min(worker for worker, load_s in loads_s.items() if load_s == least_s),
-        )
+        by_load = [(load.load_s, worker) for worker, load in self._loads.items()]
+        return max(by_load)[1], min(by_load)[1]
 
     def _is_slowing(self, worker: str, now_s: float) -> bool:
         """The mean time to first token in the window's second half is `ttft_growth` times the first's."""
