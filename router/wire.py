@@ -42,6 +42,8 @@ class BlockStored(msgspec.Struct, tag_field="type", tag="BlockStored", gc=False)
     medium: str | None = None
     cache_salt: str | None = None
     lora_name: str | None = None
+    extra_key: str | None = None
+    """Said by replicas with the overlay alone."""
 
 
 class BlockRemoved(msgspec.Struct, tag_field="type", tag="BlockRemoved", gc=False):
@@ -90,8 +92,8 @@ def unpack_tokens(tokens: bytes) -> list[int]:
 def namespace(adapter: str | None = None, cache_salt: str | None = None, extra_key: str | None = None) -> str:
     """One text for all that separates cached prefixes besides their tokens; "" when nothing does.
 
-    KV events carry adapter and salt but no extra key, so prefixes under an extra key are known to the
-    router only from its own placements.
+    SGLang's own KV events carry no extra key: of a replica without the overlay, what is cached under one is taken
+    to be cached under none.
     """
     parts = (adapter or "", cache_salt or "", extra_key or "")
     return "\x1f".join(parts) if any(parts) else ""
@@ -153,5 +155,5 @@ def _cache_event(worker: str, event: BlockStored | BlockRemoved | AllBlocksClear
         parent=event.parent_block_hash,
         tokens=pack_tokens(event.token_ids),
         block_tokens=event.block_size,
-        namespace=namespace(event.lora_name, event.cache_salt),
+        namespace=namespace(event.lora_name, event.cache_salt, event.extra_key),
     )

@@ -12,7 +12,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_fair.core.cost import describe
-from sglang_fair.overlay import config, counts, pulse, refusal
+from sglang_fair.overlay import config, counts, kv_events, pulse, refusal
 from sglang_fair.overlay.identity import carry_client
 from sglang_fair.overlay.replica import ReplicaFairness
 from sglang_fair.overlay.status import add_routes, from_settings
@@ -115,6 +115,7 @@ def init_schedule_policy(original: Callable[..., None], scheduler: Any) -> None:
         scheduler.schedule_low_priority_values_first,
     )
     scheduler.policy.fair = scheduler.fair
+    kv_events.attach()
     ranks = get_parallel()
     leads = ranks.pp_rank == ranks.attn_tp_rank == ranks.attn_cp_rank == 0  # the others do what it does
     scheduler.pulse = pulse.attach((ranks.dp_rank or 0) if leads else None)
@@ -232,6 +233,7 @@ class Hook:
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager."
 _ARGUMENTS = "sglang.srt.server_args.ServerArgs."
+_RECORDER = "sglang.srt.mem_cache.events.KVCacheEventRecorder."
 
 HOOKS: tuple[Hook, ...] = (
     Hook(_ARGUMENTS + "add_cli_args", add_cli_args, HookType.AFTER),
@@ -246,6 +248,8 @@ HOOKS: tuple[Hook, ...] = (
     Hook(_SCHEDULER + "_get_new_batch_prefill_raw", form_prefill_batch, HookType.AROUND),
     Hook(_SCHEDULER + "get_prefill_adder_class", get_prefill_adder_class, HookType.AFTER),
     Hook(_SCHEDULER + "process_batch_result", process_batch_result, HookType.AROUND),
+    Hook(_RECORDER + "_namespace_seed", kv_events.namespace_seed, HookType.AFTER),
+    Hook(_RECORDER + "record_store", kv_events.record_store, HookType.AROUND),
     Hook(_SCHEDULER + "on_idle", on_idle, HookType.AFTER),
     Hook(_SCHEDULER + "get_internal_state", get_internal_state, HookType.AFTER),
     Hook(_SCHEDULER + "set_internal_state", set_internal_state, HookType.AROUND),
