@@ -13,8 +13,8 @@ whole queue, and a freed slot stays empty for a round trip. This is why D2LPM ex
 
 A slot should be a request that the worker can run: with fewer slots its batch is small, with more the queue, and
 with it the choice, moves to the worker. How many it can run depends on their length, so the default is a compromise:
-of D2LPM's throughput on four A100s (documents, judges, trees, a production mix) 16 slots had 0.44 and 1.5 times its
-P99, 64 had 0.61 and 1.15 times, 256 had 0.65 and 1.6 times.
+with 16 it had 0.4 of D2LPM's throughput on four A100s (documents, judges, trees, a production mix) and 1.5 times its
+P99, with 64 0.6 and 1.2 times, with 256 0.65 and 1.6 times.
 
 Debts are kept of every client that owes, as DLPM does; of those that do not, `remembered_clients`.
 """

@@ -132,9 +132,8 @@ class Adaptive(Simulated):
                     "our own question",
                     f"{kept['hit-rate']:.2f}× (fixed quanta differ by {spread:.2f}×)",
                     verdict(kept["hit-rate"] >= 0.97, partly=kept["hit-rate"] >= 0.9),
-                    f"Where nothing is shared no quantum reaches the hit rate, so it is driven to the largest "
-                    f"allowed, {MOST:,}. With credit like that the first clients' queues are served on long after "
-                    f"trees have come: fixed at {MOST:,} no tree is served in the whole phase.",
+                    "Where nothing is shared the quantum falls towards what one request is charged; when trees come "
+                    "it climbs for as long as that pays, by a step a refill.",
                 ),
                 Claim(
                     "and is about as fair as the smallest fixed one where nothing is shared",
@@ -145,8 +144,8 @@ class Adaptive(Simulated):
                         gap["hit-rate"][plain] <= 1.2 * min(gap[name][plain] for name in fixed),
                         partly=gap["hit-rate"][plain] <= max(gap[name][plain] for name in fixed),
                     ),
-                    "A hit rate that no quantum reaches drives the quantum up, not down: without sharing a target of "
-                    "a hit rate asks for the most unfair quantum that it may have.",
+                    "Where a larger quantum does not raise the hit rate it falls, but by a fifth at a refill, and with "
+                    "large quanta refills are rare: from 20,000 it comes to some 5,000 in a phase.",
                 ),
                 Claim(
                     "Following a gap, DLPM keeps differences below it in every phase",

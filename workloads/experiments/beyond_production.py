@@ -210,7 +210,22 @@ class Production(Simulated):
                     "The difference is the placement's: cache_aware over DLPM has "
                     f"{speed['cache-aware.dlpm'] / best:.2f}×. All conversations begin with one system prompt, so for "
                     "a new one D2LPM's longest match says nothing, and a client without credit leaves its replica in "
-                    "the midst of a conversation.",
+                    f"the midst of a conversation. Without the first D2LPM has {speed['d2lpm.threshold'] / best:.2f}×, "
+                    f"without both {speed['d2lpm.large.threshold'] / best:.2f}×.",
+                ),
+                Claim(
+                    "Where all prompts begin alike, a large Q^w makes D2LPM crowd a replica, unless short matches are "
+                    "left alone",
+                    "our own question",
+                    f"Q^w = {LARGE_WORKER_QUANTUM:,.0f}: {speed['d2lpm.large']:,.0f} tokens/s, following matches above "
+                    f"0.3 of a prompt alone {speed['d2lpm.large.threshold']:,.0f}; Q^w = {WORKER_QUANTUM:,.0f}: "
+                    f"{speed['d2lpm']:,.0f} and {speed['d2lpm.threshold']:,.0f}",
+                    verdict(
+                        speed["d2lpm.large"] <= 0.8 * speed["d2lpm"]
+                        and speed["d2lpm.large.threshold"] >= speed["d2lpm"],
+                        partly=speed["d2lpm.large"] < speed["d2lpm.large.threshold"],
+                    ),
+                    "Few requests match more than the common system prompt, or many of them do.",
                 ),
                 *_differences(
                     {name: results[name].median("difference") for name in ("d2lpm", "vtc", "rr")}, labels
