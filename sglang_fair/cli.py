@@ -131,6 +131,13 @@ def cluster(
             help="D2LPM's quantum per client and replica, in service units. [default: the router's]"
         ),
     ] = None,
+    placement_options: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME=VALUE,...",
+            help="The placement's other parameters, as cache_threshold=0.3 for d2lpm.",
+        ),
+    ] = "",
     cost: Annotated[
         str,
         typer.Option(
@@ -195,6 +202,7 @@ def cluster(
         time_scale=time_scale,
         policy=policy,
         policy_options=policy_options,
+        placement_options=placement_options,
         payer=payer,
         identity=identity,
         placement=placement,
