@@ -554,7 +554,7 @@ TYPICAL = Case(
 
 def test_sharing_changes_who_is_served():
     """Or these tests would test nothing."""
-    one = run(TYPICAL, Dlpm(quantum=20))
-    other = run(TYPICAL, Dlpm(quantum=20), payers=Payers(EQUAL, 1))
+    one = run(TYPICAL, Dlpm(quantum=20, newcomers=0))
+    other = run(TYPICAL, Dlpm(quantum=20, newcomers=0), payers=Payers(EQUAL, 1))
     assert one.admissions != other.admissions
     assert any(usage.transferred_units for usage in other.queue.ledger.accounts().values())
