@@ -78,9 +78,10 @@ def test_a_body_that_comes_piece_by_piece_has_an_end_too(tokenizer: Path) -> Non
         reader, writer = await connect(c)
         writer.write(head(1 << 20))
         answer = asyncio.create_task(reader.readline())
-        while not answer.done():
-            writer.write(b" ")
-            await asyncio.sleep(0.02)
+        async with asyncio.timeout(START_S):
+            while not answer.done():
+                writer.write(b" ")
+                await asyncio.sleep(0.02)
         assert b" 408 " in answer.result()
         writer.close()
         await c.ended(ok=0)
