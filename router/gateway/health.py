@@ -29,7 +29,7 @@ INTERVAL_S = 1.0
 REFUSALS = 2
 """Connections in a row that a worker may not accept."""
 
-FORWARD_TIMEOUTS = 6
+FORWARD_TIMEOUTS = 30
 """Timeouts that one forward pass may take."""
 
 HANGS = 2
