@@ -21,7 +21,8 @@ What the papers' experiments come to here: the same policies, placements and rou
 over modelled GPUs in virtual time. This page is generated from the records in `docs/results/` and from nothing
 else: `sglang-fair reproduce all --publish` runs every experiment and writes both,
 `sglang-fair reproduce ID` runs one, `--list` names them. The machine that ran them decides how long that took
-and no number in a table.
+and no number in a table, but for `dlpm-fig4`, which counts the CPU time of decisions, and `validation`, which starts
+real replicas and is run by itself: `python -m workloads.experiments.validation --publish`.
 
 Absolute numbers depend on a cost model of a GPU and are not the papers'. What is compared is order, ratio and
 shape: who is served, how evenly, how fast, and how much caching saves.

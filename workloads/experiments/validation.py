@@ -90,7 +90,11 @@ class Validation(Experiment):
     id = "validation"
     title = "The emulated engine and the simulator beside the real engine"
     source = "this project"
-    about = "One misbehaving client, small trees and judgements; see the module for what runs."
+    about = (
+        "One misbehaving client, small trees and judgements, one seed. `bench`: one replica of the model `bench` on "
+        "this machine's CPU, run twice, and the two models of it, calibrated first. `a100`: two replicas of an A100 "
+        "with an 8B model, emulated at a fifth of their speed, and simulated."
+    )
 
     def cells(self, size: Size) -> Sequence[Cell]:
         full = size == "full"
