@@ -141,7 +141,7 @@ class _Run:
 
 
 class RadixTree:
-    """The tree of all namespaces (a namespace: model, adapter, cache salt) and all workers.
+    """The tree of all workers and namespaces (adapter, cache salt, extra key; the workers of a router serve one model).
 
     Memory is bounded by `max_tree_tokens` and the prompts in flight together: beyond, leaves are evicted that
     no request in flight refers to, first those that no event has confirmed, then the least recently used. That
