@@ -4,9 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,22 +18,10 @@ import aiohttp
 import httpx
 import psutil
 
+from tests.ports import free_port
+
 START_S = 240.0
 STEP_S = 120.0
-
-
-TEST_PORTS = range(20_000, 29_000)
-"""Below those of clusters, and of outgoing connections."""
-
-
-def free_port(count: int = 1) -> int:
-    """The first of `count` adjacent free ports; two test runs at one time rarely look at the same."""
-    while True:
-        port = random.SystemRandom().choice(TEST_PORTS)
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-            for offset in range(count):
-                stack.enter_context(socket.socket()).bind(("127.0.0.1", port + offset))
-            return port
 
 
 def check_conservation(*books: dict[str, Any]) -> None:

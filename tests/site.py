@@ -4,9 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,14 +16,12 @@ from typing import Any
 
 import aiohttp
 
+from tests.ports import free_port
 from tests.stand_in import MODEL, Engine
 
 DEADLINE_S = 120.0
 QUANTUM = 1e9
 """So large that no credit is ever refilled: what a client was charged can be read from it."""
-
-PORTS = range(18_000, 30_000)
-"""Below the range that the kernel takes for outgoing connections, so that a port stays free for a restart."""
 
 
 async def eventually(check: Callable[[], Any], what: str) -> Any:
@@ -40,16 +36,6 @@ async def eventually(check: Callable[[], Any], what: str) -> Any:
                 return found
         assert time.monotonic() < end, f"not within {DEADLINE_S} s: {what}"
         await asyncio.sleep(0.02)
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    while True:
-        port = random.SystemRandom().choice(PORTS)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 class Process:

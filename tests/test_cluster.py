@@ -51,7 +51,8 @@ from sglang_fair.cluster.restart import RestartRule
 from sglang_fair.cluster.supervisor import StartFailed, Supervisor
 from sglang_fair.core import POLICIES
 from sglang_fair.core.cost import make_cost
-from tests.live import free_port, lives, wait_until
+from tests.live import lives, wait_until
+from tests.ports import free_port
 
 LIMIT_S = 60.0
 """For what takes little time, on however busy a machine."""

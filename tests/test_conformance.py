@@ -18,7 +18,8 @@ from router.shell import Shell
 from router.wire import namespace
 from sglang_fair.engines.models import find
 from tests.live import Replica, wait_until
-from tests.site import Process, free_port
+from tests.ports import free_port
+from tests.site import Process
 
 pytestmark = pytest.mark.engine
 

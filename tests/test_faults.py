@@ -18,7 +18,8 @@ import zmq
 import zmq.asyncio
 
 from tests.live import Cluster, command_line, wait_until
-from tests.site import QUANTUM, Seen, Site, eventually, free_port, read, request
+from tests.ports import free_port
+from tests.site import QUANTUM, Seen, Site, eventually, read, request
 from tests.stand_in import make_tokenizer
 
 pytestmark = pytest.mark.slow

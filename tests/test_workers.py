@@ -42,7 +42,8 @@ from sglang_fair.cluster.restart import RestartRule
 from sglang_fair.cluster.supervisor import StartFailed, Supervisor
 from sglang_fair.cluster.workers import Workers
 from tests.live import lives
-from tests.site import Seen, eventually, free_port, read, request
+from tests.ports import free_port
+from tests.site import Seen, eventually, read, request
 from tests.stand_in import MODEL, Engine, make_tokenizer
 from tests.test_cluster import DIES, LIMIT_S, MACHINE, SERVES, Record, after, of_our_own, program, until
 from tests.test_cluster import MODEL as TINY
