@@ -100,7 +100,9 @@ class Relay:
         watching = asyncio.create_task(watch())
         try:
             call = await self._gateway.parsed(self._kind, raw, self._share)
-            client = header_safe(identify(headers, call.user, self._gateway.identity))
+            client = self._client
+            if call.user:
+                client = header_safe(identify(headers, call.user, self._gateway.identity))
             if client != self._share:
                 self._leave()
                 self._enter(client, client)
