@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 
-from workloads.clients import Client
 from workloads.experiments import dlpm_setting as dlpm
 from workloads.experiments import style
 from workloads.experiments.contract import (
@@ -12,14 +11,13 @@ from workloads.experiments.contract import (
     Json,
     Report,
     Result,
-    Simulated,
     Size,
     Table,
     Traffic,
     verdict,
 )
 from workloads.experiments.program_senders import sender, tot
-from workloads.experiments.senders import clients_of, traffic
+from workloads.experiments.senders import FromSenders, traffic
 from workloads.records import Run
 from workloads.windows import Windows
 
@@ -57,7 +55,7 @@ def shifting(phase_s: float) -> Traffic:
     return traffic("shifting", *senders)
 
 
-class Adaptive(Simulated):
+class Adaptive(FromSenders):
     id = "beyond-adaptive"
     title = "An adaptive quantum under shifting load"
     version = 2
@@ -87,9 +85,6 @@ class Adaptive(Simulated):
             )
             for name, (policy, quantum, options) in runs.items()
         ]
-
-    def clients(self, cell: Cell, seed: str) -> Sequence[Client]:
-        return clients_of(cell.traffic, seed)
 
     def measure(self, cell: Cell, run: Run) -> Mapping[str, Json]:
         phase_s = cell.plan.duration_s / 3

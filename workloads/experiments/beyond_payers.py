@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from workloads.clients import Client
 from workloads.experiments import dlpm_setting as dlpm
 from workloads.experiments import style
 from workloads.experiments.contract import (
@@ -14,7 +13,6 @@ from workloads.experiments.contract import (
     Measured,
     Report,
     Result,
-    Simulated,
     Size,
     Table,
     Traffic,
@@ -22,7 +20,7 @@ from workloads.experiments.contract import (
     verdict,
 )
 from workloads.experiments.dlpm_fig7_setting import observe
-from workloads.experiments.senders import clients_of
+from workloads.experiments.senders import FromSenders
 from workloads.records import Records, Run
 from workloads.simulation import describe
 from workloads.simulation.cluster import Simulation
@@ -65,7 +63,7 @@ def readers() -> Traffic:
     )
 
 
-class Payers(Simulated):
+class Payers(FromSenders):
     id = "beyond-payers"
     title = "Prefixes shared between clients: who pays"
     source = "beyond the papers; a question that DLPM §9 leaves open"
@@ -88,9 +86,6 @@ class Payers(Simulated):
             )
             for rule in RULES
         ]
-
-    def clients(self, cell: Cell, seed: str) -> Sequence[Client]:
-        return clients_of(cell.traffic, seed)
 
     def run(self, cell: Cell, seed: str) -> Measured:
         """With the replica's own books, which say who paid whom."""

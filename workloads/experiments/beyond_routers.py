@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 
-from workloads.clients import Client
 from workloads.experiments import dlpm_setting as dlpm
 from workloads.experiments.contract import (
     Cell,
@@ -11,7 +10,6 @@ from workloads.experiments.contract import (
     Json,
     Report,
     Result,
-    Simulated,
     Size,
     Table,
     Traffic,
@@ -19,7 +17,7 @@ from workloads.experiments.contract import (
 )
 from workloads.experiments.dlpm_fig7_setting import observe
 from workloads.experiments.program_senders import judge, sender
-from workloads.experiments.senders import clients_of, traffic
+from workloads.experiments.senders import FromSenders, traffic
 from workloads.records import Run
 from workloads.windows import Windows
 
@@ -46,7 +44,7 @@ def judgements(replicas: int) -> Traffic:
     )
 
 
-class Routers(Simulated):
+class Routers(FromSenders):
     id = "beyond-routers"
     title = "Several routers, weighted clients"
     source = "beyond the papers; D2LPM with more than one global scheduler"
@@ -78,9 +76,6 @@ class Routers(Simulated):
             for ingress, parts in INGRESS.items()
             for placement in (PLACEMENTS if full else ("d2lpm",))
         ]
-
-    def clients(self, cell: Cell, seed: str) -> Sequence[Client]:
-        return clients_of(cell.traffic, seed)
 
     def measure(self, cell: Cell, run: Run) -> Mapping[str, Json]:
         length_s = cell.plan.duration_s

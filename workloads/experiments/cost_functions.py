@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 
 from sglang_fair.core.cost import make_cost
-from workloads.clients import Client
 from workloads.experiments import vtc_setting as vtc
 from workloads.experiments.contract import (
     Cell,
@@ -12,13 +11,12 @@ from workloads.experiments.contract import (
     Json,
     Report,
     Result,
-    Simulated,
     Size,
     Table,
     verdict,
 )
 from workloads.experiments.curves import variation
-from workloads.experiments.senders import clients_of, even, sender, traffic
+from workloads.experiments.senders import FromSenders, even, sender, traffic
 from workloads.records import Run
 from workloads.windows import Windows, regular_times
 
@@ -43,7 +41,7 @@ RUNS = (
 )
 
 
-class CostFunctions(Simulated):
+class CostFunctions(FromSenders):
     id = "cost-functions"
     title = "Linear, quadratic and tiered cost of service"
     source = "At What Cost?, experiments 1 and 2, Figures 1 to 5"
@@ -72,9 +70,6 @@ class CostFunctions(Simulated):
             )
             for sent, cost in RUNS
         ]
-
-    def clients(self, cell: Cell, seed: str) -> Sequence[Client]:
-        return clients_of(cell.traffic, seed)
 
     def measure(self, cell: Cell, run: Run) -> Mapping[str, Json]:
         own = Windows(run, cost=make_cost(cell.site.cost))

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from workloads.clients import Client
 from workloads.experiments import dlpm_setting as dlpm
 from workloads.experiments import style
 from workloads.experiments.contract import (
@@ -13,7 +12,6 @@ from workloads.experiments.contract import (
     Json,
     Report,
     Result,
-    Simulated,
     Size,
     Traffic,
     medians,
@@ -21,7 +19,7 @@ from workloads.experiments.contract import (
 )
 from workloads.experiments.dlpm_fig7_setting import observe
 from workloads.experiments.program_senders import sender, tot
-from workloads.experiments.senders import clients_of, traffic
+from workloads.experiments.senders import FromSenders, traffic
 from workloads.records import Run
 
 if TYPE_CHECKING:
@@ -43,7 +41,7 @@ def trees() -> Traffic:
     )
 
 
-class Figure1(Simulated):
+class Figure1(FromSenders):
     id = "dlpm-fig1"
     title = "Throughput against fairness: Q^u from small to large"
     source = "DLPM, Figure 1"
@@ -71,9 +69,6 @@ class Figure1(Simulated):
             )
             for name, (policy, quantum) in runs.items()
         ]
-
-    def clients(self, cell: Cell, seed: str) -> Sequence[Client]:
-        return clients_of(cell.traffic, seed)
 
     def measure(self, cell: Cell, run: Run) -> Mapping[str, Json]:
         return observe(run)

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
-from workloads.clients import Client
 from workloads.experiments import dlpm_setting as dlpm
 from workloads.experiments import style
 from workloads.experiments.contract import (
@@ -14,14 +13,13 @@ from workloads.experiments.contract import (
     Json,
     Report,
     Result,
-    Simulated,
     Size,
     medians,
     verdict,
 )
 from workloads.experiments.dlpm_fig7_setting import SCHEDULERS, observe
 from workloads.experiments.dlpm_fig9 import REPLICAS, trees
-from workloads.experiments.senders import clients_of
+from workloads.experiments.senders import FromSenders
 from workloads.records import Run
 
 if TYPE_CHECKING:
@@ -35,7 +33,7 @@ OTHERS = ("rr", "preble", "vtc", "cache-aware")
 SIDES = {"a": "one misbehaving client", "b": "all well-behaved"}
 
 
-class Figure10(Simulated):
+class Figure10(FromSenders):
     id = "dlpm-fig10"
     title = "Q^w: throughput and Jain's index"
     source = "DLPM, Figures 10a and 10b"
@@ -59,9 +57,6 @@ class Figure10(Simulated):
                 site = dlpm.a10g(name, replicas, **dlpm.TOT3.quanta)
                 found.append(Cell(f"{side}.{name}", site, sent, dlpm.plan(length_s), seeds))
         return found
-
-    def clients(self, cell: Cell, seed: str) -> Sequence[Client]:
-        return clients_of(cell.traffic, seed)
 
     def measure(self, cell: Cell, run: Run) -> Mapping[str, Json]:
         return observe(run)

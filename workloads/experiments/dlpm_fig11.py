@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from workloads.clients import Client
 from workloads.experiments import dlpm_setting as dlpm
 from workloads.experiments import style
 from workloads.experiments.contract import (
@@ -13,7 +12,6 @@ from workloads.experiments.contract import (
     Json,
     Report,
     Result,
-    Simulated,
     Size,
     Table,
     Traffic,
@@ -21,7 +19,7 @@ from workloads.experiments.contract import (
 )
 from workloads.experiments.dlpm_fig7_setting import observe
 from workloads.experiments.program_senders import sender, tot
-from workloads.experiments.senders import clients_of, traffic
+from workloads.experiments.senders import FromSenders, traffic
 from workloads.records import Run
 
 if TYPE_CHECKING:
@@ -41,7 +39,7 @@ def crowd(count: int) -> Traffic:
     )
 
 
-class Figure11(Simulated):
+class Figure11(FromSenders):
     id = "dlpm-fig11"
     title = "From 5 to 50 clients at the same total rate"
     source = "DLPM, Figure 11"
@@ -65,9 +63,6 @@ class Figure11(Simulated):
             for policy in POLICIES
             for count in (COUNTS if full else (COUNTS[0], COUNTS[-1]))
         ]
-
-    def clients(self, cell: Cell, seed: str) -> Sequence[Client]:
-        return clients_of(cell.traffic, seed)
 
     def measure(self, cell: Cell, run: Run) -> Mapping[str, Json]:
         found = observe(run)

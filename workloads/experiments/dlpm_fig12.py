@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 
-from workloads.clients import Client
 from workloads.experiments import dlpm_setting as dlpm
 from workloads.experiments.contract import (
     Cell,
@@ -11,7 +10,6 @@ from workloads.experiments.contract import (
     Json,
     Report,
     Result,
-    Simulated,
     Size,
     Traffic,
     medians,
@@ -19,7 +17,7 @@ from workloads.experiments.contract import (
 )
 from workloads.experiments.curves import largest
 from workloads.experiments.program_senders import CHAT, judge, sender, tot
-from workloads.experiments.senders import clients_of, traffic
+from workloads.experiments.senders import FromSenders, traffic
 from workloads.records import Run
 
 POLICIES = {"dlpm": "DLPM", "lpm": "LPM", "vtc": "VTC"}
@@ -38,7 +36,7 @@ def mixed() -> Traffic:
     )
 
 
-class Figure12(Simulated):
+class Figure12(FromSenders):
     id = "dlpm-fig12"
     title = "Four clients with different programs"
     source = "DLPM, Figure 12"
@@ -61,9 +59,6 @@ class Figure12(Simulated):
             )
             for policy in POLICIES
         ]
-
-    def clients(self, cell: Cell, seed: str) -> Sequence[Client]:
-        return clients_of(cell.traffic, seed)
 
     def measure(self, cell: Cell, run: Run) -> Mapping[str, Json]:
         return dlpm.observe_curves(run)

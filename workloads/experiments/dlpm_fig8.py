@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-from workloads.clients import Client
 from workloads.experiments import dlpm_setting as dlpm
 from workloads.experiments.contract import (
     Cell,
@@ -12,7 +11,6 @@ from workloads.experiments.contract import (
     Json,
     Report,
     Result,
-    Simulated,
     Size,
     Table,
     Traffic,
@@ -21,7 +19,7 @@ from workloads.experiments.contract import (
 from workloads.experiments.curves import between, largest
 from workloads.experiments.dlpm_fig7_setting import SCHEDULERS
 from workloads.experiments.program_senders import CHAT, sender
-from workloads.experiments.senders import clients_of, traffic
+from workloads.experiments.senders import FromSenders, traffic
 from workloads.records import Run
 
 REPLICAS = 2
@@ -42,7 +40,7 @@ def conversations(replicas: int, length_s: float) -> Traffic:
     )
 
 
-class Figure8(Simulated):
+class Figure8(FromSenders):
     id = "dlpm-fig8"
     title = "Conversations: two clients flood, one of them calms down midway"
     source = "DLPM, Figure 8"
@@ -64,9 +62,6 @@ class Figure8(Simulated):
             )
             for name in SCHEDULERS
         ]
-
-    def clients(self, cell: Cell, seed: str) -> Sequence[Client]:
-        return clients_of(cell.traffic, seed)
 
     def measure(self, cell: Cell, run: Run) -> Mapping[str, Json]:
         return dlpm.observe_curves(run, window_s=20.0, step_s=4.0)

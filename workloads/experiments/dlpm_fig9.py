@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-from workloads.clients import Client
 from workloads.experiments import dlpm_setting as dlpm
 from workloads.experiments.contract import (
     Cell,
@@ -12,7 +11,6 @@ from workloads.experiments.contract import (
     Json,
     Report,
     Result,
-    Simulated,
     Size,
     Table,
     Traffic,
@@ -21,7 +19,7 @@ from workloads.experiments.contract import (
 from workloads.experiments.curves import average, largest
 from workloads.experiments.dlpm_fig7_setting import SCHEDULERS
 from workloads.experiments.program_senders import QUESTION_TOKENS, sender, tot
-from workloads.experiments.senders import clients_of, traffic
+from workloads.experiments.senders import FromSenders, traffic
 from workloads.records import Run
 
 REPLICAS = 4
@@ -43,7 +41,7 @@ def trees(replicas: int, *, factor: int = 10) -> Traffic:
     )
 
 
-class Figure9(Simulated):
+class Figure9(FromSenders):
     id = "dlpm-fig9"
     title = "Response time and service over time: trees of thoughts, one client with long questions"
     source = "DLPM, Figure 9"
@@ -65,9 +63,6 @@ class Figure9(Simulated):
             )
             for name in SCHEDULERS
         ]
-
-    def clients(self, cell: Cell, seed: str) -> Sequence[Client]:
-        return clients_of(cell.traffic, seed)
 
     def measure(self, cell: Cell, run: Run) -> Mapping[str, Json]:
         return dlpm.observe_curves(run)

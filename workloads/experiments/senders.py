@@ -25,7 +25,7 @@ from workloads.arrivals import (
 )
 from workloads.clients import Client, fixed_length_client
 from workloads.experiments import program_senders
-from workloads.experiments.contract import Json, Traffic
+from workloads.experiments.contract import Cell, Json, Simulated, Traffic
 from workloads.programs import PackedCodec
 
 MINUTE_S, START_S = 60.0, 1e-3
@@ -62,6 +62,13 @@ def clients_of(told: Traffic, seed: str) -> tuple[Client, ...]:
         program_senders.client(one, seed) if "shape" in one else _client(one, seed)
         for one in told.arguments["senders"]
     )
+
+
+class FromSenders(Simulated):
+    """An experiment whose traffic is made of senders."""
+
+    def clients(self, cell: Cell, seed: str) -> Sequence[Client]:
+        return clients_of(cell.traffic, seed)
 
 
 def _client(told: Mapping[str, Json], seed: str) -> Client:

@@ -2,10 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 
-from workloads.clients import Client
 from workloads.experiments import vtc_setting as vtc
-from workloads.experiments.contract import Cell, Claim, Figure, Json, Report, Result, Simulated, Size, verdict
-from workloads.experiments.senders import clients_of, poisson, sender, traffic
+from workloads.experiments.contract import Cell, Claim, Figure, Json, Report, Result, Size, verdict
+from workloads.experiments.senders import FromSenders, poisson, sender, traffic
 from workloads.records import Run
 
 SHAPES: Mapping[str, tuple[tuple[int, int], tuple[int, int]]] = {
@@ -15,7 +14,7 @@ SHAPES: Mapping[str, tuple[tuple[int, int], tuple[int, int]]] = {
 """(input, output) of client 1 and of client 2, in tokens: Figure 7 and Figure 8."""
 
 
-class Lengths(Simulated):
+class Lengths(FromSenders):
     id = "vtc-fig7-8"
     title = "Requests of unlike lengths at random times"
     source = "VTC, Figures 7 and 8"
@@ -41,9 +40,6 @@ class Lengths(Simulated):
             for name, (first, second) in SHAPES.items()
             for policy in ("vtc", "fcfs")
         ]
-
-    def clients(self, cell: Cell, seed: str) -> Sequence[Client]:
-        return clients_of(cell.traffic, seed)
 
     def measure(self, cell: Cell, run: Run) -> Mapping[str, Json]:
         return vtc.observe(run)

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 
-from workloads.clients import Client
 from workloads.experiments import vtc_setting as vtc
 from workloads.experiments.contract import (
     Cell,
@@ -11,13 +10,12 @@ from workloads.experiments.contract import (
     Json,
     Report,
     Result,
-    Simulated,
     Size,
     Traffic,
     medians,
     verdict,
 )
-from workloads.experiments.senders import clients_of, even, sender, traffic
+from workloads.experiments.senders import FromSenders, even, sender, traffic
 from workloads.records import Run
 
 
@@ -33,7 +31,7 @@ def overload(waiting: int = 0) -> Traffic:
 OVERLOAD = overload()
 
 
-class Overload(Simulated):
+class Overload(FromSenders):
     id = "vtc-fig3"
     title = "Two clients, both overloaded, one sends twice as much"
     source = "VTC, Figures 3a and 3b"
@@ -44,9 +42,6 @@ class Overload(Simulated):
         return [
             Cell(policy, vtc.site(policy), OVERLOAD, vtc.plan(length_s), seeds) for policy in ("vtc", "fcfs")
         ]
-
-    def clients(self, cell: Cell, seed: str) -> Sequence[Client]:
-        return clients_of(cell.traffic, seed)
 
     def measure(self, cell: Cell, run: Run) -> Mapping[str, Json]:
         return vtc.observe(run)

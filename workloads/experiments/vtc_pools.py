@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from workloads.clients import Client
 from workloads.experiments import style
 from workloads.experiments import vtc_setting as vtc
 from workloads.experiments.contract import (
@@ -13,12 +12,11 @@ from workloads.experiments.contract import (
     Json,
     Report,
     Result,
-    Simulated,
     Size,
     Table,
     verdict,
 )
-from workloads.experiments.senders import clients_of, even, sender, traffic
+from workloads.experiments.senders import FromSenders, even, sender, traffic
 from workloads.records import Run
 
 if TYPE_CHECKING:
@@ -35,7 +33,7 @@ SETTINGS: Mapping[str, tuple[int, int, int]] = {
 """KV pool, input and output tokens of a request, requests/min of client 1; client 2 sends twice as many."""
 
 
-class Pools(Simulated):
+class Pools(FromSenders):
     id = "vtc-fig15"
     title = "Larger pools and longer requests leave larger differences"
     source = "VTC, Figures 15a and 15b"
@@ -63,9 +61,6 @@ class Pools(Simulated):
             for name, (pool, length, rpm) in SETTINGS.items()
             for start, waiting in (("", vtc.IN_STEP), (".spread", 0))
         ]
-
-    def clients(self, cell: Cell, seed: str) -> Sequence[Client]:
-        return clients_of(cell.traffic, seed)
 
     def measure(self, cell: Cell, run: Run) -> Mapping[str, Json]:
         return vtc.observe(run)

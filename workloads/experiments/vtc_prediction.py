@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from sglang_fair.core.cost import make_cost
-from workloads.clients import Client
 from workloads.experiments import vtc_setting as vtc
 from workloads.experiments.contract import (
     Cell,
@@ -13,13 +12,12 @@ from workloads.experiments.contract import (
     Json,
     Report,
     Result,
-    Simulated,
     Size,
     Table,
     Traffic,
     verdict,
 )
-from workloads.experiments.senders import clients_of, even, sender, traffic
+from workloads.experiments.senders import FromSenders, even, sender, traffic
 from workloads.experiments.vtc_overload import OVERLOAD, overload
 from workloads.records import Run
 
@@ -58,7 +56,7 @@ PAPER: Mapping[str, Mapping[str, vtc.PaperRow]] = {
 """Tables 5 and 6: maximum, mean and variance of the service difference, and tokens/s."""
 
 
-class Prediction(Simulated):
+class Prediction(FromSenders):
     id = "vtc-fig19"
     title = "Charging predicted outputs ahead shrinks the difference"
     source = "VTC, Figure 19, Tables 5 and 6"
@@ -75,9 +73,6 @@ class Prediction(Simulated):
             for name, sent in TRAFFICS.items()
             for policy in POLICIES.values()
         ]
-
-    def clients(self, cell: Cell, seed: str) -> Sequence[Client]:
-        return clients_of(cell.traffic, seed)
 
     def measure(self, cell: Cell, run: Run) -> Mapping[str, Json]:
         return vtc.observe(run, curves_of=())
@@ -155,7 +150,7 @@ class Prediction(Simulated):
         )
 
 
-class Profiled(Simulated):
+class Profiled(FromSenders):
     id = "vtc-tab4"
     title = "Another cost of service: profiled"
     source = "VTC, Table 4"
@@ -177,9 +172,6 @@ class Profiled(Simulated):
             Cell(policy, vtc.site(policy, cost="profiled"), OVERLOAD, vtc.plan(length_s), seeds)
             for policy in self.POLICIES.values()
         ]
-
-    def clients(self, cell: Cell, seed: str) -> Sequence[Client]:
-        return clients_of(cell.traffic, seed)
 
     def measure(self, cell: Cell, run: Run) -> Mapping[str, Json]:
         found = vtc.observe(run, cost="profiled", curves_of=())

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-from workloads.clients import Client
 from workloads.experiments import vtc_setting as vtc
 from workloads.experiments.contract import (
     Cell,
@@ -12,17 +11,16 @@ from workloads.experiments.contract import (
     Json,
     Report,
     Result,
-    Simulated,
     Size,
     Traffic,
     verdict,
 )
 from workloads.experiments.curves import Line, average, variation
-from workloads.experiments.senders import clients_of, even, on_off, sender, traffic
+from workloads.experiments.senders import FromSenders, even, on_off, sender, traffic
 from workloads.records import Run
 
 
-class _OneRun(Simulated):
+class _OneRun(FromSenders):
     """One cell, VTC on one traffic, and the paper's two panels: service rate and response time."""
 
     def traffic(self, length_s: float) -> Traffic:
@@ -31,9 +29,6 @@ class _OneRun(Simulated):
     def cells(self, size: Size) -> Sequence[Cell]:
         length_s, seeds = (600.0, ("0", "1", "2")) if size == "full" else (300.0, ("0",))
         return [Cell("vtc", vtc.site("vtc"), self.traffic(length_s), vtc.plan(length_s), seeds)]
-
-    def clients(self, cell: Cell, seed: str) -> Sequence[Client]:
-        return clients_of(cell.traffic, seed)
 
     def measure(self, cell: Cell, run: Run) -> Mapping[str, Json]:
         return vtc.observe(run)

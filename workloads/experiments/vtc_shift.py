@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 
-from workloads.clients import Client
 from workloads.experiments import vtc_setting as vtc
 from workloads.experiments.contract import (
     Cell,
@@ -11,21 +10,20 @@ from workloads.experiments.contract import (
     Json,
     Report,
     Result,
-    Simulated,
     Size,
     Table,
     Traffic,
     verdict,
 )
 from workloads.experiments.curves import average
-from workloads.experiments.senders import clients_of, even, on_off, sender, traffic
+from workloads.experiments.senders import FromSenders, even, on_off, sender, traffic
 from workloads.records import Run
 
 OVERLOAD_RPM = 60
 """Of each client in the second phase."""
 
 
-class Shift(Simulated):
+class Shift(FromSenders):
     id = "vtc-fig10"
     title = "Traffic that shifts: what one client did not use is not made up for later"
     source = "VTC, Figure 10"
@@ -46,9 +44,6 @@ class Shift(Simulated):
         second = [even(120), even(OVERLOAD_RPM), even(90)]
         phases = ({"kind": "phases", "phases": [[phase_s, one] for one in each]} for each in (first, second))
         return traffic("shift", *(sender(f"client {k}", one, 256, 256) for k, one in enumerate(phases, 1)))
-
-    def clients(self, cell: Cell, seed: str) -> Sequence[Client]:
-        return clients_of(cell.traffic, seed)
 
     def measure(self, cell: Cell, run: Run) -> Mapping[str, Json]:
         return vtc.observe(run)

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 
-from workloads.clients import Client
 from workloads.experiments import vtc_setting as vtc
 from workloads.experiments.contract import (
     Cell,
@@ -11,19 +10,18 @@ from workloads.experiments.contract import (
     Json,
     Report,
     Result,
-    Simulated,
     Size,
     medians,
     verdict,
 )
-from workloads.experiments.senders import clients_of, even, sender, traffic
+from workloads.experiments.senders import FromSenders, even, sender, traffic
 from workloads.records import Run
 
 RATES_RPM = (48, 48, 72, 96)
 WEIGHTS = {"client 1": 1.0, "client 2": 2.0, "client 3": 3.0, "client 4": 4.0}
 
 
-class Weighted(Simulated):
+class Weighted(FromSenders):
     id = "vtc-fig16"
     title = "Weights of 1 : 2 : 3 : 4"
     source = "VTC, Figure 16"
@@ -37,9 +35,6 @@ class Weighted(Simulated):
             Cell("equal", vtc.site("vtc"), sent, vtc.plan(length_s), seeds),
             Cell("weighted", vtc.site("vtc", client_weights=WEIGHTS), sent, vtc.plan(length_s), seeds),
         ]
-
-    def clients(self, cell: Cell, seed: str) -> Sequence[Client]:
-        return clients_of(cell.traffic, seed)
 
     def measure(self, cell: Cell, run: Run) -> Mapping[str, Json]:
         return vtc.observe(run)
