@@ -14,7 +14,7 @@ from router.descriptors import raise_limit
 from router.events import WorkerUp
 from router.placement import PLACEMENTS, build, parameters
 from router.shell import Shell
-from sglang_fair.processes import die_with_parent
+from sglang_fair.common.processes import die_with_parent
 
 
 def worker(text: str) -> WorkerUp:

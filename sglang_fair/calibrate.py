@@ -34,10 +34,10 @@ from typing import Any
 
 import aiohttp
 
+from sglang_fair.common.provenance import machine, versions
 from sglang_fair.core.cost import Linear
 from sglang_fair.core.fcfs import Fcfs
 from sglang_fair.core.queue import FairQueue
-from sglang_fair.provenance import machine, versions
 from sglang_fair.sim.cost_model import CostModel, Fitted, to_json
 from sglang_fair.sim.fitting import Measurement, errors, fit
 from sglang_fair.sim.replica import Replica as SimReplica

@@ -19,7 +19,7 @@ app = typer.Typer(
 )
 
 PROGRAMS = {
-    "replica": "sglang_fair.replica",
+    "replica": "sglang_fair.engines.replica",
     "router": "router",
     "gateway": "router.gateway",
     "compare": "workloads.compare",
@@ -30,7 +30,7 @@ PROGRAMS = {
 """Commands that are programs of their own, and read their arguments themselves."""
 
 BENCHES = {
-    "scheduler": "sglang_fair.bench.scheduler",
+    "scheduler": "sglang_fair.engines.bench_scheduler",
     "router": "sglang_fair.bench.router",
     "gateway": "sglang_fair.bench.gateway",
     "serve": "workloads.serve",

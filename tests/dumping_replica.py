@@ -1,4 +1,4 @@
-"""`python -m sglang_fair.replica` as a test needs it: GET /fair says also what the radix cache holds.
+"""`python -m sglang_fair.engines.replica` as a test needs it: GET /fair says also what the radix cache holds.
 
 The cache cannot be walked. It is asked for every sequence that a request has left in it: `cache` has the longest
 prefix of each that is there, and `cached_tokens` how many tokens the cache says it has, so that none is missed.
@@ -9,7 +9,8 @@ from array import array
 from collections.abc import Iterator
 from typing import Any
 
-from sglang_fair import overlay, replica
+from sglang_fair import overlay
+from sglang_fair.engines import replica
 
 Sequence = tuple[str | None, str | None, tuple[int, ...]]
 """Cache salt, extra key, tokens."""

@@ -18,8 +18,9 @@ from random import Random
 from hypothesis import strategies as st
 
 from sglang_fair.core.cost import Cost, Linear
+from sglang_fair.core.job import Job
 from sglang_fair.core.payers import Payers, path_of
-from sglang_fair.core.policy import Job, Policy
+from sglang_fair.core.policy import Policy
 from sglang_fair.core.queue import FairQueue
 
 Tokens = tuple[int, ...]

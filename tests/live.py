@@ -78,9 +78,11 @@ class Answer:
 
 
 class Replica:
-    """`python -m sglang_fair.replica --model tiny …` as a context manager."""
+    """`python -m sglang_fair.engines.replica --model tiny …` as a context manager."""
 
-    def __init__(self, *arguments: str, kv_events: bool = False, module: str = "sglang_fair.replica") -> None:
+    def __init__(
+        self, *arguments: str, kv_events: bool = False, module: str = "sglang_fair.engines.replica"
+    ) -> None:
         own, _, engine = _split(list(arguments))
         self.port = free_port()
         self.kv_port = free_port(2) if kv_events else None

@@ -1,12 +1,12 @@
-"""`python -m sglang_fair.replica` as tests need it: with overlap scheduling, as on a GPU, and a hasty clock."""
+"""`python -m sglang_fair.engines.replica` as tests need it: with overlap scheduling, as on a GPU, and a hasty clock."""
 
 import sys
 from dataclasses import dataclass
 from typing import ClassVar
 
-from sglang_fair import core, replica
+from sglang_fair import core
 from sglang_fair.core.rpm import MINUTE_S, Rpm
-from sglang_fair.engines import cpu
+from sglang_fair.engines import cpu, replica
 
 HASTY_MINUTE_S = 0.5
 

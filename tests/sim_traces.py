@@ -205,7 +205,7 @@ def _sim_request(arrival: Arrival) -> SimRequest:
 
 def main() -> None:
     os.environ["SGLANG_FAIR_QUANTUM"] = str(QUANTUM)
-    from sglang_fair.bench.engine import Engine
+    from sglang_fair.engines.bench_engine import Engine
 
     engine = Engine(admit_per_step=10_000, seed=0)
     print(json.dumps({name: Traced(load(name)).real(engine) for name in LOADS}))

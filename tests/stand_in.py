@@ -20,7 +20,7 @@ from typing import Any
 from aiohttp import web
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from sglang_fair.processes import die_with_parent
+from sglang_fair.common.processes import die_with_parent
 
 MODEL = "tiny"
 UNFINISHED = "\ufffd"

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 from random import Random
 
-from sglang_fair.core.policy import Job, Policy
+from sglang_fair.core.job import Job
+from sglang_fair.core.policy import Policy
 
 
 @dataclass

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import aiohttp
 import msgspec
 
-from sglang_fair.core.identity import HEADER_APP, HEADER_CLIENT, HEADER_INTERACTION, HEADER_STAGE
+from sglang_fair.common.identity import HEADER_APP, HEADER_CLIENT, HEADER_INTERACTION, HEADER_STAGE
 from workloads import wire
 from workloads.clients import Client
 from workloads.programs import Call, Execution, Outcome, Ready, Reply

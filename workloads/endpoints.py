@@ -7,7 +7,7 @@ from typing import Any
 
 import aiohttp
 
-from sglang_fair.core.identity import API_KEY, USER
+from sglang_fair.common.identity import API_KEY, USER
 from workloads.driver import Headers
 
 IDENTITIES: Mapping[str, Headers] = {

@@ -30,8 +30,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from sglang_fair.common.provenance import machine, versions
 from sglang_fair.core.cost import Cost, describe, make_cost
-from sglang_fair.provenance import machine, versions
 from workloads import wire
 from workloads.clients import SCENARIOS, SMALL, Scale, Texts
 from workloads.datasets import read_articles, read_codec, read_questions

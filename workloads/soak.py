@@ -26,8 +26,8 @@ import aiohttp
 import psutil
 
 from sglang_fair.bench import Show, carry_out
-from sglang_fair.core.identity import HEADER_CLIENT
-from sglang_fair.provenance import machine, versions
+from sglang_fair.common.identity import HEADER_CLIENT
+from sglang_fair.common.provenance import machine, versions
 from workloads.compare.cluster import Cluster, ClusterError, SpawnCluster, get_json
 
 PREFIXES, PREFIX_TOKENS, OWN_TOKENS = 64, 128, 128
@@ -142,7 +142,7 @@ def kind_of(command: Sequence[str]) -> str | None:
         ("sglang::scheduler", "replica's scheduler"),
         ("sglang::detokenizer", "replica's detokenizer"),
         ("-m router", "router"),
-        ("sglang_fair.replica", "replica's server"),
+        ("sglang_fair.engines.replica", "replica's server"),
     ):
         if sign in line:
             return kind

@@ -16,8 +16,8 @@ from router.gateway.app import CONFIG_VARIABLE, Config, create_app
 from router.gateway.limits import DEFAULTS, MEANING, Limits, fit, option, wrong
 from router.gateway.listener import Listener
 from router.gateway.tokens import TokenizerError, Tokens
-from sglang_fair.core.identity import DEFAULT_ORDER
-from sglang_fair.processes import die_with_parent
+from sglang_fair.common.identity import DEFAULT_ORDER
+from sglang_fair.common.processes import die_with_parent
 
 FACTORY = "router.gateway.app:create_app_from_environment"
 

@@ -25,8 +25,8 @@ from router.gateway.relay import Relay
 from router.gateway.resources import PATHS, Gateway
 from router.gateway.sampling import Kind
 from router.gateway.tokens import Tokens
-from sglang_fair.core.identity import DEFAULT_ORDER
-from sglang_fair.processes import die_with_parent
+from sglang_fair.common.identity import DEFAULT_ORDER
+from sglang_fair.common.processes import die_with_parent
 
 CONFIG_VARIABLE = "SGLANG_FAIR_GATEWAY"
 """Where uvicorn's worker processes find their configuration: they are started by import string."""

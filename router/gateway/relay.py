@@ -28,7 +28,7 @@ from router.gateway.resume import Diverged, Resumable
 from router.gateway.sampling import Kind
 from router.gateway.sse import DONE
 from router.wire import pack_tokens, unpack_tokens
-from sglang_fair.core.identity import (
+from sglang_fair.common.identity import (
     ANNOUNCEMENTS,
     ANONYMOUS,
     HEADER_APP,

@@ -27,7 +27,7 @@ from router.gateway.sampling import Kind
 from router.gateway.threads import Threads
 from router.gateway.tokens import Tokens, TooLong
 from router.room import Room
-from sglang_fair.core.identity import DEFAULT_ORDER, bounded
+from sglang_fair.common.identity import DEFAULT_ORDER, bounded
 
 log = logging.getLogger("gateway")
 

@@ -26,8 +26,9 @@ from dataclasses import dataclass, field
 from router.placement.contract import Ended, Memoryless, Request, WorkerView, least_loaded
 from router.placement.least_tokens import check_prices
 from router.radix import Match
+from sglang_fair.common.weights import Weights
 from sglang_fair.core.dlpm import Dlpm
-from sglang_fair.core.policy import Job, Weights
+from sglang_fair.core.job import Job
 
 
 @dataclass

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from router.placement.contract import WorkerView
-from sglang_fair.core.policy import Weights
+from sglang_fair.common.weights import Weights
 
 _ESTATES = 1024
 """Buckets for the debts of forgotten clients."""

@@ -34,7 +34,7 @@ from router.placement.contract import Ended, Request, WorkerView, least_loaded
 from router.placement.credit import Credits
 from router.placement.least_tokens import check_prices
 from router.radix import Match
-from sglang_fair.core.policy import Weights
+from sglang_fair.common.weights import Weights
 
 
 @dataclass

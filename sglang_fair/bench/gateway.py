@@ -38,7 +38,7 @@ import psutil
 
 from sglang_fair.bench import Show, carry_out
 from sglang_fair.bench.instant import MODEL, STREAM_TOKENS
-from sglang_fair.bench.scheduler import cpu_name
+from sglang_fair.engines.bench_scheduler import cpu_name
 from sglang_fair.engines.models import find
 
 CONNECTIONS = 32

@@ -9,7 +9,7 @@ import argparse
 import asyncio
 import json
 
-from sglang_fair.processes import die_with_parent
+from sglang_fair.common.processes import die_with_parent
 
 STREAM_TOKENS = 64
 MODEL = "bench"

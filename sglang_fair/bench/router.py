@@ -48,7 +48,7 @@ from router.core import Router
 from router.events import Arrive, Done, Event, Place, Query, Removed, Stored, WorkerUp
 from router.placement import PLACEMENTS, build
 from sglang_fair.bench import carry_out
-from sglang_fair.bench.scheduler import cpu_name, numbers
+from sglang_fair.engines.bench_scheduler import cpu_name, numbers
 
 PAGE = 16
 HEADS = 16

@@ -1,4 +1,4 @@
-"""A replica that `sglang_fair.zygote` forks for us, with the few methods of an asyncio subprocess."""
+"""A replica that `sglang_fair.engines.fork_server` forks for us, with the few methods of an asyncio subprocess."""
 
 import asyncio
 import contextlib

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from sglang_fair.cluster.plan import Machine
-from sglang_fair.provenance import cores
+from sglang_fair.common.provenance import cores
 
 CGROUP = Path("/sys/fs/cgroup")
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from sglang_fair.cluster.plan import Model
+from sglang_fair.common.processes import die_with_parent
 from sglang_fair.engines import models
-from sglang_fair.processes import die_with_parent
 
 GATEWAY_FILES = ("config.json", "tokenizer*", "*.jinja", "special_tokens_map.json", "generation_config.json")
 """What a gateway needs of a model that is not on this disk; SGLang fetches the rest."""

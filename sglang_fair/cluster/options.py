@@ -8,11 +8,11 @@ from typing import Literal
 
 from router.gateway import limits
 from router.placement import build, parse_options
+from sglang_fair.common.weights import Weights
 from sglang_fair.core import POLICIES, make_policy
 from sglang_fair.core import options as policy_options
 from sglang_fair.core.cost import Cost, make_cost
 from sglang_fair.core.payers import FIRST, make_payers
-from sglang_fair.core.policy import Weights
 from sglang_fair.engines.emulated.settings import Emulation
 
 Device = Literal["cpu", "cuda"]

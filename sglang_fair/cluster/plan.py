@@ -254,7 +254,7 @@ def _replica(
     zygote: str | None,
 ) -> Process:
     argv = [
-        *(() if zygote else (machine.python, "-m", "sglang_fair.replica")),
+        *(() if zygote else (machine.python, "-m", "sglang_fair.engines.replica")),
         "--name", worker.name,
         "--device", device,
         "--model", options.model,
@@ -290,7 +290,7 @@ def _zygote(options: Options, machine: Machine, name: str) -> Process:
     return Process(
         name="zygote",
         role="zygote",
-        argv=(machine.python, "-m", "sglang_fair.zygote", name, "--model", options.model,
+        argv=(machine.python, "-m", "sglang_fair.engines.fork_server", name, "--model", options.model,
               *_emulation_arguments(options)),
         ready=LineReady(ZYGOTE_READY),
         ready_timeout_s=options.start_timeout_s or 300.0,

@@ -8,13 +8,14 @@ from dataclasses import fields
 from types import NoneType
 from typing import Any, get_args
 
+from sglang_fair.common.weights import Weights
 from sglang_fair.core.adaptive import DlpmAdaptive
 from sglang_fair.core.dlpm import Dlpm
 from sglang_fair.core.drr import Drr
 from sglang_fair.core.fcfs import Fcfs
 from sglang_fair.core.lcf import Lcf
 from sglang_fair.core.lpm import Lpm
-from sglang_fair.core.policy import Policy, Weights
+from sglang_fair.core.policy import Policy
 from sglang_fair.core.predicted import DlpmPredict, VtcNoisy, VtcOracle, VtcPredict
 from sglang_fair.core.rpm import Rpm
 from sglang_fair.core.vtc import Vtc

@@ -38,7 +38,8 @@ from math import inf
 from typing import ClassVar
 
 from sglang_fair.core.dlpm import Dlpm
-from sglang_fair.core.policy import Job, checked_quantum
+from sglang_fair.core.job import Job
+from sglang_fair.core.policy import checked_quantum
 
 STEP = 1.25
 """A quantum that misses the target hit rate is multiplied or divided by this."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_fair.core.heap import LazyHeap
-from sglang_fair.core.policy import Job
+from sglang_fair.core.job import Job
 
 PATIENCE = 128
 """How many later requests of its own client may go before a request, unless a policy says otherwise."""

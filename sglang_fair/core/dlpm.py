@@ -34,10 +34,12 @@ from dataclasses import dataclass, field
 from math import floor, inf
 from typing import ClassVar
 
+from sglang_fair.common.weights import Weights
 from sglang_fair.core.clients import PATIENCE, ClientQueues
 from sglang_fair.core.heap import LazyHeap
+from sglang_fair.core.job import Job
 from sglang_fair.core.lpm import longest_prefix
-from sglang_fair.core.policy import Job, Policy, Weights, checked_quantum
+from sglang_fair.core.policy import Policy, checked_quantum
 from sglang_fair.core.predictor import Predictor
 
 NEWCOMERS_AT_ONCE = 16

@@ -24,9 +24,11 @@ from dataclasses import dataclass, field
 from math import ceil, floor
 from typing import ClassVar
 
+from sglang_fair.common.weights import Weights
 from sglang_fair.core.clients import ClientQueues
 from sglang_fair.core.heap import LazyHeap
-from sglang_fair.core.policy import Job, Policy, Weights, checked_quantum
+from sglang_fair.core.job import Job
+from sglang_fair.core.policy import Policy, checked_quantum
 
 Visit = tuple[int, int]
 """A round, and a place in the ring."""

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from sglang_fair.core.heap import LazyHeap
-from sglang_fair.core.policy import Job, Policy
+from sglang_fair.core.job import Job
+from sglang_fair.core.policy import Policy
 
 
 @dataclass

@@ -18,7 +18,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from itertools import islice
 
-from sglang_fair.core.policy import Job
+from sglang_fair.core.job import Job
 
 Group = dict[Job, None]
 """Requests that wait for the same tokens."""

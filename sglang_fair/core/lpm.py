@@ -7,7 +7,7 @@ waiting for ever; so can a hot prefix of the same client (DLPM §2, §3).
 from typing import Any, ClassVar
 
 from sglang_fair.core.fcfs import Fcfs
-from sglang_fair.core.policy import Job
+from sglang_fair.core.job import Job
 
 
 def longest_prefix(job: Job) -> Any:

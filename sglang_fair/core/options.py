@@ -6,8 +6,9 @@ the policy's own.
 
 from collections.abc import Mapping
 
+from sglang_fair.common.weights import Weights
 from sglang_fair.core import make_policy, options_of
-from sglang_fair.core.policy import Policy, Weights
+from sglang_fair.core.policy import Policy
 
 Option = int | float | str | bool
 

@@ -6,60 +6,15 @@ stops. So one policy object runs in SGLang's scheduler, in a simulator and in a 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from math import inf
 from typing import TYPE_CHECKING, ClassVar
 
+from sglang_fair.common.weights import Weights
+from sglang_fair.core.job import Job
+
 if TYPE_CHECKING:
     from sglang_fair.core.predictor import Predictor
-
-
-@dataclass(slots=True, eq=False)
-class Job:
-    """One request, from its arrival at a replica to its end. Compared by identity.
-
-    `arrival` numbers the jobs of one queue in order of arrival. `prefix_tokens` is the cached prefix as
-    last looked up; the engine's own match at admission is what is charged. `block` identifies the first
-    tokens behind that prefix: two jobs with the same block would compute the same tokens.
-    """
-
-    id: str
-    client: str
-    prompt_tokens: int = 0
-    max_output_tokens: int = 0
-    arrival: int = 0
-    prefix_tokens: int = 0
-    block: Hashable | None = None
-    system: bool = False
-    """The server's own work (health probe, warm-up): charged to the system account, never held back."""
-    expected_output_tokens: int | None = None
-    """The output that whoever sent it announced; None: nobody did."""
-    unblocks: int = 0
-    """How many requests of its program its sender holds back until it is answered."""
-    path: Sequence[Hashable] = ()
-    """The blocks of its prompt (`payers.path_of`); asked for at admission only, where clients share prices."""
-
-    # What the engine did for it so far.
-    extend_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-    unasked_tokens: int = 0
-    """Output past its limit: not its client's."""
-    predicted_tokens: int = 0
-    """Output that the policy was charged for at admission, made or not."""
-    reached_tokens: int = 0
-    """Of its prompt: cached when it was last admitted, or computed since."""
-    unpriced_units: float = 0.0
-    """Charged for the last block of its prompt that is not whole yet."""
-    retractions: int = 0
-    repeating: bool = False
-    """Recomputes after a retraction; its extend tokens go to the system account."""
-
-    waited_for: object = None
-    """The computation of somebody's prefix that it was last passed over for."""
-    waited_at_tokens: int = -1
-    """`prefix_tokens` when that was."""
 
 
 class Policy(ABC):
@@ -86,7 +41,7 @@ class Policy(ABC):
     """`bound` holds when a client is also charged, or given back, units at other times than its own service, if
     what this adds to a counter is added to `input_units` (`payers.Swing`)."""
 
-    weights: "Weights | None" = None
+    weights: Weights | None = None
     """The clients' shares. None: everybody is served alike."""
 
     predictor: "Predictor | None" = None
@@ -160,28 +115,3 @@ def checked_quantum(quantum: float) -> float:
             f"quantum must be a positive number of service units, at least {LEAST_QUANTUM:g}, not {quantum!r}"
         )
     return quantum
-
-
-class Weights:
-    """A client's share: service is divided by its weight before it is compared. 1.0 unless set."""
-
-    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
-        self._weights: dict[str, float] = {}
-        for client, weight in (weights or {}).items():
-            self.set(client, weight)
-
-    def set(self, client: str, weight: float) -> None:
-        """Raises ValueError unless `weight` is a positive finite number."""
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < inf:
-            raise ValueError(f"weight of client {client!r} must be a positive number, not {weight!r}")
-        self._weights[client] = float(weight)
-
-    def of(self, client: str) -> float:
-        return self._weights.get(client, 1.0)
-
-    def smallest(self) -> float:
-        return min([1.0, *self._weights.values()])
-
-    def items(self) -> Mapping[str, float]:
-        """The weights that were set; every other client's is 1.0."""
-        return self._weights

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Protocol
 
-from sglang_fair.core.policy import Job
+from sglang_fair.core.job import Job
 
 
 class Predictor(Protocol):

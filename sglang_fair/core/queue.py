@@ -25,9 +25,10 @@ from typing import Any
 
 from sglang_fair.core.cost import Cost, Linear
 from sglang_fair.core.heap import LazyHeap
+from sglang_fair.core.job import Job
 from sglang_fair.core.ledger import SYSTEM, Ledger
 from sglang_fair.core.payers import FIRST, Payers, Swing
-from sglang_fair.core.policy import Job, Policy
+from sglang_fair.core.policy import Policy
 
 DEFERRALS_PER_PASS = 64
 """Requests that are passed over in one pass because their prefix is being computed; one more ends the pass. They

@@ -24,9 +24,11 @@ from dataclasses import dataclass, field
 from math import ceil, floor, inf
 from typing import ClassVar, Protocol
 
+from sglang_fair.common.weights import Weights
 from sglang_fair.core.clients import ClientQueues
 from sglang_fair.core.heap import LazyHeap
-from sglang_fair.core.policy import Job, Policy, Weights
+from sglang_fair.core.job import Job
+from sglang_fair.core.policy import Policy
 
 MINUTE_S = 60.0
 

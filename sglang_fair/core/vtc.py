@@ -15,9 +15,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from sglang_fair.common.weights import Weights
 from sglang_fair.core.clients import ClientQueues
 from sglang_fair.core.heap import LazyHeap
-from sglang_fair.core.policy import Job, Policy, Weights
+from sglang_fair.core.job import Job
+from sglang_fair.core.policy import Policy
 from sglang_fair.core.predictor import Oracle, Predictor
 
 

@@ -10,12 +10,13 @@ import os
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 
+from sglang_fair.common.identity import DEFAULT_ORDER, MAX_NAME_CHARS, bounded
+from sglang_fair.common.weights import Weights
 from sglang_fair.core import POLICIES
 from sglang_fair.core import options as policy_options
 from sglang_fair.core.cost import Cost, Linear, describe, make_cost
-from sglang_fair.core.identity import DEFAULT_ORDER, MAX_NAME_CHARS, bounded
 from sglang_fair.core.payers import FIRST, RULES, make_payers
-from sglang_fair.core.policy import Policy, Weights, checked_quantum
+from sglang_fair.core.policy import Policy, checked_quantum
 
 STOCK_POLICIES = ("lpm", "random", "fcfs", "dfs-weight", "lof", "priority", "routing-key", "hrrn")
 """Names that keep SGLang's own meaning after --schedule-policy."""

@@ -6,7 +6,7 @@ n > 1. A `fair` entry in a client's own body is dropped: only the server says wh
 
 from typing import Any
 
-from sglang_fair.core.identity import (
+from sglang_fair.common.identity import (
     ANONYMOUS,
     HEADER_APP,
     HEADER_INTERACTION,

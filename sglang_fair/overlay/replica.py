@@ -18,12 +18,12 @@ from typing import Any
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.mem_cache.common import match_kv_cache
 
-from sglang_fair.core.identity import ANONYMOUS
+from sglang_fair.common.identity import ANONYMOUS
+from sglang_fair.core.job import Job
 from sglang_fair.core.ledger import SYSTEM
 from sglang_fair.core.lookups import LookUps
 from sglang_fair.core.options import shown
 from sglang_fair.core.payers import make_payers, path_of
-from sglang_fair.core.policy import Job
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.overlay.config import Config
 

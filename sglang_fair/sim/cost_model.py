@@ -68,7 +68,7 @@ class Efficiency:
     """What a serving engine reaches of a GPU's published peaks, and what it adds to each step.
 
     The defaults stand for SGLang on Ampere GPUs. They are round numbers between published measurements, which
-    `tests/test_cost_model.py` holds them against, each with its deviation.
+    `tests/sim/test_cost_model.py` holds them against, each with its deviation.
     """
 
     mfu: float = 0.7

@@ -29,9 +29,9 @@ from heapq import heappop, heappush
 from math import inf
 from typing import NamedTuple
 
+from sglang_fair.core.job import Job
 from sglang_fair.core.lookups import LookUps
 from sglang_fair.core.payers import path_of
-from sglang_fair.core.policy import Job
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.sim.answers import TOKEN_BYTES, answer
 from sglang_fair.sim.budget import LONGEST_RESERVATION, Budget, NewTokenRatio, Settings, Verdict

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from sglang_fair.common.provenance import machine, versions
 from sglang_fair.engines.models import EMULATED
-from sglang_fair.provenance import machine, versions
 from workloads.clients import SCENARIOS, SMALL, Scale
 from workloads.compare.cluster import ClusterError, SpawnCluster, StartCluster
 from workloads.compare.probe import Probe

@@ -24,9 +24,9 @@ from rich.live import Live
 from rich.text import Text
 
 from router.placement import PLACEMENTS
+from sglang_fair.common.provenance import machine, versions
 from sglang_fair.core import POLICIES
 from sglang_fair.engines.emulated.clock import in_words, since
-from sglang_fair.provenance import machine, versions
 from workloads.clients import SCENARIOS, SMALL, Client, Scale
 from workloads.compare.cluster import Cluster, ClusterError, StartCluster, clocks, flush, verify
 from workloads.compare.probe import Probe, probe

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from sglang_fair.provenance import cores, machine, versions
+from sglang_fair.common.provenance import cores, machine, versions
 from workloads.experiments import EXPERIMENTS, results, runner, store
 from workloads.experiments.contract import Experiment, Size
 from workloads.experiments.runner import CarryOut, Failed, Job, Made, Watch

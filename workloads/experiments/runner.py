@@ -17,7 +17,7 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import TypeAlias
 
-from sglang_fair.processes import die_with_parent
+from sglang_fair.common.processes import die_with_parent
 from workloads.experiments import store
 from workloads.experiments.contract import CURVES, Cell, Experiment, Json, Measured, Size
 from workloads.experiments.store import Record

@@ -17,8 +17,8 @@ from statistics import median
 from rich.console import Console
 
 from router.placement import PLACEMENTS, parse_options
+from sglang_fair.common.provenance import cores, machine, versions
 from sglang_fair.core import POLICIES
-from sglang_fair.provenance import cores, machine, versions
 from sglang_fair.sim.gpus import GPUS
 from sglang_fair.sim.shapes import SHAPES
 from workloads.clients import SCENARIOS, Scale

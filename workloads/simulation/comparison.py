@@ -14,8 +14,8 @@ from itertools import product
 from multiprocessing import active_children, get_context
 from pathlib import Path
 
-from sglang_fair.processes import die_with_parent
-from sglang_fair.provenance import machine, versions
+from sglang_fair.common.processes import die_with_parent
+from sglang_fair.common.provenance import machine, versions
 from workloads.clients import SCENARIOS, Client, Scale
 from workloads.compare.runs import LOADS, SCHEDULERS, parts
 from workloads.driver import Plan

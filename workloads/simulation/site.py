@@ -13,11 +13,12 @@ from typing import Any
 from router.core import Router
 from router.events import WorkerUp
 from router.placement import PLACEMENTS, build, parameters
+from sglang_fair.common.weights import Weights
 from sglang_fair.core import POLICIES
 from sglang_fair.core import options as policy_options
 from sglang_fair.core.cost import Cost, make_cost
 from sglang_fair.core.payers import FIRST, make_payers
-from sglang_fair.core.policy import Policy, Weights, checked_quantum
+from sglang_fair.core.policy import Policy, checked_quantum
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.sim.cost_model import CostModel, Scaled, kv_tokens, make_cost_model
 from sglang_fair.sim.gpus import GPUS

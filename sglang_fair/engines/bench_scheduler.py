@@ -1,0 +1,350 @@
+"""How long one scheduling step takes, by policy, queue length, clients and prompt length.
+
+    sglang-fair bench scheduler [--quick] [--json FILE]
+
+Everything runs in one process on SGLang's real scheduler, requests and tree cache (see `engine`). A step is
+one call of `Scheduler._get_new_batch_prefill_raw` without the construction of the batch's tensors: the
+policy's `calc_priority`, the look-up and admission of each candidate, removing the admitted from the queue
+(SGLang's own O(queue) filter, shown apart as well) and the overlay's hooks around it. Not in it: arrivals
+(shown apart), SGLang's count of the waiting tokens, the model, and the processing of results. Times are CPU
+time of the one thread that works; `wall_ms_p50` is the same by the clock on the wall.
+
+The queue is kept at its length: each step admits four requests, which end with their first token, and four
+new ones arrive, so the tree changes in every step. Half of each prompt is one of 64 shared prefixes, all of
+them cached at first; the other half is the request's own. The pool is too small for everything, so prefixes
+are evicted and computed again. 32 requests are running.
+
+Policies: `fcfs`, `lpm`, … are ours. `sglang:fcfs` and `sglang:lpm` are stock without any hook of ours; stock
+LPM becomes FCFS above 128 waiting requests. `sglang:lpm-naive` is stock LPM with that limit taken off.
+"""
+
+import argparse
+import gc
+import os
+import platform
+import random
+import statistics
+import sys
+import time
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sglang_fair.bench import Show, carry_out
+
+PREFIXES = 64
+ADMITTED_PER_STEP = 4
+RUNNING = 32
+UNLIMITED = 10**9
+QUEUED, CLIENTS, PROMPT_TOKENS = (128, 1_000, 10_000), (10, 1_000), (1_000, 8_000)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A queue to keep. `free_tokens` is what the pool has for prefixes and admitted prompts."""
+
+    queued: int
+    clients: int
+    prompt_tokens: int
+
+    @property
+    def prefix_tokens(self) -> int:
+        return self.prompt_tokens // 2
+
+    @property
+    def free_tokens(self) -> int:
+        """All prefixes, the running requests, and a dozen prompts."""
+        return PREFIXES * self.prefix_tokens + (RUNNING + 12) * self.prompt_tokens
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A policy as it is measured: `server_name` after --schedule-policy, with our hooks or without."""
+
+    label: str
+    server_name: str
+    overlay: bool
+    options: str = ""
+    match_limit: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the result. Times are per step, `arrival_us` per request; `filter_ms` is a part of the step,
+    `build_ms_p50` is not. `cached_tokens_share`: of the admitted prompts' tokens, those found in the cache.
+    """
+
+    policy: str
+    queued: int
+    clients: int
+    prompt_tokens: int
+    cached: str
+    step_ms_p50: float
+    step_ms_p99: float
+    wall_ms_p50: float
+    filter_ms: float
+    arrival_us: float
+    build_ms_p50: float
+    cached_tokens_share: float
+    steps: int
+
+
+OPTIONS = {"rpm": f"limit={UNLIMITED}"}
+"""By policy. RPM would refuse the queue that is to be measured."""
+
+STOCK = (
+    Contender("sglang:fcfs", "fcfs", overlay=False),
+    Contender("sglang:lpm", "lpm", overlay=False),
+    Contender("sglang:lpm-naive", "lpm", overlay=False, match_limit=UNLIMITED),
+)
+
+
+def contenders() -> tuple[Contender, ...]:
+    """Stock SGLang, then every policy in the registry."""
+    from sglang_fair.overlay.config import SERVER_POLICIES
+
+    return STOCK + tuple(
+        Contender(ours, name, overlay=True, options=OPTIONS.get(ours, ""))
+        for name, ours in SERVER_POLICIES.items()
+    )
+
+
+def cases(queued: Sequence[int], clients: Sequence[int], prompt_tokens: Sequence[int]) -> list[Case]:
+    return [Case(q, c, p) for p in prompt_tokens for c in clients for q in queued]
+
+
+class Prompts:
+    """Seeded clients and prompts of one case. A client uses the same few of the shared prefixes."""
+
+    def __init__(self, case: Case, seed: int) -> None:
+        self._case = case
+        self._rng = random.Random(f"{seed}/{case}")
+        self.prefixes = [self._tokens(case.prefix_tokens) for _ in range(PREFIXES)]
+
+    def __iter__(self) -> Iterator[tuple[str, "array[int]"]]:
+        """Client and prompt, without end."""
+        case, rng = self._case, self._rng
+        choices = max(1, PREFIXES // case.clients)
+        while True:
+            client = rng.randrange(case.clients)
+            prefix = self.prefixes[(client + case.clients * rng.randrange(choices)) % PREFIXES]
+            yield f"client-{client}", prefix + self._tokens(case.prompt_tokens - case.prefix_tokens)
+
+    def _tokens(self, count: int) -> "array[int]":
+        values = np.frombuffer(self._rng.randbytes(count), dtype=np.uint8)
+        return array("q", values.astype(np.int64).tobytes())
+
+
+def measure(engine: Any, contender: Contender, case: Case, *, seed: int, steps: int, limit_s: float) -> Row:
+    """Median and 99th percentile of up to `steps` steps; fewer, but five at least, within `limit_s` seconds."""
+    engine.use(
+        contender.server_name,
+        overlay=contender.overlay,
+        options=contender.options,
+        match_limit=contender.match_limit,
+    )
+    engine.limit_pool(case.free_tokens)
+    prompts = Prompts(case, seed)
+    draw = iter(prompts)
+    count = 0
+
+    def requests(number: int) -> list[Any]:
+        nonlocal count
+        count += number
+        return [engine.request(f"{count - n:032x}", *next(draw)) for n in range(number)]
+
+    _fill_cache(engine, prompts, draw)
+    engine.arrive(requests(case.queued))
+    # The first passes look up what has just arrived; the steady state is what is measured.
+    until = time.perf_counter() + limit_s
+    for _ in range(8 + (case.queued // 32 if contender.overlay else 0)):
+        engine.arrive(requests(_turn(engine)[1]))
+        if time.perf_counter() > until:
+            break
+    gc.collect()
+    gc.freeze()  # as SGLang's own servers do; the collector stays on for what the steps make
+    taken: list[Any] = []
+    arrivals_ms, arrived = 0.0, 0
+    hits, tokens = 0, 0
+    until = time.perf_counter() + limit_s
+    while len(taken) < steps and (len(taken) < 5 or time.perf_counter() < until):
+        step, left = _turn(engine)
+        taken.append(step)
+        hits, tokens = hits + step.cached_tokens, tokens + step.prompt_tokens
+        arrivals_ms += engine.arrive(requests(left))
+        arrived += left
+    times_ms = sorted(step.order_ms for step in taken)
+    return Row(
+        policy=contender.label,
+        queued=case.queued,
+        clients=case.clients,
+        prompt_tokens=case.prompt_tokens,
+        cached="partly",
+        step_ms_p50=round(statistics.median(times_ms), 4),
+        step_ms_p99=round(times_ms[min(len(times_ms) - 1, int(0.99 * len(times_ms)))], 4),
+        wall_ms_p50=round(statistics.median(step.wall_ms for step in taken), 4),
+        filter_ms=round(statistics.median(engine.filter_ms(ADMITTED_PER_STEP) for _ in range(5)), 4),
+        arrival_us=round(1e3 * arrivals_ms / max(1, arrived), 2),
+        build_ms_p50=round(statistics.median(step.build_ms for step in taken), 4),
+        cached_tokens_share=round(hits / max(1, tokens), 4),
+        steps=len(taken),
+    )
+
+
+def _fill_cache(engine: Any, prompts: Prompts, draw: Iterator[tuple[str, "array[int]"]]) -> None:
+    """The shared prefixes are in the tree, and some requests are running for as long as we look."""
+    warm = [engine.request(f"warm{n:028x}", "warm", prefix[:]) for n, prefix in enumerate(prompts.prefixes)]
+    running = [engine.request(f"run{n:029x}", *next(draw), output_tokens=64) for n in range(RUNNING)]
+    for requests in (warm, running):
+        engine.arrive(requests)
+        while engine.waiting:
+            _turn(engine)
+
+
+def _turn(engine: Any) -> tuple[Any, int]:
+    """A step, and how many requests left the queue by it."""
+    before = engine.waiting
+    step = engine.step()
+    assert step is not None, "the engine formed no batch"
+    return step, before - engine.waiting
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Medians, one line a policy; in brackets the 99th percentile."""
+    columns = sorted({(row.prompt_tokens, row.clients, row.queued) for row in rows})
+    lines = [
+        "step, ms, median (99th percentile)",
+        f"{'prompt tokens':18}" + "".join(f"{p:>17,}" for p, _, _ in columns),
+        f"{'clients':18}" + "".join(f"{c:>17,}" for _, c, _ in columns),
+        f"{'queued':18}" + "".join(f"{q:>17,}" for _, _, q in columns),
+    ]
+    for policy in dict.fromkeys(row.policy for row in rows):
+        found = {(r.prompt_tokens, r.clients, r.queued): r for r in rows if r.policy == policy}
+        cells = [
+            f"{row.step_ms_p50:.2f} ({row.step_ms_p99:.2f})" if (row := found.get(column)) else "-"
+            for column in columns
+        ]
+        lines.append(f"{policy:18}" + "".join(f"{cell:>17}" for cell in cells))
+    apart = [
+        f"{statistics.median(r.filter_ms for r in rows if r.queued == q):.3f} ms at {q:,}"
+        for q in sorted({row.queued for row in rows})
+    ]
+    lines.append(f"SGLang's own filter of the queue, a part of every step: {', '.join(apart)}")
+    for ours in (True, False):
+        group = [row.arrival_us for row in rows if row.policy.startswith("sglang:") is not ours]
+        if group:
+            name = "with our books" if ours else "stock"
+            lines.append(f"one arrival, {name}: {statistics.median(group):.1f} µs")
+    return "\n".join(lines)
+
+
+def setting(seed: int) -> dict[str, Any]:
+    """What a reader needs to run it again, and to judge the figures."""
+    names = ("sglang", "torch", "sglang-fair")
+    return {
+        "seed": seed,
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in names}},
+        "machine": {
+            "cpu": cpu_name(),
+            "cores": os.cpu_count(),
+            "load_before": [round(load, 2) for load in os.getloadavg()],
+        },
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "admitted_per_step": ADMITTED_PER_STEP,
+        "running": RUNNING,
+        "shared_prefixes": PREFIXES,
+    }
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="sglang-fair bench scheduler",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the last line to FILE too")
+    parser.add_argument("--quick", action="store_true", help="fewer cases and steps: under two minutes")
+    parser.add_argument("--policies", metavar="A,B", help="only these (default: all)")
+    parser.add_argument("--queued", metavar="N,N", type=numbers, help="queue lengths")
+    parser.add_argument("--clients", metavar="N,N", type=numbers, help="numbers of clients")
+    parser.add_argument("--prompt-tokens", metavar="N,N", type=numbers, help="prompt lengths, at most 16000")
+    parser.add_argument("--steps", type=int, metavar="N", help="steps per row (default: 300; 100 if quick)")
+    parser.add_argument("--seed", type=int, default=1, help="default: %(default)s")
+    options = parser.parse_args(arguments)
+    options.queued = options.queued or (QUEUED if not options.quick else (128, 10_000))
+    options.clients = options.clients or (CLIENTS if not options.quick else (1_000,))
+    options.prompt_tokens = options.prompt_tokens or (PROMPT_TOKENS if not options.quick else (1_000,))
+    options.steps = options.steps or (100 if options.quick else 300)
+    if max(options.prompt_tokens) > 16_000 or min(options.prompt_tokens) < 64:
+        parser.error("--prompt-tokens must lie between 64 and 16000")
+    return options
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    numbers = tuple(int(part) for part in text.split(","))
+    if min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"must be positive numbers, not {text!r}")
+    return numbers
+
+
+def choose(names: str | None, all_contenders: Sequence[Contender]) -> list[Contender]:
+    """Those called `names`. ValueError for a name that there is not."""
+    known = {contender.label: contender for contender in all_contenders}
+    wanted = names.split(",") if names else list(known)
+    unknown = [name for name in wanted if name not in known]
+    if unknown:
+        raise ValueError(f"unknown policy {', '.join(unknown)}; there are {', '.join(known)}")
+    return [known[name] for name in wanted]
+
+
+def run(options: argparse.Namespace, show: Show) -> dict[str, Any]:
+    """The result, whose `rows` are as in `Row`."""
+    from sglang_fair.engines.bench_engine import Engine
+
+    record = {"bench": "scheduler", **setting(options.seed)}
+    show("starting SGLang's scheduler")
+    engine = Engine(ADMITTED_PER_STEP, options.seed)
+    chosen = choose(options.policies, contenders())
+    record["cache"] = engine.cache()
+    rows: list[Row] = []
+    planned = cases(options.queued, options.clients, options.prompt_tokens)
+    limit_s = 4.0 if options.quick else 15.0
+    for case in planned:
+        for contender in chosen:
+            row = measure(engine, contender, case, seed=options.seed, steps=options.steps, limit_s=limit_s)
+            rows.append(row)
+            show(
+                f"{len(rows):3}/{len(planned) * len(chosen)}  {case.queued:>6,} queued  {case.clients:>5,} clients"
+                f"  {case.prompt_tokens:>5,} tokens  {row.policy:18} {row.step_ms_p50:9.3f} ms"
+                f"  (p99 {row.step_ms_p99:.2f}, {row.steps} steps)"
+            )
+    record["machine"]["load_after"] = [round(load, 2) for load in os.getloadavg()]
+    show(table(rows))
+    return {**record, "rows": [asdict(row) for row in rows]}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Table and progress on stderr; the result is the last line of stdout."""
+    options = parse(sys.argv[1:] if arguments is None else arguments)
+    result = carry_out("scheduler", lambda show: run(options, show), options.json)
+    return 2 if result is None else 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # SGLang's threads and sockets would keep the process

@@ -1,0 +1,239 @@
+"""A process that imports SGLang once and then forks replicas: 0.2 GB each in place of 1.5, and seconds.
+
+    python -m sglang_fair.engines.fork_server NAME REPLICA-OPTIONS      listens on the abstract Unix socket NAME
+
+Every replica has a connection of its own (SOCK_SEQPACKET, one JSON object a message):
+
+    to us     {"argv": [...], "env": {...}}, with the file descriptor that its output goes to
+    from us   {"pid": 123}, and when it has ended {"code": 0}, negative for a signal as in `subprocess`
+
+A replica leads a session of its own, which is killed when its connection closes: whoever asked for it is gone.
+All of them die with this process, and it with the one that started it. Only the same user is served. The
+options are those that all replicas share; by them it knows what to import. Linux only.
+"""
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import random
+import selectors
+import signal
+import socket
+import struct
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any, NoReturn
+
+from sglang_fair.cluster.child import SWEEP_S, session_members
+from sglang_fair.cluster.plan import ZYGOTE_READY
+from sglang_fair.common.processes import die_with_parent
+from sglang_fair.engines import cpu, replica
+
+MODULES = (
+    "sglang.launch_server",
+    "sglang.srt.entrypoints.http_server",
+    "sglang.srt.managers.detokenizer_manager",
+    "sglang.srt.managers.scheduler",
+    "sglang.srt.model_executor.model_runner",
+    "sglang.srt.models.registry",
+    "transformers.models.auto.tokenization_auto",
+)
+"""What a replica's processes import; what is not named here each imports for itself."""
+
+LONGEST_MESSAGE = 1 << 16
+_OURS = frozenset({signal.SIGCHLD, signal.SIGINT, signal.SIGTERM})
+"""Signals that are handled here, and as by default in a replica."""
+
+_CREDENTIALS = struct.Struct("3i")
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Serves until SIGTERM."""
+    name, *shared = sys.argv[1:] if arguments is None else arguments
+    die_with_parent()
+    options, _ = replica.parse(shared)
+    os.environ.update(replica.environment(options))
+    cpu.define_torchvision_operators()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of kernels that a CPU has not
+        for module in MODULES:
+            importlib.import_module(module)
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    threads = len(os.listdir("/proc/self/task"))
+    if threads > 1:
+        print(f"sglang-fair zygote: {threads} threads run, which a fork loses", file=sys.stderr, flush=True)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(f"\0{name}")
+        listener.listen()
+        # A collection would write to every object that the replicas share with us.
+        gc.collect()
+        gc.freeze()
+        print(ZYGOTE_READY, flush=True)
+        Zygote(listener).run()
+    sys.stdout.flush()
+    os._exit(0)  # the end of an interpreter tells of every object that an extension keeps
+
+
+class Zygote:
+    """The forked replicas and their connections. No thread is started here."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        """`listener` hears of new replicas."""
+        self._listener = listener
+        self._selector = selectors.DefaultSelector()
+        self._replicas: dict[socket.socket, int] = {}
+        """The process id of each connection's replica; 0 until it has one."""
+
+    def run(self) -> None:
+        """Until SIGTERM or SIGINT; no replica is left then."""
+        woken, wakes = socket.socketpair()
+        woken.setblocking(False)
+        wakes.setblocking(False)
+        signal.set_wakeup_fd(wakes.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, _end)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(woken, selectors.EVENT_READ)
+        try:
+            while True:
+                for key, _ in self._selector.select():
+                    connection: Any = key.fileobj
+                    if connection is woken:
+                        with contextlib.suppress(BlockingIOError):
+                            woken.recv(4096)
+                        self._bury()
+                    elif connection is self._listener:
+                        self._accept()
+                    elif connection in self._replicas:
+                        self._hear(connection)
+        except SystemExit:
+            for connection in list(self._replicas):
+                self._drop(connection)
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        _, user, _ = _CREDENTIALS.unpack(told)
+        if user != os.getuid():
+            connection.close()
+            return
+        self._replicas[connection] = 0
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def _hear(self, connection: socket.socket) -> None:
+        """A request for a replica, or the end of whoever had asked for it."""
+        try:
+            message, descriptors, _, _ = socket.recv_fds(connection, LONGEST_MESSAGE, 1)
+        except OSError:
+            message, descriptors = b"", []
+        if not message or self._replicas[connection]:
+            self._drop(connection)
+        else:
+            wanted = json.loads(message)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            # One that comes to a replica before it has handlers of its own waits until it has them: ours would
+            # end its siblings in it, and what comes within the fork itself Python forgets.
+            signal.pthread_sigmask(signal.SIG_BLOCK, _OURS)
+            try:
+                pid = os.fork()
+                if pid == 0:
+                    self._become(wanted["argv"], wanted["env"], descriptors[0])
+                self._replicas[connection] = pid
+                _tell(connection, {"pid": pid})
+            except OSError as error:
+                print(f"sglang-fair zygote: cannot fork: {error}", file=sys.stderr, flush=True)
+                self._drop(connection)
+            finally:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, _OURS)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+    def _bury(self) -> None:
+        """Tells of the replicas that have ended."""
+        by_pid = {pid: connection for connection, pid in self._replicas.items() if pid}
+        for pid, connection in by_pid.items():
+            # Reaped last, so that its id is nobody else's while its session is killed.
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                _kill_session(pid)
+                _, status = os.waitpid(pid, 0)
+                self._replicas[connection] = 0
+                _tell(connection, {"code": os.waitstatus_to_exitcode(status)})
+                self._drop(connection)
+
+    def _drop(self, connection: socket.socket) -> None:
+        pid = self._replicas.pop(connection)
+        self._selector.unregister(connection)
+        connection.close()
+        if pid:
+            os.kill(pid, signal.SIGKILL)  # by its own id: one just forked may not lead a session yet
+            _kill_session(pid)
+            os.waitpid(pid, 0)
+
+    def _become(self, argv: list[str], env: dict[str, str], output: int) -> NoReturn:
+        """The forked process: a replica with nothing of ours but what we imported."""
+        code = 1
+        try:
+            os.setsid()
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGCHLD, signal.SIGTERM):
+                signal.signal(number, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _OURS)
+            self._selector.close()
+            for held in (self._listener, *self._replicas):
+                held.close()
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            os.close(output)
+            os.environ.update(env)
+            random.seed()  # all replicas would draw the same ports
+            _name_process("sglang-fair replica " + " ".join(argv[:2]))
+            code = replica.main(argv)
+        except SystemExit as ended:
+            code = ended.code if isinstance(ended.code, int) else 1
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            with contextlib.suppress(OSError):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(code)
+
+
+def _name_process(title: str) -> None:
+    """What ps shows, where SGLang's way to set it is there."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module("setproctitle").setproctitle(title)
+
+
+def _kill_session(session: int) -> None:
+    """Kills all of a session, also what one of them starts meanwhile."""
+    deadline_s = time.monotonic() + SWEEP_S
+    while (members := list(session_members(session))) and time.monotonic() < deadline_s:
+        for pid in members:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _tell(connection: socket.socket, what: dict[str, int]) -> None:
+    with contextlib.suppress(OSError):
+        connection.send(json.dumps(what).encode())
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit
+
+
+if __name__ == "__main__":
+    main()

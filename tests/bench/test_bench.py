@@ -1,0 +1,111 @@
+"""The scheduler benchmark: its cases and tables, and one short run on SGLang's real scheduler."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sglang_fair.cli import BENCHES
+from sglang_fair.engines.bench_scheduler import STOCK, Case, Prompts, Row, cases, choose, parse, table
+
+
+def row(policy: str, queued: int, step_ms: float) -> Row:
+    return Row(policy, queued, 10, 1000, "partly", step_ms, 2 * step_ms, step_ms, 0.1, 5.0, 0.2, 0.5, 100)
+
+
+def test_cases_are_all_combinations():
+    assert len(cases((128, 1_000, 10_000), (10, 1_000), (1_000, 8_000))) == 12
+
+
+def test_prompts_are_the_same_for_the_same_seed_and_share_their_first_half():
+    case = Case(queued=128, clients=10, prompt_tokens=200)
+    first, again, other = (iter(Prompts(case, seed)) for seed in (1, 1, 2))
+    drawn = [next(first) for _ in range(50)]
+    assert drawn == [next(again) for _ in range(50)]
+    assert drawn != [next(other) for _ in range(50)]
+    prefixes = [prefix.tobytes() for prefix in Prompts(case, 1).prefixes]
+    assert all(len(prompt) == 200 and prompt[:100].tobytes() in prefixes for _, prompt in drawn)
+    assert len({client for client, _ in drawn}) == 10
+
+
+def test_the_table_has_a_line_per_policy_and_marks_what_was_not_measured():
+    text = table([row("dlpm", 128, 0.5), row("dlpm", 1000, 0.75), row("sglang:lpm", 128, 2.0)])
+    lines = text.splitlines()
+    assert next(line for line in lines if line.startswith("dlpm")).split() == [
+        "dlpm", "0.50", "(1.00)", "0.75", "(1.50)",
+    ]  # fmt: skip
+    assert next(line for line in lines if line.startswith("sglang:lpm")).split()[-1] == "-"
+
+
+def test_policies_are_chosen_by_name():
+    assert [contender.label for contender in choose("sglang:lpm", STOCK)] == ["sglang:lpm"]
+    assert choose(None, STOCK) == list(STOCK)
+    with pytest.raises(ValueError, match=r"unknown policy sjf; there are sglang:fcfs"):
+        choose("sjf", STOCK)
+
+
+@pytest.mark.parametrize("arguments", [["--queued", "0"], ["--prompt-tokens", "20000"], ["--clients", "x"]])
+def test_bad_arguments_are_refused(arguments, capsys):
+    with pytest.raises(SystemExit):
+        parse(arguments)
+    assert "error" in capsys.readouterr().err
+
+
+@pytest.mark.engine
+def test_a_short_run_ends_with_one_line_of_json(tmp_path: Path):
+    file = tmp_path / "rows.json"
+    ended = subprocess.run(
+        [
+            sys.executable, "-m", BENCHES["scheduler"],
+            "--policies", "sglang:fcfs,sglang:lpm,dlpm", "--queued", "20,200", "--clients", "10",
+            "--prompt-tokens", "200", "--steps", "10", "--json", str(file),
+        ],
+        capture_output=True, text=True, timeout=200, check=True,
+    )  # fmt: skip
+    result = json.loads(ended.stdout.splitlines()[-1])
+    assert result == json.loads(file.read_text())
+    assert result["bench"] == "scheduler"
+    assert result["cache"] == ["UnifiedRadixCache", "RustUnifiedTreeCore"]
+    assert result["seed"] == 1
+    assert [(row["policy"], row["queued"]) for row in result["rows"]] == [
+        ("sglang:fcfs", 20), ("sglang:lpm", 20), ("dlpm", 20),
+        ("sglang:fcfs", 200), ("sglang:lpm", 200), ("dlpm", 200),
+    ]  # fmt: skip
+    for row in result["rows"]:
+        assert 0 < row["step_ms_p50"] <= row["step_ms_p99"]
+        assert row["steps"] == 10
+    shares = {(row["policy"], row["queued"]): row["cached_tokens_share"] for row in result["rows"]}
+    assert shares["dlpm", 200] > 0.3
+
+
+# ---- how a bench ends
+
+
+def ends(text: str, *, file: Path | None = None) -> "subprocess.CompletedProcess[str]":
+    """What a process says whose bench is `text`."""
+    code = f"""
+from pathlib import Path
+from sglang_fair.bench import carry_out
+def run(show):
+    show("begun")
+    {text}
+file = {file and str(file)!r}
+raise SystemExit(2 if carry_out("x", run, file and Path(file)) is None else 0)
+"""
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+def test_a_bench_ends_in_its_result_a_line_or_130(tmp_path: Path) -> None:
+    good = ends("return {'a': 1}", file=tmp_path / "out.json")
+    assert (good.returncode, good.stdout, good.stderr) == (0, '{"a":1}\n', "begun\n")
+    assert (tmp_path / "out.json").read_text() == good.stdout
+    lost = ends("return {'a': 1}", file=tmp_path / "nowhere" / "out.json")
+    assert (lost.returncode, lost.stdout) == (2, '{"a":1}\n')
+    assert lost.stderr.splitlines()[-1].startswith("sglang-fair bench x: [Errno 2] No such file")
+    bad = ends("raise ValueError('bad')")
+    assert (bad.returncode, bad.stdout, bad.stderr) == (2, "", "begun\nsglang-fair bench x: bad\n")
+    stopped = ends("raise KeyboardInterrupt")
+    assert (stopped.returncode, stopped.stdout) == (130, "")
+    assert stopped.stderr == "begun\nsglang-fair bench x: interrupted\n"

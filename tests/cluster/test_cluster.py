@@ -1,0 +1,875 @@
+"""The cluster: what is refused, what is planned, and supervision, with small processes for engines."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+import urllib.request
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.events import Query, Snapshot, decode_answer, encode
+from router.gateway.__main__ import parser as gateway_line
+from router.placement import PLACEMENTS
+from sglang_fair.cluster.child import Child, how_it_ended, session_members
+from sglang_fair.cluster.console import ConsoleReporter, make_console
+from sglang_fair.cluster.link import RouterLink, router_answers
+from sglang_fair.cluster.machine import visible_gpus
+from sglang_fair.cluster.model import NoModel, describe, estimate_bytes
+from sglang_fair.cluster.options import ConfigError, Options, check, extra_argument, parse_client_weights
+from sglang_fair.cluster.plan import (
+    HttpReady,
+    LineReady,
+    Machine,
+    Model,
+    Plan,
+    Process,
+    Role,
+    RouterReady,
+    Worker,
+    build,
+    check_memory,
+    choose_device,
+    curl_example,
+    gateway_url,
+    ready_timeout_s,
+)
+from sglang_fair.cluster.ports import Ports, PortTaken, ReplicaPorts, Reservations, choose, claim, is_free
+from sglang_fair.cluster.restart import RestartRule
+from sglang_fair.cluster.supervisor import StartFailed, Supervisor
+from sglang_fair.core import POLICIES
+from sglang_fair.core.cost import make_cost
+from tests.live import lives, wait_until
+from tests.ports import free_port
+
+LIMIT_S = 60.0
+"""For what takes little time, on however busy a machine."""
+
+GIGABYTE = 1_000_000_000
+MACHINE = Machine(cores=2, available_bytes=16 * GIGABYTE, gpus=(), cuda_build=False, python="python")
+GPU_MACHINE = Machine(
+    cores=64, available_bytes=500 * GIGABYTE, gpus=tuple("01234567"), cuda_build=True, python="python"
+)
+MODEL = Model(Path("/models/tiny"), "tiny", 1_000_000)
+PORTS = Ports(gateway=8000, router=30000, replicas=(ReplicaPorts(30001, 30002), ReplicaPorts(30004, 30005)))
+
+
+def after(argv: Sequence[str], option: str) -> str:
+    """The value of an option on a command line."""
+    return argv[list(argv).index(option) + 1]
+
+
+class TestOptions:
+    def test_the_defaults_are_good(self) -> None:
+        check(Options(), PLACEMENTS)
+
+    @pytest.mark.parametrize(
+        ("options", "said"),
+        [
+            (Options(replicas=0), "--replicas must be at least 1, not 0"),
+            (Options(gateway_workers=0), "--gateway-workers must be at least 1"),
+            (
+                Options(gateway_options="max-in-fly=3"),
+                "a gateway has no limit 'max-in-fly'; there are max-in",
+            ),
+            (Options(gateway_options="tries=0"), "limit tries must be a positive number, not 0"),
+            (Options(device="tpu"), "unknown --device 'tpu'; there are auto, cpu, cuda"),
+            (
+                Options(policy="magic"),
+                f"unknown --policy 'magic'; there are {', '.join(POLICIES)}, and sglang:NAME",
+            ),
+            (Options(placement="luck"), "unknown --placement 'luck'; there are d2lpm"),
+            (Options(log_level="loud"), "unknown --log-level 'loud'"),
+            (Options(port=70000), "--port must lie from 0 to 65535"),
+            (Options(worker_quantum=0.0), "--worker-quantum must be above 0"),
+            (Options(start_timeout_s=-1.0), "--start-timeout must be above 0"),
+            (Options(quantum=0.0), "quantum"),
+            (Options(output_weight=-1.0), "weight"),
+            (Options(cost="cheap"), "unknown cost 'cheap'; there are linear, profiled"),
+            (Options(cost="profiled", output_weight=2.0), "belong to the cost linear, not to 'profiled'"),
+            (Options(client_weights={"gold": 0.0}), "gold"),
+            (Options(payer="nobody"), "unknown payer 'nobody'"),
+            (Options(policy_options="quanta=3"), "no option 'quanta'"),
+            (Options(placement_options="threshold=3"), "placement d2lpm has no parameter threshold"),
+            (Options(placement_options="cache_threshold=3"), "cache_threshold is 3"),
+            (Options(placement_options="charge"), "NAME=VALUE, separated by commas, and 'charge' is not one"),
+            (Options(extra=("tiny",)), "unexpected argument 'tiny'"),
+            (
+                Options(extra=("--port", "1")),
+                "the cluster sets --port of each replica itself; use --port before",
+            ),
+            (Options(extra=("--model-path=x",)), "use --model before the --"),
+            (Options(extra=("--kv-events-config", "{}")), "it cannot be given"),
+            (Options(extra=("--tp", "two")), "--tp must be a whole number from 1, not 'two'"),
+            (Options(extra=("--page-size",)), "--page-size needs a value"),
+            (Options(extra=("--dp-size", "2")), "use --replicas"),
+        ],
+    )
+    def test_what_cannot_be_is_refused_in_one_line(self, options: Options, said: str) -> None:
+        with pytest.raises(ConfigError) as refused:
+            check(options, PLACEMENTS)
+        assert said in str(refused.value)
+        assert "\n" not in str(refused.value)
+
+    @pytest.mark.parametrize("policy", ["dlpm", "vtc", "lpm", "fcfs", "sglang:lpm"])
+    def test_policies(self, policy: str) -> None:
+        check(Options(policy=policy), PLACEMENTS)
+
+    def test_client_weights(self) -> None:
+        assert parse_client_weights("") == {}
+        assert parse_client_weights('{"gold": 2, "b": 0.5}') == {"gold": 2, "b": 0.5}
+        for wrong in ("{", "[1]", '{"a": "b"}', '{"a": true}'):
+            with pytest.raises(ConfigError):
+                parse_client_weights(wrong)
+
+    def test_the_last_of_two_values_counts(self) -> None:
+        assert extra_argument(("--tp", "2", "--x", "--tp=4"), "--tp", "--tp-size") == "4"
+        assert extra_argument(("--tp-size=8",), "--tp", "--tp-size") == "8"
+        assert extra_argument(("--tpx", "2"), "--tp") is None
+
+
+class TestPorts:
+    @given(st.integers(1, 12), st.sets(st.integers(30_000, 30_060)), st.sampled_from([0, 8000]))
+    def test_none_is_used_twice_and_none_is_taken(self, replicas: int, taken: set[int], gateway: int) -> None:
+        reserved: set[int] = set()
+
+        def reserve(port: int) -> bool:
+            if port in taken or port in reserved:
+                return False
+            reserved.add(port)
+            return True
+
+        ports = choose(gateway, replicas, reserve)
+        used = [ports.gateway, ports.router]
+        for replica in ports.replicas:
+            used += [replica.http, replica.kv, replica.kv + 1]
+        assert len(set(used)) == len(used) == 2 + 3 * replicas
+        assert not taken & set(used)
+        assert set(used) - {gateway} <= reserved
+
+    def test_the_gateway_s_port_is_in_use(self) -> None:
+        with pytest.raises(PortTaken, match="port 8000 is in use"):
+            claim(8000, lambda port: port != 8000)
+
+    def test_no_port_is_left(self) -> None:
+        with pytest.raises(PortTaken, match="too few free ports"):
+            choose(0, 1, lambda port: False)
+
+    def test_a_listening_port_is_not_free(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            assert not is_free("127.0.0.1", port)
+            assert not is_free("", port)
+        assert is_free("127.0.0.1", port)
+
+    def test_an_address_that_is_not_ours(self) -> None:
+        with pytest.raises(PortTaken, match=r"cannot listen on 192\.0\.2\.1"):
+            is_free("192.0.2.1", 31_999)
+        with pytest.raises(PortTaken, match="--host"):
+            is_free("::1%none", 31_999)
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets are Linux's")
+    def test_two_clusters_never_reserve_the_same(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        of_our_own(monkeypatch)
+        first, second = Reservations("127.0.0.1"), Reservations("127.0.0.1")
+        try:
+            port = choose(0, 1, first.take).gateway
+            assert not second.take(port)
+            assert choose(0, 1, second.take).gateway != port
+            first.close()
+            assert second.take(port)
+        finally:
+            first.close()
+            second.close()
+
+
+def of_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ports where nobody else looks for some: not this machine's clusters, nor other tests."""
+    monkeypatch.setattr("sglang_fair.cluster.ports.FIRST_PORT", free_port())
+
+
+class TestPlan:
+    def test_the_processes_know_each_other_s_addresses(self) -> None:
+        options = Options(
+            worker_quantum=500.0,
+            client_weights={"gold": 2.0},
+            payer="equal",
+            policy_options="patience=9",
+            placement_options="cache_threshold=0.3, charge=extend",
+            identity="api-key",
+            gateway_options="max-in-flight=100,body_timeout=2.5",
+            extra=("--page-size", "32"),
+        )
+        plan = build(options, "cpu", MACHINE, MODEL, PORTS)
+        assert [process.name for process in plan.processes] == ["r0", "r1", "router", "gateway"]
+        r0, r1, router, gateway = plan.processes
+        assert r0.argv[:3] == ("python", "-m", "sglang_fair.engines.replica")
+        assert (after(r0.argv, "--port"), after(r1.argv, "--port")) == ("30001", "30004")
+        assert after(r1.argv, "--kv-port") == "30005"
+        assert json.loads(after(r0.argv, "--client-weights")) == {"gold": 2.0}
+        assert (after(r0.argv, "--payer"), after(r0.argv, "--policy-options")) == ("equal", "patience=9")
+        assert r0.argv[list(r0.argv).index("--") :] == ("--", "--log-level", "info", "--page-size", "32")
+        assert r1.ready == HttpReady("http://127.0.0.1:30004/ready")
+        assert plan.router == after(router.argv, "--bind") == after(gateway.argv, "--router")
+        assert router.ready == RouterReady("tcp://127.0.0.1:30000")
+        assert after(router.argv, "--page-size") == "32"
+        assert after(router.argv, "--worker-quantum") == "500.0"
+        assert after(router.argv, "--quantum") == after(r0.argv, "--quantum")
+        told = [router.argv[i + 1] for i, word in enumerate(router.argv) if word == "--parameter"]
+        assert told == ["cache_threshold=0.3", 'charge="extend"']
+        assert json.loads(after(router.argv, "--client-weights")) == {"gold": 2.0}
+        workers = [router.argv[i + 1] for i, word in enumerate(router.argv) if word == "--worker"]
+        assert workers[1] == (
+            "r1,http=http://127.0.0.1:30004,kv=tcp://127.0.0.1:30005,replay=tcp://127.0.0.1:30006"
+        )
+        assert after(gateway.argv, "--model-name") == "tiny"
+        assert after(gateway.argv, "--tokenizer") == "/models/tiny"
+        assert after(gateway.argv, "--identity") == "api-key"
+        assert gateway_line().parse_args(gateway.argv[3:]).max_in_flight == 100
+        assert gateway_line().parse_args(gateway.argv[3:]).body_timeout_s == 2.5
+        assert gateway.ready == HttpReady("http://127.0.0.1:8000/health")
+
+    def test_the_router_s_own_quantum_stands(self) -> None:
+        (router,) = build(Options(), "cpu", MACHINE, MODEL, PORTS).of("router")
+        assert "--worker-quantum" not in router.argv
+
+    @pytest.mark.parametrize(
+        ("options", "replica_s", "router_s"),
+        [
+            (Options(), "--cost linear --extend-weight 1.0 --output-weight 2.0", ("1.0", "2.0")),
+            (
+                Options(extend_weight=0.5),
+                "--cost linear --extend-weight 0.5 --output-weight 2.0",
+                ("0.5", "2.0"),
+            ),
+            (
+                Options(cost="linear:3,4"),
+                "--cost linear --extend-weight 3.0 --output-weight 4.0",
+                ("3.0", "4.0"),
+            ),
+            (Options(cost="profiled"), "--cost profiled", ("2.1", "1.0")),
+            (
+                Options(cost="tiered:512,3"),
+                "--cost tiered:threshold=512.0,factor=3.0,extend_weight=1.0,output_weight=2.0",
+                ("1.0", "2.0"),
+            ),
+        ],
+    )
+    def test_the_cost_reaches_the_replicas_and_its_linear_part_the_router(
+        self, options: Options, replica_s: str, router_s: tuple[str, str]
+    ) -> None:
+        from sglang_fair.engines.replica import parse as parse_replica
+
+        r0, _, router, _ = build(options, "cpu", MACHINE, MODEL, PORTS).processes
+        assert replica_s in " ".join(r0.argv)
+        assert (after(router.argv, "--extend-weight"), after(router.argv, "--output-weight")) == router_s
+        parsed, _ = parse_replica(r0.argv[3:])
+        assert make_cost(parsed.cost, parsed.extend_weight, parsed.output_weight) == options.service_cost()
+
+    def test_their_programs_take_these_command_lines(self) -> None:
+        from router.__main__ import parser as router_parser
+        from router.gateway.__main__ import parser as gateway_parser
+        from sglang_fair.engines.replica import parse as parse_replica
+
+        plan = build(Options(worker_quantum=9.0), "cpu", MACHINE, MODEL, PORTS)
+        r0, _, router, gateway = plan.processes
+        replica, rest = parse_replica(r0.argv[3:])
+        assert (replica.name, replica.port, rest[:2]) == ("r0", 30001, ["--log-level", "info"])
+        assert router_parser().parse_args(router.argv[3:]).worker[1].worker == "r1"
+        assert gateway_parser().parse_args(gateway.argv[3:]).port == 8000
+
+    def test_each_replica_has_gpus_of_its_own(self) -> None:
+        plan = build(Options(device="cuda", extra=("--tp", "4")), "cuda", GPU_MACHINE, MODEL, PORTS)
+        devices = [process.env["CUDA_VISIBLE_DEVICES"] for process in plan.of("replica")]
+        assert devices == ["0,1,2,3", "4,5,6,7"]
+
+    def test_too_few_gpus(self) -> None:
+        with pytest.raises(ConfigError, match="2 replicas with 8 GPUs each need 16 GPUs, 8 are visible"):
+            build(Options(extra=("--tp=4", "--pp=2")), "cuda", GPU_MACHINE, MODEL, PORTS)
+
+    def test_the_device(self) -> None:
+        assert choose_device("auto", MACHINE) == "cpu"
+        assert choose_device("auto", GPU_MACHINE) == "cuda"
+        assert choose_device("cpu", GPU_MACHINE) == "cpu"
+        with pytest.raises(ConfigError, match="no GPU is visible"):
+            choose_device("cuda", MACHINE)
+        without_kernels = Machine(8, GIGABYTE, ("0",), False, "python")
+        assert choose_device("auto", without_kernels) == "cpu"
+        with pytest.raises(ConfigError, match="make setup DEVICE=cuda"):
+            choose_device("cuda", without_kernels)
+
+    def test_visible_gpus(self) -> None:
+        assert visible_gpus(2, None) == ("0", "1")
+        assert visible_gpus(2, "1") == ("1",)
+        assert visible_gpus(2, "") == visible_gpus(2, "-1") == visible_gpus(0, "0") == ()
+        assert visible_gpus(2, "GPU-a, GPU-b") == ("GPU-a", "GPU-b")
+
+    def test_memory(self) -> None:
+        check_memory(Options(replicas=2), "cpu", MACHINE, MODEL)
+        with pytest.raises(
+            ConfigError, match=r"20 replicas of default need about 30\.6 GB, 16\.0 GB .* 10 would fit"
+        ):
+            check_memory(Options(replicas=20), "cpu", MACHINE, MODEL)
+        check_memory(Options(replicas=20), "cuda", MACHINE, MODEL)
+
+    def test_more_replicas_than_cores_may_take_longer(self) -> None:
+        waits = [ready_timeout_s(Options(replicas=n), "cpu", MACHINE, MODEL) for n in (2, 4, 8)]
+        assert waits[0] < waits[1] < waits[2]
+        heavy = Model(Path("/m"), "m", 16 * GIGABYTE)
+        assert ready_timeout_s(Options(), "cuda", GPU_MACHINE, heavy) > 900
+        assert ready_timeout_s(Options(start_timeout_s=7.0), "cpu", MACHINE, MODEL) == 7.0
+
+    def test_where_to_send_requests(self) -> None:
+        assert gateway_url("0.0.0.0", 8000) == "http://127.0.0.1:8000"
+        assert gateway_url("::1", 8000) == "http://[::1]:8000"
+        example = curl_example("http://127.0.0.1:8000")
+        body = subprocess.run(
+            ["bash", "-c", "curl() { printf '%s' \"${@: -1}\"; }\n" + example],
+            capture_output=True,
+            check=True,
+        ).stdout
+        assert json.loads(body)["model"] == "default"
+
+
+class TestModel:
+    def test_a_dense_model_s_weight(self) -> None:
+        llama_8b = {
+            "num_hidden_layers": 32, "hidden_size": 4096, "vocab_size": 128256, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "intermediate_size": 14336,
+        }  # fmt: skip
+        assert estimate_bytes(llama_8b) == pytest.approx(2 * 8.03e9, rel=0.01)
+        assert estimate_bytes({"hidden_size": 12}) == 0
+
+    def test_one_that_is_missing(self) -> None:
+        with pytest.raises(NoModel, match="there is no model folder"):
+            describe("/no/such/folder")
+        with pytest.raises(NoModel, match="unknown model 'tinny'"):
+            describe("tinny")
+
+
+class TestRestartRule:
+    def test_waits_double_up_to_a_bound(self) -> None:
+        rule = RestartRule(first_delay_s=1, longest_delay_s=5, give_up_after=9)
+        assert [rule.delay_s(n) for n in range(1, 6)] == [1, 2, 4, 5, 5]
+
+    def test_gives_up_on_early_deaths_in_a_row_only(self) -> None:
+        rule = RestartRule(early_s=60, give_up_after=3)
+        deaths = 0
+        for served_s, gives_up in ((0, False), (5, False), (100, False), (0, False), (1, False), (2, True)):
+            deaths = rule.early_deaths(deaths, served_s)
+            assert (rule.delay_s(deaths) is None) is gives_up
+
+
+class Record:
+    """A reporter that remembers."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[str, str]] = []
+        self.ready: list[str] = []
+        self.deaths: list[tuple[str, str]] = []
+        self.tails: list[list[str]] = []
+        self.said: list[str] = []
+        self.pids: dict[str, int] = {}
+        self.when_up: Callable[[], None] = lambda: None
+
+    def line(self, name: str, line: str) -> None:
+        self.lines.append((name, line))
+
+    def waiting(self, names: Sequence[str], elapsed_s: float, limit_s: float) -> None:
+        assert names
+
+    def is_ready(self, name: str, after_s: float) -> None:
+        self.ready.append(name)
+
+    def died(self, name: str, how: str, tail: Iterable[str]) -> None:
+        self.deaths.append((name, how))
+        self.tails.append(list(tail))
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def up(self, pids: dict[str, int]) -> None:
+        self.pids = pids
+        self.when_up()
+
+
+class Told:
+    """A link to a router that is not there."""
+
+    def __init__(self) -> None:
+        self.news: list[str] = []
+
+    def up(self, worker: Worker) -> None:
+        self.news.append(f"{worker.name} up")
+
+    def down(self, worker: Worker) -> None:
+        self.news.append(f"{worker.name} down")
+
+    def close(self) -> None:
+        pass
+
+
+SERVES = """
+    import signal, sys, time
+    def end(*_):
+        print("bye", flush=True)
+        sys.exit(0)
+    signal.signal(signal.SIGTERM, end)
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+
+IS_STUBBORN = """
+    import signal, subprocess, sys, time
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    grandchild = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+        "print('grandchild', flush=True); time.sleep(60)"
+    )
+    child = subprocess.Popen([sys.executable, "-S", "-c", grandchild], stdout=subprocess.PIPE)
+    print(child.stdout.readline().decode(), "ready", sep="", flush=True)
+    time.sleep(60)
+"""
+
+DIES = "import sys; print('I have a reason', flush=True); sys.exit(3)"
+
+
+def program(
+    name: str, code: str, role: Role = "replica", *, timeout_s: float = LIMIT_S, grace_s: float = LIMIT_S
+) -> Process:
+    return Process(
+        name=name,
+        role=role,
+        argv=(sys.executable, "-S", "-c", textwrap.dedent(code)),
+        ready=LineReady("ready"),
+        ready_timeout_s=timeout_s,
+        stop_grace_s=grace_s,
+        worker=Worker(name, "http://127.0.0.1:1", "tcp://k", "tcp://p") if role == "replica" else None,
+    )
+
+
+def cluster(*replicas: Process) -> Plan:
+    return Plan((*replicas, program("router", SERVES, "router"), program("gateway", SERVES, "gateway")))
+
+
+def supervise(
+    plan: Plan,
+    when_up: Callable[[Supervisor, Record], object] | None = None,
+    *,
+    rule: RestartRule | None = None,
+    link: Told | None = None,
+) -> tuple[bool | StartFailed, Record]:
+    """Runs a plan; `when_up` may return a coroutine to be run beside it. Whatever happens, none is left."""
+
+    async def run() -> tuple[bool | StartFailed, Record]:
+        record, beside = Record(), []
+        supervisor = Supervisor(plan, record, rule=rule or RestartRule(first_delay_s=0.01), link=link)
+
+        def up() -> None:
+            made = when_up(supervisor, record) if when_up else supervisor.stop()
+            if asyncio.iscoroutine(made):
+                beside.append(asyncio.create_task(made))
+                beside[-1].add_done_callback(lambda task: task.exception() and supervisor.stop())
+
+        record.when_up = up
+        try:
+            outcome: bool | StartFailed = await asyncio.wait_for(supervisor.run(), 2 * LIMIT_S)
+        except StartFailed as error:
+            outcome = error
+        for task in beside:
+            await task
+        for pid in supervisor.pids.values():
+            assert not list(session_members(pid))
+        return outcome, record
+
+    return asyncio.run(run())
+
+
+async def until(condition: Callable[[], object], limit_s: float = LIMIT_S) -> None:
+    deadline_s = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline_s
+        await asyncio.sleep(0.01)
+
+
+def workers(endpoint: str) -> list[str]:
+    """Names of the workers that a router knows."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
+        peer.linger, peer.rcvtimeo = 0, int(1000 * LIMIT_S)
+        peer.connect(endpoint)
+        peer.send(encode(Query("q")))
+        answer = decode_answer(peer.recv())
+    assert isinstance(answer, Snapshot)
+    return list(answer.state["workers"])
+
+
+class TestSupervisor:
+    def test_starts_in_order_and_stops_in_order(self) -> None:
+        outcome, record = supervise(cluster(program("r0", SERVES), program("r1", SERVES)))
+        assert outcome is True
+        assert record.ready[-1] == "gateway"
+        assert set(record.pids) == {"r0", "r1", "router", "gateway"}
+        farewells = [name for name, line in record.lines if line == "bye"]
+        assert farewells[:2] == ["gateway", "router"]
+        assert sorted(farewells[2:]) == ["r0", "r1"]
+        assert not record.deaths
+        assert not record.said
+
+    def test_the_stubborn_are_killed_with_their_children(self) -> None:
+        outcome, record = supervise(cluster(program("r0", IS_STUBBORN, grace_s=0.2)))
+        assert outcome is True
+        assert ("r0", "grandchild") in record.lines
+        assert record.said == ["r0 was killed: it had not ended in time"]
+
+    def test_a_second_stop_kills_at_once(self) -> None:
+        async def twice(supervisor: Supervisor) -> None:
+            supervisor.stop()
+            await asyncio.sleep(0.1)
+            supervisor.stop()
+
+        plan = cluster(program("r0", IS_STUBBORN, grace_s=1e6))
+        outcome, _ = supervise(plan, lambda supervisor, _: twice(supervisor))
+        assert outcome is True
+
+    def test_a_death_at_the_start_ends_the_attempt(self) -> None:
+        outcome, record = supervise(cluster(program("r0", SERVES), program("r1", DIES)))
+        assert str(outcome) == "r1 ended before it was ready: exit code 3"
+        assert record.deaths == [("r1", "exit code 3")]
+        assert record.tails == [["I have a reason"]]
+        assert not record.pids
+
+    def test_one_that_is_never_ready_ends_the_attempt(self) -> None:
+        outcome, _ = supervise(cluster(program("r0", "import time; time.sleep(60)", timeout_s=0.3)))
+        assert str(outcome).startswith("r0 was not ready after 0 s")
+
+    def test_a_program_that_is_not_there(self) -> None:
+        missing = Process("r0", "replica", ("/no/such/program",), LineReady("ready"), 1, 1)
+        outcome, _ = supervise(cluster(missing))
+        assert str(outcome).startswith("r0 cannot be started: ")
+
+    def test_a_stop_during_the_start(self) -> None:
+        async def run() -> None:
+            record = Record()
+            plan = cluster(program("r0", "import time; print('slow', flush=True); time.sleep(60)"))
+            supervisor = Supervisor(plan, record)
+            running = asyncio.create_task(supervisor.run())
+            await until(lambda: ("r0", "slow") in record.lines)
+            supervisor.stop()
+            assert await asyncio.wait_for(running, LIMIT_S) is True
+            assert not supervisor.was_up
+            assert not any(list(session_members(pid)) for pid in supervisor.pids.values())
+
+        asyncio.run(run())
+
+    def test_a_dead_replica_is_started_again_and_the_router_is_told(self) -> None:
+        link = Told()
+
+        async def kill(supervisor: Supervisor, record: Record) -> None:
+            before = record.pids["r0"]
+            os.kill(before, signal.SIGKILL)
+            await until(lambda: record.ready.count("r0") == 2)
+            await until(lambda: link.news[-1:] == ["r0 up"])
+            assert supervisor.pids["r0"] != before
+            supervisor.stop()
+
+        outcome, record = supervise(cluster(program("r0", SERVES), program("r1", SERVES)), kill, link=link)
+        assert outcome is True
+        assert record.deaths == [("r0", "killed by SIGKILL")]
+        assert link.news == ["r0 down", "r0 up"]
+
+    def test_what_a_dead_replica_leaves_is_gone_before_it_starts_again(self) -> None:
+        async def kill(supervisor: Supervisor, record: Record) -> None:
+            orphans = [p.pid for p in psutil.Process(record.pids["r0"]).children()]
+            assert orphans
+            os.kill(record.pids["r0"], signal.SIGKILL)
+            await until(lambda: record.ready.count("r0") == 2)
+            assert not any(lives(pid) for pid in orphans)
+            supervisor.stop()
+
+        outcome, _ = supervise(cluster(program("r0", IS_STUBBORN, grace_s=0.1)), kill)
+        assert outcome is True
+
+    def test_a_new_router_is_told_who_is_down(self, tmp_path: Path) -> None:
+        link, gate = Told(), tmp_path / "gate"
+        second_time_waits = f"""
+            import pathlib, time
+            gate = pathlib.Path({str(gate)!r})
+            if gate.exists():
+                time.sleep(60)
+            print("ready", flush=True)
+            time.sleep(60)
+        """
+
+        async def kill(supervisor: Supervisor, record: Record) -> None:
+            gate.touch()
+            os.kill(record.pids["r0"], signal.SIGKILL)
+            await until(lambda: link.news == ["r0 down"])
+            os.kill(record.pids["router"], signal.SIGKILL)
+            await until(lambda: record.ready.count("router") == 2)
+            await until(lambda: link.news == ["r0 down", "r0 down"])
+            supervisor.stop()
+
+        plan = cluster(program("r0", second_time_waits, grace_s=0.1), program("r1", SERVES))
+        assert supervise(plan, kill, link=link)[0] is True
+
+    def test_a_process_is_started_again_as_it_is_specified_by_then(self) -> None:
+        says_so = "import time; print('changed', flush=True); print('ready', flush=True); time.sleep(60)"
+
+        async def kill(supervisor: Supervisor, record: Record) -> None:
+            record.say = lambda _: supervisor.respec(program("router", says_so, "router", grace_s=0.1))
+            os.kill(record.pids["router"], signal.SIGKILL)
+            await until(lambda: record.ready.count("router") == 2)
+            supervisor.stop()
+
+        outcome, record = supervise(cluster(program("r0", SERVES)), kill)
+        assert outcome is True
+        assert ("router", "changed") in record.lines
+
+    def test_a_router_returns_while_a_replica_is_being_added(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        start, go_on, link = Child.start, asyncio.Event(), Told()
+
+        async def slow(spec: Process, on_line: Callable[[str, str], None]) -> Child:
+            if spec.name == "r9":
+                await go_on.wait()
+            return await start(spec, on_line)
+
+        async def add(supervisor: Supervisor, record: Record) -> None:
+            adding = asyncio.create_task(supervisor.add(program("r9", SERVES)))
+            await until(lambda: len(supervisor.plan.of("replica")) == 2)
+            os.kill(record.pids["router"], signal.SIGKILL)
+            await until(lambda: record.ready.count("router") == 2)
+            await until(lambda: link.news == ["r9 down"])
+            go_on.set()
+            await adding
+            assert link.news == ["r9 down", "r9 up"]
+            supervisor.stop()
+
+        monkeypatch.setattr(Child, "start", slow)
+        assert supervise(cluster(program("r0", SERVES)), add, link=link)[0] is True
+
+    def test_one_that_keeps_dying_is_given_up_and_the_others_serve_on(self, tmp_path: Path) -> None:
+        dies_later = f"""
+            import pathlib, sys, time
+            once = pathlib.Path({str(tmp_path / "once")!r})
+            if once.exists():
+                sys.exit(9)
+            once.touch()
+            print("ready", flush=True)
+            time.sleep(0.1)
+            sys.exit(9)
+        """
+
+        async def watch(supervisor: Supervisor, record: Record) -> None:
+            await until(lambda: any("is given up" in text for text in record.said))
+            assert len(record.deaths) == 3
+            supervisor.stop()
+
+        rule = RestartRule(first_delay_s=0.01, give_up_after=3)
+        outcome, _ = supervise(cluster(program("r0", dies_later), program("r1", SERVES)), watch, rule=rule)
+        assert outcome is True
+
+    @pytest.mark.parametrize("role", ["replica", "router", "gateway"])
+    def test_without_any_replica_or_router_or_gateway_it_ends(self, role: Role) -> None:
+        dies_soon = "import time; print('ready', flush=True); time.sleep(0.1)"
+        processes = [
+            program(one, dies_soon if one == role else SERVES, one)
+            for one in ("replica", "router", "gateway")
+        ]
+        outcome, record = supervise(
+            Plan(tuple(processes)), lambda *_: None, rule=RestartRule(first_delay_s=0.01, give_up_after=2)
+        )
+        assert outcome is False
+        assert record.said[-1].startswith(f"{role} is given up: it died 2 times in a row")
+
+    def test_long_lines_and_progress_bars(self) -> None:
+        talks = """
+            import sys, time
+            print("x" * 5_000)
+            sys.stdout.buffer.write(b"10%\\r50%\\r100%\\r\\n\\xff\\n\\n")
+            print("y" * 300_000)
+            print("ready", flush=True)
+            time.sleep(60)
+        """
+        outcome, record = supervise(cluster(program("r0", talks, grace_s=0.1)))
+        assert outcome is True
+        lines = [line for name, line in record.lines if name == "r0"]
+        assert lines[0] == "x" * 2_000 + " … (3000 more characters)"
+        assert lines[1:3] == ["100%", "\N{REPLACEMENT CHARACTER}"]
+        assert lines[3].endswith("(298000 more characters)")
+
+    def test_ready_over_http(self) -> None:
+        port = free_port()
+        serves = Process(
+            "r0", "replica", (sys.executable, "-m", "http.server", "--bind", "127.0.0.1", str(port)),
+            HttpReady(f"http://127.0.0.1:{port}/"), LIMIT_S, 1,
+        )  # fmt: skip
+        outcome, record = supervise(cluster(serves))
+        assert outcome is True
+        assert "r0" in record.ready
+
+    def test_children_die_with_a_killed_supervisor(self) -> None:
+        die = "from sglang_fair.common.processes import die_with_parent; die_with_parent()"
+        child = f"{die}; print('ready', flush=True)"
+        code = f"""
+            import asyncio, sys
+            from sglang_fair.cluster.plan import LineReady, Plan, Process
+            from sglang_fair.cluster.supervisor import Supervisor
+            from tests.cluster.test_cluster import Record
+            argv = (sys.executable, "-c", {child!r} + "; import time; time.sleep(60)")
+            class Prints(Record):
+                def up(self, pids):
+                    print(*pids.values(), flush=True)
+            plan = Plan((Process("r0", "replica", argv, LineReady("ready"), 60, 1),))
+            asyncio.run(Supervisor(plan, Prints()).run())
+        """
+        with subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True
+        ) as supervisor:
+            assert supervisor.stdout is not None
+            pid = int(supervisor.stdout.readline())
+            assert lives(pid)
+            supervisor.kill()
+            supervisor.wait()
+        wait_until(lambda: not lives(pid), "the orphan's end", LIMIT_S)
+
+    def test_a_real_router_is_asked_and_told(self) -> None:
+        endpoint = f"tcp://127.0.0.1:{free_port()}"
+        router = Process(
+            "router", "router",
+            (sys.executable, "-m", "router", "--bind", endpoint, "--worker", "r0,http=http://x"),
+            RouterReady(endpoint), LIMIT_S, LIMIT_S,
+        )  # fmt: skip
+
+        async def run() -> None:
+            record = Record()
+            with contextlib.closing(RouterLink(endpoint)) as link:
+                supervisor = Supervisor(Plan((router,), endpoint), record)
+                running = asyncio.create_task(supervisor.run())
+                await until(lambda: record.ready == ["router"])
+                link.down(Worker("r0", "http://x", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2"))
+                link.up(Worker("r9", "http://y", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2"))
+                await until(lambda: workers(endpoint) == ["r9"])
+                supervisor.stop()
+                assert await running is True
+
+        asyncio.run(run())
+        assert not asyncio.run(router_answers(endpoint, 0.1))
+
+    def test_a_session_that_is_gone_is_not_killed_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Its id may be another's by then."""
+        killed: list[int] = []
+
+        async def kill(session: int) -> bool:
+            killed.append(session)
+            return len(killed) == 2
+
+        async def run() -> None:
+            child = await Child.start(program("r0", "pass"), lambda *_: None)
+            for _ in range(3):
+                await child.exited()
+                assert await child.stop(asyncio.Event())
+            assert killed == [child.pid] * 2, "once more where something was left"
+
+        monkeypatch.setattr("sglang_fair.cluster.child.kill_session", kill)
+        asyncio.run(run())
+
+    def test_how_it_ended(self) -> None:
+        assert how_it_ended(1) == "exit code 1"
+        assert how_it_ended(-9) == "killed by SIGKILL"
+        assert how_it_ended(-99) == "killed by signal 99"
+
+
+class TestConsole:
+    def test_quiet_replicas_show_trouble_and_last_words(self, capsys: pytest.CaptureFixture[str]) -> None:
+        plan = build(Options(), "cpu", MACHINE, MODEL, PORTS)
+        reporter = ConsoleReporter(make_console(True), plan, quiet=frozenset(["r0"]), when_up=lambda _: None)
+        reporter.line("r0", "Decode batch [bold]")
+        reporter.line("r0", "Ignore import error when loading x")
+        reporter.line("r0", "ERROR: out of memory")
+        reporter.line("gateway", "hello")
+        reporter.waiting(["r0"], 16.0, 100.0)
+        reporter.waiting(["r0"], 17.0, 100.0)
+        reporter.died("r0", "exit code 1", ["Decode batch [bold]"])
+        shown = capsys.readouterr().err.splitlines()
+        assert [" ".join(line.split()) for line in shown] == [
+            "[r0] ERROR: out of memory",
+            "[gateway] hello",
+            "cluster waiting for r0: 16 s of at most 100 s",
+            "[r0] Decode batch [bold]",
+            "cluster r0 ended: exit code 1",
+        ]
+
+    def test_a_child_that_says_nothing_is_one_too(self) -> None:
+        async def run() -> None:
+            child = await Child.start(program("r0", "pass"), lambda *_: None)
+            assert await child.exited() == "exit code 0"
+            assert not await child.stop(asyncio.Event()) or not child.running
+
+        asyncio.run(run())
+
+
+@pytest.mark.e2e
+def test_a_whole_cluster_survives_a_dead_scheduler_and_leaves_nothing(tmp_path: Path) -> None:
+    """`sglang-fair cluster --json` as a program uses it: one real replica, router and gateway."""
+    log = tmp_path / "log"
+    command = [sys.executable, "-m", "sglang_fair.cli", "cluster", "--replicas", "1", "--device", "cpu"]
+    with log.open("w") as errors:
+        running = subprocess.Popen(
+            [*command, "--model", "tiny", "--port", "0", "--json"],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+    with running:
+        try:
+            assert running.stdout is not None
+            facts = json.loads(running.stdout.readline() or "null")
+            assert facts, log.read_text()[-3000:]
+            assert complete(facts["gateway"])["model"] == "tiny"
+            scheduler = next(
+                process
+                for process in psutil.Process(facts["pids"]["r0"]).children()
+                if "scheduler" in " ".join(process.cmdline())
+            )
+            scheduler.kill()
+            wait_for(log, "r0 ended:", 60)
+            wait_for(log, "r0 is ready", 180, times=2)
+            assert complete(facts["gateway"])["model"] == "tiny"
+            sessions = [pid for name, pid in facts["pids"].items() if name not in ("cluster", "r0")]
+            sessions += [process.pid for process in psutil.Process(running.pid).children()]
+            running.send_signal(signal.SIGINT)
+            assert running.wait(60) == 0
+            assert not any(list(session_members(session)) for session in sessions)
+        finally:
+            running.kill()
+
+
+def complete(gateway: str) -> dict[str, object]:
+    """One completion of four tokens."""
+    request = urllib.request.Request(
+        f"{gateway}/v1/completions",
+        json.dumps({"model": "default", "prompt": "hello", "max_tokens": 4}).encode(),
+        {"content-type": "application/json", "x-fair-client": "alice"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return json.load(response)
+
+
+def wait_for(log: Path, text: str, limit_s: float, times: int = 1) -> None:
+    """Waits until `text` has been logged so many times."""
+    deadline_s = time.monotonic() + limit_s
+    while log.read_text().count(text) < times:
+        assert time.monotonic() < deadline_s, log.read_text()[-3000:]
+        time.sleep(0.2)

@@ -1,0 +1,598 @@
+"""Replicas that are added to a running cluster and drained from it: the control socket, the supervisor, the load."""
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+import zmq
+
+from router.core import Router
+from router.events import Arrive, Done, Place, WorkerUp, decode_answer, encode
+from router.placement import build as build_placement
+from router.shell import Shell
+from sglang_fair.cluster import control
+from sglang_fair.cluster.control import Control, NoCluster, Refused, Say, ask, own_folder
+from sglang_fair.cluster.link import RouterLink
+from sglang_fair.cluster.more import More
+from sglang_fair.cluster.options import ConfigError, Options
+from sglang_fair.cluster.plan import (
+    HttpReady,
+    Plan,
+    Process,
+    RouterReady,
+    Worker,
+    build,
+    with_workers,
+)
+from sglang_fair.cluster.ports import Ports, ReplicaPorts, Reservations, choose
+from sglang_fair.cluster.restart import RestartRule
+from sglang_fair.cluster.supervisor import StartFailed, Supervisor
+from sglang_fair.cluster.workers import Workers
+from tests.cluster.test_cluster import (
+    DIES,
+    LIMIT_S,
+    MACHINE,
+    SERVES,
+    Record,
+    after,
+    of_our_own,
+    program,
+    until,
+)
+from tests.cluster.test_cluster import MODEL as TINY
+from tests.live import lives
+from tests.ports import free_port
+from tests.site import Seen, eventually, read, request
+from tests.stand_in import MODEL, Engine, make_tokenizer
+
+
+def run(body: Awaitable[None]) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(2 * LIMIT_S):
+            await body
+
+    asyncio.run(main())
+
+
+# -- the socket
+
+
+@contextlib.asynccontextmanager
+async def controlled(path: Path, handle: control.Handle) -> Any:
+    made = Control(path, handle)
+    await made.start()
+    try:
+        yield made
+    finally:
+        await made.close()
+    assert not path.exists()
+
+
+async def echo(asked: dict[str, Any], say: Say) -> dict[str, Any]:
+    if asked["do"] == "refuse":
+        raise Refused("no")
+    if asked["do"] == "break":
+        raise KeyError("broken")
+    for number in range(asked["says"]):
+        say(f"step {number}")
+    return {"asked": asked}
+
+
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A folder with a short name: that of a Unix socket has at most 107 bytes."""
+    root = "/tmp" if os.access("/tmp", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="fair-", dir=root) as made:
+        yield Path(made)
+
+
+@pytest.fixture
+def path(short: Path) -> Path:
+    return short / "run" / "8000.sock"
+
+
+def test_a_request_is_answered_in_lines(path: Path) -> None:
+    async def body() -> None:
+        async with controlled(path, echo):
+            said: list[str] = []
+            found = await asyncio.to_thread(ask, path, {"do": "it", "says": 2}, said.append)
+            assert (found, said) == ({"asked": {"do": "it", "says": 2}}, ["step 0", "step 1"])
+            with pytest.raises(Refused, match=r"^no$"):
+                await asyncio.to_thread(ask, path, {"do": "refuse"}, said.append)
+            with pytest.raises(Refused, match="KeyError"):
+                await asyncio.to_thread(ask, path, {"do": "break"}, said.append)
+            assert path.stat().st_mode & 0o077 == path.parent.stat().st_mode & 0o077 == 0
+
+    run(body())
+
+
+@pytest.mark.parametrize("line", [b"{\n", b"[1]\n", b"\n", b"\xff\n", b"x" * 100_000 + b"\n"])
+def test_what_is_no_request_is_refused(path: Path, line: bytes) -> None:
+    async def body() -> None:
+        async with controlled(path, echo):
+            reader, writer = await asyncio.open_unix_connection(path)
+            writer.write(line)
+            assert "not a request" in json.loads(await reader.readline())["error"]
+            writer.close()
+            assert await asyncio.to_thread(ask, path, {"do": "it", "says": 0}, print)
+
+    run(body())
+
+
+def test_a_peer_that_says_nothing_is_sent_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "ASKED_S", 0.05)
+
+    async def body() -> None:
+        async with controlled(path, echo) as made:
+            peers = [await asyncio.open_unix_connection(path) for _ in range(control.MAX_PEERS)]
+            for reader, writer in peers:
+                assert "nothing came" in json.loads(await reader.readline())["error"]
+                writer.close()
+            await until(lambda: not made._peers)
+            monkeypatch.setattr(control, "ASKED_S", LIMIT_S)
+            assert await asyncio.to_thread(ask, path, {"do": "it", "says": 0}, print)
+
+    run(body())
+
+
+def test_a_peer_that_breaks_off_is_forgotten(path: Path) -> None:
+    async def body() -> None:
+        async with controlled(path, echo) as made:
+            _, writer = await asyncio.open_unix_connection(path)
+            reader = asyncio.StreamReader()
+            reader.set_exception(ConnectionResetError("reset"))
+            await made._serve(reader, writer)
+            assert writer.is_closing()
+            await until(lambda: not made._peers)
+
+    run(body())
+
+
+def test_a_request_whose_sender_has_gone_is_carried_out(path: Path) -> None:
+    go_on, done = asyncio.Event(), asyncio.Event()
+
+    async def slow(asked: dict[str, Any], say: Say) -> dict[str, Any]:
+        await go_on.wait()
+        say("still here")
+        done.set()
+        return {}
+
+    async def body() -> None:
+        async with controlled(path, slow) as made:
+            _, writer = await asyncio.open_unix_connection(path)
+            writer.write(b'{"do": "it"}\n')
+            await until(lambda: made._at_work)
+            writer.close()
+            await writer.wait_closed()
+            go_on.set()
+            await done.wait()
+
+    run(body())
+
+
+def test_the_end_of_the_cluster_ends_requests(path: Path) -> None:
+    async def never(asked: dict[str, Any], say: Say) -> dict[str, Any]:
+        await asyncio.Event().wait()
+        return {}
+
+    async def body() -> None:
+        made = Control(path, never)
+        await made.start()
+        asking = asyncio.create_task(asyncio.to_thread(ask, path, {"do": "it"}, print))
+        await until(lambda: made._at_work)
+        await made.close()
+        with pytest.raises(Refused, match="the cluster is being stopped"):
+            await asking
+        with pytest.raises(NoCluster):
+            ask(path, {"do": "it"}, print)
+
+    run(body())
+
+
+def test_a_socket_that_was_left_behind_is_replaced(path: Path) -> None:
+    own_folder(path.parent)
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(path))
+
+    async def body() -> None:
+        async with controlled(path, echo):
+            assert await asyncio.to_thread(ask, path, {"do": "it", "says": 0}, print)
+
+    run(body())
+
+
+def test_a_folder_that_others_can_write_is_not_used(tmp_path: Path) -> None:
+    open_folder = tmp_path / "open"
+    open_folder.mkdir()
+    open_folder.chmod(0o777)
+    with pytest.raises(PermissionError, match="is not this user's alone"):
+        own_folder(open_folder)
+    link = tmp_path / "link"
+    own_folder(tmp_path / "own")
+    link.symlink_to(tmp_path / "own")
+    with pytest.raises(PermissionError):
+        own_folder(link)
+
+
+# -- what is planned
+
+
+def test_a_further_replica_is_planned_like_the_first_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_our_own(monkeypatch)
+    options = Options(quantum=77.0, payer="equal", extra=("--page-size", "32"))
+    with contextlib.closing(Reservations("127.0.0.1")) as reservations:
+        ports = choose(0, 2, reservations.take)
+        plan = build(options, "cpu", MACHINE, TINY, ports)
+        more = More(options, "cpu", TINY, ports, reservations, lambda: MACHINE)
+        r1, r2 = plan.of("replica")[1], more.plan(2)
+        own = {"--name", "--port", "--kv-port"}
+        assert [word for word in r2.argv if word not in after_all(r2, own)] == [
+            word for word in r1.argv if word not in after_all(r1, own)
+        ]
+        assert (r2.name, r2.worker and r2.worker.name, after(r2.argv, "--name")) == ("r2", "r2", "r2")
+        used = {ports.gateway, ports.router}
+        used |= {port for one in ports.replicas for port in (one.http, one.kv, one.kv + 1)}
+        new = {int(after(r2.argv, "--port")), int(after(r2.argv, "--kv-port"))}
+        assert not used & new
+        more.freed(r2)
+        assert int(after(more.plan(5).argv, "--port")) in new, "its ports are free again"
+
+
+def after_all(spec: Process, options: set[str]) -> set[str]:
+    return {after(spec.argv, option) for option in options}
+
+
+def test_a_further_replica_needs_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_our_own(monkeypatch)
+    small = MACHINE.__class__(**{**vars(MACHINE), "available_bytes": 1_000})
+    gpus = MACHINE.__class__(**{**vars(MACHINE), "gpus": ("0", "1"), "cuda_build": True})
+    taken: list[int] = []
+    with contextlib.closing(Reservations("127.0.0.1")) as reservations:
+        ports = Ports(8000, 30_000, (ReplicaPorts(30_001, 30_002),))
+        with pytest.raises(ConfigError, match="too little memory"):
+            More(Options(), "cpu", TINY, ports, reservations, lambda: small).plan(2)
+        on_gpus = More(Options(), "cuda", TINY, ports, reservations, lambda: gpus)
+        assert on_gpus.plan(1).env["CUDA_VISIBLE_DEVICES"] == "1"
+        taken = sorted(reservations._held)
+        with pytest.raises(ConfigError, match="2 are visible"):
+            on_gpus.plan(2)
+        assert sorted(reservations._held) == taken, "what was reserved for nothing is given back"
+
+
+def test_a_new_router_is_told_of_other_workers() -> None:
+    ports = Ports(8000, 30_000, (ReplicaPorts(30_001, 30_002), ReplicaPorts(30_004, 30_005)))
+    plan = build(Options(worker_quantum=9.0), "cpu", MACHINE, TINY, ports)
+    [router] = plan.of("router")
+    workers = [spec.worker for spec in plan.of("replica") if spec.worker]
+    assert with_workers(router, workers) == router
+    changed = with_workers(router, [workers[1], Worker("r7", "http://x", "tcp://k", "tcp://r")])
+    named = [changed.argv[at + 1] for at, word in enumerate(changed.argv) if word == "--worker"]
+    assert [one.partition(",")[0] for one in named] == ["r1", "r7"]
+    assert after(changed.argv, "--worker-quantum") == "9.0"
+
+
+# -- the supervisor
+
+
+@contextlib.contextmanager
+def router_thread() -> Iterator[str]:
+    """A real router that knows r0 and r1."""
+    shell = Shell(Router(build_placement("round_robin"), name="round_robin"), "tcp://127.0.0.1:*")
+    for name in ("r0", "r1"):
+        shell.tell(WorkerUp(name, "http://x"))
+    thread = threading.Thread(target=shell.run)
+    thread.start()
+    try:
+        yield shell.endpoint
+    finally:
+        shell.stop()
+        thread.join()
+        shell.close()
+
+
+@dataclass
+class Changed:
+    """A supervised cluster of small processes, and what may be done to it."""
+
+    supervisor: Supervisor
+    record: Record
+    workers: Workers
+    freed: list[str]
+    said: list[str]
+    next_code: str = SERVES
+
+    async def add(self) -> dict[str, Any]:
+        return await self.workers.handle({"do": "add"}, self.said.append)
+
+    async def drain(self, name: str) -> dict[str, Any]:
+        return await self.workers.handle({"do": "drain", "name": name}, self.said.append)
+
+    def states(self) -> dict[str, str]:
+        return {row.name: row.state for row in self.workers.rows()}
+
+
+def changing(body: Callable[[Changed, str], Awaitable[None]]) -> None:
+    """Runs `body` beside a supervisor of r0, r1, a router and a gateway; none is left."""
+
+    async def main() -> None:
+        with router_thread() as endpoint, contextlib.closing(RouterLink(endpoint)) as link:
+            plan = Plan(
+                (
+                    program("r0", SERVES),
+                    program("r1", SERVES),
+                    program("router", SERVES, "router"),
+                    program("gateway", SERVES, "gateway"),
+                ),
+                endpoint,
+            )
+            record, up, freed = Record(), asyncio.Event(), []
+            record.when_up = up.set
+            supervisor = Supervisor(plan, record, rule=RestartRule(first_delay_s=0.01), link=link)
+            workers = Workers(
+                supervisor,
+                link,
+                endpoint,
+                lambda number: program(f"r{number}", made.next_code),
+                lambda spec: freed.append(spec.name),
+            )
+            made = Changed(supervisor, record, workers, freed, [])
+            running = asyncio.create_task(supervisor.run())
+            with pytest.raises(Refused, match="not up yet"):
+                await made.add()
+            await up.wait()
+            freed.clear()
+            try:
+                await body(made, endpoint)
+            finally:
+                pids = list(supervisor.pids.values())
+                supervisor.stop()
+                assert await asyncio.wait_for(running, LIMIT_S)
+                assert not any(map(lives, pids))
+
+    run(main())
+
+
+def test_an_added_replica_is_kept_and_a_drained_one_is_stopped() -> None:
+    async def body(made: Changed, _: str) -> None:
+        assert made.states() == {"r0": "up", "r1": "up"}
+        row = await made.add()
+        assert (row["name"], row["state"], row["pid"]) == ("r2", "up", made.supervisor.pids["r2"])
+        psutil.Process(row["pid"]).kill()
+        await until(lambda: made.states()["r2"] == "up" and made.supervisor.pids["r2"] != row["pid"])
+        assert made.record.deaths == [("r2", "killed by SIGKILL")]
+        pid = made.supervisor.pids["r0"]
+        assert (await made.drain("r0"))["state"] == "stopped"
+        assert not lives(pid)
+        assert (made.states(), made.freed) == ({"r1": "up", "r2": "up"}, ["r0"])
+        [router] = made.supervisor.plan.of("router")
+        assert [word[:2] for at, word in enumerate(router.argv) if router.argv[at - 1] == "--worker"] == [
+            "r1",
+            "r2",
+        ]
+        assert (await made.add())["name"] == "r0", "the lowest number that is free"
+        assert len(made.record.deaths) == 1, "nobody who was stopped has died"
+
+    changing(body)
+
+
+def test_a_replica_finishes_before_it_is_stopped() -> None:
+    async def body(made: Changed, endpoint: str) -> None:
+        with zmq.Context() as context, context.socket(zmq.DEALER) as gateway:
+            gateway.setsockopt(zmq.LINGER, 0)
+            gateway.connect(endpoint)
+            gateway.send(encode(Arrive("q0", "c", b"")))
+            placed = decode_answer(gateway.recv())
+            assert isinstance(placed, Place)
+            draining = asyncio.create_task(made.drain(placed.worker))
+            await until(lambda: any("1 requests under way" in text for text in made.said))
+            assert made.states()[placed.worker] == "draining"
+            gateway.send(encode(Arrive("q1", "c", b"")))
+            other = decode_answer(gateway.recv())
+            assert isinstance(other, Place)
+            assert other.worker != placed.worker
+            with pytest.raises(Refused, match=f"{placed.worker} is draining"):
+                await made.drain(placed.worker)
+            with pytest.raises(Refused, match="no other replica is up"):
+                await made.drain(other.worker)
+            assert not draining.done()
+            gateway.send(encode(Done("q0")))
+            assert (await draining)["state"] == "stopped"
+            gateway.send(encode(Done("q1")))
+
+    changing(body)
+
+
+def test_what_cannot_be_changed() -> None:
+    async def body(made: Changed, _: str) -> None:
+        with pytest.raises(Refused, match="there is no replica 'r9'"):
+            await made.drain("r9")
+        with pytest.raises(Refused, match="there is no replica 'gateway'"):
+            await made.drain("gateway")
+        for wrong in ({}, {"do": "stop"}, {"do": "drain"}, {"do": "drain", "name": 1}):
+            with pytest.raises(Refused, match="not a request"):
+                await made.workers.handle(wrong, print)
+        made.next_code = DIES
+        with pytest.raises(Refused, match="r2 ended before it was ready: exit code 3"):
+            await made.add()
+        assert (made.states(), made.freed) == ({"r0": "up", "r1": "up"}, ["r2"])
+        assert "r2" not in made.supervisor.pids
+
+    changing(body)
+
+
+def test_a_replica_that_dies_while_it_drains_is_not_started_again() -> None:
+    async def body(made: Changed, endpoint: str) -> None:
+        with zmq.Context() as context, context.socket(zmq.DEALER) as gateway:
+            gateway.setsockopt(zmq.LINGER, 0)
+            gateway.connect(endpoint)
+            gateway.send(encode(Arrive("q0", "c", b"")))
+            placed = decode_answer(gateway.recv())
+            assert isinstance(placed, Place)
+            draining = asyncio.create_task(made.drain(placed.worker))
+            await until(lambda: made.said)
+            psutil.Process(made.supervisor.pids[placed.worker]).kill()
+            await draining  # though no gateway says that its request has ended
+            assert placed.worker not in made.states()
+            assert made.record.ready.count(placed.worker) == 1
+
+    changing(body)
+
+
+def test_the_end_of_the_cluster_ends_an_addition() -> None:
+    async def body(made: Changed, _: str) -> None:
+        made.next_code = "import time; print('slow', flush=True); time.sleep(60)"
+        adding = asyncio.create_task(made.add())
+        await until(lambda: ("r2", "slow") in made.record.lines)
+        assert made.states()["r2"] == "starting"
+        pid = made.supervisor.pids["r2"]
+        made.supervisor.stop()
+        await asyncio.wait([adding])
+        assert adding.cancelled() or isinstance(adding.exception(), Refused)
+        await until(lambda: not lives(pid))
+        with pytest.raises(StartFailed, match="being stopped"):
+            await made.supervisor.add(program("r3", SERVES))
+
+    changing(body)
+
+
+# -- the whole, under load
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "sglang_fair.cli", "workers", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=2 * LIMIT_S,
+    )
+
+
+@pytest.mark.slow
+def test_no_request_fails_while_replicas_come_go_and_die(
+    tmp_path: Path, short: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cluster of stand-ins, changed by the commands that a user has."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short))
+    tokenizer = make_tokenizer(tmp_path)
+    gateway_port, router_address = free_port(), f"tcp://127.0.0.1:{free_port()}"
+    url = f"http://127.0.0.1:{gateway_port}"
+
+    def stand_in(number: int) -> Process:
+        port = free_port()
+        own = f"http://127.0.0.1:{port}"
+        argv = ("-m", "tests.stand_in", "--port", str(port), "--tokenizer", str(tokenizer), "--step", "0.005")
+        return Process(
+            f"r{number}", "replica", (sys.executable, *argv), HttpReady(f"{own}/ready"), LIMIT_S, LIMIT_S,
+            worker=Worker(f"r{number}", own, "tcp://127.0.0.1:1", "tcp://127.0.0.1:1"),
+        )  # fmt: skip
+
+    first = [stand_in(0), stand_in(1)]
+    router = Process(
+        "router", "router", (sys.executable, "-m", "router", "--bind", router_address),
+        RouterReady(router_address), LIMIT_S, LIMIT_S,
+    )  # fmt: skip
+    gateway = Process(
+        "gateway", "gateway",
+        (sys.executable, "-m", "router.gateway", "--port", str(gateway_port), "--router", router_address,
+         "--model-name", MODEL, "--tokenizer", str(tokenizer)),
+        HttpReady(f"{url}/health"), LIMIT_S, LIMIT_S,
+    )  # fmt: skip
+    router = with_workers(router, [spec.worker for spec in first if spec.worker])
+    engine = Engine(tokenizer)
+
+    async def load(
+        http: aiohttp.ClientSession, client: int, ended: list[Seen], stopping: asyncio.Event
+    ) -> None:
+        number = 0
+        while not stopping.is_set():
+            number += 1
+            path, body = request("generate", f"p{client} {number}", 20, 0)
+            *_, last = engine.steps("generate", body)
+            seen = Seen()
+            async with http.post(url + path, json=body, headers={"x-fair-client": f"c{client}"}) as response:
+                seen.status, seen.worker = response.status, response.headers.get("x-fair-worker", "")
+                async for line in response.content:
+                    if line.startswith(b"data: "):
+                        read(seen, line[6:].strip())
+            assert (seen.status, seen.error, seen.text, seen.ended) == (200, "", last.text, True)
+            ended.append(seen)
+
+    async def worked(ended: list[Seen], name: str) -> None:
+        before = len(ended)
+        await eventually(lambda: any(seen.worker == name for seen in ended[before:]), f"{name} gets requests")
+
+    async def body(supervisor: Supervisor, record: Record) -> None:
+        ended: list[Seen] = []
+        stopping = asyncio.Event()
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=LIMIT_S)) as http:
+            loads = [asyncio.create_task(load(http, client, ended, stopping)) for client in range(6)]
+            await worked(ended, "r0")
+            said = await asyncio.to_thread(command, "add", "--cluster", url)
+            assert (said.returncode, said.stdout[:8]) == (0, "r2 is up"), said
+            await worked(ended, "r2")
+            said = await asyncio.to_thread(command, "drain", "r0", "--cluster", url)
+            assert (said.returncode, said.stdout) == (0, "r0 has finished and is stopped\n"), said
+            before = len(ended)
+            psutil.Process(supervisor.pids["r2"]).kill()
+            await until(lambda: record.ready.count("r2") == 2)
+            await worked(ended, "r2")
+            psutil.Process(supervisor.pids["router"]).kill()
+            await until(lambda: record.ready.count("router") == 2)
+            await worked(ended, "r1")
+            assert not any(seen.worker == "r0" for seen in ended[before:]), "a new router does not know it"
+            said = await asyncio.to_thread(command, "list", "--json", "--cluster", url)
+            rows = {row["name"]: row["state"] for row in json.loads(said.stdout)}
+            assert rows == {"r1": "up", "r2": "up"}
+            stopping.set()
+            await asyncio.gather(*loads)
+            async with http.get(f"{url}/status") as response:
+                assert (await response.json())["gateway"]["failed"] == 0
+
+    async def main() -> None:
+        record, up = Record(), asyncio.Event()
+        record.when_up = up.set
+        with contextlib.closing(RouterLink(router_address)) as link:
+            supervisor = Supervisor(
+                Plan((*first, router, gateway), router_address),
+                record,
+                rule=RestartRule(first_delay_s=0.05),
+                link=link,
+            )
+            workers = Workers(supervisor, link, router_address, stand_in, lambda _: None)
+            made = Control(control.socket_path(gateway_port), workers.handle)
+            await made.start()
+            running = asyncio.create_task(supervisor.run())
+            try:
+                await up.wait()
+                await body(supervisor, record)
+            finally:
+                supervisor.stop()
+                await running
+                await made.close()
+                for name, line in record.lines[-40:]:
+                    print(name, line)
+
+    asyncio.run(main())
+
+
+def test_without_a_cluster_the_command_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    said = command("list", "--cluster", "http://127.0.0.1:8123")
+    assert said.returncode == 1
+    assert said.stderr.startswith("sglang-fair: no cluster answers at ")
+    said = command("add", "--cluster", "localhost")
+    assert said.returncode == 2
+    assert "--cluster must be the address of a gateway" in said.stderr

@@ -1,0 +1,83 @@
+"""A policy's own options as text: typed by the policy, refused in one line, and handed on by a cluster."""
+
+from pathlib import Path
+
+import pytest
+
+from sglang_fair.cluster.options import ConfigError, Options, check
+from sglang_fair.cluster.plan import Machine, Model, build
+from sglang_fair.cluster.ports import Ports, ReplicaPorts
+from sglang_fair.common.weights import Weights
+from sglang_fair.core import POLICIES, options_of
+from sglang_fair.core.options import make, parse, shown
+from sglang_fair.engines import models, replica
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_a_policy_runs_with_can_be_said_again(policy: str) -> None:
+    default = make(policy, "", quantum=2000, weights=Weights())
+    said = {option: value for option, value in shown(default).items() if value is not None}
+    text = ", ".join(f"{option} = {value}" for option, value in said.items())
+    assert parse(policy, text) == said
+    assert shown(make(policy, text, quantum=2000, weights=Weights())) == shown(default)
+
+
+def test_each_option_has_the_type_of_its_policy() -> None:
+    assert parse("vtc-noisy", "noise_percent=5,seed=7") == {"noise_percent": 5.0, "seed": 7}
+    assert parse("rpm", "excess=delay,,limit=3,") == {"excess": "delay", "limit": 3}
+    assert parse("fcfs", "") == {}
+
+
+@pytest.mark.parametrize(
+    ("policy", "text", "said"),
+    [
+        ("nobody", "", "unknown policy 'nobody'"),
+        ("fcfs", "a=1", "policy fcfs has no option 'a'; it has none"),
+        ("dlpm", "quantum=5", "policy dlpm has no option 'quantum'; there are patience"),
+        ("dlpm", "patience=2.5", "option patience must be a whole number, not '2.5'"),
+        ("vtc-noisy", "noise_percent=much", "option noise_percent must be a number, not 'much'"),
+        ("dlpm", "patience", "'patience' is not one"),
+        ("dlpm", "patience=1,patience=1", "option 'patience' is given twice"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_in_one_line(policy: str, text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=r"^[^\n]*$") as refusal:
+        parse(policy, text)
+    assert said in str(refusal.value)
+
+
+def test_every_option_of_every_policy_can_be_written_as_text() -> None:
+    for policy in POLICIES:
+        assert set(options_of(policy).values()) <= {int, float, str, bool}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (Options(policy_options="seed=1"), "policy dlpm has no option 'seed'"),
+        (Options(policy="rpm", policy_options="limit=0"), "limit must be at least one"),
+        (Options(policy="sglang:lpm", policy_options="limit=1"), "sglang:lpm is SGLang's own"),
+    ],
+)
+def test_a_cluster_refuses_them_before_anything_starts(options: Options, said: str) -> None:
+    with pytest.raises(ConfigError, match=r"^[^\n]*$") as refusal:
+        check(options, {"d2lpm"})
+    assert said in str(refusal.value)
+
+
+def test_a_cluster_takes_what_its_policy_has() -> None:
+    check(Options(policy="rpm", policy_options="limit=5,excess=delay"), {"d2lpm"})
+    check(Options(policy="sglang:lpm"), {"d2lpm"})
+
+
+def test_they_reach_each_replicas_server() -> None:
+    """From the cluster's options over the replica's command line to SGLang's."""
+    ports = Ports(20_000, 20_001, (ReplicaPorts(20_002, 20_003), ReplicaPorts(20_005, 20_006)))
+    options = Options(policy="rpm", policy_options="limit=5,excess=delay")
+    machine = Machine(cores=2, available_bytes=2**40, gpus=(), cuda_build=False, python="python")
+    plan = build(options, "cpu", machine, Model(Path("tiny"), "tiny", 0), ports)
+    for process in plan.of("replica"):
+        own, rest = replica.parse(process.argv[3:])
+        found = models.Model("tiny", "/models/tiny", "tiny")
+        words = replica.server_arguments(own, found, rest)
+        assert words[words.index("--fair-options") + 1] == "limit=5,excess=delay"

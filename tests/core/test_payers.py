@@ -1,0 +1,561 @@
+"""Who pays for a shared prefix: the rules against a model that keeps each block's history by itself."""
+
+import json
+from array import array
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from itertools import permutations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_fair.common.weights import Weights
+from sglang_fair.core import POLICIES, make_policy, options_of
+from sglang_fair.core.cost import Linear, Quadratic
+from sglang_fair.core.dlpm import Dlpm
+from sglang_fair.core.job import Job
+from sglang_fair.core.ledger import SYSTEM
+from sglang_fair.core.payers import EQUAL, FIRST, PER_USE, Payers, Swing, make_payers, path_of
+from sglang_fair.core.queue import FairQueue
+from tests.engine_model import Case, Load, cases, run, traced
+
+pytestmark = pytest.mark.slow
+
+PAYERS = settings(max_examples=80, deadline=None, derandomize=True)
+ON_THE_ENGINE = settings(PAYERS, max_examples=30)
+both = pytest.mark.parametrize("rule", [EQUAL, PER_USE])
+every_policy = pytest.mark.parametrize("name", sorted(POLICIES))
+QUANTA = st.sampled_from([1, 3, 10, 25, 80, 400])
+
+
+# ---- the rules, literally
+
+
+@dataclass
+class Block:
+    price: float
+    uses: Counter[str]
+    paid: dict[str, float]
+    settled: int = 1
+
+
+@dataclass
+class Literal:
+    """One history for each block; `charges` are what each client was charged for blocks, transfers included."""
+
+    rule: str
+    size: int
+    blocks: dict[object, Block] = field(default_factory=dict)
+    charges: Counter[str] = field(default_factory=Counter)
+
+    def request(self, client: str, path: list, cached: int, prompt: int, price: float) -> None:
+        for block in path[: cached // self.size]:
+            if block in self.blocks:
+                self.use(client, self.blocks[block])
+        for number, name in enumerate(path):
+            begin, end = number * self.size, (number + 1) * self.size
+            computed = end - max(begin, cached)
+            if end <= prompt and computed > 0 and (begin >= cached or name not in self.blocks):
+                units = computed * price
+                self.blocks[name] = Block(units, Counter([client]), {client: units})
+        self.charges[client] += (prompt - cached) * price
+
+    def use(self, client: str, block: Block) -> None:
+        if client in block.uses and self.rule == EQUAL:
+            return
+        block.uses[client] += 1
+        total = block.uses.total()
+        if self.rule == PER_USE and total < block.settled * 9 / 8:
+            return
+        for name, uses in block.uses.items():
+            due = block.price * uses / total
+            self.charges[name] += due - block.paid.get(name, 0.0)
+            block.paid[name] = due
+        block.settled = total
+
+
+@dataclass
+class Ours:
+    """`Payers`, given whole requests, in chunks."""
+
+    payers: Payers
+    charges: Counter[str] = field(default_factory=Counter)
+
+    def request(
+        self, client: str, path: list, cached: int, prompt: int, price: float, chunk: int = 0
+    ) -> None:
+        transfers = self.payers.used(client, path, cached)
+        assert sum(transfers.values()) == 0
+        for name, units in transfers.items():
+            self.charges[name] += units
+        at, carried = cached, 0.0
+        while at < prompt:
+            stop = min(prompt, at + (chunk or prompt))
+            carried = self.payers.computed(client, path, at, stop, (stop - at) * price, carried)
+            at = stop
+        self.charges[client] += (prompt - cached) * price
+
+
+TOKENS = st.lists(st.integers(0, 1), max_size=14)
+REQUESTS = st.lists(
+    st.tuples(
+        st.sampled_from("abcd"), TOKENS, st.integers(0, 14), st.sampled_from([1.0, 2.0]), st.integers(0, 5)
+    ),
+    max_size=40,
+)
+
+
+@both
+@PAYERS
+@given(requests=REQUESTS, size=st.integers(1, 4))
+def test_runs_of_blocks_are_charged_like_their_blocks(rule, requests, size):
+    """Whatever is computed, hit, split, cut into chunks, and computed again: and all pay for all that was computed."""
+    literal, ours = Literal(rule, size), Ours(Payers(rule, size))
+    for client, tokens, cached, price, chunk in requests:
+        path, cached = path_of(None, tokens, size), min(cached, len(tokens))
+        literal.request(client, path, cached, len(tokens), price)
+        ours.request(client, path, cached, len(tokens), price, chunk)
+        for name in "abcd":
+            assert ours.charges[name] == pytest.approx(literal.charges[name], abs=1e-9)
+    computed = sum((len(tokens) - min(cached, len(tokens))) * p for _, tokens, cached, p, _ in requests)
+    assert sum(ours.charges.values()) == pytest.approx(computed)
+    assert_consistent(ours.payers)
+
+
+def assert_consistent(payers: Payers) -> None:
+    known = [block for segment in payers._segments for block in segment.blocks]
+    assert sorted(known) == sorted(payers._segment_of)
+    assert all(payers._segment_of[b] is segment for segment in payers._segments for b in segment.blocks)
+    assert payers._entries == sum(segment.entries() for segment in payers._segments)
+    for segment in payers._segments:
+        assert segment.total == sum(segment.uses.values())
+        assert sum(segment.shares.values()) == pytest.approx(1)
+
+
+# ---- each rule by itself
+
+PROMPT = path_of(None, list(range(64)), 1)
+
+
+def charged(rule: str, users: str) -> Counter[str]:
+    """What each client pays when `users` send the same prompt of 64 units one after another."""
+    ours = Ours(Payers(rule, 1))
+    for number, client in enumerate(users):
+        ours.request(client, PROMPT, 64 if number else 0, 64, 1.0)
+    return ours.charges
+
+
+@both
+def test_one_client_pays_for_itself(rule):
+    assert charged(rule, "aaaa") == {"a": 64}
+
+
+def test_equal_parts_whoever_comes_when_and_however_often():
+    for users in permutations("abcd"):
+        assert charged(EQUAL, "".join(users) + "aab") == pytest.approx(dict.fromkeys("abcd", 16))
+
+
+@given(users=st.lists(st.integers(0, 300), min_size=1))
+def test_all_users_pay_alike(users):
+    charges = charged(EQUAL, [f"client{number}" for number in users])
+    assert charges == pytest.approx(dict.fromkeys(charges, 64 / len(charges)))
+
+
+def test_parts_per_use_whoever_comes_when():
+    for users in set(permutations("aaaabbcd")):
+        assert charged(PER_USE, "".join(users)) == pytest.approx({"a": 32, "b": 16, "c": 8, "d": 8})
+
+
+@given(users=st.text("abc", min_size=1, max_size=300))
+def test_uses_wait_for_the_next_settlement_but_no_longer_than_an_eighth(users):
+    charges, uses = charged(PER_USE, users), Counter(users)
+    assert sum(charges.values()) == pytest.approx(64)
+    for client, count in uses.items():
+        assert abs(charges[client] - 64 * count / len(users)) <= 64 / 8
+
+
+def test_settlements_grow_apart():
+    """Or each use of a popular prefix would touch all its users."""
+    payers, settled = Payers(PER_USE, 1), 0
+    payers.computed("a", PROMPT, 0, 64, 64.0)
+    for use in range(1000):
+        settled += bool(payers.used(f"client{use % 100}", PROMPT, 64))
+    assert 10 < settled < 60
+
+
+def test_who_branches_off_pays_for_the_common_part():
+    ours = Ours(Payers(EQUAL, 1))
+    one, two = path_of(None, [1, 2, 3, 4], 1), path_of(None, [1, 2, 5, 6], 1)
+    ours.request("a", one, 0, 4, 1.0)
+    ours.request("b", two, 2, 4, 1.0)
+    assert ours.charges == {"a": 3, "b": 3}
+    ours.request("c", two, 4, 4, 1.0)
+    assert ours.charges == pytest.approx({"a": 2 + 2 / 3, "b": 1 + 2 / 3, "c": 1 + 2 / 3})
+
+
+@both
+def test_what_is_computed_again_starts_anew(rule):
+    ours = Ours(Payers(rule, 1))
+    ours.request("a", PROMPT, 0, 64, 1.0)
+    ours.request("b", PROMPT, 64, 64, 1.0)
+    ours.request("c", PROMPT, 32, 64, 1.0)  # the rear half was evicted
+    assert ours.charges == pytest.approx({"a": 16 + 32 / 3, "b": 16 + 32 / 3, "c": 32 + 32 / 3})
+    ours.request("d", PROMPT, 64, 64, 1.0)
+    assert ours.charges == pytest.approx({"a": 24, "b": 24, "c": 24, "d": 24}), (
+        "a and b keep their bill of 16"
+    )
+
+
+@both
+def test_a_block_that_two_chunks_compute_again_starts_anew_too(rule):
+    ours = Ours(Payers(rule, 4))
+    path = path_of(None, list(range(12)), 4)
+    ours.request("a", path, 0, 12, 1.0)
+    ours.request("b", path, 4, 12, 2.0, chunk=6)
+    ours.request("c", path, 12, 12, 1.0)
+    assert ours.charges == pytest.approx({"a": 8 + 4 / 3, "b": 8 + 4 / 3, "c": 8 + 4 / 3})
+
+
+@both
+def test_what_the_server_computed_is_free(rule):
+    ours = Ours(Payers(rule, 4))
+    ours.request("a", path := path_of(None, list(range(16)), 4), 0, 16, 1.0)
+    ours.payers.lost(path, 6, 16)
+    ours.request("b", path, 4, 4, 1.0)
+    assert ours.charges == {"a": 14, "b": 2}
+    ours.request("b", path, 16, 16, 1.0)
+    parts = {"a": 14 - 2, "b": 2 + 2} if rule == EQUAL else {"a": 16 - 4 * 2 / 3 - 2, "b": 4 * 2 / 3 + 2}
+    assert ours.charges == pytest.approx(parts)
+    assert_consistent(ours.payers)
+
+
+@both
+def test_the_prefixes_used_longest_ago_are_forgotten(rule):
+    ours = Ours(Payers(rule, 1, max_entries=100))
+    for number in range(200):
+        path = path_of(None, [0] * 5 + [number] * 20, 1)
+        ours.request(f"client{number % 7}", path, 5 if number else 0, 25, 1.0)
+        assert ours.payers._entries <= 100
+        assert_consistent(ours.payers)
+    assert path[0] in ours.payers._segment_of, "the common part is used all the time"
+    before = Counter(ours.charges)
+    ours.request("late", path_of(None, [0] * 5 + [3] * 20, 1), 25, 25, 1.0)
+    assert ours.charges["late"] < 5, "nothing is charged for what is forgotten"
+    ours.request("huge", path_of(None, list(range(1000)), 1), 0, 1000, 1.0)
+    assert ours.payers._entries <= 100
+    assert sum(ours.charges.values()) == pytest.approx(sum(before.values()) + 1000)
+
+
+@both
+def test_only_so_many_share(rule):
+    ours = Ours(Payers(rule, 1, max_users=3))
+    for client in "abcdef":
+        ours.request(client, PROMPT, 0 if client == "a" else 64, 64, 1.0)
+    assert ours.charges == pytest.approx(
+        {**dict.fromkeys("abc", 64 / 3), **dict.fromkeys("def", 0)}, abs=1e-9
+    )
+
+
+def test_paths_name_prefixes():
+    tokens = list(range(200))
+    path = path_of("root", tokens)
+    assert len(path) == 3
+    assert path == path_of("root", tokens[:192]) == path_of("root", [*tokens[:192], 7])
+    assert path == path_of("root", memoryview(array("q", tokens)))
+    assert path[:2] == path_of("root", [*tokens[:128], *tokens[:64]])[:2]
+    assert not set(path) & set(path_of("other root", tokens))
+    assert not set(path) & set(path_of("root", [7, *tokens[1:]]))
+    assert path_of("root", tokens[:63]) == []
+
+
+def test_rules_by_name():
+    assert make_payers(FIRST) is None
+    assert make_payers(EQUAL).rule == EQUAL
+    with pytest.raises(ValueError, match=r"unknown payer 'all'; there are first, equal, per-use"):
+        make_payers("all")
+    with pytest.raises(ValueError, match="unknown payer 'first'"):
+        Payers(FIRST)
+
+
+# ---- in the queue
+
+
+def queue_of(rule: str, policy: str = "vtc", **options) -> FairQueue:
+    return FairQueue(make_policy(policy, quantum=100), payers=Payers(rule, 1), **options)
+
+
+def serve(
+    queue: FairQueue, client: str, cached: int, tokens: int = 64, *, ends: bool = True, **fields
+) -> Job:
+    number = queue._arrivals + 1
+    job = Job(str(number), client, path=PROMPT[:tokens], max_output_tokens=4, **fields)
+    queue.arrive(job)
+    queue.begin_pass()
+    assert queue.next() is not None
+    queue.admit(job, extend_tokens=tokens - cached, cached_tokens=cached)
+    queue.prefilled(job)
+    if ends:
+        queue.finish(job.id)
+    return job
+
+
+def test_books_and_counters_follow_the_transfers():
+    queue = queue_of(EQUAL, "lcf")
+    serve(queue, "a", 0, ends=False)
+    serve(queue, "b", 64, ends=False)
+    serve(queue, "b", 64, ends=False)
+    assert queue.policy.counters() == {"a": 32, "b": 32}
+    usage = {client: queue.ledger.usage(client) for client in "ab"}
+    assert (usage["a"].service, usage["a"].transferred_units) == (64, -32)
+    assert (usage["b"].service, usage["b"].transferred_units) == (0, 32)
+    status = json.loads(json.dumps(queue.status()))
+    assert status["clients"]["b"]["transferred_units"] == 32
+    assert status["totals"]["transferred_units"] == 0
+    assert (status["payer"], FairQueue(make_policy("lcf")).status()["payer"]) == (EQUAL, FIRST)
+    assert queue.ledger.total.transferred_units == 0
+
+
+@both
+def test_the_server_neither_pays_nor_is_paid(rule):
+    queue = queue_of(rule, "lcf")
+    job = serve(queue, "a", 0, ends=False)
+    serve(queue, "probe", 64, system=True)
+    queue.retract(job)
+    queue.admit(
+        job, extend_tokens=32, cached_tokens=32
+    )  # the rest was lost, and is computed by the server's choice
+    serve(queue, "b", 64, ends=False)
+    assert queue.policy.counters() == {"a": 48, "b": 16}
+    assert queue.ledger.usage(SYSTEM).transferred_units == 0
+    assert queue.ledger.usage("probe").transferred_units == 0
+
+
+def test_chunks_and_prices_that_grow():
+    """Of any cost function, a block costs its part of what its chunk was charged."""
+    queue = FairQueue(make_policy("vtc"), Quadratic(10), payers=Payers(EQUAL, 8))
+    path = path_of(None, list(range(40)), 8)
+    queue.arrive(job := Job("1", "a", path=path))
+    queue.admit(job, extend_tokens=12, cached_tokens=0)
+    queue.extend(job, 28)
+    cost = queue.cost
+    first, second = cost(12, 0), cost(40, 0) - cost(12, 0)
+    queue.arrive(job := Job("2", "b", path=path[:2]))
+    queue.admit(job, extend_tokens=1, cached_tokens=16)
+    assert queue.ledger.usage("b").transferred_units == pytest.approx((first + second * 4 / 28) / 2)
+
+
+@every_policy
+@both
+def test_who_is_gone_stays_forgotten_when_it_is_refunded(name, rule):
+    """Three hundred clients that compute a prefix each, use each other's, and leave."""
+    options = {"remembered_clients": 2} if "remembered_clients" in options_of(name) else {}
+    queue = FairQueue(make_policy(name, quantum=50, **options), payers=Payers(rule, 1))
+    for number in range(300):
+        queue.tick(60.0 * number)
+        serve(queue, f"client{number}", 64 if number % 10 else 0)
+        assert queue.ledger.total.transferred_units == pytest.approx(0, abs=1e-9)
+    assert len(queue.policy.counters()) <= 13
+    assert queue._clients == {}
+
+
+def test_absent_clients_keep_refunds_as_credit_under_dlpm_and_not_under_vtc():
+    queue = queue_of(EQUAL, "dlpm")
+    serve(queue, "a", 0)
+    serve(queue, "b", 64)
+    assert (queue.policy.deficit("a"), queue.policy.deficit("b")) == (100 - 32, 100 - 32)
+    queue = queue_of(EQUAL, "vtc")
+    serve(queue, "a", 0)
+    queue.arrive(job := Job("long", "c"))
+    queue.admit(job, extend_tokens=500, cached_tokens=0)
+    queue.arrive(Job("waits", "c"))
+    serve(queue, "b", 64)
+    assert "a" not in queue.policy.counters()
+    queue.arrive(Job("returns", "a"))
+    assert queue.policy.counters()["a"] == queue.policy.counters()["c"] >= 500
+
+
+# ---- on the engine
+
+
+def with_sharing(case: Case) -> Case:
+    """Every client draws from the same prompts."""
+    loads = tuple(replace(load, private=False, shared_tokens=load.shared_tokens + 3) for load in case.loads)
+    return replace(
+        case, loads=loads, pool_tokens=case.pool_tokens + 3, cache_tokens=max(64, case.cache_tokens)
+    )
+
+
+@every_policy
+@both
+@settings(PAYERS, max_examples=10)
+@given(case=cases())
+def test_transfers_move_charges_and_create_none(name, rule, case):
+    case = with_sharing(case)
+    replica = run(case, make_policy(name, quantum=20), payers=Payers(rule, 1))
+    ledger = replica.queue.ledger
+    assert ledger.check()
+    assert sum(usage.transferred_units for usage in ledger.accounts().values()) == pytest.approx(0, abs=1e-6)
+    for client in case.clients:
+        assert ledger.usage(client).service == pytest.approx(replica.service[client])
+        assert ledger.usage(client).service + ledger.usage(client).transferred_units >= -1e-9
+    assert_consistent(replica.queue.payers)
+
+
+@every_policy
+@both
+@settings(PAYERS, max_examples=10)
+@given(case=cases())
+def test_without_sharing_every_rule_is_the_first(name, rule, case):
+    loads = tuple(replace(load, private=True) for load in case.loads)
+    case = replace(case, loads=loads)
+    plain = run(case, make_policy(name, quantum=20))
+    ruled = run(case, make_policy(name, quantum=20), payers=Payers(rule, 1))
+    assert ruled.admissions == plain.admissions
+    assert ruled.queue.policy.counters() == plain.queue.policy.counters()
+    assert all(usage.transferred_units == 0 for usage in ruled.queue.ledger.accounts().values())
+
+
+@both
+@ON_THE_ENGINE
+@given(case=cases(), quantum=QUANTA)
+def test_dlpm_bounds_the_charged_service(rule, case, quantum):
+    trace = traced(with_sharing(case), Dlpm(quantum=quantum), payers=Payers(rule, 1))
+    bound = trace.replica.queue.bound()
+    assert trace.gap_between_backlogged() <= bound + 1e-6
+    assert trace.lag_of_backlogged() <= bound + 1e-6
+
+
+@both
+@ON_THE_ENGINE
+@given(case=cases(), quantum=QUANTA)
+def test_dlpm_predicting_bounds_it_too(rule, case, quantum):
+    trace = traced(with_sharing(case), make_policy("dlpm-predict", quantum=quantum), payers=Payers(rule, 1))
+    assert trace.gap_between_backlogged() <= trace.replica.queue.bound() + 1e-6
+
+
+@both
+@ON_THE_ENGINE
+@given(case=cases(), quantum=QUANTA)
+def test_dlpm_bounds_the_charged_service_of_weighted_clients(rule, case, quantum):
+    weights = {"a": 2.0, "c": 0.5}
+    policy = Dlpm(quantum=quantum, weights=Weights(weights))
+    trace = traced(with_sharing(case), policy, Linear(), weights, Payers(rule, 1))
+    assert trace.gap_between_backlogged() <= trace.replica.queue.bound() + 1e-6
+
+
+@both
+@ON_THE_ENGINE
+@given(case=cases(), quantum=QUANTA)
+def test_counters_stay_within_what_the_bound_counts(rule, case, quantum):
+    case = with_sharing(case)
+    seen: list[tuple[float, float, float]] = []
+
+    def watch(replica):
+        def look() -> None:
+            queue = replica.queue
+            u = queue.dearest_input_units + queue._dearest_output_units()
+            for account in queue.policy._deficits.values():
+                assert account.units >= -(u + queue._swing.most_charged) - 1e-6
+                assert account.refund <= queue._swing.most_refunded + 1e-6
+                seen.append((account.units, u, account.refund))
+
+        return look
+
+    run(case, Dlpm(quantum=quantum), watch=watch, payers=Payers(rule, 1))
+    assert seen
+
+
+def test_the_theorems_own_u_is_not_enough():
+    """A client that worked off what it computed, and is then refunded, has more credit than a quantum."""
+    queue = FairQueue(Dlpm(quantum=4), payers=Payers(EQUAL, 1))
+    paths = [path_of(number, list(range(10)), 1) for number in range(50)]
+
+    def send(client: str, path: list, cached: int = 0) -> None:
+        queue.arrive(job := Job(str(queue._arrivals), client, path=path))
+        queue.begin_pass()
+        assert queue.next() is not None
+        queue.admit(job, extend_tokens=10 - cached, cached_tokens=cached)
+        queue.finish(job.id)
+
+    for path in paths:
+        send("a", path)
+    while queue.policy.deficit("a") <= 0:
+        send("others", [])
+    for path in paths:
+        send("b", path, 10)
+    while queue.policy.deficit("b") <= 0:
+        send("others", [])
+    plain = queue.policy.bound(queue.dearest_input_units, queue._dearest_output_units())
+    for number in range(100):
+        for client in "ab":
+            queue.arrive(Job(f"{client}{number}", client))
+    before = queue.ledger.usage("b").service
+    served = 0
+    while queue.ledger.usage("b").service <= before + 10:
+        queue.begin_pass()
+        job = queue.next()
+        queue.admit(job, extend_tokens=10, cached_tokens=0)
+        served += 10 if job.client == "a" else -10
+    assert plain < served <= queue.bound()
+
+
+@both
+def test_what_clients_pay_each_other_in_turn_does_not_add_up(rule):
+    """Who is served again and again has no more credit or debt than the last exchanges left."""
+    queue = queue_of(rule, "dlpm")
+    for number in range(100):
+        path = path_of(number, list(range(10)), 1)
+        for at, client in enumerate("ab" if number % 20 < 10 else "ba"):
+            queue.arrive(job := Job(f"{number}{client}", client, path=path))
+            queue.begin_pass()
+            assert queue.next() is job
+            queue.admit(job, extend_tokens=1 if at else 10, cached_tokens=9 if at else 0)
+    assert (queue._swing.most_charged, queue._swing.most_refunded) == (4.5, 4.5)
+
+
+def test_a_forgotten_swing_is_the_farthest_one():
+    swing = Swing(max_clients=1)
+    swing.transferred("a", -5)
+    swing.transferred("b", 7)
+    swing.transferred("a", -1)
+    assert (swing.most_refunded, swing.most_charged) == (6, 7)
+    swing.transferred("a", 2)
+    swing.charged("a", 1)
+    swing.transferred("a", -1)
+    assert swing.most_refunded == 6
+    swing.admitted("a")
+    swing.transferred("a", 6.5)
+    assert swing.most_charged == 7
+
+
+@every_policy
+@both
+def test_only_deficits_have_a_bound(name, rule):
+    queue = queue_of(rule, name)
+    assert (queue.bound() is not None) == name.startswith("dlpm")
+    assert FairQueue(make_policy(name)).bound() == make_policy(name).bound(0, 0)
+
+
+def test_a_refund_breaks_the_lemma_under_vtc():
+    """The smallest counter of those who wait falls."""
+    queue = queue_of(EQUAL)
+    for client in "ab":
+        serve(queue, client, 0 if client == "a" else 63, ends=False)
+        queue.arrive(Job(f"waits {client}", client))
+    before = min(queue.policy.counters().values())
+    serve(queue, "c", 63, ends=False)
+    assert min(queue.policy.counters().values()) < before
+
+
+TYPICAL = Case(
+    (Load("a", 4, private=False), Load("b", 2, private=False)), 60, 64, 1, None, 1, seed=3, steps=40
+)
+
+
+def test_sharing_changes_who_is_served():
+    """Or these tests would test nothing."""
+    one = run(TYPICAL, Dlpm(quantum=20, newcomers=0))
+    other = run(TYPICAL, Dlpm(quantum=20, newcomers=0), payers=Payers(EQUAL, 1))
+    assert one.admissions != other.admissions
+    assert any(usage.transferred_units for usage in other.queue.ledger.accounts().values())

@@ -1,0 +1,420 @@
+"""What every policy owes its callers, asked of each one in the registry: a new policy is tested by being listed."""
+
+import hashlib
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_fair.common.weights import Weights
+from sglang_fair.core import POLICIES, make_policy, options_of
+from sglang_fair.core.job import Job
+from sglang_fair.core.policy import Policy
+from sglang_fair.core.queue import FairQueue
+from tests.engine_model import Case, Load, Replica, Traffic, cases, run
+
+CONFORMANCE = settings(max_examples=20, deadline=None, derandomize=True)
+ON_THE_ENGINE = settings(CONFORMANCE, max_examples=10)
+every_policy = pytest.mark.parametrize("name", sorted(POLICIES))
+UNBOUNDED = ("fcfs", "rpm", "lpm", "lcf", "vtc-predict", "vtc-noisy")
+"""Policies that guarantee no limit of the difference between two clients."""
+seeds = st.integers(0, 2**32)
+
+
+SMALL = {"remembered_clients": 2, "limit": 5, "min_quantum": 2, "max_quantum": 200, "horizon_tokens": 20}
+"""Options with which a short test sees what they do."""
+
+
+def make(name: str, quantum: float = 20) -> Policy:
+    options = {option: SMALL[option] for option in options_of(name) if option in SMALL}
+    return make_policy(name, quantum=quantum, weights=Weights({"b": 2.0}), **options)
+
+
+class Script:
+    """Random legal calls to one policy, and what it must still know. `rename` says what clients are called.
+
+    `before_pick` is a second caller's noise, right before each pick.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        seed: int,
+        *,
+        holds: bool = True,
+        rename: Callable[[str], str] = str,
+        before_pick: Callable[["Script"], None] | None = None,
+    ) -> None:
+        self.policy, self.random, self.holds, self.rename = policy, Random(seed), holds, rename
+        self.before_pick = before_pick
+        self.waiting: dict[int, Job] = {}
+        self.held: list[Job] = []
+        self.running: list[Job] = []
+        self.arrivals = 0
+        self.now_s = 0.0
+        self.picks: list[int | None] = []
+
+    def run(self, steps: int = 80) -> "Script":
+        for _ in range(steps):
+            self.step()
+        return self
+
+    def step(self) -> None:
+        random = self.random
+        self.now_s += random.choice([0, 0.5, 3])
+        self.policy.tick(self.now_s)
+        event = random.choice(["arrive"] * 4 + ["admit"] * 4 + ["output", "end", "abort", "rematch"])
+        event = random.choice([event] * 4 + ["hold", "release"]) if self.holds else event
+        if event == "arrive":
+            self.arrive(random.choice("abcd"), random.randrange(4))
+        elif event in ("admit", "hold"):
+            job = self.pick()
+            if job is not None and event == "hold":
+                self.hold(job)
+            elif job is not None:
+                self.admit(job, random.randint(1, 25))
+        elif event == "output" and self.running:
+            self.policy.charge(random.choice(self.running).client, random.randint(1, 9))
+        elif event == "end" and self.running:
+            job = self.running.pop(random.randrange(len(self.running)))
+            self.tell_if_idle(job.client)
+        elif event == "abort" and self.waiting:
+            self.abort(random.choice(list(self.waiting.values())))
+        elif event == "rematch" and self.waiting:
+            job = random.choice(list(self.waiting.values()))
+            job.prefix_tokens = random.randrange(4)
+            self.policy.rematch(job)
+        elif event == "release":
+            self.release()
+
+    def arrive(self, client: str, prefix_tokens: int = 0) -> Job:
+        self.arrivals += 1
+        job = Job(
+            f"id{self.arrivals}", self.rename(client), arrival=self.arrivals, prefix_tokens=prefix_tokens
+        )
+        job.prompt_tokens = prefix_tokens + 2
+        if self.policy.refuses(job) is None:
+            self.waiting[job.arrival] = job
+            self.policy.arrive(job)
+        return job
+
+    def pick(self) -> Job | None:
+        """Checks what is true of every pick."""
+        if self.before_pick is not None and not self.held:
+            self.before_pick(self)
+        job = self.policy.pick()
+        assert self.policy.pick() is job, "a second look changed the answer"
+        if job is not None:
+            assert self.waiting.get(job.arrival) is job
+            assert job not in self.held
+        elif not self.held:
+            assert not self.waiting, "requests wait, none is held, and none is offered"
+        self.picks.append(None if job is None else job.arrival)
+        return job
+
+    def hold(self, job: Job) -> None:
+        self.held.append(job)
+        self.policy.hold(job)
+
+    def release(self) -> None:
+        self.held.clear()
+        self.policy.release()
+
+    def admit(self, job: Job, units: int) -> None:
+        self._drop(job)
+        self.policy.charge(job.client, units)
+        job.cached_tokens = job.prefix_tokens
+        self.policy.admitted(job, 25, 9)
+        self.running.append(job)
+
+    def abort(self, job: Job) -> None:
+        self._drop(job)
+        self.tell_if_idle(job.client)
+
+    def tell_if_idle(self, client: str) -> None:
+        if all(job.client != client for job in (*self.waiting.values(), *self.running)):
+            self.policy.idle(client)
+
+    def _drop(self, job: Job) -> None:
+        del self.waiting[job.arrival]
+        self.held = [other for other in self.held if other is not job]
+        self.policy.leave(job)
+
+
+@every_policy
+@CONFORMANCE
+@given(seed=seeds)
+def test_every_job_is_offered_once(name, seed):
+    """After any history, releasing and admitting to the end gives exactly the jobs that wait."""
+    script = Script(make(name), seed).run()
+    script.release()
+    expected = sorted(script.waiting)
+    script.picks.clear()
+    while (job := script.pick()) is not None:
+        script.admit(job, 7)
+    assert sorted(pick for pick in script.picks if pick is not None) == expected
+    assert not script.waiting
+
+
+@every_policy
+@CONFORMANCE
+@given(seed=seeds)
+def test_only_a_held_client_whose_turn_it_is_stops_a_pass(name, seed):
+    """Work conservation: None with somebody waiting who is not held means that without the held jobs there
+    would be an offer."""
+    script, random = Script(make(name), seed, holds=False).run(), Random(seed)
+    while len(script.held) < len(script.waiting):
+        job = script.pick()
+        if job is None:
+            for held in list(script.held):
+                script.abort(held)
+            assert script.pick() is not None
+            break
+        if random.random() < 0.5:
+            script.hold(job)
+        else:
+            script.admit(job, 11)
+    else:
+        assert script.pick() is None
+
+
+@every_policy
+@CONFORMANCE
+@given(seed=seeds)
+def test_the_same_events_give_the_same_picks(name, seed):
+    assert Script(make(name), seed).run().picks == Script(make(name), seed).run().picks
+
+
+@every_policy
+@CONFORMANCE
+@given(seed=seeds)
+def test_names_do_not_matter(name, seed):
+    """Ties are settled by arrival: calling the clients differently changes nothing."""
+    plain = make_policy(name, quantum=20)
+    renamed = make_policy(name, quantum=20)
+    other = {"a": "zeta", "b": "x", "c": "alpha", "d": ""}
+    picks = Script(renamed, seed, rename=lambda client: f"client-{other[client]}").run().picks
+    assert picks == Script(plain, seed).run().picks
+
+
+@every_policy
+@CONFORMANCE
+@given(seed=seeds)
+def test_a_pass_without_admissions_leaves_no_trace(name, seed):
+    """A pass that holds everybody it is offered, and looks everybody's prefix up to another length and back:
+    the order does not depend on how the queue is laid out."""
+
+    def noise(script: Script) -> None:
+        policy = script.policy
+        for job in script.waiting.values():
+            job.prefix_tokens += 5
+            policy.rematch(job)
+            job.prefix_tokens -= 5
+            policy.rematch(job)
+        while (job := policy.pick()) is not None:
+            policy.hold(job)
+        policy.release()
+
+    quiet = Script(make(name), seed, holds=False).run()
+    noisy = Script(make(name), seed, holds=False, before_pick=noise).run()
+    assert noisy.picks == quiet.picks
+    assert noisy.policy.counters() == quiet.policy.counters()
+
+
+@every_policy
+def test_held_jobs_come_back_in_order_and_may_leave(name):
+    script = Script(make(name), 0)
+    jobs = [script.arrive("a") for _ in range(4)]
+    for job in jobs:
+        assert script.pick() is job
+        script.hold(job)
+    assert script.pick() is None
+    script.abort(jobs[1])
+    assert script.pick() is None
+    jobs[3].prefix_tokens = 0
+    script.policy.rematch(jobs[3])
+    assert script.pick() is None, "a look-up does not undo a hold"
+    script.release()
+    for job in (jobs[0], jobs[2], jobs[3]):
+        assert script.pick() is job
+        script.admit(job, 1)
+    assert script.pick() is None
+
+
+@every_policy
+def test_one_held_job_does_not_hide_its_clients_others(name):
+    script = Script(make(name), 0)
+    first, second = script.arrive("a"), script.arrive("a")
+    script.hold(first)
+    assert script.pick() is second
+    script.abort(first)
+    assert script.pick() is second
+
+
+@every_policy
+def test_a_longer_prefix_changes_the_order_only_where_locality_counts(name):
+    script = Script(make(name), 0)
+    first, second = script.arrive("a"), script.arrive("a")
+    assert script.pick() is first
+    second.prefix_tokens = 8
+    script.policy.rematch(second)
+    assert script.pick() is (second if "lpm" in name else first)
+
+
+@every_policy
+def test_who_is_gone_is_forgotten(name):
+    """A thousand clients with one request each leave no more behind than a hundred."""
+
+    def pickled_after(clients: int) -> int:
+        queue = FairQueue(make(name, quantum=50))
+        for number in range(clients):
+            queue.tick(30 * number)
+            queue.arrive(job := Job(str(number), f"client{number}", max_output_tokens=5))
+            queue.begin_pass()
+            offered = queue.next()
+            assert offered is job
+            queue.admit(job, extend_tokens=40, cached_tokens=0)
+            queue.emit(job, 5)
+            queue.finish(job.id)
+        assert len(queue.policy.counters()) <= 6
+        queue.ledger._accounts.clear()  # bounded by its own limit
+        return len(pickle.dumps(queue))
+
+    assert pickled_after(1000) <= pickled_after(100) + 500
+
+
+@every_policy
+def test_who_aborts_while_waiting_is_forgotten(name):
+    queue = FairQueue(make(name))
+    queue.arrive(Job("stays", "stays"))
+    before = len(pickle.dumps(queue))
+    for number in range(1000):
+        queue.tick(30 * number)
+        queue.arrive(Job(str(number), f"client{number}"))
+        if number % 3 == 0:
+            queue.begin_pass()
+            assert queue.next() is not None
+        queue.leave(str(number))
+    queue.begin_pass()
+    assert queue.next().id == "stays"
+    assert len(queue.policy.counters()) <= 3
+    assert len(pickle.dumps(queue)) < before + 20_000
+
+
+@every_policy
+@ON_THE_ENGINE
+@given(case=cases())
+def test_every_request_ends_and_every_token_is_in_the_books(name, case):
+    """On the engine model, to the end: nothing is lost, invented, or charged twice."""
+    replica = Replica(
+        FairQueue(make(name)),
+        pool_tokens=case.pool_tokens,
+        cache_tokens=case.cache_tokens,
+        page_tokens=case.page_tokens,
+        step_tokens=case.step_tokens,
+        block_tokens=case.block_tokens,
+    )
+    arrived: list[str] = []
+    replica.watchers.append(
+        lambda: arrived.extend(id for id in replica.queue._jobs if id not in arrived[-300:])
+    )
+    traffic = Traffic(replace(case, steps=25))
+    for _ in range(25):
+        traffic.step(replica)
+        replica.step()
+        for client in case.clients:
+            assert replica.queue.ledger.usage(client).service == pytest.approx(replica.service[client])
+    for _ in range(20_000):
+        if not len(replica.queue) and not any(replica.running.values()):
+            break
+        replica.step()
+    assert sorted(replica.ended) == sorted(set(arrived))
+    admitted = [admission.id for admission in replica.admissions]
+    assert len(admitted) == len(set(admitted))
+    assert replica.queue.ledger.conservation().ok
+    assert len(replica.queue) == 0
+    assert replica.queue._clients == {}
+    assert replica.queue._computing == {}
+
+
+@every_policy
+@ON_THE_ENGINE
+@given(case=cases())
+def test_the_same_case_runs_the_same(name, case):
+    one, other = (run(replace(case, steps=30), make(name)) for _ in range(2))
+    assert one.admissions == other.admissions
+    assert one.service == other.service
+
+
+TYPICAL = Case(
+    loads=(
+        Load("a", 8, families=2, shared_tokens=6, private=False),
+        Load("b", 3, 5, 4, families=2, shared_tokens=6, private=False, abort_every=7),
+        Load("c", 2, closed=True, shared_tokens=0),
+    ),
+    pool_tokens=80,
+    cache_tokens=64,
+    page_tokens=1,
+    step_tokens=20,
+    block_tokens=2,
+    seed=7,
+    steps=80,
+)
+
+
+def fingerprint() -> str:
+    """Every policy's admissions of a typical case."""
+    lines = [f"{name} {admission}" for name in POLICIES for admission in run(TYPICAL, make(name)).admissions]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def test_hash_seeds_do_not_matter():
+    """Sets and dictionaries of strings are laid out differently in each process."""
+    command = [sys.executable, "-c", "from tests.core.test_policies import fingerprint; print(fingerprint())"]
+    root = Path(__file__).parents[2]
+    seen = {
+        subprocess.run(
+            command,
+            cwd=root,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+        for seed in ("1", "2")
+    }
+    assert seen == {fingerprint()}
+
+
+@every_policy
+def test_counters_and_bound_can_be_shown(name):
+    script = Script(make(name), 1).run()
+    assert json.loads(json.dumps(dict(script.policy.counters()))) == script.policy.counters()
+    small, large = script.policy.bound(10, 20), script.policy.bound(100, 20)
+    assert (small is None and large is None) or 0 < small < large
+    assert (small is None) == (name in UNBOUNDED)
+
+
+def test_the_registry_is_by_name():
+    assert {name: policy.name for name, policy in POLICIES.items()} == {name: name for name in POLICIES}
+    assert {"fcfs", "lpm", "vtc", "dlpm"} <= set(POLICIES)
+
+
+def test_bad_parameters_are_refused():
+    with pytest.raises(ValueError, match=r"unknown policy 'fair'; there are dlpm, .*fcfs, .*lpm, .*vtc"):
+        make_policy("fair")
+    with pytest.raises(ValueError, match="quantum"):
+        make_policy("dlpm", quantum=0)
+    for weight in (0, -1, float("nan"), float("inf"), True, "2", None):
+        with pytest.raises(ValueError, match="weight of client 'a'"):
+            Weights({"a": weight})
+    assert make_policy("fcfs", quantum=5).name == "fcfs"

@@ -1,0 +1,630 @@
+"""One replica's queue and books: what is charged to whom, who comes back first, and who waits for a prefix."""
+
+import json
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_fair.core import POLICIES, make_policy
+from sglang_fair.core.cost import Linear
+from sglang_fair.core.dlpm import Dlpm
+from sglang_fair.core.fcfs import Fcfs
+from sglang_fair.core.job import Job
+from sglang_fair.core.ledger import OTHERS, SYSTEM, Ledger
+from sglang_fair.core.lpm import Lpm
+from sglang_fair.core.payers import Payers
+from sglang_fair.core.policy import Policy
+from sglang_fair.core.predicted import VtcOracle
+from sglang_fair.core.queue import DEFERRALS_PER_PASS, FairQueue
+from sglang_fair.core.vtc import Vtc
+from tests.engine_model import Replica, Request, Traffic, cases
+
+QUEUE = settings(max_examples=40, deadline=None, derandomize=True)
+ordered = pytest.mark.parametrize("name", ["fcfs", "lpm", "vtc", "dlpm"])
+
+
+def new_queue(policy: Policy | None = None) -> FairQueue:
+    return FairQueue(policy or Fcfs())
+
+
+def arrive(queue: FairQueue, id: str, client: str = "a", **fields) -> Job:
+    queue.arrive(job := Job(id, client, **{"max_output_tokens": 10, **fields}))
+    return job
+
+
+def admit(queue: FairQueue, job: Job, extend: int = 5, cached: int = 0) -> Job:
+    queue.admit(job, extend_tokens=extend, cached_tokens=cached)
+    return job
+
+
+def offers(queue: FairQueue) -> list[str]:
+    """Whom one pass offers, if the engine takes nobody."""
+    queue.begin_pass()
+    offered = []
+    while (job := queue.next()) is not None:
+        offered.append(job.id)
+        queue.hold(job)
+    return offered
+
+
+# ---- what is charged
+
+
+class Square:
+    """A cost that grows faster than its tokens, and with both kinds at once."""
+
+    def __call__(self, extend_tokens: int, output_tokens: int, cached_tokens: int = 0) -> float:
+        return (extend_tokens + 2 * output_tokens) ** 2
+
+    def dearest(self, input_tokens: int, output_tokens: int, owed_tokens: int) -> tuple[float, float]:
+        return input_tokens**2, 4 * owed_tokens * (input_tokens + output_tokens)
+
+
+PIECES = st.lists(st.tuples(st.sampled_from(["extend", "emit"]), st.integers(0, 9)), max_size=20)
+
+
+@QUEUE
+@given(first=st.integers(0, 9), pieces=PIECES, cost=st.sampled_from([Linear(), Linear(0.25, 0), Square()]))
+def test_charges_sum_to_the_cost_of_what_was_given(first, pieces, cost):
+    """However it was cut into chunks and steps; to the policy and to the books."""
+    queue = FairQueue(Vtc(), cost)
+    job = admit(queue, arrive(queue, "1", max_output_tokens=1000), extend=first)
+    for kind, tokens in pieces:
+        if kind == "extend":
+            queue.extend(job, tokens)
+        else:
+            queue.emit(job, tokens)
+    extend = first + sum(tokens for kind, tokens in pieces if kind == "extend")
+    output = sum(tokens for kind, tokens in pieces if kind == "emit")
+    usage = queue.ledger.usage("a")
+    assert (usage.extend_tokens, usage.output_tokens) == (extend, output)
+    assert (job.extend_tokens, job.output_tokens) == (extend, output)
+    assert usage.service == pytest.approx(cost(extend, output))
+    assert queue.policy.counters() == {"a": pytest.approx(cost(extend, output))}
+
+
+@QUEUE
+@given(
+    limits=st.lists(st.integers(0, 12), min_size=1, max_size=6),
+    runs=st.lists(st.integers(0, 4), max_size=6),
+    policy=st.sampled_from([Vtc, lambda: Dlpm(quantum=10), VtcOracle]),
+    cost=st.sampled_from([Linear(), Linear(0.25, 0.5), Square()]),
+)
+def test_emitting_for_all_is_emitting_for_one_after_the_other(limits, runs, policy, cost):
+    """Books, counters, what is owed, and what was not asked for; jobs of three clients and one of the server's."""
+    both = []
+    for at_once in (True, False):
+        queue = FairQueue(policy(), cost)
+        jobs = [
+            admit(
+                queue, arrive(queue, str(n), "abc"[n % 3], max_output_tokens=limit, expected_output_tokens=5)
+            )
+            for n, limit in enumerate(limits)
+        ]
+        jobs.append(admit(queue, arrive(queue, "probe", system=True)))
+        for tokens in runs:
+            if at_once:
+                queue.emit_each(jobs, tokens)
+            else:
+                for job in jobs:
+                    queue.emit(job, tokens)
+        usage = {client: queue.ledger.usage(client) for client in ("a", "b", "c", SYSTEM)}
+        owed = {client: presence.owed_tokens for client, presence in queue._clients.items()}
+        written = [(job.output_tokens, job.unasked_tokens) for job in jobs]
+        both.append((usage, queue.ledger.total, queue.policy.counters(), owed, written))
+    assert both[0] == both[1]
+
+
+def test_cached_tokens_are_free_and_shown():
+    queue = new_queue(Vtc())
+    admit(queue, arrive(queue, "1"), extend=3, cached=40)
+    usage = queue.ledger.usage("a")
+    assert (usage.cached_tokens, usage.extend_tokens, usage.service, usage.requests) == (40, 3, 3.0, 1)
+
+
+def test_output_past_the_limit_is_the_servers():
+    queue = new_queue(Vtc())
+    job = admit(queue, arrive(queue, "1", max_output_tokens=3), extend=5)
+    queue.emit(job, 2)
+    queue.emit(job, 4)
+    assert (job.output_tokens, job.unasked_tokens) == (3, 3)
+    assert queue.ledger.usage(SYSTEM).output_tokens == 3
+    assert queue.policy.counters() == {"a": 5 + 2 * 3}
+    queue.emit(job, -1)
+    assert queue.ledger.total.output_tokens == 6
+
+
+def test_charges_are_seen_by_the_next_pick():
+    """Or one client would be chosen for the whole batch (VTC, footnote 5)."""
+    for policy in (Vtc(), Dlpm(quantum=10)):
+        queue = new_queue(policy)
+        jobs = {
+            job.id: job
+            for client in "ab"
+            for job in [arrive(queue, f"{client}{n}", client) for n in range(3)]
+        }
+        queue.begin_pass()
+        order = []
+        while (job := queue.next()) is not None:
+            order.append(admit(queue, jobs[job.id], extend=10).client)
+        assert order == ["a", "b"] * 3
+
+
+# ---- ends
+
+
+def test_an_abort_while_waiting_costs_nothing():
+    queue = new_queue(Vtc())
+    arrive(queue, "1")
+    queue.leave("1")
+    queue.leave("1")
+    assert (len(queue), offers(queue), queue.find("1")) == (0, [], None)
+    assert queue.ledger.total.service == 0
+    assert queue.policy.counters() == {}
+
+
+def test_an_abort_while_running_refunds_nothing():
+    queue = new_queue(Dlpm(quantum=100))
+    queue.begin_pass()
+    arrive(queue, "1")
+    other = arrive(queue, "2")
+    job = queue.next()
+    admit(queue, job, extend=30)
+    queue.emit(job, 5)
+    queue.finish("1")
+    queue.finish("1")
+    assert queue.policy.deficit("a") == 100 - 30 - 2 * 5
+    assert [waiting.id for waiting in queue.waiting()] == [other.id]
+    queue.leave("2")
+    assert queue.ledger.usage("a").service == 40
+
+
+def test_a_waiting_request_does_not_finish_and_a_running_one_does_not_leave():
+    queue = new_queue()
+    waiting, running = arrive(queue, "1"), admit(queue, arrive(queue, "2"))
+    queue.finish("1")
+    queue.leave("2")
+    assert queue.find("1") is waiting
+    assert queue.find("2") is running
+    assert queue.is_waiting("1")
+    assert not queue.is_waiting("2")
+
+
+def test_what_cannot_be_is_refused():
+    queue = new_queue()
+    job = arrive(queue, "1")
+    with pytest.raises(ValueError, match="request 1 is already here"):
+        arrive(queue, "1")
+    admit(queue, job)
+    with pytest.raises(ValueError, match="request 1 is already here"):
+        arrive(queue, "1")
+    with pytest.raises(ValueError, match="request 1 does not wait"):
+        admit(queue, job)
+
+
+# ---- retraction
+
+
+@ordered
+def test_a_retracted_request_comes_first_and_is_never_held_back(name):
+    """Not by a deficit, not by a counter, not by a longer prefix, not by earlier requests of others."""
+    queue = new_queue(make_policy(name, quantum=10))
+    arrive(queue, "early", "b")
+    job = admit(queue, arrive(queue, "big"), extend=1000)
+    queue.emit(job, 10)
+    arrive(queue, "hot", "b", prefix_tokens=99)
+    queue.retract(job)
+    queue.rematch(job, 0, None)
+    assert offers(queue)[0] == "big"
+    assert queue.is_waiting("big")
+
+
+def test_what_the_server_computes_again_is_on_its_own_account():
+    queue = new_queue(Vtc())
+    job = admit(queue, arrive(queue, "1"), extend=20, cached=7)
+    queue.emit(job, 4)
+    queue.retract(job)
+    admit(queue, job, extend=24, cached=0)
+    queue.extend(job, 3)
+    queue.emit(job, 1)
+    system, usage = queue.ledger.usage(SYSTEM), queue.ledger.usage("a")
+    assert (system.extend_tokens, system.output_tokens, system.requests) == (27, 0, 0)
+    assert (usage.extend_tokens, usage.output_tokens, usage.cached_tokens, usage.requests) == (20, 5, 7, 1)
+    assert queue.policy.counters() == {"a": 20 + 2 * 5}
+    queue.finish("1")
+    assert queue._clients == {}
+
+
+def test_retracted_requests_wait_in_order_of_arrival():
+    queue = new_queue(Vtc())
+    jobs = [admit(queue, arrive(queue, id)) for id in "123"]
+    arrive(queue, "4")
+    for job in reversed(jobs):
+        queue.retract(job)
+    assert offers(queue) == ["1", "2", "3", "4"]
+    assert [job.id for job in queue.waiting()] == ["1", "2", "3", "4"]
+
+
+def test_a_retracted_request_may_be_aborted_or_passed_over():
+    queue = new_queue(Vtc())
+    one, two = (admit(queue, arrive(queue, id)) for id in "12")
+    queue.retract(one)
+    queue.retract(two)
+    assert offers(queue) == ["1", "2"]
+    queue.leave("1")
+    assert offers(queue) == ["2"]
+    queue.begin_pass()
+    queue.hold(queue.next())
+    queue.leave("2")
+    assert offers(queue) == []
+    assert (queue._clients, queue.policy.counters()) == ({}, {})
+
+
+def test_a_client_whose_only_request_was_retracted_is_not_forgotten():
+    queue = new_queue(Dlpm(quantum=10))
+    arrive(queue, "1")
+    queue.begin_pass()
+    job = admit(queue, queue.next(), extend=50)
+    queue.retract(job)
+    arrive(queue, "2", "b")
+    queue.leave("2")
+    assert queue.policy.deficit("a") == -40
+
+
+# ---- the server's own work
+
+
+@ordered
+def test_system_work_goes_first_and_is_nobodys(name):
+    queue = new_queue(make_policy(name, quantum=10))
+    arrive(queue, "1")
+    probe = arrive(queue, "probe", "a", system=True)
+    assert offers(queue)[0] == "probe"
+    admit(queue, probe, extend=4, cached=2)
+    queue.emit(probe, 3)
+    assert not probe.output_tokens
+    queue.finish("probe")
+    system = queue.ledger.usage(SYSTEM)
+    assert (system.extend_tokens, system.output_tokens, system.cached_tokens, system.requests) == (4, 3, 2, 1)
+    assert queue.ledger.usage("a").requests == 0
+    assert all(counter == 0 or counter == 10 for counter in queue.policy.counters().values())
+    assert queue.largest_input_tokens == queue.largest_owed_tokens == 0
+
+
+@ordered
+def test_looking_up_a_held_probe_does_not_make_it_a_clients_job(name):
+    """An engine looks prefixes up before it begins the next pass, while those passed over are still held."""
+    queue = new_queue(make_policy(name, quantum=10))
+    probe = arrive(queue, "probe", "nobody", system=True)
+    assert offers(queue) == ["probe"]
+    queue.rematch(probe, 3, None)
+    assert offers(queue) == ["probe"]
+    queue.leave("probe")
+    assert offers(queue) == []
+
+
+# ---- requests that would compute the same; policies that do not follow the cache do not wait for it
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if make_policy(name).waits_for_prefixes])
+def test_a_shared_prefix_is_computed_once(name):
+    queue = new_queue(make_policy(name, quantum=100))
+    one = arrive(queue, "1", "a", block="prefix")
+    two = arrive(queue, "2", "b", block="prefix")
+    other = arrive(queue, "3", "b", block="else")
+    queue.begin_pass()
+    assert queue.next() is one
+    admit(queue, one)
+    assert queue.is_being_computed(two)
+    assert not queue.is_being_computed(other)
+    assert not queue.is_being_computed(one)
+    assert queue.next() is other
+    queue.hold(other)
+    assert queue.next() is None
+    queue.prefilled(one)
+    assert not queue.is_being_computed(two)
+    assert sorted(offers(queue)) == ["2", "3"]
+
+
+@pytest.mark.parametrize("end", ["prefilled", "finish", "retract", "next chunk"])
+def test_nobody_waits_for_a_prefix_that_is_not_computed_any_more(end):
+    queue = new_queue(Lpm())
+    one, two = arrive(queue, "1", block="prefix"), arrive(queue, "2", block="prefix")
+    admit(queue, one)
+    assert queue.is_being_computed(two)
+    if end == "prefilled":
+        queue.prefilled(one)
+    elif end == "finish":
+        queue.finish("1")
+    elif end == "retract":
+        queue.retract(one)
+    else:
+        queue.extend(one, 5, "behind the prefix")
+    assert not queue.is_being_computed(two)
+    assert "2" in offers(queue)
+
+
+def test_who_waited_in_vain_does_not_wait_again():
+    """The cache did not keep the prefix, so the next computation of it is not waited for."""
+    queue = new_queue(Lpm())
+    twins = [arrive(queue, str(number)) for number in range(3)]
+    for job in twins:
+        queue.rematch(job, 0, "block")
+    queue.begin_pass()
+    admit(queue, queue.next())
+    assert queue.next() is None  # both wait for the first
+    queue.begin_pass()
+    assert queue.next() is None  # for as long as it takes
+    queue.prefilled(twins[0])
+    queue.begin_pass()
+    admit(queue, queue.next())
+    assert queue.next() is twins[2]  # nothing was kept, so it is not held up by the second
+    queue.rematch(twins[2], 5, "block")
+    assert queue.is_being_computed(twins[2])  # something was
+
+
+def test_a_pass_ends_when_too_many_wait_for_the_same_prefix():
+    """However many share it, a pass looks at a bounded number of them."""
+    queue = new_queue(Lpm())
+    for number in range(1000):
+        queue.rematch(arrive(queue, str(number)), 0, "block")
+    queue.begin_pass()
+    admit(queue, queue.next())
+    looked_at = []
+    is_being_computed = queue.is_being_computed
+    queue.is_being_computed = lambda job: looked_at.append(job) or is_being_computed(job)
+    assert queue.next() is None
+    assert queue.next() is None
+    assert len(looked_at) == DEFERRALS_PER_PASS
+    queue.prefilled(queue.find("0"))
+    queue.begin_pass()
+    assert queue.next() is queue.find("1")
+
+
+def test_output_of_a_request_that_does_not_run_is_refused():
+    queue = new_queue(Vtc())
+    job = arrive(queue, "1")
+    with pytest.raises(ValueError, match="request 1 does not run"):
+        queue.emit(job, 1)
+
+
+@pytest.mark.parametrize("name", ["vtc", "drr", "dlpm"])
+def test_a_request_that_unblocks_others_goes_first_within_its_client_only(name):
+    plain, urgent = new_queue(make_policy(name, quantum=10)), new_queue(make_policy(name, quantum=10))
+    orders = []
+    for queue, unblocks in ((plain, 0), (urgent, 3)):
+        for number in range(12):
+            client = "ab"[number % 2]
+            arrive(queue, f"{client}{number}", client, unblocks=unblocks if number in (6, 8) else 0)
+        order = []
+        queue.begin_pass()
+        while (job := queue.next()) is not None:
+            admit(queue, job, extend=7)
+            order.append(job.id)
+        orders.append(order)
+    for id in [id for id in orders[0] if id[0] == "b"]:
+        assert orders[1].index(id) <= orders[0].index(id) + 1  # ties go to the older request
+    assert [id for id in orders[1] if id[0] == "a"] == ["a6", "a8", "a0", "a2", "a4", "a10"]
+
+
+def test_what_was_charged_ahead_comes_back_by_the_weight_it_was_taken_by():
+    queue = new_queue(VtcOracle())
+    job = admit(queue, arrive(queue, "1", max_output_tokens=100, expected_output_tokens=100))
+    assert queue.policy.counters() == {"a": 5 + 200}
+    arrive(queue, "2")
+    queue.set_weights({"a": 4.0})
+    assert queue.policy.counters() == {"a": 5 + 200 / 4}
+    queue.emit(job, 1)
+    queue.finish("1")
+    assert queue.policy.counters() == {"a": 5 + 2 / 4}
+
+
+def test_two_that_compute_the_same_do_not_block_it_for_ever():
+    """An engine may admit both; whoever announced it first says when it is over."""
+    queue = new_queue(Lpm())
+    jobs = [arrive(queue, id, block="prefix") for id in "123"]
+    for job in jobs[:2]:
+        admit(queue, job)
+    queue.finish("2")
+    assert queue.is_being_computed(jobs[2])
+    queue.prefilled(jobs[0])
+    assert not queue.is_being_computed(jobs[2])
+    assert queue._computing == {}
+
+
+@ordered
+@QUEUE
+@given(case=cases(), seed=st.integers(0, 2**20))
+def test_nothing_is_lost_whatever_happens(name, case, seed):
+    """With retractions, aborts, probes, shared prefixes and chunks: between steps a request waits for another
+    one's tokens only while a prompt is in chunks, and when nobody sends any more, everybody is served."""
+    queue, random = new_queue(make_policy(name, quantum=20)), Random(seed)
+    replica = Replica(
+        queue,
+        pool_tokens=case.pool_tokens,
+        cache_tokens=case.cache_tokens,
+        page_tokens=case.page_tokens,
+        step_tokens=case.step_tokens,
+        block_tokens=case.block_tokens,
+    )
+    traffic = Traffic(case)
+    sent = 0
+    for step in range(25):
+        traffic.step(replica)
+        if step % 8 == 3:
+            sent += 1
+            replica.arrive(Request(f"probe{sent}", "a", (-sent,), 1, 1, system=True))
+        running = [job.id for job in queue.running()]
+        if running and random.random() < 0.3:
+            replica.retract(random.choice(running))
+        replica.step()
+        assert queue.ledger.conservation().ok
+        if replica._chunked is None:
+            assert not any(queue.is_being_computed(job) for job in queue.waiting())
+    alive = sorted(job.id for job in (*queue.waiting(), *queue.running()))
+    ended = len(replica.ended)
+    for _ in range(5000):
+        if not len(queue) and not any(queue.running()):
+            break
+        replica.step()
+    assert sorted(replica.ended[ended:]) == alive
+    assert len(set(replica.ended)) == len(replica.ended)
+    assert queue.ledger.conservation().ok
+    for client in case.clients:
+        assert queue.ledger.usage(client).service == pytest.approx(replica.service[client])
+    assert (queue._clients, queue._computing, list(queue._first)) == ({}, {}, [])
+
+
+# ---- what people read
+
+
+def test_backlogs_are_numbered():
+    """The same number at two times: the client waited all the time between."""
+    queue = new_queue(Vtc())
+
+    def backlog() -> int | None:
+        return queue.status()["clients"]["a"]["backlog"]
+
+    arrive(queue, "1")
+    first = backlog()
+    arrive(queue, "2")
+    queue.leave("1")
+    assert backlog() == first
+    admit(queue, queue.find("2"))
+    assert backlog() is None
+    arrive(queue, "3")
+    assert backlog() > first
+
+
+def test_the_bound_follows_what_was_seen():
+    queue = new_queue(Dlpm(quantum=7))
+    assert queue.bound() == 2 * 7
+    admit(queue, arrive(queue, "1", max_output_tokens=30), extend=50)
+    admit(queue, arrive(queue, "2", max_output_tokens=20), extend=10)
+    admit(queue, arrive(queue, "3", "b", max_output_tokens=40), extend=10)
+    assert (queue.largest_input_tokens, queue.largest_owed_tokens) == (50, 50)
+    assert queue.bound() == 2 * (50 + 2 * 50 + 7)
+    queue.finish("1")
+    admit(queue, arrive(queue, "4", max_output_tokens=25), extend=10)
+    assert queue.largest_owed_tokens == 50
+    assert new_queue().bound() is None
+
+
+def test_the_largest_owed_output_shrinks_with_what_was_made():
+    queue = new_queue(Vtc())
+    job = admit(queue, arrive(queue, "1", max_output_tokens=30))
+    queue.emit(job, 25)
+    admit(queue, arrive(queue, "2", max_output_tokens=20))
+    assert queue.largest_owed_tokens == 30
+
+
+class Context:
+    """Output tokens pay for the prompt that they attend to, its cached part included."""
+
+    extend_weight = output_weight = 1.0
+
+    def __call__(self, extend_tokens: int, output_tokens: int, cached_tokens: int = 0) -> float:
+        return extend_tokens + output_tokens * (1 + (cached_tokens + extend_tokens) / 10)
+
+    def dearest(self, input_tokens: int, output_tokens: int, owed_tokens: int) -> tuple[float, float]:
+        return input_tokens, owed_tokens * (1 + input_tokens / 10)
+
+
+def test_the_bound_knows_how_long_cached_prompts_are():
+    """U covers at least what one request has cost."""
+    queue = FairQueue(Dlpm(quantum=1), Context())
+    job = admit(queue, arrive(queue, "1", max_output_tokens=10), extend=10, cached=2000)
+    queue.emit(job, 10)
+    assert queue.bound() >= 2 * queue.ledger.usage("a").service
+
+
+@ordered
+@settings(QUEUE, max_examples=20)
+@given(case=cases())
+def test_status_is_json_and_adds_up(name, case):
+    queue = FairQueue(make_policy(name, quantum=20), payers=Payers("equal", 1))
+    replica = Replica(queue, pool_tokens=case.pool_tokens, cache_tokens=case.cache_tokens)
+    traffic = Traffic(case)
+    for _ in range(10):
+        traffic.step(replica)
+        replica.step()
+    status = json.loads(json.dumps(queue.status(), allow_nan=False))
+    clients = status["clients"].values()
+    for total in (
+        "extend_tokens",
+        "output_tokens",
+        "cached_tokens",
+        "service",
+        "transferred_units",
+        "waiting",
+        "running",
+    ):
+        assert status["totals"][total] == pytest.approx(sum(client[total] for client in clients))
+    assert status["conservation"]["ok"]
+    assert status["bound"] == queue.bound()
+    assert status["totals"]["waiting"] == len(queue)
+
+
+def test_status_lists_the_busiest():
+    queue = new_queue(Vtc())
+    for number in range(20):
+        admit(queue, arrive(queue, str(number), f"client{number}"), extend=number)
+    assert list(queue.status(most=3)["clients"])[:3] == ["client19", "client18", "client17"]
+    assert len(queue.status(most=3)["clients"]) <= 6
+
+
+# ---- the ledger
+
+
+def test_a_full_ledger_folds_the_oldest_and_loses_nothing():
+    ledger = Ledger(max_clients=5)
+    ledger.record(SYSTEM, extend=1)
+    for number in range(50):
+        ledger.record(f"client{number}", extend=10, output=1, service=12.0, requests=1)
+        if number > 10:
+            ledger.record("client10", cached=1)
+        ledger.transfer("client10", 3.0)
+        ledger.transfer(f"client{number // 2}", -3.0)
+    accounts = ledger.accounts()
+    assert len(accounts) <= 6
+    assert {SYSTEM, OTHERS, "client10", "client49"} <= set(accounts)
+    assert sum(usage.extend_tokens for usage in accounts.values()) == ledger.total.extend_tokens == 501
+    assert sum(usage.service for usage in accounts.values()) == ledger.total.service
+    assert sum(usage.transferred_units for usage in accounts.values()) == ledger.total.transferred_units == 0
+    assert sum(usage.requests for usage in accounts.values()) == 50
+    assert ledger.usage("never seen").service == 0
+    assert "never seen" not in ledger.accounts()
+
+
+def test_conservation_names_what_differs():
+    ledger = Ledger()
+    ledger.record("a", extend=5, output=2)
+    ledger.record(SYSTEM, extend=1)
+    ledger.engine_counted(extend=6)
+    assert not ledger.conservation().ok
+    ledger.engine_counted(output=2)
+    assert ledger.conservation().ok
+    assert ledger.conservation().charged_extend_tokens == ledger.conservation().engine_extend_tokens == 6
+
+
+def test_checks_are_counted_and_the_first_mismatch_is_kept():
+    ledger = Ledger()
+    assert ledger.check()
+    ledger.record("a", extend=5, output=2)
+    assert not ledger.check()
+    ledger.engine_counted(extend=4)
+    assert not ledger.check()
+    ledger.engine_counted(extend=1, output=2)
+    assert ledger.check()
+    conservation = ledger.conservation()
+    assert (conservation.checks, conservation.mismatches) == (4, 2)
+    assert conservation.first_mismatch == {
+        "charged_extend_tokens": 5,
+        "engine_extend_tokens": 0,
+        "charged_output_tokens": 2,
+        "engine_output_tokens": 0,
+    }
+    assert not conservation.ok, "a difference that went away was an error all the same"
+    assert json.loads(json.dumps(FairQueue(Fcfs()).status()))["conservation"]["first_mismatch"] is None

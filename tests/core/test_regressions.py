@@ -1,0 +1,348 @@
+"""Nine ways in which fair schedulers have been seen to lose tokens, clients or time, each shown not to happen.
+
+They were found by reading a public DLPM against SGLang's own code. On the real engine where it can be.
+"""
+
+import asyncio
+import random
+import sys
+from array import array
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp
+import httpx
+import pytest
+
+from sglang_fair.core import make_policy
+from sglang_fair.core.job import Job
+from sglang_fair.core.queue import FairQueue
+from tests.live import Answer, Replica, wait_until
+from tests.overlay.test_charges import gained, idle, prompt
+
+
+def ask_at_once(replica: Replica, *requests: tuple[str, list[int], int], **body: Any) -> list[Answer]:
+    """One answer for each of (client, tokens, output tokens), all sent at the same time."""
+
+    async def ask() -> list[Answer]:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+            return await asyncio.gather(
+                *(
+                    replica.ask(client, tokens, outputs, session=session, **body)
+                    for client, tokens, outputs in requests
+                )
+            )
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.engine
+def test_1_the_request_that_fills_a_batch_and_the_one_that_starts_a_chunk_are_charged(
+    under_pressure: Replica,
+) -> None:
+    """A batch takes 64 tokens of prompts: 40 and 24 of the next 40, or exactly 64. None rides free."""
+    replica, rng = under_pressure, random.Random(11)
+    replica.flush()
+    before = idle(replica)
+    sizes = {"fits": 40, "is cut": 40, "fills": 64, "is long": 200}
+    ask_at_once(replica, *((client, prompt(rng, size), 2) for client, size in sizes.items()))
+    after = idle(replica)
+    for client, size in sizes.items():
+        assert gained(before, after, client, "extend_tokens") == size
+        assert gained(before, after, client, "output_tokens") == 2
+
+
+@pytest.mark.engine
+def test_2_the_charge_is_what_the_engine_extends_and_not_a_length_from_before_its_look_up(
+    under_pressure: Replica,
+) -> None:
+    """The second time all but the last page of the prompt is in the cache, which only admission finds out."""
+    replica = under_pressure
+    replica.flush()
+    tokens = prompt(random.Random(12), 900)
+    first = replica.generate("again", tokens)
+    before = idle(replica)
+    second = replica.generate("again", tokens)
+    after = idle(replica)
+    assert (first.cached_tokens, second.cached_tokens) == (0, 896)
+    assert gained(before, after, "again", "extend_tokens") == 4
+    assert gained(before, after, "again", "cached_tokens") == 896
+
+
+@pytest.mark.engine
+def test_3_every_chunk_of_a_long_prompt_is_charged(under_pressure: Replica) -> None:
+    """900 tokens in 15 chunks."""
+    replica = under_pressure
+    replica.flush()
+    before = idle(replica)
+    replica.generate("long", prompt(random.Random(1), 900), 3)
+    after = idle(replica)
+    assert gained(before, after, "long", "extend_tokens") == 900
+    assert gained(before, after, "long", "output_tokens") == 3
+    assert gained(before, after, "long", "service") == 900 + 2 * 3
+
+
+@pytest.mark.engine
+@pytest.mark.usefixtures("sglang")
+class TestSpeculation:
+    """SGLang's requests and its own bookkeeping of accepted runs, with a model that proposes what the test says:
+    its speculative workers need kernels that a CPU has not."""
+
+    RUNS = ((1, 4), (3, 2), (4, 4))
+    """Tokens that two requests accept in each step."""
+
+    @staticmethod
+    def scheduler() -> Any:
+        from sglang_fair.overlay.config import Config
+        from sglang_fair.overlay.pulse import Pulse
+        from sglang_fair.overlay.replica import ReplicaFairness
+
+        fair = ReplicaFairness(Config(), "fcfs", orders=True, tree_cache=SimpleNamespace(disable=True))
+        events = SimpleNamespace(publish_kv_events=lambda: None)
+        return SimpleNamespace(fair=fair, kv_events_publisher=events, pulse=Pulse([0.0] * 3))
+
+    @staticmethod
+    def request(rid: str, max_new_tokens: int, stop: int | None = None) -> Any:
+        from sglang.srt.managers.schedule_batch import Req
+        from sglang.srt.sampling.sampling_params import SamplingParams
+
+        parameters = SamplingParams(
+            max_new_tokens=max_new_tokens,
+            stop_token_ids=None if stop is None else [stop],
+            custom_params={"fair": {"client": rid}},
+        )
+        parameters.normalize(None)
+        request = Req(rid, "", array("q", range(10)), parameters, vocab_size=1000)
+        request.prefix_len, request.extend_end = 0, 10
+        return request
+
+    @staticmethod
+    def step(scheduler: Any, requests: list[Any], runs: tuple[int, ...], *, decode: bool = True) -> None:
+        """What SGLang does with a result, around which the hook counts."""
+        import torch
+
+        from sglang_fair.overlay.hooks import process_batch_result
+
+        mode = SimpleNamespace(is_extend=lambda: not decode, is_decode=lambda: decode)
+        batch = SimpleNamespace(reqs=requests, forward_mode=mode, is_dllm=lambda: False)
+        accepted = torch.tensor(runs) if decode else None
+        result = SimpleNamespace(accept_lens=accepted, grammar_retained_tokens=None)
+
+        def process(_scheduler: Any, _batch: Any, _result: Any) -> None:
+            for request, run in zip(requests, runs, strict=True):
+                if not request.finished():
+                    start = len(request.output_ids)
+                    request.output_ids.extend(range(start, start + run))
+                    request.update_finish_state(run)
+
+        process_batch_result(process, scheduler, batch, result)
+
+    def served(self, *requests: Any) -> dict[str, Any]:
+        scheduler = self.scheduler()
+        fair = scheduler.fair
+        for request in requests:
+            fair.arrive(request)
+        fair.queue.begin_pass()
+        for request in requests:
+            fair.admitted(request)
+        fair.computed(20)
+        self.step(scheduler, list(requests), (1, 1), decode=False)
+        for runs in self.RUNS:
+            self.step(scheduler, list(requests), runs)
+        status: dict[str, Any] = fair.status([])
+        return status
+
+    def test_4_every_token_of_an_accepted_run_is_charged(self) -> None:
+        books = self.served(self.request("a", 100), self.request("b", 100))
+        assert books["clients"]["a"]["output_tokens"] == 1 + 1 + 3 + 4
+        assert books["clients"]["b"]["output_tokens"] == 1 + 4 + 2 + 4
+        assert books["conservation"]["mismatches"] == 0
+        assert books["conservation"]["engine_output_tokens"] == 20
+        assert books["conservation"]["checks"] == 1 + 1 + len(self.RUNS)
+
+    def test_4_a_run_past_the_end_of_the_answer_is_not_its_clients(self) -> None:
+        """a may make 3 tokens and accepts a run up to 5; b stops at its 4th, within a run up to its 5th."""
+        books = self.served(self.request("a", 3), self.request("b", 100, stop=3))
+        assert books["clients"]["a"]["output_tokens"] == 3
+        assert books["clients"]["b"]["output_tokens"] == 4
+        assert books["clients"]["(system)"]["output_tokens"] == 2 + 1
+        assert books["conservation"]["mismatches"] == 0
+        assert books["totals"]["running"] == 0
+
+    def test_4_a_lost_run_is_found(self, caplog: pytest.LogCaptureFixture) -> None:
+        """The check's numbers are not those that it checks: a charge that is dropped is a mismatch, logged once."""
+        scheduler, request = self.scheduler(), self.request("a", 100)
+        fair = scheduler.fair
+        fair.arrive(request)
+        fair.queue.begin_pass()
+        fair.admitted(request)
+        fair.computed(10)
+        fair.queue.emit = lambda job, tokens: None
+        for _ in range(2):
+            self.step(scheduler, [request], (3,))
+        found = fair.status([])["conservation"]
+        assert not found["ok"]
+        assert found["mismatches"] == 2
+        assert found["first_mismatch"]["engine_output_tokens"] == 3
+        assert [record.levelname for record in caplog.records] == ["ERROR"]
+        assert "differ after a result was processed" in caplog.text
+
+
+@pytest.mark.engine
+def test_5_what_the_server_recomputes_is_not_charged_and_the_first_output_token_is(
+    under_pressure: Replica,
+) -> None:
+    """Eight clients' outputs outgrow the pool, so requests are taken back and their prompts computed again."""
+    replica, rng = under_pressure, random.Random(15)
+    replica.flush()
+    before = idle(replica)
+    clients = [f"retracted{number}" for number in range(8)]
+    answers = ask_at_once(replica, *((client, prompt(rng, 100), 400) for client in clients), ignore_eos=False)
+    replica.generate("just one", prompt(rng, 10), 1)
+    after = idle(replica)
+    assert sum(answer.retractions for answer in answers) > 0, "the pool was not small enough"
+    for client in clients:
+        assert gained(before, after, client, "extend_tokens") == 100
+        assert gained(before, after, client, "output_tokens") == 400
+        assert gained(before, after, client, "requests") == 1
+    assert gained(before, after, "(system)", "extend_tokens") > 0
+    assert gained(before, after, "just one", "output_tokens") == 1
+
+
+def test_6_a_newcomer_does_not_wait_until_everybody_has_used_up_a_quantum() -> None:
+    """Ten clients with deep queues and a quantum of a hundred requests each. One more comes and goes first, though it
+    finds nothing cached. In the paper it waits for all of theirs."""
+    for newcomers in (4, 0):
+        queue = FairQueue(make_policy("dlpm", quantum=1000, newcomers=newcomers))
+        for client in range(10):
+            for number in range(200):
+                queue.arrive(Job(f"{client}-{number}", f"client{client}", prompt_tokens=10))
+        assert len({serve(queue).client for _ in range(50)}) == (10 if newcomers else 1)
+        queue.arrive(Job("new", "newcomer", prompt_tokens=10))
+        before = 0
+        while serve(queue).client != "newcomer":
+            before += 1
+        assert before == 0 if newcomers else before >= 10 * 100 - 50
+
+
+def serve(queue: FairQueue) -> Job:
+    """Admit the next request and compute its prompt."""
+    queue.begin_pass()
+    job = queue.next()
+    assert job is not None
+    queue.admit(job, extend_tokens=job.prompt_tokens, cached_tokens=0)
+    queue.finish(job.id)
+    return job
+
+
+@pytest.mark.engine
+def test_7_the_order_holds_with_more_than_128_waiting(one_at_a_time: Replica) -> None:
+    """Of 150 requests the last 8 have a cached prefix, and go first, once each was looked up: 60 new ones in a pass,
+    so two others may go before. SGLang's own LPM gives up above 128."""
+    replica = one_at_a_time
+    replica.flush()
+    hot = [9] * 64
+    for number in (1, 2):
+        replica.generate("deep", [*hot, *[number] * 48])
+    cold = [prompt(random.Random(number), 24) for number in range(142)]
+    tokens = [*cold, *([*hot, *[number] * 48] for number in range(10, 18))]
+
+    async def finished_first() -> set[int]:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+            blocker = asyncio.create_task(replica.ask("deep", [5] * 16, 8000, session=session, rid="d" * 32))
+            await asyncio.to_thread(
+                wait_until, lambda: replica.fair()["totals"]["running"] == 1, "the blocker"
+            )
+            asked = []
+            for count in (142, 150):  # the cold ones are all here before the hot ones
+                asked += [
+                    asyncio.create_task(replica.ask("deep", one, session=session))
+                    for one in tokens[len(asked) : count]
+                ]
+                await asyncio.to_thread(
+                    wait_until,
+                    lambda count=count: replica.fair()["totals"]["waiting"] == count,
+                    f"{count} waiting",
+                )
+            await asyncio.to_thread(replica.abort, "d" * 32)
+            answers = await asyncio.gather(*asked)
+            await blocker
+        return set(sorted(range(150), key=lambda number: answers[number].finished_at)[: 2 + 8])
+
+    assert set(range(142, 150)) <= asyncio.run(finished_first())
+
+
+@pytest.mark.parametrize("policy", ["dlpm", "vtc", "drr", "lpm", "fcfs"])
+def test_8_a_pass_does_not_walk_the_queue(policy: str) -> None:
+    """Calls of functions in one pass that admits ten: ten times the queue may add a few steps in a heap."""
+
+    def calls_of_a_pass(waiting: int) -> int:
+        queue = FairQueue(make_policy(policy))
+        for number in range(waiting):
+            job = Job(str(number), f"client{number % 50}", prompt_tokens=10)
+            queue.arrive(job)
+            queue.rematch(job, number % 7, None)
+        serve(queue)
+        return count_calls(lambda: [serve(queue) for _ in range(10)])
+
+    few, many = calls_of_a_pass(300), calls_of_a_pass(3000)
+    assert many < 2 * few, (few, many)
+
+
+def count_calls(work: Callable[[], object]) -> int:
+    calls = 0
+
+    def note(_frame: Any, event: str, _argument: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+@pytest.mark.engine
+def test_9_weights_count_and_an_abort_leaves_nothing(one_at_a_time: Replica) -> None:
+    """Twice the weight pays half as much for the same request; a request that is aborted as it waits pays nothing."""
+    replica = one_at_a_time
+    replica.flush()
+    weights = {"client_weights": {"double": 2}}
+    assert httpx.post(f"{replica.url}/fair", json=weights, timeout=30).status_code == 200
+    quantum = idle(replica)["config"]["quantum"]
+
+    def paid(client: str, token: int) -> float:
+        before = idle(replica)["clients"].get(client, {"counter": 0})["counter"]
+        replica.generate(client, [token] * 40)
+        after: float = idle(replica)["clients"][client]["counter"]
+        return (before - after) % quantum
+
+    paid("double", 31), paid("single", 32)
+    assert (paid("double", 33), paid("single", 34)) == ((40 + 2) / 2, 40 + 2)
+
+    before = idle(replica)
+
+    async def abort_while_waiting() -> Answer:
+        async with aiohttp.ClientSession() as session:
+            blocker = asyncio.create_task(
+                replica.ask("blocker", [5] * 16, 8000, session=session, rid="e" * 32)
+            )
+            await asyncio.to_thread(
+                wait_until, lambda: replica.fair()["totals"]["running"] == 1, "the blocker"
+            )
+            waits = asyncio.create_task(replica.ask("gone", [6] * 100, session=session, rid="f" * 32))
+            await asyncio.to_thread(
+                wait_until, lambda: replica.fair()["totals"]["waiting"] == 1, "one waiting"
+            )
+            for rid in ("f" * 32, "e" * 32):
+                await asyncio.to_thread(replica.abort, rid)
+            await blocker
+            return await waits
+
+    assert asyncio.run(abort_while_waiting()).finish == "abort"
+    after = idle(replica)
+    for what in ("requests", "extend_tokens", "output_tokens", "service"):
+        assert gained(before, after, "gone", what) == 0

@@ -1,0 +1,280 @@
+"""RPM(n): the windows against their definitions, with lists; refusals that are true; delays that are no longer."""
+
+import pickle
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from math import floor
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_fair.common.weights import Weights
+from sglang_fair.core import make_policy
+from sglang_fair.core.fcfs import Fcfs
+from sglang_fair.core.job import Job
+from sglang_fair.core.policy import Policy
+from sglang_fair.core.queue import FairQueue
+from sglang_fair.core.rpm import Rpm
+from tests.engine_model import Replica, Traffic, cases, run
+from tests.twins import Literal, Twins
+
+RPM = settings(max_examples=40, deadline=None, derandomize=True)
+WINDOWS = st.sampled_from(["sliding", "calendar"])
+WEIGHTS = st.fixed_dictionaries({name: st.sampled_from([0.1, 0.5, 1.0, 2.5]) for name in "abcd"})
+MOMENTS = st.lists(
+    st.tuples(st.integers(0, 64 * 40).map(lambda ticks: ticks / 64), st.sampled_from("ab")), max_size=60
+)
+"""Requests: seconds since the one before, and whose."""
+
+
+@dataclass
+class LiteralRpm(Literal):
+    """Everything that ever counted is kept, and counted again each time."""
+
+    limit: int = 1
+    delays: bool = False
+    calendar: bool = False
+    weights: dict[str, float] = field(default_factory=dict)
+    now_s: float = 0.0
+    times_s: list[tuple[str, float]] = field(default_factory=list)
+
+    def tick(self, now_s: float) -> None:
+        self.now_s = now_s
+
+    def is_open(self, client: str) -> bool:
+        limit = max(1, floor(self.limit * self.weights.get(client, 1.0) + 0.5))
+        return self.counts()[client] < limit
+
+    def counts(self) -> Counter[str]:
+        if self.calendar:
+            return Counter(client for client, at_s in self.times_s if at_s // 60 == self.now_s // 60)
+        return Counter(client for client, at_s in self.times_s if self.now_s - at_s < 60)
+
+    def accepts(self, job: Job) -> bool:
+        return self.delays or self.is_open(job.client)
+
+    def arrive(self, job: Job) -> None:
+        super().arrive(job)
+        if not self.delays:
+            self.times_s.append((job.client, self.now_s))
+
+    def pick(self) -> Job | None:
+        offered = [job for job in self.waiting if job not in self.held]
+        open_to = [job for job in offered if not self.delays or self.is_open(job.client)]
+        return min(open_to, key=lambda job: job.arrival, default=None)
+
+    def admitted(self, job: Job, input_units: float, output_units: float) -> None:
+        if self.delays:
+            self.times_s.append((job.client, self.now_s))
+
+    def charge(self, client: str, units: int) -> None:
+        pass
+
+    def agrees_with(self, policy: Policy) -> bool:
+        return policy.counters() == self.counts()
+
+
+@settings(RPM, max_examples=80)
+@given(
+    limit=st.integers(1, 6),
+    window=WINDOWS,
+    delays=st.booleans(),
+    weights=WEIGHTS,
+    holds=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+def test_picks_and_refusals_are_those_of_the_definition(limit, window, delays, weights, holds, seed):
+    """So nobody is delayed or refused who is below the limit, and the order is arrival, within a client too."""
+    fast = Rpm(limit, "delay" if delays else "refuse", window, Weights(weights))
+    slow = LiteralRpm(limit=limit, delays=delays, calendar=window == "calendar", weights=weights)
+    Twins(fast, slow, seed, holds=holds).run(120)
+
+
+def admissions(policy: Rpm, moments: list[tuple[float, str]]) -> dict[str, list[float]]:
+    """When each client's requests were accepted and admitted, by an engine that looks at every half second and
+    takes everybody at once."""
+    queue, now_s = FairQueue(policy), 0.0
+    admitted: dict[str, list[float]] = {"a": [], "b": []}
+    last: Counter[str] = Counter()
+
+    def drain(until_s: float) -> None:
+        for moment_s in [half / 2 for half in range(floor(now_s * 2) + 1, floor(until_s * 2) + 1)] + [
+            until_s
+        ]:
+            queue.tick(moment_s)
+            queue.begin_pass()
+            while (job := queue.next()) is not None:
+                assert job.arrival > last[job.client], "overtaken within its client"
+                last[job.client] = job.arrival
+                queue.admit(job, extend_tokens=1, cached_tokens=0)
+                queue.finish(job.id)
+                admitted[job.client].append(moment_s)
+
+    for number, (gap_s, client) in enumerate(moments):
+        drain(now_s + gap_s)
+        now_s += gap_s
+        queue.tick(now_s)
+        if queue.refuses(job := Job(str(number), client)) is None:
+            queue.arrive(job)
+    drain(now_s)
+    if policy.excess == "delay":
+        drain(now_s + 62 * len(moments))
+        assert len(queue) == 0, "delayed for ever"
+    return admitted
+
+
+@RPM
+@given(moments=MOMENTS, limit=st.integers(1, 4), delays=st.booleans())
+def test_no_minute_has_more_than_the_limit(moments, limit, delays):
+    """Any 60 seconds, wherever they begin."""
+    policy = Rpm(limit, "delay" if delays else "refuse")
+    for times_s in admissions(policy, moments).values():
+        assert all(late - early >= 60 for early, late in zip(times_s, times_s[limit:], strict=False))
+
+
+@RPM
+@given(moments=MOMENTS, limit=st.integers(1, 4), delays=st.booleans())
+def test_no_calendar_minute_has_more_than_the_limit(moments, limit, delays):
+    policy = Rpm(limit, "delay" if delays else "refuse", "calendar")
+    for times_s in admissions(policy, moments).values():
+        assert all(count <= limit for count in Counter(at_s // 60 for at_s in times_s).values())
+
+
+@RPM
+@given(moments=MOMENTS, window=WINDOWS, limit=st.integers(1, 4))
+def test_a_refusal_says_when_to_try_again(moments, window, limit):
+    policy, now_s = Rpm(limit, window=window), 1000.0
+    for number, (gap_s, client) in enumerate(moments):
+        now_s += gap_s
+        policy.tick(now_s)
+        job = Job(str(number), client, arrival=number)
+        refusal = policy.refuses(job)
+        if refusal is None:
+            policy.arrive(job)
+            continue
+        wait_s = int(refusal.removesuffix(" s").rpartition(" ")[2])
+        assert 1 <= wait_s <= 60
+        for later_s, open_then in ((wait_s - 1, False), (wait_s, True)):
+            then = pickle.loads(pickle.dumps(policy))
+            then.tick(now_s + later_s)
+            assert (then.refuses(job) is None) == open_then
+
+
+def test_the_words_of_a_refusal():
+    policy = Rpm(2)
+    for at_s in (100, 130):
+        policy.tick(at_s)
+        policy.arrive(Job(str(at_s), "acme", arrival=at_s))
+    policy.tick(148.5)
+    assert policy.refuses(Job("x", "other")) is None
+    assert policy.refuses(Job("x", "acme")) == (
+        "client 'acme' has used up its 2 requests per minute; try again in 12 s"
+    )
+
+
+def test_a_delayed_request_waits_alone():
+    """The engine is offered others meanwhile, and it at once when the minute is over."""
+    policy = Rpm(1, excess="delay")
+    jobs = [Job(str(number), client, arrival=number) for number, client in enumerate("aab")]
+    policy.tick(5)
+    for job in jobs:
+        assert policy.refuses(job) is None
+        policy.arrive(job)
+    for job in (jobs[0], jobs[2]):
+        assert policy.pick() is job
+        policy.leave(job)
+        policy.admitted(job, 1, 1)
+    assert policy.pick() is None
+    policy.tick(64.9)
+    assert policy.pick() is None
+    policy.tick(65)
+    assert policy.pick() is jobs[1]
+
+
+@settings(RPM, max_examples=15)
+@given(case=cases())
+def test_below_the_limit_it_is_fcfs(case):
+    for excess in ("refuse", "delay"):
+        assert run(case, Rpm(10**6, excess)).admissions == run(case, Fcfs()).admissions
+
+
+@settings(RPM, max_examples=20)
+@given(case=cases(), window=WINDOWS)
+def test_who_is_delayed_is_served_in_the_end(case, window):
+    """On the engine model, where a step is a second."""
+    queue = FairQueue(Rpm(3, "delay", window))
+    replica = Replica(queue, pool_tokens=case.pool_tokens, step_tokens=case.step_tokens)
+    traffic = Traffic(replace(case, steps=10))
+    for _ in range(10):
+        traffic.step(replica)
+        replica.step()
+    for _ in range(60 * len(queue) + 10_000):
+        if not len(queue) and not any(replica.running.values()):
+            break
+        replica.step()
+    assert len(queue) == 0
+    assert replica.refused == []
+
+
+def test_a_weight_multiplies_the_limit():
+    policy = Rpm(30, weights=Weights({"gold": 2.5, "half": 0.05, "least": 0.001}))
+    accepted: Counter[str] = Counter()
+    for client in ("gold", "half", "least", "other"):
+        while policy.refuses(Job("x", client)) is None:
+            accepted[client] += 1
+            policy.arrive(Job("x", client, arrival=accepted.total()))
+    assert accepted == {"gold": 75, "half": 2, "least": 1, "other": 30}
+
+
+def test_weights_change_while_requests_are_delayed():
+    """A lower limit counts at once, a higher one from the client's next request on."""
+    policy = Rpm(2, excess="delay")
+    jobs = [Job(str(number), "a", arrival=number) for number in range(6)]
+    for job in jobs[:4]:
+        policy.arrive(job)
+
+    def admit_all() -> list[str]:
+        admitted = []
+        while (job := policy.pick()) is not None:
+            policy.leave(job)
+            policy.admitted(job, 1, 1)
+            admitted.append(job.id)
+        return admitted
+
+    assert admit_all() == ["0", "1"]
+    policy.weights.set("a", 1.5)
+    policy.arrive(jobs[4])
+    assert policy.pick() is jobs[2]
+    policy.weights.set("a", 1)
+    assert admit_all() == []
+    policy.tick(60)
+    assert admit_all() == ["2", "3"]
+
+
+@pytest.mark.parametrize("window", ["sliding", "calendar"])
+def test_who_sent_nothing_for_a_minute_is_forgotten(window):
+    policy = Rpm(2, window=window)
+    empty = len(pickle.dumps(policy))
+    for number in range(2000):
+        policy.arrive(job := Job(str(number), f"client{number}", arrival=number))
+        policy.leave(job)
+    for number in range(2000):
+        assert policy.refuses(Job("x", f"nobody{number}")) is None
+    assert len(policy.counters()) == 2000
+    policy.tick(60)
+    assert policy.counters() == {}
+    assert len(pickle.dumps(policy)) <= empty + 2000
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"limit": 0}, "limit must be at least one request per minute, not 0"),
+        ({"excess": "drop"}, "excess is one of refuse, delay, not 'drop'"),
+        ({"window": "hour"}, "window is one of sliding, calendar, not 'hour'"),
+    ],
+)
+def test_bad_limits_are_refused(options, said):
+    with pytest.raises(ValueError, match=said):
+        make_policy("rpm", **options)

@@ -1,0 +1,264 @@
+"""Charges are exact whatever SGLang does with a request: each feature alone, on the real scheduler."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import aiohttp
+import httpx
+import pytest
+
+from tests.live import Answer, Replica, wait_until
+from tests.overlay.test_charges import gained, idle, prompt
+
+pytestmark = pytest.mark.engine
+
+Scenario = Callable[[aiohttp.ClientSession], Awaitable[Any]]
+
+
+def run(scenario: Scenario) -> Any:
+    async def inside() -> Any:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+            return await scenario(session)
+
+    return asyncio.run(inside())
+
+
+async def until(replica: Replica, what: str, count: int) -> None:
+    await asyncio.to_thread(wait_until, lambda: replica.fair()["totals"][what] == count, f"{count} {what}")
+
+
+def computed(*answers: Answer) -> int:
+    """Prompt tokens that the client was told were computed for it."""
+    return sum(answer.prompt_tokens - answer.cached_tokens for answer in answers)
+
+
+class TestCache:
+    def test_a_prefix_that_appears_while_its_request_waits_is_free(self, one_at_a_time: Replica) -> None:
+        """Nobody had sent it when it was queued; the one that runs computes it."""
+        replica, tokens = one_at_a_time, prompt(random.Random(21), 96)
+        replica.flush()
+        before = idle(replica)
+
+        async def scenario(session: aiohttp.ClientSession) -> Answer:
+            first = asyncio.create_task(replica.ask("early", tokens, 8000, session=session, rid="9" * 32))
+            await until(replica, "running", 1)
+            second = asyncio.create_task(replica.ask("late", [*tokens, *[7] * 30], session=session))
+            await until(replica, "waiting", 1)
+            await asyncio.to_thread(replica.abort, "9" * 32)
+            await first
+            return await second
+
+        answer = run(scenario)
+        after = idle(replica)
+        assert answer.cached_tokens == 96
+        assert gained(before, after, "late", "extend_tokens") == 30
+        assert gained(before, after, "late", "cached_tokens") == 96
+        assert gained(before, after, "early", "extend_tokens") == 96
+
+    def test_a_prefix_that_vanishes_while_its_request_waits_is_paid(self, under_pressure: Replica) -> None:
+        """It was in the cache when the request was looked up; a prompt that fills the pool pushes it out."""
+        replica, rng = under_pressure, random.Random(22)
+        replica.flush()
+        tokens = prompt(rng, 160)
+        replica.generate("owner", tokens)
+        assert replica.generate("owner", [*tokens, 1]).cached_tokens == 160
+        before = idle(replica)
+
+        async def scenario(session: aiohttp.ClientSession) -> tuple[Answer, Answer]:
+            fills = asyncio.create_task(replica.ask("filler", prompt(rng, 1900), 100, session=session))
+            await asyncio.to_thread(
+                wait_until, lambda: gained(before, replica.fair(), "filler", "extend_tokens") > 0, "a chunk"
+            )
+            waits = asyncio.create_task(replica.ask("owner", [*tokens, 2], session=session))
+            return await fills, await waits
+
+        filler, owner = run(scenario)
+        after = idle(replica)
+        assert filler.finish == "length"
+        assert owner.cached_tokens == 0
+        assert gained(before, after, "owner", "extend_tokens") == 161
+        assert gained(before, after, "owner", "cached_tokens") == 0
+        assert gained(before, after, "filler", "extend_tokens") == computed(filler) == 1900
+
+    def test_a_new_prefix_that_many_share_is_computed_and_paid_once(self, under_pressure: Replica) -> None:
+        """Six come at once; those whose prefix is being computed wait for it, and find it in the cache."""
+        replica, rng = under_pressure, random.Random(23)
+        replica.flush()
+        shared, own = prompt(rng, 320), [prompt(rng, 20) for _ in range(6)]
+        before = idle(replica)
+
+        async def scenario(session: aiohttp.ClientSession) -> list[Answer]:
+            return await asyncio.gather(
+                *(
+                    replica.ask(f"sharer{number}", [*shared, *rest], 2, session=session)
+                    for number, rest in enumerate(own)
+                )
+            )
+
+        answers = run(scenario)
+        after = idle(replica)
+        paid = [gained(before, after, f"sharer{number}", "extend_tokens") for number in range(6)]
+        assert paid == [computed(answer) for answer in answers]
+        assert sum(paid) < 2 * 320, "not even twice"
+        assert sum(paid) >= 320 + 6 * 20
+
+
+class TestEnds:
+    def test_an_aborted_answer_is_charged_as_far_as_it_went(self, one_at_a_time: Replica) -> None:
+        replica = one_at_a_time
+        before = idle(replica)
+
+        async def scenario(session: aiohttp.ClientSession) -> Answer:
+            running = asyncio.create_task(
+                replica.ask("stopped", [3] * 20, 8000, session=session, rid="a" * 32)
+            )
+            await asyncio.to_thread(
+                wait_until, lambda: gained(before, replica.fair(), "stopped", "output_tokens") > 5, "outputs"
+            )
+            await asyncio.to_thread(replica.abort, "a" * 32)
+            return await running
+
+        answer = run(scenario)
+        after = idle(replica)
+        assert answer.finish == "abort"
+        assert gained(before, after, "stopped", "output_tokens") == answer.output_tokens > 5
+
+    def test_a_client_that_hangs_up_is_charged_what_was_made_and_no_more(
+        self, one_at_a_time: Replica
+    ) -> None:
+        replica = one_at_a_time
+        before = idle(replica)
+        seen = run(
+            lambda session: replica.ask("left", [4] * 20, 8000, session=session, leave_after_tokens=10)
+        )
+        after = idle(replica)
+        charged = gained(before, after, "left", "output_tokens")
+        assert 10 <= seen.output_tokens <= charged < 8000
+        assert replica.fair()["clients"]["left"] == after["clients"]["left"]
+
+    def test_under_overlap_scheduling_the_step_past_the_end_is_nobodys(self, overlapping: Replica) -> None:
+        """The engine has begun the next step when it learns that an answer has ended."""
+        assert (
+            httpx.get(f"{overlapping.url}/server_info", timeout=30).json()["disable_overlap_schedule"]
+            is False
+        )
+        before = idle(overlapping)
+        answers = [overlapping.generate("a", [6] * 20, outputs) for outputs in (1, 2, 37)]
+        after = idle(overlapping)
+        assert gained(before, after, "a", "output_tokens") == 1 + 2 + 37
+        assert gained(before, after, "a", "extend_tokens") == computed(*answers)
+        assert gained(before, after, "(system)", "output_tokens") == 0
+
+
+class TestOtherRequests:
+    def test_a_session_pays_each_turn_for_what_is_not_in_the_cache(self, under_pressure: Replica) -> None:
+        """A turn brings its own tokens; SGLang puts the ones before, answers included, in front of them.
+
+        (No other test uses these ids: for two seconds SGLang may abort whoever comes with the same one again.)
+        """
+        replica, rng = under_pressure, random.Random(31)
+        replica.flush()
+        before = idle(replica)
+        session = httpx.post(
+            f"{replica.url}/open_session", json={"capacity_of_str_len": 10_000}, timeout=30
+        ).json()
+        answers, turn = [], None
+        for number, size in enumerate((100, 30, 50)):
+            rid = f"5e{number:030x}"
+            answers.append(
+                replica.generate(
+                    "talker", prompt(rng, size), 8, rid=rid, session_params={"id": session, "rid": turn}
+                )
+            )
+            turn = rid
+        assert (
+            httpx.post(f"{replica.url}/close_session", json={"session_id": session}, timeout=30).status_code
+            == 200
+        )
+        after = idle(replica)
+        assert [answer.prompt_tokens for answer in answers] == [100, 100 + 8 + 30, 138 + 8 + 50]
+        assert gained(before, after, "talker", "extend_tokens") == computed(*answers) < 100 + 138 + 196
+        assert gained(before, after, "talker", "output_tokens") == 3 * 8
+
+    def test_scores_pay_for_their_prompts_and_put_nothing_out(self, under_pressure: Replica) -> None:
+        before = idle(under_pressure)
+        body = {
+            "model": "tiny",
+            "query": "is it so? ",
+            "items": ["yes", "certainly"],
+            "label_token_ids": [5, 6],
+        }
+        answer = httpx.post(
+            f"{under_pressure.url}/v1/score", json=body, headers={"x-fair-client": "judge"}, timeout=60
+        )
+        assert answer.status_code == 200, answer.text
+        after = idle(under_pressure)
+        tokens = gained(before, after, "judge", "extend_tokens") + gained(
+            before, after, "judge", "cached_tokens"
+        )
+        assert tokens == len("is it so? yes") + len("is it so? certainly")
+        assert gained(before, after, "judge", "output_tokens") == 0
+        assert gained(before, after, "judge", "requests") == 2
+
+    def test_input_log_probabilities_are_computed_and_paid(self, under_pressure: Replica) -> None:
+        """They need the whole prompt again, however much of it is in the cache."""
+        replica, tokens = under_pressure, prompt(random.Random(33), 150)
+        replica.generate("curious", tokens)
+        before = idle(replica)
+        answer = replica.generate("curious", tokens, 2, return_logprob=True, logprob_start_len=0)
+        after = idle(replica)
+        assert gained(before, after, "curious", "extend_tokens") == computed(answer) == 150
+        assert gained(before, after, "curious", "output_tokens") == 2
+
+    def test_the_check_ran_after_every_batch(self, under_pressure: Replica) -> None:
+        before = idle(under_pressure)["conservation"]
+        under_pressure.generate("checked", prompt(random.Random(34), 200), 5)
+        after = idle(under_pressure)["conservation"]
+        chunks, decodes = 4, 4
+        assert after["checks"] - before["checks"] == 2 * chunks + decodes
+        assert after["mismatches"] == 0
+
+
+class TestAnnouncements:
+    def test_a_request_that_unblocks_others_goes_first_among_its_clients_own(
+        self, one_at_a_time: Replica
+    ) -> None:
+        replica = one_at_a_time
+        replica.flush()
+        hints: list[dict[str, str]] = [{}, {"x-fair-unblocks": "no"}, {"x-fair-unblocks": "3"}, {}]
+
+        async def scenario(session: aiohttp.ClientSession) -> list[Answer]:
+            blocker = asyncio.create_task(
+                replica.ask("program", [5] * 16, 8000, session=session, rid="b" * 32)
+            )
+            await until(replica, "running", 1)
+            asked = []
+            for number, headers in enumerate(hints):
+                request = replica.ask("program", [40 + number] * 40, session=session, headers=headers)
+                asked.append(asyncio.create_task(request))
+                await until(replica, "waiting", number + 1)
+            await asyncio.to_thread(replica.abort, "b" * 32)
+            await blocker
+            return await asyncio.gather(*asked)
+
+        answers = run(scenario)
+        order = sorted(range(len(hints)), key=lambda number: answers[number].finished_at)
+        assert order == [2, 0, 1, 3]
+        assert [answer.status for answer in answers] == [200] * 4
+
+    @pytest.mark.usefixtures("sglang")
+    def test_what_the_headers_say_reaches_the_policy(self) -> None:
+        from types import SimpleNamespace
+
+        from sglang_fair.overlay.identity import carry_client
+        from sglang_fair.overlay.replica import job_of
+
+        obj = SimpleNamespace(sampling_params={"custom_params": {"fair": {"unblocks": 99}, "mine": 1}})
+        headers = {"x-fair-client": "me", "x-fair-expected-output-tokens": "250", "x-fair-unblocks": "3"}
+        carry_client(obj, SimpleNamespace(headers=headers))
+        assert obj.sampling_params["custom_params"]["mine"] == 1
+        sampling = SimpleNamespace(**obj.sampling_params, max_new_tokens=9)
+        job = job_of(SimpleNamespace(rid="1", origin_input_ids=[1, 2], sampling_params=sampling))
+        assert (job.client, job.expected_output_tokens, job.unblocks) == ("me", 250, 3)

@@ -1,0 +1,163 @@
+"""A request that the policy refuses ends with 429 and the policy's words; one that it delays runs in time."""
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.live import Replica
+from tests.overlay.test_charges import gained, idle
+
+pytestmark = pytest.mark.engine
+
+SAID = "has used up its 2 requests per minute"
+
+GENERATE = {"text": "hello there", "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
+COMPLETE = {"model": "tiny", "prompt": "hello there", "max_tokens": 4, "ignore_eos": True}
+CHAT = {
+    "model": "tiny",
+    "messages": [{"role": "user", "content": "hello there"}],
+    "max_tokens": 4,
+    "ignore_eos": True,
+}
+
+
+@pytest.fixture(scope="module")
+def hasty() -> Iterator[Replica]:
+    """An embedding model under a limit of one request in half a second; what is more, waits."""
+    with Replica(
+        "--policy", "hasty", "--policy-options", "excess=delay,limit=1", "--client-weights", '{"free": 1000}',
+        "--", "--is-embedding", "--chunked-prefill-size", "64", module="tests.odd_replica",
+    ) as replica:  # fmt: skip
+        yield replica
+
+
+def post(replica: Replica, path: str, body: dict[str, Any], client: str) -> httpx.Response:
+    return httpx.post(f"{replica.url}{path}", json=body, headers={"x-fair-client": client}, timeout=60)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"), [("/generate", GENERATE), ("/v1/completions", COMPLETE), ("/v1/chat/completions", CHAT)]
+)
+def test_one_too_many_is_refused_and_leaves_nothing_behind(
+    overlapping: Replica, path: str, body: dict[str, Any], stream: bool
+) -> None:
+    client = f"limited{path}{stream}"
+    for _ in range(2):
+        answer = post(overlapping, path, {**body, "stream": stream}, client)
+        assert answer.status_code == 200, answer.text
+        assert not stream or answer.text.rstrip().endswith("[DONE]")
+    before = idle(overlapping)
+    answers = [post(overlapping, path, {**body, "stream": stream}, client)]
+    if path != "/generate":
+        answers.append(post(overlapping, path, {**body, "stream": stream, "n": 2}, client))
+    for answer in answers:
+        assert answer.status_code == 429, answer.text
+        assert f"client '{client}' {SAID}" in json.dumps(answer.json())
+    after = idle(overlapping)
+    assert after["refused"] > before["refused"]
+    for what in ("requests", "extend_tokens", "cached_tokens", "output_tokens", "service"):
+        assert gained(before, after, client, what) == 0
+    assert gained(before, after, "(system)", "extend_tokens") == 0
+    overlapping.flush()  # which only an engine that holds nothing does
+
+
+def test_what_sglang_refuses_itself_keeps_its_own_words(overlapping: Replica) -> None:
+    for _ in range(2):
+        assert post(overlapping, "/generate", GENERATE, "clumsy").status_code == 200
+    answer = post(overlapping, "/generate", {**GENERATE, "session_params": {"id": "nowhere"}}, "clumsy")
+    assert answer.status_code == 400
+    assert "session id nowhere does not exist" in answer.text
+
+
+def test_a_delayed_request_runs_when_it_may_in_an_engine_that_has_nothing_else(hasty: Replica) -> None:
+    """Embeddings: their prompts are charged, in chunks too, and they put out nothing."""
+    before = idle(hasty)
+    begun_s = time.monotonic()
+    for _ in range(3):
+        answer = post(hasty, "/v1/embeddings", {"model": "tiny", "input": "x" * 100}, "slow")
+        assert answer.status_code == 200, answer.text
+    assert time.monotonic() - begun_s > 0.9, "the third comes two windows after the first"
+    answer = post(hasty, "/v1/embeddings", {"model": "tiny", "input": ["y" * 70, "z" * 7]}, "free")
+    assert answer.status_code == 200, answer.text
+    after = idle(hasty)
+    assert gained(before, after, "slow", "requests") == 3
+    computed = gained(before, after, "slow", "extend_tokens")
+    assert computed + gained(before, after, "slow", "cached_tokens") == 3 * 100
+    assert gained(before, after, "free", "extend_tokens") == 77
+    assert after["totals"]["output_tokens"] == 0
+    assert after["conservation"]["checks"] > before["conservation"]["checks"]
+    assert after["refused"] == 0
+
+
+@pytest.mark.usefixtures("sglang")
+def test_a_request_that_comes_back_from_the_batch_is_not_refused() -> None:
+    from sglang_fair.overlay.config import Config
+    from sglang_fair.overlay.replica import ReplicaFairness
+
+    def request(rid: str) -> Any:
+        sampling = SimpleNamespace(custom_params={"fair": {"client": "a"}}, max_new_tokens=3)
+        return SimpleNamespace(rid=rid, origin_input_ids=[1, 2], sampling_params=sampling, to_finish=None)
+
+    cache = SimpleNamespace(disable=True)
+    fair = ReplicaFairness(Config(options="limit=1"), "rpm", orders=True, tree_cache=cache)
+    assert fair.refuses(request("first")) is None
+    fair.arrive(request("first"))
+    assert fair.refuses(request("first")) is None
+    assert "has used up its 1 requests" in str(fair.refuses(request("second")))
+    assert fair.refuses(SimpleNamespace(**{**vars(request("third")), "to_finish": "too long"})) is None
+
+
+STREAM = [
+    {
+        "type": "http.response.start",
+        "status": 200,
+        "headers": [(b"Content-Type", b"text/event-stream; x")],
+    },
+    {"type": "http.response.body", "body": b"data: 1", "more_body": True},
+    {"type": "http.response.body", "body": b"", "more_body": False},
+]
+
+
+@pytest.mark.usefixtures("sglang")
+class TestMiddleware:
+    """The status of a stream waits for its first piece, and for nothing else."""
+
+    @staticmethod
+    def told(messages: list[dict[str, Any]], refused: str | None) -> list[dict[str, Any]]:
+        from sglang_fair.overlay.refusal import SCOPE_KEY, Refusals
+
+        sent: list[dict[str, Any]] = []
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            for message in messages:
+                await send(message)
+                if message["type"] == "http.response.start" and refused is not None:
+                    scope[SCOPE_KEY] = refused
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        asyncio.run(Refusals(app)({"type": "http"}, None, send))
+        return sent
+
+    def test_a_stream_passes(self) -> None:
+        assert self.told(STREAM, None) == STREAM
+
+    def test_a_refused_stream_is_one_answer(self) -> None:
+        start, body = self.told(STREAM, "not now")
+        assert start["status"] == 429
+        assert json.loads(body["body"])["message"] == "not now"
+        assert dict(start["headers"])[b"content-length"] == str(len(body["body"])).encode()
+
+    def test_other_answers_pass_at_once(self) -> None:
+        plain = [
+            {"type": "http.response.start", "status": 429, "headers": [(b"content-type", b"text/plain")]}
+        ]
+        assert self.told(plain, "not now") == plain

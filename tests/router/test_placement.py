@@ -1,0 +1,1190 @@
+"""One conformance suite over all placements, then each one's own law: D2LPM against the paper's loop and theorem,
+thresholds of the cache-aware rule, costs in seconds, Preble's choices."""
+
+import itertools
+import pickle
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.__main__ import make_router, parser
+from router.core import Router
+from router.events import (
+    Arrive,
+    Done,
+    Place,
+    Progress,
+    Query,
+    Refuse,
+    Running,
+    Snapshot,
+    WorkerDown,
+    WorkerUp,
+)
+from router.placement import PLACEMENTS, build, parameters, parse_options
+from router.placement.contract import Ended, Holding, Request
+from router.placement.credit import Credits
+from router.placement.d2lpm import D2lpm
+from router.placement.d2lpm_time import D2lpmTime, Pace
+from router.placement.outputs import ExpectedOutputs
+from router.placement.preble import Preble, PrefillCost
+from router.radix import Match
+from workloads.simulation import Site
+
+INF = float("inf")
+
+
+def ids(*tokens: int) -> bytes:
+    """Token ids as they travel."""
+    return np.asarray(tokens, "<u4").tobytes()
+
+
+@dataclass
+class View:
+    """A worker as a placement sees it."""
+
+    name: str
+    load: float = 0.0
+    dispatched_tokens: int = 0
+    capacity: float = 1.0
+    prefill_tokens: float = 0
+    decode_tokens: float = 0.0
+    dispatched: int = 0
+
+
+def ended(request: Request, worker: str, matched: int = 0, output: int = 0, outcome="ok", **times) -> Ended:
+    return Ended(request, worker, matched, output, outcome, **times)
+
+
+def script(seed: int, steps: int) -> Iterator[tuple[str, object]]:
+    """Arrivals of a few clients with shared prefixes, ends, and workers that go and come."""
+    rng = random.Random(seed)
+    for number in range(steps):
+        roll = rng.random()
+        if roll < 0.6:
+            client = f"c{rng.randrange(5)}"
+            shared = [int(client[1:])] * 4 * rng.randrange(6)
+            prompt = ids(*shared, *(rng.randrange(3) for _ in range(rng.randrange(8))))
+            exclude = tuple(f"w{i}" for i in range(4) if rng.random() < 0.15)
+            yield "arrive", Arrive(f"{number:08x}", client, prompt, rng.choice([0, 20]), exclude=exclude)
+        elif roll < 0.7:
+            yield "progress", (rng.random(), rng.randrange(1, 30))
+        elif roll < 0.95:
+            yield "done", (rng.random(), rng.randrange(40), rng.choice(["ok", "ok", "aborted", "failed"]))
+        elif roll < 0.975:
+            yield "down", WorkerDown(f"w{rng.randrange(4)}")
+        else:
+            worker = f"w{rng.randrange(4)}"
+            yield "up", WorkerUp(worker, f"http://{worker}", capacity=rng.choice([1.0, 2.0]))
+
+
+def drive(name: str, seed: int, steps: int = 400, **values: object) -> tuple[Router, list[str]]:
+    """Runs a script and checks at every step what must hold for any placement. Returns the choices."""
+    if "slots" in parameters(name):
+        values = {"slots": 4} | values  # so that requests wait
+    router = Router(build(name, **values), name=name, page_size=4, max_tree_tokens=2000)
+    holds = isinstance(build(name), Holding)
+    live: list[str] = []
+    where: dict[str, str] = {}
+    up: set[str] = set()
+    choices: list[str] = []
+    asked: dict[str, tuple[str, ...]] = {}
+
+    def tell(event: object, now: float) -> None:
+        for _, answer in router.handle(event, now):
+            exclude = asked.pop(answer.id)
+            if isinstance(answer, Refuse):
+                assert answer.retry
+                assert not up - set(exclude)
+                continue
+            assert isinstance(answer, Place)
+            assert answer.worker in up
+            assert answer.worker not in exclude
+            assert answer.url == f"http://{answer.worker}"
+            live.append(answer.id)
+            where[answer.id] = answer.worker
+            choices.append(answer.worker)
+
+    for worker in ("w0", "w1", "w2"):
+        up.add(worker)
+        tell(WorkerUp(worker, f"http://{worker}"), 0.0)
+    for now, (kind, event) in enumerate(script(seed, steps)):
+        if kind == "arrive":
+            asked[event.id] = event.exclude
+            tell(event, float(now))
+            assert holds or not asked
+        elif kind == "done" and live:
+            at, output, outcome = event
+            request = live.pop(int(at * len(live)))
+            where.pop(request, None)
+            tell(Done(request, output, outcome=outcome, ttft_s=at, tpot_s=at / 10), float(now))
+        elif kind == "progress" and live:
+            at, output = event
+            router.handle(Progress(live[int(at * len(live))], output), float(now))
+        elif kind == "down":
+            up.discard(event.worker)
+            where = {request: worker for request, worker in where.items() if worker != event.worker}
+            tell(event, float(now))
+        elif kind == "up":
+            up.add(event.worker)
+            tell(event, float(now))
+        router.tree.check()
+        assert router.state()["waiting"] == len(asked)
+        workers = router.state()["workers"]
+        assert set(workers) == up
+        for worker in up:
+            in_flight = sum(1 for held in where.values() if held == worker)
+            assert workers[worker]["in_flight"] == in_flight
+            assert workers[worker]["prefill_tokens"] >= 0
+            assert in_flight <= workers[worker]["decode_tokens"] + 0.1 <= 200 * in_flight + 0.1
+    for request in live:  # grows by those that waited
+        tell(Done(request, 1), float(steps))
+    for request, exclude in asked.items():  # nobody is left whom they would take
+        assert not up - set(exclude)
+        router.handle(Done(request, outcome="aborted"), float(steps))
+    assert router.state()["in_flight"] == router.state()["waiting"] == 0
+    for worker in router.state()["workers"].values():
+        assert [worker[load] for load in ("in_flight", "prefill_tokens", "decode_tokens")] == [0, 0, 0]
+    return router, choices
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+@pytest.mark.parametrize("seed", range(3))
+def test_places_on_workers_that_are_up_and_loses_nothing(name, seed):
+    router, choices = drive(name, seed)
+    counts = router.state()["counts"]
+    assert counts["placed"] == len(choices)
+    ends = {key: count for key, count in counts.items() if key.startswith("ended ")}
+    assert counts["placed"] == sum(ends.values())
+    assert "done ignored" not in counts
+
+
+def test_what_waiting_requests_match_is_looked_up_once_and_is_never_out_of_date(monkeypatch):
+    remembered, looks = Router._match, []
+
+    def checked(router: Router, request: Request) -> Match:
+        known = dict(router._matches)
+        found = remembered(router, request)
+        looks.append(known.get(request.id) is found)
+        assert found == router.tree.match(request.tokens, request.namespace)
+        return found
+
+    monkeypatch.setattr(Router, "_match", checked)
+    for seed in range(3):
+        drive("centralized_dlpm", seed)
+    assert any(looks)
+    assert not all(looks)
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_the_same_calls_give_the_same_choices(name):
+    assert drive(name, 7)[1] == drive(name, 7)[1]
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_memory_is_bounded_in_clients(name):
+    small = {"max_clients": 50, "remembered_clients": 50, "max_window": 200}
+    outputs = 1 if name == "centralized_dlpm" else 50_000  # it keeps every debt, as DLPM does
+    placement = build(name, **{key: value for key, value in small.items() if key in parameters(name)})
+    router = Router(placement, page_size=4, max_tree_tokens=2000)
+    for worker in ("w0", "w1"):
+        router.handle(WorkerUp(worker, ""), 0.0)
+    sizes = []
+    for number in range(4000):
+        request = f"{number:08x}"
+        router.handle(Arrive(request, f"client {number:08}", ids(*range(number, number + 8))), 0.0)
+        router.handle(Done(request, number % outputs), 0.0)
+        if number in (2000, 3999):
+            sizes.append(len(pickle.dumps(placement)))
+    assert sizes[1] < 1.25 * sizes[0]
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_parameters_are_its_fields(name):
+    with pytest.raises(ValueError, match="has no parameter colour"):
+        build(name, colour="red")
+    ((_, answer),) = Router(build(name), name=name).handle(Query("q"), 0.0, b"peer")
+    assert isinstance(answer, Snapshot)
+    assert set(answer.state["parameters"]) == set(parameters(name))
+
+
+def test_an_unknown_placement_is_an_error():
+    with pytest.raises(ValueError, match="no placement 'random': there are d2lpm"):
+        build("random")
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("d2lpm", {"worker_quantum": 0}),
+        ("d2lpm", {"worker_quantum": float("nan")}),
+        ("d2lpm", {"worker_quantum": "many"}),
+        ("d2lpm", {"charge": "half"}),
+        ("d2lpm", {"output_weight": -1.0}),
+        ("d2lpm", {"max_clients": 0}),
+        ("d2lpm", {"client_weights": {"gold": 0}}),
+        ("d2lpm", {"client_weights": "gold"}),
+        ("d2lpm", {"cache_threshold": 1.1}),
+        ("d2lpm-tokens", {"cache_threshold": float("nan")}),
+        ("d2lpm-time", {"cache_threshold": 0.5}),
+        ("d2lpm-tokens", {"extend_weight": -1.0}),
+        ("d2lpm-time", {"prefill_tokens_per_s": 0}),
+        ("d2lpm-time", {"decode_tokens_per_s": float("inf")}),
+        ("least_tokens", {"output_weight": float("inf")}),
+        ("centralized_dlpm", {"slots": 0}),
+        ("centralized_dlpm", {"quantum": 0}),
+        ("cache_aware", {"cache_threshold": 1.5}),
+        ("cache_aware", {"balance_rel": 0.5}),
+        ("client_round_robin", {"max_clients": 0}),
+        ("preble", {"window_s": 0}),
+        ("preble", {"imbalance": 0.5}),
+    ],
+)
+def test_bad_values_are_refused(name, values):
+    with pytest.raises(ValueError):
+        build(name, **values)
+
+
+# -- round robins
+
+
+def test_round_robin_takes_turns_over_all():
+    views = [View("a"), View("b"), View("c")]
+    placement = build("round_robin")
+    turns = []
+    for client in "xyxyy":
+        request = Request("", client, b"", 0)
+        turns.append(placement.place(request, Match(), views, 0.0))
+        placement.placed(request, turns[-1], Match(), 0.0)
+    assert turns == ["a", "b", "c", "a", "b"]
+
+
+def test_client_round_robin_takes_turns_per_client():
+    views = [View("a"), View("b"), View("c")]
+    placement = build("client_round_robin")
+    turns: dict[str, str] = {"x": "", "y": ""}
+    for client in "xyxxyxxyyxy":
+        request = Request("", client, b"", 0)
+        worker = placement.place(request, Match(), views, 0.0)
+        placement.placed(request, worker, Match(), 0.0)
+        turns[client] += worker
+    for turn in turns.values():
+        assert turn in "abcabcabc"
+
+
+# -- D2LPM
+
+
+WEIGHTS = {"f": 1.0, "g": 2.0, "h": 0.5}
+CAPACITIES = {"w0": 1.0, "w1": 4.0, "w2": 0.5}
+
+
+class Paper:
+    """Algorithm 2 as it is printed, with the one line that it lacks, and a quantum per client and worker."""
+
+    def __init__(self, workers: list[str], quantum: dict[tuple[str, str], float]) -> None:
+        self.workers, self.quantum, self.extend, self.output = workers, quantum, 1, 2
+        self.q: dict[tuple[str, str], float] = {}
+        self.s = dict.fromkeys(workers, 0)
+        self.sent = dict.fromkeys(workers, 0)
+
+    def load(self, w: str) -> float:
+        return self.s[w] / CAPACITIES[w]
+
+    def select_worker(self, holders: set[str], client: str) -> str:
+        avail = {w for w in self.workers if self.q[client, w] > 0}
+        while not avail:
+            for w in self.workers:
+                self.q[client, w] += self.quantum[client, w]
+            avail = {w for w in self.workers if self.q[client, w] > 0}
+        cand = holders & avail
+        return min(cand or avail, key=lambda w: (self.load(w), self.sent[w], w))
+
+    def arrive(self, holders: set[str], client: str, tokens: int) -> str:
+        for w in self.workers:
+            self.q.setdefault((client, w), 0)
+        worker = self.select_worker(holders, client)
+        self.q[client, worker] -= self.extend * tokens
+        self.s[worker] += 1
+        self.sent[worker] += tokens
+        return worker
+
+    def finish(self, client: str, worker: str, tokens: int) -> None:
+        self.q[client, worker] -= self.output * tokens
+        self.s[worker] -= 1
+
+
+WORKERS = ["w0", "w1", "w2"]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sampled_from([1, 7, 50, 1000]),
+    st.lists(
+        st.tuples(
+            st.booleans(), st.sampled_from("fgh"), st.sets(st.sampled_from(WORKERS)), st.integers(0, 300)
+        ),
+        max_size=60,
+    ),
+)
+def test_d2lpm_is_the_papers_loop(quantum, steps):
+    quanta = {(i, w): quantum * WEIGHTS[i] * CAPACITIES[w] for i in WEIGHTS for w in WORKERS}
+    paper = Paper(WORKERS, quanta)
+    placement = D2lpm(worker_quantum=quantum, client_weights=WEIGHTS)
+    for worker in WORKERS:
+        placement.worker_up(worker, CAPACITIES[worker])
+    flights: list[tuple[Request, str]] = []
+    for arrives, client, holders, tokens in steps:
+        if arrives:
+            request = Request("", client, b"", tokens)
+            views = [View(w, paper.load(w), paper.sent[w]) for w in WORKERS]
+            match = Match(16, tuple(sorted(holders)), dict.fromkeys(holders, 16)) if holders else Match()
+            expected = paper.arrive(holders, client, tokens)
+            worker = placement.place(request, match, views, 0.0)
+            assert worker == expected
+            placement.placed(request, worker, match, 0.0)
+            flights.append((request, worker))
+        elif flights:
+            request, worker = flights.pop(tokens % len(flights))
+            paper.finish(request.client, worker, tokens)
+            placement.done(ended(request, worker, output=tokens), 0.0)
+        for other, row in placement.credits(10).items():
+            assert row == {w: paper.q[other, w] for w in WORKERS}
+            assert all(credit <= quanta[other, w] for w, credit in row.items())
+
+
+@pytest.mark.parametrize("name", ["d2lpm", "d2lpm-tokens"])
+@pytest.mark.parametrize(("threshold", "held", "chosen"), [(0, 1, "a"), (0.3, 300, "b"), (0.3, 301, "a")])
+def test_d2lpm_follows_a_match_of_more_than_its_threshold(name, threshold, held, chosen):
+    """0.3 of 1,000 tokens is not more than 0.3; "a" holds them and is the busier one."""
+    placement = build(name, cache_threshold=threshold)
+    for worker in "ab":
+        placement.worker_up(worker)
+    views = [View("a", load=9, prefill_tokens=900), View("b", load=1)]
+    match = Match(held, ("a",), {"a": held})
+    assert placement.place(Request("", "f", b"", 1000), match, views, 0.0) == chosen
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.sampled_from(["d2lpm", "d2lpm-tokens"]), st.sampled_from([0.0, 0.5]), st.integers(0, 2**32))
+def test_d2lpm_refills_alike_whatever_it_follows(name, threshold, seed):
+    """A threshold decides where, among the workers with credit; the books are the same: a chosen worker has credit,
+    no credit is above its quantum, and it is refilled only when none is left."""
+    rng = random.Random(seed)
+    placement = build(name, worker_quantum=100.0, cache_threshold=threshold)
+    for worker in WORKERS:
+        placement.worker_up(worker)
+    views = [View(worker) for worker in WORKERS]
+    before = dict.fromkeys(WORKERS, 100.0)
+    for _ in range(30):
+        held = {worker: 16 for worker in WORKERS if rng.random() < 0.4}
+        match = Match(16, tuple(held), held) if held else Match()
+        request = Request("", "f", b"", rng.choice([20, 40, 300]))
+        worker = placement.place(request, match, views, 0.0)
+        after = placement.credits(1)["f"]
+        assert after[worker] > 0
+        assert (after == before) == any(credit > 0 for credit in before.values())
+        assert max(after.values()) <= 100
+        placement.placed(request, worker, match, 0.0)
+        before = placement.credits(1)["f"]
+
+
+def test_d2lpm_with_a_threshold_does_not_herd_behind_a_common_head():
+    """Prompts of 1,000 tokens that share their first 100, of which "a" alone has computed some."""
+    busiest = {}
+    for threshold in (0.0, 0.3):
+        placement = D2lpm(worker_quantum=1e6, cache_threshold=threshold)
+        for worker in WORKERS:
+            placement.worker_up(worker)
+        views = {worker: View(worker) for worker in WORKERS}
+        match = Match(100, ("w0",), {"w0": 100})
+        for client in range(60):
+            request = Request("", f"c{client}", b"", 1000)
+            worker = placement.place(request, match, list(views.values()), 0.0)
+            placement.placed(request, worker, match, 0.0)
+            views[worker].load += 1
+        busiest[threshold] = max(view.load for view in views.values())
+    assert busiest == {0.0: 60, 0.3: 20}
+
+
+def test_d2lpm_jumps_over_any_number_of_refills():
+    placement = D2lpm(worker_quantum=1e-3)
+    placement.worker_up("a")
+    request = Request("", "f", b"", 10**9)
+    for _ in range(3):
+        assert placement.place(request, Match(), [View("a")], 0.0) == "a"
+        placement.placed(request, "a", Match(), 0.0)
+
+
+def test_d2lpm_failed_dispatch_gives_the_charge_back():
+    placement = D2lpm(worker_quantum=100)
+    placement.worker_up("a")
+    request = Request("", "f", b"", 70)
+    for outcome, credit in (("failed", 100), ("ok", 30), ("failed", 30)):
+        placement.place(request, Match(), [View("a")], 0.0)
+        placement.placed(request, "a", Match(), 0.0)
+        placement.done(ended(request, "a", outcome=outcome), 0.0)
+        assert placement.credits(1) == {"f": {"a": credit}}
+
+
+def test_d2lpm_can_charge_the_extend_tokens_only():
+    placement = D2lpm(worker_quantum=100, charge="extend")
+    placement.worker_up("a")
+    request = Request("", "f", b"", 70)
+    match = Match(64, ("a",), {"a": 64})
+    placement.place(request, match, [View("a")], 0.0)
+    placement.placed(request, "a", match, 0.0)
+    assert placement.credits(1) == {"f": {"a": 94}}
+    placement.done(ended(request, "a", matched=64, outcome="failed"), 0.0)
+    assert placement.credits(1) == {"f": {"a": 100}}
+
+
+def test_d2lpm_new_worker_is_used_at_once_and_excluded_ones_stop_at_the_quantum():
+    placement = D2lpm(worker_quantum=100)
+    placement.worker_up("a")
+    request = Request("", "f", b"", 500)
+    placement.place(request, Match(), [View("a")], 0.0)
+    placement.placed(request, "a", Match(), 0.0)
+    placement.worker_up("b")
+    assert placement.credits(1) == {"f": {"a": -400, "b": 100}}
+    assert placement.place(request, Match(16, ("a",), {"a": 16}), [View("a"), View("b", 9)], 0.0) == "b"
+    assert placement.place(request, Match(), [View("a")], 0.0) == "a"
+    assert placement.credits(1) == {"f": {"a": 100, "b": 100}}
+
+
+def test_d2lpm_never_forgets_a_debt():
+    placement = D2lpm(worker_quantum=100, max_clients=4)
+    for worker in ("a", "b"):
+        placement.worker_up(worker)
+    views = [View("a"), View("b")]
+
+    def ask(client: str, tokens: int) -> None:
+        request = Request("", client, b"", tokens)
+        worker = placement.place(request, Match(), views, 0.0)
+        placement.placed(request, worker, Match(), 0.0)
+        placement.done(ended(request, worker), 0.0)
+
+    ask("debtor", 1000)
+    assert placement.credits(10) == {"debtor": {"a": -900, "b": 100}}
+    for number in range(20):
+        ask(f"other {number}", 10)
+    assert len(placement.credits(100)) == 4
+    assert "debtor" not in placement.credits(100)
+    ask("debtor", 10)
+    assert placement.credits(1)["debtor"] == {"a": -800, "b": 90}
+
+
+def run_cluster(quantum: float, jobs: int) -> dict[str, float]:
+    """Service when f (one long prefix), g and h (fresh prompts) saturate two fair workers (Theorem A.5)."""
+    dlpm = pytest.importorskip("sglang_fair.core.dlpm")
+    from sglang_fair.core.job import Job
+
+    router = Router(D2lpm(worker_quantum=quantum), page_size=4)
+    policies = {worker: dlpm.Dlpm(quantum=50.0) for worker in ("w0", "w1")}
+    for worker in policies:
+        router.handle(WorkerUp(worker, ""), 0.0)
+    fresh = itertools.count(1000)
+    arrivals = itertools.count()
+    service = dict.fromkeys("fgh", 0.0)
+    cached = dict.fromkeys(policies, False)
+
+    def submit(client: str) -> None:
+        number = next(arrivals)
+        prefix = [1] * 32 if client == "f" else [next(fresh)] * 32
+        tokens = ids(*prefix, *[next(fresh)] * 4)
+        ((_, place),) = router.handle(Arrive(f"{number:08x}", client, tokens), 0.0)
+        matched = 32 if client == "f" else 0
+        policies[place.worker].arrive(Job(f"{number:08x}", client, 36, arrival=number, prefix_tokens=matched))
+
+    for _ in range(60):
+        for client in service:
+            submit(client)
+    free_s = dict.fromkeys(policies, 0.0)
+    for _ in range(jobs):
+        worker = min(policies, key=lambda name: (free_s[name], name))
+        policy = policies[worker]
+        job = policy.pick()
+        if job is None:
+            free_s[worker] += 10
+            continue
+        policy.leave(job)
+        hit = 32 if job.client == "f" and cached[worker] else 0
+        cached[worker] = cached[worker] or job.client == "f"
+        units = 36 - hit + 2 * 4
+        policy.charge(job.client, units)
+        service[job.client] += units
+        free_s[worker] += units
+        router.handle(Done(job.id, 4), 0.0)
+        submit(job.client)
+    return service
+
+
+def test_d2lpm_with_a_finite_quantum_is_fair_and_with_an_infinite_one_is_not():
+    bound = 2 * 2 * (36 + 2 * 4 * 60 + 50)
+    gaps = {
+        quantum: [max(w.values()) - min(w.values()) for w in (run_cluster(quantum, n) for n in (2000, 4000))]
+        for quantum in (50.0, 200.0, INF)
+    }
+    for quantum in (50.0, 200.0):
+        assert max(gaps[quantum]) <= bound
+        assert max(gaps[quantum]) < 500
+    assert gaps[INF][0] > 10_000
+    assert gaps[INF][1] == pytest.approx(2 * gaps[INF][0], rel=0.1)
+
+
+def send(placement: D2lpm, client: str, tokens: int, match: Match, views: list[View]) -> str:
+    """A request that is done at once and has no output."""
+    request = Request("", client, b"", tokens)
+    worker = placement.place(request, match, views, 0.0)
+    placement.placed(request, worker, match, 0.0)
+    placement.done(ended(request, worker), 0.0)
+    return worker
+
+
+def test_d2lpm_shares_follow_the_capacities():
+    """A client whose prefix is everywhere spends as many quanta at each worker, so tokens go by capacity."""
+    placement = D2lpm(worker_quantum=1000)
+    capacities = {"a": 1.0, "b": 3.0, "c": 0.5}
+    for worker, capacity in capacities.items():
+        placement.worker_up(worker, capacity)
+    views = [View(worker, capacity=capacity) for worker, capacity in capacities.items()]
+    sent = dict.fromkeys(capacities, 0)
+    for _ in range(20_000):
+        sent[send(placement, "f", 100, Match(16, tuple("abc"), dict.fromkeys("abc", 16)), views)] += 100
+    rounds = {worker: sent[worker] / (1000 * capacity) for worker, capacity in capacities.items()}
+    assert max(rounds.values()) - min(rounds.values()) <= 1.2
+
+
+def test_d2lpm_a_client_stays_with_its_prefix_for_its_weight():
+    placement = D2lpm(worker_quantum=1000, client_weights={"gold": 3.0})
+    for worker in "ab":
+        placement.worker_up(worker)
+    views = [View("a"), View("b")]
+    held = Match(16, ("a",), {"a": 16})
+    stays = {
+        client: [send(placement, client, 100, held, views) for _ in range(60)].index("b")
+        for client in ("gold", "iron")
+    }
+    assert stays == {"gold": 30, "iron": 10}
+
+
+def test_d2lpm_a_smaller_capacity_takes_credit_and_no_debt_away():
+    placement = D2lpm(worker_quantum=1000)
+    for worker in "ab":
+        placement.worker_up(worker, 2.0)
+    for _ in range(2):
+        send(placement, "f", 2500, Match(16, ("a",), {"a": 16}), [View("a"), View("b")])
+    assert placement.credits(1) == {"f": {"a": -500, "b": -500}}
+    send(placement, "f", 10, Match(), [View("a")])
+    assert placement.credits(1) == {"f": {"a": 1490, "b": 1500}}
+    placement.worker_changed("a", 1.0)
+    assert placement.credits(1) == {"f": {"a": 1000, "b": 1500}}
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from("fgh"), st.sampled_from(WORKERS), st.integers(0, 10**6)), max_size=30),
+    st.sampled_from([0.5, 1.0, 64.0]),
+)
+def test_credits_refill_in_one_step_as_in_a_loop(charges, quantum):
+    from sglang_fair.common.weights import Weights
+
+    credits = Credits(quantum, Weights(WEIGHTS), 100)
+    literal = {(i, w): 0.0 for i in WEIGHTS for w in WORKERS}
+    views = [View(worker) for worker in WORKERS]
+    for worker, capacity in CAPACITIES.items():
+        credits.worker_up(worker, capacity)
+    for client, worker, units in charges:
+        while all(literal[client, w] <= 0 for w in WORKERS) and units < 10_000 * quantum:
+            for w in WORKERS:
+                literal[client, w] += quantum * WEIGHTS[client] * CAPACITIES[w]
+        found = [view.name for view in credits.available(client, views)]
+        row = credits.latest(3)[client]
+        assert found == [w for w in WORKERS if row[w] > 0]
+        if units < 10_000 * quantum:
+            assert row == {w: literal[client, w] for w in WORKERS}
+        else:  # too many rounds for the loop: somebody is positive, and nobody would be a round before
+            steps = {w: quantum * WEIGHTS[client] * CAPACITIES[w] for w in WORKERS}
+            assert found
+            assert all(row[w] <= steps[w] for w in WORKERS)
+            literal |= {(client, w): row[w] for w in WORKERS}
+        credits.begin(client, worker, units)
+        credits.end(client, worker, 0.0)
+        literal[client, worker] -= units
+
+
+# -- centralised DLPM
+
+
+def centralized(*workers: str, **values) -> Router:
+    router = Router(build("centralized_dlpm", **values), name="centralized_dlpm", page_size=4)
+    for worker in workers:
+        router.handle(WorkerUp(worker, f"http://{worker}"), 0.0)
+    return router
+
+
+def test_centralized_dlpm_answers_when_a_slot_is_free():
+    router = centralized("a", slots=2)
+    for request in ("1", "2"):
+        ((peer, answer),) = router.handle(Arrive(request, "f", ids(1, 2)), 0.0, b"g")
+        assert (peer, answer.id, answer.worker) == (b"g", request, "a")
+    assert router.handle(Arrive("3", "f", ids(1, 2)), 0.0, b"h") == []
+    assert router.handle(Arrive("4", "f", ids(1, 2)), 0.0, b"g") == []
+    assert (router.state()["in_flight"], router.state()["waiting"]) == (2, 2)
+    assert router.handle(Arrive("3", "f", ids(1, 2)), 0.0, b"h") == []  # asked again, and first as before
+    assert router.handle(Arrive("4", "f", ids(1, 2), exclude=("z",)), 0.0, b"g") == []
+    ((_, refused),) = router.handle(Arrive("3", "f", ids(1, 2)), 0.0, b"g")
+    assert isinstance(refused, Refuse)
+    assert router.handle(Done("4", outcome="aborted"), 0.0, b"g") == []  # its client left
+    ((peer, answer),) = router.handle(Done("1", 5), 0.0, b"g")
+    assert (peer, answer) == (b"h", Place("3", "a", "http://a", 0))
+    assert (router.state()["in_flight"], router.state()["waiting"]) == (2, 0)
+    assert router.state()["counts"]["given up"] == 2
+    assert router.state()["counts"]["asked again"] == 1
+
+
+def test_centralized_dlpm_new_workers_pull_and_what_went_elsewhere_waits_no_more():
+    router = centralized("a", slots=1)
+    for number in range(4):
+        router.handle(Arrive(str(number), "f", ids(1, 2), exclude=("b",) if number == 1 else ()), 0.0)
+    assert router.handle(Running("3", "f", "a", ids(1, 2)), 0.0) == []
+    assert router.state()["waiting"] == 2
+    ((_, answer),) = router.handle(WorkerUp("b", "http://b"), 0.0)
+    assert (answer.id, answer.worker) == ("2", "b")  # the one before it does not want "b"
+    router.handle(Done("0"), 0.0)
+    ((_, answer),) = router.handle(Done("3"), 0.0)
+    assert (answer.id, answer.worker) == ("1", "a")
+    for request in ("1", "2"):
+        router.handle(Done(request), 0.0)
+    assert not router._placement._requests
+    assert not router._placement._pulled
+
+
+def test_centralized_dlpm_shares_its_queue(monkeypatch):
+    monkeypatch.setattr("router.core.MAX_WAITING", 4)
+    router = centralized("a", slots=1)
+    answers = [router.handle(Arrive(str(number), "flood", b""), 0.0) for number in range(4)]
+    assert [len(answer) for answer in answers] == [1, 0, 0, 1]
+    reason = "too many requests wait for a worker: 2 of this client"
+    assert answers[3][0][1] == Refuse("3", reason, retry=True, is_full=True)
+    assert router.handle(Arrive("4", "modest", b""), 0.0) == [], "it may wait"
+    router.handle(Done("2", outcome="aborted"), 1.0)
+    assert router.handle(Arrive("5", "flood", b""), 1.0) == [], "there is room where one was given up"
+    for _ in range(4):
+        [flight] = router._flights
+        router.handle(Done(flight), 2.0)
+    assert router.state()["in_flight"] == 0
+    answers = [router.handle(Arrive(f"n{number}", "flood", b""), 3.0) for number in range(4)]
+    assert [len(answer) for answer in answers] == [1, 0, 0, 1], "all of it is there again"
+
+
+def test_centralized_dlpm_follows_prefixes_and_keeps_the_bound_of_one_queue():
+    """f always has a cached prefix, g never: LPM alone would serve f only."""
+    quantum, prompt, output = 100.0, 32, 4
+    router = centralized("a", "b", slots=1, quantum=quantum)
+    service = dict.fromkeys("fg", 0.0)
+    running: dict[str, tuple[str, float]] = {}
+    number = itertools.count()
+
+    def ask(client: str) -> None:
+        name = next(number)
+        tokens = ids(*([1] * 28 if client == "f" else [name + 9] * 28), *[name + 9] * 4)
+        take(router.handle(Arrive(f"{client}{name:06}", client, tokens), 0.0))
+
+    def take(actions) -> None:
+        for _, place in actions:
+            cost = prompt - place.matched_tokens
+            service[place.id[0]] += cost
+            running[place.id] = (place.id[0], cost)
+
+    for _ in range(30):
+        for client in "fg":
+            ask(client)
+    bound = 2 * (prompt + 2 * output * 2 + quantum)
+    runs = []
+    for _ in range(400):
+        request = min(running)
+        client, cost = running.pop(request)
+        service[client] += 2 * output
+        runs.append((client, cost))
+        take(router.handle(Done(request, output), 0.0))
+        ask(client)
+        assert abs(service["f"] - service["g"]) <= bound
+    assert sum(cost for client, cost in runs if client == "f") / sum(c == "f" for c, _ in runs) < 8
+    switches = sum(before[0] != after[0] for before, after in itertools.pairwise(runs))
+    assert switches < len(runs) / 2  # runs on one prefix, not turn by turn
+
+
+# -- by load alone
+
+
+def test_least_requests_and_least_tokens_see_different_loads():
+    views = [
+        View("a", load=1, prefill_tokens=9000, decode_tokens=10),
+        View("b", load=3, prefill_tokens=0, decode_tokens=300),
+        View("c", load=2, prefill_tokens=100, decode_tokens=100, capacity=0.25),
+    ]
+    request = Request("", "f", b"", 100)
+    assert build("least_requests").place(request, Match(), views, 0.0) == "a"
+    assert build("least_tokens").place(request, Match(), views, 0.0) == "b"
+    assert build("least_tokens", output_weight=100.0).place(request, Match(), views, 0.0) == "a"
+    tied = [View("a", 1, dispatched_tokens=5), View("b", 1, dispatched_tokens=4), View("c", 1, 4)]
+    assert build("least_requests").place(request, Match(), tied, 0.0) == "b"
+    assert build("least_tokens").place(request, Match(), tied, 0.0) == "b"
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=6), st.integers(0, 1000))
+def test_power_of_two_takes_the_less_loaded_of_two(loads, seed):
+    views = [View(f"w{number}", load) for number, load in enumerate(loads)]
+    placement, again = build("power_of_two", seed=seed), build("power_of_two", seed=seed)
+    chosen = [placement.place(Request("", "f", b"", 1), Match(), views, 0.0) for _ in range(200)]
+    assert chosen == [again.place(Request("", "f", b"", 1), Match(), views, 0.0) for _ in range(200)]
+    worst = [view for view in views if view.load == max(loads)]
+    if len(views) > 1 and len(worst) == 1:
+        assert worst[0].name not in chosen
+    # all but the last in the order of preference win some pair, and in 200 draws they do
+    ranks = sorted(views, key=lambda view: (view.load, view.dispatched_tokens, view.name))
+    assert set(chosen) == {view.name for view in ranks[: max(1, len(ranks) - 1)]}
+
+
+# -- the cache-aware rule
+
+
+@pytest.mark.parametrize(
+    ("held", "loads", "chosen"),
+    [
+        (30, (0, 0), "a"),  # 0.3 is not more than 0.3
+        (31, (9, 0), "b"),
+        (31, (0, 64), "b"),  # 64 is not more than 64
+        (31, (0, 65), "a"),
+        (31, (130, 195), "b"),  # 195 is not more than 1.5 x 130
+        (31, (130, 196), "a"),
+        (0, (5, 4), "b"),
+    ],
+)
+def test_cache_aware_switches_at_its_thresholds(held, loads, chosen):
+    views = [View("a", loads[0]), View("b", loads[1])]
+    match = Match(held, ("b",), {"b": held}) if held else Match()
+    assert build("cache_aware").place(Request("", "f", b"", 100), match, views, 0.0) == chosen
+
+
+def test_cache_aware_names_the_first_holder_and_breaks_ties_by_requests():
+    placement = build("cache_aware")
+    request = Request("", "f", b"", 100)
+    views = [View("a", 0, dispatched=7), View("b", 0, dispatched=3), View("c", 0, dispatched=3)]
+    match = Match(60, ("b", "c"), {"a": 40, "b": 60, "c": 60})
+    assert placement.place(request, match, views, 0.0) == "b"
+    assert placement.place(request, match, [views[0], views[2]], 0.0) == "c"
+    assert placement.place(request, match, views[:1], 0.0) == "a"
+    assert placement.place(request, Match(), views, 0.0) == "b"
+
+
+# -- D2LPM by what is still to be computed, and by time
+
+
+def test_d2lpm_tokens_counts_what_is_owed_where_d2lpm_counts_requests():
+    views = [View("a", load=1, prefill_tokens=5000), View("b", load=2, decode_tokens=100)]
+    both = Match(64, ("a", "b"), {"a": 64, "b": 64})
+    for name, chosen in (("d2lpm", "a"), ("d2lpm-tokens", "b")):
+        placement = build(name)
+        for worker in "ab":
+            placement.worker_up(worker)
+        request = Request("", "f", b"", 100)
+        assert placement.place(request, both, views, 0.0) == chosen
+        assert placement.place(request, Match(), views, 0.0) == chosen
+        assert placement.place(request, Match(64, ("a",), {"a": 64}), views, 0.0) == "a"
+
+
+def by_time(**values) -> D2lpmTime:
+    placement = D2lpmTime(**{"prefill_tokens_per_s": 1000.0, "decode_tokens_per_s": 100.0, **values})
+    for worker in "ab":
+        placement.worker_up(worker)
+    return placement
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.integers(0, 2000), st.integers(0, 2000), st.integers(0, 200), st.integers(0, 1000), st.integers(0, 9)
+)
+def test_d2lpm_time_weighs_saved_prefill_against_queueing(prefill, held, decode, input_tokens, others):
+    """At the first guesses: 1 ms a prefilled and 10 ms a decoded token. "b" is idle, or has `others` to delay."""
+    held = min(held, input_tokens)
+    placement = by_time()
+    views = [View("a", load=3, prefill_tokens=prefill, decode_tokens=decode), View("b", load=others)]
+    match = Match(held, ("a",), {"a": held}) if held else Match()
+    chosen = placement.place(Request("1", "f", b"", input_tokens), match, views, 0.0)
+    new = input_tokens - held
+    at_a_ms = prefill + 10 * decode + new + 2 * 3 * new
+    at_b_ms = input_tokens + 2 * others * input_tokens
+    assert chosen == ("a" if at_a_ms <= at_b_ms else "b")
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_d2lpm_time_chooses_what_adds_least_to_the_sum_of_all_requests_times(data):
+    """The rule by its meaning, worked out in whole milliseconds: the request's own time and everybody's delay."""
+    names = WORKERS[: data.draw(st.integers(1, 3))]
+    placement = D2lpmTime(prefill_tokens_per_s=1000.0, decode_tokens_per_s=500.0)
+    views, held = [], {}
+    tokens = data.draw(st.integers(1, 500))
+    for name in names:
+        placement.worker_up(name, 1.0)
+        requests = data.draw(st.integers(0, 50))
+        view = View(name, requests, data.draw(st.integers(0, 3)))
+        view.prefill_tokens = data.draw(st.integers(0, 4000)) if requests else 0
+        view.decode_tokens = data.draw(st.integers(0, 4000)) if requests else 0
+        views.append(view)
+        if most := data.draw(st.integers(0, tokens)):
+            held[name] = most
+    longest = max(held.values(), default=0)
+    match = Match(longest, tuple(w for w in held if held[w] == longest), held)
+
+    def added_ms(view: View) -> int:
+        new = tokens - held.get(view.name, 0)
+        own = view.prefill_tokens + new + 2 * view.decode_tokens
+        in_flight_and_to_come = 2 * int(view.load)
+        return own + in_flight_and_to_come * new
+
+    chosen = placement.place(Request("1", "f", b"", tokens), match, views, 0.0)
+    costs = {view.name: added_ms(view) for view in views}
+    assert costs[chosen] == min(costs.values())
+
+
+def test_d2lpm_time_keeps_requests_with_one_prefix_together_under_overload():
+    """Eight questions about a document come side by side, where two workers have as much to do. Where the first went,
+    the others wait for its prefill as long as elsewhere for their own; but there it would delay all the rest."""
+    placement = by_time(worker_quantum=1e9)
+    busy = {worker: View(worker, load=20, prefill_tokens=8000, decode_tokens=100) for worker in "ab"}
+    match, chosen = Match(), []
+    for number in range(8):
+        request = Request(str(number), "f", b"", 2000)
+        worker = placement.place(request, match, list(busy.values()), 0.0)
+        placement.placed(request, worker, match, 0.0)
+        busy[worker].load += 1
+        busy[worker].prefill_tokens += 2000 - match.of(worker)
+        match = Match(1990, (worker,), {worker: 1990}) if not match.tokens else match
+        chosen.append(worker)
+    assert len(set(chosen)) == 1
+
+
+def test_d2lpm_time_uses_an_idle_worker_though_it_must_compute_a_prefix_again():
+    placement = by_time()
+    views = [View("a", load=2, prefill_tokens=1000, decode_tokens=100), View("b")]
+    held = Match(900, ("a",), {"a": 900})
+    assert placement.place(Request("1", "f", b"", 1000), held, views, 0.0) == "b"
+    views[1].load = 2
+    assert placement.place(Request("2", "f", b"", 1000), held, views, 0.0) == "a"
+
+
+@pytest.mark.parametrize("name", ["d2lpm", "d2lpm-tokens", "d2lpm-time"])
+def test_no_load_makes_a_request_go_where_its_client_has_no_credit(name):
+    """The deficit comes before anything that a placement follows."""
+    placement = build(name, worker_quantum=100.0)
+    for worker in "ab":
+        placement.worker_up(worker)
+    request = Request("1", "f", b"", 150)
+    placement.placed(request, "a", Match(), 0.0)
+    views = [View("a"), View("b", load=50, prefill_tokens=10**6, decode_tokens=10**5)]
+    whole = Match(144, ("a",), {"a": 144})
+    assert placement.place(Request("2", "f", b"", 150), whole, views, 0.0) == "b"
+
+
+def test_d2lpm_time_learns_each_worker_s_pace():
+    placement = by_time()
+    request = Request("1", "f", b"", 1000)
+    views = [View("a"), View("b", prefill_tokens=1000)]
+    for _ in range(300):
+        for worker, view, ttft_s, tpot_s in (("a", views[0], 10.0, 0.05), ("b", views[1], 0.2, 0.001)):
+            assert placement.place(request, Match(), [view], 0.0) == worker
+            placement.placed(request, worker, Match(), 0.0)
+            placement.done(ended(request, worker, output=100, ttft_s=ttft_s, tpot_s=tpot_s), 0.0)
+    assert placement.costs_s(request, Match(), [View("a")])[0] == pytest.approx(10.0, rel=0.1)
+    assert placement.costs_s(request, Match(), [View("b")])[0] == pytest.approx(0.1, rel=0.1)
+    assert placement.costs_s(Request("", "f", b"", 0), Match(), [View("a", decode_tokens=100)])[0] == (
+        pytest.approx(5.0, rel=0.1)
+    )
+    # so "b" is worth a queue, and a worker that comes later is taken for one like those before
+    assert placement.place(request, Match(500, ("a",), {"a": 500}), views, 0.0) == "b"
+    placement.worker_up("c", 2.0)
+    like_all = placement.costs_s(request, Match(), [View("c")])[0]
+    assert 0.1 / 2 < like_all < 10 / 2
+    assert not placement._sent or set(placement._sent) == {"1"}
+
+
+def test_d2lpm_time_does_not_learn_from_what_was_not_served():
+    placement = by_time()
+    request = Request("1", "f", b"", 1000)
+    for outcome in ("aborted", "failed"):
+        placement.place(request, Match(), [View("a")], 0.0)
+        placement.placed(request, "a", Match(), 0.0)
+        placement.done(ended(request, "a", outcome=outcome, ttft_s=100.0, tpot_s=9.0), 0.0)
+    assert placement.costs_s(request, Match(), [View("a", decode_tokens=1)])[0] == pytest.approx(1.01)
+    assert not placement._sent
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.floats(min_value=0), st.floats(0, 1e12)), max_size=400))
+def test_a_pace_stays_positive_and_finite_whatever_is_reported(samples):
+    pace = Pace(1e-3)
+    for seconds, tokens in samples:
+        pace.learn(seconds, tokens)
+        assert 1e-9 < pace.s_per_token < 11
+
+
+def test_a_pace_follows_what_is_measured_and_not_one_outlier():
+    pace = Pace(1e-3)
+    pace.learn(1000.0, 100)
+    assert pace.s_per_token < 2e-3
+    for _ in range(300):
+        pace.learn(0.05, 500)
+    assert pace.s_per_token == pytest.approx(1e-4, rel=0.05)
+
+
+def test_expected_outputs_follow_each_client_and_are_bounded():
+    outputs = ExpectedOutputs(max_clients=10)
+    assert outputs.of("new", 0) == 128
+    assert outputs.of("new", 16) == 16
+    for _ in range(50):
+        outputs.learn("brief", 4)
+        outputs.learn("wordy", 1000)
+    assert outputs.of("brief", 0) == pytest.approx(4, abs=1)
+    assert outputs.of("wordy", 0) == pytest.approx(1000, rel=0.01)
+    assert outputs.of("wordy", 64) == 64
+    assert 4 < outputs.of("new", 0) < 1000
+    for number in range(100):
+        outputs.learn(f"client {number}", 7)
+    assert len(outputs._means) == 10
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_the_command_line_reaches_the_placement(name):
+    line = ["--bind", "tcp://127.0.0.1:*", "--placement", name, "--client-weights", '{"gold": 2}']
+    line += ["--output-weight", "3", "--quantum", "5", "--worker-quantum", "7"]
+    threshold = ["--parameter", "cache_threshold=0.25"] if "cache_threshold" in parameters(name) else []
+    placed = make_router(parser().parse_args([*line, *threshold])).state()
+    assert placed["placement"] == name
+    expected = {
+        "client_weights": {"gold": 2},
+        "output_weight": 3,
+        "quantum": 5,
+        "worker_quantum": 7,
+        "cache_threshold": 0.25,
+    }
+    assert {
+        key: placed["parameters"][key] for key in expected if key in parameters(name)
+    } == {key: value for key, value in expected.items() if key in parameters(name)}  # fmt: skip
+    assert ("lpm" in name) == ("client_weights" in parameters(name))
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_a_simulated_site_hands_its_quanta_to_the_placement(name):
+    found = Site(placement=name, quantum=5.0, worker_quantum=7.0).make_router().state()["parameters"]
+    expected = {"quantum": 5.0, "worker_quantum": 7.0}
+    assert {key: found[key] for key in expected if key in found} == {
+        key: expected[key] for key in expected if key in parameters(name)
+    }
+    assert ("quantum" in found) == (name == "centralized_dlpm")
+
+
+def test_a_placement_s_options_are_read_as_they_are_written():
+    assert parse_options("") == {}
+    read = parse_options(" cache_threshold = 0.3,charge=extend, max_clients=5,")
+    assert read == {"cache_threshold": 0.3, "charge": "extend", "max_clients": 5}
+    for wrong in ("charge", "=3", "charge=full,charge=extend"):
+        with pytest.raises(ValueError, match=r"is not one|given twice"):
+            parse_options(wrong)
+
+
+def test_client_weights_must_be_a_map_of_numbers(capsys):
+    for wrong in ("gold", "[1]"):
+        with pytest.raises(SystemExit):
+            parser().parse_args(["--bind", "x", "--client-weights", wrong])
+    assert "client-weights" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="gold"):
+        make_router(parser().parse_args(["--bind", "x", "--client-weights", '{"gold": -1}']))
+
+
+# -- Preble
+
+FLAT = PrefillCost(base_s=0.0, per_token_s=1e-3, per_context_token_s=0.0, per_pair_s=0.0)
+
+
+def preble(*workers: str, **values) -> Preble:
+    placement = Preble(**{"prefill": FLAT, **values})
+    for worker in workers:
+        placement.worker_up(worker)
+    return placement
+
+
+def prompt(
+    head: int, tail: int = 0, head_tokens: int = 100, tail_tokens: int = 0, client: str = "c"
+) -> Request:
+    tokens = ids(*[head] * head_tokens, *[tail] * tail_tokens)
+    return Request("", client, tokens, head_tokens + tail_tokens, 10)
+
+
+def go(placement, request, match, views, now_s=0.0, done=True) -> str:
+    worker = placement.place(request, match, views, now_s)
+    placement.placed(request, worker, match, now_s)
+    if done:
+        placement.done(ended(request, worker, match.of(worker)), now_s)
+    return worker
+
+
+def test_preble_exploits_when_the_greater_part_is_cached():
+    placement = preble("a", "b", "c")
+    views = [View("a"), View("b"), View("c")]
+    for head in range(1, 8):  # "b" and "c" are the loaded ones
+        placement.placed(prompt(head), "bc"[head % 2], Match(), 0.0)
+    held = Match(60, ("b", "c"), {"b": 60, "c": 60})
+    assert placement.place(prompt(9), held, views, 0.0) == "b"  # 3 prefixes against 4 at "c"
+    less = Match(50, ("b", "c"), {"b": 50, "c": 50})
+    assert placement.place(prompt(9), less, views, 0.0) == "a"
+    assert placement.place(prompt(9), held, [views[0], views[2]], 0.0) == "c"
+    assert placement.place(prompt(9), held, [views[0]], 0.0) == "a"
+
+
+def test_preble_breaks_ties_by_the_tokens_sent():
+    views = [View("a", dispatched_tokens=7), View("b", dispatched_tokens=3), View("c", dispatched_tokens=3)]
+    assert preble("a", "b", "c").place(prompt(1), Match(), views, 0.0) == "b"
+
+
+def test_preble_exploits_a_prompt_that_is_one_cached_node():
+    placement = preble("a", "b")
+    views = [View("a"), View("b")]
+    assert go(placement, prompt(1), Match(), views) == "a"
+    whole = Match(100, ("a",), {"a": 100})
+    assert [go(placement, prompt(1), whole, views) for _ in range(5)] == ["a"] * 5
+
+
+def test_preble_explores_by_load_prefill_and_eviction():
+    placement = preble("a", "b", cache_tokens=1000)
+    views = [View("a"), View("b")]
+    # own prefill P decides where loads are equal
+    partial = Match(40, ("b",), {"b": 40})
+    assert placement.place(prompt(1), partial, views, 0.0) == "b"
+    # load L of the window outweighs it, and is gone after three minutes
+    placement.placed(prompt(2), "b", Match(), 0.0)
+    placement.done(ended(prompt(2), "b"), 0.0)
+    assert placement.place(prompt(1), partial, views, 1.0) == "a"
+    assert placement.place(prompt(1), partial, views, 181.0) == "b"
+    # decoding under way counts
+    placement.placed(Request("", "c", b"", 0, 10), "b", Match(), 200.0)
+    assert placement.place(prompt(1), partial, views, 200.0) == "a"
+    placement.done(ended(Request("", "c", b"", 0, 10), "b"), 200.0)
+    assert placement.place(prompt(1), partial, views, 200.0) == "b"
+    # eviction M: what was asked for on "b" must go, what is on "a" may stay
+    placement = preble("a", "b", cache_tokens=1000)
+    placement.placed(prompt(3, head_tokens=900), "b", Match(), 0.0)
+    placement.placed(prompt(4, head_tokens=500), "a", Match(), 0.0)
+    placement.placed(prompt(5, head_tokens=430), "a", Match(), 0.0)
+    for worker in "ab":
+        placement._loads[worker].decode_tokens = 0
+    assert placement._eviction_s(placement._loads["b"], 100) == 0
+    assert placement._eviction_s(placement._loads["b"], 101) == pytest.approx(0.9)
+    assert placement._eviction_s(placement._loads["a"], 101) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("probe", [3, 32])
+def test_preble_knows_what_every_worker_costs_after_any_traffic(probe):
+    placement = preble("a", "b", "c", cache_tokens=150, warmup_requests=1, window_s=40.0, probe=probe)
+    views = [View("a"), View("b"), View("c")]
+    rng = random.Random(4)
+    for now in range(400):
+        asked = prompt(rng.randrange(9), head_tokens=100)
+        held = rng.choice([Match(), Match(100, ("a", "b"), {"a": 100, "b": 100})])
+        go(placement, asked, held, views[: rng.randrange(1, 4)], float(now))
+        if rng.random() < 0.2:
+            prefix = rng.choice(list(placement._prefixes.values()))
+            placement._assign(prefix, rng.sample("abc", rng.randrange(1, 4)))
+        for load in placement._loads.values():
+            for new_tokens in (0, 100, 400, 10_000):
+                missing = load.prefix_tokens + new_tokens - placement.cache_tokens
+                lost_s = 0.0
+                for prefix in list(load.prefixes.values())[: placement.probe]:
+                    if missing <= 0:
+                        break
+                    missing -= prefix.new_tokens
+                    lost_s += prefix.cost_s
+                assert placement._eviction_s(load, new_tokens) == pytest.approx(lost_s)
+            assert load.load_s == load.prefill_s + load.decode_tokens * load.typical_tpot_s
+
+        def cost_s(view: View, asked: Request, held: Match) -> tuple[float, int, str]:
+            """L + M + P of every worker, none left out."""
+            load, new_tokens = placement._loads[view.name], asked.input_tokens - held.of(view.name)
+            own_s = placement.prefill.of(new_tokens, asked.input_tokens)
+            return load.load_s + own_s + placement._eviction_s(load, new_tokens), 0, view.name
+
+        asked = prompt(rng.randrange(9), head_tokens=100)
+        held = rng.choice([Match(), Match(48, ("b",), {"b": 48}), Match(48, ("c",), {"a": 16, "c": 48})])
+        assert placement._cheapest(asked, held, views) == min(cost_s(view, asked, held) for view in views)[2]
+
+
+def test_preble_moves_the_cheapest_prefixes_to_the_lightest_worker():
+    placement = preble("a", "b", warmup_requests=0, imbalance=1.5)
+    views = [View("a"), View("b")]
+    placement.warmup_requests = 1000
+    for head, times in ((1, 2), (2, 3), (3, 4)):
+        for _ in range(times):
+            placement.placed(prompt(head), "a", Match(), 0.0)
+            placement.done(ended(prompt(head), "a"), 0.0)
+    assert placement._loads["a"].load_s == pytest.approx(0.9)
+    placement.warmup_requests = 0
+    placement._rebalance(0.0)
+    assert placement._loads["a"].load_s == pytest.approx(0.7)
+    assert placement._loads["b"].load_s == pytest.approx(0.2)
+    # its requests now go to "b", though "a" is the one that holds it
+    assert placement.place(prompt(1), Match(100, ("a",), {"a": 100}), views, 0.0) == "b"
+    assert placement.place(prompt(3), Match(100, ("a",), {"a": 100}), views, 0.0) == "a"
+    placement.worker_down("b")
+    assert placement.place(prompt(1), Match(100, ("a",), {"a": 100}), views[:1], 0.0) == "a"
+
+
+def test_preble_replicates_a_prefix_that_is_alone_when_its_worker_slows_down():
+    placement = preble("a", "b")
+    views = [View("a"), View("b")]
+    held = Match(100, ("a",), {"a": 100})
+    for now_s, ttft_s in ((0.0, 1.0), (60.0, 1.0), (100.0, 1.5), (150.0, 2.0)):
+        placement.placed(prompt(1), "a", Match(), now_s)
+        placement.done(ended(prompt(1), "a", ttft_s=ttft_s), now_s)
+        placement._rebalance(now_s)
+        (prefix,) = placement._loads["a"].prefixes.values()
+        assert list(prefix.workers) == ["a"]
+    placement.placed(prompt(1), "a", Match(), 155.0)
+    placement.done(ended(prompt(1), "a", ttft_s=6.0), 155.0)
+    placement._rebalance(155.0)
+    assert list(prefix.workers) == ["a", "b"]
+    assert placement._loads["a"].load_s == pytest.approx(placement._loads["b"].load_s)
+    placement.placed(prompt(2, head_tokens=200), "a", Match(), 160.0)
+    placement.done(ended(prompt(2, head_tokens=200), "a"), 160.0)
+    assert placement.place(prompt(1), held, views, 160.0) == "b"
+    # after the window nothing of it is left
+    placement.place(prompt(3), Match(), views, 1000.0)
+    assert not placement._prefixes
+    assert [load.load_s for load in placement._loads.values()] == [0, 0]
+
+
+def test_preble_counts_a_shared_prefix_once_the_tree_branches_there():
+    placement = preble("a", "b")
+    first = prompt(1, 2, 100, 40)
+    placement.placed(first, "a", Match(), 0.0)
+    for tail in (3, 4, 5):
+        match = Match(100, ("a",), {"a": 100}, (100,))
+        placement.placed(prompt(1, tail, 100, 40), "a", match, 0.0)
+    shared = max(placement._prefixes.values(), key=lambda prefix: prefix.requests)
+    assert (shared.requests, shared.new_tokens, shared.end_tokens) == (3, 100, 100)
+    assert shared.cost_s == pytest.approx((1 - 300 / 420) * 3 * 0.1)
+
+
+def test_preble_windows_are_bounded():
+    placement = preble("a", "b", max_window=10)
+    for head in range(100):
+        go(placement, prompt(head), Match(), [View("a"), View("b")])
+    assert len(placement._window) == len(placement._prefixes) == 10
+    assert sum(len(load.prefixes) for load in placement._loads.values()) == 10

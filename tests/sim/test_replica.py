@@ -1,0 +1,535 @@
+"""The simulated replica: its books, its memory, its jumps over decode steps, and the real scheduler beside it."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from sglang_fair.core import make_policy
+from sglang_fair.core.cost import Linear, Quadratic
+from sglang_fair.core.dlpm import Dlpm
+from sglang_fair.core.fcfs import Fcfs
+from sglang_fair.core.payers import Payers
+from sglang_fair.core.predicted import VtcOracle
+from sglang_fair.core.queue import FairQueue
+from sglang_fair.core.rpm import Rpm
+from sglang_fair.core.vtc import Vtc
+from sglang_fair.sim.answers import answer
+from sglang_fair.sim.replica import (
+    Event,
+    Finished,
+    Progress,
+    Refused,
+    Removed,
+    Replica,
+    Settings,
+    SimRequest,
+    Stored,
+)
+from tests.sim_traces import LOADS, Traced, load
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """A linear cost model."""
+
+    base_s: float = 0.010
+    extend_token_s: float = 1e-4
+    request_s: float = 1e-5
+    context_token_s: float = 1e-7
+
+    def prefill_s(self, extends: Sequence[tuple[int, int]]) -> float:
+        return self.base_s + self.extend_token_s * sum(extend for extend, _ in extends)
+
+    def decode_s(self, requests: int, context_tokens: int) -> float:
+        return self.decode_run_s(requests, context_tokens, 1)
+
+    def decode_run_s(self, requests: int, context_tokens: int, steps: int) -> float:
+        context = context_tokens * steps + requests * (steps * (steps - 1) // 2)
+        return steps * (self.base_s + self.request_s * requests) + self.context_token_s * context
+
+
+STEP = Seconds(1.0, 0.0, 0.0, 0.0)
+"""Every step takes a second."""
+
+SMALL = Settings(kv_tokens=4096, page_tokens=4, max_running=12, chunked_prefill_tokens=64, ignore_eos=False)
+
+
+def packed(*tokens: int) -> bytes:
+    return np.array(tokens, dtype="<u4").tobytes()
+
+
+def request(id: str, prompt: int | bytes = 10, output: int = 4, client: str = "a", **fields) -> SimRequest:
+    tokens = (
+        prompt if isinstance(prompt, bytes) else packed(*(Random(id).randrange(1000) for _ in range(prompt)))
+    )
+    fields.setdefault("max_output_tokens", output)
+    return SimRequest(id, client, tokens, output, **fields)
+
+
+def new(settings: Settings = SMALL, policy=None, cost=STEP, **fields) -> Replica:
+    return Replica(FairQueue(policy or Fcfs()), cost, settings, **fields)
+
+
+def drain(replica: Replica, until_s: float = 1e9) -> list[Event]:
+    told: list[Event] = []
+    while replica.next_s <= until_s:
+        told += replica.advance(replica.next_s)
+    return told
+
+
+def ended(request: SimRequest, t_s: float, written: int, *, aborted: bool = False) -> Finished:
+    """Its end after `written` tokens of its answer, none of its prompt cached before."""
+    said = answer(request.tokens, written) if written else b""
+    return Finished(request.id, t_s, written, 0, len(request.tokens) // 4, aborted, said)
+
+
+def finished(events: Sequence[Event]) -> dict[str, Finished]:
+    return {event.id: event for event in events if isinstance(event, Finished)}
+
+
+# ---- one request
+
+
+def test_a_request_takes_a_prefill_step_and_a_decode_step_for_each_further_token():
+    replica = new(events=False)
+    asked = request("r", 10, 4)
+    assert replica.arrive(asked, 5.0) == []
+    assert replica.next_s == 5.0
+    assert drain(replica) == [Progress("r", 6.0, 1), ended(asked, 9.0, 4)]
+    assert (replica.meters.prefill_steps, replica.meters.decode_steps, replica.meters.busy_s) == (1, 3, 4.0)
+    assert replica.next_s == inf
+
+
+def test_a_run_of_decode_steps_is_one_jump():
+    replica = new(replace(SMALL, progress_steps=1000))
+    replica.arrive(request("r", 10, 500), 0.0)
+    times = []
+    while replica.next_s < inf:
+        times.append(replica.next_s)
+        replica.advance(replica.next_s)
+    assert times == [0.0, 1.0, 500.0]
+
+
+def test_the_books_follow_a_jump_as_far_as_time_has_come():
+    replica = new(replace(SMALL, progress_steps=1000))
+    replica.arrive(request("r", 10, 500), 0.0)
+    drain(replica, 1.0)
+    replica.advance(100.7)
+    assert replica.queue.ledger.usage("a").output_tokens == 100
+    assert replica.next_s == 500.0
+
+
+def test_progress_is_told_as_often_as_asked():
+    replica = new(replace(SMALL, progress_steps=3), events=False)
+    replica.arrive(request("r", 10, 9), 0.0)
+    progress = [event for event in drain(replica) if isinstance(event, Progress)]
+    assert [(event.t_s, event.output_tokens) for event in progress] == [(1.0, 1), (4.0, 4), (7.0, 7)]
+
+
+def test_a_long_prompt_is_computed_in_chunks_and_others_join_its_last_one():
+    replica = new()
+    replica.arrive(request("long", 150, 1), 0.0)
+    replica.arrive(request("short", 20, 1), 0.5)
+    ended = finished(drain(replica))
+    assert (ended["long"].t_s, ended["short"].t_s) == (3.0, 3.0)
+    assert replica.meters.prefill_steps == 3
+
+
+def test_prompts_are_never_cut_without_chunks():
+    replica = new(replace(SMALL, chunked_prefill_tokens=None, max_prefill_tokens=100))
+    for name in ("a", "b", "c"):
+        replica.arrive(request(name, 150, 1), 0.0)
+    assert [finished(drain(replica))[name].t_s for name in ("a",)] == [1.0]
+    assert replica.meters.prefill_steps == 3
+
+
+def test_whoever_comes_during_a_run_is_considered_when_the_step_under_way_ends():
+    replica = new(events=False)
+    replica.arrive(request("first", 10, 30), 0.0)
+    drain(replica, 1.0)
+    replica.arrive(request("second", 10, 1), 7.25)
+    assert replica.next_s == 8.0
+    ended = finished(drain(replica))
+    assert (ended["second"].t_s, ended["first"].t_s) == (9.0, 31.0)
+
+
+def test_those_that_come_to_an_idle_replica_at_the_same_time_are_one_batch():
+    replica = new(events=False)
+    for name in ("x", "y", "z"):
+        replica.arrive(request(name, 8, 1), 3.0)
+    assert {event.t_s for event in finished(drain(replica)).values()} == {4.0}
+    assert replica.meters.prefill_steps == 1
+
+
+def test_no_more_run_at_once_than_may():
+    replica = new(replace(SMALL, max_running=2))
+    for name in ("x", "y", "z"):
+        replica.arrive(request(name, 8, 5), 0.0)
+    ended = finished(drain(replica))
+    assert [ended[name].t_s for name in ("x", "y", "z")] == [5.0, 5.0, 10.0]
+
+
+def test_the_next_turn_finds_the_prompt_and_the_answer_in_the_cache():
+    replica = new(events=False)
+    first = request("first", 41, 20)
+    replica.arrive(first, 0.0)
+    drain(replica)
+    again = first.tokens + answer(first.tokens, 20) + packed(1, 2, 3)
+    replica.arrive(request("again", again, 2), 100.0)
+    # 41 + 20 tokens, of which the last one was never in the pool; whole pages of 4
+    assert finished(drain(replica))["again"].cached_tokens == 60
+    replica.check_pool()
+
+
+def test_the_last_token_of_a_prompt_is_always_computed():
+    replica = new(events=False)
+    tokens = packed(*range(64))
+    for name in ("first", "again"):
+        replica.arrive(request(name, tokens, 1), 0.0)
+        ended = finished(drain(replica))
+    assert ended["again"].cached_tokens == 60
+
+
+def test_a_prompt_that_two_compute_at_once_is_cached_once():
+    replica = new(replace(SMALL, chunked_prefill_tokens=None), events=False)
+    for name in ("x", "y"):  # FCFS does not wait for a prefix that is being computed
+        replica.arrive(request(name, packed(*range(64)), 8), 0.0)
+    drain(replica, 3.0)
+    assert replica.meters.extend_tokens == 128
+    assert replica.cache.tokens == 64
+    replica.check_pool()
+
+
+def test_a_prompt_whose_prefix_is_being_computed_waits_for_it():
+    replica = new(replace(SMALL, chunked_prefill_tokens=None), Dlpm(), events=False)
+    shared = packed(*range(64))
+    replica.arrive(request("x", shared + packed(1, 2), 8), 0.0)
+    replica.arrive(request("y", shared + packed(3, 4), 8), 0.0)
+    ended = finished(drain(replica))
+    assert (ended["x"].cached_tokens, ended["y"].cached_tokens) == (0, 64)
+
+
+def test_what_can_never_fit_is_refused_and_a_longer_answer_is_cut():
+    replica = new(replace(SMALL, kv_tokens=400))
+    (refused,) = replica.arrive(request("long", 395, 1), 0.0)
+    assert refused == Refused("long", 0.0, "longer than the KV cache")
+    replica.arrive(request("tight", 390, 100), 0.0)
+    assert finished(drain(replica))["tight"].output_tokens == 5
+    replica.check_pool()
+
+
+def test_a_request_for_no_output_makes_one_token_that_nobody_pays_for():
+    replica = new()
+    replica.arrive(request("warm", 10, 0), 0.0)
+    assert finished(drain(replica))["warm"].output_tokens == 1
+    assert replica.queue.ledger.usage("a").output_tokens == 0
+    assert replica.queue.ledger.conservation().ok
+
+
+def test_a_policy_may_refuse_and_may_delay():
+    refusing = new(policy=Rpm(limit=1))
+    refusing.arrive(request("x", 10, 1), 0.0)
+    (refused,) = refusing.arrive(request("y", 10, 1), 0.0)
+    assert isinstance(refused, Refused)
+    delaying = new(policy=Rpm(limit=1, excess="delay"), cost=Seconds())
+    for name in ("x", "y"):
+        delaying.arrive(request(name, 10, 1), 0.0)
+    ended = finished(drain(delaying, 200.0))
+    assert 60.0 <= ended["y"].t_s < 60.1
+
+
+# ---- aborts
+
+
+def test_a_waiting_request_is_given_up_at_once_and_a_running_one_after_its_next_step():
+    replica = new(replace(SMALL, max_running=1), events=False)
+    runs, waits = request("runs", 10, 30), request("waits", 10, 30)
+    replica.arrive(runs, 0.0)
+    replica.arrive(waits, 0.0)
+    drain(replica, 1.0)
+    (waited,) = replica.abort("waits", 4.5)
+    assert waited == ended(waits, 4.5, 0, aborted=True)
+    assert replica.abort("runs", 4.5) == []
+    assert replica.abort("nobody", 4.5) == []
+    assert drain(replica) == [ended(runs, 6.0, 6, aborted=True)]
+    assert replica.queue.ledger.conservation().ok
+    replica.check_pool()
+
+
+def test_a_request_is_given_up_while_its_prompt_is_computed_and_writes_one_token_more():
+    replica = new(events=False)
+    asked = request("r", 10, 30)
+    replica.arrive(asked, 0.0)
+    replica.advance(0.0)
+    replica.abort("r", 0.5)
+    assert drain(replica)[-1] == ended(asked, 2.0, 2, aborted=True)
+    replica.check_pool()
+
+
+def test_a_request_is_given_up_inside_its_prompt():
+    replica = new(events=False)
+    asked = request("long", 200, 9)
+    replica.arrive(asked, 0.0)
+    replica.advance(0.0)
+    replica.advance(1.0)
+    replica.abort("long", 1.5)
+    assert drain(replica) == [ended(asked, 2.0, 0, aborted=True)]
+    assert replica.cache.tokens == 64  # the second chunk went with it
+    assert replica.queue.ledger.conservation().ok
+    replica.check_pool()
+
+
+# ---- memory
+
+
+def test_those_with_the_least_output_are_taken_back_when_memory_runs_out():
+    """Two answers of 60 tokens do not fit; the later one starts again, first in line, with what it has written."""
+    tight = replace(SMALL, kv_tokens=128, new_token_ratio=0.1, least_new_token_ratio=0.1)
+    replica = new(tight, Vtc())
+    replica.arrive(request("early", 20, 60, "a"), 0.0)
+    replica.arrive(request("late", 20, 60, "b"), 4.5)
+    events = drain(replica)
+    ended = finished(events)
+    assert replica.meters.retractions == 1
+    assert ended["early"].t_s < ended["late"].t_s
+    assert [ended[name].output_tokens for name in ("early", "late")] == [60, 60]
+    usage = replica.queue.ledger.usage
+    assert (usage("a").extend_tokens, usage("b").extend_tokens) == (20, 20)
+    assert usage("(system)").extend_tokens > 0
+    assert replica.queue.ledger.conservation().ok
+    counts = [event.output_tokens for event in events if isinstance(event, Progress) and event.id == "late"]
+    assert counts == sorted(set(counts))
+    replica.check_pool()
+
+
+def test_reserved_output_keeps_requests_waiting_where_ends_are_ignored():
+    settings = replace(SMALL, kv_tokens=128, ignore_eos=True)
+    replica = new(settings)
+    for name in ("x", "y"):
+        replica.arrive(request(name, 20, 60), 0.0)
+    ended = finished(drain(replica))
+    assert replica.meters.retractions == 0
+    assert ended["y"].t_s == 2 * ended["x"].t_s
+
+
+def test_the_cache_is_evicted_for_those_who_run_and_the_router_hears_of_it():
+    replica = new(replace(SMALL, kv_tokens=256))
+    events: list[Event] = []
+    for number in range(12):
+        replica.arrive(request(str(number), 40, 30), 100.0 * number)
+        events += drain(replica)
+        replica.check_pool()
+    stored = {name for event in events if isinstance(event, Stored) for name in event.hashes}
+    removed = {name for event in events if isinstance(event, Removed) for name in event.hashes}
+    assert removed < stored
+    assert (len(stored) - len(removed)) * 4 == replica.cache.tokens
+    assert all(
+        isinstance(event, Removed) or event.block_tokens == 4 for event in events if hasattr(event, "hashes")
+    )
+
+
+# ---- any traffic
+
+POLICIES: tuple[Callable[[], object], ...] = (
+    Fcfs, Vtc, lambda: Dlpm(quantum=50.0), VtcOracle, lambda: make_policy("lpm"),
+    lambda: make_policy("drr", quantum=60.0),
+)  # fmt: skip
+
+CASES = st.fixed_dictionaries(
+    {
+        "seed": st.integers(0, 2**20),
+        "kv_tokens": st.sampled_from([320, 480, 1200]),
+        "page_tokens": st.sampled_from([1, 4, 16]),
+        "max_running": st.sampled_from([2, 6, 40]),
+        "chunked_prefill_tokens": st.sampled_from([None, 16, 48]),
+        "ignore_eos": st.booleans(),
+        "gap_s": st.sampled_from([0.0, 0.01, 0.08]),
+        "longest": st.sampled_from([3, 60, 200]),
+    }
+)
+
+
+def play(
+    case: dict, policy, progress_steps: int, cost=None, payers=None, weights=None
+) -> tuple[Replica, list[Event]]:
+    """Random requests and aborts at random times, to the end; memory is audited at each event."""
+    random = Random(case["seed"])
+    settings = Settings(
+        **{key: value for key, value in case.items() if key not in ("seed", "gap_s", "longest")},
+        progress_steps=progress_steps,
+        new_token_ratio=0.9,
+        least_new_token_ratio=0.0,
+        ratio_decay_steps=3,
+    )
+    replica = Replica(FairQueue(policy, cost or Linear(), payers=payers), Seconds(), settings)
+    told: list[Event] = []
+    now_s = 0.0
+    families = [[random.randrange(9) for _ in range(40)] for _ in range(3)]
+    for number in range(40):
+        now_s += random.choice([0.0, case["gap_s"], 3 * case["gap_s"] * random.random()])
+        told += drain(replica, now_s)
+        head = random.choice(families)[: random.randrange(41)]
+        tokens = packed(*head, *(random.randrange(1000) for _ in range(random.randint(1, 40))))
+        most = random.randint(1, case["longest"])
+        told += replica.arrive(
+            request(str(number), tokens, random.randint(1, most), "abc"[number % 3], max_output_tokens=most),
+            now_s,
+        )
+        if random.random() < 0.15:
+            told += replica.abort(str(random.randrange(number + 1)), now_s)
+        replica.check_pool()
+    while replica.next_s < inf:
+        told += replica.advance(replica.next_s)
+        replica.check_pool()
+    return replica, told
+
+
+@hypothesis_settings(deadline=None, max_examples=25)
+@given(CASES, st.sampled_from(POLICIES), st.sampled_from([None, Quadratic(d=64.0)]))
+def test_a_jump_is_the_same_as_its_steps(case, policy, cost):
+    """Same events at the same times, same charges, same meters, whether 50 steps are taken at once, or each alone."""
+    (jumping, jumps), (stepping, steps) = (play(case, policy(), most, cost) for most in (50, 1))
+    assert told(jumps) == told(steps)
+    assert jumping.queue.ledger.accounts() == stepping.queue.ledger.accounts()
+    assert jumping.queue.policy.counters() == pytest.approx(stepping.queue.policy.counters())
+    for replica in (jumping, stepping):
+        replica.meters.decode_s = round(replica.meters.decode_s, 9)
+    assert jumping.meters == stepping.meters
+
+
+def told(events: Sequence[Event]) -> list[Event]:
+    """All but the progress after the first token."""
+    seen: Counter[str] = Counter()
+    kept = []
+    for event in events:
+        if isinstance(event, Progress):
+            seen[event.id] += 1
+            if seen[event.id] > 1:
+                continue
+        kept.append(event)
+    return kept
+
+
+@hypothesis_settings(deadline=None, max_examples=25)
+@given(CASES, st.sampled_from(POLICIES), st.booleans())
+def test_every_request_ends_once_and_nothing_is_lost(case, policy, shared_prices):
+    replica, events = play(
+        case, policy(), 7, payers=Payers(rule="equal", block_tokens=4) if shared_prices else None
+    )
+    ends = Counter(event.id for event in events if isinstance(event, Finished | Refused))
+    assert ends == Counter(str(number) for number in range(40))
+    assert [event.t_s for event in events] == sorted(event.t_s for event in events)
+    ledger = replica.queue.ledger
+    assert ledger.conservation().ok
+    assert ledger.engine_extend_tokens == replica.meters.extend_tokens
+    assert ledger.engine_output_tokens == replica.meters.output_tokens
+    assert sum(event.output_tokens for event in finished(events).values()) == replica.meters.output_tokens
+    for event in finished(events).values():
+        first = [p for p in events if isinstance(p, Progress) and p.id == event.id]
+        assert event.aborted or (first and first[0].output_tokens == 1)
+    assert len(replica.queue) == 0
+    assert not list(replica.queue.running())
+    assert replica.cache.locked_tokens == 0
+
+
+def test_the_same_traffic_gives_the_same_events():
+    case = {
+        "seed": 3, "kv_tokens": 320, "page_tokens": 4, "max_running": 6, "chunked_prefill_tokens": 48,
+        "ignore_eos": False, "gap_s": 0.01, "longest": 60,
+    }  # fmt: skip
+    first, second = (play(case, Dlpm(quantum=50.0), 7)[1] for _ in range(2))
+    assert first == second
+
+
+def test_the_random_traffic_reaches_every_rule():
+    """Otherwise the laws above say little."""
+    met: Counter[str] = Counter()
+    for seed in range(10):
+        case = {
+            "seed": seed, "kv_tokens": 320, "page_tokens": 4, "max_running": 6, "chunked_prefill_tokens": 16,
+            "ignore_eos": False, "gap_s": 0.08, "longest": 200,
+        }  # fmt: skip
+        replica, events = play(case, Dlpm(quantum=50.0), 7)
+        met["retractions"] += replica.meters.retractions
+        met["cached"] += replica.meters.cached_tokens
+        met["removed"] += sum(isinstance(event, Removed) for event in events)
+        met["aborted"] += sum(event.aborted for event in finished(events).values())
+    assert min(met[name] for name in ("retractions", "cached", "removed", "aborted")) > 5, met
+
+
+@pytest.mark.parametrize("policy", [Vtc, lambda: Dlpm(quantum=100.0)])
+@pytest.mark.parametrize("seed", range(4))
+def test_backlogged_clients_differ_by_no_more_than_the_bound(policy, seed):
+    """Theorem 4.1's 2(U + Q), and VTC's, after each step; U as the queue has seen it."""
+    random = Random(seed)
+    settings = Settings(kv_tokens=2000, page_tokens=4, chunked_prefill_tokens=64, progress_steps=1)
+    replica = Replica(FairQueue(policy()), Seconds(), settings)
+    sent: Counter[str] = Counter()
+    lags: dict[str, tuple[int, int, float, float]] = {}
+    worst, now_s = 0.0, 0.0
+    for _ in range(1500):
+        for client, depth in (("flood", 20), ("steady", 4), ("long", 2)):
+            while sum(job.client == client for job in replica.queue.waiting()) < depth:
+                sent[client] += 1
+                own = random.randint(1, 120 if client == "long" else 30)
+                tokens = packed(
+                    *range(40 * (client == "flood")), *(random.randrange(10**6) for _ in range(own))
+                )
+                replica.arrive(
+                    request(f"{client}{sent[client]}", tokens, random.randint(1, 40), client), now_s
+                )
+        replica.advance(replica.next_s)
+        now_s = replica.next_s
+        clients = replica.queue.status()["clients"]
+        for one, other in (("flood", "steady"), ("steady", "long"), ("flood", "long")):
+            lead = clients[one]["service"] - clients[other]["service"]
+            backlogs = clients[one]["backlog"], clients[other]["backlog"]
+            before = lags.get(one + other)
+            if None in backlogs:
+                lags.pop(one + other, None)
+            elif before is None or before[:2] != backlogs:
+                lags[one + other] = (*backlogs, lead, lead)
+            else:
+                least, most = min(before[2], lead), max(before[3], lead)
+                lags[one + other] = (*backlogs, least, most)
+                worst = max(worst, most - least)
+    bound = replica.queue.bound()
+    assert replica.meters.retractions == 0
+    assert 0.05 * bound < worst <= bound
+
+
+# ---- the real scheduler
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("name", LOADS)
+def test_the_real_scheduler_admits_the_same_requests_with_the_same_cached_tokens(name, real_traces):
+    """SGLang's scheduler, tree cache and allocator without a model, beside the simulated replica, call by call."""
+    real = real_traces[name]
+    simulated = Traced(load(name)).simulate()
+    assert simulated == real
+    assert {"admit", "finish"} <= {call[0] for call in real}
+
+
+@pytest.fixture(scope="module")
+def real_traces() -> dict[str, list[list]]:
+    ended = subprocess.run(
+        [sys.executable, "-m", "tests.sim_traces"],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return json.loads(ended.stdout.splitlines()[-1])

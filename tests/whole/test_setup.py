@@ -1,0 +1,145 @@
+"""The set-up: one lock with everything, one version of SGLang, targets that explain themselves."""
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from sglang_fair.overlay import SGLANG_VERSION
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+LOCK = dict(
+    line.split("==")
+    for line in (ROOT / "requirements/cpu.txt").read_text().splitlines()
+    if line[:1] not in ("#", "")
+)
+
+
+def canonical(requirement: str) -> str:
+    return re.sub(r"[-_.]+", "-", re.split(r"[^A-Za-z0-9._-]", requirement)[0]).lower()
+
+
+def requirements(file: str) -> list[str]:
+    lines = (ROOT / "requirements" / file).read_text().splitlines()
+    return [line for line in lines if line.strip() and not line.startswith("#")]
+
+
+class TestLock:
+    def test_it_has_all_that_the_project_asks_for(self) -> None:
+        project = PROJECT["project"]
+        asked = project["dependencies"] + project["optional-dependencies"]["dev"] + requirements("cpu.in")
+        assert {canonical(one) for one in asked} <= set(LOCK)
+
+    def test_what_is_dropped_is_not_in_it(self) -> None:
+        dropped = [one for one in requirements("overrides.txt") if "'never'" in one]
+        assert dropped
+        assert not {canonical(one) for one in dropped} & set(LOCK)
+        assert not [name for name in LOCK if name.startswith(("nvidia-", "cuda-"))]
+
+    def test_one_version_of_sglang(self) -> None:
+        assert LOCK["sglang"] == SGLANG_VERSION
+        assert f"sglang=={SGLANG_VERSION}" in PROJECT["project"]["optional-dependencies"]["cuda"]
+        assert f"FROM lmsysorg/sglang:v{SGLANG_VERSION} AS cuda" in (ROOT / "Dockerfile").read_text()
+
+
+class TestMake:
+    def test_help_names_every_target(self) -> None:
+        shown = make("help")
+        phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert phony
+        for target in phony[1].split():
+            assert re.search(rf"^\W*(\[1m)?{target}\b", shown, re.MULTILINE), target
+
+    def test_torch_comes_first_and_with_its_dependencies(self, tmp_path: Path) -> None:
+        steps = make(
+            "-n", "setup", f"VENV={tmp_path}/v", "DEVICE=cpu", "TORCH_INDEX=https://torch.example"
+        ).splitlines()
+        torch = next(i for i, step in enumerate(steps) if f"'torch=={LOCK['torch']}'" in step)
+        lock = next(i for i, step in enumerate(steps) if "-r requirements/cpu.txt" in step)
+        check = next(i for i, step in enumerate(steps) if "check_install.py cpu" in step)
+        assert "--no-deps" not in steps[torch]
+        assert steps[torch].endswith("--index-url https://torch.example")
+        assert "--no-deps" in steps[lock]
+        assert torch < lock < check
+
+    def test_what_is_set_up_is_not_set_up_again(self, tmp_path: Path) -> None:
+        stamps = tmp_path / "v/.make"
+        stamps.mkdir(parents=True)
+        for name in ("venv", "cpu"):
+            (stamps / name).touch()
+        assert "Nothing to be done" in make("setup", f"VENV={tmp_path}/v")
+        os.utime(stamps / "cpu", (1, 1))
+        assert "check_install.py cpu" in make("-n", "setup", f"VENV={tmp_path}/v")
+
+    def test_a_gpu_environment_stays_one(self, tmp_path: Path) -> None:
+        assert "[cuda,dev]" in make("-n", "setup", f"VENV={tmp_path}/v", "DEVICE=cuda")
+        (tmp_path / "v/.make").mkdir(parents=True)
+        (tmp_path / "v/.make/cuda").touch()
+        assert "requirements/cpu.txt" not in make("-n", "check", f"VENV={tmp_path}/v")
+
+    def test_a_missing_python_is_one_line(self, tmp_path: Path) -> None:
+        done = subprocess.run(
+            ["make", "-C", str(ROOT), "setup", f"VENV={tmp_path}/v", "PYTHON=python3.99"],
+            capture_output=True, text=True, check=False, env=clean_environment(),
+        )  # fmt: skip
+        assert done.returncode != 0
+        assert done.stderr.startswith("setup: python3.99 is not installed (PYTHON= names another)\n")
+
+
+def test_ci_runs_what_the_readme_says() -> None:
+    script = ROOT / ".ci/run"
+    assert os.access(script, os.X_OK)
+    assert script.read_text().rstrip().endswith("exec make test")
+
+
+@pytest.mark.parametrize(
+    ("hidden", "said"),
+    [
+        ("torch", "cannot be imported"),
+        ("sglang_fair", "not installed"),
+    ],
+)
+def test_a_broken_installation_is_named_in_one_line(hidden: str, said: str) -> None:
+    code = (
+        "import runpy, sys\n"
+        f"sys.modules[{hidden!r}] = None\n"
+        "sys.argv[1:] = ['cpu']\n"
+        "runpy.run_path('scripts/check_install.py', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("setup: ")
+    assert said in line
+
+
+def make(*arguments: str) -> str:
+    """What `make` prints; the variables of a `make` that runs these tests are not its business."""
+    done = subprocess.run(
+        ["make", "-C", str(ROOT), *arguments],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=clean_environment(),
+    )
+    return done.stdout
+
+
+def clean_environment() -> dict[str, str]:
+    ours = (
+        "VENV",
+        "DEVICE",
+        "PYTHON",
+        "TORCH_INDEX",
+        "ARGS",
+        "MAKEFLAGS",
+        "MFLAGS",
+        "MAKELEVEL",
+        "MAKEOVERRIDES",
+    )
+    return {name: value for name, value in os.environ.items() if name not in ours}

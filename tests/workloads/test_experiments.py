@@ -1,0 +1,463 @@
+"""Experiments: every one of the registry keeps the contract; the runner resumes and goes on; records make the page."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from tests.live import lives
+from tests.odd_experiments import Odd
+from workloads.driver import Plan
+from workloads.experiments import EXPERIMENTS, curves, results, runner, store, style, vtc_setting
+from workloads.experiments.command import chosen, main, on_page
+from workloads.experiments.contract import (
+    SIZES,
+    Cell,
+    Claim,
+    Report,
+    Result,
+    Table,
+    Traffic,
+    medians,
+    shown,
+    verdict,
+)
+from workloads.experiments.dlpm_table2 import WORKLOADS, Table2
+from workloads.experiments.runner import Failed, Made
+from workloads.experiments.senders import clients_of, even, on_off, poisson, sender, traffic
+from workloads.simulation import Site
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+ALL = pytest.mark.parametrize("experiment", EXPERIMENTS.values(), ids=list(EXPERIMENTS))
+
+
+# ---- the registry
+
+
+@ALL
+@pytest.mark.parametrize("size", SIZES)
+def test_cells_are_unique_and_survive_json(experiment, size):
+    cells = experiment.cells(size)
+    assert cells
+    assert len({cell.name for cell in cells}) == len(cells)
+    for cell in cells:
+        told = json.loads(json.dumps(cell.to_json()))
+        assert told == cell.to_json()
+        assert Site.from_json(told["site"]) == cell.site
+
+
+@ALL
+def test_quick_is_not_larger_than_full(experiment):
+    quick, full = (runner.jobs_of({experiment.id: experiment}, size) for size in SIZES)
+    assert len(quick) <= len(full)
+    assert sum(job.cell.simulated_s for job in quick) <= sum(job.cell.simulated_s for job in full)
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_an_experiment_says_what_it_is(name):
+    experiment = EXPERIMENTS[name]
+    assert experiment.id == name
+    assert all((experiment.title, experiment.source, experiment.about))
+    assert experiment.about.endswith(".")
+
+
+def test_a_cell_has_a_name_for_a_file_and_seeds_that_differ():
+    with pytest.raises(ValueError, match="a cell's name"):
+        Cell("../vtc", Site(), Traffic("t"), Plan(1.0))
+    with pytest.raises(ValueError, match="seeds"):
+        Cell("vtc", Site(), Traffic("t"), Plan(1.0), ("0", "0"))
+
+
+def test_a_result_has_medians_and_ranges_over_seeds():
+    result = Result(
+        Cell("vtc", Site(), Traffic("t"), Plan(1.0), ("0", "1", "2")),
+        [{"a": {"b": 3.0}}, {"a": {"b": 1.0}}, {"a": {"b": None}}],
+    )
+    assert result.values("a/b") == [3.0, 1.0]
+    assert result.median("a/b") == 2.0
+    assert result.shown("a/b") == "2 (1 to 3)"
+    assert result.median("a/c") is None
+    for path, known in (("a/b", 2), ("a/c", 0)):
+        with pytest.raises(ValueError, match=f"{known} of 3 runs have {path}"):
+            result.number(path)
+    table = medians("t", "what", {"b, s": "a/b", "c": "a/c"}, {"one": result, "two": result})
+    assert table.columns == ("what", "b, s", "c")
+    assert table.rows == [("one", "2 (1 to 3)", "–"), ("two", "2 (1 to 3)", "–")]
+
+
+def test_a_curve_without_values_has_no_numbers():
+    line = [0.0, 1.0, 2.0, 3.0], [None, 2.0, 4.0, None]
+    assert curves.between(line) == [2.0, 4.0]
+    assert (curves.average(line), curves.largest(line, 0.0, 1.0), curves.variation(line)) == (3.0, 2.0, 1 / 3)
+    for number in (curves.average, curves.largest, curves.variation):
+        with pytest.raises(ValueError, match="no value from 3 to 9"):
+            number(line, 3.0, 9.0)
+    with pytest.raises(ValueError, match="mean of a curve is 0"):
+        curves.variation(([0.0], [0.0]))
+
+
+def test_rates_that_nobody_has_are_not_equal():
+    cell = Cell("vtc", Site(), Traffic("t"), Plan(1.0))
+    rates = {"a": [3.0, 1.0, None], "b": [1.0, 1.0, 1.0]}
+    result = Result(cell, [{"curves": {"times_s": [60.0, 70.0, 80.0], "rate": rates}}])
+    assert vtc_setting.largest_gap(result, "a", "b") == 1.0
+    assert vtc_setting.largest_gap(result, "a", "b", since_s=61.0) == 0.0
+    with pytest.raises(ValueError, match="no value"):
+        vtc_setting.largest_gap(result, "a", "b", since_s=71.0)
+
+
+def test_numbers_and_verdicts_for_people():
+    assert [shown(value) for value in (None, "x", 0.0, 1.23456, 123.4, 12345.6)] == [
+        "–", "x", "0", "1.23", "123", "12,346",
+    ]  # fmt: skip
+    assert [verdict(True), verdict(False, partly=True), verdict(False)] == ["yes", "partly", "no"]
+    with pytest.raises(ValueError, match="not as wide"):
+        Table("t", ("a", "b"), [("only one",)])
+
+
+# ---- traffic
+
+
+def test_senders_are_told_by_json_and_depend_on_the_seed_alone():
+    told = traffic(
+        "t",
+        sender("even", even(60), 8, 4),
+        sender("waiting", even(60, 5), 8, 4),
+        sender("on-off", on_off(60, 5, 5), 8, 4),
+        sender("poisson", poisson(60), 8, 4),
+        sender("ramp", {"kind": "ramp", "rpm": 6, "to_rpm": 120, "over_s": 20}, 8, 4),
+        sender("phases", {"kind": "phases", "phases": [[10, even(60)], [10, even(120)]]}, 8, 4),
+    )
+    times = {
+        seed: {client.name: client.arrival_times(until_s=20) for client in clients_of(told, seed)}
+        for seed in "01"
+    }
+    again = {client.name: client.arrival_times(until_s=20) for client in clients_of(told, "0")}
+    assert times["0"] == again != times["1"]
+    assert len(times["0"]["even"]) == 20
+    assert sum(time_s < 0.001 for time_s in times["0"]["waiting"]) == 5
+    assert len(times["0"]["waiting"]) == 25
+    assert all(time_s % 10 < 5 for time_s in times["0"]["on-off"])
+    assert sum(time_s < 10 for time_s in times["0"]["phases"]) == 10
+    assert len(times["0"]["phases"]) == 30
+    assert sum(time_s < 10 for time_s in times["0"]["ramp"]) < len(times["0"]["ramp"]) / 2
+    with pytest.raises(ValueError, match="no arrivals 'never'"):
+        clients_of(traffic("t", sender("a", {"kind": "never"}, 1, 1)), "0")
+
+
+def test_a_prompt_is_like_no_other():
+    told = traffic("t", *(sender(name, even(60), 16, 4) for name in "ab"))
+    prompts = {
+        next(client.program(index)).prompt
+        for seed in "01"
+        for client in clients_of(told, seed)
+        for index in range(20)
+    }
+    assert len({prompt[:64] for prompt in prompts}) == 80
+    assert {len(prompt) for prompt in prompts} == {64}
+
+
+@pytest.mark.parametrize("name", ["qa", "tot", "judge"])
+def test_programs_are_as_long_as_those_of_the_papers_table(name):
+    paper = WORKLOADS[name]
+    [cell] = [cell for cell in Table2().cells("full") if cell.name == name]
+    found = Table2().run(cell, "0").values
+    assert found["common_tokens"] == pytest.approx(paper.prefix_tokens, rel=0.05)
+    assert found["output_tokens"] == pytest.approx(paper.output_tokens, rel=0.05)
+
+
+# ---- the runner
+
+
+def make(folder, experiment, size="full", **more):
+    """Run what has no record; returns what failed."""
+    jobs = runner.missing(runner.jobs_of({"odd": experiment}, size), folder)
+    how = runner.here({"odd": experiment})
+    return runner.run(
+        jobs, folder=folder, size=size, carry_out=how, versions={"commit": "abc"}, machine={}, **more
+    )
+
+
+def test_a_second_run_makes_nothing_and_a_changed_cell_alone_is_made_again(tmp_path):
+    first = Odd([("a", {"x": 1}), ("b", {"x": 2})], ("0", "1"))
+    assert make(tmp_path, first) == []
+    assert first.ran == [("a", "0"), ("a", "1"), ("b", "0"), ("b", "1")]
+    second = Odd([("a", {"x": 1}), ("b", {"x": 3})], ("0", "1", "2"))
+    make(tmp_path, second)
+    assert second.ran == [("a", "2"), ("b", "0"), ("b", "1"), ("b", "2")]
+    third = Odd([("a", {"x": 1}), ("b", {"x": 3})])
+    make(tmp_path, third)
+    assert third.ran == []
+    assert store.read(store.path_of(tmp_path, "odd", "b", "0")).measured["y"] == 6
+    third.version = 2
+    make(tmp_path, third)
+    assert third.ran == [("a", "0"), ("b", "0")]
+
+
+@pytest.mark.parametrize("text", ["{", '{"schema": 0}', '{"schema": 1}'])
+def test_a_record_that_cannot_be_read_is_made_again(tmp_path, text):
+    make(tmp_path, Odd([("a", {"x": 1})]))
+    store.path_of(tmp_path, "odd", "a", "0").write_text(text)
+    again = Odd([("a", {"x": 1})])
+    make(tmp_path, again)
+    assert again.ran == [("a", "0")]
+
+
+def test_a_cell_that_fails_is_named_and_the_others_go_on(tmp_path):
+    cells = [("a", {"fails": True}), ("b", {"x": 2})]
+    [(job, failed)] = make(tmp_path, Odd(cells))
+    assert (job.name, failed.error) == ("odd a", "RuntimeError: it is broken")
+    assert [record.name for record in store.read_folder(tmp_path, ["odd"])] == ["b"]
+    mended = Odd([("a", {"x": 1}), ("b", {"x": 2})])
+    assert make(tmp_path, mended) == []
+    assert mended.ran == [("a", "0")]
+    assert not [path for path in tmp_path.rglob("*") if path.name.startswith(".")]
+
+
+def test_an_interruption_keeps_what_was_made(tmp_path):
+    def stop(job, outcome):
+        raise KeyboardInterrupt
+
+    experiment = Odd([("a", {"x": 1}), ("b", {"x": 2})])
+    with pytest.raises(KeyboardInterrupt):
+        make(tmp_path, experiment, watch=runner.Watch(ended=stop))
+    rest = Odd([("a", {"x": 1}), ("b", {"x": 2})])
+    make(tmp_path, rest)
+    assert rest.ran == [("b", "0")]
+
+
+def test_a_worker_that_dies_fails_its_cell_alone():
+    from tests.odd_experiments import EXPERIMENTS as ODD
+
+    jobs = runner.jobs_of(ODD, "quick")
+    ended = {
+        job.cell.name: outcome
+        for job, outcome in runner.in_processes(1, "tests.odd_experiments")(jobs, lambda _: None)
+    }
+    assert isinstance(ended["good"], Made)
+    assert isinstance(ended["late"], Made)
+    assert ended["bad"] == Failed("its process died with exit code 7")
+    assert ended["late"].measured.values["y"] == 4
+
+
+ABANDONS = """
+from multiprocessing import active_children
+from tests.odd_experiments import Odd
+from workloads.experiments import runner
+
+if __name__ == "__main__":
+    jobs = runner.jobs_of({"odd": Odd([("long", {"sleeps": True})])}, "quick")
+    say = lambda _: print(*(child.pid for child in active_children()), flush=True)
+    list(runner.in_processes(1, "tests.odd_experiments")(jobs, say))
+"""
+
+
+def test_a_worker_ends_with_its_parent(tmp_path):
+    """However that ends."""
+    script = tmp_path / "abandons.py"
+    script.write_text(ABANDONS)
+    root = Path(__file__).parents[2]
+    given = {"cwd": root, "env": {**os.environ, "PYTHONPATH": str(root)}, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, str(script)], text=True, **given) as parent:
+        [pid] = map(int, parent.stdout.readline().split())
+        parent.kill()
+    deadline_s = time.monotonic() + 30
+    while lives(pid) and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    assert not lives(pid)
+
+
+def test_curves_are_kept_of_the_first_seed_alone(tmp_path):
+    make(tmp_path, Odd([("a", {"x": 1})], ("5", "1")))
+    kept = {record.seed: set(record.measured) for record in store.read_folder(tmp_path, ["odd"])}
+    assert kept == {"5": {"y", "deep", "curves"}, "1": {"y", "deep"}}
+
+
+# ---- records and the page
+
+
+CELLS = (("a", {"x": 1}), ("b", {"x": 2}))
+
+
+def records_of(tmp_path, cells=CELLS, seeds=("0",)):
+    make(tmp_path / "made", Odd(cells, seeds))
+    return store.read_folder(tmp_path / "made", ["odd"])
+
+
+def test_records_survive_publishing(tmp_path):
+    records = records_of(tmp_path, seeds=("0", "1"))
+    records[0] = replace(records[0], versions={"commit": "other"})
+    store.publish(tmp_path / "docs", records)
+    assert store.read_published(tmp_path / "docs") == records
+    before = (tmp_path / "docs" / "odd.json").read_text()
+    store.publish(tmp_path / "docs", list(reversed(records)))
+    assert (tmp_path / "docs" / "odd.json").read_text() == before
+
+
+def test_the_page_is_a_function_of_the_records_whatever_their_order(tmp_path):
+    records = records_of(tmp_path, seeds=("0", "1"))
+    shuffled = Random(1).sample(records, len(records))
+    page = results.page(records, {"odd": Odd(CELLS, ("0", "1"))})
+    assert results.page(shuffled, {"odd": Odd(CELLS, ("0", "1"))}) == page
+    for part in ("2.5 (2 to 3)", "Nobody, Figure 0", "odd-y.png", "The sum is 6", "commit abc"):
+        assert part in page
+
+
+def test_the_page_says_where_we_differ_and_why(tmp_path):
+    differs = results.page(records_of(tmp_path), {"odd": Odd([("a", {"x": 1})])})
+    assert "0 hold here, 1 hold in part, 0 do not" in differs
+    assert "Where we differ" in differs
+    assert "Paper: 6. Here: 2. Other numbers." in differs
+    assert "Where we differ" not in results.page(records_of(tmp_path), {"odd": Odd(CELLS)})
+
+
+def test_an_experiment_without_all_its_records_has_no_claims(tmp_path):
+    page = results.page(records_of(tmp_path), {"odd": Odd([*CELLS, ("c", {"x": 3})])})
+    assert "Not complete: without c." in page
+    assert "The sum is 6" not in page
+
+
+def test_a_record_of_another_form_of_its_cell_is_not_reported(tmp_path):
+    page = results.page(records_of(tmp_path), {"odd": Odd([("a", {"x": 1}), ("b", {"x": 5})])})
+    assert "Not complete: without b." in page
+    later = Odd(CELLS)
+    later.version = 2
+    assert "Not complete: without a, b." in results.page(records_of(tmp_path), {"odd": later})
+
+
+def test_a_report_that_fails_is_named_and_the_others_are_made(tmp_path):
+    records = records_of(tmp_path)
+    records += [replace(record, experiment="other", measured={"y": None}) for record in records]
+    told = results.reports(records, {"odd": Odd(CELLS), "other": Odd(CELLS)})
+    assert told[0].report is not None
+    assert (told[1].report, told[1].error) == (None, "ValueError: cell a: 0 of 1 runs have y")
+    page = results.page(records, {"odd": Odd(CELLS), "other": Odd(CELLS)})
+    assert "No report: ValueError: cell a: 0 of 1 runs have y." in page
+    assert "The sum is 6" in page
+
+
+def test_quick_and_full_records_are_not_mixed(tmp_path):
+    records = records_of(tmp_path)
+    with pytest.raises(ValueError, match="quick and full"):
+        results.page([records[0], replace(records[1], size="quick")], {"odd": Odd(CELLS)})
+
+
+def test_equal_records_give_equal_plots(tmp_path):
+    told = results.reports(records_of(tmp_path), {"odd": Odd(CELLS)})
+    first, second = (results.draw(told, tmp_path / name) for name in "ab")
+    assert [path.name for path in first] == ["odd-y.png", "odd-y.svg"]
+    assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
+
+
+def test_numbers_are_kept_short_and_finite():
+    kept = store.rounded(
+        {"a": 1.23456789, "b": float("nan"), "c": [float("inf"), 3.0, 7], "d": True, "e": None}
+    )
+    assert kept == {"a": 1.2346, "b": None, "c": [None, 3, 7], "d": True, "e": None}
+    json.dumps(kept, allow_nan=False)
+
+
+def test_schedulers_have_colours():
+    assert style.scheduler_colour("DLPM") == style.scheduler_colour("D2LPM") != style.scheduler_colour("VTC")
+    with pytest.raises(KeyError):
+        style.scheduler_colour("unheard of")
+
+
+@pytest.mark.skipif(not (DOCS / "results.md").exists(), reason="no results are published")
+def test_the_committed_page_is_what_the_committed_records_yield():
+    records = store.read_published(DOCS / "results")
+    assert results.page(records, on_page(EXPERIMENTS)) == (DOCS / "results.md").read_text(encoding="utf-8")
+    for one in results.reports(records, on_page(EXPERIMENTS)):
+        assert one.report is not None, f"{one.experiment.id} misses {one.missing}"
+        for claim in one.report.claims:
+            assert claim.text
+            assert claim.paper, f"{claim.text}: no number of the paper's"
+            assert claim.holds == "yes" or claim.why, f"{claim.text}: does not hold, and nobody says why"
+        for figure in one.report.figures:
+            assert (DOCS / "results" / results.figure_file(one.experiment.id, figure, "png")).exists()
+
+
+# ---- the command
+
+
+def test_the_command_runs_shows_and_writes_the_page(tmp_path, capsys):
+    odd = {"odd": Odd(CELLS)}
+    page, out = tmp_path / "page.md", tmp_path / "out"
+    given = ["all", "--jobs", "0", "--out", str(out), "--page", str(page)]
+    assert main(given, experiments=odd) == 0
+    assert page.read_text() == results.page(store.read_folder(out, odd), odd)
+    assert (out / "plots" / "odd-y.svg").exists()
+    assert main(given, experiments=odd) == 0
+    assert len(odd["odd"].ran) == 2
+    assert main([*given, "--again"], experiments=odd) == 0
+    assert len(odd["odd"].ran) == 4
+    assert "The sum is 6" in capsys.readouterr().out
+
+
+def test_the_command_ends_with_1_after_a_failure(tmp_path, capsys):
+    odd = {"odd": Odd([("a", {"x": 1}), ("b", {"fails": True})])}
+    assert main(["odd", "--quick", "--jobs", "0", "--out", str(tmp_path)], experiments=odd) == 1
+    assert "reproduce: odd b: RuntimeError: it is broken" in capsys.readouterr().err
+
+
+class Nobody(Odd):
+    """Its report fails, or claims what does not hold and does not say why."""
+
+    def __init__(self, fails):
+        super().__init__(CELLS)
+        self.fails = fails
+
+    def report(self, given):
+        if self.fails:
+            raise KeyError("gone")
+        return Report([Claim("All is well", "yes", "no", "no")])
+
+
+@pytest.mark.parametrize(
+    ("fails", "says"), [(True, "odd: No report: KeyError: 'gone'"), (False, "nobody says why this does not")]
+)
+def test_what_is_not_explained_is_not_published(fails, says, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs").mkdir()
+    odd = {"odd": Nobody(fails)}
+    assert main(["odd", "--jobs", "0"], experiments=odd) == (1 if fails else 0)
+    assert main(["odd", "--jobs", "0", "--publish"], experiments=odd) == 2
+    assert says in capsys.readouterr().err
+    assert not list((tmp_path / "docs").iterdir())
+
+
+@pytest.mark.parametrize("given", [[], ["nothing"], ["all", "--publish", "--quick"], ["all", "--jobs", "-1"]])
+def test_the_command_refuses_what_cannot_be_meant(given, capsys):
+    assert main(given, experiments={"odd": Odd(CELLS)}) == 2
+    assert capsys.readouterr().err.startswith("reproduce: ")
+
+
+def test_the_command_lists(tmp_path, capsys):
+    assert main(["--list", "--out", str(tmp_path)], experiments={"odd": Odd(CELLS)}) == 0
+    assert "Nobody, Figure 0" in capsys.readouterr().out
+
+
+def test_experiments_are_chosen_by_pattern_in_the_registrys_order():
+    assert list(chosen(["vtc-fig5", "vtc-fig4"], EXPERIMENTS)) == ["vtc-fig4", "vtc-fig5"]
+    assert list(chosen(["all"], EXPERIMENTS)) == list(EXPERIMENTS)
+    assert "vtc-trace" in chosen(["vtc-*"], EXPERIMENTS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_experiment_runs_and_reports(tmp_path):
+    assert main(["all", "--quick", "--out", str(tmp_path), "--page", str(tmp_path / "page.md")]) == 0
+    records = store.read_folder(tmp_path, EXPERIMENTS)
+    for one in results.reports(records, EXPERIMENTS):
+        assert one.report is not None, one.missing
+        assert one.report.claims or one.report.tables
+        assert all(claim.text and claim.paper and claim.ours for claim in one.report.claims)
+    assert {one.experiment.id for one in results.reports(records, EXPERIMENTS)} == set(EXPERIMENTS)
+    assert max(len(json.dumps(record.measured)) for record in records) < 60_000
