@@ -40,6 +40,7 @@ setup: $(READY) ## install everything into .venv (DEVICE=cuda: with the GPU kern
 check: $(READY) ## the gate, under a minute: lint, format, types, tests without an engine
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q -n auto --dist worksteal -m "$(LIGHT)" $(PYTEST_ARGS)
 
