@@ -139,6 +139,7 @@ class Dlpm(Policy):
             self.refills += 1
             while (client := self._parked.first()) is not None and self._eligible_from(client) <= self._round:
                 self._seat(client)
+            self._forget()
         return self._queues.head(client)
 
     def hold(self, job: Job) -> None:
@@ -148,7 +149,6 @@ class Dlpm(Policy):
     def release(self) -> None:
         for client in self._queues.release():
             self._seat(client)
-        self._forget()
 
     def charge(self, client: str, units: float) -> None:
         account, weight = self._account(client), self.weights.of(client)

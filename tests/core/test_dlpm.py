@@ -667,6 +667,25 @@ def test_being_forgotten_never_pays():
     assert 0 <= policy.deficit("a") <= 3
 
 
+@pytest.mark.parametrize("passes_begin", [False, True])
+def test_a_debtor_is_absent_with_credit_from_the_round_that_pays_it(passes_begin):
+    """Regression: it joined the creditors only at the next `release` or `idle`, so whether a pass had begun between
+    decided which of two absent clients was forgotten."""
+    policy = Dlpm(quantum=10, remembered_clients=1)
+    policy.arrive(long := Job("long", "late"))
+    policy.leave(long)
+    policy.charge("late", 1)  # runs until the end, with credit
+    serve(policy, "debtor", 15)
+    policy.arrive(job := Job("poor", "poor"))
+    policy.charge("poor", 12)
+    assert policy.pick() is job
+    assert policy.counters() == {"late": 9, "debtor": 5, "poor": 8}, "one round passed"
+    if passes_begin:
+        policy.release()
+    policy.idle("late")
+    assert sorted(policy.counters()) == ["late", "poor"]
+
+
 @DLPM
 @given(case=cases(), quantum=QUANTA, remembered=st.integers(0, 2))
 def test_no_bound_depends_on_whom_is_remembered(case, quantum, remembered):
