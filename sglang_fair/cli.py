@@ -393,8 +393,8 @@ def models(
 ) -> None:
     """List the models that come with the package, or prepare one."""
     if name is not None:
-        _become("sglang_fair.engines.models", ["resolve", name])
-    from sglang_fair.engines import models as known
+        _become("sglang_fair.models", ["resolve", name])
+    import sglang_fair.models as known
 
     typer.echo((known.__doc__ or "").strip())
 

@@ -1,5 +1,6 @@
 """Measurements of this package's own cost, on SGLang's real data structures."""
 
+import argparse
 import json
 import sys
 from collections.abc import Callable
@@ -33,3 +34,11 @@ def carry_out(
         print(f"sglang-fair bench {name}: interrupted", file=sys.stderr)
         raise SystemExit(130) from None
     return result
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Positive numbers, separated by commas: the value of a command line option."""
+    values = tuple(int(part) for part in text.split(","))
+    if min(values) < 1:
+        raise argparse.ArgumentTypeError(f"must be positive numbers, not {text!r}")
+    return values

@@ -38,8 +38,8 @@ import psutil
 
 from sglang_fair.bench import Show, carry_out
 from sglang_fair.bench.instant import MODEL, STREAM_TOKENS
-from sglang_fair.engines.bench_scheduler import cpu_name
-from sglang_fair.engines.models import find
+from sglang_fair.common.provenance import processor
+from sglang_fair.models.catalog import find
 
 CONNECTIONS = 32
 PREFIXES, PREFIX_CHARS, OWN_CHARS = 64, 3_000, 1_000
@@ -390,7 +390,7 @@ async def run(options: argparse.Namespace, show: Show) -> dict[str, Any]:
             rows += await measure("sglang-router", theirs, first, options, show, processes)
     finally:
         children.close()
-    machine = {"cpu": cpu_name(), "cores": os.cpu_count(), "load_before": load_before}
+    machine = {"cpu": processor(), "cores": os.cpu_count(), "load_before": load_before}
     return {
         "bench": "gateway",
         "seed": options.seed,

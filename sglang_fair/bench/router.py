@@ -47,8 +47,8 @@ from router.collector import collect_young_only
 from router.core import Router
 from router.events import Arrive, Done, Event, Place, Query, Removed, Stored, WorkerUp
 from router.placement import PLACEMENTS, build
-from sglang_fair.bench import carry_out
-from sglang_fair.engines.bench_scheduler import cpu_name, numbers
+from sglang_fair.bench import carry_out, numbers
+from sglang_fair.common.provenance import processor
 
 PAGE = 16
 HEADS = 16
@@ -321,7 +321,7 @@ def setting(options: argparse.Namespace) -> dict[str, Any]:
             **{name: version(name) for name in ("numpy", "msgspec", "sglang-fair")},
         },
         "machine": {
-            "cpu": cpu_name(),
+            "cpu": processor(),
             "cores": os.cpu_count(),
             "load_before": [round(load, 2) for load in os.getloadavg()],
         },

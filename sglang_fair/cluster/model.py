@@ -15,7 +15,8 @@ from typing import Any
 
 from sglang_fair.cluster.plan import Model
 from sglang_fair.common.processes import die_with_parent
-from sglang_fair.engines import models
+from sglang_fair.models.catalog import find
+from sglang_fair.models.folder import Progress as Say
 
 GATEWAY_FILES = ("config.json", "tokenizer*", "*.jinja", "special_tokens_map.json", "generation_config.json")
 """What a gateway needs of a model that is not on this disk; SGLang fetches the rest."""
@@ -27,10 +28,10 @@ class NoModel(RuntimeError):
     """There is no such model, or it cannot be prepared; the text is one line."""
 
 
-def describe(name: str, progress: models.Progress | None = None) -> Model:
+def describe(name: str, progress: Say | None = None) -> Model:
     """The model called `name`, prepared or fetched as far as a gateway needs it. Raises `NoModel`."""
     try:
-        found = models.find(name, progress)
+        found = find(name, progress)
         folder = Path(found.path)
         if not folder.is_dir():
             folder = _fetch(found.path, progress)
@@ -54,7 +55,7 @@ def estimate_bytes(config: Mapping[str, Any]) -> int:
     return BYTES_PER_PARAMETER * (layers * (attention + 3 * hidden * intermediate) + embeddings)
 
 
-def _fetch(model_id: str, progress: models.Progress | None) -> Path:
+def _fetch(model_id: str, progress: Say | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 

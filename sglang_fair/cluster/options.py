@@ -13,7 +13,7 @@ from sglang_fair.core import POLICIES, make_policy
 from sglang_fair.core import options as policy_options
 from sglang_fair.core.cost import Cost, make_cost
 from sglang_fair.core.payers import FIRST, make_payers
-from sglang_fair.engines.emulated.settings import Emulation
+from sglang_fair.sim.emulation import Emulation
 
 Device = Literal["cpu", "cuda"]
 

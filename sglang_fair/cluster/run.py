@@ -22,7 +22,7 @@ from sglang_fair.cluster.plan import Machine, Model, Plan, build, check_memory, 
 from sglang_fair.cluster.ports import PortTaken, Reservations, choose, claim
 from sglang_fair.cluster.supervisor import StartFailed, Supervisor
 from sglang_fair.cluster.workers import Workers
-from sglang_fair.engines.models import EMULATED
+from sglang_fair.models.catalog import EMULATED
 
 STOPPED, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 """Exit codes: stopped as asked; could not start or go on; bad input; stopped before it was ready."""

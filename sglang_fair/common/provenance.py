@@ -31,12 +31,16 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def processor() -> str:
+    """The processor's name, empty where the system does not say."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
 def machine() -> dict[str, Any]:
     """System, processor, cores, and the load of the last minute."""
-    model = ""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        named = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
-        model = named[0].partition(":")[2].strip() if named else ""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-    return {"system": platform.platform(), "processor": model, "cores": cores(), "load_1min": load}
+    return {"system": platform.platform(), "processor": processor(), "cores": cores(), "load_1min": load}

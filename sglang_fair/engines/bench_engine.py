@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_fair.engines import cpu
-from sglang_fair.engines.models import find
+from sglang_fair.models.catalog import find
 
 PAGE_TOKENS = 16
 POOL_TOKENS = 600_000

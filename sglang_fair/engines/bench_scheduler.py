@@ -36,7 +36,8 @@ from typing import Any
 
 import numpy as np
 
-from sglang_fair.bench import Show, carry_out
+from sglang_fair.bench import Show, carry_out, numbers
+from sglang_fair.common.provenance import processor
 
 PREFIXES = 64
 ADMITTED_PER_STEP = 4
@@ -251,7 +252,7 @@ def setting(seed: int) -> dict[str, Any]:
         "seed": seed,
         "versions": {"python": platform.python_version(), **{name: version(name) for name in names}},
         "machine": {
-            "cpu": cpu_name(),
+            "cpu": processor(),
             "cores": os.cpu_count(),
             "load_before": [round(load, 2) for load in os.getloadavg()],
         },
@@ -260,14 +261,6 @@ def setting(seed: int) -> dict[str, Any]:
         "running": RUNNING,
         "shared_prefixes": PREFIXES,
     }
-
-
-def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -292,13 +285,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if max(options.prompt_tokens) > 16_000 or min(options.prompt_tokens) < 64:
         parser.error("--prompt-tokens must lie between 64 and 16000")
     return options
-
-
-def numbers(text: str) -> tuple[int, ...]:
-    numbers = tuple(int(part) for part in text.split(","))
-    if min(numbers) < 1:
-        raise argparse.ArgumentTypeError(f"must be positive numbers, not {text!r}")
-    return numbers
 
 
 def choose(names: str | None, all_contenders: Sequence[Contender]) -> list[Contender]:

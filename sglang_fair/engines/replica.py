@@ -19,8 +19,8 @@ from sglang_fair.core.cost import make_cost
 from sglang_fair.core.payers import FIRST, RULES
 from sglang_fair.engines import cpu
 from sglang_fair.engines.emulated import settings as emulated
-from sglang_fair.engines.emulated.settings import Emulation
-from sglang_fair.engines.models import EMULATED, Model, find
+from sglang_fair.models.catalog import EMULATED, ServedModel, find
+from sglang_fair.sim.emulation import MAX_RUNNING, Emulation
 from sglang_fair.sim.gpus import GPUS
 from sglang_fair.sim.shapes import SHAPES
 
@@ -164,7 +164,7 @@ def emulation(options: argparse.Namespace) -> Emulation | None:
     return None
 
 
-def server_arguments(options: argparse.Namespace, model: Model, rest: Sequence[str]) -> list[str]:
+def server_arguments(options: argparse.Namespace, model: ServedModel, rest: Sequence[str]) -> list[str]:
     """SGLang's command line for these options. ValueError for an unknown policy or cost."""
     from sglang_fair.overlay.config import SERVER_POLICIES, STOCK_POLICIES, server_name
 
@@ -216,7 +216,7 @@ def server_arguments(options: argparse.Namespace, model: Model, rest: Sequence[s
     kv_tokens, max_running = options.kv_tokens, options.max_running
     if emulates := emulation(options):
         emulates.make_cost()
-        kv_tokens, max_running = kv_tokens or emulates.kv_tokens, max_running or emulated.MAX_RUNNING
+        kv_tokens, max_running = kv_tokens or emulates.kv_tokens, max_running or MAX_RUNNING
         arguments += emulated.server_arguments(emulates)
     elif options.device == "cpu":
         kv_tokens, max_running = kv_tokens or 24_576, max_running or 64

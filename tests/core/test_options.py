@@ -10,7 +10,8 @@ from sglang_fair.cluster.ports import Ports, ReplicaPorts
 from sglang_fair.common.weights import Weights
 from sglang_fair.core import POLICIES, options_of
 from sglang_fair.core.options import make, parse, shown
-from sglang_fair.engines import models, replica
+from sglang_fair.engines import replica
+from sglang_fair.models import catalog as models
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -78,6 +79,6 @@ def test_they_reach_each_replicas_server() -> None:
     plan = build(options, "cpu", machine, Model(Path("tiny"), "tiny", 0), ports)
     for process in plan.of("replica"):
         own, rest = replica.parse(process.argv[3:])
-        found = models.Model("tiny", "/models/tiny", "tiny")
+        found = models.ServedModel("tiny", "/models/tiny", "tiny")
         words = replica.server_arguments(own, found, rest)
         assert words[words.index("--fair-options") + 1] == "limit=5,excess=delay"

@@ -23,12 +23,13 @@ from sglang_fair.cluster.child import Child
 from sglang_fair.cluster.options import ConfigError, Options, check
 from sglang_fair.cluster.plan import LineReady, Machine, Model, Process, build, check_memory
 from sglang_fair.cluster.ports import Ports, ReplicaPorts
-from sglang_fair.engines import models, replica
+from sglang_fair.engines import replica
 from sglang_fair.engines.emulated import settings
-from sglang_fair.engines.emulated.clock import GpuClock, in_words, since
-from sglang_fair.engines.emulated.settings import Emulation
+from sglang_fair.models import catalog as models
 from sglang_fair.sim.answers import answer
 from sglang_fair.sim.cost_model import Fitted, Scaled, make_cost_model, to_json
+from sglang_fair.sim.emulation import Emulation
+from sglang_fair.sim.gpu_clock import GpuClock, in_words, since
 from tests.live import Cluster, Replica, lives, wait_until
 
 A100 = Emulation("a100-80g", "llama-3.1-8b")
@@ -149,7 +150,7 @@ class TestFolder:
 
 
 class TestReplicaArguments:
-    model = models.Model("emulated:llama-3.1-8b", "/m", "llama-3.1-8b-emulated", "dummy", 1, 131_072)
+    model = models.ServedModel("emulated:llama-3.1-8b", "/m", "llama-3.1-8b-emulated", "dummy", 1, 131_072)
 
     def test_memory_and_chunks_are_the_gpu_s(self) -> None:
         options, rest = replica.parse(

@@ -16,7 +16,7 @@ from router.events import Action, Event, WorkerUp
 from router.placement import build
 from router.shell import Shell
 from router.wire import namespace
-from sglang_fair.engines.models import find
+from sglang_fair.models.catalog import find
 from tests.live import Replica, wait_until
 from tests.ports import free_port
 from tests.site import Process

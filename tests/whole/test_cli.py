@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 from sglang_fair import cli
 from sglang_fair.cluster import run, status
 from sglang_fair.cluster.options import Options
-from sglang_fair.engines import models
+from sglang_fair.models import catalog as models
 
 
 def invoke(*arguments: str) -> Result:

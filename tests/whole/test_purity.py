@@ -14,7 +14,7 @@ PURE = sorted(
         *(ROOT / "sglang_fair" / "core").glob("*.py"),
         *(ROOT / "router" / "placement").glob("*.py"),
         *(ROOT / "router" / name for name in ("core.py", "events.py", "radix.py")),
-        *(ROOT / "sglang_fair" / "engines" / "emulated" / name for name in ("clock.py", "settings.py")),
+        ROOT / "sglang_fair" / "engines" / "emulated" / "settings.py",
         *(ROOT / "sglang_fair" / "sim").glob("*.py"),
     ]
 )

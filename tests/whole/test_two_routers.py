@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 from sglang_fair.cluster.ports import Reservations
-from sglang_fair.engines.models import resolve
+from sglang_fair.models.catalog import resolve
 from tests.live import Replica, wait_until
 
 pytestmark = pytest.mark.e2e

@@ -26,7 +26,7 @@ from rich.text import Text
 from router.placement import PLACEMENTS
 from sglang_fair.common.provenance import machine, versions
 from sglang_fair.core import POLICIES
-from sglang_fair.engines.emulated.clock import in_words, since
+from sglang_fair.sim.gpu_clock import in_words, since
 from workloads.clients import SCENARIOS, SMALL, Client, Scale
 from workloads.compare.cluster import Cluster, ClusterError, StartCluster, clocks, flush, verify
 from workloads.compare.probe import Probe, probe
@@ -82,7 +82,7 @@ class Case:
     device: str = "auto"
     engine: str = "auto"
     gpu: str | None = None
-    """With the two below, of an emulated engine; see `sglang_fair.engines.emulated`."""
+    """With the two below, of an emulated engine; see `sglang_fair.sim.emulation`."""
     cost_model: str | None = None
     time_scale: float = 1.0
     replicas: int = 2

@@ -4,11 +4,12 @@ The forward pass is replaced by the time that a cost model says it takes, and th
 by ones drawn from the prompt. What is left is what a comparison of schedulers is about, at true timing, on a
 machine without a GPU.
 
-    settings   which GPU and model, how much KV memory that leaves, SGLang's arguments for it: PURE
-    clock      when the GPU's steps end, and how late the scheduler was: PURE
-    folder     a model folder for it: a configuration of one tiny layer, and a tokenizer of bytes
+    settings   how SGLang's processes learn which GPU and model, and SGLang's arguments for it: PURE
     hooks      where SGLang meets it
     networks   the model class that SGLang loads; it computes nothing
+
+`sim.emulation` says what is emulated, `sim.gpu_clock` when the GPU's steps end and how late the scheduler was, and
+`models.emulated` writes the model folder.
 
 `install` is the entry point `sglang.srt.plugins: sglang_fair_emulated`. A replica to which it did not attach
 does not start: no other code knows the architecture that its model folder names.

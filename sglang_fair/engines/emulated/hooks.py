@@ -14,8 +14,9 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_fair.engines.emulated import settings
-from sglang_fair.engines.emulated.clock import GpuClock
 from sglang_fair.sim.answers import answer
+from sglang_fair.sim.emulation import Emulation
+from sglang_fair.sim.gpu_clock import GpuClock
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ FIRST_ANSWER_TOKENS = 256
 class EmulatedGpu:
     """What stands in for the model in one scheduler's process."""
 
-    def __init__(self, emulation: settings.Emulation) -> None:
+    def __init__(self, emulation: Emulation) -> None:
         self.emulation = emulation
         self.cost = emulation.make_cost()
         self.clock = GpuClock()

@@ -1,0 +1,75 @@
+"""What an emulated replica emulates: one GPU with one model, and how fast its time passes."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sglang_fair.sim.cost_model import CostModel, Scaled, kv_tokens, make_cost_model, to_json
+from sglang_fair.sim.gpus import GPUS, Gpu
+from sglang_fair.sim.shapes import SHAPES, ModelShape
+
+MAX_RUNNING = 256
+"""Requests in a batch where nobody says otherwise: as many as SGLang captures decode graphs for on GPUs from
+60 GiB. Its own limit there, 2048 and more, is beyond what a batch of ordinary prompts has memory for."""
+
+CHUNKED_PREFILL_TOKENS = ((20, 2048), (60, 4096), (160, 8192))
+"""SGLang 0.5.23's default by the GPU's memory: below so many GiB, so many tokens (memory_hook.py)."""
+
+LARGEST_CHUNK_TOKENS = 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class Emulation:
+    """One GPU, the model that it pretends to serve, and how fast its time passes."""
+
+    gpu: str
+    model: str
+    cost_model: str | None = None
+    """As `make_cost_model` reads it, such as a calibration's file; None: the roofline of GPU and model."""
+    time_scale: float = 1.0
+    """Every step takes this many times as long: 0.5 is twice as fast."""
+
+    def __post_init__(self) -> None:
+        for option, value, known in (("--gpu", self.gpu, GPUS), ("--model", self.model, SHAPES)):
+            if value not in known:
+                raise ValueError(
+                    f"--engine emulated: unknown {option} {value!r}; there are {', '.join(known)}"
+                )
+        if not 0 < self.time_scale < float("inf"):
+            raise ValueError(f"--time-scale must be a number above 0, not {self.time_scale}")
+
+    @property
+    def hardware(self) -> Gpu:
+        """The GPU's figures."""
+        return GPUS[self.gpu]
+
+    @property
+    def shape(self) -> ModelShape:
+        """The model's."""
+        return SHAPES[self.model]
+
+    def make_cost(self) -> CostModel:
+        """Seconds that a step takes here. Raises ValueError when `cost_model` cannot be read."""
+        model = make_cost_model(self.cost_model or f"{self.gpu}/{self.model}")
+        return model if self.time_scale == 1.0 else Scaled(model, self.time_scale)
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that the GPU's memory holds beside the model. ValueError when the model does not fit."""
+        return kv_tokens(self.hardware, self.shape)
+
+    @property
+    def chunked_prefill_tokens(self) -> int:
+        """SGLang's default on this GPU."""
+        memory_gib = self.hardware.memory_bytes / 2**30
+        for below_gib, tokens in CHUNKED_PREFILL_TOKENS:
+            if memory_gib < below_gib:
+                return tokens
+        return LARGEST_CHUNK_TOKENS
+
+    def __str__(self) -> str:
+        speed = "" if self.time_scale == 1.0 else f", times x {self.time_scale:g}"
+        return f"emulated {self.gpu} with {self.model}{speed}"
+
+    def describe(self) -> dict[str, Any]:
+        """For records: all that decides how long a step takes."""
+        return {**asdict(self), "cost": to_json(self.make_cost())}
