@@ -1,7 +1,6 @@
 """Which worker for this request: the placements by name. A new one is one file and one line here."""
 
 import json
-from collections.abc import Callable
 from dataclasses import fields
 
 from router.placement.cache_aware import CacheAware
@@ -17,7 +16,7 @@ from router.placement.power_of_two import PowerOfTwo
 from router.placement.preble import Preble
 from router.placement.round_robin import RoundRobin
 
-PLACEMENTS: dict[str, Callable[..., Placement]] = {
+PLACEMENTS: dict[str, type[Placement]] = {
     "d2lpm": D2lpm,
     "d2lpm-tokens": D2lpmTokens,
     "d2lpm-time": D2lpmTime,
@@ -67,7 +66,7 @@ def parse_options(text: str) -> dict[str, object]:
     return found
 
 
-def _known(placement: str) -> Callable[..., Placement]:
+def _known(placement: str) -> type[Placement]:
     if placement not in PLACEMENTS:
         raise ValueError(f"no placement {placement!r}: there are {', '.join(PLACEMENTS)}")
     return PLACEMENTS[placement]

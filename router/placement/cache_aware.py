@@ -21,6 +21,7 @@ before, so another holder, or the first worker if there is none.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from router.placement.contract import Memoryless, Request, WorkerView
 from router.radix import Match
@@ -29,6 +30,8 @@ from router.radix import Match
 @dataclass
 class CacheAware(Memoryless):
     """The thresholds have sglang-router's names and defaults."""
+
+    uses_progress: ClassVar[bool] = False
 
     cache_threshold: float = 0.3
     balance_abs: float = 64

@@ -22,6 +22,7 @@ Debts are kept of every client that owes, as DLPM does; of those that do not, `r
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from router.placement.contract import Ended, Memoryless, Request, WorkerView, least_loaded
 from router.placement.least_tokens import check_prices
@@ -35,6 +36,8 @@ from sglang_fair.core.job import Job
 class CentralizedDlpm(Memoryless):
     """`quantum` is Q^u, for a client across all workers; `slots` are a worker's requests at a time, per unit of
     capacity; the two weights are prices of tokens."""
+
+    uses_progress: ClassVar[bool] = False
 
     quantum: float = 2_000.0
     slots: int = 64

@@ -12,6 +12,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from router.placement.contract import Memoryless, Request, WorkerView
 from router.placement.round_robin import after
@@ -21,6 +22,9 @@ from router.radix import Match
 @dataclass
 class ClientRoundRobin(Memoryless):
     """A pointer for each of the last `max_clients` clients. Forgotten ones start over."""
+
+    uses_caches: ClassVar[bool] = False
+    uses_progress: ClassVar[bool] = False
 
     max_clients: int = 100_000
 

@@ -9,7 +9,7 @@ and requests.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import ClassVar, Protocol, TypeVar, runtime_checkable
 
 from router.events import Outcome
 from router.radix import Match
@@ -91,6 +91,12 @@ class Placement(Protocol):
     any worker that is up; `now_s` never falls.
     """
 
+    uses_caches: ClassVar[bool]
+    """Whether a choice can depend on what workers have cached. Where not, nobody need tell the router."""
+
+    uses_progress: ClassVar[bool]
+    """Whether a choice can depend on how far a running answer has come. Where not, nobody need tell the router."""
+
     def place(
         self, request: Request, match: Match, workers: Sequence[WorkerView], now_s: float
     ) -> str | None:
@@ -143,6 +149,9 @@ class Holding(Protocol):
 
 class Memoryless:
     """What a placement does that decides by what it is shown: it remembers nothing."""
+
+    uses_caches: ClassVar[bool] = True
+    uses_progress: ClassVar[bool] = True
 
     def placed(self, request: Request, worker: str, match: Match, now_s: float) -> None:
         """Changes nothing."""

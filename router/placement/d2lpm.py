@@ -28,7 +28,7 @@ idea of what makes a worker the better one.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from router.placement.contract import Ended, Request, WorkerView, least_loaded
 from router.placement.credit import Credits
@@ -45,6 +45,9 @@ class Credited:
     `charge` "full" charges the whole prompt, as the paper does; "extend" only what the worker is not believed
     to hold. `client_weights` are 1 unless given. `max_clients` are remembered one by one.
     """
+
+    uses_caches: ClassVar[bool] = True
+    uses_progress: ClassVar[bool] = True
 
     worker_quantum: float = 20_000.0
     extend_weight: float = 1.0
@@ -97,6 +100,8 @@ class Credited:
 @dataclass
 class D2lpm(Credited):
     """`cache_threshold` is the part of a prompt, from 0 to 1, beyond which a match is followed."""
+
+    uses_progress: ClassVar[bool] = False
 
     cache_threshold: float = 0.0
 

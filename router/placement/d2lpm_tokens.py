@@ -10,6 +10,7 @@ expected lengths of answers, and so is as even as they are right.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from router.placement.contract import WorkerView, least
 from router.placement.d2lpm import D2lpm
@@ -19,6 +20,8 @@ from router.placement.least_tokens import owed
 @dataclass
 class D2lpmTokens(D2lpm):
     """The two weights are prices in the charges and in the loads alike."""
+
+    uses_progress: ClassVar[bool] = True
 
     def _least_loaded(self, workers: Sequence[WorkerView]) -> str:
         return least(workers, owed(workers, self.extend_weight, self.output_weight)).name

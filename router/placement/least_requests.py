@@ -6,6 +6,7 @@ blind to their length and to caches.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from router.placement.contract import Memoryless, Request, WorkerView, least_loaded
 from router.radix import Match
@@ -14,6 +15,9 @@ from router.radix import Match
 @dataclass
 class LeastRequests(Memoryless):
     """Ties go to the worker that was sent fewer tokens so far, then by name."""
+
+    uses_caches: ClassVar[bool] = False
+    uses_progress: ClassVar[bool] = False
 
     def place(self, request: Request, match: Match, workers: Sequence[WorkerView], now_s: float) -> str:
         """The least loaded."""

@@ -7,6 +7,7 @@ of each other do not all run to the same one; blind to caches.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
+from typing import ClassVar
 
 from router.placement.contract import Memoryless, Request, WorkerView, least_loaded
 from router.radix import Match
@@ -15,6 +16,9 @@ from router.radix import Match
 @dataclass
 class PowerOfTwo(Memoryless):
     """The draws follow from `seed`: give each router its own."""
+
+    uses_caches: ClassVar[bool] = False
+    uses_progress: ClassVar[bool] = False
 
     seed: int = 0
 

@@ -47,7 +47,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -161,6 +161,9 @@ class _Visit:
 @dataclass
 class Preble:
     """`cache_tokens` is what one replica can cache; `first_tpot_s` stands in until a worker is measured."""
+
+    uses_caches: ClassVar[bool] = True
+    uses_progress: ClassVar[bool] = False
 
     window_s: float = 180.0
     imbalance: float = 1.5

@@ -7,6 +7,7 @@ the DLPM paper.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from router.placement.contract import Memoryless, Request, WorkerView
 from router.radix import Match
@@ -15,6 +16,9 @@ from router.radix import Match
 @dataclass
 class RoundRobin(Memoryless):
     """One pointer for all: the next worker by name after the last one chosen."""
+
+    uses_caches: ClassVar[bool] = False
+    uses_progress: ClassVar[bool] = False
 
     _last: str = field(default="", init=False, repr=False)
 

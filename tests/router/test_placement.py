@@ -23,6 +23,7 @@ from router.events import (
     Refuse,
     Running,
     Snapshot,
+    Stored,
     WorkerDown,
     WorkerUp,
 )
@@ -211,6 +212,56 @@ def test_parameters_are_its_fields(name):
     ((_, answer),) = Router(build(name), name=name).handle(Query("q"), 0.0, b"peer")
     assert isinstance(answer, Snapshot)
     assert set(answer.state["parameters"]) == set(parameters(name))
+
+
+def choices_of(name: str, seed: int, *, caches: bool = True, progress: bool = True) -> list[tuple[str, str]]:
+    """(request, worker) as one seeded traffic is placed, with or without news of caches and of running answers.
+
+    Of each request the whole answer is reported when it ends, so progress tells nothing that `Done` does not.
+    """
+    rng = random.Random(seed)
+    values = {"slots": 4} if "slots" in parameters(name) else {}
+    router = Router(build(name, **values), page_size=4, max_tree_tokens=4000)
+    answers: dict[str, int] = {}
+    live: list[str] = []
+    choices: list[tuple[str, str]] = []
+
+    def tell(event: object, now_s: float) -> None:
+        for _, answer in router.handle(event, now_s):
+            assert isinstance(answer, Place)
+            live.append(answer.id)
+            choices.append((answer.id, answer.worker))
+
+    for worker in WORKERS:
+        tell(WorkerUp(worker, "", kv="events"), 0.0)
+    for number in range(400):
+        head = [rng.randrange(4)] * 4 * rng.randrange(12)
+        prompt = ids(*head, *(rng.randrange(9) for _ in range(rng.randrange(12))))
+        worker, at, part, roll = rng.choice(WORKERS), rng.random(), rng.random(), rng.random()
+        if roll < 0.45:
+            answers[f"{number:08x}"] = rng.randrange(1, 100)
+            tell(Arrive(f"{number:08x}", f"c{rng.randrange(5)}", prompt), float(number))
+        elif roll < 0.6:
+            blocks = tuple(hash(prompt[: end + 16]) for end in range(0, len(prompt) - 15, 16))
+            if caches and blocks:
+                tell(Stored(worker, blocks, None, prompt[: 16 * len(blocks)], 4), float(number))
+        elif live and roll < 0.8:
+            request = live[int(at * len(live))]
+            if progress:
+                tell(Progress(request, int(part * answers[request])), float(number))
+        elif live:
+            request = live.pop(int(at * len(live)))
+            tell(Done(request, answers[request], ttft_s=at, tpot_s=at / 10), float(number))
+    return choices
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_it_uses_what_it_says_it_uses(name):
+    whole = [choices_of(name, seed) for seed in range(5)]
+    no_caches = [choices_of(name, seed, caches=False) for seed in range(5)]
+    no_progress = [choices_of(name, seed, progress=False) for seed in range(5)]
+    assert (whole != no_caches) is PLACEMENTS[name].uses_caches
+    assert (whole != no_progress) is PLACEMENTS[name].uses_progress
 
 
 def test_an_unknown_placement_is_an_error():

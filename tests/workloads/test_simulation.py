@@ -22,7 +22,7 @@ from workloads.measures import summarize
 from workloads.programs import Call, PackedCodec, Program, Reply, TextCodec, TokenCodec, TreeOfThought
 from workloads.records import Records, Run, read
 from workloads.simulation import Site, describe, simulate
-from workloads.simulation.cluster import LOOKS_NOT_AT_CACHES, Simulation
+from workloads.simulation.cluster import Simulation
 from workloads.simulation.command import case_of, main, parse
 from workloads.simulation.comparison import Case, run_turn, turns
 
@@ -378,7 +378,9 @@ def test_a_router_hears_late_of_what_is_cached():
 
 
 @pytest.mark.parametrize(
-    "site", [replace(TIGHT, replicas=1)] + [replace(TIGHT, placement=name) for name in LOOKS_NOT_AT_CACHES]
+    "site",
+    [replace(TIGHT, replicas=1)]
+    + [replace(TIGHT, placement=name) for name, placement in PLACEMENTS.items() if not placement.uses_caches],
 )
 def test_a_router_that_cannot_use_it_is_spared_what_is_cached_and_decides_the_same(
     site: Site, monkeypatch: pytest.MonkeyPatch

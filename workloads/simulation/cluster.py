@@ -23,7 +23,7 @@ from typing import Any, assert_never
 
 from router import events as message
 from router.core import Router
-from router.placement import build
+from router.placement import PLACEMENTS
 from router.placement.contract import Holding
 from sglang_fair.core.options import shown
 from sglang_fair.sim.replica import Event, Finished, Progress, Refused, Removed, Replica, SimRequest, Stored
@@ -36,21 +36,6 @@ from workloads.simulation.site import Site
 
 PROGRESS_S = 1.0
 """How often a gateway tells the router of a running answer, by default."""
-
-LOOKS_NOT_AT_OUTPUT = (
-    "d2lpm",
-    "round_robin",
-    "client_round_robin",
-    "least_requests",
-    "power_of_two",
-    "cache_aware",
-    "preble",
-    "centralized_dlpm",
-)
-"""Placements that decide the same whether or not they hear of running answers; they are spared the news."""
-
-LOOKS_NOT_AT_CACHES = ("round_robin", "client_round_robin", "least_requests", "power_of_two")
-"""Placements that decide the same whatever the replicas have cached; they are spared that news too."""
 
 TOKEN_STEP_S = 1.0
 """How far apart an answer's tokens are recorded, but for the first and the last, if the plan does not say. They are
@@ -198,7 +183,7 @@ class Simulation:
         self._ingress = Random(f"{seed} ingress")
         self._workers = site.workers
         self._places = {worker: place for place, worker in enumerate(site.workers)}
-        self._tells_output = site.placement not in LOOKS_NOT_AT_OUTPUT
+        self._tells_output = PLACEMENTS[site.placement].uses_progress
         self._events: list[tuple[float, int, Callable[[Any], None], Any]] = []
         self._scheduled = 0
         self._wakes_s = [inf] * site.replicas
@@ -567,9 +552,8 @@ class Simulation:
 def _tells_caches(site: Site) -> bool:
     """Whether what is cached can make a difference to the router. Where there is one replica, only if requests wait at
     the router for their turn."""
-    return site.placement not in LOOKS_NOT_AT_CACHES and (
-        site.replicas > 1 or isinstance(build(site.placement), Holding)
-    )
+    placement = PLACEMENTS[site.placement]
+    return placement.uses_caches and (site.replicas > 1 or issubclass(placement, Holding))
 
 
 def _complete(token_times: list[tuple[float, int]], t_s: float, output_tokens: int) -> None:
