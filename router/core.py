@@ -40,7 +40,7 @@ from router.events import (
 from router.placement.contract import Ended, Holding, Placement, Request
 from router.placement.outputs import ExpectedOutputs
 from router.radix import Hold, Match, RadixTree
-from router.room import Room
+from router.shared_limit import SharedLimit
 
 MAX_LISTED_CLIENTS = 100
 """Clients that a snapshot lists."""
@@ -132,7 +132,7 @@ class Router:
         self._holding = placement if isinstance(placement, Holding) else None
         self._waiting: dict[str, tuple[Request, bytes]] = {}
         """With whom they wait for: the peer."""
-        self._room = Room(MAX_WAITING)
+        self._room = SharedLimit(MAX_WAITING)
         self._matches: dict[str, Match] = {}
         """Of those that wait, as the tree is: forgotten when it changes."""
         self._orphans: OrderedDict[str, None] = OrderedDict()

@@ -1,5 +1,12 @@
-"""The HTTP gateway: the OpenAI API and /generate in front, replicas behind, the router asked where to.
+"""The HTTP gateway: clients speak the OpenAI API or /generate, the router says which replica serves each request.
 
-`calls` and `sse` are pure; `tokens` turns text into ids; `link` speaks to the router, `relay` to a client,
-`placement` to a replica; `resources` is what requests share, `app` the routes, `__main__` the command line.
+    app, admin, listener   HTTP routes and connections of clients
+    relay                  one request from arrival to its outcome
+    replicas/              connections to replicas, their health, one attempt at serving a request
+    answer/                server-sent events, and the continuation of a broken stream
+    routing/               the connection to the router, and what replaces it while it is away
+    request/               the checked body and its tokens
+    sharing/               how clients share what the gateway has
+
+Each imports only those below it.
 """

@@ -15,7 +15,7 @@ from router.descriptors import raise_limit
 from router.gateway.app import CONFIG_VARIABLE, Config, create_app
 from router.gateway.limits import DEFAULTS, MEANING, Limits, fit, option, wrong
 from router.gateway.listener import Listener
-from router.gateway.tokens import TokenizerError, Tokens
+from router.gateway.request.tokens import TokenizerError, Tokens
 from sglang_fair.common.identity import DEFAULT_ORDER
 from sglang_fair.common.processes import die_with_parent
 

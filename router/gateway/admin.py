@@ -16,9 +16,9 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from router.events import WorkerDrain, Workers, WorkerUp
-from router.gateway.calls import ApiError
-from router.gateway.link import RouterGone
+from router.gateway.errors import ApiError
 from router.gateway.resources import Gateway, why
+from router.gateway.routing.link import RouterGone
 
 KEY_VARIABLE = "SGLANG_FAIR_ADMIN_KEY"
 """Environment variable; when it is set, calls need `Authorization: Bearer` and its value, from anywhere."""

@@ -16,15 +16,15 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from router.gateway.admin import add_routes
-from router.gateway.calls import ApiError
+from router.gateway.errors import ApiError
 from router.gateway.limits import Limits
-from router.gateway.link import RouterGone
 from router.gateway.listener import STATE
 from router.gateway.openapi import describe
 from router.gateway.relay import Relay
+from router.gateway.request.continuation import Kind
+from router.gateway.request.tokens import Tokens
 from router.gateway.resources import PATHS, Gateway
-from router.gateway.sampling import Kind
-from router.gateway.tokens import Tokens
+from router.gateway.routing.link import RouterGone
 from sglang_fair.common.identity import DEFAULT_ORDER
 from sglang_fair.common.processes import die_with_parent
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 
 @dataclass(frozen=True)
 class Limits:
-    """Counts are of one process. What clients share is shared as `router.room` says."""
+    """Counts are of one process. What clients share is shared as `router.shared_limit` says."""
 
     max_in_flight: int = 4096
     """Requests at a time, shared by the clients."""

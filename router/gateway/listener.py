@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from router.gateway.calls import ApiError
+from router.gateway.errors import ApiError
 from router.gateway.resources import Gateway, address_share
 
 STATE = "gateway"
@@ -34,7 +34,7 @@ class Listener(HttpToolsProtocol):
         self._has_begun = False
         self._timer: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """It is open, unless its address has too many."""
         peer = transport.get_extra_info("peername")
         share = address_share(peer if isinstance(peer, tuple) else None)

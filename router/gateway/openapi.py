@@ -7,7 +7,7 @@ errors (any 4xx) are relayed as they come. `null` stands for a field that is lef
 from collections.abc import Mapping
 from typing import Any
 
-from router.gateway.calls import MAX_BATCH, MAX_TOKEN_ID
+from router.gateway.request.call import MAX_BATCH, MAX_TOKEN_ID
 
 Schema = dict[str, Any]
 

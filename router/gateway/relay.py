@@ -18,15 +18,16 @@ from collections.abc import Mapping
 from starlette.types import Receive, Scope, Send
 
 from router.events import Arrive, Refuse
-from router.gateway.calls import ApiError, Call
-from router.gateway.connections import NoDescriptors
-from router.gateway.link import RouterGone
-from router.gateway.placement import NotServed, Placement
-from router.gateway.reply import ClientGone, Reply
+from router.gateway.answer.reply import ClientGone, Reply
+from router.gateway.answer.resume import Diverged, Resumable
+from router.gateway.answer.sse import DONE
+from router.gateway.errors import ApiError
+from router.gateway.replicas.attempt import Attempt, NotServed
+from router.gateway.replicas.connections import NoDescriptors
+from router.gateway.request.call import Call
+from router.gateway.request.continuation import Kind
 from router.gateway.resources import MAX_ROUTED_TOKENS, PATHS, Gateway, address_share, header_safe
-from router.gateway.resume import Diverged, Resumable
-from router.gateway.sampling import Kind
-from router.gateway.sse import DONE
+from router.gateway.routing.link import RouterGone
 from router.wire import pack_tokens, unpack_tokens
 from sglang_fair.common.identity import (
     ANNOUNCEMENTS,
@@ -149,7 +150,7 @@ class Relay:
                 raise _refusal(answer)
             self._worker = answer.worker
             try:
-                await Placement(gateway, leg, answer, self._client, begun_s).carry(headers, reply, resumable)
+                await Attempt(gateway, leg, answer, self._client, begun_s).carry(headers, reply, resumable)
                 return
             except NoDescriptors as error:
                 reason = str(error)

@@ -15,18 +15,19 @@ import aiohttp
 import msgspec
 
 from router.events import TOKEN_BYTES, Arrive, Done, Place, Refuse
-from router.gateway.calls import LARGE_BODY_BYTES, ApiError, Call, Prompt, check_size, parse
-from router.gateway.connections import Connections
-from router.gateway.context import Contexts
-from router.gateway.fleet import Fleet
-from router.gateway.health import Health
+from router.gateway.errors import ApiError
 from router.gateway.limits import Limits
-from router.gateway.link import Link, RouterGone
-from router.gateway.pace import Pace
-from router.gateway.sampling import Kind
-from router.gateway.threads import Threads
-from router.gateway.tokens import Tokens, TooLong
-from router.room import Room
+from router.gateway.replicas.connections import Connections
+from router.gateway.replicas.context import Contexts
+from router.gateway.replicas.flow_control import SendWindow
+from router.gateway.replicas.health import Health
+from router.gateway.request.call import LARGE_BODY_BYTES, Call, Prompt, check_size, parse
+from router.gateway.request.continuation import Kind
+from router.gateway.request.tokens import Tokens, TooLong
+from router.gateway.routing.fleet import Fleet
+from router.gateway.routing.link import Link, RouterGone
+from router.gateway.sharing.thread_pool import FairThreadPool
+from router.shared_limit import SharedLimit
 from sglang_fair.common.identity import DEFAULT_ORDER, bounded
 
 log = logging.getLogger("gateway")
@@ -70,17 +71,17 @@ class Gateway:
         self.health = Health(limits.health_timeout_s, lambda: self.fleet.workers, self._tell_health)
         self.limits = limits
         self.identity = identity
-        self.places = Room(limits.max_in_flight)
-        self.bytes = Room(limits.max_held_bytes)
-        self.connections = Room(limits.max_connections)
+        self.places = SharedLimit(limits.max_in_flight)
+        self.bytes = SharedLimit(limits.max_held_bytes)
+        self.connections = SharedLimit(limits.max_connections)
         self.counts = dict.fromkeys(
             ("requests", "retried", "resumed", "placed in fallback", "failed", "left", "refused"), 0
         )
         self.refusals: Counter[int] = Counter()
         self._tokens = tokens
-        self._threads = Threads(THREADS)
+        self._threads = FairThreadPool(THREADS)
         self._contexts = Contexts(lambda: self.fleet.workers)
-        self._paces: dict[str, Pace] = {}
+        self._paces: dict[str, SendWindow] = {}
         self._background: set[asyncio.Task[None]] = set()
         self.replicas = Connections(limits.connect_timeout_s, limits.idle_timeout_s)
         self._session: aiohttp.ClientSession | None = None
@@ -216,14 +217,14 @@ class Gateway:
         self.fleet.begin(arrive, found, told=False)
         return found
 
-    def pace(self, url: str) -> Pace:
+    def pace(self, url: str) -> SendWindow:
         """How fast the replica at `url` is given what it has to read."""
         found = self._paces.get(url)
         if found is None:
             known = {up.url.rstrip("/") for up in self.fleet.workers.values()}
             for gone in self._paces.keys() - known:
                 self._paces.pop(gone).close()
-            found = self._paces[url] = Pace(partial(self._is_through, url))
+            found = self._paces[url] = SendWindow(partial(self._is_through, url))
         return found
 
     async def _is_through(self, url: str) -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from router.gateway.calls import LARGE_BODY_BYTES, parse
-from router.gateway.connections import NoDescriptors
 from router.gateway.relay import LARGE_BYTES
+from router.gateway.replicas.connections import NoDescriptors
+from router.gateway.request.call import LARGE_BODY_BYTES, parse
+from router.gateway.request.chunks import ChunkedTokenizer
 from router.gateway.resources import address_share, header_safe
-from router.gateway.segments import Segments
 from tests.gateway.test_gateway import CHAT, COMPLETION, START_S, Cluster, FakeReplica, eventually, run
 from tests.stand_in import make_tokenizer
 
@@ -207,9 +207,9 @@ def test_what_cannot_fit_is_not_tokenized(tokenizer: Path, monkeypatch: pytest.M
     async def body(c: Cluster) -> None:
         await knows_context(c, 1000)
         tokenized: list[str] = []
-        encode = Segments._encode
+        encode = ChunkedTokenizer._encode
         monkeypatch.setattr(
-            Segments, "_encode", lambda self, text: (tokenized.append(text), encode(self, text))[1]
+            ChunkedTokenizer, "_encode", lambda self, text: (tokenized.append(text), encode(self, text))[1]
         )
         # The longest of its tokens has three characters.
         assert (await c.post("/v1/completions", {"prompt": "x" * 3003}))[0] == 400

@@ -12,7 +12,7 @@ import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.gateway.connections import (
+from router.gateway.replicas.connections import (
     MAX_BUFFERED_BYTES,
     MAX_HEAD_BYTES,
     Broken,
@@ -361,12 +361,12 @@ def test_idle_connections_are_kept_and_then_closed(
     opened: list[Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def body(connections: Connections, url: str) -> None:
-        monkeypatch.setattr("router.gateway.connections.KEEP_S", LIMIT_S)
+        monkeypatch.setattr("router.gateway.replicas.connections.KEEP_S", LIMIT_S)
         assert {(await ask(connections, url))[0] for _ in range(3)} == {200}
         assert len(opened) == 1
         connections._sweep()
         assert not opened[0]._transport.is_closing()
-        monkeypatch.setattr("router.gateway.connections.KEEP_S", 0.03)
+        monkeypatch.setattr("router.gateway.replicas.connections.KEEP_S", 0.03)
         connections._sweep()
         while connections._sweeper is not None:
             await asyncio.sleep(0.01)

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from router.core import Router
 from router.events import Arrive, Difference, Done, Follow, Place, Running, WorkerDrain, Workers, WorkerUp
-from router.gateway.fallback import SLACK, choose
-from router.gateway.fleet import MAX_ENDED, Fleet
-from router.gateway.health import INTERVAL_S, Watch
+from router.gateway.replicas.health import INTERVAL_S, Watch
+from router.gateway.routing.fallback import SLACK, choose
+from router.gateway.routing.fleet import MAX_ENDED, Fleet
 from router.placement import build
 
 clients = st.text("abcdef", min_size=1, max_size=3)

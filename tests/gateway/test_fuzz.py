@@ -33,11 +33,12 @@ from router.events import (
     decode_event,
     encode,
 )
+from router.gateway.answer.resume import Diverged, Resumable
+from router.gateway.answer.sse import Stream
 from router.gateway.app import Config, create_app
-from router.gateway.calls import ApiError, Call, parse
+from router.gateway.errors import ApiError
+from router.gateway.request.call import Call, parse
 from router.gateway.resources import Limits
-from router.gateway.resume import Diverged, Resumable
-from router.gateway.sse import Stream
 from router.placement import PLACEMENTS, build
 from router.wire import decode_kv_batch
 from tests.stand_in import MODEL, make_tokenizer

@@ -21,13 +21,14 @@ from aiohttp import web
 from router.core import Router
 from router.events import Arrive, WorkerUp
 from router.gateway.admin import KEY_VARIABLE
+from router.gateway.answer.sse import Stream, Usage, usage_of
 from router.gateway.app import Config, create_app
-from router.gateway.calls import ApiError, parse
+from router.gateway.errors import ApiError
 from router.gateway.limits import Limits
 from router.gateway.listener import Listener
+from router.gateway.request.call import parse
+from router.gateway.request.tokens import TokenizerError, Tokens
 from router.gateway.resources import Gateway, header_safe
-from router.gateway.sse import Stream, Usage, usage_of
-from router.gateway.tokens import TokenizerError, Tokens
 from router.placement import build
 from router.shell import Shell
 from tests.stand_in import make_tokenizer

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.gateway.health import FORWARD_TIMEOUTS, HANGS, Pulse, Scheduler, Watch
+from router.gateway.replicas.health import FORWARD_TIMEOUTS, HANGS, Liveness, Scheduler, Watch
 from sglang_fair.overlay import pulse
 
 TIMEOUT_S = 5.0
@@ -27,7 +27,7 @@ def said(watch: Watch, *told: tuple[int, Scheduler], now_s: float = 0.0) -> list
     found = []
     for in_flight, scheduler in told:
         now_s += 1.0
-        watch.answered("a", True, now_s, Pulse(in_flight, (MOVES, scheduler)))
+        watch.answered("a", True, now_s, Liveness(in_flight, (MOVES, scheduler)))
         watch.decide(["a"], now_s)
         found.append(watch.is_well("a"))
     return found
@@ -45,7 +45,7 @@ def test_a_worker_is_well_unless_it_has_said_twice_in_a_row_that_it_hangs(
             for one in all_of_it
         )
         in_a_row = in_a_row + 1 if hangs and (in_flight or in_a_row) else 0
-        watch.answered("a", True, float(now_s), Pulse(in_flight, all_of_it))
+        watch.answered("a", True, float(now_s), Liveness(in_flight, all_of_it))
         fallen = watch.decide(["a"], float(now_s))
         given_up += bool(fallen)
         assert bool(fallen) is (in_a_row == HANGS), "said once"
@@ -78,7 +78,7 @@ def test_what_is_no_pulse() -> None:
         b"[" * 100_000,
         b'{"in_flight":1,"schedulers":[{}]}',
     ):
-        assert Pulse.read(body) is None
+        assert Liveness.read(body) is None
 
 
 # -- the overlay's side
@@ -104,7 +104,7 @@ def test_a_child_writes_what_its_parent_reads() -> None:
         child.stdout.readline()
         before_s = time.monotonic()
         body = {"in_flight": 1, "schedulers": reader.read(before_s)}
-        told = Pulse.read(json.dumps(body).encode())
+        told = Liveness.read(json.dumps(body).encode())
         assert told is not None
         [scheduler] = told.schedulers
         assert 0 <= scheduler.passed_s_ago < 60

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.gateway.calls import MAX_MESSAGES, MAX_VALUES, ApiError, check_size, parse
-from router.gateway.context import context_of
+from router.gateway.errors import ApiError
 from router.gateway.limits import DEFAULTS, MEANING, OTHER_DESCRIPTORS, Limits, fit, option
 from router.gateway.limits import parse as parse_limits
+from router.gateway.replicas.context import context_of
+from router.gateway.request.call import MAX_MESSAGES, MAX_VALUES, check_size, parse
 
 JSON = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(0, 9), st.text(alphabet='ab"\\,[{\n')),
@@ -79,9 +80,9 @@ def test_values_are_counted_as_a_parser_would_make_them(value: object) -> None:
 
     raw = json.dumps([value] * 3, ensure_ascii=False).encode()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("router.gateway.calls.MAX_VALUES", count([value] * 3))
+        patch.setattr("router.gateway.request.call.MAX_VALUES", count([value] * 3))
         check_size(raw, 1000)
-        patch.setattr("router.gateway.calls.MAX_VALUES", count([value] * 3) - 1)
+        patch.setattr("router.gateway.request.call.MAX_VALUES", count([value] * 3) - 1)
         with pytest.raises(ApiError):
             check_size(raw, 1000)
 

@@ -6,9 +6,9 @@ from collections.abc import Awaitable, Callable
 import pytest
 from starlette.types import Message
 
-from router.gateway.connections import Connections
-from router.gateway.health import Health
-from router.gateway.reply import ClientGone, Reply
+from router.gateway.answer.reply import ClientGone, Reply
+from router.gateway.replicas.connections import Connections
+from router.gateway.replicas.health import Health
 
 IDLE_S = 0.05
 

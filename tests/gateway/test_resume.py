@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.gateway.calls import Call, parse
-from router.gateway.resume import Diverged, Resumable
-from router.gateway.sampling import resumption
-from router.gateway.sse import Stream
-from router.gateway.tokens import Tokens
+from router.gateway.answer.resume import Diverged, Resumable
+from router.gateway.answer.sse import Stream
+from router.gateway.request.call import Call, parse
+from router.gateway.request.continuation import resumption
+from router.gateway.request.tokens import Tokens
 from tests.stand_in import Engine, make_tokenizer
 
 KINDS = ("chat", "completions", "generate")

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from starlette.types import Message, Send
 
-from router.gateway.calls import ApiError
+from router.gateway.errors import ApiError
 
 
 class ClientGone(Exception):

@@ -4,7 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
-from router.gateway.pace import WINDOW_BYTES, Pace
+from router.gateway.replicas.flow_control import WINDOW_BYTES, SendWindow
 
 
 class Replica:
@@ -12,7 +12,7 @@ class Replica:
 
     def __init__(self) -> None:
         self.asked = 0
-        self.pace = Pace(self._ask)
+        self.window = SendWindow(self._ask)
         self.sent: list[str] = []
         self._answer: asyncio.Future[None] | None = None
 
@@ -28,7 +28,7 @@ class Replica:
 
     def send(self, client: str, size: int) -> "asyncio.Task[None]":
         async def one() -> None:
-            await self.pace.turn(client, size)
+            await self.window.reserve(client, size)
             self.sent.append(client)
 
         return asyncio.create_task(one())
@@ -43,7 +43,7 @@ def run(body: Callable[[Replica], Awaitable[None]]) -> None:
     async def main() -> None:
         replica = Replica()
         await body(replica)
-        replica.pace.close()
+        replica.window.close()
 
     asyncio.run(main())
 
@@ -54,7 +54,7 @@ QUARTER = WINDOW_BYTES // 4
 def test_what_a_replica_keeps_up_with_does_not_wait() -> None:
     async def body(replica: Replica) -> None:
         for _ in range(40):
-            await replica.pace.turn("c", QUARTER)  # would wait for ever
+            await replica.window.reserve("c", QUARTER)  # would wait for ever
             await settle()
             if replica.asked and replica._answer is not None and not replica._answer.done():
                 await replica.answers()
@@ -107,9 +107,9 @@ def test_who_leaves_is_not_waited_for_and_when_the_replica_goes_all_may_go_on() 
         await settle()
         await replica.answers()
         assert replica.sent == ["a", "c"]
-        replica.pace.close()
+        replica.window.close()
         await settle()
         assert replica.sent == ["a", "c", "d"]
-        await replica.pace.turn("e", WINDOW_BYTES)
+        await replica.window.reserve("e", WINDOW_BYTES)
 
     run(body)

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import time
 import uuid
+from typing import cast
 
 import zmq
 
@@ -30,7 +31,7 @@ from router.events import (
     decode_answer,
     encode,
 )
-from router.gateway.fleet import Fleet
+from router.gateway.routing.fleet import Fleet
 from router.wire import HEARTBEAT, HEARTBEAT_ANSWER
 
 log = logging.getLogger("gateway")
@@ -85,10 +86,14 @@ class Link:
             self._socket.setsockopt(option, value)
         self._socket.setsockopt(zmq.IDENTITY, b"g" + uuid.uuid4().bytes)
         self._socket.connect(self._address)
-        asyncio.get_running_loop().add_reader(self._socket.getsockopt(zmq.FD), self._read)
+        asyncio.get_running_loop().add_reader(self._descriptor, self._read)
+
+    @property
+    def _descriptor(self) -> int:
+        return cast(int, self._socket.getsockopt(zmq.FD))
 
     def _shut(self, linger_ms: int | None = None) -> None:
-        asyncio.get_running_loop().remove_reader(self._socket.getsockopt(zmq.FD))
+        asyncio.get_running_loop().remove_reader(self._descriptor)
         self._is_open = False
         self._socket.close(linger_ms)
 
@@ -178,7 +183,7 @@ class Link:
         return True
 
     def _read_soon(self) -> None:
-        if not self._will_read and self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        if not self._will_read and cast(int, self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._will_read = True
             asyncio.get_running_loop().call_soon(self._read)
 

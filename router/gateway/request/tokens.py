@@ -20,8 +20,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from router.events import TOKEN_BYTES
-from router.gateway.calls import Call, Prompt
-from router.gateway.segments import Segments
+from router.gateway.request.call import Call, Prompt
+from router.gateway.request.chunks import ChunkedTokenizer
 from router.wire import pack_tokens, unpack_tokens
 
 log = logging.getLogger("gateway")
@@ -56,7 +56,7 @@ class Tokens:
             raise TokenizerError(f"{path}: {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._segments = Segments(self._tokenizer)
+        self._segments = ChunkedTokenizer(self._tokenizer)
         self._before, self._after = self._around()
         self._longest_chars = self._longest_token()
         config = _read_json(folder / "tokenizer_config.json")

@@ -2,7 +2,7 @@
 
 Rule. A worker is sick when it refuses connections twice in a row, when it says 503, when nothing has come from
 it for `timeout_s`, neither an answer to a question nor a byte of a request, or when it says twice in a row that
-it has requests and a scheduler that hangs (`Pulse`). It is well again with the next answer that says otherwise.
+it has requests and a scheduler that hangs (`Liveness`). It is well again with the next answer that says otherwise.
 What was in flight at one that is silent or hangs is given up at once, as if it had died; what is in flight at
 one that says 503 goes on, for a replica that shuts down finishes what it has.
 
@@ -53,7 +53,7 @@ class Scheduler(msgspec.Struct, frozen=True):
         return self.ran_s_ago > timeout_s or self.passed_s_ago > limit_s
 
 
-class Pulse(msgspec.Struct, frozen=True):
+class Liveness(msgspec.Struct, frozen=True):
     """What a worker may say of itself in its answer to GET /ready."""
 
     in_flight: int
@@ -61,10 +61,10 @@ class Pulse(msgspec.Struct, frozen=True):
     schedulers: tuple[Scheduler, ...]
 
     @staticmethod
-    def read(body: bytes) -> "Pulse | None":
+    def read(body: bytes) -> "Liveness | None":
         """None where another engine says something else, or nothing."""
         try:
-            return msgspec.json.decode(body, type=Pulse)
+            return msgspec.json.decode(body, type=Liveness)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return None
 
@@ -97,7 +97,7 @@ class Watch:
         """Whether it answers, and its scheduler does not move."""
         return self._hangs.get(worker, 0) >= HANGS
 
-    def answered(self, worker: str, ready: bool, now_s: float, pulse: Pulse | None = None) -> None:
+    def answered(self, worker: str, ready: bool, now_s: float, pulse: Liveness | None = None) -> None:
         """It said whether it is ready, and perhaps how its schedulers are."""
         self._heard_s[worker] = now_s
         self._refusals.pop(worker, None)
@@ -207,7 +207,7 @@ class Health:
         try:
             timeout = aiohttp.ClientTimeout(total=self._timeout_s)
             async with session.get(f"{up.url.rstrip('/')}/ready", timeout=timeout) as response:
-                pulse = Pulse.read(await response.read())
+                pulse = Liveness.read(await response.read())
                 self.watch.answered(up.worker, response.status != 503, time.monotonic(), pulse)
         except TimeoutError:
             pass  # `decide` counts the silence

@@ -1,6 +1,6 @@
 """One request at one worker, from the router's word to its end.
 
-Whatever happens, the router hears of the end exactly once (`Placement.settle`), and the replica works for
+Whatever happens, the router hears of the end exactly once (`Attempt.settle`), and the replica works for
 nobody who has left: a stream is closed, other work is cancelled by /abort_request.
 """
 
@@ -9,12 +9,12 @@ import logging
 import time
 
 from router.events import Done, Outcome, Place, Progress
-from router.gateway.calls import Call
-from router.gateway.connections import Asking, Broken, Connection, NoDescriptors, NotConnected
-from router.gateway.reply import ClientGone, Reply
+from router.gateway.answer.reply import ClientGone, Reply
+from router.gateway.answer.resume import Resumable
+from router.gateway.answer.sse import Stream, Usage, usage_of
+from router.gateway.replicas.connections import Asking, Broken, Connection, NoDescriptors, NotConnected
+from router.gateway.request.call import Call
 from router.gateway.resources import PATHS, Gateway, header_safe, why
-from router.gateway.resume import Resumable
-from router.gateway.sse import Stream, Usage, usage_of
 
 log = logging.getLogger("gateway")
 
@@ -30,7 +30,7 @@ class NotServed(Exception):
         self.fell_silent = fell_silent
 
 
-class Placement:
+class Attempt:
     """`carry` it; it settles itself."""
 
     def __init__(self, gateway: Gateway, call: Call, place: Place, client: str, begun_s: float) -> None:
@@ -55,7 +55,7 @@ class Placement:
         is_over, stream = True, Stream(self._call)
         asking: Asking | None = None
         try:
-            await self._gateway.pace(url).turn(self._client, len(self._call.encoded))
+            await self._gateway.pace(url).reserve(self._client, len(self._call.encoded))
             is_over = False
             asking = self._gateway.replicas.post(
                 url, PATHS[self._call.kind], headers, self._call.forwarded(self._place.id)

@@ -29,7 +29,7 @@ _PROBE = (
 )
 
 
-class Segments:
+class ChunkedTokenizer:
     """The tokens of texts, without special tokens. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, max_bytes: int = MAX_BYTES) -> None:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.gateway.threads import STEPS_PER_TURN, Threads
-from router.gateway.turns import Turns
+from router.gateway.sharing.round_robin import RoundRobin
+from router.gateway.sharing.thread_pool import STEPS_PER_TURN, FairThreadPool
 
 CLIENTS = st.sampled_from("abcd")
 STEPS = st.lists(
@@ -24,7 +24,7 @@ STEPS = st.lists(
 
 @given(STEPS)
 def test_between_two_turns_of_one_client_all_others_that_wait_have_one(steps: list[tuple[str, str]]) -> None:
-    turns: Turns[int] = Turns()
+    turns: RoundRobin[int] = RoundRobin()
     waiting: defaultdict[str, list[int]] = defaultdict(list)
     number = itertools.count()
     passed: defaultdict[str, Counter[str]] = defaultdict(Counter)
@@ -61,7 +61,7 @@ def test_between_two_turns_of_one_client_all_others_that_wait_have_one(steps: li
 
 def test_a_flood_of_long_work_does_not_hold_up_a_short_one() -> None:
     async def main() -> None:
-        threads, ended = Threads(1), list[str]()
+        threads, ended = FairThreadPool(1), list[str]()
 
         def work(steps: int) -> Iterator[int]:
             yield from range(steps)
@@ -83,7 +83,7 @@ def test_a_flood_of_long_work_does_not_hold_up_a_short_one() -> None:
 
 def test_an_error_is_the_callers_and_whoever_leaves_is_worked_for_no_more() -> None:
     async def main() -> None:
-        threads, going_on, begun = Threads(1), threading.Event(), threading.Event()
+        threads, going_on, begun = FairThreadPool(1), threading.Event(), threading.Event()
         turns = 0
 
         def wrong() -> Iterator[int]:

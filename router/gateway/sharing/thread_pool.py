@@ -1,4 +1,8 @@
-"""Work that would hold up the event loop, done by threads a slice at a time, the clients in turn (`turns`)."""
+"""A thread pool for work that would block the event loop; clients take turns in it (`round_robin`).
+
+Work is an iterator. A thread runs a few of its steps, then the next client has its turn, so that one long prompt
+does not keep the others waiting.
+"""
 
 import asyncio
 from collections.abc import Iterator
@@ -6,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
-from router.gateway.turns import Turns
+from router.gateway.sharing.round_robin import RoundRobin
 
 STEPS_PER_TURN = 64
-"""Steps of one piece of work before others have their turn: some 5 ms where a step tokenizes 256 characters."""
+"""About 5 ms of work where a step tokenizes 256 characters."""
 
 Made = TypeVar("Made")
 
@@ -17,7 +21,7 @@ _END = object()
 
 
 class _Job:
-    """An iterator that makes something with each step, and what it has made."""
+    """An iterator and what its steps have returned so far."""
 
     __slots__ = ("made", "over", "steps")
 
@@ -27,7 +31,7 @@ class _Job:
         self.over = over
 
     def turn(self) -> bool:
-        """Some steps; whether they were the last."""
+        """Runs one turn's steps; whether the iterator has ended."""
         for _ in range(STEPS_PER_TURN):
             made = next(self.steps, _END)
             if made is _END:
@@ -36,34 +40,34 @@ class _Job:
         return False
 
 
-class Threads:
-    """Some threads and the work that waits for them. Belongs to one event loop."""
+class FairThreadPool:
+    """The pool and the queue before it. Belongs to one event loop."""
 
-    def __init__(self, count: int) -> None:
-        self._free = count
-        self._pool = ThreadPoolExecutor(max_workers=count, thread_name_prefix="work")
-        self._turns: Turns[_Job] = Turns()
+    def __init__(self, threads: int) -> None:
+        self._free = threads
+        self._pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="work")
+        self._queue: RoundRobin[_Job] = RoundRobin()
 
     async def run(self, client: str, steps: Iterator[Made]) -> list[Made]:
-        """All that `steps` makes. Raises what it raises; a caller that is cancelled is worked for no more."""
+        """Everything that `steps` yields. Raises what it raises; cancelling the caller stops the work."""
         job = _Job(steps, asyncio.get_running_loop().create_future())
-        self._turns.add(client, job)
+        self._queue.add(client, job)
         self._start()
         try:
             await job.over
         except asyncio.CancelledError:
-            self._turns.remove(client, job)
+            self._queue.remove(client, job)
             raise
         return job.made
 
     def close(self) -> None:
-        """What is under way ends by itself, what waits is not begun."""
+        """Drops the queue; turns under way finish in the background."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _start(self) -> None:
-        while self._free and (found := self._turns.next()) is not None:
+        while self._free and (waiting := self._queue.next()) is not None:
             self._free -= 1
-            client, job = found
+            client, job = waiting
             turn = asyncio.get_running_loop().run_in_executor(self._pool, job.turn)
             turn.add_done_callback(partial(self._had_turn, client, job))
 
@@ -73,11 +77,11 @@ class Threads:
             job.over.cancel()
             return
         error = turn.exception()
-        if not job.over.done():  # else its caller has left
+        if not job.over.done():  # done: its caller was cancelled
             if error is not None:
                 job.over.set_exception(error)
             elif turn.result():
                 job.over.set_result(None)
             else:
-                self._turns.again(client, job)
+                self._queue.again(client, job)
         self._start()

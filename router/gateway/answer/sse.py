@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import msgspec
 
 from router.events import Count
-from router.gateway.calls import Call
-from router.gateway.sampling import Kind
+from router.gateway.request.call import Call
+from router.gateway.request.continuation import Kind
 
 END_OF_EVENT = b"\n\n"
 DONE = b"data: [DONE]\n\n"

@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.room import Room
+from router.shared_limit import SharedLimit
 
 CLIENTS = st.sampled_from("abcde")
 STEPS = st.lists(st.tuples(st.booleans(), CLIENTS, st.integers(0, 7)), max_size=60)
@@ -15,7 +15,7 @@ STEPS = st.lists(st.tuples(st.booleans(), CLIENTS, st.integers(0, 7)), max_size=
 def test_what_is_held_adds_up_and_never_exceeds_the_size(
     size: int, steps: list[tuple[bool, str, int]]
 ) -> None:
-    room, held = Room(size), Counter[str]()
+    room, held = SharedLimit(size), Counter[str]()
     for takes, client, amount in steps:
         if takes:
             held[client] += amount if room.take(client, amount) else 0
@@ -32,7 +32,7 @@ def test_what_is_held_adds_up_and_never_exceeds_the_size(
 def test_whoever_holds_less_is_not_refused_what_another_gets(
     size: int, steps: list[tuple[bool, str, int]], one: str, other: str, amount: int
 ) -> None:
-    room = Room(size)
+    room = SharedLimit(size)
     for _, client, more in steps:
         room.take(client, more)
     if room.held(one) > room.held(other):
@@ -45,7 +45,7 @@ def test_whoever_holds_less_is_not_refused_what_another_gets(
 
 @given(st.integers(1, 3000), st.integers(1, 12))
 def test_floods_leave_as_much_as_each_of_them_holds(size: int, floods: int) -> None:
-    room = Room(size)
+    room = SharedLimit(size)
     names = [f"flood{number}" for number in range(floods)]
     while sum(room.take(name) for name in names):
         pass
@@ -60,7 +60,7 @@ def test_floods_leave_as_much_as_each_of_them_holds(size: int, floods: int) -> N
 @given(st.integers(8, 200), st.integers(1, 5))
 def test_those_who_came_first_do_not_keep_it(size: int, late: int) -> None:
     """The first takes all it may; then for each place that becomes free the late are asked after the first."""
-    room = Room(size)
+    room = SharedLimit(size)
     while room.take("first"):
         pass
     names = [f"late{number}" for number in range(late)]

@@ -18,9 +18,9 @@ from typing import Annotated, Any
 
 import msgspec
 
-from router.gateway.calls import Call, encode_body
-from router.gateway.sampling import OUTPUT_FLOOR, OUTPUT_LIMIT, stop_reach
-from router.gateway.sse import END_OF_EVENT, TOKEN_IDS, data_of
+from router.gateway.answer.sse import END_OF_EVENT, TOKEN_IDS, data_of
+from router.gateway.request.call import Call, encode_body
+from router.gateway.request.continuation import OUTPUT_FLOOR, OUTPUT_LIMIT, stop_reach
 
 Decode = Callable[[Sequence[int], bool], str]
 """Token ids to text; whether special tokens are left out."""

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
-from router.gateway.segments import SEGMENT_CHARS, Segments
+from router.gateway.request.chunks import SEGMENT_CHARS, ChunkedTokenizer
 
 LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -70,7 +70,7 @@ def whole(tokenizer: Tokenizer, text: str) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
-def by_parts(segments: Segments, text: str) -> list[int]:
+def by_parts(segments: ChunkedTokenizer, text: str) -> list[int]:
     return [int(one) for one in np.frombuffer(segments.tokens(text), "<u4")]
 
 
@@ -80,7 +80,7 @@ def by_parts(segments: Segments, text: str) -> list[int]:
 def test_the_parts_tokens_are_the_texts(
     tokenizers: dict[str, Tokenizer], name: str, seed: int, words: int, tail: str
 ) -> None:
-    segments = Segments(tokenizers[name])
+    segments = ChunkedTokenizer(tokenizers[name])
     text = prose(random.Random(seed), words) + tail
     for _ in range(2):
         assert by_parts(segments, text) == whole(tokenizers[name], text)
@@ -89,7 +89,7 @@ def test_the_parts_tokens_are_the_texts(
 
 def test_only_tokenizers_that_split_words_are_given_parts(tokenizers: dict[str, Tokenizer]) -> None:
     text = "the quick " * 400
-    assert {name: len(list(Segments(made).parts(text))) > 1 for name, made in tokenizers.items()} == {
+    assert {name: len(list(ChunkedTokenizer(made).parts(text))) > 1 for name, made in tokenizers.items()} == {
         "gpt2": True,
         "llama3": True,
         "digits": True,
@@ -98,14 +98,14 @@ def test_only_tokenizers_that_split_words_are_given_parts(tokenizers: dict[str, 
 
 
 def test_a_shared_beginning_is_tokenized_once(tokenizers: dict[str, Tokenizer]) -> None:
-    segments = Segments(tokenizers["gpt2"])
+    segments = ChunkedTokenizer(tokenizers["gpt2"])
     shared = prose(random.Random(1), 2000)
     segments.tokens(shared + " and one end")
     assert segments.uncached_chars(shared + " and another one") < 2 * SEGMENT_CHARS
 
 
 def test_memory_is_bounded(tokenizers: dict[str, Tokenizer]) -> None:
-    segments = Segments(tokenizers["gpt2"], max_bytes=20_000)
+    segments = ChunkedTokenizer(tokenizers["gpt2"], max_bytes=20_000)
     for number in range(50):
         text = prose(random.Random(number), 300)
         assert by_parts(segments, text) == whole(tokenizers["gpt2"], text)

@@ -22,7 +22,7 @@ from router.events import (
     Workers,
     WorkerUp,
 )
-from router.gateway.fallback import choose
+from router.gateway.routing.fallback import choose
 
 MAX_ENDED = 8192
 """Ends that are remembered in case the router missed one; an older one is told as aborted."""

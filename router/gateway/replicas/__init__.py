@@ -1,0 +1,1 @@
+"""The replicas: connections, health, flow control, and one attempt at serving a request."""
