@@ -4,7 +4,7 @@ import json
 import os
 import sys
 import time
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NamedTuple, NoReturn
 
 import typer
 
@@ -18,23 +18,54 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+
+class Program(NamedTuple):
+    """A command with a process of its own: this one goes on as `python -m module`, which reads the arguments."""
+
+    module: str
+    help: str
+
+
 PROGRAMS = {
-    "replica": "sglang_fair.engines.replica",
-    "router": "router",
-    "gateway": "router.gateway",
-    "compare": "workloads.compare",
-    "simulate": "workloads.simulation",
-    "reproduce": "workloads.experiments",
-    "calibrate": "sglang_fair.calibrate",
+    "replica": Program("sglang_fair.engines.replica", "Run one SGLang server with the fair scheduler."),
+    "router": Program("router", "Run the router alone."),
+    "gateway": Program("router.gateway", "Run a gateway alone."),
+    "compare": Program("workloads.compare", "Compare schedulers and placements on workload programs."),
+    "simulate": Program(
+        "workloads.simulation",
+        "Compare schedulers, quanta and numbers of replicas on modelled GPUs, in virtual time.",
+    ),
+    "reproduce": Program(
+        "workloads.experiments",
+        "Run the papers' experiments in the simulator: tables and figures beside the published ones.",
+    ),
+    "calibrate": Program(
+        "sglang_fair.calibrate",
+        "Measure a replica and fit the cost model that emulated and simulated replicas use.",
+    ),
 }
-"""Commands that are programs of their own, and read their arguments themselves."""
 
 BENCHES = {
-    "scheduler": "sglang_fair.engines.bench_scheduler",
-    "router": "sglang_fair.bench.router",
-    "gateway": "sglang_fair.bench.gateway",
-    "serve": "workloads.serve",
-    "soak": "workloads.soak",
+    "scheduler": Program(
+        "sglang_fair.engines.bench_scheduler",
+        "Time one scheduling step, by policy, queue length, clients and prompt length.",
+    ),
+    "router": Program(
+        "sglang_fair.bench.router",
+        "Time one placement decision, by placement, prompt length and workers, and the tree's events and memory.",
+    ),
+    "gateway": Program(
+        "sglang_fair.bench.gateway",
+        "Time the way through the gateway, beside sglang-router over the same engine that answers at once.",
+    ),
+    "serve": Program(
+        "workloads.serve",
+        "Load any OpenAI-compatible endpoint from several clients, and report how fairly each was served.",
+    ),
+    "soak": Program(
+        "workloads.soak",
+        "Steady load on a whole cluster for an hour: memory of every process, and what failed.",
+    ),
 }
 """The same below `sglang-fair bench`."""
 
@@ -223,76 +254,17 @@ def cluster(
     raise SystemExit(run_cluster(options, as_json=as_json, quiet_replicas=quiet_replicas))
 
 
-@app.command()
-def replica() -> None:
-    """Run one SGLang server with the fair scheduler."""
-    _become(PROGRAMS["replica"], [])
+def _register(group: typer.Typer, name: str, program: Program) -> None:
+    def become() -> None:
+        _become(program.module, [])
+
+    group.command(name, help=program.help)(become)
 
 
-@app.command()
-def router() -> None:
-    """Run the router alone."""
-    _become(PROGRAMS["router"], [])
-
-
-@app.command()
-def gateway() -> None:
-    """Run a gateway alone."""
-    _become(PROGRAMS["gateway"], [])
-
-
-@app.command()
-def compare() -> None:
-    """Compare schedulers and placements on workload programs."""
-    _become(PROGRAMS["compare"], [])
-
-
-@app.command()
-def simulate() -> None:
-    """Compare schedulers, quanta and numbers of replicas on modelled GPUs, in virtual time."""
-    _become(PROGRAMS["simulate"], [])
-
-
-@app.command()
-def reproduce() -> None:
-    """Run the papers' experiments in the simulator: tables and figures beside the published ones."""
-    _become(PROGRAMS["reproduce"], [])
-
-
-@app.command()
-def calibrate() -> None:
-    """Measure a replica and fit the cost model that emulated and simulated replicas use."""
-    _become(PROGRAMS["calibrate"], [])
-
-
-@bench.command("scheduler")
-def bench_scheduler() -> None:
-    """Time one scheduling step, by policy, queue length, clients and prompt length."""
-    _become(BENCHES["scheduler"], [])
-
-
-@bench.command("router")
-def bench_router() -> None:
-    """Time one placement decision, by placement, prompt length and workers, and the tree's events and memory."""
-    _become(BENCHES["router"], [])
-
-
-@bench.command("gateway")
-def bench_gateway() -> None:
-    """Time the way through the gateway, beside sglang-router over the same engine that answers at once."""
-    _become(BENCHES["gateway"], [])
-
-
-@bench.command("serve")
-def bench_serve() -> None:
-    """Load any OpenAI-compatible endpoint from several clients, and report how fairly each was served."""
-    _become(BENCHES["serve"], [])
-
-
-@bench.command("soak")
-def bench_soak() -> None:
-    """Steady load on a whole cluster for an hour: memory of every process, and what failed."""
-    _become(BENCHES["soak"], [])
+for _name, _program in PROGRAMS.items():
+    _register(app, _name, _program)
+for _name, _program in BENCHES.items():
+    _register(bench, _name, _program)
 
 
 ClusterUrl = Annotated[
@@ -403,9 +375,9 @@ def main() -> None:
     """The console command."""
     command, *arguments = sys.argv[1:] or [""]
     if command in PROGRAMS:  # before typer, which would swallow a `--`
-        _become(PROGRAMS[command], arguments)
+        _become(PROGRAMS[command].module, arguments)
     if command == "bench" and arguments and arguments[0] in BENCHES:
-        _become(BENCHES[arguments[0]], arguments[1:])
+        _become(BENCHES[arguments[0]].module, arguments[1:])
     app()
 
 

@@ -5,11 +5,13 @@
 A stream is `STREAM_TOKENS` events, one a write. Nothing of a request is read but its end and whether it streams.
 """
 
-import argparse
 import asyncio
 import json
+import sys
+from typing import Annotated
 
 from sglang_fair.common.processes import die_with_parent
+from sglang_fair.settings.commands import Numbers, numbers, run
 
 STREAM_TOKENS = 64
 MODEL = "bench"
@@ -96,14 +98,11 @@ async def serve(ports: list[int]) -> None:
     await asyncio.Event().wait()
 
 
-def main() -> None:
-    """Serves until it is killed."""
-    line = argparse.ArgumentParser(prog="python -m sglang_fair.bench.instant", description=__doc__)
-    line.add_argument("--ports", required=True, metavar="PORT,PORT")
-    options = line.parse_args()
+def main(ports: Annotated[Numbers, numbers("Listen on these.", "PORT,PORT")]) -> None:
+    """An engine that answers at once. It serves until it is killed."""
     die_with_parent()
-    asyncio.run(serve([int(port) for port in options.ports.split(",")]))
+    asyncio.run(serve(list(ports)))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run(main, "python -m sglang_fair.bench.instant"))

@@ -58,7 +58,7 @@ def test_a_short_run_ends_with_one_line_of_json(tmp_path: Path):
     file = tmp_path / "rows.json"
     ended = subprocess.run(
         [
-            sys.executable, "-m", BENCHES["scheduler"],
+            sys.executable, "-m", BENCHES["scheduler"].module,
             "--policies", "sglang:fcfs,sglang:lpm,dlpm", "--queued", "20,200", "--clients", "10",
             "--prompt-tokens", "200", "--steps", "10", "--json", str(file),
         ],

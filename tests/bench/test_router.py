@@ -105,7 +105,7 @@ def test_a_short_run_ends_with_one_line_of_json(tmp_path: Path):
     file = tmp_path / "rows.json"
     ended = subprocess.run(
         [
-            sys.executable, "-m", BENCHES["router"], "--placements", "round_robin,d2lpm", "--workers", "2,3",
+            sys.executable, "-m", BENCHES["router"].module, "--placements", "round_robin,d2lpm", "--workers", "2,3",
             "--prompt-tokens", "200,1000", "--tree-tokens", "50000", "--decisions", "10", "--json", str(file),
         ],
         capture_output=True, text=True, timeout=120, check=True,

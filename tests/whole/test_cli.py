@@ -146,7 +146,7 @@ class TestPrograms:
         monkeypatch.setattr(sys, "argv", ["sglang-fair", name, "--help", "--", "--tp", "2"])
         with pytest.raises(SystemExit):
             cli.main()
-        assert became == [[sys.executable, "-m", cli.PROGRAMS[name], "--help", "--", "--tp", "2"]]
+        assert became == [[sys.executable, "-m", cli.PROGRAMS[name].module, "--help", "--", "--tp", "2"]]
 
     def test_the_exit_code_is_the_program_s(self) -> None:
         assert command("router", "--no-such-option").returncode == 2
