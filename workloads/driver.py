@@ -1,10 +1,8 @@
 """Runs clients' programs against a live endpoint and records what happened.
 
-Arrivals are open-loop: programs begin at their times by the wall clock whatever the server does, and a
-request's latency counts from the moment it could have been sent (its program's arrival, or its parent's
-answer), so a driver or server that falls behind cannot hide it. A client of the closed loop keeps a fixed
-number of programs under way instead; the next begins when one of them has ended. Answers are streamed; every
-request ends as one record. Connections are bounded per client, so no client can take another's.
+`workloads.session` decides what is sent when; the driver is its clock and its sockets. It waits for the session's
+timers by the wall clock, streams each answer, and reports how each request ended. Beside the load it samples what the
+replicas say about their clients (`/fair`).
 """
 
 import asyncio
@@ -12,7 +10,8 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from heapq import heappop, heappush
+from typing import Any, assert_never
 
 import aiohttp
 import msgspec
@@ -20,20 +19,31 @@ import msgspec
 from sglang_fair.common.identity import HEADER_APP, HEADER_CLIENT, HEADER_INTERACTION, HEADER_STAGE
 from workloads import wire
 from workloads.clients import Client
-from workloads.programs import Call, Execution, Outcome, Ready, Reply
-from workloads.records import End, ProgramRecord, Records, RequestRecord, Sample
+from workloads.programs import Call, Outcome, Reply
+from workloads.records import METERS, End, Records, Sample
+from workloads.session import (
+    RUN_ENDED,
+    Action,
+    Ending,
+    Plan,
+    Record,
+    Request,
+    Send,
+    Session,
+    SessionProgress,
+    Timer,
+    Wait,
+)
+
+__all__ = ["HEADER_WORKER", "Driver", "Endpoint", "Headers", "Plan"]
 
 HEADER_WORKER = "x-fair-worker"
 """In an answer: which replica served it."""
 
-AFTER_FAILURE_S = 1.0
-"""How long a client of the closed loop waits before it puts another program in the place of one that failed:
-a server that refuses at once is not flooded."""
-
 
 @dataclass(frozen=True, slots=True)
 class Headers:
-    """Under which names a request says who sent it; an empty name leaves that header out."""
+    """Names of the headers that say who sent a request. A header with an empty name is not sent."""
 
     client: str = HEADER_CLIENT
     app: str = HEADER_APP
@@ -50,15 +60,15 @@ class Endpoint:
     model: str = "default"
     headers: Headers = field(default_factory=Headers)
     ignore_eos: bool = True
-    """Every answer has its full length, so that all schedulers do the same work."""
+    """Ask for answers of full length, so that all schedulers do the same work."""
     temperature: float = 0.0
     timeout_s: float = 600.0
-    """Of one request, from connection to last token."""
+    """For one request, from connection to last token."""
     api_key: str | None = None
     api_keys: Mapping[str, str] = field(default_factory=dict)
-    """By client; `api_key` is for the others."""
+    """By client. Clients that are not listed send `api_key`."""
     user_field: bool = False
-    """Whether the body names the client too, as OpenAI's `user`."""
+    """The body names the client too, as OpenAI's `user`."""
 
     def __post_init__(self) -> None:
         if self.kind not in wire.PATHS:
@@ -78,96 +88,8 @@ class Endpoint:
         return {name: value for name, value in named.items() if name and value}
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """How long a run lasts and how it ends."""
-
-    duration_s: float
-    """Programs arrive until then."""
-    programs_per_client: int | None = None
-    at_once: Mapping[str, int] = field(default_factory=dict)
-    """Clients of the closed loop: how many programs each keeps under way. The others follow their arrivals."""
-    drain_s: float | None = 0.0
-    """How long to wait for `drain_for` after the last arrival; the rest is cancelled. None: for ever."""
-    drain_for: Literal["all", "well-behaved"] = "all"
-    connections_per_client: int = 256
-    sample_s: float = 0.5
-    """How often the replicas are asked for their `/fair`."""
-    token_step_s: float = 0.0
-    """Of an answer's tokens the first and the last are recorded when they come, those between not more often
-    than this, so that long runs fit into memory."""
-
-    def __post_init__(self) -> None:
-        if self.duration_s <= 0 or self.connections_per_client < 1 or self.sample_s <= 0:
-            raise ValueError(f"durations and connections must be positive: {self}")
-        if any(places < 1 for places in self.at_once.values()):
-            raise ValueError(f"a closed loop needs at least 1 program under way: {dict(self.at_once)}")
-
-
-@dataclass(slots=True)
-class Progress:
-    """Where a run stands; handed to the `watch` function whenever something ended."""
-
-    now_s: float = 0.0
-    programs_due: int = 0
-    programs_done: int = 0
-    in_flight: int = 0
-    ok: int = 0
-    failed: int = 0
-    cancelled: int = 0
-    output_tokens: int = 0
-
-    def ended(self, outcome: str, output_tokens: int) -> None:
-        """A request has ended so."""
-        self.in_flight -= 1
-        self.ok += outcome == Outcome.OK
-        self.failed += outcome == Outcome.FAILED
-        self.cancelled += outcome == Outcome.CANCELLED
-        self.output_tokens += output_tokens
-
-
-METERS = ("service", "extend_tokens", "output_tokens", "waiting", "running", "backlog")
-"""What a sample has of each client."""
-
-
-@dataclass(slots=True, eq=False)
-class Active:
-    """One program under way."""
-
-    client: Client
-    index: int
-    t_intended_s: float
-    execution: Execution
-    failed: int = 0
-
-    def record(self, t_done_s: float | None, outcome: Outcome) -> ProgramRecord:
-        """What is kept of it; `t_done_s` None: the run ended first."""
-        return ProgramRecord(
-            client=self.client.name,
-            program=self.index,
-            t_intended_s=round(self.t_intended_s, 6),
-            t_done_s=None if t_done_s is None else round(t_done_s, 6),
-            requests=self.execution.calls,
-            failed=self.failed,
-            outcome=outcome.value,
-        )
-
-
-def arrivals(clients: Sequence[Client], plan: Plan) -> list[tuple[float, Client, int]]:
-    """When the programs of the open loop arrive: time, client, number of the program, in order."""
-    due = sorted(
-        (time_s, order, index)
-        for order, client in enumerate(clients)
-        if client.name not in plan.at_once
-        for index, time_s in enumerate(
-            client.arrival_times(until_s=plan.duration_s, most=plan.programs_per_client)
-        )
-    )
-    return [(time_s, clients[order], index) for time_s, order, index in due]
-
-
 class Driver:
-    """One run: `await Driver(...).run()` once. All rows go to `records`, errors included."""
+    """One run: `await Driver(...).run()` once. Every request and program, failed ones included, goes to `records`."""
 
     def __init__(
         self,
@@ -178,20 +100,13 @@ class Driver:
         *,
         replicas: Mapping[str, str] | None = None,
         tag: str = "",
-        watch: Callable[[Progress], None] | None = None,
+        watch: Callable[[SessionProgress], None] | None = None,
     ) -> None:
-        """`replicas` maps names to base URLs whose `/fair` is sampled.
+        """`replicas` maps names to the base URLs whose `/fair` is sampled. `watch` is called after each request.
 
-        `tag` is appended to clients' names on the wire: servers keep a client's deficits, and a run that
-        should not inherit them names its clients anew. Records carry the plain names.
+        `tag` is appended to the clients' names on the wire. Servers keep a client's deficits, so a run that must not
+        inherit them gives its clients new names. Records have the plain names.
         """
-        names = [client.name for client in clients]
-        if len(set(names)) < len(names) or not names:
-            raise ValueError(f"a run needs clients with names of their own, not {names}")
-        if not plan.at_once.keys() <= set(names):
-            raise ValueError(
-                f"no such clients for the closed loop: {sorted(plan.at_once.keys() - set(names))}"
-            )
         self._endpoint = endpoint
         self._clients = clients
         self._plan = plan
@@ -199,120 +114,93 @@ class Driver:
         self._replicas = dict(replicas or {})
         self._tag = tag
         self._watch = watch
-        self.progress = Progress()
-        self._slots = {name: asyncio.Semaphore(plan.connections_per_client) for name in names}
-        self._active: dict[Active, None] = {}
-        """In the order in which they began."""
-        self._begun = dict.fromkeys(plan.at_once, 0)
-        """Programs of the closed loop's clients so far."""
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._settled = asyncio.Event()
-        """Set whenever a program began or ended: time to look whether the run may go on."""
-        self._stopping = False
-        self._lost_samples = 0
+        self._session = Session(clients, plan)
+        self._http: aiohttp.ClientSession
         self._start_s = 0.0
-        self._halted = asyncio.Event()
-        """Set when the run is to end early."""
+        self._timers: list[tuple[float, int, Timer]] = []
+        """A heap by (time, number); the number counts up as timers are set."""
+        self._timers_set = 0
+        self._exchanges: dict[Request, _Exchange] = {}
+        """Requests that have been sent and have not ended."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._wake = asyncio.Event()
+        """Set whenever there may be something else to wait for: a new timer, or the end."""
+        self._lost_samples = 0
         self._broken: BaseException | None = None
-        """What a program or the driver got wrong, which ends the run; `_halted` is set with it."""
+        """An error of a program or of this driver; it ends the run."""
 
     async def run(self) -> None:
-        """Drive all programs to the plan's end. Raises what a program or this driver itself got wrong."""
-        connector = aiohttp.TCPConnector(limit=0)
+        """Drive all programs to the plan's end. Raises whatever a program or this driver itself got wrong."""
         timeout = aiohttp.ClientTimeout(total=self._endpoint.timeout_s, sock_connect=10)
+        connector = aiohttp.TCPConnector(limit=0)  # the session bounds each client's connections
         async with aiohttp.ClientSession(
             connector=connector, timeout=timeout, read_bufsize=2**20, auto_decompress=False
-        ) as session:
+        ) as self._http:
             self._start_s = time.monotonic()
-            sampler = asyncio.create_task(self._sample(session)) if self._replicas else None
+            sampler = asyncio.create_task(self._sample()) if self._replicas else None
             try:
-                await self._arrivals(session)
-                await self._drain()
+                self._carry_out(self._session.start())
+                await self._until_over()
             finally:
-                self._stopping = True
-                await asyncio.sleep(0)  # a task that is cancelled before its first step would leave no record
-                if sampler is not None:
-                    sampler.cancel()
+                self._session.stop()
                 await self._cancel([*self._tasks, *([sampler] if sampler is not None else [])])
+                self._end_requests()
         if self._broken is not None:
             raise self._broken
-        for active in list(self._active):
-            self._record_program(active, None, Outcome.CANCELLED)
+        self._carry_out(self._session.cut_off())
         self._records.add(End(round(self._now(), 6), self._lost_samples))
 
     def stop(self) -> None:
-        """End the run early: what is under way is cancelled, and the records are whole."""
-        self._halted.set()
-        self._settled.set()
+        """End the run early: what is under way is cancelled, and the records are complete."""
+        self._session.stop()
+        self._wake.set()
 
     def _now(self) -> float:
         return time.monotonic() - self._start_s
 
-    # ---- when programs begin and the run ends
+    # ---- the session
 
-    async def _arrivals(self, session: aiohttp.ClientSession) -> None:
-        """Begin programs until the plan's end of arrivals."""
-        for client in self._clients:
-            for _ in range(self._plan.at_once.get(client.name, 0)):
-                self._take_place(session, client)
-        await self._open_loop(session)
-        while not self._halted.is_set() and self._places_open():
-            await self._settles(self._plan.duration_s)
-        if self._plan.programs_per_client is None:
-            await self._until(self._plan.duration_s)
-
-    async def _open_loop(self, session: aiohttp.ClientSession) -> None:
-        due = arrivals(self._clients, self._plan)
-        self.progress.programs_due += len(due)
-        for time_s, client, index in due:
-            await self._until(time_s)
-            if self._halted.is_set():
+    async def _until_over(self) -> None:
+        while True:
+            self._run_timers()
+            if self._session.over:
                 return
-            self._begin(session, client, index, time_s)
-
-    def _take_place(self, session: aiohttp.ClientSession, client: Client) -> None:
-        """The next program of a client of the closed loop, unless it has had its last."""
-        index = self._begun[client.name]
-        if self._more(client.name):
-            self._begun[client.name] = index + 1
-            self.progress.programs_due += 1
-            self._begin(session, client, index, self._now())
-
-    async def _replace(self, session: aiohttp.ClientSession, ended: Active) -> None:
-        """Another program in the place of one that has ended."""
-        await asyncio.sleep(AFTER_FAILURE_S if ended.failed else 0)
-        self._take_place(session, ended.client)
-
-    def _more(self, name: str) -> bool:
-        most = self._plan.programs_per_client
-        in_time = self._now() < self._plan.duration_s and not self._halted.is_set()
-        return in_time and (most is None or self._begun[name] < most)
-
-    def _places_open(self) -> bool:
-        return any(self._more(name) for name in self._plan.at_once)
-
-    async def _until(self, time_s: float) -> None:
-        """Wait for that time, or for the run's early end."""
-        delay_s = time_s - self._now()
-        if delay_s > 0:
+            self._wake.clear()
+            next_s = self._timers[0][0] - self._now() if self._timers else None
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._halted.wait(), delay_s)
+                async with asyncio.timeout(next_s):
+                    await self._wake.wait()
 
-    async def _settles(self, until_s: float | None) -> None:
-        """Wait until a program begins or ends, at most until that time."""
-        self._settled.clear()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(None if until_s is None else max(0.0, until_s - self._now())):
-                await self._settled.wait()
+    def _run_timers(self) -> None:
+        """Hand in every timer that has run out, and those that this sets."""
+        while self._timers and not self._session.over and self._timers[0][0] <= (now_s := self._now()):
+            _, _, what = heappop(self._timers)
+            self._carry_out(self._session.due(what, now_s))
 
-    async def _drain(self) -> None:
-        until_s = None if self._plan.drain_s is None else self._now() + self._plan.drain_s
-        while not self._halted.is_set() and self._awaited() and (until_s is None or self._now() < until_s):
-            await self._settles(until_s)
+    def _carry_out(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            match action:
+                case Wait(until_s, what):
+                    self._timers_set += 1
+                    heappush(self._timers, (until_s, self._timers_set, what))
+                case Send(request):
+                    self._exchanges[request] = self._exchange_for(request)
+                    self._spawn(self._request(request))
+                case Record(row):
+                    self._records.add(row)
+                case _:
+                    assert_never(action)
 
-    def _awaited(self) -> bool:
-        everyone = self._plan.drain_for == "all"
-        return any(everyone or active.client.well_behaved for active in self._active)
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None and self._broken is None:
+            self._broken = task.exception()
+            self.stop()
 
     async def _cancel(self, tasks: Sequence[asyncio.Task[None]]) -> None:
         for task in tasks:
@@ -321,132 +209,61 @@ class Driver:
             if isinstance(result, Exception) and self._broken is None:
                 self._broken = result
 
-    # ---- programs
-
-    def _begin(self, session: aiohttp.ClientSession, client: Client, index: int, t_intended_s: float) -> None:
-        active = Active(client, index, t_intended_s, Execution(client.program(index)))
-        self._active[active] = None
-        self._launch(session, active, active.execution.start(), t_intended_s)
-        self._settled.set()
-        self._settle(session, active)
-
-    def _launch(
-        self, session: aiohttp.ClientSession, active: Active, ready: Sequence[Ready], t_step_s: float
-    ) -> None:
-        for number, call in ready:
-            self._spawn(self._call(session, active, number, call, t_step_s + call.after_s))
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None and self._broken is None:
-            self._broken = task.exception()
-            self.stop()
-
-    async def _call(
-        self, session: aiohttp.ClientSession, active: Active, number: int, call: Call, t_intended_s: float
-    ) -> None:
-        """One request at its time and, once it has ended, the launch of what waited for it."""
-        await self._until(t_intended_s)
-        if self._halted.is_set():
-            return
-        self.progress.in_flight += 1
-        reply, record = await self._request(session, active, number, call, t_intended_s)
-        self.progress.now_s = self._now()
-        self.progress.ended(record.outcome, record.output_tokens)
-        self._records.add(record)
-        active.failed += record.outcome == Outcome.FAILED
-        if self._stopping:
-            return
-        self._launch(session, active, active.execution.reply(number, reply), record.t_done_s)
-        self._settle(session, active)
-        if self._watch is not None:
-            self._watch(self.progress)
-
-    def _settle(self, session: aiohttp.ClientSession, active: Active) -> None:
-        """Record the program if it has ended."""
-        if active.execution.outcome is not None and active in self._active:
-            self._record_program(active, self._now(), active.execution.outcome)
-            self.progress.programs_done += 1
-            self._settled.set()
-            if active.client.name in self._plan.at_once:
-                self._spawn(self._replace(session, active))
-
-    def _record_program(self, active: Active, t_done_s: float | None, outcome: Outcome) -> None:
-        del self._active[active]
-        self._records.add(active.record(t_done_s, outcome))
+    def _end_requests(self) -> None:
+        """The run has ended: record what is under way as cancelled, requests whose time has just come included."""
+        now_s = self._now()
+        while self._timers and self._timers[0][0] <= now_s:
+            _, _, what = heappop(self._timers)
+            if isinstance(what, Request):
+                self._session.due(what, now_s)
+        for request in list(self._session.under_way):
+            exchange = self._exchanges.pop(request, None) or self._exchange_for(request)
+            exchange.outcome, exchange.error = Outcome.CANCELLED, RUN_ENDED
+            self._carry_out(self._session.ended(request, exchange.ending(request.call), now_s))
 
     # ---- requests
 
-    async def _request(
-        self, session: aiohttp.ClientSession, active: Active, number: int, call: Call, t_intended_s: float
-    ) -> tuple[Reply, RequestRecord]:
-        """Send one call and read its answer; whatever happens, there is a record of it."""
-        endpoint = self._endpoint
+    def _exchange_for(self, request: Request) -> "_Exchange":
+        known = wire.known_tokens(request.call.prompt)
+        return _Exchange(wire.Answer(self._endpoint.kind, prompt_tokens=known))
+
+    async def _request(self, request: Request) -> None:
+        """Send one call and read its answer; whatever happens, the session hears how it ended."""
+        endpoint, exchange = self._endpoint, self._exchanges[request]
         body = wire.body(
             endpoint.kind,
-            call,
+            request.call,
             model=endpoint.model,
             ignore_eos=endpoint.ignore_eos,
             temperature=endpoint.temperature,
-            user=active.client.name + self._tag if endpoint.user_field else None,
+            user=request.client + self._tag if endpoint.user_field else None,
         )
-        exchange = _Exchange(wire.Answer(endpoint.kind, prompt_tokens=wire.known_tokens(call.prompt)))
         try:
-            async with self._slots[active.client.name]:
-                exchange.t_start_s = self._now()
-                await self._exchange(session, active, call.stage, body, exchange)
-        except asyncio.CancelledError:
-            if not self._stopping:
-                raise
-            exchange.outcome, exchange.error = Outcome.CANCELLED, "the run ended"
+            await self._exchange(request, body, exchange)
         except TimeoutError:
-            exchange.error = f"no answer within {self._endpoint.timeout_s:g} s"
+            exchange.error = f"no answer within {endpoint.timeout_s:g} s"
         except (aiohttp.ClientError, OSError, ValueError, KeyError, TypeError) as error:
             exchange.error = f"{type(error).__name__}: {error}"
-        answer = exchange.answer
         if exchange.error is None:
             exchange.outcome = Outcome.OK
-        record = RequestRecord(
-            client=active.client.name,
-            program=active.index,
-            call=number,
-            stage=call.stage,
-            t_intended_s=round(t_intended_s, 6),
-            t_start_s=None if exchange.t_start_s is None else round(exchange.t_start_s, 6),
-            t_first_token_s=exchange.token_times[0][0] if exchange.token_times else None,
-            t_done_s=round(self._now(), 6),
-            outcome=exchange.outcome.value,
-            prompt_tokens=answer.prompt_tokens,
-            cached_tokens=answer.cached_tokens,
-            output_tokens=answer.output_tokens,
-            max_output_tokens=call.max_output_tokens,
-            token_times=exchange.token_times,
-            worker=exchange.worker,
-            status=exchange.status,
-            error=exchange.error,
-        )
-        tokens = tuple(answer.tokens)
-        packed = wire.pack(tokens) if isinstance(call.prompt, bytes) else b""
-        return Reply(answer.text, tokens, exchange.outcome, packed), record
+        del self._exchanges[request]
+        self._carry_out(self._session.ended(request, exchange.ending(request.call), self._now()))
+        self._run_timers()
+        self._wake.set()
+        if self._watch is not None:
+            self._watch(self._session.progress)
 
-    async def _exchange(
-        self,
-        session: aiohttp.ClientSession,
-        active: Active,
-        stage: str,
-        body: Mapping[str, Any],
-        exchange: "_Exchange",
-    ) -> None:
-        endpoint, client = self._endpoint, active.client
-        interaction = f"{client.name}{self._tag}-{active.index}"
-        headers = endpoint.header(client.name, client.app, interaction, stage, tag=self._tag)
+    async def _exchange(self, request: Request, body: Mapping[str, Any], exchange: "_Exchange") -> None:
+        endpoint, program = self._endpoint, request.program
+        headers = endpoint.header(
+            request.client,
+            program.client.app,
+            f"{request.client}{self._tag}-{program.index}",
+            request.call.stage,
+            tag=self._tag,
+        )
         url = endpoint.url.rstrip("/") + wire.PATHS[endpoint.kind]
-        async with session.post(url, json=body, headers=headers) as response:
+        async with self._http.post(url, json=body, headers=headers) as response:
             exchange.status = response.status
             exchange.worker = response.headers.get(HEADER_WORKER)
             if response.status != 200:
@@ -459,18 +276,17 @@ class Driver:
 
     # ---- what the replicas say
 
-    async def _sample(self, session: aiohttp.ClientSession) -> None:
-        """Ask all replicas at once, at even times, until cancelled. An answer that is missing is counted."""
+    async def _sample(self) -> None:
+        """Ask all replicas for their accounts at once, at even times, until cancelled. Missing answers are counted."""
         count = 0
         while True:
-            asked = (self._ask(session, count, name, url) for name, url in self._replicas.items())
-            await asyncio.gather(*asked)
+            await asyncio.gather(*(self._ask(count, name, url) for name, url in self._replicas.items()))
             count += 1
-            await self._until(count * self._plan.sample_s)
+            await asyncio.sleep(count * self._plan.sample_s - self._now())
 
-    async def _ask(self, session: aiohttp.ClientSession, count: int, name: str, url: str) -> None:
+    async def _ask(self, count: int, name: str, url: str) -> None:
         try:
-            async with session.get(
+            async with self._http.get(
                 f"{url.rstrip('/')}/fair", timeout=aiohttp.ClientTimeout(total=5)
             ) as response:
                 response.raise_for_status()
@@ -492,10 +308,9 @@ class Driver:
 
 @dataclass(slots=True)
 class _Exchange:
-    """One request as far as it has come."""
+    """One request and its answer, as far as it has come."""
 
     answer: wire.Answer
-    t_start_s: float | None = None
     token_times: list[tuple[float, int]] = field(default_factory=list)
     outcome: Outcome = Outcome.FAILED
     worker: str | None = None
@@ -504,8 +319,7 @@ class _Exchange:
     done: bool = False
 
     def take(self, data: bytes, now_s: float, step_s: float = 0.0) -> None:
-        """One event of the stream. Tokens that came within `step_s` of what was recorded before are recorded
-        with the next."""
+        """One event of the stream. Of tokens less than `step_s` apart only the last are recorded."""
         if data == b"[DONE]":
             self.done = True
             return
@@ -523,3 +337,18 @@ class _Exchange:
             self.error = self.answer.error
         elif not self.answer.finished:
             self.error = "the stream ended before the answer did"
+
+    def ending(self, call: Call) -> Ending:
+        """How the request ended."""
+        answer, tokens = self.answer, tuple(self.answer.tokens)
+        packed = wire.pack(tokens) if isinstance(call.prompt, bytes) else b""
+        return Ending(
+            Reply(answer.text, tokens, self.outcome, packed),
+            prompt_tokens=answer.prompt_tokens,
+            cached_tokens=answer.cached_tokens,
+            output_tokens=answer.output_tokens,
+            token_times=self.token_times,
+            worker=self.worker,
+            status=self.status,
+            error=self.error,
+        )

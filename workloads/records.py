@@ -88,6 +88,10 @@ class ProgramRecord:
     outcome: str
 
 
+METERS = ("service", "extend_tokens", "output_tokens", "waiting", "running", "backlog")
+"""The numbers of a client's account that a sample keeps."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     """What one replica said about its clients (its `/fair`)."""

@@ -35,7 +35,7 @@ from sglang_fair.core.cost import Cost, describe, make_cost
 from workloads import wire
 from workloads.clients import SCENARIOS, SMALL, Scale, Texts
 from workloads.datasets import read_articles, read_codec, read_questions
-from workloads.driver import Driver, Endpoint, Plan, Progress
+from workloads.driver import Driver, Endpoint
 from workloads.endpoints import HEADER, IDENTITIES, EndpointError, find_model, identity, read_keys
 from workloads.fairness_report import FairnessReport, fairness_report, render
 from workloads.load import (
@@ -53,6 +53,7 @@ from workloads.load import told as told_traffic
 from workloads.programs import TextCodec
 from workloads.programs.prose import Articles, WordProblems
 from workloads.records import Manifest, Records, Run
+from workloads.session import Plan, SessionProgress
 from workloads.terminal import FILE_COLUMNS, progress_line
 
 TOKEN_STEP_S = 0.1
@@ -261,7 +262,7 @@ class Watch:
     live: Live
     next_s: float = LINE_S
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: SessionProgress) -> None:
         line = Text(progress_line(progress, self.plan))
         if self.console.is_terminal:
             self.live.update(line)

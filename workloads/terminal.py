@@ -3,13 +3,13 @@
 from types import FrameType
 from typing import NoReturn
 
-from workloads.driver import Plan, Progress
+from workloads.session import Plan, SessionProgress
 
 FILE_COLUMNS = 180
 """Width of tables that go into a file."""
 
 
-def progress_line(progress: Progress, plan: Plan) -> str:
+def progress_line(progress: SessionProgress, plan: Plan) -> str:
     """Where a run stands, in a line."""
     state = "draining" if progress.now_s > plan.duration_s else f"of {plan.duration_s:g} s"
     return (

@@ -236,21 +236,22 @@ def test_a_server_that_is_not_there_is_an_error_of_the_request():
 
 def test_what_is_under_way_at_the_end_is_cancelled_and_recorded(monkeypatch):
     """The time for draining is over as soon as both requests have begun to be answered."""
-    server, feed, begun = FakeServer(), wire.Answer.feed, []
+    server, feed, begun, drivers = FakeServer(), wire.Answer.feed, [], []
     server.stops_after = 3
 
     class Late(Driver):
         def _now(self) -> float:
             return super()._now() + (2 * LIMIT_S if len(begun) == 2 else 0.0)
 
-        async def _settles(self, until_s: float | None) -> None:
-            while len(begun) < 2:
-                await asyncio.sleep(0)
+        def __init__(self, *arguments: Any, **more: Any) -> None:
+            super().__init__(*arguments, **more)
+            drivers.append(self)
 
     def noted(answer: wire.Answer, event: Any) -> None:
         feed(answer, event)
         if answer.output_tokens == 2:
             begun.append(answer)
+            drivers[0]._wake.set()
 
     monkeypatch.setattr(wire.Answer, "feed", noted)
 
@@ -438,7 +439,7 @@ def test_of_programs_that_have_ended_nothing_is_kept_but_records():
 
     class Kept(Driver):
         def __init__(self, *arguments: Any, **more: Any) -> None:
-            more["watch"] = lambda _: kept.append(len(drivers[0]._active))
+            more["watch"] = lambda _: kept.append(len(drivers[0]._session._programs))
             super().__init__(*arguments, **more)
             drivers.append(self)
 

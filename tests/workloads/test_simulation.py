@@ -207,7 +207,7 @@ def test_every_placement_carries_all_programs_to_their_end(placement, workload):
     simulation = done(replace(TIGHT, placement=placement), traffic(workload=workload))
     complete(run_of(simulation))
     assert {program.outcome for program in run_of(simulation).programs} == {"ok"}
-    assert simulation.progress.programs_done == simulation.progress.programs_due > 0
+    assert simulation.session.progress.programs_done == simulation.session.progress.programs_due > 0
     assert {record.worker for record in run_of(simulation).requests} == {"r0", "r1"}
     settled(simulation)
 
@@ -277,7 +277,7 @@ def test_a_run_that_is_cut_off_has_a_record_of_everything(steps):
     assert (first.cached_tokens, first.t_first_token_s) == (0, pytest.approx(0.03))
     assert (third.token_times, third.cached_tokens, third.output_tokens) == ([], None, 0)
     assert {(program.outcome, program.t_done_s) for program in run.programs} == {("cancelled", None)}
-    assert (simulation.progress.cancelled, simulation.progress.in_flight) == (3, 0)
+    assert (simulation.session.progress.cancelled, simulation.session.progress.in_flight) == (3, 0)
     assert summarize(run).throughput_tokens_per_s > 0
 
 

@@ -30,11 +30,12 @@ from sglang_fair.sim.gpu_clock import in_words, since
 from workloads.clients import SCENARIOS, SMALL, Client, Scale
 from workloads.compare.cluster import Cluster, ClusterError, StartCluster, clocks, flush, verify
 from workloads.compare.probe import Probe, probe
-from workloads.driver import Driver, Endpoint, Plan
+from workloads.driver import Driver, Endpoint
 from workloads.measures import summarize
 from workloads.programs import Codec
 from workloads.records import Manifest, Records, Run, read
 from workloads.report import client_table
+from workloads.session import Plan
 from workloads.terminal import progress_line
 
 SCHEDULERS = ("d2lpm+dlpm", "round_robin+lpm", "preble+lpm", "client_round_robin+vtc")

@@ -18,10 +18,10 @@ from sglang_fair.common.processes import die_with_parent
 from sglang_fair.common.provenance import machine, versions
 from workloads.clients import SCENARIOS, Client, Scale
 from workloads.compare.runs import LOADS, SCHEDULERS, parts
-from workloads.driver import Plan
 from workloads.measures import Summary, summarize
 from workloads.programs import PackedCodec
 from workloads.records import Run
+from workloads.session import Plan
 from workloads.simulation.cluster import describe, simulate
 from workloads.simulation.site import Site
 from workloads.traces import STAND_INS, find_trace

@@ -1,0 +1,435 @@
+"""A session of load: clients' programs from their arrival to their last answer, without a clock and without a wire.
+
+Two clocks drive it. The live driver has the wall clock and sockets, the simulator a heap of events and modelled
+engines. Both do the same: hand in what happens, with the time at which it happens, and carry out the actions that
+come back, in their order.
+
+    session.start()                    -> the first timers
+    session.due(what, now_s)           a timer has run out: a program arrives, a request may be sent, time is up
+    session.ended(request, how, now_s) a request was answered, refused, or broke off
+    session.stop()                     the run ends early
+    session.cut_off(now_s)             last of all: records of the programs that the end interrupted
+
+The rules of a run are here and nowhere else. Open-loop programs arrive whatever the server does; a closed-loop client
+keeps a fixed number of programs under way. A client has a bounded number of connections, and its requests wait for
+one in order. Latency counts from `t_intended_s`, the moment at which a request could have been sent. When arrivals
+have ended, the session waits for the programs that the plan names, `drain_s` at most, and is `over`.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal, NamedTuple, TypeAlias, assert_never
+
+from workloads.clients import Client
+from workloads.programs import Call, Execution, Outcome, Ready, Reply
+from workloads.records import ProgramRecord, RequestRecord
+
+AFTER_FAILURE_S = 1.0
+"""How long a closed-loop client waits before it replaces a program that failed, so that a server that refuses at
+once is not flooded."""
+
+RUN_ENDED = "the run ended"
+"""The error in the records of requests that the end of the run cut off."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How long a run lasts and how it ends."""
+
+    duration_s: float
+    """Programs arrive until then."""
+    programs_per_client: int | None = None
+    at_once: Mapping[str, int] = field(default_factory=dict)
+    """Closed-loop clients, with how many programs each keeps under way. The others follow their arrivals."""
+    drain_s: float | None = 0.0
+    """How long to wait for `drain_for` after the last arrival; the rest is cancelled. None: for ever."""
+    drain_for: Literal["all", "well-behaved"] = "all"
+    connections_per_client: int = 256
+    sample_s: float = 0.5
+    """Interval between two samples of the replicas' accounts (`/fair`)."""
+    token_step_s: float = 0.0
+    """Minimum interval between the recorded tokens of an answer, so that long runs fit into memory. The first and the
+    last token are always recorded."""
+
+    def __post_init__(self) -> None:
+        if self.duration_s <= 0 or self.connections_per_client < 1 or self.sample_s <= 0:
+            raise ValueError(f"durations and connections must be positive: {self}")
+        if any(places < 1 for places in self.at_once.values()):
+            raise ValueError(f"a closed loop needs at least 1 program under way: {dict(self.at_once)}")
+
+
+@dataclass(slots=True)
+class SessionProgress:
+    """How far a session is, for people who watch it."""
+
+    now_s: float = 0.0
+    programs_due: int = 0
+    """Known so far: all open-loop programs, and those closed-loop ones that have begun."""
+    programs_done: int = 0
+    in_flight: int = 0
+    """Requests whose time has come and that have not ended."""
+    ok: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    output_tokens: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class ActiveProgram:
+    """One program under way."""
+
+    client: Client
+    index: int
+    """Of the client's programs."""
+    number: int
+    """Of all programs of the session, in the order in which they began."""
+    t_intended_s: float
+    execution: Execution
+    failed: int = 0
+
+    def record(self, t_done_s: float | None, outcome: Outcome) -> ProgramRecord:
+        """Its record; `t_done_s` is None where the run ended first."""
+        return ProgramRecord(
+            client=self.client.name,
+            program=self.index,
+            t_intended_s=round(self.t_intended_s, 6),
+            t_done_s=None if t_done_s is None else round(t_done_s, 6),
+            requests=self.execution.calls,
+            failed=self.failed,
+            outcome=outcome.value,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One call of a program. As a timer: the time at which it may be sent has come."""
+
+    program: ActiveProgram
+    number: int
+    """Of the program's calls."""
+    call: Call
+    t_intended_s: float
+    t_start_s: float | None = None
+    """When it got a connection."""
+    id: str = ""
+    """A name for it, if whoever drives the session needs one."""
+
+    @property
+    def client(self) -> str:
+        return self.program.client.name
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """Timer: an open-loop program arrives."""
+
+    client: Client
+    index: int
+    t_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Refill:
+    """Timer: a closed-loop client may begin another program."""
+
+    client: Client
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """Timer: one of the client's connections has become free for this request."""
+
+    request: Request
+
+
+class Deadline(Enum):
+    """Timer: a phase of the session ends."""
+
+    OPEN_LOOP = "the last open-loop program has arrived"
+    ARRIVALS = "closed-loop clients begin no more programs"
+    DRAIN = "the wait for programs under way is over"
+
+
+Timer: TypeAlias = Arrival | Refill | Request | Connected | Deadline
+
+
+class Wait(NamedTuple):
+    """Action: call `due(what)` at `until_s`. Timers of one instant run out in the order in which they were set."""
+
+    until_s: float
+    what: Timer
+
+
+class Send(NamedTuple):
+    """Action: send this request; it has a connection."""
+
+    request: Request
+
+
+class Record(NamedTuple):
+    """Action: keep this record."""
+
+    row: RequestRecord | ProgramRecord
+
+
+Action: TypeAlias = Wait | Send | Record
+
+
+@dataclass(slots=True)
+class Ending:
+    """How a request ended, as whoever sent it saw it. `reply` has the outcome; the other fields are the record's."""
+
+    reply: Reply
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    output_tokens: int = 0
+    token_times: Sequence[tuple[float, int]] = ()
+    worker: str | None = None
+    status: int | None = None
+    error: str | None = None
+
+
+class Session:
+    """One session, as the module describes it. Times are seconds since its start, and never decrease."""
+
+    def __init__(self, clients: Sequence[Client], plan: Plan) -> None:
+        """Raises ValueError for clients without a name of their own, or a closed loop of unknown clients."""
+        names = [client.name for client in clients]
+        if len(set(names)) < len(names) or not names:
+            raise ValueError(f"a run needs clients with names of their own, not {names}")
+        if unknown := plan.at_once.keys() - set(names):
+            raise ValueError(f"no such clients for the closed loop: {sorted(unknown)}")
+        self.progress = SessionProgress()
+        self.under_way: dict[Request, None] = {}
+        """Requests whose time has come and that have not ended, in order. Some wait for a connection."""
+        self._clients = clients
+        self._plan = plan
+        self._programs: dict[ActiveProgram, None] = {}
+        self._connections = dict.fromkeys(names, 0)
+        self._queued: dict[str, deque[Request]] = {name: deque() for name in names}
+        """Requests that wait for one of their client's connections."""
+        self._begun = dict.fromkeys(plan.at_once, 0)
+        """Programs of each closed-loop client so far."""
+        self._programs_begun = 0
+        self._open_loop = True
+        """Open-loop programs are still to come."""
+        self._awaited = 0
+        """Programs under way for which the end of the session waits."""
+        self._draining = False
+        self._over = False
+
+    @property
+    def over(self) -> bool:
+        """The session has ended. Requests that are under way are cancelled by whoever drives it."""
+        return self._over
+
+    # ---- what happens
+
+    def start(self) -> list[Action]:
+        """Arrivals, the first programs of the closed loop, and the deadlines."""
+        plan = self._plan
+        actions: list[Action] = [
+            Wait(0.0, Refill(client))
+            for client in self._clients
+            for _ in range(plan.at_once.get(client.name, 0))
+        ]
+        due = _arrivals(self._clients, plan)
+        self.progress.programs_due = len(due)
+        actions += [Wait(arrival.t_s, arrival) for arrival in due]
+        last_s = due[-1].t_s if due else 0.0
+        open_until_s = last_s if plan.programs_per_client is not None else plan.duration_s
+        actions.append(Wait(open_until_s, Deadline.OPEN_LOOP))
+        actions.append(Wait(plan.duration_s, Deadline.ARRIVALS))
+        return actions
+
+    def due(self, what: Timer, now_s: float) -> list[Action]:
+        """A timer has run out. When the session is over, only requests are taken, so that each whose time had come has
+        a record."""
+        actions: list[Action] = []
+        match what:
+            case Request():
+                self._connect(what, now_s, actions)
+            case _ if self._over:
+                pass
+            case Connected(request):
+                _send(request, now_s, actions)
+            case Arrival(client, index, t_s):
+                self._begin(client, index, t_s, now_s, actions)
+            case Refill(client):
+                self._refill(client, now_s, actions)
+                self._end_arrivals(now_s, actions)
+            case Deadline.OPEN_LOOP:
+                self._open_loop = False
+                self._end_arrivals(now_s, actions)
+            case Deadline.ARRIVALS:
+                self._end_arrivals(now_s, actions)
+            case Deadline.DRAIN:
+                self._over = True
+            case _:
+                assert_never(what)
+        return actions
+
+    def ended(self, request: Request, how: Ending, now_s: float) -> list[Action]:
+        """A request has ended: its record, and what may be sent because of it, unless the session is over."""
+        del self.under_way[request]
+        outcome, program = how.reply.outcome, request.program
+        self._count(outcome, how.output_tokens, now_s)
+        actions: list[Action] = [Record(_request_record(request, how, now_s))]
+        self._free_connection(request.client, now_s, actions)
+        program.failed += outcome is Outcome.FAILED
+        if not self._over:
+            self._launch(program, program.execution.reply(request.number, how.reply), now_s, actions)
+            self._settle(program, now_s, actions)
+        return actions
+
+    def stop(self) -> None:
+        """End the session early."""
+        self._over = True
+
+    def cut_off(self) -> list[Action]:
+        """Records of the programs that the end interrupted. Their requests have to be ended before."""
+        assert self._over, "a session is cut off when it is over"
+        assert not self.under_way, "its requests are ended first"
+        actions: list[Action] = [
+            Record(program.record(None, Outcome.CANCELLED)) for program in self._programs
+        ]
+        self._programs.clear()
+        return actions
+
+    # ---- programs
+
+    def _begin(
+        self, client: Client, index: int, t_intended_s: float, now_s: float, actions: list[Action]
+    ) -> None:
+        program = ActiveProgram(
+            client, index, self._programs_begun, t_intended_s, Execution(client.program(index))
+        )
+        self._programs_begun += 1
+        self._programs[program] = None
+        self._awaited += self._is_awaited(program)
+        self._launch(program, program.execution.start(), t_intended_s, actions)
+        self._settle(program, now_s, actions)
+
+    def _refill(self, client: Client, now_s: float, actions: list[Action]) -> None:
+        """The next program of a closed-loop client, unless it has had its last."""
+        if self._has_more(client.name, now_s):
+            index = self._begun[client.name]
+            self._begun[client.name] = index + 1
+            self.progress.programs_due += 1
+            self._begin(client, index, now_s, now_s, actions)
+
+    def _launch(
+        self, program: ActiveProgram, ready: Sequence[Ready], t_step_s: float, actions: list[Action]
+    ) -> None:
+        """These calls may be sent, each after its own thinking time."""
+        for number, call in ready:
+            t_intended_s = t_step_s + call.after_s
+            actions.append(Wait(t_intended_s, Request(program, number, call, t_intended_s)))
+
+    def _settle(self, program: ActiveProgram, now_s: float, actions: list[Action]) -> None:
+        """Record the program if it has ended, and let a closed-loop client replace it."""
+        outcome = program.execution.outcome
+        if outcome is None or program not in self._programs:
+            return
+        del self._programs[program]
+        actions.append(Record(program.record(now_s, outcome)))
+        self.progress.programs_done += 1
+        self._awaited -= self._is_awaited(program)
+        if program.client.name in self._begun:
+            delay_s = AFTER_FAILURE_S if program.failed else 0.0
+            actions.append(Wait(now_s + delay_s, Refill(program.client)))
+        self._end_if_drained()
+
+    # ---- connections
+
+    def _connect(self, request: Request, now_s: float, actions: list[Action]) -> None:
+        """The request takes one of its client's connections, or waits for one."""
+        self.progress.in_flight += 1
+        self.under_way[request] = None
+        name = request.client
+        if self._connections[name] < self._plan.connections_per_client:
+            self._connections[name] += 1
+            _send(request, now_s, actions)
+        else:
+            self._queued[name].append(request)
+
+    def _free_connection(self, name: str, now_s: float, actions: list[Action]) -> None:
+        if self._over:
+            return
+        if self._queued[name]:
+            actions.append(Wait(now_s, Connected(self._queued[name].popleft())))
+        else:
+            self._connections[name] -= 1
+
+    # ---- the end
+
+    def _end_arrivals(self, now_s: float, actions: list[Action]) -> None:
+        """Begin to drain if no program will come any more."""
+        if self._draining or self._open_loop or any(self._has_more(name, now_s) for name in self._begun):
+            return
+        self._draining = True
+        if self._plan.drain_s is not None:
+            actions.append(Wait(now_s + self._plan.drain_s, Deadline.DRAIN))
+        self._end_if_drained()
+
+    def _has_more(self, name: str, now_s: float) -> bool:
+        most = self._plan.programs_per_client
+        return now_s < self._plan.duration_s and (most is None or self._begun[name] < most)
+
+    def _end_if_drained(self) -> None:
+        if self._draining and not self._awaited:
+            self._over = True
+
+    def _is_awaited(self, program: ActiveProgram) -> bool:
+        return self._plan.drain_for == "all" or program.client.well_behaved
+
+    def _count(self, outcome: Outcome, output_tokens: int, now_s: float) -> None:
+        progress = self.progress
+        progress.now_s = now_s
+        progress.in_flight -= 1
+        progress.ok += outcome is Outcome.OK
+        progress.failed += outcome is Outcome.FAILED
+        progress.cancelled += outcome is Outcome.CANCELLED
+        progress.output_tokens += output_tokens
+
+
+def _send(request: Request, now_s: float, actions: list[Action]) -> None:
+    request.t_start_s = now_s
+    actions.append(Send(request))
+
+
+def _arrivals(clients: Sequence[Client], plan: Plan) -> list[Arrival]:
+    """When open-loop programs arrive: in order of time, then of clients."""
+    due = sorted(
+        (time_s, order, index)
+        for order, client in enumerate(clients)
+        if client.name not in plan.at_once
+        for index, time_s in enumerate(
+            client.arrival_times(until_s=plan.duration_s, most=plan.programs_per_client)
+        )
+    )
+    return [Arrival(clients[order], index, time_s) for time_s, order, index in due]
+
+
+def _request_record(request: Request, how: Ending, now_s: float) -> RequestRecord:
+    return RequestRecord(
+        client=request.client,
+        program=request.program.index,
+        call=request.number,
+        stage=request.call.stage,
+        t_intended_s=round(request.t_intended_s, 6),
+        t_start_s=None if request.t_start_s is None else round(request.t_start_s, 6),
+        t_first_token_s=how.token_times[0][0] if how.token_times else None,
+        t_done_s=round(now_s, 6),
+        outcome=how.reply.outcome.value,
+        prompt_tokens=how.prompt_tokens,
+        cached_tokens=how.cached_tokens,
+        output_tokens=how.output_tokens,
+        max_output_tokens=request.call.max_output_tokens,
+        token_times=how.token_times,
+        worker=how.worker,
+        status=how.status,
+        error=how.error,
+    )
