@@ -1,0 +1,36 @@
+"""The layers in pyproject.toml, which `lint-imports` checks, speak of every package; and no import is in a circle."""
+
+import tomllib
+from pathlib import Path
+
+import grimp
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("sglang_fair", "router", "workloads")
+
+
+@pytest.fixture(scope="module")
+def graph() -> grimp.ImportGraph:
+    return grimp.build_graph(*PACKAGES, exclude_type_checking_imports=True, cache_dir=None)
+
+
+def test_every_package_has_a_layer(graph):
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    layers = next(contract for contract in settings["contracts"] if contract["type"] == "layers")
+    placed = {name.strip() for layer in layers["layers"] for name in layer.split("|")}
+    assert placed == {"router", "workloads", *graph.find_children("sglang_fair")}
+
+
+def test_no_module_imports_itself_through_others(graph):
+    allowed = {  # the command prints a page about the validation, which is also a command of its own
+        ("workloads.experiments.validation", "workloads.experiments.command"),
+        ("workloads.experiments.command", "workloads.experiments.validation"),
+    }
+    circles = {
+        (importer, imported)
+        for importer in graph.modules
+        for imported in graph.find_modules_directly_imported_by(importer)
+        if graph.chain_exists(importer=imported, imported=importer)
+    }
+    assert circles <= allowed
