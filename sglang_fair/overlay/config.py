@@ -203,7 +203,7 @@ def adopt_arguments(arguments: argparse.Namespace, environ: MutableMapping[str, 
 
 def check(config: Config, chosen: str | None) -> Config:
     """`config`, if the policy `chosen` by --schedule-policy can run with it; ValueError otherwise."""
-    if chosen in SERVER_POLICIES:
+    if chosen is not None and chosen in SERVER_POLICIES:
         config.policy(SERVER_POLICIES[chosen])
     elif config.options:
         raise ValueError(f"--fair-options are for a fair policy; {chosen} is SGLang's own")

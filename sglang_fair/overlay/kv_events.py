@@ -36,7 +36,8 @@ def named(event: Any, extra_key: str | None) -> Any:
 
 def seed_of(extra_key: str | None) -> bytes | None:
     """What enters the hashes of blocks under this key."""
-    return kv_events.kv_event_namespace_seed(extra_key=extra_key or None, cache_salt=None)
+    seed: bytes | None = kv_events.kv_event_namespace_seed(extra_key=extra_key or None, cache_salt=None)
+    return seed
 
 
 # -- the Rust core
@@ -66,7 +67,7 @@ def reseed(event: Any, seed: bytes | None) -> None:
 
 def attach() -> None:
     """To the Rust core, if this scheduler's cache has it."""
-    core = sys.modules.get(RUST_CORE)
+    core: Any = sys.modules.get(RUST_CORE)
     if core is not None and not isinstance(core._kv_event_from_tagged, partial):
         core._kv_event_from_tagged = partial(from_tagged, core._kv_event_from_tagged)
 

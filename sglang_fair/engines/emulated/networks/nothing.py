@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 
-class EmulatedForCausalLM(nn.Module):  # type: ignore[misc]
+class EmulatedForCausalLM(nn.Module):
     """What SGLang loads in an emulated replica."""
 
     def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
