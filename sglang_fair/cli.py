@@ -47,7 +47,7 @@ PROGRAMS = {
 
 BENCHES = {
     "scheduler": Program(
-        "sglang_fair.engines.bench_scheduler",
+        "sglang_fair.engines.bench.scheduler",
         "Time one scheduling step, by policy, queue length, clients and prompt length.",
     ),
     "router": Program(

@@ -138,7 +138,7 @@ class Traced:
         return trace
 
     def real(self, engine: Any) -> list[Call]:
-        """By SGLang's scheduler. `engine` is a `bench.engine.Engine`."""
+        """By SGLang's scheduler. `engine` is a `engines.bench.one_process.Engine`."""
         from sglang.srt.managers.io_struct import AbortReq
 
         load, scheduler = self.load, engine._scheduler
@@ -205,7 +205,7 @@ def _sim_request(arrival: Arrival) -> SimRequest:
 
 def main() -> None:
     os.environ["SGLANG_FAIR_QUANTUM"] = str(QUANTUM)
-    from sglang_fair.engines.bench_engine import Engine
+    from sglang_fair.engines.bench.one_process import Engine
 
     engine = Engine(admit_per_step=10_000, seed=0)
     print(json.dumps({name: Traced(load(name)).real(engine) for name in LOADS}))

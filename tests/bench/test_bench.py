@@ -8,19 +8,30 @@ from pathlib import Path
 import pytest
 
 from sglang_fair.cli import BENCHES
-from sglang_fair.engines.bench_scheduler import STOCK, Case, Prompts, Row, cases, choose, parse, table
+from sglang_fair.engines.bench.scheduler import (
+    STOCK,
+    Prompts,
+    QueueShape,
+    StepTimes,
+    choose,
+    parse,
+    queue_shapes,
+    table,
+)
 
 
-def row(policy: str, queued: int, step_ms: float) -> Row:
-    return Row(policy, queued, 10, 1000, "partly", step_ms, 2 * step_ms, step_ms, 0.1, 5.0, 0.2, 0.5, 100)
+def row(policy: str, queued: int, step_ms: float) -> StepTimes:
+    return StepTimes(
+        policy, queued, 10, 1000, "partly", step_ms, 2 * step_ms, step_ms, 0.1, 5.0, 0.2, 0.5, 100
+    )
 
 
 def test_cases_are_all_combinations():
-    assert len(cases((128, 1_000, 10_000), (10, 1_000), (1_000, 8_000))) == 12
+    assert len(queue_shapes((128, 1_000, 10_000), (10, 1_000), (1_000, 8_000))) == 12
 
 
 def test_prompts_are_the_same_for_the_same_seed_and_share_their_first_half():
-    case = Case(queued=128, clients=10, prompt_tokens=200)
+    case = QueueShape(queued=128, clients=10, prompt_tokens=200)
     first, again, other = (iter(Prompts(case, seed)) for seed in (1, 1, 2))
     drawn = [next(first) for _ in range(50)]
     assert drawn == [next(again) for _ in range(50)]

@@ -1,9 +1,9 @@
-"""SGLang's real scheduler in this process, without a server and without a model that takes time.
+"""SGLang's real scheduler in this process: no server, and a model that takes no time.
 
-The scheduler object, its requests, its tree cache (`UnifiedRadixCache` on the Rust core), its allocators
-and its prefill adder are SGLang's own, built as its scheduler process builds them. Only two things are
-replaced: the forward pass returns token 0 at once, and results are not sent to a detokenizer. One process
-holds one such engine; its policy can be exchanged, and the overlay's hooks taken off for stock runs.
+The scheduler, its requests, tree cache (`UnifiedRadixCache` on the Rust core), allocators and prefill adder are
+SGLang's own, built as its scheduler process builds them. Only two things are replaced: the forward pass returns
+token 0 at once, and results do not go to a detokenizer. A process holds one such engine. Its policy can be
+changed, and the overlay's hooks can be removed to measure stock SGLang.
 """
 
 import gc
@@ -39,21 +39,22 @@ SMALLEST_MODEL = {
 class Step:
     """One call of `_get_new_batch_prefill_raw`, in milliseconds.
 
-    `order_ms` and `build_ms` are CPU time of the scheduler's thread, which is all that works on a step: on
-    an idle machine the same as `wall_ms`, `order_ms` on the wall clock.
+    `order_ms` and `build_ms` are CPU time of the scheduler's thread, which does all the work of a step. `wall_ms` is
+    `order_ms` in wall-clock time; on an idle machine the two are equal.
     """
 
     order_ms: float
     wall_ms: float
     build_ms: float
-    """`ScheduleBatch.init_new` to SGLang's count of the tokens that wait: no policy has a part in it."""
+    """From `ScheduleBatch.init_new` to SGLang's count of the waiting tokens. No policy takes part in it."""
     admitted: int
     prompt_tokens: int
     cached_tokens: int
 
 
 class Engine:
-    """`admit_per_step` requests at most enter in one step, so that every policy does the same work."""
+    """The scheduler with its queue. At most `admit_per_step` requests enter in a step, so that every policy does the
+    same work."""
 
     def __init__(self, admit_per_step: int, seed: int) -> None:
         os.environ.update(cpu.environment())
@@ -76,10 +77,10 @@ class Engine:
     # ---- the state before a run
 
     def use(self, policy: str, *, overlay: bool, options: str = "", match_limit: int | None = None) -> None:
-        """`policy` is a `--schedule-policy` value, `options` are its own. `overlay` False: stock SGLang, no hook
-        attached.
+        """Starts anew with the `--schedule-policy` value `policy` and its `options`.
 
-        `match_limit` replaces SGLang's 128, the queue length above which its LPM becomes FCFS.
+        Without `overlay` no hook is attached: stock SGLang. `match_limit` replaces SGLang's 128, the queue length
+        above which its LPM falls back to FCFS.
         """
         from sglang.srt.managers import schedule_policy
 
@@ -95,7 +96,7 @@ class Engine:
         self._watch()
 
     def limit_pool(self, tokens: int) -> None:
-        """Leave `tokens` free in the pool; the rest is taken until the next `use`."""
+        """Leaves `tokens` free in the pool and occupies the rest until the next `use`."""
         allocator = self._scheduler.token_to_kv_pool_allocator
         surplus = (allocator.available_size() - tokens) // PAGE_TOKENS * PAGE_TOKENS
         if surplus > 0:
@@ -135,7 +136,7 @@ class Engine:
         return request
 
     def arrive(self, requests: Sequence[Any]) -> float:
-        """Append them to the waiting queue; milliseconds of CPU time that this took."""
+        """Appends them to the waiting queue; returns the CPU time that this took, in milliseconds."""
         started = time.thread_time()
         for request in requests:
             self._scheduler._add_request_to_queue(request)
@@ -146,7 +147,7 @@ class Engine:
         return len(self._scheduler.waiting_queue)
 
     def step(self) -> Step | None:
-        """One turn of SGLang's normal event loop. None when it formed no prefill batch."""
+        """One iteration of SGLang's normal event loop. None when it formed no prefill batch."""
         scheduler = self._scheduler
         self._step = None
         plan = scheduler.get_next_batch_to_run(
@@ -160,7 +161,7 @@ class Engine:
         return self._step
 
     def filter_ms(self, admitted: int) -> float:
-        """What SGLang's own O(queue) removal of the admitted costs now; part of every `order_ms` of stock."""
+        """CPU time of SGLang's own O(queue) removal of `admitted` requests. It is part of every step."""
         queue = list(self._scheduler.waiting_queue)
         gone = set(queue[:admitted])
         started = time.thread_time()
@@ -170,12 +171,12 @@ class Engine:
         return elapsed_ms
 
     def cache(self) -> tuple[str, str]:
-        """The classes of tree cache and tree core in use."""
+        """Class names of the tree cache and its core."""
         tree = self._scheduler.tree_cache
         return type(tree).__name__, type(tree.tree_core).__name__
 
     def _watch(self) -> None:
-        """Stand where the engine begins to form a batch, to build it, and to return it."""
+        """Wraps the call that forms a batch, so that each step is timed."""
         scheduler = self._scheduler
         form = type(scheduler)._get_new_batch_prefill_raw
 
@@ -203,7 +204,7 @@ class Engine:
 
 @contextmanager
 def _build_marks() -> Iterator[list[tuple[float, float]]]:
-    """When the batch object's construction began, and when its tensors were ready."""
+    """Marks (CPU time, wall time) when construction of the batch began and when its tensors were ready."""
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.managers.scheduler_components.metrics_reporter import PrefillStats
 
@@ -225,7 +226,7 @@ def _build_marks() -> Iterator[list[tuple[float, float]]]:
 
 
 def _scheduler(admit_per_step: int, seed: int) -> Any:
-    """What `run_scheduler_process` does before its loop."""
+    """Builds the scheduler as SGLang's `run_scheduler_process` does before its loop."""
     import torch
     from sglang.srt.managers import scheduler as module
     from sglang.srt.managers.utils import GenerationBatchResult

@@ -2,20 +2,21 @@
 
     sglang-fair bench scheduler [--quick] [--json FILE]
 
-Everything runs in one process on SGLang's real scheduler, requests and tree cache (see `engine`). A step is
-one call of `Scheduler._get_new_batch_prefill_raw` without the construction of the batch's tensors: the
-policy's `calc_priority`, the look-up and admission of each candidate, removing the admitted from the queue
-(SGLang's own O(queue) filter, shown apart as well) and the overlay's hooks around it. Not in it: arrivals
-(shown apart), SGLang's count of the waiting tokens, the model, and the processing of results. Times are CPU
-time of the one thread that works; `wall_ms_p50` is the same by the clock on the wall.
+Everything runs in one process on SGLang's real scheduler, requests and tree cache (see `one_process`).
 
-The queue is kept at its length: each step admits four requests, which end with their first token, and four
-new ones arrive, so the tree changes in every step. Half of each prompt is one of 64 shared prefixes, all of
-them cached at first; the other half is the request's own. The pool is too small for everything, so prefixes
-are evicted and computed again. 32 requests are running.
+A step is one call of `Scheduler._get_new_batch_prefill_raw`. It covers the policy's `calc_priority`, the look-up
+and admission of each candidate, removing the admitted requests from the queue (SGLang's own O(queue) filter,
+which is also shown separately) and the overlay's hooks around all of that. It does not cover building the batch's
+tensors, arrivals (shown separately), SGLang's count of the waiting tokens, the model, or the processing of results.
+Times are CPU time of the scheduler's thread; `wall_ms_p50` is wall-clock time.
 
-Policies: `fcfs`, `lpm`, … are ours. `sglang:fcfs` and `sglang:lpm` are stock without any hook of ours; stock
-LPM becomes FCFS above 128 waiting requests. `sglang:lpm-naive` is stock LPM with that limit taken off.
+The queue keeps its length: each step admits four requests, which end with their first token, and four new ones
+arrive, so the tree changes in every step. Half of each prompt is one of 64 shared prefixes, all of them cached at
+first; the other half is the request's own. The pool is too small for everything, so prefixes are evicted and
+computed again. 32 requests are running.
+
+Policies: `fcfs`, `lpm`, … are ours. `sglang:fcfs` and `sglang:lpm` are stock SGLang without any hook of ours; stock
+LPM falls back to FCFS above 128 waiting requests. `sglang:lpm-naive` is stock LPM without that limit.
 """
 
 import argparse
@@ -47,8 +48,8 @@ QUEUED, CLIENTS, PROMPT_TOKENS = (128, 1_000, 10_000), (10, 1_000), (1_000, 8_00
 
 
 @dataclass(frozen=True)
-class Case:
-    """A queue to keep. `free_tokens` is what the pool has for prefixes and admitted prompts."""
+class QueueShape:
+    """A queue that is kept at its length, and the prompts in it."""
 
     queued: int
     clients: int
@@ -60,13 +61,13 @@ class Case:
 
     @property
     def free_tokens(self) -> int:
-        """All prefixes, the running requests, and a dozen prompts."""
+        """Room in the pool: all prefixes, the running requests, and a dozen prompts."""
         return PREFIXES * self.prefix_tokens + (RUNNING + 12) * self.prompt_tokens
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A policy as it is measured: `server_name` after --schedule-policy, with our hooks or without."""
+    """A policy to measure. `server_name` is its --schedule-policy; `overlay`: with our hooks attached."""
 
     label: str
     server_name: str
@@ -76,9 +77,11 @@ class Contender:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One line of the result. Times are per step, `arrival_us` per request; `filter_ms` is a part of the step,
-    `build_ms_p50` is not. `cached_tokens_share`: of the admitted prompts' tokens, those found in the cache.
+class StepTimes:
+    """One row of the result: what a step costs one policy with one queue.
+
+    Times are per step, `arrival_us` per request. `filter_ms` is part of a step, `build_ms_p50` is not.
+    `cached_tokens_share` is the part of the admitted prompts' tokens that the cache had.
     """
 
     policy: str
@@ -97,7 +100,7 @@ class Row:
 
 
 OPTIONS = {"rpm": f"limit={UNLIMITED}"}
-"""By policy. RPM would refuse the queue that is to be measured."""
+"""Options by policy: with its default limit RPM would refuse the queue that we measure."""
 
 STOCK = (
     Contender("sglang:fcfs", "fcfs", overlay=False),
@@ -116,20 +119,22 @@ def contenders() -> tuple[Contender, ...]:
     )
 
 
-def cases(queued: Sequence[int], clients: Sequence[int], prompt_tokens: Sequence[int]) -> list[Case]:
-    return [Case(q, c, p) for p in prompt_tokens for c in clients for q in queued]
+def queue_shapes(
+    queued: Sequence[int], clients: Sequence[int], prompt_tokens: Sequence[int]
+) -> list[QueueShape]:
+    return [QueueShape(q, c, p) for p in prompt_tokens for c in clients for q in queued]
 
 
 class Prompts:
-    """Seeded clients and prompts of one case. A client uses the same few of the shared prefixes."""
+    """Seeded clients and prompts. Each client uses the same few of the shared prefixes."""
 
-    def __init__(self, case: Case, seed: int) -> None:
+    def __init__(self, case: QueueShape, seed: int) -> None:
         self._case = case
         self._rng = random.Random(f"{seed}/{case}")
         self.prefixes = [self._tokens(case.prefix_tokens) for _ in range(PREFIXES)]
 
     def __iter__(self) -> Iterator[tuple[str, "array[int]"]]:
-        """Client and prompt, without end."""
+        """An endless stream of (client, prompt)."""
         case, rng = self._case, self._rng
         choices = max(1, PREFIXES // case.clients)
         while True:
@@ -142,8 +147,10 @@ class Prompts:
         return array("q", values.astype(np.int64).tobytes())
 
 
-def measure(engine: Any, contender: Contender, case: Case, *, seed: int, steps: int, limit_s: float) -> Row:
-    """Median and 99th percentile of up to `steps` steps; fewer, but five at least, within `limit_s` seconds."""
+def measure(
+    engine: Any, contender: Contender, case: QueueShape, *, seed: int, steps: int, limit_s: float
+) -> StepTimes:
+    """Times up to `steps` steps; after `limit_s` seconds it stops early, but not before five steps."""
     engine.use(
         contender.server_name,
         overlay=contender.overlay,
@@ -162,14 +169,14 @@ def measure(engine: Any, contender: Contender, case: Case, *, seed: int, steps: 
 
     _fill_cache(engine, prompts, draw)
     engine.arrive(requests(case.queued))
-    # The first passes look up what has just arrived; the steady state is what is measured.
+    # The first passes look up all that has just arrived. We measure the steady state behind them.
     until = time.perf_counter() + limit_s
     for _ in range(8 + (case.queued // 32 if contender.overlay else 0)):
         engine.arrive(requests(_turn(engine)[1]))
         if time.perf_counter() > until:
             break
     gc.collect()
-    gc.freeze()  # as SGLang's own servers do; the collector stays on for what the steps make
+    gc.freeze()  # as SGLang's servers do; the collector still runs for objects that the steps make
     taken: list[Any] = []
     arrivals_ms, arrived = 0.0, 0
     hits, tokens = 0, 0
@@ -181,7 +188,7 @@ def measure(engine: Any, contender: Contender, case: Case, *, seed: int, steps: 
         arrivals_ms += engine.arrive(requests(left))
         arrived += left
     times_ms = sorted(step.order_ms for step in taken)
-    return Row(
+    return StepTimes(
         policy=contender.label,
         queued=case.queued,
         clients=case.clients,
@@ -199,7 +206,7 @@ def measure(engine: Any, contender: Contender, case: Case, *, seed: int, steps: 
 
 
 def _fill_cache(engine: Any, prompts: Prompts, draw: Iterator[tuple[str, "array[int]"]]) -> None:
-    """The shared prefixes are in the tree, and some requests are running for as long as we look."""
+    """Puts the shared prefixes into the tree, and starts requests that run through the whole measurement."""
     warm = [engine.request(f"warm{n:028x}", "warm", prefix[:]) for n, prefix in enumerate(prompts.prefixes)]
     running = [engine.request(f"run{n:029x}", *next(draw), output_tokens=64) for n in range(RUNNING)]
     for requests in (warm, running):
@@ -209,15 +216,15 @@ def _fill_cache(engine: Any, prompts: Prompts, draw: Iterator[tuple[str, "array[
 
 
 def _turn(engine: Any) -> tuple[Any, int]:
-    """A step, and how many requests left the queue by it."""
+    """One step, and how many requests left the queue in it."""
     before = engine.waiting
     step = engine.step()
     assert step is not None, "the engine formed no batch"
     return step, before - engine.waiting
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Medians, one line a policy; in brackets the 99th percentile."""
+def table(rows: Sequence[StepTimes]) -> str:
+    """Medians and, in brackets, 99th percentiles: one line for each policy."""
     columns = sorted({(row.prompt_tokens, row.clients, row.queued) for row in rows})
     lines = [
         "step, ms, median (99th percentile)",
@@ -246,7 +253,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def setting(seed: int) -> dict[str, Any]:
-    """What a reader needs to run it again, and to judge the figures."""
+    """What a reader needs to run it again and to judge the numbers: versions, machine, load, seed."""
     names = ("sglang", "torch", "sglang-fair")
     return {
         "seed": seed,
@@ -288,7 +295,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def choose(names: str | None, all_contenders: Sequence[Contender]) -> list[Contender]:
-    """Those called `names`. ValueError for a name that there is not."""
+    """The contenders with these comma-separated names, None for all; ValueError for an unknown name."""
     known = {contender.label: contender for contender in all_contenders}
     wanted = names.split(",") if names else list(known)
     unknown = [name for name in wanted if name not in known]
@@ -298,16 +305,16 @@ def choose(names: str | None, all_contenders: Sequence[Contender]) -> list[Conte
 
 
 def run(options: argparse.Namespace, show: Show) -> dict[str, Any]:
-    """The result, whose `rows` are as in `Row`."""
-    from sglang_fair.engines.bench_engine import Engine
+    """Runs the bench. The result's `rows` have the fields of `StepTimes`."""
+    from sglang_fair.engines.bench.one_process import Engine
 
     record = {"bench": "scheduler", **setting(options.seed)}
     show("starting SGLang's scheduler")
     engine = Engine(ADMITTED_PER_STEP, options.seed)
     chosen = choose(options.policies, contenders())
     record["cache"] = engine.cache()
-    rows: list[Row] = []
-    planned = cases(options.queued, options.clients, options.prompt_tokens)
+    rows: list[StepTimes] = []
+    planned = queue_shapes(options.queued, options.clients, options.prompt_tokens)
     limit_s = 4.0 if options.quick else 15.0
     for case in planned:
         for contender in chosen:
@@ -324,7 +331,7 @@ def run(options: argparse.Namespace, show: Show) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Table and progress on stderr; the result is the last line of stdout."""
+    """Prints table and progress on stderr and the result as the last line of stdout."""
     options = parse(sys.argv[1:] if arguments is None else arguments)
     result = carry_out("scheduler", lambda show: run(options, show), options.json)
     return 2 if result is None else 0
@@ -333,4 +340,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    os._exit(code)  # SGLang's threads and sockets would keep the process
+    os._exit(code)  # SGLang's threads and sockets would keep the process alive
