@@ -12,7 +12,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_fair.core.cost import describe
-from sglang_fair.overlay import config, counts, kv_events, pulse, refusal
+from sglang_fair.overlay import config, counts, heartbeat, kv_events, load_file, refusal
 from sglang_fair.overlay.identity import carry_client
 from sglang_fair.overlay.replica import ReplicaFairness
 from sglang_fair.overlay.status import add_routes, from_settings
@@ -118,16 +118,16 @@ def init_schedule_policy(original: Callable[..., None], scheduler: Any) -> None:
     kv_events.attach()
     ranks = get_parallel()
     leads = ranks.pp_rank == ranks.attn_tp_rank == ranks.attn_cp_rank == 0  # the others do what it does
-    scheduler.pulse = pulse.attach((ranks.dp_rank or 0) if leads else None)
+    scheduler.heartbeat = heartbeat.attach((ranks.dp_rank or 0) if leads else None)
 
 
 def process_input_requests(scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """Asked once in each round of every one of SGLang's loops."""
-    scheduler.pulse.passed()
+    scheduler.heartbeat.passed()
 
 
 def run_batch(scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    scheduler.pulse.computes()
+    scheduler.heartbeat.computes()
 
 
 def get_prefill_adder_class(result: type[PrefillAdder], scheduler: Any) -> Any:
@@ -172,7 +172,7 @@ def process_batch_result(
     original: Callable[..., None], scheduler: Any, batch: Any, result: Any, *args: Any, **kwargs: Any
 ) -> None:
     rows = counts.rows(batch)
-    scheduler.pulse.computes()
+    scheduler.heartbeat.computes()
     original(scheduler, batch, result, *args, **kwargs)
     scheduler.fair.processed(batch, counts.output_tokens(batch, result, rows))
     # Stock publishes only every --decode-log-interval steps; a router wants to know now.
@@ -203,7 +203,8 @@ def add_cli_args(result: Any, parser: Any, *args: Any, **kwargs: Any) -> None:
 
 def from_cli_args(original: Callable[..., Any], cls: type, args: Any) -> Any:
     config.adopt_arguments(args)
-    pulse.share()
+    heartbeat.share()
+    load_file.replace()
     return original(cls, args)
 
 
@@ -234,12 +235,14 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager."
 _ARGUMENTS = "sglang.srt.server_args.ServerArgs."
 _RECORDER = "sglang.srt.mem_cache.events.KVCacheEventRecorder."
+_LOAD_FILE = "sglang.srt.managers.load_snapshot."
 
 HOOKS: tuple[Hook, ...] = (
     Hook(_ARGUMENTS + "add_cli_args", add_cli_args, HookType.AFTER),
     Hook(_ARGUMENTS + "from_cli_args", from_cli_args, HookType.AROUND),
     Hook(_TOKENIZER + "__init__", tokenizer_manager_started, HookType.AFTER),
     Hook(_TOKENIZER + "generate_request", generate_request, HookType.AROUND),
+    Hook(_LOAD_FILE + "shm_path_for", load_file.shm_path_for, HookType.AFTER),
     Hook(_SCHEDULER + "init_schedule_policy", init_schedule_policy, HookType.AROUND),
     Hook(_SCHEDULER + "process_input_requests", process_input_requests, HookType.BEFORE),
     Hook(_SCHEDULER + "run_batch", run_batch, HookType.BEFORE),

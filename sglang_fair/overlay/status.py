@@ -1,5 +1,5 @@
 """`/fair` on a replica: GET reads from the scheduler the active policy and each client's counter and service;
-POST changes the clients' weights in it. And `/ready`, which says also when the scheduler last moved (`pulse.py`):
+POST changes the clients' weights in it. And `/ready`, which says also when the scheduler last moved (`heartbeat.py`):
 
     {"in_flight": 3, "schedulers": [{"ran_s_ago": 0.2, "passed_s_ago": 4.1, "computes": true}]}
 
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sglang_fair.overlay import config
-from sglang_fair.overlay.pulse import Pulses
+from sglang_fair.overlay.heartbeat import Heartbeats
 
 WEIGHT_PREFIX = "sglang_fair.client_weight:"
 """Before a client's name: the name of its weight among the numbers of a request to set internal state."""
@@ -65,22 +65,22 @@ def add_routes(manager: Any) -> None:
 
     server.app.add_api_route("/fair", fair, methods=["GET"])
     server.app.add_api_route("/fair", auth_level(AuthLevel.ADMIN_OPTIONAL)(change), methods=["POST"])
-    _say_pulse(server.app, manager)
+    _add_heartbeats(server.app, manager)
 
 
-def _say_pulse(app: Any, manager: Any) -> None:
+def _add_heartbeats(app: Any, manager: Any) -> None:
     """Give SGLang's answer to GET /ready, which has none, a body."""
     from fastapi import Response
     from fastapi.responses import JSONResponse
     from fastapi.routing import APIRoute
 
-    routes, pulses = app.router.routes, Pulses()
+    routes, heartbeats = app.router.routes, Heartbeats()
     at = next(at for at, route in enumerate(routes) if getattr(route, "path", None) == "/ready")
     is_ready = routes[at].endpoint
 
     async def ready() -> Response:
         answer = await is_ready()
-        schedulers = pulses.read(time.monotonic())
+        schedulers = heartbeats.read(time.monotonic())
         body = {"in_flight": len(manager.rid_to_state), "schedulers": schedulers}
         return JSONResponse(body, answer.status_code)
 

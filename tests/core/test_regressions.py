@@ -95,12 +95,12 @@ class TestSpeculation:
     @staticmethod
     def scheduler() -> Any:
         from sglang_fair.overlay.config import Config
-        from sglang_fair.overlay.pulse import Pulse
+        from sglang_fair.overlay.heartbeat import Heartbeat
         from sglang_fair.overlay.replica import ReplicaFairness
 
         fair = ReplicaFairness(Config(), "fcfs", orders=True, tree_cache=SimpleNamespace(disable=True))
         events = SimpleNamespace(publish_kv_events=lambda: None)
-        return SimpleNamespace(fair=fair, kv_events_publisher=events, pulse=Pulse([0.0] * 3))
+        return SimpleNamespace(fair=fair, kv_events_publisher=events, heartbeat=Heartbeat([0.0] * 3))
 
     @staticmethod
     def request(rid: str, max_new_tokens: int, stop: int | None = None) -> Any:

@@ -1,17 +1,10 @@
 """A scheduler that hangs behind a server that answers: who says so, and who believes it."""
 
-import json
-import os
-import subprocess
-import sys
-import time
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from router.gateway.replicas.health import FORWARD_TIMEOUTS, HANGS, Liveness, Scheduler, Watch
-from sglang_fair.overlay import pulse
 
 TIMEOUT_S = 5.0
 seconds = st.floats(0, 100)
@@ -68,7 +61,7 @@ def test_what_is_no_hang() -> None:
     assert said(Watch(TIMEOUT_S), (1, LOCKED), (1, MOVES), (1, LOCKED)) == [True] * 3
 
 
-def test_what_is_no_pulse() -> None:
+def test_what_is_no_report() -> None:
     for body in (
         b"",
         b"ok",
@@ -79,62 +72,3 @@ def test_what_is_no_pulse() -> None:
         b'{"in_flight":1,"schedulers":[{}]}',
     ):
         assert Liveness.read(body) is None
-
-
-# -- the overlay's side
-
-
-def test_a_child_writes_what_its_parent_reads() -> None:
-    environ: dict[str, str] = {}
-    pulse.share(environ)
-    shared = dict(environ)
-    pulse.share(environ)
-    assert environ == shared
-    reader = pulse.Pulses(environ)
-    assert reader.read(time.monotonic()) == []
-    program = (
-        "import time; from sglang_fair.overlay import pulse; one = pulse.attach(2); one.passed(); one.computes();"
-        "print(flush=True); time.sleep(60)"
-    )
-    child = subprocess.Popen(
-        [sys.executable, "-c", program], env=os.environ | environ, stdout=subprocess.PIPE
-    )
-    try:
-        assert child.stdout is not None
-        child.stdout.readline()
-        before_s = time.monotonic()
-        body = {"in_flight": 1, "schedulers": reader.read(before_s)}
-        told = Liveness.read(json.dumps(body).encode())
-        assert told is not None
-        [scheduler] = told.schedulers
-        assert 0 <= scheduler.passed_s_ago < 60
-        assert 0 <= scheduler.ran_s_ago < 60
-        assert scheduler.computes
-    finally:
-        child.kill()
-        child.wait()
-        child.stdout.close()
-    [gone] = reader.read(before_s + 100)
-    assert gone["ran_s_ago"] > 90, "what nobody writes any more grows old"
-
-
-def test_a_loop_that_comes_round_ends_the_forward_pass() -> None:
-    readings = [0.0] * 6
-    one = pulse.Pulse(readings, 3)
-    one.passed()
-    one.computes()
-    first = list(readings)
-    assert first[:3] == [0.0] * 3
-    assert 0 < first[4] <= first[5]
-    one.passed()
-    assert readings[4] >= first[5], "and so it computes no more, or for no time"
-
-
-@pytest.mark.parametrize("rank", [None, pulse.SLOTS])
-def test_who_leads_no_step_shares_nothing(rank: int | None) -> None:
-    environ: dict[str, str] = {}
-    assert pulse.Pulses(environ).read(1.0) == []
-    pulse.attach(0, environ).passed()
-    pulse.share(environ)
-    pulse.attach(rank, environ).passed()
-    assert pulse.Pulses(environ).read(1.0) == []
