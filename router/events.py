@@ -1,4 +1,4 @@
-"""What the router is told and what it answers, and how each becomes bytes: msgpack, one tagged map a message.
+"""The router's messages: the events it is given, the answers it gives, and their encoding as tagged msgpack maps.
 
 Token ids travel as bytes, little-endian uint32, so that neither side makes a Python object per token.
 """
@@ -18,7 +18,7 @@ Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class ProtocolError(ValueError):
-    """The peer sent something that is no message of this protocol; the text says what is wrong with it."""
+    """The peer sent something that is not a message of this protocol; the text says what is wrong."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -26,9 +26,10 @@ class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class Arrive(Message, frozen=True):
-    """A gateway has a request and asks for a worker; workers in `exclude` are not to be named.
+    """A gateway asks for a worker for request `id`, other than those in `exclude`.
 
-    Answered at once, or when its turn comes if the placement holds requests: `Done` takes it back until then.
+    The answer is `Place` or `Refuse`. It comes at once, or later if the placement holds requests; until then a
+    `Done` withdraws the question.
     """
 
     id: str
@@ -36,23 +37,23 @@ class Arrive(Message, frozen=True):
     tokens: bytes
     max_output_tokens: Count = 0
     namespace: str = ""
-    """What else makes a cached prefix another one than its tokens: model, adapter, cache salt."""
+    """Cached prefixes are shared within a namespace only: see `wire.namespace`."""
     exclude: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """A cut token id is the sender's mistake."""
+        """Raises ValueError for an incomplete token id."""
         _check_tokens(self.tokens)
 
 
 class Progress(Message, frozen=True):
-    """Request `id` has produced `output_tokens` so far, all told. Optional."""
+    """Request `id` has produced `output_tokens` tokens since it began. Optional."""
 
     id: str
     output_tokens: Count
 
 
 class Done(Message, frozen=True):
-    """Request `id` has ended. Times are the gateway's; None where it could not measure."""
+    """Request `id` has ended. The gateway measures the times; None if it could not."""
 
     id: str
     output_tokens: Count = 0
@@ -63,9 +64,9 @@ class Done(Message, frozen=True):
 
 
 class WorkerUp(Message, frozen=True):
-    """Worker `worker` serves at `url`; `kv` and `replay` are its sockets for KV events, None if it has none.
+    """Worker `worker` serves at `url` and publishes its KV events at `kv` and `replay`, if these are given.
 
-    `capacity` is its speed beside that of a worker of capacity 1: loads are divided by it.
+    `capacity` is its speed relative to a worker of capacity 1; loads are divided by it.
     """
 
     worker: str
@@ -76,26 +77,30 @@ class WorkerUp(Message, frozen=True):
 
 
 class WorkerDown(Message, frozen=True):
-    """Worker `worker` is gone, with its cache and all it was serving."""
+    """Worker `worker` is gone, with its cache and its requests."""
 
     worker: str
 
 
 class WorkerDrain(Message, frozen=True):
-    """Worker `worker` is to get no new requests; it is gone when those that it has are over."""
+    """Worker `worker` gets no new requests, and is gone once those that it has are over."""
 
     worker: str
 
 
 class WorkerHealth(Message, frozen=True):
-    """Whether worker `worker` answers. While it does not, it gets no requests and is believed to cache nothing."""
+    """Whether worker `worker` answers this peer.
+
+    A worker is sick as long as any peer says that it does not answer. It then gets no requests, and its cache is
+    taken to be empty.
+    """
 
     worker: str
     ok: bool
 
 
 class Running(Message, frozen=True):
-    """A gateway has request `id` at `worker`, which a router that does not know it must count from here on."""
+    """A gateway has request `id` at `worker`. A router that does not know the request counts it from here on."""
 
     id: str
     client: str
@@ -106,19 +111,25 @@ class Running(Message, frozen=True):
     output_tokens: Count = 0
 
     def __post_init__(self) -> None:
-        """A cut token id is the sender's mistake."""
+        """Raises ValueError for an incomplete token id."""
         _check_tokens(self.tokens)
 
 
 class Table(Message, frozen=True):
-    """All requests that a gateway has asked about or has in flight. Asks for a `Difference`."""
+    """All requests that a gateway has asked about or has in flight. The answer is a `Difference`."""
 
     id: str
     requests: tuple[str, ...]
 
 
 class Follow(Message, frozen=True):
-    """Asks for `Workers`. A peer that sends heartbeats hears of every change besides."""
+    """Asks for `Workers`. Peers that send heartbeats are also told of every change."""
+
+    id: str
+
+
+class Query(Message, frozen=True):
+    """Asks for a `Snapshot`."""
 
     id: str
 
@@ -126,7 +137,7 @@ class Follow(Message, frozen=True):
 class Stored(Message, frozen=True):
     """Worker `worker` caches `len(hashes)` consecutive blocks of `block_tokens` tokens after block `parent`.
 
-    `parent` None: they start a prompt. `namespace` as in `Arrive`.
+    With `parent` None they are the beginning of a prompt. `namespace` as in `Arrive`.
     """
 
     worker: str
@@ -137,25 +148,29 @@ class Stored(Message, frozen=True):
     namespace: str = ""
 
     def __post_init__(self) -> None:
-        """A cut token id is the sender's mistake."""
+        """Raises ValueError for an incomplete token id."""
         _check_tokens(self.tokens)
 
 
 class Removed(Message, frozen=True):
-    """Worker `worker` has dropped these blocks from its cache."""
+    """Worker `worker` has evicted these blocks."""
 
     worker: str
     hashes: tuple[int, ...]
 
 
 class Cleared(Message, frozen=True):
-    """Worker `worker` caches nothing any more."""
+    """The cache of worker `worker` is empty."""
 
     worker: str
 
 
-class Query(Message, frozen=True):
-    """Asks for a `Snapshot`."""
+class PeerGone(Message, frozen=True):
+    """The peer has fallen silent and is taken for dead, with all that it had in flight and all that it said."""
+
+
+class Undelivered(Message, frozen=True):
+    """The `Place` of request `id` could not be sent to the peer."""
 
     id: str
 
@@ -170,9 +185,9 @@ class Place(Message, frozen=True):
 
 
 class Refuse(Message, frozen=True):
-    """Request `id` gets no worker, because of `reason`; `retry`: asking again later may succeed.
+    """Request `id` gets no worker because of `reason`. With `retry`, asking again later may succeed.
 
-    `is_full`: as many requests of its client wait as may.
+    `is_full`: too many requests of its client are waiting.
     """
 
     id: str
@@ -182,9 +197,10 @@ class Refuse(Message, frozen=True):
 
 
 class Difference(Message, frozen=True):
-    """What the router's table of a gateway and the gateway's own do not share.
+    """How the router's list of a gateway's requests differs from the gateway's own.
 
-    `missing` are not known here: to be told by `Running`. `unsettled` are in flight here: to be told by `Done`.
+    The gateway answers with a `Running` for each of `missing`, which the router does not know, and with a `Done`
+    for each of `unsettled`, which are in flight for the router alone.
     """
 
     id: str
@@ -193,9 +209,9 @@ class Difference(Message, frozen=True):
 
 
 class Workers(Message, frozen=True):
-    """The workers that are up; `draining` and `sick` among them get no new requests.
+    """The workers that are up; those in `draining` or `sick` get no new requests.
 
-    `router` names this run of the router: another one has lost what it was told before.
+    `router` identifies this run of the router: after a restart it knows nothing of what it was told before.
     """
 
     id: str
@@ -206,13 +222,13 @@ class Workers(Message, frozen=True):
 
 
 class Snapshot(Message, frozen=True):
-    """The router's state, of plain maps, lists, numbers and texts, for people and dashboards."""
+    """The router's state as plain maps, lists, numbers and strings, for people and dashboards."""
 
     id: str
     state: dict[str, object]
 
 
-Event = (
+PeerEvent = (
     Arrive
     | Progress
     | Done
@@ -223,18 +239,22 @@ Event = (
     | WorkerDrain
     | WorkerHealth
     | Follow
-    | Stored
-    | Removed
-    | Cleared
     | Query
 )
-"""All that the router can be told."""
+"""What gateways and the supervisor may send."""
+
+CacheEvent = Stored | Removed | Cleared
+"""What the router reads from the KV events of a replica."""
+
+LinkEvent = PeerGone | Undelivered
+"""What the router's own shell notices of its peers."""
+
+Event = PeerEvent | CacheEvent | LinkEvent
 
 Answer = Place | Refuse | Difference | Workers | Snapshot
-"""All that the router can say."""
 
 Action = tuple[bytes, Answer]
-"""(peer, answer): who is to be told what. The peer is the one `Router.handle` was given with the question."""
+"""(peer, answer): send `answer` to `peer`, whose question it answers."""
 
 _EVENTS: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
 _ANSWERS: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
@@ -242,12 +262,12 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 def encode(message: Event | Answer) -> bytes:
-    """The bytes of a message."""
+    """The message as it is sent."""
     return _ENCODER.encode(message)
 
 
 def decode_event(data: bytes) -> Event:
-    """The event in `data`. Raises `ProtocolError` when there is none."""
+    """The event in `data`. Raises `ProtocolError` if it is not one."""
     try:
         return _EVENTS.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -255,7 +275,7 @@ def decode_event(data: bytes) -> Event:
 
 
 def decode_answer(data: bytes) -> Answer:
-    """The answer in `data`. Raises `ProtocolError` when there is none."""
+    """The answer in `data`. Raises `ProtocolError` if it is not one."""
     try:
         return _ANSWERS.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -264,4 +284,4 @@ def decode_answer(data: bytes) -> Answer:
 
 def _check_tokens(tokens: bytes) -> None:
     if len(tokens) % TOKEN_BYTES:
-        raise ValueError(f"tokens: {len(tokens)} bytes are no whole number of {TOKEN_BYTES}-byte ids")
+        raise ValueError(f"tokens: {len(tokens)} bytes are not a whole number of {TOKEN_BYTES}-byte ids")

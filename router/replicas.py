@@ -18,10 +18,9 @@ from dataclasses import dataclass
 
 import zmq
 
-from router.events import Cleared, ProtocolError
+from router.events import CacheEvent, Cleared, ProtocolError
 from router.wire import (
     END_OF_REPLAY,
-    CacheEvent,
     decode_kv_batch,
     decode_sequence,
     encode_sequence,

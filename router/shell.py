@@ -1,10 +1,11 @@
 """The router's process: one thread that moves messages between ZMQ sockets and `Router.handle`.
 
-Gateways and the supervisor are DEALER peers of one ROUTER socket. A message is two frames, the peer's
-identity and one encoded event; the answer goes back the same way. An empty message is a heartbeat and is
-answered: a peer that has sent one hears of every change of the workers, and one that then falls silent is
-taken for dead, and the requests that it had in flight are ended as aborted. A worker is sick as long as any
-peer says so. No decision is made here: what a peer may say is refused or passed on.
+Gateways and the supervisor are DEALER peers of one ROUTER socket. A message is two frames, the peer's identity and
+one encoded event; the answer goes back the same way. An empty message is a heartbeat and is answered. A peer that
+has sent one is told of every change of the workers; if it then falls silent, the core hears that it is gone.
+
+The shell keeps the sockets, the clock, and when each peer was last heard. What follows from a message is decided
+in the core.
 """
 
 import contextlib
@@ -12,7 +13,7 @@ import logging
 import socket
 import time
 import uuid
-from collections import Counter, defaultdict
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -21,18 +22,17 @@ import zmq
 
 from router.events import (
     Action,
-    Arrive,
-    Cleared,
+    Answer,
+    CacheEvent,
     Done,
     Event,
     Follow,
+    PeerEvent,
+    PeerGone,
     Place,
-    Progress,
     ProtocolError,
-    Query,
-    Running,
     Snapshot,
-    Table,
+    Undelivered,
     WorkerDown,
     WorkerDrain,
     WorkerHealth,
@@ -42,58 +42,51 @@ from router.events import (
     encode,
 )
 from router.replicas import Replica
-from router.wire import HEARTBEAT, HEARTBEAT_ANSWER, CacheEvent
+from router.wire import HEARTBEAT, HEARTBEAT_ANSWER
 
 log = logging.getLogger("router")
 
 MAX_MESSAGE_BYTES = 64 << 20
 MESSAGES_PER_TURN = 256
-"""Messages taken from one socket before the others get their turn."""
+"""Messages read from one socket before the others get their turn."""
 
 TURN_MS = 250
-"""Longest sleep: deadlines are looked at this often."""
-
-FROM_PEERS = (
-    Arrive,
-    Progress,
-    Done,
-    Running,
-    Table,
-    WorkerUp,
-    WorkerDown,
-    WorkerDrain,
-    WorkerHealth,
-    Follow,
-    Query,
-)
-"""What a peer may say. Cache events come from replicas alone."""
+"""Deadlines are checked at least this often."""
 
 
-class Handles(Protocol):
-    """The pure core, as the shell sees it."""
+class Core(Protocol):
+    """What the shell needs of `router.core.Router`."""
 
     def handle(self, event: Event, now_s: float, peer: bytes = b"") -> Sequence[Action]:
-        """Takes one event and returns who is to be told what."""
+        """The answers to one event, with the peers that they go to."""
+        ...
+
+    def requests_of(self, peer: bytes) -> int:
+        """How many requests `peer` has in flight."""
         ...
 
 
 class Shell:
-    """Sockets, clock and bookkeeping of peers around one router core.
+    """Runs one router core behind a bound socket.
 
-    `endpoint` is the address it is bound to. `stop` may be called from a signal handler or another
-    thread; all else belongs to the thread of `run`.
+    `endpoint` is the address of that socket. `stop` may be called from a signal handler or another thread; all
+    other methods belong to the thread of `run`.
     """
 
     def __init__(
         self,
-        router: Handles,
+        router: Core,
         bind: str,
         *,
         peer_timeout_s: float = 10.0,
         replay_timeout_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Binds; raises `zmq.ZMQError` when it cannot."""
+        """Binds the socket. Raises `zmq.ZMQError` if it cannot.
+
+        A peer that has sent a heartbeat and then nothing for `peer_timeout_s` is gone. A gap in the KV events of a
+        replica is passed over if its replay has not closed it within `replay_timeout_s`.
+        """
         self._router = router
         self._clock = clock
         self._peer_timeout_s = peer_timeout_s
@@ -101,10 +94,9 @@ class Shell:
         self._name = uuid.uuid4().hex
         self._replicas: dict[str, Replica] = {}
         self._workers = Workers("", (), router=self._name)
-        self._called_sick: defaultdict[str, set[bytes]] = defaultdict(set)
-        self._down: set[str] = set()
+        """As the peers were last told."""
         self._heard_s: dict[bytes, float] = {}
-        self._in_flight: dict[bytes, dict[str, None]] = {}
+        """When each peer that sends heartbeats was last heard."""
         self._counts: Counter[str] = Counter()
         self._stopping = False
         self._waker, self._wake = socket.socketpair()
@@ -132,18 +124,18 @@ class Shell:
         self._poller.register(self._wake.fileno(), zmq.POLLIN)
 
     def run(self) -> None:
-        """Serves until `stop`. Raises what the core raises: a broken core must not go on placing."""
+        """Serves until `stop`. What the core raises ends it: a broken core must not go on placing."""
         while not self._stopping:
             self._turn()
 
     def stop(self) -> None:
-        """Makes `run` return soon; any thread, and signal handlers, may call it."""
+        """Makes `run` return soon. Any thread and any signal handler may call it."""
         self._stopping = True
-        with contextlib.suppress(BlockingIOError):  # full: it is awake already
+        with contextlib.suppress(BlockingIOError):  # the pipe is full, so it is awake already
             self._waker.send(b"\0")
 
     def close(self) -> None:
-        """Closes every socket; what was already sent still leaves."""
+        """Closes every socket. Messages sent before still leave."""
         for replica in self._replicas.values():
             replica.close()
         self._replicas.clear()
@@ -153,37 +145,17 @@ class Shell:
         self._wake.close()
 
     def tell(self, event: Event, peer: bytes = b"") -> None:
-        """Hands one event to the core and carries out what it answers."""
-        if isinstance(event, WorkerUp):
-            self._follow(event)
-        elif isinstance(event, WorkerDown):
-            self._down.add(event.worker)
-            self._drop(event.worker)
-        elif isinstance(event, Done):
-            self._in_flight.get(peer, {}).pop(event.id, None)
-        elif isinstance(event, Running):
-            self._in_flight.setdefault(peer, {})[event.id] = None
-        elif isinstance(event, WorkerHealth) and not self._is_news(event, peer):
-            return
-        for to, answer in self._router.handle(event, self._clock(), peer):
-            if isinstance(answer, Snapshot):
-                answer = Snapshot(answer.id, {**answer.state, "wire": self.state()})
-            elif isinstance(answer, Workers):
-                answer = msgspec.structs.replace(answer, router=self._name)
-            delivered = self._send(to, encode(answer))
-            if not isinstance(answer, Place):
-                continue
-            if delivered:
-                self._in_flight.setdefault(to, {})[answer.id] = None
-            else:
-                self.tell(Done(answer.id, outcome="aborted"), to)
-        if isinstance(event, WorkerUp) and event.worker in self._down:
-            self._down.discard(event.worker)
-            self.tell(Cleared(event.worker))
-        if isinstance(event, WorkerUp | WorkerDown | WorkerDrain | WorkerHealth) or (
-            self._workers.draining and isinstance(event, Done)
-        ):
-            self._compare_workers()
+        """Hands `event` to the core and sends its answers; what cannot be sent is the next event."""
+        events: deque[tuple[Event, bytes]] = deque([(event, peer)])
+        while events:
+            event, peer = events.popleft()
+            for to, answer in self._router.handle(event, self._clock(), peer):
+                if not self._send(to, encode(self._completed(answer))) and isinstance(answer, Place):
+                    events.append((Undelivered(answer.id), to))
+            if isinstance(event, WorkerUp):
+                self._follow(event)
+            if self._may_change_workers(event):
+                self._compare_workers()
 
     def state(self) -> dict[str, object]:
         """Counters of the wire, for the snapshot."""
@@ -196,11 +168,19 @@ class Shell:
             },
         }
 
+    def _completed(self, answer: Answer) -> Answer:
+        """`answer` with what only the shell knows: the counters of the wire, the name of this run."""
+        if isinstance(answer, Snapshot):
+            return Snapshot(answer.id, {**answer.state, "wire": self.state()})
+        if isinstance(answer, Workers):
+            return msgspec.structs.replace(answer, router=self._name)
+        return answer
+
     def _turn(self) -> None:
         ready = dict(self._poller.poll(TURN_MS))
         if self._drain_peers():
             # Only with nothing left to read: after a pause of our own, what peers said meanwhile comes first.
-            self._end_silent_peers()
+            self._drop_silent_peers()
         for replica in list(self._replicas.values()):
             if replica.kv_socket in ready:
                 self._drain(replica, replica.kv_socket)
@@ -231,7 +211,7 @@ class Shell:
             except ProtocolError as error:
                 self._note("peer message", str(error))
                 continue
-            if isinstance(event, FROM_PEERS):
+            if isinstance(event, PeerEvent):
                 self.tell(event, peer)
             else:
                 self._note("peer event", f"{type(event).__name__} is not for peers to send")
@@ -290,28 +270,24 @@ class Shell:
             self._poller.register(replica.replay_socket, zmq.POLLIN)
         self._ask_replay(replica)
 
-    def _is_news(self, event: WorkerHealth, peer: bytes) -> bool:
-        """Whether a peer's word changes what is said of a worker by all of them."""
-        callers = self._called_sick[event.worker]
-        was_sick = bool(callers)
-        if event.ok:
-            callers.discard(peer)
-        else:
-            callers.add(peer)
-        return bool(callers) is not was_sick
+    def _may_change_workers(self, event: Event) -> bool:
+        if isinstance(event, WorkerUp | WorkerDown | WorkerDrain | WorkerHealth | PeerGone):
+            return True
+        return bool(self._workers.draining) and isinstance(event, Done | Undelivered)
 
     def _compare_workers(self) -> None:
-        """Follows the cache of those that are well again, of none that are gone; tells the gateways."""
-        [(_, workers)] = self._router.handle(Follow(""), self._clock())
+        """If the core's workers have changed: follows the KV events of those that are up, and tells the peers.
+
+        The events of a worker that is well again are followed from the beginning, because the core has forgotten
+        what it cached.
+        """
+        [(_, answer)] = self._router.handle(Follow(""), self._clock())
+        workers = self._completed(answer)
         assert isinstance(workers, Workers)
-        workers = msgspec.structs.replace(workers, router=self._name)
-        names = {up.worker for up in workers.workers}
-        for worker in self._called_sick.keys() - names:
-            del self._called_sick[worker]
         if workers == self._workers:
             return
         before, self._workers = self._workers, workers
-        for worker in self._replicas.keys() - names:
+        for worker in self._replicas.keys() - {up.worker for up in workers.workers}:
             self._drop(worker)
         for up in workers.workers:
             if up.worker in before.sick and up.worker not in workers.sick:
@@ -330,21 +306,18 @@ class Shell:
                 self._poller.unregister(source)
         replica.close()
 
-    def _end_silent_peers(self) -> None:
+    def _drop_silent_peers(self) -> None:
         now_s = self._clock()
         for peer in [p for p, heard_s in self._heard_s.items() if now_s - heard_s > self._peer_timeout_s]:
             del self._heard_s[peer]
-            lost = self._in_flight.pop(peer, {})
             self._counts["peers lost"] += 1
+            lost = self._router.requests_of(peer)
             log.log(
                 logging.WARNING if lost else logging.INFO,
                 "a gateway is gone, with %d requests in flight",
-                len(lost),
+                lost,
             )
-            for request in lost:
-                self.tell(Done(request, outcome="aborted"), peer)
-            for worker in [name for name, callers in self._called_sick.items() if peer in callers]:
-                self.tell(WorkerHealth(worker, True), peer)
+            self.tell(PeerGone(), peer)
 
     def _send(self, peer: bytes, message: bytes) -> bool:
         try:

@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from router.events import Cleared, ProtocolError, Removed, Stored
+from router.events import CacheEvent, Cleared, ProtocolError, Removed, Stored
 
 GPU = "GPU"
 """The only storage medium whose blocks a request can start from; others are not followed."""
@@ -28,8 +28,6 @@ ones: the kernel may pick it as the source, and the socket then talks to itself 
 
 SEQUENCE_BYTES = 8
 END_OF_REPLAY = -1
-
-CacheEvent = Stored | Removed | Cleared
 
 
 class BlockStored(msgspec.Struct, tag_field="type", tag="BlockStored", gc=False):

@@ -19,12 +19,14 @@ from router.events import (
     Done,
     Event,
     Follow,
+    PeerGone,
     Progress,
     ProtocolError,
     Query,
     Running,
     Stored,
     Table,
+    Undelivered,
     WorkerDown,
     WorkerDrain,
     WorkerHealth,
@@ -61,6 +63,8 @@ events = st.one_of(
     st.builds(WorkerHealth, names, st.booleans()),
     st.builds(Follow, names),
     st.builds(Query, names),
+    st.builds(PeerGone),
+    st.builds(Undelivered, names),
     st.builds(Stored, names, st.tuples(hashes), st.none() | hashes, tokens, st.integers(1, 20)),
 )
 json_values = st.recursive(

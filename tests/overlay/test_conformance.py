@@ -45,6 +45,10 @@ class Watched:
         with self._lock:
             return self._router.handle(event, now_s, peer)
 
+    def requests_of(self, peer: bytes) -> int:
+        with self._lock:
+            return self._router.requests_of(peer)
+
     def holds(self, worker: str, page_tokens: int) -> set[Prefix]:
         """Every prefix of whole blocks that the tree says `worker` has; the tree is in order."""
         with self._lock:

@@ -4,6 +4,7 @@ import gc
 import random
 import subprocess
 import sys
+from collections import Counter
 
 import msgspec
 import numpy as np
@@ -15,16 +16,23 @@ from router.core import Router
 from router.events import (
     Arrive,
     Cleared,
+    Difference,
     Done,
+    PeerGone,
     Place,
     Progress,
     ProtocolError,
     Query,
     Refuse,
     Removed,
+    Running,
     Snapshot,
     Stored,
+    Table,
+    Undelivered,
     WorkerDown,
+    WorkerDrain,
+    WorkerHealth,
     WorkerUp,
     decode_answer,
     decode_event,
@@ -165,6 +173,206 @@ def test_an_id_in_flight_belongs_to_its_gateway():
     assert isinstance(ask(made, "1", peer=b"g"), Place)
     assert made.state()["in_flight"] == 1
     assert made.state()["workers"]["a"]["in_flight"] == 1
+
+
+# -- peers
+
+
+def state_of(made: Router, worker: str = "a") -> str:
+    return made.state()["workers"][worker]["state"]
+
+
+def test_a_worker_is_sick_as_long_as_any_peer_says_so():
+    made = router("a", "b")
+    for peer in (b"g", b"h"):
+        made.handle(WorkerHealth("a", False), 0.0, peer)
+        assert state_of(made) == "sick"
+    assert ask(made, "1").worker == "b"
+    made.handle(WorkerHealth("a", True), 0.0, b"g")
+    made.handle(WorkerHealth("a", True), 0.0, b"other")
+    assert state_of(made) == "sick"
+    made.handle(WorkerHealth("a", True), 0.0, b"h")
+    assert state_of(made) == "up"
+    assert (counts(made)["workers sick"], counts(made)["workers well"]) == (1, 1)
+    made.handle(WorkerHealth("z", False), 0.0, b"g")
+    assert counts(made)["worker health ignored"] == 1
+
+
+def test_a_new_process_of_a_worker_is_well():
+    made = router("a")
+    made.handle(WorkerHealth("a", False), 0.0, b"g")
+    made.handle(WorkerUp("a", "http://a", "tcp://kv"), 0.0)
+    assert state_of(made) == "sick"
+    made.handle(WorkerUp("a", "http://elsewhere", "tcp://kv"), 0.0)
+    assert state_of(made) == "up"
+    made.handle(WorkerHealth("a", False), 0.0, b"g")
+    assert state_of(made) == "sick"
+
+
+def test_a_peer_that_goes_takes_its_vote_back_and_its_requests_end_once():
+    made = router("a", "b")
+    made.handle(WorkerHealth("a", False), 0.0, b"g")
+    made.handle(WorkerHealth("a", False), 0.0, b"h")
+    made.handle(WorkerHealth("b", True), 0.0, b"g")
+    ask(made, "1", peer=b"g")
+    ask(made, "2", peer=b"h")
+    assert (made.requests_of(b"g"), made.requests_of(b"h"), made.requests_of(b"other")) == (1, 1, 0)
+    for _ in range(2):
+        assert made.handle(PeerGone(), 1.0, b"g") == []
+        assert state_of(made) == "sick"
+        assert made.state()["in_flight"] == counts(made)["ended aborted"] == 1
+    made.handle(Done("1"), 1.0, b"g")  # it was not dead, only late
+    assert counts(made)["done ignored"] == 1
+    made.handle(PeerGone(), 2.0, b"h")
+    assert state_of(made) == "up"
+    assert counts(made)["ended aborted"] == counts(made)["lost with their peer"] == 2
+    assert made.state()["in_flight"] == 0
+
+
+def test_a_peer_that_comes_back_tells_what_it_has_in_flight():
+    made = router("a")
+    ask(made, "1")
+    made.handle(PeerGone(), 1.0, b"g")
+    ((_, difference),) = made.handle(Table("t", ("1",)), 2.0, b"g")
+    assert difference == Difference("t", missing=("1",), unsettled=())
+    made.handle(Running("1", "c", "a", PROMPT, output_tokens=3), 2.0, b"g")
+    made.handle(Done("1", 9), 3.0, b"g")
+    made.handle(PeerGone(), 4.0, b"g")
+    assert (counts(made)["ended aborted"], counts(made)["ended ok"]) == (1, 1)
+
+
+def test_a_request_ends_with_the_peer_that_has_it_by_now():
+    made = router("a")
+    ask(made, "1", peer=b"g")
+    made.handle(Done("1", outcome="failed"), 0.0, b"g")
+    ask(made, "1", peer=b"h")  # the client came back through another gateway
+    made.handle(PeerGone(), 1.0, b"g")
+    assert made.state()["in_flight"] == 1
+    ask(made, "2", peer=b"g")
+    made.handle(PeerGone(), 2.0, b"g")
+    made.handle(Running("2", "c", "a", PROMPT), 3.0, b"h")
+    made.handle(PeerGone(), 4.0, b"g")
+    assert made.requests_of(b"h") == 2
+    made.handle(PeerGone(), 5.0, b"h")
+    assert made.state()["in_flight"] == 0
+
+
+def test_what_was_lost_with_its_worker_is_forgotten_with_its_peer():
+    made = router("a")
+    ask(made, "1", peer=b"g")
+    ask(made, "2", peer=b"h")
+    made.handle(WorkerDown("a"), 0.0)
+    made.handle(PeerGone(), 1.0, b"g")
+    for request in "12":
+        made.handle(Done(request), 2.0)
+    assert (counts(made)["done ignored"], counts(made)["done after its worker"]) == (1, 1)
+
+
+def test_the_last_request_of_a_gone_peer_ends_a_drain():
+    made = router("a", "b")
+    placed = ask(made, "1").worker
+    made.handle(WorkerDrain(placed), 0.0)
+    made.handle(PeerGone(), 1.0, b"g")
+    assert placed not in made.state()["workers"]
+
+
+def test_requests_of_a_gone_peer_do_not_wait():
+    made = Router(build("centralized_dlpm", slots=1), page_size=16)
+    made.handle(WorkerUp("a", "http://a", "tcp://kv"), 0.0)
+    assert ask(made, "1", peer=b"g") == Place("1", "a", "http://a", 0)
+    for request, peer in (("2", b"g"), ("3", b"h"), ("4", b"g")):
+        assert made.handle(Arrive(request, "c", PROMPT), 0.0, peer) == []
+    assert made.handle(PeerGone(), 1.0, b"g") == [(b"h", Place("3", "a", "http://a", 64))]
+    assert (made.state()["in_flight"], made.state()["waiting"]) == (1, 0)
+    assert counts(made)["given up"] == 2
+
+
+def test_only_the_peer_s_own_request_is_undone_when_it_cannot_be_reached():
+    made = router("a")
+    ask(made, "1", peer=b"g")
+    made.handle(Undelivered("1"), 0.0, b"h")
+    made.handle(Undelivered("2"), 0.0, b"g")
+    assert made.state()["in_flight"] == 1
+    for _ in range(2):
+        made.handle(Undelivered("1"), 0.0, b"g")
+    assert made.state()["in_flight"] == 0
+    assert counts(made)["ended aborted"] == 1
+
+
+PEERS = (b"g", b"h", b"i")
+REQUESTS = tuple("12345678")
+peers_say = st.tuples(
+    st.one_of(
+        st.builds(lambda request: Arrive(request, "c", PROMPT), st.sampled_from(REQUESTS)),
+        st.builds(Done, st.sampled_from(REQUESTS)),
+        st.builds(
+            lambda request, worker: Running(request, "c", worker, PROMPT),
+            st.sampled_from(REQUESTS),
+            st.sampled_from("ab"),
+        ),
+        st.builds(WorkerHealth, st.sampled_from("ab"), st.booleans()),
+        st.builds(WorkerUp, st.sampled_from("ab"), st.just("http://x")),
+        st.builds(WorkerDown, st.sampled_from("ab")),
+        st.builds(Undelivered, st.sampled_from(REQUESTS)),
+        st.builds(PeerGone),
+    ),
+    st.sampled_from(PEERS),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(peers_say, max_size=60))
+def test_votes_and_requests_belong_to_their_peers(said):
+    """Beside a model of two maps: worker -> the peers that call it sick, request -> its peer and worker."""
+    made = Router(build("round_robin"), page_size=16)
+    votes: dict[str, set[bytes]] = {}
+    flights: dict[str, tuple[bytes, str]] = {}
+    for now_s, (event, peer) in enumerate(said):
+        answers = made.handle(event, float(now_s), peer)
+        match event:
+            case WorkerUp():
+                votes.setdefault(event.worker, set())
+            case WorkerDown():
+                votes.pop(event.worker, None)
+                flights = {name: flight for name, flight in flights.items() if flight[1] != event.worker}
+            case WorkerHealth() if event.worker in votes:
+                (votes[event.worker].discard if event.ok else votes[event.worker].add)(peer)
+            case Arrive():
+                ((to, answer),) = answers
+                assert to == peer
+                if isinstance(answer, Place):
+                    assert flights.get(event.id, (peer, ""))[0] == peer
+                    assert not votes[answer.worker]
+                    flights[event.id] = peer, answer.worker
+                elif answer.retry:  # asked again, and there is nobody to take it
+                    flights.pop(event.id, None)
+            case Running() if event.worker in votes and event.id not in flights:
+                if made.requests_of(peer) > sum(holder == peer for holder, _ in flights.values()):
+                    flights[event.id] = peer, event.worker  # unless it was lost with its worker
+            case Done():
+                flights.pop(event.id, None)
+            case Undelivered() if flights.get(event.id, (b"", ""))[0] == peer:
+                del flights[event.id]
+            case PeerGone():
+                flights = {name: flight for name, flight in flights.items() if flight[0] != peer}
+                for callers in votes.values():
+                    callers.discard(peer)
+        workers = made.state()["workers"]
+        assert {name: worker["state"] == "sick" for name, worker in workers.items()} == {
+            name: bool(callers) for name, callers in votes.items()
+        }
+        assert {name: worker["in_flight"] for name, worker in workers.items()} == {
+            name: sum(worker == name for _, worker in flights.values()) for name in votes
+        }
+        assert [made.requests_of(peer) for peer in PEERS] == [
+            sum(holder == peer for holder, _ in flights.values()) for peer in PEERS
+        ]
+    begun = Counter(counts(made))["placed"] + Counter(counts(made))["taken over"]
+    ended = sum(count for name, count in counts(made).items() if name.startswith("ended "))
+    assert begun - ended == made.state()["in_flight"] == len(flights)
+
+
+# -- workers and loads
 
 
 def test_a_worker_that_says_up_again_is_the_same_unless_it_moved():

@@ -1,0 +1,164 @@
+"""The workers that are up: their load, the requests in flight at each, and which of them take new requests.
+
+A worker takes no new requests while it drains or is sick. It is sick as long as any peer says that it does not
+answer, so each peer has a vote, which it changes or which is dropped with the peer.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from router.events import Workers, WorkerUp
+from router.placement.contract import Request
+from router.radix import Hold
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """A worker that is up. Placements see it as a `WorkerView`."""
+
+    name: str
+    url: str
+    kv: str | None
+    replay: str | None
+    capacity: float
+    draining: bool = False
+    sick_votes: set[bytes] = field(default_factory=set)
+    """The peers that it does not answer."""
+    in_flight: int = 0
+    load: float = 0.0
+    """`in_flight` per unit of capacity. Stored, because placements read it more often than it changes."""
+    prefill_tokens: int = 0
+    decode_tokens: float = 0.0
+    dispatched: int = 0
+    dispatched_tokens: int = 0
+
+    @property
+    def sick(self) -> bool:
+        """Whether any peer says that it does not answer."""
+        return bool(self.sick_votes)
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether it may get new requests."""
+        return not (self.draining or self.sick)
+
+    def count(self, requests: int) -> None:
+        """Adds `requests` (negative: takes away) to those in flight."""
+        self.in_flight += requests
+        assert self.in_flight >= 0, self.name
+        self.load = self.in_flight / self.capacity
+        if not self.in_flight:
+            self.decode_tokens = 0.0  # drop what rounding has left over
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A request in flight at `worker`, for the gateway `peer`.
+
+    `prefill_tokens` and `decode_tokens` are the work that is left; they are part of the worker's load.
+    """
+
+    request: Request
+    worker: Worker
+    peer: bytes
+    matched_tokens: int
+    hold: Hold
+    expected_tokens: float
+    """How long its answer is expected to be."""
+    prefill_tokens: int = 0
+    decode_tokens: float = 0.0
+    output_tokens: int = 0
+
+    def begin(self) -> None:
+        """Adds the request to its worker's load."""
+        worker, input_tokens = self.worker, self.request.input_tokens
+        worker.count(1)
+        worker.dispatched += 1
+        worker.dispatched_tokens += input_tokens
+        self._set_work(input_tokens - self.matched_tokens, self.expected_tokens)
+
+    def produce(self, output_tokens: int) -> None:
+        """`output_tokens` have been produced so far, so the prefill is over. Late reports of less are ignored."""
+        if output_tokens > self.output_tokens:
+            self.output_tokens = output_tokens
+            self._set_work(0, max(1.0, self.expected_tokens - output_tokens))
+
+    def end(self) -> None:
+        """Takes the request off its worker's load."""
+        self._set_work(0, 0.0)
+        self.worker.count(-1)
+
+    def _set_work(self, prefill_tokens: int, decode_tokens: float) -> None:
+        self.worker.prefill_tokens += prefill_tokens - self.prefill_tokens
+        self.worker.decode_tokens += decode_tokens - self.decode_tokens
+        self.prefill_tokens, self.decode_tokens = prefill_tokens, decode_tokens
+
+
+class WorkerTable:
+    """The workers that are up, in the order of their names. `taking` are those that take new requests."""
+
+    def __init__(self) -> None:
+        self.taking: list[Worker] = []
+        self._workers: dict[str, Worker] = {}
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(self._workers.values())
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._workers
+
+    def __getitem__(self, name: str) -> Worker:
+        return self._workers[name]
+
+    def get(self, name: str) -> Worker | None:
+        """The worker of this name, if it is up."""
+        return self._workers.get(name)
+
+    def add(self, up: WorkerUp) -> None:
+        """A worker that was not up before."""
+        assert up.worker not in self._workers, up.worker
+        worker = Worker(up.worker, up.url, up.kv, up.replay, up.capacity)
+        # Ties go to the worker that was sent fewer tokens: a newcomer must not win all of them.
+        worker.dispatched_tokens = min((other.dispatched_tokens for other in self), default=0)
+        self._workers[up.worker] = worker
+        self._workers = dict(sorted(self._workers.items()))
+        self._list_taking()
+
+    def remove(self, name: str) -> None:
+        """The worker is gone, and the votes about it."""
+        del self._workers[name]
+        self._list_taking()
+
+    def set_draining(self, worker: Worker, draining: bool) -> None:
+        """Whether `worker` finishes what it has and takes nothing new."""
+        worker.draining = draining
+        self._list_taking()
+
+    def vote(self, peer: bytes, worker: Worker, *, ok: bool) -> bool:
+        """Takes the word of `peer` on the health of `worker`; whether that makes it sick or well."""
+        was_sick = worker.sick
+        if ok:
+            worker.sick_votes.discard(peer)
+        else:
+            worker.sick_votes.add(peer)
+        self._list_taking()
+        return worker.sick is not was_sick
+
+    def drop_votes(self, peer: bytes) -> Iterable[Worker]:
+        """Takes back what `peer` has said; the workers that are well again."""
+        return [worker for worker in self if self.vote(peer, worker, ok=True)]
+
+    def listing(self, id: str) -> Workers:
+        """The answer to `Follow`."""
+        return Workers(
+            id,
+            tuple(WorkerUp(w.name, w.url, w.kv, w.replay, w.capacity) for w in self),
+            draining=tuple(w.name for w in self if w.draining),
+            sick=tuple(w.name for w in self if w.sick),
+        )
+
+    def _list_taking(self) -> None:
+        self.taking = [worker for worker in self if worker.takes_requests]
