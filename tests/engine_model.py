@@ -1,8 +1,9 @@
 """One replica, in steps instead of seconds: what an engine does to a `FairQueue`, and a record of what it gave.
 
-A step is SGLang's: the prefixes of those who wait are looked up, a batch is formed by asking the queue for one
-candidate after another, and then every running request advances by one token. Admission reserves the prompt
-and the longest allowed output, so memory never runs out later (assumption H2 of the theorems). A prompt
+A step is SGLang's: a batch is formed by the same `Admission` as in the overlay and the simulator, and then every
+running request advances by one token. Before each pass all waiting requests are looked up, not a bounded number. A
+request fits if the prompt and the longest allowed output do, so memory never runs out later (assumption H2 of the
+theorems). A prompt
 longer than what is left of the step's token budget is computed in chunks; one request at most is in chunks.
 For policies that look at a clock, a step takes a second.
 
@@ -17,6 +18,7 @@ from random import Random
 
 from hypothesis import strategies as st
 
+from sglang_fair.core.admission import Admission
 from sglang_fair.core.cost import Cost, Linear
 from sglang_fair.core.job import Job
 from sglang_fair.core.payers import Payers, path_of
@@ -100,7 +102,7 @@ class Running:
 
 
 @dataclass(frozen=True, slots=True)
-class Admission:
+class Admitted:
     """One line of a trace."""
 
     step: int
@@ -128,6 +130,7 @@ class Replica:
         block_tokens: int | None = 1,
     ) -> None:
         self.queue = queue
+        self.admission = Admission(queue, self._look_up)
         self.cache = PrefixCache(cache_tokens, page_tokens)
         self.pool_tokens = pool_tokens
         self.step_tokens = step_tokens
@@ -135,7 +138,7 @@ class Replica:
         self.steps = 0
         self.service: Counter[str] = Counter()
         """Units per client, by the model's own count."""
-        self.admissions: list[Admission] = []
+        self.admissions: list[Admitted] = []
         self.ended: list[str] = []
         self.refused: list[str] = []
         """Requests that the policy did not let in."""
@@ -161,11 +164,9 @@ class Replica:
 
     def arrive(self, request: Request) -> None:
         assert request.reserved_tokens <= self.pool_tokens, "an engine refuses what can never fit"
-        payers = self.queue.payers
         job = Job(
             id=request.id,
             client=request.client,
-            path=path_of(None, request.tokens, payers.block_tokens) if payers else (),
             prompt_tokens=len(request.tokens),
             max_output_tokens=request.max_output_tokens,
             expected_output_tokens=request.output_tokens,
@@ -176,14 +177,15 @@ class Replica:
             self.refused.append(request.id)
             return
         self._requests[request.id] = request
-        self.queue.arrive(job)
+        self.admission.arrive(job)
         self._moved(request, waiting=1)
         self._happened()
 
     def abort(self, request_id: str) -> None:
-        if self.queue.is_waiting(request_id):
+        job = self.queue.find(request_id)
+        if job is not None and self.queue.is_waiting(request_id):
             self._moved(self._requests[request_id], waiting=-1)
-            self.queue.leave(request_id)
+            self.admission.leave(job)
             self._forget(request_id)
             self._happened()
         elif request_id in self._running:
@@ -195,13 +197,13 @@ class Replica:
         """Form a batch, compute it, hand out its tokens."""
         self.steps += 1
         for job in list(self.queue.waiting()):
-            self._look_up(job)
+            self.admission.looked_up(job, *self._look_up(job))
         self.queue.tick(self.steps)
-        self.queue.begin_pass()
+        self.admission.begin_pass(self.cache.changes)
         batch = self._form_batch()
         for running in batch:
             self._pin(running, running.request.tokens[: running.computed])
-            self.queue.prefilled(running.job)
+        self.admission.computed(running.job for running in batch)
         for running in list(self._running.values()):
             if running is self._chunked:
                 continue
@@ -213,7 +215,7 @@ class Replica:
         self._chunked = None if running is self._chunked else self._chunked
         self._pin(running, ())
         self._moved(running.request, waiting=1, running=-1)
-        self.queue.retract(running.job)
+        self.admission.retract(running.job)
         self._happened()
 
     @property
@@ -240,12 +242,16 @@ class Replica:
             running = self._chunked
             left -= self._compute(running, left, first=False)
             batch.append(running)
-        while left > 0 and self._chunked is None and (job := self.queue.next()) is not None:
+        candidates = self.admission.candidates()
+        while left > 0 and self._chunked is None and (job := next(candidates, None)) is not None:
             request = self._requests[job.id]
             if not self.fits(request):
                 self.candidate = job
                 break
-            running = Running(request, job, self._match(job))
+            matched, block = self._look_up(job)
+            if not self.admission.confirm(job, matched, block):
+                continue
+            running = Running(request, job, matched)
             left -= self._compute(running, left, first=True)
             batch.append(running)
         self.out_of_budget = left <= 0 or self._chunked is not None
@@ -263,21 +269,23 @@ class Replica:
         if first:
             self._running[request.id] = running
             self._moved(request, waiting=-1, running=1)
-            self.admissions.append(Admission(self.steps, request.id, request.client, cached, extend))
-            self.queue.admit(job, extend_tokens=extend, cached_tokens=cached)
+            self.admissions.append(Admitted(self.steps, request.id, request.client, cached, extend))
+            payers = self.queue.account.payers
+            path = path_of(None, request.tokens, payers.block_tokens) if payers else ()
+            self.admission.admit(job, extend_tokens=extend, cached_tokens=cached, path=path)
         else:
-            self.queue.extend(job, extend, self._block(request, cached))
+            self.admission.extend(job, extend, self._block(request, cached))
         running.computed += extend
         self._chunked = running if running.computed < prompt_tokens else None
         self._meter(request, job, extend=extend)
-        self.queue.ledger.engine_counted(extend=extend)
+        self.queue.account.ledger.engine_counted(extend=extend)
         self._happened()
         return extend
 
     def _emit(self, running: Running) -> None:
         request, job = running.request, running.job
-        self.queue.emit(job, 1)
-        self.queue.ledger.engine_counted(output=1)
+        self.queue.account.emit(job, 1)
+        self.queue.account.ledger.engine_counted(output=1)
         self._meter(request, job, output=1)
         self._happened()
         if job.output_tokens + job.unasked_tokens >= request.output_tokens:
@@ -288,7 +296,7 @@ class Replica:
         self._chunked = None if running is self._chunked else self._chunked
         self._pin(running, ())
         self._moved(running.request, running=-1)
-        self.queue.finish(running.request.id)
+        self.admission.finish(running.job)
         self._forget(running.request.id)
         self._happened()
 
@@ -314,12 +322,12 @@ class Replica:
             return
         before = self._received.get(request.id, (0, 0))
         after = self._received[request.id] = (before[0] + extend, before[1] + output)
-        cost, cached = self.queue.cost, job.cached_tokens
+        cost, cached = self.queue.account.cost, job.cached_tokens
         self.service[request.client] += cost(*after, cached) - cost(*before, cached)
 
-    def _look_up(self, job: Job) -> None:
+    def _look_up(self, job: Job) -> tuple[int, Tokens | None]:
         matched = self._match(job)
-        self.queue.rematch(job, matched, self._block(self._requests[job.id], matched))
+        return matched, self._block(self._requests[job.id], matched)
 
     def _match(self, job: Job) -> int:
         changes, matched = self._matched.get(job.id, (-1, 0))
@@ -511,8 +519,8 @@ class Trace:
     def __call__(self) -> None:
         replica, names = self.replica, self.clients
         given = [replica.service[name] for name in names]
-        if replica.queue.payers is not None:
-            usage = replica.queue.ledger.usage
+        if replica.queue.account.payers is not None:
+            usage = replica.queue.account.ledger.usage
             given = [units + usage(name).transferred_units for name, units in zip(names, given, strict=True)]
         if self.weights:
             weight = self.weights.get

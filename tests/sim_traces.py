@@ -169,19 +169,21 @@ def calls(queue: FairQueue) -> list[Call]:
     """What is said to `queue` from here on."""
     trace: list[Call] = []
 
-    def tracing(name: str, line: Any) -> None:
-        original = getattr(queue, name)
+    def tracing(owner: Any, name: str, line: Any) -> None:
+        original = getattr(owner, name)
 
         def traced(*args: Any, **kwargs: Any) -> Any:
             trace.append([name, *line(*args, **kwargs)])
             return original(*args, **kwargs)
 
-        setattr(queue, name, traced)
+        setattr(owner, name, traced)
 
-    tracing("admit", lambda job, extend_tokens, cached_tokens: [job.id, extend_tokens, cached_tokens])
-    tracing("extend", lambda job, tokens, block=None: [job.id, tokens])
-    tracing("retract", lambda job: [job.id])
-    tracing("finish", lambda job_id: [job_id])
+    tracing(
+        queue, "admit", lambda job, extend_tokens, cached_tokens, path: [job.id, extend_tokens, cached_tokens]
+    )
+    tracing(queue.account, "extend", lambda job, tokens: [job.id, tokens])
+    tracing(queue, "retract", lambda job: [job.id])
+    tracing(queue, "finish", lambda job_id: [job_id])
     return trace
 
 

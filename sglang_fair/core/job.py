@@ -1,4 +1,4 @@
-"""One request as a replica's fair queue and its policies see it."""
+"""One request as the scheduler of a replica sees it."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -8,44 +8,52 @@ from dataclasses import dataclass
 class Job:
     """One request, from its arrival at a replica to its end. Compared by identity.
 
-    `arrival` numbers the jobs of one queue in order of arrival. `prefix_tokens` is the cached prefix as
-    last looked up; the engine's own match at admission is what is charged. `block` identifies the first
-    tokens behind that prefix: two jobs with the same block would compute the same tokens.
+    Each field has one writer. The shell that makes the job sets the first group, which never changes; the other groups
+    are named by their writer.
     """
 
+    # The shell that makes it, once.
     id: str
     client: str
     prompt_tokens: int = 0
     max_output_tokens: int = 0
-    arrival: int = 0
-    prefix_tokens: int = 0
-    block: Hashable | None = None
     system: bool = False
     """The server's own work (health probe, warm-up): charged to the system account, never held back."""
     expected_output_tokens: int | None = None
-    """The output that whoever sent it announced; None: nobody did."""
+    """The output that its sender announced; None: it announced none."""
     unblocks: int = 0
-    """How many requests of its program its sender holds back until it is answered."""
-    path: Sequence[Hashable] = ()
-    """The blocks of its prompt (`payers.path_of`); asked for at admission only, where clients share prices."""
+    """Requests of its program that its sender holds back until this one is answered."""
 
-    # What the engine did for it so far.
+    # `FairQueue`.
+    arrival: int = 0
+    """Number in order of arrival at this queue."""
+
+    # `Admission`.
+    prefix_tokens: int = 0
+    """Its cached prefix as last looked up: an estimate, for the order. What the engine finds at admission counts."""
+    block: Hashable | None = None
+    """Names the first tokens behind that prefix: two jobs with the same block would compute the same tokens."""
+    waited_for: object = None
+    """The computation of its prefix that it was passed over for last."""
+    waited_at_tokens: int = -1
+    """`prefix_tokens` when it began to wait for that."""
+
+    # `Account`: what the engine did for it so far.
+    path: Sequence[Hashable] = ()
+    """The blocks of its prompt (`payers.path_of`), known from its admission on where clients share prices."""
     extend_tokens: int = 0
+    """Prompt tokens computed and charged; what is computed again after a retraction is not among them."""
     cached_tokens: int = 0
+    """Prompt tokens that its first admission found in the cache."""
     output_tokens: int = 0
     unasked_tokens: int = 0
-    """Output past its limit: not its client's."""
+    """Output beyond its limit or its end, on the server's account."""
     predicted_tokens: int = 0
-    """Output that the policy was charged for at admission, made or not."""
+    """Output that was charged at admission, made or not."""
     reached_tokens: int = 0
     """Of its prompt: cached when it was last admitted, or computed since."""
     unpriced_units: float = 0.0
-    """Charged for the last block of its prompt that is not whole yet."""
+    """Charged for the last block of its prompt, while that is incomplete."""
     retractions: int = 0
     repeating: bool = False
-    """Recomputes after a retraction; its extend tokens go to the system account."""
-
-    waited_for: object = None
-    """The computation of somebody's prefix that it was last passed over for."""
-    waited_at_tokens: int = -1
-    """`prefix_tokens` when that was."""
+    """It was retracted: what is computed of its prompt again is on the server's account."""

@@ -11,6 +11,7 @@ from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder, Sche
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_parallel
 
+from sglang_fair.core.admission import DELAYED_POLL_S
 from sglang_fair.core.cost import describe
 from sglang_fair.overlay import config, counts, heartbeat, kv_events, load_file, refusal
 from sglang_fair.overlay.identity import carry_client
@@ -19,8 +20,8 @@ from sglang_fair.overlay.status import add_routes, from_settings
 
 logger = logging.getLogger(__name__)
 
-DELAYED_POLL_MS = 10
-"""How often an idle engine asks again for requests that the policy delays; a new one wakes it at once."""
+DELAYED_POLL_MS = round(1000 * DELAYED_POLL_S)
+"""A new request wakes the engine at once."""
 
 
 class FairSchedulePolicy(SchedulePolicy):

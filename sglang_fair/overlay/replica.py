@@ -1,17 +1,16 @@
-"""The fair queue of one SGLang scheduler: its requests as jobs, its counters as charges.
+"""SGLang's scheduler as `Admission` and `Account` see it: requests become jobs, counters become charges.
 
-Everything here runs on the scheduler's thread. What is decided, is decided in `FairQueue`; this file only
-translates. SGLang's own `waiting_queue` stays the truth about who waits: requests join it in one place, which
-is hooked, and leave it in more ways than one would hook (aborts, time-outs, a full queue), so each pass
-compares and follows.
+Nothing is decided here. Everything runs on the scheduler's thread. SGLang's own `waiting_queue` remains the truth about
+who waits: requests join it in one place, which is hooked, and leave it in too many places to hook (aborts, time-outs,
+a full queue), so each pass compares the two and drops who has left.
 
-After each batch that was formed, and each whose result was processed, the books are compared with the engine's
-own counts (`counts.py`): O(batch), always.
+After each batch that was formed, and each whose result was processed, the ledger is compared with the engine's own
+counts (`counts.py`): O(batch), always.
 """
 
 import logging
 import time
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -19,9 +18,8 @@ from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.mem_cache.common import match_kv_cache
 
 from sglang_fair.common.identity import ANONYMOUS
+from sglang_fair.core.admission import Admission, Match, samples
 from sglang_fair.core.job import Job
-from sglang_fair.core.ledger import SYSTEM
-from sglang_fair.core.lookups import LookUps
 from sglang_fair.core.options import shown
 from sglang_fair.core.payers import make_payers, path_of
 from sglang_fair.core.queue import FairQueue
@@ -32,17 +30,12 @@ logger = logging.getLogger(__name__)
 CUSTOM_PARAMS_KEY = "fair"
 """Where a request carries its client inside `sampling_params.custom_params`."""
 
-CORRECTIONS_PER_PASS = 16
-"""Candidates that may turn out worse than thought, and are put back, in one pass."""
-
-BLOCK_TOKENS = 32
-"""Two requests that agree on this many uncached tokens are taken to share them; SGLang's own threshold."""
-
 
 class ReplicaFairness:
-    """`orders`: our policy decides who is admitted. Otherwise SGLang's own does, and we keep the books.
+    """The fairness of one SGLang scheduler.
 
-    `generates`: the model puts out tokens; the one that SGLang notes for an embedding is none.
+    `orders`: our policy decides who is admitted; otherwise SGLang's own does, and only the books are kept.
+    `generates`: the model emits tokens. An embedding model does not, though SGLang notes one for each request.
     """
 
     def __init__(
@@ -58,23 +51,22 @@ class ReplicaFairness:
         self._tree_cache = tree_cache
         self._requests: dict[str, Any] = {}
         self._refused = 0
-        self._look_ups = LookUps()
-        self._tree_tokens = 0
-        self._corrections_left = 0
-        self._dealt_with: Job | None = None
-        """The candidate that `may_admit` put back or held itself."""
+        self._admission = Admission(self.queue, self._match)
         self._armed = False
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
         """Change clients' weights from the next charge on; what was counted stays. ValueError for a bad one."""
         self.config = self.config.with_weights(weights)
-        self.queue.set_weights(weights)
+        self.queue.account.set_weights(weights)
 
     # ---- who waits
 
     def refuses(self, request: Any) -> str | None:
-        """Why a request that is about to join the waiting queue may not, in the policy's words. One that SGLang
-        itself has found invalid may: it says so itself, and one that was taken back from the batch is no new one."""
+        """Why a request that is about to join the waiting queue may not, in the policy's words; None: it may.
+
+        Nobody is asked about a request that SGLang has found invalid, for SGLang ends it itself, nor about one that
+        was taken back from the batch, which is not new.
+        """
         if not self.orders or request.to_finish or self.queue.find(request.rid) is not None:
             return None
         self.queue.tick(time.monotonic())
@@ -88,40 +80,33 @@ class ReplicaFairness:
         job = self.queue.find(request.rid)
         if job is None:
             self._requests[request.rid] = request
-            job = job_of(request)
-            self.queue.arrive(job)
-            self._look_ups.arrive(job)
+            self._admission.arrive(job_of(request))
         elif not self.queue.is_waiting(request.rid):
             self._emit(request, job)
-            self.queue.retract(job)
-            self._look_ups.arrive(job)
+            self._admission.retract(job)
 
     def begin_pass(self, waiting: list[Any]) -> None:
         """A batch is about to be formed from `waiting`."""
         self.follow(waiting)
         self.queue.tick(time.monotonic())
         if self.orders:
-            self._look_up_prefixes()
-        self.queue.begin_pass()
-        self._corrections_left = CORRECTIONS_PER_PASS
-        self._dealt_with = None
+            self._admission.begin_pass(self._tree_cache.evictable_size() + self._tree_cache.protected_size())
 
     def only_waits(self) -> bool:
-        """Nothing runs, though somebody waits: the policy lets nobody go yet."""
+        """Nothing runs although requests wait: the policy lets none of them go yet."""
         return self.orders and len(self.queue) > 0 and not self.queue.running()
 
     def follow(self, waiting: list[Any]) -> None:
-        """Take note of who has gone since the last look.
+        """Drop the requests that have left since the last call.
 
-        Every arrival was reported by a hook, so the jobs are a superset of `waiting`, and equal in number
-        only when they are the same. A running request is gone when the engine dropped it without a result:
-        aborted between two chunks, or in the batch when memory ran out.
+        Every arrival was reported by a hook, so the jobs are a superset of `waiting`, and the two are the same if they
+        are equal in number. A running request has left if the engine dropped it without a result: aborted between two
+        chunks, or in the batch when memory ran out.
         """
         if len(self.queue) != len(waiting):
             present = {request.rid for request in waiting}
             for job in [job for job in self.queue.waiting() if job.id not in present]:
-                self.queue.leave(job.id)
-                self._look_ups.leave(job)
+                self._admission.leave(job)
                 self._forget(job.id)
             assert len(self.queue) == len(waiting), "a request joined the queue unseen"
         for job in list(self.queue.running()):
@@ -129,26 +114,19 @@ class ReplicaFairness:
             if request.finished() or not request.kv.holds_kv:
                 self._finish(request, job)
 
-    def _look_up_prefixes(self) -> None:
-        """Bounded work, spent on those whose prefix may be another one now."""
-        tokens = self._tree_cache.evictable_size() + self._tree_cache.protected_size()
-        if tokens != self._tree_tokens:
-            self._tree_tokens = tokens
-            self._look_ups.changed()
-        for job in self._look_ups.due():
-            request = self._requests[job.id]
-            prompt = request.origin_input_ids
-            known = prompt + request.output_ids if request.output_ids else prompt
-            match_kv_cache(
-                request, self._tree_cache, known, max_prefix_len=request._compute_max_prefix_len(len(known))
-            )
-            self._looked_up(request, job)
+    def _match(self, job: Job) -> Match:
+        """Admission's look-up of a waiting request."""
+        request = self._requests[job.id]
+        prompt = request.origin_input_ids
+        known = prompt + request.output_ids if request.output_ids else prompt
+        match_kv_cache(
+            request, self._tree_cache, known, max_prefix_len=request._compute_max_prefix_len(len(known))
+        )
+        return self._matched(request)
 
-    def _looked_up(self, request: Any, job: Job) -> None:
-        """The engine matched `request` against its cache."""
-        block = self._block(request, request.prefix_len)
-        self.queue.rematch(job, request.num_matched_prefix_tokens, block)
-        self._look_ups.looked_up(job)
+    def _matched(self, request: Any) -> Match:
+        """What the engine's last look-up of `request` found."""
+        return request.num_matched_prefix_tokens, self._block(request, request.prefix_len)
 
     # ---- who goes next
 
@@ -161,85 +139,59 @@ class ReplicaFairness:
         return armed
 
     def offers(self) -> Iterator[Any]:
-        """Candidates in the policy's order, each chosen after the one before was charged or passed over."""
-        while (job := self.queue.next()) is not None:
-            yield self._requests[job.id]
-            if self._dealt_with is job:
-                self._dealt_with = None
-            elif self.queue.is_waiting(job.id):
-                self.queue.hold(job)
+        """Candidates in the policy's order."""
+        return (self._requests[job.id] for job in self._admission.candidates())
 
     def may_admit(self, request: Any) -> bool:
-        """After the engine's own look-up, which decides: False if the tokens that it would compute are being
-        computed already, or if it has lost cached tokens and is no longer the one to go next."""
-        job = self.queue.find(request.rid)
-        assert job is not None, f"{request.rid} is not in the books"
-        if not self.orders:
-            return True
-        believed_tokens = job.prefix_tokens
-        self._looked_up(request, job)
-        if self.queue.is_being_computed(job):
-            self.queue.defer(job)
-            self._dealt_with = job
-            return False
-        if job.prefix_tokens < believed_tokens and self._corrections_left:
-            self._corrections_left -= 1
-            if self.queue.next() is not job:
-                self._dealt_with = job
-                return False
-        return True
+        """Whether `request`, which the engine has just matched against its cache, is to be admitted if it fits."""
+        return not self.orders or self._admission.confirm(self._job(request), *self._matched(request))
 
     # ---- what they got
 
     def admitted(self, request: Any) -> None:
-        job = self.queue.find(request.rid)
-        assert job is not None, f"{request.rid} is not in the books"
-        if (payers := self.queue.payers) is not None:
+        """`request` is in the batch."""
+        path: Sequence[Hashable] = ()
+        if (payers := self.queue.account.payers) is not None:
             root = (request.extra_key, request.cache_salt)
-            job.path = path_of(root, memoryview(request.origin_input_ids), payers.block_tokens)
-        self.queue.admit(
-            job, extend_tokens=request.extend_end - request.prefix_len, cached_tokens=request.prefix_len
+            path = path_of(root, memoryview(request.origin_input_ids), payers.block_tokens)
+        self._admission.admit(
+            self._job(request),
+            extend_tokens=request.extend_end - request.prefix_len,
+            cached_tokens=request.prefix_len,
+            path=path,
         )
-        self._look_ups.leave(job)
 
     def continued(self, request: Any) -> None:
-        """One more chunk of a prompt."""
-        job = self.queue.find(request.rid)
-        assert job is not None, f"{request.rid} is not in the books"
-        tokens = request.extend_end - request.prefix_len
-        if job.block is not None:
-            self._look_ups.inserted(job.block)  # the chunk before this one is in the cache
-        self.queue.extend(job, tokens, self._block(request, request.prefix_len) if self.orders else None)
+        """One more chunk of a prompt is in the batch; the chunk before it is in the cache."""
+        block = self._block(request, request.prefix_len) if self.orders else None
+        self._admission.extend(self._job(request), request.extend_end - request.prefix_len, block)
 
     def computed(self, tokens: int) -> None:
-        """An extend batch was formed; the engine's own word on how many prompt tokens it computes."""
-        self.queue.ledger.engine_counted(extend=tokens)
+        """An extend batch was formed, which by the engine's own count computes `tokens` prompt tokens."""
+        self.queue.account.ledger.engine_counted(extend=tokens)
         self._check("a batch was formed")
 
     def processed(self, batch: Any, tokens: int) -> None:
-        """A batch's results are in: charge what came out, end what has ended. `tokens` is the engine's own word
-        on how many output tokens there were."""
-        is_extend = batch.forward_mode.is_extend()
-        if is_extend:
-            self._look_ups.changed()
-        for request in batch.reqs:
-            job = self.queue.find(request.rid)
-            if job is None or self.queue.is_waiting(request.rid):
-                continue
-            if is_extend:
-                if job.block is not None:
-                    self._look_ups.inserted(job.block)
-                self.queue.prefilled(job)
+        """A batch's results are in: charge the output, end what has ended. `tokens` is the engine's own count of the
+        output tokens."""
+        running = [
+            (request, job)
+            for request in batch.reqs
+            if (job := self.queue.find(request.rid)) is not None and not self.queue.is_waiting(request.rid)
+        ]
+        if batch.forward_mode.is_extend():
+            self._admission.computed(job for _, job in running)
+        for request, job in running:
             if request.finished():
                 self._finish(request, job)
             else:
                 self._emit(request, job)
         if self.generates:
-            self.queue.ledger.engine_counted(output=tokens)
+            self.queue.account.ledger.engine_counted(output=tokens)
         self._check("a result was processed")
 
     def _check(self, when: str) -> None:
-        ledger = self.queue.ledger
+        ledger = self.queue.account.ledger
         if not ledger.check() and ledger.mismatches == 1:
             logger.error(
                 "sglang-fair: charges and the engine's counters differ after %s: %s",
@@ -248,25 +200,27 @@ class ReplicaFairness:
             )
 
     def _emit(self, request: Any, job: Job) -> None:
-        """Charge what came out since the last look. Speculation may run past the end of the answer, which its
-        sender does not see: that is the server's."""
+        """Charge the output since the last call. Speculation may run past the end of the answer; its sender does not
+        see that part and does not pay for it."""
         if not self.generates:
             return
         unbooked = len(request.output_ids) - job.output_tokens - job.unasked_tokens
         end = len(request.output_ids) if request.finished_len is None else request.finished_len
         past_end = min(unbooked, len(request.output_ids) - end)
-        self.queue.emit(job, unbooked - past_end)
-        if past_end > 0:
-            job.unasked_tokens += past_end
-            self.queue.ledger.record(SYSTEM, output=past_end)
+        self.queue.account.emit(job, unbooked - past_end, unasked_tokens=past_end)
 
     def _finish(self, request: Any, job: Job) -> None:
         self._emit(request, job)
-        self.queue.finish(job.id)
+        self._admission.finish(job)
         self._forget(job.id)
 
     def _forget(self, request_id: str) -> None:
         del self._requests[request_id]
+
+    def _job(self, request: Any) -> Job:
+        job = self.queue.find(request.rid)
+        assert job is not None, f"{request.rid} is not in the books"
+        return job
 
     # ---- what people read
 
@@ -289,23 +243,21 @@ class ReplicaFairness:
         }
 
     def _block(self, request: Any, prefix_tokens: int) -> Hashable | None:
-        """A digest of the first uncached tokens and of samples of the prefix; equal where the same would be
-        computed."""
+        """Equal for two requests that would compute the same behind their cached prefix."""
         if self._tree_cache.disable:
             return None
         tokens = request.origin_input_ids
-        end = prefix_tokens + BLOCK_TOKENS
-        if len(tokens) < end:
+        parts = samples(prefix_tokens, len(tokens))
+        if parts is None:
             return None
-        view, middle = memoryview(tokens), prefix_tokens // 2
-        digest = blake2b(view[prefix_tokens:end], digest_size=16)
-        digest.update(view[:BLOCK_TOKENS])
-        digest.update(view[middle : middle + BLOCK_TOKENS])
+        view, digest = memoryview(tokens), blake2b(digest_size=16)
+        for part in parts:
+            digest.update(view[part])
         return prefix_tokens, request.extra_key, request.cache_salt, digest.digest()
 
 
 def job_of(request: Any) -> Job:
-    """A new request as the policy sees it, with what the HTTP side wrote into it."""
+    """A new request as a job, with what the HTTP side noted about its sender."""
     carried = (request.sampling_params.custom_params or {}).get(CUSTOM_PARAMS_KEY)
     said = carried if isinstance(carried, dict) else {}
     return Job(

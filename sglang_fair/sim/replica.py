@@ -29,8 +29,8 @@ from heapq import heappop, heappush
 from math import inf
 from typing import NamedTuple
 
+from sglang_fair.core.admission import DELAYED_POLL_S, Admission, Match, samples
 from sglang_fair.core.job import Job
-from sglang_fair.core.lookups import LookUps
 from sglang_fair.core.payers import path_of
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.sim.answers import TOKEN_BYTES, answer
@@ -50,15 +50,6 @@ __all__ = [
     "SimRequest",
     "Stored",
 ]
-
-BLOCK_TOKENS = 32
-"""Two requests that agree on this many uncached tokens are taken to share them; the overlay's."""
-
-CORRECTIONS_PER_PASS = 16
-"""Candidates that may turn out worse than thought, and are put back, in one pass; the overlay's."""
-
-DELAYED_POLL_S = 0.010
-"""How often an idle replica asks again for requests that the policy delays; the overlay's."""
 
 
 class SimRequest(NamedTuple):
@@ -198,8 +189,7 @@ class Replica:
         self.meters = Meters()
         self.cache = PrefixCache(settings.page_tokens, events=events, place=place, places=places)
         self.free_pages = settings.pages
-        self._look_ups = LookUps()
-        self._tree_tokens = 0
+        self._admission = Admission(queue, self._match_waiting)
         self._tasks: dict[str, _Task] = {}
         self._told: list[Event] = []
         self._next_s = inf
@@ -244,9 +234,8 @@ class Replica:
         if reason is not None:
             self._told.append(Refused(request.id, now_s, reason))
             return self._take_told()
-        self.queue.arrive(task.job)
+        self._admission.arrive(task.job)
         self._tasks[request.id] = task
-        self._look_ups.arrive(task.job)
         self._may_admit_from(now_s)
         return self._take_told()
 
@@ -258,8 +247,7 @@ class Replica:
         if task is None:
             return self._take_told()
         if self.queue.is_waiting(request_id):
-            self._look_ups.leave(task.job)
-            self.queue.leave(request_id)
+            self._admission.leave(task.job)
             task.aborted = True
             self._told.append(self._finished(task, task.output, now_s))
         elif request_id in self._decoding:
@@ -420,7 +408,7 @@ class Replica:
         self._held_tokens += count * steps
         self._owed_tokens -= count * steps
         self._ratio.decoded(steps)
-        self.queue.emit_each(self._jobs.values(), steps)
+        self.queue.account.emit_each(self._jobs.values(), steps)
         self.meters.decode_steps += steps
         self._count_output(count * steps)
 
@@ -436,7 +424,7 @@ class Replica:
             written = task.written(self._step)
             self._leave_decoding(task)
             self._release(task, task.held(self._step), written, keep=True)
-            self.queue.finish(task.request.id)
+            self._admission.finish(task.job)
             told.append(self._finished(task, written, t_s))
         if ended:
             self._is_full = False
@@ -447,7 +435,7 @@ class Replica:
             ]
         self._told += self.cache.drain(t_s)
         self._told += told
-        self.queue.ledger.check()
+        self.queue.account.ledger.check()
 
     def _join_decoding(self, task: _Task) -> None:
         self._joins += 1
@@ -497,16 +485,14 @@ class Replica:
                 self._is_full = True
                 return []
         queue.tick(now_s)
-        self._look_up_prefixes()
-        queue.begin_pass()
-        corrections = CORRECTIONS_PER_PASS
+        self._admission.begin_pass(self.cache.tokens)
         budget = Budget(settings, self._reserved_tokens())
         batch: list[_Task] = []
         if cut is not None:
             self._compute(cut, budget.go_on(cut.length - cut.computed, self._room()), budget)
             self._continued(cut)
             batch.append(cut)
-        while (job := queue.next()) is not None:
+        for job in self._admission.candidates():
             task = self._tasks[job.id]
             if budget.verdict(self._room()) is Verdict.FULL:
                 break
@@ -514,15 +500,9 @@ class Replica:
                 self._is_full = True
             if self._is_full:
                 break
-            believed_tokens = job.prefix_tokens
-            node = self._look_up(task)
-            if queue.is_being_computed(job):
-                queue.defer(job)
+            node = self._match(task)
+            if not self._admission.confirm(job, node.end, _block(task.request, node.end)):
                 continue
-            if node.end < believed_tokens and corrections:
-                corrections -= 1
-                if queue.next() is not job:
-                    continue
             verdict = budget.admit(
                 node.end,
                 task.length,
@@ -545,8 +525,8 @@ class Replica:
             self._take_pages(batch)
             extend_tokens = sum(task.computed - task.start for task in batch)
             self.meters.extend_tokens += extend_tokens
-            queue.ledger.engine_counted(extend=extend_tokens)
-            queue.ledger.check()
+            queue.account.ledger.engine_counted(extend=extend_tokens)
+            queue.account.ledger.check()
         return batch
 
     def _compute(self, task: _Task, tokens: int, budget: Budget) -> None:
@@ -564,15 +544,11 @@ class Replica:
         was_empty, left = not self._decoding, self._cut is not None
         told: list[Event] = []
         tokens = 0
-        self._look_ups.changed()
+        self._admission.computed([task.job for task in batch])
         for task in batch:
-            job = task.job
-            if job.block is not None:
-                self._look_ups.inserted(job.block)
-            self.queue.prefilled(job)
             if task is self._cut:
                 continue
-            self.queue.emit(job, 1)
+            self.queue.account.emit(task.job, 1)
             tokens += 1
             task.output += 1
             told.append(Progress(task.request.id, t_s, task.output))
@@ -582,7 +558,7 @@ class Replica:
             else:
                 left = True
                 self._release(task, task.computed, task.output, keep=True)
-                self.queue.finish(job.id)
+                self._admission.finish(task.job)
                 told.append(self._finished(task, task.output, t_s))
         if self._cut is not None:
             if self._cut.aborted:
@@ -592,7 +568,7 @@ class Replica:
         if was_empty or left:
             self._is_full = False
         self._count_output(tokens)
-        self.queue.ledger.check()
+        self.queue.account.ledger.check()
         self._told += self.cache.drain(t_s)
         self._told += told
 
@@ -600,7 +576,7 @@ class Replica:
         """A request ends inside its prompt; what the last chunk computed is not cached."""
         self._cut = None
         self._release(task, task.computed, task.output, keep=False)
-        self.queue.finish(task.job.id)
+        self._admission.finish(task.job)
         return self._finished(task, task.output, t_s)
 
     # ---- memory
@@ -700,8 +676,7 @@ class Replica:
             task.output = written
             task.tokens, task.found = self._known(task, written), None
             task.length = task.prompt_tokens + written
-            self.queue.retract(task.job)
-            self._look_ups.arrive(task.job)
+            self._admission.retract(task.job)
             self.meters.retractions += 1
             if self._room_for_step():
                 break
@@ -715,40 +690,34 @@ class Replica:
 
     # ---- what the overlay does
 
-    def _look_up_prefixes(self) -> None:
-        """Bounded work, spent on those whose prefix may be another one now."""
-        if self.cache.tokens != self._tree_tokens:
-            self._tree_tokens = self.cache.tokens
-            self._look_ups.changed()
-        for job in self._look_ups.due():
-            self._look_up(self._tasks[job.id])
+    def _match_waiting(self, job: Job) -> Match:
+        """Admission's look-up of a waiting request."""
+        task = self._tasks[job.id]
+        node = self._match(task)
+        return node.end, _block(task.request, node.end)
 
-    def _look_up(self, task: _Task) -> Node:
-        """The end of its cached prefix."""
-        request, job = task.request, task.job
-        node = task.found = self.cache.match(task.tokens, task.length - 1, request.namespace, task.found)
-        self.queue.rematch(job, node.end, _block(request, node.end))
-        self._look_ups.looked_up(job)
+    def _match(self, task: _Task) -> Node:
+        """The end of its cached prefix. Its last token is always computed."""
+        node = task.found = self.cache.match(task.tokens, task.length - 1, task.request.namespace, task.found)
         return node
 
     def _admitted(self, task: _Task) -> None:
-        if (payers := self.queue.payers) is not None:
+        path: Sequence[Hashable] = ()
+        if (payers := self.queue.account.payers) is not None:
             view = memoryview(task.request.tokens).cast("I")
-            task.job.path = path_of((task.request.namespace, None), view, payers.block_tokens)
-        self.queue.admit(task.job, extend_tokens=task.computed - task.start, cached_tokens=task.start)
-        self._look_ups.leave(task.job)
+            path = path_of((task.request.namespace, None), view, payers.block_tokens)
+        self._admission.admit(
+            task.job, extend_tokens=task.computed - task.start, cached_tokens=task.start, path=path
+        )
         self.meters.cached_tokens += task.start
 
     def _continued(self, task: _Task) -> None:
         """One more chunk of a prompt."""
-        job = task.job
-        if job.block is not None:
-            self._look_ups.inserted(job.block)
-        self.queue.extend(job, task.computed - task.start, _block(task.request, task.start))
+        self._admission.extend(task.job, task.computed - task.start, _block(task.request, task.start))
 
     def _count_output(self, tokens: int) -> None:
         self.meters.output_tokens += tokens
-        self.queue.ledger.engine_counted(output=tokens)
+        self.queue.account.ledger.engine_counted(output=tokens)
 
     # ---- requests
 
@@ -789,15 +758,16 @@ class Replica:
 
 
 def _block(request: SimRequest, prefix_tokens: int) -> Hashable | None:
-    """The first uncached tokens and samples of the prefix; equal where the same would be computed."""
-    tokens, at, size = request.tokens, prefix_tokens * TOKEN_BYTES, BLOCK_TOKENS * TOKEN_BYTES
-    if len(tokens) < at + size:
+    """Equal for two requests that would compute the same behind their cached prefix."""
+    tokens, size = request.tokens, TOKEN_BYTES
+    parts = samples(prefix_tokens, len(tokens) // size)
+    if parts is None:
         return None
-    middle = prefix_tokens // 2 * TOKEN_BYTES
+    ahead, head, middle = parts
     return (
         prefix_tokens,
         request.namespace,
-        tokens[at : at + size],
-        tokens[:size],
-        tokens[middle : middle + size],
+        tokens[ahead.start * size : ahead.stop * size],
+        tokens[head.start * size : head.stop * size],
+        tokens[middle.start * size : middle.stop * size],
     )

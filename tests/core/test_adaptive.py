@@ -50,7 +50,7 @@ class Live(Trace):
         if policy.predictor is None:
             held = [account.units + account.refund for account in policy._deficits.values()]
             assert credit == max([policy.quantum, *held])
-        bound = queue.bound()
+        bound = queue.account.bound()
         assert bound is not None
         self.debts.append(bound * policy.weights.smallest() / 2 - credit)
         self.credits.append(credit)
@@ -313,9 +313,9 @@ def test_the_quantum_is_the_largest_that_keeps_the_gap():
     target, policy = 700.0, DlpmAdaptive(quantum=300, min_quantum=5, max_quantum=2000, target_gap=700)
     live = lived(CROWDED, policy)
     queue = live.replica.queue
-    u = queue.dearest_input_units + 2 * queue.largest_owed_tokens
+    u = queue.account.dearest_input_units + 2 * queue.account.largest_owed_tokens
     assert policy.quantum == target / 2 - u
-    assert queue.bound() == target
+    assert queue.account.bound() == target
     settled = next(now for now, credit in enumerate(live.credits) if credit + live.debts[now] == target / 2)
     assert settled < len(live.rows) / 2
     live.rows = live.rows[settled:]
@@ -326,7 +326,7 @@ def test_a_gap_below_the_least_bound_is_not_promised():
     policy = DlpmAdaptive(min_quantum=5, target_gap=10, newcomers=0)
     queue = run(CROWDED, policy).queue
     assert policy.quantum == 5
-    assert queue.bound() > 10
+    assert queue.account.bound() > 10
 
 
 def test_weights_narrow_the_quantum_for_a_gap():

@@ -137,11 +137,11 @@ def test_a_queue_charges_any_function_exactly() -> None:
         queue.arrive(job)
         queue.admit(job, extend_tokens=64, cached_tokens=100)
         for chunk in (64, 64, 200, 8):
-            queue.extend(job, chunk)
+            queue.account.extend(job, chunk)
         for _ in range(40):
-            queue.emit(job, 1)
+            queue.account.emit(job, 1)
         expected = pytest.approx(cost(400, 40, 100), rel=1e-12)
-        assert queue.ledger.usage("a").service == expected
+        assert queue.account.ledger.usage("a").service == expected
         assert queue.policy.counters()["a"] == expected
 
 

@@ -270,7 +270,7 @@ def our_admissions(sent: list[Sent], pool_tokens: int, quantum: int, steps: int)
             queue.admit(job, extend_tokens=request.extend_tokens, cached_tokens=request.prefix_tokens)
             admitted.append((step, int(job.id)))
         for job in list(queue.running()):
-            queue.emit(job, 1)
+            queue.account.emit(job, 1)
             if job.output_tokens == sent[int(job.id)].output_tokens:
                 queue.finish(job.id)
     return admitted
@@ -346,7 +346,7 @@ class Counters:
     @property
     def largest_debt(self) -> float:
         """U: one prompt, and the outputs that all running requests of a client may make."""
-        cost = self.replica.queue.cost
+        cost = self.replica.queue.account.cost
         return cost(self.case.longest_prompt, 0) + cost(0, self.case.pool_tokens)
 
 
@@ -366,8 +366,8 @@ def counted(case: Case, quantum: int) -> Counters:
 def test_counters_stay_between_minus_u_and_the_quantum(case, quantum):
     """I1 and I2 (equations 1, 2); with the U that was seen, which is far below the worst case."""
     counters = counted(case, quantum)
-    queue = counters.replica.queue
-    seen = queue.cost(queue.largest_input_tokens, 0) + queue.cost(0, queue.largest_owed_tokens)
+    account = counters.replica.queue.account
+    seen = account.cost(account.largest_input_tokens, 0) + account.cost(0, account.largest_owed_tokens)
     assert seen <= counters.largest_debt
     for q in counters.q:
         assert all(-seen < units <= quantum for units in q.values())
@@ -416,7 +416,7 @@ def test_service_is_whole_quanta_up_to_the_counter(case, quantum):
 def test_backlogged_clients_differ_by_at_most_the_bound(case, quantum):
     """T2 (theorem 4.1), with the bound that the queue exports."""
     trace = traced(case, Dlpm(quantum=quantum))
-    bound = trace.replica.queue.bound()
+    bound = trace.replica.queue.account.bound()
     assert bound is not None
     assert bound <= 2 * (case.longest_prompt + 2 * case.pool_tokens + quantum)
     assert trace.gap_between_backlogged() <= bound
@@ -427,7 +427,7 @@ def test_backlogged_clients_differ_by_at_most_the_bound(case, quantum):
 def test_a_backlogged_client_lags_nobody_by_more_than_the_bound(case, quantum):
     """T3 (theorem 4.2)."""
     trace = traced(case, Dlpm(quantum=quantum))
-    assert trace.lag_of_backlogged() <= trace.replica.queue.bound()
+    assert trace.lag_of_backlogged() <= trace.replica.queue.account.bound()
 
 
 @DLPM
@@ -436,7 +436,7 @@ def test_a_newcomer_waits_for_bounded_service(case, quantum):
     """T4 (theorem A.2), for the first dispatch of any of its requests: without a clock, the others get at
     most 2·(n - 1)·(U + Qu) meanwhile."""
     trace = traced(case, Dlpm(quantum=quantum))
-    assert trace.service_before_dispatch() <= (len(case.clients) - 1) * trace.replica.queue.bound()
+    assert trace.service_before_dispatch() <= (len(case.clients) - 1) * trace.replica.queue.account.bound()
 
 
 @DLPM
@@ -454,13 +454,13 @@ def test_nobody_is_left_who_fits(case, quantum):
     )
     traffic, seen = Traffic(case), []
     deferred: set[str] = set()
-    defer = replica.queue.defer
+    defer = replica.admission._defer
 
     def spy(job: Job) -> None:
         deferred.add(job.id)
         defer(job)
 
-    replica.queue.defer = spy
+    replica.admission._defer = spy
     for _ in range(case.steps):
         traffic.step(replica)
         deferred.clear()
@@ -480,7 +480,7 @@ def test_nobody_is_left_who_fits(case, quantum):
 def test_weighted_clients_differ_by_at_most_the_bound(case, quantum, weights):
     """T2 and T3 for service divided by weight."""
     trace = traced(case, Dlpm(quantum=quantum, weights=Weights(weights)), weights=weights)
-    bound = trace.replica.queue.bound()
+    bound = trace.replica.queue.account.bound()
     assert trace.gap_between_backlogged() <= bound + 1e-6
     assert trace.lag_of_backlogged() <= bound + 1e-6
 
@@ -507,8 +507,8 @@ FLOOD = Case(
 @pytest.mark.parametrize("quantum", [1, 30, 300])
 def test_a_hot_client_cannot_starve_a_cold_one(quantum):
     fair, greedy = traced(FLOOD, Dlpm(quantum=quantum)), traced(FLOOD, Lpm())
-    assert fair.gap_between_backlogged() <= fair.replica.queue.bound()
-    assert greedy.gap_between_backlogged() > 4 * fair.replica.queue.bound()
+    assert fair.gap_between_backlogged() <= fair.replica.queue.account.bound()
+    assert greedy.gap_between_backlogged() > 4 * fair.replica.queue.account.bound()
     assert fair.replica.service["b"] > 0.45 * sum(fair.replica.service.values())
 
 
@@ -629,9 +629,9 @@ BURSTS = Case(
 def test_debts_survive_leaving():
     kept = traced(BURSTS, Dlpm(quantum=4, newcomers=0))
     erased = traced(BURSTS, Forgiving(quantum=4, newcomers=0))
-    assert kept.lag_of_backlogged() <= kept.replica.queue.bound()
+    assert kept.lag_of_backlogged() <= kept.replica.queue.account.bound()
     assert kept.replica.service["z"] > 0.32 * sum(kept.replica.service.values())
-    assert erased.lag_of_backlogged() > 5 * erased.replica.queue.bound()
+    assert erased.lag_of_backlogged() > 5 * erased.replica.queue.account.bound()
     assert erased.replica.service["z"] < 0.05 * sum(erased.replica.service.values())
 
 
@@ -691,7 +691,7 @@ def test_a_debtor_is_absent_with_credit_from_the_round_that_pays_it(passes_begin
 def test_no_bound_depends_on_whom_is_remembered(case, quantum, remembered):
     """T2, T3 and T4 with clients that come back to an account that was dropped."""
     trace = traced(case, Dlpm(quantum=quantum, remembered_clients=remembered))
-    bound = trace.replica.queue.bound()
+    bound = trace.replica.queue.account.bound()
     assert trace.gap_between_backlogged() <= bound
     assert trace.lag_of_backlogged() <= bound
     assert trace.service_before_dispatch() <= (len(case.clients) - 1) * bound
@@ -805,7 +805,7 @@ def test_fractions_do_not_stop_the_rounds():
         queue.begin_pass()
         while (job := queue.next()) is not None:
             queue.admit(job, extend_tokens=1 + done % 7, cached_tokens=0)
-            queue.emit(job, 3)
+            queue.account.emit(job, 3)
             queue.finish(job.id)
             done += 1
         assert done == 60

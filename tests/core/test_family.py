@@ -46,7 +46,7 @@ def test_a_latecomer_inherits_a_deficit():
     lifted, inherited = traced(ALONE, Vtc()), traced(ALONE, Lcf())
     assert lifted.gap_between_backlogged() <= 2 * u_of(ALONE)
     assert inherited.gap_between_backlogged() > 8 * u_of(ALONE)
-    assert inherited.replica.queue.bound() is None
+    assert inherited.replica.queue.account.bound() is None
     both_waited = [row.service for row in inherited.rows if all(row.waiting)]
     early, late = (both_waited[-1][n] - both_waited[0][n] for n in (0, 1))
     assert early < 0.25 * late
@@ -152,7 +152,7 @@ def test_counted_visits_are_the_literal_visits(quantum, seed):
 @given(case=cases(), quantum=QUANTA, weights=WEIGHTS)
 def test_backlogged_clients_of_a_ring_differ_by_at_most_the_bound(case, quantum, weights):
     trace = traced(case, Drr(quantum=quantum, weights=Weights(weights)), weights=weights)
-    assert trace.gap_between_backlogged() <= trace.replica.queue.bound() + 1e-6
+    assert trace.gap_between_backlogged() <= trace.replica.queue.account.bound() + 1e-6
     assert all(credit <= quantum for credit in trace.replica.queue.policy.counters().values())
 
 
@@ -257,7 +257,7 @@ def test_nobody_is_overtaken_more_often_than_patience_allows(case, quantum, pati
 def test_patience_changes_no_bound(case, quantum, patience):
     """T2, T3 and T4: it orders the requests of one client, and the clients with credit left."""
     trace = traced(case, Dlpm(quantum=quantum, patience=patience))
-    bound = trace.replica.queue.bound()
+    bound = trace.replica.queue.account.bound()
 
     assert trace.gap_between_backlogged() <= bound
     assert trace.lag_of_backlogged() <= bound
@@ -369,7 +369,7 @@ class Charges:
             if not job.system:
                 ahead[job.client] += 2 * max(0, job.predicted_tokens - job.output_tokens)
         for client, net in self.net.items():
-            assert net == queue.ledger.usage(client).service + ahead[client]
+            assert net == queue.account.ledger.usage(client).service + ahead[client]
             self.worst_ahead = max(self.worst_ahead, ahead[client])
 
 
@@ -385,7 +385,7 @@ def test_predictions_are_charged_ahead_and_never_in_the_books(case, predictor, l
     policy = Vtc(predictor=predictor) if lifts else Dlpm(quantum=20, predictor=predictor)
     replica = run(case, policy, watch=watch)
     for client in case.clients:
-        assert replica.queue.ledger.usage(client).service == replica.service[client]
+        assert replica.queue.account.ledger.usage(client).service == replica.service[client]
     while len(replica.queue) or any(replica.running.values()):
         replica.step()
     assert +kept[0].net == +replica.service
@@ -402,7 +402,7 @@ def served(
     queue.begin_pass()
     assert queue.next() is job
     queue.admit(job, extend_tokens=prompt, cached_tokens=0)
-    queue.emit(job, output)
+    queue.account.emit(job, output)
     return job
 
 
@@ -412,15 +412,15 @@ def test_the_worked_example_of_algorithm_3():
     counters = queue.policy.counters
     job = served(queue, "a", prompt=10, output=0, most=20, expects=6)
     assert counters()["a"] == 22
-    queue.emit(job, 6)
+    queue.account.emit(job, 6)
     assert counters()["a"] == 22
-    queue.emit(job, 1)
+    queue.account.emit(job, 1)
     assert counters()["a"] == 24
     keeper = served(queue, "a", prompt=10, output=4, most=20, expects=6)
     assert counters()["a"] == 24 + 22
     queue.finish(keeper.id)
     assert counters()["a"] == 24 + 18
-    assert queue.ledger.usage("a").service == 24 + 18
+    assert queue.account.ledger.usage("a").service == 24 + 18
 
 
 def test_a_retracted_request_keeps_its_prediction_and_gives_it_back_once():
@@ -435,7 +435,7 @@ def test_a_retracted_request_keeps_its_prediction_and_gives_it_back_once():
     assert queue.policy.counters()["a"] == 23
     queue.retract(job)
     queue.leave(job.id)
-    assert queue.policy.counters()["a"] == 1 + 10 + 4 == queue.ledger.usage("a").service
+    assert queue.policy.counters()["a"] == 1 + 10 + 4 == queue.account.ledger.usage("a").service
     assert queue.is_waiting(keeper.id) is False
 
 
@@ -451,12 +451,12 @@ def test_any_cost_function_is_charged_ahead_exactly():
     served(queue, "a", prompt=0, output=0, most=1, expects=0)
     job = served(queue, "a", prompt=3, output=0, most=20, expects=6)
     assert queue.policy.counters()["a"] == 3 + 6 * (3 + 6)
-    queue.extend(job, 5)
+    queue.account.extend(job, 5)
     assert queue.policy.counters()["a"] == 8 + 6 * (8 + 6)
-    queue.emit(job, 8)
+    queue.account.emit(job, 8)
     assert queue.policy.counters()["a"] == 8 + 8 * (8 + 8)
     queue.finish(job.id)
-    assert queue.policy.counters()["a"] == 8 + 8 * (8 + 8) == queue.ledger.usage("a").service
+    assert queue.policy.counters()["a"] == 8 + 8 * (8 + 8) == queue.account.ledger.usage("a").service
 
 
 @FAMILY
@@ -465,7 +465,7 @@ def test_an_oracle_keeps_the_bound(case):
     """VTC's theorem 4.4, and its lemma, when every prediction is right and nothing is aborted."""
     trace = traced(case, VtcOracle())
     assert trace.gap_between_backlogged() <= 2 * u_of(case)
-    assert trace.gap_between_backlogged() <= trace.replica.queue.bound()
+    assert trace.gap_between_backlogged() <= trace.replica.queue.account.bound()
     assert deepest_fall(case, VtcOracle()) == 0
 
 
@@ -498,7 +498,7 @@ def test_a_predictor_that_errs_breaks_the_lemma():
     assert deepest_fall(GUESSED, VtcOracle()) == 0
     for policy in (VtcNoisy, VtcPredict):
         assert deepest_fall(GUESSED, policy()) > 10
-        assert traced(GUESSED, policy()).replica.queue.bound() is None
+        assert traced(GUESSED, policy()).replica.queue.account.bound() is None
 
 
 @FAMILY
@@ -507,7 +507,7 @@ def test_dlpm_keeps_its_bound_whatever_is_predicted(case, quantum, predictor, we
     """2·(U + Q^u + P): T2 and T3 hold with it for right, wrong and impossible predictions."""
     policy = Dlpm(quantum=quantum, weights=Weights(weights), predictor=predictor)
     trace = traced(case, policy, weights=weights)
-    bound = trace.replica.queue.bound()
+    bound = trace.replica.queue.account.bound()
     assert trace.gap_between_backlogged() <= bound + 1e-6
     assert trace.lag_of_backlogged() <= bound + 1e-6
 
@@ -542,8 +542,8 @@ def test_a_refund_that_is_lost_breaks_the_bound():
     client that is always charged too much would lose the difference each time."""
     kept = traced(MISJUDGED, Dlpm(quantum=20, predictor=Longest()))
     lost = traced(MISJUDGED, Forfeits(quantum=20, predictor=Longest()))
-    assert kept.gap_between_backlogged() <= kept.replica.queue.bound()
-    assert lost.gap_between_backlogged() > 1.5 * lost.replica.queue.bound()
+    assert kept.gap_between_backlogged() <= kept.replica.queue.account.bound()
+    assert lost.gap_between_backlogged() > 1.5 * lost.replica.queue.account.bound()
 
 
 ALIKE = replace(UNSURE, output_tokens=(30, 30), depth=20)

@@ -289,12 +289,11 @@ def serve(
     queue: FairQueue, client: str, cached: int, tokens: int = 64, *, ends: bool = True, **fields
 ) -> Job:
     number = queue._arrivals + 1
-    job = Job(str(number), client, path=PROMPT[:tokens], max_output_tokens=4, **fields)
+    job = Job(str(number), client, max_output_tokens=4, **fields)
     queue.arrive(job)
     queue.begin_pass()
     assert queue.next() is not None
-    queue.admit(job, extend_tokens=tokens - cached, cached_tokens=cached)
-    queue.prefilled(job)
+    queue.admit(job, extend_tokens=tokens - cached, cached_tokens=cached, path=PROMPT[:tokens])
     if ends:
         queue.finish(job.id)
     return job
@@ -306,14 +305,14 @@ def test_books_and_counters_follow_the_transfers():
     serve(queue, "b", 64, ends=False)
     serve(queue, "b", 64, ends=False)
     assert queue.policy.counters() == {"a": 32, "b": 32}
-    usage = {client: queue.ledger.usage(client) for client in "ab"}
+    usage = {client: queue.account.ledger.usage(client) for client in "ab"}
     assert (usage["a"].service, usage["a"].transferred_units) == (64, -32)
     assert (usage["b"].service, usage["b"].transferred_units) == (0, 32)
     status = json.loads(json.dumps(queue.status()))
     assert status["clients"]["b"]["transferred_units"] == 32
     assert status["totals"]["transferred_units"] == 0
     assert (status["payer"], FairQueue(make_policy("lcf")).status()["payer"]) == (EQUAL, FIRST)
-    assert queue.ledger.total.transferred_units == 0
+    assert queue.account.ledger.total.transferred_units == 0
 
 
 @both
@@ -322,27 +321,26 @@ def test_the_server_neither_pays_nor_is_paid(rule):
     job = serve(queue, "a", 0, ends=False)
     serve(queue, "probe", 64, system=True)
     queue.retract(job)
-    queue.admit(
-        job, extend_tokens=32, cached_tokens=32
-    )  # the rest was lost, and is computed by the server's choice
+    # The rest was lost, and is computed by the server's choice.
+    queue.admit(job, extend_tokens=32, cached_tokens=32, path=PROMPT[:64])
     serve(queue, "b", 64, ends=False)
     assert queue.policy.counters() == {"a": 48, "b": 16}
-    assert queue.ledger.usage(SYSTEM).transferred_units == 0
-    assert queue.ledger.usage("probe").transferred_units == 0
+    assert queue.account.ledger.usage(SYSTEM).transferred_units == 0
+    assert queue.account.ledger.usage("probe").transferred_units == 0
 
 
 def test_chunks_and_prices_that_grow():
     """Of any cost function, a block costs its part of what its chunk was charged."""
     queue = FairQueue(make_policy("vtc"), Quadratic(10), payers=Payers(EQUAL, 8))
     path = path_of(None, list(range(40)), 8)
-    queue.arrive(job := Job("1", "a", path=path))
-    queue.admit(job, extend_tokens=12, cached_tokens=0)
-    queue.extend(job, 28)
-    cost = queue.cost
+    queue.arrive(job := Job("1", "a"))
+    queue.admit(job, extend_tokens=12, cached_tokens=0, path=path)
+    queue.account.extend(job, 28)
+    cost = queue.account.cost
     first, second = cost(12, 0), cost(40, 0) - cost(12, 0)
-    queue.arrive(job := Job("2", "b", path=path[:2]))
-    queue.admit(job, extend_tokens=1, cached_tokens=16)
-    assert queue.ledger.usage("b").transferred_units == pytest.approx((first + second * 4 / 28) / 2)
+    queue.arrive(job := Job("2", "b"))
+    queue.admit(job, extend_tokens=1, cached_tokens=16, path=path[:2])
+    assert queue.account.ledger.usage("b").transferred_units == pytest.approx((first + second * 4 / 28) / 2)
 
 
 @every_policy
@@ -354,7 +352,7 @@ def test_who_is_gone_stays_forgotten_when_it_is_refunded(name, rule):
     for number in range(300):
         queue.tick(60.0 * number)
         serve(queue, f"client{number}", 64 if number % 10 else 0)
-        assert queue.ledger.total.transferred_units == pytest.approx(0, abs=1e-9)
+        assert queue.account.ledger.total.transferred_units == pytest.approx(0, abs=1e-9)
     assert len(queue.policy.counters()) <= 13
     assert queue._clients == {}
 
@@ -393,13 +391,13 @@ def with_sharing(case: Case) -> Case:
 def test_transfers_move_charges_and_create_none(name, rule, case):
     case = with_sharing(case)
     replica = run(case, make_policy(name, quantum=20), payers=Payers(rule, 1))
-    ledger = replica.queue.ledger
+    ledger = replica.queue.account.ledger
     assert ledger.check()
     assert sum(usage.transferred_units for usage in ledger.accounts().values()) == pytest.approx(0, abs=1e-6)
     for client in case.clients:
         assert ledger.usage(client).service == pytest.approx(replica.service[client])
         assert ledger.usage(client).service + ledger.usage(client).transferred_units >= -1e-9
-    assert_consistent(replica.queue.payers)
+    assert_consistent(replica.queue.account.payers)
 
 
 @every_policy
@@ -413,7 +411,7 @@ def test_without_sharing_every_rule_is_the_first(name, rule, case):
     ruled = run(case, make_policy(name, quantum=20), payers=Payers(rule, 1))
     assert ruled.admissions == plain.admissions
     assert ruled.queue.policy.counters() == plain.queue.policy.counters()
-    assert all(usage.transferred_units == 0 for usage in ruled.queue.ledger.accounts().values())
+    assert all(usage.transferred_units == 0 for usage in ruled.queue.account.ledger.accounts().values())
 
 
 @both
@@ -421,7 +419,7 @@ def test_without_sharing_every_rule_is_the_first(name, rule, case):
 @given(case=cases(), quantum=QUANTA)
 def test_dlpm_bounds_the_charged_service(rule, case, quantum):
     trace = traced(with_sharing(case), Dlpm(quantum=quantum), payers=Payers(rule, 1))
-    bound = trace.replica.queue.bound()
+    bound = trace.replica.queue.account.bound()
     assert trace.gap_between_backlogged() <= bound + 1e-6
     assert trace.lag_of_backlogged() <= bound + 1e-6
 
@@ -431,7 +429,7 @@ def test_dlpm_bounds_the_charged_service(rule, case, quantum):
 @given(case=cases(), quantum=QUANTA)
 def test_dlpm_predicting_bounds_it_too(rule, case, quantum):
     trace = traced(with_sharing(case), make_policy("dlpm-predict", quantum=quantum), payers=Payers(rule, 1))
-    assert trace.gap_between_backlogged() <= trace.replica.queue.bound() + 1e-6
+    assert trace.gap_between_backlogged() <= trace.replica.queue.account.bound() + 1e-6
 
 
 @both
@@ -441,7 +439,7 @@ def test_dlpm_bounds_the_charged_service_of_weighted_clients(rule, case, quantum
     weights = {"a": 2.0, "c": 0.5}
     policy = Dlpm(quantum=quantum, weights=Weights(weights))
     trace = traced(with_sharing(case), policy, Linear(), weights, Payers(rule, 1))
-    assert trace.gap_between_backlogged() <= trace.replica.queue.bound() + 1e-6
+    assert trace.gap_between_backlogged() <= trace.replica.queue.account.bound() + 1e-6
 
 
 @both
@@ -454,10 +452,10 @@ def test_counters_stay_within_what_the_bound_counts(rule, case, quantum):
     def watch(replica):
         def look() -> None:
             queue = replica.queue
-            u = queue.dearest_input_units + queue._dearest_output_units()
+            u = queue.account.dearest_input_units + queue.account._dearest_output_units()
             for account in queue.policy._deficits.values():
-                assert account.units >= -(u + queue._swing.most_charged) - 1e-6
-                assert account.refund <= queue._swing.most_refunded + 1e-6
+                assert account.units >= -(u + queue.account._swing.most_charged) - 1e-6
+                assert account.refund <= queue.account._swing.most_refunded + 1e-6
                 seen.append((account.units, u, account.refund))
 
         return look
@@ -472,10 +470,10 @@ def test_the_theorems_own_u_is_not_enough():
     paths = [path_of(number, list(range(10)), 1) for number in range(50)]
 
     def send(client: str, path: list, cached: int = 0) -> None:
-        queue.arrive(job := Job(str(queue._arrivals), client, path=path))
+        queue.arrive(job := Job(str(queue._arrivals), client))
         queue.begin_pass()
         assert queue.next() is not None
-        queue.admit(job, extend_tokens=10 - cached, cached_tokens=cached)
+        queue.admit(job, extend_tokens=10 - cached, cached_tokens=cached, path=path)
         queue.finish(job.id)
 
     for path in paths:
@@ -486,18 +484,18 @@ def test_the_theorems_own_u_is_not_enough():
         send("b", path, 10)
     while queue.policy.deficit("b") <= 0:
         send("others", [])
-    plain = queue.policy.bound(queue.dearest_input_units, queue._dearest_output_units())
+    plain = queue.policy.bound(queue.account.dearest_input_units, queue.account._dearest_output_units())
     for number in range(100):
         for client in "ab":
             queue.arrive(Job(f"{client}{number}", client))
-    before = queue.ledger.usage("b").service
+    before = queue.account.ledger.usage("b").service
     served = 0
-    while queue.ledger.usage("b").service <= before + 10:
+    while queue.account.ledger.usage("b").service <= before + 10:
         queue.begin_pass()
         job = queue.next()
         queue.admit(job, extend_tokens=10, cached_tokens=0)
         served += 10 if job.client == "a" else -10
-    assert plain < served <= queue.bound()
+    assert plain < served <= queue.account.bound()
 
 
 @both
@@ -507,11 +505,11 @@ def test_what_clients_pay_each_other_in_turn_does_not_add_up(rule):
     for number in range(100):
         path = path_of(number, list(range(10)), 1)
         for at, client in enumerate("ab" if number % 20 < 10 else "ba"):
-            queue.arrive(job := Job(f"{number}{client}", client, path=path))
+            queue.arrive(job := Job(f"{number}{client}", client))
             queue.begin_pass()
             assert queue.next() is job
-            queue.admit(job, extend_tokens=1 if at else 10, cached_tokens=9 if at else 0)
-    assert (queue._swing.most_charged, queue._swing.most_refunded) == (4.5, 4.5)
+            queue.admit(job, extend_tokens=1 if at else 10, cached_tokens=9 if at else 0, path=path)
+    assert (queue.account._swing.most_charged, queue.account._swing.most_refunded) == (4.5, 4.5)
 
 
 def test_a_forgotten_swing_is_the_farthest_one():
@@ -533,8 +531,8 @@ def test_a_forgotten_swing_is_the_farthest_one():
 @both
 def test_only_deficits_have_a_bound(name, rule):
     queue = queue_of(rule, name)
-    assert (queue.bound() is not None) == name.startswith("dlpm")
-    assert FairQueue(make_policy(name)).bound() == make_policy(name).bound(0, 0)
+    assert (queue.account.bound() is not None) == name.startswith("dlpm")
+    assert FairQueue(make_policy(name)).account.bound() == make_policy(name).bound(0, 0)
 
 
 def test_a_refund_breaks_the_lemma_under_vtc():
@@ -558,4 +556,4 @@ def test_sharing_changes_who_is_served():
     one = run(TYPICAL, Dlpm(quantum=20, newcomers=0))
     other = run(TYPICAL, Dlpm(quantum=20, newcomers=0), payers=Payers(EQUAL, 1))
     assert one.admissions != other.admissions
-    assert any(usage.transferred_units for usage in other.queue.ledger.accounts().values())
+    assert any(usage.transferred_units for usage in other.queue.account.ledger.accounts().values())

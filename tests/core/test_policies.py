@@ -283,10 +283,10 @@ def test_who_is_gone_is_forgotten(name):
             offered = queue.next()
             assert offered is job
             queue.admit(job, extend_tokens=40, cached_tokens=0)
-            queue.emit(job, 5)
+            queue.account.emit(job, 5)
             queue.finish(job.id)
         assert len(queue.policy.counters()) <= 6
-        queue.ledger._accounts.clear()  # bounded by its own limit
+        queue.account.ledger._accounts.clear()  # bounded by its own limit
         return len(pickle.dumps(queue))
 
     assert pickled_after(1000) <= pickled_after(100) + 500
@@ -332,7 +332,9 @@ def test_every_request_ends_and_every_token_is_in_the_books(name, case):
         traffic.step(replica)
         replica.step()
         for client in case.clients:
-            assert replica.queue.ledger.usage(client).service == pytest.approx(replica.service[client])
+            assert replica.queue.account.ledger.usage(client).service == pytest.approx(
+                replica.service[client]
+            )
     for _ in range(20_000):
         if not len(replica.queue) and not any(replica.running.values()):
             break
@@ -340,10 +342,10 @@ def test_every_request_ends_and_every_token_is_in_the_books(name, case):
     assert sorted(replica.ended) == sorted(set(arrived))
     admitted = [admission.id for admission in replica.admissions]
     assert len(admitted) == len(set(admitted))
-    assert replica.queue.ledger.conservation().ok
+    assert replica.queue.account.ledger.conservation().ok
     assert len(replica.queue) == 0
     assert replica.queue._clients == {}
-    assert replica.queue._computing == {}
+    assert replica.admission._computing == {}
 
 
 @every_policy

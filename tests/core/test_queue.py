@@ -7,17 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_fair.core import POLICIES, make_policy
+from sglang_fair.core import make_policy
 from sglang_fair.core.cost import Linear
 from sglang_fair.core.dlpm import Dlpm
 from sglang_fair.core.fcfs import Fcfs
 from sglang_fair.core.job import Job
 from sglang_fair.core.ledger import OTHERS, SYSTEM, Ledger
-from sglang_fair.core.lpm import Lpm
 from sglang_fair.core.payers import Payers
 from sglang_fair.core.policy import Policy
 from sglang_fair.core.predicted import VtcOracle
-from sglang_fair.core.queue import DEFERRALS_PER_PASS, FairQueue
+from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.vtc import Vtc
 from tests.engine_model import Replica, Request, Traffic, cases
 
@@ -73,12 +72,12 @@ def test_charges_sum_to_the_cost_of_what_was_given(first, pieces, cost):
     job = admit(queue, arrive(queue, "1", max_output_tokens=1000), extend=first)
     for kind, tokens in pieces:
         if kind == "extend":
-            queue.extend(job, tokens)
+            queue.account.extend(job, tokens)
         else:
-            queue.emit(job, tokens)
+            queue.account.emit(job, tokens)
     extend = first + sum(tokens for kind, tokens in pieces if kind == "extend")
     output = sum(tokens for kind, tokens in pieces if kind == "emit")
-    usage = queue.ledger.usage("a")
+    usage = queue.account.ledger.usage("a")
     assert (usage.extend_tokens, usage.output_tokens) == (extend, output)
     assert (job.extend_tokens, job.output_tokens) == (extend, output)
     assert usage.service == pytest.approx(cost(extend, output))
@@ -106,34 +105,34 @@ def test_emitting_for_all_is_emitting_for_one_after_the_other(limits, runs, poli
         jobs.append(admit(queue, arrive(queue, "probe", system=True)))
         for tokens in runs:
             if at_once:
-                queue.emit_each(jobs, tokens)
+                queue.account.emit_each(jobs, tokens)
             else:
                 for job in jobs:
-                    queue.emit(job, tokens)
-        usage = {client: queue.ledger.usage(client) for client in ("a", "b", "c", SYSTEM)}
-        owed = {client: presence.owed_tokens for client, presence in queue._clients.items()}
+                    queue.account.emit(job, tokens)
+        usage = {client: queue.account.ledger.usage(client) for client in ("a", "b", "c", SYSTEM)}
+        owed = dict(queue.account._owed_tokens)
         written = [(job.output_tokens, job.unasked_tokens) for job in jobs]
-        both.append((usage, queue.ledger.total, queue.policy.counters(), owed, written))
+        both.append((usage, queue.account.ledger.total, queue.policy.counters(), owed, written))
     assert both[0] == both[1]
 
 
 def test_cached_tokens_are_free_and_shown():
     queue = new_queue(Vtc())
     admit(queue, arrive(queue, "1"), extend=3, cached=40)
-    usage = queue.ledger.usage("a")
+    usage = queue.account.ledger.usage("a")
     assert (usage.cached_tokens, usage.extend_tokens, usage.service, usage.requests) == (40, 3, 3.0, 1)
 
 
 def test_output_past_the_limit_is_the_servers():
     queue = new_queue(Vtc())
     job = admit(queue, arrive(queue, "1", max_output_tokens=3), extend=5)
-    queue.emit(job, 2)
-    queue.emit(job, 4)
+    queue.account.emit(job, 2)
+    queue.account.emit(job, 4)
     assert (job.output_tokens, job.unasked_tokens) == (3, 3)
-    assert queue.ledger.usage(SYSTEM).output_tokens == 3
+    assert queue.account.ledger.usage(SYSTEM).output_tokens == 3
     assert queue.policy.counters() == {"a": 5 + 2 * 3}
-    queue.emit(job, -1)
-    assert queue.ledger.total.output_tokens == 6
+    queue.account.emit(job, -1)
+    assert queue.account.ledger.total.output_tokens == 6
 
 
 def test_charges_are_seen_by_the_next_pick():
@@ -161,7 +160,7 @@ def test_an_abort_while_waiting_costs_nothing():
     queue.leave("1")
     queue.leave("1")
     assert (len(queue), offers(queue), queue.find("1")) == (0, [], None)
-    assert queue.ledger.total.service == 0
+    assert queue.account.ledger.total.service == 0
     assert queue.policy.counters() == {}
 
 
@@ -172,13 +171,13 @@ def test_an_abort_while_running_refunds_nothing():
     other = arrive(queue, "2")
     job = queue.next()
     admit(queue, job, extend=30)
-    queue.emit(job, 5)
+    queue.account.emit(job, 5)
     queue.finish("1")
     queue.finish("1")
     assert queue.policy.deficit("a") == 100 - 30 - 2 * 5
     assert [waiting.id for waiting in queue.waiting()] == [other.id]
     queue.leave("2")
-    assert queue.ledger.usage("a").service == 40
+    assert queue.account.ledger.usage("a").service == 40
 
 
 def test_a_waiting_request_does_not_finish_and_a_running_one_does_not_leave():
@@ -213,10 +212,10 @@ def test_a_retracted_request_comes_first_and_is_never_held_back(name):
     queue = new_queue(make_policy(name, quantum=10))
     arrive(queue, "early", "b")
     job = admit(queue, arrive(queue, "big"), extend=1000)
-    queue.emit(job, 10)
+    queue.account.emit(job, 10)
     arrive(queue, "hot", "b", prefix_tokens=99)
     queue.retract(job)
-    queue.rematch(job, 0, None)
+    queue.rematch(job)
     assert offers(queue)[0] == "big"
     assert queue.is_waiting("big")
 
@@ -224,12 +223,12 @@ def test_a_retracted_request_comes_first_and_is_never_held_back(name):
 def test_what_the_server_computes_again_is_on_its_own_account():
     queue = new_queue(Vtc())
     job = admit(queue, arrive(queue, "1"), extend=20, cached=7)
-    queue.emit(job, 4)
+    queue.account.emit(job, 4)
     queue.retract(job)
     admit(queue, job, extend=24, cached=0)
-    queue.extend(job, 3)
-    queue.emit(job, 1)
-    system, usage = queue.ledger.usage(SYSTEM), queue.ledger.usage("a")
+    queue.account.extend(job, 3)
+    queue.account.emit(job, 1)
+    system, usage = queue.account.ledger.usage(SYSTEM), queue.account.ledger.usage("a")
     assert (system.extend_tokens, system.output_tokens, system.requests) == (27, 0, 0)
     assert (usage.extend_tokens, usage.output_tokens, usage.cached_tokens, usage.requests) == (20, 5, 7, 1)
     assert queue.policy.counters() == {"a": 20 + 2 * 5}
@@ -283,14 +282,14 @@ def test_system_work_goes_first_and_is_nobodys(name):
     probe = arrive(queue, "probe", "a", system=True)
     assert offers(queue)[0] == "probe"
     admit(queue, probe, extend=4, cached=2)
-    queue.emit(probe, 3)
+    queue.account.emit(probe, 3)
     assert not probe.output_tokens
     queue.finish("probe")
-    system = queue.ledger.usage(SYSTEM)
+    system = queue.account.ledger.usage(SYSTEM)
     assert (system.extend_tokens, system.output_tokens, system.cached_tokens, system.requests) == (4, 3, 2, 1)
-    assert queue.ledger.usage("a").requests == 0
+    assert queue.account.ledger.usage("a").requests == 0
     assert all(counter == 0 or counter == 10 for counter in queue.policy.counters().values())
-    assert queue.largest_input_tokens == queue.largest_owed_tokens == 0
+    assert queue.account.largest_input_tokens == queue.account.largest_owed_tokens == 0
 
 
 @ordered
@@ -299,95 +298,21 @@ def test_looking_up_a_held_probe_does_not_make_it_a_clients_job(name):
     queue = new_queue(make_policy(name, quantum=10))
     probe = arrive(queue, "probe", "nobody", system=True)
     assert offers(queue) == ["probe"]
-    queue.rematch(probe, 3, None)
+    probe.prefix_tokens = 3
+    queue.rematch(probe)
     assert offers(queue) == ["probe"]
     queue.leave("probe")
     assert offers(queue) == []
 
 
-# ---- requests that would compute the same; policies that do not follow the cache do not wait for it
-
-
-@pytest.mark.parametrize("name", [name for name in POLICIES if make_policy(name).waits_for_prefixes])
-def test_a_shared_prefix_is_computed_once(name):
-    queue = new_queue(make_policy(name, quantum=100))
-    one = arrive(queue, "1", "a", block="prefix")
-    two = arrive(queue, "2", "b", block="prefix")
-    other = arrive(queue, "3", "b", block="else")
-    queue.begin_pass()
-    assert queue.next() is one
-    admit(queue, one)
-    assert queue.is_being_computed(two)
-    assert not queue.is_being_computed(other)
-    assert not queue.is_being_computed(one)
-    assert queue.next() is other
-    queue.hold(other)
-    assert queue.next() is None
-    queue.prefilled(one)
-    assert not queue.is_being_computed(two)
-    assert sorted(offers(queue)) == ["2", "3"]
-
-
-@pytest.mark.parametrize("end", ["prefilled", "finish", "retract", "next chunk"])
-def test_nobody_waits_for_a_prefix_that_is_not_computed_any_more(end):
-    queue = new_queue(Lpm())
-    one, two = arrive(queue, "1", block="prefix"), arrive(queue, "2", block="prefix")
-    admit(queue, one)
-    assert queue.is_being_computed(two)
-    if end == "prefilled":
-        queue.prefilled(one)
-    elif end == "finish":
-        queue.finish("1")
-    elif end == "retract":
-        queue.retract(one)
-    else:
-        queue.extend(one, 5, "behind the prefix")
-    assert not queue.is_being_computed(two)
-    assert "2" in offers(queue)
-
-
-def test_who_waited_in_vain_does_not_wait_again():
-    """The cache did not keep the prefix, so the next computation of it is not waited for."""
-    queue = new_queue(Lpm())
-    twins = [arrive(queue, str(number)) for number in range(3)]
-    for job in twins:
-        queue.rematch(job, 0, "block")
-    queue.begin_pass()
-    admit(queue, queue.next())
-    assert queue.next() is None  # both wait for the first
-    queue.begin_pass()
-    assert queue.next() is None  # for as long as it takes
-    queue.prefilled(twins[0])
-    queue.begin_pass()
-    admit(queue, queue.next())
-    assert queue.next() is twins[2]  # nothing was kept, so it is not held up by the second
-    queue.rematch(twins[2], 5, "block")
-    assert queue.is_being_computed(twins[2])  # something was
-
-
-def test_a_pass_ends_when_too_many_wait_for_the_same_prefix():
-    """However many share it, a pass looks at a bounded number of them."""
-    queue = new_queue(Lpm())
-    for number in range(1000):
-        queue.rematch(arrive(queue, str(number)), 0, "block")
-    queue.begin_pass()
-    admit(queue, queue.next())
-    looked_at = []
-    is_being_computed = queue.is_being_computed
-    queue.is_being_computed = lambda job: looked_at.append(job) or is_being_computed(job)
-    assert queue.next() is None
-    assert queue.next() is None
-    assert len(looked_at) == DEFERRALS_PER_PASS
-    queue.prefilled(queue.find("0"))
-    queue.begin_pass()
-    assert queue.next() is queue.find("1")
+# ---- what else
 
 
 def test_output_of_a_request_that_does_not_run_is_refused():
     queue = new_queue(Vtc())
     job = arrive(queue, "1")
     with pytest.raises(ValueError, match="request 1 does not run"):
-        queue.emit(job, 1)
+        queue.account.emit(job, 1)
 
 
 @pytest.mark.parametrize("name", ["vtc", "drr", "dlpm"])
@@ -414,24 +339,11 @@ def test_what_was_charged_ahead_comes_back_by_the_weight_it_was_taken_by():
     job = admit(queue, arrive(queue, "1", max_output_tokens=100, expected_output_tokens=100))
     assert queue.policy.counters() == {"a": 5 + 200}
     arrive(queue, "2")
-    queue.set_weights({"a": 4.0})
+    queue.account.set_weights({"a": 4.0})
     assert queue.policy.counters() == {"a": 5 + 200 / 4}
-    queue.emit(job, 1)
+    queue.account.emit(job, 1)
     queue.finish("1")
     assert queue.policy.counters() == {"a": 5 + 2 / 4}
-
-
-def test_two_that_compute_the_same_do_not_block_it_for_ever():
-    """An engine may admit both; whoever announced it first says when it is over."""
-    queue = new_queue(Lpm())
-    jobs = [arrive(queue, id, block="prefix") for id in "123"]
-    for job in jobs[:2]:
-        admit(queue, job)
-    queue.finish("2")
-    assert queue.is_being_computed(jobs[2])
-    queue.prefilled(jobs[0])
-    assert not queue.is_being_computed(jobs[2])
-    assert queue._computing == {}
 
 
 @ordered
@@ -460,9 +372,9 @@ def test_nothing_is_lost_whatever_happens(name, case, seed):
         if running and random.random() < 0.3:
             replica.retract(random.choice(running))
         replica.step()
-        assert queue.ledger.conservation().ok
+        assert queue.account.ledger.conservation().ok
         if replica._chunked is None:
-            assert not any(queue.is_being_computed(job) for job in queue.waiting())
+            assert not any(replica.admission.is_being_computed(job) for job in queue.waiting())
     alive = sorted(job.id for job in (*queue.waiting(), *queue.running()))
     ended = len(replica.ended)
     for _ in range(5000):
@@ -471,10 +383,11 @@ def test_nothing_is_lost_whatever_happens(name, case, seed):
         replica.step()
     assert sorted(replica.ended[ended:]) == alive
     assert len(set(replica.ended)) == len(replica.ended)
-    assert queue.ledger.conservation().ok
+    assert queue.account.ledger.conservation().ok
     for client in case.clients:
-        assert queue.ledger.usage(client).service == pytest.approx(replica.service[client])
-    assert (queue._clients, queue._computing, list(queue._first)) == ({}, {}, [])
+        assert queue.account.ledger.usage(client).service == pytest.approx(replica.service[client])
+    assert (queue._clients, replica.admission._computing, list(queue._first)) == ({}, {}, [])
+    assert (queue.account.running, queue.account._owed_tokens) == ({}, {})
 
 
 # ---- what people read
@@ -500,24 +413,24 @@ def test_backlogs_are_numbered():
 
 def test_the_bound_follows_what_was_seen():
     queue = new_queue(Dlpm(quantum=7))
-    assert queue.bound() == 2 * 7
+    assert queue.account.bound() == 2 * 7
     admit(queue, arrive(queue, "1", max_output_tokens=30), extend=50)
     admit(queue, arrive(queue, "2", max_output_tokens=20), extend=10)
     admit(queue, arrive(queue, "3", "b", max_output_tokens=40), extend=10)
-    assert (queue.largest_input_tokens, queue.largest_owed_tokens) == (50, 50)
-    assert queue.bound() == 2 * (50 + 2 * 50 + 7)
+    assert (queue.account.largest_input_tokens, queue.account.largest_owed_tokens) == (50, 50)
+    assert queue.account.bound() == 2 * (50 + 2 * 50 + 7)
     queue.finish("1")
     admit(queue, arrive(queue, "4", max_output_tokens=25), extend=10)
-    assert queue.largest_owed_tokens == 50
-    assert new_queue().bound() is None
+    assert queue.account.largest_owed_tokens == 50
+    assert new_queue().account.bound() is None
 
 
 def test_the_largest_owed_output_shrinks_with_what_was_made():
     queue = new_queue(Vtc())
     job = admit(queue, arrive(queue, "1", max_output_tokens=30))
-    queue.emit(job, 25)
+    queue.account.emit(job, 25)
     admit(queue, arrive(queue, "2", max_output_tokens=20))
-    assert queue.largest_owed_tokens == 30
+    assert queue.account.largest_owed_tokens == 30
 
 
 class Context:
@@ -536,8 +449,8 @@ def test_the_bound_knows_how_long_cached_prompts_are():
     """U covers at least what one request has cost."""
     queue = FairQueue(Dlpm(quantum=1), Context())
     job = admit(queue, arrive(queue, "1", max_output_tokens=10), extend=10, cached=2000)
-    queue.emit(job, 10)
-    assert queue.bound() >= 2 * queue.ledger.usage("a").service
+    queue.account.emit(job, 10)
+    assert queue.account.bound() >= 2 * queue.account.ledger.usage("a").service
 
 
 @ordered
@@ -563,7 +476,7 @@ def test_status_is_json_and_adds_up(name, case):
     ):
         assert status["totals"][total] == pytest.approx(sum(client[total] for client in clients))
     assert status["conservation"]["ok"]
-    assert status["bound"] == queue.bound()
+    assert status["bound"] == queue.account.bound()
     assert status["totals"]["waiting"] == len(queue)
 
 

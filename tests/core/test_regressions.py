@@ -178,7 +178,7 @@ class TestSpeculation:
         fair.queue.begin_pass()
         fair.admitted(request)
         fair.computed(10)
-        fair.queue.emit = lambda job, tokens: None
+        fair.queue.account.emit = lambda job, tokens: None
         for _ in range(2):
             self.step(scheduler, [request], (3,))
         found = fair.status([])["conservation"]
@@ -280,9 +280,8 @@ def test_8_a_pass_does_not_walk_the_queue(policy: str) -> None:
     def calls_of_a_pass(waiting: int) -> int:
         queue = FairQueue(make_policy(policy))
         for number in range(waiting):
-            job = Job(str(number), f"client{number % 50}", prompt_tokens=10)
+            job = Job(str(number), f"client{number % 50}", prompt_tokens=10, prefix_tokens=number % 7)
             queue.arrive(job)
-            queue.rematch(job, number % 7, None)
         serve(queue)
         return count_calls(lambda: [serve(queue) for _ in range(10)])
 

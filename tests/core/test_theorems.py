@@ -137,7 +137,7 @@ together get before a newcomer's first dispatch, beyond one bound each."""
 def test_no_schedule_breaks_a_guarantee(name, schedule, weights, quantum):
     """Weighted clients, chunks, aborts, hot prefixes: T1 or T2 (both wait), T3 (one waits), T4 (a newcomer)."""
     trace = carry_out(schedule, FairQueue(make_policy(name, quantum=quantum, weights=Weights(weights))))
-    bound, (lag, more) = trace.replica.queue.bound(), SERVED[name]
+    bound, (lag, more) = trace.replica.queue.account.bound(), SERVED[name]
     assert bound is not None
     gap, behind = trace.gap_between_backlogged(), trace.lag_of_backlogged()
     others = len(schedule.clients) - 1
@@ -174,7 +174,7 @@ def test_the_bounds_hold_for_any_cost(cost, schedule, quantum):
     """T6 of VTC, and the same of DLPM: U is the dearest prompt and the dearest outputs owed (VTC §4.2)."""
     for policy, lag in ((Vtc(), 2), (Dlpm(quantum=quantum), 1)):
         trace = carry_out(schedule, FairQueue(policy, cost))
-        bound = trace.replica.queue.bound()
+        bound = trace.replica.queue.account.bound()
         assert trace.gap_between_backlogged() <= bound * (1 + 1e-9)
         assert trace.lag_of_backlogged() <= lag * bound * (1 + 1e-9)
 
@@ -209,8 +209,8 @@ class DrrErasing(Drr):
 def test_a_ring_remembers_debts():
     case = replace(BURSTS, steps=300)
     kept, erased = traced(case, Drr(quantum=4)), traced(case, DrrErasing(quantum=4))
-    assert kept.lag_of_backlogged() <= kept.replica.queue.bound()
-    assert erased.lag_of_backlogged() > 2 * erased.replica.queue.bound()
+    assert kept.lag_of_backlogged() <= kept.replica.queue.account.bound()
+    assert erased.lag_of_backlogged() > 2 * erased.replica.queue.account.bound()
 
 
 @settings(THEOREMS, max_examples=15)
@@ -220,7 +220,7 @@ def test_the_bound_of_a_ring_does_not_depend_on_whom_is_remembered(case, quantum
     that is new. T2, T3 and T4 hold with and without."""
     for policy in (Drr(quantum=quantum), DrrWithoutForgetting(quantum=quantum)):
         trace = traced(case, policy)
-        bound = trace.replica.queue.bound()
+        bound = trace.replica.queue.account.bound()
         assert trace.gap_between_backlogged() <= bound
         assert trace.lag_of_backlogged() <= bound
         assert trace.service_before_dispatch() <= (len(case.clients) - 1) * bound
@@ -247,7 +247,7 @@ def test_dear_prompts_break_the_printed_bound_of_vtc():
     """w_p = 3 > w_q = 1: max(w_p·L_input, w_q·M) is too small, and the sum, which is exported, is not."""
     plan = (Burst(0, "f", 32, prompt_tokens=30, output_tokens=30), Burst(0, "g", 6, 30, 16))
     trace = carry_out(Schedule(plan, pool_tokens=64, steps=60), FairQueue(Vtc(), Linear(3.0, 1.0)))
-    assert 2 * max(3 * 30, 64) < trace.gap_between_backlogged() <= trace.replica.queue.bound()
+    assert 2 * max(3 * 30, 64) < trace.gap_between_backlogged() <= trace.replica.queue.account.bound()
 
 
 class Lending(Replica):
@@ -279,7 +279,7 @@ def test_memory_that_is_lent_breaks_the_printed_bounds():
     )
     schedule = Schedule(plan, pool_tokens=50, steps=200)
     trace = carry_out(schedule, FairQueue(Vtc()), Lending)
-    assert 2 * max(1, 2 * 50) < trace.gap_between_backlogged() <= trace.replica.queue.bound()
+    assert 2 * max(1, 2 * 50) < trace.gap_between_backlogged() <= trace.replica.queue.account.bound()
     assert carry_out(schedule, FairQueue(Vtc())).gap_between_backlogged() <= 2 * max(1, 2 * 50)
 
 
@@ -288,7 +288,7 @@ def test_memory_that_is_lent_breaks_the_printed_bounds():
 def test_the_exported_bounds_hold_where_memory_is_lent(schedule, quantum):
     for policy, lag in ((Vtc(), 2), (Dlpm(quantum=quantum), 1), (Drr(quantum=quantum), 1)):
         trace = carry_out(schedule, FairQueue(policy), Lending)
-        bound = trace.replica.queue.bound()
+        bound = trace.replica.queue.account.bound()
         assert trace.gap_between_backlogged() <= bound
         assert trace.lag_of_backlogged() <= lag * bound
 

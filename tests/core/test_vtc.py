@@ -159,7 +159,7 @@ def test_backlogged_clients_differ_by_at_most_two_u(case):
     trace = traced(case, Vtc())
     gap = trace.gap_between_backlogged()
     assert gap <= 2 * u_of(case)
-    assert gap <= trace.replica.queue.bound()
+    assert gap <= trace.replica.queue.account.bound()
 
 
 @VTC
@@ -167,7 +167,7 @@ def test_backlogged_clients_differ_by_at_most_two_u(case):
 def test_chunks_change_the_bound_to_the_sum(case):
     """T1 when a prompt may be charged over several steps: U' = w_p·L_input + w_q·M, which `bound` uses."""
     trace = traced(case, Vtc())
-    assert trace.gap_between_backlogged() <= trace.replica.queue.bound()
+    assert trace.gap_between_backlogged() <= trace.replica.queue.account.bound()
 
 
 @VTC
@@ -175,7 +175,7 @@ def test_chunks_change_the_bound_to_the_sum(case):
 def test_dear_prompts_change_the_bound_to_the_sum(case):
     """T1 for w_p > w_q, against the assumption of the paper."""
     trace = traced(case, Vtc(), Linear(3.0, 1.0))
-    assert trace.gap_between_backlogged() <= trace.replica.queue.bound()
+    assert trace.gap_between_backlogged() <= trace.replica.queue.account.bound()
 
 
 @VTC
@@ -235,7 +235,7 @@ def test_waiting_for_a_shared_prefix_does_not_break_the_bound(cache_tokens):
         steps=200,
     )
     trace = traced(case, Vtc())
-    assert trace.gap_between_backlogged() <= trace.replica.queue.bound()
+    assert trace.gap_between_backlogged() <= trace.replica.queue.account.bound()
 
 
 # ---- without the lift

@@ -209,7 +209,9 @@ class Cluster:
 
     def bound(self) -> float:
         """The sum of the workers' own, of the life where it is largest."""
-        return sum(max(life.replica.queue.bound() for life in lives) for lives in self.histories.values())
+        return sum(
+            max(life.replica.queue.account.bound() for life in lives) for lives in self.histories.values()
+        )
 
     def printed_bound(self, quantum: float) -> float:
         """2·|W|·(U + Q^u), with the longest prompt and the pools."""
@@ -410,7 +412,7 @@ def check_each_worker(cluster: Cluster) -> None:
     """Theorems 4.1, 4.2 and A.2 where a client waits, wherever else it does; for each life."""
     for lives in cluster.histories.values():
         for life in lives:
-            bound = life.replica.queue.bound()
+            bound = life.replica.queue.account.bound()
             assert life.gap_between_backlogged() <= bound + 1e-6
             assert life.lag_of_backlogged() <= bound + 1e-6
             assert life.service_before_dispatch() <= (len(life.clients) - 1) * bound + 1e-6
@@ -486,7 +488,7 @@ def test_survivors_are_fair_without_a_break(placement):
     """Both clients wait at w1 from the first step to the last; w0 dies at step 20 and is back at step 40."""
     cluster = run(flood(placement), churn=dies_and_returns("w0", 20, 40))
     (survivor,) = cluster.histories["w1"]
-    bound = survivor.replica.queue.bound()
+    bound = survivor.replica.queue.account.bound()
     assert all(all(row.waiting) for row in survivor.rows[60:])
     assert min(survivor.rows[-1].service) > 3 * bound
     assert survivor.gap_between_backlogged() <= bound
@@ -574,7 +576,7 @@ def chance(random: Random) -> Callable[[Cluster], None]:
 
 
 def check_ledgers(cluster: Cluster) -> None:
-    ledgers = [life.queue.ledger for life in cluster.lives()]
+    ledgers = [life.queue.account.ledger for life in cluster.lives()]
     assert all(ledger.check() for ledger in ledgers)
     for client in cluster.case.clients:
         given = sum(life.service[client] for life in cluster.lives())

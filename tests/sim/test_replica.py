@@ -127,7 +127,7 @@ def test_the_books_follow_a_jump_as_far_as_time_has_come():
     replica.arrive(request("r", 10, 500), 0.0)
     drain(replica, 1.0)
     replica.advance(100.7)
-    assert replica.queue.ledger.usage("a").output_tokens == 100
+    assert replica.queue.account.ledger.usage("a").output_tokens == 100
     assert replica.next_s == 500.0
 
 
@@ -234,8 +234,8 @@ def test_a_request_for_no_output_makes_one_token_that_nobody_pays_for():
     replica = new()
     replica.arrive(request("warm", 10, 0), 0.0)
     assert finished(drain(replica))["warm"].output_tokens == 1
-    assert replica.queue.ledger.usage("a").output_tokens == 0
-    assert replica.queue.ledger.conservation().ok
+    assert replica.queue.account.ledger.usage("a").output_tokens == 0
+    assert replica.queue.account.ledger.conservation().ok
 
 
 def test_a_policy_may_refuse_and_may_delay():
@@ -264,7 +264,7 @@ def test_a_waiting_request_is_given_up_at_once_and_a_running_one_after_its_next_
     assert replica.abort("runs", 4.5) == []
     assert replica.abort("nobody", 4.5) == []
     assert drain(replica) == [ended(runs, 6.0, 6, aborted=True)]
-    assert replica.queue.ledger.conservation().ok
+    assert replica.queue.account.ledger.conservation().ok
     replica.check_pool()
 
 
@@ -287,7 +287,7 @@ def test_a_request_is_given_up_inside_its_prompt():
     replica.abort("long", 1.5)
     assert drain(replica) == [ended(asked, 2.0, 0, aborted=True)]
     assert replica.cache.tokens == 64  # the second chunk went with it
-    assert replica.queue.ledger.conservation().ok
+    assert replica.queue.account.ledger.conservation().ok
     replica.check_pool()
 
 
@@ -305,10 +305,10 @@ def test_those_with_the_least_output_are_taken_back_when_memory_runs_out():
     assert replica.meters.retractions == 1
     assert ended["early"].t_s < ended["late"].t_s
     assert [ended[name].output_tokens for name in ("early", "late")] == [60, 60]
-    usage = replica.queue.ledger.usage
+    usage = replica.queue.account.ledger.usage
     assert (usage("a").extend_tokens, usage("b").extend_tokens) == (20, 20)
     assert usage("(system)").extend_tokens > 0
-    assert replica.queue.ledger.conservation().ok
+    assert replica.queue.account.ledger.conservation().ok
     counts = [event.output_tokens for event in events if isinstance(event, Progress) and event.id == "late"]
     assert counts == sorted(set(counts))
     replica.check_pool()
@@ -402,7 +402,7 @@ def test_a_jump_is_the_same_as_its_steps(case, policy, cost):
     """Same events at the same times, same charges, same meters, whether 50 steps are taken at once, or each alone."""
     (jumping, jumps), (stepping, steps) = (play(case, policy(), most, cost) for most in (50, 1))
     assert told(jumps) == told(steps)
-    assert jumping.queue.ledger.accounts() == stepping.queue.ledger.accounts()
+    assert jumping.queue.account.ledger.accounts() == stepping.queue.account.ledger.accounts()
     assert jumping.queue.policy.counters() == pytest.approx(stepping.queue.policy.counters())
     for replica in (jumping, stepping):
         replica.meters.decode_s = round(replica.meters.decode_s, 9)
@@ -431,7 +431,7 @@ def test_every_request_ends_once_and_nothing_is_lost(case, policy, shared_prices
     ends = Counter(event.id for event in events if isinstance(event, Finished | Refused))
     assert ends == Counter(str(number) for number in range(40))
     assert [event.t_s for event in events] == sorted(event.t_s for event in events)
-    ledger = replica.queue.ledger
+    ledger = replica.queue.account.ledger
     assert ledger.conservation().ok
     assert ledger.engine_extend_tokens == replica.meters.extend_tokens
     assert ledger.engine_output_tokens == replica.meters.output_tokens
@@ -505,7 +505,7 @@ def test_backlogged_clients_differ_by_no_more_than_the_bound(policy, seed):
                 least, most = min(before[2], lead), max(before[3], lead)
                 lags[one + other] = (*backlogs, least, most)
                 worst = max(worst, most - least)
-    bound = replica.queue.bound()
+    bound = replica.queue.account.bound()
     assert replica.meters.retractions == 0
     assert 0.05 * bound < worst <= bound
 

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from sglang_fair.core import POLICIES, make_policy, options, options_of
+from sglang_fair.core.admission import Admission
 from sglang_fair.core.cost import COSTS, make_cost
 from sglang_fair.core.dlpm import Dlpm
 from sglang_fair.core.job import Job
-from sglang_fair.core.lookups import LookUps
 from sglang_fair.core.payers import FIRST, RULES
 from sglang_fair.core.policy import Policy
 from sglang_fair.core.queue import FairQueue
@@ -193,16 +193,14 @@ def block_of(request: int) -> Any:
 def waiting_bytes(name: str, clients: int, requests: int) -> float:
     """For each of `requests` waiting requests of `clients` clients: queue, policy, look-ups, and its own id and
     the digest of samples of its prompt."""
-    queue, look_ups = FairQueue(make_policy(name)), LookUps()
+    admission = Admission(FairQueue(make_policy(name)), lambda job: (0, None))
     gc.collect()
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()
     for number in range(requests):
         job = Job(f"{number:032x}", f"tenant-{number % clients:06}", 1000, 500)
-        queue.arrive(job)
-        look_ups.arrive(job)
-        queue.rematch(job, number % 3 * 256, block_of(number))
-        look_ups.looked_up(job)
+        admission.arrive(job)
+        admission.looked_up(job, number % 3 * 256, block_of(number))
     gc.collect()
     after, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -220,7 +218,7 @@ def absent_bytes(name: str, clients: int) -> float:
         job = Job(f"{number:032x}", f"tenant-{number:06}", 1000, 500)
         queue.arrive(job)
         queue.admit(job, extend_tokens=1000, cached_tokens=0)
-        queue.emit(job, 5 + number % 7)
+        queue.account.emit(job, 5 + number % 7)
         queue.finish(job.id)
     gc.collect()
     after, _ = tracemalloc.get_traced_memory()

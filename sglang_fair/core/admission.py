@@ -1,0 +1,221 @@
+"""Forming a batch: the rules of one replica's admission, the same on SGLang's scheduler and in simulations.
+
+An engine forms a batch by asking for one candidate after another until the next one does not fit. Memory and compute
+are the engine's to judge. Everything else about a candidate is decided here:
+
+    look-ups      which waiting requests are matched against the cache before the pass (`lookups`)
+    twins         a request whose next tokens are being computed for another one is passed over: one step later they
+                  are a cache hit. Only for policies that allow it (`Policy.waits_for_prefixes`)
+    corrections   a candidate that lost cached tokens since its look-up is offered again only if it is still first
+
+The engine is reached through one function, `match`. The engine, or what models it, calls:
+
+    arrive, leave, retract      as requests come and go
+    begin_pass, candidates      a batch is formed; for each candidate
+      confirm                     the engine matched it: is it still the one to admit?
+      admit                       it fits: it is in the batch
+    extend                      a further chunk of a prompt that was cut
+    computed                    the batch is done: its tokens are in the cache
+    finish                      a running request ended
+
+A rule for what a step does (prefill or decode, for whom, how many tokens) belongs between `begin_pass` and
+`candidates`: the queue is up to date there, and nobody has been offered yet.
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from sglang_fair.core.job import Job
+from sglang_fair.core.lookups import LookUps
+from sglang_fair.core.queue import FairQueue
+
+Match = tuple[int, Hashable | None]
+"""Cached tokens of a prompt, and a name for the tokens behind them (`Job.block`)."""
+
+CORRECTIONS_PER_PASS = 16
+"""Candidates per pass that may be put back because their cached prefix shrank. After that they are admitted in turn."""
+
+DEFERRALS_PER_PASS = 64
+"""Candidates per pass that may be passed over for a twin; one more ends the pass. They are the many that share a new
+prefix, and all of them can go once it is cached."""
+
+BLOCK_TOKENS = 32
+"""Two prompts that agree on so many tokens behind the same prefix are taken to share them; SGLang's own threshold."""
+
+DELAYED_POLL_S = 0.010
+"""How often an idle engine asks again while requests wait that the policy does not let go yet."""
+
+
+def samples(prefix_tokens: int, prompt_tokens: int) -> tuple[slice, slice, slice] | None:
+    """The parts of a prompt that identify its block: the first uncached tokens, and two samples of the prefix.
+
+    None if fewer than `BLOCK_TOKENS` are uncached: so few are not worth waiting for.
+    """
+    end = prefix_tokens + BLOCK_TOKENS
+    if prompt_tokens < end:
+        return None
+    middle = prefix_tokens // 2
+    return slice(prefix_tokens, end), slice(0, BLOCK_TOKENS), slice(middle, middle + BLOCK_TOKENS)
+
+
+@dataclass(slots=True, eq=False)
+class Computation:
+    """A step of the engine that computes `job`'s prompt from some block on."""
+
+    job: Job
+
+
+class Admission:
+    """Decides which requests of `queue` join the next batch. `match` looks a waiting request up in the cache."""
+
+    def __init__(self, queue: FairQueue, match: Callable[[Job], Match]) -> None:
+        self.queue = queue
+        self._match = match
+        self._look_ups = LookUps()
+        self._cached_tokens = 0
+        self._computing: dict[Hashable, Computation] = {}
+        """What is being computed, by its first block."""
+        self._corrections_left = CORRECTIONS_PER_PASS
+        self._deferrals_left = DEFERRALS_PER_PASS
+        self._passed_over: Job | None = None
+        """The last candidate, if `confirm` said no."""
+
+    # ---- who waits
+
+    def arrive(self, job: Job) -> None:
+        """A request joined the queue. ValueError if its id is already here."""
+        self.queue.arrive(job)
+        self._look_ups.arrive(job)
+
+    def leave(self, job: Job) -> None:
+        """A waiting request was aborted."""
+        self.queue.leave(job.id)
+        self._look_ups.leave(job)
+
+    def retract(self, job: Job) -> None:
+        """The engine took a running request back: it waits, first in line."""
+        self._stop_computing(job)
+        self.queue.retract(job)
+        self._look_ups.arrive(job)
+
+    # ---- one pass
+
+    def begin_pass(self, cached_tokens: int) -> None:
+        """The engine starts to form a batch. Looks some waiting requests up; `cached_tokens` is the size of the cache,
+        which shows that it has changed."""
+        if cached_tokens != self._cached_tokens:
+            self._cached_tokens = cached_tokens
+            self._look_ups.changed()
+        for job in self._look_ups.due():
+            self.looked_up(job, *self._match(job))
+        self.queue.begin_pass()
+        self._corrections_left = CORRECTIONS_PER_PASS
+        self._deferrals_left = DEFERRALS_PER_PASS
+
+    def candidates(self) -> Iterator[Job]:
+        """The requests to try, in the policy's order. Each is chosen after the one before was admitted or passed over;
+        one that was neither is passed over."""
+        while (job := self._next()) is not None:
+            self._passed_over = None
+            yield job
+            if self._passed_over is not job and self.queue.is_waiting(job.id):
+                self.queue.hold(job)
+
+    def confirm(self, job: Job, prefix_tokens: int, block: Hashable | None) -> bool:
+        """The engine matched the candidate `job` once more, and that decides: False if it must not be admitted now,
+        because its next tokens are being computed already or because another one has become first."""
+        believed_tokens = job.prefix_tokens
+        self.looked_up(job, prefix_tokens, block)
+        if self.is_being_computed(job):
+            self._defer(job)
+            self._passed_over = job
+            return False
+        if prefix_tokens < believed_tokens and self._corrections_left:
+            self._corrections_left -= 1
+            if self._next() is not job:
+                self._passed_over = job
+                return False
+        return True
+
+    def admit(
+        self, job: Job, *, extend_tokens: int, cached_tokens: int, path: Sequence[Hashable] = ()
+    ) -> None:
+        """`job` is in the batch; the arguments are those of `Account.begin`."""
+        self.queue.admit(job, extend_tokens=extend_tokens, cached_tokens=cached_tokens, path=path)
+        self._start_computing(job)
+        self._look_ups.leave(job)
+
+    # ---- prompts that are being computed
+
+    def extend(self, job: Job, tokens: int, block: Hashable | None) -> None:
+        """The batch computes `tokens` more of an admitted prompt, from `block` on."""
+        if job.block is not None:
+            self._look_ups.inserted(job.block)
+        self._stop_computing(job)
+        if block is not None:
+            job.block = block
+            self._start_computing(job)
+        self.queue.account.extend(job, tokens)
+
+    def computed(self, jobs: Iterable[Job]) -> None:
+        """A batch of prompts is done: what it computed of `jobs`, the running requests in it, is in the cache."""
+        self._look_ups.changed()
+        for job in jobs:
+            if job.block is not None:
+                self._look_ups.inserted(job.block)
+            self._stop_computing(job)
+
+    def finish(self, job: Job) -> None:
+        """A running request ended, by itself or by abort."""
+        self._stop_computing(job)
+        self.queue.finish(job.id)
+
+    # ---- what the rules are made of
+
+    def looked_up(self, job: Job, prefix_tokens: int, block: Hashable | None) -> None:
+        """The cache was searched for the prompt of a waiting request."""
+        changed = prefix_tokens != job.prefix_tokens
+        job.prefix_tokens, job.block = prefix_tokens, block
+        if changed:
+            self.queue.rematch(job)
+        self._look_ups.looked_up(job)
+
+    def is_being_computed(self, job: Job) -> bool:
+        """Whether to wait for another request's prefill that starts with the tokens which `job` needs next.
+
+        Not for a second computation of the same prefix, if the first did not lengthen what the cache has: then the
+        cache does not keep it.
+        """
+        if job.block is None or not self.queue.policy.waits_for_prefixes:
+            return False
+        computation = self._computing.get(job.block)
+        if computation is None or computation.job is job:
+            return False
+        return computation is job.waited_for or job.prefix_tokens > job.waited_at_tokens
+
+    def _next(self) -> Job | None:
+        while self._deferrals_left:
+            job = self.queue.next()
+            if job is None or not self.is_being_computed(job):
+                return job
+            self._defer(job)
+        return None
+
+    def _defer(self, job: Job) -> None:
+        """Pass `job` over because its prefix is being computed."""
+        if job.block is not None and (computation := self._computing.get(job.block)) is not job.waited_for:
+            job.waited_for, job.waited_at_tokens = computation, job.prefix_tokens
+        self._deferrals_left -= 1
+        self.queue.hold(job)
+
+    def _start_computing(self, job: Job) -> None:
+        """An engine may compute the same block for two requests; the first one counts."""
+        if job.block is not None:
+            self._computing.setdefault(job.block, Computation(job))
+
+    def _stop_computing(self, job: Job) -> None:
+        if job.block is None:
+            return
+        computation = self._computing.get(job.block)
+        if computation is not None and computation.job is job:
+            del self._computing[job.block]

@@ -1,0 +1,253 @@
+"""Admission: look-ups before a pass, requests that would compute the same, candidates that lost their prefix."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from sglang_fair.core import POLICIES, make_policy
+from sglang_fair.core.admission import (
+    BLOCK_TOKENS,
+    CORRECTIONS_PER_PASS,
+    DEFERRALS_PER_PASS,
+    Admission,
+    Match,
+    samples,
+)
+from sglang_fair.core.job import Job
+from sglang_fair.core.lpm import Lpm
+from sglang_fair.core.policy import Policy
+from sglang_fair.core.queue import FairQueue
+
+
+class Engine:
+    """An admission, and the cache that it looks into: what `matches` says, by the request's id."""
+
+    def __init__(self, policy: Policy | None = None) -> None:
+        self.queue = FairQueue(policy or Lpm())
+        self.admission = Admission(self.queue, self.match)
+        self.matches: dict[str, Match] = {}
+        self.looked_up: list[str] = []
+        self.cached_tokens = 0
+
+    def match(self, job: Job) -> Match:
+        self.looked_up.append(job.id)
+        return self.matches.get(job.id, (0, None))
+
+    def arrive(self, id: str, client: str = "a", prefix_tokens: int = 0, block: str | None = None) -> Job:
+        self.matches[id] = prefix_tokens, block
+        self.admission.arrive(job := Job(id, client, max_output_tokens=10))
+        return job
+
+    def begin_pass(self) -> Iterator[Job]:
+        """A pass over a cache that has changed."""
+        self.cached_tokens += 1
+        self.admission.begin_pass(self.cached_tokens)
+        return self.admission.candidates()
+
+    def confirm(self, job: Job) -> bool:
+        return self.admission.confirm(job, *self.match(job))
+
+    def admit(self, job: Job) -> None:
+        self.admission.admit(job, extend_tokens=5, cached_tokens=job.prefix_tokens)
+
+    def offers(self) -> list[str]:
+        """Whom one pass offers, if the engine takes nobody."""
+        return [job.id for job in self.begin_pass()]
+
+
+# ---- requests that would compute the same
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if make_policy(name).waits_for_prefixes])
+def test_a_shared_prefix_is_computed_once(name):
+    engine = Engine(make_policy(name, quantum=100))
+    one = engine.arrive("1", "a", block="prefix")
+    two = engine.arrive("2", "b", block="prefix")
+    other = engine.arrive("3", "b", block="else")
+    candidates = engine.begin_pass()
+    assert next(candidates) is one
+    engine.admit(one)
+    assert engine.admission.is_being_computed(two)
+    assert not engine.admission.is_being_computed(other)
+    assert not engine.admission.is_being_computed(one)
+    assert list(candidates) == [other]
+    engine.admission.computed([one])
+    assert not engine.admission.is_being_computed(two)
+    assert sorted(engine.offers()) == ["2", "3"]
+
+
+@pytest.mark.parametrize("end", ["computed", "finish", "retract", "next chunk"])
+def test_nobody_waits_for_a_prefix_that_is_not_computed_any_more(end):
+    engine = Engine()
+    one, two = (engine.arrive(id, block="prefix") for id in "12")
+    assert next(engine.begin_pass()) is one
+    engine.admit(one)
+    assert engine.admission.is_being_computed(two)
+    match end:
+        case "computed":
+            engine.admission.computed([one])
+        case "finish":
+            engine.admission.finish(one)
+        case "retract":
+            engine.admission.retract(one)
+        case _:
+            engine.admission.extend(one, 5, "behind the prefix")
+    assert not engine.admission.is_being_computed(two)
+    assert "2" in engine.offers()
+
+
+def test_who_waited_in_vain_does_not_wait_again():
+    """The cache did not keep the prefix, so the next computation of it is not waited for."""
+    engine = Engine()
+    twins = [engine.arrive(str(number), block="block") for number in range(3)]
+    candidates = engine.begin_pass()
+    engine.admit(next(candidates))
+    assert list(candidates) == []  # both wait for the first
+    assert engine.offers() == []  # for as long as it takes
+    engine.admission.computed([twins[0]])
+    candidates = engine.begin_pass()
+    engine.admit(next(candidates))
+    assert next(candidates) is twins[2]  # nothing was kept, so it is not held up by the second
+    engine.admission.looked_up(twins[2], 5, "block")
+    assert engine.admission.is_being_computed(twins[2])  # something was
+
+
+def test_a_pass_ends_when_too_many_wait_for_the_same_prefix(monkeypatch):
+    """However many share it, a pass considers a bounded number of them."""
+    engine = Engine()
+    for number in range(1000):
+        job = engine.arrive(str(number), block="block")
+        engine.admission.looked_up(job, 0, "block")
+    candidates = engine.begin_pass()
+    engine.admit(next(candidates))
+    considered = []
+    is_being_computed = engine.admission.is_being_computed
+    monkeypatch.setattr(
+        engine.admission, "is_being_computed", lambda job: considered.append(job) or is_being_computed(job)
+    )
+    assert list(candidates) == []
+    assert list(engine.admission.candidates()) == []
+    assert len(considered) == DEFERRALS_PER_PASS
+
+
+def test_two_that_compute_the_same_do_not_block_it_for_ever():
+    """An engine may admit both; whichever began first says when it is over."""
+    engine = Engine()
+    jobs = [engine.arrive(id) for id in "123"]
+    for job in jobs:
+        engine.admission.looked_up(job, 0, "prefix")
+    for job in jobs[:2]:
+        engine.admit(job)
+    engine.admission.finish(jobs[1])
+    assert engine.admission.is_being_computed(jobs[2])
+    engine.admission.computed([jobs[0]])
+    assert not engine.admission.is_being_computed(jobs[2])
+    assert engine.admission._computing == {}
+
+
+def test_a_candidate_whose_prefix_has_begun_to_be_computed_is_passed_over():
+    """Its look-up was older than the batch: only the engine's own one shows what it shares."""
+    engine = Engine()
+    one, two = engine.arrive("1", block="prefix"), engine.arrive("2", block="old")
+    candidates = engine.begin_pass()
+    assert next(candidates) is one
+    assert engine.confirm(one)
+    engine.admit(one)
+    assert next(candidates) is two
+    engine.matches["2"] = 0, "prefix"
+    assert not engine.confirm(two)
+    assert list(candidates) == []
+
+
+# ---- candidates that are worse than thought
+
+
+def test_a_candidate_that_lost_its_prefix_is_offered_again_in_its_place():
+    engine = Engine()
+    best, second = engine.arrive("best", prefix_tokens=9), engine.arrive("second", prefix_tokens=5)
+    candidates = engine.begin_pass()
+    engine.matches["best"] = 2, None
+    assert next(candidates) is best
+    assert not engine.confirm(best)
+    assert next(candidates) is second
+    assert engine.confirm(second)
+    engine.admit(second)
+    assert next(candidates) is best
+    assert engine.confirm(best)
+
+
+def test_a_candidate_that_lost_tokens_and_is_still_first_is_admitted():
+    engine = Engine()
+    best = engine.arrive("best", prefix_tokens=9)
+    engine.arrive("second", prefix_tokens=5)
+    next(engine.begin_pass())
+    engine.matches["best"] = 6, None
+    assert engine.confirm(best)
+    assert best.prefix_tokens == 6
+
+
+def test_corrections_are_bounded():
+    """Where the whole cache was lost, a pass does not try everybody."""
+    engine = Engine()
+    for number in range(50):
+        engine.arrive(str(number), prefix_tokens=100 - number)
+    candidates = engine.begin_pass()
+    engine.matches.clear()
+    refused = 0
+    while not engine.confirm(next(candidates)):
+        refused += 1
+    assert refused == CORRECTIONS_PER_PASS
+
+
+def test_a_candidate_that_is_neither_admitted_nor_refused_is_passed_over():
+    engine = Engine()
+    jobs = [engine.arrive(id) for id in "123"]
+    assert list(engine.begin_pass()) == jobs
+    assert engine.offers() == ["1", "2", "3"]
+    engine.admission.leave(jobs[0])
+    assert engine.offers() == ["2", "3"]
+
+
+# ---- look-ups
+
+
+def test_who_comes_is_looked_up_once_and_again_when_its_prefix_may_have_grown():
+    engine = Engine()
+    one, two = engine.arrive("1", block="prefix"), engine.arrive("2", block="prefix")
+    assert next(engine.begin_pass()) is one
+    engine.admit(one)
+    engine.admission.computed([one])
+    engine.looked_up.clear()
+    engine.matches["2"] = 5, "behind"
+    assert engine.offers() == ["2"]
+    assert two.prefix_tokens == 5
+    assert engine.looked_up == ["2"]
+
+
+def test_nobody_is_looked_up_while_the_cache_does_not_change():
+    engine = Engine()
+    for number in range(10):
+        engine.arrive(str(number))
+    engine.begin_pass()
+    for _ in range(3):
+        engine.begin_pass()
+    engine.looked_up.clear()
+    engine.admission.begin_pass(engine.cached_tokens)
+    engine.admission.begin_pass(engine.cached_tokens)
+    engine.admission.begin_pass(engine.cached_tokens)
+    engine.looked_up.clear()
+    engine.admission.begin_pass(engine.cached_tokens)
+    assert engine.looked_up == []
+
+
+# ---- what identifies a block
+
+
+def test_samples_are_the_first_uncached_tokens_and_two_parts_of_the_prefix():
+    prompt = list(range(500))
+    parts = samples(100, len(prompt))
+    assert parts is not None
+    assert [prompt[part][0] for part in parts] == [100, 0, 50]
+    assert {len(prompt[part]) for part in parts} == {BLOCK_TOKENS}
+    assert samples(100, 100 + BLOCK_TOKENS - 1) is None
+    assert samples(100, 100 + BLOCK_TOKENS) is not None
