@@ -38,6 +38,7 @@ import psutil
 
 from sglang_fair.bench import Show, carry_out
 from sglang_fair.bench.instant import MODEL, STREAM_TOKENS
+from sglang_fair.common.processes import child_environment
 from sglang_fair.common.provenance import processor
 from sglang_fair.models.catalog import find
 
@@ -228,7 +229,7 @@ class Children:
         self._all: list[subprocess.Popen[bytes]] = []
 
     def start(self, *command: str) -> psutil.Process:
-        process = subprocess.Popen(command, stdout=self.log, stderr=self.log)
+        process = subprocess.Popen(command, stdout=self.log, stderr=self.log, env=child_environment())
         self._all.append(process)
         return psutil.Process(process.pid)
 

@@ -12,6 +12,7 @@ import psutil
 
 from sglang_fair.cluster.forked import Forked, fork
 from sglang_fair.cluster.plan import Process
+from sglang_fair.common.processes import child_environment
 
 TAIL_LINES = 30
 LONGEST_LINE = 2_000
@@ -60,7 +61,7 @@ class Child:
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=its,
                     stderr=its,
-                    env={**os.environ, **spec.env},
+                    env={**child_environment(), **spec.env},
                     start_new_session=True,
                 )
         except BaseException:

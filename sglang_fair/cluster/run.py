@@ -22,6 +22,7 @@ from sglang_fair.cluster.plan import Machine, Model, Plan, build, check_memory, 
 from sglang_fair.cluster.ports import PortTaken, Reservations, choose, claim
 from sglang_fair.cluster.supervisor import StartFailed, Supervisor
 from sglang_fair.cluster.workers import Workers
+from sglang_fair.common.processes import child_environment
 from sglang_fair.models.catalog import EMULATED
 
 STOPPED, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
@@ -139,6 +140,7 @@ async def _find_model(name: str, machine: Machine, stop: asyncio.Event) -> Model
     process = await asyncio.create_subprocess_exec(
         machine.python, "-m", "sglang_fair.cluster.model", name,
         stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, start_new_session=True,
+        env=child_environment(),
     )  # fmt: skip
     found = asyncio.create_task(process.communicate())
     stopped = asyncio.create_task(stop.wait())

@@ -1,4 +1,4 @@
-"""How our processes hang together: a child that must not outlive the process that started it."""
+"""A child process that must not outlive the process that started it."""
 
 import ctypes
 import os
@@ -7,19 +7,32 @@ import sys
 
 PR_SET_PDEATHSIG = 1
 
+PARENT = "SGLANG_FAIR_PARENT"
+"""The environment variable in which a process tells its child the process id to live and die with."""
+
+
+def child_environment() -> dict[str, str]:
+    """This process's environment, for a child that calls `die_with_parent`.
+
+    It names us as the parent. Otherwise a child whose parent dies while it still imports would take the process
+    that adopts it for its parent, and live on.
+    """
+    return {**os.environ, PARENT: str(os.getpid())}
+
 
 def die_with_parent(signal_number: int = signal.SIGTERM) -> None:
-    """Has the kernel send this process `signal_number` when its parent dies; on Linux only, else nothing.
+    """Has the kernel send this process `signal_number` when its parent dies. Does nothing outside Linux.
 
     Linux ties this to the thread that started the process (prctl(2)): a supervisor should start its
     children from a thread that lives as long as it does.
     """
+    named = os.environ.pop(PARENT, None)  # it is not our children's parent
     if not sys.platform.startswith("linux"):
         return
-    parent = os.getppid()
+    parent = os.getppid() if named is None else int(named)
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal_number, 0, 0, 0) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"prctl(PR_SET_PDEATHSIG): {os.strerror(number)}")
-    if os.getppid() != parent:  # it died before the kernel was told
+    if os.getppid() != parent:  # it died before we had asked the kernel
         os.kill(os.getpid(), signal_number)
