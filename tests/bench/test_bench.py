@@ -14,10 +14,11 @@ from sglang_fair.engines.bench.scheduler import (
     QueueShape,
     StepTimes,
     choose,
-    parse,
+    main,
     queue_shapes,
     table,
 )
+from sglang_fair.settings.commands import run
 
 
 def row(policy: str, queued: int, step_ms: float) -> StepTimes:
@@ -31,12 +32,12 @@ def test_cases_are_all_combinations():
 
 
 def test_prompts_are_the_same_for_the_same_seed_and_share_their_first_half():
-    case = QueueShape(queued=128, clients=10, prompt_tokens=200)
-    first, again, other = (iter(Prompts(case, seed)) for seed in (1, 1, 2))
+    shape = QueueShape(queued=128, clients=10, prompt_tokens=200)
+    first, again, other = (iter(Prompts(shape, seed)) for seed in (1, 1, 2))
     drawn = [next(first) for _ in range(50)]
     assert drawn == [next(again) for _ in range(50)]
     assert drawn != [next(other) for _ in range(50)]
-    prefixes = [prefix.tobytes() for prefix in Prompts(case, 1).prefixes]
+    prefixes = [prefix.tobytes() for prefix in Prompts(shape, 1).prefixes]
     assert all(len(prompt) == 200 and prompt[:100].tobytes() in prefixes for _, prompt in drawn)
     assert len({client for client, _ in drawn}) == 10
 
@@ -57,11 +58,19 @@ def test_policies_are_chosen_by_name():
         choose("sjf", STOCK)
 
 
-@pytest.mark.parametrize("arguments", [["--queued", "0"], ["--prompt-tokens", "20000"], ["--clients", "x"]])
-def test_bad_arguments_are_refused(arguments, capsys):
-    with pytest.raises(SystemExit):
-        parse(arguments)
-    assert "error" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--queued", "0"],
+        ["--prompt-tokens", "20000"],
+        ["--clients", "x"],
+        ["--steps", "0"],
+        ["--policies", "sjf"],
+    ],
+)
+def test_bad_arguments_are_refused_in_one_line(arguments, capsys):
+    assert run(main, "sglang-fair bench scheduler", arguments) == 2
+    assert capsys.readouterr().err.startswith("sglang-fair bench scheduler: ")
 
 
 @pytest.mark.engine

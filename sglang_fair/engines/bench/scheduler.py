@@ -19,7 +19,6 @@ Policies: `fcfs`, `lpm`, … are ours. `sglang:fcfs` and `sglang:lpm` are stock 
 LPM falls back to FCFS above 128 waiting requests. `sglang:lpm-naive` is stock LPM without that limit.
 """
 
-import argparse
 import gc
 import os
 import platform
@@ -33,18 +32,36 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
-from sglang_fair.bench import Show, carry_out, numbers
+from sglang_fair.bench import Show, carry_out
 from sglang_fair.common.provenance import processor
+from sglang_fair.settings.commands import Mistake, Numbers, Option, numbers, run
 
 PREFIXES = 64
 ADMITTED_PER_STEP = 4
 RUNNING = 32
 UNLIMITED = 10**9
-QUEUED, CLIENTS, PROMPT_TOKENS = (128, 1_000, 10_000), (10, 1_000), (1_000, 8_000)
+
+
+@dataclass(frozen=True)
+class BenchPlan:
+    """What to measure: every policy with every queue. A row gets up to `steps` steps within `limit_s` seconds."""
+
+    queued: Sequence[int]
+    clients: Sequence[int]
+    prompt_tokens: Sequence[int]
+    steps: int
+    limit_s: float
+    policies: str | None = None
+    """Labels of contenders, separated by commas; None: all."""
+    seed: int = 1
+
+
+FULL = BenchPlan((128, 1_000, 10_000), (10, 1_000), (1_000, 8_000), steps=300, limit_s=15.0)
+QUICK = BenchPlan((128, 10_000), (1_000,), (1_000,), steps=100, limit_s=4.0)
 
 
 @dataclass(frozen=True)
@@ -128,19 +145,19 @@ def queue_shapes(
 class Prompts:
     """Seeded clients and prompts. Each client uses the same few of the shared prefixes."""
 
-    def __init__(self, case: QueueShape, seed: int) -> None:
-        self._case = case
-        self._rng = random.Random(f"{seed}/{case}")
-        self.prefixes = [self._tokens(case.prefix_tokens) for _ in range(PREFIXES)]
+    def __init__(self, shape: QueueShape, seed: int) -> None:
+        self._shape = shape
+        self._rng = random.Random(f"{seed}/{shape.queued}/{shape.clients}/{shape.prompt_tokens}")
+        self.prefixes = [self._tokens(shape.prefix_tokens) for _ in range(PREFIXES)]
 
     def __iter__(self) -> Iterator[tuple[str, "array[int]"]]:
         """An endless stream of (client, prompt)."""
-        case, rng = self._case, self._rng
-        choices = max(1, PREFIXES // case.clients)
+        shape, rng = self._shape, self._rng
+        choices = max(1, PREFIXES // shape.clients)
         while True:
-            client = rng.randrange(case.clients)
-            prefix = self.prefixes[(client + case.clients * rng.randrange(choices)) % PREFIXES]
-            yield f"client-{client}", prefix + self._tokens(case.prompt_tokens - case.prefix_tokens)
+            client = rng.randrange(shape.clients)
+            prefix = self.prefixes[(client + shape.clients * rng.randrange(choices)) % PREFIXES]
+            yield f"client-{client}", prefix + self._tokens(shape.prompt_tokens - shape.prefix_tokens)
 
     def _tokens(self, count: int) -> "array[int]":
         values = np.frombuffer(self._rng.randbytes(count), dtype=np.uint8)
@@ -148,7 +165,7 @@ class Prompts:
 
 
 def measure(
-    engine: Any, contender: Contender, case: QueueShape, *, seed: int, steps: int, limit_s: float
+    engine: Any, contender: Contender, shape: QueueShape, *, seed: int, steps: int, limit_s: float
 ) -> StepTimes:
     """Times up to `steps` steps; after `limit_s` seconds it stops early, but not before five steps."""
     engine.use(
@@ -157,8 +174,8 @@ def measure(
         options=contender.options,
         match_limit=contender.match_limit,
     )
-    engine.limit_pool(case.free_tokens)
-    prompts = Prompts(case, seed)
+    engine.limit_pool(shape.free_tokens)
+    prompts = Prompts(shape, seed)
     draw = iter(prompts)
     count = 0
 
@@ -168,10 +185,10 @@ def measure(
         return [engine.request(f"{count - n:032x}", *next(draw)) for n in range(number)]
 
     _fill_cache(engine, prompts, draw)
-    engine.arrive(requests(case.queued))
+    engine.arrive(requests(shape.queued))
     # The first passes look up all that has just arrived. We measure the steady state behind them.
     until = time.perf_counter() + limit_s
-    for _ in range(8 + (case.queued // 32 if contender.overlay else 0)):
+    for _ in range(8 + (shape.queued // 32 if contender.overlay else 0)):
         engine.arrive(requests(_turn(engine)[1]))
         if time.perf_counter() > until:
             break
@@ -190,9 +207,9 @@ def measure(
     times_ms = sorted(step.order_ms for step in taken)
     return StepTimes(
         policy=contender.label,
-        queued=case.queued,
-        clients=case.clients,
-        prompt_tokens=case.prompt_tokens,
+        queued=shape.queued,
+        clients=shape.clients,
+        prompt_tokens=shape.prompt_tokens,
         cached="partly",
         step_ms_p50=round(statistics.median(times_ms), 4),
         step_ms_p99=round(times_ms[min(len(times_ms) - 1, int(0.99 * len(times_ms)))], 4),
@@ -270,30 +287,6 @@ def setting(seed: int) -> dict[str, Any]:
     }
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="sglang-fair bench scheduler",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the last line to FILE too")
-    parser.add_argument("--quick", action="store_true", help="fewer cases and steps: under two minutes")
-    parser.add_argument("--policies", metavar="A,B", help="only these (default: all)")
-    parser.add_argument("--queued", metavar="N,N", type=numbers, help="queue lengths")
-    parser.add_argument("--clients", metavar="N,N", type=numbers, help="numbers of clients")
-    parser.add_argument("--prompt-tokens", metavar="N,N", type=numbers, help="prompt lengths, at most 16000")
-    parser.add_argument("--steps", type=int, metavar="N", help="steps per row (default: 300; 100 if quick)")
-    parser.add_argument("--seed", type=int, default=1, help="default: %(default)s")
-    options = parser.parse_args(arguments)
-    options.queued = options.queued or (QUEUED if not options.quick else (128, 10_000))
-    options.clients = options.clients or (CLIENTS if not options.quick else (1_000,))
-    options.prompt_tokens = options.prompt_tokens or (PROMPT_TOKENS if not options.quick else (1_000,))
-    options.steps = options.steps or (100 if options.quick else 300)
-    if max(options.prompt_tokens) > 16_000 or min(options.prompt_tokens) < 64:
-        parser.error("--prompt-tokens must lie between 64 and 16000")
-    return options
-
-
 def choose(names: str | None, all_contenders: Sequence[Contender]) -> list[Contender]:
     """The contenders with these comma-separated names, None for all; ValueError for an unknown name."""
     known = {contender.label: contender for contender in all_contenders}
@@ -304,25 +297,24 @@ def choose(names: str | None, all_contenders: Sequence[Contender]) -> list[Conte
     return [known[name] for name in wanted]
 
 
-def run(options: argparse.Namespace, show: Show) -> dict[str, Any]:
+def run_bench(plan: BenchPlan, show: Show) -> dict[str, Any]:
     """Runs the bench. The result's `rows` have the fields of `StepTimes`."""
     from sglang_fair.engines.bench.one_process import Engine
 
-    record = {"bench": "scheduler", **setting(options.seed)}
+    record = {"bench": "scheduler", **setting(plan.seed)}
+    chosen = choose(plan.policies, contenders())
     show("starting SGLang's scheduler")
-    engine = Engine(ADMITTED_PER_STEP, options.seed)
-    chosen = choose(options.policies, contenders())
+    engine = Engine(ADMITTED_PER_STEP, plan.seed)
     record["cache"] = engine.cache()
     rows: list[StepTimes] = []
-    planned = queue_shapes(options.queued, options.clients, options.prompt_tokens)
-    limit_s = 4.0 if options.quick else 15.0
-    for case in planned:
+    shapes = queue_shapes(plan.queued, plan.clients, plan.prompt_tokens)
+    for shape in shapes:
         for contender in chosen:
-            row = measure(engine, contender, case, seed=options.seed, steps=options.steps, limit_s=limit_s)
+            row = measure(engine, contender, shape, seed=plan.seed, steps=plan.steps, limit_s=plan.limit_s)
             rows.append(row)
             show(
-                f"{len(rows):3}/{len(planned) * len(chosen)}  {case.queued:>6,} queued  {case.clients:>5,} clients"
-                f"  {case.prompt_tokens:>5,} tokens  {row.policy:18} {row.step_ms_p50:9.3f} ms"
+                f"{len(rows):3}/{len(shapes) * len(chosen)}  {shape.queued:>6,} queued  {shape.clients:>5,} clients"
+                f"  {shape.prompt_tokens:>5,} tokens  {row.policy:18} {row.step_ms_p50:9.3f} ms"
                 f"  (p99 {row.step_ms_p99:.2f}, {row.steps} steps)"
             )
     record["machine"]["load_after"] = [round(load, 2) for load in os.getloadavg()]
@@ -330,14 +322,39 @@ def run(options: argparse.Namespace, show: Show) -> dict[str, Any]:
     return {**record, "rows": [asdict(row) for row in rows]}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints table and progress on stderr and the result as the last line of stdout."""
-    options = parse(sys.argv[1:] if arguments is None else arguments)
-    result = carry_out("scheduler", lambda show: run(options, show), options.json)
+def main(
+    json: Annotated[Path | None, Option(metavar="FILE", help="Write the result to FILE too.")] = None,
+    quick: Annotated[bool, Option("--quick", help="Fewer queues and steps: under two minutes.")] = False,
+    policies: Annotated[str | None, Option(metavar="A,B", help="Only these (default: all).")] = None,
+    queued: Annotated[Numbers | None, numbers("Queue lengths.")] = None,
+    clients: Annotated[Numbers | None, numbers("Numbers of clients.")] = None,
+    prompt_tokens: Annotated[Numbers | None, numbers("Prompt lengths, 64 to 16000 tokens.")] = None,
+    steps: Annotated[
+        int | None, Option(metavar="N", min=1, help="Steps per row (default: 300; 100 if quick).")
+    ] = None,
+    seed: Annotated[int, Option(help="Of prompts and clients.")] = 1,
+) -> int:
+    """Time one scheduling step, by policy, queue length, clients and prompt length.
+
+    Prints a table and its progress on stderr, and the result as JSON in the last line of stdout.
+    """
+    defaults = QUICK if quick else FULL
+    plan = BenchPlan(
+        policies=policies,
+        queued=queued or defaults.queued,
+        clients=clients or defaults.clients,
+        prompt_tokens=prompt_tokens or defaults.prompt_tokens,
+        steps=steps or defaults.steps,
+        limit_s=defaults.limit_s,
+        seed=seed,
+    )
+    if max(plan.prompt_tokens) > 16_000 or min(plan.prompt_tokens) < 64:
+        raise Mistake("--prompt-tokens must lie between 64 and 16000")
+    result = carry_out("scheduler", lambda show: run_bench(plan, show), json)
     return 2 if result is None else 0
 
 
 if __name__ == "__main__":
-    code = main()
+    code = run(main, "sglang-fair bench scheduler")
     sys.stdout.flush()
     os._exit(code)  # SGLang's threads and sockets would keep the process alive
