@@ -40,7 +40,7 @@ PROGRAMS = {
         "Run the papers' experiments in the simulator: tables and figures beside the published ones.",
     ),
     "calibrate": Program(
-        "sglang_fair.calibrate",
+        "sglang_fair.calibration",
         "Measure a replica and fit the cost model that emulated and simulated replicas use.",
     ),
 }
@@ -365,7 +365,7 @@ def models(
 ) -> None:
     """List the models that come with the package, or prepare one."""
     if name is not None:
-        _become("sglang_fair.models", ["resolve", name])
+        _become("sglang_fair.models", [name])
     import sglang_fair.models as known
 
     typer.echo((known.__doc__ or "").strip())

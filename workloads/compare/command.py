@@ -41,7 +41,7 @@ def model_folder(model: str) -> Path | None:
     """Where the model lies here, prepared if it is one of ours. None if it is not on this machine."""
     if Path(model).is_dir():
         return Path(model)
-    command = [sys.executable, "-m", "sglang_fair.models", "resolve", model]
+    command = [sys.executable, "-m", "sglang_fair.models", model]
     found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     folder = Path(found.stdout.strip()) if found.returncode == 0 and found.stdout.strip() else None
     return folder if folder is not None and folder.is_dir() else None

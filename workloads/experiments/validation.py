@@ -25,7 +25,7 @@ from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from sglang_fair.calibrate import calibrate
+from sglang_fair.calibration.measure import calibrate
 from sglang_fair.sim.cost_model import to_json
 from workloads.clients import SCENARIOS, SMALL, Client, Scale
 from workloads.compare.cluster import Cluster, SpawnCluster, flush, verify

@@ -13,15 +13,19 @@ from aiohttp.test_utils import TestServer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_fair import calibrate
-from sglang_fair.calibrate import Cell, Limits, grid, simulated_crowd, under_load
+from sglang_fair.calibration import measure
+from sglang_fair.calibration.__main__ import main
+from sglang_fair.calibration.grid import GridCell, ReplicaLimits, grid, simulated_crowd, under_load
+from sglang_fair.settings.commands import run
 from sglang_fair.sim.cost_model import Fitted, make_cost_model
 from sglang_fair.sim.fitting import Measurement, errors, fit, non_negative
 from tests.live import Replica
 
 KNOWN = Fitted(0.004, 2e-5, 3e-8, 2e-4, 0.003, 1.5e-4, 4e-7, 5e-6)
-CPU = Limits(chunk_tokens=2048, pool_tokens=24_576, running=64, context_tokens=32_768, page_tokens=16)
-GPU = Limits(chunk_tokens=8192, pool_tokens=400_000, running=256, context_tokens=131_072, page_tokens=1)
+CPU = ReplicaLimits(chunk_tokens=2048, pool_tokens=24_576, running=64, context_tokens=32_768, page_tokens=16)
+GPU = ReplicaLimits(
+    chunk_tokens=8192, pool_tokens=400_000, running=256, context_tokens=131_072, page_tokens=1
+)
 
 
 def synthetic(model, cells, noise=0.0, seed=0):
@@ -70,7 +74,7 @@ def test_what_costs_nothing_is_found_to_cost_nothing(missing):
 def test_a_fit_needs_enough_that_differs():
     for measured in (
         [],
-        synthetic(KNOWN, [Cell(1, 16)] * 20),
+        synthetic(KNOWN, [GridCell(1, 16)] * 20),
         synthetic(KNOWN, [c for c in grid(CPU, 4096) if not c.steps]),
     ):
         with pytest.raises(ValueError, match="do not tell 8 coefficients apart"):
@@ -102,7 +106,7 @@ def test_non_negative_least_squares_meet_their_conditions(seed):
 
 @pytest.mark.parametrize("scheduling_s", [0.0, 0.0007, 0.01])
 def test_what_scheduling_adds_to_each_step_is_found_again(scheduling_s):
-    crowd = Cell(4 * CPU.running, 64, steps=16)
+    crowd = GridCell(4 * CPU.running, 64, steps=16)
     fitted_s, steps = simulated_crowd(crowd, KNOWN, CPU)
     loaded_s, _ = simulated_crowd(crowd, under_load(KNOWN, scheduling_s), CPU)
     assert steps >= 4 * 16
@@ -114,7 +118,7 @@ def test_what_scheduling_adds_to_each_step_is_found_again(scheduling_s):
 
 @given(
     st.builds(
-        Limits,
+        ReplicaLimits,
         chunk_tokens=st.integers(64, 16_384),
         pool_tokens=st.integers(8192, 10**6),
         running=st.integers(1, 512),
@@ -140,9 +144,9 @@ def test_every_cell_is_one_batch_that_fits(limits, longest, quick):
 def test_limits_are_what_the_server_tells():
     told = {"chunked_prefill_size": 8192, "max_prefill_tokens": 16_384, "max_total_num_tokens": 400_000, "page_size": 1,
             "max_running_requests": 256, "context_length": 131_072}  # fmt: skip
-    assert Limits.of_server(told) == GPU
-    assert Limits.of_server({**told, "chunked_prefill_size": -1}).chunk_tokens == 16_384
-    assert Limits.of_server({}).chunk_tokens > 0
+    assert ReplicaLimits.of_server(told) == GPU
+    assert ReplicaLimits.of_server({**told, "chunked_prefill_size": -1}).chunk_tokens == 16_384
+    assert ReplicaLimits.of_server({}).chunk_tokens > 0
 
 
 # ---- the command
@@ -159,7 +163,7 @@ def test_limits_are_what_the_server_tells():
 )
 def test_errors_are_one_line(given, status, says, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert calibrate.main(given) == status
+    assert run(main, "sglang-fair calibrate", given) == status
     said = capsys.readouterr().err
     assert says in said
     assert said.count("\n") == 1
@@ -173,20 +177,20 @@ LIMIT_S = 60.0
 def measured_on(handlers, *, timeout_s=LIMIT_S):
     """Connects to a server with these handlers and measures one batch; a plug that is left running is an error."""
 
-    async def main():
+    async def connects():
         app = web.Application()
         for path, handler in handlers.items():
             app.router.add_route("*", path, handler)
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         async with TestServer(app) as server, aiohttp.ClientSession(timeout=timeout) as session:
-            replica = calibrate.Replica(session, str(server.make_url("")), Random(0))
+            replica = measure.MeasuredReplica(session, str(server.make_url("")), Random(0))
             try:
                 await replica.connect()
-                await replica.measure(Cell(1, 16), 1)
+                await replica.measure(GridCell(1, 16), 1)
             finally:
                 assert not [task for task in asyncio.all_tasks() if "generate" in repr(task.get_coro())]
 
-    asyncio.run(main())
+    asyncio.run(connects())
 
 
 async def silent(_):
@@ -216,7 +220,7 @@ async def empty(_):
     ],
 )
 def test_what_is_no_replica_is_named_in_one_line(handlers, timeout_s, says):
-    with pytest.raises(calibrate.CalibrationError, match=says) as raised:
+    with pytest.raises(measure.CalibrationError, match=says) as raised:
         measured_on(handlers, timeout_s=timeout_s)
     assert "\n" not in str(raised.value)
 
@@ -233,7 +237,7 @@ def test_a_refused_batch_leaves_no_plug_behind():
         told = {"index": 0, "meta_info": {"prompt_tokens": 1, "cached_tokens": 0}}
         return web.Response(text=f"data: {json.dumps(told)}\n\n")
 
-    with pytest.raises(calibrate.CalibrationError, match="HTTP 503: too much"):
+    with pytest.raises(measure.CalibrationError, match="HTTP 503: too much"):
         measured_on({"/server_info": empty, "/generate": generate})
     assert len(asked) == 4
 
@@ -242,10 +246,8 @@ def test_a_refused_batch_leaves_no_plug_behind():
 def test_a_real_replica_is_calibrated(tmp_path, capsys):
     path = tmp_path / "tiny.json"
     with Replica("--policy", "dlpm") as replica:
-        assert (
-            calibrate.main([replica.url, "--out", str(path), "--quick", "--context", "1024", "--seed", "3"])
-            == 0
-        )
+        given = [replica.url, "--out", str(path), "--quick", "--context", "1024", "--seed", "3"]
+        assert run(main, "sglang-fair calibrate", given) == 0
         idle = asyncio.run(replica.ask("someone", list(range(3, 100)), 2))
         assert idle.status == 200
     found = json.loads(path.read_text())
