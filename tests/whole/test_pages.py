@@ -19,6 +19,8 @@ from typing import Any
 
 import pytest
 
+from sglang_fair.core.job import Job
+
 ROOT = Path(__file__).parents[2]
 GENERATED = ("docs/results.md", "docs/settings.md")
 WRITTEN = sorted(
@@ -214,9 +216,24 @@ def test_make_targets_exist() -> None:
                 assert found[1] in targets, f"{page}: {line}"
 
 
-# ---- the README's table of results
+# ---- the README's policy, and its table of results
 
-WORKLOADS = {"tot": "trees of thoughts", "judge": "LLM as a judge", "qa": "document questions"}
+
+def test_the_policy_of_the_readme_works() -> None:
+    [code] = re.findall(r"^```python\n(.*?)^```", text_of("README.md"), flags=re.M | re.S)
+    names: dict[str, Any] = {"__name__": "example"}
+    exec(code, names)
+    policy = names["Spf"]()
+    for job in (
+        Job("long", "a", 900),
+        Job("short", "b", 100, arrival=1),
+        Job("as short", "a", 100, arrival=2),
+    ):
+        policy.arrive(job)
+    assert policy.pick().id == "short"
+
+
+WORKLOADS = {"tot": "trees", "judge": "judges", "qa": "documents"}
 SCHEDULERS = ("d2lpm", "vtc", "rr", "preble")
 
 
