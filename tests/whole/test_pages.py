@@ -29,6 +29,8 @@ WRITTEN = sorted(
     if str(path.relative_to(ROOT)) not in GENERATED
 )
 WIDTH = 120
+EXAMPLES = ("sglang_fair/core/spf.py",)
+"""Files that a page tells its reader to write."""
 FOLDERS = ("sglang_fair", "router", "workloads", "tests", "docs", "scripts", "requirements")
 
 every_page = pytest.mark.parametrize("page", WRITTEN)
@@ -63,12 +65,11 @@ def named_in_sources(word: str) -> bool:
 
 def blocks(page: str) -> Iterator[str]:
     """Blocks of code, whether fenced or indented by four spaces."""
-    text = re.sub(
-        r"```\n(.*?)```",
-        lambda fenced: re.sub("^", "    ", fenced[1], flags=re.M),
-        prose_of(page),
-        flags=re.S,
-    )
+
+    def indented(fenced: re.Match[str]) -> str:
+        return re.sub("^", "    ", fenced[1], flags=re.M)
+
+    text = re.sub(r"^```\w*\n(.*?)^```$", indented, prose_of(page), flags=re.M | re.S)
     for block in re.findall(r"(?:^    .*\n)+", text, flags=re.M):
         yield re.sub(r"^    ", "", block, flags=re.M)
 
@@ -117,7 +118,7 @@ def test_links_lead_somewhere(page: str) -> None:
 def paths(page: str) -> Iterator[str]:
     """What looks like a file or folder of the repository: `folder/…` of ours, or `name.py`, `name.md`."""
     for word in re.findall(r"`([^`\s]+)`", prose_of(page)):
-        if any(sign in word for sign in ("NAME", "<", "*", "{")):
+        if word in EXAMPLES or any(sign in word for sign in ("NAME", "<", "*", "{")):
             continue
         if (word.split("/")[0] in FOLDERS and "/" in word) or re.fullmatch(r"[\w./]+\.(py|md)", word):
             yield word
