@@ -6,9 +6,10 @@ larger program, so in their S1 the bad client sends more of them. Prompts depend
 client, index of the program), arrivals on (seed, client): every scheduler sees the same.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import exp
+from typing import Any
 
 from workloads.arrivals import Arrivals, GammaArrivals
 from workloads.programs.call import Program
@@ -38,6 +39,20 @@ class Client:
     def arrival_times(self, *, until_s: float, most: int | None = None) -> tuple[float, ...]:
         """When its programs arrive, in seconds from the start of the run."""
         return self.arrivals.schedule(seeded(self.seed, self.name, "arrivals"), until_s=until_s, most=most)
+
+
+def client_facts(clients: Iterable[Client]) -> dict[str, dict[str, Any]]:
+    """What a manifest says of each client, by name. Rate and variation are None where its arrivals have none."""
+    return {
+        client.name: {
+            "well_behaved": client.well_behaved,
+            "app": client.app,
+            "requests": client.requests,
+            "rate_per_s": getattr(client.arrivals, "rate_per_s", None),
+            "cv": getattr(client.arrivals, "cv", None),
+        }
+        for client in clients
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,10 +22,10 @@ METRICS: Mapping[str, Callable[[Sequence[float]], float]] = {
 
 EXTRA = ("actual_rate", "jain_actual", "ttft_p50_s", "ttft_p99_s", "service_lag", "backlog_s", "active_s")
 
-Row = dict[str, str | float | None]
+ComparisonRow = dict[str, str | float | None]
 
 
-def rows(summaries: Sequence[Summary]) -> list[Row]:
+def rows(summaries: Sequence[Summary]) -> list[ComparisonRow]:
     """One row for each (scheduler, workload), in order of appearance: medians over repeats, bound included.
 
     A repeat in which a measure is None does not take part in its median.
@@ -39,7 +39,7 @@ def rows(summaries: Sequence[Summary]) -> list[Row]:
     ]
 
 
-def extras(summaries: Sequence[Summary], scheduler: str, workload: str) -> Row:
+def extras(summaries: Sequence[Summary], scheduler: str, workload: str) -> ComparisonRow:
     """The measures beside the comparison's own, for one of its rows."""
     group = [s for s in summaries if (s.scheduler, s.workload) == (scheduler, workload)]
     return {
@@ -52,8 +52,8 @@ def extras(summaries: Sequence[Summary], scheduler: str, workload: str) -> Row:
     }
 
 
-def _medians(group: Sequence[Summary], measures: Sequence[str]) -> Row:
-    found: Row = {}
+def _medians(group: Sequence[Summary], measures: Sequence[str]) -> ComparisonRow:
+    found: ComparisonRow = {}
     for measure in measures:
         values = [value for summary in group if (value := getattr(summary, measure)) is not None]
         found[measure] = median(values) if values else None
@@ -61,7 +61,7 @@ def _medians(group: Sequence[Summary], measures: Sequence[str]) -> Row:
 
 
 def ratios(
-    table: Sequence[Row], summaries: Sequence[Summary], scheduler: str
+    table: Sequence[ComparisonRow], summaries: Sequence[Summary], scheduler: str
 ) -> dict[str, dict[str, float | None]]:
     """By workload and measure: `scheduler`'s value over the others' best.
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 SCHEMA = 1
 
@@ -116,15 +116,15 @@ class End:
     lost_samples: int = 0
 
 
-Row = Manifest | RequestRecord | ProgramRecord | Sample | End
-_KINDS: Mapping[str, type[Row]] = {
+RecordLine: TypeAlias = Manifest | RequestRecord | ProgramRecord | Sample | End
+_KINDS: Mapping[str, type[RecordLine]] = {
     "manifest": Manifest,
     "request": RequestRecord,
     "program": ProgramRecord,
     "sample": Sample,
     "end": End,
 }
-_NAMES = {row: kind for kind, row in _KINDS.items()}
+_NAMES = {kind: name for name, kind in _KINDS.items()}
 
 
 @dataclass
@@ -137,7 +137,7 @@ class Run:
     samples: list[Sample] = field(default_factory=list)
     end: End | None = None
 
-    def add(self, row: Row) -> None:
+    def add(self, row: RecordLine) -> None:
         """Put `row` where it belongs."""
         match row:
             case RequestRecord():
@@ -164,7 +164,7 @@ class Records:
             self._file = path.open("w", encoding="utf-8", buffering=1)
         self._write(manifest)
 
-    def add(self, row: Row) -> None:
+    def add(self, row: RecordLine) -> None:
         self.run.add(row)
         self._write(row)
 
@@ -180,12 +180,12 @@ class Records:
     ) -> None:
         self.close()
 
-    def _write(self, row: Row) -> None:
+    def _write(self, row: RecordLine) -> None:
         if self._file is not None:
             self._file.write(to_json(row) + "\n")
 
 
-def to_json(row: Row) -> str:
+def to_json(row: RecordLine) -> str:
     """One line, its kind first."""
     return json.dumps({"kind": _NAMES[type(row)], **asdict(row)}, default=str)
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from workloads.measures import Percentile, Summary, summarize
-from workloads.medians import METRICS, Row, extras, ratios, rows
+from workloads.medians import METRICS, ComparisonRow, extras, ratios, rows
 from workloads.records import read
 
 DASH = "–"
@@ -31,7 +31,7 @@ def number(value: float | str | None, digits: int = 3) -> str:
     return f"{value:.{digits}g}"
 
 
-def comparison_table(table: Sequence[Row], summaries: Sequence[Summary]) -> Table:
+def comparison_table(table: Sequence[ComparisonRow], summaries: Sequence[Summary]) -> Table:
     """The comparison as people read it, a row for each scheduler and workload."""
     view = Table(title="medians over repeats", title_justify="left")
     for column in ("workload", "scheduler"):
@@ -78,7 +78,7 @@ def comparison_table(table: Sequence[Row], summaries: Sequence[Summary]) -> Tabl
     return view
 
 
-def ratio_table(table: Sequence[Row], summaries: Sequence[Summary], scheduler: str) -> Table:
+def ratio_table(table: Sequence[ComparisonRow], summaries: Sequence[Summary], scheduler: str) -> Table:
     """`scheduler` over the best of the others, measure by measure."""
     view = Table(title=f"{scheduler} / best of the others (below 1 is better for latency and difference)")
     view.title_justify = "left"

@@ -1,16 +1,22 @@
-"""What the commands have in common towards whoever runs them."""
+"""What the commands of this package have in common: how they show progress, and how they are interrupted."""
 
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
+
+from rich.console import Console
 
 from workloads.session import Plan, SessionProgress
 
 FILE_COLUMNS = 180
-"""Width of tables that go into a file."""
+"""Width of tables that go to a file or a pipe."""
 
 
 def progress_line(progress: SessionProgress, plan: Plan) -> str:
-    """Where a run stands, in a line."""
+    """How far a session is, in a line."""
     state = "draining" if progress.now_s > plan.duration_s else f"of {plan.duration_s:g} s"
     return (
         f"  {progress.now_s:4.0f} s {state}: {progress.programs_done}/{progress.programs_due} programs, "
@@ -19,6 +25,21 @@ def progress_line(progress: SessionProgress, plan: Plan) -> str:
     )
 
 
+@contextmanager
+def sigterm_as_ctrl_c() -> Iterator[None]:
+    """SIGTERM raises KeyboardInterrupt, so that a command ends in order either way."""
+    previous = signal.signal(signal.SIGTERM, interrupted)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def make_console() -> Console:
+    """For tables on stdout, as wide as the terminal or `FILE_COLUMNS`."""
+    return Console(width=None if sys.stdout.isatty() else FILE_COLUMNS)
+
+
 def interrupted(number: int, frame: FrameType | None) -> NoReturn:
-    """For `signal.signal`: to be asked to end is as Ctrl-C."""
+    """For `signal.signal`: a signal that counts as Ctrl-C."""
     raise KeyboardInterrupt

@@ -86,7 +86,21 @@ def choices(known: Sequence[str], help: str) -> Any:
 
 
 class Command(TyperCommand):
-    """Splits the command line at the first `--`, so that the words behind it arrive untouched."""
+    """Splits the command line at the first `--`, so that the words behind it arrive untouched.
+
+    Options with a `rich_help_panel` stand under that title in the help.
+    """
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """The groups in the order in which their first options are declared."""
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            if (entry := param.get_help_record(ctx)) is not None:
+                title = getattr(param, "rich_help_panel", None) or "Options"
+                groups.setdefault(title, []).append(entry)
+        for title, entries in groups.items():
+            with formatter.section(title):
+                formatter.write_dl(entries)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         rest = next((param.name for param in self.params if param.metavar == _REST), None)

@@ -19,10 +19,9 @@ from rich.console import Console
 from workloads import report
 from workloads.clients import Scale
 from workloads.compare.cluster import Cluster, ClusterError, SpawnCluster, verify
-from workloads.compare.command import case_of as compare_case
-from workloads.compare.command import json_line, parse
+from workloads.compare.command import json_line
 from workloads.compare.command import main as compare_main
-from workloads.compare.runs import SCHEDULERS, Case, order
+from workloads.compare.comparison import LiveCase, order
 from workloads.measures import Percentile, summarize
 from workloads.records import (
     End,
@@ -35,6 +34,7 @@ from workloads.records import (
     read,
     to_json,
 )
+from workloads.runs.case import EACH_PLACEMENT, SCHEDULERS
 
 CLIENTS = {"bad": {"well_behaved": False}, "good": {"well_behaved": True}}
 
@@ -356,8 +356,7 @@ def test_there_is_no_ratio_of_a_latency_that_is_only_a_lower_bound():
 
 def test_the_json_line_has_exactly_the_agreed_fields():
     line = json_line(report.rows(summaries()), {"python": "3.11"}, 7)
-    assert "\n" not in line
-    told = json.loads(line)
+    told = json.loads(json.dumps(line))
     assert list(told) == ["bench", "rows", "versions", "seed"]
     assert (told["bench"], told["seed"]) == ("compare", 7)
     assert list(told["rows"][0]) == [
@@ -404,23 +403,28 @@ def test_schedulers_take_turns_so_that_each_has_the_same_mean_place():
 
 
 def test_a_case_survives_json_and_refuses_unknown_names():
-    case = Case(scale=Scale(good_clients=2), rates_per_s={"tot-s1": 0.5})
-    assert Case.from_json(json.dumps(asdict(case))) == case
+    case = LiveCase(scale=Scale(good_clients=2), rates_per_s={"tot-s1": 0.5})
+    assert LiveCase.from_json(json.dumps(asdict(case))) == case
     with pytest.raises(
         ValueError, match="unknown scheduler 'best': it is PLACEMENT\\+POLICY, of the placements d2lpm"
     ):
-        Case(schedulers=("best",))
+        LiveCase(schedulers=("best",))
     with pytest.raises(ValueError, match="no scheduler"):
-        Case(schedulers=())
-    assert Case(schedulers=("least_tokens+dlpm-adaptive",)).repeats == 2
+        LiveCase(schedulers=())
+    assert LiveCase(schedulers=("least_tokens+dlpm-adaptive",)).repeats == 2
     with pytest.raises(ValueError, match="unknown workload"):
-        Case(workloads=("tot",))
+        LiveCase(workloads=("tot",))
 
 
-def test_the_command_line_makes_the_case():
-    case = compare_case(
-        parse(["--s2", "--rates", "tot-s1=0.5,judge-s1=2", "--duration", "5", "--", "--page-size", "32"])
-    )
+def test_the_command_line_makes_the_case(tmp_path, monkeypatch):
+    (tmp_path / "tokenizer.json").write_text(BYTE_TOKENIZER)
+    asked = []
+    monkeypatch.setattr("workloads.compare.command.carry_out", lambda one, _: asked.append(one) or 0)
+    words = ["--s2", "--rates", "tot-s1=0.5,judge-s1=2", "--duration", "5", "--tokenizer", str(tmp_path)]
+    assert compare_main([*words, "--", "--page-size", "32"]) == 0
+    assert compare_main([*words, "--placements", "--engine", "emulated"]) == 0
+    case, other = (one.case for one in asked)
+    assert (other.schedulers, other.replica_arguments) == (EACH_PLACEMENT, ())
     assert case.workloads == ("tot-s1", "judge-s1", "tot-s2", "judge-s2")
     assert case.rates_per_s == {"tot-s1": 0.5, "judge-s1": 2.0}
     assert case.duration_s == 5
@@ -513,15 +517,18 @@ class PretendedCluster:
 
 
 @pytest.mark.slow
-def test_a_comparison_runs_from_nothing_to_its_json_line_and_resumes_where_it_was_cut_off(tmp_path, capsys):
+def test_a_comparison_runs_from_nothing_to_its_json_line_and_resumes_where_it_was_cut_off(
+    tmp_path, capsys, monkeypatch
+):
     pretended, folder = PretendedCluster(), tmp_path / "results"
+    monkeypatch.setattr("workloads.compare.command.spawn", lambda *_: pretended.start)
     words = (
         "--schedulers d2lpm+dlpm,round_robin+lpm --workloads judge-s1 --duration 0.4 --repeats 2 --drain 2"
     )
     words += f" --model {tmp_path} --load 0.05 --article-tokens 40 --judgement-tokens 2 --replicas 1"
     (tmp_path / "tokenizer.json").write_text(BYTE_TOKENIZER)
     with pretended.serve():
-        assert compare_main([*words.split(), "--out", str(folder)], lambda *_: pretended.start) == 0
+        assert compare_main([*words.split(), "--out", str(folder)]) == 0
         # Repeats turn around: the second scheduler's cluster serves both of its runs.
         assert pretended.starts == [("d2lpm", "dlpm"), ("round_robin", "lpm"), ("d2lpm", "dlpm")]
         first = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
@@ -537,10 +544,10 @@ def test_a_comparison_runs_from_nothing_to_its_json_line_and_resumes_where_it_wa
         cut_off = folder / "records" / "judge-s1.round_robin+lpm.1.jsonl"
         cut_off.write_text("".join(cut_off.read_text().splitlines(keepends=True)[:3]))
         del pretended.starts[:]
-        assert compare_main([*words.split(), "--out", str(folder)], lambda *_: pretended.start) == 2
+        assert compare_main([*words.split(), "--out", str(folder)]) == 2
         assert f"--resume {folder} goes on with it" in capsys.readouterr().err
         assert not pretended.starts, "another comparison's records are not taken for this one's"
-        assert compare_main(["--resume", str(folder)], lambda *_: pretended.start) == 0
+        assert compare_main(["--resume", str(folder)]) == 0
         assert pretended.starts == [("round_robin", "lpm")]
     assert (folder / "judge-s1-service.png").exists()
     told = json.loads((folder / "summary.json").read_text())

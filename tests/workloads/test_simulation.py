@@ -23,8 +23,8 @@ from workloads.programs import Call, PackedCodec, Program, Reply, TextCodec, Tok
 from workloads.records import Records, Run, read
 from workloads.simulation import Site, describe, simulate
 from workloads.simulation.cluster import Simulation
-from workloads.simulation.command import case_of, main, parse
-from workloads.simulation.comparison import Case, run_turn, turns
+from workloads.simulation.command import main
+from workloads.simulation.comparison import SimulatedCase, carry_out, runs_of
 
 CODEC = PackedCodec()
 SMALL = Scale(
@@ -615,10 +615,13 @@ def test_several_sizes_are_compared_by_name(capsys):
     assert names == [f"d2lpm+dlpm D={d} Qu={q}" for d in (1, 2) for q in (100, 1000)]
 
 
-def test_options_reach_policy_and_placement():
+def test_options_reach_policy_and_placement(monkeypatch):
+    cases = []
+    monkeypatch.setattr("workloads.simulation.command.compare", lambda case, *_: cases.append(case))
     line = ["--policy-options", "dlpm:patience=5", "--placement-options", "d2lpm:cache_threshold=0.3"]
     schedulers = ["--schedulers", "d2lpm+dlpm,round_robin+dlpm"]
-    first, second = (variant.site for variant in case_of(parse([*line, *schedulers])).variants())
+    assert main([*line, *schedulers]) == 0
+    first, second = (variant.site for variant in cases[0].variants())
     assert (first.policy_options, first.placement_options) == ("patience=5", {"cache_threshold": 0.3})
     assert (second.policy_options, second.placement_options) == ("patience=5", {})
 
@@ -629,11 +632,11 @@ def test_a_trace_is_replayed(tmp_path, capsys):
         {"arrival_s": k / 4, "client": "ab"[k % 2], "input_tokens": 50, "output_tokens": 4} for k in range(20)
     ]
     trace.write_text("\n".join(map(json.dumps, lines)))
-    case = Case(
+    case = SimulatedCase(
         site=Site(), replicas=(1,), workloads=("mine",), traces={"mine": trace}, repeats=1, duration_s=3.0
     )
-    came = run_turn(turns(case, tmp_path)[0])
-    run = read(came.turn.path)
+    result = carry_out(runs_of(case, tmp_path)[0])
+    run = read(result.run.path)
     told = [(r.t_intended_s, r.client, r.prompt_tokens, r.output_tokens) for r in run.requests]
     assert sorted(told) == [tuple(line.values()) for line in lines[:12]]
     assert len(case.traffic("mine", "0")) == 2
@@ -687,6 +690,6 @@ def test_processes_find_the_same(capsys):
 def test_bad_input_is_one_line_and_exit_code_2(wrong, capsys):
     assert main([*FEW, *wrong]) == 2
     told = capsys.readouterr()
-    assert told.err.startswith("simulate: ")
+    assert told.err.startswith("sglang-fair simulate: ")
     assert len(told.err.splitlines()) == 1
     assert "{" not in told.out

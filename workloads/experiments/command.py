@@ -21,7 +21,7 @@ from rich.text import Text
 
 from sglang_fair.common.provenance import cores, machine, versions
 from workloads.experiments import EXPERIMENTS, results, runner, store
-from workloads.experiments.contract import Experiment, Size
+from workloads.experiments.contract import Experiment, Measured, Size
 from workloads.experiments.runner import CarryOut, Failed, Job, Made, Watch
 from workloads.experiments.validation import Validation
 from workloads.terminal import FILE_COLUMNS, interrupted
@@ -276,7 +276,7 @@ class _Shown:
     def began(self, job: Job) -> None:
         self._running[job.name] = time.monotonic()
 
-    def ended(self, job: Job, outcome: Made | Failed) -> None:
+    def ended(self, job: Job, outcome: Made[Measured] | Failed) -> None:
         del self._running[job.name]
         self._done += 1
         self._worked += job.cell.simulated_s

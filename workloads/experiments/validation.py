@@ -29,7 +29,6 @@ from sglang_fair.calibration.measure import calibrate
 from sglang_fair.sim.cost_model import to_json
 from workloads.clients import SCENARIOS, SMALL, Client, Scale
 from workloads.compare.cluster import Cluster, SpawnCluster, flush, verify
-from workloads.compare.runs import LOADS
 from workloads.driver import Driver, Endpoint, Plan
 from workloads.experiments import runner, style
 from workloads.experiments.contract import (
@@ -49,6 +48,7 @@ from workloads.experiments.contract import (
 from workloads.measures import Meters, summarize
 from workloads.programs import Codec, PackedCodec, TokenCodec
 from workloads.records import Records, Run
+from workloads.runs.case import LOADS
 from workloads.simulation import Site, describe, simulate
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from router.placement import PLACEMENTS
 from router.placement.contract import Holding
 from sglang_fair.core.options import shown
 from sglang_fair.sim.replica import Event, Finished, Progress, Refused, Removed, Replica, SimRequest, Stored
-from workloads.clients import Client
+from workloads.clients import Client, client_facts
 from workloads.programs import Outcome, Reply
 from workloads.records import METERS, End, Manifest, Records, Run, Sample
 from workloads.session import (
@@ -68,16 +68,7 @@ def describe(
     return Manifest(
         workload=workload,
         scheduler=site.scheduler,
-        clients={
-            client.name: {
-                "well_behaved": client.well_behaved,
-                "app": client.app,
-                "requests": client.requests,
-                "rate_per_s": getattr(client.arrivals, "rate_per_s", None),
-                "cv": getattr(client.arrivals, "cv", None),
-            }
-            for client in clients
-        },
+        clients=client_facts(clients),
         duration_s=plan.duration_s,
         programs_per_client=plan.programs_per_client,
         workers=site.replicas,

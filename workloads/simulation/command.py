@@ -4,248 +4,226 @@ sglang-fair simulate --gpu h100 --model llama-3.1-8b --replicas 2,4,8 --rate 0.5
 sglang-fair simulate --schedulers d2lpm+dlpm --quantum 500,2000,8000 --worker-quantum 5000,20000
 """
 
-import argparse
 import json
-import signal
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Annotated, Any
 
 from rich.console import Console
 
-from router.placement import PLACEMENTS, parse_options
-from sglang_fair.common.provenance import cores, machine, versions
-from sglang_fair.core import POLICIES
+from router.placement import parse_options
+from sglang_fair.common.provenance import cores, versions
+from sglang_fair.settings.commands import Mistake, Option, run
 from sglang_fair.sim.gpus import GPUS
 from sglang_fair.sim.shapes import SHAPES
 from workloads.clients import SCENARIOS, Scale
-from workloads.compare.runs import LOADS
-from workloads.medians import Row, ratios, rows
+from workloads.medians import ComparisonRow
 from workloads.records import read
-from workloads.report import comparison_table, number, ratio_table
-from workloads.simulation.comparison import Came, Case, Processes, turns, with_rates
+from workloads.report import number
+from workloads.runs import options, present
+from workloads.runs.pool import Pool
+from workloads.simulation.comparison import SimulatedCase, SimulatedResult, capacity, carry_out, runs_of
 from workloads.simulation.site import Site
-from workloads.terminal import FILE_COLUMNS, interrupted
+from workloads.terminal import make_console, sigterm_as_ctrl_c
 from workloads.traces import STAND_INS, find_trace
 
-OURS = "d2lpm+dlpm"
+NAME = "sglang-fair simulate"
+CASE, SITE, SCALE = SimulatedCase(), Site(), Scale()
+"""Whose fields are the options' defaults."""
+
+EPILOG = "Where several values are given, each combination is run on the same programs and arrivals."
+
+ClusterOption = partial(Option, rich_help_panel="The cluster")
+TrafficOption = partial(Option, rich_help_panel=options.TRAFFIC)
+RunOption = partial(Option, rich_help_panel=options.RUNS)
 
 
-class _Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Says defaults, where there is one."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default in (None, "", []) else super()._get_help_string(action)
-
-
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    case, site, scale = Case(), Site(), Scale()
-    loads = ", ".join(f"{app} {load:g}" for app, load in LOADS.items())
-    parser = argparse.ArgumentParser(
-        prog="sglang-fair simulate",
-        description="Compare schedulers, quanta and numbers of replicas in the simulator: the router and the "
-        "policies of the live cluster, and engines whose steps take as long as a cost model says.",
-        epilog="Where several values are given, each combination is run on the same programs and arrivals.",
-        formatter_class=_Help,
-    )
-    what = parser.add_argument_group("the cluster").add_argument
-    what("--gpu", default=site.gpu, help="of each replica: " + ", ".join(GPUS))
-    what("--model", default=site.model, help="what it serves: " + ", ".join(SHAPES))
-    what(
-        "--cost-model",
-        type=Path,
-        metavar="FILE",
-        help="what `sglang-fair calibrate` wrote: times, memory, limits",
-    )
-    what(
-        "--kv-tokens", type=int, metavar="N", help="tokens that a replica's cache holds (default: by the GPU)"
-    )
-    what("--max-running", type=int, metavar="N", help="requests that a replica runs at once")
-    what("--chunked-prefill", type=int, metavar="N", help="prompt tokens in one step")
-    what("--replicas", default="2", metavar="N,...", help="one number, or several to compare")
-    what(
-        "--schedulers",
-        default=",".join(case.schedulers),
-        metavar="A+B,...",
-        help=f"PLACEMENT+POLICY, of {', '.join(PLACEMENTS)} and {', '.join(POLICIES)}",
-    )
-    what("--quantum", default="", metavar="UNITS,...", help="DLPM's and DRR's, per client (default: 2000)")
-    what("--worker-quantum", default="", metavar="UNITS,...", help="D2LPM's (default: the router's)")
-    what(
-        "--policy-options",
-        action="append",
-        default=[],
-        metavar="POLICY:KEY=VALUE,...",
-        help="a policy's other options, as dlpm:patience=64; repeatable",
-    )
-    what(
-        "--placement-options",
-        action="append",
-        default=[],
-        metavar="PLACEMENT:KEY=VALUE,...",
-        help="a placement's other options, as d2lpm:cache_threshold=0.3; repeatable",
-    )
-    what("--cost", default=site.cost, help="what service costs, as for `sglang-fair cluster`")
-    what("--payer", default=site.payer, help="who pays for a prefix that clients share")
-    what("--client-weights", default="{}", metavar="JSON", help='shares, for example {"bad": 0.5}')
-    what("--hop", type=float, metavar="S", help="network time of a request, both ways")
-    load = parser.add_argument_group("the traffic").add_argument
-    load(
-        "--workloads",
-        metavar="W,...",
-        help=f"of {', '.join(SCENARIOS)}; {', '.join(STAND_INS)}: made-up traces with the statistics of real ones "
-        f"(default: {','.join(case.workloads)}, with --trace none)",
-    )
-    load(
-        "--trace",
-        action="append",
-        type=Path,
-        default=[],
-        metavar="FILE",
-        help="replay JSON lines of arrival_s, client, input_tokens, output_tokens, or Mooncake's; repeatable",
-    )
-    load(
-        "--rate",
-        type=float,
-        metavar="R",
-        help="programs/s of each client (default: by the load); of a trace, all requests/s (default: its own)",
-    )
-    load(
-        "--load",
-        type=float,
-        metavar="PART",
-        help="a client's part of its equal share of the measured capacity of the first number of replicas "
-        f"(default: {loads})",
-    )
-    load(
-        "--cv",
-        type=float,
-        default=case.cv,
-        help="of the gaps between arrivals: 1 Poisson, 0 even, more: bursts",
-    )
-    load("--duration", type=float, default=case.duration_s, metavar="S", help="virtual seconds of arrivals")
-    load("--drain", type=float, default=case.drain_s, metavar="S", help="longest wait for good clients")
-    load("--good-clients", type=int, default=scale.good_clients, metavar="N", help="beside the bad one")
-    load("--question-tokens", type=int, default=scale.question_tokens, metavar="N", help="tree of thoughts")
-    load("--thought-tokens", type=int, default=scale.thought_tokens, metavar="N", help="tree of thoughts")
-    load("--article-tokens", type=int, default=scale.article_tokens, metavar="N", help="judge")
-    load("--judgement-tokens", type=int, default=scale.judgement_tokens, metavar="N", help="judge")
-    run = parser.add_argument_group("the runs").add_argument
-    run("--repeats", type=int, default=case.repeats, metavar="N", help="runs of each, medians are shown")
-    run("--seed", type=int, default=case.seed, metavar="N", help="another one is other programs and arrivals")
-    run("--jobs", type=int, default=cores(), metavar="N", help="processes")
-    run("--out", type=Path, metavar="DIR", help="records, plots and summary.json go there (default: nowhere)")
-    run("--json", type=Path, metavar="FILE", help="write the last line there as well")
-    arguments = parser.parse_args(argv)
-    return arguments
-
-
-def case_of(arguments: argparse.Namespace) -> Case:
-    """The case that the command line asks for. Raises ValueError in one line."""
-    weights = _weights(arguments.client_weights)
-    replicas = tuple(int(count) for count in _numbers("--replicas", arguments.replicas, whole=True))
-    if not replicas:
-        raise ValueError("--replicas: no number is given")
-    traces = {path.stem: path for path in arguments.trace}
-    if len(traces) < len(arguments.trace):
-        raise ValueError("two traces have the same name")
-    named = (
-        arguments.workloads
-        if arguments.workloads is not None
-        else ""
-        if traces
-        else ",".join(Case().workloads)
-    )
-    workloads = (*dict.fromkeys(name for name in named.split(",") if name), *traces)
-    stand_ins = {name: None for name in workloads if name in STAND_INS and name not in traces}
-    for path in traces.values():
-        find_trace(str(path))
-    given = {
-        "replicas": replicas[0],
-        "cost": arguments.cost,
-        "payer": arguments.payer,
-        "client_weights": weights,
-        "kv_tokens": arguments.kv_tokens,
-        "max_running": arguments.max_running,
-        "chunked_prefill_tokens": arguments.chunked_prefill,
-        "hop_s": arguments.hop,
-    }
-    if arguments.cost_model is not None:
-        site = Site.calibrated(arguments.cost_model, **given)
-    else:
-        site = Site(
-            gpu=arguments.gpu, model=arguments.model, **{k: v for k, v in given.items() if v is not None}
-        )
-    return Case(
-        site=site,
-        schedulers=tuple(name for name in arguments.schedulers.split(",") if name),
-        workloads=workloads,
-        traces={**stand_ins, **traces},
-        replicas=replicas,
-        quanta=_numbers("--quantum", arguments.quantum) or (None,),
-        worker_quanta=_numbers("--worker-quantum", arguments.worker_quantum) or (None,),
-        policy_options=_options_of("--policy-options", arguments.policy_options),
-        placement_options={
-            placement: parse_options(text)
-            for placement, text in _options_of("--placement-options", arguments.placement_options).items()
-        },
-        repeats=arguments.repeats,
-        duration_s=arguments.duration,
-        drain_s=arguments.drain,
-        seed=arguments.seed,
-        load=arguments.load,
-        cv=arguments.cv,
-        rates_per_s=dict.fromkeys(workloads, arguments.rate) if arguments.rate is not None else {},
-        scale=Scale(
-            good_clients=arguments.good_clients,
-            question_tokens=arguments.question_tokens,
-            thought_tokens=arguments.thought_tokens,
-            article_tokens=arguments.article_tokens,
-            judgement_tokens=arguments.judgement_tokens,
+def simulate(
+    gpu: Annotated[str, ClusterOption(help=f"Of each replica: {', '.join(GPUS)}.")] = SITE.gpu,
+    model: Annotated[str, ClusterOption(help=f"What it serves: {', '.join(SHAPES)}.")] = SITE.model,
+    cost_model: Annotated[
+        Path | None,
+        ClusterOption(
+            metavar="FILE",
+            help="Times, memory and limits of a replica, as `sglang-fair calibrate` measured them. "
+            "[default: by GPU and model]",
         ),
-    )
+    ] = None,
+    kv_tokens: Annotated[
+        int | None,
+        ClusterOption(metavar="N", help="Tokens that a replica's cache holds. [default: by the GPU]"),
+    ] = None,
+    max_running: Annotated[
+        int | None, ClusterOption(metavar="N", help="Requests that a replica runs at once.")
+    ] = None,
+    chunked_prefill: Annotated[
+        int | None, ClusterOption(metavar="N", help="Prompt tokens in one step.")
+    ] = None,
+    replicas: Annotated[str, ClusterOption(metavar="N,...", help="One number, or several to compare.")] = "2",
+    schedulers: options.Schedulers = options.DEFAULT_SCHEDULERS,
+    quantum: Annotated[
+        str,
+        ClusterOption(metavar="UNITS,...", help="DLPM's and DRR's, per client. [default: the policy's]"),
+    ] = "",
+    worker_quantum: Annotated[
+        str, ClusterOption(metavar="UNITS,...", help="D2LPM's. [default: the router's]")
+    ] = "",
+    policy_options: Annotated[
+        list[str] | None,
+        ClusterOption(
+            metavar="POLICY:KEY=VALUE,...",
+            help="A policy's other options, as dlpm:patience=64; repeatable.",
+        ),
+    ] = None,
+    placement_options: Annotated[
+        list[str] | None,
+        ClusterOption(
+            metavar="PLACEMENT:KEY=VALUE,...",
+            help="A placement's other options, as d2lpm:cache_threshold=0.3; repeatable.",
+        ),
+    ] = None,
+    cost: Annotated[str, ClusterOption(help="What service costs, as for `sglang-fair cluster`.")] = SITE.cost,
+    payer: Annotated[str, ClusterOption(help="Who pays for a prefix that clients share.")] = SITE.payer,
+    client_weights: Annotated[
+        str, ClusterOption(metavar="JSON", help='Shares per client, for example {"bad": 0.5}.')
+    ] = "{}",
+    hop: Annotated[
+        float | None, ClusterOption(metavar="S", help="Network time of a request, both ways.")
+    ] = None,
+    workloads: Annotated[
+        str | None,
+        TrafficOption(
+            metavar="W,...",
+            help=f"Of {', '.join(SCENARIOS)}; {', '.join(STAND_INS)}: made-up traces with the statistics of real ones. "
+            f"[default: {','.join(CASE.workloads)}, with --trace none]",
+        ),
+    ] = None,
+    trace: Annotated[
+        list[Path] | None,
+        TrafficOption(
+            metavar="FILE",
+            help="Replay JSON lines of arrival_s, client, input_tokens, output_tokens, or Mooncake's; repeatable.",
+        ),
+    ] = None,
+    rate: Annotated[
+        float | None,
+        TrafficOption(
+            metavar="R",
+            help="Programs/s of each client [default: by the load]; of a trace, all requests/s [default: its own].",
+        ),
+    ] = None,
+    load: options.LoadPart = CASE.load,
+    cv: Annotated[
+        float,
+        TrafficOption(help="Variation of the gaps between arrivals: 1 Poisson, 0 even, more: bursts."),
+    ] = CASE.cv,
+    duration: options.Duration = CASE.duration_s,
+    drain: options.Drain = CASE.drain_s,
+    good_clients: options.GoodClients = SCALE.good_clients,
+    question_tokens: options.QuestionTokens = SCALE.question_tokens or 0,
+    thought_tokens: options.ThoughtTokens = SCALE.thought_tokens,
+    article_tokens: options.ArticleTokens = SCALE.article_tokens or 0,
+    judgement_tokens: options.JudgementTokens = SCALE.judgement_tokens,
+    repeats: options.Repeats = CASE.repeats,
+    seed: options.Seed = CASE.seed,
+    jobs: Annotated[int, RunOption(metavar="N", help="Processes.")] = cores(),
+    out: Annotated[
+        Path | None,
+        RunOption(metavar="DIR", help="Records, plots and summary.json go there. [default: nowhere]"),
+    ] = None,
+    json_file: options.JsonFile = None,
+) -> int:
+    """Compare schedulers, quanta and numbers of replicas in virtual time.
 
+    The router and the policies are those of the live cluster. The engines are modelled: a cost model says how long
+    each of their steps takes.
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command."""
-    arguments = parse(argv)
-    console = Console(width=None if sys.stdout.isatty() else FILE_COLUMNS)
-    previous = signal.signal(signal.SIGTERM, interrupted)
-    processes: Processes | None = None
+    Exit code 0, 2 for bad input, 130 after Ctrl-C.
+    """
+    given: dict[str, Any] = {
+        "cost": cost,
+        "payer": payer,
+        "kv_tokens": kv_tokens,
+        "max_running": max_running,
+        "chunked_prefill_tokens": chunked_prefill,
+        "hop_s": hop,
+    }
     try:
-        case = case_of(arguments)
-        if arguments.out is not None and (arguments.out / "summary.json").exists():
-            raise ValueError(f"{arguments.out} holds a comparison already")
-        processes = Processes(arguments.jobs)
-        began_s = time.monotonic()
-        case = _measured(case, processes, console)
-        came = _carried_out(case, arguments.out, processes, console)
-        wall_s = time.monotonic() - began_s
-        present(case, came, wall_s, console, folder=arguments.out, json_file=arguments.json)
+        scale = Scale(
+            good_clients=good_clients,
+            question_tokens=question_tokens,
+            thought_tokens=thought_tokens,
+            article_tokens=article_tokens,
+            judgement_tokens=judgement_tokens,
+        )
+        sizes = tuple(_whole("--replicas", size) for size in options.numbers("--replicas", replicas))
+        if not sizes:
+            raise ValueError("--replicas: no number is given")
+        if jobs < 1:
+            raise ValueError(f"--jobs must be at least 1, not {jobs}")
+        given |= {"replicas": sizes[0], "client_weights": _weights(client_weights)}
+        if cost_model is not None:
+            site = Site.calibrated(cost_model, **given)
+        else:
+            site = Site(gpu=gpu, model=model, **{k: v for k, v in given.items() if v is not None})
+        traces = _traces(trace or [])
+        default_workloads = () if traces else CASE.workloads
+        named = default_workloads if workloads is None else options.names(workloads)
+        all_workloads = tuple(dict.fromkeys((*named, *traces)))
+        case = SimulatedCase(
+            site=site,
+            schedulers=options.names(schedulers),
+            workloads=all_workloads,
+            traces=traces,
+            replicas=sizes,
+            quanta=options.numbers("--quantum", quantum) or (None,),
+            worker_quanta=options.numbers("--worker-quantum", worker_quantum) or (None,),
+            policy_options=options.options_by_name("--policy-options", policy_options or []),
+            placement_options={
+                placement: parse_options(text)
+                for placement, text in options.options_by_name(
+                    "--placement-options", placement_options or []
+                ).items()
+            },
+            repeats=repeats,
+            duration_s=duration,
+            drain_s=drain,
+            seed=seed,
+            load=load,
+            cv=cv,
+            rates_per_s={} if rate is None else dict.fromkeys(all_workloads, rate),
+            scale=scale,
+        )
+        if out is not None and (out / "summary.json").exists():
+            raise ValueError(f"{out} holds a comparison already")
+        compare(case, 0 if jobs == 1 else jobs, out, json_file, make_console())
     except (OSError, ValueError, RuntimeError) as error:
-        print(f"simulate: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("simulate: interrupted", file=sys.stderr)
-        return 130
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-        if processes is not None:
-            processes.close()
+        raise Mistake(str(error)) from None
     return 0
 
 
-def _measured(case: Case, processes: Processes, console: Console) -> Case:
-    """With a rate for each workload."""
-    missing = [name for name in case.workloads if name not in case.rates_per_s and name not in case.traces]
+def compare(
+    case: SimulatedCase, processes: int, folder: Path | None, json_file: Path | None, console: Console
+) -> None:
+    """Make all runs of the case, and show what they come to."""
+    with sigterm_as_ctrl_c(), Pool(processes) as pool:
+        began_s = time.monotonic()
+        case = _with_rates(case, pool, console)
+        results = _carried_out(case, folder, pool, console)
+        show(case, results, time.monotonic() - began_s, console, folder=folder, json_file=json_file)
+
+
+def _with_rates(case: SimulatedCase, pool: Pool, console: Console) -> SimulatedCase:
+    """The case with an arrival rate for each scenario; measured where none is given."""
+    missing = [name for name in case.workloads if name not in case.rates_per_s and case.is_scenario(name)]
     if missing:
         console.print(f"measuring the capacity for {', '.join(missing)}", highlight=False)
-    for workload, found in zip(missing, processes.capacities(case, missing), strict=True):
-        case = with_rates(case, workload, found)
+    for workload, found in zip(missing, pool.results(partial(capacity, case), missing), strict=True):
+        case = case.with_capacity(workload, found)
         console.print(
             f"{workload}: capacity {number(found)}, each client {number(case.rates_per_s[workload])} programs/s",
             highlight=False,
@@ -253,25 +231,29 @@ def _measured(case: Case, processes: Processes, console: Console) -> Case:
     return case
 
 
-def _carried_out(case: Case, folder: Path | None, processes: Processes, console: Console) -> list[Came]:
-    due, done = turns(case, folder), 0
+def _carried_out(
+    case: SimulatedCase, folder: Path | None, pool: Pool, console: Console
+) -> list[SimulatedResult]:
+    """Make all runs, with a line for each as it ends."""
+    runs, done = runs_of(case, folder), 0
 
-    def came(one: Came) -> None:
+    def say(result: SimulatedResult) -> None:
         nonlocal done
         done += 1
+        key = result.run.key
         console.print(
-            f"[{done}/{len(due)}] {one.turn.variant.name} on {one.turn.workload}, seed {case.seed}."
-            f"{one.turn.repeat}: {one.simulated_s:.0f} s in {one.wall_s:.1f} s, {number(one.speed)} times real time",
+            f"[{done}/{len(runs)}] {key.scheduler} on {key.workload}, seed {case.seed_of(key.repeat)}: "
+            f"{result.simulated_s:.0f} s in {result.wall_s:.1f} s, {number(result.speed)} times real time",
             highlight=False,
             markup=False,
         )
 
-    return processes.run(due, came)
+    return pool.results(carry_out, runs, say)
 
 
-def present(
-    case: Case,
-    came: Sequence[Came],
+def show(
+    case: SimulatedCase,
+    results: Sequence[SimulatedResult],
     wall_s: float,
     console: Console,
     *,
@@ -279,13 +261,9 @@ def present(
     json_file: Path | None = None,
 ) -> None:
     """Tables, files and the last line."""
-    summaries = [one.summary for one in came]
-    table = rows(summaries)
-    console.print(comparison_table(table, summaries))
-    names = [variant.name for variant in case.variants()]
-    if OURS in names and len(names) > 1:
-        console.print(ratio_table(table, summaries, OURS))
-    simulated_s, speed = sum(one.simulated_s for one in came), median(one.speed for one in came)
+    summaries = [result.summary for result in results]
+    table = present.print_tables(summaries, console)
+    simulated_s, speed = sum(one.simulated_s for one in results), median(one.speed for one in results)
     console.print(
         f"{number(simulated_s)} s of {case.site.engine} simulated in {number(wall_s)} s; "
         f"one run {number(speed)} times faster than real time (median)",
@@ -293,53 +271,37 @@ def present(
     )
     line = json_line(case, table, speed)
     if folder is not None:
-        _keep(case, came, table, line, folder, console)
-    if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(line + "\n", encoding="utf-8")
-    print(line, flush=True)
+        runs = [read(result.run.path) for result in results if result.run.path]
+        present.keep(folder, runs, summaries, line, {"case": asdict(case)}, console)
+    present.print_line(line, json_file)
 
 
-def json_line(case: Case, table: Sequence[Row], speed: float) -> str:
-    """The comparison for programs, in one line."""
-    return json.dumps(
-        {
-            "bench": "simulate",
-            "rows": list(table),
-            "versions": versions(),
-            "seed": case.seed,
-            "rates_per_s": dict(case.rates_per_s),
-            "times_real_time": speed,
-        }
-    )
-
-
-def _keep(
-    case: Case, came: Sequence[Came], table: Sequence[Row], line: str, folder: Path, console: Console
-) -> None:
-    summaries = [one.summary for one in came]
-    told = {
-        "comparison": json.loads(line),
-        "case": json.loads(json.dumps(asdict(case), default=str)),
-        "ratios": ratios(table, summaries, OURS),
-        "machine": machine(),
-        "runs": [asdict(summary) for summary in summaries],
+def json_line(case: SimulatedCase, table: Sequence[ComparisonRow], speed: float) -> dict[str, Any]:
+    """The comparison for programs."""
+    return {
+        "bench": "simulate",
+        "rows": list(table),
+        "versions": versions(),
+        "seed": case.seed,
+        "rates_per_s": dict(case.rates_per_s),
+        "times_real_time": speed,
     }
-    (folder / "summary.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
-    try:
-        from workloads.plots import draw_all
-    except ImportError as error:
-        console.print(f"no plots: {error}", highlight=False)
-    else:
-        draw_all([read(one.turn.path) for one in came if one.turn.path], summaries, folder)
-    console.print(f"records, plots and summary.json: {folder}", highlight=False, soft_wrap=True)
 
 
-def _numbers(option: str, text: str, *, whole: bool = False) -> tuple[float, ...]:
-    try:
-        return tuple((int if whole else float)(word) for word in text.split(",") if word.strip())
-    except ValueError:
-        raise ValueError(f"{option} takes numbers, separated by commas, not {text!r}") from None
+def _traces(paths: Sequence[Path]) -> dict[str, Path]:
+    """Trace files by name. Raises ValueError and OSError for files that are no traces."""
+    traces = {path.stem: path for path in paths}
+    if len(traces) < len(paths):
+        raise ValueError("two traces have the same name")
+    for path in traces.values():
+        find_trace(str(path))
+    return traces
+
+
+def _whole(option: str, value: float) -> int:
+    if not value.is_integer():
+        raise ValueError(f"{option} takes whole numbers, not {value:g}")
+    return int(value)
 
 
 def _weights(text: str) -> Mapping[str, float]:
@@ -352,12 +314,6 @@ def _weights(text: str) -> Mapping[str, float]:
     return weights
 
 
-def _options_of(option: str, told: Sequence[str]) -> dict[str, str]:
-    """By policy or placement."""
-    options: dict[str, str] = {}
-    for text in told:
-        name, colon, values = text.partition(":")
-        if not colon or not values:
-            raise ValueError(f"{option} is NAME:KEY=VALUE,..., not {text!r}")
-        options[name] = values
-    return options
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command."""
+    return run(simulate, NAME, arguments, epilog=EPILOG)

@@ -1,0 +1,93 @@
+"""Cases and runs of comparisons, and the pool that carries runs out."""
+
+import os
+import time
+from dataclasses import replace
+
+import pytest
+
+from workloads.compare.comparison import LiveCase
+from workloads.programs import TextCodec
+from workloads.records import End, Manifest, Records
+from workloads.runs import options
+from workloads.runs.case import LOADS, ComparedRun, parts
+from workloads.runs.pool import Failed, Pool
+from workloads.simulation.comparison import SimulatedCase
+
+
+def double(number: int) -> int:
+    if number < 0:
+        raise ValueError(f"{number} is negative")
+    if number == 13:
+        os._exit(7)
+    time.sleep(0.01 * (number == 1))
+    return 2 * number
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_results_come_in_the_order_of_the_jobs(workers):
+    seen = []
+    with Pool(workers) as pool:
+        assert pool.results(double, [1, 2, 3, 4], seen.append) == [2, 4, 6, 8]
+        assert sorted(seen) == [2, 4, 6, 8]
+        assert pool.results(double, [5]) == [10], "a pool may be used again"
+        assert pool.results(double, []) == []
+        with pytest.raises(RuntimeError, match=r"^-1 is negative$"):
+            pool.results(double, [-1])
+
+
+def test_a_job_that_fails_or_kills_its_worker_fails_alone():
+    with Pool(1) as pool:
+        ended = dict(pool.carry_out(double, [13, -1, 3]))
+        assert (ended[3].measured, ended[-1].error) == (6, "ValueError: -1 is negative")
+        assert ended[13] == Failed("its process died with exit code 7")
+        assert "double" in ended[-1].trace
+
+
+def test_a_pool_has_no_negative_number_of_workers():
+    with pytest.raises(ValueError, match="not -1"):
+        Pool(-1)
+
+
+def test_the_rate_follows_from_the_capacity():
+    for case in (LiveCase(), SimulatedCase()):
+        rates = case.with_capacity("tot-s1", 8.0).with_capacity("judge-s1", 4.0).rates_per_s
+        assert rates == {"tot-s1": LOADS["tot"] * 8 / 4, "judge-s1": LOADS["judge"] * 4 / 4}
+        assert replace(case, load=0.5).with_capacity("tot-s1", 8.0).rates_per_s == {"tot-s1": 1.0}
+
+
+def test_a_burst_is_of_well_behaved_clients_and_all_at_once():
+    clients = LiveCase().burst("tot-s1", TextCodec())
+    assert [client.name for client in clients] == ["good-0", "good-1", "good-2"]
+    assert max(client.arrival_times(until_s=10.0, most=4)[-1] for client in clients) < 0.1
+
+
+def test_a_run_is_recorded_when_its_records_have_an_end(tmp_path):
+    run = ComparedRun("tot-s1", "d2lpm+dlpm D=2", 1)
+    path = run.path(tmp_path)
+    assert path == tmp_path / "records" / "tot-s1.d2lpm+dlpm.D=2.1.jsonl"
+    assert not run.is_recorded(tmp_path)
+    with Records(path, Manifest("tot-s1", "x", {}, 1.0)) as records:
+        assert not run.is_recorded(tmp_path)
+        records.add(End(1.0))
+    assert run.is_recorded(tmp_path)
+
+
+def test_a_scheduler_is_a_placement_and_a_policy():
+    assert parts("preble+lpm") == ("preble", "lpm")
+    for wrong in ("preble", "lpm+preble", "preble+best"):
+        with pytest.raises(ValueError, match="unknown scheduler"):
+            parts(wrong)
+
+
+def test_values_of_options_are_read_or_refused_in_one_line():
+    assert options.names("a,b,,a") == ("a", "b")
+    assert options.numbers("--quantum", "1, 2.5") == (1.0, 2.5)
+    assert options.rates("tot-s1=0.5") == {"tot-s1": 0.5}
+    for wrong in (
+        lambda: options.numbers("--quantum", "many"),
+        lambda: options.rates("tot-s1"),
+        lambda: options.options_by_name("--policy-options", ["patience=64"]),
+    ):
+        with pytest.raises(ValueError, match=r"^--[^\n]+$"):
+            wrong()
