@@ -1,78 +1,117 @@
 """Add and drain replicas while the cluster runs: `GET`, `POST /workers` and `DELETE /workers/NAME`.
 
-A replica that is added gets requests from the router's next decision on; one that is drained gets no new ones
-and is forgotten when its last is over. Whoever may call this may send everybody's prompts to an address of
-their choice, so it is for this machine alone, or for whoever has the key in `KEY_VARIABLE`.
+A replica that is added gets requests from the router's next decision on. One that is drained gets no new ones and
+is forgotten when its last has ended. Whoever may call this can send everybody's prompts to an address of their
+choice, so it is for this machine alone, or for whoever has the key in `KEY_VARIABLE`.
 """
 
 import hmac
 import os
-import re
-from typing import Annotated, Any
+from typing import Annotated, Literal
 
 import aiohttp
 import msgspec
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse
+from msgspec import UNSET, Meta, UnsetType
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from router.events import WorkerDrain, Workers, WorkerUp
-from router.gateway.errors import ApiError
-from router.gateway.resources import Gateway, why
-from router.gateway.routing.link import RouterGone
+from router.gateway.errors import RETRY_AFTER_S, ApiError, describe
+from router.gateway.pages import json_response
+from router.gateway.replicas.pool import Replicas
+from router.gateway.routing.link import Link, RouterGone
 
 KEY_VARIABLE = "SGLANG_FAIR_ADMIN_KEY"
-"""Environment variable; when it is set, calls need `Authorization: Bearer` and its value, from anywhere."""
+"""Environment variable. If it is set, calls need `Authorization: Bearer` and its value, wherever they come from."""
 
 MAX_BODY_BYTES = 4096
 ANSWER_TIMEOUT_S = 5.0
 
-_NAME = re.compile(r"[A-Za-z0-9._:-]{1,64}")
+NAME_PATTERN = "^[A-Za-z0-9._:-]{1,64}$"
+_ADDRESS_PATTERN = "^[a-z]+://[!-~]+$"
+
+
+def _matching(pattern: str, description: str | None = None) -> Meta:
+    """Of texts that match the whole of `pattern`, which ends in $. In Python $ would let a line break follow."""
+    return Meta(
+        pattern=pattern.removesuffix("$") + r"\Z",
+        description=description,
+        extra_json_schema={"pattern": pattern},
+    )
 
 
 class NewWorker(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of `POST /workers`. `kv` and `replay` are ZMQ addresses; `name` is made up when it is left out."""
+    """The body of `POST /workers`. A `name` is made up where none is given; `replay` needs `kv`."""
 
-    url: Annotated[str, msgspec.Meta(pattern=r"^https?://[!-.0-~]+/?\Z")]
-    name: str | None = None
-    kv: Annotated[str, msgspec.Meta(pattern=r"^[a-z]+://[!-~]+\Z")] | None = None
-    replay: Annotated[str, msgspec.Meta(pattern=r"^[a-z]+://[!-~]+\Z")] | None = None
-    capacity: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    url: Annotated[str, _matching("^https?://[!-.0-~]+/?$")]
+    name: Annotated[str, _matching(NAME_PATTERN)] | None = None
+    kv: Annotated[str, _matching(_ADDRESS_PATTERN, "ZMQ address of its KV events.")] | None = None
+    replay: Annotated[str, _matching(_ADDRESS_PATTERN, "ZMQ address that replays them.")] | None = None
+    capacity: Annotated[float, Meta(gt=0)] = 1.0
 
 
-def add_routes(app: FastAPI, gateway: Gateway) -> None:
-    """The three calls. They raise `ApiError`, which `app` must turn into answers."""
+class WorkerState(msgspec.Struct):
+    """A replica, as the router knows it. One that is "gone" has only a name."""
+
+    name: str
+    state: Literal["up", "draining", "sick", "gone"]
+    url: str | UnsetType = UNSET
+    kv: str | UnsetType | None = UNSET
+    replay: str | UnsetType | None = UNSET
+    capacity: Annotated[float, Meta(gt=0)] | UnsetType = UNSET
+
+
+class WorkerList(msgspec.Struct):
+    """`GET /workers`."""
+
+    workers: list[WorkerState]
+
+
+def routes(link: Link, replicas: Replicas) -> list[Route]:
+    """The three routes. They raise `ApiError`."""
     key = os.environ.get(KEY_VARIABLE, "")
+    # A proxy on this machine is not the caller: its headers say who is.
+    proxies = os.environ.get("FORWARDED_ALLOW_IPS", "127.0.0.1")
+    behind_proxy = [Middleware(ProxyHeadersMiddleware, trusted_hosts=proxies)]
 
-    @app.get("/workers")
-    async def workers(request: Request) -> JSONResponse:
-        _allow(request, key)
-        return JSONResponse({"workers": _rows(await _known(gateway))})
+    async def workers(request: Request) -> Response:
+        _authorize(request, key)
+        known = await _known(link)
+        return json_response(WorkerList([_state(known, up.worker) for up in known.workers]))
 
-    @app.post("/workers")
-    async def add(request: Request) -> JSONResponse:
-        _allow(request, key)
+    async def add(request: Request) -> Response:
+        _authorize(request, key)
         asked = _parse(await _read(request))
-        await _check_answers(gateway, asked.url)
-        known = {up.worker: up for up in (await _known(gateway)).workers}
+        await _check_ready(replicas, asked.url)
+        known = {up.worker: up for up in (await _known(link)).workers}
         name = asked.name or _free_name(known)
-        taken = next((up.worker for up in known.values() if up.url == asked.url and up.worker != name), None)
-        if taken is not None:
-            raise ApiError(409, f"{asked.url} is worker {taken}", code="worker_exists")
+        owner = next((up.worker for up in known.values() if up.url == asked.url and up.worker != name), None)
+        if owner is not None:
+            raise ApiError(409, f"{asked.url} is worker {owner}", code="worker_exists")
         if name in known and known[name].url != asked.url:
             raise ApiError(409, f"worker {name} is at {known[name].url}", code="worker_exists")
-        gateway.link.tell(WorkerUp(name, asked.url, asked.kv, asked.replay, asked.capacity))
-        return JSONResponse(_row(await _known(gateway), name), 201)
+        link.tell(WorkerUp(name, asked.url, asked.kv, asked.replay, asked.capacity))
+        return json_response(_state(await _known(link), name), 201)
 
-    @app.delete("/workers/{name}")
-    async def drain(request: Request, name: str) -> JSONResponse:
-        _allow(request, key)
-        if name not in {up.worker for up in (await _known(gateway)).workers}:
+    async def drain(request: Request) -> Response:
+        _authorize(request, key)
+        name = request.path_params["name"]
+        if name not in {up.worker for up in (await _known(link)).workers}:
             raise ApiError(404, f"there is no worker {name[:100]!r}", code="worker_not_found")
-        gateway.link.tell(WorkerDrain(name))
-        return JSONResponse(_row(await _known(gateway), name))
+        link.tell(WorkerDrain(name))
+        return json_response(_state(await _known(link), name))
+
+    return [
+        Route("/workers", workers, methods=["GET"], middleware=behind_proxy),
+        Route("/workers", add, methods=["POST"], middleware=behind_proxy),
+        Route("/workers/{name}", drain, methods=["DELETE"], middleware=behind_proxy),
+    ]
 
 
-def _allow(request: Request, key: str) -> None:
+def _authorize(request: Request, key: str) -> None:
     if key:
         given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
         if not hmac.compare_digest(given, key.encode()):
@@ -95,30 +134,28 @@ def _parse(raw: bytes) -> NewWorker:
         asked = msgspec.json.decode(raw, type=NewWorker)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, f"not a worker: {error}", code="invalid_worker") from error
-    if asked.name is not None and not _NAME.fullmatch(asked.name):
-        raise ApiError(400, "a worker's name has letters, digits and . _ : -", code="invalid_worker")
     if asked.replay is not None and asked.kv is None:
         raise ApiError(400, "`replay` is of no use without `kv`", code="invalid_worker")
     return asked
 
 
-async def _check_answers(gateway: Gateway, url: str) -> None:
+async def _check_ready(replicas: Replicas, url: str) -> None:
     try:
         timeout = aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S)
-        async with gateway.session.get(f"{url.rstrip('/')}/ready", timeout=timeout) as response:
+        async with replicas.session.get(f"{url.rstrip('/')}/ready", timeout=timeout) as response:
             if response.status != 503:
                 return
             reason = "it answers 503"
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-        reason = why(error)
+        reason = describe(error)
     raise ApiError(400, f"{url} is not ready: {reason}", code="worker_not_ready")
 
 
-async def _known(gateway: Gateway) -> Workers:
+async def _known(link: Link) -> Workers:
     try:
-        return await gateway.link.workers()
+        return await link.workers()
     except RouterGone as error:
-        raise ApiError(503, str(error), code="router_unavailable", retry_after_s=1) from error
+        raise ApiError(503, str(error), code="router_unavailable", retry_after_s=RETRY_AFTER_S) from error
 
 
 def _free_name(known: dict[str, WorkerUp]) -> str:
@@ -128,14 +165,12 @@ def _free_name(known: dict[str, WorkerUp]) -> str:
     return f"r{number}"
 
 
-def _rows(workers: Workers) -> list[dict[str, Any]]:
-    return [_row(workers, up.worker) for up in workers.workers]
-
-
-def _row(workers: Workers, name: str) -> dict[str, Any]:
-    found = next((up for up in workers.workers if up.worker == name), None)
-    if found is None:
-        return {"name": name, "state": "gone"}
-    state = "draining" if name in workers.draining else "sick" if name in workers.sick else "up"
-    row = {"name": name, "url": found.url, "kv": found.kv, "replay": found.replay}
-    return row | {"capacity": found.capacity, "state": state}
+def _state(workers: Workers, name: str) -> WorkerState:
+    up = next((up for up in workers.workers if up.worker == name), None)
+    if up is None:
+        return WorkerState(name, "gone")
+    if name in workers.draining:
+        state: Literal["draining", "sick", "up"] = "draining"
+    else:
+        state = "sick" if name in workers.sick else "up"
+    return WorkerState(name, state, up.url, up.kv, up.replay, up.capacity)

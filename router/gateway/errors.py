@@ -2,9 +2,11 @@
 
 import msgspec
 
+RETRY_AFTER_S = 1
+
 
 class ApiError(Exception):
-    """An answer to the client in OpenAI's error shape: whose fault it is, is in the status."""
+    """An error answer to a client, in OpenAI's shape. The status says whose fault it is."""
 
     def __init__(
         self,
@@ -31,10 +33,30 @@ class ApiError(Exception):
 
     def body(self) -> bytes:
         """The JSON body."""
-        error = {
-            "message": self.message,
-            "type": self.type,
-            "param": self.param,
-            "code": self.code or self.status,
-        }
-        return msgspec.json.encode({"error": error})
+        detail = ErrorDetail(self.message, self.type, self.param, self.code or self.status)
+        return msgspec.json.encode(ErrorBody(detail))
+
+
+class ErrorDetail(msgspec.Struct):
+    """What is wrong. `param` is the field of the request that is at fault, where one is."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | int
+
+
+class ErrorBody(msgspec.Struct):
+    """The body of every error answer."""
+
+    error: ErrorDetail
+
+
+def overloaded(message: str) -> ApiError:
+    """429: the client may come back when it has less in flight."""
+    return ApiError(429, message, code="overloaded", retry_after_s=RETRY_AFTER_S)
+
+
+def describe(error: BaseException) -> str:
+    """One line that says what went wrong, for logs and messages."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

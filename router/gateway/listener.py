@@ -1,47 +1,60 @@
-"""The server's side of a client's connection, bounded where uvicorn leaves it open.
+"""The server's side of a client's connection, with the bounds that uvicorn lacks.
 
-uvicorn closes a connection that is idle after an answer. It waits for ever on one that has sent nothing, or half a
-head, and takes as many as come. Here a connection counts for its address (`resources.address_share`), and is closed
-when no whole head has come for `head_timeout_s`.
+uvicorn closes a connection that is idle after an answer. But it accepts any number of connections, and waits for ever
+on one that sends nothing, or half a head. Here a connection counts for its address, and is closed when no whole
+request head has come within a time limit.
 """
 
 import asyncio
+from dataclasses import dataclass
 from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from router.gateway.errors import ApiError
-from router.gateway.resources import Gateway, address_share
+from router.gateway.clients import address_share
+from router.gateway.counters import Counters
+from router.gateway.errors import overloaded
+from router.shared_limit import SharedLimit
 
-STATE = "gateway"
-"""Where the application's lifespan puts the `Gateway`."""
+STATE = "connections"
+"""Where the application's lifespan puts its `ConnectionBounds`."""
 
 
-def full(share: str) -> bytes:
+@dataclass(frozen=True)
+class ConnectionBounds:
+    """What bounds the connections of clients."""
+
+    open: SharedLimit
+    """Open connections, by address."""
+    head_timeout_s: float
+    counters: Counters
+
+
+def refusal(share: str) -> bytes:
     """The answer to a connection that is one too many."""
-    body = ApiError(429, f"too many connections from {share.strip('()')}", code="overloaded").body()
+    body = overloaded(f"too many connections from {share.strip('()')}").body()
     head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nretry-after: 1\r\nconnection: close"
     return f"HTTP/1.1 429 Too Many Requests\r\n{head}\r\n\r\n".encode() + body
 
 
 class Listener(HttpToolsProtocol):
-    """One connection."""
+    """One connection of a client."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self._gateway: Gateway = self.app_state[STATE]
+        self._bounds: ConnectionBounds = self.app_state[STATE]
         self._share: str | None = None
         self._has_begun = False
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """It is open, unless its address has too many."""
+        """Takes the connection, or refuses it if its address has too many."""
         peer = transport.get_extra_info("peername")
         share = address_share(peer if isinstance(peer, tuple) else None)
-        if not self._gateway.connections.take(share):
-            self._gateway.refusals[429] += 1
+        if not self._bounds.open.take(share):
+            self._bounds.counters.refusals[429] += 1
             wire = cast(asyncio.Transport, transport)
-            wire.write(full(share))
+            wire.write(refusal(share))
             wire.close()
             return
         self._share = share
@@ -49,16 +62,16 @@ class Listener(HttpToolsProtocol):
         self._wait_for_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is closed."""
+        """Gives its place back. A refused connection has none."""
         if self._share is None:
             return
-        self._gateway.connections.give(self._share)
+        self._bounds.open.give(self._share)
         self._share = None
         self._stop_waiting()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Something came."""
+        """Starts the clock for the next head when one has begun, or none is being answered."""
         if self._share is None:
             return
         super().data_received(data)
@@ -67,18 +80,18 @@ class Listener(HttpToolsProtocol):
             self._wait_for_head()
 
     def on_message_begin(self) -> None:
-        """The first byte of a request's head."""
+        """The first byte of a head has come."""
         self._has_begun = True
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """The whole head."""
+        """The whole head has come."""
         self._has_begun = False
         self._stop_waiting()
         super().on_headers_complete()
 
     def _wait_for_head(self) -> None:
-        self._timer = self.loop.call_later(self._gateway.limits.head_timeout_s, self.transport.abort)
+        self._timer = self.loop.call_later(self._bounds.head_timeout_s, self.transport.abort)
 
     def _stop_waiting(self) -> None:
         if self._timer is not None:

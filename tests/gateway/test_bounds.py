@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from router.gateway.clients import address_share, header_safe
 from router.gateway.relay import LARGE_BYTES
 from router.gateway.replicas.connections import NoDescriptors
 from router.gateway.request.call import LARGE_BODY_BYTES, parse
 from router.gateway.request.chunks import ChunkedTokenizer
-from router.gateway.resources import address_share, header_safe
 from tests.gateway.test_gateway import CHAT, COMPLETION, START_S, Cluster, FakeReplica, eventually, run
 from tests.stand_in import make_tokenizer
 
@@ -44,8 +44,8 @@ def test_bodies_that_are_not_read_yet_count_for_their_address(tokenizer: Path) -
         slow = [await connect(c, "127.0.0.2") for _ in range(8)]
         for _, writer in slow:
             writer.write(head(100) + b"{")
-        await eventually(lambda: c.gateway.refusals[429] == 4, "it has its share", START_S)
-        assert c.gateway.places.most(9) == {"(127.0.0.2)": 4}
+        await eventually(lambda: c.gateway.counters.refusals[429] == 4, "it has its share", START_S)
+        assert c.gateway.capacity.requests.most(9) == {"(127.0.0.2)": 4}
         for _ in range(3):
             status, headers, _ = await c.post("/v1/completions", COMPLETION | {"user": "modest"})
             assert (status, headers["x-fair-client"]) == (200, "modest")
@@ -54,7 +54,7 @@ def test_bodies_that_are_not_read_yet_count_for_their_address(tokenizer: Path) -
         for _, writer in slow:
             writer.close()
         await c.ended(ok=4)
-        assert (c.gateway.places.taken, c.gateway.bytes.taken) == (0, 0)
+        assert (c.gateway.capacity.requests.taken, c.gateway.capacity.body_bytes.taken) == (0, 0)
 
     run(body, tokenizer, max_in_flight=8)
 
@@ -136,12 +136,12 @@ def test_connections_of_one_address_leave_room_to_the_others(tokenizer: Path) ->
         assert answer.startswith(b"HTTP/1.1 429 ")
         assert b"\r\nretry-after: 1\r\n" in answer
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "overloaded"
-        assert c.gateway.connections.held("(127.0.0.2)") == 5
+        assert c.gateway.connection_bounds.open.held("(127.0.0.2)") == 5
         assert (await c.post("/v1/completions", COMPLETION))[0] == 200
         for _, writer in many:
             writer.close()
         await eventually(
-            lambda: not c.gateway.connections.held("(127.0.0.2)"), "they are given back", START_S
+            lambda: not c.gateway.connection_bounds.open.held("(127.0.0.2)"), "they are given back", START_S
         )
 
     run(body, tokenizer, max_connections=10)
@@ -152,14 +152,14 @@ def test_without_a_file_to_open_the_gateway_is_at_fault(tokenizer: Path) -> None
         async def none_left(_: object) -> None:
             raise NoDescriptors(24, "Too many open files")
 
-        connecting, c.gateway.replicas.connect = c.gateway.replicas.connect, none_left  # type: ignore[assignment]
+        connecting, c.gateway.replicas.connections.connect = c.gateway.replicas.connections.connect, none_left  # type: ignore[assignment]
         for stream in (True, False, True):
             status, headers, answer = await c.post("/v1/completions", COMPLETION | {"stream": stream})
             assert (status, headers["retry-after"]) == (503, "1")
             assert json.loads(answer)["error"]["code"] == "overloaded"
-        assert c.gateway.health.is_well("r0")
-        assert not c.gateway.counts["retried"]
-        c.gateway.replicas.connect = connecting  # type: ignore[method-assign]
+        assert c.gateway.replicas.health.is_well("r0")
+        assert not c.gateway.counters.retried
+        c.gateway.replicas.connections.connect = connecting  # type: ignore[method-assign]
         assert (await c.post("/v1/completions", COMPLETION))[0] == 200
         await c.ended(failed=3, ok=1)
 
@@ -170,7 +170,9 @@ def test_without_a_file_to_open_the_gateway_is_at_fault(tokenizer: Path) -> None
 
 
 async def knows_context(c: Cluster, tokens: int | None) -> None:
-    await eventually(lambda: c.gateway.context_tokens == tokens, f"a context of {tokens} tokens", START_S)
+    await eventually(
+        lambda: c.gateway.replicas.context_tokens == tokens, f"a context of {tokens} tokens", START_S
+    )
 
 
 def test_a_prompt_beyond_the_context_is_refused_before_it_is_placed(tokenizer: Path) -> None:
@@ -227,8 +229,8 @@ def test_what_cannot_fit_is_not_tokenized(tokenizer: Path, monkeypatch: pytest.M
 
 def test_without_a_known_context_the_replica_judges(tokenizer: Path) -> None:
     async def body(c: Cluster) -> None:
-        await c.gateway._contexts._ask(("r0", c.replicas[0].url), c.gateway.session)
-        assert c.gateway.context_tokens is None
+        await c.gateway.replicas._contexts._ask(("r0", c.replicas[0].url), c.gateway.replicas.session)
+        assert c.gateway.replicas.context_tokens is None
         assert (await c.post("/v1/completions", {"prompt": "x" * 9000}))[0] == 200
         status, _, answer = await c.post("/v1/completions", {"prompt": ["x" * 21_000] * 2})
         assert (status, json.loads(answer)["error"]["code"]) == (400, "prompt_too_large")
@@ -264,7 +266,7 @@ def test_large_bodies_are_parsed_off_the_event_loop(tokenizer: Path, monkeypatch
     async def body(c: Cluster) -> None:
         threads: list[threading.Thread] = []
         monkeypatch.setattr(
-            "router.gateway.resources.parse",
+            "router.gateway.request.intake.parse",
             lambda *given: (threads.append(threading.current_thread()), parse(*given))[1],
         )
         for size in (LARGE_BODY_BYTES // 2, LARGE_BODY_BYTES):
@@ -302,7 +304,7 @@ def test_a_replica_is_not_given_more_to_read_than_it_has_time_for(tokenizer: Pat
         async def asked(_: str) -> None:
             await has_read.wait()
 
-        c.gateway._is_through = asked  # type: ignore[method-assign]
+        c.gateway.replicas._probe = asked  # type: ignore[method-assign]
         c.replicas[0].mode = "endless"
         large = {"prompt": "x" * 100_000}
         flood = [asyncio.create_task(c.post("/v1/completions", large)) for _ in range(8)]

@@ -39,8 +39,8 @@ from router.gateway.answer.resume import Diverged, Resumable
 from router.gateway.answer.sse import Stream
 from router.gateway.app import Config, create_app
 from router.gateway.errors import ApiError
+from router.gateway.limits import Limits
 from router.gateway.request.call import Call, parse
-from router.gateway.resources import Limits
 from router.placement import PLACEMENTS, build
 from router.wire import decode_kv_batch
 from tests.stand_in import MODEL, make_tokenizer
@@ -275,7 +275,7 @@ def test_every_request_is_answered(
     assert answer.status_code in (200, 307, 400, 401, 403, 404, 405, 413, 503)
     if answer.status_code >= 400 and method != "HEAD":
         assert answer.json() if path == "/health" else answer.json()["error"]["message"]
-    assert (http.gateway.places.taken, http.gateway.bytes.taken) == (0, 0)
+    assert (http.gateway.capacity.requests.taken, http.gateway.capacity.body_bytes.taken) == (0, 0)
 
 
 def test_what_is_refused_is_counted(http: Http) -> None:

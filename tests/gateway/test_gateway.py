@@ -23,12 +23,13 @@ from router.events import Arrive, WorkerUp
 from router.gateway.admin import KEY_VARIABLE
 from router.gateway.answer.sse import Stream, Usage, usage_of
 from router.gateway.app import Config, create_app
+from router.gateway.clients import header_safe
 from router.gateway.errors import ApiError
+from router.gateway.gateway import Gateway
 from router.gateway.limits import Limits
 from router.gateway.listener import Listener
 from router.gateway.request.call import parse
 from router.gateway.request.tokens import TokenizerError, Tokens
-from router.gateway.resources import Gateway, header_safe
 from router.placement import build
 from router.shell import Shell
 from tests.stand_in import make_tokenizer
@@ -435,6 +436,11 @@ def test_the_openai_client(tokenizer: Path) -> None:
     async def body(c: Cluster) -> None:
         async with openai.AsyncOpenAI(base_url=c.url + "/v1", api_key="secret", max_retries=0) as client:
             assert [model.id async for model in client.models.list()] == [MODEL]
+            assert (await client.models.retrieve(MODEL)).id == MODEL
+            for unknown in ("gpt-9", "org/gpt-9"):
+                with pytest.raises(openai.NotFoundError, match="gpt-9") as missing:
+                    await client.models.retrieve(unknown)
+                assert missing.value.code == "model_not_found"
             answer = await client.chat.completions.with_raw_response.create(**CHAT | {"model": "default"})
             assert answer.parse().choices[0].message.content == "ttt"
             assert answer.headers["x-fair-client"].startswith("key:")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from router.gateway.answer.resume import Diverged, Resumable
 from router.gateway.answer.sse import Stream
 from router.gateway.request.call import Call, parse
-from router.gateway.request.continuation import resumption
+from router.gateway.request.continuation import continuation
 from router.gateway.request.tokens import Tokens
 from tests.stand_in import Engine, make_tokenizer
 
@@ -243,7 +243,9 @@ def test_a_tool_call_is_not_begun_again(tokenizer: Path) -> None:
         ("chat", {}, "repeat"),
         ("completions", {"temperature": 1}, None),
         ("completions", {"temperature": None}, None),
-        ("completions", {"temperature": 1, "seed": 3}, "tokens"),
+        ("completions", {"temperature": 1, "seed": 3}, None),
+        ("completions", {"temperature": 0, "seed": 3}, "tokens"),
+        ("generate", {"sampling_params": {"temperature": 1, "sampling_seed": 3, "max_new_tokens": 5}}, None),
         ("completions", {"temperature": 1, "top_k": 1}, "tokens"),
         ("completions", {"stream": False}, None),
         ("completions", {"n": 2}, None),
@@ -271,5 +273,6 @@ def test_how_a_stream_can_go_on(kind: str, change: dict[str, Any], way: str | No
 
 def test_a_list_of_sampling_parameters_is_no_single_answer() -> None:
     assert (
-        resumption("generate", {"text": "x", "stream": True, "sampling_params": [{"temperature": 0}]}) is None
+        continuation("generate", {"text": "x", "stream": True, "sampling_params": [{"temperature": 0}]})
+        is None
     )

@@ -15,7 +15,7 @@ import msgspec
 
 from router.events import Count
 from router.gateway.request.call import Call
-from router.gateway.request.continuation import Kind
+from router.gateway.request.schema import Kind
 
 END_OF_EVENT = b"\n\n"
 DONE = b"data: [DONE]\n\n"

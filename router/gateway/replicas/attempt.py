@@ -1,160 +1,191 @@
-"""One request at one worker, from the router's word to its end.
+"""One attempt: one replica serves a request, or the part of it that is left.
 
-Whatever happens, the router hears of the end exactly once (`Attempt.settle`), and the replica works for
-nobody who has left: a stream is closed, other work is cancelled by /abort_request.
+Whatever happens, the router hears exactly once how the attempt ended, and the replica does not go on working for a
+client that has left: a stream is closed, other work is cancelled by `/abort_request`.
 """
 
 import asyncio
 import logging
 import time
 
-from router.events import Done, Outcome, Place, Progress
+from router.events import Done, Place, Progress
+from router.events import Outcome as Ending
 from router.gateway.answer.reply import ClientGone, Reply
-from router.gateway.answer.resume import Resumable
+from router.gateway.answer.resume import Diverged, Resumable
 from router.gateway.answer.sse import Stream, Usage, usage_of
+from router.gateway.clients import header_safe
+from router.gateway.errors import describe
 from router.gateway.replicas.connections import Asking, Broken, Connection, NoDescriptors, NotConnected
+from router.gateway.replicas.pool import Replicas
+from router.gateway.replicas.retries import AttemptOutcome, Lost, Mismatch, NoDescriptorsLeft, Served
 from router.gateway.request.call import Call
-from router.gateway.resources import PATHS, Gateway, header_safe, why
+from router.gateway.request.schema import PATHS
+from router.gateway.routing.placer import Placer
 
 log = logging.getLogger("gateway")
 
 
-class NotServed(Exception):
-    """The replica did not answer to the end; another one may.
-
-    `fell_silent`: it had the request and nothing came from it any more, so the request may be the reason.
-    """
-
-    def __init__(self, reason: str, *, fell_silent: bool = False) -> None:
-        super().__init__(reason)
-        self.fell_silent = fell_silent
+class _NotServed(Exception):
+    """The replica answered, but not with what was asked for."""
 
 
 class Attempt:
-    """`carry` it; it settles itself."""
+    """`run` it once."""
 
-    def __init__(self, gateway: Gateway, call: Call, place: Place, client: str, begun_s: float) -> None:
-        """`begun_s` is since when the client waits for this answer, on the monotonic clock."""
-        self._gateway = gateway
+    def __init__(
+        self,
+        replicas: Replicas,
+        placer: Placer,
+        call: Call,
+        place: Place,
+        *,
+        client: str,
+        waiting_since_s: float,
+        progress_interval_s: float,
+    ) -> None:
+        """`waiting_since_s` is when the client began to wait, on the monotonic clock; the time to first token counts
+        from it."""
+        self._replicas = replicas
+        self._placer = placer
         self._call = call
         self._place = place
         self._client = client
-        self._begun_s = begun_s
-        self._settled = False
-        self._received = False
+        self._url = place.url.rstrip("/")
+        self._waiting_since_s = waiting_since_s
+        self._progress_interval_s = progress_interval_s
+        self._stream = Stream(call)
+        self._asking: Asking | None = None
+        self._may_be_working = False
+        """The replica has, or may have, the request and has not finished it."""
+        self._is_settled = False
         self._first_s: float | None = None
-        self._last_s = begun_s
+        """When the first bytes of the answer came, and the latest: for streams only."""
+        self._last_s = waiting_since_s
 
-    async def carry(self, headers: dict[str, str], reply: Reply, resumable: Resumable | None) -> None:
-        """Has the worker serve the request.
-
-        Raises `NotServed` when it did not to the end, `Diverged` when it served another answer than the one
-        that the client has begun to read, and `NoDescriptors` when this process could not ask it.
-        """
-        url = self._place.url.rstrip("/")
-        is_over, stream = True, Stream(self._call)
-        asking: Asking | None = None
+    async def run(self, headers: dict[str, str], reply: Reply, resumable: Resumable | None) -> AttemptOutcome:
+        """Has the replica serve the request and passes its answer on. Raises `ClientGone` if the client leaves."""
         try:
-            await self._gateway.pace(url).reserve(self._client, len(self._call.encoded))
-            is_over = False
-            asking = self._gateway.replicas.post(
-                url, PATHS[self._call.kind], headers, self._call.forwarded(self._place.id)
-            )
-            with self._gateway.health.while_it_answers(self._place.worker, asking.give_up):
-                async with asking as answer:
-                    if answer.status == 503:
-                        is_over = True
-                        raise NotServed("it answered 503")
-                    if answer.status == 200 and _content_type(answer) == "text/event-stream":
-                        try:
-                            await self._stream(answer, stream, reply, resumable)
-                        except OSError:
-                            if not stream.ended:
-                                raise
-                        await reply.end()
-                    elif reply.started:
-                        raise NotServed(f"it answered {answer.status} to the rest of a stream")
-                    else:
-                        await self._whole(answer, reply)
-                    is_over = True
-        except NoDescriptors:
-            is_over = True
-            raise
+            await self._carry(headers, reply, resumable)
+            return Served()
+        except NoDescriptors as error:
+            self._may_be_working = False
+            return NoDescriptorsLeft(str(error))
         except OSError as error:
-            is_over = isinstance(error, NotConnected)
-            if is_over:
-                self._gateway.health.refused(self._place.worker)
-            fell_silent = isinstance(error, TimeoutError) and asking is not None and asking.was_sent
-            raise NotServed(why(error), fell_silent=fell_silent and not self._received) from error
+            return self._lost(error)
+        except _NotServed as error:
+            return Lost(self._place.worker, str(error))
+        except Diverged as error:
+            return Mismatch(f"worker {self._place.worker}: {error}")
         except (ClientGone, asyncio.CancelledError):
-            self.settle("aborted", stream.usage)
+            self._settle("aborted", self._stream.usage)
             raise
         finally:
-            if not self._settled:
-                tokens = resumable.leg_tokens if resumable is not None else None
-                usage = stream.usage if tokens is None else Usage(tokens, stream.usage.cached_tokens)
-                self.settle("aborted" if self._received else "failed", usage)
-            if not is_over:
-                self._gateway.cancel_work(url, self._call.rids(self._place.id) + tuple(sorted(stream.rids)))
+            if not self._is_settled:
+                self._settle("failed" if self._first_s is None else "aborted", self._usage(resumable))
+            if self._may_be_working:
+                rids = self._call.rids(self._place.id) + tuple(sorted(self._stream.rids))
+                self._replicas.cancel_work(self._url, rids)
 
-    def settle(self, outcome: Outcome, usage: Usage | None = None) -> None:
-        """Tells the router how the request ended; only the first call counts."""
-        if self._settled:
+    async def _carry(self, headers: dict[str, str], reply: Reply, resumable: Resumable | None) -> None:
+        await self._replicas.window(self._url).reserve(self._client, len(self._call.encoded))
+        self._may_be_working = True
+        body = self._call.forwarded(self._place.id)
+        self._asking = self._replicas.post(self._url, PATHS[self._call.kind], headers, body)
+        # A replica that falls silent is given up at once, wherever in here its answer is waited for.
+        with self._replicas.health.while_it_answers(self._place.worker, self._asking.give_up):
+            async with self._asking as answer:
+                if answer.status == 503:
+                    self._may_be_working = False
+                    raise _NotServed("it answered 503")
+                if answer.status == 200 and _content_type(answer) == "text/event-stream":
+                    await self._pass_stream(answer, reply, resumable)
+                elif reply.started:
+                    raise _NotServed(f"it answered {answer.status} to the rest of a stream")
+                else:
+                    await self._pass_whole(answer, reply)
+                self._may_be_working = False
+
+    async def _pass_whole(self, answer: Connection, reply: Reply) -> None:
+        body = await answer.read()
+        self._replicas.health.heard(self._place.worker, time.monotonic())
+        if answer.status < 400:
+            self._settle("ok", usage_of(self._call.kind, body) or Usage())
+        else:
+            log.warning(
+                "request %s client=%s worker=%s: it answered %d",
+                self._place.id,
+                self._client,
+                self._place.worker,
+                answer.status,
+            )
+            self._settle("failed", Usage())
+        await reply.start(answer.status, self._headers(answer) | {"content-length": str(len(body))})
+        await reply.end(body)
+
+    async def _pass_stream(self, answer: Connection, reply: Reply, resumable: Resumable | None) -> None:
+        stream = self._stream
+        reported_s = time.monotonic()
+        try:
+            while chunk := await answer.piece():
+                events = stream.feed(chunk)
+                if not events:
+                    continue
+                self._last_s = time.monotonic()
+                self._replicas.health.heard(self._place.worker, self._last_s)
+                if self._first_s is None:
+                    self._first_s = self._last_s
+                    if not reply.started:
+                        await reply.start(200, self._headers(answer) | {"cache-control": "no-cache"})
+                if self._progress_interval_s and self._last_s - reported_s >= self._progress_interval_s:
+                    reported_s = self._last_s
+                    self._placer.progress(Progress(self._place.id, stream.usage.output_tokens))
+                if stream.ended:
+                    self._settle("ok", stream.usage)
+                if resumable is not None:
+                    events = resumable.pass_on(events)
+                if events:
+                    await reply.piece(events)
+            if not stream.ended:
+                raise Broken("the stream ended without [DONE]")
+        except OSError:
+            if not stream.ended:  # what breaks after [DONE] does not matter
+                raise
+        await reply.end()
+
+    def _lost(self, error: OSError) -> Lost:
+        if isinstance(error, NotConnected):
+            self._may_be_working = False
+            self._replicas.health.refused(self._place.worker)
+        was_sent = self._asking is not None and self._asking.was_sent
+        fell_silent = isinstance(error, TimeoutError) and was_sent and self._first_s is None
+        return Lost(self._place.worker, describe(error), fell_silent)
+
+    def _usage(self, resumable: Resumable | None) -> Usage:
+        """Of an attempt that was cut off: counted by token ids where they are known, else as the stream says."""
+        usage = self._stream.usage
+        tokens = resumable.leg_tokens if resumable is not None else None
+        return usage if tokens is None else Usage(tokens, usage.cached_tokens)
+
+    def _settle(self, ending: Ending, usage: Usage) -> None:
+        """Tells the router how the attempt ended. Only the first call counts."""
+        if self._is_settled:
             return
-        self._settled = True
-        usage = usage or Usage()
-        first_s = self._first_s
-        span_s = None if first_s is None else self._last_s - first_s
-        self._gateway.end(
+        self._is_settled = True
+        ttft_s = tpot_s = None
+        if self._first_s is not None:
+            ttft_s = self._first_s - self._waiting_since_s
+            if usage.output_tokens > 1:
+                tpot_s = (self._last_s - self._first_s) / (usage.output_tokens - 1)
+        self._placer.end(
             Done(
                 self._place.id,
                 output_tokens=usage.output_tokens,
                 cached_tokens=usage.cached_tokens,
-                outcome=outcome,
-                ttft_s=None if first_s is None else first_s - self._begun_s,
-                tpot_s=None
-                if span_s is None or usage.output_tokens < 2
-                else span_s / (usage.output_tokens - 1),
+                outcome=ending,
+                ttft_s=ttft_s,
+                tpot_s=tpot_s,
             )
         )
-
-    async def _whole(self, answer: Connection, reply: Reply) -> None:
-        body = await answer.read()
-        self._gateway.health.heard(self._place.worker, time.monotonic())
-        if answer.status < 400:
-            self.settle("ok", usage_of(self._call.kind, body))
-        else:
-            log.warning("request %s client=%s worker=%s: it answered %d", *self._names(), answer.status)
-            self.settle("failed")
-        await reply.start(answer.status, self._headers(answer) | {"content-length": str(len(body))})
-        await reply.end(body)
-
-    async def _stream(
-        self, answer: Connection, stream: Stream, reply: Reply, resumable: Resumable | None
-    ) -> None:
-        interval_s = self._gateway.limits.progress_interval_s
-        told_s = time.monotonic()
-        while chunk := await answer.piece():
-            events = stream.feed(chunk)
-            if not events:
-                continue
-            self._last_s = time.monotonic()
-            self._gateway.health.heard(self._place.worker, self._last_s)
-            if not self._received:
-                self._received, self._first_s = True, self._last_s
-                if not reply.started:
-                    await reply.start(200, self._headers(answer) | {"cache-control": "no-cache"})
-            if interval_s and self._last_s - told_s >= interval_s:
-                told_s = self._last_s
-                self._gateway.link.tell(Progress(self._place.id, stream.usage.output_tokens))
-            if stream.ended:
-                self.settle("ok", stream.usage)
-            if resumable is not None:
-                events = resumable.pass_on(events)
-            if events:
-                await reply.piece(events)
-        if not stream.ended:
-            raise Broken("the stream ended without [DONE]")
 
     def _headers(self, answer: Connection) -> dict[str, str]:
         headers = {
@@ -167,9 +198,6 @@ class Attempt:
         if "retry-after" in answer.headers:
             headers["retry-after"] = answer.headers["retry-after"]
         return headers
-
-    def _names(self) -> tuple[str, str, str]:
-        return self._place.id, self._client, self._place.worker
 
 
 def _content_type(answer: Connection) -> str:

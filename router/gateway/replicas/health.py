@@ -14,7 +14,7 @@ nothing of its scheduler, as engines without the overlay, is well as long as it 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import aiohttp
 import msgspec
@@ -147,7 +147,7 @@ class Health:
     """Asks the workers, and gives up what is in flight at those that fall silent. Of one event loop."""
 
     def __init__(
-        self, timeout_s: float, workers: Callable[[], dict[str, WorkerUp]], changed: Callable[[], None]
+        self, timeout_s: float, workers: Callable[[], Mapping[str, WorkerUp]], changed: Callable[[], None]
     ) -> None:
         """`workers` are those to ask; `changed` is called when one has fallen sick or recovered."""
         self.watch = Watch(timeout_s)

@@ -1,73 +1,75 @@
-"""Whether another replica can go on with a stream: read from the request alone.
+"""Whether another replica could continue a stream: decided from the request alone.
 
-A stream can go on when its next token follows from what was sent: greedy decoding, or a seed (SGLang draws
-from seed and position). It must be one answer, of text alone, from a stateless request.
+A stream can be continued only if its next token follows from the tokens before it: with greedy decoding. A seed is not
+enough. An engine that is not deterministic answers two equal requests with the same seed differently, and whether
+an engine is deterministic cannot be seen here. Besides, the request must be stateless, and have one answer, of text
+alone.
 
-    tokens   the output ids that were sent join the prompt; nothing is computed twice but their KV
-    repeat   the request is served again from its beginning, and what the client has is compared and left out
+    tokens   the output tokens that were sent join the prompt; nothing is decoded twice
+    repeat   the request is served again from its beginning, and what the client already has is compared and left out
 
-By tokens goes only what forgets nothing by it: penalties and grammars look back on the output, which would
-have become prompt. Every option that is not listed below is therefore repeated. A chat is repeated always,
-for SGLang does not stream the ids of its tokens.
+`tokens` loses what the sampler remembers of its output, because that output has become prompt: penalties and grammars
+look back on it. So any option that is not known to be harmless means `repeat`. A chat is always repeated, because
+SGLang does not stream its token ids.
 """
 
 from collections.abc import Mapping
 from typing import Any, Literal
 
-Kind = Literal["chat", "completions", "generate"]
+from router.gateway.request.schema import Kind
+
 Way = Literal["tokens", "repeat"]
 
 OUTPUT_LIMIT: Mapping[Kind, str] = {"completions": "max_tokens", "generate": "max_new_tokens"}
 OUTPUT_FLOOR: Mapping[Kind, str] = {"completions": "min_tokens", "generate": "min_new_tokens"}
 
-_FREE = {
+_MEMORYLESS = {
     "temperature", "top_p", "top_k", "min_p", "seed", "sampling_seed", "logit_bias", "n", "best_of",
     "stop", "stop_token_ids", "no_stop_trim", "ignore_eos", "skip_special_tokens",
     "spaces_between_special_tokens", "custom_params",
 }  # fmt: skip
-"""Options of sampling that mean the same in the middle of an answer as at its beginning."""
+"""Sampling options that mean the same in the middle of an answer as at its beginning."""
 
-_ABOUT = {
+_NOT_SAMPLING = {
     "model", "prompt", "text", "input_ids", "sampling_params", "stream", "stream_options", "user", "rid",
     "lora_path", "extra_key", "cache_salt", "priority",
 }  # fmt: skip
-"""Options that say nothing of sampling."""
 
 _NEUTRAL: Mapping[str, float] = {"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1}
+"""Values with which these options change nothing."""
 
 _MORE_THAN_TEXT = ("logprobs", "top_logprobs", "session_params", "session_id", "beam_width")
-"""Besides all `return_…`: what makes an answer more than its text, or a request more than itself."""
+"""With any of these, or any `return_…`, an answer is more than its text, or a request depends on another."""
 
 
-def resumption(kind: Kind, body: Mapping[str, Any]) -> Way | None:
-    """How a stream that answers `body` could go on elsewhere; None if it could not, or is none."""
+def continuation(kind: Kind, body: Mapping[str, Any]) -> Way | None:
+    """How another replica could continue the stream that answers `body`; None if it could not."""
     sampling = body.get("sampling_params") or {} if kind == "generate" else body
     if body.get("stream") is not True or not isinstance(sampling, Mapping):
         return None
     both = {**body, **sampling}
-    one_answer = all(both.get(name) in (None, 1) for name in ("n", "best_of"))
-    if not (one_answer and _follows(both)) or _has_more_than_text(both):
+    is_single = all(both.get(name) in (None, 1) for name in ("n", "best_of"))
+    if not (is_single and _is_greedy(both)) or _has_more_than_text(both):
         return None
     if kind == "chat" or type(sampling.get(OUTPUT_LIMIT[kind])) is not int:
         return "repeat"
     if type(sampling.get(OUTPUT_FLOOR[kind])) not in (int, type(None)):
         return "repeat"
-    known = _FREE | _ABOUT | {OUTPUT_LIMIT[kind], OUTPUT_FLOOR[kind]}
-    rest = {name: value for name, value in _given(both).items() if name not in known}
-    return "tokens" if all(rest[name] == _NEUTRAL.get(name) for name in rest) else "repeat"
+    known = _MEMORYLESS | _NOT_SAMPLING | {OUTPUT_LIMIT[kind], OUTPUT_FLOOR[kind]}
+    others = {name: value for name, value in _given(both).items() if name not in known}
+    is_neutral = all(value == _NEUTRAL.get(name) for name, value in others.items())
+    return "tokens" if is_neutral else "repeat"
 
 
 def stop_reach(sampling: Mapping[str, Any]) -> int:
-    """Characters before the end of what was sent in which a stop text may have begun."""
+    """How many of the last characters sent may be the beginning of a stop text."""
     stops = sampling.get("stop") or []
     texts = [stops] if isinstance(stops, str) else stops
     return max((len(text) - 1 for text in texts if isinstance(text, str)), default=0)
 
 
-def _follows(both: Mapping[str, Any]) -> bool:
-    """Whether each token follows from those before it."""
-    is_seeded = any(type(both.get(name)) is int for name in ("seed", "sampling_seed"))
-    return is_seeded or both.get("temperature") == 0 or both.get("top_k") == 1
+def _is_greedy(both: Mapping[str, Any]) -> bool:
+    return both.get("temperature") == 0 or both.get("top_k") == 1
 
 
 def _has_more_than_text(both: Mapping[str, Any]) -> bool:
@@ -78,4 +80,5 @@ def _has_more_than_text(both: Mapping[str, Any]) -> bool:
 
 
 def _given(both: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with a value; null and false count as left out."""
     return {name: value for name, value in both.items() if value is not None and value is not False}

@@ -20,8 +20,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from router.events import TOKEN_BYTES
-from router.gateway.request.call import Call, Prompt
+from router.gateway.request.call import Call
 from router.gateway.request.chunks import ChunkedTokenizer
+from router.gateway.request.schema import Prompt
 from router.wire import pack_tokens, unpack_tokens
 
 log = logging.getLogger("gateway")

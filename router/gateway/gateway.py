@@ -1,0 +1,84 @@
+"""Assembles the parts of a gateway process."""
+
+from collections.abc import Sequence
+
+from router.gateway.counters import Counters
+from router.gateway.limits import Limits
+from router.gateway.listener import ConnectionBounds
+from router.gateway.relay import Relay, Services
+from router.gateway.replicas.pool import Replicas
+from router.gateway.request.intake import Intake
+from router.gateway.request.schema import Kind
+from router.gateway.request.tokens import Tokens
+from router.gateway.routing.fleet import Fleet
+from router.gateway.routing.link import Link
+from router.gateway.routing.placer import Placer
+from router.gateway.sharing.allowance import Capacity
+from router.shared_limit import SharedLimit
+from sglang_fair.common.identity import DEFAULT_ORDER
+
+LISTED_CLIENTS = 10
+"""`/status` names this many clients, those with most requests in flight."""
+
+
+class Gateway:
+    """The parts, and when they start and stop. Belongs to one event loop. No part knows it."""
+
+    def __init__(
+        self,
+        model_name: str,
+        router: str,
+        router_timeout_s: float,
+        tokens: Tokens,
+        limits: Limits,
+        identity: Sequence[str] = DEFAULT_ORDER,
+    ) -> None:
+        """`router` is its address, `identity` where a client's name is looked for. `start` opens connections."""
+        self.model_name = model_name
+        self.counters = Counters()
+        self.capacity = Capacity(limits.max_in_flight, limits.max_held_bytes, limits.max_body_bytes)
+        self.connection_bounds = ConnectionBounds(
+            SharedLimit(limits.max_connections), limits.head_timeout_s, self.counters
+        )
+        self.fleet = Fleet(lambda worker: self.replicas.health.is_well(worker))
+        self.link = Link(router, router_timeout_s, self.fleet)
+        self.replicas = Replicas(limits, lambda: self.fleet.workers, self._report_health)
+        self._intake = Intake(
+            model_name, tokens, limits.max_prompt_tokens, lambda: self.replicas.context_tokens
+        )
+        placer = Placer(self.link, self.fleet, self.counters)
+        self._services = Services(
+            limits, identity, self.counters, self.capacity, self._intake, placer, self.replicas
+        )
+
+    def relay(self, kind: Kind) -> Relay:
+        """The endpoint for requests of one kind."""
+        return Relay(kind, self._services)
+
+    async def start(self) -> None:
+        """Opens what belongs to the running loop."""
+        await self.replicas.start()
+        await self.link.start()
+
+    async def close(self) -> None:
+        """Closes everything; cancellations and ends under way still leave."""
+        await self.replicas.close()
+        await self.link.close()
+        self._intake.close()
+
+    def state(self) -> dict[str, object]:
+        """What this process counts, as `/status` shows it."""
+        return {
+            "in_flight": self.capacity.requests.taken,
+            "in_flight_by_client": self.capacity.requests.most(LISTED_CLIENTS),
+            "held_bytes": self.capacity.body_bytes.taken,
+            "connections": self.connection_bounds.open.taken,
+            "context_tokens": self.replicas.context_tokens,
+            "workers": len(self.fleet.workers),
+            "sick": self.replicas.health.sick(),
+            **self.counters.state(),
+        }
+
+    def _report_health(self) -> None:
+        for event in self.fleet.health():
+            self.link.tell(event)

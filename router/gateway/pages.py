@@ -1,0 +1,92 @@
+"""What the gateway itself tells: its model, its health, its state."""
+
+from typing import Any, Literal
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from router.gateway.gateway import Gateway
+from router.gateway.request.call import model_not_found
+from router.gateway.routing.link import RouterGone
+
+
+class Model(msgspec.Struct):
+    """A model, as OpenAI describes one."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int = 0
+    owned_by: str = "sglang-fair"
+
+
+class Models(msgspec.Struct):
+    """`GET /v1/models`."""
+
+    data: list[Model]
+    object: Literal["list"] = "list"
+
+
+class HealthReport(msgspec.Struct):
+    """`GET /health`. "fallback": no router answers, and the gateway places requests by itself."""
+
+    status: Literal["ok", "fallback", "no router"]
+    model: str
+
+
+class StatusReport(msgspec.Struct):
+    """`GET /status`: the router's snapshot and, under `gateway`, this process's own counters.
+
+    While no router answers it holds only what this process knows itself.
+    """
+
+    workers: dict[str, Any]
+    in_flight: int
+    gateway: dict[str, Any]
+
+
+def routes(gateway: Gateway) -> list[Route]:
+    """Their routes."""
+    model = Model(gateway.model_name)
+
+    async def models(_: Request) -> Response:
+        return json_response(Models([model]))
+
+    async def one_model(request: Request) -> Response:
+        asked = request.path_params["id"]
+        if asked != model.id:
+            raise model_not_found(asked)
+        return json_response(model)
+
+    async def health(_: Request) -> Response:
+        if gateway.link.alive:
+            return json_response(HealthReport("ok", gateway.model_name))
+        if gateway.fleet.workers:
+            return json_response(HealthReport("fallback", gateway.model_name))
+        return json_response(HealthReport("no router", gateway.model_name), 503)
+
+    async def status(_: Request) -> Response:
+        try:
+            snapshot, is_fallback = await gateway.link.snapshot(), False
+        except RouterGone as error:
+            is_fallback = True
+            snapshot = {
+                "placement": "fallback",
+                "router": str(error),
+                "workers": gateway.fleet.view(gateway.replicas.health.sick()),
+                "in_flight": sum(gateway.fleet.in_flight.values()),
+            }
+        return JSONResponse({**snapshot, "gateway": gateway.state() | {"fallback": is_fallback}})
+
+    return [
+        Route("/v1/models", models, methods=["GET"]),
+        Route("/v1/models/{id:path}", one_model, methods=["GET"]),
+        Route("/health", health, methods=["GET"]),
+        Route("/status", status, methods=["GET"]),
+    ]
+
+
+def json_response(content: msgspec.Struct, status: int = 200) -> Response:
+    """An answer with `content` as its JSON body."""
+    return Response(msgspec.json.encode(content), status, media_type="application/json")

@@ -1,0 +1,198 @@
+"""What follows when an attempt at serving a request has ended: another replica, the rest of the stream, or an error.
+
+The relay makes an attempt, tells `Retries.after` how it ended and what its client has by then, and does as it says:
+
+    the attempt           client has nothing     stream begun, continuable     stream begun, not continuable
+    served                done                   done                          done
+    lost                  another replica        continue elsewhere; if only   error event
+                                                 [DONE] is missing, send it
+    lost, falling silent  the same; an error once `max_silenced` replicas have fallen silent with the request
+    mismatch              -                      error event                   -
+    no descriptors        503 overloaded         error event                   error event
+    no router, no worker  503 unavailable        error event                   error event
+    router refuses        429 or 503; 502 if     error event                   error event
+                          a replica was tried
+    no tries left         502                    error event                   error event
+
+Pure: no clocks, no I/O.
+"""
+
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import assert_never
+
+from router.events import Refuse
+from router.gateway.errors import RETRY_AFTER_S, ApiError, overloaded
+
+# -- how an attempt ended
+
+
+@dataclass(frozen=True)
+class Served:
+    """The client has its whole answer."""
+
+
+@dataclass(frozen=True)
+class Lost:
+    """The replica did not answer to the end; another one may.
+
+    `fell_silent`: it took the request and nothing came from it any more, so the request may be the reason.
+    """
+
+    worker: str
+    reason: str
+    fell_silent: bool = False
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """A replica cannot continue what the client has read, or began to continue it in other words."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class NoDescriptorsLeft:
+    """This process may open no more files, so it could not connect. No fault of the replica."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Unplaced:
+    """No router answers, and the gateway knows no replica that does."""
+
+    reason: str
+
+
+AttemptOutcome = Served | Lost | Mismatch | NoDescriptorsLeft
+Outcome = AttemptOutcome | Unplaced | Refuse
+
+# -- what the client has
+
+
+class Sent(Enum):
+    """What the client has got when an attempt ends."""
+
+    NOTHING = auto()
+    CONTINUABLE = auto()
+    """The beginning of a stream that another replica could continue."""
+    ALL_BUT_END = auto()
+    """Everything of a stream but its `[DONE]`."""
+    FIXED = auto()
+    """The beginning of an answer that cannot be continued."""
+
+
+# -- what follows
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Nothing is left to do."""
+
+
+@dataclass(frozen=True)
+class TryAnother:
+    """Send the same request to another replica."""
+
+
+@dataclass(frozen=True)
+class ContinueElsewhere:
+    """Have another replica continue the stream."""
+
+
+@dataclass(frozen=True)
+class EndStream:
+    """Send the `[DONE]` that is missing."""
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """Answer with this error: as a status while the client has nothing, else as the stream's last event."""
+
+    error: ApiError
+
+
+Step = Finish | TryAnother | ContinueElsewhere | EndStream | GiveUp
+
+
+class Retries:
+    """The attempts at one request."""
+
+    def __init__(self, tries: int, max_silenced: int) -> None:
+        """At most `tries` attempts, and no further one once `max_silenced` replicas have fallen silent."""
+        self.excluded: tuple[str, ...] = ()
+        """Workers that the next attempt must not go to."""
+        self._tries_left = tries
+        self._silences_left = max_silenced
+        self._reason = ""
+
+    def after(self, outcome: Outcome, sent: Sent) -> Step:
+        """What follows now that an attempt has ended with `outcome`."""
+        match outcome:
+            case Served():
+                return Finish()
+            case Lost():
+                return self._after_loss(outcome, sent)
+            case Mismatch(reason):
+                self._reason = f"{self._reason}; {reason}"
+                return self._give_up(sent)
+            case NoDescriptorsLeft(reason):
+                self._reason = reason
+                return self._give_up(sent, _no_descriptors())
+            case Unplaced(reason):
+                return self._give_up(sent, _unavailable(reason))
+            case Refuse():
+                # After a loss the router has nobody left to name: the loss is the better explanation.
+                return self._give_up(sent, None if self.excluded else _refusal(outcome))
+            case _:
+                assert_never(outcome)
+
+    def _after_loss(self, lost: Lost, sent: Sent) -> Step:
+        self._reason = f"worker {lost.worker}: {lost.reason}"
+        self._tries_left -= 1
+        self._silences_left -= lost.fell_silent
+        self.excluded = (*self.excluded, lost.worker)
+        if self._silences_left <= 0 or sent is Sent.FIXED:
+            return self._give_up(sent)
+        if sent is Sent.ALL_BUT_END:
+            return EndStream()
+        if self._tries_left <= 0:
+            return self._give_up(sent)
+        if sent is Sent.NOTHING:
+            return TryAnother()
+        # The client waits for a stream that it has begun to read, so only the worker just lost is ruled out: one that
+        # failed earlier may have recovered.
+        self.excluded = (lost.worker,)
+        return ContinueElsewhere()
+
+    def _give_up(self, sent: Sent, error: ApiError | None = None) -> GiveUp:
+        """`error` is for a client that has nothing yet; None stands for the general one."""
+        if sent is not Sent.NOTHING:
+            return GiveUp(ApiError(502, f"the stream was lost midway: {self._reason}", code="replica_lost"))
+        return GiveUp(error or self._no_replica())
+
+    def _no_replica(self) -> ApiError:
+        return ApiError(
+            502,
+            f"no replica could serve the request; tried {', '.join(self.excluded)}; the last: {self._reason}",
+            code="no_replica",
+            retry_after_s=RETRY_AFTER_S,
+        )
+
+
+def _no_descriptors() -> ApiError:
+    return ApiError(
+        503, "the gateway has no room for a connection", code="overloaded", retry_after_s=RETRY_AFTER_S
+    )
+
+
+def _unavailable(reason: str) -> ApiError:
+    return ApiError(503, reason, code="router_unavailable", retry_after_s=RETRY_AFTER_S)
+
+
+def _refusal(refuse: Refuse) -> ApiError:
+    if refuse.is_full:
+        return overloaded(f"the router refused: {refuse.reason}")
+    retry_after_s = RETRY_AFTER_S if refuse.retry else None
+    return ApiError(503, f"the router refused: {refuse.reason}", code="refused", retry_after_s=retry_after_s)
