@@ -1,4 +1,4 @@
-"""With what, and where, something is measured: for records."""
+"""Versions and machine, for records of what was measured."""
 
 import os
 import platform
@@ -11,7 +11,7 @@ PACKAGES = ("sglang-fair", "sglang", "torch")
 
 
 def versions() -> dict[str, str]:
-    """Of Python and `PACKAGES`, and the commit where there is one."""
+    """The versions of Python and `PACKAGES`, and the git commit where there is one."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -27,7 +27,7 @@ def versions() -> dict[str, str]:
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -41,6 +41,6 @@ def processor() -> str:
 
 
 def machine() -> dict[str, Any]:
-    """System, processor, cores, and the load of the last minute."""
+    """System, processor, cores, and the load average of the last minute."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     return {"system": platform.platform(), "processor": processor(), "cores": cores(), "load_1min": load}

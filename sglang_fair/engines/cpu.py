@@ -1,8 +1,8 @@
 """SGLang on a machine without a GPU: an out-of-tree platform on plain PyTorch.
 
-SGLang's own CPU engine needs a compiled `sgl_kernel` that no package index carries. This platform runs
-the native PyTorch path instead: slow, complete, and with the real scheduler, radix cache and HTTP server.
-It is selected by `SGLANG_PLATFORM=sglang_fair_cpu` and never by itself.
+SGLang's own CPU engine needs a compiled `sgl_kernel` that no package index carries. This platform runs the native
+PyTorch path instead. It is slow but complete, with the real scheduler, radix cache and HTTP server. It is used where
+`SGLANG_PLATFORM=sglang_fair_cpu` asks for it and nowhere else.
 """
 
 import os
@@ -18,22 +18,21 @@ SERVER_ARGUMENTS: tuple[str, ...] = (
     "--mem-fraction-static", "0.2",
     "--sleep-on-idle",
 )  # fmt: skip
-"""What a replica on this platform needs; a later argument of the user's wins."""
-
+"""SGLang's arguments on this platform. A later argument of the user's wins."""
 
 KERNELS_KEPT = 256
-"""In each of the two caches of compiled matrix products, oneDNN's own and the one that torch keeps before it.
+"""Entries in each of two caches of compiled matrix products: oneDNN's own, and torch's in front of it.
 
-A product of a new shape is compiled, which takes some 0.3 MiB, and with 1,024 kept in both, as they are by default,
-a replica grows for hours: each new number of tokens in a batch brings five shapes. 256 hold the shapes of fifty
-sizes of batch, decoding's among them, which come back.
+Each new shape is compiled, at some 0.3 MiB, and each new number of tokens in a batch brings five shapes. With the
+default of 1,024 entries a replica's memory grows for hours. 256 entries hold the shapes of fifty batch sizes, among
+them those of decoding, which recur.
 """
 
 
 def environment() -> dict[str, str]:
-    """The variables a replica's processes need before they import SGLang; those of the operator stay.
+    """The variables that a replica's processes need before they import SGLang. What the operator has set stays.
 
-    One OpenMP thread by default: the allocator's small tensor operations are sixty times slower when two
+    By default there is one OpenMP thread. The allocator's small tensor operations are sixty times slower when the
     threads of two replicas wait for each other on the same cores.
     """
     defaults = {
@@ -46,7 +45,7 @@ def environment() -> dict[str, str]:
 
 
 def activate() -> str | None:
-    """SGLang's platform loader calls this; None unless this platform was asked for by name."""
+    """SGLang's platform loader calls this. Returns the platform's class, None unless it was asked for by name."""
     if os.environ.get("SGLANG_PLATFORM") != PLATFORM:
         return None
     define_torchvision_operators()
@@ -54,10 +53,10 @@ def activate() -> str | None:
 
 
 def define_torchvision_operators() -> None:
-    """Let torchvision's CUDA wheel be imported on a CPU build of torch.
+    """Makes torchvision's CUDA wheel importable on a CPU build of torch.
 
-    It registers fake kernels for two operators that only its CUDA library defines. Their schemas are
-    enough; nothing here calls them. Must run in every process before torchvision is imported.
+    The wheel registers fake kernels for two operators that only its CUDA library defines. Nothing here calls them, so
+    their schemas are enough. Must run in every process before torchvision is imported.
     """
     import torch
 
@@ -72,4 +71,4 @@ def define_torchvision_operators() -> None:
 
 
 _LIBRARIES: list[Any] = []
-"""torch drops an operator when its library is collected, so the process keeps it."""
+"""Keeps the library alive: torch drops its operators when it is collected."""

@@ -1,4 +1,4 @@
-"""The platform class that SGLang instantiates; apart from `cpu`, because importing it imports SGLang."""
+"""The platform class that SGLang instantiates. It is not in `cpu` because importing it imports SGLang."""
 
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum

@@ -8,11 +8,11 @@ from sglang_fair.sim.gpus import GPUS, Gpu
 from sglang_fair.sim.shapes import SHAPES, ModelShape
 
 MAX_RUNNING = 256
-"""Requests in a batch where nobody says otherwise: as many as SGLang captures decode graphs for on GPUs from
-60 GiB. Its own limit there, 2048 and more, is beyond what a batch of ordinary prompts has memory for."""
+"""Requests in a batch by default: as many as SGLang captures decode graphs for on GPUs of 60 GiB and more. SGLang's own
+limit there, 2048 and more, needs more memory than a batch of ordinary prompts has."""
 
 CHUNKED_PREFILL_TOKENS = ((20, 2048), (60, 4096), (160, 8192))
-"""SGLang 0.5.23's default by the GPU's memory: below so many GiB, so many tokens (memory_hook.py)."""
+"""SGLang 0.5.23's defaults (memory_hook.py): with less than so many GiB, chunks of so many tokens."""
 
 LARGEST_CHUNK_TOKENS = 16_384
 
@@ -24,9 +24,9 @@ class Emulation:
     gpu: str
     model: str
     cost_model: str | None = None
-    """As `make_cost_model` reads it, such as a calibration's file; None: the roofline of GPU and model."""
+    """For `make_cost_model`, for example a calibration's file; None: the roofline of GPU and model."""
     time_scale: float = 1.0
-    """Every step takes this many times as long: 0.5 is twice as fast."""
+    """Factor on the duration of every step: 0.5 is twice as fast."""
 
     def __post_init__(self) -> None:
         for option, value, known in (("--gpu", self.gpu, GPUS), ("--model", self.model, SHAPES)):
@@ -39,27 +39,27 @@ class Emulation:
 
     @property
     def hardware(self) -> Gpu:
-        """The GPU's figures."""
+        """The figures of the GPU."""
         return GPUS[self.gpu]
 
     @property
     def shape(self) -> ModelShape:
-        """The model's."""
+        """The shape of the model."""
         return SHAPES[self.model]
 
     def make_cost(self) -> CostModel:
-        """Seconds that a step takes here. Raises ValueError when `cost_model` cannot be read."""
+        """The cost model, scaled. Raises ValueError when `cost_model` cannot be read."""
         model = make_cost_model(self.cost_model or f"{self.gpu}/{self.model}")
         return model if self.time_scale == 1.0 else Scaled(model, self.time_scale)
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that the GPU's memory holds beside the model. ValueError when the model does not fit."""
+        """Tokens whose KV cache fits into the GPU's memory beside the model. ValueError when the model does not fit."""
         return kv_tokens(self.hardware, self.shape)
 
     @property
     def chunked_prefill_tokens(self) -> int:
-        """SGLang's default on this GPU."""
+        """SGLang's default prefill chunk on this GPU."""
         memory_gib = self.hardware.memory_bytes / 2**30
         for below_gib, tokens in CHUNKED_PREFILL_TOKENS:
             if memory_gib < below_gib:
@@ -71,5 +71,5 @@ class Emulation:
         return f"emulated {self.gpu} with {self.model}{speed}"
 
     def describe(self) -> dict[str, Any]:
-        """For records: all that decides how long a step takes."""
+        """Everything that decides how long a step takes, for records."""
         return {**asdict(self), "cost": to_json(self.make_cost())}

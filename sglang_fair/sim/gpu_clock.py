@@ -1,12 +1,12 @@
-"""When an emulated GPU's steps end: PURE. All times are seconds of one monotonic clock, which the caller reads.
+"""When an emulated GPU's steps end. All times are seconds of one monotonic clock, which the caller reads.
 
-A GPU runs its steps one after another. A step that is launched while another runs starts when that one ends;
-one that is launched later starts then. So a scheduler that prepares the next step while one runs loses no
-time, and one that is too slow for its GPU makes it wait, exactly as with a real one.
+A GPU runs its steps one after another. A step that is launched while another runs starts when that one ends; later,
+it starts at once. So a scheduler that prepares the next step while one runs loses no time, and one that is too slow
+makes its GPU wait, exactly as with a real GPU.
 
-Whether a measurement had true timing is told by two numbers. *Stalled*: time in which the GPU had nothing to
-do although the scheduler had never run out of requests. *Late*: how long after a step's end the scheduler came
-to read its tokens; on a real GPU that is microseconds, here the machine's other processes delay it.
+Two numbers say whether a measurement had true timing. *Stalled* is time in which the GPU had nothing to do although
+the scheduler had requests. *Late* is the time from a step's end until the scheduler reads its tokens: microseconds on
+a real GPU; here the machine's other processes delay it.
 """
 
 from collections import deque
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 RECENT_STEPS = 2000
-"""Steps that the percentile of lateness is taken over."""
+"""The percentile of lateness is over this many latest steps."""
 
 
 class GpuClock:
@@ -32,10 +32,10 @@ class GpuClock:
         self._cpu_s = 0.0
 
     def launch(self, takes_s: float, *, now_s: float, cpu_s: float, after_idle: bool) -> float:
-        """A step that takes `takes_s` is launched: when it will end.
+        """Launches a step that takes `takes_s`. Returns when it will end.
 
-        `cpu_s` is the processor time that the scheduler has used so far. `after_idle`: there was nothing to
-        run before this step.
+        `cpu_s` is the processor time that the scheduler has used so far. `after_idle`: the scheduler had no requests
+        before this step.
         """
         if not after_idle and self._steps:
             self._stalled_s += max(0.0, now_s - self._free_at_s)
@@ -47,14 +47,14 @@ class GpuClock:
         return self._free_at_s
 
     def ended(self, end_s: float, *, now_s: float) -> None:
-        """The scheduler has the tokens of the step that ended at `end_s`."""
+        """Notes that the scheduler has read the tokens of the step that ended at `end_s`."""
         late_s = max(0.0, now_s - end_s)
         self._late_s += late_s
         self._latest_s = max(self._latest_s, late_s)
         self._recent_late_s.append(late_s)
 
     def report(self) -> dict[str, Any]:
-        """What a reader needs to judge the timing: totals, and how late the later of the recent steps were."""
+        """What a reader needs to judge the timing: totals, and how late the steps were read."""
         recent = sorted(self._recent_late_s)
         return {
             "steps": self._steps,
@@ -68,16 +68,16 @@ class GpuClock:
 
 
 TOTALS = ("steps", "busy_s", "stalled_s", "late_s", "scheduler_cpu_s")
-"""What of a report adds up."""
+"""The fields of a report that add up."""
 
 
 def since(after: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, float]:
-    """The totals of what happened between two reports of one clock."""
+    """The totals between two reports of one clock."""
     return {name: after[name] - before[name] for name in TOTALS}
 
 
 def in_words(replicas: Sequence[Mapping[str, float]]) -> str:
-    """Whether the timing of these was true, by their totals."""
+    """One sentence on how true the timing of these replicas was, by their totals."""
     steps = sum(totals["steps"] for totals in replicas)
     if not steps:
         return "no step was run"

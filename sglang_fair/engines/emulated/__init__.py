@@ -1,8 +1,7 @@
 """An emulated GPU: SGLang's own scheduler, radix cache, KV bookkeeping and HTTP server, and no model.
 
-The forward pass is replaced by the time that a cost model says it takes, and the tokens that would be sampled
-by ones drawn from the prompt. What is left is what a comparison of schedulers is about, at true timing, on a
-machine without a GPU.
+In place of the forward pass we wait for as long as a cost model says that it takes, and in place of sampling we draw
+the tokens from the prompt. The rest is real: schedulers can be compared at true timing on a machine without a GPU.
 
     settings   how SGLang's processes learn which GPU and model, and SGLang's arguments for it: PURE
     hooks      where SGLang meets it
@@ -11,8 +10,8 @@ machine without a GPU.
 `sim.emulation` says what is emulated, `sim.gpu_clock` when the GPU's steps end and how late the scheduler was, and
 `models.emulated` writes the model folder.
 
-`install` is the entry point `sglang.srt.plugins: sglang_fair_emulated`. A replica to which it did not attach
-does not start: no other code knows the architecture that its model folder names.
+`install` is the entry point `sglang.srt.plugins: sglang_fair_emulated`. If it did not attach, the replica does not
+start: no other code knows the architecture that its model folder names.
 """
 
 import os
@@ -22,8 +21,11 @@ from sglang_fair.engines.emulated.settings import VARIABLE
 
 
 def install() -> None:
-    """Register the hooks where an emulated GPU was asked for. SystemExit when SGLang is not what they were
-    written for; SGLang's loader would log any other exception and go on."""
+    """Registers the hooks where an emulated GPU was asked for.
+
+    Raises SystemExit when SGLang is not what they were written for: SGLang's loader logs any other exception and
+    goes on.
+    """
     if VARIABLE not in os.environ:
         return
     try:

@@ -1,4 +1,4 @@
-"""Where SGLang 0.5.23 and the emulated GPU meet: a step is launched, waited for, and its tokens are said."""
+"""Where SGLang 0.5.23 and the emulated GPU meet: launching a step, waiting for its end, and giving its tokens."""
 
 import logging
 import multiprocessing
@@ -20,16 +20,17 @@ from sglang_fair.sim.gpu_clock import GpuClock
 
 logger = logging.getLogger(__name__)
 
-SAID_BEYOND = ord("a")
-"""Where no token is read: in the middle of a prompt, and past the end of an answer, where an overlapped
+FILLER_TOKEN = ord("a")
+"""The token that nobody reads: in the middle of a prompt, and behind the end of an answer, where an overlapped
 scheduler computes one more."""
 
 FIRST_ANSWER_TOKENS = 256
-"""An answer is drawn as far as it is needed: whoever names no limit gets one as long as the context."""
+"""Tokens of an answer that are drawn at first. More are drawn when they are needed, because a request without a limit
+may get an answer as long as the context."""
 
 
 class EmulatedGpu:
-    """What stands in for the model in one scheduler's process."""
+    """Stands in for the model in a scheduler's process."""
 
     def __init__(self, emulation: Emulation) -> None:
         self.emulation = emulation
@@ -38,7 +39,7 @@ class EmulatedGpu:
         self.last: StepEnd | None = None
 
     def run(self, batch: Any) -> GenerationBatchResult:
-        """Launches a step; the result says when it ends."""
+        """Launches a step. The result's `copy_done` waits for its end."""
         lengths = batch.seq_lens_cpu.tolist()
         if batch.forward_mode.is_extend():
             takes_s = self.cost.prefill_s(list(zip(batch.extend_lens, batch.prefix_lens, strict=True)))
@@ -48,7 +49,7 @@ class EmulatedGpu:
             takes_s, now_s=time.monotonic(), cpu_s=time.process_time(), after_idle=batch.after_idle_gap
         )
         self.last = StepEnd(self.clock, end_s)
-        tokens = [_said(req, length) for req, length in zip(batch.reqs, lengths, strict=True)]
+        tokens = [_next_token(req, length) for req, length in zip(batch.reqs, lengths, strict=True)]
         return GenerationBatchResult(
             next_token_ids=torch.tensor(tokens, dtype=torch.int64),
             can_run_cuda_graph=True,
@@ -56,35 +57,35 @@ class EmulatedGpu:
         )
 
     def report(self) -> dict[str, Any]:
-        """For /server_info and /fair."""
+        """What is emulated and how true its timing is, for /server_info and /fair."""
         return {**self.emulation.describe(), **self.clock.report()}
 
 
 class StepEnd:
-    """The end of a step, with the methods of a CUDA event that the scheduler uses."""
+    """The end of a step, with those methods of a CUDA event that the scheduler uses."""
 
     def __init__(self, clock: GpuClock, end_s: float) -> None:
         self._clock = clock
         self._end_s = end_s
 
     def synchronize(self) -> None:
-        """Returns when the step has ended."""
+        """Blocks until the step has ended."""
         while (left_s := self._end_s - time.monotonic()) > 0:
             time.sleep(left_s)
         self._clock.ended(self._end_s, now_s=time.monotonic())
 
 
-def _said(req: Any, length: int) -> int:
-    """The token that follows the first `length` of a request."""
+def _next_token(req: Any, length: int) -> int:
+    """The token behind the first `length` tokens of a request's prompt and answer."""
     at, most = length - len(req.origin_input_ids), req.sampling_params.max_new_tokens
     if not 0 <= at < most:
-        return SAID_BEYOND
-    said = getattr(req, "emulated_answer", ())
-    if at >= len(said):
+        return FILLER_TOKEN
+    drawn = getattr(req, "emulated_answer", ())
+    if at >= len(drawn):
         prompt = np.asarray(req.origin_input_ids, dtype="<u4").tobytes()
         tokens = min(most, max(FIRST_ANSWER_TOKENS, 2 * at))
-        said = req.emulated_answer = np.frombuffer(answer(prompt, tokens), dtype="<u4")
-    return int(said[at])
+        drawn = req.emulated_answer = np.frombuffer(answer(prompt, tokens), dtype="<u4")
+    return int(drawn[at])
 
 
 def worker_started(result: Any, worker: Any, *args: Any, **kwargs: Any) -> None:
@@ -99,7 +100,7 @@ def forward_batch_generation(worker: Any, batch: Any, *args: Any, **kwargs: Any)
 def copy_result_to_cpu(
     original: Callable[..., None], scheduler: Any, result: GenerationBatchResult, batch: Any
 ) -> None:
-    """Under overlap SGLang puts an event of its own in the place of ours."""
+    """With overlap SGLang replaces our event by one of its own; this puts ours back."""
     result.copy_done = scheduler.tp_worker.emulated.last
 
 
@@ -117,23 +118,23 @@ def validate_one_request(result: Any, manager: Any, obj: Any, *args: Any, **kwar
     }
     for name, is_wanted in wanted.items():
         if is_wanted:
-            raise ValueError(f"{name} cannot be had here: this replica emulates a GPU and has no logits")
+            raise ValueError(f"{name} cannot be given: this replica emulates a GPU and has no logits")
 
 
 def request_table_made(result: Any, pool: Any, *args: Any, **kwargs: Any) -> None:
-    """Memory that is zero until it is written to costs nothing; torch.zeros writes it."""
+    """Makes the table anew in memory that the kernel gives zeroed at first use; torch.zeros writes all of it."""
     shape = tuple(pool.req_to_token.shape)
     pool.req_to_token = torch.from_numpy(np.zeros(shape, dtype=np.int32))
 
 
 def environment_set(result: Any, *args: Any, **kwargs: Any) -> None:
-    """Without a GPU a scheduler can be forked, and then it has imported everything already."""
+    """Has SGLang fork its scheduler, which works without a GPU and spares it all imports."""
     multiprocessing.set_start_method("fork", force=True)
 
 
 @dataclass(frozen=True)
 class Hook:
-    """`function` is attached to `target` (a dotted name) in the way `kind`."""
+    """Attaches `function` to `target`, a dotted name, before, after, around or in place of it (`kind`)."""
 
     target: str
     function: Callable[..., Any]

@@ -1,4 +1,4 @@
-"""How SGLang's processes learn what a replica emulates, and what that makes of SGLang's arguments: PURE."""
+"""What an emulated replica's processes find in their environment, and SGLang's arguments for it."""
 
 import json
 from collections.abc import Mapping
@@ -8,15 +8,15 @@ from sglang_fair.engines import cpu
 from sglang_fair.sim.emulation import Emulation
 
 VARIABLE = "SGLANG_FAIR_EMULATED"
-"""Environment variable with an `Emulation` as JSON, for SGLang's processes; unset: nothing is emulated."""
+"""The environment variable with an `Emulation` as JSON. Where it is not set, nothing is emulated."""
 
 STREAM_INTERVAL_TOKENS = 8
-"""Tokens between two chunks of a stream, behind the first. SGLang sends every token on its own; for eight
-replicas on two cores that is more work than all of their scheduling, and the schedulers come too late."""
+"""Tokens in each chunk of a stream but the first. SGLang sends every token separately by default. For eight replicas
+on two cores that is more work than all of their scheduling, and it delays the schedulers."""
 
 
 def read(environ: Mapping[str, str]) -> Emulation:
-    """What these environment variables say is emulated. KeyError when they say nothing."""
+    """The emulation that these environment variables describe. KeyError when there is none."""
     return Emulation(**json.loads(environ[VARIABLE]))
 
 
@@ -31,9 +31,9 @@ def environment(emulation: Emulation) -> dict[str, str]:
 
 
 def server_arguments(emulation: Emulation) -> tuple[str, ...]:
-    """What SGLang must be told; a later argument of the user's wins.
+    """SGLang's arguments for this emulation. A later argument of the user's wins.
 
-    As on a GPU, the scheduler prepares a step while the one before runs.
+    Overlap scheduling is on, as on a GPU: the scheduler prepares a step while the one before runs.
     """
     on_cpu = [argument for argument in cpu.SERVER_ARGUMENTS if argument != "--disable-overlap-schedule"]
     return (

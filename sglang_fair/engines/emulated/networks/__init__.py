@@ -1,1 +1,1 @@
-"""Model classes that SGLang finds by their name; it imports every module of this package."""
+"""Model classes that SGLang finds by name. It imports every module of this package."""

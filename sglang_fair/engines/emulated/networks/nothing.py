@@ -1,4 +1,4 @@
-"""A model without a weight, whose forward pass must never be called."""
+"""A model without weights. Its forward pass must never be called."""
 
 from collections.abc import Iterable
 from typing import Any, NoReturn
@@ -7,10 +7,10 @@ from torch import Tensor, nn
 
 
 class EmulatedForCausalLM(nn.Module):
-    """What SGLang loads in an emulated replica."""
+    """The model that SGLang loads in an emulated replica."""
 
     def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
-        """SystemExit when the hooks that stand in for the forward pass are not in place."""
+        """Raises SystemExit when the hooks that replace the forward pass are not in place."""
         # SGLang imports this module among its own, before those that the hooks are on.
         from sglang.srt.plugins.hook_registry import HookRegistry
 
@@ -23,10 +23,10 @@ class EmulatedForCausalLM(nn.Module):
         self.config = config
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """There are none."""
+        """Nothing to load."""
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raises: the hooks replace whoever would call it."""
+        """Never called: the hooks replace its callers."""
         raise RuntimeError("an emulated model has no forward pass")
 
 
