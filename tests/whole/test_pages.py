@@ -172,19 +172,19 @@ def commands(page: str) -> Iterator[Sequence[str]]:
             yield shlex.split(line, comments=True)[1:]
 
 
-@every_page
-def test_commands_are_accepted(page: str) -> None:
-    """Each is a command that there is, and has the options that are shown."""
-    for words in commands(page):
+def test_commands_are_accepted() -> None:
+    """Each is a command that there is, and has the options that are shown. One test: each --help is asked for once."""
+    shown_on = [(page, words) for page in WRITTEN for words in commands(page)]
+    for page, words in shown_on:
         name = tuple(words[:2] if words[0] in ("bench", "workers") else words[:1])
         if name[0].startswith("-"):
             continue
         shown = help_of(*name)
-        assert shown, f"there is no command {' '.join(name)}"
+        assert shown, f"{page}: there is no command {' '.join(name)}"
         for word in words[: words.index("--") if "--" in words else None]:
             if word.startswith("--"):
                 option = word.partition("=")[0]
-                assert re.search(rf"{option}(?![\w-])", shown), f"{' '.join(name)} has no {option}"
+                assert re.search(rf"{option}(?![\w-])", shown), f"{page}: {' '.join(name)} has no {option}"
 
 
 OTHERS_OPTIONS = {"--tp", "--model-path", "--schedule-policy", "--max-running-requests", "--target", "--init"}
