@@ -5,11 +5,13 @@
 Pages that are generated (`GENERATED`) answer for themselves; only links into them are checked here.
 """
 
+import importlib.util
 import json
 import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
@@ -147,6 +149,20 @@ def test_the_tree_of_folders_is_there() -> None:
     folders = list(tree("README.md"))
     assert len(folders) > 10
     assert [folder for folder in folders if not (ROOT / folder).is_dir()] == []
+    packages = [*ROOT.glob("*/__init__.py"), *ROOT.glob("sglang_fair/*/__init__.py")]
+    assert {f"{package.parent.relative_to(ROOT)}/" for package in packages} <= set(folders)
+
+
+def test_the_picture_of_layers_is_the_contract() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
+        "contracts"
+    ]
+    layers = next(contract["layers"] for contract in contracts if contract["type"] == "layers")
+    picture = next(block for block in blocks("docs/architecture.md") if "sglang_fair.cli" in block)
+    drawn = [re.split(r"  +", line.strip())[0] for line in picture.splitlines() if line.strip()]
+    assert [{name.split(".")[-1] for name in row.split(" | ")} for row in drawn] == [
+        {name.split(".")[-1] for name in row.split(" | ")} for row in layers
+    ]
 
 
 # ---- commands, options, variables, headers
@@ -205,6 +221,12 @@ def test_options_exist(page: str) -> None:
 def test_variables_and_headers_exist(page: str) -> None:
     for name in set(re.findall(r"SGLANG_FAIR_[A-Z_]+[A-Z]|x-fair-[a-z-]+[a-z]", prose_of(page))):
         assert named_in_sources(name), name
+
+
+@every_page
+def test_modules_that_are_run_exist(page: str) -> None:
+    for module in re.findall(r"python -m ([a-z_.]+)", prose_of(page)):
+        assert importlib.util.find_spec(module), module
 
 
 def test_make_targets_exist() -> None:
