@@ -1,4 +1,5 @@
-"""docs/policies.md says of each policy and cost what the code has: names, knobs, defaults, bounds, prices, memory.
+"""docs/policies.md says of each policy, placement and cost what the code has: names, knobs, defaults, bounds, prices,
+memory.
 
     .venv/bin/python -m tests.whole.test_docs        # prints the page's table of memory
 
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from router.placement import PLACEMENTS
 from sglang_fair.core import POLICIES, make_policy, options, options_of
 from sglang_fair.core.admission import Admission
 from sglang_fair.core.cost import COSTS, make_cost
@@ -90,6 +92,11 @@ def test_costs_are_told_in_one_shape(name):
 @every_policy
 def test_the_choice_names_every_policy(name):
     assert f"`{name}`" in PAGE.partition("\n## Which one?\n")[2].partition("\n## ")[0]
+
+
+def test_the_table_of_placements_names_each_of_them():
+    chapter = PAGE.partition("\n## The placements\n")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| `([^`]+)` \|", chapter, flags=re.M) == list(PLACEMENTS)
 
 
 # ---- what it says is so
