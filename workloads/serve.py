@@ -30,6 +30,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from sglang_fair.common.files import read_json
 from sglang_fair.common.provenance import machine, versions
 from sglang_fair.core.cost import Cost, describe, make_cost
 from workloads import wire
@@ -177,7 +178,7 @@ def case_of(given: argparse.Namespace) -> Case:
     """The load that the command line asks for. Raises ValueError, OSError, EndpointError."""
     if not (0 <= given.warm_up < math.inf and 0 < given.duration < math.inf and given.drain >= 0):
         raise ValueError("--warm-up and --drain must not be negative, --duration must be positive")
-    cost = make_cost(given.cost)
+    cost = make_cost(given.cost, read=read_json)
     codec = read_codec(given.tokenizer) if given.api != wire.CHAT else TextCodec()
     traffic = Traffic(
         given.workload,

@@ -8,6 +8,7 @@ from typing import Literal
 
 from router.gateway import limits
 from router.placement import build, parse_options
+from sglang_fair.common.files import read_json
 from sglang_fair.common.weights import Weights
 from sglang_fair.core import POLICIES, make_policy
 from sglang_fair.core import options as policy_options
@@ -102,14 +103,14 @@ class Options:
             return None
         try:
             emulation = Emulation(self.gpu or "", self.model, self.cost_model, self.time_scale)
-            emulation.make_cost()
+            emulation.make_cost(read_json)
         except ValueError as error:
             raise ConfigError(str(error)) from None
         return emulation
 
     def service_cost(self) -> Cost:
         """What service costs in the replicas; raises ValueError."""
-        return make_cost(self.cost, self.extend_weight, self.output_weight)
+        return make_cost(self.cost, self.extend_weight, self.output_weight, read=read_json)
 
 
 def parse_client_weights(text: str) -> dict[str, float]:

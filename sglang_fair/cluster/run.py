@@ -22,6 +22,7 @@ from sglang_fair.cluster.plan import Machine, Model, Plan, build, check_memory, 
 from sglang_fair.cluster.ports import PortTaken, Reservations, choose, claim
 from sglang_fair.cluster.supervisor import StartFailed, Supervisor
 from sglang_fair.cluster.workers import Workers
+from sglang_fair.common.files import read_json
 from sglang_fair.common.processes import child_environment
 from sglang_fair.models.catalog import EMULATED
 
@@ -175,7 +176,7 @@ def describe(
         "placement": options.placement,
         "model": model.served_name,
         "device": device,
-        "emulated": None if emulation is None else emulation.describe(),
+        "emulated": None if emulation is None else emulation.describe(read_json),
     }
 
 

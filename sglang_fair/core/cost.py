@@ -18,12 +18,13 @@ context of an output token is the whole prompt. A service unit means another amo
 quanta are to be scaled along.
 """
 
-import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from math import isfinite
-from pathlib import Path
 from typing import Any, ClassVar, Protocol
+
+Reader = Callable[[str], Any]
+"""What the JSON file at a path holds (`common.files.read_json`). Raises ValueError with one line."""
 
 
 class Cost(Protocol):
@@ -230,13 +231,19 @@ COSTS: Mapping[str, type[Linear | Profiled | Quadratic | Tiered | Flops]] = {
 """The registry: a new cost is a class with a name, and one entry here."""
 
 
-def make_cost(text: str, extend_weight: float | None = None, output_weight: float | None = None) -> Cost:
+def make_cost(
+    text: str,
+    extend_weight: float | None = None,
+    output_weight: float | None = None,
+    *,
+    read: Reader | None = None,
+) -> Cost:
     """The cost that `text` names: `linear`, `linear:1,2`, `quadratic:d=500,context=true`,
     `tiered:threshold=4096`, `flops:/path/to/config.json`.
 
-    Behind the name come its class's fields, in their order or by name (those of `flops` by name, to tell
-    them from a file). The two weights are for callers that
-    have them apart, and belong to a plain `linear`. Raises ValueError with one line.
+    After the name come its class's fields, in order or by name; those of `flops` by name only, because anything else
+    is the path of a model's configuration, which `read` reads. The two weights are for callers that have them apart;
+    they belong to a plain `linear`. Raises ValueError with one line.
     """
     text = text.strip()
     if extend_weight is not None or output_weight is not None:
@@ -252,7 +259,7 @@ def make_cost(text: str, extend_weight: float | None = None, output_weight: floa
         raise ValueError(f"unknown cost {name!r}; there are {', '.join(COSTS)}")
     try:
         if kind is Flops and written and "=" not in written.partition("/")[0]:
-            return Flops.of_config(_read_config(written))
+            return Flops.of_config(_configuration(written, read))
         return kind(**_parameters(kind, written))
     except ValueError as error:
         raise ValueError(f"cost {name}: {error}") from None
@@ -297,14 +304,10 @@ def _value(name: str, text: str, kind: Any) -> Any:
         raise ValueError(f"{name} must be {number}, not {text!r}") from None
 
 
-def _read_config(path: str) -> Mapping[str, Any]:
-    """A model's config.json. The only file that the core reads, and only while a cost is made."""
-    try:
-        config = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror or error}") from None
-    except ValueError as error:  # not JSON, not text, or no path
-        raise ValueError(f"{path!r} is not a JSON file: {error}") from None
+def _configuration(path: str, read: Reader | None) -> Mapping[str, Any]:
+    if read is None:
+        raise ValueError(f"the file {path} cannot be read here")
+    config = read(path)
     if not isinstance(config, dict):
         raise ValueError(f"{path} does not hold a model's configuration")
     return config

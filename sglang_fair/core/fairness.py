@@ -43,19 +43,6 @@ def jain(values: Sequence[float]) -> float | None:
     return sum(values) ** 2 / (len(values) * squares) if squares else None
 
 
-def service_rate(curve: Curve, time_s: float, half_window_s: float = 30.0) -> float:
-    """W(t - T, t + T) / 2T, in units a second (VTC §5.1; T = 30 s there)."""
-    return curve.between(time_s - half_window_s, time_s + half_window_s) / (2 * half_window_s)
-
-
-def accumulated_difference(curves: Mapping[str, Curve], time_s: float) -> float | None:
-    """Largest W_i(0, t) - W_j(0, t) over all pairs, backlogged or not (VTC §5.1). None below two clients."""
-    if len(curves) < 2:
-        return None
-    totals = [curve.at(time_s) for curve in curves.values()]
-    return max(totals) - min(totals)
-
-
 def unmet_difference(received: Mapping[str, float], requested: Mapping[str, float]) -> float | None:
     """The service difference of VTC's tables at one time, from rates in units a second.
 

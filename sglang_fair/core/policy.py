@@ -8,13 +8,11 @@ stops. So one policy object runs in SGLang's scheduler, in a simulator and in a 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from math import inf
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from sglang_fair.common.weights import Weights
 from sglang_fair.core.job import Job
-
-if TYPE_CHECKING:
-    from sglang_fair.core.predictor import Predictor
+from sglang_fair.core.predictor import Predictor
 
 
 class Policy(ABC):
@@ -33,6 +31,9 @@ class Policy(ABC):
 
     name: ClassVar[str]
 
+    may_refuse: ClassVar[bool] = False
+    """`refuses` may say no, which its sender is told by HTTP status 429. Otherwise nobody is asked."""
+
     waits_for_prefixes: ClassVar[bool] = False
     """Requests whose uncached prefix is being computed are passed over meanwhile. Only for policies that follow
     the cache and whose guarantee survives it: under VTC others would be served in the client's turn."""
@@ -44,8 +45,8 @@ class Policy(ABC):
     weights: Weights | None = None
     """The clients' shares. None: everybody is served alike."""
 
-    predictor: "Predictor | None" = None
-    """Who predicts the outputs that are charged ahead, at admission. None: charged as they are made."""
+    predictor: Predictor | None = None
+    """Predicts the outputs, which are then charged at admission. None: they are charged as they are made."""
 
     def tick(self, now_s: float) -> None:
         """It is `now_s` by a clock that never goes back. Said before each arrival and each pass."""

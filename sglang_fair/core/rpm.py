@@ -116,6 +116,7 @@ class Rpm(Policy):
     """`limit` requests a minute for a client of weight 1. ValueError for a limit below 1 and for unknown words."""
 
     name: ClassVar[str] = "rpm"
+    may_refuse: ClassVar[bool] = True
     limit: int = 30
     excess: str = "refuse"
     window: str = "sliding"

@@ -14,6 +14,7 @@ import socket
 import sys
 from collections.abc import Sequence
 
+from sglang_fair.common.files import read_json
 from sglang_fair.common.processes import die_with_parent
 from sglang_fair.core.cost import make_cost
 from sglang_fair.core.payers import FIRST, RULES
@@ -180,7 +181,7 @@ def server_arguments(options: argparse.Namespace, model: ServedModel, rest: Sequ
                 f"unknown policy {options.policy!r}; there are {', '.join(SERVER_POLICIES.values())}, "
                 "and sglang:NAME for SGLang's own"
             )
-    make_cost(options.cost or "linear", options.extend_weight, options.output_weight)
+    make_cost(options.cost or "linear", options.extend_weight, options.output_weight, read=read_json)
     arguments = [
         "--model-path", model.path,
         "--served-model-name", model.served_name,
@@ -215,7 +216,7 @@ def server_arguments(options: argparse.Namespace, model: ServedModel, rest: Sequ
         arguments += ["--kv-events-config", json.dumps(events)]
     kv_tokens, max_running = options.kv_tokens, options.max_running
     if emulates := emulation(options):
-        emulates.make_cost()
+        emulates.make_cost(read_json)
         kv_tokens, max_running = kv_tokens or emulates.kv_tokens, max_running or MAX_RUNNING
         arguments += emulated.server_arguments(emulates)
     elif options.device == "cpu":

@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 
+from sglang_fair.common.files import read_json
 from sglang_fair.common.identity import DEFAULT_ORDER, MAX_NAME_CHARS, bounded
 from sglang_fair.common.weights import Weights
 from sglang_fair.core import POLICIES
@@ -150,6 +151,7 @@ def read(environ: Mapping[str, str] = os.environ) -> Config:
             environ.get(COST_VARIABLE) or Linear.name,
             number("SGLANG_FAIR_EXTEND_WEIGHT"),
             number("SGLANG_FAIR_OUTPUT_WEIGHT"),
+            read=read_json,
         ),
         client_weights=checked_weights(weights),
         payer=payer,

@@ -14,7 +14,6 @@ from typing import Any
 from sglang.srt.managers.io_struct import AbortReq
 
 from sglang_fair.core import POLICIES
-from sglang_fair.core.policy import Policy
 from sglang_fair.overlay.config import SERVER_POLICIES
 
 STATUS = HTTPStatus.TOO_MANY_REQUESTS
@@ -29,7 +28,7 @@ Message = MutableMapping[str, Any]
 def may_refuse(chosen: str) -> bool:
     """Whether the policy that --schedule-policy `chosen` stands for ever refuses a request."""
     ours = SERVER_POLICIES.get(chosen)
-    return ours is not None and POLICIES[ours].refuses is not Policy.refuses
+    return ours is not None and POLICIES[ours].may_refuse
 
 
 def refuse(scheduler: Any, request: Any, reason: str) -> None:

@@ -25,14 +25,13 @@ Not modelled: several GPUs a replica, quantized weights, speculative decoding, p
 that a prefix which many requests of a batch share may be read once for all of them.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from math import isfinite
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from sglang_fair.core.cost import Reader
 from sglang_fair.sim.gpus import GPUS, Gpu
 from sglang_fair.sim.shapes import SHAPES, ModelShape
 
@@ -239,17 +238,17 @@ def kv_tokens(gpu: Gpu, shape: ModelShape, memory_fraction: float = 0.88) -> int
     return room // shape.kv_bytes_per_token
 
 
-def make_cost_model(text: str) -> CostModel:
+def make_cost_model(text: str, read: Reader | None = None) -> CostModel:
     """The model that `text` names: GPU/MODEL as `a100-80g/llama-3.1-8b`, or a JSON file that `sglang-fair
-    calibrate` or `to_json` wrote. Behind GPU/MODEL may come parts of its `Efficiency` that differ:
-    `h100/llama-2-7b:decode_overhead_s=0.01,mbu=0.7`. Raises ValueError in one line."""
+    calibrate` or `to_json` wrote, which `read` reads. GPU/MODEL may be followed by the parts of its `Efficiency` that
+    differ: `h100/llama-2-7b:decode_overhead_s=0.01,mbu=0.7`. Raises ValueError in one line."""
     name, _, changes = text.strip().lower().partition(":")
     gpu, slash, shape = name.partition("/")
     if slash and gpu in GPUS and shape in SHAPES:
         efficiency = EFFICIENCIES.get(gpu, Efficiency())
         return Roofline(GPUS[gpu], SHAPES[shape], _changed(efficiency, changes))
     if text.strip().endswith(".json"):
-        return from_json(_read(text.strip()))
+        return from_json(_contents(text.strip(), read))
     raise ValueError(
         f"unknown cost model {text!r}: it is GPU/MODEL, of the GPUs {', '.join(GPUS)} and the models "
         f"{', '.join(SHAPES)}, or the path of a calibration's .json file"
@@ -304,13 +303,10 @@ def from_json(told: Mapping[str, Any]) -> CostModel:
         raise ValueError(f"not a cost model: {error}") from None
 
 
-def _read(path: str) -> Mapping[str, Any]:
-    try:
-        told = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror or error}") from None
-    except ValueError as error:
-        raise ValueError(f"{path!r} is not a JSON file: {error}") from None
-    if not isinstance(told, dict):
+def _contents(path: str, read: Reader | None) -> Mapping[str, Any]:
+    if read is None:
+        raise ValueError(f"the file {path} cannot be read here")
+    found = read(path)
+    if not isinstance(found, dict):
         raise ValueError(f"{path} does not hold a cost model")
-    return told
+    return found

@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from sglang_fair.core.cost import Reader
 from sglang_fair.sim.cost_model import CostModel, Scaled, kv_tokens, make_cost_model, to_json
 from sglang_fair.sim.gpus import GPUS, Gpu
 from sglang_fair.sim.shapes import SHAPES, ModelShape
@@ -47,9 +48,9 @@ class Emulation:
         """The shape of the model."""
         return SHAPES[self.model]
 
-    def make_cost(self) -> CostModel:
-        """The cost model, scaled. Raises ValueError when `cost_model` cannot be read."""
-        model = make_cost_model(self.cost_model or f"{self.gpu}/{self.model}")
+    def make_cost(self, read: Reader) -> CostModel:
+        """The cost model, scaled. `read` reads its file, if it is one; ValueError if that fails."""
+        model = make_cost_model(self.cost_model or f"{self.gpu}/{self.model}", read)
         return model if self.time_scale == 1.0 else Scaled(model, self.time_scale)
 
     @property
@@ -70,6 +71,6 @@ class Emulation:
         speed = "" if self.time_scale == 1.0 else f", times x {self.time_scale:g}"
         return f"emulated {self.gpu} with {self.model}{speed}"
 
-    def describe(self) -> dict[str, Any]:
-        """Everything that decides how long a step takes, for records."""
-        return {**asdict(self), "cost": to_json(self.make_cost())}
+    def describe(self, read: Reader) -> dict[str, Any]:
+        """Everything that decides how long a step takes, for records. `read` as in `make_cost`."""
+        return {**asdict(self), "cost": to_json(self.make_cost(read))}

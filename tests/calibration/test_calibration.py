@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from sglang_fair.calibration import measure
 from sglang_fair.calibration.__main__ import main
 from sglang_fair.calibration.grid import GridCell, ReplicaLimits, grid, simulated_crowd, under_load
+from sglang_fair.common.files import read_json
 from sglang_fair.settings.commands import run
 from sglang_fair.sim.cost_model import Fitted, make_cost_model
 from sglang_fair.sim.fitting import Measurement, errors, fit, non_negative
@@ -251,7 +252,7 @@ def test_a_real_replica_is_calibrated(tmp_path, capsys):
         idle = asyncio.run(replica.ask("someone", list(range(3, 100)), 2))
         assert idle.status == 200
     found = json.loads(path.read_text())
-    model = make_cost_model(str(path))
+    model = make_cost_model(str(path), read_json)
     assert isinstance(model, Fitted)
     assert model.prefill_s([(1000, 0)]) > 0
     assert model.decode_s(4, 4000) > 0

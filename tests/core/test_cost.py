@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_fair.common.files import read_json
 from sglang_fair.core.cost import (
     COSTS,
     Cost,
@@ -287,15 +288,15 @@ def test_a_cost_is_described_by_a_text_that_names_it() -> None:
 def test_flops_of_a_file(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(LLAMA))
-    assert make_cost(f"flops:{config}") == SMALL_LLAMA
+    assert make_cost(f"flops:{config}", read=read_json) == SMALL_LLAMA
     config.write_text("{")
     with pytest.raises(ValueError, match=r"^cost flops: '.*config.json' is not a JSON file: [^\n]*$"):
-        make_cost(f"flops:{config}")
+        make_cost(f"flops:{config}", read=read_json)
     config.write_text("[]")
     with pytest.raises(ValueError, match="does not hold a model's configuration"):
-        make_cost(f"flops:{config}")
+        make_cost(f"flops:{config}", read=read_json)
     with pytest.raises(ValueError, match=f"^cost flops: cannot read {tmp_path}/none: No such file"):
-        make_cost(f"flops:{tmp_path}/none")
+        make_cost(f"flops:{tmp_path}/none", read=read_json)
 
 
 def test_the_weights_apart_belong_to_the_plain_linear_cost() -> None:
@@ -338,5 +339,5 @@ def test_the_weights_apart_belong_to_the_plain_linear_cost() -> None:
 )
 def test_a_bad_text_is_refused_in_one_line(text: str, said: str) -> None:
     with pytest.raises(ValueError, match=r"^[^\n]*$") as refusal:
-        make_cost(text)
+        make_cost(text, read=read_json)
     assert said in str(refusal.value)

@@ -8,13 +8,11 @@ from hypothesis import strategies as st
 
 from sglang_fair.core.fairness import (
     Curve,
-    accumulated_difference,
     common,
     jain,
     merge,
     service_difference,
     service_lag,
-    service_rate,
     unmet_difference,
 )
 
@@ -37,15 +35,6 @@ def test_a_curve_is_right_continuous_and_takes_events_in_any_order():
     assert Curve.of([(3.0, 20.0), (1.0, 10.0)]) == A
     assert [A.at(time_s) for time_s in (0.0, 0.999, 1.0, 2.9, 3.0, 9.0)] == [0, 0, 10, 10, 30, 30]
     assert A.between(1.0, 3.0) == 20
-
-
-def test_service_rate_counts_a_window_on_both_sides():
-    assert service_rate(A, 2.0, half_window_s=2.0) == 30 / 4
-
-
-def test_accumulated_difference():
-    assert accumulated_difference({"a": A, "b": B}, 2.0) == 30
-    assert accumulated_difference({"a": A}, 2.0) is None
 
 
 def test_what_a_client_did_not_ask_for_is_no_difference():

@@ -23,6 +23,7 @@ from sglang_fair.cluster.child import Child
 from sglang_fair.cluster.options import ConfigError, Options, check
 from sglang_fair.cluster.plan import LineReady, Machine, Model, Process, build, check_memory
 from sglang_fair.cluster.ports import Ports, ReplicaPorts
+from sglang_fair.common.files import read_json
 from sglang_fair.engines import replica
 from sglang_fair.engines.emulated import settings
 from sglang_fair.models import catalog as models
@@ -49,13 +50,13 @@ class TestSettings:
         assert Emulation(gpu, "llama-3.1-8b").chunked_prefill_tokens == tokens
 
     def test_its_speed_is_the_roofline_a_calibration_or_either_scaled(self, tmp_path: Path) -> None:
-        assert A100.make_cost() == make_cost_model("a100-80g/llama-3.1-8b")
+        assert A100.make_cost(read_json) == make_cost_model("a100-80g/llama-3.1-8b")
         measured = Fitted(0.01, 1e-4, 0.0, 0.0, 0.01, 0.0, 0.0)
         path = tmp_path / "measured.json"
         path.write_text(json.dumps(to_json(measured)))
         scaled = Emulation("h100", "llama-3.1-8b", str(path), 0.5)
-        assert scaled.make_cost() == Scaled(measured, 0.5)
-        assert scaled.describe()["cost"]["factor"] == 0.5
+        assert scaled.make_cost(read_json) == Scaled(measured, 0.5)
+        assert scaled.describe(read_json)["cost"]["factor"] == 0.5
         assert "h100" in str(scaled)
         assert "x 0.5" in str(scaled)
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_fair.common.files import read_json
 from sglang_fair.sim.cost_model import (
     EFFICIENCIES,
     HOPPER,
@@ -110,7 +111,7 @@ def test_json_has_everything(model, tmp_path):
     assert from_json(told) == model
     path = tmp_path / "calibration.json"
     path.write_text(json.dumps({"cost_model": told, "seed": 0}))
-    assert make_cost_model(str(path)) == model
+    assert make_cost_model(str(path), read_json) == model
 
 
 def test_each_gpu_and_model_has_a_name():
@@ -141,7 +142,7 @@ def test_parts_of_the_efficiency_can_be_named_with_it():
 )
 def test_a_name_that_there_is_not_is_refused_in_one_line(text, says):
     with pytest.raises(ValueError, match=r"^[^\n]*$") as refused:
-        make_cost_model(text)
+        make_cost_model(text, read_json)
     assert says in str(refused.value)
 
 
@@ -168,7 +169,7 @@ def test_a_file_of_something_else_is_refused(text, tmp_path):
     path = tmp_path / "other.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=r"other\.json"):
-        make_cost_model(str(path))
+        make_cost_model(str(path), read_json)
 
 
 def test_figures_that_cannot_be_are_refused():

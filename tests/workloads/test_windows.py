@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_fair.core.cost import Cost, Linear, Profiled, Quadratic, Tiered
-from sglang_fair.core.fairness import Curve, service_rate
+from sglang_fair.core.fairness import Curve
 from workloads.records import End, Manifest, RequestRecord, Run
 from workloads.windows import DifferenceTable, Windows, regular_times, sample_times, throughput
 
@@ -260,7 +260,7 @@ def test_by_events_it_is_the_curve_of_the_events(run, times):
         curves[name] = Curve.of([*prompts, *tokens])
     rates = Windows(run, window_s=6.0).service_rate(times)
     for name, curve in curves.items():
-        assert rates[name] == pytest.approx([service_rate(curve, at, 3.0) for at in times])
+        assert rates[name] == pytest.approx([curve.between(at - 3.0, at + 3.0) / 6.0 for at in times])
 
 
 @given(runs(), METHODS, st.permutations("abc"))

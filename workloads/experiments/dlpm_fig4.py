@@ -15,7 +15,7 @@ CPU times are this machine's, of Python; the decode step beside them is the cost
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import median
-from time import process_time  # noqa: TID251 - CPU time is what is measured here
+from time import process_time  # CPU time is what is measured here
 from typing import TYPE_CHECKING
 
 from router.core import Router

@@ -23,6 +23,7 @@ from router import events as message
 from router.core import Router
 from router.placement import PLACEMENTS
 from router.placement.contract import Holding
+from sglang_fair.core import POLICIES
 from sglang_fair.core.options import shown
 from sglang_fair.sim.replica import Event, Finished, Progress, Refused, Removed, Replica, SimRequest, Stored
 from workloads.clients import Client, client_facts
@@ -52,9 +53,6 @@ recorded at even times, so service is exact at each of these."""
 
 _COLLECTION_OBJECTS = 100_000
 """New objects after which Python looks for garbage."""
-
-REFUSING = ("rpm",)
-"""Policies that refuse requests; else it is the engine that cannot take one."""
 
 
 def describe(
@@ -371,7 +369,7 @@ class Simulation:
             case Refused():
                 del self._flights[event.id]
                 self._tell(flight.router, message.Done(event.id, outcome="failed"))
-                self._fail(flight, 429 if self._site.policy in REFUSING else 400, event.reason)
+                self._fail(flight, 429 if POLICIES[self._site.policy].may_refuse else 400, event.reason)
             case _:
                 assert_never(event)
 

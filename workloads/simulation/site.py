@@ -13,6 +13,7 @@ from typing import Any
 from router.core import Router
 from router.events import WorkerUp
 from router.placement import PLACEMENTS, build, parameters
+from sglang_fair.common.files import read_json
 from sglang_fair.common.weights import Weights
 from sglang_fair.core import POLICIES
 from sglang_fair.core import options as policy_options
@@ -137,7 +138,7 @@ class Site:
 
     def service_cost(self) -> Cost:
         """What service costs."""
-        return make_cost(self.cost, self.extend_weight, self.output_weight)
+        return make_cost(self.cost, self.extend_weight, self.output_weight, read=read_json)
 
     def make_policy(self) -> Policy:
         """A new policy object for one replica."""
@@ -148,7 +149,7 @@ class Site:
 
     def make_cost_model(self) -> CostModel:
         """How long a step takes on a replica of capacity 1."""
-        return make_cost_model(self.engine)
+        return make_cost_model(self.engine, read_json)
 
     def make_replica(self, place: int, *, events: bool = True) -> Replica:
         """A new replica with an empty cache. `events`: it says what it caches."""

@@ -13,6 +13,7 @@ import torch
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.plugins.hook_registry import HookType
 
+from sglang_fair.common.files import read_json
 from sglang_fair.engines.emulated import settings
 from sglang_fair.sim.answers import answer
 from sglang_fair.sim.emulation import Emulation
@@ -34,7 +35,7 @@ class EmulatedGpu:
 
     def __init__(self, emulation: Emulation) -> None:
         self.emulation = emulation
-        self.cost = emulation.make_cost()
+        self.cost = emulation.make_cost(read_json)
         self.clock = GpuClock()
         self.last: StepEnd | None = None
 
@@ -58,7 +59,7 @@ class EmulatedGpu:
 
     def report(self) -> dict[str, Any]:
         """What is emulated and how true its timing is, for /server_info and /fair."""
-        return {**self.emulation.describe(), **self.clock.report()}
+        return {**self.emulation.describe(read_json), **self.clock.report()}
 
 
 class StepEnd:
