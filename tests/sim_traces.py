@@ -19,7 +19,7 @@ import numpy as np
 
 from sglang_fair.core import make_policy
 from sglang_fair.core.queue import FairQueue
-from sglang_fair.sim import replica as sim
+from sglang_fair.sim import task
 from sglang_fair.sim.replica import Replica, Settings, SimRequest
 
 PAGE_TOKENS = 16
@@ -120,7 +120,7 @@ class Traced:
         queue = FairQueue(make_policy(load.policy, quantum=QUANTUM))
         trace = calls(queue)
         replica = Replica(queue, _Second(), settings)
-        answer, sim.answer = sim.answer, lambda prompt, tokens: bytes(4 * tokens)
+        answer, task.answer = task.answer, lambda prompt, tokens: bytes(4 * tokens)
         try:
             for step in range(load.steps):
                 # They come during the step before; an idle replica begins when somebody comes.
@@ -133,7 +133,7 @@ class Traced:
                         replica.abort(id, now_s)
                 replica.advance(step)
         finally:
-            sim.answer = answer
+            task.answer = answer
         assert replica.next_s == inf, "the load was not done in its steps"
         return trace
 
