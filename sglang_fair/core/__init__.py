@@ -1,6 +1,12 @@
-"""Fair scheduling as pure code: jobs, policies, costs, books. No engine, no clock, no global randomness.
+"""Fair scheduling as pure code, without engine, clock or global randomness.
 
-`POLICIES` is the one registry. A new policy is one file with the algorithm and one line here.
+    policies      `policy` is their interface; fcfs, rpm, lpm, lcf, vtc, drr, dlpm and their variants
+    admission     forming a batch: who is asked next, who waits for a prefix (`admission`, `lookups`)
+    queue         who waits and who goes first (`queue`, `job`)
+    account       what requests cost and whom it is charged to (`account`, `cost`, `ledger`, `payers`, `predictor`)
+    fairness      measures of what each client received
+
+`POLICIES` is the registry. A new policy is one file with the algorithm and one line here.
 """
 
 from collections.abc import Mapping
@@ -31,10 +37,10 @@ POLICIES: Mapping[str, type[Policy]] = {
 def make_policy(
     name: str, *, quantum: float | None = None, weights: Weights | None = None, **options: Any
 ) -> Policy:
-    """A new policy by name. One without quantum or weights ignores them, so that one configuration fits all;
+    """A new policy by name. A policy without quantum or weights ignores them, so that one configuration fits all.
     `options` are its other parameters.
 
-    Raises ValueError for an unknown name, an option that it does not have, and a bad value.
+    Raises ValueError for an unknown name, an unknown option, and a bad value.
     """
     known = options_of(name)
     for option in options:
@@ -52,11 +58,11 @@ def options_of(name: str) -> Mapping[str, type]:
     policy = POLICIES.get(name)
     if policy is None:
         raise ValueError(f"unknown policy {name!r}; there are {', '.join(sorted(POLICIES))}")
-    known = {field.name: _told(field.type) for field in fields(policy) if field.init}  # type: ignore[arg-type]
+    known = {field.name: _value_type(field.type) for field in fields(policy) if field.init}  # type: ignore[arg-type]
     return {key: kind for key, kind in known.items() if key != "quantum" and kind in (int, float, str, bool)}
 
 
-def _told(kind: Any) -> Any:
-    """What somebody who gives a value gives: an optional value's type is the value's."""
+def _value_type(kind: Any) -> Any:
+    """The type of a value that is given: for `T | None` it is T."""
     kinds = [one for one in get_args(kind) if one is not NoneType]
     return kinds[0] if len(kinds) == 1 else kind

@@ -1,35 +1,34 @@
-"""DLPM whose quantum follows a target: a gap between clients that is not to be exceeded, or a hit rate to be reached.
+"""DLPM whose quantum follows a target: a largest gap between clients, or a hit rate.
 
-Rule: as DLPM. At each refill, before anybody is given anything, Q^u is set anew within `min_quantum` and
-`max_quantum`:
+Rule: as DLPM. At each refill, before any client gets a quantum, Q^u is set anew within `min_quantum` and `max_quantum`:
 
     target_gap         the largest quantum with 2·(U + Q^u) / smallest weight <= target_gap, where U is the
                        dearest prompt and the dearest owed output so far
-    target_hit_rate    the smallest quantum that reaches it, or, where none does, beyond which a larger one does not
-                       help: a quarter more while the share of cached tokens among admitted prompts' tokens is
-                       below the target and rises, by `GAIN` for each doubling; else a fifth less. Once every
-                       `horizon_tokens` of them, over which the share is averaged exponentially
+    target_hit_rate    the smallest quantum that reaches it; if none does, the one beyond which a larger one does not
+                       help. The quantum is raised by a quarter while the share of cached tokens in admitted prompts
+                       is below the target and rises by `GAIN` for each doubling; else it is lowered by a fifth. One
+                       step per `horizon_tokens` of prompts, over which the share is averaged exponentially
 
-Below the target it goes one way until something speaks for the other: up, until the quantum has doubled, or is at
-its limit, and the hit rate has not risen by `GAIN`; down, until the hit rate differs by `GAIN` from where that
-began, or the quantum is no more than an average request is charged: below that a turn is one request anyway. So
-a climb in vain ends at 2.5 times the quantum that it began at, at most, and is taken back.
+Below the target the quantum moves in one direction until there is a reason to turn. Up: until it has doubled, or is at
+its limit, and the hit rate has not risen by `GAIN`. Down: until the hit rate differs by `GAIN` from where the descent
+began, or the quantum is no larger than the charge of an average request, below which a turn is one request anyway. So
+a climb in vain ends at 2.5 times the quantum at which it began, at most, and is taken back.
 
-A change is exact: all accounts are settled with the old quantum up to the present round, and the new one counts
-from there. Credit above it is kept until it is spent.
+A change is exact: all accounts are settled with the old quantum up to the present round, and the new one counts from
+there. Credit above the new quantum is kept until it is spent.
 
-Unit of fairness: service units. Bound: with C(t) the larger of the quantum and of the largest credit that anybody
-has at t, two clients that both wait during [s, t] differ by at most 2·U + C(s) + C(t): a counter lies in (-U, C],
-and clients that wait are granted the same in each round, whatever the quantum is. `bound` is 2·(U + C) for now. It
-holds for every interval that began with no larger C; for others take the larger one, with today's U.
+Unit of fairness: service units. Bound: let C(t) be the larger of the quantum and of the largest credit of any client at
+t. Two clients that both wait during [s, t] differ by at most 2·U + C(s) + C(t), because a counter lies in (-U, C] and
+clients that wait are granted the same in each round, whatever the quantum is. `bound` returns 2·(U + C) of now. It
+holds for every interval that began with no larger C; for others take the larger C, with the present U.
 
-Knobs: one target (none given: a hit rate of 0.5), the limits, `horizon_tokens`, and DLPM's; `quantum` is where it
-begins. Trade-offs: it follows, so the first dear request and the first hot hour find the old quantum. A target
-that any quantum reaches drives it to `min_quantum`; where nothing is shared it goes on trying, at one to two and a
-half requests; in between it swings by a step around its target, and by a doubling around the best hit rate that
-there is. What only more than a doubling would show, it does not find. Where `horizon_tokens` are a few prompts, it
-climbs and descends by chance. A gap below 2·(U + `min_quantum`) cannot be kept, and `bound` says so. Known leaks: as
-DLPM; and a client that sends hot prompts without need raises the measured hit rate, and so lowers everybody's quantum.
+Knobs: one target (default: a hit rate of 0.5), the limits, `horizon_tokens`, and DLPM's; `quantum` is the first value.
+Trade-offs: it reacts, so the first dear request and the first hot hour meet the old quantum. A target that any quantum
+reaches drives it to `min_quantum`. If nothing is shared it keeps trying, between one and two and a half requests.
+Otherwise it swings by a step around its target, and by a doubling around the best hit rate there is. It does not find a
+gain that only more than a doubling would show. If `horizon_tokens` are only a few prompts, it climbs and descends by
+chance. A gap below 2·(U + `min_quantum`) cannot be kept, and `bound` says so. Known leaks: as DLPM; and a client that
+sends hot prompts without need raises the measured hit rate and so lowers everybody's quantum.
 """
 
 from dataclasses import dataclass, field
@@ -45,18 +44,18 @@ STEP = 1.25
 """A quantum that misses the target hit rate is multiplied or divided by this."""
 
 GAIN = 0.02
-"""Of the hit rate, below which it has not changed."""
+"""A smaller change of the hit rate counts as none."""
 
 DOUBLED = 2.0
-"""So many times the quantum must have raised the hit rate by `GAIN`."""
+"""A climb by this factor must have raised the hit rate by `GAIN`."""
 
 HIT_RATE = 0.5
-"""The target where none is given."""
+"""The target if none is given."""
 
 
 @dataclass
 class DlpmAdaptive(Dlpm):
-    """DLPM; `quantum` is what it is now. ValueError for two targets, and for limits and targets that cannot be."""
+    """DLPM with a changing `quantum`. ValueError for two targets, and for impossible limits and targets."""
 
     name: ClassVar[str] = "dlpm-adaptive"
     target_gap: float | None = None
@@ -66,20 +65,20 @@ class DlpmAdaptive(Dlpm):
     horizon_tokens: int = 50_000
 
     _largest_debt: float | None = field(default=None, init=False, repr=False)
-    """U, and beside it what a predictor may have charged ahead; None: nothing was admitted yet."""
+    """U plus what a predictor may have charged ahead. None: nothing was admitted yet."""
     _prompt_tokens: float = field(default=0.0, init=False, repr=False)
     _cached_tokens: float = field(default=0.0, init=False, repr=False)
-    """Of admitted prompts: those of the last `horizon_tokens`, less the longer ago they were."""
+    """Tokens of admitted prompts, averaged exponentially over `horizon_tokens`."""
     _admitted: float = field(default=0.0, init=False, repr=False)
     _charged: float = field(default=0.0, init=False, repr=False)
-    """Requests, and service units, in the same way."""
+    """Requests and service units, averaged in the same way."""
     _tokens_since_step: int = field(default=0, init=False, repr=False)
     _climbs: bool = field(default=False, init=False, repr=False)
-    """Whether the next step below the target is up."""
+    """Below the target: the next step is up."""
     _began: tuple[float, float] | None = field(default=None, init=False, repr=False)
-    """Quantum and hit rate where the way below the target began, or last paid. None: it is not below."""
+    """Below the target: quantum and hit rate where the present direction began, or last gained. Else None."""
     _above: list[tuple[float, str]] = field(default_factory=list, init=False, repr=False)
-    """Heap of clients that had credit above the quantum when it was changed, by minus that."""
+    """Heap of (-refund, client) of clients that had credit above the quantum when it was changed."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -114,7 +113,7 @@ class DlpmAdaptive(Dlpm):
         super().charge(client, units)
 
     def hit_rate(self) -> float | None:
-        """The share that is steered by. None: no prompt was admitted yet."""
+        """The averaged share of cached tokens. None: no prompt was admitted yet."""
         return self._cached_tokens / self._prompt_tokens if self._prompt_tokens else None
 
     def _before_refill(self) -> None:
@@ -139,7 +138,7 @@ class DlpmAdaptive(Dlpm):
         return self._within_limits(self.quantum * STEP if self._climbs else self.quantum / STEP)
 
     def _turn(self, rate: float) -> None:
-        """Below the target: decides whether the next step is up."""
+        """Below the target: decide in which direction the next step goes."""
         paid = turns = False
         if self._began is not None:
             quantum, before = self._began

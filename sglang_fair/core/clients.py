@@ -1,4 +1,4 @@
-"""Waiting jobs sorted into one queue per client: what every policy that counts per client is built on."""
+"""One queue of waiting jobs per client. Every policy that counts per client is built on it."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -9,7 +9,7 @@ from sglang_fair.core.heap import LazyHeap
 from sglang_fair.core.job import Job
 
 PATIENCE = 128
-"""How many later requests of its own client may go before a request, unless a policy says otherwise."""
+"""Default of how many later requests of its own client may overtake a request."""
 
 
 def by_arrival(job: Job) -> Any:
@@ -18,9 +18,9 @@ def by_arrival(job: Job) -> Any:
 
 @dataclass(slots=True)
 class ClientQueue:
-    """One client's waiting jobs. `ready` are in order; `held` are passed over until `release`.
+    """One client's waiting jobs. `ready` ones are in the policy's order, `held` ones are passed over until `release`.
 
-    `numbers` holds them in order of arrival, numbered by it.
+    `numbers` has all of them in order of arrival, with their number in that order.
     """
 
     ready: LazyHeap[Job] = field(default_factory=LazyHeap)
@@ -34,10 +34,10 @@ class ClientQueue:
             self.numbers[job] = self.arrivals
 
     def overdue(self, patience: int) -> Job | None:
-        """The oldest job, if `patience` later ones have gone before it.
+        """The oldest job, if `patience` later ones have overtaken it and it is not held.
 
-        Of all later ones some wait and the rest have gone, so there is nothing to count. A younger job has
-        been overtaken by no more than an older one, so it is enough to look at the oldest.
+        All jobs after the oldest either wait or have overtaken it, so a subtraction counts them. A younger job has not
+        been overtaken by more, so only the oldest has to be checked.
         """
         oldest = next(iter(self.numbers), None)
         if oldest is None:
@@ -51,10 +51,10 @@ class ClientQueue:
 
 
 class ClientQueues:
-    """Each operation costs O(log of one client's queue). Clients without a waiting job are not kept.
+    """The queues of all clients that wait. Each operation costs O(log of one client's queue).
 
-    A client's jobs that unblock others of their program come first, the rest is by `key`; but a job that
-    `patience` later ones of its client have overtaken is its client's first. Neither is seen by other clients.
+    A client's order is: the job that `patience` later ones have overtaken, then jobs that unblock others of their
+    program, then by `key`. It has no influence on other clients.
     """
 
     def __init__(self, key: Callable[[Job], Any] = by_arrival, patience: int = PATIENCE) -> None:
@@ -66,7 +66,7 @@ class ClientQueues:
         self._with_held: dict[str, None] = {}
 
     def put(self, job: Job) -> None:
-        """`job` waits, or its key has changed. Holding a job is not undone."""
+        """`job` waits, or its key has changed. A held job remains held."""
         queue = self._queues.get(job.client)
         if queue is None:
             queue = self._queues[job.client] = ClientQueue()
@@ -91,7 +91,7 @@ class ClientQueues:
         self._with_held[job.client] = None
 
     def release(self) -> Iterable[str]:
-        """Held jobs may be picked again. Returns the clients that had some."""
+        """Held jobs may be picked again. Returns the clients that had held jobs."""
         clients = list(self._with_held)
         for client in clients:
             queue = self._queues[client]
@@ -102,7 +102,7 @@ class ClientQueues:
         return clients
 
     def head(self, client: str) -> Job | None:
-        """The client's first job that is not held."""
+        """The client's first job that is not held, if any."""
         queue = self._queues.get(client)
         if queue is None:
             return None

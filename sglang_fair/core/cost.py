@@ -1,10 +1,10 @@
 """What service costs: from tokens to units.
 
-A cost function maps what one request was given to units: `extend_tokens` computed behind `cached_tokens`
-that it found in the cache, and `output_tokens`. It is zero before anything was computed and grows with
-every token. It is charged incrementally, as the difference that the new tokens make, so a request's charges
-sum to the function of what it received, however the work was cut into chunks and steps (VTC §4.2).
-Fairness is relative to the function: equal service under one is unequal under another.
+A cost function maps what one request was given to units: `extend_tokens` computed behind `cached_tokens` that it found
+in the cache, and `output_tokens`. It is zero before anything was computed and grows with every token. It is charged
+incrementally, as the difference that new tokens make. So a request's charges sum to the function of what it received,
+however the work was cut into chunks and steps (VTC §4.2). Fairness is relative to the function: equal service under one
+is unequal under another.
 
     linear      w_e·extend + w_q·output                                          DLPM §3, VTC §3.2
     profiled    2.1 n_p + n_q + 0.04 n_p n_q + 0.032 n_q² + 11.46                VTC, appendix B.2
@@ -12,10 +12,9 @@ Fairness is relative to the function: equal service under one is unequal under a
     tiered      linear, times a factor once the prompt is longer than a threshold
     flops       2·parameters + 4·layers·hidden·position for each token           VTC §4.2 names it
 
-Where a term depends on position, cached tokens are free themselves and still lie before the computed ones:
-attention reads them. So a prompt costs the difference between the whole of it and its cached part, and the
-context of an output token is the whole prompt. A service unit means another amount of work in each function;
-quanta are to be scaled along.
+If a term depends on position, cached tokens are free but still lie before the computed ones, because attention reads
+them. So a prompt costs the difference between all of it and its cached part, and the context of an output token is the
+whole prompt. A service unit is another amount of work in each function; scale the quanta accordingly.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,26 +27,25 @@ Reader = Callable[[str], Any]
 
 
 class Cost(Protocol):
-    """Units of one request's service."""
+    """A cost function: the units of one request's service."""
 
     @property
     def extend_weight(self) -> float:
-        """The price of one input token where nothing else was computed; for those who reckon linearly."""
+        """The price of one input token alone, for uses that need a linear price."""
 
     @property
     def output_weight(self) -> float:
-        """Likewise of one output token."""
+        """The price of one output token, in the same sense."""
 
     def __call__(self, extend_tokens: int, output_tokens: int, cached_tokens: int = 0) -> float:
         """Zero for (0, 0), whatever is cached; non-decreasing in extend and output tokens."""
 
     def dearest(self, input_tokens: int, output_tokens: int, owed_tokens: int) -> tuple[float, float]:
-        """For the theorems' U: most units that one prompt of up to `input_tokens` can cost, and most that
-        `owed_tokens` of output can cost when no prompt is longer than that and no output longer than
-        `output_tokens` (VTC §4.2: the two parts of U for a general function).
+        """The two parts of the theorems' U (VTC §4.2 for a general function): the most that one prompt can cost, and
+        the most that `owed_tokens` of output can cost.
 
-        A prompt's length counts its cached part. The owed tokens may be the last of their requests, so
-        each is reckoned at the dearest price, that of token number `output_tokens`.
+        No prompt is longer than `input_tokens`, its cached part included, and no output longer than `output_tokens`.
+        The owed tokens may be the last of their requests, so each counts at the price of token `output_tokens`.
         """
 
 

@@ -1,31 +1,31 @@
 """DLPM, deficit longest prefix match: LPM order among the clients that have not used up their quantum.
 
-Each client has a deficit counter q (positive: may be admitted). Extend and output tokens are charged to
-it; cached tokens are free, whoever computed them. When every client with a waiting request has used its
-quantum up, rounds pass until one of them is positive again: in a round every known client with q <= 0,
+Each client has a deficit counter q; while it is positive the client's requests may be admitted. Extend and output
+tokens are charged to it; cached tokens are free, whoever computed them. When every client with a waiting request has
+used up its quantum, rounds pass until one of them is positive again: in each round every known client with q <= 0,
 waiting or not, gets one quantum (DLPM, Algorithm 1). Debts survive leaving; credit never exceeds Q^u.
 
-Rounds are counted, not executed. A client with q <= 0 turns positive n = floor(-q / Q^u) + 1 rounds after
-its last settlement, so each client has a round number from which it may be admitted, and a refill sets
-the current round to the smallest of those numbers among the waiting clients. This is the literal
-algorithm for any number of rounds at once, in O(log clients).
+Rounds are counted, not executed. A client with q <= 0 turns positive n = floor(-q / Q^u) + 1 rounds after its account
+was last settled, so for each client there is a round from which it may be admitted, and a refill advances the current
+round to the first of those among the waiting clients. This is the literal algorithm for any number of rounds at once,
+in O(log clients).
 
 Unit of fairness: service units (extend and output tokens by the cost function). Two clients that both
 have requests waiting never differ by more than 2·(U + Q^u), U = w_e·L_input + w_q·M (Theorem 4.1), in
-every interval. Knobs: the quantum, the weights, `patience`, `newcomers`. Trade-offs: a larger Q^u keeps longer
-runs on one prefix and loosens the bound; within one client the order is LPM, but no request is overtaken by more
-than `patience` later ones of its client: a small number costs hits where a client's queue is deep.
+every interval. Knobs: the quantum, the weights, `patience`, `newcomers`. Trade-offs: a larger Q^u allows longer runs
+on one prefix and loosens the bound. Within one client the order is LPM, but no request is overtaken by more than
+`patience` later ones of its client; a small number costs cache hits if a client's queue is deep.
 
-The paper starts a client at 0: it waits until the others have used up their quanta, which is long where there are many.
-Here a client that is not known starts with a quantum, as if it had taken part in the last refill, and goes first until
-it is charged for the first time; any order among those with a positive counter keeps the theorem. What new clients get
-so is limited to `newcomers` times what the others get; beyond it they start at 0, and a flood of new names starves
-nobody.
-A client that is gone keeps its debt, and its credit too, but for the longest absent beyond `remembered_clients`. No
-newcomer starts with more than the least credit that was ever dropped, so being forgotten never pays: the guarantee
-is that of accounts kept for ever.
-Known leaks: new names, within that limit; the first client to need a prefix that others share pays for it,
-unless another rule is chosen (`payers`).
+The paper starts a client at 0, so that it waits until the others have used up their quanta, which takes long if they
+are many. Here an unknown client starts with a quantum, as if it had taken part in the last refill, and goes first until
+it is charged for the first time; the theorem holds for any order among clients with a positive counter. New clients
+together get at most `newcomers` times what the others get; beyond that they start at 0, so that a flood of new names
+starves nobody.
+A client that is gone keeps its debt. It keeps its credit too, unless more than `remembered_clients` with credit are
+gone; then the longest absent one is forgotten. No new client starts with more than the least credit that was ever
+forgotten, so being forgotten never pays and the guarantee is that of accounts kept for ever.
+Known leaks: new names, within that limit; the first client to need a shared prefix pays for it, unless another rule is
+chosen (`payers`).
 """
 
 from collections import OrderedDict
@@ -43,15 +43,15 @@ from sglang_fair.core.policy import Policy, checked_quantum
 from sglang_fair.core.predictor import Predictor
 
 NEWCOMERS_AT_ONCE = 16
-"""Quanta that can be saved up for new clients that come together."""
+"""Quanta that may accumulate for new clients that come at the same time."""
 
 
 @dataclass(slots=True)
 class Deficit:
     """One client's counter: `units` as of round `settled`.
 
-    `refund` is credit beyond one quantum: what is left of charges ahead that were given back when the counter
-    stood at that limit. The next charges are paid from it first, so it is neither lost nor spent faster than credit.
+    `refund` is credit beyond one quantum: refunds of predicted output that came when the counter was full. The next
+    charges are paid from it first, so it is neither lost nor spent faster than credit.
     """
 
     units: float
@@ -64,13 +64,11 @@ class Deficit:
 class Dlpm(Policy):
     """Longest prefix first among clients with a positive deficit counter.
 
-    `quantum` is Q^u in service units. Weighted clients are charged units / weight, so a client of weight
-    2 gets twice the service per quantum. A request that `patience` later ones of its own client have gone
-    before is its client's first; that moves its client back in the order of those with a positive counter, and
-    changes nothing for the others' counters. `remembered_clients` absent ones keep their credit; debts are kept
-    of all. New clients may have `newcomers` units, on the quantum they start with, for each unit of the others; with 0
-    they start at 0, as in the paper. Raises ValueError for a quantum below `LEAST_QUANTUM`, a patience below 1, and for
-    `newcomers` that are no number from 0 on.
+    `quantum` is Q^u in service units. A charge is divided by the client's weight, so weight 2 gets twice the service
+    per quantum. A request that `patience` later ones of its client have overtaken goes first within its client.
+    `remembered_clients` is how many absent clients keep their credit; debts are always kept. New clients may use
+    `newcomers` units of their first quantum for each unit that the others get; with 0 they start at 0, as in the paper.
+    Raises ValueError for a quantum below `LEAST_QUANTUM`, a patience below 1, and negative `newcomers`.
     """
 
     name: ClassVar[str] = "dlpm"
@@ -84,23 +82,23 @@ class Dlpm(Policy):
     predictor: Predictor | None = None
 
     refills: int = field(default=0, init=False)
-    """Times that no waiting client could be admitted, so that rounds had to pass."""
+    """How often rounds had to pass because no waiting client was positive."""
     _round: int = field(default=0, init=False, repr=False)
     _deficits: dict[str, Deficit] = field(default_factory=dict, init=False, repr=False)
     _queues: ClientQueues = field(init=False, repr=False)
     _ready: LazyHeap[str] = field(default_factory=LazyHeap, init=False, repr=False)
     _parked: LazyHeap[str] = field(default_factory=LazyHeap, init=False, repr=False)
     _debtors: LazyHeap[str] = field(default_factory=LazyHeap, init=False, repr=False)
-    """Clients that are gone and owe, by the round that makes them positive."""
+    """Absent clients in debt, by the round that makes them positive."""
     _creditors: OrderedDict[str, None] = field(default_factory=OrderedDict, init=False, repr=False)
-    """Clients that are gone with credit, the longest first."""
+    """Absent clients with credit, the longest absent first."""
 
     _new: dict[str, None] = field(default_factory=dict, init=False, repr=False)
-    """Clients that still have of the quantum they started with."""
+    """Clients that have not used up the quantum they started with."""
     _for_new: float = field(init=False, repr=False)
-    """Service that is left for new clients; below zero if the last ones took more than their quanta."""
+    """Service left for new clients; negative if the last ones took more than their quanta."""
     _least_dropped: float = field(default=inf, init=False, repr=False)
-    """The least credit with which a client was forgotten."""
+    """The least credit that was forgotten with a client."""
 
     def __post_init__(self) -> None:
         self.quantum = checked_quantum(self.quantum)
@@ -131,7 +129,7 @@ class Dlpm(Policy):
         while (client := self._ready.first()) is None:
             held = list(self._queues.held_clients())
             if not self._parked or any(self._eligible_from(client) <= self._round for client in held):
-                return None  # nobody waits, or who may still spend is only passed over: no refill is due
+                return None  # nobody waits, or only clients that are positive and held: no refill is due
             self._before_refill()
             poorest = self._parked.first()
             assert poorest is not None
@@ -169,14 +167,14 @@ class Dlpm(Policy):
             account = self._deficits[client]
             if account.charged or self._units(account):
                 self._debtors.put(client, (self._eligible_from(client), client))
-            else:  # as if it had never come
+            else:  # it was never served: forget it
                 self._debtors.discard(client)
                 self._new.pop(client, None)
                 del self._deficits[client]
         self._forget()
 
     def deficit(self, client: str) -> float:
-        """q of `client` after the rounds that have passed; 0 for a client that is not known."""
+        """The counter q of `client`, with the rounds that have passed; 0 for an unknown client."""
         account = self._deficits.get(client)
         return 0.0 if account is None else self._units(account)
 
@@ -184,7 +182,7 @@ class Dlpm(Policy):
         return {client: self._units(account) for client, account in self._deficits.items()}
 
     def bound(self, input_units: float, output_units: float) -> float | None:
-        """2·(U + Q^u) / min weight (Theorem 4.1); U + Q^u + w_q·M with a predictor, whatever it says."""
+        """2·(U + Q^u) / min weight (Theorem 4.1). With a predictor w_q·M is added to U + Q^u, whatever it predicts."""
         charged_ahead = 0 if self.predictor is None else output_units
         return (
             2
@@ -193,11 +191,11 @@ class Dlpm(Policy):
         )
 
     def _before_refill(self) -> None:
-        """A refill is due: a quantum that follows something is changed here."""
+        """A refill is due. For policies that change the quantum."""
 
     def _change_quantum(self, quantum: float) -> None:
-        """From the refill on that is due. Nobody gains or loses by it: what was granted stays, and credit above the
-        new quantum is kept as a refund is. O(known clients)."""
+        """Use `quantum` from the refill on that is due. Nobody gains or loses: what was granted stays, and credit above
+        the new quantum is kept as a refund. O(known clients)."""
         for account in self._deficits.values():
             credit = self._units(account) + account.refund
             account.units, account.settled = min(credit, quantum), self._round
@@ -209,7 +207,7 @@ class Dlpm(Policy):
             self._debtors.put(client, (self._eligible_from(client), client))
 
     def _largest_credit(self) -> float:
-        """The most that any client can have left, what was charged ahead and given back apart."""
+        """The largest credit that a client can have, not counting refunds of predicted output."""
         return self.quantum
 
     def _account(self, client: str) -> Deficit:
@@ -222,7 +220,7 @@ class Dlpm(Policy):
         return NEWCOMERS_AT_ONCE * self.quantum if self.newcomers else 0.0
 
     def _welcome(self, client: str) -> None:
-        """An account for a client that is not known."""
+        """Open the account of an unknown client."""
         account = self._account(client)
         if self._for_new > 0:
             account.units = min(self.quantum, self._least_dropped)
@@ -230,6 +228,7 @@ class Dlpm(Policy):
             self._new[client] = None
 
     def _forget(self) -> None:
+        """Move absent clients whose debt the rounds have paid to the creditors, and forget those beyond the limit."""
         while (client := self._debtors.first()) is not None and self._debtors.key(client)[0] <= self._round:
             self._debtors.discard(client)
             self._creditors[client] = None

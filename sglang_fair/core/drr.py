@@ -1,21 +1,21 @@
 """DRR, deficit round robin adapted to unknown output lengths (VTC, appendix C.2).
 
-Rule: the clients stand in a ring and are visited in turn. Each has a credit. A visited client whose credit is
-not positive gets one quantum Q^d; it is then served until its credit is used up or it has nothing left that
-waits. Extend and output tokens are charged as they come, so the credit may fall many quanta below zero, and
-then that many visits pass without service. A client that waits for nothing is refilled up to zero only: it
-cannot save credit, and rejoins with at most the credit that it left with.
+Rule: the clients stand in a ring and are visited in turn. Each has a credit. A visited client whose credit is not
+positive gets one quantum Q^d; it is then served until its credit is used up or none of its requests waits. Extend and
+output tokens are charged as they come, so the credit may fall many quanta below zero; then that many visits pass
+without service. A client with nothing waiting is refilled to zero at most: it cannot save credit, and rejoins with no
+more credit than it left with.
 
-Visits are counted, not made. A visit is a pair (round, place in the ring); a client's credit says at which of
-its visits it is positive again, so the next client to serve is the smallest visit in a heap: O(log clients),
-however deep the debts. Who joins takes the last place in the ring and is visited from the next round on: a
-flood of new names cannot stretch a round.
+Visits are counted, not made. A visit is a pair (round, place in the ring). A client's credit determines at which of its
+visits it is positive again, so the next client to serve is the smallest visit in a heap: O(log clients), however deep
+the debts. A client that joins takes the last place in the ring and is visited from the next round on, so a flood of new
+names cannot stretch a round.
 
-Unit of fairness: service units. Two clients that both have requests waiting are visited, and refilled, equally
-often but for one visit, and a credit stays within (-U, Q^d], U = w_e·L_input + w_q·M: they never differ by more
-than 2·(U + Q^d) + Q^d. The paper states no bound.
-Knobs: `quantum` Q^d. Towards 0, below the cost of one prompt, the client that is owed most goes next: VTC with
-c = -credit. Large: long bursts of one client, in order of arrival. Weights divide the charges.
+Unit of fairness: service units. Two clients that both wait are visited and refilled equally often, up to one visit, and
+a credit stays within (-U, Q^d], U = w_e·L_input + w_q·M. So they never differ by more than 2·(U + Q^d) + Q^d. The paper
+states no bound.
+Knobs: `quantum` Q^d. If it is small, below the cost of one prompt, the client that is owed most goes next, as in VTC
+with c = -credit. If it is large, there are long bursts of one client, in order of arrival. Weights divide the charges.
 Trade-offs: no locality beyond a burst. Known leak: credit of at most Q^d is dropped when a client is gone.
 """
 
@@ -31,7 +31,7 @@ from sglang_fair.core.job import Job
 from sglang_fair.core.policy import Policy, checked_quantum
 
 Visit = tuple[int, int]
-"""A round, and a place in the ring."""
+"""(round, place in the ring)."""
 
 
 @dataclass(slots=True)
@@ -52,16 +52,16 @@ class Drr(Policy):
     weights: Weights = field(default_factory=Weights)
 
     _visit: Visit = field(default=(0, 0), init=False, repr=False)
-    """The visit in progress: every earlier one is over."""
+    """The visit in progress; all smaller ones are over."""
     _places: int = field(default=0, init=False, repr=False)
     _credits: dict[str, Credit] = field(default_factory=dict, init=False, repr=False)
     _queues: ClientQueues = field(init=False, repr=False)
     _turn: LazyHeap[str] = field(default_factory=LazyHeap, init=False, repr=False)
-    """Clients with an offer, by the visit at which they may be served."""
+    """Clients with a request that is not held, by the visit at which they may be served."""
     _rich: LazyHeap[str] = field(default_factory=LazyHeap, init=False, repr=False)
-    """Those of them whose credit is positive before that visit."""
+    """Those of them whose credit is positive now, by the same visit."""
     _passed_over: LazyHeap[str] = field(default_factory=LazyHeap, init=False, repr=False)
-    """Clients that wait and have no offer: all that waits is held."""
+    """Clients all of whose waiting requests are held, by the visit at which they may be served."""
     _idle: LazyHeap[str] = field(default_factory=LazyHeap, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -80,8 +80,8 @@ class Drr(Policy):
         self._seat(job.client)
 
     def pick(self) -> Job | None:
-        """While a client whose visit comes first is passed over, the ring stands still: only who has credit
-        left is offered."""
+        """The first request of the client with the smallest visit. While all requests of the client whose visit comes
+        first are held, the ring stands still: only clients with credit left are offered."""
         client, waits = self._turn.first(), self._passed_over.first()
         if client is not None and waits is not None and self._turn.key(client) > self._passed_over.key(waits):
             client = self._rich.first()
@@ -102,7 +102,7 @@ class Drr(Policy):
         self._seat(client)
 
     def idle(self, client: str) -> None:
-        """Forgotten once it owes nothing: that drops credit, at most Q^d, and never a debt."""
+        """A client is forgotten as soon as it owes nothing. That drops credit of at most Q^d, and never a debt."""
         if client in self._credits and client not in self._queues:
             credit, due = self._settle(client), self._refills_due(client)
             self._idle.put(client, (credit.settled + due if due else -1, credit.place))
@@ -118,12 +118,12 @@ class Drr(Policy):
         return (2 * (input_units + output_units) + 3 * self.quantum) / self.weights.smallest()
 
     def _visits(self, client: str) -> int:
-        """The round of `client`'s last visit."""
+        """The round in which `client` was last visited."""
         credit, (now, place) = self._credits[client], self._visit
         return max(credit.settled, now if credit.place <= place else now - 1)
 
     def _refills_due(self, client: str) -> int:
-        """Visits at which it is refilled, from its settlement on: to above 0 if it waits, else to 0."""
+        """How many visits after `settled` refill it: until it is above 0 if it waits, else until it is 0."""
         units = self._credits[client].units
         if client in self._queues:
             return 0 if units > 0 else floor(-units / self.quantum) + 1
@@ -135,7 +135,7 @@ class Drr(Policy):
         return credit.units + self.quantum * refills
 
     def _settle(self, client: str) -> Credit:
-        """Its account with the visits up to this one entered; the last place in the ring for a new client."""
+        """The credit of `client` with all refills up to this visit. A new client gets the last place in the ring."""
         credit = self._credits.get(client)
         if credit is None:
             self._places += 1

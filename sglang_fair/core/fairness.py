@@ -1,4 +1,4 @@
-"""How fair a run was: measures as functions of what each client received, and when.
+"""Measures of fairness, as functions of what each client received and when.
 
 A client's service is a right-continuous step function of time, `Curve`: units received until then. The
 units are the caller's choice of meter (DLPM §7): *client-side* service counts the full prompt, *actual*

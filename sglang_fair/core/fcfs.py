@@ -1,7 +1,7 @@
-"""FCFS: first come, first served, over all clients together.
+"""FCFS: first come, first served, over all clients together. The simplest implementation of `Policy`.
 
-Unit of fairness: none. A client gets service in proportion to what it sends, so one that floods the queue
-delays everybody behind its backlog. The dull implementation that proves the contract is the right size.
+Unit of fairness: none. A client gets service in proportion to what it sends, so one that floods the queue delays
+everybody behind its backlog.
 """
 
 from dataclasses import dataclass, field

@@ -1,7 +1,7 @@
-"""A priority queue whose items can be moved and removed: `heapq` with entries that die in place.
+"""A priority queue whose items can be moved and removed: `heapq` with lazy deletion.
 
-Every order in the core comes out of one of these, so every order is total: a key must end in something
-that no other item shares (an arrival number, a client's name).
+Every order in the core comes out of one of these. To make every order total, a key has to end in something that no
+other item shares (an arrival number, a client's name).
 """
 
 from collections.abc import Hashable, Iterator
@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 Item = TypeVar("Item", bound=Hashable)
 
 SLACK = 64
-"""Dead entries tolerated beyond the live ones before the heap is rebuilt."""
+"""The heap is rebuilt when it has this many dead entries more than live ones."""
 
 
 class LazyHeap(Generic[Item]):
@@ -55,7 +55,7 @@ class LazyHeap(Generic[Item]):
         return self._live[item][0]
 
     def _bury(self) -> None:
-        """Drop the dead entries."""
+        """Rebuild the heap without its dead entries."""
         self._entries = list(self._live.values())
         heapify(self._entries)
 

@@ -1,15 +1,14 @@
-"""LCF, least counter first: VTC without the lift, the VTC paper's baseline that shows what the lift is for.
+"""LCF, least counter first: VTC without the lift. The VTC paper's baseline that shows what the lift is for.
 
-Rule: the client with the smallest counter goes next, and a client that joins the queue keeps its counter; a
-client seen for the first time starts at 0.
+Rule: the client with the smallest counter goes next. A client that joins the queue keeps its counter; a new client
+starts at 0.
 
-Unit of fairness: service units since the server started, in total. Bound: none between clients that wait,
-because who was away longer is owed more: a client that comes late, or comes back late, is served alone until
-it has caught up with what the others got while it was not there.
+Unit of fairness: service units in total since the server started. Bound: none between clients that wait, because a
+client that was away longer is owed more. A client that comes late, or comes back late, is served alone until it has
+caught up with what the others got in the meantime.
 Knobs: the weights; `remembered_clients`, how many absent clients' counters are kept.
-Trade-offs: equal totals over a day suit a shared budget, not a shared queue. Known leak: a new name starts
-at 0, and so does an absent client beyond `remembered_clients`; the smallest counters, which have the least
-to gain, are forgotten first.
+Trade-offs: equal totals over a day suit a shared budget, not a shared queue. Known leak: a new name starts at 0, and so
+does an absent client beyond `remembered_clients`; the smallest counters, which gain least by it, are forgotten first.
 """
 
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ class Lcf(Vtc):
             self._forget(poorest)
 
     def bound(self, input_units: float, output_units: float) -> float | None:
-        """None: what a client is owed for its absence has no limit."""
+        """None: there is no limit to what a client is owed for its absence."""
         return None
 
     def _floor(self) -> float:

@@ -1,9 +1,9 @@
-"""The books: who was given how much service, in tokens, beside what the engine itself counted.
+"""The ledger: how many tokens and units of service each client was given, and what the engine itself counted.
 
-Every extend token that the engine computes and every output token that it emits is entered once, to a
-client or to the system account. What clients pay each other for prefixes that they share is entered beside it, and
-sums to 0 (`payers`). The engine's own counters are entered independently, so that the
-identity  Σ clients + system = engine  can be checked between any two steps (`check`).
+Every extend token that the engine computes and every output token that it emits is entered once, for a client or for
+the system account. Transfers between clients that share a prefix are entered separately and sum to 0 (`payers`). The
+engine's own counters come from another source, so that  Σ clients + system = engine  can be checked between any two
+steps (`check`).
 """
 
 from collections import OrderedDict
@@ -11,17 +11,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 SYSTEM = "(system)"
-"""Work that no client caused: health probes, warm-up, recomputing what the server itself threw away."""
+"""The account of work that no client caused: health probes, warm-up, recomputing after a retraction."""
 
 OTHERS = "(others)"
-"""The summed usage of clients that were dropped from the list to bound its length."""
+"""The account that has the sum of the clients that were dropped to bound the ledger's length."""
 
 
 @dataclass(slots=True)
 class Usage:
-    """Tokens by kind, requests, and `service` in the cost function's units, in which cached tokens are free.
+    """What one account was given. `service` is in units of the cost function; cached tokens are free.
 
-    `transferred_units` is what others' prefixes cost it, less what others paid for its own: 0 over all accounts.
+    `transferred_units` is what it paid for others' prefixes less what others paid for its own: 0 over all accounts.
     """
 
     extend_tokens: int = 0
@@ -42,10 +42,10 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Conservation:
-    """Charged tokens beside the engine's own counters; `ok` when they are equal, and were at each check.
+    """Charged tokens beside the engine's own counters. `ok` if they are equal and were equal at each check.
 
-    `checks` and `mismatches` count the calls of `Ledger.check`, and those that found a difference.
-    `first_mismatch` has the four numbers of the first of these, by their names here.
+    `checks` counts the calls of `Ledger.check`, `mismatches` those that found a difference; `first_mismatch` has the
+    four numbers of the first one, by their names here.
     """
 
     ok: bool
@@ -60,7 +60,7 @@ class Conservation:
 
 @dataclass
 class Ledger:
-    """Usage per account, at most `max_clients` of them by name."""
+    """Usage per account. At most `max_clients` are kept by name; the longest unused are added up in `OTHERS`."""
 
     max_clients: int = 10_000
     total: Usage = field(default_factory=Usage)
@@ -81,7 +81,7 @@ class Ledger:
         service: float = 0.0,
         requests: int = 0,
     ) -> None:
-        """Enter what `account` was given."""
+        """Enter tokens, requests and `service` (units) that `account` was given."""
         for usage in (self.total, self._account(account)):
             usage.extend_tokens += extend
             usage.output_tokens += output
@@ -90,25 +90,27 @@ class Ledger:
             usage.requests += requests
 
     def transfer(self, account: str, units: float) -> None:
-        """Enter what `account` was charged, or if negative paid back, for a prefix that it shares."""
+        """Enter what `account` paid for a shared prefix; negative: what it was paid."""
         self.total.transferred_units += units
         self._account(account).transferred_units += units
 
     def engine_counted(self, *, extend: int = 0, output: int = 0) -> None:
-        """Enter what the engine says it did, from a source that the charges do not come from."""
+        """Enter tokens that the engine counted, from another source than the charges."""
         self.engine_extend_tokens += extend
         self.engine_output_tokens += output
 
     def usage(self, account: str) -> Usage:
-        """What `account` was given; zeros for an unknown one."""
+        """The usage of `account`; zeros for an unknown one."""
         return self._accounts.get(account, Usage())
 
     def accounts(self) -> Mapping[str, Usage]:
         return self._accounts
 
     def check(self) -> bool:
-        """Compare with the engine's counters, count that, and keep the numbers of the first mismatch; O(1).
-        To be called between two steps of the engine, when both sides have all that was done."""
+        """Compare with the engine's counters, count the check, and keep the numbers of the first mismatch. O(1).
+
+        Call it between two steps of the engine, when both sides are complete. Returns whether they agree.
+        """
         self.checks += 1
         if self._agrees():
             return True
@@ -118,7 +120,7 @@ class Ledger:
         return False
 
     def conservation(self) -> Conservation:
-        """The comparison as it stands, which counts as no check. Valid between steps of the engine."""
+        """The comparison as it stands. Valid between two steps; does not count as a check."""
         ok = self._agrees() and not self.mismatches
         return Conservation(
             ok,

@@ -1,16 +1,15 @@
-"""Which waiting requests' cached prefixes to look up next: those that may have changed, not all of them.
+"""Which waiting requests to look up in the cache before a pass: those whose cached prefix may have changed.
 
-A look-up costs the engine about 10 µs, so 10,000 waiting requests cannot be looked up before each batch.
-Four facts bound the work by what happened:
+A look-up costs the engine about 10 µs, so 10,000 waiting requests cannot all be looked up before each batch.
 
-    a new request                   is looked up once, in order of arrival
-    tokens were inserted            a prefix grows only for requests whose first uncached tokens (`Job.block`)
-                                    were just computed: they are found by that block
-    tokens were evicted             a prefix only shrinks, and the engine looks up whom it admits anyway: a
-                                    request that was thought better than it is, is found out when its turn comes
-    anything else                   a few more in each pass, in turns, until all were seen since the last change
+    a new request           is looked up once, in order of arrival
+    tokens were inserted    only a request whose first uncached tokens (`Job.block`) were just computed has a longer
+                            prefix now; those are found by that block
+    tokens were evicted     a prefix only gets shorter. The engine looks up each candidate anyway, so a request that
+                            was overestimated is noticed when its turn comes
+    anything else           a few more in each pass, in turn, until all were seen since the last change
 
-Every operation is O(1), whatever waits; memory is O(waiting requests).
+Every operation is O(1), however many wait; memory is O(waiting requests).
 """
 
 from collections import OrderedDict
@@ -21,12 +20,12 @@ from itertools import islice
 from sglang_fair.core.job import Job
 
 Group = dict[Job, None]
-"""Requests that wait for the same tokens."""
+"""Requests whose next tokens are the same."""
 
 
 @dataclass
 class LookUps:
-    """`most` look-ups in one pass, and at least `in_turn` of them for requests without a known reason."""
+    """At most `most` look-ups per pass, of which `in_turn` are kept for requests that nothing points to."""
 
     most: int = 64
     in_turn: int = 4
@@ -39,7 +38,7 @@ class LookUps:
     _unseen: int = field(default=0, init=False, repr=False)
 
     def arrive(self, job: Job) -> None:
-        """`job` waits; its prefix is not known."""
+        """`job` waits and its prefix is unknown."""
         self._new[job] = None
 
     def leave(self, job: Job) -> None:
@@ -49,7 +48,7 @@ class LookUps:
         self._ungroup(job)
 
     def looked_up(self, job: Job) -> None:
-        """The prefix of a waiting `job`, and so its block, is what the cache holds now."""
+        """`job` was looked up: its prefix and its block are up to date."""
         self._new.pop(job, None)
         self._known[job] = None
         self._known.move_to_end(job)
@@ -70,7 +69,7 @@ class LookUps:
         self._unseen = len(self._known)
 
     def due(self) -> list[Job]:
-        """The requests to look up in this pass; the caller says `looked_up` of each."""
+        """The requests to look up in this pass. The caller calls `looked_up` for each."""
         chosen: dict[Job, None] = {}
         for job in self._new:
             if len(chosen) == self.most - self.in_turn:

@@ -1,7 +1,7 @@
 """LPM: longest prefix match first (SGLang's RadixAttention order), without its cut-off at 128 requests.
 
-Unit of fairness: none. The best hit rate, and a client whose prefix is hot can keep every other client
-waiting for ever; so can a hot prefix of the same client (DLPM §2, §3).
+Unit of fairness: none. It has the best hit rate. A client with a hot prefix can keep all others waiting for ever, and
+one hot prefix of a client its other requests (DLPM §2, §3).
 """
 
 from typing import Any, ClassVar

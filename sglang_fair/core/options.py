@@ -1,7 +1,6 @@
 """A policy's own options as an operator writes them: `patience=64,remembered_clients=500`.
 
-What is an option, and of which type, is what the policy's dataclass says (`options_of`); the values' limits are
-the policy's own.
+A policy's dataclass defines its options and their types (`options_of`); the policy itself checks the values.
 """
 
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ _BOOLEANS = {"true": True, "false": False}
 def parse(policy: str, text: str) -> dict[str, Option]:
     """The options in `text`, typed for `policy`.
 
-    ValueError, in one line, for what is not KEY=VALUE, said twice, unknown to the policy, or of another type.
+    ValueError, in one line, for text that is not KEY=VALUE, and for keys that are repeated, unknown, or mistyped.
     """
     known = options_of(policy)
     options: dict[str, Option] = {}
@@ -36,12 +35,12 @@ def parse(policy: str, text: str) -> dict[str, Option]:
 
 
 def make(policy: str, text: str, *, quantum: float, weights: Weights) -> Policy:
-    """A new policy with the options in `text`. ValueError for anything in it that cannot be meant."""
+    """A new policy with the options in `text`. ValueError as for `parse`, and for values that the policy rejects."""
     return make_policy(policy, quantum=quantum, weights=weights, **parse(policy, text))
 
 
 def shown(policy: Policy) -> Mapping[str, Option]:
-    """All options of `policy` with the values that it runs with."""
+    """All options of `policy` with their current values."""
     return {option: getattr(policy, option) for option in options_of(policy.name)}
 
 

@@ -1,46 +1,46 @@
 """Who pays for a prefix that several clients use: a choice that DLPM leaves open.
 
-A prompt is a chain of blocks, and a block that is in the cache has a price: what was charged for computing it.
+A prompt is a chain of blocks. A cached block has a price: what was charged for computing it.
 
     rule      who pays that price
-    first     the client whose request computed it; everybody else's hits are free. Needs nothing of this file
-    equal     in equal parts the distinct clients that have used it since it was computed
+    first     the client whose request computed it; hits are free for all others. Needs nothing of this file
+    equal     all clients that have used it since it was computed, in equal parts
     per-use   those clients in proportion to how many of their requests have used it
 
-A client that hits the cache is charged its share, and those who paid before are refunded as much: the transfers
-of one admission sum to 0, so all clients together still pay for exactly what was computed. `equal` is settled at
-once. `per-use` is settled when a piece's uses have grown by an eighth since the last time, and at once up to
-nine; the uses between cost nothing until then. A block that is computed again, because the cache lost
-it, starts a new history; who paid for the old one gets nothing back. What the server computes by its own choice is
-free for all, and so are outputs that a later prompt repeats, pieces shorter than a block, and what is forgotten.
+A client that hits the cache is charged its share, and those who paid before are refunded as much. The transfers of one
+admission sum to 0, so all clients together still pay for exactly what was computed. `equal` is settled at each new
+user. `per-use` is settled at each of the first nine uses, then whenever the uses of a segment have grown by an eighth;
+the uses between cost nothing until then. A block that is computed again because the cache lost it starts a new history;
+those who paid for the old one get nothing back. Free for all are what the server computes by its own choice, outputs
+that a later prompt repeats, pieces shorter than a block, and what is forgotten.
 
-Unit of fairness: charged service, that is service plus transfers. `equal` and `per-use` make the service that was
-computed for a client, which the papers bound, differ from what its counter sees.
-Bound: DLPM's theorem holds for charged service, with what `Swing` has seen added to U (the proof is there). For
-VTC nothing is proven, because a refund lowers a counter; nor for DRR, because a refund between two visits of
-the ring takes the place of a refill.
-Knobs: the rule; `block_tokens`, the smallest piece that is shared; `max_entries`, blocks and their users that are
-remembered (35 MB of them), the least recently used forgotten first; `max_users`, clients that share one piece:
-more use it for free, where each share would be below 1/`max_users` of it.
-Cost of an admission: a dictionary look-up for each piece of the path, and one for each user of it when it is
-settled. A piece is a run of blocks with the same history.
+Unit of fairness: charged service, that is service plus transfers. Under `equal` and `per-use` a client's counter
+differs from the service that was computed for it, which is what the papers bound.
+Bound: DLPM's theorem holds for charged service if what `Swing` has seen is added to U (the proof is there). Nothing is
+proven for VTC, because a refund lowers a counter, nor for DRR, because a refund between two visits of the ring takes
+the place of a refill.
+Knobs: the rule; `block_tokens`, the smallest piece that is shared; `max_entries`, how many blocks and users of them are
+remembered (35 MB), the least recently used forgotten first; `max_users`, how many clients share one segment: any more
+use it for free, as each share would be below 1/`max_users` of it.
+Cost of an admission: a dictionary look-up for each segment of the path, and one for each of its users when it is
+settled. A segment is a run of blocks with the same history.
 
 What an operator should expect:
 
-- `first` rewards waiting: who needs a system prompt second has it for nothing, and one client pays for it again
-  each time that the cache loses it.
-- `equal` charges a hit at most half of what computing would have cost, so hits stay worth having. One request
-  pays as much as a thousand: it suits tenants of like size, and is hard on the occasional one.
-- `per-use` follows the traffic: whoever sends most pays most, though a hit costs the server nothing.
-- Nobody pays for what no request of its own has used. Under `equal` a client is charged only when its own request
-  is admitted; under `per-use` also when another's use settles its earlier ones, perhaps while it waits or is gone.
-- Many names of one owner pay a share each under `equal`, and as much as one name under `per-use`: inventing names
-  does not pay. Under `first` it changes nothing.
-- Refunds are credit. DLPM keeps it for a client that is gone, so that it may come back with more than a quantum;
-  VTC and DRR do not. A charge to a client that is gone is a debt in DLPM and DRR; VTC may forget it.
-- Known leaks: a client that floods the cache makes others compute, and pay, again (under every rule); a refund
-  tells its client that somebody else uses the same prefix; a name that is dropped pays nothing later, so `per-use`
-  does not collect the last eighth from it.
+- `first` rewards waiting: the second client that needs a system prompt gets it for nothing, and one client pays for it
+  again each time that the cache loses it.
+- `equal` charges a hit at most half of what computing would have cost, so hits stay worth having. One request pays as
+  much as a thousand: this suits tenants of similar size and is hard on an occasional one.
+- `per-use` follows the traffic: whoever sends most pays most, although a hit costs the server nothing.
+- Nobody pays for what none of its own requests has used. Under `equal` a client is charged only when its own request is
+  admitted; under `per-use` also when another client's use settles earlier ones, perhaps while it waits or is gone.
+- Inventing names does not pay: many names of one owner pay a share each under `equal`, and as much as one name under
+  `per-use`. Under `first` they change nothing.
+- Refunds are credit. DLPM keeps it for a client that is gone, which may come back with more than a quantum; VTC and DRR
+  do not. A charge to a client that is gone is a debt in DLPM and DRR; VTC may forget it.
+- Known leaks: a client that floods the cache makes others compute and pay again (under every rule); a refund reveals to
+  its client that another one uses the same prefix; a name that is dropped pays nothing later, so `per-use` does not
+  collect the last eighth from it.
 """
 
 from array import array
@@ -59,9 +59,9 @@ BLOCK_TOKENS = 64
 def path_of(
     root: object, tokens: Sequence[int] | memoryview, block_tokens: int = BLOCK_TOKENS
 ) -> list[Hashable]:
-    """The whole blocks of a prompt, each named by a digest of itself and all that lies before it.
+    """The whole blocks of a prompt, each named by a digest of itself and of all before it.
 
-    `root` is what else tells one cache entry from another: an adapter, a salt. A `memoryview` is read as it is.
+    `root` is what else distinguishes cache entries: an adapter, a salt. A `memoryview` is read without a copy.
     """
     view = tokens if isinstance(tokens, memoryview) else memoryview(array("q", tokens))
     path: list[Hashable] = []
@@ -74,16 +74,16 @@ def path_of(
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """Consecutive blocks with one history. `shares` are the parts of `price` that its users have been charged."""
+    """Consecutive blocks with one history. `shares` are the fractions of `price` that its users have been charged."""
 
     blocks: Sequence[Hashable]
     price: float
     uses: dict[str, int]
     shares: dict[str, float]
     total: int = 1
-    """All uses."""
+    """Number of uses by all clients."""
     settled: int = 1
-    """All uses when `shares` were settled."""
+    """`total` when `shares` were settled."""
 
     def entries(self) -> int:
         return len(self.blocks) + len(self.uses)
@@ -99,7 +99,7 @@ class Payers:
     max_users: int = 1000
 
     GROWTH: ClassVar[int] = 8
-    """`per-use` is settled when uses have grown by one part in this many."""
+    """`per-use` is settled when the uses have grown by one part in this many."""
 
     _segment_of: dict[Hashable, Segment] = field(default_factory=dict, init=False, repr=False)
     _segments: OrderedDict[Segment, None] = field(default_factory=OrderedDict, init=False, repr=False)
@@ -111,8 +111,8 @@ class Payers:
             raise ValueError(f"unknown payer {self.rule!r}; there are {', '.join(RULES)}")
 
     def used(self, client: str, path: Sequence[Hashable], cached_tokens: int) -> Mapping[str, float]:
-        """A request of `client` was admitted and found `cached_tokens` of `path` in the cache: what this adds to each
-        client's charges, in units. The sum is 0."""
+        """A request of `client` was admitted and found `cached_tokens` of `path` in the cache. Returns what this adds
+        to each client's charges, in units; the sum is 0."""
         transfers: dict[str, float] = {}
         covered = self._cover(path, 0, min(len(path), cached_tokens // self.block_tokens))
         for segment in covered:
@@ -131,8 +131,8 @@ class Payers:
     ) -> float:
         """The engine computed the tokens from `start` to `stop` of `path`, and `client` was charged `units`.
 
-        Returns the units of the last block if it is not whole yet, to be `carried` into the next call for the prompt.
-        A block of which another part was in the cache already keeps the history that it has.
+        Returns the units of the last block if it is incomplete; the next call for this prompt takes them as `carried`.
+        A block of which another part was already cached keeps its history.
         """
         if stop <= start:
             return carried
@@ -150,13 +150,13 @@ class Payers:
         return price * (stop - end * size)
 
     def lost(self, path: Sequence[Hashable], start: int, stop: int) -> None:
-        """The tokens from `start` to `stop` were not in the cache: blocks that begin there have no history."""
+        """The tokens from `start` to `stop` were not in the cache: blocks that begin there lose their history."""
         size = self.block_tokens
         for segment in self._cover(path, -(-start // size), min(len(path), -(-stop // size))):
             self._remove(segment)
 
     def _cover(self, path: Sequence[Hashable], start: int, stop: int) -> list[Segment]:
-        """The segments of the known blocks from `start` to `stop`, split so that they have no others."""
+        """The segments of the known blocks from `start` to `stop`, split so that they contain no other blocks."""
         covered, at = [], start
         while at < stop:
             segment = self._segment_of.get(path[at])
@@ -173,7 +173,7 @@ class Payers:
         return covered
 
     def _split(self, segment: Segment, at: int) -> Segment:
-        """Cut `segment` before its block number `at`. Returns the rear part, a new segment."""
+        """Split `segment` before its block number `at`. Returns the rear part, which is a new segment."""
         price = segment.price / len(segment.blocks)
         rear = Segment(
             segment.blocks[at:],
@@ -190,7 +190,7 @@ class Payers:
         return rear
 
     def _count(self, segment: Segment, client: str) -> bool:
-        """One more use. Returns whether it is time to settle."""
+        """Count one more use. Returns whether the segment is to be settled now."""
         uses = segment.uses
         if client not in uses:
             if len(uses) >= self.max_users:
@@ -204,7 +204,7 @@ class Payers:
         return self.rule == EQUAL or segment.total - segment.settled >= segment.settled / self.GROWTH
 
     def _settle(self, segment: Segment, transfers: dict[str, float]) -> None:
-        """Bring every user's share to its part of the uses."""
+        """Set every user's share to its fraction of the uses, and add the differences to `transfers`."""
         price, total, shares = segment.price, segment.total, segment.shares
         for client, uses in segment.uses.items():
             share = uses / total
@@ -231,7 +231,8 @@ class Payers:
 
 
 def _common(blocks: Sequence[Hashable], path: Sequence[Hashable], at: int, stop: int) -> int:
-    """How many of `blocks` are in `path` from `at`. Equal blocks have equal ones before them: a binary search."""
+    """How many of `blocks` follow one another in `path` from `at` on. A binary search: a block's name fixes all before
+    it."""
     least, most = 1, min(len(blocks), stop - at)
     while least < most:
         middle = (least + most + 1) // 2
@@ -243,13 +244,13 @@ def _common(blocks: Sequence[Hashable], path: Sequence[Hashable], at: int, stop:
 
 
 def make_payers(rule: str) -> Payers | None:
-    """The histories that `rule` needs; None for `first`. ValueError for an unknown rule."""
+    """The `Payers` of a rule; None for `first`, which needs none. ValueError for an unknown rule."""
     return None if rule == FIRST else Payers(rule)
 
 
 @dataclass(slots=True)
 class Sway:
-    """One client: units transferred to its charges since its last admission, and its refunds not used up yet."""
+    """One client's transfers: units charged since its last admission, and refunds that are not used up yet."""
 
     charged: float = 0.0
     refunded: float = 0.0
@@ -257,15 +258,16 @@ class Sway:
 
 @dataclass
 class Swing:
-    """How far transfers have moved any counter: `most_units` is added to the theorem's U.
+    """How far transfers have moved any counter. `most_units` is added to the theorem's U.
 
-    DLPM's proof needs each counter to stay between -U and Q^u, and clients that wait to get every refill. The second
-    holds whatever is charged. Without transfers a counter is positive when a request is admitted, and falls by less
-    than U until the next one is; transfers up to then, that admission's own included, add `charged`. It is at most Q^u
-    after a refill, and only refunds lift it otherwise, by `refunded`, which every later charge uses up first. So it
-    stays between -(U + most charged) and Q^u + most refunded: two clients differ by at most 2·(U + Q^u + both).
+    DLPM's proof needs two facts: each counter stays between -U and Q^u, and clients that wait get every refill. The
+    second holds whatever is charged. For the first: without transfers a counter is positive when a request is admitted,
+    and falls by less than U until the next admission; transfers until then, with that admission's own, add `charged`.
+    The counter is at most Q^u after a refill, and otherwise only refunds raise it, by `refunded`, which every later
+    charge uses up first. So it stays between -(U + most charged) and Q^u + most refunded, and two clients differ by at
+    most 2·(U + Q^u + both).
 
-    `max_clients` are told apart. One that was dropped is taken to be as far off as the farthest dropped one.
+    Up to `max_clients` are tracked. One that was dropped is assumed to be as far off as the farthest dropped one.
     """
 
     max_clients: int = 10_000

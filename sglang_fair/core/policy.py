@@ -1,8 +1,8 @@
-"""What a scheduling policy sees of a request, and the one question it answers: who goes next?
+"""The interface of a scheduling policy, which answers one question: who goes next?
 
-A policy orders the waiting requests of one replica. It does not know memory, batches or tokens of text:
-`FairQueue` tells it what happened and asks it for the next candidate; the engine admits the candidate or
-stops. So one policy object runs in SGLang's scheduler, in a simulator and in a property test.
+A policy orders the waiting requests of one replica. It knows nothing of memory, batches or text. `FairQueue` and its
+`Account` report to it what happened, and ask it for the next candidate; the engine admits the candidate or stops. So
+the same policy object runs in SGLang's scheduler, in the simulator and in a property test.
 """
 
 from abc import ABC, abstractmethod
@@ -18,41 +18,44 @@ from sglang_fair.core.predictor import Predictor
 class Policy(ABC):
     """Which waiting request goes next?
 
-    The caller promises: `refuses` and then `arrive` before anything else of a job; `leave` exactly once when
-    the job stops waiting, whether it was admitted or aborted; `charge` at once when service was given, so that
-    the next `pick` sees it; `hold` only for the job that `pick` returned, and `release` before the next pass;
-    times that never fall.
+    The caller promises:
+    - `refuses` and then `arrive` before any other call about a job;
+    - `leave` exactly once, when the job stops waiting because it was admitted or aborted;
+    - `charge` as soon as service was given, so that the next `pick` sees it;
+    - `hold` only for the job that `pick` returned, and `release` before the next pass;
+    - times that never go back.
 
-    The policy promises: `pick` changes nothing that a second call would see (a refill that was due counts
-    once); it returns a waiting job that is not held, or None; it returns None only if no job waits, or
-    the held jobs' clients are the ones whose turn it is, or all have to wait for a later `tick`. Its orders are
-    total: the same calls give the same picks. Memory is O(waiting jobs + clients with a debt).
+    The policy promises:
+    - `pick` returns a waiting job that is not held. It returns None only if no job waits, or it is the turn of clients
+      whose jobs are held, or all have to wait for a later `tick`. Calling it again changes nothing;
+    - orders are total: the same calls give the same picks;
+    - memory is O(waiting jobs + clients with a debt).
     """
 
     name: ClassVar[str]
 
     may_refuse: ClassVar[bool] = False
-    """`refuses` may say no, which its sender is told by HTTP status 429. Otherwise nobody is asked."""
+    """`refuses` may give a reason; the sender then gets HTTP status 429. Otherwise `refuses` is not called."""
 
     waits_for_prefixes: ClassVar[bool] = False
-    """Requests whose uncached prefix is being computed are passed over meanwhile. Only for policies that follow
-    the cache and whose guarantee survives it: under VTC others would be served in the client's turn."""
+    """A request is passed over while its uncached prefix is being computed for another one. Only for policies that
+    follow the cache and whose guarantee survives it: under VTC others would be served in the client's turn."""
 
     keeps_bound_with_transfers: ClassVar[bool] = False
-    """`bound` holds when a client is also charged, or given back, units at other times than its own service, if
+    """`bound` also holds if clients are charged or refunded at other times than when they are served, provided that
     what this adds to a counter is added to `input_units` (`payers.Swing`)."""
 
     weights: Weights | None = None
-    """The clients' shares. None: everybody is served alike."""
+    """The clients' shares. None: the policy has no shares."""
 
     predictor: Predictor | None = None
     """Predicts the outputs, which are then charged at admission. None: they are charged as they are made."""
 
     def tick(self, now_s: float) -> None:
-        """It is `now_s` by a clock that never goes back. Said before each arrival and each pass."""
+        """It is `now_s`, by a clock that never goes back. Called before each arrival and each pass."""
 
     def refuses(self, job: Job) -> str | None:
-        """Why `job`, which has just come, may not wait here, in words for its sender; None: it may."""
+        """Why the new `job` may not wait here, in words for its sender. None: it may."""
         return None
 
     @abstractmethod
@@ -64,49 +67,48 @@ class Policy(ABC):
         """`job` stopped waiting."""
 
     def rematch(self, job: Job) -> None:
-        """`job.prefix_tokens` of a waiting job has changed."""
+        """`job.prefix_tokens` has changed while `job` waits."""
 
     @abstractmethod
     def pick(self) -> Job | None:
-        """The job to admit next."""
+        """The job to try next; see the promises above for None."""
 
     @abstractmethod
     def hold(self, job: Job) -> None:
-        """Pass `job` over until `release`: it still waits, but the engine cannot take it in this pass."""
+        """Pass `job` over until `release`: it still waits, but cannot be admitted in this pass."""
 
     @abstractmethod
     def release(self) -> None:
         """A new pass begins: held jobs may be picked again."""
 
     def charge(self, client: str, units: float) -> None:
-        """`client` received `units` of service (the cost function's units).
+        """`client` received `units` of service, in units of the cost function.
 
-        Negative: what was charged ahead was not used. Over a request's life the charges sum to its cost.
+        Negative if something that was charged ahead is given back. The charges of a request sum to its cost.
         """
 
     def admitted(self, job: Job, input_units: float, output_units: float) -> None:
-        """`job` was admitted, and what the engine computes first of it was charged. The units are those of
-        `bound`: the dearest so far."""
+        """`job` was admitted and its first chunk was charged. The units are those that `bound` takes."""
 
     def idle(self, client: str) -> None:
-        """`client` has no request here any more, neither waiting nor running."""
+        """`client` has neither a waiting nor a running request any more."""
 
     def counters(self) -> Mapping[str, float]:
-        """Each known client's counter, for people: a deficit (more is better off) or a virtual counter."""
+        """Each known client's counter, for people: a deficit (larger is better off) or a virtual counter."""
         return {}
 
     def bound(self, input_units: float, output_units: float) -> float | None:
-        """Largest difference between two clients that both have requests waiting, of service divided by weight.
+        """The guarantee: how far the service, divided by weight, of two clients that both wait can differ.
 
-        `input_units` is the dearest single prompt, `output_units` the dearest output still owed at one
-        time to one client's running requests. None: the policy guarantees nothing.
+        `input_units` is the cost of the dearest prompt, `output_units` that of the most output which one client's
+        running requests may still make. None: the policy guarantees nothing.
         """
         return None
 
 
 LEAST_QUANTUM = 1e-6
-"""Smallest quantum, in service units: far below the cost of one token, where a smaller one changes no order, and
-far enough from 0 that the rounds of the deepest debt can be counted."""
+"""Smallest quantum, in service units: so far below the cost of one token that a smaller one changes no order, and large
+enough that the rounds of the deepest debt can be counted."""
 
 
 def checked_quantum(quantum: float) -> float:

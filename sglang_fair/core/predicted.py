@@ -1,7 +1,7 @@
-"""VTC and DLPM with predicted outputs: the same rules, told of outputs before they are made (VTC, Algorithm 3).
+"""VTC and DLPM with predicted outputs, which are charged before they are made (VTC, Algorithm 3).
 
-Rule: as VTC or DLPM; a request's counter is charged its predicted output at admission (see `predictor`). The
-difference is which predictor a policy brings along; the charging itself is `FairQueue`'s.
+Rule: as VTC or DLPM, but the predicted output is charged at admission (see `predictor`). The policies here differ only
+in their predictor; the charging itself is done by `Account`.
 
 Unit of fairness: as VTC and DLPM; in the end every request has cost its client what it really got.
 Bounds, with P the dearest prediction charged and not yet made or given back for one client's running requests,
@@ -15,9 +15,9 @@ at most its outputs owed:
   within (-U, Q^u + P], and clients that wait are replenished equally often.
 
 Knobs: those of VTC and DLPM; `noise_percent`, `seed`; `remembered_clients`, whose last outputs are kept.
-Trade-offs: in practice counters differ less, the better the guess; a guess that is too high makes its client
-wait for service that it gets back only later. Known leak: who announces short outputs (`vtc-oracle`) is charged
-as late as without prediction, no later. Outputs that were aborted count in the mean.
+Trade-offs: in practice counters differ less, the better the prediction. A prediction that is too high makes its client
+wait for service that it gets back only later. Known leak: a client that announces short outputs (`vtc-oracle`) is
+charged as late as without prediction, but no later. Aborted outputs count in the mean.
 """
 
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class VtcPredict(Vtc):
 
 @dataclass
 class VtcOracle(Vtc):
-    """VTC; the job tells its output."""
+    """VTC; the job announces its output."""
 
     name: ClassVar[str] = "vtc-oracle"
     remembered_clients: int = 10_000
@@ -54,7 +54,7 @@ class VtcOracle(Vtc):
 
 @dataclass
 class VtcNoisy(Vtc):
-    """VTC; the job tells its output, and is misunderstood by up to `noise_percent`."""
+    """VTC; the job announces its output, which is distorted by up to `noise_percent`."""
 
     name: ClassVar[str] = "vtc-noisy"
     remembered_clients: int = 10_000

@@ -1,9 +1,9 @@
-"""How long an answer will be: predictors, for policies that charge output before it is made (VTC, Algorithm 3).
+"""Predictors of output length, for policies that charge output before it is made (VTC, Algorithm 3).
 
-A counter that learns of an output only while it is made lets a client start a pool full of long answers before
-the first is charged. `FairQueue` charges the predicted output at admission, beside the prompt; tokens beyond
-the prediction are charged as they come, and what was charged and not made is given back when the request ends.
-A prediction moves when a counter moves, never what a request costs in the end.
+If output is charged as it is made, a client can start a pool full of long answers before the first of them is charged.
+With a predictor `Account` charges the predicted output at admission, together with the prompt. Tokens beyond the
+prediction are charged as they come; what was charged and not made is given back when the request ends. So a prediction
+changes when a counter moves, and never what a request costs in the end.
 """
 
 from collections import OrderedDict
@@ -15,20 +15,20 @@ from sglang_fair.core.job import Job
 
 
 class Predictor(Protocol):
-    """Guesses outputs. Pure: the same jobs, in the same order, get the same guesses."""
+    """Predicts outputs. Deterministic: the same jobs in the same order get the same predictions."""
 
     def predict(self, job: Job) -> float:
-        """Output tokens that `job` will make, at least 0. Asked once, when it is admitted."""
+        """Output tokens that `job` will make, at least 0. Called once, at its admission."""
 
     def observe(self, job: Job) -> None:
-        """`job`, which had been admitted, has ended after `job.output_tokens`, by itself or by abort."""
+        """`job` has ended, by itself or by abort, with `job.output_tokens`. It had been admitted."""
 
 
 @dataclass
 class MeanOfLast:
-    """The mean of the client's last `count` outputs, of fewer at first, and 0 before the first.
+    """The mean of the client's last `count` outputs, or of as many as there are; 0 before the first.
 
-    Remembers `max_clients`; the one that has not finished anything for the longest time is forgotten.
+    Remembers `max_clients` and forgets the client that has not finished a request for the longest time.
     """
 
     count: int = 5
@@ -56,7 +56,7 @@ class MeanOfLast:
 
 @dataclass
 class Oracle:
-    """What the job says (`expected_output_tokens`); `otherwise` guesses for a job that says nothing."""
+    """What the job announces (`expected_output_tokens`); `otherwise` predicts for a job without an announcement."""
 
     otherwise: Predictor = field(default_factory=MeanOfLast)
 
@@ -70,7 +70,7 @@ class Oracle:
 
 @dataclass
 class Noisy:
-    """Another predictor's guess, wrong by up to `percent` in either direction, uniformly (VTC(±50%)).
+    """Another predictor's value with a uniform error of up to `percent` in either direction (VTC(±50%)).
 
     The error is drawn from `seed` and the job's id, so it does not depend on the order of the jobs.
     """

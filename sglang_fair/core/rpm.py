@@ -1,19 +1,19 @@
-"""RPM(n), requests per minute: first come, first served behind a limit per client, a baseline of the VTC paper.
+"""RPM(n), requests per minute: first come, first served, with a limit per client. A baseline of the VTC paper.
 
-Rule: a client may have `limit` requests a minute. One more is refused as it comes (`excess` "refuse"; what
-counts is what was accepted), or waits until there is room (`excess` "delay"; what counts is what was admitted).
-The rest is FCFS over all clients, but that a request that unblocks others goes before its client's others.
+Rule: a client may have `limit` requests a minute. One more is refused when it comes (`excess` "refuse"; accepted
+requests count), or waits until there is room (`excess` "delay"; admitted requests count). The rest is FCFS over all
+clients, except that a request that unblocks others goes before the others of its client.
 
     window      a request at t counts in                                    opens again
     sliding     every 60 s that contain t: never more than `limit` in any   60 s after the oldest that counts
     calendar    the minute of the caller's clock that contains t            with the next minute
 
-Unit of fairness: the request, however large. Bound: none on service. A client below its limit still waits
-behind what all the others may send, and one with long requests gets more than one with short ones.
-Knobs: `limit`; the weights, which multiply it (rounded half up, at least 1); `excess`, `window`. A limit that is
-raised while requests are delayed counts from its client's next request, or from when the window opens.
-Trade-offs: what is refused, or delayed while nobody else waits, is capacity that nobody uses. Known leaks: new
-names; around the turn of a calendar minute, twice the limit.
+Unit of fairness: the request, however large. Bound: none on service. A client below its limit still waits behind what
+all the others may send, and one with long requests gets more than one with short ones.
+Knobs: `limit`; the weights, which multiply it (rounded half up, at least 1); `excess`, `window`. A limit that is raised
+while requests are delayed takes effect with its client's next request, or when the window opens.
+Trade-offs: capacity stays unused if requests are refused, or delayed while nobody else waits. Known leaks: new names;
+twice the limit around the turn of a calendar minute.
 
 Operations cost O(log clients); memory is O(waiting requests + those that counted in the last minute).
 """
@@ -34,19 +34,19 @@ MINUTE_S = 60.0
 
 
 class Window(Protocol):
-    """Which requests count now. Times never fall."""
+    """Counts the requests of each client within a minute. Times never go back."""
 
     def tick(self, now_s: float) -> None:
-        """It is `now_s`; what counts no more is forgotten."""
+        """It is `now_s`. Forgets requests that no longer count."""
 
     def count(self, client: str) -> None:
-        """`client` had a request now."""
+        """Count one request of `client`, now."""
 
     def opens_s(self, client: str, limit: int) -> float:
-        """When `client` may have its next request, with `limit` a minute; not in the future: now."""
+        """When `client` may have its next request, with `limit` a minute; a time that is past means now."""
 
     def counts(self) -> Mapping[str, int]:
-        """The requests that count now, of each client that has some."""
+        """How many requests count now, for each client that has any."""
 
 
 class Sliding:
@@ -55,7 +55,7 @@ class Sliding:
     def __init__(self) -> None:
         self._now_s = 0.0
         self._times_s: OrderedDict[str, deque[float]] = OrderedDict()
-        """Clients in order of their last request, so that those without one in the last minute come first."""
+        """In order of each client's last request, so that clients without one in the last minute come first."""
 
     def tick(self, now_s: float) -> None:
         self._now_s = now_s
@@ -86,7 +86,7 @@ class Sliding:
 
 
 class Calendar:
-    """The minute of the clock: all begin to count anew every 60 s."""
+    """The minute of the clock: all counts start again from 0 every 60 s."""
 
     def __init__(self) -> None:
         self._minute = 0
@@ -126,9 +126,9 @@ class Rpm(Policy):
     _window: Window = field(init=False, repr=False)
     _queues: ClientQueues = field(init=False, repr=False)
     _open: LazyHeap[str] = field(default_factory=LazyHeap, init=False, repr=False)
-    """Clients with a request to offer, by its arrival."""
+    """Clients that may be served, by the arrival of their first request."""
     _delayed: LazyHeap[str] = field(default_factory=LazyHeap, init=False, repr=False)
-    """Clients that wait for their window, by when it opens."""
+    """Clients at their limit, by when their window opens."""
 
     def __post_init__(self) -> None:
         if self.limit < 1:
@@ -167,7 +167,7 @@ class Rpm(Policy):
         while (client := self._open.first()) is not None:
             if self._is_open(client):
                 return self._queues.head(client)
-            self._seat(client)  # its minute has filled, or its limit was lowered
+            self._seat(client)  # it has reached its limit, or the limit was lowered
         return None
 
     def hold(self, job: Job) -> None:

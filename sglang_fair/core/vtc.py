@@ -1,14 +1,14 @@
 """VTC, the virtual token counter: the client that was served least goes next (VTC, Algorithm 2).
 
-Every client has a counter of the service it was given, divided by its weight. A client that (re)joins the
-queue is lifted to the smallest counter there, so that it cannot save up credit while it is away; if the
-queue is empty it is lifted to the client that left it last. Nothing is ever lowered.
+Every client has a counter of the service it was given, divided by its weight. A client that (re)joins the queue is
+lifted to the smallest counter there, so that it cannot save credit while it is away; if the queue is empty, to the
+counter of the client that left it last. A counter is never lowered.
 
 Unit of fairness: service units (tokens by the cost function), whatever they were spent on. Two clients
 that both have requests waiting never differ by more than 2·max(w_e·L_input, w_q·M) (Theorem 4.4).
 Knobs: the weights. Trade-off: clients are interleaved without regard to the prefix cache, which costs hit rate.
-Known leak: an output is charged while it is made, so a client can start a pool full of long ones before the
-first is charged (`predicted` charges ahead).
+Known leak: output is charged while it is made, so a client can start a pool full of long answers before the first of
+them is charged (`predicted` charges ahead).
 """
 
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ class Vtc(Policy):
     _idle: LazyHeap[str] = field(default_factory=LazyHeap, init=False, repr=False)
     _left_last: str = field(default="", init=False, repr=False)
     _left_counter: float = field(default=0.0, init=False, repr=False)
-    """The counter of the client that left the queue last, if it has been forgotten since."""
+    """Its counter, once it was forgotten."""
 
     def __post_init__(self) -> None:
         self._queues = ClientQueues()
@@ -73,7 +73,7 @@ class Vtc(Policy):
         self._seat(client)
 
     def idle(self, client: str) -> None:
-        """Forgotten as soon as the lift would overwrite its counter, so the guarantee stays (VTC §4.1)."""
+        """A client is forgotten as soon as the lift would overwrite its counter, so the guarantee stays (VTC §4.1)."""
         if client in self._counter and client not in self._queues:
             self._idle.put(client, (self._counter[client], client))
         floor = self._floor()
@@ -84,17 +84,18 @@ class Vtc(Policy):
         return self._counter
 
     def bound(self, input_units: float, output_units: float) -> float | None:
-        """2·max(w_p·L_input, w_q·M) / min weight (Theorem 4.4), valid where outputs are not the cheaper part.
+        """2·max(w_p·L_input, w_q·M) / min weight (Theorem 4.4), if an output token is not cheaper than an input token.
 
-        The sum is returned, which also holds for w_q < w_p and for chunked prefill. None with a predictor that
-        errs: a refund lowers a counter, and the theorem needs the smallest one never to fall.
+        Returned is the bound with the sum in place of the maximum, which also holds for w_q < w_p and for chunked
+        prefill. None with a predictor that errs: a refund lowers a counter, and the theorem needs the smallest counter
+        never to fall.
         """
         if not isinstance(self.predictor, Oracle | None):
             return None
         return 2 * (input_units + output_units) / self.weights.smallest()
 
     def _floor(self) -> float:
-        """What a client that joins the queue is lifted to (Algorithm 2, lines 8-13)."""
+        """The counter to which a client that joins the queue is lifted (Algorithm 2, lines 8-13)."""
         queued = [self._counter[client] for client in self._queues.held_clients()]
         first = self._turn.first()
         if first is not None:

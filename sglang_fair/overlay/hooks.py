@@ -1,4 +1,4 @@
-"""Where SGLang 0.5.23 and the overlay meet: one table, each hook a few lines without a decision."""
+"""The functions of SGLang 0.5.23 that the overlay hooks, in one table. A hook has a few lines and decides nothing."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ DELAYED_POLL_MS = round(1000 * DELAYED_POLL_S)
 
 
 class FairSchedulePolicy(SchedulePolicy):
-    """SGLang's place for ordering the queue. The order itself is asked for one candidate at a time."""
+    """Stands where SGLang orders its queue, and leaves it as it is: `Candidates` asks for one request at a time."""
 
     fair: ReplicaFairness
 
@@ -37,7 +37,7 @@ class FairSchedulePolicy(SchedulePolicy):
 
 
 class BookkeepingPolicy(SchedulePolicy):
-    """SGLang's own order, with our books beside it."""
+    """SGLang's own order, with our books kept beside it."""
 
     fair: ReplicaFairness
 
@@ -47,8 +47,8 @@ class BookkeepingPolicy(SchedulePolicy):
 
 
 class Candidates:
-    """SGLang's waiting queue while a batch is formed. Its admission loop gets the policy's order, lazily;
-    every other reader gets the list itself, which is not copied."""
+    """SGLang's waiting queue while a batch is formed. The admission loop iterates over it in the policy's order, which
+    is decided one candidate at a time. Every other reader gets the list itself, uncopied."""
 
     def __init__(self, waiting: list[Any], fair: ReplicaFairness) -> None:
         self.waiting = waiting
@@ -68,7 +68,7 @@ class Candidates:
 
 
 class FairPrefillAdder(PrefillAdder):
-    """Reports what was admitted, with the numbers that the engine will compute."""
+    """Asks before a request is admitted, and reports what was admitted with the engine's own numbers."""
 
     def __init__(self, *args: Any, fair: ReplicaFairness, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -123,7 +123,7 @@ def init_schedule_policy(original: Callable[..., None], scheduler: Any) -> None:
 
 
 def process_input_requests(scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    """Asked once in each round of every one of SGLang's loops."""
+    """Every one of SGLang's loops calls it once per round."""
     scheduler.heartbeat.passed()
 
 

@@ -1,8 +1,8 @@
-"""What an emulated or simulated model says: tokens that depend on the prompt alone.
+"""The answers of an emulated or simulated model: tokens that depend on the prompt alone.
 
-A program that branches on an answer branches alike on every engine, and a second turn finds the first one's answer in
-the cache. The prompt's digest seeds PCG64, whose raw output is taken modulo the vocabulary, so a longer answer begins
-with the shorter one.
+So a program that branches on an answer takes the same branch on every engine, and a second turn finds the first turn's
+answer in the cache. The prompt's digest seeds PCG64, whose raw output is taken modulo the vocabulary; a longer answer
+begins with the shorter one.
 """
 
 from functools import lru_cache
@@ -17,13 +17,13 @@ LETTERS = range(97, 123)
 """a to z, where a token is a byte of text."""
 
 _HEAD_BYTES = 4096
-"""Prompts about one document have whole pieces of this size in common, which are digested once."""
+"""Prompts about one document begin with the same pieces of this size; those are digested once."""
 
 
 def answer(prompt: bytes, tokens: int, vocabulary: range = LETTERS) -> bytes:
     """The first `tokens` tokens of the answer to `prompt`, each from `vocabulary`, a range with step 1.
 
-    Prompt and answer are token ids, `TOKEN_BYTES` bytes each. The same in every process and for ever.
+    Prompt and answer are token ids of `TOKEN_BYTES` bytes. The result is the same in every process and release.
     """
     head = len(prompt) // _HEAD_BYTES * _HEAD_BYTES
     digest = _begun(prompt[:head]).copy()
@@ -37,5 +37,5 @@ def answer(prompt: bytes, tokens: int, vocabulary: range = LETTERS) -> bytes:
 
 @lru_cache(maxsize=64)
 def _begun(head: bytes) -> blake2b:
-    """The digest of a prompt that begins with `head`; to be copied."""
+    """The digest of `head`. Callers copy it before they continue."""
     return blake2b(head, digest_size=16)

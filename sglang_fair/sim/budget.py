@@ -1,12 +1,12 @@
-"""How much a prefill batch may take: SGLang's admission rules for memory and compute, without its features.
+"""How much a prefill batch may take: SGLang's rules for memory and compute.
 
     room        free pages and cache that nobody holds, in tokens
-    reserved    what the running requests may still write: each (most output - output so far), at most
-                `LONGEST_RESERVATION`, times a ratio below 1 that bets on early ends; it decays with each decode step
-                and is raised after a retraction. Where ends of sequence are ignored the ratio is 1.
+    reserved    what the running requests may still write: for each (most output - output so far), but at most
+                `LONGEST_RESERVATION`, times a ratio below 1 that bets on early ends. The ratio decays with each decode
+                step and is raised after a retraction. If ends of sequence are ignored it is 1.
     a candidate fits when  extend + most output + a page  <  room - reserved - what the batch has taken
-    compute     extend tokens, rounded up to pages, count against the chunk size and `max_prefill_tokens`; a prompt
-                that is longer than what is left of the chunk is cut at a page, and is the batch's last
+    compute     extend tokens, rounded up to pages, count against the chunk size and `max_prefill_tokens`. A prompt
+                that is longer than the rest of the chunk is cut at a page boundary and ends the batch
 
 Source: SGLang 0.5.23, `PrefillAdder`, `PrefillBudget`, `NewTokenRatioTracker`.
 """
@@ -29,26 +29,25 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a replica's server arguments are. ValueError for what cannot be."""
+    """A replica's server arguments. ValueError for impossible ones."""
 
     kv_tokens: int
-    """The pool; whole pages of it are used."""
+    """Size of the pool; only whole pages are used."""
     page_tokens: int = 16
     max_running: int = 256
     chunked_prefill_tokens: int | None = 8192
     """None: prompts are never cut."""
     max_prefill_tokens: int = 16384
     ignore_eos: bool = True
-    """Requests run to their limit and say so, as our load tools' do: their whole output is reserved."""
+    """Requests announce that they run to their limit, as those of our load tools do: all of it is reserved."""
     new_token_ratio: float = 0.7
     least_new_token_ratio: float = 0.098
     ratio_decay_steps: int = 600
-    """Decode steps in which the ratio falls from the one to the other."""
+    """Decode steps in which the ratio falls from `new_token_ratio` to `least_new_token_ratio`."""
     retract_steps: int = 20
     """Decode steps that a retraction makes room for."""
     progress_steps: int = 40
-    """All running requests report their progress after so many decode steps, which is also the longest run of
-    steps that is taken at once."""
+    """After so many decode steps all running requests report their progress. No more are simulated at once."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -79,7 +78,7 @@ class Settings:
 
 
 class NewTokenRatio:
-    """The part of the running requests' possible output that is reserved."""
+    """The part of the running requests' possible output that is reserved (SGLang's NewTokenRatioTracker)."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -94,22 +93,22 @@ class NewTokenRatio:
         return max(self._from - self._steps * (most - least) / self._settings.ratio_decay_steps, least)
 
     def decoded(self, steps: int) -> None:
-        """So many decode steps went by without a retraction."""
+        """Let the ratio decay by `steps` decode steps without a retraction."""
         self._steps += steps
 
     def reset(self) -> None:
-        """The engine is idle."""
+        """Start again from `new_token_ratio`: the engine is idle."""
         self._from, self._steps = self._settings.new_token_ratio, 0
 
     def retracted(self, requests: int, output_tokens: int, max_output_tokens: int) -> None:
-        """After a retraction so many requests run, with that much output of that much they may make. The decode step
-        that follows does not count."""
+        """Set the ratio after a retraction by how far the `requests` that are left have come: `output_tokens` of
+        `max_output_tokens`. The decode step that follows does not count."""
         expected = output_tokens + self._settings.retract_steps * requests
         self._from, self._steps = min(1.0, expected / (max_output_tokens + 1)), -1
 
 
 class Budget:
-    """What is left for one batch. `room` in each call is what memory there is then: a lock takes some of it."""
+    """What is left for one batch. `room` is the memory at each call, in tokens; locking a prefix reduces it."""
 
     def __init__(self, settings: Settings, reserved_tokens: float) -> None:
         self._page = settings.page_tokens
@@ -119,7 +118,7 @@ class Budget:
         self._chunk_left = settings.chunked_prefill_tokens
 
     def verdict(self, room: int) -> Verdict:
-        """For whoever comes next."""
+        """Whether another request may be tried at all."""
         if room <= self._reserved or room <= self._taken:
             return Verdict.NO_MEMORY
         if self._prompt_left <= 0 or (self._chunk_left is not None and self._chunk_left <= 0):
@@ -129,9 +128,10 @@ class Budget:
     def admit(
         self, cached_tokens: int, tokens: int, output_tokens: int, room: int, *, first: bool
     ) -> int | Verdict:
-        """How much of a prompt of `tokens`, the head of which is cached, is computed; or why nothing.
+        """How many tokens of a prompt are computed, or why it does not fit.
 
-        `output_tokens` is what it may make; `first`: nothing is in the batch yet.
+        The prompt has `tokens`, of which the first `cached_tokens` are in the cache. `output_tokens` is its output
+        limit; `first`: the batch is empty.
         """
         extend = tokens - cached_tokens
         needed = extend + min(output_tokens, LONGEST_RESERVATION) + self._page
@@ -145,14 +145,14 @@ class Budget:
         end = (cached_tokens + self._chunk_left // self._page * self._page) // self._page * self._page
         return end - cached_tokens if end > cached_tokens else Verdict.FULL
 
-    def go_on(self, tokens: int, room: int) -> int:
-        """How much of the rest of a prompt, which was cut before, is computed. It always gets some."""
+    def next_chunk(self, tokens: int, room: int) -> int:
+        """How much of the rest of a prompt that was cut before is computed next: always some."""
         assert self._chunk_left is not None
         fits = min(self._chunk_left, int(room - self._reserved))
         return min(tokens, fits if fits > 0 else self._chunk_left)
 
     def take(self, extend_tokens: int, output_tokens: int) -> None:
-        """So much is in the batch. `output_tokens` is 0 for a prompt that was cut."""
+        """Subtract what a prompt in the batch takes. `output_tokens` is 0 for a prompt that was cut."""
         paged = -(-extend_tokens // self._page) * self._page
         self._reserved += paged + self._page + min(output_tokens, LONGEST_RESERVATION)
         self._taken += paged + self._page

@@ -1,11 +1,11 @@
 """The prefix cache of one simulated replica: a radix tree over token ids with SGLang's rules.
 
-What is cached is whole pages. A match takes the longest cached prefix and refreshes it; where it ends inside a node,
-the node is divided there. A running request locks the path to what it has cached. Eviction takes unlocked leaves, the
-least recently used first, each whole, and a node whose last child is gone is a leaf.
+Only whole pages are cached. A match finds the longest cached prefix and refreshes it; if it ends inside a node, the
+node is divided there. A running request locks the path to what it has cached. Eviction removes whole unlocked leaves,
+the least recently used first; a node whose last child is gone becomes a leaf.
 
-The tree counts its tokens; the pages of the pool are the replica's to count. Every page that is stored gets a number of
-its own, so that a router's tree can follow: a page that comes back after its eviction is another one.
+The tree counts its tokens; `Pool` counts the free pages. Every stored page gets a new number, so that a router's tree
+can follow: a page that comes back after its eviction is another page.
 
 Comparisons are `memcmp` on bytes: 20,000 tokens cost a few microseconds. Source: SGLang 0.5.23,
 `mem_cache/unified_cache/unified_tree_core.py`.
@@ -17,13 +17,13 @@ from typing import NamedTuple
 from sglang_fair.sim.answers import TOKEN_BYTES
 
 _STEP = 1e-5
-"""How much older than a node its parent is made when both are used at once; SGLang's own."""
+"""When a path is used, each parent is this much older than its child, as in SGLang."""
 
 
 class Stored(NamedTuple):
     """The replica caches `len(hashes)` consecutive blocks of `block_tokens` tokens after block `parent`.
 
-    `parent` None: they start a prompt.
+    `parent` is None if they start a prompt.
     """
 
     t_s: float
@@ -70,17 +70,17 @@ class Node:
         self.children: dict[bytes, Node] = {}
         """By their first page."""
         self.blocks = 0
-        """The number of the first page; the others follow."""
+        """Number of the first page; the others follow."""
         self.locks = 0
         self.used = 0.0
         self.listed = False
-        """It has an entry among the leaves that may be evicted."""
+        """It has an entry in the heap of leaves."""
         self.gone = False
         """It was evicted."""
 
 
 class _NewNode(NamedTuple):
-    """A node as it was when it was made; it may be divided since."""
+    """A node as it was stored; it may have been divided since."""
 
     hashes: range
     parent: int | None
@@ -93,20 +93,22 @@ _Change = _NewNode | range
 
 
 class PrefixCache:
-    """`events`: what is stored and removed is kept for `drain`. There pages are named by every number that leaves the
-    rest `place` when it is divided by `places`, in order: several caches name no two pages alike."""
+    """With `events`, what is stored and removed is kept for `drain`.
+
+    A page's name is congruent to `place` modulo `places`, so that several caches never use the same name.
+    """
 
     def __init__(self, page_tokens: int, *, events: bool = True, place: int = 0, places: int = 1) -> None:
         self.page_tokens = page_tokens
         self.evictable_tokens = 0
         self.locked_tokens = 0
         self.evicted_tokens = 0
-        """Since the start."""
+        """All that was evicted since the start."""
         self._page_bytes = page_tokens * TOKEN_BYTES
         self._roots: dict[str, Node] = {}
         self._leaves: list[tuple[float, int, Node]] = []
-        """Heap of (when last used, first page, node). An entry may be out of date: the node was used later, or is
-        no leaf, or is locked. That is found out when its turn comes."""
+        """Heap of (last use, first page, node). An entry may be out of date: the node was used later, is no leaf, or
+        is locked. That is checked when its turn comes."""
         self._clock = 0.0
         self._blocks = 0
         self._events = events
@@ -115,18 +117,18 @@ class PrefixCache:
 
     @property
     def tokens(self) -> int:
-        """All that is cached."""
+        """Size of the cache."""
         return self.evictable_tokens + self.locked_tokens
 
     @property
     def changed(self) -> bool:
-        """`drain` would return something."""
+        """Whether `drain` has something to return."""
         return bool(self._changes)
 
     def match(self, tokens: bytes, most_tokens: int, namespace: str = "", found: Node | None = None) -> Node:
-        """The node that ends the longest cached prefix of `tokens`, at most `most_tokens` of them. It is used now.
+        """The node that ends the longest cached prefix of `tokens`, at most `most_tokens` long. Counts as a use.
 
-        `found` is what an earlier `match` of these tokens returned: the search goes on there if that is still cached.
+        `found` is what an earlier `match` of these tokens returned; if it is still cached the search starts there.
         """
         start = self._root(namespace) if found is None or found.gone else found
         node = self._walk(start, tokens, most_tokens // self.page_tokens * self.page_tokens)
@@ -136,7 +138,7 @@ class PrefixCache:
     def insert(self, tokens: bytes, end: int, node: Node) -> tuple[Node, int]:
         """Cache `tokens` up to depth `end`, a whole number of pages; `node` ends a cached prefix of them.
 
-        Returns the node that ends there, and how many tokens were cached before. All are used now.
+        Returns the node that ends there, and how many tokens were cached before. Counts as a use of the path.
         """
         if end <= node.end:
             self._use(node)
@@ -160,14 +162,14 @@ class PrefixCache:
         return leaf, there
 
     def divide(self, node: Node, end: int) -> None:
-        """Let a node end at depth `end` on the path to `node`, and use that path."""
+        """Make a node end at depth `end` on the path to `node`. Counts as a use of that path."""
         while node.start >= end:
             assert node.parent is not None
             node = node.parent
         self._use(self._split(node, end) if end < node.end else node)
 
     def lock(self, node: Node, above: Node | None = None) -> None:
-        """Keep the path to `node`; what is up to `above`, on that path, is locked by the same holder already."""
+        """Lock the path to `node`, from below `above`: the same holder has already locked the path to that."""
         while node is not above and node.parent is not None:
             if not node.locks:
                 size = node.end - node.start
@@ -177,7 +179,7 @@ class PrefixCache:
             node = node.parent
 
     def unlock(self, node: Node) -> None:
-        """Take back one lock of the path to `node`."""
+        """Remove one lock from the path to `node`."""
         while node.parent is not None:
             node.locks -= 1
             if not node.locks:
@@ -189,14 +191,14 @@ class PrefixCache:
             node = node.parent
 
     def unlocked_tokens(self, node: Node) -> int:
-        """Tokens on the path to `node` that could be evicted while nobody locks them."""
+        """Tokens on the path to `node` that nobody has locked."""
         end = node.end
         while node.parent is not None and not node.locks:
             node = node.parent
         return end - node.end
 
     def evict(self, tokens: int) -> int:
-        """Drop leaves until `tokens` are freed or nothing unlocked is left. Returns how many were."""
+        """Remove leaves until `tokens` are freed or nothing unlocked is left. Returns how many were freed."""
         freed, leaves = 0, self._leaves
         while freed < tokens and leaves:
             used, _, node = leaves[0]
@@ -213,22 +215,22 @@ class PrefixCache:
         return freed
 
     def drain(self, t_s: float) -> list[Stored | Removed]:
-        """What has changed since the last call, as having happened at `t_s`."""
-        told: list[Stored | Removed] = []
+        """The changes since the last call, with the time `t_s`."""
+        events: list[Stored | Removed] = []
         removed: list[int] = []
         for change in self._changes:
             if isinstance(change, range):
                 removed += change
                 continue
             if removed:
-                told.append(Removed(t_s, tuple(removed)))
+                events.append(Removed(t_s, tuple(removed)))
                 removed.clear()
             hashes, parent, tokens, namespace = change
-            told.append(Stored(t_s, tuple(hashes), parent, tokens, self.page_tokens, namespace))
+            events.append(Stored(t_s, tuple(hashes), parent, tokens, self.page_tokens, namespace))
         if removed:
-            told.append(Removed(t_s, tuple(removed)))
+            events.append(Removed(t_s, tuple(removed)))
         self._changes.clear()
-        return told
+        return events
 
     def _root(self, namespace: str) -> Node:
         root = self._roots.get(namespace)
@@ -251,8 +253,8 @@ class PrefixCache:
         return node
 
     def _common_pages(self, key: bytes, tokens: bytes, at: int, limit: int) -> int:
-        """Tokens of the whole pages on which `key` and `tokens[at:limit]` agree: at least one page, not all of
-        `key`."""
+        """Tokens of the whole pages on which `key` and `tokens[at:limit]` agree. The caller knows that the first page
+        agrees and that not all of `key` does."""
         page_bytes = self._page_bytes
         same, other = 1, min(len(key), limit - at) // page_bytes + 1
         while other - same > 1:
@@ -264,7 +266,7 @@ class PrefixCache:
         return same * self.page_tokens
 
     def _split(self, node: Node, depth: int) -> Node:
-        """Divide `node` at `depth`, which is inside it. Returns the new upper part."""
+        """Divide `node` at `depth`, which lies inside it. Returns the new upper part."""
         assert node.parent is not None
         assert node.start < depth < node.end
         cut = (depth - node.start) * TOKEN_BYTES
@@ -281,7 +283,7 @@ class PrefixCache:
         return upper
 
     def _use(self, node: Node) -> None:
-        """Everything on the path to `node` is used now, the parts above before those below."""
+        """Refresh the path to `node`: parents a little less than their children."""
         self._clock += 1
         used, above = self._clock, node.parent
         while above is not None:

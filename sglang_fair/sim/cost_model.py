@@ -1,11 +1,11 @@
-"""How long a step of an engine takes: seconds of one GPU for a batch of prefills, and for steps of decoding.
+"""How long a step of an engine takes: seconds of one GPU for a batch of prefills or for decode steps.
 
     Roofline   from a GPU's published figures and a model's shape
-    Fitted     linear, with coefficients measured on a replica by `sglang-fair calibrate`
-    Scaled     another model, each time multiplied by a factor
+    Fitted     linear, with coefficients that `sglang-fair calibrate` measured on a replica
+    Scaled     another model, with all times multiplied by a factor
 
-**Roofline.** A kernel takes as long as its arithmetic or its memory traffic, whichever is longer, at a stated
-part of the GPU's peak. The matrices of a step and its attention run one after the other, so their times add:
+**Roofline.** A kernel takes as long as its arithmetic or its memory traffic, whichever is longer, at a given fraction
+of the GPU's peak. The matrices of a step and its attention run one after the other, so their times add up:
 
     matrices    max(FLOPs / (mfu · peak), bytes / (mbu · bandwidth))
                 FLOPs = 2 · layer parameters · tokens + 2 · head parameters · requests;  bytes = the weights
@@ -13,16 +13,16 @@ part of the GPU's peak. The matrices of a step and its attention run one after t
                 FLOPs = 4 · layers · heads · head size · pairs;  bytes = keys and values, read once
     step        matrices + attention + overhead + overhead per request
 
-A pair is a token and one that it attends to. A prompt of which e tokens are computed behind p cached ones has
-e·p + e·(e + 1)/2 of them; a decode step has as many as its requests' contexts have tokens.
+A pair is a token and one that it attends to. Computing e tokens of a prompt behind p cached ones takes
+e·p + e·(e + 1)/2 pairs; a decode step takes as many as its requests' contexts have tokens.
 
 **Fitted.** Prefill: base + a·tokens + b·pairs + c·cached tokens + d·requests. Decode: base + e·requests +
-f·context tokens. Cached tokens count apart from pairs, since their keys and values are read, and by some engines
-copied, however few tokens attend to them.
+f·context tokens. Cached tokens have a term beside the pairs because their keys and values are read, and by some
+engines copied, however few tokens attend to them.
 
-Both are monotone in everything, and a prompt computed in chunks never takes less than computed whole.
-Not modelled: several GPUs a replica, quantized weights, speculative decoding, prefill and decode in one batch, and
-that a prefix which many requests of a batch share may be read once for all of them.
+Both are monotone in all arguments, and a prompt never takes less in chunks than in one piece.
+Not modelled: several GPUs per replica, quantized weights, speculative decoding, prefill and decode in one batch, and
+that a prefix shared by many requests of a batch may be read once for all of them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,21 +37,21 @@ from sglang_fair.sim.shapes import SHAPES, ModelShape
 
 
 class CostModel(Protocol):
-    """Seconds that an engine's GPU is busy. All are at least 0 and grow with every argument."""
+    """How long an engine's GPU is busy, in seconds: at least 0, and non-decreasing in every argument."""
 
     def prefill_s(self, extends: Sequence[tuple[int, int]]) -> float:
-        """One batch of prefills: of each request the tokens to compute and those cached before them."""
+        """One batch of prefills, given as (tokens to compute, tokens cached before them) of each request."""
 
     def decode_s(self, requests: int, context_tokens: int) -> float:
-        """One token for each of `requests`, whose contexts have `context_tokens` together."""
+        """One decode step of `requests` whose contexts have `context_tokens` in total."""
 
     def decode_run_s(self, requests: int, context_tokens: int, steps: int) -> float:
-        """`steps` steps in a row of the same requests, each context one token longer after each step: the
-        sum of `decode_s`, in time that does not grow with `steps`."""
+        """`steps` decode steps of the same requests, whose contexts grow by one token per step: the sum of
+        `decode_s`, computed in constant time."""
 
 
 def pairs(extend_tokens: int, cached_tokens: int) -> float:
-    """Of a token and one it attends to, itself included, when so many are computed behind so many."""
+    """How many (token, token it attends to) there are when `extend_tokens` are computed behind `cached_tokens`."""
     return extend_tokens * (cached_tokens + (extend_tokens + 1) / 2)
 
 
@@ -64,10 +64,10 @@ def _check_seconds(holder: Any, names: Sequence[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """What a serving engine reaches of a GPU's published peaks, and what it adds to each step.
+    """The fraction of a GPU's published peaks that a serving engine reaches, and what it adds to each step.
 
-    The defaults stand for SGLang on Ampere GPUs. They are round numbers between published measurements, which
-    `tests/sim/test_cost_model.py` holds them against, each with its deviation.
+    The defaults stand for SGLang on Ampere GPUs: round numbers between published measurements, with which
+    `tests/sim/test_cost_model.py` compares them.
     """
 
     mfu: float = 0.7
@@ -80,11 +80,11 @@ class Efficiency:
     """Of peak bandwidth, when weights or keys and values are streamed. Measured: 0.78 for the weights (A100,
     Vidur); for keys and values 0.64 (A100, DistServe) to 0.92 (A6000, Preble)."""
     prefill_overhead_s: float = 0.004
-    """Each prefill batch: launching kernels one by one, sampling, what of scheduling is not hidden. Assumed."""
+    """Per prefill batch: launching kernels one by one, sampling, scheduling that is not overlapped. Assumed."""
     decode_overhead_s: float = 0.0015
-    """Each decode step, a replayed CUDA graph: element-wise kernels (0.9 ms in Vidur's profile), sampling."""
+    """Per decode step, a replayed CUDA graph: element-wise kernels (0.9 ms in Vidur's profile), sampling."""
     request_overhead_s: float = 5e-6
-    """Each request of a step: its metadata, its token's way out. Assumed."""
+    """Per request of a step: its metadata, and sending its token. Assumed."""
 
     def __post_init__(self) -> None:
         for name in ("mfu", "attention_mfu", "mbu"):
@@ -94,11 +94,11 @@ class Efficiency:
 
 
 HOPPER = Efficiency(mfu=0.5)
-"""Tensor cores so fast that engines reach less of them: 0.42 in a run of SGLang (8B on H100, its pull request
-1060, in 2024), 0.8 in matrices alone."""
+"""Engines reach a smaller fraction of faster tensor cores: 0.42 in a run of SGLang (8B on H100, its pull request 1060,
+in 2024), 0.8 in matrices alone."""
 
 EFFICIENCIES: Mapping[str, Efficiency] = {"h100": HOPPER, "h200": HOPPER}
-"""By GPU, where the default is not meant."""
+"""GPUs with other values than the default."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class Roofline:
 
 
 class _Rates(NamedTuple):
-    """What `Roofline` multiplies and divides by in each step."""
+    """The constants of `Roofline`'s formulas."""
 
     token_parameters: int
     request_parameters: int
@@ -281,12 +281,12 @@ def to_json(model: CostModel) -> dict[str, Any]:
     raise TypeError(f"a cost model of kind {type(model).__name__} has no JSON")
 
 
-def from_json(told: Mapping[str, Any]) -> CostModel:
+def from_json(written: Mapping[str, Any]) -> CostModel:
     """The inverse of `to_json`; of a calibration's file, its `cost_model`. Raises ValueError in one line."""
-    told = told.get("cost_model", told)
+    written = written.get("cost_model", written)
     try:
-        parameters = {name: value for name, value in told.items() if name != "kind"}
-        match told["kind"]:
+        parameters = {name: value for name, value in written.items() if name != "kind"}
+        match written["kind"]:
             case "scaled":
                 return Scaled(from_json(parameters["model"]), float(parameters["factor"]))
             case "roofline":

@@ -1,8 +1,8 @@
 """From measured times to a cost model: non-negative least squares of `Fitted`'s coefficients.
 
-A measurement is the time from when a batch's prefill began until its last step ended: one prefill batch,
-then steps of decoding. Its time is linear in the coefficients, so a fit is a linear problem. Errors count
-relative to the measured time, or long measurements alone would decide.
+A measurement is the time that one batch took, from the start of its prefill to the end of its last decode step. It is
+linear in the coefficients, so the fit is a linear problem. Errors are relative to the measured time; otherwise the long
+measurements alone would decide.
 """
 
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ class Measurement:
     """One batch of requests: what was asked of the engine, and how long it took."""
 
     extends: tuple[tuple[int, int], ...]
-    """Of each request, the tokens computed and those found in the cache."""
+    """Of each request, the tokens computed and the tokens found in the cache."""
     steps: int
-    """Of decoding, after the prefill; each request got 1 + `steps` tokens."""
+    """Decode steps after the prefill: each request got 1 + `steps` tokens."""
     seconds: float
 
     def __post_init__(self) -> None:
@@ -30,14 +30,14 @@ class Measurement:
             raise ValueError(f"not a measurement: {self}")
 
     def predicted_s(self, model: CostModel) -> float:
-        """What `model` says of it. The prefill gave each request its first token."""
+        """How long the batch takes according to `model`. The prefill gives each request its first token."""
         context = sum(extend + cached + 1 for extend, cached in self.extends)
         return model.prefill_s(self.extends) + model.decode_run_s(len(self.extends), context, self.steps)
 
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """Of a model against measurements: |predicted - measured| / measured."""
+    """Relative errors of a model, |predicted - measured| / measured, over some measurements."""
 
     median: float
     p90: float
@@ -45,9 +45,9 @@ class Errors:
 
 
 def fit(measurements: Sequence[Measurement]) -> Fitted:
-    """The coefficients, none negative, with the least sum of squared relative errors.
+    """The non-negative coefficients with the least sum of squared relative errors.
 
-    ValueError if there are too few measurements to tell them apart, or none with decoding.
+    ValueError if the measurements do not determine them.
     """
     count = len(fields(Fitted))
     units = [Fitted(*unit) for unit in np.eye(count).tolist()]
@@ -62,7 +62,7 @@ def fit(measurements: Sequence[Measurement]) -> Fitted:
 
 
 def errors(model: CostModel, measurements: Sequence[Measurement]) -> Errors:
-    """ValueError without any measurement."""
+    """How far `model` is from `measurements`. ValueError if there are none."""
     if not measurements:
         raise ValueError("nothing was measured")
     off = [abs(each.predicted_s(model) / each.seconds - 1) for each in measurements]

@@ -1,4 +1,4 @@
-"""Published figures of GPUs: what a cost model divides work by.
+"""Published figures of GPUs, from which `cost_model.Roofline` computes times.
 
 Dense bf16 tensor-core FLOP/s (vendors print twice as much "with sparsity"), peak memory bandwidth, and the
 memory that the driver reports. Sources: NVIDIA's data sheets of A10G (as sold by AWS in g5; it has about

@@ -1,26 +1,23 @@
-"""One replica in virtual time: SGLang's scheduler loop around a `FairQueue`, with a cost model for a GPU.
+"""One replica in virtual time: SGLang's scheduler loop, our real `FairQueue` and `Admission`, and a model of a GPU.
 
-A step is SGLang's normal loop. Requests that can be admitted go first: an extend batch is formed by asking the queue
-for one candidate after another, and the running requests wait while it is computed. Otherwise all running requests
-decode one token. Modelled after SGLang 0.5.23 and our overlay (`overlay/replica.py`):
+A step is one round of SGLang's loop. If requests can be admitted, it computes an extend batch of their prompts while
+the running requests wait; otherwise every running request decodes one token. Modelled after SGLang 0.5.23:
 
-    cache         radix tree of whole pages (`cache`): look-ups refresh it, running requests lock their path, a
-                  prompt is inserted after each chunk and with its output at the end; its last token is always
-                  computed
-    admission     `budget`: reservation by new_token_ratio, chunks, `max_running`; once a candidate did not fit
-                  nobody is asked again until a request has left
-    pool          whole pages; decoding takes a page when the last one is full; cache is evicted when none is free
-    retraction    when nothing is left to evict: those with the least output go first, the longest prompts among
-                  them; their pages are freed and not cached, and they wait first in line with what they have written
-    the overlay   bounded look-ups, deferral of prompts whose prefix is being computed, corrections, charges,
-                  conservation after each batch
+    cache         radix tree of whole pages (`cache`). Look-ups refresh it and running requests lock their path. A
+                  prompt is inserted after each chunk, and with its output at the end. Its last token is always computed
+    budget        reservation by new_token_ratio, chunks, `max_running` (`budget`). Once a candidate did not fit,
+                  nobody is asked until a request has left
+    pool          whole pages (`pool`). Decoding takes a page when the last one is full; the cache is evicted if no
+                  page is free
+    retraction    if nothing is left to evict: the requests with the least output go first, among them those with the
+                  longest prompts. Their pages are freed and not cached; they wait first in line and keep their output
 
 Not modelled: the overlap of CPU and GPU (a step's result is known when it ends, and the scheduler itself takes no
 time), mixed batches, priorities and preemption, host caches, speculative decoding, LoRA, sliding windows, sessions.
 
-A run of decode steps in which nothing can change is taken at once: until a request ends, memory has to be taken
-back, progress is due, or somebody who came may be admitted. Times within a run are counted from its start, so where it
-is cut does not matter. Nothing here reads a clock: the owner calls `advance` at `next_s`.
+Decode steps in which nothing can change are simulated at once, as one run. A run lasts until a request ends, memory has
+to be taken back, progress is due, or a request that came may be admitted. Times within a run are computed from its
+start, so it does not matter where it is interrupted. Nothing here reads a clock: the owner calls `advance` at `next_s`.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -56,7 +53,7 @@ __all__ = [
 
 @dataclass(slots=True)
 class _Run:
-    """Decode steps of one batch, from step number `step` at `t_s`."""
+    """Decode steps of an unchanged batch, the first one after step number `step`, which ended at `t_s`."""
 
     t_s: float
     step: int
@@ -65,8 +62,11 @@ class _Run:
 
 
 class Replica:
-    """Owns the queue's requests. `events`: what the cache stores and removes is among the events, and replica number
-    `place` of `places` names no block as another one does."""
+    """Serves the requests of `queue`; `cost` says how long a step takes.
+
+    With `events` it also reports what its cache stores and removes. Replicas that are given different numbers `place`
+    of `places` never give two blocks the same name.
+    """
 
     def __init__(
         self,
@@ -86,12 +86,12 @@ class Replica:
         self._pool = Pool(settings, self.cache)
         self._admission = Admission(queue, self._match_waiting)
         self._tasks: dict[str, Task] = {}
-        self._told: list[Event] = []
+        self._events: list[Event] = []
         self._next_s = inf
         self._batch: list[Task] = []
-        """Being computed now; empty while decoding."""
-        self._cut: Task | None = None
-        """The one whose prompt goes on in the next batch."""
+        """The prompts that are being computed; empty while decoding."""
+        self._chunked: Task | None = None
+        """The request whose prompt continues in the next batch."""
         self._is_full = False
         """A candidate did not fit and nobody has left since."""
         self._ratio = NewTokenRatio(settings)
@@ -104,34 +104,37 @@ class Replica:
     # ---- what its owner does
 
     def arrive(self, request: SimRequest, now_s: float) -> list[Event]:
-        """A request comes: what has happened until now, and `Refused` if the policy or the pool's size says so.
+        """A request comes. Returns the events until now, with `Refused` if the policy or the pool's size forbids it.
 
-        It is considered when the step under way ends; those that come to an idle replica at the same time are
-        considered together, in the next call of `advance`. ValueError when its id is already here.
+        It is considered when the current step ends. Requests that come to an idle replica at the same time are
+        considered together, in the next call of `advance`. ValueError if its id is already here.
         """
         self._catch_up(now_s)
         self.queue.tick(now_s)
         task = self._task(request)
         reason = self.queue.refuses(task.job) if task.output_limit else "longer than the KV cache"
         if reason is not None:
-            self._told.append(Refused(request.id, now_s, reason))
-            return self._take_told()
+            self._events.append(Refused(request.id, now_s, reason))
+            return self._take_events()
         self._admission.arrive(task.job)
         self._tasks[request.id] = task
         self._may_admit_from(now_s)
-        return self._take_told()
+        return self._take_events()
 
     def abort(self, request_id: str, now_s: float) -> list[Event]:
-        """A request is given up: what has happened until now. One that waits is over at once, one that runs after
-        its next decode step, one inside its prompt when the chunk under way is done. None with this id: nothing."""
+        """A request is given up. Returns the events until now; an unknown id is ignored.
+
+        If it waits it ends at once, if it decodes after its next step, if its prompt is being computed after the
+        current chunk.
+        """
         self._catch_up(now_s)
         task = self._tasks.get(request_id)
         if task is None:
-            return self._take_told()
+            return self._take_events()
         if self.queue.is_waiting(request_id):
             self._admission.leave(task.job)
             task.aborted = True
-            self._told.append(self._finished(task, task.output, now_s))
+            self._events.append(self._finished(task, task.output, now_s))
         elif request_id in self._decoding.tasks:
             under_way = self._run is not None and not self._batch
             self._decoding.give_up(task, self._decoding.step + (2 if under_way else 1))
@@ -139,21 +142,21 @@ class Replica:
                 self._plan(task.last_step)
         else:
             task.aborted = True
-        return self._take_told()
+        return self._take_events()
 
     @property
     def next_s(self) -> float:
-        """When it wants `advance`; inf when nothing runs and nobody waits."""
+        """When `advance` is to be called; inf while nothing runs and nobody waits."""
         return self._next_s
 
     def advance(self, now_s: float) -> list[Event]:
-        """All that has happened until `now_s` and was not told yet, in order of time."""
+        """The events until `now_s` that were not returned yet, in order of time."""
         while self._next_s <= now_s:
             t_s = self._next_s
             self._complete(t_s)
             self._begin(t_s)
         self._decode_until(now_s)
-        return self._take_told()
+        return self._take_events()
 
     def check_pool(self) -> None:
         """AssertionError unless every page of the pool is free, cached, or a running request's own. O(running)."""
@@ -164,14 +167,16 @@ class Replica:
         for task in self._decoding.tasks.values():
             yield task, task.held(self._decoding.step)
         for task in (
-            self._batch if self._cut is None or self._cut in self._batch else [*self._batch, self._cut]
+            self._batch
+            if self._chunked is None or self._chunked in self._batch
+            else [*self._batch, self._chunked]
         ):
             yield task, task.computed
 
     # ---- time
 
     def _catch_up(self, now_s: float) -> None:
-        """`advance`, but what an idle replica begins at `now_s` is not begun yet: others may come at the same time."""
+        """`advance`, except that an idle replica does not begin a step at `now_s`: more may come at the same time."""
         while self._next_s < now_s or (self._next_s == now_s and (self._batch or self._run is not None)):
             t_s = self._next_s
             self._complete(t_s)
@@ -179,7 +184,7 @@ class Replica:
         self._decode_until(now_s)
 
     def _complete(self, t_s: float) -> None:
-        """What was under way has ended."""
+        """The batch or the run that was under way has ended."""
         if self._batch:
             self._computed(t_s)
         elif self._run is not None:
@@ -187,7 +192,7 @@ class Replica:
             self._decoded(t_s)
 
     def _begin(self, t_s: float) -> None:
-        """The next step: an extend batch if there is one, else decoding, else nothing."""
+        """Start the next step: an extend batch if one can be formed, else a run of decode steps, else nothing."""
         self._batch = self._form(t_s)
         if self._batch:
             self._break_run(t_s)
@@ -213,7 +218,7 @@ class Replica:
             self._ratio.reset()
 
     def _may_admit_from(self, now_s: float) -> None:
-        """Somebody new waits: who can be admitted is asked at the end of the step under way."""
+        """A new request waits: end the current run of decode steps after its current step, to admit it."""
         if self._batch:
             return
         if self._run is None:
@@ -222,13 +227,13 @@ class Replica:
             self._plan(self._decoding.step + 1)
 
     def _may_admit(self) -> bool:
-        """Somebody waits and would be asked."""
+        """A request waits, and a pass would consider it."""
         return len(self.queue) > 0 and not self._is_full and len(self._decoding) < self.settings.max_running
 
     # ---- decoding
 
     def _plan(self, stop: int | None) -> None:
-        """Set the step after which the run ends: `stop`, or the last one before anything can change."""
+        """Set the step after which the run ends: `stop`, or if None the first one after which something may change."""
         if stop is None:
             every, decoding = self.settings.progress_steps, self._decoding
             stop = min(decoding.first_end(), (decoding.step // every + 1) * every)
@@ -238,19 +243,19 @@ class Replica:
         self._next_s = self._ends_at(stop)
 
     def _ends_at(self, step: int) -> float:
-        """When decode step number `step` of the run under way ends."""
+        """When decode step number `step` of the current run ends."""
         run = self._run
         assert run is not None
         return run.t_s + self.cost.decode_run_s(run.requests, run.context_tokens, step - run.step)
 
     def _break_run(self, t_s: float) -> None:
-        """The decode batch changes or pauses."""
+        """End the current run, if any: the decode batch changes or pauses."""
         if self._run is not None:
             self.meters.decode_s += t_s - self._run.t_s
             self._run = None
 
     def _decode_until(self, now_s: float) -> None:
-        """Take the whole steps of the run under way that have ended by `now_s`, before its last."""
+        """Carry out the steps of the current run that have ended by `now_s`, except its last one."""
         step = self._decoding.step
         if self._run is None or self._batch or step + 1 >= self._stop or self._ends_at(step + 1) > now_s:
             return
@@ -264,7 +269,7 @@ class Replica:
         self._decode(done)
 
     def _decode(self, to: int) -> None:
-        """All steps of the run up to number `to` are over."""
+        """Carry out the steps of the current run up to number `to`."""
         decoding, pool = self._decoding, self._pool
         steps, count = to - decoding.step, len(decoding)
         if not steps:
@@ -274,7 +279,7 @@ class Replica:
             if pool.free_pages < count and self.cache.evictable_tokens:
                 pool.make_free(count * page_tokens)  # SGLang frees a page for each request
             if self.cache.changed:
-                self._told += self.cache.drain(self._ends_at(step + 1))
+                self._events += self.cache.drain(self._ends_at(step + 1))
             pool.free_pages -= new_pages[step % page_tokens]
         assert pool.free_pages >= 0
         decoding.advance(steps)
@@ -284,35 +289,39 @@ class Replica:
         self._count_output(count * steps)
 
     def _decoded(self, t_s: float) -> None:
-        """The run has ended: so have some requests, perhaps."""
+        """The run is over: end the requests that have written all of their answer."""
         decoding = self._decoding
-        ended, told = decoding.ended(), list[Event]()
+        ended, events = decoding.ended(), list[Event]()
         for task in ended:
             written = task.written(decoding.step)
             decoding.leave(task)
             self._pool.release(task, task.held(decoding.step), written, keep=True)
             self._admission.finish(task.job)
-            told.append(self._finished(task, written, t_s))
+            events.append(self._finished(task, written, t_s))
         if ended:
             self._is_full = False
             self._break_run(t_s)
         if decoding.step % self.settings.progress_steps == 0:
-            self._told += [
+            self._events += [
                 Progress(task.request.id, t_s, task.written(decoding.step))
                 for task in decoding.tasks.values()
             ]
-        self._told += self.cache.drain(t_s)
-        self._told += told
+        self._events += self.cache.drain(t_s)
+        self._events += events
         self.queue.account.ledger.check()
 
     # ---- prompts
 
     def _form(self, now_s: float) -> list[Task]:
-        """Ask the queue who goes next, until nobody fits. Charges and locks; takes the pages."""
-        queue, pool, settings, cut = self.queue, self._pool, self.settings, self._cut
+        """The extend batch of the next step, empty if nobody can be admitted.
+
+        SGLang's admission loop: the prompt that was cut last goes on first, then candidates are taken until one does
+        not fit. All in the batch are charged, have locked their prefix and hold their pages.
+        """
+        queue, pool, settings, chunked = self.queue, self._pool, self.settings, self._chunked
         if not self._decoding:
             self._is_full = False
-        if cut is None:
+        if chunked is None:
             if self._is_full or not len(queue):
                 return []
             if len(self._decoding) >= settings.max_running:
@@ -322,10 +331,11 @@ class Replica:
         self._admission.begin_pass(self.cache.tokens)
         budget = Budget(settings, self._decoding.reservable_tokens() * self._ratio.now)
         batch: list[Task] = []
-        if cut is not None:
-            self._compute(cut, budget.go_on(cut.length - cut.computed, pool.room_tokens()), budget)
-            self._continued(cut)
-            batch.append(cut)
+        if chunked is not None:
+            rest = chunked.length - chunked.computed
+            self._compute(chunked, budget.next_chunk(rest, pool.room_tokens()), budget)
+            self._continued(chunked)
+            batch.append(chunked)
         for job in self._admission.candidates():
             task = self._tasks[job.id]
             if budget.verdict(pool.room_tokens()) is Verdict.FULL:
@@ -337,6 +347,7 @@ class Replica:
             node = self._match(task)
             if not self._admission.confirm(job, node.end, _block(task.request, node.end)):
                 continue
+            # Locking the prefix takes what of it was evictable out of the room.
             verdict = budget.admit(
                 node.end,
                 task.length,
@@ -367,25 +378,25 @@ class Replica:
         """The next `tokens` of a prompt are computed in this step."""
         task.start, task.computed = task.computed, task.computed + tokens
         if task.computed < task.length:
-            self._cut = task
-        elif self._cut is task:
-            self._cut = None
-        budget.take(tokens, 0 if self._cut is task else task.job.max_output_tokens)
+            self._chunked = task
+        elif self._chunked is task:
+            self._chunked = None
+        budget.take(tokens, 0 if self._chunked is task else task.job.max_output_tokens)
 
     def _computed(self, t_s: float) -> None:
-        """The extend batch is done: its requests have a first token, except one that was cut."""
+        """The extend batch is done: its requests have a first token, except one whose prompt was cut."""
         batch, self._batch = self._batch, []
-        was_empty, left = not self._decoding, self._cut is not None
-        told: list[Event] = []
+        was_empty, left = not self._decoding, self._chunked is not None
+        events: list[Event] = []
         tokens = 0
         self._admission.computed([task.job for task in batch])
         for task in batch:
-            if task is self._cut:
+            if task is self._chunked:
                 continue
             self.queue.account.emit(task.job, 1)
             tokens += 1
             task.output += 1
-            told.append(Progress(task.request.id, t_s, task.output))
+            events.append(Progress(task.request.id, t_s, task.output))
             if task.output < task.output_limit:
                 self._pool.keep(task, task.computed)
                 self._decoding.join(task)
@@ -393,22 +404,22 @@ class Replica:
                 left = True
                 self._pool.release(task, task.computed, task.output, keep=True)
                 self._admission.finish(task.job)
-                told.append(self._finished(task, task.output, t_s))
-        if self._cut is not None:
-            if self._cut.aborted:
-                told.append(self._drop_cut(self._cut, t_s))
+                events.append(self._finished(task, task.output, t_s))
+        if self._chunked is not None:
+            if self._chunked.aborted:
+                events.append(self._drop_chunked(self._chunked, t_s))
             else:
-                self._pool.keep(self._cut, self._cut.computed)
+                self._pool.keep(self._chunked, self._chunked.computed)
         if was_empty or left:
             self._is_full = False
         self._count_output(tokens)
         self.queue.account.ledger.check()
-        self._told += self.cache.drain(t_s)
-        self._told += told
+        self._events += self.cache.drain(t_s)
+        self._events += events
 
-    def _drop_cut(self, task: Task, t_s: float) -> Finished:
-        """A request ends inside its prompt; what the last chunk computed is not cached."""
-        self._cut = None
+    def _drop_chunked(self, task: Task, t_s: float) -> Finished:
+        """An aborted request ends inside its prompt. What the last chunk computed is not cached."""
+        self._chunked = None
         self._pool.release(task, task.computed, task.output, keep=False)
         self._admission.finish(task.job)
         return self._finished(task, task.output, t_s)
@@ -416,8 +427,7 @@ class Replica:
     # ---- retraction
 
     def _retract(self, t_s: float) -> None:
-        """The next decode step does not fit: take requests back until it does. At least one goes; at least one stays,
-        if it fits at all."""
+        """The next decode step does not fit: take requests back until it does. At least one goes and one stays."""
         decoding, pool = self._decoding, self._pool
         step = decoding.step
         kept = sorted(
@@ -446,7 +456,7 @@ class Replica:
             sum(task.job.max_output_tokens for task in kept),
         )
 
-    # ---- what the overlay does
+    # ---- what admission and the account need to know
 
     def _match_waiting(self, job: Job) -> Match:
         """Admission's look-up of a waiting request."""
@@ -455,7 +465,7 @@ class Replica:
         return node.end, _block(task.request, node.end)
 
     def _match(self, task: Task) -> Node:
-        """The end of its cached prefix. Its last token is always computed."""
+        """The end of its cached prefix, which leaves at least its last token to compute."""
         node = task.found = self.cache.match(task.tokens, task.length - 1, task.request.namespace, task.found)
         return node
 
@@ -470,7 +480,7 @@ class Replica:
         self.meters.cached_tokens += task.start
 
     def _continued(self, task: Task) -> None:
-        """One more chunk of a prompt."""
+        """One more chunk of a prompt is in the batch."""
         self._admission.extend(task.job, task.computed - task.start, _block(task.request, task.start))
 
     def _count_output(self, tokens: int) -> None:
@@ -480,7 +490,8 @@ class Replica:
     # ---- requests
 
     def _task(self, request: SimRequest) -> Task:
-        """Its limits are those that the pool allows: a request always fits when it is alone."""
+        """A new request. Its output limit is cut to what the pool holds, so that it always fits when it is alone;
+        `output_limit` 0 means that its prompt does not fit at all."""
         prompt_tokens = len(request.tokens) // TOKEN_BYTES
         pool_tokens = self.settings.pages * self.settings.page_tokens
         most = max(
@@ -510,9 +521,9 @@ class Replica:
             task.said(written),
         )
 
-    def _take_told(self) -> list[Event]:
-        told, self._told = self._told, []
-        return told
+    def _take_events(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
 
 
 def _block(request: SimRequest, prefix_tokens: int) -> Hashable | None:

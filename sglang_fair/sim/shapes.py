@@ -1,4 +1,4 @@
-"""Shapes of models: how many bytes a pass reads and how many operations a token takes.
+"""Shapes of models: how many bytes a forward pass reads and how many operations a token takes.
 
 Dense decoders with grouped-query attention and a gated MLP (Llama's family), bf16. The numbers are those of
 the published config.json files; the parameter counts that follow from them are the published ones.
@@ -23,7 +23,7 @@ class ModelShape:
     head_dim: int
     vocabulary: int
     tied: bool
-    """Whether the output head is the embedding table."""
+    """The output head is the embedding table."""
     context_tokens: int
     mlp_matrices: int = 3
     """Gate, up and down."""
@@ -38,18 +38,18 @@ class ModelShape:
 
     @property
     def layer_parameters(self) -> int:
-        """Of all layers' matrices: what every token is multiplied with."""
+        """Parameters of all layers' matrices, by which every token is multiplied."""
         attention = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
         return self.layers * (attention + self.mlp_matrices * self.hidden * self.intermediate)
 
     @property
     def head_parameters(self) -> int:
-        """Of the output head: what the last token of each request in a batch is multiplied with."""
+        """Parameters of the output head, by which the last token of each request is multiplied."""
         return self.hidden * self.vocabulary
 
     @property
     def parameters(self) -> int:
-        """All, the embedding table and the norms included."""
+        """All parameters, with the embedding table and the norms."""
         norms = (2 * self.layers + 1) * self.hidden
         return self.layer_parameters + norms + self.head_parameters * (1 if self.tied else 2)
 
@@ -60,17 +60,17 @@ class ModelShape:
 
     @property
     def read_bytes(self) -> int:
-        """Weights that one pass reads: layers and head. Of the embedding table it looks up single rows."""
+        """Weights that one forward pass reads: layers and head. It reads only single rows of the embedding table."""
         return (self.layer_parameters + self.head_parameters) * _BF16_BYTES
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Keys and values of all layers."""
+        """Size of one token's keys and values in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * _BF16_BYTES
 
     @property
     def flops_per_pair(self) -> int:
-        """For one token to attend to one: a product with its key and one with its value, in each head."""
+        """Operations for one token to attend to another: a product with its key and one with its value per head."""
         return 4 * self.layers * self.heads * self.head_dim
 
 
