@@ -46,16 +46,15 @@ DELAYED_POLL_S = 0.010
 """How often an idle engine asks again while requests wait that the policy does not let go yet."""
 
 
-def samples(prefix_tokens: int, prompt_tokens: int) -> tuple[slice, slice, slice] | None:
-    """The parts of a prompt that identify its block: the first uncached tokens, and two samples of the prefix.
+def samples(prefix_tokens: int, prompt_tokens: int) -> tuple[int, int, int] | None:
+    """Where the parts of a prompt begin that identify its block, each of `BLOCK_TOKENS`: the first uncached tokens, and
+    two samples of the prefix.
 
     None if fewer than `BLOCK_TOKENS` are uncached: so few are not worth waiting for.
     """
-    end = prefix_tokens + BLOCK_TOKENS
-    if prompt_tokens < end:
+    if prompt_tokens < prefix_tokens + BLOCK_TOKENS:
         return None
-    middle = prefix_tokens // 2
-    return slice(prefix_tokens, end), slice(0, BLOCK_TOKENS), slice(middle, middle + BLOCK_TOKENS)
+    return prefix_tokens, 0, prefix_tokens // 2
 
 
 @dataclass(slots=True, eq=False)

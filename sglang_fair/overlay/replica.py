@@ -18,7 +18,7 @@ from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.mem_cache.common import match_kv_cache
 
 from sglang_fair.common.identity import ANONYMOUS
-from sglang_fair.core.admission import Admission, Match, samples
+from sglang_fair.core.admission import BLOCK_TOKENS, Admission, Match, samples
 from sglang_fair.core.job import Job
 from sglang_fair.core.options import shown
 from sglang_fair.core.payers import make_payers, path_of
@@ -247,12 +247,12 @@ class ReplicaFairness:
         if self._tree_cache.disable:
             return None
         tokens = request.origin_input_ids
-        parts = samples(prefix_tokens, len(tokens))
-        if parts is None:
+        starts = samples(prefix_tokens, len(tokens))
+        if starts is None:
             return None
         view, digest = memoryview(tokens), blake2b(digest_size=16)
-        for part in parts:
-            digest.update(view[part])
+        for start in starts:
+            digest.update(view[start : start + BLOCK_TOKENS])
         return prefix_tokens, request.extra_key, request.cache_salt, digest.digest()
 
 

@@ -24,7 +24,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from sglang_fair.core.admission import DELAYED_POLL_S, Admission, Match, samples
+from sglang_fair.core.admission import BLOCK_TOKENS, DELAYED_POLL_S, Admission, Match, samples
 from sglang_fair.core.job import Job
 from sglang_fair.core.payers import path_of
 from sglang_fair.core.queue import FairQueue
@@ -528,15 +528,16 @@ class Replica:
 
 def _block(request: SimRequest, prefix_tokens: int) -> Hashable | None:
     """Equal for two requests that would compute the same behind their cached prefix."""
-    tokens, size = request.tokens, TOKEN_BYTES
-    parts = samples(prefix_tokens, len(tokens) // size)
-    if parts is None:
+    tokens = request.tokens
+    starts = samples(prefix_tokens, len(tokens) // TOKEN_BYTES)
+    if starts is None:
         return None
-    ahead, head, middle = parts
+    ahead, head, middle = starts[0] * TOKEN_BYTES, starts[1] * TOKEN_BYTES, starts[2] * TOKEN_BYTES
+    size = BLOCK_TOKENS * TOKEN_BYTES
     return (
         prefix_tokens,
         request.namespace,
-        tokens[ahead.start * size : ahead.stop * size],
-        tokens[head.start * size : head.stop * size],
-        tokens[middle.start * size : middle.stop * size],
+        tokens[ahead : ahead + size],
+        tokens[head : head + size],
+        tokens[middle : middle + size],
     )
