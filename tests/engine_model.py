@@ -499,7 +499,7 @@ def cases(draw, *, whole_prompts: bool = False, deferral: bool = True, aborts: b
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ServedState:
     """After one event: units received so far, divided by the weight, and who has requests where."""
 
     service: tuple[float, ...]
@@ -514,7 +514,7 @@ class Trace:
     replica: Replica
     clients: list[str]
     weights: dict[str, float] = field(default_factory=dict)
-    rows: list[Row] = field(default_factory=list)
+    rows: list[ServedState] = field(default_factory=list)
 
     def __call__(self) -> None:
         replica, names = self.replica, self.clients
@@ -526,7 +526,7 @@ class Trace:
             weight = self.weights.get
             given = [units / weight(name, 1.0) for name, units in zip(names, given, strict=True)]
         self.rows.append(
-            Row(
+            ServedState(
                 tuple(given),
                 tuple([replica.waiting[name] > 0 for name in names]),
                 tuple([replica.running[name] > 0 for name in names]),

@@ -44,7 +44,7 @@ class Arrival:
 
 
 @dataclass(frozen=True)
-class Load:
+class TraceLoad:
     """What is sent to which replica. `ratio` is the new-token ratio at first."""
 
     arrivals: tuple[Arrival, ...]
@@ -58,24 +58,26 @@ class Load:
     steps: int = 600
 
 
-def load(name: str) -> Load:
+def load(name: str) -> TraceLoad:
     """One of `LOADS`."""
     crowd = tuple(_arrivals(f"crowd {name}", requests=60, until_step=20))
     match name:
         case "light":
-            return Load(tuple(_arrivals(name, requests=25, until_step=400)))
+            return TraceLoad(tuple(_arrivals(name, requests=25, until_step=400)))
         case "overload":
-            return Load(crowd, kv_tokens=2400)
+            return TraceLoad(crowd, kv_tokens=2400)
         case "aborts":
             aborts = {one.id: one.step + n % 17 for n, one in enumerate(crowd) if n % 3}
-            return Load(crowd, aborts, kv_tokens=4000, chunked_prefill_tokens=128)
+            return TraceLoad(crowd, aborts, kv_tokens=4000, chunked_prefill_tokens=128)
         case "vtc":
-            return Load(crowd, policy="vtc", kv_tokens=2400, chunked_prefill_tokens=256)
+            return TraceLoad(crowd, policy="vtc", kv_tokens=2400, chunked_prefill_tokens=256)
         case "chunks":
-            return Load(crowd, kv_tokens=4000, chunked_prefill_tokens=128)
+            return TraceLoad(crowd, kv_tokens=4000, chunked_prefill_tokens=128)
         case "retraction":
             writers = tuple(_arrivals(name, requests=40, until_step=200, longest_answer=400))
-            return Load(writers, kv_tokens=2400, chunked_prefill_tokens=256, ignore_eos=False, steps=4000)
+            return TraceLoad(
+                writers, kv_tokens=2400, chunked_prefill_tokens=256, ignore_eos=False, steps=4000
+            )
     raise ValueError(f"unknown load {name}")
 
 
@@ -100,7 +102,7 @@ def _arrivals(seed: str, *, requests: int, until_step: int, longest_answer: int 
 class Traced:
     """One load, to be carried out on either side."""
 
-    def __init__(self, load: Load) -> None:
+    def __init__(self, load: TraceLoad) -> None:
         self.load = load
 
     def simulate(self) -> list[Call]:

@@ -1,10 +1,9 @@
-"""What the engine says that it did in one batch, from other numbers than those that are charged.
+"""The engine's own count of the tokens of one batch, from other numbers than those that are charged.
 
               charged to the clients                     counted here
-    input     each request's own chunk, as it is         the token ids that the batch hands to the model
-              admitted
-    output    how much a request's list of outputs       the tokens in the model's result, in the rows whose request
-              has grown                                  is neither finished nor taken back nor inside its prompt
+    input     each request's chunk at its admission      the token ids that the batch hands to the model
+    output    the growth of a request's list of          the tokens in the model's result, without the rows whose
+              outputs                                    request is finished, taken back, or inside its prompt
 
 Rows that the engine may drop after the model has answered (sampling masks, beams, diffusion blocks) are counted by
 the growth of their lists. O(rows of the batch).
@@ -15,8 +14,8 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One request of a batch before its result is processed. `takes`: the engine will keep what comes out."""
+class BatchRow:
+    """One request of a batch before its result is processed. `takes`: the engine will keep its output."""
 
     request: Any
     takes: bool
@@ -29,11 +28,11 @@ def input_tokens(batch: Any) -> int:
     return computed - len(batch.decoding_reqs or ())
 
 
-def rows(batch: Any) -> list[Row]:
-    """To be called before the result is processed, which ends requests."""
+def rows(batch: Any) -> list[BatchRow]:
+    """The rows of a batch. Call it before the result is processed, which ends requests."""
     in_prompt = batch.forward_mode.is_extend()
     return [
-        Row(
+        BatchRow(
             request,
             takes=not (
                 request.finished()
@@ -46,8 +45,8 @@ def rows(batch: Any) -> list[Row]:
     ]
 
 
-def output_tokens(batch: Any, result: Any, before: list[Row]) -> int:
-    """Output tokens of the batch, once its result has been processed. `before` is what `rows` said."""
+def output_tokens(batch: Any, result: Any, before: list[BatchRow]) -> int:
+    """Output tokens of the batch, after its result was processed. `before` is what `rows` returned."""
     if batch.is_dllm():
         return sum(len(row.request.output_ids) - row.outputs for row in before)
     return sum(
@@ -60,7 +59,7 @@ def output_tokens(batch: Any, result: Any, before: list[Row]) -> int:
 
 
 def _row_tokens(batch: Any, result: Any, at: int) -> int:
-    """One, or with speculative decoding the accepted run, as far as a grammar allowed it."""
+    """One token; with speculative decoding those that were accepted and that a grammar allowed."""
     accepted = getattr(result, "accept_lens", None)
     if accepted is None or not batch.forward_mode.is_decode():
         return 1

@@ -1,7 +1,7 @@
-"""From the HTTP request to the scheduler: the client's name, and what it announces, in the sampling parameters.
+"""Carries the client's name and its announcements from the HTTP request to the scheduler.
 
-`sampling_params.custom_params` is the one carrier that survives every endpoint, streaming, batches and
-n > 1. A `fair` entry in a client's own body is dropped: only the server says who somebody is.
+They travel in `sampling_params.custom_params`, which survives every endpoint, streaming, batches and n > 1. A `fair`
+entry in a client's own body is dropped: only the server says who a client is.
 """
 
 from typing import Any
@@ -19,11 +19,11 @@ from sglang_fair.overlay import config
 from sglang_fair.overlay.replica import CUSTOM_PARAMS_KEY
 
 CARRIED_HEADERS = {"app": HEADER_APP, "interaction": HEADER_INTERACTION, "stage": HEADER_STAGE}
-"""What travels beside the client's name, for policies that know applications."""
+"""Headers that are carried with the client's name, for policies that know applications."""
 
 
 def carry_client(obj: Any, request: Any) -> None:
-    """Write who sent `obj` (SGLang's generate or embedding input) into it. `request` is the HTTP request."""
+    """Write the sender into `obj`, SGLang's generate or embedding input. `request` is the HTTP request."""
     carried: dict[str, str | int] = {"client": ANONYMOUS}
     if request is not None:
         carried["client"] = identify(request.headers, user_of(request), config.read_identity())

@@ -1,7 +1,7 @@
-"""A request that the policy refuses: 429 and the policy's sentence for its sender, and nothing left behind.
+"""Refused requests: their sender gets status 429 and the policy's reason, and nothing of them is left behind.
 
-The scheduler ends it where SGLang ends one that finds a full queue. SGLang turns that into an HTTP error, but
-for a stream, whose status it has sent already; `Refusals` holds a stream's status back until its first piece.
+The scheduler ends such a request where SGLang ends one that finds a full queue. SGLang turns that into an HTTP error,
+except for a stream, whose status it has already sent. So `Refusals` holds back a stream's status until its first piece.
 """
 
 import json
@@ -17,29 +17,30 @@ from sglang_fair.core import POLICIES
 from sglang_fair.overlay.config import SERVER_POLICIES
 
 STATUS = HTTPStatus.TOO_MANY_REQUESTS
-"""SGLang ends no request with it by itself."""
+"""SGLang itself ends no request with this status."""
 
 SCOPE_KEY = "sglang_fair.refused"
-"""In an HTTP request's scope: the sentence with which it was refused."""
+"""Key in an HTTP request's scope: the reason of its refusal."""
 
 Message = MutableMapping[str, Any]
 
 
 def may_refuse(chosen: str) -> bool:
-    """Whether the policy that --schedule-policy `chosen` stands for ever refuses a request."""
+    """Whether the policy that --schedule-policy `chosen` names may refuse requests."""
     ours = SERVER_POLICIES.get(chosen)
     return ours is not None and POLICIES[ours].may_refuse
 
 
 def refuse(scheduler: Any, request: Any, reason: str) -> None:
-    """Tell the sender of a request that is in no queue yet. The caller releases what SGLang holds for it."""
+    """End a request that is in no queue yet, with `reason` for its sender. The caller releases what SGLang holds for
+    it."""
     finish = {"type": "abort", "status_code": STATUS, "message": reason}
     scheduler.send_abort_output(AbortReq(rid=request.rid, finished_reason=finish), request)
     request.time_stats.trace_ctx.abort(abort_info={"reason": reason})
 
 
 async def noted(outputs: AsyncGenerator[Any, None], request: Any) -> AsyncGenerator[Any, None]:
-    """`outputs`, unchanged; if the first one is a refusal, the scope of `request` says so."""
+    """`outputs`, unchanged. If the first one is a refusal, its reason is noted in the scope of `request`."""
     first = True
     async with aclosing(outputs):
         async for output in outputs:
@@ -50,7 +51,7 @@ async def noted(outputs: AsyncGenerator[Any, None], request: Any) -> AsyncGenera
 
 
 def add_middleware() -> None:
-    """Put `Refusals` around SGLang's HTTP application, if this process serves HTTP."""
+    """Wrap SGLang's HTTP application in `Refusals`, if this process serves HTTP."""
     server = sys.modules.get("sglang.srt.entrypoints.http_server")
     if server is None:
         return
@@ -61,7 +62,7 @@ def add_middleware() -> None:
 
 
 class Refusals:
-    """ASGI middleware: a stream that was refused is answered with the status of that, as others are."""
+    """ASGI middleware: a refused stream gets the status of a refusal, like a refused request without streaming."""
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self._app = app

@@ -37,7 +37,7 @@ from sglang_fair.core.lpm import Lpm
 from sglang_fair.core.policy import Policy
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.vtc import Vtc
-from tests.engine_model import Case, Load, Replica, Request, Row, Tokens, Trace, Traffic
+from tests.engine_model import Case, Load, Replica, Request, ServedState, Tokens, Trace, Traffic
 
 pytestmark = pytest.mark.slow
 
@@ -68,7 +68,7 @@ class Everywhere(Trace):
     def __call__(self) -> None:
         up, lives = self.replica.replicas.values(), self.replica.lives()
         self.rows.append(
-            Row(
+            ServedState(
                 tuple(
                     sum([life.service[name] for life in lives]) / self.weights.get(name, 1.0)
                     for name in self.clients
