@@ -5,7 +5,7 @@ from math import inf
 
 
 class Weights:
-    """A client's share: service is divided by its weight before it is compared. 1.0 unless set."""
+    """A weight per client, 1.0 unless set. Service is divided by it before clients are compared."""
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         self._weights: dict[str, float] = {}
