@@ -406,6 +406,12 @@ def test_counters_and_bound_can_be_shown(name):
     assert (small is not None) == (name in BOUNDED)
 
 
+@every_policy
+def test_only_a_policy_that_says_so_may_refuse(name):
+    policy = POLICIES[name]
+    assert policy.may_refuse == (policy.refuses is not Policy.refuses)
+
+
 def test_the_registry_is_by_name():
     assert {name: policy.name for name, policy in POLICIES.items()} == {name: name for name in POLICIES}
     assert {"fcfs", "lpm", "vtc", "dlpm"} <= set(POLICIES)
