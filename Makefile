@@ -41,7 +41,7 @@ help: ## list the targets
 
 setup: $(READY) ## install everything into .venv (DEVICE=cuda: with the GPU kernels; TORCH_INDEX: where torch comes from)
 
-check: $(READY) ## the gate, under a minute: lint, format, types, tests without an engine
+check: $(READY) ## the gate, under a minute: lint, format, layers, types, tests without an engine
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache

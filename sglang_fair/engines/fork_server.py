@@ -1,15 +1,15 @@
-"""A process that imports SGLang once and then forks replicas: 0.2 GB each in place of 1.5, and seconds.
+"""A process that imports SGLang once and forks each replica: 0.2 GB of memory for one in place of 1.5, in seconds.
 
     python -m sglang_fair.engines.fork_server NAME REPLICA-OPTIONS      listens on the abstract Unix socket NAME
 
-Every replica has a connection of its own (SOCK_SEQPACKET, one JSON object a message):
+Every replica has its own connection (SOCK_SEQPACKET, one JSON object in each message):
 
-    to us     {"argv": [...], "env": {...}}, with the file descriptor that its output goes to
+    to us     {"argv": [...], "env": {...}}, with the file descriptor for the replica's output
     from us   {"pid": 123}, and when it has ended {"code": 0}, negative for a signal as in `subprocess`
 
-A replica leads a session of its own, which is killed when its connection closes: whoever asked for it is gone.
-All of them die with this process, and it with the one that started it. Only the same user is served. The
-options are those that all replicas share; by them it knows what to import. Linux only.
+A replica leads its own session, which is killed when its connection closes, because then whoever asked for it is gone.
+All replicas die with this process, and this process with its parent. Only processes of the same user are served. The
+options on the command line are those that all replicas share; they decide what is imported. Linux only.
 """
 
 import contextlib
@@ -44,11 +44,11 @@ MODULES = (
     "sglang.srt.models.registry",
     "transformers.models.auto.tokenization_auto",
 )
-"""What a replica's processes import; what is not named here each imports for itself."""
+"""What a replica's processes import. Whatever is missing here, each replica imports for itself."""
 
 LONGEST_MESSAGE = 1 << 16
 _OURS = frozenset({signal.SIGCHLD, signal.SIGINT, signal.SIGTERM})
-"""Signals that are handled here, and as by default in a replica."""
+"""Signals that this process handles; replicas have the default handlers."""
 
 _CREDENTIALS = struct.Struct("3i")
 
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     os.environ.update(replica.environment(options))
     cpu.define_torchvision_operators()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of kernels that a CPU has not
+        warnings.simplefilter("ignore")  # about kernels that a CPU lacks
         for module in MODULES:
             importlib.import_module(module)
     from sglang.srt.plugins import load_plugins
@@ -79,21 +79,21 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         print(ZYGOTE_READY, flush=True)
         Zygote(listener).run()
     sys.stdout.flush()
-    os._exit(0)  # the end of an interpreter tells of every object that an extension keeps
+    os._exit(0)  # a normal end prints a warning for every object that an extension leaks
 
 
 class Zygote:
     """The forked replicas and their connections. No thread is started here."""
 
     def __init__(self, listener: socket.socket) -> None:
-        """`listener` hears of new replicas."""
+        """Whoever connects to `listener` may ask for one replica."""
         self._listener = listener
         self._selector = selectors.DefaultSelector()
         self._replicas: dict[socket.socket, int] = {}
-        """The process id of each connection's replica; 0 until it has one."""
+        """The process id of each connection's replica, 0 before it is forked and after it has ended."""
 
     def run(self) -> None:
-        """Until SIGTERM or SIGINT; no replica is left then."""
+        """Serves until SIGTERM or SIGINT, then kills the replicas that are left."""
         woken, wakes = socket.socketpair()
         woken.setblocking(False)
         wakes.setblocking(False)
@@ -110,27 +110,27 @@ class Zygote:
                     if connection is woken:
                         with contextlib.suppress(BlockingIOError):
                             woken.recv(4096)
-                        self._bury()
+                        self._reap()
                     elif connection is self._listener:
                         self._accept()
                     elif connection in self._replicas:
-                        self._hear(connection)
+                        self._receive(connection)
         except SystemExit:
             for connection in list(self._replicas):
                 self._drop(connection)
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
-        told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        _, user, _ = _CREDENTIALS.unpack(told)
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        _, user, _ = _CREDENTIALS.unpack(credentials)
         if user != os.getuid():
             connection.close()
             return
         self._replicas[connection] = 0
         self._selector.register(connection, selectors.EVENT_READ)
 
-    def _hear(self, connection: socket.socket) -> None:
-        """A request for a replica, or the end of whoever had asked for it."""
+    def _receive(self, connection: socket.socket) -> None:
+        """Handles a message: the request for a replica, or the end of the process that had asked for one."""
         try:
             message, descriptors, _, _ = socket.recv_fds(connection, LONGEST_MESSAGE, 1)
         except OSError:
@@ -138,18 +138,18 @@ class Zygote:
         if not message or self._replicas[connection]:
             self._drop(connection)
         else:
-            wanted = json.loads(message)
+            replica_spec = json.loads(message)
             sys.stdout.flush()
             sys.stderr.flush()
-            # One that comes to a replica before it has handlers of its own waits until it has them: ours would
-            # end its siblings in it, and what comes within the fork itself Python forgets.
+            # A signal that reaches the replica before it has its own handlers must wait until it has them. Our
+            # handlers would end its siblings, and Python forgets a signal that arrives during the fork itself.
             signal.pthread_sigmask(signal.SIG_BLOCK, _OURS)
             try:
                 pid = os.fork()
                 if pid == 0:
-                    self._become(wanted["argv"], wanted["env"], descriptors[0])
+                    self._become(replica_spec["argv"], replica_spec["env"], descriptors[0])
                 self._replicas[connection] = pid
-                _tell(connection, {"pid": pid})
+                _send(connection, {"pid": pid})
             except OSError as error:
                 print(f"sglang-fair zygote: cannot fork: {error}", file=sys.stderr, flush=True)
                 self._drop(connection)
@@ -158,16 +158,16 @@ class Zygote:
         for descriptor in descriptors:
             os.close(descriptor)
 
-    def _bury(self) -> None:
-        """Tells of the replicas that have ended."""
+    def _reap(self) -> None:
+        """Reports the replicas that have ended, and reaps them."""
         by_pid = {pid: connection for connection, pid in self._replicas.items() if pid}
         for pid, connection in by_pid.items():
-            # Reaped last, so that its id is nobody else's while its session is killed.
+            # Reaped last: until then no other process can get its id, by which we kill its session.
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 _kill_session(pid)
                 _, status = os.waitpid(pid, 0)
                 self._replicas[connection] = 0
-                _tell(connection, {"code": os.waitstatus_to_exitcode(status)})
+                _send(connection, {"code": os.waitstatus_to_exitcode(status)})
                 self._drop(connection)
 
     def _drop(self, connection: socket.socket) -> None:
@@ -175,12 +175,12 @@ class Zygote:
         self._selector.unregister(connection)
         connection.close()
         if pid:
-            os.kill(pid, signal.SIGKILL)  # by its own id: one just forked may not lead a session yet
+            os.kill(pid, signal.SIGKILL)  # by its own id too: a new replica may not lead a session yet
             _kill_session(pid)
             os.waitpid(pid, 0)
 
     def _become(self, argv: list[str], env: dict[str, str], output: int) -> NoReturn:
-        """The forked process: a replica with nothing of ours but what we imported."""
+        """Turns the forked process into a replica that keeps nothing of ours but the imported modules."""
         code = 1
         try:
             os.setsid()
@@ -196,7 +196,7 @@ class Zygote:
             os.dup2(output, 2)
             os.close(output)
             os.environ.update(env)
-            random.seed()  # all replicas would draw the same ports
+            random.seed()  # or all replicas would draw the same ports
             _name_process("sglang-fair replica " + " ".join(argv[:2]))
             code = replica.main(argv)
         except SystemExit as ended:
@@ -211,13 +211,13 @@ class Zygote:
 
 
 def _name_process(title: str) -> None:
-    """What ps shows, where SGLang's way to set it is there."""
+    """Sets the name that `ps` shows, if the package that SGLang uses for it is installed."""
     with contextlib.suppress(ImportError):
         importlib.import_module("setproctitle").setproctitle(title)
 
 
 def _kill_session(session: int) -> None:
-    """Kills all of a session, also what one of them starts meanwhile."""
+    """Kills all processes of a session, also those that they start meanwhile."""
     deadline_s = time.monotonic() + SWEEP_S
     while (members := list(session_members(session))) and time.monotonic() < deadline_s:
         for pid in members:
@@ -226,9 +226,9 @@ def _kill_session(session: int) -> None:
         time.sleep(0.01)
 
 
-def _tell(connection: socket.socket, what: dict[str, int]) -> None:
+def _send(connection: socket.socket, message: dict[str, int]) -> None:
     with contextlib.suppress(OSError):
-        connection.send(json.dumps(what).encode())
+        connection.send(json.dumps(message).encode())
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
