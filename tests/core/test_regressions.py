@@ -178,7 +178,7 @@ class TestSpeculation:
         fair.queue.begin_pass()
         fair.admitted(request)
         fair.computed(10)
-        fair.queue.account.emit = lambda job, tokens: None
+        fair.queue.account.emit = lambda job, tokens, unasked_tokens: None
         for _ in range(2):
             self.step(scheduler, [request], (3,))
         found = fair.status([])["conservation"]
