@@ -1,24 +1,24 @@
-"""What the gateway adds to a request, beside `sglang-router` over the same engine, in one run.
+"""What the gateway costs a request, beside `sglang-router` in front of the same engine, in one run.
 
     sglang-fair bench gateway [--quick] [--json FILE] [--sglang-router PATH]
 
-The engine answers at once (see `instant`), so only the path is measured. `ours` is one gateway process and one
-router process with D2LPM; the other is the Rust router of PyPI (`python -m venv V && V/bin/pip install
-sglang-router`, then `--sglang-router V/bin/smg`) with `cache_aware`; where it is not installed its row says
-`absent`. Every prompt begins with one of 64 prefixes of 3,000 characters and ends in 1,000 of its own.
+The engine answers at once (`instant`), so only the way to it is measured. `ours` is one gateway process and one router
+process with D2LPM. The other is the Rust router from PyPI with `cache_aware` (`python -m venv V && V/bin/pip install
+sglang-router`, then `--sglang-router V/bin/smg`); where it is not installed its row says `absent`. Each prompt begins
+with one of 64 prefixes of 3,000 characters and goes on with 1,000 characters of its own.
 
-    added_ms     latency at a fixed rate, arrivals evenly spaced, less the engine's own median at the same rate, which
-                 is measured in the same seconds; from the moment at which a request was due, so that waiting in our
-                 own client counts, and counts on both sides (in P99 the engine's and the client's own is left in)
-    max_rps      requests per second with 32 connections that always have one under way
-    stream       tokens per second through 32 streams of 64 tokens, one event each
-    cpu_ms       CPU time of all the gateway's processes per request, in the run for max_rps
+    added_ms     latency at a fixed rate with evenly spaced arrivals, less the engine's median latency, measured at
+                 the same rate in the same seconds. Latency counts from the moment a request was due, so it includes
+                 waiting in the bench's own client, on both sides; the P99 includes the engine's and client's tail
+    max_rps      requests per second over 32 connections, each with a request always under way
+    stream       tokens per second over 32 connections, in streams of 64 tokens, one event a token
+    cpu_ms       CPU time of the gateway's processes per request, measured with max_rps
 """
 
-import argparse
 import asyncio
 import contextlib
 import json
+import math
 import os
 import random
 import shutil
@@ -32,7 +32,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import psutil
 
@@ -41,17 +41,31 @@ from sglang_fair.bench.instant import MODEL, STREAM_TOKENS
 from sglang_fair.common.processes import child_environment
 from sglang_fair.common.provenance import processor
 from sglang_fair.models.catalog import find
+from sglang_fair.settings.commands import Mistake, Option
+from sglang_fair.settings.commands import run as run_command
 
 CONNECTIONS = 32
 PREFIXES, PREFIX_CHARS, OWN_CHARS = 64, 3_000, 1_000
 VOCABULARY = 3_000
 START_S = 60.0
+LAST_LINES = 10
+"""Of what a program said before it failed."""
 PORTS = range(18_000, 29_000)
 
 
 @dataclass(frozen=True)
-class Row:
-    """One gateway at one rate; None where there was nothing to measure."""
+class Plan:
+    """What to measure, and how long."""
+
+    rates: tuple[float, ...]
+    seconds: float
+    seed: int
+    sglang_router: str
+
+
+@dataclass(frozen=True)
+class GatewayCost:
+    """One gateway at one rate; None where nothing was measured."""
 
     gateway: str
     rate_rps: float | None = None
@@ -65,8 +79,8 @@ class Row:
     absent: bool = False
 
 
-class Client(asyncio.Protocol):
-    """One connection to an HTTP server; one request at a time."""
+class Connection(asyncio.Protocol):
+    """One connection to an HTTP server, for one request at a time."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport
@@ -76,12 +90,12 @@ class Client(asyncio.Protocol):
         self._ok = True
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The transport is writable."""
+        """Keeps the transport."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        """Counts down to the end of the answer."""
+        """Reads no more of an answer than its status and its end."""
         if self._answer is None:
             return
         if self._left is None:
@@ -105,7 +119,7 @@ class Client(asyncio.Protocol):
                 self._end(self._ok)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """What was under way has failed."""
+        """Fails the request under way."""
         if self._answer is not None:
             self._end(False)
 
@@ -115,7 +129,7 @@ class Client(asyncio.Protocol):
             answer.set_result(ok)
 
     async def ask(self, request: bytes) -> bool:
-        """Sends a request and waits for the end of its answer; whether it was 200."""
+        """Sends a request and waits for the whole answer; whether its status was 200."""
         if self._transport.is_closing():
             return False
         self._answer = asyncio.get_running_loop().create_future()
@@ -123,12 +137,12 @@ class Client(asyncio.Protocol):
         return await self._answer
 
     def close(self) -> None:
-        """Closes the connection."""
+        """Closes the connection at once."""
         self._transport.close()
 
 
-class Load:
-    """Requests as they go over the wire, of eight clients: no two with the same prompt."""
+class Requests:
+    """Requests of eight clients, as bytes for the wire. No two have the same prompt."""
 
     def __init__(self, seed: int, *, stream: bool) -> None:
         self._rng = random.Random(seed)
@@ -156,13 +170,15 @@ class Load:
         return " ".join(words)[: chars - 1] + " "
 
 
-async def connect(port: int) -> Client:
-    _, client = await asyncio.get_running_loop().create_connection(Client, "127.0.0.1", port)
+async def connect(port: int) -> Connection:
+    _, client = await asyncio.get_running_loop().create_connection(Connection, "127.0.0.1", port)
     return client
 
 
-async def at_rate(port: int, rate_rps: float, duration_s: float, load: Load) -> tuple[list[float], int]:
-    """Latencies in seconds from the moment each request was due, and how many failed."""
+async def at_rate(
+    port: int, rate_rps: float, duration_s: float, requests: Requests
+) -> tuple[list[float], int]:
+    """The latencies in seconds, each from when its request was due, and how many requests failed."""
     idle = [await connect(port) for _ in range(8)]
     latencies: list[float] = []
     failed = 0
@@ -182,15 +198,15 @@ async def at_rate(port: int, rate_rps: float, duration_s: float, load: Load) -> 
         due_s = begun_s + number / rate_rps
         if (wait_s := due_s - time.perf_counter()) > 0:
             await asyncio.sleep(wait_s)
-        tasks.append(asyncio.create_task(one(due_s, load.next())))
+        tasks.append(asyncio.create_task(one(due_s, requests.next())))
     await asyncio.gather(*tasks)
     for client in idle:
         client.close()
     return latencies, failed
 
 
-async def at_most(port: int, duration_s: float, load: Load) -> tuple[int, int, float]:
-    """Requests served and failed by connections that are never idle, and the seconds that it took."""
+async def at_most(port: int, duration_s: float, requests: Requests) -> tuple[int, int, float]:
+    """How many requests connections that are never idle got served, how many failed, and the seconds it took."""
     end_s = time.perf_counter() + duration_s
     served = failed = 0
 
@@ -198,7 +214,7 @@ async def at_most(port: int, duration_s: float, load: Load) -> tuple[int, int, f
         nonlocal served, failed
         client = await connect(port)
         while time.perf_counter() < end_s:
-            if await client.ask(load.next()):
+            if await client.ask(requests.next()):
                 served += 1
             else:
                 failed += 1
@@ -221,57 +237,106 @@ def free_ports(count: int) -> list[int]:
     raise OSError(f"no {count} free ports from {PORTS.start} on")
 
 
+class DidNotStart(OSError):
+    """A program ended, or did not answer in time. The text shows its command and its last words."""
+
+
+class Child:
+    """A process of the bench, and what it has said."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        """Raises `DidNotStart`."""
+        self._command = " ".join(command)
+        self._log = tempfile.TemporaryFile(prefix="bench-gateway-")  # noqa: SIM115 (as long as the process)
+        try:
+            self.popen = subprocess.Popen(
+                command, stdout=self._log, stderr=self._log, env=child_environment()
+            )
+        except OSError as error:
+            raise DidNotStart(f"{self._command}: {error}") from error
+        self.process = psutil.Process(self.popen.pid)
+
+    def check(self) -> None:
+        """Raises `DidNotStart` if the process has ended."""
+        if (code := self.popen.poll()) is not None:
+            raise self.failure(f"ended with exit code {code}")
+
+    def failure(self, how: str) -> DidNotStart:
+        """The error for a program that failed to start."""
+        self._log.seek(0)
+        lines = self._log.read().decode(errors="replace").splitlines()
+        said = "\n".join(f"    {line}" for line in lines[-LAST_LINES:]) or "    (it said nothing)"
+        return DidNotStart(f"{self._command}: {how}\n{said}")
+
+    def stop(self) -> None:
+        """Asks the process to end."""
+        self.popen.terminate()
+
+    def close(self) -> None:
+        """Waits for its end, and kills it when that takes too long."""
+        try:
+            self.popen.wait(5)
+        except subprocess.TimeoutExpired:
+            self.popen.kill()
+            self.popen.wait()
+        self._log.close()
+
+
 class Children:
     """Processes that end with the bench."""
 
     def __init__(self) -> None:
-        self.log = tempfile.NamedTemporaryFile(prefix="bench-gateway-", suffix=".log")  # noqa: SIM115
-        self._all: list[subprocess.Popen[bytes]] = []
+        self._all: list[Child] = []
 
-    def start(self, *command: str) -> psutil.Process:
-        process = subprocess.Popen(command, stdout=self.log, stderr=self.log, env=child_environment())
-        self._all.append(process)
-        return psutil.Process(process.pid)
+    def start(self, *command: str) -> Child:
+        """Raises `DidNotStart`."""
+        child = Child(command)
+        self._all.append(child)
+        return child
 
     def close(self) -> None:
-        for process in reversed(self._all):
-            process.terminate()
-        for process in self._all:
-            try:
-                process.wait(5)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        """Ends all of them, the latest first."""
+        for child in reversed(self._all):
+            child.stop()
+        for child in self._all:
+            child.close()
 
 
-def cpu_s(processes: Sequence[psutil.Process]) -> float:
+def family(children: Sequence[Child]) -> list[psutil.Process]:
+    """Their processes, and the processes that those have started."""
+    started = (one for child in children for one in child.process.children(recursive=True))
+    return [*(child.process for child in children), *started]
+
+
+def cpu_s(children: Sequence[Child]) -> float:
     """CPU time of these processes and their children so far."""
-    family = [*processes, *(child for process in processes for child in process.children(recursive=True))]
-    return float(sum(times.user + times.system for times in (process.cpu_times() for process in family)))
+    return float(sum(times.user + times.system for times in (one.cpu_times() for one in family(children))))
 
 
-def memory_mb(processes: Sequence[psutil.Process]) -> float:
+def memory_mb(children: Sequence[Child]) -> float:
     """Resident memory of these processes and their children."""
-    family = [*processes, *(child for process in processes for child in process.children(recursive=True))]
-    return float(sum(process.memory_info().rss for process in family)) / 1e6
+    return float(sum(one.memory_info().rss for one in family(children))) / 1e6
 
 
-async def until_served(port: int, request: bytes) -> None:
-    """Waits for a first answer of 200; TimeoutError after `START_S`."""
-    async with asyncio.timeout(START_S):
-        while True:
-            with contextlib.suppress(OSError):
-                client = await connect(port)
-                ok = await client.ask(request)
-                client.close()
-                if ok:
-                    return
-            await asyncio.sleep(0.1)
+async def until_served(port: int, request: bytes, programs: Sequence[Child]) -> None:
+    """Waits for a first answer of 200. Raises `DidNotStart` if a program ends, or after `START_S`."""
+    try:
+        async with asyncio.timeout(START_S):
+            while True:
+                for program in programs:
+                    program.check()
+                with contextlib.suppress(ConnectionError):
+                    connection = await connect(port)
+                    ok = await connection.ask(request)
+                    connection.close()
+                    if ok:
+                        return
+                await asyncio.sleep(0.1)
+    except TimeoutError:
+        raise programs[-1].failure(f"did not answer with 200 within {START_S:g} s") from None
 
 
-def start_ours(
-    children: Children, port: int, router_port: int, engines: Sequence[int]
-) -> list[psutil.Process]:
+def start_ours(children: Children, port: int, router_port: int, engines: Sequence[int]) -> list[Child]:
     """Router and gateway."""
     folder = tokenizer()
     router = children.start(
@@ -287,28 +352,15 @@ def start_ours(
 
 def start_theirs(
     children: Children, program: str, port: int, metrics_port: int, engines: Sequence[int]
-) -> list[psutil.Process]:
+) -> list[Child]:
     """The Rust router."""
-    urls = [f"http://127.0.0.1:{engine}" for engine in engines]
     launch = ["launch"] if Path(program).name == "smg" else []
-    return [
-        children.start(
-            program,
-            *launch,
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(port),
-            "--policy",
-            "cache_aware",
-            "--prometheus-port",
-            str(metrics_port),
-            "--log-level",
-            "error",
-            "--worker-urls",
-            *urls,
-        )
-    ]
+    command = [
+        program, *launch, "--host", "127.0.0.1", "--port", str(port), "--policy", "cache_aware",
+        "--prometheus-port", str(metrics_port), "--log-level", "error",
+        "--worker-urls", *(f"http://127.0.0.1:{engine}" for engine in engines),
+    ]  # fmt: skip
+    return [children.start(*command)]
 
 
 def tokenizer() -> str:
@@ -320,16 +372,16 @@ def tokenizer() -> str:
 
 
 async def measure(
-    name: str, port: int, engine: int, options: argparse.Namespace, show: Show,
-    processes: Sequence[psutil.Process],
-) -> list[Row]:  # fmt: skip
+    name: str, port: int, engine: int, plan: Plan, show: Show,
+    processes: Sequence[Child],
+) -> list[GatewayCost]:  # fmt: skip
     """The rows of one gateway, one a rate."""
-    whole, streams = Load(options.seed, stream=False), Load(options.seed, stream=True)
-    await at_most(port, options.seconds / 4, whole)  # warm
+    whole, streams = Requests(plan.seed, stream=False), Requests(plan.seed, stream=True)
+    await at_most(port, plan.seconds / 4, whole)  # warm
     spent_s = cpu_s(processes)
-    served, failed, took_s = await at_most(port, options.seconds, whole)
+    served, failed, took_s = await at_most(port, plan.seconds, whole)
     spent_s = cpu_s(processes) - spent_s
-    streamed, failed_streams, streaming_s = await at_most(port, options.seconds, streams)
+    streamed, failed_streams, streaming_s = await at_most(port, plan.seconds, streams)
     common = {
         "gateway": name,
         "max_rps": round(served / took_s, 1),
@@ -338,12 +390,12 @@ async def measure(
         "memory_mb": round(memory_mb(processes), 1),
     }
     rows = []
-    for rate in options.rates:
+    for rate in plan.rates:
         (latencies, failed_here), (own, _) = await asyncio.gather(
-            at_rate(port, rate, options.seconds, whole), at_rate(engine, rate, options.seconds, whole)
+            at_rate(port, rate, plan.seconds, whole), at_rate(engine, rate, plan.seconds, whole)
         )
         median_s = percentile(own, 50)
-        row = Row(
+        row = GatewayCost(
             rate_rps=rate,
             added_ms_p50=round(1000 * (percentile(latencies, 50) - median_s), 3),
             added_ms_p99=round(1000 * (percentile(latencies, 99) - median_s), 3),
@@ -366,77 +418,89 @@ def percentile(values: Sequence[float], number: int) -> float:
     return statistics.quantiles(values, n=100, method="inclusive")[number - 1]
 
 
-async def run(options: argparse.Namespace, show: Show) -> dict[str, Any]:
-    """The result, whose `rows` are as in `Row`."""
+async def run(plan: Plan, show: Show) -> dict[str, Any]:
+    """The result, whose `rows` are `GatewayCost`s. Raises `DidNotStart`."""
     children = Children()
     load_before = [round(load, 2) for load in os.getloadavg()]
-    rows: list[Row] = []
+    rows: list[GatewayCost] = []
     try:
         first, second, router, ours, theirs, metrics = free_ports(6)
-        children.start(sys.executable, "-m", "sglang_fair.bench.instant", "--ports", f"{first},{second}")
-        whole = Load(options.seed, stream=False)
-        await until_served(first, whole.next())
+        ports = f"{first},{second}"
+        engine = children.start(sys.executable, "-m", "sglang_fair.bench.instant", "--ports", ports)
+        whole = Requests(plan.seed, stream=False)
+        await until_served(first, whole.next(), [engine])
         processes = start_ours(children, ours, router, (first, second))
-        await until_served(ours, whole.next())
-        rows += await measure("ours", ours, first, options, show, processes)
+        await until_served(ours, whole.next(), processes)
+        rows += await measure("ours", ours, first, plan, show, processes)
         for process in processes:
-            process.terminate()
-        program = shutil.which(options.sglang_router)
+            process.stop()
+        program = shutil.which(plan.sglang_router)
         if program is None:
-            show(f"sglang-router  absent: there is no program {options.sglang_router}")
-            rows.append(Row("sglang-router", absent=True))
+            show(f"sglang-router  absent: there is no program {plan.sglang_router}")
+            rows.append(GatewayCost("sglang-router", absent=True))
         else:
             processes = start_theirs(children, program, theirs, metrics, (first, second))
-            await until_served(theirs, whole.next())
-            rows += await measure("sglang-router", theirs, first, options, show, processes)
+            await until_served(theirs, whole.next(), processes)
+            rows += await measure("sglang-router", theirs, first, plan, show, processes)
     finally:
         children.close()
     machine = {"cpu": processor(), "cores": os.cpu_count(), "load_before": load_before}
     return {
         "bench": "gateway",
-        "seed": options.seed,
+        "seed": plan.seed,
         "machine": machine,
         "rows": [asdict(row) for row in rows],
     }
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="sglang-fair bench gateway",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the last line to FILE too")
-    parser.add_argument("--quick", action="store_true", help="two rates and short runs: under a minute")
-    parser.add_argument(
-        "--rates", metavar="N,N", help="requests per second (default: 50,100,200; quick: 50,100)"
-    )
-    parser.add_argument("--seconds", type=float, help="length of each run (default: 10; quick: 3)")
-    parser.add_argument(
-        "--sglang-router", default="smg", metavar="PATH", help="smg or sglang-router (default: smg in PATH)"
-    )
-    parser.add_argument("--seed", type=int, default=1, help="default: %(default)s")
-    options = parser.parse_args(arguments)
-    try:
-        options.rates = [
-            float(rate)
-            for rate in (options.rates or ("50,100" if options.quick else "50,100,200")).split(",")
-        ]
-    except ValueError:
-        parser.error("--rates must be numbers")
-    options.seconds = options.seconds or (3.0 if options.quick else 10.0)
-    if min(options.rates) <= 0 or options.seconds <= 0:
-        parser.error("--rates and --seconds must be positive")
-    return options
+class Rates(tuple[float, ...]):
+    """Positive numbers, written `50,100`."""
+
+    @classmethod
+    def parse(cls, text: str) -> "Rates":
+        """Raises ValueError."""
+        try:
+            rates = cls(float(rate) for rate in text.split(","))
+        except ValueError:
+            raise ValueError(f"must be numbers, separated by commas, not {text!r}") from None
+        if not all(0 < rate < math.inf for rate in rates):
+            raise ValueError(f"must be positive, not {text!r}")
+        return rates
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Progress on stderr; the result is the last line of stdout."""
-    options = parse(sys.argv[1:] if arguments is None else arguments)
+def main(
+    file: Annotated[
+        Path | None, Option("--json", metavar="FILE", help="Write the last line to FILE, too.")
+    ] = None,
+    quick: Annotated[bool, Option("--quick", help="Two rates and short runs: under a minute.")] = False,
+    rates: Annotated[
+        Rates | None,
+        Option(
+            parser=Rates.parse, metavar="N,N", help="Requests per second (50,100,200; with --quick 50,100)."
+        ),
+    ] = None,
+    seconds: Annotated[float | None, Option(help="Length of each run (10; with --quick 3).")] = None,
+    sglang_router: Annotated[
+        str, Option(metavar="PATH", help="The program to compare with: smg or sglang-router.")
+    ] = "smg",
+    seed: Annotated[int, Option(help="Of the prompts.")] = 1,
+) -> int:
+    """Measure what the gateway adds to a request, beside sglang-router in front of the same engine.
+
+    Progress goes to stderr; the result is the last line of stdout.
+    """
+    if seconds is not None and not 0 < seconds < math.inf:
+        raise Mistake("--seconds must be positive")
+    plan = Plan(
+        rates=rates or Rates((50.0, 100.0) if quick else (50.0, 100.0, 200.0)),
+        seconds=seconds or (3.0 if quick else 10.0),
+        seed=seed,
+        sglang_router=sglang_router,
+    )
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    result = carry_out("gateway", lambda show: asyncio.run(run(options, show)), options.json)
+    result = carry_out("gateway", lambda show: asyncio.run(run(plan, show)), file)
     return 2 if result is None else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main, "sglang-fair bench gateway"))

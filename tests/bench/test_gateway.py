@@ -48,3 +48,17 @@ def test_bad_arguments_are_refused(wrong: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert not done.stdout
+
+
+def test_a_router_that_does_not_start_is_shown_with_its_last_words(tmp_path: Path) -> None:
+    program = tmp_path / "sglang-router"
+    program.write_text("#!/bin/sh\necho starting\necho 'error: no such policy' >&2\nexit 3\n")
+    program.chmod(0o755)
+    command = [sys.executable, "-m", "sglang_fair.bench.gateway", "--seconds", "0.3", "--rates", "20"]
+    command += ["--sglang-router", str(program)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert not done.stdout
+    *_, said = done.stderr.split("sglang-fair bench gateway: ")
+    assert said.startswith(f"{program} --host 127.0.0.1 --port ")
+    assert ": ended with exit code 3\n    starting\n    error: no such policy\n" in said

@@ -1,9 +1,14 @@
-"""HTTP/1.1 to replicas: POST a body, read the answer as it comes. httptools parses; connections are kept.
+"""An HTTP/1.1 client for replicas: POST a body, read the answer as it comes. httptools parses; connections are kept.
 
-A general client spends on each request several times what the request itself takes: cookies, redirects, proxies,
-decompression, tracing. A replica's server needs none of it. One request at a time goes over a connection; one
-whose answer was read to its end is used again, any other is closed, so that nobody works for an answer that is
-not read.
+Why not aiohttp's client: it takes 159 µs of CPU for a request and its answer where this one takes 51 µs, and 491 µs
+against 320 µs for a stream of 64 events (medians of 25 runs of each, in turn, in one process). Through the whole gateway
+that is 10 % more CPU per request and 16 % fewer requests per second (`bench gateway`, medians of four pairs of runs).
+The difference pays for what a replica's server does not need: cookies, redirects, proxies, decompression, tracing.
+For https:// the certificate is checked against the system's authorities, or those in `SSL_CERT_FILE`; client
+certificates are not supported.
+
+One request at a time goes over a connection. A connection whose answer was read to its end is used again; any other
+is closed, so that a replica does not work for an answer that nobody reads.
 """
 
 import asyncio
