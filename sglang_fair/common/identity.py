@@ -1,7 +1,7 @@
-"""Who sent this request, and what it announces: one name per client, from the places where clients put it.
+"""Who sent a request, and what it announces about itself, from its headers and body.
 
-A client is whatever the operator is fair to: a tenant, a user, an API key. The gateway and a replica
-without a gateway read it by the same rule. Past the gateway the name travels in `HEADER_CLIENT`.
+A client is whatever the operator wants to be fair to: a tenant, a user, an API key. The gateway and a replica without a
+gateway apply the same rule. Behind the gateway the name travels in `HEADER_CLIENT`.
 """
 
 import hashlib
@@ -19,16 +19,16 @@ ANNOUNCEMENTS: Mapping[str, str] = {
     HEADER_EXPECTED_OUTPUT: "expected_output_tokens",
     HEADER_UNBLOCKS: "unblocks",
 }
-"""Headers with what a sender knows of its request ahead, and the field of `Job` that each one sets."""
+"""Headers by which a sender says what it knows about its request in advance, and the field of `Job` that each sets."""
 
 MOST_ANNOUNCED = 1_000_000
 """Largest number that an announcement may carry."""
 
 ANONYMOUS = "anonymous"
-"""All requests that nobody put a name on share this client."""
+"""The client of all requests without a name."""
 
 MAX_NAME_CHARS = 128
-"""Longer names are cut and made unique by a digest, so that a peer cannot fill our memory with one."""
+"""Longer names are cut and made unique by a digest, so that nobody can fill our memory with one."""
 
 _PRINTABLE = "".join(chr(code) for code in range(0x20, 0x7F))
 
@@ -44,20 +44,19 @@ DEFAULT_ORDER: tuple[str, ...] = (
     API_KEY,
     USER,
 )
-"""Places to look, first match wins: header names, or `api-key`, or `user` (the OpenAI body field).
+"""Where to look for a name; the first match wins: header names, `api-key`, or `user` (the field of OpenAI's API).
 
-Headers are taken at their word. An operator whose clients reach the gateway directly should list only
-what a proxy in front of it sets, or `api-key`.
+Headers are believed. If clients reach the gateway directly, list only what a proxy in front of it sets, or `api-key`.
 """
 
 
 def identify(
     headers: Mapping[str, str], user: str | None = None, order: Sequence[str] = DEFAULT_ORDER
 ) -> str:
-    """The client's name, never empty; `ANONYMOUS` when no place of `order` names one.
+    """The client's name; `ANONYMOUS` if no place of `order` has one.
 
-    `headers` maps lower-case names to values. An API key is never used as it is: its client is
-    `key:` and twelve hexadecimal digits of the key's SHA-256.
+    `headers` maps lower-case names to values. An API key itself is never shown: its client is `key:` and twelve
+    hexadecimal digits of the key's SHA-256.
     """
     for place in order:
         if place == USER:
@@ -76,7 +75,7 @@ def identify(
 def announced(headers: Mapping[str, str]) -> dict[str, int]:
     """What a request announces, by field of `Job`: whole numbers from 0 to `MOST_ANNOUNCED`.
 
-    Anything else is as if it had not been said: nobody's request fails over a hint.
+    Anything else is ignored: no request fails because of a hint.
     """
     found = {}
     for header, field in ANNOUNCEMENTS.items():
@@ -87,10 +86,13 @@ def announced(headers: Mapping[str, str]) -> dict[str, int]:
 
 
 def bounded(name: str) -> str:
-    """`name` fit for a header, a log and a table: printable ASCII (the rest is percent-encoded), and its head
-    and a digest when it is longer than `MAX_NAME_CHARS`. Applying it again changes nothing."""
+    """`name` as it can stand in headers, logs and tables.
+
+    What is not printable ASCII is percent-encoded; a name longer than `MAX_NAME_CHARS` becomes its beginning and a
+    digest. Idempotent.
+    """
     name = quote(name, safe=_PRINTABLE, errors="surrogatepass")
-    if name.startswith("("):  # as the books' own accounts do
+    if name.startswith("("):  # the accounts of a queue's own have such names
         name = "%28" + name[1:]
     if len(name) <= MAX_NAME_CHARS:
         return name

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
-from router.gateway.request.chunks import SEGMENT_CHARS, ChunkedTokenizer
+from router.gateway.request.chunks import CHUNK_CHARS, ChunkedTokenizer
 
 LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -101,7 +101,7 @@ def test_a_shared_beginning_is_tokenized_once(tokenizers: dict[str, Tokenizer]) 
     segments = ChunkedTokenizer(tokenizers["gpt2"])
     shared = prose(random.Random(1), 2000)
     segments.tokens(shared + " and one end")
-    assert segments.uncached_chars(shared + " and another one") < 2 * SEGMENT_CHARS
+    assert segments.uncached_chars(shared + " and another one") < 2 * CHUNK_CHARS
 
 
 def test_memory_is_bounded(tokenizers: dict[str, Tokenizer]) -> None:

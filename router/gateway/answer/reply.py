@@ -1,4 +1,4 @@
-"""What one client gets: a status and headers once, then pieces of a body, whoever they come from."""
+"""Sending an answer to one client: status and headers, then the body by pieces. One that stops reading is dropped."""
 
 import asyncio
 from collections.abc import Mapping
@@ -9,17 +9,14 @@ from router.gateway.errors import ApiError
 
 
 class ClientGone(Exception):
-    """The client reads no more."""
+    """The client has left, or has stopped reading."""
 
 
 class Reply:
-    """The way to one client. A client that takes nothing for too long is gone.
-
-    Whether it takes a piece is looked at now and then, by one timer for all pieces.
-    """
+    """The answer to one client, over whatever replicas it comes from. One timer serves all its pieces."""
 
     def __init__(self, send: Send, idle_timeout_s: float) -> None:
-        """`idle_timeout_s` bounds every piece. The methods that send raise `ClientGone`."""
+        """`idle_timeout_s` bounds the sending of each piece. Methods that send raise `ClientGone`."""
         self.started = False
         self.ended = False
         self._send_raw = send
@@ -31,27 +28,27 @@ class Reply:
         self._is_given_up = False
 
     async def start(self, status: int, headers: Mapping[str, str]) -> None:
-        """Status and headers; once."""
+        """Sends status and headers. Call it once."""
         assert not self.started
         self.started = True
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
 
     async def piece(self, body: bytes) -> None:
-        """A piece of the body, more to come."""
+        """Sends a piece of the body; more follows."""
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
     async def end(self, body: bytes = b"") -> None:
-        """The last piece."""
+        """Sends the last piece."""
         await self._send({"type": "http.response.body", "body": body})
         self.ended = True
 
     async def break_off(self, error: ApiError) -> None:
-        """Ends a stream in an error event, without [DONE]."""
+        """Ends a stream with an error event and no [DONE]."""
         await self.end(b"data: " + error.body() + b"\n\n")
 
     def close(self) -> None:
-        """Nothing more is sent."""
+        """Stops the timer. Nothing more may be sent."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -73,7 +70,7 @@ class Reply:
             self._sending = None
 
     def _look(self) -> None:
-        """Gives the client up if it has not taken what is being sent to it."""
+        """Gives the client up if it has not accepted the piece that is being sent."""
         waited_s = self._loop.time() - self._since_s if self._sending is not None else 0.0
         if self._sending is not None and waited_s >= self._idle_timeout_s:
             self._is_given_up = True

@@ -1,14 +1,14 @@
-"""Go on with a stream whose replica died: what its client has been sent, and how another replica continues it.
+"""Continues a stream whose replica has died: remembers what the client has, and has another replica write the rest.
 
-A request is served in legs, one a replica. The first leg passes through as it came and is remembered: its
-text and, where the engine streams them, its token ids. A later leg begins at a token k (see `sampling.py`):
+A request is served in legs, one by each replica. The first leg passes through unchanged, and its text is remembered,
+and its token ids if the engine streams them. A later leg begins at output token k (`request.continuation`):
 
-    tokens   k is the last token before which all text was sent, and not within reach of a stop text
+    tokens   k is the last token before which all text was sent, and which no stop text can reach back to
     repeat   k = 0
 
-Whatever the leg repeats of what the client has is compared with it, character by character, and left out. So
-the client's text continues exactly, or the stream ends in an error: never in other words than it began with.
-The id, the role and the numbers of the first leg are kept. Memory: the text and 4 bytes a token.
+What a later leg repeats is compared with what the client has, character by character, and left out. So the client's
+text continues exactly, or the stream ends in an error; it never goes on in other words. Id, role and creation time
+stay those of the first leg, and usage is that of the whole answer. Memory: the text, and 4 bytes a token.
 """
 
 from array import array
@@ -23,27 +23,27 @@ from router.gateway.request.call import Call, encode_body
 from router.gateway.request.continuation import OUTPUT_FLOOR, OUTPUT_LIMIT, stop_reach
 
 Decode = Callable[[Sequence[int], bool], str]
-"""Token ids to text; whether special tokens are left out."""
+"""Token ids to text; the flag leaves special tokens out."""
 
 CONTEXT_TOKENS = 5
-"""SGLang decodes an answer's first tokens behind this many of its prompt."""
+"""SGLang decodes the first tokens of an answer together with this many of its prompt."""
 
 REMEMBERED_BYTES = 1 << 16
-"""Events that are kept unread until a replica dies or this many bytes have come."""
+"""Events are kept unparsed until there are this many bytes, or the replica dies."""
 
 MAX_BACK = 64
-"""Tokens to go back at most in search of k, before the request is repeated."""
+"""How far to go back in search of k before the request is repeated instead."""
 
 FINISHED = b"[DONE]"
 
 
 class Diverged(Exception):
-    """The stream cannot go on as it began; the text says why."""
+    """The stream cannot be continued exactly; the text says why."""
 
 
 @dataclass(frozen=True)
 class Leg:
-    """What the next replica is asked: `tokens` are for the router, None if they are the first leg's."""
+    """What to ask the next replica. `tokens` are the prompt for the router; None: as for the first leg."""
 
     call: Call
     tokens: list[int] | None
@@ -77,7 +77,7 @@ class _Meta(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    """What is read of an event must be of these types."""
+    """The types that the parts of an event must have; other parts are not read."""
 
     text: str | None = None
     output_ids: list[_Id] | None = None
@@ -90,10 +90,10 @@ _EVENTS = msgspec.json.Decoder(_Event)
 
 
 class Resumable:
-    """One stream on its way to its client, over all its legs."""
+    """One stream, over all its legs."""
 
     def __init__(self, call: Call) -> None:
-        """`call` must have a way to be resumed."""
+        """`call.resume` must not be None."""
         assert call.resume is not None
         self._call = call
         self._way = call.resume
@@ -107,7 +107,7 @@ class Resumable:
         self._is_strange = False
         self._has_usage = False
         self._is_finished = False
-        # Of the leg under way:
+        # Of the current leg:
         self._is_first = True
         self._kept = 0
         self._repeated: dict[str, str] = {}
@@ -115,19 +115,19 @@ class Resumable:
 
     @property
     def leg_tokens(self) -> int | None:
-        """Output tokens of the leg under way as far as their ids are known, else None."""
+        """Output tokens of the current leg; None if their ids are not known."""
         self._read()
         return len(self._ids) - self._kept if self._ids else None
 
     @property
     def is_complete(self) -> bool:
-        """Nothing of the answer is missing but the mark of its end."""
+        """The client has everything but the [DONE]."""
         self._read()
         needs_usage = self._call.kind != "generate" and self._call.wants_usage
         return self._is_finished and (self._has_usage or not needs_usage)
 
     def pass_on(self, events: bytes) -> bytes:
-        """Takes whole events of the leg under way; returns what the client is to get. Raises `Diverged`."""
+        """Takes whole events of the current leg, and returns what the client gets. Raises `Diverged`."""
         if not self._is_first:
             return b"".join(self._continued(events))
         if self._call.kind == "generate":
@@ -140,7 +140,7 @@ class Resumable:
         return TOKEN_IDS.sub(b"", events) if self._call.hides_token_ids else events
 
     def next_leg(self, prompt: Sequence[int], decode: Decode) -> Leg:
-        """Begins another leg. `prompt` is the request's, as the router knows it. Raises `Diverged`."""
+        """Begins another leg. `prompt` are the request's tokens, as the router got them. Raises `Diverged`."""
         self._read()
         if self._is_strange:
             raise Diverged("its events cannot be read")
@@ -162,7 +162,7 @@ class Resumable:
     # -- the first leg
 
     def _keep_last(self, events: bytes) -> None:
-        """Events of /generate are cumulative."""
+        """Keeps the last event alone: those of /generate are cumulative."""
         for event in reversed(events.split(END_OF_EVENT)):
             if event and data_of(event) != FINISHED:
                 self._unread = [event + END_OF_EVENT]
@@ -207,7 +207,7 @@ class Resumable:
     # -- between legs
 
     def _cut(self, decode: Decode) -> tuple[int, int] | None:
-        """k, and the characters sent before it; None to repeat."""
+        """k, and how many characters were sent before it; None means repeat."""
         sampling = self._call.sampling
         sent, ids = self._texts.get("text", ""), list(self._ids)
         if self._call.kind == "generate" and self._head.get("prompt_tokens") != len(self._prompt):
@@ -290,7 +290,7 @@ class Resumable:
         return data | {"text": text, "output_ids": ids, "meta_info": meta}
 
     def _without_repeated(self, name: str, text: str) -> str:
-        """What the client has not got of a piece of the leg's text."""
+        """The part of the leg's next text that the client does not have."""
         repeated, at = self._repeated.get(name, ""), self._compared.get(name, 0)
         overlap = min(len(text), len(repeated) - at)
         if text[:overlap] != repeated[at : at + overlap]:
@@ -299,7 +299,7 @@ class Resumable:
         return text[overlap:]
 
     def _check_end(self) -> None:
-        """At its end a leg has repeated all, but for what a stop text took back."""
+        """By its end a leg must have repeated everything, except what a stop text took back."""
         for name, repeated in self._repeated.items():
             missing = len(repeated) - self._compared.get(name, 0)
             if missing > stop_reach(self._call.sampling):
@@ -310,7 +310,7 @@ class Resumable:
         return sent.startswith(text) and len(sent) - len(text) <= stop_reach(self._call.sampling)
 
     def _usage(self, usage: dict[str, Any]) -> dict[str, Any]:
-        """The numbers of the whole answer."""
+        """The usage of the whole answer, from that of the current leg."""
         if not self._kept:
             return usage
         completion = self._kept + int(usage.get("completion_tokens") or 0)
@@ -326,7 +326,7 @@ class Resumable:
 
 
 def _from_tokens(call: Call, tokens: list[int], kept: int) -> Call:
-    """`call` behind the first `kept` tokens of its answer, which are the end of `tokens`."""
+    """`call`, continued behind the first `kept` tokens of its answer, which are the last of `tokens`."""
     kind = call.kind
     shifted = {OUTPUT_LIMIT[kind]: call.sampling[OUTPUT_LIMIT[kind]] - kept}
     if call.sampling.get(OUTPUT_FLOOR[kind]):
@@ -351,7 +351,7 @@ def _split(events: bytes) -> Iterator[bytes]:
 
 
 def _read(event: bytes) -> dict[str, Any]:
-    """The event, whose parts have the types of `_Event`. Raises `Diverged`."""
+    """The event, checked against `_Event`. Raises `Diverged`."""
     data = data_of(event)
     try:
         _EVENTS.decode(data)

@@ -1,7 +1,7 @@
-"""Read what a response says of its usage, and otherwise let its bytes pass.
+"""Server-sent events on their way through: reads the token usage in a response, and lets the bytes pass.
 
-A stream of server-sent events is cut at event boundaries only, so that whatever ends a broken stream
-begins a new event; events are parsed only where a usage can be in them. The numbers are the replica's:
+A stream is passed on in whole events only, so that a broken one can still be ended by an event of our own. Events are
+parsed only where a usage may be in them. The numbers are the replica's:
 
     chat, completions   one event with `usage` and no `choices`, before [DONE]; hidden unless asked for
     /generate           `meta_info` in every event, cumulative; the last one of each index counts
@@ -21,7 +21,7 @@ END_OF_EVENT = b"\n\n"
 DONE = b"data: [DONE]\n\n"
 
 TOKEN_IDS = re.compile(rb',"(?:prompt_)?token_ids":\[[0-9,]*\]')
-"""The ids of tokens in a choice. Inside a text the quotes would be escaped."""
+"""Token ids in a choice. They cannot be part of a text, where the quotes would be escaped."""
 
 _USAGE = re.compile(rb'"usage"\s*:\s*\{')
 _RID = re.compile(rb'"id"\s*:\s*"([0-9a-f]{32})"')
@@ -29,7 +29,7 @@ _RID = re.compile(rb'"id"\s*:\s*"([0-9a-f]{32})"')
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens of one request over all its answers; `cached_tokens` None when not reported."""
+    """Tokens of one request, over all its answers. `cached_tokens` is None if not reported."""
 
     output_tokens: int = 0
     cached_tokens: int | None = None
@@ -65,7 +65,7 @@ _GENERATED_ONE_OR_MORE = msgspec.json.Decoder(_Generated | list[_Generated])
 
 
 def usage_of(kind: Kind, body: bytes) -> Usage | None:
-    """The usage in a whole response body; None when it has none."""
+    """The usage in a complete response body; None if it has none."""
     try:
         if kind != "generate":
             return _openai_usage(_OPENAI.decode(body).usage)
@@ -76,15 +76,15 @@ def usage_of(kind: Kind, body: bytes) -> Usage | None:
 
 
 class Stream:
-    """The events of one streamed response on their way through: `feed` gives what the client is to get."""
+    """One streamed response. `feed` it the replica's bytes; it returns the client's."""
 
     def __init__(self, call: Call) -> None:
         self.events = 0
-        """Events that may carry a token: an estimate of output tokens where no usage was read."""
+        """Events so far: an estimate of the output tokens until a usage comes."""
         self.ended = False
         """[DONE] has passed: the response is complete."""
         self.rids: set[str] = set()
-        """Ids that the replica itself gave to the samples of an n > 1 request."""
+        """Ids that the replica gave to the samples of a request with n > 1."""
         self._kind = call.kind
         self._hide_usage = not call.wants_usage
         self._samples = call.samples
@@ -94,7 +94,7 @@ class Stream:
         self._latest: dict[int, bytes] = {}
 
     def feed(self, chunk: bytes) -> bytes:
-        """Takes bytes as they came; returns the whole events among them, less what is hidden."""
+        """Takes bytes as they came. Returns the events that are complete, without those hidden from the client."""
         data = self._rest + chunk if self._rest else chunk
         cut = data.rfind(END_OF_EVENT) + len(END_OF_EVENT)
         if cut < len(END_OF_EVENT):
@@ -113,7 +113,7 @@ class Stream:
 
     @property
     def usage(self) -> Usage:
-        """The replica's own numbers, or the estimate from the number of events."""
+        """The replica's numbers, or an estimate from the number of events."""
         if self._latest:
             answers = []
             for event in self._latest.values():
@@ -158,7 +158,7 @@ def _split(events: bytes) -> Iterator[bytes]:
 
 
 def data_of(event: bytes) -> bytes:
-    """The data of one event."""
+    """The data of an event."""
     return event.removeprefix(b"data:").strip()
 
 

@@ -1,8 +1,9 @@
 """An HTTP/1.1 client for replicas: POST a body, read the answer as it comes. httptools parses; connections are kept.
 
 Why not aiohttp's client: it takes 159 µs of CPU for a request and its answer where this one takes 51 µs, and 491 µs
-against 320 µs for a stream of 64 events (medians of 25 runs of each, in turn, in one process). Through the whole gateway
-that is 10 % more CPU per request and 16 % fewer requests per second (`bench gateway`, medians of four pairs of runs).
+against 320 µs for a stream of 64 events (medians of 25 runs of each, in turn, in one process). Through the whole
+gateway that is 10 % more CPU per request and 16 % fewer requests per second (`bench gateway`, medians of four pairs
+of runs).
 The difference pays for what a replica's server does not need: cookies, redirects, proxies, decompression, tracing.
 For https:// the certificate is checked against the system's authorities, or those in `SSL_CERT_FILE`; client
 certificates are not supported.
@@ -24,7 +25,7 @@ KEEP_S = 3.0
 """An idle connection is closed after this long, before a replica does so after 5 s: none is used as it closes."""
 
 MAX_BUFFERED_BYTES = 1 << 18
-"""Of an answer that is not being read; beyond it the replica has to wait."""
+"""Of an answer that nobody reads fast enough. Beyond that reading stops, and the replica has to wait."""
 
 MAX_HEAD_BYTES = 1 << 16
 
@@ -38,11 +39,11 @@ class NoDescriptors(OSError):
 
 
 class Broken(OSError):
-    """The connection ended before the answer did, or what came is not HTTP."""
+    """The connection ended in the middle of an answer, or the answer is not HTTP."""
 
 
 class Origin(NamedTuple):
-    """Where connections lead."""
+    """The address of a server, as a key for its connections."""
 
     host: str
     port: int
@@ -50,13 +51,13 @@ class Origin(NamedTuple):
 
     @property
     def name(self) -> str:
-        """For the Host header."""
+        """As the Host header gives it."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
 
 
 class Connection(asyncio.Protocol):
-    """One connection, and the answer that comes over it."""
+    """One connection, and the answer that arrives on it."""
 
     def __init__(self, idle_timeout_s: float) -> None:
         self.idle_since_s = 0.0
@@ -80,11 +81,11 @@ class Connection(asyncio.Protocol):
         self._buffered_bytes = 0
         self._is_paused = False
 
-    # -- what the pool and a request use
+    # -- for the pool and for requests
 
     @property
     def is_reusable(self) -> bool:
-        """The last answer was read to its end, and another may follow it."""
+        """Its last answer was read to the end, and the server keeps the connection open."""
         return self._is_complete and self._keeps and self._error is None and not self._transport.is_closing()
 
     async def ask(self, request: bytes) -> None:
@@ -98,7 +99,7 @@ class Connection(asyncio.Protocol):
             await self._wait()
 
     async def piece(self) -> bytes:
-        """As much of the body as there is, b"" at its end. Raises `Broken`, and TimeoutError after silence."""
+        """The next bytes of the body, as they came; b"" at its end. Raises `Broken`, and TimeoutError after silence."""
         while not self._pieces:
             if self._is_complete:
                 return b""
@@ -118,19 +119,19 @@ class Connection(asyncio.Protocol):
         return b"".join(pieces)
 
     def rest(self, now_s: float) -> None:
-        """No request is under way."""
+        """The request is over; the connection may wait for the next one."""
         self._is_asked, self.idle_since_s = False, now_s
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def close(self) -> None:
-        """At once, whatever is under way."""
+        """Closes it at once, even in the middle of an answer."""
         self.rest(0.0)
         self._transport.abort()
 
     def fail(self, error: Exception) -> None:
-        """Ends what is under way with this error."""
+        """Whoever waits for the answer gets this error."""
         if self._error is None and not self._is_complete:
             self._error = error
         self._transport.abort()
@@ -150,7 +151,7 @@ class Connection(asyncio.Protocol):
             self._waiter.set_result(None)
 
     def _look(self) -> None:
-        """Whether the replica has been silent for too long. While our reader is slow, silence is ours."""
+        """Fails if the replica has been silent for too long. While bytes wait to be read, the silence is our own."""
         silent_s = 0.0 if self._is_paused or self._pieces else self._loop.time() - self._heard_s
         if silent_s >= self._idle_timeout_s:
             self._timer = None
@@ -161,11 +162,11 @@ class Connection(asyncio.Protocol):
     # -- asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """It is open."""
+        """Keeps the transport."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
 
     def data_received(self, data: bytes) -> None:
-        """Parses what came."""
+        """Parses the bytes. Nothing may come while nothing was asked."""
         if not self._is_asked:
             self._transport.abort()
             return
@@ -192,7 +193,7 @@ class Connection(asyncio.Protocol):
     # -- httptools
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """One header; what trails a body says nothing."""
+        """Keeps a header. Trailers, which come behind a body, are dropped."""
         if self._has_head:
             return
         self._head_bytes += len(name) + len(value)
@@ -201,25 +202,25 @@ class Connection(asyncio.Protocol):
         self.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
-        """Status and headers are there; those of 1xx announce others."""
+        """The head is complete, unless it is an interim one (1xx), which another follows."""
         self.status = self._parser.get_status_code()
         self._has_head = self.status >= 200
         if not self._has_head:
             self.headers = {}
 
     def on_body(self, body: bytes) -> None:
-        """A piece of the body."""
+        """Keeps a piece of the body for the reader."""
         self._pieces.append(body)
         self._buffered_bytes += len(body)
 
     def on_message_complete(self) -> None:
-        """The end of the answer."""
+        """The answer is complete."""
         if self._has_head:
             self._is_complete, self._keeps = True, self._parser.should_keep_alive()
 
 
 class Asking:
-    """`async with` one request: the connection over which its answer comes. Made by `Connections.post`."""
+    """A request from `Connections.post`: `async with` sends it and gives the connection with its answer."""
 
     def __init__(self, connections: "Connections", origin: Origin, request: bytes) -> None:
         self._connections = connections
@@ -230,7 +231,7 @@ class Asking:
         self._error: Exception | None = None
 
     def give_up(self, error: Exception) -> None:
-        """Ends it with this error, unless the answer is there."""
+        """Fails the request with this error, unless its answer is complete."""
         self._error = error
         if self._connection is not None:
             self._connection.fail(error)
@@ -270,7 +271,7 @@ class Asking:
 
 
 class Connections:
-    """To all replicas. Belongs to one event loop."""
+    """The connections to all replicas. Belongs to one event loop."""
 
     def __init__(self, connect_timeout_s: float, idle_timeout_s: float) -> None:
         """`idle_timeout_s` bounds a replica's silence while it is asked."""
@@ -281,9 +282,9 @@ class Connections:
         self._sweeper: asyncio.TimerHandle | None = None
 
     def post(self, base: str, path: str, headers: Mapping[str, str], body: bytes) -> Asking:
-        """`async with` it: the answer to `body` from `path` below `base`.
+        """A request for `async with`: `body` goes to `path` below the URL `base`.
 
-        Names and values of headers are ASCII without line breaks. Raises `NotConnected` for what is no address.
+        Header names and values must be ASCII without line breaks. Raises `NotConnected` if `base` is no HTTP URL.
         """
         origin, prefix = self._origins.get(base) or self._learn(base)
         lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
@@ -291,7 +292,7 @@ class Connections:
         return Asking(self, origin, b"".join((b"POST ", prefix, path.encode(), head.encode(), body)))
 
     def take(self, origin: Origin) -> Connection | None:
-        """An idle connection, where there is one."""
+        """An idle connection that can be used again, if there is one."""
         now_s, idle = asyncio.get_running_loop().time(), self._idle.get(origin)
         while idle:
             found = idle.pop()
@@ -316,7 +317,7 @@ class Connections:
         return made
 
     def give_back(self, origin: Origin, connection: Connection) -> None:
-        """Keeps what can be used again, and closes the rest."""
+        """Keeps the connection if it can be used again, else closes it."""
         if not connection.is_reusable:
             connection.close()
             return
@@ -327,7 +328,7 @@ class Connections:
             self._sweeper = loop.call_later(KEEP_S / 3, self._sweep)
 
     def close(self) -> None:
-        """Closes the idle ones; those in use are closed by their requests."""
+        """Closes the idle connections. Requests close those in use."""
         if self._sweeper is not None:
             self._sweeper.cancel()
         for idle in self._idle.values():

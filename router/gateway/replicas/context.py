@@ -1,8 +1,8 @@
-"""How long a prompt may be: what the replicas say of their model at `GET /v1/models`.
+"""How long a prompt may be: what the replicas say about their model at `GET /v1/models`.
 
-A prompt that is longer is refused by its replica, but only after its HTTP process has tokenized all of it, and
-meanwhile it answers nobody. The longest context of all replicas counts, for which of them is to serve is not known
-when a prompt is looked at. A replica that does not say is left to judge for itself.
+A replica refuses a prompt that is too long only after its HTTP process has tokenized all of it, and it answers nobody
+meanwhile. So the gateway refuses it first. The longest context of all replicas is the limit, because it is not known
+yet which of them will serve. If any replica does not say, there is no limit, and the replicas judge.
 """
 
 import asyncio
@@ -15,10 +15,10 @@ import msgspec
 from router.events import WorkerUp
 
 LOOK_S = 1.0
-"""Between two looks for replicas that are new."""
+"""Between two looks for new replicas."""
 
 ASK_AGAIN_S = 60.0
-"""Another server may have taken a replica's place."""
+"""A replica may have been replaced by another server at the same address."""
 
 TIMEOUT_S = 5.0
 
@@ -32,7 +32,7 @@ class _Models(msgspec.Struct):
 
 
 def context_of(answer: bytes) -> int | None:
-    """The longest context of the models in a body, in tokens; None when none is told."""
+    """The longest context of the models in an answer, in tokens; None if it names none."""
     try:
         models = msgspec.json.decode(answer, type=_Models).data
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -41,17 +41,17 @@ def context_of(answer: bytes) -> int | None:
 
 
 class Contexts:
-    """What each replica says. `tokens` is what counts for all of them, None when it is not known."""
+    """What each replica says. `tokens` is the limit that follows, None if there is none."""
 
     def __init__(self, workers: Callable[[], Mapping[str, WorkerUp]]) -> None:
-        """`workers` are those to ask."""
+        """`workers` are those that the router names."""
         self.tokens: int | None = None
         self._workers = workers
         self._said: dict[tuple[str, str], int | None] = {}
         self._asked_s: dict[tuple[str, str], float] = {}
 
     async def run(self, session: aiohttp.ClientSession) -> None:
-        """Asks until it is cancelled."""
+        """Asks new replicas at once and known ones now and then, until it is cancelled."""
         while True:
             now_s = time.monotonic()
             known = {(name, up.url) for name, up in self._workers().items()}
@@ -73,7 +73,7 @@ class Contexts:
                 body = await response.read()
                 self._said[worker] = context_of(body) if response.status == 200 else None
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
-            if worker not in self._said:  # it was not up yet: to be asked soon again
+            if worker not in self._said:  # not up yet: ask again soon
                 self._asked_s.pop(worker, None)
 
     def _reckon(self) -> None:

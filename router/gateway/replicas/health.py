@@ -1,14 +1,17 @@
-"""Which workers answer this gateway: `Health` asks GET /ready of each, `Watch` decides.
+"""Health checks: `Health` asks `GET /ready` of every worker, `Watch` decides which of them are healthy.
 
-Rule. A worker is sick when it refuses connections twice in a row, when it says 503, when nothing has come from
-it for `timeout_s`, neither an answer to a question nor a byte of a request, or when it says twice in a row that
-it has requests and a scheduler that hangs (`Liveness`). It is well again with the next answer that says otherwise.
-What was in flight at one that is silent or hangs is given up at once, as if it had died; what is in flight at
-one that says 503 goes on, for a replica that shuts down finishes what it has.
+Rule. A worker is sick
+- when it refuses two connections in a row;
+- when it answers 503;
+- when nothing has come from it for `timeout_s`: no answer to a health check and no byte for a request;
+- when it reports twice in a row that it has requests and that a scheduler hangs (`Liveness`).
+It is well again with the next answer that says otherwise. Requests in flight at a worker that is silent or hangs are
+given up at once, as if it had died. Those at a worker that answers 503 go on, because a replica that shuts down
+finishes what it has.
 
-A scheduler hangs when its process has not run, or its loop has not come round, for `timeout_s`. A forward pass
-may take longer, a long prefill on a CPU above all: `FORWARD_TIMEOUTS` times as long. Leaks: a worker that says
-nothing of its scheduler, as engines without the overlay, is well as long as it answers.
+A scheduler hangs when its process has not run, or its loop has not come round, for `timeout_s`. A forward pass may
+take `FORWARD_TIMEOUTS` times as long, for example a long prefill on a CPU. Leaks: a worker that does not report on
+its scheduler (an engine without the overlay) counts as well as long as it answers.
 """
 
 import asyncio
@@ -24,45 +27,45 @@ from router.events import WorkerUp
 log = logging.getLogger("gateway")
 
 INTERVAL_S = 1.0
-"""Between two questions to a worker, and between two decisions."""
+"""Between two health checks of a worker, and between two decisions."""
 
 REFUSALS = 2
-"""Connections in a row that a worker may not accept."""
+"""Refused connections in a row that make a worker sick."""
 
 FORWARD_TIMEOUTS = 30
-"""Timeouts that one forward pass may take."""
+"""How many times longer a forward pass may take than anything else."""
 
 HANGS = 2
-"""Answers in a row that may say that a scheduler hangs: one that was paused together with its server goes on
-before the second."""
+"""Reports in a row of a hanging scheduler that make a worker sick. One may be false: scheduler and server may have been
+paused together, and have just gone on."""
 
 
 class Scheduler(msgspec.Struct, frozen=True):
-    """One scheduler, as the server before it sees it. Seconds are of the worker's own clock."""
+    """One scheduler, as its HTTP server sees it. Seconds are of the worker's own clock."""
 
     ran_s_ago: float
-    """When a thread of its process last ran."""
+    """Since its process last ran any thread."""
     passed_s_ago: float
-    """When its loop last came round."""
+    """Since its loop last came round."""
     computes: bool
-    """Since then it went into a forward pass, or into the wait for the results of one."""
+    """It has since entered a forward pass, or the wait for its results."""
 
     def hangs(self, timeout_s: float) -> bool:
-        """Whether it should have moved since."""
+        """Whether it should have shown a sign of life since."""
         limit_s = timeout_s * FORWARD_TIMEOUTS if self.computes else timeout_s
         return self.ran_s_ago > timeout_s or self.passed_s_ago > limit_s
 
 
 class Liveness(msgspec.Struct, frozen=True):
-    """What a worker may say of itself in its answer to GET /ready."""
+    """What a worker with the overlay reports in its answer to `GET /ready`."""
 
     in_flight: int
-    """Requests that its server has not ended."""
+    """Requests that its server has not finished."""
     schedulers: tuple[Scheduler, ...]
 
     @staticmethod
     def read(body: bytes) -> "Liveness | None":
-        """None where another engine says something else, or nothing."""
+        """The report in an answer; None if there is none, as from another engine."""
         try:
             return msgspec.json.decode(body, type=Liveness)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -70,7 +73,7 @@ class Liveness(msgspec.Struct, frozen=True):
 
 
 class Watch:
-    """The decisions. Times are of one clock that never goes back."""
+    """The decisions. Times are of one monotonic clock."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -82,7 +85,7 @@ class Watch:
         self.silent: frozenset[str] = frozenset()
 
     def is_well(self, worker: str) -> bool:
-        """Whether it can be sent requests; a worker that nothing is known of can."""
+        """Whether it may get requests. A worker that nothing is known of may."""
         return (
             worker not in self.silent
             and worker not in self._leaving
@@ -94,11 +97,11 @@ class Watch:
         self._heard_s[worker] = now_s
 
     def hangs(self, worker: str) -> bool:
-        """Whether it answers, and its scheduler does not move."""
+        """Whether it answers although its scheduler hangs."""
         return self._hangs.get(worker, 0) >= HANGS
 
     def answered(self, worker: str, ready: bool, now_s: float, pulse: Liveness | None = None) -> None:
-        """It said whether it is ready, and perhaps how its schedulers are."""
+        """It has answered a health check."""
         self._heard_s[worker] = now_s
         self._refusals.pop(worker, None)
         (self._leaving.discard if ready else self._leaving.add)(worker)
@@ -110,17 +113,16 @@ class Watch:
             self.silent -= {worker}
 
     def refused(self, worker: str, now_s: float) -> None:
-        """It accepted no connection, or broke it."""
-        self._heard_s[worker] = now_s  # it is not silent
+        """It refused a connection, or broke it."""
+        self._heard_s[worker] = now_s  # refusing is not silence
         self._refusals[worker] = self._refusals.get(worker, 0) + 1
         self._hangs.pop(worker, None)
         self.silent -= {worker}
 
     def decide(self, workers: Iterable[str], now_s: float) -> frozenset[str]:
-        """The workers that have fallen silent since the last decision, or that hang. To be called every
-        `INTERVAL_S`.
+        """The workers that have fallen silent, or begun to hang, since the last decision. Call it every `INTERVAL_S`.
 
-        A caller that comes late by half the timeout was itself asleep, and what it has not heard means nothing.
+        A caller that is late by more than half the timeout was itself not running; then silence means nothing.
         """
         names = set(workers)
         asleep = self._decided_s is not None and now_s - self._decided_s > INTERVAL_S + self._timeout_s / 2
@@ -140,16 +142,16 @@ class Watch:
 
 
 GiveUp = Callable[[TimeoutError], None]
-"""Ends what waits for a worker, with this error."""
+"""Fails a request that waits for a worker, with this error."""
 
 
 class Health:
-    """Asks the workers, and gives up what is in flight at those that fall silent. Of one event loop."""
+    """Asks the workers, and gives up what is in flight at those that fall silent. Belongs to one event loop."""
 
     def __init__(
         self, timeout_s: float, workers: Callable[[], Mapping[str, WorkerUp]], changed: Callable[[], None]
     ) -> None:
-        """`workers` are those to ask; `changed` is called when one has fallen sick or recovered."""
+        """`workers` are those to ask; `changed` is called when one falls sick or recovers."""
         self.watch = Watch(timeout_s)
         self._timeout_s = timeout_s
         self._workers = workers
@@ -157,10 +159,10 @@ class Health:
         self._was_well: dict[str, bool] = {}
         self._asking: dict[str, asyncio.Task[None]] = {}
         self.open: dict[str, set[GiveUp]] = {}
-        """What waits for each worker."""
+        """The requests that wait for each worker."""
 
     def is_well(self, worker: str) -> bool:
-        """Whether it can be sent requests."""
+        """Whether it may get requests."""
         return self.watch.is_well(worker)
 
     def sick(self) -> list[str]:
@@ -172,13 +174,13 @@ class Health:
         self.watch.heard(worker, now_s)
 
     def refused(self, worker: str) -> None:
-        """It accepted no connection."""
+        """It refused a request's connection."""
         if worker in self._workers():
             self.watch.refused(worker, time.monotonic())
             self._compare()
 
     def while_it_answers(self, worker: str, give_up: GiveUp) -> "Watched":
-        """Calls `give_up` when `worker` falls silent in its body. Raises TimeoutError at once when it is."""
+        """For `with`: calls `give_up` if `worker` falls silent in its body. Raises TimeoutError if it already is."""
         return Watched(self, worker, give_up)
 
     async def run(self, session: aiohttp.ClientSession) -> None:
@@ -210,7 +212,7 @@ class Health:
                 pulse = Liveness.read(await response.read())
                 self.watch.answered(up.worker, response.status != 503, time.monotonic(), pulse)
         except TimeoutError:
-            pass  # `decide` counts the silence
+            pass  # silence: `decide` notices
         except (aiohttp.ClientError, OSError):
             self.watch.refused(up.worker, time.monotonic())
         finally:

@@ -1,11 +1,11 @@
-"""Tokenize a long text by parts, each once: prompts share their beginnings.
+"""Tokenizes long texts in chunks and caches the tokens of each chunk, because prompts share their beginnings.
 
-Rule. A text is cut at the first safe place behind every `SEGMENT_CHARS`, counted from the cut before; a safe
-place is between a lower-case letter and a space with another behind it. Pre-tokenizers that split words there
-(GPT-2's pattern and its descendants) never see across it, so the parts' tokens, joined, are the text's. Texts with
-the same beginning have the same cuts in it. Whether a tokenizer is of that kind is tried out when it is loaded;
-with another one texts are not cut. Bound: `max_bytes` of texts and tokens are kept, the least recently used go
-first. Leaks: text without spaces, such as Chinese, is not cut, and is tokenized anew each time.
+Rule. A text is cut at the first safe place after each `CHUNK_CHARS` characters, counted from the last cut. A safe
+place is before a space that stands between two lower-case letters. Pre-tokenizers that split words there (GPT-2's
+pattern and its descendants) never look across it, so the chunks' tokens, joined, are the text's. Texts that begin
+alike are cut alike. Whether a tokenizer is of that kind is tried out when it is loaded; otherwise texts are not cut.
+Bound: the cache holds `max_bytes` of texts and tokens, and drops the least recently used. Leaks: text without spaces,
+such as Chinese, is not cut, and is tokenized anew each time.
 """
 
 import re
@@ -18,7 +18,7 @@ from itertools import pairwise
 
 from tokenizers import Tokenizer
 
-SEGMENT_CHARS = 256
+CHUNK_CHARS = 256
 MAX_BYTES = 32 << 20
 
 _SAFE = re.compile(r"[a-z](?= [a-z])")
@@ -30,7 +30,7 @@ _PROBE = (
 
 
 class ChunkedTokenizer:
-    """The tokens of texts, without special tokens. Thread-safe."""
+    """A tokenizer with the cache, without special tokens. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, max_bytes: int = MAX_BYTES) -> None:
         self._tokenizer = tokenizer
@@ -41,7 +41,7 @@ class ChunkedTokenizer:
         self._cuts = self._may_cut()
 
     def uncached_chars(self, text: str) -> int:
-        """How much of `text` would have to be tokenized."""
+        """How many characters of `text` are not in the cache."""
         return sum(len(part) for part in self.parts(text) if part not in self._kept)
 
     def tokens(self, text: str) -> bytes:
@@ -49,14 +49,14 @@ class ChunkedTokenizer:
         return b"".join(self.pieces(text))
 
     def pieces(self, text: str) -> Iterator[bytes]:
-        """The same, one part of the text after the other."""
+        """The same, one chunk after the other."""
         return map(self._part, self.parts(text))
 
     def parts(self, text: str) -> Iterator[str]:
-        """`text`, cut."""
+        """The chunks of `text`."""
         start = 0
-        if self._cuts and len(text) > SEGMENT_CHARS:
-            while found := _SAFE.search(text, start + SEGMENT_CHARS):
+        if self._cuts and len(text) > CHUNK_CHARS:
+            while found := _SAFE.search(text, start + CHUNK_CHARS):
                 yield text[start : found.end()]
                 start = found.end()
         yield text[start:] if start else text
@@ -69,7 +69,7 @@ class ChunkedTokenizer:
                 return known
         tokens = self._encode(text)
         size = 2 * len(text) + len(tokens)
-        if len(text) > SEGMENT_CHARS and size <= self._max_bytes:
+        if len(text) > CHUNK_CHARS and size <= self._max_bytes:
             with self._lock:
                 if text not in self._kept:
                     self._kept[text] = tokens
@@ -87,7 +87,7 @@ class ChunkedTokenizer:
         return ids.tobytes()
 
     def _may_cut(self) -> bool:
-        """Whether this tokenizer's tokens never reach over a safe place."""
+        """Whether tokens of this tokenizer never reach across a safe place."""
         added = self._tokenizer.get_added_tokens_decoder().values()
         if self._tokenizer.pre_tokenizer is None or any(" " in one.content for one in added):
             return False

@@ -1,10 +1,9 @@
-"""Turn a request's text into the token ids that its replica will see, so that prefixes can be compared.
+"""From a request's text to the token ids that its replica will see, so that the router can compare prefixes.
 
-The tokenizer folder is read without `transformers`, whose import costs a gateway 2.4 s and 340 MB here:
-`tokenizer.json` by the `tokenizers` library, the chat template by jinja2 in the environment that
-transformers documents for chat templates. The rendering follows SGLang's own steps before the template
-(`sglang/srt/entrypoints/openai/serving_chat.py`). A chat that the template refuses is routed by its plain
-text: a wrong guess costs a cache hit, and whether the request is good is for the replica to say.
+The tokenizer's folder is read without `transformers`, whose import takes 2.4 s and 340 MB: `tokenizer.json` by the
+`tokenizers` library, the chat template by jinja2, in the environment that transformers documents for chat templates.
+Rendering follows what SGLang does before the template (`sglang/srt/entrypoints/openai/serving_chat.py`). A chat that
+the template refuses is routed by its plain text: a wrong guess costs a cache hit, and the replica judges the request.
 """
 
 import json
@@ -32,22 +31,22 @@ MULTIMODAL = ("image", "audio", "video", "vision")
 
 _PROBE_CHARS = 4096
 _PROBES = (" ", "\n", "a", "ab ", "é", "e\N{COMBINING ACUTE ACCENT}", "東", "\0")
-"""Texts of which some normalizers and models leave nothing, or one token, however long they are."""
+"""Texts that some normalizers and models shorten to nothing, or to one token, however long they are."""
 
 
 class TokenizerError(ValueError):
-    """The folder holds no tokenizer that this gateway can use; the operator's to mend."""
+    """The folder holds no tokenizer that the gateway can use: the operator's mistake."""
 
 
 class TooLong(ValueError):
-    """A prompt has more tokens than it may have."""
+    """A prompt has more tokens than the model's context."""
 
 
 class Tokens:
     """A tokenizer and its chat template. Thread-safe; encoding releases the GIL."""
 
     def __init__(self, folder: Path) -> None:
-        """Reads `folder`. Raises `TokenizerError` when it holds no `tokenizer.json`."""
+        """Reads `folder`. Raises `TokenizerError`."""
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise TokenizerError(f"{folder} has no tokenizer.json")
@@ -66,7 +65,7 @@ class Tokens:
         self._takes_parts = source is not None and _takes_parts(source)
         self._template = _compile(source) if source is not None else None
         self.plain_chats = 0
-        """Chats that were routed by their plain text for want of a rendering."""
+        """Chats that were routed by their plain text, because they could not be rendered."""
 
     def prompts(self, call: Call) -> tuple[Prompt, ...]:
         """The prompts of `call`: texts as they will be tokenized, or ids."""
@@ -75,11 +74,11 @@ class Tokens:
         return call.prompts
 
     def uncached_chars(self, prompts: tuple[Prompt, ...]) -> int:
-        """How much text `pieces` would have to tokenize."""
+        """How many characters `pieces` would have to tokenize."""
         return sum(self._segments.uncached_chars(one) for one in prompts if isinstance(one, str))
 
     def least_tokens(self, prompt: Prompt) -> int:
-        """So many tokens it has at least: told from its length, without tokenizing it."""
+        """A lower bound of its tokens, from its length alone."""
         if not isinstance(prompt, str):
             return len(prompt)
         return 0 if self._longest_chars is None else len(prompt) // self._longest_chars
@@ -87,11 +86,11 @@ class Tokens:
     def pieces(
         self, call: Call, prompts: tuple[Prompt, ...], most_tokens: int | None = None
     ) -> Iterator[bytes]:
-        """The tokens that stand for a request at the router, a piece at a time: its prompts, one after the other.
+        """The request's tokens for the router, a piece at a time: its prompts, one after the other.
 
-        A batch goes to one worker whole. Its prompts are joined so that placement counts all its work, not
-        the first prompt's; what is looked up as cached is then the first prompt, or the same batch again.
-        Raises `TooLong` as soon as a prompt has more than `most_tokens`.
+        A batch goes to one worker as a whole. Its prompts are joined so that placement counts all its work; found
+        in caches is then its first prompt, or the same batch. Raises `TooLong` as soon as a prompt has more than
+        `most_tokens`.
         """
         for prompt in prompts:
             tokens = 0
@@ -112,7 +111,7 @@ class Tokens:
             yield self._after
 
     def ids(self, call: Call) -> list[int]:
-        """The ids that stand for `call`."""
+        """The same as a list of ids."""
         return unpack_tokens(b"".join(self.pieces(call, self.prompts(call))))
 
     def text(self, ids: Sequence[int], hide_special: bool = True) -> str:
@@ -120,7 +119,7 @@ class Tokens:
         return str(self._tokenizer.decode(ids, skip_special_tokens=hide_special))
 
     def _around(self) -> tuple[bytes, bytes]:
-        """The special tokens that the tokenizer puts before and behind a text."""
+        """The special tokens that the tokenizer adds before and after a text."""
         inner, whole = (
             list(self._tokenizer.encode("a", add_special_tokens=add).ids) for add in (False, True)
         )
@@ -130,7 +129,7 @@ class Tokens:
         return pack_tokens(whole[:at]), pack_tokens(whole[at + len(inner) :])
 
     def _longest_token(self) -> int | None:
-        """The most characters of a text that one token can stand for; None where there is no such number."""
+        """How many characters of a text one token can stand for at most; None if there is no bound."""
         added = self._tokenizer.get_added_tokens_decoder().values()
         if any(one.lstrip or one.rstrip for one in added):  # they take all space around them
             return None
@@ -239,7 +238,7 @@ def _compile(source: str) -> jinja2.Template | None:
 
 
 def _takes_parts(source: str) -> bool:
-    """Whether the template walks over a message's parts; else parts are joined to one text before it."""
+    """Whether the template iterates over the parts of a message; if not, they are joined to one text before it."""
     if any(word in source for word in MULTIMODAL):
         return True
     try:

@@ -1,9 +1,8 @@
-"""What a gateway knows without asking: the workers, its own requests at them, and how its last ones ended.
+"""What a gateway knows by itself: the workers, its own requests in flight there, and how its latest ones ended.
 
-The router owns all this while it answers. The gateway's copy is for the time when it does not, and for the
-moment when it does again: the two tables are compared and each side tells what the other misses. A router that
-was started anew is told of the workers too. Messages may be lost and may come twice; each names a request, and
-telling it again changes nothing.
+The router owns this knowledge while it answers. The gateway's copy serves while it does not, and when it is back:
+then the two tables are compared, and each side tells the other what it lacks. A router that was restarted is told of
+the workers, too. Messages may be lost or come twice; each names a request, so a repeated one changes nothing.
 """
 
 from collections import Counter, OrderedDict
@@ -25,16 +24,14 @@ from router.events import (
 from router.gateway.routing.fallback import choose
 
 MAX_ENDED = 8192
-"""Ends that are remembered in case the router missed one; an older one is told as aborted."""
+"""How many ended requests are remembered, in case the router missed one. Older ones are reported as aborted."""
 
 
 class Fleet:
-    """State and decisions only; `link.py` sends what the methods return.
-
-    `is_well` says whether a worker answers this gateway.
-    """
+    """State and decisions, no I/O: `link` sends the events that the methods return."""
 
     def __init__(self, is_well: Callable[[str], bool]) -> None:
+        """`is_well` says whether a worker answers this gateway."""
         self.workers: dict[str, WorkerUp] = {}
         self.draining: frozenset[str] = frozenset()
         self.in_flight: Counter[str] = Counter()
@@ -49,11 +46,11 @@ class Fleet:
     # -- requests
 
     def ask(self, arrive: Arrive) -> None:
-        """The router is asked about this request."""
+        """The router is about to be asked where this request goes."""
         self._asked[arrive.id] = arrive
 
     def begin(self, arrive: Arrive, place: Place, *, told: bool) -> None:
-        """A request goes to a worker; `told` whether the router knows."""
+        """A request goes to a worker; `told`: the router knows about it."""
         self._asked.pop(arrive.id, None)
         self._running[arrive.id] = Running(
             arrive.id,
@@ -68,7 +65,7 @@ class Fleet:
         self.in_flight[place.worker] += 1
 
     def end(self, done: Done) -> bool:
-        """A request is over, or is not asked about any more; whether the router may know of it."""
+        """A request has ended, or will not be sent. True if the router must be told."""
         self._asked.pop(done.id, None)
         running = self._running.pop(done.id, None)
         if running is not None:
@@ -84,11 +81,11 @@ class Fleet:
         return True
 
     def refused(self, request: str) -> None:
-        """The router has named no worker, and counts nothing."""
+        """The router has named no worker for it."""
         self._asked.pop(request, None)
 
     def place(self, arrive: Arrive) -> Place | None:
-        """Where a request goes without the router; None when no known worker can take it."""
+        """The gateway's own choice of a worker; None if no known one can take the request."""
         able = [
             name
             for name in self.workers
@@ -100,14 +97,14 @@ class Fleet:
         worker = choose(arrive.client, {name: self.in_flight[name] for name in able}, capacity)
         return Place(arrive.id, worker, self.workers[worker].url, 0)
 
-    # -- what the router is told
+    # -- comparing with the router
 
     def table(self, name: str) -> Table:
-        """All that is asked about or in flight."""
+        """All requests that the router should know about."""
         return Table(name, (*self._asked, *self._running))
 
     def settle(self, difference: Difference) -> list[Event]:
-        """What the router misses."""
+        """The events that the router lacks."""
         told: list[Event] = [self._running[name] for name in difference.missing if name in self._running]
         self._untold.difference_update(difference.missing)
         told += [
@@ -118,9 +115,9 @@ class Fleet:
         return told
 
     def learn(self, workers: Workers) -> list[Event]:
-        """Takes the router's word on the workers; what it is to be told in turn.
+        """Takes over the router's list of workers. Returns what the router must be told in return.
 
-        A router that was started anew is told of the workers that answer here and that it does not know.
+        A restarted router is told of the workers that it does not know and that answer this gateway.
         """
         told: list[Event] = []
         known = {up.worker: up for up in workers.workers}
@@ -141,7 +138,7 @@ class Fleet:
         return told + self.health()
 
     def health(self) -> list[Event]:
-        """Where the router's word on a worker's health is not ours."""
+        """The workers whose health the router sees differently."""
         return [
             WorkerHealth(name, self._is_well(name))
             for name in self.workers
@@ -149,7 +146,7 @@ class Fleet:
         ]
 
     def view(self, sick: Collection[str]) -> dict[str, object]:
-        """The workers as `/status` shows them when there is no router."""
+        """The workers, as `/status` shows them while no router answers."""
         return {
             name: {
                 "url": up.url,

@@ -1,11 +1,11 @@
-"""Speak to the router: ask where a request goes, tell how it ended. One DEALER socket.
+"""The connection to the router: asks where a request goes, and reports how it ended. One ZMQ DEALER socket.
 
-Messages leave only over a live connection (`ZMQ_IMMEDIATE`), so a router that is down is known at once and
-nothing stale waits for it; zmq reconnects by itself. A question is asked again until it is answered. What was
-told and is lost is found when the tables are compared: as soon as a router answers, and every `COMPARE_S`.
+Messages leave only over a live connection (`ZMQ_IMMEDIATE`). So the gateway learns at once that a router is down, and
+no stale messages pile up for it. ZMQ reconnects by itself. Questions are repeated until they are answered. Lost
+reports are found by comparing tables with the router: as soon as one answers, and every `COMPARE_S`.
 
-The socket is read when its descriptor becomes readable, which zmq signals once for all that has come, and which
-sending may use up: so it is read until nothing is left, and looked at again after each message that was sent.
+ZMQ makes the socket's descriptor readable once for any number of messages, and sending may reset it. So the socket is
+read until it is empty, and checked again after each message that is sent.
 """
 
 import asyncio
@@ -38,11 +38,11 @@ log = logging.getLogger("gateway")
 
 HEARTBEAT_S = 1.0
 SEARCH_S = 0.02
-"""Between two looks for a router that is not there."""
+"""Between two heartbeats while no router answers."""
 COMPARE_S = 5.0
 ASK_AGAIN_S = 1.0
 MESSAGES_PER_TURN = 256
-"""Read at most before others get their turn."""
+"""Read in a row before other tasks of the event loop run."""
 
 
 class RouterGone(Exception):
@@ -53,7 +53,7 @@ class Link:
     """The gateway's side of the router's wire. Belongs to one event loop."""
 
     def __init__(self, address: str, timeout_s: float, fleet: Fleet) -> None:
-        """`timeout_s` bounds every question. What the router says of workers goes to `fleet`."""
+        """`timeout_s` bounds every question. `fleet` learns what the router says about workers."""
         self._address = address
         self._timeout_s = timeout_s
         self._fleet = fleet
@@ -66,7 +66,7 @@ class Link:
         self._is_open = self._will_read = self._has_complained = False
 
     async def start(self) -> None:
-        """Connects; a router that is not there yet is waited for in the background."""
+        """Connects in the background, whether or not a router is there yet."""
         self._context = zmq.Context()
         self._open()
         self._beating = asyncio.create_task(self._beat())
@@ -98,7 +98,7 @@ class Link:
         self._socket.close(linger_ms)
 
     async def close(self) -> None:
-        """Ends the heartbeat and the socket; what was told just before still leaves."""
+        """Stops the heartbeat and closes the socket; messages sent just before still leave."""
         if self._beating is not None:
             self._beating.cancel()
             await asyncio.gather(self._beating, return_exceptions=True)
@@ -109,11 +109,11 @@ class Link:
 
     @property
     def alive(self) -> bool:
-        """The router has answered a heartbeat within the last three."""
+        """Whether the router has answered one of the last three heartbeats."""
         return time.monotonic() - self._echo_s < 3 * HEARTBEAT_S
 
     async def place(self, arrive: Arrive) -> Place | Refuse:
-        """The router's answer. When this raises, `RouterGone` or cancelled, it may still come to be counted."""
+        """The router's answer. Raises `RouterGone`; then, or when cancelled, the router may still have placed it."""
         answer = await self._ask(arrive.id, arrive)
         if not isinstance(answer, Place | Refuse):
             raise RouterGone("the router answered something else than was asked")
@@ -128,7 +128,7 @@ class Link:
         return answer.state
 
     async def workers(self) -> Workers:
-        """The workers, after all that was told before. Raises `RouterGone`."""
+        """The workers, as they are after every event told before. Raises `RouterGone`."""
         name = uuid.uuid4().hex
         answer = await self._ask(name, Follow(name))
         if not isinstance(answer, Workers):
@@ -136,7 +136,7 @@ class Link:
         return answer
 
     def tell(self, event: Event) -> None:
-        """Sends what needs no answer, at once or not at all."""
+        """Sends an event that needs no answer. It is dropped if there is no connection."""
         self._send(encode(event))
 
     async def _ask(self, name: str, event: Event) -> Answer:
@@ -224,7 +224,7 @@ class Link:
             if is_new:
                 self._compare()
             return
-        if frames == [HEARTBEAT]:  # our own, see HEARTBEAT_ANSWER
+        if frames == [HEARTBEAT]:  # our own came back, see HEARTBEAT_ANSWER
             self._shut(0)
             self._open()
             return
