@@ -6,26 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from workloads.driver import Plan
-from workloads.experiments.contract import (
-    Cell,
-    Claim,
-    Experiment,
-    Figure,
-    Measured,
-    Report,
-    Result,
-    Size,
-    Table,
-    Traffic,
-    verdict,
-)
+from workloads.experiments.claims import Drawing
+from workloads.experiments.contract import Cell, Experiment, Measured, Result, Size, TrafficSpec
 from workloads.simulation import Site
 
 
 class Odd(Experiment):
     """Measures 2·x; a cell may fail, die or take long instead. Counts what it ran, in this process."""
 
-    id, title, source, about = "odd", "Twice as much", "Nobody, Figure 0", "Numbers are doubled."
+    id = "odd"
 
     def __init__(self, cells: Sequence[tuple[str, Mapping[str, Any]]] = (), seeds: tuple[str, ...] = ("0",)):
         self._cells, self._seeds = cells, seeds
@@ -36,7 +25,7 @@ class Odd(Experiment):
             Cell(
                 name,
                 Site(),
-                Traffic("odd", dict(arguments)),
+                TrafficSpec("odd", dict(arguments)),
                 Plan(2.0 if size == "full" else 1.0),
                 self._seeds,
             )
@@ -45,31 +34,24 @@ class Odd(Experiment):
 
     def run(self, cell: Cell, seed: str) -> Measured:
         self.ran.append((cell.name, seed))
-        told = cell.traffic.arguments
-        if told.get("fails"):
+        asked = cell.traffic.arguments
+        if asked.get("fails"):
             raise RuntimeError("it is broken")
-        if told.get("dies"):
+        if asked.get("dies"):
             os._exit(7)
-        if told.get("sleeps"):
+        if asked.get("sleeps"):
             time.sleep(600)
-        doubled = 2.0 * told["x"] + int(seed)
+        doubled = 2.0 * asked["x"] + int(seed)
         return Measured(
             {"y": doubled, "deep": {"third": doubled / 3, "nothing": None}, "curves": [doubled]}, 2.0
         )
 
-    def report(self, results: Mapping[str, Result]) -> Report:
-        total = sum(result.number("y") for result in results.values())
-        return Report(
-            claims=[
-                Claim(
-                    "The sum is 6", "6", f"{total:g}", verdict(total == 6, partly=total > 0), "Other numbers."
-                )
-            ],
-            tables=[
-                Table("Doubled", ("cell", "y"), [(name, one.shown("y")) for name, one in results.items()])
-            ],
-            figures=[Figure("y", "All of them.", lambda canvas: canvas.subplots().plot([1.0, total]))],
-        )
+    def values(self, results: Mapping[str, Result]) -> Mapping[str, Any]:
+        return {"total": sum(result.number("y") for result in results.values())}
+
+    def drawings(self, results: Mapping[str, Result]) -> Mapping[str, Drawing]:
+        heights = [1.0, *(result.number("y") for result in results.values())]
+        return {"y": Drawing(lambda canvas: canvas.subplots().plot(heights))}
 
 
 EXPERIMENTS = {"odd": Odd([("good", {"x": 1}), ("bad", {"dies": True}), ("late", {"x": 2})])}

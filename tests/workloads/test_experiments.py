@@ -11,26 +11,18 @@ from random import Random
 
 import pytest
 
+from tests import odd_experiments
 from tests.live import lives
 from tests.odd_experiments import Odd
 from workloads.driver import Plan
-from workloads.experiments import EXPERIMENTS, curves, results, runner, store, style, vtc_setting
+from workloads.experiments import EXPERIMENTS, curves, results, runner, store, style, vtc_setting, words
+from workloads.experiments.claims import Table, shown
 from workloads.experiments.command import chosen, main, on_page
-from workloads.experiments.contract import (
-    SIZES,
-    Cell,
-    Claim,
-    Report,
-    Result,
-    Table,
-    Traffic,
-    medians,
-    shown,
-    verdict,
-)
+from workloads.experiments.contract import SIZES, Cell, Result, TrafficSpec
 from workloads.experiments.dlpm_table2 import WORKLOADS, Table2
 from workloads.experiments.runner import Failed, Made
 from workloads.experiments.senders import clients_of, even, on_off, poisson, sender, traffic
+from workloads.experiments.words import heading
 from workloads.simulation import Site
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -64,20 +56,21 @@ def test_quick_is_not_larger_than_full(experiment):
 def test_an_experiment_says_what_it_is(name):
     experiment = EXPERIMENTS[name]
     assert experiment.id == name
-    assert all((experiment.title, experiment.source, experiment.about))
-    assert experiment.about.endswith(".")
+    said = heading(experiment)
+    assert all((said.title, said.source))
+    assert said.about.endswith(".")
 
 
 def test_a_cell_has_a_name_for_a_file_and_seeds_that_differ():
     with pytest.raises(ValueError, match="a cell's name"):
-        Cell("../vtc", Site(), Traffic("t"), Plan(1.0))
+        Cell("../vtc", Site(), TrafficSpec("t"), Plan(1.0))
     with pytest.raises(ValueError, match="seeds"):
-        Cell("vtc", Site(), Traffic("t"), Plan(1.0), ("0", "0"))
+        Cell("vtc", Site(), TrafficSpec("t"), Plan(1.0), ("0", "0"))
 
 
 def test_a_result_has_medians_and_ranges_over_seeds():
     result = Result(
-        Cell("vtc", Site(), Traffic("t"), Plan(1.0), ("0", "1", "2")),
+        Cell("vtc", Site(), TrafficSpec("t"), Plan(1.0), ("0", "1", "2")),
         [{"a": {"b": 3.0}}, {"a": {"b": 1.0}}, {"a": {"b": None}}],
     )
     assert result.values("a/b") == [3.0, 1.0]
@@ -87,9 +80,6 @@ def test_a_result_has_medians_and_ranges_over_seeds():
     for path, known in (("a/b", 2), ("a/c", 0)):
         with pytest.raises(ValueError, match=f"{known} of 3 runs have {path}"):
             result.number(path)
-    table = medians("t", "what", {"b, s": "a/b", "c": "a/c"}, {"one": result, "two": result})
-    assert table.columns == ("what", "b, s", "c")
-    assert table.rows == [("one", "2 (1 to 3)", "–"), ("two", "2 (1 to 3)", "–")]
 
 
 def test_a_curve_without_values_has_no_numbers():
@@ -104,7 +94,7 @@ def test_a_curve_without_values_has_no_numbers():
 
 
 def test_rates_that_nobody_has_are_not_equal():
-    cell = Cell("vtc", Site(), Traffic("t"), Plan(1.0))
+    cell = Cell("vtc", Site(), TrafficSpec("t"), Plan(1.0))
     rates = {"a": [3.0, 1.0, None], "b": [1.0, 1.0, 1.0]}
     result = Result(cell, [{"curves": {"times_s": [60.0, 70.0, 80.0], "rate": rates}}])
     assert vtc_setting.largest_gap(result, "a", "b") == 1.0
@@ -113,11 +103,10 @@ def test_rates_that_nobody_has_are_not_equal():
         vtc_setting.largest_gap(result, "a", "b", since_s=71.0)
 
 
-def test_numbers_and_verdicts_for_people():
+def test_numbers_for_people():
     assert [shown(value) for value in (None, "x", 0.0, 1.23456, 123.4, 12345.6)] == [
         "–", "x", "0", "1.23", "123", "12,346",
     ]  # fmt: skip
-    assert [verdict(True), verdict(False, partly=True), verdict(False)] == ["yes", "partly", "no"]
     with pytest.raises(ValueError, match="not as wide"):
         Table("t", ("a", "b"), [("only one",)])
 
@@ -249,6 +238,7 @@ def test_a_worker_that_dies_fails_its_cell_alone():
 
 ABANDONS = """
 from multiprocessing import active_children
+from tests import odd_experiments
 from tests.odd_experiments import Odd
 from workloads.experiments import runner
 
@@ -407,28 +397,30 @@ def test_the_command_ends_with_1_after_a_failure(tmp_path, capsys):
     assert "reproduce: odd b: RuntimeError: it is broken" in capsys.readouterr().err
 
 
-class Nobody(Odd):
-    """Its report fails, or claims what does not hold and does not say why."""
+class Broken(Odd):
+    """Its report fails."""
 
-    def __init__(self, fails):
-        super().__init__(CELLS)
-        self.fails = fails
+    def values(self, results):
+        raise KeyError("gone")
 
-    def report(self, given):
-        if self.fails:
-            raise KeyError("gone")
-        return Report([Claim("All is well", "yes", "no", "no")])
+
+class Unexplained(Odd):
+    """It claims what does not hold, and its words do not say why."""
+
+    id = "unexplained"
 
 
 @pytest.mark.parametrize(
-    ("fails", "says"), [(True, "odd: No report: KeyError: 'gone'"), (False, "nobody says why this does not")]
+    ("kind", "status", "says"),
+    [(Broken, 1, "odd: No report: KeyError: 'gone'"), (Unexplained, 0, "nobody says why this does not")],
 )
-def test_what_is_not_explained_is_not_published(fails, says, tmp_path, capsys, monkeypatch):
+def test_what_is_not_explained_is_not_published(kind, status, says, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(words, "words_file", lambda _: Path(odd_experiments.__file__).with_suffix(".yaml"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "docs").mkdir()
-    odd = {"odd": Nobody(fails)}
-    assert main(["odd", "--jobs", "0"], experiments=odd) == (1 if fails else 0)
-    assert main(["odd", "--jobs", "0", "--publish"], experiments=odd) == 2
+    odd = {kind.id: kind(CELLS)}
+    assert main([kind.id, "--jobs", "0"], experiments=odd) == status
+    assert main([kind.id, "--jobs", "0", "--publish"], experiments=odd) == 2
     assert says in capsys.readouterr().err
     assert not list((tmp_path / "docs").iterdir())
 

@@ -1,6 +1,12 @@
-"""The papers' experiments, each in a file of its own: what is run, what is kept of it, what is claimed.
+"""The papers' experiments. An experiment is a Python file, which runs and measures, and a YAML file, which claims.
 
-`EXPERIMENTS` is the one registry. How to write an experiment: `contract`.
+To add one, write
+
+    NAME.py      a class with `id`, `cells` and `measure`: what is run, and what is kept of a run (see `contract`)
+    NAME.yaml    title, claims with their bands, tables, captions: words that quote the records (see `words`)
+
+and add the class to `EXPERIMENTS` below. Then `sglang-fair reproduce ID --quick` runs it small, and
+`sglang-fair reproduce ID --publish` runs it and writes its records, plots and section of the page.
 """
 
 from collections.abc import Mapping
@@ -15,7 +21,7 @@ from workloads.experiments.cost_functions import CostFunctions
 from workloads.experiments.dlpm_fig1 import Figure1
 from workloads.experiments.dlpm_fig4 import Figure4
 from workloads.experiments.dlpm_fig7 import Figure7
-from workloads.experiments.dlpm_fig7_load import Load
+from workloads.experiments.dlpm_fig7_load import Sensitivity
 from workloads.experiments.dlpm_fig8 import Figure8
 from workloads.experiments.dlpm_fig9 import Figure9
 from workloads.experiments.dlpm_fig10 import Figure10
@@ -36,7 +42,7 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     for experiment in (
         Overload(), BelowShare(), OnOff(), OnOffOverload(), Lengths(), Isolation(), Shift(), ArenaTrace(),
         Pools(), Weighted(), Prediction(), Profiled(), CostFunctions(),
-        Table2(), Figure7(), Load(),
+        Table2(), Figure7(), Sensitivity(),
         Figure1(), Figure4(), Figure8(), Figure9(), Figure10(), Figure11(), Figure12(),
         Placements(), Routers(), Payers(), Adaptive(), Production(),
     )

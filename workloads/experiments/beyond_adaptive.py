@@ -1,36 +1,33 @@
 """A quantum that follows a target, beside fixed ones, while the load changes its kind."""
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from workloads.experiments import dlpm_setting as dlpm
 from workloads.experiments import style
-from workloads.experiments.contract import (
-    Cell,
-    Claim,
-    Figure,
-    Json,
-    Report,
-    Result,
-    Size,
-    Table,
-    Traffic,
-    verdict,
-)
+from workloads.experiments.claims import Drawing
+from workloads.experiments.contract import SEEDS, Cell, Json, Result, Size, TrafficSpec
 from workloads.experiments.program_senders import sender, tot
 from workloads.experiments.senders import FromSenders, traffic
 from workloads.records import Run
 from workloads.windows import Windows
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Canvas
+
 FIXED = (500, 20_000, 500_000)
 TARGET_HIT_RATE, TARGET_GAP = 0.85, 200_000
-MOST = 500_000
+LEAST, MOST = 500, 500_000
+"""Limits of the quantum, units."""
+START = 20_000
+PHASE_S = 100.0
 LOAD = 2.0
 PHASES = ("no sharing", "trees", "no sharing again")
 SINGLE_PER_S = 9.0
 """Requests of 512 + 256 tokens a second that one A10G completes."""
 
 
-def shifting(phase_s: float) -> Traffic:
+def shifting(phase_s: float) -> TrafficSpec:
     """Three clients alike and one that wants more: single requests, then trees, then single requests."""
     single = {"kind": "shared", "of": "", "prefix": 256, "input": 256, "output": 256, "requests": 1}
     rate = float(f"{LOAD * SINGLE_PER_S / 5:.4g}")
@@ -57,33 +54,29 @@ def shifting(phase_s: float) -> Traffic:
 
 class Adaptive(FromSenders):
     id = "beyond-adaptive"
-    title = "An adaptive quantum under shifting load"
     version = 2
-    source = "beyond the papers; DLPM §7.2 leaves the choice of Q^u to the operator"
-    about = (
-        "Llama-3.2-3B on one A10G, three phases of 100 s at twice what it does: four clients with single requests "
-        "that share nothing, then four with trees of thoughts, then the first four again. Fixed quanta beside "
-        "`dlpm-adaptive` with a hit rate of 0.85 and with a gap of 200,000 units as its target."
-    )
 
     def cells(self, size: Size) -> Sequence[Cell]:
-        full = size == "full"
-        phase_s, seeds = (100.0, ("0", "1", "2")) if full else (25.0, ("0",))
-        runs: dict[str, tuple[str, float, str]] = {
-            f"fixed.{quantum}": ("dlpm", float(quantum), "") for quantum in FIXED
-        }
-        limits = f"min_quantum=500,max_quantum={MOST}"
-        runs["hit-rate"] = ("dlpm-adaptive", 20_000.0, f"target_hit_rate={TARGET_HIT_RATE},{limits}")
-        runs["gap"] = ("dlpm-adaptive", 20_000.0, f"target_gap={TARGET_GAP},{limits}")
+        phase_s, seeds = (PHASE_S, SEEDS) if size == "full" else (25.0, SEEDS[:1])
+        limits = f"min_quantum={LEAST},max_quantum={MOST}"
+        runs: list[tuple[str, str, str, int, str]] = [
+            (f"fixed.{quantum}", f"fixed, {quantum:,}", "dlpm", quantum, "") for quantum in FIXED
+        ]
+        for name, label, target in (
+            ("hit-rate", f"hit rate of {TARGET_HIT_RATE}", f"target_hit_rate={TARGET_HIT_RATE}"),
+            ("gap", f"gap of {TARGET_GAP:,}", f"target_gap={TARGET_GAP}"),
+        ):
+            runs.append((name, label, "dlpm-adaptive", START, f"{target},{limits}"))
         return [
             Cell(
                 name,
-                dlpm.a10g("rr", policy=policy, quantum=quantum, policy_options=options),
+                dlpm.a10g("rr", policy=policy, quantum=float(quantum), policy_options=options),
                 shifting(phase_s),
                 dlpm.plan(3 * phase_s),
                 seeds,
+                label,
             )
-            for name, (policy, quantum, options) in runs.items()
+            for name, label, policy, quantum, options in runs
         ]
 
     def measure(self, cell: Cell, run: Run) -> Mapping[str, Json]:
@@ -104,104 +97,41 @@ class Adaptive(FromSenders):
             }
         return {"phases": found}
 
-    def report(self, results: Mapping[str, Result]) -> Report:
-        speed = {
-            name: {phase: result.number(f"phases/{phase}/service_rate") for phase in PHASES}
-            for name, result in results.items()
+    def values(self, results: Mapping[str, Result]) -> Mapping[str, Json]:
+        speed, gap = (_by_phase(results, what) for what in ("service_rate", "difference"))
+        fixed = [f"fixed.{quantum}" for quantum in FIXED]
+        trees = PHASES[1]
+        rates = [speed[name][trees] for name in fixed]
+        return {
+            "kept": {name: speed[name][trees] / max(rates) for name in results},
+            "spread": max(rates) / min(rates),
+            "plain": {name.removeprefix("fixed."): gap[name][PHASES[2]] for name in results},
+            "widest": {name: max(gap[name].values()) for name in results},
+            "fairest": min(max(gap[name].values()) for name in fixed),
         }
-        gap = {
-            name: {phase: result.number(f"phases/{phase}/difference") for phase in PHASES}
-            for name, result in results.items()
-        }
-        fixed = [name for name in results if name.startswith("fixed.")]
-        trees, plain = PHASES[1], PHASES[2]
-        best = max(speed[name][trees] for name in fixed)
-        fairest = min(max(gap[name].values()) for name in fixed)
-        kept = {name: speed[name][trees] / best for name in results}
-        widest = {name: max(gap[name].values()) for name in results}
-        spread = best / min(speed[name][trees] for name in fixed)
-        return Report(
-            claims=[
-                Claim(
-                    "Following a hit rate, DLPM has the throughput of the best fixed quantum where prefixes are shared",
-                    "our own question",
-                    f"{kept['hit-rate']:.2f}× (fixed quanta differ by {spread:.2f}×)",
-                    verdict(kept["hit-rate"] >= 0.97, partly=kept["hit-rate"] >= 0.9),
-                    "Where nothing is shared the quantum falls towards what one request is charged; when trees come "
-                    "it climbs for as long as that pays, by a step a refill.",
-                ),
-                Claim(
-                    "and is about as fair as the smallest fixed one where nothing is shared",
-                    "our own question",
-                    f"{gap['hit-rate'][plain]:,.0f} units in the last phase, fixed "
-                    + ", ".join(f"{int(name[6:]):,}: {gap[name][plain]:,.0f}" for name in fixed),
-                    verdict(
-                        gap["hit-rate"][plain] <= 1.2 * min(gap[name][plain] for name in fixed),
-                        partly=gap["hit-rate"][plain] <= max(gap[name][plain] for name in fixed),
-                    ),
-                    "Where a larger quantum does not raise the hit rate it falls, but by a fifth at a refill, and with "
-                    "large quanta refills are rare: from 20,000 it comes to some 5,000 in a phase.",
-                ),
-                Claim(
-                    "Following a gap, DLPM keeps differences below it in every phase",
-                    "our own question",
-                    f"at most {widest['gap']:,.0f} of {TARGET_GAP:,} units (fixed: at least {fairest:,.0f}), "
-                    f"{kept['gap']:.2f}× the best throughput with trees",
-                    verdict(widest["gap"] <= TARGET_GAP),
-                    "Clients of a phase do not all wait from its beginning to its end.",
-                ),
-            ],
-            tables=[
-                Table(
-                    "Medians over seeds: client-side service, units/s, and the difference of actual service, units",
-                    (
-                        "quantum",
-                        *(f"service, {phase}" for phase in PHASES),
-                        *(f"difference, {phase}" for phase in PHASES),
-                    ),
-                    [
-                        (
-                            _label(name),
-                            *(result.shown(f"phases/{phase}/service_rate") for phase in PHASES),
-                            *(result.shown(f"phases/{phase}/difference") for phase in PHASES),
-                        )
-                        for name, result in results.items()
-                    ],
-                )
-            ],
-            figures=[
-                Figure(
-                    "phases",
-                    "Client-side service and difference of actual service in each phase.",
-                    lambda canvas: _draw(canvas, speed, gap),
-                    (10.0, 3.6),
-                )
-            ],
+
+    def drawings(self, results: Mapping[str, Result]) -> Mapping[str, Drawing]:
+        return {"phases": Drawing(lambda canvas: _draw(canvas, results), (10.0, 3.6))}
+
+
+def _by_phase(results: Mapping[str, Result], what: str) -> dict[str, dict[str, float]]:
+    return {
+        name: {phase: result.number(f"phases/{phase}/{what}") for phase in PHASES}
+        for name, result in results.items()
+    }
+
+
+def _draw(canvas: "Canvas", results: Mapping[str, Result]) -> None:
+    units = {"service, units/s": "service_rate", "difference, units": "difference"}
+    for axes, (unit, what) in zip(style.panels(canvas, 2), units.items(), strict=True):
+        found = _by_phase(results, what)
+        style.bars(
+            axes,
+            PHASES,
+            {results[name].cell.title: list(values.values()) for name, values in found.items()},
+            unit=unit,
+            colours={
+                result.cell.title: style.client_colour(place) for place, result in enumerate(results.values())
+            },
+            legend=what == "service_rate",
         )
-
-
-def _label(name: str) -> str:
-    if name.startswith("fixed."):
-        return f"fixed, {int(name[6:]):,}"
-    return f"hit rate of {TARGET_HIT_RATE}" if name == "hit-rate" else f"gap of {TARGET_GAP:,}"
-
-
-def _draw(
-    canvas: object, speed: Mapping[str, Mapping[str, float]], gap: Mapping[str, Mapping[str, float]]
-) -> None:
-    units = (("service, units/s", speed), ("difference, units", gap))
-    for axes, (unit, found) in zip(style.panels(canvas, 2), units, strict=True):  # type: ignore[arg-type]
-        for place, (name, values) in enumerate(found.items()):
-            axes.bar(
-                [k + (place - 2) * 0.16 for k in range(len(PHASES))],
-                [values[phase] for phase in PHASES],
-                0.15,
-                label=_label(name),
-                color=style.client_colour(place),
-            )
-        axes.set_xticks(range(len(PHASES)), list(PHASES))
-        axes.set_ylabel(unit)
-        axes.grid(visible=True, axis="y", color="#e6e6e6", linewidth=0.6)
-        axes.set_axisbelow(True)
-        if found is speed:
-            axes.legend(fontsize=8)

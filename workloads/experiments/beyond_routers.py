@@ -3,21 +3,11 @@
 from collections.abc import Mapping, Sequence
 
 from workloads.experiments import dlpm_setting as dlpm
-from workloads.experiments.contract import (
-    Cell,
-    Claim,
-    Figure,
-    Json,
-    Report,
-    Result,
-    Size,
-    Table,
-    Traffic,
-    verdict,
-)
+from workloads.experiments.claims import Drawing
+from workloads.experiments.contract import SEEDS, Cell, Json, Result, Size, TrafficSpec
 from workloads.experiments.dlpm_fig7_setting import observe
 from workloads.experiments.program_senders import judge, sender
-from workloads.experiments.senders import FromSenders, traffic
+from workloads.experiments.senders import traffic
 from workloads.records import Run
 from workloads.windows import Windows
 
@@ -32,11 +22,13 @@ INGRESS: Mapping[str, tuple[float, ...]] = {
 }
 TITLES = {"one": "one router", "even": "two routers, evenly", "skewed": "two routers, 4 : 1"}
 PLACEMENTS = {"d2lpm": "D2LPM", "d2lpm-tokens": "D2LPM (tokens)", "cache_aware": "cache_aware"}
+LENGTH_S = 400.0
 WARM_UP = 0.25
-"""Part of a run after which both clients wait at every replica."""
+"""After this part of a run both clients wait at every replica."""
+COUNTED_S = LENGTH_S * (1 - WARM_UP)
 
 
-def judgements(replicas: int) -> Traffic:
+def judgements(replicas: int) -> TrafficSpec:
     """Both ask for more than their share."""
     return traffic(
         "judge",
@@ -44,20 +36,12 @@ def judgements(replicas: int) -> Traffic:
     )
 
 
-class Routers(FromSenders):
+class Routers(dlpm.A10GExperiment):
     id = "beyond-routers"
-    title = "Several routers, weighted clients"
-    source = "beyond the papers; D2LPM with more than one global scheduler"
-    about = (
-        "Llama-3.2-3B on four A10G, every replica under DLPM; two clients of weights 4 and 1 have articles judged and "
-        "both ask for more than their share for 400 s, of which the last 300 count. Programs come through one router, "
-        "or through two that do not know of each other: half each, or four in five through the first."
-    )
 
     def cells(self, size: Size) -> Sequence[Cell]:
         full = size == "full"
-        replicas, length_s = (REPLICAS, 400.0) if full else (2, 40.0)
-        seeds = ("0", "1", "2") if full else ("0",)
+        replicas, length_s, seeds = (REPLICAS, LENGTH_S, SEEDS) if full else (2, 40.0, SEEDS[:1])
         return [
             Cell(
                 f"{ingress}.{placement}",
@@ -83,72 +67,32 @@ class Routers(FromSenders):
         heavy, light = actual["heavy"], actual["light"]
         return observe(run) | {"ratio": heavy / light if heavy and light else None}
 
-    def report(self, results: Mapping[str, Result]) -> Report:
-        placements = [name for name in PLACEMENTS if f"one.{name}" in results]
+    def values(self, results: Mapping[str, Result]) -> Mapping[str, Json]:
         ratio = {name: result.number("ratio") for name, result in results.items()}
-        speed = {name: result.number("tokens_per_s") for name, result in results.items()}
-        fair = [name for name in placements if name != "cache_aware"]
-        off = {name: abs(ratio[name] / 4 - 1) for name in ratio if name.split(".")[1] in fair}
+        off = {name: abs(value / 4 - 1) for name, value in ratio.items() if "cache_aware" not in name}
         worst = max(off, key=lambda name: (off[name], name))
-        cost = min(speed[f"{ingress}.d2lpm"] / speed["one.d2lpm"] for ingress in INGRESS)
-        return Report(
-            claims=[
-                Claim(
-                    "4 : 1 holds, however many routers there are and however skewed their parts",
-                    "our own question",
-                    f"one router {ratio['one.d2lpm']:.2f}, two {ratio['even.d2lpm']:.2f}, "
-                    f"skewed {ratio['skewed.d2lpm']:.2f} : 1 (furthest off: {worst} {ratio[worst]:.2f})",
-                    verdict(off[worst] <= 0.05, partly=off[worst] <= 0.1),
-                    "Replicas keep the shares, and they do so only while both clients wait at them.",
-                ),
-                Claim(
-                    "A second router costs no throughput",
-                    "our own question",
-                    f"{cost:.2f}× at worst",
-                    verdict(cost >= 0.97, partly=cost >= 0.9),
-                    "Each router knows only its own requests' load, and both send to the same replica at times.",
-                ),
+        speed = {name: results[f"{name}.d2lpm"].number("tokens_per_s") for name in INGRESS}
+        return {
+            "worst": worst,
+            "off": off[worst],
+            "cost": min(speed.values()) / speed["one"],
+            "rows": [
+                {
+                    "cell": name,
+                    "routers": TITLES[name.split(".")[0]],
+                    "placement": PLACEMENTS[name.split(".")[1]],
+                }
+                for name in results
             ],
-            tables=[
-                Table(
-                    "Medians over seeds (lowest to highest)",
-                    (
-                        "routers",
-                        "placement",
-                        "actual service, heavy : light",
-                        "tokens/s",
-                        "hit rate",
-                        "imbalance",
-                    ),
-                    [
-                        (
-                            TITLES[ingress],
-                            PLACEMENTS[name],
-                            results[f"{ingress}.{name}"].shown("ratio"),
-                            results[f"{ingress}.{name}"].shown("tokens_per_s"),
-                            results[f"{ingress}.{name}"].shown("hit_rate"),
-                            results[f"{ingress}.{name}"].shown("imbalance"),
-                        )
-                        for ingress in INGRESS
-                        for name in placements
-                    ],
-                )
-            ],
-            figures=[
-                Figure(
-                    "ratio",
-                    "Actual service of the client of weight 4 over that of weight 1, and throughput.",
-                    lambda canvas: dlpm.draw_bars(
-                        canvas,
-                        {
-                            (unit, tuple(TITLES[ingress] for ingress in INGRESS)): {
-                                PLACEMENTS[name]: [found[f"{ingress}.{name}"] for ingress in INGRESS]
-                                for name in placements
-                            }
-                            for unit, found in (("service, heavy : light", ratio), ("tokens/s", speed))
-                        },
-                    ),
-                    (10.0, 3.4),
-                )
-            ],
-        )
+        }
+
+    def drawings(self, results: Mapping[str, Result]) -> Mapping[str, Drawing]:
+        panels: dict[dlpm.Panel, dict[str, list[float]]] = {
+            (unit, tuple(TITLES.values())): {
+                label: [results[f"{ingress}.{name}"].number(path) for ingress in INGRESS]
+                for name, label in PLACEMENTS.items()
+                if f"one.{name}" in results
+            }
+            for unit, path in (("service, heavy : light", "ratio"), ("tokens/s", "tokens_per_s"))
+        }
+        return {"ratio": Drawing(lambda canvas: dlpm.draw_bars(canvas, panels), (10.0, 3.4))}

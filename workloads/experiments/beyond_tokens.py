@@ -3,26 +3,19 @@
 from collections.abc import Mapping, Sequence
 from math import exp, log
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 from router.placement import PLACEMENTS
 from workloads.clients import SCENARIOS, Client
 from workloads.experiments import beyond_production, dlpm_fig7_setting, style
-from workloads.experiments.contract import (
-    Cell,
-    Claim,
-    Figure,
-    Json,
-    Report,
-    Result,
-    Simulated,
-    Size,
-    Table,
-    Traffic,
-    verdict,
-)
+from workloads.experiments.claims import Drawing
+from workloads.experiments.contract import SEEDS, Cell, Json, Result, Simulated, Size, TrafficSpec
 from workloads.experiments.dlpm_fig7_setting import KINDS, MAX_RUNNING
 from workloads.records import Run
 from workloads.simulation import Site
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Canvas
 
 REPLICAS = 4
 PRODUCTION = "production"
@@ -68,16 +61,7 @@ def latency(workload: str, percent: int) -> str:
 
 class Placements(Simulated):
     id = "beyond-tokens"
-    title = "Eleven placements over DLPM"
     version = 2
-    source = "beyond the papers; DLPM §5"
-    about = (
-        "Four A100 with Llama-3.1-8B, every replica under DLPM, one misbehaving client (Figure 7's S1 at its rates "
-        "and quanta) or the production mix. What differs is who gets a request: D2LPM with load in requests, in "
-        "tokens or in seconds, and eight others (the central queue with its 64 slots and one seed: it matches all that "
-        "waits for every request that it sends). Latency is the well-behaved clients': a program's, a first token's "
-        "for QA and for the production mix."
-    )
 
     def cells(self, size: Size) -> Sequence[Cell]:
         full = size == "full"
@@ -92,12 +76,12 @@ class Placements(Simulated):
                 plan = beyond_production.plan(length_s)
             else:
                 rate = KINDS[SCENARIOS[workload].app].rate_per_s(replicas)
-                traffic = Traffic(workload, {"rate_per_s": rate})
+                traffic = TrafficSpec(workload, {"rate_per_s": rate})
                 plan = dlpm_fig7_setting.plan(length_s)
             for placement in PLACEMENTS:
                 chosen = site(placement, workload, replicas)
-                seeds = ("0", "1", "2") if full and placement != CENTRAL else ("0",)
-                found.append(Cell(f"{workload}.{placement}", chosen, traffic, plan, seeds))
+                seeds = SEEDS if full and placement != CENTRAL else SEEDS[:1]
+                found.append(Cell(f"{workload}.{placement}", chosen, traffic, plan, seeds, placement))
         return found
 
     def clients(self, cell: Cell, seed: str) -> Sequence[Client]:
@@ -108,101 +92,59 @@ class Placements(Simulated):
     def measure(self, cell: Cell, run: Run) -> Mapping[str, Json]:
         return beyond_production.observe_mix(run)
 
-    def report(self, results: Mapping[str, Result]) -> Report:
-        speed, last, hits = (
+    def values(self, results: Mapping[str, Result]) -> Mapping[str, Json]:
+        speed, last, middle = (
             {placement: _against_default(results, placement, what) for placement in PLACEMENTS}
             for what in ("tokens_per_s", "p99_s", "p50_s")
         )
-        family = {place: speed[place] for place in FAIR if place != CENTRAL}
-        fastest = max(family, key=lambda place: (family[place], place))
-        quickest = min(family, key=lambda place: (last[place], place))
-        unfair = [place for place in PLACEMENTS if place not in FAIR]
-        anywhere = max(unfair, key=lambda place: (speed[place], place))
-        tokens, seconds = "d2lpm-tokens", "d2lpm-time"
-        slowest = min(_workloads(results), key=lambda one: _ratio(results, seconds, one, "tokens_per_s"))
-        drop = _ratio(results, seconds, slowest, "tokens_per_s")
-        latest = max(_workloads(results), key=lambda one: _ratio(results, seconds, one, "p99_s"))
-        delay = _ratio(results, seconds, latest, "p99_s")
-        return Report(
-            claims=[
-                Claim(
-                    "Of the placements with a bound that scale, D2LPM with load in requests, the paper's, is the best",
-                    "what the paper proposes",
-                    f"throughput: {fastest} ({family[fastest]:.2f}×); well-behaved P99: {quickest} "
-                    f"({last[quickest]:.2f}×)",
-                    verdict(
-                        fastest == quickest == DEFAULT,
-                        partly=family[fastest] <= 1.02 and last[quickest] >= 0.8,
-                    ),
-                    "Requests differ by orders of magnitude in what they cost, and a replica with few of them may be "
-                    f"the busiest: with load in tokens P99 is {last[tokens]:.2f}× and throughput {speed[tokens]:.2f}×, "
-                    f"in seconds {last[seconds]:.2f}× and {speed[seconds]:.2f}×.",
-                ),
-                Claim(
-                    "Load in seconds, a wait and everybody's delay weighed against saved prefill, is better still",
-                    "our own idea",
-                    f"throughput {speed[seconds]:.2f}×, at least {drop:.2f}× ({slowest}); P99 {last[seconds]:.2f}×, at "
-                    f"most {delay:.2f}× ({latest})",
-                    verdict(speed[seconds] >= 1.0 and last[seconds] <= 1.0, partly=speed[seconds] >= 0.95),
-                    "It takes each replica to work in the order of arrival, and DLPM does not: what a client will wait "
-                    "for is estimated from what all clients waited.",
-                ),
-                Claim(
-                    "No placement without a bound has more throughput over DLPM",
-                    "our own question",
-                    f"{anywhere} {speed[anywhere]:.2f}× D2LPM's, P99 {last[anywhere]:.2f}×",
-                    verdict(speed[anywhere] <= 1.0, partly=speed[anywhere] <= 1.1),
-                    "Whoever does not limit how long a client may stay at a replica has a few more hits; with DLPM in "
-                    "every replica that costs the others little.",
-                ),
+        family = [placement for placement in FAIR if placement != CENTRAL]
+        unfair = [placement for placement in PLACEMENTS if placement not in FAIR]
+
+        def by_seconds(what: str) -> dict[str, float]:
+            return {one: _ratio(results, "d2lpm-time", one, what) for one in _workloads(results)}
+
+        rates, waits = by_seconds("tokens_per_s"), by_seconds("p99_s")
+        slowest, latest = min(rates, key=rates.__getitem__), max(waits, key=waits.__getitem__)
+        return {
+            "speed": speed,
+            "last": last,
+            "fastest": max(family, key=lambda one: (speed[one], one)),
+            "quickest": min(family, key=lambda one: (last[one], one)),
+            "anywhere": max(unfair, key=lambda one: (speed[one], one)),
+            "slowest": slowest,
+            "drop": rates[slowest],
+            "latest": latest,
+            "delay": waits[latest],
+            "means": [
+                {
+                    "placement": placement,
+                    "bound": "yes" if placement in FAIR else "no",
+                    **{
+                        name: f"{found[placement]:.2f}×"
+                        for name, found in (("rate", speed), ("p50", middle), ("p99", last))
+                    },
+                }
+                for placement in PLACEMENTS
             ],
-            tables=[
-                Table(
-                    "Each placement against D2LPM: geometric means over the workloads",
-                    ("placement", "bound", "tokens/s", "P50 of good clients", "P99 of good clients"),
-                    [
-                        (
-                            placement,
-                            "yes" if placement in FAIR else "no",
-                            f"{speed[placement]:.2f}×",
-                            f"{hits[placement]:.2f}×",
-                            f"{last[placement]:.2f}×",
-                        )
-                        for placement in PLACEMENTS
-                    ],
-                ),
-                *(_table(results, workload) for workload in _workloads(results)),
-            ],
-            figures=[
-                Figure(
-                    "placements",
-                    "Throughput and P99 of the well-behaved clients, each as a multiple of D2LPM's.",
-                    lambda canvas: _draw(canvas, results),
-                    (9.0, 6.4),
-                )
-            ],
-        )
+            "workloads": {
+                workload: [
+                    {
+                        "cell": f"{workload}.{placement}",
+                        "p50": latency(workload, 50),
+                        "p99": latency(workload, 99),
+                    }
+                    for placement in PLACEMENTS
+                ]
+                for workload in _workloads(results)
+            },
+        }
+
+    def drawings(self, results: Mapping[str, Result]) -> Mapping[str, Drawing]:
+        return {"placements": Drawing(lambda canvas: _draw(canvas, results), (9.0, 6.4))}
 
 
 def _workloads(results: Mapping[str, Result]) -> list[str]:
     return [workload for workload in LENGTHS_S if f"{workload}.{DEFAULT}" in results]
-
-
-def _table(results: Mapping[str, Result], workload: str) -> Table:
-    columns = ("placement", "tokens/s", "hit rate", "P50, s", "P99, s", "difference, units", "imbalance")
-    paths = (
-        "tokens_per_s",
-        "hit_rate",
-        latency(workload, 50),
-        latency(workload, 99),
-        "difference",
-        "imbalance",
-    )
-    rows = [
-        (placement, *(results[f"{workload}.{placement}"].shown(path) for path in paths))
-        for placement in PLACEMENTS
-    ]
-    return Table(f"{workload}, medians over seeds (lowest to highest)", columns, rows)
 
 
 def _ratio(results: Mapping[str, Result], placement: str, workload: str, what: str) -> float:
@@ -217,8 +159,8 @@ def _against_default(results: Mapping[str, Result], placement: str, what: str) -
     return exp(fmean(log(_ratio(results, placement, workload, what)) for workload in _workloads(results)))
 
 
-def _draw(canvas: object, results: Mapping[str, Result]) -> None:
-    upper, lower = canvas.subplots(2, 1, sharex=True)  # type: ignore[attr-defined]
+def _draw(canvas: "Canvas", results: Mapping[str, Result]) -> None:
+    upper, lower = canvas.subplots(2, 1, sharex=True)
     workloads = _workloads(results)
     width = 0.8 / len(workloads)
     for axes, what, unit in ((upper, "tokens_per_s", "tokens/s, × D2LPM"), (lower, "p99_s", "P99, × D2LPM")):

@@ -22,8 +22,9 @@ from rich.text import Text
 from sglang_fair.common.provenance import cores, machine, versions
 from workloads.experiments import EXPERIMENTS, results, runner, store
 from workloads.experiments.contract import Experiment, Measured, Size
+from workloads.experiments.model_validation import Validation
 from workloads.experiments.runner import CarryOut, Failed, Job, Made, Watch
-from workloads.experiments.validation import Validation
+from workloads.experiments.words import heading
 from workloads.terminal import FILE_COLUMNS, interrupted
 
 DOCS = Path("docs")
@@ -132,8 +133,8 @@ def listing(experiments: Mapping[str, Experiment], folder: Path, size: Size) -> 
         simulated_h = sum(job.cell.simulated_s for job in jobs) / 3600
         view.add_row(
             name,
-            experiment.source,
-            experiment.title,
+            heading(experiment).source,
+            heading(experiment).title,
             str(len(jobs)),
             str(there),
             f"{simulated_h:.1f}",
@@ -229,7 +230,7 @@ def publish(
 def claims_table(one: results.Reported) -> Table:
     """What an experiment claims, as people read it."""
     assert one.report is not None
-    view = Table(title=f"{one.experiment.id}: {one.experiment.title}", title_justify="left")
+    view = Table(title=f"{one.experiment.id}: {one.heading.title}", title_justify="left")
     for column in ("claim", "paper", "here", "holds"):
         view.add_column(column)
     for claim in one.report.claims:

@@ -1,70 +1,70 @@
-"""What an experiment is: cells to run, what is kept of each run, and the report that is made of what was kept.
+"""What an experiment is: cells to run, and what is kept of each run.
 
-A *cell* is one scheduler on one traffic. It is run once for every seed, in a worker process, and each run
-leaves a record: the JSON that `measure` returns. Reports are made of records alone, on any machine.
+A *cell* is one scheduler on one traffic. Each of its seeds is one run, carried out in a worker process, and leaves one
+record: the JSON that `measure` returns. Reports are made from records alone, on any machine.
 
-To write one, make a file in this folder and name its experiments in `__init__`:
+The Python file has the cells and the measures:
+
+    LENGTH_S = 600.0
 
     class Shares(Simulated):
-        id, title = "x-fig1", "Two clients, one of them greedy"
-        source = "X, Figure 1"
-        about = "What runs, at which rates, and in what it is not the paper's setting."
+        id = "x-fig1"
 
         def cells(self, size):
-            length_s = 600.0 if size == "full" else 60.0
+            length_s = LENGTH_S if size == "full" else 60.0
             return [
-                Cell(policy, Site(policy=policy), Traffic("greedy", {"rpm": 90}), Plan(length_s))
-                for policy in ("vtc", "fcfs")
+                Cell(policy, Site(policy=policy), TrafficSpec("greedy", {"rpm": 90}), Plan(length_s), label=label)
+                for policy, label in (("vtc", "VTC"), ("fcfs", "FCFS"))
             ]
 
-        def clients(self, cell, seed):                # in the worker; nothing but the arguments decides
+        def clients(self, cell, seed):      # in the worker: the arguments alone decide
             return [Client(...)]
 
-        def measure(self, cell, run):                 # JSON of at most about 50 KB, curves thinned out
+        def measure(self, cell, run):       # JSON of at most about 50 KB; thin out curves
             return {"tokens_per_s": summarize(run).throughput_tokens_per_s, "curves": {...}}
 
-        def report(self, results):                    # {"vtc": Result, "fcfs": Result}
-            ratio = results["vtc"].median("tokens_per_s") / results["fcfs"].median("tokens_per_s")
-            holds = verdict(ratio >= 0.95, partly=ratio >= 0.8)
-            claim = Claim("VTC costs no throughput", "779 to 777", f"{ratio:.2f}×", holds, why="…")
-            return Report(claims=[claim], tables=[...], figures=[...])
+        def values(self, results):          # optional: numbers that no short expression finds, such as a curve's
+            return {"longest_wait_s": largest(results["vtc"].curve("response_s", "client 1"))}
 
-Quick cells are for a smoke test: fewer and shorter, with the same report. `why` is shown where a claim does
-not hold; it says in plain words what is different here. Figures draw with `style`, so that a scheduler has
-one colour on the whole page. A cell that is no simulation derives from `Experiment` and runs itself.
+        def drawings(self, results):        # optional: figures, drawn with `style`
+            return {"rate": Drawing(...)}
+
+The claims, tables, captions and all other words are data in a YAML file of the same name: see `words`. Quick cells are
+a smoke test: fewer and shorter, with the same report. A cell that is no simulation derives from `Experiment` and
+overrides `run`.
 """
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, cast
+from typing import Any, ClassVar, Literal, TypeAlias, cast
 
 from workloads.clients import Client
 from workloads.driver import Plan
+from workloads.experiments.claims import Drawing, shown
 from workloads.experiments.curves import Line
 from workloads.records import Run
 from workloads.simulation import Site, simulate
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure as Canvas
-
 Size: TypeAlias = Literal["quick", "full"]
 SIZES: tuple[Size, ...] = ("quick", "full")
 
+SEEDS = ("0", "1", "2")
+"""Seeds of a full run, where one is not enough."""
+
 Json: TypeAlias = Any
-"""None, bool, int, float, str, and lists and string-keyed dicts of such."""
+"""None, bool, int, float, str, and lists and string-keyed dicts of these."""
 
 CURVES = "curves"
-"""What is measured under this name is kept of a cell's first seed alone: plots show one run, and records of
-several runs would be large."""
+"""The key of `measure` that is kept for a cell's first seed only: plots show one run, and records stay small."""
 
-_NAME = re.compile(r"[a-z0-9][a-z0-9+._-]*")
+_FILE_NAME = re.compile(r"[a-z0-9][a-z0-9+._-]*")
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class TrafficSpec:
     """Which clients there are: a name that `clients` knows, and its arguments as JSON."""
 
     name: str
@@ -73,40 +73,49 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One run of an experiment, but for its seed. `name` is the cell's own within the experiment."""
+    """One scheduler on one traffic. `name` is unique within the experiment and is part of a file name."""
 
     name: str
     site: Site
-    traffic: Traffic
+    traffic: TrafficSpec
     plan: Plan
     seeds: tuple[str, ...] = ("0",)
     """One run for each. Reports show medians, and the range where there are several."""
+    label: str = ""
+    """What tables and legends call it, where that is not its name."""
 
     def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.name):
-            raise ValueError(f"a cell's name is a file's: small letters, digits and +._-, not {self.name!r}")
+        if not _FILE_NAME.fullmatch(self.name):
+            raise ValueError(
+                f"a cell's name is part of a file name: small letters, digits and +._-, not {self.name!r}"
+            )
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
-            raise ValueError(f"cell {self.name}: seeds must be there and differ: {self.seeds}")
+            raise ValueError(f"cell {self.name} needs seeds that differ, not {self.seeds}")
+
+    @property
+    def title(self) -> str:
+        """Its label, or else its name."""
+        return self.label or self.name
 
     @property
     def simulated_s(self) -> float:
-        """Seconds of arrivals on all replicas, which is about what a run's computing time is proportional to."""
+        """Seconds of arrivals, summed over replicas: a run's computing time is about proportional to it."""
         return self.plan.duration_s * self.site.replicas
 
     def to_json(self) -> dict[str, Json]:
-        """Everything that decides a run of the cell but the seed."""
-        told = asdict(self)
-        del told["seeds"]
-        return cast("dict[str, Json]", _plain(told))
+        """Everything that decides the outcome of a run except its seed."""
+        found = asdict(self)
+        del found["seeds"], found["label"]
+        return cast("dict[str, Json]", _plain(found))
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What one run came to."""
+    """What one run yielded."""
 
     values: Mapping[str, Json]
     simulated_s: float
-    """Virtual time from the first arrival to the run's end, times replicas."""
+    """Virtual time from the first arrival to the end of the run, times replicas."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,19 +127,20 @@ class Result:
 
     @property
     def first(self) -> Mapping[str, Json]:
-        """What was measured with the first seed: where one run's curves are drawn, it is this one's."""
+        """The run with the first seed, which is the one whose curves are kept."""
         return self.runs[0]
 
-    def values(self, path: str) -> list[float]:
-        """The number at `path`, keys joined by "/", of every run that has one; null is none."""
-        found: list[float] = []
-        for run in self.runs:
-            at: Json = run
-            for key in path.split("/"):
-                at = at.get(key) if isinstance(at, Mapping) else None
-            if at is not None:
-                found.append(float(at))
+    @staticmethod
+    def at(run: Mapping[str, Json], path: str) -> Json:
+        """The entry of one run at `path`, keys joined by "/"; None where there is none."""
+        found: Json = run
+        for key in path.split("/"):
+            found = found.get(key) if isinstance(found, Mapping) else None
         return found
+
+    def values(self, path: str) -> list[float]:
+        """The number at `path` in every run that has one; null counts as none."""
+        return [float(value) for run in self.runs if (value := self.at(run, path)) is not None]
 
     def median(self, path: str) -> float | None:
         """The median over seeds; None if no run has the number."""
@@ -138,14 +148,14 @@ class Result:
         return median(values) if values else None
 
     def number(self, path: str) -> float:
-        """The median of a number that every run has. Raises ValueError if one has not."""
+        """The median over seeds. Raises ValueError if a run lacks the number."""
         values = self.values(path)
         if not values or len(values) < len(self.runs):
             raise ValueError(f"cell {self.cell.name}: {len(values)} of {len(self.runs)} runs have {path}")
         return median(values)
 
     def curve(self, what: str, client: str) -> Line:
-        """Of a client with the first seed, where the experiment keeps `what` of each over one row of times."""
+        """One client's curve with the first seed, where the experiment keeps `what` of each over common times."""
         curves = self.first[CURVES]
         return curves["times_s"], curves[what][client]
 
@@ -158,101 +168,28 @@ class Result:
         return middle if low == high else f"{middle} ({low} to {high})"
 
 
-Verdict: TypeAlias = Literal["yes", "partly", "no"]
-
-
-def verdict(holds: bool, *, partly: bool = False) -> Verdict:
-    """Of a claim: whether it holds, else whether a weaker form of it does."""
-    return "yes" if holds else "partly" if partly else "no"
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """One sentence of a paper, its number beside ours."""
-
-    text: str
-    paper: str
-    """Their number, with its unit."""
-    ours: str
-    holds: Verdict
-    why: str = ""
-    """Where it does not hold: what is different here, in plain words."""
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """Rows of words and numbers. Units stand in the columns' heads."""
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str | float | None]]
-    digits: int = 3
-
-    def __post_init__(self) -> None:
-        if any(len(row) != len(self.columns) for row in self.rows):
-            raise ValueError(f"table {self.title!r}: a row is not as wide as the head")
-
-
-def medians(title: str, first: str, columns: Mapping[str, str], rows: Mapping[str, Result]) -> Table:
-    """A table of medians over seeds, with the range where there are several. `first` heads the names of `rows`;
-    `columns` are heads, with their units, and where their number is."""
-    return Table(
-        title,
-        (first, *columns),
-        [(name, *(result.shown(path) for path in columns.values())) for name, result in rows.items()],
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """A plot: `draw` gets an empty matplotlib figure of `inches` (width, height)."""
-
-    name: str
-    """Of its file, behind the experiment's id."""
-    caption: str
-    draw: "Callable[[Canvas], None]"
-    inches: tuple[float, float] = (7.0, 3.6)
-
-    def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.name):
-            raise ValueError(
-                f"a figure's name is a file's: small letters, digits and +._-, not {self.name!r}"
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What the page shows of an experiment."""
-
-    claims: Sequence[Claim] = ()
-    tables: Sequence[Table] = ()
-    figures: Sequence[Figure] = ()
-    notes: Sequence[str] = ()
-
-
 class Experiment(ABC):
-    """One experiment. It holds no state: workers and reports each make their own."""
+    """One experiment. It has no state: workers and reports each make their own."""
 
     id: ClassVar[str]
-    title: ClassVar[str]
-    source: ClassVar[str]
-    """Paper and figures."""
-    about: ClassVar[str]
-    """What is run, and in what it is not the paper's setting."""
     version: ClassVar[int] = 1
-    """Raised when what is measured changes: older records do not count any more."""
+    """Raise it when what is measured changes: older records then count no more."""
 
     @abstractmethod
     def cells(self, size: Size) -> Sequence[Cell]:
-        """What to run. Quick is not larger than full."""
+        """What to run. Quick takes no longer than full."""
 
     @abstractmethod
     def run(self, cell: Cell, seed: str) -> Measured:
-        """Carry out one cell, in a worker process. What it raises is shown as this cell's error."""
+        """Carry out one cell, in a worker process. An exception is shown as this cell's error."""
 
-    @abstractmethod
-    def report(self, results: Mapping[str, Result]) -> Report:
-        """From the results of all cells of a size, by name. No clock, no files: records alone decide."""
+    def values(self, results: Mapping[str, Result]) -> Mapping[str, Json]:
+        """Numbers that the words quote beside the records' own fields. Derived from the records alone."""
+        return {}
+
+    def drawings(self, results: Mapping[str, Result]) -> Mapping[str, Drawing]:
+        """The figures, by the names under which the words have their captions."""
+        return {}
 
 
 class Simulated(Experiment):
@@ -274,19 +211,13 @@ class Simulated(Experiment):
         return Measured(self.measure(cell, found), found.end.t_s * cell.site.replicas)
 
 
-def shown(value: str | float | None, digits: int = 3) -> str:
-    """A number for a table: a dash for None, `digits` significant digits, thousands apart."""
-    if value is None:
-        return "–"
-    if isinstance(value, str):
-        return value
-    if abs(value) >= 10 ** (digits - 1):
-        return f"{value:,.0f}"
-    return f"{value:.{digits}g}"
+def by_label(results: Mapping[str, Result]) -> dict[str, Result]:
+    """The results by what legends call them."""
+    return {result.cell.title: result for result in results.values()}
 
 
 def _plain(value: Json) -> Json:
-    """With lists in place of tuples and dicts for all mappings, as JSON has them."""
+    """With lists in place of tuples and dicts in place of other mappings, as JSON reads back."""
     if isinstance(value, Mapping):
         return {str(key): _plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Numbers of a curve over time. Of nothing there is no number, so that no claim holds of what is missing."""
+"""Numbers of a curve over time. A curve without values has no number, so that no claim holds for lack of data."""
 
 from collections.abc import Sequence
 from math import inf
@@ -6,7 +6,7 @@ from statistics import fmean, pstdev
 from typing import TypeAlias
 
 Line: TypeAlias = tuple[Sequence[float], Sequence[float | None]]
-"""Times, and values; None where nothing is known."""
+"""Times, and values; None where the value is unknown."""
 
 
 def between(line: Line, start: float = -inf, end: float = inf) -> list[float]:
@@ -18,17 +18,17 @@ def between(line: Line, start: float = -inf, end: float = inf) -> list[float]:
 
 
 def average(line: Line, start: float = -inf, end: float = inf) -> float:
-    """Their mean. Raises ValueError if there is none."""
+    """The mean value in [start, end]. Raises ValueError if no value is known."""
     return fmean(_some(line, start, end))
 
 
 def largest(line: Line, start: float = -inf, end: float = inf) -> float:
-    """The largest of them. Raises ValueError if there is none."""
+    """The largest value in [start, end]. Raises ValueError if no value is known."""
     return max(_some(line, start, end))
 
 
 def variation(line: Line, start: float = -inf, end: float = inf) -> float:
-    """Their standard deviation over their mean. Raises ValueError if there is none, or the mean is 0."""
+    """The standard deviation over the mean. Raises ValueError if no value is known, or the mean is 0."""
     values = _some(line, start, end)
     if not (mean := fmean(values)):
         raise ValueError("the mean of a curve is 0: it has no variation")

@@ -1,15 +1,15 @@
 """DLPM, Figure 4: what one central DLPM queue costs, measured on our own router and its central placement.
 
-The router of `centralized_dlpm` is the global scheduler. At each batching point of a worker it is told what the
-worker's cache gained and lost, and that a request is done; so it matches all that waits against that worker's tree
-and hands out the next request. Told apart are
+The router of `centralized_dlpm` is the global scheduler. At each batching point of a worker it learns what the
+worker's cache gained and lost, and that a request is done. Then it matches the whole queue against that worker's tree
+and hands out the next request. The times are
 
-    metadata         CPU time of taking in the cache's changes
-    prefix match     CPU time of taking in that a request is done: matching the whole queue, and the choice
+    metadata         CPU time to process the cache's changes
+    prefix match     CPU time to process that a request is done: matching the whole queue, and the choice
     synchronisation  not measured but added up: the router is one thread, so where the D workers' batching points
                      coincide, a worker waits for those before it, on average (D - 1) / 2 times the two above
 
-CPU times are this machine's, of Python; the decode step beside them is the cost model's, of an A100.
+CPU times are of Python on this machine; the decode step beside them is the cost model's, of an A100.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,19 +22,8 @@ from router.core import Router
 from router.events import Arrive, Done, Place, Removed, Stored
 from workloads.driver import Plan
 from workloads.experiments import style
-from workloads.experiments.contract import (
-    Cell,
-    Claim,
-    Experiment,
-    Figure,
-    Measured,
-    Report,
-    Result,
-    Size,
-    Table,
-    Traffic,
-    verdict,
-)
+from workloads.experiments.claims import Drawing
+from workloads.experiments.contract import Cell, Experiment, Json, Measured, Result, Size, TrafficSpec
 from workloads.experiments.program_senders import filler_tokens
 from workloads.simulation import Site
 
@@ -43,28 +32,19 @@ if TYPE_CHECKING:
 
 REPLICAS, QUEUES = (1, 2, 4, 8), (25, 50, 100, 200, 400)
 QUEUE, DEGREE = 100, 4
-"""What is kept fixed while the other is swept."""
+"""The fixed value of one while the other is swept."""
 BATCH, STEPS = 25, 10
 """Requests a worker runs, and decode steps between two batching points."""
 PREFIX_TOKENS, INPUT_TOKENS, OUTPUT_TOKENS = 1024, 1184, 256
 """Of a request."""
 PREFIXES = 32
-"""Requests take turns with so many, so whatever waits has a prefix that some worker holds."""
+"""Requests use so many prefixes in turn, so each one that waits has a prefix that some worker holds."""
 PARTS = {"metadata": "metadata", "synchronisation": "synchronisation", "match": "prefix match"}
 CLIENTS = 8
 
 
 class Figure4(Experiment):
     id = "dlpm-fig4"
-    title = "What a central queue costs"
-    source = "DLPM, Figures 4a and 4b"
-    about = (
-        "CPU time of our own router with the placement `centralized_dlpm`, for each batching point of a worker that "
-        "runs 25 requests, of 1,184 tokens, that begin with one of 32 prefixes of 1,024. Our router is one thread "
-        "without locks, so synchronisation is what workers wait for each other where their points coincide: (D - 1) / "
-        "2 turns of the others on average, which is added up, not measured. For reference: a decode step of "
-        "Llama-3.1-8B on an A100 with 25 requests, by the cost model. Times are this machine's."
-    )
 
     def cells(self, size: Size) -> Sequence[Cell]:
         full = size == "full"
@@ -79,7 +59,7 @@ class Figure4(Experiment):
                     placement="centralized_dlpm",
                     placement_options={"slots": BATCH},
                 ),
-                Traffic("queue", {"waiting": queue, "points": points}),
+                TrafficSpec("queue", {"waiting": queue, "points": points}),
                 Plan(1.0),
             )
             for degree, queue in runs
@@ -99,82 +79,36 @@ class Figure4(Experiment):
         }
         return Measured(found, 0.0)
 
-    def report(self, results: Mapping[str, Result]) -> Report:
-        by_degree = {
-            degree: results[f"{degree}.{QUEUE}"] for degree in REPLICAS if f"{degree}.{QUEUE}" in results
-        }
-        by_queue = {queue: results[f"{DEGREE}.{queue}"] for queue in QUEUES if f"{DEGREE}.{queue}" in results}
-        (_, least), *_, (_, most) = by_degree.items()
-        (short, few), *_, (long, many) = by_queue.items()
-        shares = {degree: _total(result) / result.number("decode_s") for degree, result in by_degree.items()}
-        flat = most.number("metadata_s") / least.number("metadata_s")
+    def values(self, results: Mapping[str, Result]) -> Mapping[str, Json]:
+        by_degree, by_queue = _by_degree(results), _by_queue(results)
         matches = [result.number("match_s") for result in by_degree.values()]
-        rises = all(later > sooner for sooner, later in pairwise(matches))
-        queued = many.number("match_s") / few.number("match_s")
-        top = max(shares)
-        return Report(
-            claims=[
-                Claim(
-                    "Metadata of one worker costs about the same however many workers there are",
-                    "about constant",
-                    f"{flat:.2f}× at D = {top}",
-                    verdict(flat <= 1.5, partly=flat <= 2.5),
-                    "One tree for all workers grows with them.",
-                ),
-                Claim(
-                    "Synchronisation and prefix matching grow with the number of workers",
-                    "both grow",
-                    f"prefix match {', '.join(f'{1000 * one:.2f}' for one in matches)} ms at D = "
-                    f"{', '.join(map(str, by_degree))}; synchronisation, which is added up, to "
-                    f"{1000 * most.number('synchronisation_s'):.1f} ms",
-                    verdict(rises and matches[-1] >= 1.2 * matches[0], partly=rises),
-                    "All workers' trees are one here, walked once a request, so matching does not grow with them. "
-                    "That waiting for each other does follows from how it is added up.",
-                ),
-                Claim(
-                    "Prefix matching grows with the queue",
-                    "grows",
-                    f"{queued:.1f}× from {short} to {long} requests",
-                    verdict(queued >= 0.5 * long / short, partly=queued >= 1.5),
-                ),
-                Claim(
-                    f"At D = 8 it is a large part of decoding (queue of {QUEUE})",
-                    "about 40 % of a decode step",
-                    f"at D = {top} {shares[top]:.0%} of one step, {shares[top] / STEPS:.0%} of the {STEPS} between "
-                    "two batching points",
-                    verdict(shares[top] >= 0.3, partly=shares[top] >= 0.15),
-                    "Our tree goes from page to page of 16 tokens by look-ups, so matching is cheap, and no worker "
-                    "has to wait for a lock; with a queue of 400 it is several times as much.",
-                ),
+        return {
+            "degrees": ", ".join(map(str, by_degree)),
+            "fewest": f"{min(by_degree)}.{QUEUE}",
+            "most": f"{max(by_degree)}.{QUEUE}",
+            "top": max(by_degree),
+            "shortest": min(by_queue),
+            "longest": max(by_queue),
+            "matches": matches,
+            "matches_ms": ", ".join(f"{1000 * one:.2f}" for one in matches),
+            "rises": all(later > sooner for sooner, later in pairwise(matches)),
+            "points": [
+                {"cell": name, "degree": name.split(".")[0], "queue": int(name.split(".")[1])}
+                for name in results
             ],
-            tables=[
-                Table(
-                    "For one batching point of one worker, ms (medians)",
-                    ("D", "queue", *PARTS.values(), "one decode step"),
-                    [
-                        (
-                            name.split(".")[0],
-                            int(name.split(".")[1]),
-                            *(1000 * result.number(f"{part}_s") for part in PARTS),
-                            1000 * result.number("decode_s"),
-                        )
-                        for name, result in results.items()
-                    ],
-                )
-            ],
-            figures=[
-                Figure(
-                    "overhead",
-                    "The scheduler's time for one batching point; the line is one decode step.",
-                    lambda canvas: _draw(canvas, {"workers": by_degree, "queue length": by_queue}),
-                    (9.0, 3.6),
-                )
-            ],
-        )
+        }
+
+    def drawings(self, results: Mapping[str, Result]) -> Mapping[str, Drawing]:
+        sides = {"workers": _by_degree(results), "queue length": _by_queue(results)}
+        return {"overhead": Drawing(lambda canvas: _draw(canvas, sides), (9.0, 3.6))}
 
 
-def _total(result: Result) -> float:
-    return sum(result.number(f"{part}_s") for part in PARTS)
+def _by_degree(results: Mapping[str, Result]) -> dict[int, Result]:
+    return {degree: results[f"{degree}.{QUEUE}"] for degree in REPLICAS if f"{degree}.{QUEUE}" in results}
+
+
+def _by_queue(results: Mapping[str, Result]) -> dict[int, Result]:
+    return {queue: results[f"{DEGREE}.{queue}"] for queue in QUEUES if f"{DEGREE}.{queue}" in results}
 
 
 class _Points:
@@ -203,12 +137,12 @@ class _Points:
         start_s = process_time()
         self._router.handle(stored, 0.0)
         self._router.handle(removed, 0.0)
-        told_s = process_time()
+        changed_s = process_time()
         actions = self._router.handle(done, 0.0)
         end_s = process_time()
         self._note(actions)
         self._arrive()
-        return told_s - start_s, end_s - told_s
+        return changed_s - start_s, end_s - changed_s
 
     def _arrive(self) -> None:
         index, self._sent = self._sent, self._sent + 1
@@ -223,7 +157,7 @@ class _Points:
                 self._running[said.worker].append(said.id)
 
     def _stored(self, worker: str) -> Stored:
-        """A prompt and its answer, which the worker has cached."""
+        """The event that the worker has cached a prompt and its answer."""
         count = (INPUT_TOKENS + OUTPUT_TOKENS) // self._page
         hashes = tuple(range(self._named, self._named + count))
         self._named += count

@@ -1,6 +1,6 @@
-"""What the experiments around DLPM's Figure 7 share: schedulers, rates and quanta by one rule each, what is kept.
+"""What the experiments around DLPM's Figure 7 share: schedulers, rates, quanta, and what is kept of a run.
 
-The paper does not report rates, durations, clients, pool or quanta. One rule for all workloads fixes each:
+The paper does not report rates, durations, clients, pool or quanta. One rule for all workloads sets each of them:
 
     rate      each client sends an equal share of what the cluster completes, counted in well-behaved programs;
               so the well-behaved clients alone ask for 3/4 of it, and what makes the bad one's programs larger
@@ -9,7 +9,7 @@ The paper does not report rates, durations, clients, pool or quanta. One rule fo
     Q^w       what sixteen of its programs are charged by the router: all prompt tokens + 2 · output
     running   at most 256 requests a replica, the largest decode batch for which CUDA graphs are usually captured
 
-Clients have as many connections as they like: what waits, waits at the replicas, where the policy orders it.
+Clients have as many connections as they like, so requests wait at the replicas, where the policy orders them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,24 +17,24 @@ from dataclasses import dataclass
 
 from workloads.clients import SCENARIOS, Client, Scale
 from workloads.driver import Plan
-from workloads.experiments.contract import Cell, Json, Result, Traffic
+from workloads.experiments.contract import Cell, Json, Result, TrafficSpec
 from workloads.measures import ClientSummary, Percentile, summarize
 from workloads.programs import PackedCodec
 from workloads.records import Run
 from workloads.simulation import Site
 
 LOAD = 1.0
-"""A client's rate, as a part of an equal share."""
+"""A client's rate, in equal shares of what the cluster completes."""
 REQUESTS_PER_QUANTUM = 4
 PROGRAMS_PER_WORKER_QUANTUM = 16
 MAX_RUNNING = 256
 
 DRAIN_S = 240.0
-"""Longest wait for the well-behaved clients' programs after the last arrival."""
+"""After the last arrival, the well-behaved clients' programs are waited for at most so long."""
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class ProgramKind:
     """A kind of program, as a well-behaved client sends it."""
 
     title: str
@@ -62,10 +62,10 @@ class Kind:
         return float(f"{load * self.capacity_per_s * replicas / CLIENTS:.4g}")
 
 
-KINDS: Mapping[str, Kind] = {
-    "qa": Kind("long-document QA", 8, 0.45, 21_500.0, 172_000.0),
-    "tot": Kind("tree of thoughts", 30, 0.63, 16_600.0, 52_400.0),
-    "judge": Kind("LLM as a judge", 3, 2.1, 4_840.0, 10_300.0),
+KINDS: Mapping[str, ProgramKind] = {
+    "qa": ProgramKind("long-document QA", 8, 0.45, 21_500.0, 172_000.0),
+    "tot": ProgramKind("tree of thoughts", 30, 0.63, 16_600.0, 52_400.0),
+    "judge": ProgramKind("LLM as a judge", 3, 2.1, 4_840.0, 10_300.0),
 }
 """By a scenario's app."""
 
@@ -73,28 +73,28 @@ CLIENTS = Scale().good_clients + 1
 
 
 @dataclass(frozen=True, slots=True)
-class Scheduler:
-    """One of the compared: how it hands out requests and how a replica orders them."""
+class ComparedScheduler:
+    """A pair of placement and policy: how requests are handed out, and how a replica orders them."""
 
     label: str
     placement: str
     policy: str
     single: bool = True
-    """Whether it is something of its own with one replica."""
+    """Whether it differs from the others with one replica."""
 
 
-SCHEDULERS: Mapping[str, Scheduler] = {
-    "d2lpm": Scheduler("D2LPM", "d2lpm", "dlpm"),
-    "rr": Scheduler("RR+LPM", "round_robin", "lpm"),
-    "preble": Scheduler("Preble", "preble", "lpm", single=False),
-    "vtc": Scheduler("VTC", "client_round_robin", "vtc"),
-    "cache-aware": Scheduler("cache_aware", "cache_aware", "lpm", single=False),
+SCHEDULERS: Mapping[str, ComparedScheduler] = {
+    "d2lpm": ComparedScheduler("D2LPM", "d2lpm", "dlpm"),
+    "rr": ComparedScheduler("RR+LPM", "round_robin", "lpm"),
+    "preble": ComparedScheduler("Preble", "preble", "lpm", single=False),
+    "vtc": ComparedScheduler("VTC", "client_round_robin", "vtc"),
+    "cache-aware": ComparedScheduler("cache_aware", "cache_aware", "lpm", single=False),
 }
-"""By the end of a cell's name. Alone, a replica under Preble or cache_aware is one under LPM."""
+"""By the last part of a cell's name. With one replica Preble and cache_aware are RR+LPM."""
 
 
 def site(scheduler: str, kind: str, replicas: int, **more: Json) -> Site:
-    """A cluster of A100s under one of `SCHEDULERS`."""
+    """A cluster of A100s under one of `SCHEDULERS`. `more` are fields of the site."""
     chosen, sizes = SCHEDULERS[scheduler], KINDS[kind]
     given = {
         "quantum": sizes.quantum,
@@ -131,8 +131,15 @@ def cell(
     """A scenario under a scheduler. `more` are fields of the site."""
     kind = SCENARIOS[scenario].app
     rate = KINDS[kind].rate_per_s(replicas, load)
-    traffic = Traffic(scenario, {"rate_per_s": rate})
-    return Cell(name, site(scheduler, kind, replicas, **more), traffic, plan(duration_s), tuple(seeds))
+    traffic = TrafficSpec(scenario, {"rate_per_s": rate})
+    return Cell(
+        name,
+        site(scheduler, kind, replicas, **more),
+        traffic,
+        plan(duration_s),
+        tuple(seeds),
+        SCHEDULERS[scheduler].label,
+    )
 
 
 def clients(given: Cell, seed: str) -> Sequence[Client]:
@@ -144,7 +151,7 @@ def clients(given: Cell, seed: str) -> Sequence[Client]:
 
 
 def observe(run: Run) -> dict[str, Json]:
-    """What the paper measures, and hit rate, service difference and how evenly replicas were used."""
+    """What the paper measures, and the hit rate, the service difference and how evenly replicas were used."""
     found = summarize(run)
     good = [client for client in found.clients.values() if client.well_behaved]
     return {
@@ -171,7 +178,7 @@ def observe(run: Run) -> dict[str, Json]:
 
 
 def imbalance(run: Run) -> float | None:
-    """Prompt tokens computed by the busiest replica over the average of all; None if none tells."""
+    """Prompt tokens computed by the busiest replica over the mean of all replicas; None where no request says."""
     computed = dict.fromkeys(range(run.manifest.workers or 0), 0)
     for record in run.requests:
         if record.worker is not None and record.extend_tokens is not None:
@@ -195,15 +202,15 @@ def _client(client: ClientSummary) -> dict[str, Json]:
 
 
 def latency(scenario: str, percent: int) -> str:
-    """Where the latency that the paper measures is kept: a program's, of QA a request's first token's."""
+    """The field with the latency that the paper measures: of a program, for QA of a request's first token."""
     return f"{'ttft_' if SCENARIOS[scenario].app == 'qa' else ''}p{percent}_s"
 
 
 def is_cut(result: Result, path: str) -> bool:
-    """Whether the latency at `path` is a lower bound: the run ended before it was over."""
+    """Whether the latency at `path` is a lower bound, because the run ended first."""
     return any(run[path.removesuffix("_s") + "_cut"] for run in result.runs)
 
 
 def shown_latency(result: Result, path: str) -> str:
-    """For a table; a lower bound is marked."""
+    """A latency for a table; a lower bound is marked with ">"."""
     return ("> " if is_cut(result, path) else "") + result.shown(path)

@@ -3,18 +3,20 @@
 The second testbed is Llama-3.2-3B on A10G, whose pool holds 129,000 tokens beside the model. At most 256 requests
 run at a time and prompts are cut into chunks of 2,048 tokens, as SGLang does by itself on GPUs of 24 GB. Rates are
 given in parts of `capacity_per_s`, what one such GPU completes of a burst, start and tail included; the
-well-behaved clients alone ask for less than that. Quanta are smaller GPUs' own, not Figure 7's: Q^u is what one
+well-behaved clients alone ask for less than that. Quanta follow a rule of their own, not Figure 7's: Q^u is what one
 program is charged, Q^w four times what it is charged in full.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from workloads.driver import Plan
 from workloads.experiments import style
-from workloads.experiments.contract import Json, Result
+from workloads.experiments.claims import Drawing
+from workloads.experiments.contract import Cell, Json, Result
 from workloads.experiments.dlpm_fig7_setting import KINDS, SCHEDULERS, observe
+from workloads.experiments.senders import FromSenders
 from workloads.experiments.store import rounded
 from workloads.records import Run
 from workloads.simulation import Site
@@ -31,10 +33,20 @@ A10G: Mapping[str, Json] = {
     "chunked_prefill_tokens": 2048,
 }
 
+POLICIES = {"dlpm": "DLPM", "lpm": "LPM", "vtc": "VTC"}
+"""With one replica, by their labels."""
+
+
+class A10GExperiment(FromSenders):
+    """An experiment on the second testbed, whose records have what Figure 7 measures."""
+
+    def measure(self, cell: Cell, run: Run) -> Mapping[str, Json]:
+        return observe(run)
+
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """A kind of program on one A10G; charges as in `dlpm_fig7_setting.Kind`."""
+class A10GProgramKind:
+    """A kind of program on one A10G. Charges are as in `dlpm_fig7_setting.ProgramKind`."""
 
     capacity_per_s: float
     """Programs a second."""
@@ -47,26 +59,27 @@ class Kind:
         return {"quantum": self.charged, "worker_quantum": 4 * self.charged_in_full}
 
     def rate_per_s(self, parts: float) -> float:
-        """Programs a second that ask for so many times what one GPU does."""
+        """Programs a second that ask for `parts` times what one GPU completes."""
         return float(f"{parts * self.capacity_per_s:.4g}")
 
 
-TOT2 = Kind(0.24, KINDS["tot"].charged, KINDS["tot"].charged_in_full)
-TOT3 = Kind(0.062, 64_600.0, 219_000.0)
-JUDGE = Kind(0.9, KINDS["judge"].charged, KINDS["judge"].charged_in_full)
-CHAT = Kind(13.0, 440.0, 510.0)
+TOT2 = A10GProgramKind(0.24, KINDS["tot"].charged, KINDS["tot"].charged_in_full)
+TOT3 = A10GProgramKind(0.062, 64_600.0, 219_000.0)
+JUDGE = A10GProgramKind(0.9, KINDS["judge"].charged, KINDS["judge"].charged_in_full)
+CHAT = A10GProgramKind(13.0, 440.0, 510.0)
 """Conversations, of which 64 run at a time."""
 
 
 def a10g(scheduler: str, replicas: int = 1, **more: Json) -> Site:
-    """A10G under one of Figure 7's schedulers; `more` are fields of the site."""
+    """A10Gs under one of Figure 7's schedulers. `more` are fields of the site."""
     chosen = SCHEDULERS[scheduler]
     given = {**A10G, "placement": chosen.placement, "policy": chosen.policy, **more}
     return Site(replicas=replicas, **given)
 
 
 def plan(duration_s: float, programs: int | None = None, *, drain_s: float | None = 0.0) -> Plan:
-    """Programs arrive for that long, at most so many of each client; the run ends `drain_s` later, or with the last."""
+    """Programs arrive for `duration_s`, at most `programs` of each client. The run ends `drain_s` later, or with the
+    last program."""
     return Plan(
         duration_s,
         programs_per_client=programs,
@@ -81,7 +94,7 @@ def plan(duration_s: float, programs: int | None = None, *, drain_s: float | Non
 
 
 def observe_curves(run: Run, *, window_s: float = 60.0, step_s: float = 10.0) -> dict[str, Json]:
-    """What Figure 7 measures, when the run ended, and curves of each client over the whole run."""
+    """What Figure 7 measures, the time at which the run ended, and each client's curves over the whole run."""
     assert run.end is not None, "a run that has ended"
     client_side, actual = (Windows(run, side=side, window_s=window_s) for side in ("client", "actual"))
     times = regular_times(run.end.t_s, step_s=step_s, window_s=window_s)
@@ -113,8 +126,8 @@ PANELS: Mapping[str, str] = {
 
 
 def over_time(
-    results: Mapping[str, Result], rows: Sequence[str] = tuple(PANELS)
-) -> "Callable[[Canvas], None]":
+    results: Mapping[str, Result], inches: tuple[float, float], rows: Sequence[str] = tuple(PANELS)
+) -> Drawing:
     """A column for each named result, a row for each kind of curve."""
 
     def draw(canvas: "Canvas") -> None:
@@ -132,14 +145,14 @@ def over_time(
                     legend=row == 0 and place == 0,
                 )
 
-    return draw
+    return Drawing(draw, inches)
 
 
 Panel = tuple[str, Sequence[str]]
 """The unit of a panel of bars, and its groups."""
 
 
-def draw_bars(canvas: "Canvas", panels: Mapping[Panel, Mapping[str, Sequence[float | None]]]) -> None:
+def draw_bars(canvas: "Canvas", panels: Mapping[Panel, Mapping[str, Sequence[float]]]) -> None:
     """Panels of bars side by side, with one legend."""
     for axes, ((unit, groups), values) in zip(style.panels(canvas, len(panels)), panels.items(), strict=True):
         style.bars(axes, groups, values, unit=unit, legend=False)

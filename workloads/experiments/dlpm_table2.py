@@ -6,23 +6,14 @@ from dataclasses import asdict, dataclass
 from workloads.arrivals import GammaArrivals
 from workloads.clients import SCENARIOS, Client, Scale, chat_client
 from workloads.driver import Plan
-from workloads.experiments.contract import (
-    Cell,
-    Experiment,
-    Measured,
-    Report,
-    Result,
-    Size,
-    Table,
-    Traffic,
-)
+from workloads.experiments.contract import Cell, Experiment, Json, Measured, Result, Size, TrafficSpec
 from workloads.programs import PackedCodec
 from workloads.simulation import Site
 from workloads.statistics import statistics
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class TableWorkload:
     """A row of the table, and who sends such programs here."""
 
     title: str
@@ -41,11 +32,11 @@ def _chat(seed: str) -> Client:
     return chat_client("chat", arrivals=GammaArrivals(1.0), codec=PackedCodec(), seed=seed)
 
 
-WORKLOADS: Mapping[str, Workload] = {
-    "qa": Workload("long-document QA", 21_449, 15, _scenario("qa-s1")),
-    "tot": Workload("tree of thoughts", 546, 256, _scenario("tot-s1")),
-    "judge": Workload("LLM as a judge", 2701, 256, _scenario("judge-s1")),
-    "chat": Workload("multi-turn chat", 56, 142, _chat),
+WORKLOADS: Mapping[str, TableWorkload] = {
+    "qa": TableWorkload("long-document QA", 21_449, 15, _scenario("qa-s1")),
+    "tot": TableWorkload("tree of thoughts", 546, 256, _scenario("tot-s1")),
+    "judge": TableWorkload("LLM as a judge", 2701, 256, _scenario("judge-s1")),
+    "chat": TableWorkload("multi-turn chat", 56, 142, _chat),
 }
 
 BAD: Mapping[str, tuple[str, Callable[[str], Client]]] = {
@@ -63,19 +54,11 @@ BAD: Mapping[str, tuple[str, Callable[[str], Client]]] = {
 
 class Table2(Experiment):
     id = "dlpm-table2"
-    title = "The workloads' lengths, and how much of them can be cached"
-    source = "DLPM, Tables 2 and 3"
-    about = (
-        "Programs are walked with made-up answers, without any engine. Texts are generated: questions, articles, "
-        "documents and conversations have the paper's average lengths, not its data sets' words. The common prefix "
-        "is what all requests of a program begin with; the shared one what a request has in common with any before "
-        "it, and so what a cache that forgets nothing would save."
-    )
 
     def cells(self, size: Size) -> Sequence[Cell]:
         programs = {"chat": 4000, "qa": 200} if size == "full" else {}
         return [
-            Cell(name, Site(), Traffic(name, {"programs": programs.get(name, 20)}), Plan(1.0))
+            Cell(name, Site(), TrafficSpec(name, {"programs": programs.get(name, 20)}), Plan(1.0))
             for name in (*WORKLOADS, *BAD)
         ]
 
@@ -86,39 +69,14 @@ class Table2(Experiment):
         derived = {"requests_per_program": found.requests_per_program, "hit_rate": found.hit_rate}
         return Measured(asdict(found) | derived, 0.0)
 
-    def report(self, results: Mapping[str, Result]) -> Report:
-        titles = {name: row.title for name, row in WORKLOADS.items()} | {k: v for k, (v, _) in BAD.items()}
-        return Report(
-            tables=[
-                Table(
-                    "Averages over requests, in tokens",
-                    (
-                        "workload",
-                        "requests a program",
-                        "prompt",
-                        "common prefix",
-                        "prefix, paper",
-                        "shared prefix",
-                        "output",
-                        "output, paper",
-                        "most hits, %",
-                    ),
-                    [_row(titles[name], results[name], WORKLOADS.get(name)) for name in titles],
-                    digits=4,
-                )
-            ],
-        )
-
-
-def _row(title: str, result: Result, paper: Workload | None) -> Sequence[str | float | None]:
-    return (
-        title,
-        result.median("requests_per_program"),
-        result.median("prompt_tokens"),
-        result.median("common_tokens"),
-        None if paper is None else paper.prefix_tokens,
-        result.median("shared_tokens"),
-        result.median("output_tokens"),
-        None if paper is None else paper.output_tokens,
-        100 * result.number("hit_rate"),
-    )
+    def values(self, results: Mapping[str, Result]) -> Mapping[str, Json]:
+        return {
+            "rows": [
+                {"cell": name, "title": row.title, "prefix": row.prefix_tokens, "output": row.output_tokens}
+                for name, row in WORKLOADS.items()
+            ]
+            + [
+                {"cell": name, "title": title, "prefix": None, "output": None}
+                for name, (title, _) in BAD.items()
+            ]
+        }

@@ -1,4 +1,4 @@
-"""Clients that send programs, as JSON: the traffic of the experiments beside DLPM's Figure 7.
+"""Clients that send programs, described as JSON: the traffic of the experiments beside DLPM's Figure 7.
 
 A sender is {"name", "shape", "arrivals", "well_behaved"}. Shapes, with lengths in tokens:
 
@@ -9,7 +9,7 @@ A sender is {"name", "shape", "arrivals", "well_behaved"}. Shapes, with lengths 
                                                              requests side by side; the k-th program of all that
                                                              name the same `of` begins with the same prefix
 
-With "instructions": so many tokens that are the client's own come before each question or article. Arrivals are
+With "instructions": N, each question or article begins with N tokens that are the client's own. Arrivals are
 [programs a second, until so many seconds], one after another, Gamma-distributed with the variation of a Poisson
 process; {"even": rate, "first_s": t} has equal gaps.
 """
@@ -53,13 +53,13 @@ def sender(
     *phases: tuple[float, float] | float,
     well_behaved: bool = True,
 ) -> dict[str, Json]:
-    """One client: a rate in programs a second, or (rate, until so many seconds) one after another."""
+    """One client: a rate in programs a second, or several phases, each (rate, the second until which it holds)."""
     arrivals = [[phase, FOREVER_S] if isinstance(phase, int | float) else list(phase) for phase in phases]
     return {"name": name, "shape": dict(shape), "arrivals": arrivals, "well_behaved": well_behaved}
 
 
 def client(told: Mapping[str, Json], seed: str) -> Client:
-    """A sender's client. Its programs raise ValueError for a shape that there is not."""
+    """The client that a sender describes. Its programs raise ValueError for an unknown shape."""
     name, shape = told["name"], told["shape"]
 
     def program(index: int) -> Program:
@@ -125,14 +125,14 @@ def _instructed(prompt: object, shape: Mapping[str, Json], seed: str, name: str)
 
 
 def filler_tokens(name: str, tokens: int) -> bytes:
-    """So many packed tokens, equal for equal names and unlike all others."""
+    """`tokens` packed tokens: the same for the same name, and different from those of all other names."""
     made = filler(name, CODEC, tokens)
     assert isinstance(made, bytes)
     return made
 
 
 def _shared(shape: Mapping[str, Json], seed: str, name: str, index: int) -> Program:
-    """Requests side by side about one prefix. Returns how many were answered."""
+    """Requests side by side that share one prefix. Returns how many were answered."""
     prefix = filler_tokens(f"{seed}//{shape['of']}/{index}", shape["prefix"])
     replies: tuple[Reply, ...] = yield tuple(
         Call(

@@ -1,28 +1,29 @@
-"""From records to the page of results and its plots. Records alone decide; nothing here runs or measures.
+"""From records to the page of results and its plots. Nothing here runs or measures.
 
-An experiment is reported when all cells of its records' size are there. Until then the page says what is missing,
-and where a report fails, why. Records of cells that the experiment does not have any more, or has in another form,
-are left out.
+An experiment is reported when all cells of its records' size are there. Until then the page says what is missing, and
+if a report fails, why. Records of cells that the experiment no longer has, or has changed, are left out.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from workloads.experiments.contract import Cell, Claim, Experiment, Figure, Report, Result, Size, Table, shown
+from workloads.experiments.claims import Claim, Figure, Report, Table, shown
+from workloads.experiments.contract import Cell, Experiment, Result, Size
 from workloads.experiments.store import Record
+from workloads.experiments.words import Heading, heading, report
 
 DPI = 110
 
 INTRODUCTION = """\
 # Results
 
-What the papers' experiments come to here: the same policies, placements and router as in the running system,
-over modelled GPUs in virtual time. This page is generated from the records in `docs/results/` and from nothing
-else: `sglang-fair reproduce all --publish` runs every experiment and writes both,
-`sglang-fair reproduce ID` runs one, `--list` names them. The machine that ran them decides how long that took
-and no number in a table, but for `dlpm-fig4`, which counts the CPU time of decisions, and `validation`, which starts
-real replicas and is run by itself: `python -m workloads.experiments.validation --publish`.
+The papers' experiments, repeated with the policies, placements and router of the running system, over modelled GPUs in
+virtual time. This page is generated from the records in `docs/results/` and from nothing else:
+`sglang-fair reproduce all --publish` runs every experiment and writes both, `sglang-fair reproduce ID` runs one, and
+`--list` names them. The numbers do not depend on the machine that ran them, with two exceptions: `dlpm-fig4` counts the
+CPU time of decisions, and `validation` starts real replicas. It runs by itself:
+`python -m workloads.experiments.validation --publish`.
 
 Absolute numbers depend on a cost model of a GPU and are not the papers'. What is compared is order, ratio and
 shape: who is served, how evenly, how fast, and how much caching saves.
@@ -36,16 +37,17 @@ class Reported:
     """An experiment and what its records say."""
 
     experiment: Experiment
+    heading: Heading
     records: Sequence[Record]
     missing: Sequence[str]
-    """Cells without a record; if there are some, there is no report."""
+    """Cells without a record. If there are any, there is no report."""
     report: Report | None
     error: str = ""
-    """Why records that are complete make no report, in a line."""
+    """Why complete records make no report, in one line."""
 
     @property
     def lacks(self) -> str:
-        """What there is to say in place of a report."""
+        """What is shown in place of a report."""
         return (
             f"No report: {self.error}." if self.error else f"Not complete: without {', '.join(self.missing)}."
         )
@@ -62,7 +64,11 @@ def reports(records: Sequence[Record], experiments: Mapping[str, Experiment]) ->
         mine = [r for r in mine if r.name in cells and r.of(cells[r.name], experiment.version)]
         had = {(record.name, record.seed) for record in mine}
         missing = [c.name for c in cells.values() if any((c.name, seed) not in had for seed in c.seeds)]
-        found.append(Reported(experiment, mine, missing, *_report(experiment, mine, missing, cells)))
+        found.append(
+            Reported(
+                experiment, heading(experiment), mine, missing, *_report(experiment, mine, missing, cells)
+            )
+        )
     return found
 
 
@@ -73,7 +79,7 @@ def _report(
     if missing:
         return None, ""
     try:
-        return experiment.report(results_of(records, cells)), ""
+        return report(experiment, results_of(records, cells)), ""
     except Exception as error:  # whatever one experiment gets wrong, the others are reported
         return None, f"{type(error).__name__}: {error}"
 
@@ -88,7 +94,7 @@ def results_of(records: Sequence[Record], cells: Mapping[str, Cell]) -> dict[str
 
 
 def page(records: Sequence[Record], experiments: Mapping[str, Experiment], plots: str = "results") -> str:
-    """The whole page, Markdown. `plots` is the folder of the plots as the page's reader sees it."""
+    """The whole page, in Markdown. `plots` is the folder of the plots, seen from the page."""
     told = reports(records, experiments)
     parts = [INTRODUCTION, _summary(told), _differences(told)]
     parts += [_section(one, plots) for one in told]
@@ -112,8 +118,8 @@ def draw(told: Iterable[Reported], folder: Path, suffixes: Sequence[str] = ("png
             for suffix in suffixes:
                 path = folder / figure_file(one.experiment.id, figure, suffix)
                 with rc_context({"svg.hashsalt": "sglang-fair", "svg.fonttype": "none"}):
-                    canvas = Canvas(figsize=figure.inches, layout="constrained")
-                    figure.draw(canvas)
+                    canvas = Canvas(figsize=figure.drawing.inches, layout="constrained")
+                    figure.drawing.draw(canvas)
                     canvas.savefig(path, dpi=DPI, metadata=_METADATA[suffix])
                 written.append(path)
     return written
@@ -137,7 +143,7 @@ def _size(records: Sequence[Record]) -> Size:
 def _summary(told: Sequence[Reported]) -> str:
     rows = [
         (
-            f"[{one.experiment.source}](#{_anchor(one.experiment)})",
+            f"[{one.heading.source}](#{_anchor(one)})",
             claim.text,
             claim.paper,
             claim.ours,
@@ -158,7 +164,7 @@ def _summary(told: Sequence[Reported]) -> str:
 
 def _differences(told: Sequence[Reported]) -> str:
     lines = [
-        f"- **{one.experiment.source}**: {claim.text}. Paper: {claim.paper}. Here: {claim.ours}. {claim.why}".rstrip()
+        f"- **{one.heading.source}**: {claim.text}. Paper: {claim.paper}. Here: {claim.ours}. {claim.why}".rstrip()
         for one in told
         if one.report
         for claim in one.report.claims
@@ -168,28 +174,28 @@ def _differences(told: Sequence[Reported]) -> str:
 
 
 def _section(one: Reported, plots: str) -> str:
-    experiment = one.experiment
-    parts = [f"## {_heading(experiment)}", f"*{experiment.source}* (`{experiment.id}`). {experiment.about}"]
+    name, said = one.experiment.id, one.heading
+    parts = [f"## {_section_title(one)}", f"*{said.source}* (`{name}`). {said.about}"]
     if one.report is None:
         parts.append(one.lacks)
     else:
         parts += [_claims(one.report.claims)] if one.report.claims else []
         parts += [_table(table) for table in one.report.tables]
         for figure in one.report.figures:
-            path = f"{plots}/{figure_file(experiment.id, figure, 'png')}"
+            path = f"{plots}/{figure_file(name, figure, 'png')}"
             parts.append(f"![{figure.caption}]({path})\n\n{figure.caption}")
         parts += one.report.notes
     parts.append(_provenance(one.records))
     return "\n\n".join(parts)
 
 
-def _heading(experiment: Experiment) -> str:
-    return f"{experiment.id}: {experiment.title}"
+def _section_title(one: Reported) -> str:
+    return f"{one.experiment.id}: {one.heading.title}"
 
 
-def _anchor(experiment: Experiment) -> str:
-    """As Git hosts make it of a heading: small letters, spaces as hyphens, no punctuation."""
-    kept = [letter for letter in _heading(experiment).lower() if letter.isalnum() or letter in " -_"]
+def _anchor(one: Reported) -> str:
+    """The link that Git hosts make of a heading: small letters, spaces as hyphens, no punctuation."""
+    kept = [letter for letter in _section_title(one).lower() if letter.isalnum() or letter in " -_"]
     return "".join(kept).replace(" ", "-")
 
 
@@ -221,7 +227,7 @@ def _provenance(records: Sequence[Record]) -> str:
 def _markdown(
     head: Sequence[str], rows: Sequence[Sequence[str | float | None]], *, words: int = 1, digits: int = 3
 ) -> str:
-    """A Markdown table; from column `words` on numbers, set to the right."""
+    """A Markdown table. The first `words` columns are text, the others are numbers, set to the right."""
     rule = ["---" if place < words else "---:" for place in range(len(head))]
     lines = [head, rule, *([shown(value, digits) for value in row] for row in rows)]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

@@ -1,10 +1,10 @@
-"""Clients as JSON, of which an experiment's traffic is made: those here send single requests, as in the VTC papers,
-those of `program_senders` programs.
+"""Clients described as JSON, of which an experiment's traffic is made. Those here send single requests, as in the VTC
+papers; those of `program_senders` send programs.
 
 A sender of single requests is {"name", "arrivals", "input", "output"}: lengths in tokens, and arrivals in requests a
 minute:
 
-    {"kind": "even", "rpm": 90, "waiting": 5}                    equal gaps; so many more at the very start
+    {"kind": "even", "rpm": 90, "waiting": 5}                    equal gaps; `waiting` more at the very start
     {"kind": "poisson", "rpm": 90}
     {"kind": "on-off", "rpm": 30, "on_s": 60, "off_s": 60}       equal gaps while ON, nothing while OFF
     {"kind": "ramp", "rpm": 12, "to_rpm": 120, "over_s": 600}    a rate that rises in a straight line
@@ -25,7 +25,7 @@ from workloads.arrivals import (
 )
 from workloads.clients import Client, fixed_length_client
 from workloads.experiments import program_senders
-from workloads.experiments.contract import Cell, Json, Simulated, Traffic
+from workloads.experiments.contract import Cell, Json, Simulated, TrafficSpec
 from workloads.programs import PackedCodec
 
 MINUTE_S, START_S = 60.0, 1e-3
@@ -51,16 +51,16 @@ def on_off(rpm: float, on_s: float = 60.0, off_s: float = 60.0) -> dict[str, Jso
     return {"kind": "on-off", "rpm": rpm, "on_s": on_s, "off_s": off_s}
 
 
-def traffic(name: str, *senders: Mapping[str, Json]) -> Traffic:
+def traffic(name: str, *senders: Mapping[str, Json]) -> TrafficSpec:
     """These clients together."""
-    return Traffic(name, {"senders": [dict(one) for one in senders]})
+    return TrafficSpec(name, {"senders": [dict(one) for one in senders]})
 
 
-def clients_of(told: Traffic, seed: str) -> tuple[Client, ...]:
-    """The clients of a traffic, whatever they send. Raises ValueError for a kind of arrivals that there is not."""
+def clients_of(spec: TrafficSpec, seed: str) -> tuple[Client, ...]:
+    """The clients of a traffic, whatever they send. Raises ValueError for an unknown kind of arrivals."""
     return tuple(
         program_senders.client(one, seed) if "shape" in one else _client(one, seed)
-        for one in told.arguments["senders"]
+        for one in spec.arguments["senders"]
     )
 
 

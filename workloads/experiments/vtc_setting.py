@@ -2,12 +2,12 @@
 
 The engine is Llama-2-7b on one A10G with a KV pool of 10 000 tokens, and service is input + 2 · output tokens.
 Overloaded with 256 in, 256 out it serves 903 tokens/s here and 875 to 904 in the paper's Tables 4 to 6, so
-rates are the paper's own. Prompts have nothing in common, so the prefix cache is of no use, as in the paper's
-engine, which has none. Requests are admitted whenever there is room; the paper's engine looks every ten decode
-steps, so that its requests begin and end several at a time.
+rates are the paper's own. Prompts share no prefix, so the prefix cache has no effect, as in the paper's engine,
+which has none. Requests are admitted whenever there is room; the paper's engine looks every ten decode steps, so
+that its requests begin and end several at a time.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING
 from sglang_fair.core.cost import Cost, make_cost
 from workloads.driver import Plan
 from workloads.experiments import style
-from workloads.experiments.contract import Figure, Json, Result, Table
+from workloads.experiments.claims import Drawing
+from workloads.experiments.contract import SEEDS, Cell, Json, Result, Size, TrafficSpec
 from workloads.experiments.curves import Line, largest
+from workloads.experiments.senders import FromSenders
 from workloads.measures import Percentile
 from workloads.programs import Outcome
 from workloads.records import Run
@@ -30,6 +32,12 @@ POOL_TOKENS = 10_000
 BOUND = 2 * max(256, 2 * POOL_TOKENS)
 """2U of Theorem 4.4, units: the largest input, and the pool full of outputs."""
 
+TOKENS = 256
+"""Input and output of a request, where an experiment does not say otherwise."""
+
+LENGTH_S = 600.0
+"""Of a full run."""
+
 IN_STEP = 5
 """Requests of each client that wait at the start where requests are to run in step: they are admitted
 together, so they end together and make room for as many. In the paper's engine admission every ten decode
@@ -38,16 +46,41 @@ steps does that."""
 SAMPLE_S = 10.0
 """Between the points of a curve."""
 
+WINDOW_S = 60.0
+"""Of the windows in which rates and response times are taken."""
+
 STEP_OVERHEAD = "decode_overhead_s=0.0115,prefill_overhead_s=0.02"
-"""On GPUs faster than an A10G the papers' engine, which plans steps in Python between them, is held up by
-that. So much a step gives the service that the cost-function paper reports for an H100."""
+"""The papers' engine plans each step in Python before it runs, which shows on GPUs faster than an A10G. This
+overhead gives the service that the cost-function paper reports for an H100."""
 
 CONNECTIONS = 100_000
 """As many as there are requests: the paper's clients never wait for one."""
 
+LABELS = {
+    "fcfs": "FCFS",
+    "lcf": "LCF",
+    "vtc": "VTC",
+    "vtc-noisy": "VTC (±50%)",
+    "vtc-predict": "VTC (predict)",
+    "vtc-oracle": "VTC (oracle)",
+}
+"""The policies as the paper calls them."""
+
+
+class VtcExperiment(FromSenders):
+    """An experiment of the VTC paper: senders of single requests, and everything that the paper measures."""
+
+    def measure(self, cell: Cell, run: Run) -> Mapping[str, Json]:
+        return observe(run)
+
+
+def extent(size: Size) -> tuple[float, tuple[str, ...]]:
+    """Seconds of arrivals, and seeds."""
+    return (LENGTH_S, SEEDS) if size == "full" else (180.0, SEEDS[:1])
+
 
 def site(policy: str, options: str = "", **more: Json) -> Site:
-    """The paper's engine under a policy."""
+    """The paper's engine under a policy. `more` are fields of the site."""
     given = {"gpu": "a10g", "model": "llama-2-7b", "kv_tokens": POOL_TOKENS, **more}
     return Site(placement="round_robin", policy=policy, policy_options=options, **given)
 
@@ -57,10 +90,17 @@ def plan(duration_s: float) -> Plan:
     return Plan(duration_s, connections_per_client=CONNECTIONS, sample_s=max(duration_s / 20, 1.0))
 
 
+def cell(
+    name: str, policy: str, sent: TrafficSpec, length_s: float, seeds: tuple[str, ...], **more: Json
+) -> Cell:
+    """A traffic under a policy. `more` are fields of the site."""
+    return Cell(name, site(policy, **more), sent, plan(length_s), seeds, LABELS[policy])
+
+
 def observe(run: Run, *, cost: str = "linear", curves_of: Sequence[str] | None = None) -> dict[str, Json]:
-    """What the VTC paper measures: service rates and response times in 60 s windows, the accumulated
-    difference, the table of the service difference, and throughput. `cost` is what service is told in;
-    `curves_of` are the clients whose curves are kept, all where not given."""
+    """What the VTC paper measures: service rates and response times in windows of 60 s, the accumulated
+    difference, the table of the service difference, and throughput. `cost` is the unit of service; `curves_of`
+    names the clients whose curves are kept (default: all)."""
     assert run.end is not None, "a run that has ended"
     end_s = run.end.t_s
     windows = Windows(run, cost=make_cost(cost))
@@ -92,8 +132,8 @@ def observe(run: Run, *, cost: str = "linear", curves_of: Sequence[str] | None =
 
 
 def difference(run: Run, cost: Cost) -> dict[str, Json]:
-    """A row of the paper's tables: the service difference over 19 sample times, its cost of a request spread
-    evenly from the first token to the end, as the paper's own program does."""
+    """A row of the paper's tables: the service difference over 19 sample times. A request's cost is spread evenly
+    from its first token to its end, as in the paper's own program."""
     assert run.end is not None, "a run that has ended"
     samples = sample_times(run.end.t_s, warm_up_s=min(30.0, run.end.t_s / 20))
     table = Windows(run, cost=cost, method="spread").difference_table(samples)
@@ -132,30 +172,19 @@ def _client(run: Run, windows: Windows, name: str) -> dict[str, Json]:
 
 
 def accumulated_curve(result: Result) -> Line:
-    """The accumulated difference over time, of the first seed."""
+    """The accumulated difference over time, with the first seed."""
     found = result.first["curves"]["accumulated"]
     return found["times_s"], found["units"]
 
 
 def total_rate(result: Result) -> Line:
-    """All clients' service rates together, where every one is known."""
+    """The sum of all clients' service rates, at times when every one is known."""
     curves = result.first["curves"]
     rows = zip(*curves["rate"].values(), strict=True)
     return curves["times_s"], [None if None in row else sum(row) for row in rows]
 
 
-def ratio_of_service(result: Result, more: str, less: str) -> float:
-    """Service of one client over another's, medians over seeds."""
-    return result.number(f"clients/{more}/service") / result.number(f"clients/{less}/service")
-
-
-def growth(result: Result) -> float:
-    """The accumulated difference at the end over that at half time: 2 where it grows steadily. Medians over
-    seeds. Raises ZeroDivisionError if there was none at half time."""
-    return result.number("accumulated/end") / result.number("accumulated/half")
-
-
-def largest_gap(result: Result, first: str, second: str, *, since_s: float = 60.0) -> float:
+def largest_gap(result: Result, first: str, second: str, *, since_s: float = WINDOW_S) -> float:
     """The largest difference of two clients' service rates in a window, as a part of their mean. Raises ValueError
     where there is none."""
     times, one = result.curve("rate", first)
@@ -176,6 +205,12 @@ def phases_of(duration_s: float, on_s: float, off_s: float) -> list[tuple[float,
     return [(start + on_s, end) for start, end in pairwise(edges)]
 
 
+def tenths(difference: Mapping[str, Json]) -> dict[str, Json]:
+    """A row in tenths of its unit."""
+    factors = {"max": 0.1, "avg": 0.1, "var": 0.01}
+    return {key: None if value is None else value * factors[key] for key, value in difference.items()}
+
+
 # ---- plots
 
 RATE = "service rate, units/s"
@@ -183,8 +218,8 @@ RESPONSE = "response time, s"
 TIME = "time, s"
 
 
-def rates_and_responses(result: Result, title: str = "") -> Callable[["Canvas"], None]:
-    """Two panels: service rates and response times of all clients, and the sum of the rates."""
+def rates_and_responses(result: Result) -> Drawing:
+    """Two panels: the clients' service rates with their sum, and their response times."""
 
     def draw(canvas: "Canvas") -> None:
         left, right = style.panels(canvas, 2)
@@ -192,15 +227,15 @@ def rates_and_responses(result: Result, title: str = "") -> Callable[["Canvas"],
         style.client_lines(left, {name: result.curve("rate", name) for name in clients})
         style.lines(left, {"total": total_rate(result)}, {"total": "black"}, linestyle=":")
         style.client_lines(right, {name: result.curve("response_s", name) for name in clients})
-        style.label(left, TIME, RATE, title)
-        style.label(right, TIME, RESPONSE, title)
+        style.label(left, TIME, RATE)
+        style.label(right, TIME, RESPONSE)
         style.spans(canvas, 0.0, result.cell.plan.duration_s)
 
-    return draw
+    return Drawing(draw, (8.4, 3.4))
 
 
-def rates(results: Mapping[str, Result]) -> Callable[["Canvas"], None]:
-    """A panel of service rates for each named result, on one scale."""
+def rates(results: Mapping[str, Result], inches: tuple[float, float] = (8.0, 3.4)) -> Drawing:
+    """A panel of the clients' service rates for each named result, on one scale."""
 
     def draw(canvas: "Canvas") -> None:
         panels = style.panels(canvas, len(results), share_y=True)
@@ -211,10 +246,10 @@ def rates(results: Mapping[str, Result]) -> Callable[["Canvas"], None]:
             style.label(axes, TIME, RATE if axes is panels[0] else "", title)
             style.spans(canvas, 0.0, result.cell.plan.duration_s)
 
-    return draw
+    return Drawing(draw, inches)
 
 
-def accumulated(results: Mapping[str, Result], *, bound: float | None = None) -> Callable[["Canvas"], None]:
+def accumulated(results: Mapping[str, Result], *, bound: float | None = None) -> Drawing:
     """The accumulated difference of each scheduler over time."""
 
     def draw(canvas: "Canvas") -> None:
@@ -224,38 +259,4 @@ def accumulated(results: Mapping[str, Result], *, bound: float | None = None) ->
             axes.axhline(bound, color="black", linewidth=0.9, linestyle=":", label=f"bound {bound:,.0f}")
         style.label(axes, TIME, "difference of service, units")
 
-    return draw
-
-
-def difference_figure(results: Mapping[str, Result], *, bound: float | None = None, what: str = "") -> Figure:
-    """The accumulated difference, as the paper draws it."""
-    caption = f"Largest difference between clients' accumulated service{what}."
-    return Figure("difference", caption, accumulated(results, bound=bound), (6.0, 3.6))
-
-
-# ---- tables
-
-PaperRow = tuple[float, float, float, float]
-"""Maximum, mean and variance of the service difference, units/s, and tokens/s."""
-
-
-def difference_table(
-    title: str, results: Mapping[str, Result], paper: Mapping[str, PaperRow], *, path: str = "difference"
-) -> Table:
-    """A table of the paper, ours beside theirs; theirs is a dash where it has no such row."""
-    rows = []
-    for label, result in results.items():
-        theirs = paper.get(label, (None, None, None, None))
-        row: list[str | float | None] = [label]
-        for column, at in enumerate((f"{path}/max", f"{path}/avg", f"{path}/var", "tokens_per_s")):
-            row += [result.shown(at), theirs[column]]
-        rows.append(row)
-    heads = ("max", "mean", "variance", "tokens/s")
-    columns = ("scheduler", *(head for name in heads for head in (name, f"{name}, paper")))
-    return Table(f"{title} (service difference in units/s)", columns, rows)
-
-
-def tenths(difference: Mapping[str, Json]) -> dict[str, Json]:
-    """A row in tenths of its unit."""
-    factors = {"max": 0.1, "avg": 0.1, "var": 0.01}
-    return {key: None if value is None else value * factors[key] for key, value in difference.items()}
+    return Drawing(draw, (6.0, 3.6))

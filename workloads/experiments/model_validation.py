@@ -1,0 +1,355 @@
+"""How far the models are from what they model: one traffic on a real engine, an emulated one and a simulated one.
+
+    bench   one replica of the model `bench` on this machine's processor, calibrated first; SGLang's scheduler over
+            a clock that keeps the calibration's time; the simulator with the same
+    a100    two A100 with an 8B model, which this machine does not have: the emulated engines and the simulator
+
+The real engine runs everything twice, and models are compared with the mean: how far its own runs differ from the mean
+is the least that can be asked of a model. Servers share the machine with their own driver, so this experiment runs by
+itself (`validation`) and is not in the registry. Latencies differ most: answers here are 16 and 32 tokens long, so that
+one step more or less, which an engine that schedules ahead takes, shows.
+"""
+
+import asyncio
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from sglang_fair.calibration.measure import calibrate
+from sglang_fair.sim.cost_model import to_json
+from workloads.clients import SCENARIOS, SMALL, Client, Scale
+from workloads.compare.cluster import Cluster, SpawnCluster, flush, verify
+from workloads.driver import Driver, Endpoint, Plan
+from workloads.experiments import style
+from workloads.experiments.claims import Drawing
+from workloads.experiments.contract import Cell, Experiment, Json, Measured, Result, Size, TrafficSpec
+from workloads.measures import Meters, summarize
+from workloads.programs import Codec, PackedCodec, TokenCodec
+from workloads.records import Records, Run
+from workloads.runs.case import LOADS
+from workloads.simulation import Site, describe, simulate
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Canvas
+
+WORKLOADS = ("tot-s1", "judge-s1")
+
+LONGEST_TOKENS = 2048
+"""No context of the workloads is longer."""
+
+CURVE_POINTS = 60
+
+GOALS = {"throughput": 0.10, "service": 0.10, "hit_rate": 0.05}
+"""Deviations that are good enough: relative, but the hit rate's, which is a difference."""
+
+BENCH = Site(
+    gpu="cpu", model="bench", quantum=500.0, worker_quantum=16_000.0, kv_tokens=24_576, max_running=16,
+    chunked_prefill_tokens=1024,
+)  # fmt: skip
+"""As `sglang-fair compare` runs it, with two differences: a second replica would share the cores, and longer chunks
+do not fit this kind of processor's cache, so that their time would not be linear."""
+
+A100_TIME_SCALE = 5.0
+"""The emulated A100s are slowed down so many times, so that this machine keeps up."""
+
+A100 = Site(quantum=500.0, worker_quantum=16_000.0, replicas=2, max_running=64, chunked_prefill_tokens=8192)
+
+BYTES: Codec = TokenCodec(lambda text: tuple(text.encode()))
+"""One token for each byte, for the live engines; the simulator's codec cuts texts at the same places."""
+
+
+LINES = {"real": "-", "real again": ":", "emulated": "--", "simulated": "-."}
+"""How each engine's curves are drawn; colours are clients."""
+
+
+@dataclass(frozen=True, slots=True)
+class ValidatedEngines:
+    """The live engines of one cell, and how many times slower the emulated one is."""
+
+    names: tuple[str, ...]
+    """In order. `real again` is a second run of `real`."""
+    time_scale: float = 1.0
+
+
+class Validation(Experiment):
+    id = "validation"
+
+    def cells(self, size: Size) -> Sequence[Cell]:
+        full = size == "full"
+        plan = Plan(duration_s=25.0 if full else 8.0, drain_s=8.0 if full else 4.0, drain_for="well-behaved")
+        real = ("real", "real again", "emulated", "simulated")
+        return [
+            Cell("bench", BENCH, _traffic(real), plan),
+            Cell("a100", A100, _traffic(("emulated", "simulated"), time_scale=A100_TIME_SCALE), plan),
+        ]
+
+    def run(self, cell: Cell, seed: str) -> Measured:
+        told = cell.traffic.arguments
+        engines = ValidatedEngines(tuple(told["engines"]), told["time_scale"])
+        with TemporaryDirectory(prefix="validation-") as folder:
+            found = asyncio.run(_Validate(cell, seed, engines, Path(folder)).run())
+        return Measured(found, cell.simulated_s * len(WORKLOADS))
+
+    def values(self, results: Mapping[str, Result]) -> Mapping[str, Json]:
+        rows: list[dict[str, Json]] = []
+        offs: dict[str, list[float | None]] = {goal: [] for goal in GOALS}
+        for name, result in results.items():
+            for workload, runs in result.first["workloads"].items():
+                for engine in [name for name in LINES if name in runs]:
+                    found, off = runs[engine]["numbers"], runs[engine]["deviation"]
+                    rows.append({"site": name, "workload": workload, "engine": engine, **_row(found, off)})
+                    if off is not None and not engine.startswith("real"):
+                        for goal in GOALS:
+                            offs[goal].append(off[goal])
+        return {"rows": rows, "worst": {goal: _worst(goal, found) for goal, found in offs.items()}}
+
+    def drawings(self, results: Mapping[str, Result]) -> Mapping[str, Drawing]:
+        return {
+            f"{name}-{workload}": Drawing(partial(_draw, result.cell.plan.duration_s, runs))
+            for name, result in results.items()
+            for workload, runs in result.first["workloads"].items()
+        }
+
+
+def _worst(goal: str, off: Sequence[float | None]) -> float:
+    """The largest deviation. Raises ValueError if one is unknown: a missing number is no agreement."""
+    known = [abs(one) for one in off if one is not None]
+    if not known or len(known) < len(off):
+        raise ValueError(f"{len(off) - len(known)} of {len(off)} deviations of {goal} are not known")
+    return max(known)
+
+
+def _row(numbers: Mapping[str, Any], off: Mapping[str, Any] | None) -> dict[str, Json]:
+    """A run's numbers and their deviations, which are empty for the engine that is the reference."""
+
+    def deviates(name: str, spec: str = "+.0%", factor: float = 1.0, unit: str = "") -> str:
+        return "" if off is None or off[name] is None else f"{factor * off[name]:{spec}}{unit}"
+
+    return {
+        **{name: numbers[name] for name in ("throughput", "hit_rate", "p50_s", "p99_s")},
+        **{f"{name}_off": deviates(name) for name in ("throughput", "p50_s", "p99_s")},
+        "service_off": deviates("service", ".1%"),
+        "hit_rate_off": deviates("hit_rate", "+.1f", 100, " points"),
+    }
+
+
+def _draw(duration_s: float, runs: Mapping[str, Json], canvas: "Canvas") -> None:
+    [axes] = style.panels(canvas, 1)
+    times = [duration_s * (point + 1) / CURVE_POINTS for point in range(CURVE_POINTS)]
+    for engine, one in runs.items():
+        for place, (client, curve) in enumerate(one["curves"].items()):
+            name = f"{client}, {engine}" if place == 0 else None
+            axes.plot(
+                times, curve, LINES[engine], color=style.client_colour(place), linewidth=1.3, label=name
+            )
+    style.label(axes, "time (s)", "service received (units)")
+
+
+def _traffic(engines: Sequence[str], time_scale: float = 1.0) -> TrafficSpec:
+    return TrafficSpec(
+        "one-bad-client", {"engines": list(engines), "time_scale": time_scale, "scale": asdict(SMALL)}
+    )
+
+
+class _Validate:
+    """One cell: all its workloads on all its engines."""
+
+    def __init__(self, cell: Cell, seed: str, engines: ValidatedEngines, folder: Path) -> None:
+        self._cell, self._seed, self._engines, self._folder = cell, seed, engines, folder
+        self._site, self._plan = cell.site, cell.plan
+        self._scale = Scale(**cell.traffic.arguments["scale"])
+        self._rates: dict[str, float] = {}
+        self.runs: dict[str, dict[str, Run]] = {workload: {} for workload in WORKLOADS}
+
+    async def run(self) -> dict[str, Json]:
+        """What is kept of it."""
+        calibration = None
+        names = self._engines.names
+        if "real" in names:
+            with self._cluster("real") as cluster:
+                calibration = await self._calibrate(cluster)
+                self._find_rates()
+                for engine in ("real", "real again"):
+                    await self._drive(cluster, engine)
+        else:
+            self._site = replace(self._site, cost_model=self._scaled())
+            self._find_rates()
+        with self._cluster("emulated") as cluster:
+            await self._drive(cluster, "emulated")
+        for workload in WORKLOADS:
+            clients = self._clients(workload, PackedCodec())
+            self.runs[workload]["simulated"] = simulate(self._site, clients, self._plan, seed=self._seed)
+        return {
+            "calibration": calibration,
+            "hop_s": self._site.hop_s,
+            "rates_per_s": self._rates,
+            "workloads": {workload: compared(names, self.runs[workload]) for workload in WORKLOADS},
+        }
+
+    # ---- the engines
+
+    async def _calibrate(self, cluster: Cluster) -> dict[str, Any]:
+        """Measure the replica, and take the measurement for the site's cost model."""
+        found = await calibrate(
+            cluster.replicas[0], longest_tokens=LONGEST_TOKENS, seed=int(self._seed), say=_say
+        )
+        path = self._folder / "calibration.json"
+        path.write_text(json.dumps(found), encoding="utf-8")
+        self._site = replace(self._site, cost_model=str(path), hop_s=found["hop_s"])
+        return {name: found[name] for name in ("cost_model", "fit", "scheduling_s", "hop_s", "server")}
+
+    def _scaled(self) -> str:
+        """The site's cost model at the emulated engine's pace, as a file."""
+        told = {
+            "kind": "scaled",
+            "factor": self._engines.time_scale,
+            "model": to_json(self._site.make_cost_model()),
+        }
+        path = self._folder / "scaled.json"
+        path.write_text(json.dumps(told), encoding="utf-8")
+        return str(path)
+
+    @contextmanager
+    def _cluster(self, engine: str) -> Iterator[Cluster]:
+        site = self._site
+        emulated = engine == "emulated"
+        arguments = ["--max-running-requests", str(site.max_running)]
+        arguments += ["--chunked-prefill-size", str(site.chunked_prefill_tokens)]
+        if site.kv_tokens is not None:
+            arguments += ["--max-total-tokens", str(site.kv_tokens)]
+        if engine == "real":
+            arguments += ["--disable-overlap-schedule"]
+        start = SpawnCluster(
+            replicas=site.replicas,
+            model="llama-3.1-8b" if emulated else site.model,
+            log_folder=self._folder,
+            device="auto" if emulated else "cpu",
+            engine="emulated" if emulated else "auto",
+            gpu="a100-80g" if emulated else None,
+            cost_model=site.cost_model if emulated else None,
+            quantum=site.quantum,
+            worker_quantum=site.worker_quantum,
+            replica_arguments=tuple(arguments),
+        )
+        with start(site.placement, site.policy) as cluster:
+            verify(cluster, site.placement, site.policy)
+            yield cluster
+
+    async def _drive(self, cluster: Cluster, engine: str) -> None:
+        for workload in WORKLOADS:
+            await asyncio.to_thread(flush, cluster)
+            clients = self._clients(workload, BYTES)
+            manifest = describe(self._site, clients, self._plan, seed=self._seed, workload=workload)
+            with Records(None, manifest) as records:
+                tag = f"@{workload}.{engine}".replace(" ", "-")
+                replicas = {f"r{place}": url for place, url in enumerate(cluster.replicas)}
+                await Driver(
+                    Endpoint(cluster.gateway), clients, self._plan, records, replicas=replicas, tag=tag
+                ).run()
+            self.runs[workload][engine] = records.run
+            _say(f"{engine} on {workload}: {len(records.run.requests)} requests")
+
+    # ---- the traffic
+
+    def _find_rates(self) -> None:
+        """Of each client, programs a second: a part of what the simulated site can do of well-behaved programs."""
+        for workload in WORKLOADS:
+            each = 16 if SCENARIOS[workload].app == "judge" else 4
+            clients = self._clients(workload, PackedCodec(), rate_per_s=1000.0, with_bad=False)
+            plan = Plan(duration_s=600.0, programs_per_client=each, drain_s=None)
+            burst = simulate(self._site, clients, plan, seed=self._seed)
+            last_s = max(program.t_done_s or 0.0 for program in burst.programs)
+            load = LOADS[SCENARIOS[workload].app]
+            rate = load * len(burst.programs) / last_s / (self._scale.good_clients + 1)
+            self._rates[workload] = float(f"{rate:.3g}")
+
+    def _clients(
+        self, workload: str, codec: Codec, *, rate_per_s: float | None = None, with_bad: bool = True
+    ) -> tuple[Client, ...]:
+        return SCENARIOS[workload].clients(
+            scale=self._scale,
+            rate_per_s=self._rates[workload] if rate_per_s is None else rate_per_s,
+            codec=codec,
+            first_s=0.0,
+            seed=self._seed,
+            with_bad=with_bad,
+        )
+
+
+# ---- what is compared
+
+
+def compared(names: Sequence[str], runs: Mapping[str, Run]) -> dict[str, Json]:
+    """Numbers and curves of each run, and how far they are from the real engine's: from the mean of its runs, or,
+    where there is none, from the first run."""
+    told = {name: {"numbers": numbers(runs[name]), "curves": curves(runs[name])} for name in names}
+    real = [told[name] for name in names if name.startswith("real")] or [told[names[0]]]
+    return {
+        name: one | {"deviation": None if real == [one] else deviation(real, one)}
+        for name, one in told.items()
+    }
+
+
+def numbers(run: Run) -> dict[str, Json]:
+    """One run in a few numbers; latencies are of the well-behaved clients' programs."""
+    found = summarize(run)
+    return {
+        "throughput": found.throughput_tokens_per_s,
+        "hit_rate": found.hit_rate,
+        "p50_s": found.well_behaved_p50_s,
+        "p99_s": found.well_behaved_p99_s,
+        "jain": found.jain,
+        "ok": found.ok,
+        "failed": found.failed,
+        "cancelled": found.cancelled,
+    }
+
+
+def curves(run: Run) -> dict[str, list[float]]:
+    """Of each client, the service it had received at `CURVE_POINTS` times, evenly to the end of arrivals."""
+    meters = Meters.of(run, sorted(run.manifest.clients)).actual
+    assert meters is not None, "engines tell what was cached"
+    step_s = run.manifest.duration_s / CURVE_POINTS
+    return {
+        name: [curve.at(step_s * (point + 1)) for point in range(CURVE_POINTS)]
+        for name, curve in meters.items()
+    }
+
+
+def deviation(reference: Sequence[Mapping[str, Any]], other: Mapping[str, Any]) -> dict[str, float | None]:
+    """How far `other` is from the mean of `reference`: relative, but the hit rate's. `service` is the largest
+    distance between two curves of one client at any time, as a part of all clients' service at the end."""
+    mine = {
+        name: [fmean(values) for values in zip(*(each["curves"][name] for each in reference), strict=True)]
+        for name in other["curves"]
+    }
+    total = sum(curve[-1] for curve in mine.values())
+    apart = max(abs(a - b) for name in mine for a, b in zip(mine[name], other["curves"][name], strict=True))
+
+    def mean(name: str) -> float | None:
+        known = [each["numbers"][name] for each in reference if each["numbers"][name] is not None]
+        return fmean(known) if known else None
+
+    def relative(name: str) -> float | None:
+        expected, found = mean(name), other["numbers"][name]
+        return found / expected - 1 if expected and found is not None else None
+
+    expected_hits, hits = mean("hit_rate"), other["numbers"]["hit_rate"]
+    return {
+        "service": apart / total if total else None,
+        "throughput": relative("throughput"),
+        "hit_rate": None if expected_hits is None or hits is None else hits - expected_hits,
+        "p50_s": relative("p50_s"),
+        "p99_s": relative("p99_s"),
+    }
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
