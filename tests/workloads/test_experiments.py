@@ -394,7 +394,7 @@ def test_the_command_runs_shows_and_writes_the_page(tmp_path, capsys):
 def test_the_command_ends_with_1_after_a_failure(tmp_path, capsys):
     odd = {"odd": Odd([("a", {"x": 1}), ("b", {"fails": True})])}
     assert main(["odd", "--quick", "--jobs", "0", "--out", str(tmp_path)], experiments=odd) == 1
-    assert "reproduce: odd b: RuntimeError: it is broken" in capsys.readouterr().err
+    assert "sglang-fair reproduce: odd b: RuntimeError: it is broken" in capsys.readouterr().err
 
 
 class Broken(Odd):
@@ -412,7 +412,7 @@ class Unexplained(Odd):
 
 @pytest.mark.parametrize(
     ("kind", "status", "says"),
-    [(Broken, 1, "odd: No report: KeyError: 'gone'"), (Unexplained, 0, "nobody says why this does not")],
+    [(Broken, 1, "odd: No report: KeyError: 'gone'"), (Unexplained, 0, "no words say why this does not")],
 )
 def test_what_is_not_explained_is_not_published(kind, status, says, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(words, "words_file", lambda _: Path(odd_experiments.__file__).with_suffix(".yaml"))
@@ -428,7 +428,7 @@ def test_what_is_not_explained_is_not_published(kind, status, says, tmp_path, ca
 @pytest.mark.parametrize("given", [[], ["nothing"], ["all", "--publish", "--quick"], ["all", "--jobs", "-1"]])
 def test_the_command_refuses_what_cannot_be_meant(given, capsys):
     assert main(given, experiments={"odd": Odd(CELLS)}) == 2
-    assert capsys.readouterr().err.startswith("reproduce: ")
+    assert capsys.readouterr().err.startswith("sglang-fair reproduce: ")
 
 
 def test_the_command_lists(tmp_path, capsys):

@@ -5,13 +5,13 @@ sglang-fair reproduce vtc-fig3 'dlpm-*' --quick
 sglang-fair reproduce all --publish
 """
 
-import argparse
 import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Annotated
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sglang_fair.common.provenance import cores, machine, versions
+from sglang_fair.settings.commands import Argument, Mistake, Option, run
 from workloads.experiments import EXPERIMENTS, results, runner, store
 from workloads.experiments.contract import Experiment, Measured, Size
 from workloads.experiments.model_validation import Validation
@@ -27,50 +28,108 @@ from workloads.experiments.runner import CarryOut, Failed, Job, Made, Watch
 from workloads.experiments.words import heading
 from workloads.terminal import FILE_COLUMNS, interrupted
 
+NAME = "sglang-fair reproduce"
 DOCS = Path("docs")
 PAGE, PUBLISHED = DOCS / "results.md", DOCS / "results"
+CORES = cores()
 
 
 def on_page(experiments: Mapping[str, Experiment]) -> dict[str, Experiment]:
-    """Those and, if it has records, how far the models are from what they model: that one is run by itself."""
+    """All experiments that the page shows: these, and the validation, which runs by itself."""
     return {**experiments, Validation.id: Validation()}
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="sglang-fair reproduce",
-        description="Run the papers' experiments in the simulator. What has a record already is kept.",
+def main(
+    argv: Sequence[str] | None = None,
+    *,
+    experiments: Mapping[str, Experiment] = EXPERIMENTS,
+    carry_out: CarryOut | None = None,
+) -> int:
+    """The command. Status 0 when all cells have records and make a report, 1 when one failed, 2 for bad input, 130
+    after Ctrl-C. `carry_out` runs the cells in place of `--jobs` processes."""
+
+    def reproduce(
+        ids: Annotated[
+            list[str] | None,
+            Argument(
+                metavar="ID",
+                help="Experiments, as --list names them; * stands for anything, all for all.",
+            ),
+        ] = None,
+        quick: Annotated[
+            bool, Option("--quick", help="Smaller and shorter: a smoke test, not the results.")
+        ] = False,
+        jobs: Annotated[int, Option(min=0, metavar="N", help="Processes; 0 runs in this one.")] = CORES,
+        out: Annotated[
+            Path | None,
+            Option(metavar="DIR", help="Default: results/reproduce, with --quick results/reproduce-quick."),
+        ] = None,
+        again: Annotated[bool, Option("--again", help="Run also what has a record.")] = False,
+        only_list: Annotated[
+            bool, Option("--list", help="Name the experiments, what they show, and what they cost.")
+        ] = False,
+        page: Annotated[
+            Path | None,
+            Option(metavar="FILE", help="Write the page of results from the records in --out."),
+        ] = None,
+        publish: Annotated[
+            bool,
+            Option(
+                "--publish",
+                help=f"Write {PUBLISHED}/*.json and the plots there, and {PAGE} from these records.",
+            ),
+        ] = False,
+    ) -> int:
+        """Run the papers' experiments in the simulator. What has a record already is kept."""
+        console = Console(width=None if sys.stdout.isatty() else FILE_COLUMNS, highlight=False)
+        size: Size = "quick" if quick else "full"
+        folder = out or Path("results") / ("reproduce-quick" if quick else "reproduce")
+        previous = signal.signal(signal.SIGTERM, interrupted)
+        try:
+            if only_list:
+                console.print(listing(chosen(ids or ["all"], experiments), folder, size))
+                return 0
+            if not ids and not (page or publish):
+                raise ValueError("name experiments, or all; --list names them")
+            if publish and quick:
+                raise ValueError("quick records are no results: --publish goes without --quick")
+            if publish and not DOCS.is_dir():
+                raise ValueError(
+                    f"--publish writes to {DOCS}/, which is not here: run it from the project's root"
+                )
+            asked = chosen(ids or (), experiments)
+            how = carry_out or (runner.in_processes(jobs) if jobs else runner.here(experiments))
+            failed = _make_records(asked, size, folder, how, again=again, console=console)
+            reported = _show_reports(asked or experiments, folder, console)
+            if page:
+                known = on_page(experiments)
+                store.replace_text(page, results.page(store.read_folder(folder, known), known))
+                console.print(f"wrote {page}")
+            if publish:
+                _publish(reported, experiments, console)
+        except (OSError, ValueError) as error:
+            raise Mistake(str(error)) from error
+        except KeyboardInterrupt:
+            print(f"{NAME}: interrupted; the same command goes on with what is missing", file=sys.stderr)
+            return 130
+        finally:
+            signal.signal(signal.SIGTERM, previous)
+        errors = [f"{job.name}: {outcome.error}" for job, outcome in failed]
+        errors += [f"{one.experiment.id}: {one.lacks}" for one in reported if one.error]
+        for text in errors:
+            print(f"{NAME}: {text}", file=sys.stderr)
+        return 1 if errors else 0
+
+    return run(
+        reproduce,
+        NAME,
+        argv,
         epilog="Records, and plots as PNG and SVG, go to --out; a run that was interrupted goes on from there.",
     )
-    say = parser.add_argument
-    say(
-        "ids",
-        nargs="*",
-        metavar="ID",
-        help="experiments, as --list names them; * stands for anything, all for all",
-    )
-    say("--quick", action="store_true", help="smaller and shorter: a smoke test, not the results")
-    say("--jobs", type=int, default=cores(), metavar="N", help="processes (default: one a core)")
-    say(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="default: results/reproduce, with --quick results/reproduce-quick",
-    )
-    say("--again", action="store_true", help="run also what has a record")
-    say("--list", action="store_true", help="name the experiments, what they show, and what they cost")
-    say("--page", type=Path, metavar="FILE", help="write the page of results from the records in --out")
-    say(
-        "--publish",
-        action="store_true",
-        help=f"write {PUBLISHED}/*.json and the plots there, and {PAGE} from these records",
-    )
-    return parser.parse_args(argv)
 
 
 def chosen(patterns: Sequence[str], experiments: Mapping[str, Experiment]) -> dict[str, Experiment]:
-    """Those that the patterns name, in the registry's order. Raises ValueError for one that names none."""
+    """The experiments that match a pattern, in the registry's order. Raises ValueError for one that matches none."""
     for pattern in patterns:
         if pattern != "all" and not any(fnmatchcase(name, pattern) for name in experiments):
             raise ValueError(f"no experiment {pattern!r}: --list names them")
@@ -81,46 +140,8 @@ def chosen(patterns: Sequence[str], experiments: Mapping[str, Experiment]) -> di
     }
 
 
-def main(
-    argv: Sequence[str] | None = None,
-    *,
-    experiments: Mapping[str, Experiment] = EXPERIMENTS,
-    carry_out: CarryOut | None = None,
-) -> int:
-    """The command. Status 0 when all cells have records and make a report, 1 when one failed, 2 for bad input, 130
-    after Ctrl-C."""
-    given = parse(argv)
-    console = Console(width=None if sys.stdout.isatty() else FILE_COLUMNS, highlight=False)
-    size: Size = "quick" if given.quick else "full"
-    folder = given.out or Path("results") / ("reproduce-quick" if given.quick else "reproduce")
-    previous = signal.signal(signal.SIGTERM, interrupted)
-    try:
-        if given.list:
-            console.print(listing(chosen(given.ids or ["all"], experiments), folder, size))
-            return 0
-        _check(given)
-        mine = chosen(given.ids, experiments)
-        how = carry_out or (runner.in_processes(given.jobs) if given.jobs else runner.here(experiments))
-        failed = _run(mine, size, folder, how, again=given.again, console=console)
-        told = _present(mine, size, folder, given, console, experiments)
-    except (OSError, ValueError) as error:
-        print(f"reproduce: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("reproduce: interrupted; the same command goes on with what is missing", file=sys.stderr)
-        return 130
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-    for job, what in failed:
-        print(f"reproduce: {job.name}: {what.error}", file=sys.stderr)
-    unreported = [one for one in told if one.error]
-    for one in unreported:
-        print(f"reproduce: {one.experiment.id}: {one.lacks}", file=sys.stderr)
-    return 1 if failed or unreported else 0
-
-
 def listing(experiments: Mapping[str, Experiment], folder: Path, size: Size) -> Table:
-    """Every experiment: where it is from, how much there is to simulate, and how long that took last time."""
+    """Every experiment: its source, how much there is to simulate, and how long that took last time."""
     view = Table(title=f"experiments ({size}); records in {folder}", title_justify="left")
     for column in ("id", "source", "shows"):
         view.add_column(column)
@@ -131,10 +152,11 @@ def listing(experiments: Mapping[str, Experiment], folder: Path, size: Size) -> 
         there = len(jobs) - len(runner.missing(jobs, folder))
         took_s = sum(record.wall_s for record in store.read_folder(folder, [name]))
         simulated_h = sum(job.cell.simulated_s for job in jobs) / 3600
+        said = heading(experiment)
         view.add_row(
             name,
-            heading(experiment).source,
-            heading(experiment).title,
+            said.source,
+            said.title,
             str(len(jobs)),
             str(there),
             f"{simulated_h:.1f}",
@@ -143,19 +165,7 @@ def listing(experiments: Mapping[str, Experiment], folder: Path, size: Size) -> 
     return view
 
 
-def _check(given: argparse.Namespace) -> None:
-    """Raises ValueError for what cannot be meant."""
-    if not given.ids and not (given.page or given.publish):
-        raise ValueError("name experiments, or all; --list names them")
-    if given.jobs < 0:
-        raise ValueError("--jobs must be at least 1, or 0 to run in this process")
-    if given.publish and given.quick:
-        raise ValueError("quick records are no results: --publish goes without --quick")
-    if given.publish and not DOCS.is_dir():
-        raise ValueError(f"--publish writes to {DOCS}/, which is not here: run it from the project's root")
-
-
-def _run(
+def _make_records(
     experiments: Mapping[str, Experiment],
     size: Size,
     folder: Path,
@@ -164,14 +174,14 @@ def _run(
     again: bool,
     console: Console,
 ) -> list[tuple[Job, Failed]]:
-    """Make the records that are missing."""
+    """Run the cells that have no record yet. Returns what failed."""
     jobs = runner.jobs_of(experiments, size)
     todo = jobs if again else runner.missing(jobs, folder)
     if len(todo) < len(jobs):
         console.print(f"{len(jobs) - len(todo)} of {len(jobs)} runs have a record in {folder}")
     if not todo:
         return []
-    with _Shown(todo, console) as view:
+    with _RunProgress(todo, console) as view:
         return runner.run(
             todo,
             folder=folder,
@@ -183,52 +193,39 @@ def _run(
         )
 
 
-def _present(
-    mine: Mapping[str, Experiment],
-    size: Size,
-    folder: Path,
-    given: argparse.Namespace,
-    console: Console,
-    experiments: Mapping[str, Experiment],
+def _show_reports(
+    experiments: Mapping[str, Experiment], folder: Path, console: Console
 ) -> list[results.Reported]:
-    """Claims on the console, plots beside the records; the page and what is published, where asked for. Returns
-    what was reported."""
-    told = results.reports(store.read_folder(folder, mine or experiments), mine or experiments)
-    for one in told:
+    """Print the claims, and draw the plots beside the records."""
+    reported = results.reports(store.read_folder(folder, experiments), experiments)
+    for one in reported:
         if one.report is not None:
             console.print(claims_table(one))
-    _draw(told, folder / "plots", ("png", "svg"), console)
-    if given.page:
-        known = on_page(experiments)
-        text = results.page(store.read_folder(folder, known), known)
-        store.replace_text(given.page, text)
-        console.print(f"wrote {given.page}")
-    if given.publish:
-        publish(told, experiments, console)
-    return told
+    _draw(reported, folder / "plots", ("png", "svg"), console)
+    return reported
 
 
-def publish(
-    told: Sequence[results.Reported], experiments: Mapping[str, Experiment], console: Console
+def _publish(
+    reported: Sequence[results.Reported], experiments: Mapping[str, Experiment], console: Console
 ) -> None:
-    """Records of `told` into the documentation, and plots and the page from all records there. Raises ValueError,
-    before anything is written, where there is no report, or a claim fails and nobody says why."""
-    for one in told:
+    """Write the records into the documentation, then plots and the page from all records there. Raises ValueError,
+    before anything is written, where there is no report, or a claim does not hold and no words say why."""
+    for one in reported:
         if one.report is None:
             raise ValueError(f"{one.experiment.id}: {one.lacks} Nothing is published")
         for claim in one.report.claims:
             if claim.holds != "yes" and not claim.why:
-                raise ValueError(f"{one.experiment.id}: nobody says why this does not hold: {claim.text}")
-    for one in told:
+                raise ValueError(f"{one.experiment.id}: no words say why this does not hold: {claim.text}")
+    for one in reported:
         store.publish(PUBLISHED, one.records)
     records, known = store.read_published(PUBLISHED), on_page(experiments)
     _draw(results.reports(records, known), PUBLISHED, ("png",), console)
     store.replace_text(PAGE, results.page(records, known))
-    console.print(f"wrote {PAGE} and {PUBLISHED}/ of {len(told)} experiments")
+    console.print(f"wrote {PAGE} and {PUBLISHED}/ of {len(reported)} experiments")
 
 
 def claims_table(one: results.Reported) -> Table:
-    """What an experiment claims, as people read it."""
+    """An experiment's claims for the terminal."""
     assert one.report is not None
     view = Table(title=f"{one.experiment.id}: {one.heading.title}", title_justify="left")
     for column in ("claim", "paper", "here", "holds"):
@@ -238,9 +235,11 @@ def claims_table(one: results.Reported) -> Table:
     return view
 
 
-def _draw(told: Sequence[results.Reported], folder: Path, suffixes: Sequence[str], console: Console) -> None:
+def _draw(
+    reported: Sequence[results.Reported], folder: Path, suffixes: Sequence[str], console: Console
+) -> None:
     try:
-        written = results.draw(told, folder, suffixes)
+        written = results.draw(reported, folder, suffixes)
     except ImportError as error:
         console.print(f"no plots: {error}")
     else:
@@ -248,8 +247,8 @@ def _draw(told: Sequence[results.Reported], folder: Path, suffixes: Sequence[str
             console.print(f"{len(written)} plots in {folder}")
 
 
-class _Shown:
-    """How far the runs are: on a terminal a bar with the cells under way, elsewhere a line for each that ended."""
+class _RunProgress:
+    """Shows how far the runs are: a bar and the runs under way on a terminal, elsewhere a line for each that ended."""
 
     def __init__(self, jobs: Sequence[Job], console: Console) -> None:
         self._console, self._total, self._done = console, len(jobs), 0
@@ -265,7 +264,7 @@ class _Shown:
         self._task = self._bar.add_task("", total=1.0)
         self._live = Live(console=console, transient=True, get_renderable=self._render, refresh_per_second=2)
 
-    def __enter__(self) -> "_Shown":
+    def __enter__(self) -> "_RunProgress":
         if self._console.is_terminal:
             self._live.start()
         return self
