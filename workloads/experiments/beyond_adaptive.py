@@ -28,7 +28,7 @@ SINGLE_PER_S = 9.0
 
 
 def shifting(phase_s: float) -> TrafficSpec:
-    """Three clients alike and one that wants more: single requests, then trees, then single requests."""
+    """Three equal clients and one that asks for more. They send single requests, then trees, then single requests."""
     single = {"kind": "shared", "of": "", "prefix": 256, "input": 256, "output": 256, "requests": 1}
     rate = float(f"{LOAD * SINGLE_PER_S / 5:.4g}")
     trees = float(f"{LOAD * dlpm.TOT2.capacity_per_s / 3:.4g}")

@@ -1,4 +1,4 @@
-"""A prefix that several clients need: who pays for it, and what does each get?"""
+"""A prefix that several clients need: which client pays for it, and what does each get?"""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -67,7 +67,7 @@ class Payers(dlpm.A10GExperiment):
         ]
 
     def run(self, cell: Cell, seed: str) -> Measured:
-        """As always, and with the replica's own books, which say who paid whom."""
+        """Simulate, and also keep the replica's own accounts, which say who paid whom."""
         clients = self.clients(cell, seed)
         manifest = describe(cell.site, clients, cell.plan, seed=seed, workload=cell.traffic.name)
         with Records(None, manifest) as records:

@@ -1,4 +1,4 @@
-"""A production mix on eight A100: hundreds of clients as ServeGen has them, prefixes as Mooncake has them."""
+"""A production mix on eight A100: hundreds of clients after ServeGen's profiles, prefixes after Mooncake's trace."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -66,14 +66,14 @@ BESIDE = {
 
 
 def traffic(replicas: int, duration_s: float, clients: int) -> TrafficSpec:
-    """`LOAD` times what so many replicas complete."""
+    """Clients that ask for `LOAD` times what `replicas` replicas complete."""
     rate = float(f"{LOAD * CAPACITY_PER_S * replicas:.4g}")
     return TrafficSpec("production", {"rate_per_s": rate, "duration_s": duration_s, "clients": clients})
 
 
 def clients(spec: TrafficSpec, seed: str) -> list[Client]:
-    """The mix, with stand-ins for the traces' files so that it is the same everywhere. Well-behaved is who asks
-    for less than an equal share of what the cluster does."""
+    """The mix, made from a seed in place of the traces' files, so that it is the same everywhere. A client is
+    well-behaved if it asks for less than an equal share of what the cluster does."""
     arguments = spec.arguments
     senders = mix(
         servegen(),

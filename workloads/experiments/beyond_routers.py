@@ -1,4 +1,4 @@
-"""Two routers that do not know of each other, clients of weights 4 and 1: do replicas still serve 4 : 1?"""
+"""Two routers that do not know of each other, and clients of weights 4 and 1: do replicas still serve them 4 : 1?"""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""All eleven placements over DLPM: which one should hand out requests?"""
+"""All eleven placements over DLPM: which one is best?"""
 
 from collections.abc import Mapping, Sequence
 from math import exp, log
@@ -25,11 +25,11 @@ LENGTHS_S: Mapping[str, tuple[float, float]] = {
     PRODUCTION: (120.0, 20.0),
     "tot-s1": (45.0, 0.0),
 }
-"""Of arrivals, by workload: in full and quick; 0: not run."""
+"""Seconds of arrivals by workload, in full and quick; 0 where a workload is left out."""
 
 DEFAULT, CENTRAL = "d2lpm", "centralized_dlpm"
 FAIR = ("d2lpm", "d2lpm-tokens", "d2lpm-time", "client_round_robin", CENTRAL)
-"""Placements with a bound on what clients' services differ by."""
+"""Placements that bound the difference between the services of clients."""
 
 
 def site(placement: str, workload: str, replicas: int = REPLICAS) -> Site:
@@ -55,7 +55,7 @@ def first_tokens(workload: str) -> bool:
 
 
 def latency(workload: str, percent: int) -> str:
-    """Where the latency of the well-behaved clients is kept."""
+    """The field with the latency of the well-behaved clients."""
     return f"{'ttft_' if first_tokens(workload) else ''}p{percent}_s"
 
 
@@ -162,20 +162,13 @@ def _against_default(results: Mapping[str, Result], placement: str, what: str) -
 def _draw(canvas: "Canvas", results: Mapping[str, Result]) -> None:
     upper, lower = canvas.subplots(2, 1, sharex=True)
     workloads = _workloads(results)
-    width = 0.8 / len(workloads)
+    colours = {workload: style.client_colour(place) for place, workload in enumerate(workloads)}
     for axes, what, unit in ((upper, "tokens_per_s", "tokens/s, × D2LPM"), (lower, "p99_s", "P99, × D2LPM")):
-        for place, workload in enumerate(workloads):
-            offset = (place - (len(workloads) - 1) / 2) * width
-            axes.bar(
-                [k + offset for k in range(len(PLACEMENTS))],
-                [_ratio(results, placement, workload, what) for placement in PLACEMENTS],
-                width * 0.92,
-                label=workload,
-                color=style.client_colour(place),
-            )
+        heights = {
+            workload: [_ratio(results, placement, workload, what) for placement in PLACEMENTS]
+            for workload in workloads
+        }
+        style.bars(axes, list(PLACEMENTS), heights, unit=unit, colours=colours, legend=False)
         axes.axhline(1.0, color="black", linewidth=0.8)
-        axes.set_ylabel(unit)
-        axes.grid(visible=True, axis="y", color="#e6e6e6", linewidth=0.6)
-        axes.set_axisbelow(True)
     upper.legend(fontsize=8, ncols=len(workloads))
     lower.set_xticks(range(len(PLACEMENTS)), list(PLACEMENTS), rotation=25, ha="right", fontsize=8)

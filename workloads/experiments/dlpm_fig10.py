@@ -1,4 +1,4 @@
-"""DLPM, Figure 10: what Q^w, the stretch for which a client may stick to a worker, does to throughput and fairness."""
+"""DLPM, Figure 10: what Q^w, which limits how long a client may stay at a worker, does to throughput and fairness."""
 
 from collections.abc import Mapping, Sequence
 from statistics import median

@@ -5,14 +5,13 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from workloads.clients import SCENARIOS, Client
+from workloads.clients import SCENARIOS
 from workloads.experiments import dlpm_fig7_setting as setting
 from workloads.experiments import style
 from workloads.experiments.claims import Drawing, shown
-from workloads.experiments.contract import SEEDS, Cell, Json, Result, Simulated, Size
+from workloads.experiments.contract import SEEDS, Cell, Json, Result, Size
 from workloads.experiments.curves import Line
 from workloads.experiments.dlpm_fig7_setting import KINDS, SCHEDULERS, is_cut, latency, shown_latency
-from workloads.records import Run
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
@@ -23,7 +22,7 @@ PANELS = (("qa-s1", "tot-s1", "judge-s1"), ("qa-s2", "tot-s2", "judge-s2"))
 NUMBERS = (1, 2, 4, 8)
 """Of GPUs. With the largest there is one seed, with the others there are three."""
 
-LENGTH_S, DRAIN_S, MAX_RUNNING = 240.0, setting.DRAIN_S, setting.MAX_RUNNING
+LENGTH_S = 240.0
 
 AHEAD = 0.01
 """Throughputs that differ by less count as equal."""
@@ -31,7 +30,7 @@ SAME_INDEX = 0.005
 """Jain's indices that differ by less count as equal."""
 
 
-class Figure7(Simulated):
+class Figure7(setting.ScenarioExperiment):
     id = "dlpm-fig7"
 
     def cells(self, size: Size) -> Sequence[Cell]:
@@ -52,12 +51,6 @@ class Figure7(Simulated):
             for scheduler, chosen in SCHEDULERS.items()
             if chosen.single or replicas > 1
         ]
-
-    def clients(self, cell: Cell, seed: str) -> Sequence[Client]:
-        return setting.clients(cell, seed)
-
-    def measure(self, cell: Cell, run: Run) -> Mapping[str, Json]:
-        return setting.observe(run)
 
     def values(self, results: Mapping[str, Result]) -> Mapping[str, Json]:
         grid = Grid(results)

@@ -4,12 +4,11 @@ all rates follow."""
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from workloads.clients import SCENARIOS, Client
+from workloads.clients import SCENARIOS
 from workloads.experiments import dlpm_fig7_setting as setting
 from workloads.experiments.claims import shown
-from workloads.experiments.contract import Cell, Json, Result, Simulated, Size, TrafficSpec
+from workloads.experiments.contract import Cell, Json, Result, Size, TrafficSpec
 from workloads.experiments.dlpm_fig7_setting import KINDS, LOAD
-from workloads.records import Run
 
 SCENARIO, REPLICAS = "tot-s1", 2
 COMPARED = ("d2lpm", "rr", "vtc")
@@ -58,7 +57,7 @@ VARIANTS: Mapping[str, SettingVariant] = {
 }
 
 
-class Sensitivity(Simulated):
+class Sensitivity(setting.ScenarioExperiment):
     id = "dlpm-fig7-load"
 
     def cells(self, size: Size) -> Sequence[Cell]:
@@ -73,12 +72,6 @@ class Sensitivity(Simulated):
                 if scheduler == "d2lpm" or not variant.changes_quanta
             ),
         ]
-
-    def clients(self, cell: Cell, seed: str) -> Sequence[Client]:
-        return setting.clients(cell, seed)
-
-    def measure(self, cell: Cell, run: Run) -> Mapping[str, Json]:
-        return setting.observe(run)
 
     def values(self, results: Mapping[str, Result]) -> Mapping[str, Json]:
         settings = [_gains(results, name) for name in VARIANTS if f"{name}-d2lpm" in results]

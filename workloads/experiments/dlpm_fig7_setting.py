@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from workloads.clients import SCENARIOS, Client, Scale
 from workloads.driver import Plan
-from workloads.experiments.contract import Cell, Json, Result, TrafficSpec
+from workloads.experiments.contract import Cell, Json, Result, Simulated, TrafficSpec
 from workloads.measures import ClientSummary, Percentile, summarize
 from workloads.programs import PackedCodec
 from workloads.records import Run
@@ -91,6 +91,16 @@ SCHEDULERS: Mapping[str, ComparedScheduler] = {
     "cache-aware": ComparedScheduler("cache_aware", "cache_aware", "lpm", single=False),
 }
 """By the last part of a cell's name. With one replica Preble and cache_aware are RR+LPM."""
+
+
+class ScenarioExperiment(Simulated):
+    """An experiment whose traffic is a scenario at a rate, and whose records have what Figure 7 measures."""
+
+    def clients(self, cell: Cell, seed: str) -> Sequence[Client]:
+        return clients(cell, seed)
+
+    def measure(self, cell: Cell, run: Run) -> Mapping[str, Json]:
+        return observe(run)
 
 
 def site(scheduler: str, kind: str, replicas: int, **more: Json) -> Site:

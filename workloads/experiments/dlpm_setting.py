@@ -160,6 +160,6 @@ def draw_bars(canvas: "Canvas", panels: Mapping[Panel, Mapping[str, Sequence[flo
 
 
 def points(axes: "Axes", places: Mapping[str, tuple[float, float]], *, marker: str = "D") -> None:
-    """One point for each scheduler, in its colour."""
+    """A point for each scheduler, in its colour."""
     for label, (x, y) in places.items():
         axes.plot([x], [y], marker, color=style.scheduler_colour(label), label=label, markersize=7)

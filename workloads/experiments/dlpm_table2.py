@@ -1,4 +1,4 @@
-"""DLPM, Table 2: what the workloads are like, whatever serves them."""
+"""DLPM, Table 2: lengths and common prefixes of the workloads' programs, without any engine."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -14,7 +14,7 @@ from workloads.statistics import statistics
 
 @dataclass(frozen=True, slots=True)
 class TableWorkload:
-    """A row of the table, and who sends such programs here."""
+    """A row of the paper's table, and a client that sends such programs."""
 
     title: str
     prefix_tokens: float

@@ -91,8 +91,8 @@ class Validation(Experiment):
         ]
 
     def run(self, cell: Cell, seed: str) -> Measured:
-        told = cell.traffic.arguments
-        engines = ValidatedEngines(tuple(told["engines"]), told["time_scale"])
+        asked = cell.traffic.arguments
+        engines = ValidatedEngines(tuple(asked["engines"]), asked["time_scale"])
         with TemporaryDirectory(prefix="validation-") as folder:
             found = asyncio.run(_Validate(cell, seed, engines, Path(folder)).run())
         return Measured(found, cell.simulated_s * len(WORKLOADS))
@@ -159,7 +159,7 @@ def _traffic(engines: Sequence[str], time_scale: float = 1.0) -> TrafficSpec:
 
 
 class _Validate:
-    """One cell: all its workloads on all its engines."""
+    """Runs one cell: all its workloads on all its engines."""
 
     def __init__(self, cell: Cell, seed: str, engines: ValidatedEngines, folder: Path) -> None:
         self._cell, self._seed, self._engines, self._folder = cell, seed, engines, folder
@@ -169,7 +169,7 @@ class _Validate:
         self.runs: dict[str, dict[str, Run]] = {workload: {} for workload in WORKLOADS}
 
     async def run(self) -> dict[str, Json]:
-        """What is kept of it."""
+        """Drive all engines. Returns the measured values."""
         calibration = None
         names = self._engines.names
         if "real" in names:
@@ -196,7 +196,7 @@ class _Validate:
     # ---- the engines
 
     async def _calibrate(self, cluster: Cluster) -> dict[str, Any]:
-        """Measure the replica, and take the measurement for the site's cost model."""
+        """Measure the replica, and use the measurement as the site's cost model."""
         found = await calibrate(
             cluster.replicas[0], longest_tokens=LONGEST_TOKENS, seed=int(self._seed), say=_say
         )
@@ -207,13 +207,13 @@ class _Validate:
 
     def _scaled(self) -> str:
         """The site's cost model at the emulated engine's pace, as a file."""
-        told = {
+        scaled = {
             "kind": "scaled",
             "factor": self._engines.time_scale,
             "model": to_json(self._site.make_cost_model()),
         }
         path = self._folder / "scaled.json"
-        path.write_text(json.dumps(told), encoding="utf-8")
+        path.write_text(json.dumps(scaled), encoding="utf-8")
         return str(path)
 
     @contextmanager
@@ -259,7 +259,7 @@ class _Validate:
     # ---- the traffic
 
     def _find_rates(self) -> None:
-        """Of each client, programs a second: a part of what the simulated site can do of well-behaved programs."""
+        """Set the clients' rates, in programs a second: a part of what the simulated site completes of good programs."""
         for workload in WORKLOADS:
             each = 16 if SCENARIOS[workload].app == "judge" else 4
             clients = self._clients(workload, PackedCodec(), rate_per_s=1000.0, with_bad=False)
@@ -287,18 +287,18 @@ class _Validate:
 
 
 def compared(names: Sequence[str], runs: Mapping[str, Run]) -> dict[str, Json]:
-    """Numbers and curves of each run, and how far they are from the real engine's: from the mean of its runs, or,
-    where there is none, from the first run."""
-    told = {name: {"numbers": numbers(runs[name]), "curves": curves(runs[name])} for name in names}
-    real = [told[name] for name in names if name.startswith("real")] or [told[names[0]]]
+    """Numbers and curves of each run, and their deviation from the mean of the real engine's runs, or from the first
+    run where there is no real one."""
+    found = {name: {"numbers": numbers(runs[name]), "curves": curves(runs[name])} for name in names}
+    real = [found[name] for name in names if name.startswith("real")] or [found[names[0]]]
     return {
         name: one | {"deviation": None if real == [one] else deviation(real, one)}
-        for name, one in told.items()
+        for name, one in found.items()
     }
 
 
 def numbers(run: Run) -> dict[str, Json]:
-    """One run in a few numbers; latencies are of the well-behaved clients' programs."""
+    """One run in a few numbers. Latencies are those of the well-behaved clients' programs."""
     found = summarize(run)
     return {
         "throughput": found.throughput_tokens_per_s,
@@ -313,9 +313,9 @@ def numbers(run: Run) -> dict[str, Json]:
 
 
 def curves(run: Run) -> dict[str, list[float]]:
-    """Of each client, the service it had received at `CURVE_POINTS` times, evenly to the end of arrivals."""
+    """Each client's service received so far, at `CURVE_POINTS` evenly spaced times up to the end of arrivals."""
     meters = Meters.of(run, sorted(run.manifest.clients)).actual
-    assert meters is not None, "engines tell what was cached"
+    assert meters is not None, "engines report what was cached"
     step_s = run.manifest.duration_s / CURVE_POINTS
     return {
         name: [curve.at(step_s * (point + 1)) for point in range(CURVE_POINTS)]

@@ -58,9 +58,9 @@ def sender(
     return {"name": name, "shape": dict(shape), "arrivals": arrivals, "well_behaved": well_behaved}
 
 
-def client(told: Mapping[str, Json], seed: str) -> Client:
+def client(sender: Mapping[str, Json], seed: str) -> Client:
     """The client that a sender describes. Its programs raise ValueError for an unknown shape."""
-    name, shape = told["name"], told["shape"]
+    name, shape = sender["name"], sender["shape"]
 
     def program(index: int) -> Program:
         return _program(shape, seed, name, index)
@@ -68,10 +68,10 @@ def client(told: Mapping[str, Json], seed: str) -> Client:
     return Client(
         name,
         program,
-        _arrivals(told["arrivals"]),
+        _arrivals(sender["arrivals"]),
         seed,
         app=shape["kind"],
-        well_behaved=told["well_behaved"],
+        well_behaved=sender["well_behaved"],
         requests=_requests(shape),
     )
 
@@ -88,13 +88,13 @@ def _requests(shape: Mapping[str, Json]) -> int | None:
             return None
 
 
-def _arrivals(told: Sequence[Sequence[float]] | Mapping[str, float]) -> Arrivals:
-    if isinstance(told, Mapping):
-        return EvenArrivals(told["even"], told["first_s"])
-    if len(told) == 1:
-        return GammaArrivals(told[0][0])
+def _arrivals(given: Sequence[Sequence[float]] | Mapping[str, float]) -> Arrivals:
+    if isinstance(given, Mapping):
+        return EvenArrivals(given["even"], given["first_s"])
+    if len(given) == 1:
+        return GammaArrivals(given[0][0])
     phases, start_s = [], 0.0
-    for rate_per_s, until_s in told:
+    for rate_per_s, until_s in given:
         phases.append((GammaArrivals(rate_per_s), until_s - start_s))
         start_s = until_s
     return PhasedArrivals(phases)

@@ -32,7 +32,7 @@ MINUTE_S, START_S = 60.0, 1e-3
 
 
 def sender(name: str, arrivals: Mapping[str, Json], input_tokens: int, output_tokens: int) -> dict[str, Json]:
-    """One client of a traffic."""
+    """One client that sends single requests of these lengths."""
     return {"name": name, "arrivals": dict(arrivals), "input": input_tokens, "output": output_tokens}
 
 
@@ -52,7 +52,7 @@ def on_off(rpm: float, on_s: float = 60.0, off_s: float = 60.0) -> dict[str, Jso
 
 
 def traffic(name: str, *senders: Mapping[str, Json]) -> TrafficSpec:
-    """These clients together."""
+    """The traffic of these clients."""
     return TrafficSpec(name, {"senders": [dict(one) for one in senders]})
 
 
@@ -71,29 +71,29 @@ class FromSenders(Simulated):
         return clients_of(cell.traffic, seed)
 
 
-def _client(told: Mapping[str, Json], seed: str) -> Client:
+def _client(one: Mapping[str, Json], seed: str) -> Client:
     return fixed_length_client(
-        told["name"],
-        input_tokens=told["input"],
-        output_tokens=told["output"],
-        arrivals=_arrivals(told["arrivals"]),
+        one["name"],
+        input_tokens=one["input"],
+        output_tokens=one["output"],
+        arrivals=_arrivals(one["arrivals"]),
         codec=PackedCodec(),
         seed=seed,
     )
 
 
-def _arrivals(told: Mapping[str, Json]) -> Arrivals:
-    match told["kind"]:
+def _arrivals(given: Mapping[str, Json]) -> Arrivals:
+    match given["kind"]:
         case "even":
-            return _even(told["rpm"] / MINUTE_S, told["waiting"])
+            return _even(given["rpm"] / MINUTE_S, given["waiting"])
         case "poisson":
-            return GammaArrivals(told["rpm"] / MINUTE_S)
+            return GammaArrivals(given["rpm"] / MINUTE_S)
         case "on-off":
-            return OnOffArrivals(_even(told["rpm"] / MINUTE_S), told["on_s"], told["off_s"])
+            return OnOffArrivals(_even(given["rpm"] / MINUTE_S), given["on_s"], given["off_s"])
         case "ramp":
-            return RampArrivals(told["rpm"] / MINUTE_S, told["to_rpm"] / MINUTE_S, told["over_s"])
+            return RampArrivals(given["rpm"] / MINUTE_S, given["to_rpm"] / MINUTE_S, given["over_s"])
         case "phases":
-            phases: Sequence[tuple[float, Mapping[str, Json]]] = told["phases"]
+            phases: Sequence[tuple[float, Mapping[str, Json]]] = given["phases"]
             return PhasedArrivals([(_arrivals(arrivals), duration_s) for duration_s, arrivals in phases])
         case kind:
             raise ValueError(f"no arrivals {kind!r}")

@@ -1,4 +1,4 @@
-"""How experiments draw: one colour for each scheduler on the whole page, and the few kinds of plot they need."""
+"""How experiments draw: each scheduler has one colour on the whole page, and there are a few kinds of plot."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -29,42 +29,42 @@ SCHEDULERS: Mapping[str, str] = {
     "DRR": "#6b705c",
     "RPM": "#b5838d",
 }
-"""By the name in a legend. VTC over several replicas is VTC's colour, whatever hands out its requests."""
+"""By the name in the legend. VTC keeps its colour over several replicas, whatever the placement."""
 
 CLIENTS = ("#20507d", "#d1682b", "#3c8c4f", "#8a4ea0", "#c2477f", "#8c6d1f", "#2a9d8f", "#777777")
-"""In the order of clients, where lines are clients and not schedulers."""
+"""For lines that are clients and not schedulers, in the clients' order."""
 
 
 def scheduler_colour(label: str) -> str:
-    """KeyError for a scheduler without a colour: give it one above."""
+    """Raises KeyError for a scheduler without a colour: give it one above."""
     return SCHEDULERS[label]
 
 
 def client_colour(place: int) -> str:
-    """Of the client at that place."""
+    """The colour of the client at that place."""
     return CLIENTS[place % len(CLIENTS)]
 
 
 def lines(axes: "Axes", curves: Mapping[str, Line], colours: Mapping[str, str], **more: object) -> None:
-    """One line for each curve, named in the legend. Where a value is missing, the line is broken."""
+    """One line for each curve, named in the legend. A missing value breaks the line."""
     for name, (times, values) in curves.items():
         gaps = [float("nan") if value is None else value for value in values]
         axes.plot(times, gaps, label=name, color=colours[name], linewidth=1.6, **more)  # type: ignore[arg-type]
 
 
 def client_lines(axes: "Axes", curves: Mapping[str, Line]) -> None:
-    """Lines of clients, in their order."""
+    """A line for each client, coloured by their order."""
     lines(axes, curves, {name: client_colour(place) for place, name in enumerate(curves)})
 
 
 def scheduler_lines(axes: "Axes", curves: Mapping[str, Line], **more: object) -> None:
-    """Lines of schedulers, each in its colour."""
+    """A line for each scheduler, in its colour."""
     lines(axes, curves, {name: scheduler_colour(name) for name in curves}, **more)
 
 
 def label(axes: "Axes", x: str, y: str, title: str = "", *, legend: bool = True) -> None:
-    """Name the axes, with units; values begin at 0 unless a logarithm is drawn. Panels that share an axis are
-    labelled when all are drawn: this fixes its limits."""
+    """Name the axes, with units. A linear y axis begins at 0. This fixes the limits, so draw all panels that share an
+    axis before the first is labelled."""
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     if title:
@@ -78,7 +78,7 @@ def label(axes: "Axes", x: str, y: str, title: str = "", *, legend: bool = True)
 
 
 def spans(figure: "Figure", start: float, end: float) -> None:
-    """All panels show this part of the x axis."""
+    """Show this part of the x axis in all panels."""
     for axes in figure.axes:
         axes.set_xlim(start, end)
 
@@ -97,7 +97,7 @@ def bars(
     colours: Mapping[str, str] = SCHEDULERS,
     legend: bool = True,
 ) -> None:
-    """A group of bars for each name on the x axis, a bar in it for each scheduler, or what else `colours` are of."""
+    """A group of bars for each name on the x axis, with a bar for each scheduler (or client, as `colours` says)."""
     width = 0.8 / max(1, len(values))
     for place, (name, heights) in enumerate(values.items()):
         axes.bar(
