@@ -259,7 +259,7 @@ class _Validate:
     # ---- the traffic
 
     def _find_rates(self) -> None:
-        """Set the clients' rates, in programs a second: a part of what the simulated site completes of good programs."""
+        """Set the clients' rates, in programs a second: a part of what the simulated site completes of good ones."""
         for workload in WORKLOADS:
             each = 16 if SCENARIOS[workload].app == "judge" else 4
             clients = self._clients(workload, PackedCodec(), rate_per_s=1000.0, with_bad=False)
