@@ -33,7 +33,7 @@ from workloads.experiments.contract import Cell, Experiment, Json, Measured, Res
 from workloads.measures import Meters, summarize
 from workloads.programs import Codec, PackedCodec, TokenCodec
 from workloads.records import Records, Run
-from workloads.runs.case import LOADS
+from workloads.runs.case import ComparisonCase, completed
 from workloads.simulation import Site, describe, simulate
 
 if TYPE_CHECKING:
@@ -164,8 +164,7 @@ class _Validate:
     def __init__(self, cell: Cell, seed: str, engines: ValidatedEngines, folder: Path) -> None:
         self._cell, self._seed, self._engines, self._folder = cell, seed, engines, folder
         self._site, self._plan = cell.site, cell.plan
-        self._scale = Scale(**cell.traffic.arguments["scale"])
-        self._rates: dict[str, float] = {}
+        self._case = ComparisonCase(workloads=WORKLOADS, scale=Scale(**cell.traffic.arguments["scale"]))
         self.runs: dict[str, dict[str, Run]] = {workload: {} for workload in WORKLOADS}
 
     async def run(self) -> dict[str, Json]:
@@ -189,7 +188,7 @@ class _Validate:
         return {
             "calibration": calibration,
             "hop_s": self._site.hop_s,
-            "rates_per_s": self._rates,
+            "rates_per_s": dict(self._case.rates_per_s),
             "workloads": {workload: compared(names, self.runs[workload]) for workload in WORKLOADS},
         }
 
@@ -259,28 +258,17 @@ class _Validate:
     # ---- the traffic
 
     def _find_rates(self) -> None:
-        """Set the clients' rates, in programs a second: a part of what the simulated site completes of good ones."""
+        """Set the clients' rates: a part of what the simulated site completes of a burst of good programs."""
         for workload in WORKLOADS:
             each = 16 if SCENARIOS[workload].app == "judge" else 4
-            clients = self._clients(workload, PackedCodec(), rate_per_s=1000.0, with_bad=False)
+            clients = self._case.burst(workload, PackedCodec(), seed=self._seed)
             plan = Plan(duration_s=600.0, programs_per_client=each, drain_s=None)
-            burst = simulate(self._site, clients, plan, seed=self._seed)
-            last_s = max(program.t_done_s or 0.0 for program in burst.programs)
-            load = LOADS[SCENARIOS[workload].app]
-            rate = load * len(burst.programs) / last_s / (self._scale.good_clients + 1)
-            self._rates[workload] = float(f"{rate:.3g}")
+            count, last_s = completed(simulate(self._site, clients, plan, seed=self._seed))
+            self._case = self._case.with_capacity(workload, count / last_s)
 
-    def _clients(
-        self, workload: str, codec: Codec, *, rate_per_s: float | None = None, with_bad: bool = True
-    ) -> tuple[Client, ...]:
-        return SCENARIOS[workload].clients(
-            scale=self._scale,
-            rate_per_s=self._rates[workload] if rate_per_s is None else rate_per_s,
-            codec=codec,
-            first_s=0.0,
-            seed=self._seed,
-            with_bad=with_bad,
-        )
+    def _clients(self, workload: str, codec: Codec) -> tuple[Client, ...]:
+        rate_per_s = self._case.rates_per_s[workload]
+        return self._case.clients(workload, codec, rate_per_s=rate_per_s, seed=self._seed)
 
 
 # ---- what is compared
