@@ -1,10 +1,9 @@
 """`python -m router`: the router process, from command line to clean exit."""
 
-import argparse
-import json
 import logging
 import signal
 import sys
+from functools import partial
 
 import zmq
 
@@ -12,156 +11,108 @@ from router.collector import collect_young_only
 from router.core import Router
 from router.descriptors import raise_limit
 from router.events import WorkerUp
-from router.placement import PLACEMENTS, build, parameters
+from router.placement import build, parameters, parse_value
 from router.shell import Shell
 from sglang_fair.common.processes import die_with_parent
+from sglang_fair.settings import table
+from sglang_fair.settings.commands import Mistake
+from sglang_fair.settings.program import run_program
+from sglang_fair.settings.setting import SettingError
 
 
 def worker(text: str) -> WorkerUp:
-    """`r0,http=URL[,kv=ADDRESS][,replay=ADDRESS][,capacity=NUMBER]` as an event.
-
-    Raises `ArgumentTypeError` with what is wrong.
-    """
+    """`r0,http=URL[,kv=ADDRESS][,replay=ADDRESS][,capacity=NUMBER]` as an event. Raises SettingError."""
     name, *pairs = text.split(",")
     values = dict(pair.partition("=")[::2] for pair in pairs)
     unknown = sorted(set(values) - {"http", "kv", "replay", "capacity"})
     if not name or "=" in name or not values.get("http") or unknown or not all(values.values()):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not NAME,http=URL[,kv=ADDRESS][,replay=ADDRESS][,capacity=NUMBER]"
-        )
+        raise _refused(f"{text!r} is not NAME,http=URL[,kv=ADDRESS][,replay=ADDRESS][,capacity=NUMBER]")
     if not values["http"].startswith(("http://", "https://")):
-        raise argparse.ArgumentTypeError(f"worker {name}: http={values['http']} is no URL")
+        raise _refused(f"worker {name}: http={values['http']} is no URL")
     if "replay" in values and "kv" not in values:
-        raise argparse.ArgumentTypeError(f"worker {name}: replay= is of no use without kv=")
+        raise _refused(f"worker {name}: replay= is of no use without kv=")
     for key in ("kv", "replay"):
         if key in values and "://" not in values[key]:
-            raise argparse.ArgumentTypeError(f"worker {name}: {key}={values[key]} is no ZMQ address")
-    capacity = _positive(values.get("capacity", "1"))
-    return WorkerUp(name, values["http"], values.get("kv"), values.get("replay"), capacity)
+            raise _refused(f"worker {name}: {key}={values[key]} is no ZMQ address")
+    return WorkerUp(name, values["http"], values.get("kv"), values.get("replay"), _capacity(values))
+
+
+def _capacity(values: dict[str, str]) -> float:
+    text = values.get("capacity", "1")
+    try:
+        capacity = float(text)
+    except ValueError:
+        capacity = 0.0
+    if not capacity > 0:
+        raise _refused(f"capacity={text} is not a positive number")
+    return capacity
+
+
+def _refused(text: str) -> SettingError:
+    return SettingError(f"--worker: {text}", "worker")
 
 
 def parameter(text: str) -> tuple[str, object]:
-    """`name=value`, the value in JSON or a bare word."""
+    """`name=value`, the value in JSON or a bare word. Raises SettingError."""
     name, equals, value = text.partition("=")
     if not name or not equals:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value
+        raise SettingError(f"--parameter: {text!r} is not NAME=VALUE", "parameter")
+    return name, parse_value(value)
 
 
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return value
+def workers(settings: table.Router) -> list[WorkerUp]:
+    """The replicas that the router knows from the start. Raises SettingError."""
+    found = [worker(text) for text in settings.worker]
+    names = [up.worker for up in found]
+    if len(set(names)) < len(names):
+        raise SettingError(f"--worker names a worker twice: {', '.join(names)}", "worker")
+    return found
 
 
-def _weights(text: str) -> dict[str, object]:
-    try:
-        weights = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
-    if not isinstance(weights, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} does not map clients to weights")
-    return weights
-
-
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    made = argparse.ArgumentParser(
-        prog="python -m router",
-        description="Decides which replica serves each request. Gateways and the supervisor connect to it.",
-    )
-    made.add_argument(
-        "--bind", required=True, metavar="tcp://HOST:PORT", help="where peers connect; port * picks one"
-    )
-    made.add_argument("--placement", choices=list(PLACEMENTS), default="d2lpm", help="default: %(default)s")
-    made.add_argument(
-        "--worker", action="append", type=worker, default=[], metavar="SPEC",
-        help="NAME,http=URL[,kv=ADDRESS][,replay=ADDRESS][,capacity=NUMBER]; repeatable; more may come later",
-    )  # fmt: skip
-    made.add_argument(
-        "--worker-quantum", type=_positive, metavar="SERVICE", help="d2lpm: credit per client and worker"
-    )
-    made.add_argument(
-        "--quantum",
-        type=_positive,
-        metavar="SERVICE",
-        help="centralized_dlpm: credit per client at all workers",
-    )
-    made.add_argument("--extend-weight", type=float, metavar="W", help="service per prompt token")
-    made.add_argument("--output-weight", type=float, metavar="W", help="service per output token")
-    made.add_argument(
-        "--client-weights", type=_weights, metavar="JSON", help='shares per client, for example {"gold": 2}'
-    )
-    made.add_argument(
-        "--parameter", action="append", type=parameter, default=[], metavar="NAME=VALUE",
-        help="any other parameter of the placement; repeatable",
-    )  # fmt: skip
-    made.add_argument(
-        "--page-size", type=int, default=16, metavar="TOKENS", help="the replicas' (default: %(default)s)"
-    )
-    made.add_argument(
-        "--max-tree-tokens",
-        type=int,
-        default=8_000_000,
-        metavar="N",
-        help="memory bound (default: %(default)s)",
-    )
-    made.add_argument(
-        "--peer-timeout", type=_positive, default=10.0, metavar="S",
-        help="a gateway this long silent is dead, and what it had in flight is over (default: %(default)s)",
-    )  # fmt: skip
-    made.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
-    made.add_argument("--outlive-parent", action="store_true", help="go on when the starting process dies")
-    return made
-
-
-def make_router(options: argparse.Namespace) -> Router:
-    """The core that the options describe. Weights go to placements that have them. Raises ValueError."""
+def make_router(settings: table.Router) -> Router:
+    """The core that the settings describe. Weights go to placements that have them. Raises SettingError."""
     weights = {
-        name: getattr(options, name)
+        name: getattr(settings, name)
         for name in ("quantum", "worker_quantum", "extend_weight", "output_weight", "client_weights")
-        if getattr(options, name) is not None and name in parameters(options.placement)
+        if getattr(settings, name) is not None and name in parameters(settings.placement)
     }
-    placement = build(options.placement, **(weights | dict(options.parameter)))
-    return Router(
-        placement,
-        name=options.placement,
-        page_size=options.page_size,
-        max_tree_tokens=options.max_tree_tokens,
-    )
+    try:
+        placement = build(settings.placement, **(weights | dict(map(parameter, settings.parameter))))
+        return Router(
+            placement,
+            name=settings.placement,
+            page_size=settings.page_size,
+            max_tree_tokens=settings.max_tree_tokens,
+        )
+    except SettingError:
+        raise
+    except ValueError as error:
+        raise SettingError(str(error)) from None
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Serves until SIGTERM or SIGINT; returns the exit status."""
-    line = parser()
-    options = line.parse_args(arguments)
+def check(settings: table.Router) -> None:
+    """Raises SettingError for settings that cannot be served with."""
+    workers(settings)
+    make_router(settings)
+
+
+def serve(settings: table.Router) -> int:
+    """Serves until SIGTERM or SIGINT; the exit code."""
     logging.basicConfig(
-        level=options.log_level.upper(), format="%(asctime)s %(name)s %(levelname)s %(message)s"
+        level=settings.log_level.upper(), format="%(asctime)s %(name)s %(levelname)s %(message)s"
     )
-    if not options.outlive_parent:
+    if not settings.outlive_parent:
         die_with_parent()
     raise_limit()
-    names = [up.worker for up in options.worker]
-    if len(set(names)) < len(names):
-        line.error(f"--worker names a worker twice: {', '.join(names)}")
     try:
-        shell = Shell(make_router(options), options.bind, peer_timeout_s=options.peer_timeout)
-    except ValueError as error:
-        line.error(str(error))
-    except zmq.ZMQError as error:
-        line.error(f"cannot bind {options.bind}: {error}")
+        shell = Shell(make_router(settings), settings.bind, peer_timeout_s=settings.peer_timeout_s)
+    except (ValueError, zmq.ZMQError) as error:
+        raise Mistake(f"cannot bind {settings.bind}: {error}") from None
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: shell.stop())
     collect_young_only()
     try:
-        for up in options.worker:
+        for up in workers(settings):
             shell.tell(up)
         print(f"router ready on {shell.endpoint}", file=sys.stderr, flush=True)
         shell.run()
@@ -169,6 +120,9 @@ def main(arguments: list[str] | None = None) -> int:
         shell.close()
     return 0
 
+
+main = partial(run_program, "router", serve, check=check)
+"""The command; it takes a command line and returns the exit code."""
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -27,6 +27,9 @@ class Program(NamedTuple):
 
 
 PROGRAMS = {
+    "cluster": Program(
+        "sglang_fair.cluster", "Start replicas, router and gateway, and keep them running until Ctrl-C."
+    ),
     "replica": Program("sglang_fair.engines.replica", "Run one SGLang server with the fair scheduler."),
     "router": Program("router", "Run the router alone."),
     "gateway": Program("router.gateway", "Run a gateway alone."),
@@ -69,11 +72,6 @@ BENCHES = {
 }
 """The same below `sglang-fair bench`."""
 
-CLUSTER_EPILOG = (
-    "Arguments behind -- go to each replica's SGLang server, for example: "
-    "sglang-fair cluster --device cuda --replicas 4 --model meta-llama/Llama-3.1-8B-Instruct -- --tp 2"
-)
-
 
 bench = typer.Typer(
     help="Measure what scheduling and placement cost, and how fair an endpoint is.", no_args_is_help=True
@@ -84,174 +82,6 @@ workers = typer.Typer(
     help="Replicas of a running cluster on this machine: list, add, drain.", no_args_is_help=True
 )
 app.add_typer(workers, name="workers")
-
-
-@app.command(epilog=CLUSTER_EPILOG)
-def cluster(
-    replicas: Annotated[int, typer.Option(help="SGLang servers to start.")] = 2,
-    device: Annotated[str, typer.Option(help="cpu, cuda (a GPU for each replica), or auto.")] = "auto",
-    engine: Annotated[
-        str,
-        typer.Option(
-            help="cuda, cpu, emulated (SGLang without a model, at the speed of --gpu), or auto: as --device says."
-        ),
-    ] = "auto",
-    model: Annotated[
-        str,
-        typer.Option(
-            help="default (SmolLM2-135M-Instruct), tiny, bench, a folder, or a Hugging Face id; "
-            "with --engine emulated llama-3.1-8b and others."
-        ),
-    ] = "default",
-    gpu: Annotated[
-        str | None, typer.Option(help="The GPU to emulate: a10g, a100-80g, h100, h200.", show_default=False)
-    ] = None,
-    cost_model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            help="The emulated GPU's speed as sglang-fair calibrate measured it. [default: from published figures]",
-        ),
-    ] = None,
-    time_scale: Annotated[
-        float, typer.Option(metavar="FACTOR", help="An emulated step takes so many times as long.")
-    ] = 1.0,
-    policy: Annotated[
-        str,
-        typer.Option(
-            help="Scheduler in each replica: dlpm, dlpm-predict, dlpm-adaptive, vtc, vtc-predict, vtc-oracle, "
-            "vtc-noisy, drr, lcf, rpm, lpm, fcfs; sglang:NAME for SGLang's own."
-        ),
-    ] = "dlpm",
-    placement: Annotated[
-        str,
-        typer.Option(
-            help="Which replica: d2lpm, d2lpm-tokens, d2lpm-time, round_robin, client_round_robin, "
-            "least_requests, least_tokens, power_of_two, cache_aware, preble, centralized_dlpm."
-        ),
-    ] = "d2lpm",
-    host: Annotated[
-        str, typer.Option(help="Address that the gateway listens on; 0.0.0.0 for all. The rest stays local.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port of the gateway; 0 takes a free one.")] = 8000,
-    quantum: Annotated[
-        float, typer.Option(help="Quantum per client of DLPM and DRR, in service units.")
-    ] = 2000.0,
-    policy_options: Annotated[
-        str,
-        typer.Option(metavar="KEY=VALUE,...", help="The policy's other options, as patience=64 for dlpm."),
-    ] = "",
-    payer: Annotated[
-        str,
-        typer.Option(
-            metavar="RULE",
-            help="Who pays for a prefix that clients share: first (whoever computed it), equal, per-use.",
-        ),
-    ] = "first",
-    identity: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PLACES",
-            help="Where a client's name is looked for: headers, api-key, user; comma separated. "
-            "[default: see the README]",
-        ),
-    ] = None,
-    worker_quantum: Annotated[
-        float | None,
-        typer.Option(
-            help="D2LPM's quantum per client and replica, in service units. [default: the router's]"
-        ),
-    ] = None,
-    placement_options: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME=VALUE,...",
-            help="The placement's other parameters, as cache_threshold=0.3 for d2lpm.",
-        ),
-    ] = "",
-    cost: Annotated[
-        str,
-        typer.Option(
-            help="What service costs: linear, profiled, quadratic:d=1000, tiered:threshold=4096, "
-            "flops:/path/to/the/model/config.json."
-        ),
-    ] = "linear",
-    extend_weight: Annotated[
-        float | None,
-        typer.Option(help="Service units per computed input token, with the linear cost. [default: 1]"),
-    ] = None,
-    output_weight: Annotated[
-        float | None,
-        typer.Option(help="Service units per output token, with the linear cost. [default: 2]"),
-    ] = None,
-    client_weights: Annotated[
-        str,
-        typer.Option(metavar="JSON", help='Shares per client, for example {"gold": 2}; 1 for the others.'),
-    ] = "{}",
-    gateway_workers: Annotated[int, typer.Option(help="Processes of the gateway.")] = 1,
-    gateway_options: Annotated[
-        str,
-        typer.Option(
-            metavar="KEY=VALUE,...",
-            help="The gateway's limits, as max-in-flight=1024,body-timeout=60: whatever "
-            "sglang-fair gateway --help lists with a number.",
-        ),
-    ] = "",
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one line of JSON with the addresses; all else on stderr.")
-    ] = False,
-    quiet_replicas: Annotated[
-        bool, typer.Option("--quiet-replicas", help="Of the replicas' lines show only trouble.")
-    ] = False,
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
-    start_timeout: Annotated[
-        float | None,
-        typer.Option(help="Seconds that a process may take to be ready. [default: by machine and model]"),
-    ] = None,
-    extra: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- SGLANG ARGUMENTS]", show_default=False)
-    ] = None,
-) -> None:
-    """Start replicas, router and gateway, and keep them running until Ctrl-C.
-
-    Exit code 0 after a stop, 1 when the cluster could not start or go on, 2 for bad input.
-    """
-    from sglang_fair.cluster.options import ConfigError, Options, parse_client_weights
-    from sglang_fair.cluster.run import run_cluster
-
-    try:
-        weights = parse_client_weights(client_weights)
-    except ConfigError as error:
-        _fail(str(error))
-    options = Options(
-        replicas=replicas,
-        device=device,
-        engine=engine,
-        model=model,
-        gpu=gpu,
-        cost_model=cost_model,
-        time_scale=time_scale,
-        policy=policy,
-        policy_options=policy_options,
-        placement_options=placement_options,
-        payer=payer,
-        identity=identity,
-        placement=placement,
-        host=host,
-        port=port,
-        quantum=quantum,
-        worker_quantum=worker_quantum,
-        cost=cost,
-        extend_weight=extend_weight,
-        output_weight=output_weight,
-        client_weights=weights,
-        gateway_workers=gateway_workers,
-        gateway_options=gateway_options,
-        log_level=log_level,
-        start_timeout_s=start_timeout,
-        extra=tuple(extra or ()),
-    )
-    raise SystemExit(run_cluster(options, as_json=as_json, quiet_replicas=quiet_replicas))
 
 
 def _register(group: typer.Typer, name: str, program: Program) -> None:

@@ -15,6 +15,7 @@ from router.placement.least_tokens import LeastTokens
 from router.placement.power_of_two import PowerOfTwo
 from router.placement.preble import Preble
 from router.placement.round_robin import RoundRobin
+from sglang_fair.common.pairs import split_pairs
 
 PLACEMENTS: dict[str, type[Placement]] = {
     "d2lpm": D2lpm,
@@ -48,22 +49,19 @@ def build(placement: str, **values: object) -> Placement:
 
 
 def parse_options(text: str) -> dict[str, object]:
-    """Parameters as an operator writes them: `NAME=VALUE,...`, each value a number or another word of JSON, or a bare
-    word. ValueError, in one line, for what is not that, or is said twice."""
-    found: dict[str, object] = {}
-    for pair in filter(None, (pair.strip() for pair in text.split(","))):
-        name, equals, value = (part.strip() for part in pair.partition("="))
-        if not name or not equals:
-            raise ValueError(
-                f"a placement's options are NAME=VALUE, separated by commas, and {pair!r} is not one"
-            )
-        if name in found:
-            raise ValueError(f"a placement's option {name} is given twice")
-        try:
-            found[name] = json.loads(value)
-        except ValueError:
-            found[name] = value
-    return found
+    """A placement's parameters from `KEY=VALUE,...`. A value is JSON, such as a number, or a bare word.
+
+    Raises ValueError, in one line, for what is no pair and for a parameter that is given twice.
+    """
+    return {name: parse_value(value) for name, value in split_pairs(text, "placement option")}
+
+
+def parse_value(text: str) -> object:
+    """The value that `text` is in JSON, else `text` itself."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _known(placement: str) -> type[Placement]:

@@ -53,8 +53,8 @@ class Child:
         ours, its = os.pipe()
         process: asyncio.subprocess.Process | Forked
         try:
-            if spec.zygote is not None:
-                process = await fork(spec.zygote, spec.argv, spec.env, its)
+            if spec.fork_server is not None:
+                process = await fork(spec.fork_server, spec.argv, spec.env, its)
             else:
                 process = await asyncio.create_subprocess_exec(
                     *spec.argv,

@@ -9,14 +9,14 @@ import socket
 from collections.abc import Mapping, Sequence
 
 RETRY_S = 0.2
-ZYGOTE_WAIT_S = 120.0
-"""Longest wait for a zygote; one that died has SGLang to import again before it answers."""
+FORK_SERVER_WAIT_S = 120.0
+"""Longest wait for the fork server. One that has died must import SGLang again before it answers."""
 
 LONGEST_MESSAGE = 1 << 16
 
 
 class Forked:
-    """A process that the zygote started and waits for. When the zygote dies, it counts as killed."""
+    """A process that the fork server started and waits for. It counts as killed when the fork server dies."""
 
     def __init__(self, connection: socket.socket, pid: int) -> None:
         """`connection` is closed when the process has ended; closing it before kills the process."""
@@ -36,34 +36,36 @@ class Forked:
         os.kill(self.pid, number)
 
 
-async def fork(zygote: str, argv: Sequence[str], env: Mapping[str, str], output: int) -> Forked:
-    """Has the zygote that listens on the abstract socket `zygote` start a replica with these arguments, and
-    variables on top of its own; what it prints goes to `output`. OSError when the zygote does not."""
-    connection = await _connect(zygote)
+async def fork(fork_server: str, argv: Sequence[str], env: Mapping[str, str], output: int) -> Forked:
+    """A replica that the fork server on the abstract socket `fork_server` starts with these arguments.
+
+    `env` is added to the fork server's environment; the replica prints to `output`. Raises OSError when there is none.
+    """
+    connection = await _connect(fork_server)
     try:
         message = json.dumps({"argv": list(argv), "env": dict(env)}).encode()
         socket.send_fds(connection, [message], [output])
-        async with asyncio.timeout(ZYGOTE_WAIT_S):
+        async with asyncio.timeout(FORK_SERVER_WAIT_S):
             told = await _next(connection)
         if "pid" not in told:
-            raise OSError(f"the zygote {zygote} forked none")
+            raise OSError(f"the fork server {fork_server} forked nothing")
         return Forked(connection, told["pid"])
     except TimeoutError:
         connection.close()
-        raise OSError(f"the zygote {zygote} does not answer") from None
+        raise OSError(f"the fork server {fork_server} does not answer") from None
     except BaseException:
         connection.close()
         raise
 
 
-async def _connect(zygote: str) -> socket.socket:
+async def _connect(fork_server: str) -> socket.socket:
     loop = asyncio.get_running_loop()
-    deadline_s = loop.time() + ZYGOTE_WAIT_S
+    deadline_s = loop.time() + FORK_SERVER_WAIT_S
     while True:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.setblocking(False)
         try:
-            await loop.sock_connect(connection, f"\0{zygote}")
+            await loop.sock_connect(connection, f"\0{fork_server}")
             return connection
         except BaseException as error:
             connection.close()
@@ -73,7 +75,7 @@ async def _connect(zygote: str) -> socket.socket:
 
 
 async def _next(connection: socket.socket) -> dict[str, int]:
-    """The next message; empty when the zygote is gone."""
+    """The next message; empty when the fork server is gone."""
     with contextlib.suppress(OSError):
         message = await asyncio.get_running_loop().sock_recv(connection, LONGEST_MESSAGE)
         if message:

@@ -6,20 +6,22 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from router.gateway import limits
 from router.placement import parse_options
 from sglang_fair.cluster.options import ConfigError, Device, Options, gpus_per_replica, page_tokens
 from sglang_fair.cluster.ports import Ports
 from sglang_fair.core.cost import Cost, Linear, describe
+from sglang_fair.settings import table
+from sglang_fair.settings.setting import command_line, shared
 
-Role = Literal["zygote", "replica", "router", "gateway"]
+Role = Literal["fork-server", "replica", "router", "gateway"]
 
-START_ORDER: tuple[tuple[Role, ...], ...] = (("zygote",), ("replica", "router"), ("gateway",))
+START_ORDER: tuple[tuple[Role, ...], ...] = (("fork-server",), ("replica", "router"), ("gateway",))
 """The gateway comes last, so that its port opens only when there is something behind it."""
 
-STOP_ORDER: tuple[tuple[Role, ...], ...] = (("gateway",), ("router",), ("replica",), ("zygote",))
+STOP_ORDER: tuple[tuple[Role, ...], ...] = (("gateway",), ("router",), ("replica",), ("fork-server",))
 
 LOCAL = "127.0.0.1"
 """Replicas and router listen here only: they believe the names that a gateway gives clients."""
@@ -30,14 +32,14 @@ GATEWAY_DRAIN_S = 5
 REPLICA_OVERHEAD_BYTES = 1_500_000_000
 """Private memory of a CPU replica's three processes and its KV pool, besides the weights."""
 
-ZYGOTE_BYTES = 1_000_000_000
+FORK_SERVER_BYTES = 1_000_000_000
 """What emulated replicas share: everything that a replica imports."""
 
 FRONT_BYTES = 600_000_000
 """Router, gateway and supervisor together."""
 
-ZYGOTE_READY = "ready to fork replicas"
-"""A line of the zygote's output that contains this says that it listens."""
+FORK_SERVER_READY = "ready to fork replicas"
+"""A line of the fork server's output that contains this says that it listens."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ class Process:
     """On top of the supervisor's own environment."""
     worker: Worker | None = None
     """Set for a replica that the router is to be told about when it dies and returns."""
-    zygote: str | None = None
+    fork_server: str | None = None
     """The abstract socket of the process that forks this one, which is then given `argv` as its arguments;
     None: `argv` is a command line."""
 
@@ -148,7 +150,7 @@ def check_memory(options: Options, device: Device, machine: Machine, model: Mode
     if options.emulation() is None:
         per_replica, shared = model.weights_bytes + REPLICA_OVERHEAD_BYTES, FRONT_BYTES
     else:
-        per_replica, shared = model.weights_bytes, FRONT_BYTES + ZYGOTE_BYTES
+        per_replica, shared = model.weights_bytes, FRONT_BYTES + FORK_SERVER_BYTES
     needed = options.replicas * per_replica + shared
     if needed > machine.available_bytes:
         fit = max(0, (machine.available_bytes - shared) // per_replica)
@@ -162,7 +164,7 @@ def build(options: Options, device: Device, machine: Machine, model: Model, port
     """The processes of the cluster; raises `ConfigError` when there are too few GPUs."""
     router = f"tcp://{LOCAL}:{ports.router}"
     placed = _devices(options, device, machine)
-    zygote = None if options.emulation() is None else f"sglang-fair/zygote/{ports.router}"
+    fork_server = None if options.emulation() is None else f"sglang-fair/fork-server/{ports.router}"
     workers = tuple(
         Worker(
             name=f"r{index}",
@@ -174,10 +176,10 @@ def build(options: Options, device: Device, machine: Machine, model: Model, port
     )
     return Plan(
         processes=(
-            *((_zygote(options, machine, zygote),) if zygote else ()),
+            *((_fork_server(options, machine, fork_server),) if fork_server else ()),
             *(
                 _replica(options, device, machine, model, worker, ports.replicas[index].http,
-                         ports.replicas[index].kv, placed[index], zygote)
+                         ports.replicas[index].kv, placed[index], fork_server)
                 for index, worker in enumerate(workers)
             ),
             _router(options, machine, router, workers),
@@ -251,29 +253,25 @@ def _replica(
     http_port: int,
     kv_port: int,
     placed: Mapping[str, str],
-    zygote: str | None,
+    fork_server: str | None,
 ) -> Process:
-    argv = [
-        *(() if zygote else (machine.python, "-m", "sglang_fair.engines.replica")),
-        "--name", worker.name,
-        "--device", device,
-        "--model", options.model,
-        *_emulation_arguments(options),
-        "--host", LOCAL,
-        "--port", str(http_port),
-        "--kv-port", str(kv_port),
-        "--policy", options.policy,
-        "--policy-options", options.policy_options,
-        "--payer", options.payer,
-        "--quantum", str(options.quantum),
-        *_cost_arguments(options.service_cost()),
-        "--client-weights", json.dumps(dict(options.client_weights)),
-        "--", "--log-level", options.log_level, *options.extra,
-    ]  # fmt: skip
+    values = {
+        "name": worker.name,
+        **shared(options, table.Replica),
+        "device": device,
+        "host": LOCAL,
+        "port": http_port,
+        "kv_port": kv_port,
+        "extra": ("--log-level", options.log_level, *options.extra),
+        **_cost(options.service_cost()),
+        "identity": None,  # the gateway has put the name into a header
+    }
+    command = () if fork_server else (machine.python, "-m", "sglang_fair.engines.replica")
+    argv = (*command, *command_line(table.Replica, values))
     return Process(
         name=worker.name,
         role="replica",
-        argv=tuple(argv),
+        argv=argv,
         ready=HttpReady(f"{worker.url}/ready"),
         ready_timeout_s=ready_timeout_s(options, device, machine, model),
         stop_grace_s=10.0,
@@ -282,64 +280,53 @@ def _replica(
             **placed,
         },
         worker=worker,
-        zygote=zygote,
+        fork_server=fork_server,
     )
 
 
-def _zygote(options: Options, machine: Machine, name: str) -> Process:
+def _fork_server(options: Options, machine: Machine, name: str) -> Process:
+    emulated = command_line(table.Replica, shared(options, table.Engine))
     return Process(
-        name="zygote",
-        role="zygote",
-        argv=(machine.python, "-m", "sglang_fair.engines.fork_server", name, "--model", options.model,
-              *_emulation_arguments(options)),
-        ready=LineReady(ZYGOTE_READY),
+        name="fork-server",
+        role="fork-server",
+        argv=(machine.python, "-m", "sglang_fair.engines.fork_server", name, *emulated),
+        ready=LineReady(FORK_SERVER_READY),
         ready_timeout_s=options.start_timeout_s or 300.0,
         stop_grace_s=5.0,
         env={"PYTHONUNBUFFERED": "1"},
-    )  # fmt: skip
+    )
 
 
-def _emulation_arguments(options: Options) -> tuple[str, ...]:
-    emulation = options.emulation()
-    if emulation is None:
-        return ()
-    speed = () if emulation.cost_model is None else ("--cost-model", emulation.cost_model)
-    return (
-        "--engine", "emulated", "--gpu", emulation.gpu, *speed, "--time-scale", str(emulation.time_scale)
-    )  # fmt: skip
-
-
-def _cost_arguments(cost: Cost) -> tuple[str, ...]:
-    """A linear cost's weights stay apart, so that they win over the ones in the environment."""
+def _cost(cost: Cost) -> dict[str, Any]:
+    """The replica's settings for this cost. A linear cost's weights stay apart, so that they win over the ones in the
+    environment."""
     if isinstance(cost, Linear):
-        weights = ("--extend-weight", str(cost.extend_weight), "--output-weight", str(cost.output_weight))
-        return ("--cost", Linear.name, *weights)
-    return ("--cost", describe(cost))
+        return {"cost": Linear.name, "extend_weight": cost.extend_weight, "output_weight": cost.output_weight}
+    return {"cost": describe(cost), "extend_weight": None, "output_weight": None}
 
 
 def _router(options: Options, machine: Machine, router: str, workers: tuple[Worker, ...]) -> Process:
     cost = options.service_cost()  # of which the router knows the linear part
-    argv = [
-        machine.python, "-m", "router",
-        "--bind", router,
-        "--placement", options.placement,
-        "--quantum", str(options.quantum),
-        "--extend-weight", str(cost.extend_weight),
-        "--output-weight", str(cost.output_weight),
-        "--page-size", str(page_tokens(options.extra)),
-        "--log-level", options.log_level,
-    ]  # fmt: skip
-    if options.worker_quantum is not None:
-        argv += ["--worker-quantum", str(options.worker_quantum)]
-    if options.client_weights:
-        argv += ["--client-weights", json.dumps(dict(options.client_weights))]
-    for name, value in parse_options(options.placement_options).items():
-        argv += ["--parameter", f"{name}={json.dumps(value)}"]
-    argv += _worker_arguments(workers)
+    values = shared(options, table.Router) | {
+        "bind": router,
+        "extend_weight": cost.extend_weight,
+        "output_weight": cost.output_weight,
+        "client_weights": options.client_weights or None,
+        "parameter": [
+            f"{name}={json.dumps(value)}" for name, value in parse_options(options.placement_options).items()
+        ],
+        "page_size": page_tokens(options.extra),
+    }
     return Process(
         name="router",
         role="router",
-        argv=tuple(argv),
+        argv=(
+            machine.python,
+            "-m",
+            "router",
+            *command_line(table.Router, values),
+            *_worker_arguments(workers),
+        ),
         ready=RouterReady(router),
         ready_timeout_s=options.start_timeout_s or 120.0,
         stop_grace_s=3.0,
@@ -348,32 +335,27 @@ def _router(options: Options, machine: Machine, router: str, workers: tuple[Work
 
 
 def _worker_arguments(workers: Sequence[Worker]) -> list[str]:
-    argv = []
-    for worker in workers:
-        argv += ["--worker", f"{worker.name},http={worker.url},kv={worker.kv},replay={worker.replay}"]
-    return argv
+    specs = [f"{worker.name},http={worker.url},kv={worker.kv},replay={worker.replay}" for worker in workers]
+    return command_line(table.Router, {"worker": specs})
 
 
 def _gateway(options: Options, machine: Machine, model: Model, router: str, port: int) -> Process:
-    argv = [
-        machine.python, "-m", "router.gateway",
-        "--host", options.host,
-        "--port", str(port),
-        "--router", router,
-        "--model-name", model.served_name,
-        "--tokenizer", str(model.folder),
-        "--workers", str(options.gateway_workers),
-        "--drain", str(GATEWAY_DRAIN_S),
-        "--log-level", options.log_level,
-    ]  # fmt: skip
-    if options.identity is not None:
-        argv += ["--identity", options.identity]
-    for name, value in limits.parse(options.gateway_options).items():
-        argv += [f"--{limits.option(name)}", str(value)]
+    values = {
+        "host": options.host,
+        "port": port,
+        "router": router,
+        "model_name": model.served_name,
+        "tokenizer": str(model.folder),
+        "workers": options.gateway_workers,
+        "drain_s": GATEWAY_DRAIN_S,
+        "log_level": options.log_level,
+        "identity": options.identity,
+        **limits.parse(options.gateway_options),
+    }
     return Process(
         name="gateway",
         role="gateway",
-        argv=tuple(argv),
+        argv=(machine.python, "-m", "router.gateway", *command_line(table.Gateway, values)),
         ready=HttpReady(f"{gateway_url(options.host, port)}/health"),
         ready_timeout_s=options.start_timeout_s or 120.0,
         stop_grace_s=GATEWAY_DRAIN_S + 2.0,

@@ -10,13 +10,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from router.placement import PLACEMENTS
 from sglang_fair.cluster import machine as machines
+from sglang_fair.cluster.added import AddedReplicas
 from sglang_fair.cluster.child import kill_session
 from sglang_fair.cluster.console import ConsoleReporter, Replicas, addresses, example, make_console, show
 from sglang_fair.cluster.control import Control, socket_path
 from sglang_fair.cluster.link import RouterLink
-from sglang_fair.cluster.more import More
 from sglang_fair.cluster.options import ConfigError, Device, Options, check
 from sglang_fair.cluster.plan import Machine, Model, Plan, build, check_memory, choose_device, gateway_url
 from sglang_fair.cluster.ports import PortTaken, Reservations, choose, claim
@@ -42,11 +41,11 @@ class NoSuchModel(Exception):
     """The process that looked for the model has said what is wrong."""
 
 
-def run_cluster(options: Options, *, as_json: bool = False, quiet_replicas: bool = False) -> int:
-    """Runs the cluster until a signal; the exit code. Whatever goes wrong is one line on stderr."""
+def run_cluster(options: Options) -> int:
+    """Runs the cluster until a signal, and returns the exit code. Whatever goes wrong is one line on stderr."""
     try:
-        check(options, tuple(PLACEMENTS))
-        return asyncio.run(_run(options, as_json, quiet_replicas))
+        check(options)
+        return asyncio.run(_run(options))
     except Interrupted:
         return INTERRUPTED
     except NoSuchModel:
@@ -59,7 +58,7 @@ def run_cluster(options: Options, *, as_json: bool = False, quiet_replicas: bool
         return FAILED
 
 
-async def _run(options: Options, as_json: bool, quiet_replicas: bool) -> int:
+async def _run(options: Options) -> int:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in _signals():
         loop.add_signal_handler(number, stop.set)
@@ -80,18 +79,20 @@ async def _run(options: Options, as_json: bool, quiet_replicas: bool) -> int:
             f"{options.replicas} x {emulation or f'{model.served_name} on {device}'}, "
             f"scheduler {options.policy}, placement {options.placement}"
         )
-        console = make_console(to_stderr=as_json)
+        console = make_console(to_stderr=options.json)
 
         def when_up(pids: dict[str, int]) -> None:
-            if as_json:
+            if options.json:
                 _print_json(describe(options, device, model, plan, gateway, pids))
             else:
                 _print_addresses(console, plan, gateway, title, pids)
 
-        reporter = ConsoleReporter(console, plan, quiet=Replicas() if quiet_replicas else (), when_up=when_up)
+        reporter = ConsoleReporter(
+            console, plan, quiet=Replicas() if options.quiet_replicas else (), when_up=when_up
+        )
         reporter.say(f"starting {title}")
-        more = More(options, device, model, ports, reservations, machines.look)
-        return await _supervise(plan, reporter, stop, more, socket_path(ports.gateway))
+        added = AddedReplicas(options, device, model, ports, reservations, machines.look)
+        return await _supervise(plan, reporter, stop, added, socket_path(ports.gateway))
 
 
 def _signals() -> list[signal.Signals]:
@@ -101,7 +102,7 @@ def _signals() -> list[signal.Signals]:
 
 
 async def _supervise(
-    plan: Plan, reporter: ConsoleReporter, stop: asyncio.Event, more: More, control_path: Path
+    plan: Plan, reporter: ConsoleReporter, stop: asyncio.Event, added: AddedReplicas, control_path: Path
 ) -> int:
     assert plan.router is not None
     loop, was_up = asyncio.get_running_loop(), False
@@ -120,7 +121,9 @@ async def _supervise(
             loop.add_signal_handler(number, on_signal)
         if stop.is_set():
             raise Interrupted
-        control = Control(control_path, Workers(supervisor, link, plan.router, more.plan, more.freed).handle)
+        control = Control(
+            control_path, Workers(supervisor, link, plan.router, added.plan, added.freed).handle
+        )
         try:
             await control.start()
         except OSError as error:

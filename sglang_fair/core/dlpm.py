@@ -39,7 +39,7 @@ from sglang_fair.core.clients import PATIENCE, ClientQueues
 from sglang_fair.core.heap import LazyHeap
 from sglang_fair.core.job import Job
 from sglang_fair.core.lpm import longest_prefix
-from sglang_fair.core.policy import Policy, checked_quantum
+from sglang_fair.core.policy import DEFAULT_QUANTUM, Policy, checked_quantum
 from sglang_fair.core.predictor import Predictor
 
 NEWCOMERS_AT_ONCE = 16
@@ -74,7 +74,7 @@ class Dlpm(Policy):
     name: ClassVar[str] = "dlpm"
     waits_for_prefixes: ClassVar[bool] = True
     keeps_bound_with_transfers: ClassVar[bool] = True
-    quantum: float = 2000.0
+    quantum: float = DEFAULT_QUANTUM
     weights: Weights = field(default_factory=Weights)
     patience: int = PATIENCE
     newcomers: float = 4.0

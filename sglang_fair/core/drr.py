@@ -28,7 +28,7 @@ from sglang_fair.common.weights import Weights
 from sglang_fair.core.clients import ClientQueues
 from sglang_fair.core.heap import LazyHeap
 from sglang_fair.core.job import Job
-from sglang_fair.core.policy import Policy, checked_quantum
+from sglang_fair.core.policy import DEFAULT_QUANTUM, Policy, checked_quantum
 
 Visit = tuple[int, int]
 """(round, place in the ring)."""
@@ -48,7 +48,7 @@ class Drr(Policy):
     """Round robin by credit, FIFO within a client. ValueError for a quantum below `LEAST_QUANTUM`."""
 
     name: ClassVar[str] = "drr"
-    quantum: float = 2000.0
+    quantum: float = DEFAULT_QUANTUM
     weights: Weights = field(default_factory=Weights)
 
     _visit: Visit = field(default=(0, 0), init=False, repr=False)

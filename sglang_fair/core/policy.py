@@ -106,6 +106,9 @@ class Policy(ABC):
         return None
 
 
+DEFAULT_QUANTUM = 2000.0
+"""Service units that a client gets at a time where nobody says otherwise."""
+
 LEAST_QUANTUM = 1e-6
 """Smallest quantum, in service units: so far below the cost of one token that a smaller one changes no order, and large
 enough that the rounds of the deepest debt can be counted."""

@@ -31,7 +31,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from sglang_fair.cluster.child import SWEEP_S, session_members
-from sglang_fair.cluster.plan import ZYGOTE_READY
+from sglang_fair.cluster.plan import FORK_SERVER_READY
 from sglang_fair.common.processes import die_with_parent
 from sglang_fair.engines import cpu, replica
 
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Serves until SIGTERM."""
     name, *shared = sys.argv[1:] if arguments is None else arguments
     die_with_parent()
-    options, _ = replica.parse(shared)
+    options = replica.parse(shared)
     os.environ.update(replica.environment(options))
     cpu.define_torchvision_operators()
     with warnings.catch_warnings():
@@ -69,20 +69,22 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     load_plugins()
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
-        print(f"sglang-fair zygote: {threads} threads run, which a fork loses", file=sys.stderr, flush=True)
+        print(
+            f"sglang-fair fork server: {threads} threads run, which a fork loses", file=sys.stderr, flush=True
+        )
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(f"\0{name}")
         listener.listen()
         # A collection would write to every object that the replicas share with us.
         gc.collect()
         gc.freeze()
-        print(ZYGOTE_READY, flush=True)
-        Zygote(listener).run()
+        print(FORK_SERVER_READY, flush=True)
+        ForkServer(listener).run()
     sys.stdout.flush()
     os._exit(0)  # a normal end prints a warning for every object that an extension leaks
 
 
-class Zygote:
+class ForkServer:
     """The forked replicas and their connections. No thread is started here."""
 
     def __init__(self, listener: socket.socket) -> None:
@@ -151,7 +153,7 @@ class Zygote:
                 self._replicas[connection] = pid
                 _send(connection, {"pid": pid})
             except OSError as error:
-                print(f"sglang-fair zygote: cannot fork: {error}", file=sys.stderr, flush=True)
+                print(f"sglang-fair fork server: cannot fork: {error}", file=sys.stderr, flush=True)
                 self._drop(connection)
             finally:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, _OURS)

@@ -7,23 +7,21 @@ Arguments behind `--` go to SGLang as they are and win over ours. On a GPU this 
 overlay's arguments; nothing stops you from running that yourself.
 """
 
-import argparse
 import json
 import os
 import socket
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from sglang_fair.common.files import read_json
 from sglang_fair.common.processes import die_with_parent
 from sglang_fair.core.cost import make_cost
-from sglang_fair.core.payers import FIRST, RULES
 from sglang_fair.engines import cpu
 from sglang_fair.engines.emulated import settings as emulated
 from sglang_fair.models.catalog import EMULATED, ServedModel, find
+from sglang_fair.settings.table import Replica
 from sglang_fair.sim.emulation import MAX_RUNNING, Emulation
-from sglang_fair.sim.gpus import GPUS
-from sglang_fair.sim.shapes import SHAPES
 
 if os.environ.get("SGLANG_PLATFORM") == cpu.PLATFORM:
     # SGLang's spawned processes import this module again, before anything of SGLang's.
@@ -31,132 +29,25 @@ if os.environ.get("SGLANG_PLATFORM") == cpu.PLATFORM:
 
 SMALL_MODEL_BYTES = 100_000_000
 
-ENGINES = ("auto", "cuda", "cpu", "emulated")
+
+def parse(arguments: Sequence[str]) -> Replica:
+    """The settings on a command line. SystemExit for a bad one."""
+    from sglang_fair.settings import program
+
+    return settled(program.parse("replica", arguments))
 
 
-def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Our options, and the rest for SGLang."""
-    parser = argparse.ArgumentParser(
-        prog="sglang-fair replica",
-        description=(__doc__ or "").split("\n\n")[0],
-        epilog="Arguments behind -- are SGLang's own.",
-    )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
-    parser.add_argument(
-        "--engine",
-        choices=ENGINES,
-        default="auto",
-        help="auto: as --device says; emulated: SGLang without a model, at the speed of --gpu",
-    )
-    parser.add_argument(
-        "--model",
-        default="default",
-        help="default, tiny, bench, a folder, or a Hugging Face id (default: %(default)s); "
-        f"emulated: {', '.join(SHAPES)}",
-    )
-    parser.add_argument("--gpu", help=f"the GPU to emulate: {', '.join(GPUS)}")
-    parser.add_argument(
-        "--cost-model",
-        metavar="FILE",
-        help="the emulated GPU's speed as sglang-fair calibrate measured it (default: from published figures)",
-    )
-    parser.add_argument(
-        "--time-scale",
-        type=float,
-        default=1.0,
-        metavar="FACTOR",
-        help="an emulated step takes so many times as long (default: %(default)s)",
-    )
-    parser.add_argument("--host", default="127.0.0.1", help="default: %(default)s")
-    parser.add_argument("--port", type=int, default=30000, help="default: %(default)s")
-    parser.add_argument("--name", default="r0", help="the replica's name in logs (default: %(default)s)")
-    parser.add_argument(
-        "--policy",
-        default="dlpm",
-        help="dlpm, vtc, lpm, fcfs, or sglang:NAME for SGLang's own (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--quantum",
-        type=float,
-        default=2000.0,
-        metavar="UNITS",
-        help="quantum per client of DLPM and DRR, service units (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--policy-options",
-        default="",
-        metavar="KEY=VALUE,...",
-        help="the policy's other options, for example patience=64 for dlpm (default: its own)",
-    )
-    parser.add_argument(
-        "--payer",
-        choices=RULES,
-        default=FIRST,
-        help="who pays for a prefix that clients share: whoever computed it, or all its users, in equal parts or "
-        "per use (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--cost",
-        metavar="COST",
-        help="what service costs: linear, profiled, quadratic:d=1000, tiered:threshold=4096 or "
-        "flops:/path/to/the/model/config.json (default: linear)",
-    )
-    parser.add_argument(
-        "--extend-weight",
-        type=float,
-        metavar="W_E",
-        help="units per computed input token, with the linear cost (default: 1)",
-    )
-    parser.add_argument(
-        "--output-weight",
-        type=float,
-        metavar="W_Q",
-        help="units per output token, with the linear cost (default: 2)",
-    )
-    parser.add_argument(
-        "--client-weights",
-        default="{}",
-        metavar="JSON",
-        help='shares per client, for example {"gold": 2} (default: 1 for everybody)',
-    )
-    parser.add_argument(
-        "--identity",
-        metavar="PLACES",
-        help="where the client's name is looked for, comma separated headers, api-key, user",
-    )
-    parser.add_argument(
-        "--kv-port",
-        type=int,
-        metavar="PORT",
-        help="publish KV events on this port and replay them on the next one",
-    )
-    parser.add_argument("--page-size", type=int, default=16, metavar="TOKENS", help="default: %(default)s")
-    parser.add_argument(
-        "--kv-tokens",
-        type=int,
-        metavar="TOKENS",
-        help="size of the KV pool (default: SGLang's choice on a GPU, 24576 on a CPU)",
-    )
-    parser.add_argument(
-        "--max-running",
-        type=int,
-        metavar="REQUESTS",
-        help="most requests in a batch (default: SGLang's choice on a GPU, 64 on a CPU)",
-    )
-    own, rest = list(arguments), []
-    if "--" in own:
-        split = own.index("--")
-        own, rest = own[:split], own[split + 1 :]
-    options = parser.parse_args(own)
-    if options.engine != "auto":
-        options.device = "cuda" if options.engine == "cuda" else "cpu"
-    return options, rest
+def settled(settings: Replica) -> Replica:
+    """The same with the device that the engine computes on: --engine, if it is given, wins over --device."""
+    if settings.engine == "auto":
+        return settings
+    return replace(settings, device="cuda" if settings.engine == "cuda" else "cpu")
 
 
-def emulation(options: argparse.Namespace) -> Emulation | None:
+def emulation(options: Replica) -> Emulation | None:
     """The GPU to emulate; None for a real engine. Raises ValueError when the options do not fit together."""
     if options.engine == "emulated":
-        return Emulation(options.gpu, options.model, options.cost_model, options.time_scale)
+        return Emulation(options.gpu or "", options.model, options.cost_model, options.time_scale)
     for option, value in (("--gpu", options.gpu), ("--cost-model", options.cost_model)):
         if value is not None:
             raise ValueError(f"{option} is for --engine emulated")
@@ -165,7 +56,7 @@ def emulation(options: argparse.Namespace) -> Emulation | None:
     return None
 
 
-def server_arguments(options: argparse.Namespace, model: ServedModel, rest: Sequence[str]) -> list[str]:
+def server_arguments(options: Replica, model: ServedModel) -> list[str]:
     """SGLang's command line for these options. ValueError for an unknown policy or cost."""
     from sglang_fair.overlay.config import SERVER_POLICIES, STOCK_POLICIES, server_name
 
@@ -193,7 +84,7 @@ def server_arguments(options: argparse.Namespace, model: ServedModel, rest: Sequ
         "--fair-quantum", str(options.quantum),
         "--fair-options", options.policy_options,
         "--fair-payer", options.payer,
-        "--fair-client-weights", options.client_weights,
+        "--fair-client-weights", json.dumps(dict(options.client_weights)),
         "--enable-cache-report",
         "--log-level-http", "warning",
     ]  # fmt: skip
@@ -228,10 +119,10 @@ def server_arguments(options: argparse.Namespace, model: ServedModel, rest: Sequ
         arguments += ["--max-total-tokens", str(kv_tokens)]
     if max_running:
         arguments += ["--max-running-requests", str(max_running)]
-    return [*arguments, *rest]
+    return [*arguments, *options.extra]
 
 
-def environment(options: argparse.Namespace) -> dict[str, str]:
+def environment(options: Replica) -> dict[str, str]:
     """Variables that must be set before SGLang is imported. ValueError for a GPU that cannot be emulated."""
     variables = {
         # /health answers by itself instead of sending a request through the model each time.
@@ -248,13 +139,23 @@ def environment(options: argparse.Namespace) -> dict[str, str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options, rest = parse(sys.argv[1:] if arguments is None else arguments)
+    """Serves until it is ended; the exit code."""
+    from sglang_fair.settings.program import run_program
+
+    return run_program(
+        "replica", lambda settings: serve(settled(settings)), arguments,
+        epilog="Arguments behind -- are SGLang's own.",
+    )  # fmt: skip
+
+
+def serve(options: Replica) -> int:
+    """Runs the server until it is ended; the exit code."""
     die_with_parent()
     try:
         os.environ.update(environment(options))
         name = EMULATED + options.model if options.engine == "emulated" else options.model
         model = find(name, lambda text: print(text, file=sys.stderr, flush=True))
-        argv = server_arguments(options, model, rest)
+        argv = server_arguments(options, model)
         _refuse_taken_ports(options)
     except (ValueError, OSError, RuntimeError) as error:
         print(f"sglang-fair replica: {error}", file=sys.stderr)
@@ -274,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _refuse_taken_ports(options: argparse.Namespace) -> None:
+def _refuse_taken_ports(options: Replica) -> None:
     ports = [options.port, *((options.kv_port, options.kv_port + 1) if options.kv_port is not None else ())]
     for port in ports:
         with socket.socket() as probe:

@@ -1,11 +1,10 @@
-"""A replica's fairness settings: server arguments, or the environment, one table for both.
+"""A replica's fairness settings, from SGLang's command line or from the environment.
 
-SGLang starts its scheduler in another process, so an argument is written to the environment when the
-arguments are read and found there by every child.
+SGLang starts its scheduler in another process. So an argument is written to the environment when the command line is
+read, and every child finds it there. An argument wins over the environment.
 """
 
 import argparse
-import json
 import os
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
@@ -16,8 +15,10 @@ from sglang_fair.common.weights import Weights
 from sglang_fair.core import POLICIES
 from sglang_fair.core import options as policy_options
 from sglang_fair.core.cost import Cost, Linear, describe, make_cost
-from sglang_fair.core.payers import FIRST, RULES, make_payers
-from sglang_fair.core.policy import Policy, checked_quantum
+from sglang_fair.core.payers import FIRST, make_payers
+from sglang_fair.core.policy import DEFAULT_QUANTUM, Policy, checked_quantum
+from sglang_fair.settings.setting import Setting, help_text, settings_of
+from sglang_fair.settings.table import Fairness
 
 STOCK_POLICIES = ("lpm", "random", "fcfs", "dfs-weight", "lof", "priority", "routing-key", "hrrn")
 """Names that keep SGLang's own meaning after --schedule-policy."""
@@ -32,37 +33,12 @@ SERVER_POLICIES: Mapping[str, str] = {server_name(name): name for name in POLICI
 """--schedule-policy value to the name in `POLICIES`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """One setting: the argument, its environment variable and how to say what it is."""
+SETTINGS: Mapping[str, Setting] = {
+    name: setting for name, setting in settings_of(Fairness).items() if setting.argument
+}
+"""The settings that SGLang's server takes as --fair arguments and in the environment, by field."""
 
-    argument: str
-    variable: str
-    metavar: str
-    help: str
-
-
-SETTINGS: tuple[Setting, ...] = (
-    Setting("--fair-quantum", "SGLANG_FAIR_QUANTUM", "UNITS",
-            "the quantum per client of DLPM (Q^u) and DRR, in service units (default 2000)"),
-    Setting("--fair-options", "SGLANG_FAIR_OPTIONS", "KEY=VALUE,...",
-            "the chosen policy's other options, for example patience=64 for dlpm (default: its own)"),
-    Setting("--fair-cost", "SGLANG_FAIR_COST", "COST",
-            "what service costs: linear, profiled, quadratic:d=1000, tiered:threshold=4096 or "
-            "flops:/path/to/the/model/config.json (default linear)"),
-    Setting("--fair-extend-weight", "SGLANG_FAIR_EXTEND_WEIGHT", "W_E",
-            "units that one computed input token costs, with the linear cost (default 1)"),
-    Setting("--fair-output-weight", "SGLANG_FAIR_OUTPUT_WEIGHT", "W_Q",
-            "units that one output token costs, with the linear cost (default 2)"),
-    Setting("--fair-payer", "SGLANG_FAIR_PAYER", "RULE",
-            f"who pays for a prefix that clients share: {', '.join(RULES)} (default first: who computes it)"),
-    Setting("--fair-client-weights", "SGLANG_FAIR_CLIENT_WEIGHTS", "JSON",
-            'shares per client, for example {"gold": 2} (default 1 for everybody)'),
-    Setting("--fair-identity", "SGLANG_FAIR_IDENTITY", "PLACES",
-            f"where the client's name is looked for, comma separated (default {','.join(DEFAULT_ORDER)})"),
-)  # fmt: skip
-
-COST_VARIABLE = "SGLANG_FAIR_COST"
+COST_VARIABLE = SETTINGS["cost"].variable
 
 POLICY_VARIABLE = "SGLANG_FAIR_POLICY"
 """Chooses the policy where no --schedule-policy can be given; same names as --schedule-policy."""
@@ -72,7 +48,7 @@ POLICY_VARIABLE = "SGLANG_FAIR_POLICY"
 class Config:
     """Settings as the scheduler uses them."""
 
-    quantum: float = 2000.0
+    quantum: float = DEFAULT_QUANTUM
     options: str = ""
     """The policy's own, as they were written; which there are depends on the policy."""
     cost: Cost = field(default_factory=Linear)
@@ -127,33 +103,22 @@ def requested_weights(body: object) -> dict[str, float]:
 
 def read(environ: Mapping[str, str] = os.environ) -> Config:
     """The settings in `environ`. ValueError names the variable that is wrong."""
-
-    def number(variable: str) -> float | None:
-        text = environ.get(variable)
-        try:
-            return float(text) if text else None
-        except ValueError:
-            raise ValueError(f"{variable} must be a number, not {text!r}") from None
-
-    weights_text = environ.get("SGLANG_FAIR_CLIENT_WEIGHTS") or "{}"
-    try:
-        weights = json.loads(weights_text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"SGLANG_FAIR_CLIENT_WEIGHTS is not JSON: {error}") from None
-    if not isinstance(weights, dict):
-        raise ValueError(f"SGLANG_FAIR_CLIENT_WEIGHTS must map client names to numbers, not {weights_text}")
-    quantum = number("SGLANG_FAIR_QUANTUM")
-    make_payers(payer := environ.get("SGLANG_FAIR_PAYER") or FIRST)
+    given = {
+        name: setting.read(text, setting.variable)
+        for name, setting in SETTINGS.items()
+        if (text := environ.get(setting.variable))
+    }
+    make_payers(payer := given.get("payer", FIRST))
     return Config(
-        quantum=checked_quantum(Config.quantum if quantum is None else quantum),
-        options=environ.get("SGLANG_FAIR_OPTIONS") or "",
+        quantum=checked_quantum(given.get("quantum", Config.quantum)),
+        options=given.get("policy_options", ""),
         cost=make_cost(
-            environ.get(COST_VARIABLE) or Linear.name,
-            number("SGLANG_FAIR_EXTEND_WEIGHT"),
-            number("SGLANG_FAIR_OUTPUT_WEIGHT"),
+            given.get("cost", Linear.name),
+            given.get("extend_weight"),
+            given.get("output_weight"),
             read=read_json,
         ),
-        client_weights=checked_weights(weights),
+        client_weights=checked_weights(given.get("client_weights", {})),
         payer=payer,
         identity=read_identity(environ),
     )
@@ -161,7 +126,7 @@ def read(environ: Mapping[str, str] = os.environ) -> Config:
 
 def read_identity(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     """The places where a client's name is looked for."""
-    places = environ.get("SGLANG_FAIR_IDENTITY")
+    places = environ.get(SETTINGS["identity"].variable)
     return tuple(place.strip().lower() for place in places.split(",")) if places else DEFAULT_ORDER
 
 
@@ -171,17 +136,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if "--schedule-policy" in action.option_strings:
             action.choices = [*(action.choices or ()), *SERVER_POLICIES]
     group = parser.add_argument_group("fair scheduling (sglang-fair)")
-    for setting in SETTINGS:
-        group.add_argument(
-            setting.argument,
-            metavar=setting.metavar,
-            help=f"{setting.help}; environment: {setting.variable}",
-        )
+    for setting in SETTINGS.values():
+        text = f"{help_text(setting)} Environment: {setting.variable}."
+        group.add_argument(setting.argument, metavar=setting.about.metavar, help=text.replace("%", "%%"))
 
 
 def adopt_arguments(arguments: argparse.Namespace, environ: MutableMapping[str, str] = os.environ) -> None:
     """Move the given arguments into `environ`, and the policy out of it. SystemExit on a bad value."""
-    for setting in SETTINGS:
+    for setting in SETTINGS.values():
         value = getattr(arguments, setting.argument.lstrip("-").replace("-", "_"), None)
         if value is not None:
             environ[setting.variable] = value

@@ -21,14 +21,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.events import Query, Snapshot, decode_answer, encode
-from router.gateway.__main__ import parser as gateway_line
-from router.placement import PLACEMENTS
 from sglang_fair.cluster.child import Child, how_it_ended, session_members
 from sglang_fair.cluster.console import ConsoleReporter, make_console
 from sglang_fair.cluster.link import RouterLink, router_answers
 from sglang_fair.cluster.machine import visible_gpus
 from sglang_fair.cluster.model import NoModel, describe, estimate_bytes
-from sglang_fair.cluster.options import ConfigError, Options, check, extra_argument, parse_client_weights
+from sglang_fair.cluster.options import ConfigError, Options, check, extra_argument
 from sglang_fair.cluster.plan import (
     HttpReady,
     LineReady,
@@ -51,6 +49,7 @@ from sglang_fair.cluster.restart import RestartRule
 from sglang_fair.cluster.supervisor import StartFailed, Supervisor
 from sglang_fair.core import POLICIES
 from sglang_fair.core.cost import make_cost
+from sglang_fair.settings.program import parse
 from tests.live import lives, wait_until
 from tests.ports import free_port
 
@@ -73,7 +72,7 @@ def after(argv: Sequence[str], option: str) -> str:
 
 class TestOptions:
     def test_the_defaults_are_good(self) -> None:
-        check(Options(), PLACEMENTS)
+        check(Options())
 
     @pytest.mark.parametrize(
         ("options", "said"),
@@ -84,7 +83,7 @@ class TestOptions:
                 Options(gateway_options="max-in-fly=3"),
                 "a gateway has no limit 'max-in-fly'; there are max-in",
             ),
-            (Options(gateway_options="tries=0"), "limit tries must be a positive number, not 0"),
+            (Options(gateway_options="tries=0"), "limit tries must be above 0, not 0"),
             (Options(device="tpu"), "unknown --device 'tpu'; there are auto, cpu, cuda"),
             (
                 Options(policy="magic"),
@@ -104,7 +103,7 @@ class TestOptions:
             (Options(policy_options="quanta=3"), "no option 'quanta'"),
             (Options(placement_options="threshold=3"), "placement d2lpm has no parameter threshold"),
             (Options(placement_options="cache_threshold=3"), "cache_threshold is 3"),
-            (Options(placement_options="charge"), "NAME=VALUE, separated by commas, and 'charge' is not one"),
+            (Options(placement_options="charge"), "KEY=VALUE, separated by commas, and 'charge' is not one"),
             (Options(extra=("tiny",)), "unexpected argument 'tiny'"),
             (
                 Options(extra=("--port", "1")),
@@ -119,20 +118,13 @@ class TestOptions:
     )
     def test_what_cannot_be_is_refused_in_one_line(self, options: Options, said: str) -> None:
         with pytest.raises(ConfigError) as refused:
-            check(options, PLACEMENTS)
+            check(options)
         assert said in str(refused.value)
         assert "\n" not in str(refused.value)
 
     @pytest.mark.parametrize("policy", ["dlpm", "vtc", "lpm", "fcfs", "sglang:lpm"])
     def test_policies(self, policy: str) -> None:
-        check(Options(policy=policy), PLACEMENTS)
-
-    def test_client_weights(self) -> None:
-        assert parse_client_weights("") == {}
-        assert parse_client_weights('{"gold": 2, "b": 0.5}') == {"gold": 2, "b": 0.5}
-        for wrong in ("{", "[1]", '{"a": "b"}', '{"a": true}'):
-            with pytest.raises(ConfigError):
-                parse_client_weights(wrong)
+        check(Options(policy=policy))
 
     def test_the_last_of_two_values_counts(self) -> None:
         assert extra_argument(("--tp", "2", "--x", "--tp=4"), "--tp", "--tp-size") == "4"
@@ -237,8 +229,8 @@ class TestPlan:
         assert after(gateway.argv, "--model-name") == "tiny"
         assert after(gateway.argv, "--tokenizer") == "/models/tiny"
         assert after(gateway.argv, "--identity") == "api-key"
-        assert gateway_line().parse_args(gateway.argv[3:]).max_in_flight == 100
-        assert gateway_line().parse_args(gateway.argv[3:]).body_timeout_s == 2.5
+        assert parse("gateway", gateway.argv[3:]).max_in_flight == 100
+        assert parse("gateway", gateway.argv[3:]).body_timeout_s == 2.5
         assert gateway.ready == HttpReady("http://127.0.0.1:8000/health")
 
     def test_the_router_s_own_quantum_stands(self) -> None:
@@ -270,25 +262,21 @@ class TestPlan:
     def test_the_cost_reaches_the_replicas_and_its_linear_part_the_router(
         self, options: Options, replica_s: str, router_s: tuple[str, str]
     ) -> None:
-        from sglang_fair.engines.replica import parse as parse_replica
-
         r0, _, router, _ = build(options, "cpu", MACHINE, MODEL, PORTS).processes
         assert replica_s in " ".join(r0.argv)
         assert (after(router.argv, "--extend-weight"), after(router.argv, "--output-weight")) == router_s
-        parsed, _ = parse_replica(r0.argv[3:])
+        parsed = parse("replica", r0.argv[3:])
         assert make_cost(parsed.cost, parsed.extend_weight, parsed.output_weight) == options.service_cost()
 
     def test_their_programs_take_these_command_lines(self) -> None:
-        from router.__main__ import parser as router_parser
-        from router.gateway.__main__ import parser as gateway_parser
-        from sglang_fair.engines.replica import parse as parse_replica
+        from router.__main__ import workers
 
         plan = build(Options(worker_quantum=9.0), "cpu", MACHINE, MODEL, PORTS)
         r0, _, router, gateway = plan.processes
-        replica, rest = parse_replica(r0.argv[3:])
-        assert (replica.name, replica.port, rest[:2]) == ("r0", 30001, ["--log-level", "info"])
-        assert router_parser().parse_args(router.argv[3:]).worker[1].worker == "r1"
-        assert gateway_parser().parse_args(gateway.argv[3:]).port == 8000
+        replica = parse("replica", r0.argv[3:])
+        assert (replica.name, replica.port, replica.extra[:2]) == ("r0", 30001, ("--log-level", "info"))
+        assert workers(parse("router", router.argv[3:]))[1].worker == "r1"
+        assert parse("gateway", gateway.argv[3:]).port == 8000
 
     def test_each_replica_has_gpus_of_its_own(self) -> None:
         plan = build(Options(device="cuda", extra=("--tp", "4")), "cuda", GPU_MACHINE, MODEL, PORTS)

@@ -24,9 +24,9 @@ from router.events import Arrive, Done, Place, WorkerUp, decode_answer, encode
 from router.placement import build as build_placement
 from router.shell import Shell
 from sglang_fair.cluster import control
+from sglang_fair.cluster.added import AddedReplicas
 from sglang_fair.cluster.control import Control, NoCluster, Refused, Say, ask, own_folder
 from sglang_fair.cluster.link import RouterLink
-from sglang_fair.cluster.more import More
 from sglang_fair.cluster.options import ConfigError, Options
 from sglang_fair.cluster.plan import (
     HttpReady,
@@ -236,7 +236,7 @@ def test_a_further_replica_is_planned_like_the_first_ones(monkeypatch: pytest.Mo
     with contextlib.closing(Reservations("127.0.0.1")) as reservations:
         ports = choose(0, 2, reservations.take)
         plan = build(options, "cpu", MACHINE, TINY, ports)
-        more = More(options, "cpu", TINY, ports, reservations, lambda: MACHINE)
+        more = AddedReplicas(options, "cpu", TINY, ports, reservations, lambda: MACHINE)
         r1, r2 = plan.of("replica")[1], more.plan(2)
         own = {"--name", "--port", "--kv-port"}
         assert [word for word in r2.argv if word not in after_all(r2, own)] == [
@@ -263,8 +263,8 @@ def test_a_further_replica_needs_room(monkeypatch: pytest.MonkeyPatch) -> None:
     with contextlib.closing(Reservations("127.0.0.1")) as reservations:
         ports = Ports(8000, 30_000, (ReplicaPorts(30_001, 30_002),))
         with pytest.raises(ConfigError, match="too little memory"):
-            More(Options(), "cpu", TINY, ports, reservations, lambda: small).plan(2)
-        on_gpus = More(Options(), "cuda", TINY, ports, reservations, lambda: gpus)
+            AddedReplicas(Options(), "cpu", TINY, ports, reservations, lambda: small).plan(2)
+        on_gpus = AddedReplicas(Options(), "cuda", TINY, ports, reservations, lambda: gpus)
         assert on_gpus.plan(1).env["CUDA_VISIBLE_DEVICES"] == "1"
         taken = sorted(reservations._held)
         with pytest.raises(ConfigError, match="2 are visible"):

@@ -62,13 +62,13 @@ def test_every_option_of_every_policy_can_be_written_as_text() -> None:
 )
 def test_a_cluster_refuses_them_before_anything_starts(options: Options, said: str) -> None:
     with pytest.raises(ConfigError, match=r"^[^\n]*$") as refusal:
-        check(options, {"d2lpm"})
+        check(options)
     assert said in str(refusal.value)
 
 
 def test_a_cluster_takes_what_its_policy_has() -> None:
-    check(Options(policy="rpm", policy_options="limit=5,excess=delay"), {"d2lpm"})
-    check(Options(policy="sglang:lpm"), {"d2lpm"})
+    check(Options(policy="rpm", policy_options="limit=5,excess=delay"))
+    check(Options(policy="sglang:lpm"))
 
 
 def test_they_reach_each_replicas_server() -> None:
@@ -78,7 +78,7 @@ def test_they_reach_each_replicas_server() -> None:
     machine = Machine(cores=2, available_bytes=2**40, gpus=(), cuda_build=False, python="python")
     plan = build(options, "cpu", machine, Model(Path("tiny"), "tiny", 0), ports)
     for process in plan.of("replica"):
-        own, rest = replica.parse(process.argv[3:])
+        own = replica.parse(process.argv[3:])
         found = models.ServedModel("tiny", "/models/tiny", "tiny")
-        words = replica.server_arguments(own, found, rest)
+        words = replica.server_arguments(own, found)
         assert words[words.index("--fair-options") + 1] == "limit=5,excess=delay"

@@ -1,4 +1,4 @@
-"""The emulated GPU: what it makes of a GPU's name, its clock, its zygote, and a replica and a cluster of it."""
+"""The emulated GPU: what it makes of a GPU's name, its clock, its fork server, and a replica and a cluster of it."""
 
 import asyncio
 import json
@@ -154,10 +154,10 @@ class TestReplicaArguments:
     model = models.ServedModel("emulated:llama-3.1-8b", "/m", "llama-3.1-8b-emulated", "dummy", 1, 131_072)
 
     def test_memory_and_chunks_are_the_gpu_s(self) -> None:
-        options, rest = replica.parse(
+        options = replica.parse(
             ["--engine", "emulated", "--gpu", "a100-80g", "--model", "llama-3.1-8b", "--", "--x"]
         )
-        argv = replica.server_arguments(options, self.model, rest)
+        argv = replica.server_arguments(options, self.model)
         assert argv[argv.index("--max-total-tokens") + 1] == str(A100.kv_tokens)
         assert argv[argv.index("--chunked-prefill-size") + 1] == "8192"
         assert argv[argv.index("--max-running-requests") + 1] == "256"
@@ -166,8 +166,8 @@ class TestReplicaArguments:
         assert settings.read(replica.environment(options)) == A100
 
     def test_the_user_s_numbers_win(self) -> None:
-        options, rest = replica.parse([*EMULATED, "--kv-tokens", "4096", "--max-running", "3"])
-        argv = replica.server_arguments(options, self.model, rest)
+        options = replica.parse([*EMULATED, "--kv-tokens", "4096", "--max-running", "3"])
+        argv = replica.server_arguments(options, self.model)
         assert argv[argv.index("--max-total-tokens") + 1] == "4096"
         assert argv[argv.index("--max-running-requests") + 1] == "3"
 
@@ -176,14 +176,14 @@ class TestReplicaArguments:
         [
             (["--gpu", "a10g"], "--gpu is for --engine emulated"),
             (["--time-scale", "2"], "--time-scale is for --engine emulated"),
-            (["--engine", "emulated", "--model", "llama-2-7b"], "unknown --gpu None; there are a10g"),
+            (["--engine", "emulated", "--model", "llama-2-7b"], "unknown --gpu ''; there are a10g"),
             ([*EMULATED, "--cost-model", "/no/such.json"], "cannot read /no/such.json"),
         ],
     )
     def test_what_does_not_fit_together(self, arguments: list[str], said: str) -> None:
-        options, rest = replica.parse(arguments)
+        options = replica.parse(arguments)
         with pytest.raises(ValueError, match=said):
-            replica.server_arguments(options, self.model, rest)
+            replica.server_arguments(options, self.model)
 
 
 class TestPlan:
@@ -192,26 +192,26 @@ class TestPlan:
     ports = Ports(gateway=8000, router=30000, replicas=(ReplicaPorts(30001, 30002),) * 2)
     options = Options(engine="emulated", gpu="a100-80g", model="llama-3.1-8b", time_scale=0.5)
 
-    def test_the_zygote_comes_first_and_forks_the_replicas(self) -> None:
-        check(self.options, ("d2lpm",))
-        zygote, r0, r1, *_ = build(self.options, "cpu", self.machine, self.model, self.ports).processes
-        assert (zygote.role, zygote.zygote, zygote.argv[2]) == (
-            "zygote",
+    def test_the_fork_server_comes_first_and_forks_the_replicas(self) -> None:
+        check(self.options)
+        fork_server, r0, r1, *_ = build(self.options, "cpu", self.machine, self.model, self.ports).processes
+        assert (fork_server.role, fork_server.fork_server, fork_server.argv[2]) == (
+            "fork-server",
             None,
             "sglang_fair.engines.fork_server",
         )
-        assert r0.zygote == r1.zygote == zygote.argv[3]
-        shared, _ = replica.parse(zygote.argv[4:])
-        own, rest = replica.parse(r1.argv)
+        assert r0.fork_server == r1.fork_server == fork_server.argv[3]
+        shared = replica.parse(fork_server.argv[4:])
+        own = replica.parse(r1.argv)
         assert own.name == "r1"
         assert replica.emulation(shared) == replica.emulation(own) == self.options.emulation()
-        assert rest[:1] == ["--log-level"]
-        assert zygote.ready == LineReady("ready to fork replicas")
+        assert own.extra[:1] == ("--log-level",)
+        assert fork_server.ready == LineReady("ready to fork replicas")
 
     def test_a_real_engine_has_none(self) -> None:
         plan = build(Options(), "cpu", self.machine, self.model, self.ports)
-        assert plan.of("zygote") == ()
-        assert all(process.zygote is None for process in plan.processes)
+        assert plan.of("fork-server") == ()
+        assert all(process.fork_server is None for process in plan.processes)
 
     def test_what_they_share_counts_once(self) -> None:
         check_memory(Options(**{**vars(self.options), "replicas": 40}), "cpu", self.machine, self.model)
@@ -238,18 +238,18 @@ class TestPlan:
     )
     def test_what_cannot_be_is_refused_in_one_line(self, options: Options, said: str) -> None:
         with pytest.raises(ConfigError) as refused:
-            check(options, ("d2lpm",))
+            check(options)
         assert said in str(refused.value)
         assert "\n" not in str(refused.value)
 
     @pytest.mark.parametrize("device", ["auto", "cpu", "cuda"])
     def test_a_device_alone_says_enough(self, device: str) -> None:
-        check(Options(device=device), ("d2lpm",))
+        check(Options(device=device))
 
 
-FAKE_ZYGOTE = """
+FAKE_FORK_SERVER = """
 import os, signal, socket, subprocess, sys, time
-from sglang_fair.engines import fork_server as zygote
+from sglang_fair.engines import fork_server
 from sglang_fair.engines import replica
 
 def main(argv):
@@ -279,13 +279,15 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
     listener.bind("\\0" + sys.argv[1])
     listener.listen()
     print("ready to fork replicas", flush=True)
-    zygote.Zygote(listener).run()
+    fork_server.ForkServer(listener).run()
 """
 
 
 @contextmanager
-def fake_zygote(name: str, *how: str) -> Iterator["subprocess.Popen[bytes]"]:
-    with subprocess.Popen([sys.executable, "-c", FAKE_ZYGOTE, name, *how], stdout=subprocess.PIPE) as process:
+def fake_fork_server(name: str, *how: str) -> Iterator["subprocess.Popen[bytes]"]:
+    with subprocess.Popen(
+        [sys.executable, "-c", FAKE_FORK_SERVER, name, *how], stdout=subprocess.PIPE
+    ) as process:
         assert process.stdout is not None
         process.stdout.readline()
         try:
@@ -295,10 +297,10 @@ def fake_zygote(name: str, *how: str) -> Iterator["subprocess.Popen[bytes]"]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets are Linux's")
-class TestZygote:
+class TestForkServer:
     @staticmethod
-    def spec(zygote: str, *argv: str) -> Process:
-        return Process("r0", "replica", argv, LineReady("x"), 1.0, 1.0, {"SAID": "hello"}, None, zygote)
+    def spec(fork_server: str, *argv: str) -> Process:
+        return Process("r0", "replica", argv, LineReady("x"), 1.0, 1.0, {"SAID": "hello"}, None, fork_server)
 
     @staticmethod
     async def started(spec: Process) -> tuple[Child, list[str]]:
@@ -316,7 +318,7 @@ class TestZygote:
             assert (await first.exited(), await second.exited()) == ("exit code 3", "exit code 0")
             assert (said, said_too) == (["I am one 3 hello"], ["I am two 0 hello"])
 
-        with fake_zygote(name):
+        with fake_fork_server(name):
             asyncio.run(both())
 
     def test_one_that_is_killed_takes_its_session_along_and_not_its_siblings(self) -> None:
@@ -335,7 +337,7 @@ class TestZygote:
             await second.stop(asyncio.Event())
             assert not lives(second.pid)
 
-        with fake_zygote(name):
+        with fake_fork_server(name):
             asyncio.run(killed())
 
     def test_a_signal_that_comes_before_a_replica_has_begun_ends_it_and_not_its_siblings(self) -> None:
@@ -350,13 +352,13 @@ class TestZygote:
             assert lives(first.pid)
             await first.stop(asyncio.Event())
 
-        with fake_zygote(name, "forks slowly"):
+        with fake_fork_server(name, "forks slowly"):
             asyncio.run(killed())
 
     @pytest.mark.parametrize("how", [(), ("slowly",)], ids=["its session is there", "not yet"])
     def test_whoever_asked_is_gone(self, how: tuple[str, ...]) -> None:
         name = f"sglang-fair-test/{os.getpid()}/c"
-        with fake_zygote(name, *how), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        with fake_fork_server(name, *how), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
             connection.connect(f"\0{name}")
             wanted = {"argv": ["sleeps", "0"], "env": {"SAID": "x"}}
             socket.send_fds(connection, [json.dumps(wanted).encode()], [2])
@@ -366,26 +368,26 @@ class TestZygote:
             wait_until(lambda: not lives(pid), "the orphan's end", 10.0)
 
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-    def test_a_zygote_that_ends_takes_its_replicas_along(self, number: signal.Signals) -> None:
+    def test_a_fork_server_that_ends_takes_its_replicas_along(self, number: signal.Signals) -> None:
         name = f"sglang-fair-test/{os.getpid()}/d"
 
-        async def orphaned(zygote: "subprocess.Popen[bytes]") -> None:
+        async def orphaned(fork_server: "subprocess.Popen[bytes]") -> None:
             child, _ = await self.started(self.spec(name, "sleeps", "0"))
             await child.saw("child")
-            zygote.send_signal(number)
+            fork_server.send_signal(number)
             assert await child.exited() == "killed by SIGKILL"
             assert not lives(child.pid)
 
-        with fake_zygote(name) as zygote:
-            asyncio.run(orphaned(zygote))
+        with fake_fork_server(name) as fork_server:
+            asyncio.run(orphaned(fork_server))
 
-    def test_a_zygote_that_is_still_importing_is_waited_for(self) -> None:
+    def test_a_fork_server_that_is_still_importing_is_waited_for(self) -> None:
         name = f"sglang-fair-test/{os.getpid()}/e"
 
         async def early() -> None:
             starting = asyncio.create_task(self.started(self.spec(name, "one", "0")))
             await asyncio.sleep(0.3)
-            with fake_zygote(name):
+            with fake_fork_server(name):
                 child, _ = await starting
                 assert await child.exited() == "exit code 0"
 
@@ -496,7 +498,7 @@ def test_a_cluster_forks_its_replicas_and_one_that_is_killed_returns() -> None:
         facts = cluster.addresses
         assert facts["emulated"]["gpu"] == "a10g"
         assert "emulated a10g with llama-3.2-3b" in cluster.log.read_text()
-        assert psutil.Process(facts["pids"]["r0"]).ppid() == facts["pids"]["zygote"]
+        assert psutil.Process(facts["pids"]["r0"]).ppid() == facts["pids"]["fork-server"]
         body = {"model": "default", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
         ask = f"{cluster.url}/v1/chat/completions"
         first = httpx.post(ask, json=body, timeout=60).json()["choices"][0]["message"]["content"]

@@ -1,7 +1,7 @@
 """The bounds of a gateway: how they are written, what a process has room for, and what no parser should be given."""
 
 import json
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.gateway.errors import ApiError
-from router.gateway.limits import DEFAULTS, MEANING, OTHER_DESCRIPTORS, Limits, fit, option
+from router.gateway.limits import OTHER_DESCRIPTORS, Limits, fit
 from router.gateway.limits import parse as parse_limits
 from router.gateway.replicas.context import context_of
 from router.gateway.request.call import MAX_MESSAGES, MAX_VALUES, check_size, parse
@@ -19,11 +19,6 @@ JSON = st.recursive(
     lambda inner: st.lists(inner) | st.dictionaries(st.text(alphabet='a"\\,'), inner),
     max_leaves=40,
 )
-
-
-def test_every_limit_has_a_meaning_and_an_option() -> None:
-    assert list(MEANING) == [one.name for one in fields(Limits)]
-    assert len({option(name) for name in MEANING}) == len(MEANING)
 
 
 def test_limits_are_read() -> None:
@@ -43,9 +38,9 @@ def test_limits_are_read() -> None:
         ("nothing=3", "no limit 'nothing'; there are max-in-flight, "),
         ("tries=2,tries=3", "twice"),
         ("tries=2.5", "a whole number"),
-        ("tries=0", "positive"),
-        ("body-timeout=nan", "positive"),
-        ("body-timeout=inf", "positive"),
+        ("tries=0", "must be above 0"),
+        ("body-timeout=nan", "a finite number"),
+        ("body-timeout=inf", "a finite number"),
         ("body-timeout=x", "a number"),
     ],
 )
@@ -59,7 +54,7 @@ def test_what_is_no_limit_is_refused_in_one_line(text: str, message: str) -> Non
 def test_connections_and_requests_never_need_more_files_than_there_are(
     descriptors: int, requests: int, connections: int
 ) -> None:
-    asked = replace(DEFAULTS, max_in_flight=requests, max_connections=connections)
+    asked = replace(Limits(), max_in_flight=requests, max_connections=connections)
     found = fit(asked, descriptors)
     free = max(3, descriptors - OTHER_DESCRIPTORS)
     assert 1 <= found.max_in_flight <= requests

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.__main__ import make_router, parser
+from router.__main__ import make_router
 from router.core import Router
 from router.events import (
     Arrive,
@@ -35,6 +35,7 @@ from router.placement.d2lpm_time import D2lpmTime, Pace
 from router.placement.outputs import ExpectedOutputs
 from router.placement.preble import Preble, PrefillCost
 from router.radix import Match
+from sglang_fair.settings.program import parse
 from workloads.simulation import Site
 
 INF = float("inf")
@@ -1018,7 +1019,7 @@ def test_the_command_line_reaches_the_placement(name):
     line = ["--bind", "tcp://127.0.0.1:*", "--placement", name, "--client-weights", '{"gold": 2}']
     line += ["--output-weight", "3", "--quantum", "5", "--worker-quantum", "7"]
     threshold = ["--parameter", "cache_threshold=0.25"] if "cache_threshold" in parameters(name) else []
-    placed = make_router(parser().parse_args([*line, *threshold])).state()
+    placed = make_router(parse("router", [*line, *threshold])).state()
     assert placed["placement"] == name
     expected = {
         "client_weights": {"gold": 2},
@@ -1055,10 +1056,10 @@ def test_a_placement_s_options_are_read_as_they_are_written():
 def test_client_weights_must_be_a_map_of_numbers(capsys):
     for wrong in ("gold", "[1]"):
         with pytest.raises(SystemExit):
-            parser().parse_args(["--bind", "x", "--client-weights", wrong])
+            parse("router", ["--bind", "x", "--client-weights", wrong])
     assert "client-weights" in capsys.readouterr().err
     with pytest.raises(ValueError, match="gold"):
-        make_router(parser().parse_args(["--bind", "x", "--client-weights", '{"gold": -1}']))
+        make_router(parse("router", ["--bind", "x", "--client-weights", '{"gold": -1}']))
 
 
 # -- Preble

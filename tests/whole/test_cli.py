@@ -5,7 +5,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -14,7 +14,8 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from sglang_fair import cli
-from sglang_fair.cluster import run, status
+from sglang_fair.cluster import __main__ as cluster_command
+from sglang_fair.cluster import status
 from sglang_fair.cluster.options import Options
 from sglang_fair.models import catalog as models
 
@@ -39,8 +40,8 @@ class TestHelp:
             assert command in done.stdout
 
     def test_the_cluster_s_options_are_explained(self) -> None:
-        shown = invoke("cluster", "--help").output
-        for word in ("--replicas", "--quantum", "service units", "--placement", "d2lpm", "default: dlpm"):
+        shown = command("cluster", "--help").stdout
+        for word in ("--replicas", "--quantum", "service units", "--placement", "d2lpm", "[default: dlpm]"):
             assert word in shown
 
 
@@ -50,39 +51,42 @@ def tiny() -> None:
     models.find("tiny")
 
 
+def run_command(*arguments: str) -> int:
+    return cluster_command.main(["--port", "0", *arguments])
+
+
 class TestCluster:
     @pytest.fixture
-    def asked(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Options, Mapping[str, bool]]]:
-        calls: list[tuple[Options, Mapping[str, bool]]] = []
+    def asked(self, monkeypatch: pytest.MonkeyPatch) -> list[Options]:
+        calls: list[Options] = []
 
-        def remember(options: Options, **how: bool) -> int:
-            calls.append((options, how))
+        def remember(options: Options) -> int:
+            calls.append(options)
             return 0
 
-        monkeypatch.setattr(run, "run_cluster", remember)
+        monkeypatch.setattr(cluster_command, "run_cluster", remember)
         return calls
 
-    def test_the_defaults_are_those_of_the_options(
-        self, asked: list[tuple[Options, Mapping[str, bool]]]
-    ) -> None:
-        assert invoke("cluster").exit_code == 0
-        assert asked == [(Options(), {"as_json": False, "quiet_replicas": False})]
+    def test_the_defaults_are_those_of_the_options(self, asked: list[Options]) -> None:
+        assert cluster_command.main([]) == 0
+        assert asked == [Options()]
 
-    def test_everything_arrives(self, asked: list[tuple[Options, Mapping[str, bool]]]) -> None:
+    def test_everything_arrives(self, asked: list[Options]) -> None:
         line = (
-            "cluster --replicas 4 --device cuda --model m --policy vtc --placement preble --host 0.0.0.0 "
+            "--replicas 4 --device cuda --model m --policy vtc --placement preble --host 0.0.0.0 "
             "--port 1 --quantum 10 --worker-quantum 20 --extend-weight 2 --output-weight 3 "
             '--client-weights {"a":2} '
             "--gateway-workers 2 --gateway-options tries=2 --log-level debug --start-timeout 9 --json "
             "--quiet-replicas -- --tp 2"
         )
-        assert invoke(*line.split()).exit_code == 0
+        assert cluster_command.main(line.split()) == 0
         expected = Options(
             replicas=4, device="cuda", model="m", policy="vtc", placement="preble", host="0.0.0.0", port=1,
             quantum=10, worker_quantum=20, extend_weight=2, output_weight=3, client_weights={"a": 2},
-            gateway_workers=2, gateway_options="tries=2", log_level="debug", start_timeout_s=9, extra=("--tp", "2"),
+            gateway_workers=2, gateway_options="tries=2", log_level="debug", start_timeout_s=9, json=True,
+            quiet_replicas=True, extra=("--tp", "2"),
         )  # fmt: skip
-        assert asked == [(expected, {"as_json": True, "quiet_replicas": True})]
+        assert asked == [expected]
 
     @pytest.mark.parametrize(
         ("arguments", "code", "said"),
@@ -98,27 +102,26 @@ class TestCluster:
     def test_a_mistake_is_one_line_and_starts_nothing(
         self, arguments: list[str], code: int, said: str, capfd: pytest.CaptureFixture[str]
     ) -> None:
-        done = invoke("cluster", "--port", "0", *arguments)
-        assert done.exit_code == code, done.output
-        told = capfd.readouterr()  # of the process that looks for the model
-        (line,) = (done.stderr + told.err).splitlines()
-        assert line.startswith("sglang-fair: ")
+        assert run_command(*arguments) == code
+        told = capfd.readouterr()  # the process that looks for the model writes there too
+        (line,) = told.err.splitlines()
+        assert line.startswith("sglang-fair")
         assert said in line
-        assert not done.stdout + told.out
+        assert not told.out
 
     def test_so_it_is_for_a_process(self) -> None:
         done = command("cluster", "--policy", "magic")
         assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr.startswith("sglang-fair: unknown --policy 'magic'")
+        assert done.stderr.startswith("sglang-fair cluster: unknown --policy 'magic'")
         assert done.stderr.count("\n") == 1
 
     @pytest.mark.usefixtures("tiny")
-    def test_a_port_in_use(self) -> None:
+    def test_a_port_in_use(self, capfd: pytest.CaptureFixture[str]) -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = str(server.getsockname()[1])
-            done = invoke("cluster", "--port", port, "--device", "cpu", "--model", "tiny")
-        assert done.exit_code == 1
-        assert done.stderr == (
+            code = cluster_command.main(["--port", port, "--device", "cpu", "--model", "tiny"])
+        assert code == 1
+        assert capfd.readouterr().err == (
             f"sglang-fair: port {port} is in use; choose another with --port, or --port 0 for a free one\n"
         )
 

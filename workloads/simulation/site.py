@@ -142,7 +142,7 @@ class Site:
 
     def make_policy(self) -> Policy:
         """A new policy object for one replica."""
-        quantum = 2000.0 if self.quantum is None else checked_quantum(self.quantum)
+        quantum = None if self.quantum is None else checked_quantum(self.quantum)
         return policy_options.make(
             self.policy, self.policy_options, quantum=quantum, weights=Weights(self.client_weights)
         )

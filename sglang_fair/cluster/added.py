@@ -1,4 +1,4 @@
-"""Replicas beyond the first ones: planned as the cluster would have started them, with ports of their own."""
+"""Replicas that are added to a running cluster: each is planned with the cluster's own settings and with free ports."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,7 +8,7 @@ from sglang_fair.cluster.plan import Machine, Model, Process, build, check_memor
 from sglang_fair.cluster.ports import Ports, Reservations, choose_replica
 
 
-class More:
+class AddedReplicas:
     """Plans replicas for one cluster, and takes back the ports of those that are gone."""
 
     def __init__(

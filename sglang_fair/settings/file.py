@@ -1,0 +1,124 @@
+"""A configuration file: YAML with a section for each program, and in it the settings by name.
+
+    cluster:
+      replicas: 4
+      policy: dlpm
+      policy_options: {patience: 64}
+      client_weights: {gold: 2}
+      sglang_arguments: [--tp, "2"]
+
+A mistake is an error that begins with `FILE:LINE:COLUMN:`. All sections are checked, whichever is asked for, so that
+one file can describe a deployment and is right or wrong as a whole.
+"""
+
+from collections.abc import Mapping
+from dataclasses import MISSING
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from sglang_fair.settings.setting import SettingError, settings_of
+from sglang_fair.settings.table import SECTIONS
+
+
+class Section:
+    """The settings of one program as a file has them: values by field, and where each of them stands."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.values: dict[str, Any] = {}
+        self.places: dict[str, str] = {}
+        """`FILE:LINE:COLUMN` by field."""
+
+
+def read_file(path: Path) -> dict[str, Section]:
+    """The sections of the file, by name. Raises SettingError for anything in it that is wrong."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise SettingError(f"cannot read {path}: {reason}") from None
+    loader = yaml.SafeLoader(text)
+    try:
+        root = loader.get_single_node()
+        if root is None:
+            return {}
+        found: dict[str, Section] = {}
+        for key, node in _entries(path, root, "the file", loader):
+            if key.value not in SECTIONS:
+                raise SettingError(f"{_place(path, key)}: {_unknown('section', key.value, SECTIONS)}")
+            found[key.value] = _read_section(path, key.value, node, loader)
+        return found
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
+        problem = " ".join(str(error.problem or error.context).split())
+        raise SettingError(f"{place}: not YAML: {problem}") from None
+    except yaml.YAMLError as error:
+        raise SettingError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    finally:
+        loader.dispose()
+
+
+def dump(section: str, values: Any) -> str:
+    """A file that gives a program these settings, an object of the section's class."""
+    shown = {}
+    for name, setting in settings_of(type(values)).items():
+        value = getattr(values, name)
+        if value is not None and not (value == setting.default and value in ("", (), {})):
+            shown[setting.key] = _plain(value)
+    return str(yaml.safe_dump({section: shown}, sort_keys=False, allow_unicode=True, width=110))
+
+
+def _read_section(path: Path, name: str, node: yaml.Node, loader: yaml.SafeLoader) -> Section:
+    known = {setting.key: setting for setting in settings_of(SECTIONS[name]).values()}
+    section = Section(path)
+    if isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:null":
+        return section
+    for key, value in _entries(path, node, f"section {name}", loader):
+        setting = known.get(key.value.replace("-", "_"))
+        if setting is None:
+            raise SettingError(f"{_place(path, key)}: {_unknown(f'setting in {name}', key.value, known)}")
+        place = _place(path, value)
+        raw = loader.construct_object(value, deep=True)
+        if raw is None and setting.default is MISSING:
+            raise SettingError(f"{place}: {name}.{setting.key} must {setting.expected()}")
+        section.values[setting.field] = setting.read(raw, f"{place}: {name}.{setting.key}")
+        section.places[setting.field] = place
+    return section
+
+
+def _entries(
+    path: Path, node: yaml.Node, what: str, loader: yaml.SafeLoader
+) -> list[tuple[yaml.ScalarNode, yaml.Node]]:
+    """The keys and values of a mapping, each key a text that stands there once."""
+    if not isinstance(node, yaml.MappingNode):
+        raise SettingError(f"{_place(path, node)}: {what} must be a mapping of names to values")
+    loader.flatten_mapping(node)
+    seen = set()
+    for key, _ in node.value:
+        if not isinstance(key, yaml.ScalarNode):
+            raise SettingError(f"{_place(path, key)}: a name must be a text")
+        if key.value in seen:
+            raise SettingError(f"{_place(path, key)}: {key.value} is given twice")
+        seen.add(key.value)
+    return list(node.value)
+
+
+def _unknown(what: str, name: str, known: Mapping[str, Any]) -> str:
+    near = get_close_matches(name.replace("-", "_"), known, 1)
+    hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(known)}"
+    return f"there is no {what} called {name!r:.80}{hint}"
+
+
+def _place(path: Path, node: yaml.Node) -> str:
+    return f"{path}:{node.start_mark.line + 1}:{node.start_mark.column + 1}"
+
+
+def _plain(value: Any) -> Any:
+    """`value` in types that YAML has."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    return list(value) if isinstance(value, tuple) else value

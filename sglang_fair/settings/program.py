@@ -1,0 +1,138 @@
+"""The command line of a program whose settings are a class of the table, and its configuration file.
+
+A setting's value is that of the command line, else the configuration file's (--config), else the default. SGLang's own
+processes also read the SGLANG_FAIR_ variables, for what they are given no argument for.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Generic, TypeVar
+
+from sglang_fair.settings import file
+from sglang_fair.settings.commands import Mistake, Option, PassedOn, run
+from sglang_fair.settings.setting import Setting, SettingError, help_text, settings_of
+from sglang_fair.settings.table import SECTIONS
+
+T = TypeVar("T")
+
+_TYPE_NAMES = {int: "INTEGER", float: "NUMBER", str: "TEXT"}
+
+
+@dataclass(frozen=True)
+class Given(Generic[T]):
+    """The settings that a command line and a file give a program."""
+
+    settings: T
+    places: Mapping[str, str] = field(default_factory=dict)
+    """`FILE:LINE:COLUMN` of the settings that the file has given, by field."""
+
+    def explain(self, error: SettingError) -> str:
+        """The error's text, behind the place in the file that it is about."""
+        place = self.places.get(error.field or "")
+        return f"{place}: {error}" if place else str(error)
+
+
+def load(section: str, given: Mapping[str, Any], path: Path | None = None) -> Given[Any]:
+    """The settings of a program, of the class `SECTIONS[section]`. `given` is the command line's, as text, by field.
+
+    Raises SettingError for the first that is wrong or missing.
+    """
+    table = SECTIONS[section]
+    values, places = {}, {}
+    if path is not None:
+        found = file.read_file(path).get(section, file.Section(path))
+        values, places = dict(found.values), dict(found.places)
+    for name, setting in settings_of(table).items():
+        if name in given:
+            values[name] = setting.read(given[name], setting.flag)
+            places.pop(name, None)
+        elif setting.required and name not in values:
+            raise SettingError(f"{setting.flag} is missing", name)
+    return Given(table(**values), places)
+
+
+def run_program(
+    section: str,
+    serve: Callable[[Any], int],
+    arguments: Sequence[str] | None = None,
+    *,
+    check: Callable[[Any], None] = lambda settings: None,
+    help: str = "",
+    epilog: str = "",
+) -> int:
+    """The exit code of `serve`, which is called with the settings of the program `section`.
+
+    `check` raises SettingError for settings that do not go together. Nothing is served then, nor for --print-config.
+    """
+    name = f"sglang-fair {section}"
+
+    def program(**options: Any) -> int:
+        path, print_config = options.pop("config"), options.pop("print_config")
+        given = {key: value for key, value in options.items() if value is not None and value is not False}
+        try:
+            loaded = load(section, given, path)
+            try:
+                check(loaded.settings)
+            except SettingError as error:
+                raise Mistake(loaded.explain(error)) from None
+        except SettingError as error:
+            raise Mistake(str(error)) from None
+        if print_config:
+            print(file.dump(section, loaded.settings), end="")
+            return 0
+        return serve(loaded.settings)
+
+    program.__doc__ = help or SECTIONS[section].__doc__
+    program.__signature__ = _signature(SECTIONS[section])  # type: ignore[attr-defined]
+    return run(program, name, arguments, epilog=epilog)
+
+
+def parse(section: str, arguments: Sequence[str]) -> Any:
+    """The settings on a command line. SystemExit, and one line on stderr, for a bad one."""
+    found: list[Any] = []
+
+    def remember(settings: Any) -> int:
+        found.append(settings)
+        return 0
+
+    code = run_program(section, remember, arguments)
+    if not found:
+        raise SystemExit(code)
+    return found[0]
+
+
+def _signature(table: type) -> inspect.Signature:
+    """Of a function with a parameter for each setting. None, or False, is what was not given."""
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    parameters = [
+        inspect.Parameter(
+            name, keyword, default=False if setting.kind is bool else None, annotation=_annotation(setting)
+        )
+        for name, setting in settings_of(table).items()
+    ]
+    config = Option(
+        "--config", metavar="FILE", help="Settings in YAML; what the command line says wins over it."
+    )
+    show = Option("--print-config", help="Print the settings in force as such a file, and start nothing.")
+    return inspect.Signature(
+        [
+            *parameters,
+            inspect.Parameter("config", keyword, default=None, annotation=Annotated[Path | None, config]),
+            inspect.Parameter("print_config", keyword, default=False, annotation=Annotated[bool, show]),
+        ]
+    )
+
+
+def _annotation(setting: Setting) -> Any:
+    about = setting.about
+    if about.behind_dashes:
+        return PassedOn
+    if setting.kind is bool:
+        return Annotated[bool, Option(setting.flag, help=about.help)]
+    kind = list[str] if setting.is_list else str
+    metavar = about.metavar or _TYPE_NAMES.get(setting.kind, "TEXT")
+    return Annotated[
+        kind | None, Option(setting.flag, metavar=metavar, help=help_text(setting), show_default=False)
+    ]

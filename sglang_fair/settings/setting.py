@@ -1,0 +1,253 @@
+"""One setting: a dataclass field and what must be known of it wherever a user can write it.
+
+    quantum: Annotated[float, About("Quantum per client.", unit="service units", above=0)] = 2000.0
+
+From this come the option --quantum, the key `quantum` in a configuration file, the check of both, and the line in
+docs/settings.md. A field's default is the setting's; a field without one must be given.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from functools import cache
+from math import isfinite
+from pkgutil import resolve_name
+from types import NoneType
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import msgspec
+
+
+class SettingError(ValueError):
+    """A setting cannot be as it was given; the text is one line. `field` is its name in the table, where known."""
+
+    def __init__(self, text: str, field: str | None = None) -> None:
+        super().__init__(text)
+        self.field = field
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What a type and a default do not say."""
+
+    help: str
+    unit: str = ""
+    metavar: str = ""
+    """The value in a usage line; "": from the type."""
+    unset: str = ""
+    """What holds when nobody sets it, in words, where the default is None."""
+    above: float | None = None
+    at_least: float | None = None
+    at_most: float | None = None
+    choices: tuple[str, ...] = ()
+    registry: str = ""
+    """`module:MAPPING` whose keys are the choices. By name, because most registries lie above this package."""
+    prefix: str = ""
+    """A text that starts so is allowed besides the choices, and its rest is not checked here."""
+    fair: str = ""
+    """Its name among the overlay's settings: --fair-NAME of SGLang's server, SGLANG_FAIR_NAME in the environment."""
+    flag: str = ""
+    """The option, where it does not follow from the field's name."""
+    pairs: bool = False
+    """A text KEY=VALUE,... that a file may write as a mapping."""
+    behind_dashes: str = ""
+    """The words behind `--` on a command line; this is its key in a file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One row of the table."""
+
+    field: str
+    kind: Any
+    """int, float, str, bool, a mapping or a tuple of texts; without its None."""
+    default: Any
+    """`dataclasses.MISSING` where it must be given."""
+    about: About
+
+    @property
+    def flag(self) -> str:
+        """The option on a command line. Units are not part of it: `--start-timeout` for `start_timeout_s`."""
+        return self.about.flag or "--" + self.field.removesuffix("_s").replace("_", "-")
+
+    @property
+    def key(self) -> str:
+        """The key in a configuration file."""
+        return self.about.behind_dashes or self.flag.removeprefix("--").replace("-", "_")
+
+    @property
+    def required(self) -> bool:
+        return self.default is MISSING
+
+    @property
+    def is_list(self) -> bool:
+        """Whether it may be given several times."""
+        return get_origin(self.kind) is tuple
+
+    @property
+    def is_mapping(self) -> bool:
+        """Whether it is JSON on a command line."""
+        return get_origin(self.kind) in (Mapping, dict)
+
+    @property
+    def argument(self) -> str:
+        """As an argument of SGLang's server; "" if it is none."""
+        return f"--fair-{self.about.fair}" if self.about.fair else ""
+
+    @property
+    def variable(self) -> str:
+        """As an environment variable of SGLang's processes; "" if it is none."""
+        return "SGLANG_FAIR_" + self.about.fair.upper().replace("-", "_") if self.about.fair else ""
+
+    def choices(self) -> tuple[str, ...]:
+        """The values that there are; empty if any will do."""
+        return tuple(resolve_name(self.about.registry)) if self.about.registry else self.about.choices
+
+    def expected(self) -> str:
+        """What a value must be or do, to follow "must"."""
+        if self.is_mapping:
+            return "map client names to numbers"
+        if self.is_list:
+            return "be a list of texts"
+        return {
+            bool: "be true or false",
+            str: "be a text",
+            int: "be a whole number",
+            float: "be a number",
+        }[self.kind]
+
+    def allowed(self) -> str:
+        """The range of a number, in words; "" where there is none."""
+        about = self.about
+        if about.at_least is not None and about.at_most is not None:
+            return f"from {about.at_least:g} to {about.at_most:g}"
+        if about.at_least is not None:
+            return f"at least {about.at_least:g}"
+        return f"above {about.above:g}" if about.above is not None else ""
+
+    def read(self, raw: Any, called: str) -> Any:
+        """The value of what somebody wrote, as text or as YAML has it. `called` is the setting's name there.
+
+        Raises SettingError for another type, for a number out of its range, and for a name that there is not.
+        """
+        if raw is None and not self.required:
+            return self.default
+        is_text = isinstance(raw, str)
+        value = raw
+        if self.is_mapping and is_text:
+            try:
+                value = json.loads(raw or "{}")
+            except json.JSONDecodeError as error:
+                raise SettingError(f"{called} is not JSON: {error}", self.field) from None
+            is_text = False
+        elif self.about.pairs and isinstance(raw, Mapping):
+            value = ",".join(f"{key}={_word(one)}" for key, one in raw.items())
+        elif self.is_list and isinstance(raw, list):
+            value = [
+                _word(one) if isinstance(one, (int, float)) else one for one in raw
+            ]  # YAML's `[--tp, 2]`
+        try:
+            value = msgspec.convert(value, self.kind, strict=not is_text)
+        except msgspec.ValidationError:
+            raise SettingError(f"{called} must {self.expected()}, not {raw!r:.80}", self.field) from None
+        self.check(value, called)
+        return value
+
+    def check(self, value: Any, called: str) -> None:
+        """Raises SettingError for a value that the range or the choices exclude."""
+        if value is None:
+            return
+        about, known = self.about, self.choices()
+        if known and value not in known and not (about.prefix and value.startswith(about.prefix)):
+            more = f", and {about.prefix}NAME for SGLang's own" if about.prefix else ""
+            raise SettingError(f"unknown {called} {value!r}; there are {', '.join(known)}{more}", self.field)
+        if self.kind not in (int, float):
+            return
+        if not isfinite(value):
+            raise SettingError(f"{called} must be a finite number, not {value}", self.field)
+        if (
+            (about.above is not None and not value > about.above)
+            or (about.at_least is not None and value < about.at_least)
+            or (about.at_most is not None and value > about.at_most)
+        ):
+            must = "lie " if about.at_most is not None else "be "
+            raise SettingError(f"{called} must {must}{self.allowed()}, not {value}", self.field)
+
+
+def settings_of(table: type) -> Mapping[str, Setting]:
+    """The settings that are the fields of a dataclass, by field."""
+    return _settings_of(table)
+
+
+@cache
+def _settings_of(table: Any) -> Mapping[str, Setting]:
+    hints = get_type_hints(table, include_extras=True)
+    found = {}
+    for field in fields(table):
+        hint = hints[field.name]
+        if get_origin(hint) is not Annotated:
+            continue
+        kind, about = get_args(hint)[:2]
+        kinds = (
+            [one for one in get_args(kind) if one is not NoneType] if NoneType in get_args(kind) else [kind]
+        )
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        found[field.name] = Setting(field.name, kinds[0], default, about)
+    return found
+
+
+def check(values: Any) -> None:
+    """Raises SettingError for the first field of `values`, an object of such a class, that is out of its range."""
+    for name, setting in settings_of(type(values)).items():
+        setting.check(getattr(values, name), setting.flag)
+
+
+def command_line(table: type, values: Mapping[str, Any]) -> list[str]:
+    """The options that give a program these values. None is left out; KeyError for what is no setting of `table`."""
+    known, argv, behind = settings_of(table), [], []
+    for name, value in values.items():
+        setting = known[name]
+        if value is None:
+            continue
+        if setting.about.behind_dashes:
+            behind = ["--", *value]
+        elif setting.kind is bool:
+            argv += [setting.flag] if value else []
+        elif setting.is_list:
+            argv += [word for one in value for word in (setting.flag, one)]
+        elif setting.is_mapping:
+            argv += [setting.flag, json.dumps(dict(value))]
+        else:
+            argv += [setting.flag, str(value)]
+    return argv + behind
+
+
+def shared(values: Any, table: type) -> dict[str, Any]:
+    """The settings of the object `values` that a program with the settings `table` has too."""
+    return {name: getattr(values, name) for name in settings_of(table) if name in settings_of(type(values))}
+
+
+def help_text(setting: Setting) -> str:
+    """The setting in a line of help: its meaning, its unit, its choices, and its default in brackets."""
+    about, text = setting.about, setting.about.help
+    if about.unit and about.unit.rstrip("s") not in text.lower():
+        text += f" In {about.unit}."
+    if (known := setting.choices()) and any(name not in text for name in known):
+        text += f" One of {', '.join(known)}."
+    if setting.default is MISSING:
+        return f"{text}  [required]"
+    shown = shown_default(setting)
+    return f"{text}  [default: {shown}]" if shown else text
+
+
+def shown_default(setting: Setting) -> str:
+    """The default in words; "" where there is none."""
+    if setting.default is MISSING or setting.kind is bool:
+        return ""
+    if setting.default is None or setting.default in ("", (), {}):
+        return setting.about.unset
+    return f"{setting.default:g}" if isinstance(setting.default, float) else str(setting.default)
+
+
+def _word(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,403 @@
+"""The table of settings: every one that a user can write, once, with its type, default, unit and meaning.
+
+A class is a group of settings, or the settings of one program, which are those of its groups and some of its own.
+`SECTIONS` are the programs. A field that stands in a group is the same setting in every program that has the group; a
+program that declares it again says what is different there. Defaults that belong to a policy or a placement are that
+one's own and are referred to.
+
+Command lines, configuration files, SGLang's --fair arguments and docs/settings.md are made from this.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from sglang_fair.common.identity import DEFAULT_ORDER
+from sglang_fair.core.payers import FIRST, RULES
+from sglang_fair.core.policy import DEFAULT_QUANTUM
+from sglang_fair.settings.setting import About
+from sglang_fair.sim.gpus import GPUS
+from sglang_fair.sim.shapes import SHAPES
+
+STOCK_PREFIX = "sglang:"
+"""Before a policy's name: SGLang's own policy of that name, without the fair scheduler."""
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+OutliveParent = Annotated[bool, About("Go on when the process that started this one dies.")]
+LogLevel = Annotated[str, About("Least important messages that are logged.", choices=LOG_LEVELS)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """What computes in a replica."""
+
+    engine: Annotated[
+        str,
+        About(
+            "What computes. auto: as --device says; emulated: SGLang without a model, at the speed of --gpu.",
+            choices=("auto", "cuda", "cpu", "emulated"),
+        ),
+    ] = "auto"
+    model: Annotated[
+        str,
+        About(
+            "default (SmolLM2-135M-Instruct), tiny, bench, a folder, or a Hugging Face id; with --engine emulated "
+            f"one of {', '.join(SHAPES)}."
+        ),
+    ] = "default"
+    gpu: Annotated[str | None, About(f"The GPU to emulate: {', '.join(GPUS)}.")] = None
+    cost_model: Annotated[
+        str | None,
+        About(
+            "The emulated GPU's speed as sglang-fair calibrate measured it.",
+            metavar="FILE",
+            unset="from published figures",
+        ),
+    ] = None
+    time_scale: Annotated[
+        float, About("How many times as long an emulated step takes.", metavar="FACTOR", above=0)
+    ] = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fairness:
+    """Who is served first, and what service costs: a replica's scheduler."""
+
+    policy: Annotated[
+        str,
+        About(
+            "Scheduler in each replica; sglang:NAME for SGLang's own.",
+            registry="sglang_fair.core:POLICIES",
+            prefix=STOCK_PREFIX,
+        ),
+    ] = "dlpm"
+    quantum: Annotated[
+        float,
+        About(
+            "Quantum per client of DLPM (Q^u) and DRR.", unit="service units", metavar="UNITS", fair="quantum"
+        ),
+    ] = DEFAULT_QUANTUM
+    policy_options: Annotated[
+        str,
+        About(
+            "The policy's other options, as patience=64 for dlpm; see docs/policies.md.",
+            metavar="KEY=VALUE,...",
+            unset="the policy's own",
+            fair="options",
+            pairs=True,
+        ),
+    ] = ""
+    payer: Annotated[
+        str,
+        About(
+            "Who pays for a prefix that clients share: whoever computed it, or all its users, in equal parts or per "
+            f"use ({', '.join(RULES)}).",
+            metavar="RULE",
+            fair="payer",
+        ),
+    ] = FIRST
+    cost: Annotated[
+        str | None,
+        About(
+            "What service costs: linear, profiled, quadratic:d=1000, tiered:threshold=4096, or "
+            "flops:/path/to/the/model/config.json.",
+            metavar="COST",
+            unset="linear",
+            fair="cost",
+        ),
+    ] = None
+    extend_weight: Annotated[
+        float | None,
+        About("What a computed input token costs, with the linear cost.", unit="service units", metavar="W_E",
+              unset="1", fair="extend-weight"),
+    ] = None  # fmt: skip
+    output_weight: Annotated[
+        float | None,
+        About("What an output token costs, with the linear cost.", unit="service units", metavar="W_Q",
+              unset="2", fair="output-weight"),
+    ] = None  # fmt: skip
+    client_weights: Annotated[
+        Mapping[str, float],
+        About(
+            'Shares per client, for example {"gold": 2}.',
+            metavar="JSON",
+            unset="1 for everybody",
+            fair="client-weights",
+        ),
+    ] = field(default_factory=dict)
+    identity: Annotated[
+        str | None,
+        About(
+            "Where a client's name is looked for: headers, api-key, user; comma separated, the first match wins.",
+            metavar="PLACES",
+            unset=",".join(DEFAULT_ORDER),
+            fair="identity",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster(Fairness, Engine):
+    """Start replicas, router and gateway on this machine, and keep them running until Ctrl-C."""
+
+    replicas: Annotated[int, About("SGLang servers to start.", at_least=1)] = 2
+    device: Annotated[
+        str, About("cpu, cuda (a GPU for each replica), or auto.", choices=("auto", "cpu", "cuda"))
+    ] = "auto"
+    placement: Annotated[
+        str, About("Which replica serves a request.", registry="router.placement:PLACEMENTS")
+    ] = "d2lpm"
+    worker_quantum: Annotated[
+        float | None,
+        About(
+            "D2LPM's quantum per client and replica.",
+            unit="service units",
+            metavar="UNITS",
+            unset="the placement's own",
+            above=0,
+        ),
+    ] = None
+    placement_options: Annotated[
+        str,
+        About(
+            "The placement's other parameters, as cache_threshold=0.3 for d2lpm; see docs/policies.md.",
+            metavar="KEY=VALUE,...",
+            unset="the placement's own",
+            pairs=True,
+        ),
+    ] = ""
+    host: Annotated[
+        str, About("Address that the gateway listens on; 0.0.0.0 for all. The rest stays local.")
+    ] = "127.0.0.1"
+    port: Annotated[int, About("Port of the gateway; 0 takes a free one.", at_least=0, at_most=65535)] = 8000
+    gateway_workers: Annotated[int, About("Processes of the gateway.", at_least=1)] = 1
+    gateway_options: Annotated[
+        str,
+        About(
+            "The gateway's limits, as max-in-flight=1024,body-timeout=60: each setting of the gateway that is a limit.",
+            metavar="KEY=VALUE,...",
+            unset="the gateway's own",
+            pairs=True,
+        ),
+    ] = ""
+    json: Annotated[bool, About("Print one line of JSON with the addresses; all else goes to stderr.")] = (
+        False
+    )
+    quiet_replicas: Annotated[bool, About("Of the replicas' output show only warnings and errors.")] = False
+    log_level: LogLevel = "info"
+    start_timeout_s: Annotated[
+        float | None,
+        About(
+            "Longest wait for a process to be ready.",
+            unit="seconds",
+            metavar="S",
+            unset="by machine and model",
+            above=0,
+        ),
+    ] = None
+    extra: Annotated[
+        tuple[str, ...],
+        About("Arguments for each replica's SGLang server, as --tp 2.", behind_dashes="sglang_arguments"),
+    ] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replica(Fairness, Engine):
+    """Run one SGLang server with the fair scheduler, on a GPU, on a CPU with plain PyTorch, or on an emulated GPU."""
+
+    device: Annotated[str, About("Where it computes.", choices=("cpu", "cuda"))] = "cpu"
+    host: Annotated[str, About("Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, About("Port to listen on.", at_least=0, at_most=65535)] = 30000
+    name: Annotated[str, About("The replica's name in logs.")] = "r0"
+    kv_port: Annotated[
+        int | None,
+        About(
+            "Publish KV events on this port and replay them on the next one.",
+            metavar="PORT",
+            unset="no events",
+        ),
+    ] = None
+    page_size: Annotated[int, About("Size of a block of the cache.", unit="tokens", at_least=1)] = 16
+    kv_tokens: Annotated[
+        int | None,
+        About("Size of the KV pool.", unit="tokens", unset="SGLang's choice on a GPU, 24576 on a CPU"),
+    ] = None
+    max_running: Annotated[
+        int | None,
+        About("Most requests in a batch.", unit="requests", unset="SGLang's choice on a GPU, 64 on a CPU"),
+    ] = None
+    extra: Annotated[
+        tuple[str, ...],
+        About("SGLang's own arguments; they win over ours.", behind_dashes="sglang_arguments"),
+    ] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Router:
+    """Run the router alone: it decides which replica serves each request. Gateways and the cluster connect to it."""
+
+    bind: Annotated[str, About("Where peers connect; port * takes a free one.", metavar="tcp://HOST:PORT")]
+    placement: Annotated[
+        str, About("Which replica serves a request.", registry="router.placement:PLACEMENTS")
+    ] = "d2lpm"
+    worker: Annotated[
+        tuple[str, ...],
+        About(
+            "A replica: NAME,http=URL[,kv=ADDRESS][,replay=ADDRESS][,capacity=NUMBER]. Repeatable.",
+            metavar="SPEC",
+        ),
+    ] = ()
+    worker_quantum: Annotated[
+        float | None,
+        About("D2LPM's credit per client and replica.", unit="service units", metavar="UNITS", above=0,
+              unset="the placement's own"),
+    ] = None  # fmt: skip
+    quantum: Annotated[
+        float | None,
+        About("centralized_dlpm's credit per client at all replicas.", unit="service units", metavar="UNITS", above=0,
+              unset="the placement's own"),
+    ] = None  # fmt: skip
+    extend_weight: Annotated[
+        float | None,
+        About("What an input token costs.", unit="service units", metavar="W_E", unset="the placement's own"),
+    ] = None
+    output_weight: Annotated[
+        float | None,
+        About(
+            "What an output token costs.", unit="service units", metavar="W_Q", unset="the placement's own"
+        ),
+    ] = None
+    client_weights: Annotated[
+        Mapping[str, float] | None,
+        About('Shares per client, for example {"gold": 2}.', metavar="JSON", unset="1 for everybody"),
+    ] = None
+    parameter: Annotated[
+        tuple[str, ...],
+        About("Any other parameter of the placement. Repeatable.", metavar="NAME=VALUE"),
+    ] = ()
+    page_size: Annotated[
+        int, About("Size of a block of the replicas' caches.", unit="tokens", at_least=1)
+    ] = 16
+    max_tree_tokens: Annotated[
+        int, About("Most tokens that the prefix tree holds.", unit="tokens", metavar="N")
+    ] = 8_000_000
+    peer_timeout_s: Annotated[
+        float,
+        About(
+            "A gateway that is silent for so long is dead, and what it had in flight is over.",
+            unit="seconds",
+            metavar="S",
+            above=0,
+        ),
+    ] = 10.0
+    log_level: LogLevel = "info"
+    outlive_parent: OutliveParent = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What bounds a gateway. Counts are of one process. What clients share is shared as `router.room` says."""
+
+    max_in_flight: Annotated[
+        int,
+        About(
+            "Requests at a time, half of them for one client alone; more get 429.", unit="requests", above=0
+        ),
+    ] = 4096
+    max_connections: Annotated[
+        int,
+        About(
+            "Clients' connections, half of them for one address alone; more get 429.",
+            unit="connections",
+            above=0,
+        ),
+    ] = 8192
+    max_body_bytes: Annotated[int, About("Largest request body.", unit="bytes", above=0)] = 16 << 20
+    max_held_bytes: Annotated[
+        int,
+        About("All bodies in flight together, shared by the clients; more get 429.", unit="bytes", above=0),
+    ] = 512 << 20
+    max_prompt_tokens: Annotated[
+        int,
+        About(
+            "All prompts of one request together. A text counts a quarter of its characters, and twice the context is "
+            "always allowed: a replica's HTTP process reads them in one go and answers nobody meanwhile.",
+            unit="tokens",
+            above=0,
+        ),
+    ] = 1 << 17
+    max_context_tokens: Annotated[
+        int, About("Longest prompt; 0: as the replicas say.", unit="tokens", at_least=0)
+    ] = 0
+    tries: Annotated[int, About("Replicas to try before a request fails.", above=0)] = 3
+    connect_timeout_s: Annotated[
+        float, About("Longest wait for a connection to a replica.", unit="seconds", above=0)
+    ] = 2.0
+    head_timeout_s: Annotated[
+        float,
+        About("A connection without a whole request head for so long is closed.", unit="seconds", above=0),
+    ] = 15.0
+    body_timeout_s: Annotated[
+        float, About("Longest wait for a whole request body.", unit="seconds", above=0)
+    ] = 300.0
+    idle_timeout_s: Annotated[
+        float,
+        About(
+            "Longest silence of a replica, its queue included, and of a client that reads too slowly.",
+            unit="seconds",
+            above=0,
+        ),
+    ] = 600.0
+    health_timeout_s: Annotated[
+        float, About("A replica that sends nothing for so long is given up.", unit="seconds", above=0)
+    ] = 10.0
+    progress_interval_s: Annotated[
+        float,
+        About("How often the router hears of a stream's output; 0 for never.", unit="seconds", at_least=0),
+    ] = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gateway(Limits):
+    """Run a gateway alone: the OpenAI API and /generate in front of the replicas; the router says which one."""
+
+    host: Annotated[str, About("Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, About("Port to listen on.", at_least=0, at_most=65535)]
+    router: Annotated[str, About("The router's address.", metavar="tcp://HOST:PORT")]
+    model_name: Annotated[str, About('The served model; clients may also say "default".')]
+    tokenizer: Annotated[str, About("Folder with tokenizer.json.", metavar="DIR")]
+    workers: Annotated[int, About("Processes.", metavar="N", at_least=1)] = 1
+    router_timeout_s: Annotated[
+        float, About("Longest wait for the router.", unit="seconds", metavar="S", above=0)
+    ] = 5.0
+    drain_s: Annotated[
+        int, About("Time for open requests after SIGTERM.", unit="seconds", metavar="S", at_least=0)
+    ] = 30
+    log_level: LogLevel = "info"
+    identity: Annotated[
+        str,
+        About(
+            "Where a client's name is looked for: headers, api-key, user; comma separated, the first match wins.",
+            metavar="PLACES",
+        ),
+    ] = ",".join(DEFAULT_ORDER)
+    outlive_parent: OutliveParent = False
+
+
+SECTIONS: Mapping[str, type] = {
+    "cluster": Cluster,
+    "replica": Replica,
+    "router": Router,
+    "gateway": Gateway,
+}
+"""The programs, by command and by section of a configuration file."""
+
+VARIABLES: Mapping[str, str] = {
+    "SGLANG_FAIR_POLICY": "The policy, where no --schedule-policy can be given to SGLang; the names are the same.",
+    "SGLANG_FAIR_ADMIN_KEY": "The gateway's /workers routes ask for this bearer token; unset: for this machine only.",
+    "SGLANG_FAIR_CACHE": "Folder in which prepared models are kept; by default sglang-fair in the user's cache folder.",
+    "SGLANG_FAIR_DISABLE": "1: SGLang serves without the overlay.",
+    "SGLANG_FAIR_ANY_VERSION": "1: attach the overlay to another version of SGLang than it was tested with.",
+}
+"""Environment variables that are no option of a command."""
