@@ -85,7 +85,10 @@ def _read_section(path: Path, name: str, node: yaml.Node, loader: yaml.SafeLoade
         raw = loader.construct_object(value, deep=True)
         if raw is None and setting.default is MISSING:
             raise SettingError(f"{place}: {name}.{setting.key} must {setting.expected()}")
-        section.values[setting.field] = setting.read(raw, f"{place}: {name}.{setting.key}")
+        try:
+            section.values[setting.field] = setting.read(raw, f"{name}.{setting.key}")
+        except SettingError as error:
+            raise SettingError(f"{place}: {error}", setting.field) from None
         section.places[setting.field] = place
     return section
 
