@@ -1,4 +1,4 @@
-"""`sglang-fair`: one command a job. What a job needs is imported when it runs, so that --help is instant."""
+"""`sglang-fair`: the commands. What a command needs is imported when it runs, so that --help is quick."""
 
 import json
 import os
@@ -108,11 +108,11 @@ def workers_list(
     as_json: Annotated[bool, typer.Option("--json", help="One line of JSON.")] = False,
 ) -> None:
     """Show the replicas that the cluster has started."""
-    found = _change_workers(cluster, {"do": "list"})["workers"]
+    replicas = _change_workers(cluster, {"do": "list"})["workers"]
     if as_json:
-        print(json.dumps(found))
+        print(json.dumps(replicas))
         return
-    for row in found:
+    for row in replicas:
         print(f"{row['name']:6} {row['state']:10} {row['url']:28} pid {row['pid'] or '-'}")
 
 
@@ -151,7 +151,7 @@ def _change_workers(cluster: str, request: dict[str, Any]) -> dict[str, Any]:
     except (control.NoCluster, control.Refused) as error:
         _fail(str(error), 1)
     except KeyboardInterrupt:
-        _fail("the cluster goes on with it; `sglang-fair workers list` shows how far it is", 130)
+        _fail("the cluster carries on with it; `sglang-fair workers list` shows the state", 130)
 
 
 @app.command()
@@ -162,7 +162,7 @@ def status(
     ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="One line of JSON each time.")] = False,
 ) -> None:
-    """Show who was served how much, who waits, and what the policy holds of each client."""
+    """Show what each client was served, who waits, and the policy's counter of each client."""
     from rich.console import Console
 
     from sglang_fair.cluster import status as books

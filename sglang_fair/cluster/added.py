@@ -20,7 +20,7 @@ class AddedReplicas:
         reservations: Reservations,
         look: Callable[[], Machine],
     ) -> None:
-        """`ports` are those of the first replicas; `look` sees what the machine has at the moment."""
+        """`ports` are those of the first replicas; `look` returns the machine's resources at the moment."""
         self._options = options
         self._device = device
         self._model = model
@@ -30,7 +30,7 @@ class AddedReplicas:
         self._look = look
 
     def plan(self, number: int) -> Process:
-        """The replica with this number. Raises `ConfigError` when it has no room, and `PortTaken`."""
+        """The replica with this number. Raises `ConfigError` if there is no room for it, and `PortTaken`."""
         machine = self._look()
         check_memory(replace(self._options, replicas=1), self._device, machine, self._model)
         ports = choose_replica(self._reservations.take)
@@ -45,5 +45,5 @@ class AddedReplicas:
         return spec
 
     def freed(self, spec: Process) -> None:
-        """This replica is gone for good."""
+        """Frees the ports of a replica that is gone for good."""
         self._reservations.give_back(self._ports.pop(spec.name))

@@ -1,4 +1,4 @@
-"""One process of a plan: started in a session of its own, its lines read, ended with all that it started."""
+"""One process of a plan. It runs in a session of its own, so that it can be killed with everything it started."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ from sglang_fair.common.processes import child_environment
 
 TAIL_LINES = 30
 LONGEST_LINE = 2_000
-"""Characters; SGLang prints its whole configuration in one line."""
+"""Characters of a line that are shown. SGLang prints its whole configuration in one line."""
 
 MAX_PENDING_BYTES = 1 << 20
 SWEEP_S = 2.0
@@ -43,13 +43,13 @@ class Child:
         self._on_line = on_line
         self._wanted: dict[asyncio.Event, str] = {}
         self._swept = False
-        """Nothing of its session is left: from then on its id may be another's."""
+        """Whether nothing of its session is left. From then on its id may belong to another session."""
         self._reader = asyncio.create_task(self._read(output))
         self._exit = asyncio.create_task(process.wait())
 
     @classmethod
     async def start(cls, spec: Process, on_line: Callable[[str, str], None]) -> "Child":
-        """Starts `spec`; `on_line(name, line)` gets what it prints. Raises OSError when it cannot start."""
+        """Starts `spec`. Each line that it prints goes to `on_line(name, line)`. Raises OSError if it cannot start."""
         ours, its = os.pipe()
         process: asyncio.subprocess.Process | Forked
         try:
@@ -82,14 +82,14 @@ class Child:
         return 0.0 if self.ready_s is None else time.monotonic() - self.ready_s
 
     async def exited(self) -> str:
-        """Waits for the main process to end; kills what it leaves, reads its last words. How it ended."""
+        """Waits for the main process to end, kills what it left behind and reads its last lines. Says how it ended."""
         await asyncio.shield(self._exit)
         await self._sweep()
         await asyncio.wait([self._reader], timeout=LAST_LINES_S)
         return how_it_ended(self._exit.result())
 
     async def saw(self, text: str) -> None:
-        """Waits for a line that contains `text`; what it printed before counts."""
+        """Waits for a line that contains `text`, unless one of its last lines already did."""
         seen = asyncio.Event()
         if any(text in line for line in self.tail):
             return
@@ -100,10 +100,10 @@ class Child:
             del self._wanted[seen]
 
     async def stop(self, hurry: asyncio.Event) -> bool:
-        """Ends it and everything in its session; False when it had to be killed.
+        """Stops it and everything in its session. False if it had to be killed.
 
-        SIGTERM goes to the main process alone: SGLang's others must serve on while it finishes what is
-        in flight. After `stop_grace_s`, or as soon as `hurry` is set, all are killed.
+        Only the main process gets SIGTERM, because SGLang's other processes must go on while it finishes what is in
+        flight. After `stop_grace_s`, or as soon as `hurry` is set, all are killed.
         """
         if self.running:
             with contextlib.suppress(ProcessLookupError):
@@ -124,7 +124,7 @@ class Child:
         return in_time
 
     async def _sweep(self) -> None:
-        """Kills what the main process has left."""
+        """Kills what the main process left behind."""
         if not self._swept:
             self._swept = await kill_session(self.pid)
 
@@ -148,7 +148,7 @@ class Child:
                 transport.close()
 
     def _take(self, raw: bytes) -> None:
-        # Of a progress bar, which draws over itself, the last state counts.
+        # A progress bar overwrites itself; its last state counts.
         line = raw.decode(errors="replace").rstrip("\r").rpartition("\r")[2].rstrip()
         if not line:
             return
@@ -172,7 +172,7 @@ def session_members(session: int) -> Iterator[int]:
 
 
 async def kill_session(session: int) -> bool:
-    """Kills every process of a session, until none is left or `SWEEP_S` have passed; whether none is left."""
+    """Kills every process of a session, for at most `SWEEP_S`. True if none is left."""
     deadline_s = time.monotonic() + SWEEP_S
     while members := list(session_members(session)):
         for pid in members:

@@ -1,4 +1,4 @@
-"""What a person at the terminal sees of a cluster: who is awaited, all lines, where to send requests."""
+"""What a cluster shows on a terminal: what it waits for, the processes' output, and where to send requests."""
 
 import re
 import sys
@@ -14,14 +14,15 @@ from sglang_fair.cluster.plan import Plan, curl_example
 COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_cyan", "bright_green", "bright_magenta")
 OWN_STYLE = "bold"
 PLAIN_PROGRESS_S = 15.0
-"""Seconds between two lines of progress where there is no terminal to draw on."""
+"""Seconds between two lines of progress where the output is no terminal."""
 
 TROUBLE = re.compile(r"\b(?<!Ignore import )(error|exception|traceback|critical|warning)\b", re.IGNORECASE)
-"""SGLang logs each model file that this platform cannot import; that is none."""
+"""Lines that are shown even of quiet processes. SGLang logs each model file that this platform cannot import; that is
+no trouble."""
 
 
 class Replicas:
-    """The names of all replicas, those that are still to come among them."""
+    """The set of all names of replicas, also of those that are added later."""
 
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and name.startswith("r") and name[1:].isdecimal()
@@ -30,8 +31,7 @@ class Replicas:
 class ConsoleReporter:
     """Shows what a `Supervisor` reports, on one rich console.
 
-    `quiet` names processes of which only lines that look like trouble are shown. `when_up` prints what
-    the cluster's addresses are.
+    Of the processes in `quiet`, only lines that look like trouble are shown. `when_up` prints the addresses.
     """
 
     def __init__(
@@ -42,7 +42,6 @@ class ConsoleReporter:
         quiet: Container[str] = (),
         when_up: Callable[[dict[str, int]], None],
     ) -> None:
-        """Prints nothing yet."""
         self._console = console
         self._quiet = quiet
         self._when_up = when_up
@@ -50,15 +49,15 @@ class ConsoleReporter:
         replicas = [process.name for process in plan.of("replica")]
         self._styles = {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(replicas)}
         self._status: Status | None = None
-        self._told_s = 0.0
+        self._progress_s = 0.0
 
     def line(self, name: str, line: str) -> None:
-        """One line of a process, behind its name."""
+        """Shows a line of a process, behind its name."""
         if name not in self._quiet or TROUBLE.search(line):
             self._print(name, line)
 
     def waiting(self, names: Sequence[str], elapsed_s: float, limit_s: float) -> None:
-        """A spinner on a terminal, else a line now and then."""
+        """Shows a spinner on a terminal, else a line every `PLAIN_PROGRESS_S`."""
         text = f"waiting for {', '.join(names)}: {elapsed_s:.0f} s of at most {limit_s:.0f} s"
         if self._console.is_terminal:
             if self._status is None:
@@ -66,29 +65,29 @@ class ConsoleReporter:
                 self._status.start()
             self._status.update(text)
             return
-        if elapsed_s < self._told_s:  # the next stage began
-            self._told_s = 0.0
-        if elapsed_s - self._told_s >= PLAIN_PROGRESS_S:
-            self._told_s = elapsed_s
+        if elapsed_s < self._progress_s:  # the next stage began
+            self._progress_s = 0.0
+        if elapsed_s - self._progress_s >= PLAIN_PROGRESS_S:
+            self._progress_s = elapsed_s
             self.say(text)
 
     def is_ready(self, name: str, after_s: float) -> None:
-        """It became ready."""
+        """Shows how long it took."""
         self.say(f"{name} is ready after {after_s:.1f} s")
 
     def died(self, name: str, how: str, tail: Iterable[str]) -> None:
-        """How it ended; its last lines too, if they were not shown when they were printed."""
+        """Shows how it ended, and its last lines if it is a quiet process."""
         if name in self._quiet:
             for line in tail:
                 self._print(name, line)
         self.say(f"{name} ended: {how}")
 
     def say(self, text: str) -> None:
-        """A line of the supervisor's own."""
+        """Shows a line of the supervisor itself."""
         self._write(Text.assemble((f"{'cluster':>{self._width + 2}}", OWN_STYLE), " ", text))
 
     def up(self, pids: dict[str, int]) -> None:
-        """All are ready: the addresses."""
+        """Shows the addresses."""
         self.close()
         self._when_up(pids)
 
@@ -109,7 +108,7 @@ class ConsoleReporter:
 
 
 def show(console: Console, what: Text | Table | str) -> None:
-    """Prints, uncut; a reader that has gone away is no reason to end a cluster."""
+    """Prints without cutting lines. A reader that is gone does not end the cluster."""
     try:
         console.print(what, soft_wrap=True, markup=False, highlight=False)
     except (BrokenPipeError, ValueError):
@@ -117,13 +116,13 @@ def show(console: Console, what: Text | Table | str) -> None:
 
 
 def make_console(to_stderr: bool) -> Console:
-    """stdout or stderr; wide where it is no terminal, so that addresses stay whole."""
+    """A console on stdout or stderr. Where that is no terminal, it is wide enough for whole addresses."""
     stream = sys.stderr if to_stderr else sys.stdout
     return Console(file=stream, width=None if stream.isatty() else 140)
 
 
 def addresses(plan: Plan, gateway: str, title: str, pids: dict[str, int]) -> Table:
-    """The table of addresses."""
+    """A table of the processes' addresses and what each is for."""
     table = Table(title=title, title_style="bold", title_justify="left", show_edge=False, pad_edge=False)
     for heading in ("", "address", "pid", "for"):
         table.add_column(heading, no_wrap=True, overflow="fold")
@@ -144,5 +143,5 @@ def addresses(plan: Plan, gateway: str, title: str, pids: dict[str, int]) -> Tab
 
 
 def example(gateway: str) -> str:
-    """What to paste first."""
+    """A first request to paste into a shell."""
     return f"\nTry it:\n\n{curl_example(gateway)}\n\nCtrl-C stops everything.\n"

@@ -1,11 +1,11 @@
-"""How a running cluster is told to change: a Unix socket, one line of JSON there, lines of JSON back.
+"""How a running cluster is changed: a Unix socket that takes one line of JSON and answers with lines of JSON.
 
     {"do": "add"}  →  {"say": "r2 is started on port 30005"} …  {"name": "r2", "url": "http://127.0.0.1:30005", …}
     {"do": "drain", "name": "r0"}  →  …  {"error": "there is no replica r0"}
 
-The last line is the result. The socket lies in a folder that is its owner's alone, under the port of the cluster's
-gateway: whoever may write there may also end the cluster. A request whose sender has gone is carried out all the
-same. A supervisor that was killed leaves its socket behind; the next one on that port takes its place.
+The last line is the result. The socket is named after the port of the cluster's gateway and lies in a folder that only
+its owner can enter. A request is carried out even if its sender disconnects. A supervisor that was killed leaves its
+socket behind; the next one on that port replaces it.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 Say = Callable[[str], None]
-"""Tells whoever asked how far it is."""
+"""Reports progress to the sender of a request."""
 
 Handle = Callable[[dict[str, Any], Say], Awaitable[dict[str, Any]]]
 """Carries out one request. Raises `Refused`."""
@@ -28,7 +28,7 @@ Handle = Callable[[dict[str, Any], Say], Awaitable[dict[str, Any]]]
 MAX_LINE_BYTES = 1 << 16
 MAX_PEERS = 16
 ASKED_S = 10.0
-"""Longest wait for a peer's line: whoever connects and says nothing takes the place of another."""
+"""Longest wait for a request on a connection, because the number of connections is limited."""
 
 
 class Refused(RuntimeError):
@@ -40,7 +40,7 @@ class NoCluster(RuntimeError):
 
 
 def folder() -> Path:
-    """Where the sockets of this user's clusters lie."""
+    """The folder with the sockets of this user's clusters."""
     return Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"sglang-fair-{os.getuid()}"
 
 
@@ -50,10 +50,10 @@ def socket_path(gateway_port: int) -> Path:
 
 
 class Control:
-    """The supervisor's end."""
+    """The supervisor's end of the socket."""
 
     def __init__(self, path: Path, handle: Handle) -> None:
-        """Nothing happens until `start`."""
+        """Does not listen until `start`."""
         self._path = path
         self._handle = handle
         self._server: asyncio.Server | None = None
@@ -61,14 +61,14 @@ class Control:
         self._peers = 0
 
     async def start(self) -> None:
-        """Listens. Raises OSError where it cannot."""
+        """Starts to listen. Raises OSError if it cannot."""
         own_folder(self._path.parent)
         self._path.unlink(missing_ok=True)
         self._server = await asyncio.start_unix_server(self._serve, self._path, limit=MAX_LINE_BYTES)
         self._path.chmod(0o600)
 
     async def close(self) -> None:
-        """Ends what is being carried out, and listens no more."""
+        """Stops listening and cancels the requests that are being carried out."""
         if self._server is None:
             return
         self._server.close()
@@ -78,7 +78,7 @@ class Control:
         self._path.unlink(missing_ok=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One peer, one request. Its work is a task of its own, which the peer's end does not end."""
+        """Serves one request of one peer. The work is a task of its own, so that it survives the connection."""
 
         def write(answer: dict[str, Any]) -> None:
             if not writer.is_closing():
@@ -125,7 +125,7 @@ class Control:
 
 
 def own_folder(path: Path) -> None:
-    """Makes a folder that is ours alone. Raises OSError when it is there and is not."""
+    """Makes a folder that only this user can enter. Raises OSError if it exists and others can."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
@@ -133,7 +133,7 @@ def own_folder(path: Path) -> None:
 
 
 def ask(path: Path, request: dict[str, Any], say: Say, timeout_s: float | None = None) -> dict[str, Any]:
-    """What a supervisor answers; `say` hears how far it is. Raises `Refused` and `NoCluster`.
+    """The supervisor's answer to a request; its progress goes to `say`. Raises `Refused` and `NoCluster`.
 
     `timeout_s` bounds the silence between two lines.
     """

@@ -1,4 +1,4 @@
-"""The supervisor's line to the router: is it there, and which replicas died or came back."""
+"""The supervisor's connection to the router: asks whether it answers, and reports replicas that die and return."""
 
 import asyncio
 import contextlib
@@ -32,16 +32,16 @@ class Link(Protocol):
         ...
 
     def drain(self, worker: Worker) -> None:
-        """`worker` is to get no new requests, and is gone when it has none left."""
+        """`worker` must get no new requests; it is gone when it has none left."""
         ...
 
     def close(self) -> None:
-        """No more to tell."""
+        """Ends the connection."""
         ...
 
 
 class RouterLink:
-    """A DEALER socket to the router. What is told while the router is down reaches the next one, in order."""
+    """A DEALER socket to the router. Messages sent while the router is down reach its successor, in order."""
 
     def __init__(self, endpoint: str) -> None:
         """Connects in the background."""
@@ -60,7 +60,7 @@ class RouterLink:
         self._send(encode(WorkerDown(worker.name)))
 
     def drain(self, worker: Worker) -> None:
-        """`worker` is to get no new requests, and is gone when it has none left."""
+        """`worker` must get no new requests; it is gone when it has none left."""
         self._send(encode(WorkerDrain(worker.name)))
 
     def close(self) -> None:
@@ -69,7 +69,7 @@ class RouterLink:
         self._context.term()
 
     def _send(self, message: bytes) -> None:
-        # A thousand deaths unheard: the router is beyond news, and it learns of dead replicas by itself.
+        # The queue is full only if the router is gone for good; it also finds dead replicas by itself.
         with contextlib.suppress(zmq.Again):
             self._socket.send(message, zmq.NOBLOCK)
 
@@ -80,7 +80,7 @@ async def router_answers(endpoint: str, timeout_s: float = 1.0) -> bool:
 
 
 async def router_workers(endpoint: str, timeout_s: float = 1.0) -> dict[str, Any] | None:
-    """What the router at `endpoint` says of its workers, by name; None when it does not answer in time."""
+    """The workers in the answer of the router at `endpoint`, by name. None if it does not answer in time."""
     with Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(endpoint)

@@ -1,4 +1,4 @@
-"""What this machine has to run a cluster on: cores, memory that may still be used, GPUs."""
+"""What this machine has for a cluster: cores, available memory, GPUs."""
 
 import importlib.util
 import os
@@ -16,7 +16,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def look(environ: Mapping[str, str] = os.environ) -> Machine:
-    """The machine as it is now."""
+    """The machine's resources at this moment."""
     return Machine(
         cores=cores(),
         available_bytes=min(psutil.virtual_memory().available, *_left_in_cgroup(CGROUP)),
@@ -27,7 +27,7 @@ def look(environ: Mapping[str, str] = os.environ) -> Machine:
 
 
 def visible_gpus(count: int, cuda_visible_devices: str | None) -> tuple[str, ...]:
-    """Names of the GPUs that may be used of `count`, as CUDA_VISIBLE_DEVICES takes them."""
+    """Names, as CUDA_VISIBLE_DEVICES takes them, of those of `count` GPUs that may be used."""
     if not count:
         return ()
     if cuda_visible_devices is None:
@@ -53,7 +53,7 @@ def _count_gpus() -> int:
 
 
 def _left_in_cgroup(folder: Path) -> list[int]:
-    """Bytes that a container's limit leaves (cgroup v2), caches that can be dropped counted as free."""
+    """Bytes left below a container's limit (cgroup v2). Caches that can be dropped count as free."""
     try:
         limit = (folder / "memory.max").read_text().strip()
         if limit == "max":

@@ -1,4 +1,4 @@
-"""The processes of a cluster, decided before any is started: PURE, options and facts to command lines."""
+"""The processes of a cluster, decided before any is started: from options and facts to command lines. Pure."""
 
 import json
 import math
@@ -44,7 +44,7 @@ FORK_SERVER_READY = "ready to fork replicas"
 
 @dataclass(frozen=True)
 class Machine:
-    """What there is to run on. `gpus` are names as CUDA_VISIBLE_DEVICES takes them."""
+    """What a cluster can run on. `gpus` are names as CUDA_VISIBLE_DEVICES takes them."""
 
     cores: int
     available_bytes: int
@@ -56,7 +56,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Model:
-    """A model as it lies on disk. `weights_bytes` in the precision that it is stored in."""
+    """A model on disk. `weights_bytes` is its size in the precision that it is stored in."""
 
     folder: Path
     served_name: str
@@ -99,7 +99,7 @@ class Worker:
 
 @dataclass(frozen=True)
 class Process:
-    """One process: what to run, how to see that it is ready, how long to wait for that and for its end."""
+    """One process: what to run, how to see that it is ready, and how long to wait for that and for its end."""
 
     name: str
     role: Role
@@ -110,15 +110,15 @@ class Process:
     env: Mapping[str, str] = field(default_factory=dict)
     """On top of the supervisor's own environment."""
     worker: Worker | None = None
-    """Set for a replica that the router is to be told about when it dies and returns."""
+    """For a replica: what the router must know of it."""
     fork_server: str | None = None
-    """The abstract socket of the process that forks this one, which is then given `argv` as its arguments;
+    """The abstract socket of the fork server that starts this process with the arguments `argv`.
     None: `argv` is a command line."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All of a cluster. `router` is None where nobody needs to be told of replicas that die."""
+    """All processes of a cluster. `router` is the router's address; None in a plan without one."""
 
     processes: tuple[Process, ...]
     router: str | None = None
@@ -129,7 +129,7 @@ class Plan:
 
 
 def choose_device(wanted: str, machine: Machine) -> Device:
-    """`cpu` or `cuda` for `auto`; raises `ConfigError` when the machine has not got what is wanted."""
+    """`cpu` or `cuda` for `auto`; raises `ConfigError` if the machine does not have what is wanted."""
     if wanted == "cpu":
         return "cpu"
     if machine.gpus and machine.cuda_build:
@@ -190,7 +190,7 @@ def build(options: Options, device: Device, machine: Machine, model: Model, port
 
 
 def with_workers(router: Process, workers: Sequence[Worker]) -> Process:
-    """The router as it is to be started when these are the replicas."""
+    """The router process, started with these replicas."""
     argv = list(router.argv)
     while "--worker" in argv:
         at = argv.index("--worker")
@@ -199,7 +199,7 @@ def with_workers(router: Process, workers: Sequence[Worker]) -> Process:
 
 
 def ready_timeout_s(options: Options, device: Device, machine: Machine, model: Model) -> float:
-    """Longest wait for a replica: imports, which share the cores, and weights at 50 MB/s from a cold disk."""
+    """Longest wait for a replica: for its imports on shared cores, and for weights at 50 MB/s from a cold disk."""
     if options.start_timeout_s is not None:
         return options.start_timeout_s
     sharing = math.ceil(options.replicas / machine.cores)
@@ -229,7 +229,7 @@ def curl_example(url: str) -> str:
 
 
 def _devices(options: Options, device: Device, machine: Machine) -> list[dict[str, str]]:
-    """What each replica's environment says about where it computes."""
+    """The environment that gives each replica its GPUs."""
     if device == "cpu":
         return [{} for _ in range(options.replicas)]
     each = gpus_per_replica(options.extra)

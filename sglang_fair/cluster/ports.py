@@ -1,8 +1,7 @@
 """Which TCP ports the processes listen on, chosen so that two clusters on one machine never meet.
 
-A free port is only found by looking, and SGLang takes many seconds to bind the one it is given. So a
-chosen port is also reserved among supervisors: as a name of an abstract Unix socket, which the kernel
-frees when its owner dies, however it dies.
+A port that is free now may be taken before SGLang binds it, many seconds later. So supervisors also reserve the ports
+that they choose: as names of abstract Unix sockets, which the kernel frees when their owner dies.
 """
 
 import contextlib
@@ -24,7 +23,7 @@ class PortTaken(RuntimeError):
 
 @dataclass(frozen=True)
 class ReplicaPorts:
-    """One replica's: HTTP, and KV events on `kv`, their replay on `kv + 1`."""
+    """A replica's ports: `http`, `kv` for KV events, and `kv + 1` for their replay."""
 
     http: int
     kv: int
@@ -40,15 +39,15 @@ class Ports:
 
 
 def claim(port: int, reserve: Callable[[int], bool]) -> None:
-    """Takes the port that was asked for. Raises `PortTaken`."""
+    """Reserves the port that the operator chose. Raises `PortTaken`."""
     if not reserve(port):
         raise PortTaken(f"port {port} is in use; choose another with --port, or --port 0 for a free one")
 
 
 def choose(gateway: int, replicas: int, reserve: Callable[[int], bool]) -> Ports:
-    """Ports from `FIRST_PORT` up, each taken by `reserve` (False: not to be had). Raises `PortTaken`.
+    """Ports from `FIRST_PORT` up, each reserved with `reserve`, which returns False for a port in use.
 
-    `gateway` has been claimed; 0 takes one like the others.
+    `gateway` has been claimed; 0 takes a port like the others. Raises `PortTaken` when there are too few.
     """
     candidates = iter(range(FIRST_PORT, LAST_PORT))
     return Ports(
@@ -78,7 +77,7 @@ def _run_of(count: int, candidates: Iterator[int], reserve: Callable[[int], bool
 
 
 class Reservations:
-    """The ports that this process holds among supervisors, until `close` or its death."""
+    """The ports that this process has reserved, until `close` or its death."""
 
     def __init__(self, host: str) -> None:
         """`host` is the gateway's; a port counts as free when it is free there and on every address."""
@@ -86,7 +85,7 @@ class Reservations:
         self._held: dict[int, socket.socket] = {}
 
     def take(self, port: int) -> bool:
-        """True when `port` was free and is now ours among supervisors."""
+        """Reserves `port`. False if it is in use or another supervisor has it."""
         if not (is_free(self._host, port) and is_free("", port)):
             return False
         if not sys.platform.startswith("linux"):
@@ -101,13 +100,13 @@ class Reservations:
         return True
 
     def give_back(self, ports: ReplicaPorts) -> None:
-        """A replica is gone for good."""
+        """Frees the ports of a replica that is gone for good."""
         for port in (ports.http, ports.kv, ports.kv + 1):
             if port in self._held:
                 self._held.pop(port).close()
 
     def close(self) -> None:
-        """Gives all of them back."""
+        """Frees all of them."""
         for mark in self._held.values():
             mark.close()
         self._held.clear()

@@ -1,21 +1,21 @@
-"""When a process that died is started again: PURE. Waits double while it dies early; then it is given up."""
+"""When a process that died is restarted: after a wait that doubles with each early death. Pure."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class RestartRule:
-    """A death within `early_s` of being ready, or before it, is an early one."""
+    """A death is early if it comes before the process has been ready for `early_s`."""
 
     first_delay_s: float = 0.5
     factor: float = 2.0
     longest_delay_s: float = 30.0
     early_s: float = 60.0
     give_up_after: int = 5
-    """Early deaths in a row after which it is not started again."""
+    """Early deaths in a row after which the process is given up."""
 
     def early_deaths(self, before: int, served_s: float) -> int:
-        """Early deaths in a row, with this one: there were `before`, and it had been ready for `served_s`."""
+        """Early deaths in a row including this one, of a process that was ready for `served_s` seconds."""
         return before + 1 if served_s < self.early_s else 0
 
     def delay_s(self, early_deaths: int) -> float | None:

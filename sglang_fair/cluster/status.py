@@ -1,4 +1,4 @@
-"""Who was served how much: the books of all replicas in one table. Reading is here, adding up is pure."""
+"""`sglang-fair status`: what each client got, added up over the replicas, and what each replica does."""
 
 import json
 import urllib.error
@@ -16,7 +16,7 @@ Report = Mapping[str, Any]
 
 
 class Unreachable(RuntimeError):
-    """Nothing answers at an address, or not as it should; the text says which."""
+    """An address does not answer, or not as it should; the text says which."""
 
 
 @dataclass
@@ -30,7 +30,7 @@ class ClientTotal:
     waiting: int = 0
     running: int = 0
     counters: dict[str, float | None] = field(default_factory=dict)
-    """What the policy holds of it in each replica: DLPM's deficit, VTC's counter."""
+    """The policy's counter for it in each replica: DLPM's deficit, VTC's counter."""
 
 
 def read(gateway: str) -> dict[str, Any]:

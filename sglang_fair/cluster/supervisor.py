@@ -1,8 +1,8 @@
-"""Runs a `Plan`: starts its processes in order, keeps them running, ends all of them, whatever happened.
+"""Runs a `Plan`: starts its processes in order, restarts those that die, and stops all of them at the end.
 
-Before the cluster is ready, a process that dies ends the attempt: a wrong argument would be wrong again.
-After that, one that dies is started again by the `RestartRule`, and processes can be added and removed.
-It knows processes, not SGLang.
+Until the cluster is ready, a process that dies ends the attempt, because a wrong argument would be wrong again. After
+that, the `RestartRule` says when a process that died is restarted, and processes can be added and removed. The
+supervisor knows processes and nothing of SGLang.
 """
 
 import asyncio
@@ -31,30 +31,30 @@ LOCAL_CHECK_S = 5.0
 
 
 class Reporter(Protocol):
-    """Hears what happens, to show it."""
+    """Shows what happens."""
 
     def line(self, name: str, line: str) -> None:
         """Process `name` printed a line."""
         ...
 
     def waiting(self, names: Sequence[str], elapsed_s: float, limit_s: float) -> None:
-        """These are not ready yet; told twice a second."""
+        """These processes are not ready yet. Called twice a second."""
         ...
 
     def is_ready(self, name: str, after_s: float) -> None:
-        """It became ready."""
+        """Process `name` became ready, so many seconds after its start."""
         ...
 
     def died(self, name: str, how: str, tail: Iterable[str]) -> None:
-        """It ended and nobody had asked it to; `tail` are its last lines."""
+        """Process `name` ended by itself; `tail` are its last lines."""
         ...
 
     def say(self, text: str) -> None:
-        """Something else worth a line."""
+        """Shows any other line."""
         ...
 
     def up(self, pids: dict[str, int]) -> None:
-        """All are ready."""
+        """All processes are ready."""
         ...
 
 
@@ -63,12 +63,12 @@ class StartFailed(RuntimeError):
 
 
 class Supervisor:
-    """One run of a plan, which may change meanwhile. `stop` asks it to end; a second `stop` makes it kill."""
+    """One run of a plan, which may change while it runs. `stop` ends it gracefully; a second `stop` kills."""
 
     def __init__(
         self, plan: Plan, reporter: Reporter, *, rule: RestartRule | None = None, link: Link | None = None
     ) -> None:
-        """Starts nothing yet. `link` hears of replicas that die and return."""
+        """Starts nothing yet. `link` reports replicas that die and return to the router."""
         self._plan = plan
         self._reporter = reporter
         self._rule = rule or RestartRule()
@@ -77,7 +77,7 @@ class Supervisor:
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._given_up: set[str] = set()
         self.was_up = False
-        """Whether all were ready at some time."""
+        """Whether all processes have been ready at some time."""
         self._is_ending = False
         self._changes: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
@@ -91,41 +91,41 @@ class Supervisor:
 
     @property
     def plan(self) -> Plan:
-        """What is to run, as it is now."""
+        """The plan, with the processes that were added and without those that were removed."""
         return self._plan
 
     def state(self, name: str) -> str:
-        """up, down (it is being started, again or for the first time) or given up."""
+        """The state of a process: up, down (it is being started or restarted) or given up."""
         child = self._children.get(name)
         if name in self._given_up:
             return "given up"
         return "up" if child is not None and child.running and child.ready_s is not None else "down"
 
     async def add(self, spec: Process) -> None:
-        """Starts one more process, and keeps it running once it is ready. Raises `StartFailed`."""
+        """Starts one more process; once it is ready, it is restarted when it dies. Raises `StartFailed`."""
         await self._change(self._add(spec))
 
     async def let_go(self, name: str) -> None:
-        """Does not start a process again when it ends."""
+        """No longer restarts this process when it ends."""
         await self._change(self._let_go(name))
 
     async def remove(self, name: str) -> None:
-        """Stops a process that was let go of, and forgets it."""
+        """Stops a process after `let_go`, and removes it from the plan."""
         await self._change(self._remove(name))
 
     def respec(self, spec: Process) -> None:
-        """From its next start on, the process of this name is started so."""
+        """Replaces the process of this name in the plan; it takes effect when that process is next started."""
         processes = tuple(spec if one.name == spec.name else one for one in self._plan.processes)
         self._plan = replace(self._plan, processes=processes)
 
     def stop(self) -> None:
-        """Ends the run soon; called again, at once. A signal handler of the loop may call it."""
+        """Ends the run gracefully, or at once when called again. May be called from a signal handler of the loop."""
         if self._stop.is_set():
             self._hurry.set()
         self._stop.set()
 
     async def run(self) -> bool:
-        """Runs until `stop`. True when it was asked to end, False when a process was given up.
+        """Runs until `stop`. True if it was stopped, False if it ended because a process was given up.
 
         Raises `StartFailed` when the cluster never became ready. No process is left when it returns.
         """
@@ -145,7 +145,7 @@ class Supervisor:
         return self._stop.is_set()
 
     async def _serve(self) -> None:
-        """Returns when the cluster cannot go on."""
+        """Starts everything and restarts what dies. Returns when the cluster cannot go on."""
         for roles in START_ORDER:
             await self._start_all(self._plan.of(*roles))
         self.was_up = True
@@ -170,7 +170,7 @@ class Supervisor:
                 await asyncio.wait(self._keepers.values())
 
     async def _change(self, work: Coroutine[None, None, None]) -> None:
-        """Carries out a change, unless the end of the run comes first."""
+        """Carries out a change of the plan. Raises `StartFailed` outside of the time when the cluster is up."""
         if self._is_ending or not self.was_up:
             work.close()
             raise StartFailed(
@@ -209,7 +209,7 @@ class Supervisor:
         self._plan = replace(self._plan, processes=processes)
 
     def _is_lost(self) -> bool:
-        """Nothing can be served without the gateway, the router, or any replica."""
+        """Whether nothing can be served any more: the gateway, the router or the last replica was given up."""
         replicas = {process.name for process in self._plan.of("replica")}
         return bool(self._given_up - replicas) or (bool(replicas) and replicas <= self._given_up)
 
@@ -267,7 +267,7 @@ class Supervisor:
         self._reporter.is_ready(name, child.ready_s - child.started_s)
 
     async def _keep(self, child: Child) -> None:
-        """Starts the process again whenever it ends; returns when it is given up."""
+        """Restarts the process whenever it ends. Returns when it is given up."""
         early_deaths = 0
         while True:
             how = await child.exited()
@@ -288,7 +288,7 @@ class Supervisor:
             self._reporter.say(f"{spec.name} is started again in {delay_s:.1f} s")
             await asyncio.sleep(delay_s)
             try:
-                child = await self._start(self._spec(spec.name))  # it may have changed meanwhile
+                child = await self._start(self._spec(spec.name))  # `respec` may have changed it
                 await self._until_ready(child)
             except StartFailed as error:
                 self._reporter.say(str(error))
@@ -309,9 +309,9 @@ class Supervisor:
             return
         if spec.worker is not None:
             self._link.up(spec.worker)
-        if spec.role == "router":  # it believes that all of its workers are there
+        if spec.role == "router":  # a new router takes all workers on its command line to be up
             for replica in self._plan.of("replica"):
-                child = self._children.get(replica.name)  # none yet of one that is being added
+                child = self._children.get(replica.name)  # a replica that is being added has none yet
                 if child is None or child.ready_s is None or not child.running:
                     self._tell_down(replica)
 
@@ -328,7 +328,7 @@ class Supervisor:
 
 
 async def becomes_ready(ready: Ready, child: Child) -> None:
-    """Returns once the check of `child` succeeds; asks again and again until then."""
+    """Repeats the readiness check of `child` until it succeeds."""
     match ready:
         case LineReady(text):
             await child.saw(text)

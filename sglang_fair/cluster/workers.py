@@ -1,10 +1,10 @@
-"""Replicas that come and go while the cluster runs: what `sglang-fair workers list`, `add` and `drain` do.
+"""Replicas that are added and removed while the cluster runs: `sglang-fair workers list`, `add` and `drain`.
 
-    add      a process with the cluster's own settings is started, awaited, and from then on kept like the first ones;
-             then the router is told, and through it the gateways
-    drain    the router names it no more, it finishes what it has, then it is stopped, for good
+    add      starts a process with the cluster's own settings and waits until it is ready. From then on it is restarted
+             like the first ones, and the router and the gateways know it
+    drain    the router sends it nothing new, it finishes what it has, and then it is stopped for good
 
-A new router is started with the replicas that there are then.
+A router that is restarted gets the replicas of that moment.
 """
 
 import asyncio
@@ -22,13 +22,13 @@ from sglang_fair.cluster.ports import PortTaken
 from sglang_fair.cluster.supervisor import StartFailed, Supervisor
 
 POLL_S = 0.2
-TOLD_S = 5.0
-"""Longest wait for the router to know a new replica."""
+KNOWN_S = 5.0
+"""Longest wait until the router knows a new replica."""
 
 CHECK_TIMEOUT_S = 5.0
 IDLE_CHECKS_S = 30.0
-"""A replica that the router has let go of is asked for this long whether it has finished; gateways may have sent it
-requests while there was no router."""
+"""How long a replica that the router no longer lists is asked whether it has finished. While there was no router,
+gateways may have sent it requests on their own."""
 
 Planner = Callable[[int], Process]
 """The replica with this number, as the cluster would have started it. Raises `ConfigError` and `PortTaken`."""
@@ -38,28 +38,28 @@ Freed = Callable[[Process], None]
 
 
 @dataclass(frozen=True)
-class Row:
-    """One replica, for `list`."""
+class ReplicaState:
+    """One replica as `sglang-fair workers list` shows it."""
 
     name: str
     url: str
     pid: int | None
     state: str
-    """starting, up, draining, down (it is being started again), given up."""
+    """starting, up, draining, down (being restarted) or given up."""
 
 
 class Workers:
-    """Carries out requests on one supervisor, several at a time."""
+    """Carries out these requests on one supervisor. Several may run at a time."""
 
     def __init__(self, supervisor: Supervisor, link: Link, router: str, plan: Planner, freed: Freed) -> None:
-        """`router` is the router's address; `freed` hears of replicas that are gone for good."""
+        """`router` is the router's address; `freed` is called for a replica that is gone for good."""
         self._supervisor = supervisor
         self._link = link
         self._router = router
         self._plan = plan
         self._freed = freed
         self._states: dict[str, str] = {}
-        """Of the replicas that are being added or drained."""
+        """The states of the replicas that are being added or drained."""
 
     async def handle(self, asked: dict[str, Any], say: Say) -> dict[str, Any]:
         """One request of `control`. Raises `Refused`."""
@@ -72,12 +72,12 @@ class Workers:
                 return vars(await self.drain(name, say))
         raise Refused("not a request: list, add or drain a name")
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[ReplicaState]:
         """The replicas in the order of their numbers."""
         return [self._row(spec) for spec in sorted(self._specs(), key=lambda spec: _number(spec.name))]
 
-    async def add(self, say: Say) -> Row:
-        """One more replica, once it serves. Raises `Refused`."""
+    async def add(self, say: Say) -> ReplicaState:
+        """Starts one more replica and returns when it serves. Raises `Refused`."""
         known = await router_workers(self._router) or {}  # some may have been added by the gateway
         taken = {*known, *self._states, *(spec.name for spec in self._specs())}
         try:
@@ -95,10 +95,10 @@ class Workers:
             del self._states[spec.name]
         self._respec_router()
         if not await self._is_known(spec.name):
-            say("no router answers; it is told as soon as one does")
+            say("no router answers; it hears of the replica as soon as it is back")
         return self._row(spec)
 
-    async def drain(self, name: str, say: Say) -> Row:
+    async def drain(self, name: str, say: Say) -> ReplicaState:
         """Lets a replica finish, and stops it. Raises `Refused`."""
         spec = next((spec for spec in self._specs() if spec.name == name), None)
         if spec is None or spec.worker is None:
@@ -123,14 +123,14 @@ class Workers:
         return row
 
     async def _drained(self, worker: Worker, say: Say) -> None:
-        """Returns when the router has let go of the worker and it has nothing left to do, or it has died."""
+        """Returns when the router no longer lists the worker and it has no request left, or when it has died."""
         said = None
         while True:
             known = await router_workers(self._router)
             if known is not None and worker.name not in known:
                 break
             if known is not None and self._supervisor.state(worker.name) != "up":
-                self._link.down(worker)  # nobody else says so: it is not kept any more
+                self._link.down(worker)  # the supervisor no longer watches it, so nobody else reports this
             elif known is not None and known[worker.name].get("state") != "draining":
                 self._link.drain(worker)
             waits = "no router answers" if known is None else _has_left(known[worker.name])
@@ -145,7 +145,7 @@ class Workers:
 
     async def _is_known(self, name: str) -> bool:
         loop = asyncio.get_running_loop()
-        until_s = loop.time() + TOLD_S
+        until_s = loop.time() + KNOWN_S
         while loop.time() < until_s:
             if name in (await router_workers(self._router) or {}):
                 return True
@@ -156,15 +156,15 @@ class Workers:
         return self._supervisor.plan.of("replica")
 
     def _respec_router(self) -> None:
-        """A new router is to know the replicas that take requests."""
+        """Makes sure that a restarted router starts with the replicas that take requests."""
         workers = [spec.worker for spec in self._specs() if spec.worker and spec.name not in self._states]
         for router in self._supervisor.plan.of("router"):
             self._supervisor.respec(with_workers(router, workers))
 
-    def _row(self, spec: Process) -> Row:
+    def _row(self, spec: Process) -> ReplicaState:
         state = self._states.get(spec.name) or self._supervisor.state(spec.name)
         url = spec.worker.url if spec.worker else ""
-        return Row(spec.name, url, self._supervisor.pids.get(spec.name), state)
+        return ReplicaState(spec.name, url, self._supervisor.pids.get(spec.name), state)
 
 
 def _has_left(state: dict[str, Any]) -> str:
@@ -172,7 +172,7 @@ def _has_left(state: dict[str, Any]) -> str:
 
 
 async def _is_at_work(url: str) -> bool:
-    """Whether a replica says that it has requests; False when it does not say."""
+    """Whether a replica reports waiting or running requests. False when it does not answer."""
     timeout = aiohttp.ClientTimeout(total=CHECK_TIMEOUT_S)
     try:
         async with aiohttp.ClientSession(timeout=timeout) as session, session.get(f"{url}/fair") as response:
