@@ -1,10 +1,8 @@
-"""`sglang-fair cluster`: the command line of a cluster."""
+"""`sglang-fair cluster`: its command line. What it starts is imported only then, so that --help is quick."""
 
 import sys
 from collections.abc import Sequence
 
-from sglang_fair.cluster.options import Options, check
-from sglang_fair.cluster.run import run_cluster
 from sglang_fair.settings.program import run_program
 from sglang_fair.settings.table import Cluster
 
@@ -19,21 +17,23 @@ EPILOG = (
 )
 
 
-def options_of(settings: Cluster) -> Options:
-    """The settings with what can be asked of them."""
-    return Options(**vars(settings))
+def check(settings: Cluster) -> None:
+    """Raises SettingError for settings that no machine could start."""
+    from sglang_fair.cluster import options
+
+    options.check(options.Options(**vars(settings)))
+
+
+def serve(settings: Cluster) -> int:
+    """Runs a cluster until it is stopped; the exit code."""
+    from sglang_fair.cluster import options, run
+
+    return run.run_cluster(options.Options(**vars(settings)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a cluster until it is stopped; the exit code."""
-    return run_program(
-        "cluster",
-        lambda settings: run_cluster(options_of(settings)),
-        arguments,
-        check=lambda settings: check(options_of(settings)),
-        help=HELP,
-        epilog=EPILOG,
-    )
+    """The command; it takes a command line and returns the exit code."""
+    return run_program("cluster", serve, arguments, check=check, help=HELP, epilog=EPILOG)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from sglang_fair import cli
 from sglang_fair.cluster import __main__ as cluster_command
-from sglang_fair.cluster import status
+from sglang_fair.cluster import run, status
 from sglang_fair.cluster.options import Options
 from sglang_fair.models import catalog as models
 
@@ -64,7 +64,7 @@ class TestCluster:
             calls.append(options)
             return 0
 
-        monkeypatch.setattr(cluster_command, "run_cluster", remember)
+        monkeypatch.setattr(run, "run_cluster", remember)
         return calls
 
     def test_the_defaults_are_those_of_the_options(self, asked: list[Options]) -> None:
