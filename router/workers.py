@@ -151,10 +151,10 @@ class WorkerTable:
         """Takes back what `peer` has said; the workers that are well again."""
         return [worker for worker in self if self.vote(peer, worker, ok=True)]
 
-    def listing(self, id: str) -> Workers:
+    def listing(self, request_id: str) -> Workers:
         """The answer to `Follow`."""
         return Workers(
-            id,
+            request_id,
             tuple(WorkerUp(w.name, w.url, w.kv, w.replay, w.capacity) for w in self),
             draining=tuple(w.name for w in self if w.draining),
             sick=tuple(w.name for w in self if w.sick),
