@@ -1,7 +1,7 @@
-"""An engine that speaks SGLang's wire and computes nothing: each token follows from all tokens before it.
+"""A stand-in for a replica: it speaks SGLang's HTTP interface and computes each token as a hash of those before it.
 
-So two of them give the same greedy answer, and a test can say what the answer is. Characters of two bytes are
-two tokens, whose text is held back until both are there, as SGLang does.
+So two stand-ins give the same greedy answer, and a test knows it in advance. A character of two bytes is two tokens,
+and its text is held back until both are there, as SGLang does.
 
     python -m tests.stand_in --port 30000 --tokenizer DIR --step 0.01
 """
@@ -54,7 +54,7 @@ class Step:
 
 
 class Engine:
-    """Tokens, answers and events of one engine; no I/O. `salt` makes another model of it."""
+    """The tokens, answers and events of an engine, without I/O. Another `salt` is another model."""
 
     def __init__(self, tokenizer: Path, salt: int = 0) -> None:
         self._tokenizer = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
@@ -63,7 +63,7 @@ class Engine:
         self._first, self._second = self._tokenizer.encode("é").ids
 
     def prompt(self, kind: str, body: dict[str, Any]) -> list[int]:
-        """The ids of the prompt of `body`; of several, of the first."""
+        """The token ids of the prompt in `body`; of a batch, those of the first."""
         if kind == "chat":
             return list(self._tokenizer.encode(json.dumps(body["messages"])).ids)
         found = body["prompt"] if kind == "completions" else body.get("text")
@@ -105,7 +105,7 @@ class Engine:
     def events(
         self, kind: str, body: dict[str, Any], group: Callable[[], int] = lambda: 1
     ) -> Iterator[bytes]:
-        """The stream for `body`; `group` says how many tokens the next event carries at least."""
+        """The stream that answers `body`; `group` says how many tokens the next event carries at least."""
         prompt_ids = self.prompt(kind, body)
         head = {"id": body["rid"], "created": random.randrange(1 << 30), "model": MODEL}
         if kind == "chat":
@@ -140,7 +140,7 @@ class Engine:
         yield b"data: [DONE]\n\n"
 
     def whole(self, kind: str, body: dict[str, Any], step: Step) -> dict[str, Any]:
-        """The answer in one piece."""
+        """The whole answer, for a request without `stream`."""
         prompt_ids = self.prompt(kind, body)
         if kind == "generate":
             return {"text": step.text, "output_ids": step.ids, "meta_info": _meta(body, prompt_ids, step)}
@@ -175,7 +175,7 @@ def _event(data: dict[str, Any]) -> bytes:
 
 
 class Server:
-    """The engine behind HTTP. It works for nobody who has left, and counts what it has computed."""
+    """The engine behind HTTP. It stops when its client leaves, and counts what it has computed."""
 
     def __init__(self, engine: Engine, step_s: float) -> None:
         self._engine = engine

@@ -1,8 +1,8 @@
-"""An engine that answers at once, so that only the way to it is measured: SGLang's HTTP wire, canned answers.
+"""An engine that answers at once, with canned answers in SGLang's format, so that only the way to it is measured.
 
     python -m sglang_fair.bench.instant --ports 18100,18101
 
-A stream is `STREAM_TOKENS` events, one a write. Nothing of a request is read but its end and whether it streams.
+A stream has `STREAM_TOKENS` events, each written by itself. Of a request it reads only the end, and whether it streams.
 """
 
 import asyncio
@@ -57,12 +57,12 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The transport is writable."""
+        """Keeps the transport."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        """Answers each whole request."""
+        """Answers each request that is complete."""
         self._received += data
         while (end := self._received.find(b"\r\n\r\n")) >= 0:
             head = bytes(self._received[:end]).lower()

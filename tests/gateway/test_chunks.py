@@ -70,8 +70,8 @@ def whole(tokenizer: Tokenizer, text: str) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
-def by_parts(segments: ChunkedTokenizer, text: str) -> list[int]:
-    return [int(one) for one in np.frombuffer(segments.tokens(text), "<u4")]
+def by_parts(chunks: ChunkedTokenizer, text: str) -> list[int]:
+    return [int(one) for one in np.frombuffer(chunks.tokens(text), "<u4")]
 
 
 @pytest.mark.parametrize("name", list(PRE))
@@ -80,11 +80,11 @@ def by_parts(segments: ChunkedTokenizer, text: str) -> list[int]:
 def test_the_parts_tokens_are_the_texts(
     tokenizers: dict[str, Tokenizer], name: str, seed: int, words: int, tail: str
 ) -> None:
-    segments = ChunkedTokenizer(tokenizers[name])
+    chunks = ChunkedTokenizer(tokenizers[name])
     text = prose(random.Random(seed), words) + tail
     for _ in range(2):
-        assert by_parts(segments, text) == whole(tokenizers[name], text)
-    assert "".join(segments.parts(text)) == text
+        assert by_parts(chunks, text) == whole(tokenizers[name], text)
+    assert "".join(chunks.parts(text)) == text
 
 
 def test_only_tokenizers_that_split_words_are_given_parts(tokenizers: dict[str, Tokenizer]) -> None:
@@ -98,17 +98,17 @@ def test_only_tokenizers_that_split_words_are_given_parts(tokenizers: dict[str, 
 
 
 def test_a_shared_beginning_is_tokenized_once(tokenizers: dict[str, Tokenizer]) -> None:
-    segments = ChunkedTokenizer(tokenizers["gpt2"])
+    chunks = ChunkedTokenizer(tokenizers["gpt2"])
     shared = prose(random.Random(1), 2000)
-    segments.tokens(shared + " and one end")
-    assert segments.uncached_chars(shared + " and another one") < 2 * CHUNK_CHARS
+    chunks.tokens(shared + " and one end")
+    assert chunks.uncached_chars(shared + " and another one") < 2 * CHUNK_CHARS
 
 
 def test_memory_is_bounded(tokenizers: dict[str, Tokenizer]) -> None:
-    segments = ChunkedTokenizer(tokenizers["gpt2"], max_bytes=20_000)
+    chunks = ChunkedTokenizer(tokenizers["gpt2"], max_bytes=20_000)
     for number in range(50):
         text = prose(random.Random(number), 300)
-        assert by_parts(segments, text) == whole(tokenizers["gpt2"], text)
-        assert segments._kept_bytes <= 20_000
-        assert segments._kept_bytes == sum(2 * len(text) + len(kept) for text, kept in segments._kept.items())
-    assert segments._kept_bytes > 10_000
+        assert by_parts(chunks, text) == whole(tokenizers["gpt2"], text)
+        assert chunks._kept_bytes <= 20_000
+        assert chunks._kept_bytes == sum(2 * len(text) + len(kept) for text, kept in chunks._kept.items())
+    assert chunks._kept_bytes > 10_000

@@ -56,7 +56,7 @@ class Tokens:
             raise TokenizerError(f"{path}: {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._segments = ChunkedTokenizer(self._tokenizer)
+        self._chunks = ChunkedTokenizer(self._tokenizer)
         self._before, self._after = self._around()
         self._longest_chars = self._longest_token()
         config = _read_json(folder / "tokenizer_config.json")
@@ -75,7 +75,7 @@ class Tokens:
 
     def uncached_chars(self, prompts: tuple[Prompt, ...]) -> int:
         """How many characters `pieces` would have to tokenize."""
-        return sum(self._segments.uncached_chars(one) for one in prompts if isinstance(one, str))
+        return sum(self._chunks.uncached_chars(one) for one in prompts if isinstance(one, str))
 
     def least_tokens(self, prompt: Prompt) -> int:
         """A lower bound of its tokens, from its length alone."""
@@ -106,7 +106,7 @@ class Tokens:
             return
         if self._before and call.kind != "chat":
             yield self._before
-        yield from self._segments.pieces(prompt)
+        yield from self._chunks.pieces(prompt)
         if self._after and call.kind != "chat":
             yield self._after
 
