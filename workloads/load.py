@@ -1,4 +1,4 @@
-"""The clients of a load, from the words of a command line.
+"""The clients of a load, as a command line asks for them.
 
 A workload is a name: `single` (fixed lengths), `chat`, a scenario of `clients` (`tot-s1`, `judge-s2`, ...), in
 which clients whose names begin with `bad` misbehave, or `trace`. Clients are either a number, or words such as
@@ -22,7 +22,7 @@ MISBEHAVES = "bad"
 
 @dataclass(frozen=True, slots=True)
 class ClientSpec:
-    """One client as it was asked for. What is None is as for all clients."""
+    """One client as the command line asks for it. Fields that are None are as for all clients."""
 
     name: str
     rate: float | None = None
@@ -34,7 +34,7 @@ class ClientSpec:
     input: int | None = None
     output: int | None = None
     prefix: int | None = None
-    """Tokens of the input that all its requests share; like the two before it, of `single` alone."""
+    """Tokens of the input that all its requests share. The last three are for the workload `single` alone."""
 
     def __post_init__(self) -> None:
         if self.rate is not None and self.concurrency is not None:
@@ -63,8 +63,8 @@ class ClientSpec:
 
 
 def parse_clients(words: Sequence[str], workload: str) -> tuple[ClientSpec, ...]:
-    """The clients that are asked for. A number N stands for N equal ones, in a scenario for N that behave well
-    and one that does not. Raises ValueError."""
+    """The clients that are asked for. A number N stands for N equal clients, and in a scenario for one more, which
+    misbehaves. Raises ValueError."""
     if len(words) == 1 and words[0].isdecimal():
         count = int(words[0])
         stem = "good" if workload in SCENARIOS else "client"
@@ -78,8 +78,8 @@ def parse_clients(words: Sequence[str], workload: str) -> tuple[ClientSpec, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
-    """What all clients have in common."""
+class LoadOptions:
+    """What all clients of a load have in common."""
 
     workload: str
     rate: float | None = None
@@ -101,43 +101,49 @@ class Traffic:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """Clients, which of them are of the closed loop, and the shares they should have."""
+class ClientLoad:
+    """Clients, those of the closed loop with their concurrency, and the shares that all should have."""
 
     clients: tuple[Client, ...]
     at_once: Mapping[str, int]
     weights: Mapping[str, float]
-    told: Mapping[str, Mapping[str, Any]]
-    """For the manifest of a run."""
+    asked: Mapping[str, Mapping[str, Any]]
+    """What was asked for, by client, for the manifest of a run."""
 
 
-def load(specs: Sequence[ClientSpec], traffic: Traffic, codec: Codec, texts: Texts | None = None) -> Load:
-    """The load of these clients; not of a trace. A scenario's prompts are of `texts`. Raises ValueError where a
-    client has neither rate nor concurrency, or its lengths cannot be."""
+def load(
+    specs: Sequence[ClientSpec], options: LoadOptions, codec: Codec, texts: Texts | None = None
+) -> ClientLoad:
+    """The load of these clients, of any workload but a trace. `texts` are the sources of a scenario's prompts.
+
+    Raises ValueError where a client has neither rate nor concurrency, or lengths that its workload does not take.
+    """
     clients = []
     for spec in specs:
-        if spec.rate is spec.concurrency is traffic.rate is traffic.concurrency is None:
+        if spec.rate is spec.concurrency is options.rate is options.concurrency is None:
             raise ValueError(f"client {spec.name}: needs a rate (open loop) or a concurrency (closed loop)")
         lengths = (spec.input, spec.output, spec.prefix)
-        if traffic.workload != SINGLE and any(length is not None for length in lengths):
+        if options.workload != SINGLE and any(length is not None for length in lengths):
             raise ValueError(
                 f"client {spec.name}: input, output and prefix are lengths of the workload {SINGLE}"
             )
-        clients.append(_client(spec, traffic, codec, texts))
+        clients.append(_client(spec, options, codec, texts))
     at_once = {
-        spec.name: spec.concurrency or traffic.concurrency or 1
+        spec.name: spec.concurrency or options.concurrency or 1
         for spec in specs
-        if spec.concurrency is not None or (spec.rate is None and traffic.concurrency is not None)
+        if spec.concurrency is not None or (spec.rate is None and options.concurrency is not None)
     }
     return _load(clients, at_once, specs)
 
 
-def load_trace(trace: Trace, specs: Sequence[ClientSpec], traffic: Traffic, codec: Codec) -> Load:
-    """The load of a trace; `specs` say nothing but weights. Raises ValueError for other words, or clients that
-    the trace does not have."""
-    if traffic.concurrency is not None:
+def load_trace(trace: Trace, specs: Sequence[ClientSpec], options: LoadOptions, codec: Codec) -> ClientLoad:
+    """The load of a trace. `specs` may give weights and nothing else.
+
+    Raises ValueError for other fields, and for clients that the trace does not have.
+    """
+    if options.concurrency is not None:
         raise ValueError("a trace has times of its own: it is open loop")
-    clients = trace.clients(codec, seed=traffic.seed)
+    clients = trace.clients(codec, seed=options.seed)
     names = {client.name for client in clients}
     for spec in specs:
         if spec != ClientSpec(spec.name, weight=spec.weight):
@@ -147,20 +153,20 @@ def load_trace(trace: Trace, specs: Sequence[ClientSpec], traffic: Traffic, code
     return _load(clients, {}, specs)
 
 
-def read_trace(source: str, traffic: Traffic, until_s: float) -> Trace:
-    """The first `until_s` seconds of a trace, at the traffic's rate if it has one.
+def read_trace(source: str, options: LoadOptions, until_s: float) -> Trace:
+    """The first `until_s` seconds of a trace, at the options' rate if it has one.
 
     `source` is a file in the format of `arena` or `mooncake`, a folder of ServeGen's profiles, or one of these
     three names for a stand-in. Raises ValueError and OSError.
     """
-    path, seed = Path(source), traffic.seed
+    path, seed = Path(source), options.seed
     if source == "servegen" or path.is_dir():
-        if traffic.rate is None:
+        if options.rate is None:
             raise ValueError("ServeGen's profiles tell shares, not how much is sent in all: they need a rate")
         profiles = servegen(None if source == "servegen" else path, seed=seed)
-        return mix(profiles, clients=len(profiles), rate_per_s=traffic.rate, duration_s=until_s, seed=seed)
+        return mix(profiles, clients=len(profiles), rate_per_s=options.rate, duration_s=until_s, seed=seed)
     trace = find_trace(source, seed=seed)
-    return (trace if traffic.rate is None else trace.at_rate(traffic.rate)).between(0.0, until_s)
+    return (trace if options.rate is None else trace.at_rate(options.rate)).between(0.0, until_s)
 
 
 def _check_positive(whose: str, holder: object, *names: str) -> None:
@@ -171,9 +177,9 @@ def _check_positive(whose: str, holder: object, *names: str) -> None:
             raise ValueError(f"{whose}{name} must be positive, not {value!r}")
 
 
-def _load(clients: Sequence[Client], at_once: Mapping[str, int], specs: Sequence[ClientSpec]) -> Load:
+def _load(clients: Sequence[Client], at_once: Mapping[str, int], specs: Sequence[ClientSpec]) -> ClientLoad:
     weights = {client.name: 1.0 for client in clients} | {spec.name: spec.weight for spec in specs}
-    told = {
+    asked = {
         client.name: {
             "well_behaved": client.well_behaved,
             "app": client.app,
@@ -186,39 +192,39 @@ def _load(clients: Sequence[Client], at_once: Mapping[str, int], specs: Sequence
         }
         for client in clients
     }
-    return Load(tuple(clients), at_once, weights, told)
+    return ClientLoad(tuple(clients), at_once, weights, asked)
 
 
-def _client(spec: ClientSpec, traffic: Traffic, codec: Codec, texts: Texts | None) -> Client:
-    arrivals = GammaArrivals(spec.rate or traffic.rate or 1.0, traffic.cv)
-    if traffic.workload == CHAT:
-        return chat_client(spec.name, arrivals=arrivals, codec=codec, seed=traffic.seed)
-    if traffic.workload == SINGLE:
+def _client(spec: ClientSpec, options: LoadOptions, codec: Codec, texts: Texts | None) -> Client:
+    arrivals = GammaArrivals(spec.rate or options.rate or 1.0, options.cv)
+    if options.workload == CHAT:
+        return chat_client(spec.name, arrivals=arrivals, codec=codec, seed=options.seed)
+    if options.workload == SINGLE:
         return fixed_length_client(
             spec.name,
-            input_tokens=spec.input or traffic.input,
-            output_tokens=spec.output or traffic.output,
-            prefix_tokens=traffic.prefix if spec.prefix is None else spec.prefix,
+            input_tokens=spec.input or options.input,
+            output_tokens=spec.output or options.output,
+            prefix_tokens=options.prefix if spec.prefix is None else spec.prefix,
             arrivals=arrivals,
             codec=codec,
-            seed=traffic.seed,
+            seed=options.seed,
             app=SINGLE,
         )
-    made = SCENARIOS[traffic.workload].clients(
-        scale=replace(traffic.scale, good_clients=1),
+    made = SCENARIOS[options.workload].clients(
+        scale=replace(options.scale, good_clients=1),
         rate_per_s=arrivals.rate_per_s,
         codec=codec,
-        cv=traffic.cv,
-        seed=f"{traffic.seed}.{spec.name}",
+        cv=options.cv,
+        seed=f"{options.seed}.{spec.name}",
         texts=texts,
     )
     client = made[-1] if spec.name.startswith(MISBEHAVES) else made[0]
     return replace(client, name=spec.name, arrivals=client.arrivals if spec.rate is None else arrivals)
 
 
-def told(traffic: Traffic) -> dict[str, Any]:
-    """For a file of JSON: the scale only where it decides something."""
-    found = asdict(traffic)
-    if traffic.workload not in SCENARIOS:
-        del found["scale"]
-    return found
+def options_json(options: LoadOptions) -> dict[str, Any]:
+    """The options as JSON, with the scale only where it decides something."""
+    fields = asdict(options)
+    if options.workload not in SCENARIOS:
+        del fields["scale"]
+    return fields

@@ -1,18 +1,20 @@
-"""Runs as tables for people.
+"""Runs as tables for people, and `python -m workloads.report`, which makes them from record files.
 
-What each number means is in `measures`. What was not measured is None and is printed as a dash, never as 0.
+What each number means is in `measures`. What was not measured is None, and is printed as a dash, never as 0.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Annotated
 
 from rich.console import Console
 from rich.table import Table
 
+from sglang_fair.settings.commands import Argument, Mistake, Option
+from sglang_fair.settings.commands import run as run_command
 from workloads.measures import Percentile, Summary, summarize
 from workloads.medians import METRICS, ComparisonRow, extras, ratios, rows
 from workloads.records import read
@@ -21,7 +23,7 @@ DASH = "–"
 
 
 def number(value: float | str | None, digits: int = 3) -> str:
-    """`value` for a table: a dash for None, few digits, thousands apart."""
+    """`value` for a table: a dash for None, else `digits` significant digits, with thousands separated."""
     if value is None:
         return DASH
     if isinstance(value, str):
@@ -32,7 +34,7 @@ def number(value: float | str | None, digits: int = 3) -> str:
 
 
 def comparison_table(table: Sequence[ComparisonRow], summaries: Sequence[Summary]) -> Table:
-    """The comparison as people read it, a row for each scheduler and workload."""
+    """A row for each scheduler and workload."""
     view = Table(title="medians over repeats", title_justify="left")
     for column in ("workload", "scheduler"):
         view.add_column(column)
@@ -126,38 +128,41 @@ def find(paths: Sequence[Path]) -> list[Path]:
     return found
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Tables on stdout, plots beside the records or in `--out`."""
-    parser = argparse.ArgumentParser(
-        prog="python -m workloads.report", description="tables and plots of runs"
-    )
-    parser.add_argument("paths", nargs="+", type=Path, help="record files, or folders of them")
-    parser.add_argument("--out", type=Path, help="folder for the plots (default: none are drawn)")
-    parser.add_argument("--json", action="store_true", help="end with every run's measures, a JSON line each")
-    arguments = parser.parse_args(argv)
+def command(
+    paths: Annotated[list[Path], Argument(metavar="PATH...", help="Record files, or folders of them.")],
+    out: Annotated[
+        Path | None, Option(metavar="DIR", help="Folder for the plots. [default: none are drawn]")
+    ] = None,
+    as_json: Annotated[
+        bool, Option("--json", help="End with every run's measures, a JSON line each.")
+    ] = False,
+) -> int:
+    """Tables and plots of recorded runs."""
     console = Console(width=None if sys.stdout.isatty() else 150)
     try:
-        runs = [run for path in find(arguments.paths) if (run := read(path)).end is not None]
+        runs = [run for path in find(paths) if (run := read(path)).end is not None]
     except (OSError, ValueError) as error:
-        print(f"report: {error}", file=sys.stderr)
-        return 2
+        raise Mistake(str(error)) from None
     if not runs:
-        print("report: no run among these was finished", file=sys.stderr)
-        return 2
+        raise Mistake("no run among these was finished")
     summaries = [summarize(run) for run in runs]
     for summary in summaries:
         console.print(client_table(summary))
     console.print(comparison_table(rows(summaries), summaries))
-    if arguments.out is not None:
+    if out is not None:
         from workloads.plots import draw_all
 
-        for path in draw_all(runs, summaries, arguments.out):
+        for path in draw_all(runs, summaries, out):
             console.print(f"wrote {path}")
-    if arguments.json:
+    if as_json:
         for summary in summaries:
             print(json.dumps(asdict(summary)))
     return 0
 
 
+def main(arguments: Sequence[str] | None = None) -> int:
+    return run_command(command, "python -m workloads.report", arguments)
+
+
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

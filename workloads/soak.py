@@ -2,25 +2,26 @@
 
     sglang-fair bench soak [--minutes 60] [--rate 10] [--json FILE]
 
-Starts a cluster (two replicas of the tiny model, router, gateway) and sends requests at a fixed rate, open
-loop: seeded prompts, half of each one of 64 shared prefixes; one request in ten comes from a client that was
-never seen before, one in twenty hangs up in mid-stream. Every process's resident memory is read every few
-seconds. Growth is the Theil-Sen slope (the median of the slopes between all pairs of samples) after the
-warm-up, in which caches and pools fill. Exit code 1 if a request failed or if the books do not balance.
+Starts a cluster (two replicas of the tiny model, router, gateway) and sends requests at a fixed rate, open loop.
+Prompts are seeded; half of each is one of 64 shared prefixes. One request in ten comes from a client that was never
+seen before, and one in twenty hangs up in mid-stream. The resident memory of every process is read every few seconds.
+Its growth is the Theil-Sen slope (the median of the slopes between all pairs of samples) after the warm-up, in which
+caches and pools fill.
 """
 
-import argparse
 import asyncio
+import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from random import Random
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
 import aiohttp
 import psutil
@@ -28,18 +29,19 @@ import psutil
 from sglang_fair.bench import Show, carry_out
 from sglang_fair.common.identity import HEADER_CLIENT
 from sglang_fair.common.provenance import machine, versions
+from sglang_fair.settings.commands import Mistake, Option, run
 from workloads.compare.cluster import Cluster, ClusterError, SpawnCluster, get_json
 
 PREFIXES, PREFIX_TOKENS, OWN_TOKENS = 64, 128, 128
 CLIENTS = 20
 NEW_CLIENT_EVERY, HANG_UP_EVERY = 10, 20
 WARM_UP_SHARE = 0.2
-"""Of the run; memory may grow in it."""
+"""Part of the run in which memory may grow."""
 MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class MemorySample:
     """Resident bytes of each process at one time, by what it is."""
 
     at_s: float
@@ -47,8 +49,8 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One process. `growth_mib_per_h` is None where the samples are too few."""
+class ProcessMemory:
+    """The memory of one process. `growth_mib_per_h` is None where there are too few samples."""
 
     process: str
     start_mib: float
@@ -57,8 +59,8 @@ class Row:
 
 
 @dataclass
-class Load:
-    """What is sent, and how it ended."""
+class SteadyLoad:
+    """Sends requests at a fixed rate and counts how they ended."""
 
     url: str
     rate_per_s: float
@@ -135,7 +137,7 @@ def processes(supervisor_pid: int) -> dict[str, psutil.Process]:
 
 
 def kind_of(command: Sequence[str]) -> str | None:
-    """What runs under this command line; None for helpers of the interpreter."""
+    """The kind of process that has this command line. None for helper processes of Python."""
     line = " ".join(command)
     for sign, kind in (
         ("router.gateway", "gateway"),
@@ -158,7 +160,7 @@ def growth_per_h(times_s: Sequence[float], values: Sequence[float]) -> float | N
     return 3600 * median((y1 - y0) / (x1 - x0) for (x0, y0), (x1, y1) in combinations(points, 2))
 
 
-def rows(samples: Sequence[Sample]) -> list[Row]:
+def rows(samples: Sequence[MemorySample]) -> list[ProcessMemory]:
     """One for each process that lived through the whole run."""
     if not samples:
         return []
@@ -171,7 +173,7 @@ def rows(samples: Sequence[Sample]) -> list[Row]:
         mib = [sample.resident_bytes[name] / MIB for sample in kept]
         slope = growth_per_h(times_s, mib)
         made.append(
-            Row(
+            ProcessMemory(
                 name,
                 round(median(mib[:few]), 1),
                 round(median(mib[-few:]), 1),
@@ -181,7 +183,8 @@ def rows(samples: Sequence[Sample]) -> list[Row]:
     return made
 
 
-def table(found: Sequence[Row]) -> str:
+def table(found: Sequence[ProcessMemory]) -> str:
+    """The processes for people."""
     lines = [f"{'process':26}{'MiB after warm-up':>18}{'at the end':>12}{'MiB/h':>9}"]
     for row in found:
         slope = "-" if row.growth_mib_per_h is None else f"{row.growth_mib_per_h:.2f}"
@@ -189,10 +192,12 @@ def table(found: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-async def soak(cluster: Cluster, load: Load, duration_s: float, every_s: float, show: Show) -> list[Sample]:
-    """Load and samples side by side."""
+async def soak(
+    cluster: Cluster, load: SteadyLoad, duration_s: float, every_s: float, show: Show
+) -> list[MemorySample]:
+    """Send the load, and read the memory of all processes meanwhile."""
     assert cluster.pid is not None
-    samples: list[Sample] = []
+    samples: list[MemorySample] = []
     start_s = time.monotonic()
     sending = asyncio.create_task(load.run(duration_s))
     while not sending.done():
@@ -202,7 +207,7 @@ async def soak(cluster: Cluster, load: Load, duration_s: float, every_s: float, 
                 resident[name] = process.memory_info().rss
             except psutil.NoSuchProcess:
                 continue
-        samples.append(Sample(time.monotonic() - start_s, resident))
+        samples.append(MemorySample(time.monotonic() - start_s, resident))
         total = sum(resident.values()) / MIB
         ended = ", ".join(f"{count:,} {how}" for how, count in sorted(load.ended.items())) or "none ended"
         show(f"{samples[-1].at_s / 60:6.1f} min  {load.sent:>8,} sent: {ended}; {total:,.0f} MiB in all")
@@ -211,37 +216,24 @@ async def soak(cluster: Cluster, load: Load, duration_s: float, every_s: float, 
     return samples
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="sglang-fair bench soak",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--minutes", type=float, default=60.0, help="default: %(default)g")
-    parser.add_argument("--rate", type=float, default=10.0, help="requests a second (default: %(default)g)")
-    parser.add_argument(
-        "--every", type=float, default=15.0, metavar="S", help="between two samples of memory"
-    )
-    parser.add_argument("--replicas", type=int, default=2, help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="of the cluster (default: a new one)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the last line to FILE too")
-    given = parser.parse_args(arguments)
-    if min(given.minutes, given.rate, given.every, given.replicas) <= 0:
-        parser.error("--minutes, --rate, --every and --replicas must be positive")
-    return given
-
-
-def run(given: argparse.Namespace, show: Show) -> dict[str, Any]:
+def soak_cluster(
+    show: Show,
+    *,
+    minutes: float,
+    rate: float,
+    every_s: float,
+    replicas: int,
+    seed: int,
+    logs: Path,
+) -> dict[str, Any]:
     """The result; `ok` when every request ended as it should and the books balance."""
-    logs = given.logs or Path(tempfile.mkdtemp(prefix="soak-"))
     spawn = SpawnCluster(
-        given.replicas, "tiny", logs, device="cpu", replica_arguments=("--max-total-tokens", "16384")
+        replicas, "tiny", logs, device="cpu", replica_arguments=("--max-total-tokens", "16384")
     )
-    show(f"starting {given.replicas} replicas, router and gateway; logs in {logs}")
+    show(f"starting {replicas} replicas, router and gateway; logs in {logs}")
     with spawn("d2lpm", "dlpm") as cluster:
-        load = Load(cluster.gateway, given.rate, Random(given.seed))
-        samples = asyncio.run(soak(cluster, load, 60 * given.minutes, given.every, show))
+        load = SteadyLoad(cluster.gateway, rate, Random(seed))
+        samples = asyncio.run(soak(cluster, load, 60 * minutes, every_s, show))
         books = [get_json(f"{replica}/fair") for replica in cluster.replicas]
         router = get_json(f"{cluster.gateway}/status")
     found = rows(samples)
@@ -251,27 +243,59 @@ def run(given: argparse.Namespace, show: Show) -> dict[str, Any]:
     balanced = all(book["conservation"]["ok"] for book in books)
     return {
         "bench": "soak",
-        "seed": given.seed,
+        "seed": seed,
         "versions": versions(),
         "machine": machine(),
-        "minutes": given.minutes,
-        "rate_rps": given.rate,
+        "minutes": minutes,
+        "rate_rps": rate,
         "requests": {"sent": load.sent, **load.ended},
         "in_flight_at_end": router.get("in_flight"),
         "conservation_ok": balanced,
         "ok": balanced and not load.ended["failed"],
-        "rows": [{name: getattr(row, name) for name in Row.__slots__} for row in found],
+        "rows": [{name: getattr(row, name) for name in ProcessMemory.__slots__} for row in found],
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Progress and table on stderr; the result is the last line of stdout."""
-    given = parse(arguments)
-    result = carry_out("soak", lambda show: run(given, show), given.json, (ClusterError, OSError))
+def command(
+    minutes: Annotated[float, Option(help="Length of the run.")] = 60.0,
+    rate: Annotated[float, Option(help="Requests a second.")] = 10.0,
+    every: Annotated[float, Option(metavar="S", help="Between two samples of memory.")] = 15.0,
+    replicas: Annotated[int, Option(help="Of the cluster.")] = 2,
+    seed: Annotated[int, Option(help="Of the prompts.")] = 0,
+    logs: Annotated[
+        Path | None, Option(metavar="FOLDER", help="Of the cluster. [default: a new folder]")
+    ] = None,
+    json_file: Annotated[
+        Path | None, Option("--json", metavar="FILE", help="Write the last line to FILE too.")
+    ] = None,
+) -> int:
+    """Steady load on a whole cluster: memory of every process, and what failed.
+
+    One request in ten comes from a new client, one in twenty hangs up in mid-stream. Progress and a table go to
+    stderr; the result is the last line of stdout.
+
+    Exit code 0, 1 if a request failed or the books do not balance, 2 for bad input or a cluster that does not start.
+    """
+    if min(minutes, rate, every, replicas) <= 0:
+        raise Mistake("--minutes, --rate, --every and --replicas must be positive")
+    soaking = partial(
+        soak_cluster,
+        minutes=minutes,
+        rate=rate,
+        every_s=every,
+        replicas=replicas,
+        seed=seed,
+        logs=logs or Path(tempfile.mkdtemp(prefix="soak-")),
+    )
+    result = carry_out("soak", soaking, json_file, (ClusterError, OSError))
     if result is None:
         return 2
     return 0 if result["ok"] else 1
 
 
+def main(arguments: Sequence[str] | None = None) -> int:
+    return run(command, "sglang-fair bench soak", arguments)
+
+
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

@@ -71,8 +71,8 @@ def numbers(help: str, metavar: str = "N,N") -> Any:
     return Option(parser=Numbers.parse, metavar=metavar, help=help)
 
 
-def choices(known: Sequence[str], help: str) -> Any:
-    """The `Option` of a text that must be one of `known`, which are listed in its help.
+def choices(known: Sequence[str], help: str, **more: Any) -> Any:
+    """The `Option` of a text that must be one of `known`, which are listed in its help. `more` are other arguments.
 
     For names that come from a registry. Where they can be written down, annotate the parameter with `Literal`.
     """
@@ -82,7 +82,7 @@ def choices(known: Sequence[str], help: str) -> Any:
             raise ValueError(f"there is no {text!r}; there are {', '.join(known)}")
         return text
 
-    return Option(parser=parse, metavar="NAME", help=f"{help} One of {', '.join(known)}.")
+    return Option(parser=parse, metavar="NAME", help=f"{help} One of {', '.join(known)}.", **more)
 
 
 class Command(TyperCommand):

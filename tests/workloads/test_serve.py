@@ -19,7 +19,7 @@ from tests.stand_in import MODEL, PATHS, Engine, make_tokenizer
 from workloads import wire
 from workloads.endpoints import EndpointError, find_model, identity, read_keys
 from workloads.fairness_report import failures, fairness_report, render
-from workloads.load import ClientSpec, Traffic, load, load_trace, parse_clients, read_trace
+from workloads.load import ClientSpec, LoadOptions, load, load_trace, parse_clients, read_trace
 from workloads.programs import TextCodec
 from workloads.records import End, Manifest, ProgramRecord, RequestRecord, Run, read
 from workloads.serve import main
@@ -253,8 +253,8 @@ def test_questions_and_articles_may_come_from_files(tokenizer, capsys, tmp_path)
         told, _ = bench(capsys, peer, *asked, status=130)
         assert all("dove" in body["prompt"] for body in peer.bodies)
         assert told["case"]["texts"] == words[2]
-    with pytest.raises(SystemExit):
-        main(["--url", "http://127.0.0.1:9", "--workload", "judge-s1", "--questions", str(questions)])
+    assert main(["--url", "http://nowhere", "--workload", "judge-s1", "--questions", str(questions)]) == 2
+    assert "--questions are for tot-s1 and tot-s2" in capsys.readouterr().err
 
 
 def test_a_trace_is_replayed(tokenizer, capsys, tmp_path):
@@ -399,7 +399,7 @@ def test_a_number_of_clients_is_that_many_equal_ones():
 
 def test_equal_seeds_give_equal_loads():
     def first_prompt(seed: str, workload: str) -> Any:
-        made = load(parse_clients(["1"], workload), Traffic(workload, rate=1.0, seed=seed), TextCodec())
+        made = load(parse_clients(["1"], workload), LoadOptions(workload, rate=1.0, seed=seed), TextCodec())
         step = next(made.clients[0].program(0))
         return step if not isinstance(step, tuple) else step[0] if workload == "judge-s1" else next(step[0])
 
@@ -409,7 +409,7 @@ def test_equal_seeds_give_equal_loads():
 
 
 def test_two_good_clients_of_a_scenario_send_different_programs():
-    made = load(parse_clients(["2"], "judge-s1"), Traffic("judge-s1", rate=1.0), TextCodec())
+    made = load(parse_clients(["2"], "judge-s1"), LoadOptions("judge-s1", rate=1.0), TextCodec())
     first, second, bad = made.clients
     assert next(first.program(0)) != next(second.program(0))
     assert first.arrival_times(until_s=100.0) != second.arrival_times(until_s=100.0)
@@ -417,7 +417,7 @@ def test_two_good_clients_of_a_scenario_send_different_programs():
 
 
 def test_a_trace_takes_weights_and_nothing_else():
-    traffic = Traffic("trace", rate=5.0)
+    traffic = LoadOptions("trace", rate=5.0)
     trace = read_trace("arena", traffic, 20.0)
     assert trace.duration_s == pytest.approx(20.0)
     name = trace.requests[0].client
@@ -426,7 +426,7 @@ def test_a_trace_takes_weights_and_nothing_else():
         with pytest.raises(ValueError, match=spec.name):
             load_trace(trace, [spec], traffic, TextCodec())
     with pytest.raises(ValueError, match="open loop"):
-        load_trace(trace, [], Traffic("trace", concurrency=2), TextCodec())
+        load_trace(trace, [], LoadOptions("trace", concurrency=2), TextCodec())
 
 
 # ---- the report

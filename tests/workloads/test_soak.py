@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from workloads.soak import MIB, Row, Sample, growth_per_h, kind_of, parse, rows, table
+from workloads.soak import MIB, MemorySample, ProcessMemory, growth_per_h, kind_of, main, rows, table
 
 
 def test_growth_is_the_median_slope_and_outliers_do_not_move_it():
@@ -21,11 +21,11 @@ def test_growth_is_the_median_slope_and_outliers_do_not_move_it():
 
 def test_rows_leave_out_the_warm_up_and_processes_that_came_or_went():
     samples = [
-        Sample(at_s=float(n), resident_bytes={"router 1": (100 if n < 20 else 200) * MIB} | extra)
+        MemorySample(at_s=float(n), resident_bytes={"router 1": (100 if n < 20 else 200) * MIB} | extra)
         for n in range(101)
         for extra in ([{"gateway 1": MIB}] if n > 50 else [{}])
     ]
-    assert rows(samples) == [Row("router 1", 200.0, 200.0, 0.0)]
+    assert rows(samples) == [ProcessMemory("router 1", 200.0, 200.0, 0.0)]
     assert rows([]) == []
     assert "router 1" in table(rows(samples))
 
@@ -44,9 +44,10 @@ def test_processes_are_known_by_their_command_lines(command, kind):
     assert kind_of(command) == kind
 
 
-def test_bad_arguments_are_refused():
-    with pytest.raises(SystemExit):
-        parse(["--rate", "0"])
+def test_bad_arguments_are_refused(capsys):
+    assert main(["--rate", "0"]) == 2
+    said = capsys.readouterr().err
+    assert said == "sglang-fair bench soak: --minutes, --rate, --every and --replicas must be positive\n"
 
 
 @pytest.mark.e2e
