@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import httpx
 import psutil
 
 from tests.ports import free_port
+from tests.waiting import wait_until
 
 START_S = 240.0
 STEP_S = 120.0
@@ -30,17 +31,6 @@ def check_conservation(*books: dict[str, Any]) -> None:
         found = each["conservation"]
         assert found["mismatches"] == 0, found
         assert found["ok"], found
-
-
-def wait_until(condition: Callable[[], Any], what: str, limit_s: float = STEP_S) -> Any:
-    """The first truthy value of `condition`; AssertionError naming `what` after `limit_s`."""
-    deadline = time.monotonic() + limit_s
-    while True:
-        value = condition()
-        if value:
-            return value
-        assert time.monotonic() < deadline, f"timed out after {limit_s} s waiting for {what}"
-        time.sleep(0.02)
 
 
 def lives(pid: int) -> bool:

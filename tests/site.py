@@ -1,15 +1,11 @@
 """A cluster of real processes over stand-in engines, each of which can be killed, paused and started again."""
 
-import asyncio
-import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,24 +14,10 @@ import aiohttp
 
 from tests.ports import free_port
 from tests.stand_in import MODEL, Engine
+from tests.waiting import DEADLINE_S, eventually
 
-DEADLINE_S = 120.0
 QUANTUM = 1e9
 """So large that no credit is ever refilled: what a client was charged can be read from it."""
-
-
-async def eventually(check: Callable[[], Any], what: str) -> Any:
-    """The first true value of `check`, a function or coroutine function, within the deadline."""
-    end = time.monotonic() + DEADLINE_S
-    while True:
-        with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-            found = check()
-            if isinstance(found, Awaitable):
-                found = await found
-            if found:
-                return found
-        assert time.monotonic() < end, f"not within {DEADLINE_S} s: {what}"
-        await asyncio.sleep(0.02)
 
 
 class Process:

@@ -55,8 +55,9 @@ from tests.cluster.test_cluster import (
 from tests.cluster.test_cluster import MODEL as TINY
 from tests.live import lives
 from tests.ports import free_port
-from tests.site import Seen, eventually, read, request
+from tests.site import Seen, read, request
 from tests.stand_in import MODEL, Engine, make_tokenizer
+from tests.waiting import eventually
 
 
 def run(body: Awaitable[None]) -> None:

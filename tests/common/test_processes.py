@@ -5,7 +5,8 @@ import sys
 import textwrap
 
 from sglang_fair.common.processes import PARENT, child_environment
-from tests.live import lives, wait_until
+from tests.live import lives
+from tests.waiting import wait_until
 
 DIES = "from sglang_fair.common.processes import die_with_parent; die_with_parent()"
 

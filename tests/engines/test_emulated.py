@@ -31,7 +31,8 @@ from sglang_fair.sim.answers import answer
 from sglang_fair.sim.cost_model import Fitted, Scaled, make_cost_model, to_json
 from sglang_fair.sim.emulation import Emulation
 from sglang_fair.sim.gpu_clock import GpuClock, in_words, since
-from tests.live import Cluster, Replica, lives, wait_until
+from tests.live import Cluster, Replica, lives
+from tests.waiting import wait_until
 
 A100 = Emulation("a100-80g", "llama-3.1-8b")
 EMULATED = ("--engine", "emulated", "--gpu", "a10g", "--model", "llama-3.2-3b")

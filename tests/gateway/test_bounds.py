@@ -14,8 +14,9 @@ from router.gateway.relay import LARGE_BYTES
 from router.gateway.replicas.connections import NoDescriptors
 from router.gateway.request.call import LARGE_BODY_BYTES, parse
 from router.gateway.request.chunks import ChunkedTokenizer
-from tests.gateway.test_gateway import CHAT, COMPLETION, START_S, Cluster, FakeReplica, eventually, run
+from tests.gateway.test_gateway import CHAT, COMPLETION, START_S, Cluster, FakeReplica, run
 from tests.stand_in import make_tokenizer
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -33,6 +32,7 @@ from router.gateway.request.tokens import TokenizerError, Tokens
 from router.placement import build
 from router.shell import Shell
 from tests.stand_in import make_tokenizer
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.slow
 
@@ -45,19 +45,6 @@ ROUTER_TIMEOUT_S = 1.0
 START_S = 120.0
 """For three interpreters to import what they need, on a busy machine."""
 MODEL = "tiny"
-
-
-async def eventually(check: Callable[[], object], what: str, deadline_s: float = DEADLINE_S) -> None:
-    """Waits for `check`, a function or coroutine function, to be true; within the deadline."""
-    end = time.monotonic() + deadline_s
-    while True:
-        found = check()
-        if isinstance(found, Awaitable):
-            found = await found
-        if found:
-            return
-        assert time.monotonic() < end, f"not within {deadline_s} s: {what}"
-        await asyncio.sleep(0.005)
 
 
 @pytest.fixture(scope="module")

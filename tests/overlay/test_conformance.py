@@ -17,9 +17,10 @@ from router.placement import build
 from router.shell import Shell
 from router.wire import namespace
 from sglang_fair.models.catalog import find
-from tests.live import Replica, wait_until
+from tests.live import Replica
 from tests.ports import free_port
 from tests.site import Process
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.engine
 

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -53,20 +52,12 @@ from router.wire import (
     pack_tokens,
     unpack_tokens,
 )
+from tests.waiting import wait_until
 
 DEADLINE_S = 60.0
 """For what takes no time, on however busy a machine."""
 
 PAGE = 4
-
-
-def eventually(check: Callable[[], object], what: str) -> object:
-    """The first true value of `check`, within the deadline."""
-    end = time.monotonic() + DEADLINE_S
-    while not (found := check()):
-        assert time.monotonic() < end, f"not within {DEADLINE_S} s: {what}"
-        time.sleep(0.005)
-    return found
 
 
 def stored(hashes: list[int], token_ids: list[int], parent: int | None = None, **more: object) -> dict:
@@ -275,14 +266,14 @@ def test_kv_events_decide_where_a_prefix_is() -> None:
             w.peer.tell(up(name, replica))
             replica.subscribed()
         replicas["r1"].publish(stored_prompt(10), stored([5], prompt(900, 1), medium="CPU_PINNED"))
-        eventually(lambda: w.peer.kv("r1")["applied_batches"] == 1, "the batch is applied")
+        wait_until(lambda: w.peer.kv("r1")["applied_batches"] == 1, "the batch is applied")
         assert w.peer.matched([*prompt(10), 7, 7]) == ("r1", 3 * PAGE)
         assert w.peer.matched(prompt(900, 1))[1] == 0, "host memory is not where a request can start"
         removed = {"type": "BlockRemoved", "block_hashes": [-10_002], "medium": "GPU"}
         replicas["r1"].publish(removed)
-        eventually(lambda: w.peer.matched(prompt(10))[1] == 2 * PAGE, "the last block is removed")
+        wait_until(lambda: w.peer.matched(prompt(10))[1] == 2 * PAGE, "the last block is removed")
         replicas["r1"].publish({"type": "AllBlocksCleared"})
-        eventually(lambda: w.peer.matched(prompt(10))[1] == 0, "the cache is cleared")
+        wait_until(lambda: w.peer.matched(prompt(10))[1] == 0, "the cache is cleared")
 
 
 def test_what_was_published_before_we_came_is_replayed() -> None:
@@ -291,11 +282,11 @@ def test_what_was_published_before_we_came_is_replayed() -> None:
         replica.publish(stored_prompt(10))
         replica.publish(stored_prompt(100))
         w.peer.tell(up("r0", replica))
-        eventually(lambda: w.peer.kv()["expected"] == 2, "both batches are replayed")
+        wait_until(lambda: w.peer.kv()["expected"] == 2, "both batches are replayed")
         assert w.peer.matched(prompt(100)) == ("r0", 3 * PAGE)
         replica.subscribed()
         replica.publish(stored_prompt(1000))
-        eventually(lambda: w.peer.kv()["expected"] == 3, "the stream goes on")
+        wait_until(lambda: w.peer.kv()["expected"] == 3, "the stream goes on")
         assert w.peer.kv()["lost_batches"] == 0
         assert w.peer.kv()["restarts"] == 0
 
@@ -305,11 +296,11 @@ def test_a_gap_is_healed_by_replay() -> None:
         replica = w.new_replica()
         w.peer.tell(up("r0", replica))
         replica.subscribed()
-        eventually(lambda: replica.asked == [0], "the replay of the beginning")
+        wait_until(lambda: replica.asked == [0], "the replay of the beginning")
         replica.publish(stored_prompt(10))
         replica.publish(stored_prompt(100), live=False)
         replica.publish(stored_prompt(1000))
-        eventually(lambda: w.peer.kv()["expected"] == 3, "all three are applied")
+        wait_until(lambda: w.peer.kv()["expected"] == 3, "all three are applied")
         assert all(w.peer.matched(prompt(first))[1] == 3 * PAGE for first in (10, 100, 1000))
         kv = w.peer.kv()
         assert (kv["lost_batches"], kv["applied_batches"]) == (0, 3)
@@ -323,7 +314,7 @@ def test_a_gap_beyond_replay_is_passed_over() -> None:
         replica.publish(stored_prompt(10))
         replica.publish(stored_prompt(100), live=False, keep=False)
         replica.publish(stored_prompt(1000))
-        eventually(lambda: w.peer.kv()["expected"] == 3, "the stream goes on")
+        wait_until(lambda: w.peer.kv()["expected"] == 3, "the stream goes on")
         assert w.peer.kv()["lost_batches"] == 1
         assert w.peer.matched(prompt(1000))[1] == 3 * PAGE
 
@@ -338,11 +329,11 @@ def test_a_replay_that_never_answers_is_given_up() -> None:
             replica.publish(live=False)
             replica.publish(stored_prompt(10))
             follower = w.shell._replicas["r0"].follower
-            eventually(lambda: 1 in follower._held, "the second batch is held")
+            wait_until(lambda: 1 in follower._held, "the second batch is held")
             w.now_s += 5.0
             assert w.peer.kv()["expected"] == 0
             w.now_s += 0.1
-            eventually(lambda: w.peer.kv()["expected"] == 2, "the stream goes on")
+            wait_until(lambda: w.peer.kv()["expected"] == 2, "the stream goes on")
             assert w.peer.kv()["lost_batches"] == 1
         finally:
             silent.close(0)
@@ -365,7 +356,7 @@ def test_a_replay_socket_connected_to_itself_is_opened_anew() -> None:
             assert echo.poll(DEADLINE_S * 1000)
             asker, *_ = echo.recv_multipart()
             echo.send_multipart([asker, b"", b"kv", encode_sequence(0), replica.kept[0][1]])
-            eventually(lambda: w.peer.kv()["expected"] == 2, "both are applied")
+            wait_until(lambda: w.peer.kv()["expected"] == 2, "both are applied")
             assert w.peer.kv()["lost_batches"] == 0
         finally:
             echo.close(0)
@@ -378,11 +369,11 @@ def test_a_restart_is_seen_in_the_numbers() -> None:
         replica.subscribed()
         for first in (10, 100, 1000):
             replica.publish(stored_prompt(first))
-        eventually(lambda: w.peer.kv()["expected"] == 3, "three batches")
+        wait_until(lambda: w.peer.kv()["expected"] == 3, "three batches")
         replica.restart()
         replica.publish(stored_prompt(5000), live=False)
         replica.publish(stored_prompt(6000))
-        eventually(lambda: w.peer.kv()["expected"] == 2, "both batches of the new process")
+        wait_until(lambda: w.peer.kv()["expected"] == 2, "both batches of the new process")
         assert w.peer.kv()["restarts"] == 1
         assert [w.peer.matched(prompt(first))[1] for first in (10, 5000, 6000)] == [0, 3 * PAGE, 3 * PAGE]
 
@@ -393,7 +384,7 @@ def test_a_worker_that_goes_and_comes_back_starts_empty() -> None:
         w.peer.tell(up("r0", replica))
         replica.subscribed()
         replica.publish(stored_prompt(10))
-        eventually(lambda: w.peer.kv()["expected"] == 1, "one batch")
+        wait_until(lambda: w.peer.kv()["expected"] == 1, "one batch")
         w.peer.ask(Arrive("a", "c", pack_tokens(prompt(10))))
         w.peer.tell(WorkerDown("r0"))
         state = w.peer.state()
@@ -403,7 +394,7 @@ def test_a_worker_that_goes_and_comes_back_starts_empty() -> None:
         other.subscribed()
         assert w.peer.matched(prompt(10)) == ("r0", 0)
         other.publish(stored_prompt(100))
-        eventually(lambda: w.peer.matched(prompt(100))[1] == 3 * PAGE, "the new process is followed")
+        wait_until(lambda: w.peer.matched(prompt(100))[1] == 3 * PAGE, "the new process is followed")
         w.peer.tell(Done("a"))
         assert w.peer.state()["counts"]["done after its worker"] == 1
 
@@ -434,7 +425,7 @@ def test_malformed_frames_are_counted_and_survived(caplog: pytest.LogCaptureFixt
             stored([1], [], block_size=0),
             stored_prompt(10),
         )
-        eventually(lambda: w.peer.kv()["expected"] == 2, "the good batch is applied")
+        wait_until(lambda: w.peer.kv()["expected"] == 2, "the good batch is applied")
         assert w.peer.matched(prompt(10))[1] == 3 * PAGE
         kv, counts = w.peer.kv(), w.peer.state()["wire"]["counts"]
         assert (kv["unreadable_batches"], kv["skipped_events"], kv["restarts"]) == (1, 5, 0)
@@ -463,7 +454,7 @@ def test_a_gateway_that_falls_silent_holds_nothing() -> None:
         w.now_s += 10.0
         assert [w.peer.state()["in_flight"] for _ in range(2)] == [2, 2]
         w.now_s += 0.1
-        eventually(lambda: w.peer.state()["in_flight"] == 1, "only the request of the silent gateway is over")
+        wait_until(lambda: w.peer.state()["in_flight"] == 1, "only the request of the silent gateway is over")
         assert w.peer.state()["wire"]["counts"]["peers lost"] == 1
 
 
@@ -510,7 +501,7 @@ def test_a_worker_is_sick_while_any_gateway_says_so() -> None:
         w.peer.tell(up("r0", replica))
         replica.subscribed()
         replica.publish(stored_prompt(10))
-        eventually(lambda: w.peer.kv()["expected"] == 1, "one batch")
+        wait_until(lambda: w.peer.kv()["expected"] == 1, "one batch")
 
         def state() -> str:
             return w.peer.state()["workers"]["r0"]["state"]
@@ -520,7 +511,7 @@ def test_a_worker_is_sick_while_any_gateway_says_so() -> None:
             peer.socket.send(HEARTBEAT)
             peer.hear_frames()
             peer.tell(WorkerHealth("r0", False))
-        eventually(lambda: state() == "sick", "both say that it does not answer")
+        wait_until(lambda: state() == "sick", "both say that it does not answer")
         w.now_s += 10.0
         first.tell(WorkerHealth("r0", True))
         first.ask_past(Query("q"))
@@ -529,8 +520,8 @@ def test_a_worker_is_sick_while_any_gateway_says_so() -> None:
         first.ask_past(Query("q"))
         assert w.peer.state()["counts"]["worker health ignored"] == 1, "there is no such worker"
         w.now_s += 0.1
-        eventually(lambda: state() == "up", "the second gateway is gone, and with it what it said")
-        eventually(lambda: w.peer.matched(prompt(10))[1] == 3 * PAGE, "the replay has brought its cache back")
+        wait_until(lambda: state() == "up", "the second gateway is gone, and with it what it said")
+        wait_until(lambda: w.peer.matched(prompt(10))[1] == 3 * PAGE, "the replay has brought its cache back")
 
 
 def test_tables_are_compared_and_what_is_missing_is_taken_over() -> None:
@@ -627,7 +618,7 @@ def test_the_process_dies_with_its_parent() -> None:
             return True
 
     try:
-        eventually(gone, "the router is gone")
+        wait_until(gone, "the router is gone")
     finally:
         if not gone():
             os.kill(child, signal.SIGKILL)

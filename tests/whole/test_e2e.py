@@ -14,7 +14,8 @@ import aiohttp
 import psutil
 import pytest
 
-from tests.live import Cluster, wait_until
+from tests.live import Cluster
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.e2e
 

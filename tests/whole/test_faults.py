@@ -17,10 +17,11 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from tests.live import Cluster, command_line, wait_until
+from tests.live import Cluster, command_line
 from tests.ports import free_port
-from tests.site import QUANTUM, Seen, Site, eventually, read, request
+from tests.site import QUANTUM, Seen, Site, read, request
 from tests.stand_in import make_tokenizer
+from tests.waiting import eventually, wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -21,7 +21,8 @@ import pytest
 
 from sglang_fair.cluster.ports import Reservations
 from sglang_fair.models.catalog import resolve
-from tests.live import Replica, wait_until
+from tests.live import Replica
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.e2e
 

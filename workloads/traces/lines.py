@@ -5,10 +5,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-Row = TypeVar("Row")
+ParsedT = TypeVar("ParsedT")
 
 
-def read_lines(path: Path, convert: Callable[[Mapping[str, Any]], Row]) -> list[Row]:
+def read_lines(path: Path, convert: Callable[[Mapping[str, Any]], ParsedT]) -> list[ParsedT]:
     """`convert` of each line's JSON object. What it raises as ValueError names file and line."""
     rows = []
     with path.open(encoding="utf-8") as lines:
