@@ -2,22 +2,34 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from sglang_fair.core.fairness import Curve
 from workloads.measures import Meters, Summary
 from workloads.medians import rows
 from workloads.programs import Outcome
 from workloads.records import Run
 
-_COLOURS = ("#1f5fa8", "#d1682b", "#3c8c4f", "#8a4ea0", "#777777", "#b8a12c")
+_COLOURS = ("#1f5fa8", "#d1682b", "#3c8c4f", "#8a4ea0", "#777777", "#b8a12c", "#2aa0a8", "#b0476b")
+
+MOST_CLIENTS = len(_COLOURS)
+"""Clients with a curve of their own. With more of them, those that received most service have one, and the others are
+one line: a legend of hundreds of names leaves no room for the plot."""
+
+MOST_LABELS = 24
+"""A legend with more of them is left out."""
+
+_MARKERS = "osD^v<>"
 
 
 def draw_all(runs: Sequence[Run], summaries: Sequence[Summary], folder: Path) -> list[Path]:
-    """Draw every plot that the runs allow; returns the files written."""
+    """Draw all plots of these runs into `folder`. Returns the files."""
     folder.mkdir(parents=True, exist_ok=True)
     colours = _colours(runs)
     by_workload: dict[str, list[Run]] = defaultdict(list)
@@ -40,34 +52,65 @@ def _colours(runs: Sequence[Run]) -> Mapping[str, str]:
 
 
 def _service(runs: Sequence[Run], workload: str) -> Figure:
-    """Cumulative actual service of each client, a panel for each scheduler, on one scale."""
+    """Cumulative service of each client, a panel for each scheduler, on one scale."""
     figure = Figure(figsize=(4.2 * len(runs), 3.6), layout="constrained")
     panels = figure.subplots(1, len(runs), sharey=True, squeeze=False)[0]
-    for panel, run in zip(panels, runs, strict=True):
-        names = sorted(run.manifest.clients) or sorted({record.client for record in run.requests})
-        meters = Meters.of(run, names)
-        curves, unit = (meters.actual, "actual") if meters.actual else (meters.client_side, "client-side")
-        for place, (name, curve) in enumerate((curves or {}).items()):
-            good = run.manifest.clients.get(name, {}).get("well_behaved", True)
-            panel.step(
-                (0.0, *curve.times_s),
-                (0.0, *curve.totals),
-                where="post",
-                label=name,
-                color=_COLOURS[place % len(_COLOURS)] if good else "black",
-                linestyle="-" if good else "--",
-            )
+    curves, unit = _curves(runs)
+    shown = _most_served(curves)
+    for panel, run, of_clients in zip(panels, runs, curves, strict=True):
+        for name, curve in of_clients.items():
+            if name in shown:
+                good = run.manifest.clients.get(name, {}).get("well_behaved", True)
+                colour = _COLOURS[shown.index(name) % len(_COLOURS)] if good else "black"
+                _step(panel, curve, label=name, color=colour, linestyle="-" if good else "--")
+        others = [curve for name, curve in of_clients.items() if name not in shown]
+        if others:
+            _step(panel, _sum(others), label=f"{len(others)} others", color="#999999", linestyle=":")
         panel.axvline(run.manifest.duration_s, color="#bbbbbb", linewidth=0.8)
         panel.set_title(run.manifest.scheduler, fontsize=10)
         panel.set_xlabel("s (line: arrivals end)")
     panels[0].set_ylabel(f"{unit} service, units")
-    panels[0].legend(fontsize=8)
+    _legend(panels[0])
     figure.suptitle(f"{workload}: service received")
     return figure
 
 
+def _curves(runs: Sequence[Run]) -> tuple[list[Mapping[str, Curve]], str]:
+    """Each run's service by client, and what kind of service it is: actual, where all runs know it."""
+    meters = [
+        Meters.of(run, sorted(run.manifest.clients) or sorted({record.client for record in run.requests}))
+        for run in runs
+    ]
+    if all(one.actual for one in meters):
+        return [one.actual or {} for one in meters], "actual"
+    return [one.client_side or {} for one in meters], "client-side"
+
+
+def _most_served(curves: Sequence[Mapping[str, Curve]]) -> list[str]:
+    """The clients that are drawn one by one, by name: all of them, or those that received most in all runs together."""
+    received: dict[str, float] = defaultdict(float)
+    for of_clients in curves:
+        for name, curve in of_clients.items():
+            received[name] += curve.totals[-1] if curve.totals else 0.0
+    most = sorted(received, key=lambda name: (-received[name], name))[:MOST_CLIENTS]
+    return sorted(most)
+
+
+def _sum(curves: Sequence[Curve]) -> Curve:
+    """The service of several clients together."""
+    return Curve.of(
+        (time_s, total - before)
+        for curve in curves
+        for time_s, total, before in zip(curve.times_s, curve.totals, (0.0, *curve.totals), strict=False)
+    )
+
+
+def _step(panel: Axes, curve: Curve, **line: Any) -> None:
+    panel.step((0.0, *curve.times_s), (0.0, *curve.totals), where="post", **line)
+
+
 def _latency(runs: Sequence[Run], workload: str, colours: Mapping[str, str]) -> Figure:
-    """Distribution of well-behaved clients' program latency; what never finished keeps a curve below 1."""
+    """Distribution of well-behaved clients' program latency. Programs that never finished keep a curve below 1."""
     figure = Figure(figsize=(5.4, 3.8), layout="constrained")
     panel: Axes = figure.subplots()
     latencies: dict[str, list[float]] = defaultdict(list)
@@ -86,7 +129,7 @@ def _latency(runs: Sequence[Run], workload: str, colours: Mapping[str, str]) -> 
     panel.set_xlabel("latency of a program, s")
     panel.set_ylabel("share of all programs")
     panel.set_title(f"{workload}: well-behaved clients", fontsize=10)
-    panel.legend(fontsize=8, loc="lower right")
+    _legend(panel, loc="lower right")
     return figure
 
 
@@ -113,15 +156,15 @@ def _bars(summaries: Sequence[Summary], workload: str, colours: Mapping[str, str
     panel.set_xticks([0, 1], ["P50", "P99"])
     panel.set_ylabel("latency of a program, s")
     panel.set_title(f"{workload}: well-behaved clients (hatched: at least)", fontsize=10)
-    panel.legend(fontsize=8)
+    _legend(panel)
     return figure
 
 
 def _scatter(summaries: Sequence[Summary], colours: Mapping[str, str]) -> Figure:
-    """Up and to the right is better on both axes; a point for each scheduler and workload."""
+    """Throughput against fairness: a point for each scheduler and workload; up and to the right is better."""
     figure = Figure(figsize=(5.4, 3.8), layout="constrained")
     panel: Axes = figure.subplots()
-    markers = dict(zip(dict.fromkeys(s.workload for s in summaries), "osD^v<>", strict=False))
+    markers = dict(zip(dict.fromkeys(s.workload for s in summaries), cycle(_MARKERS), strict=False))
     for row in rows(summaries):
         fairness, throughput = row["jain"], row["throughput_tokens_per_s"]
         if isinstance(fairness, float) and isinstance(throughput, float):
@@ -134,9 +177,14 @@ def _scatter(summaries: Sequence[Summary], colours: Mapping[str, str]) -> Figure
             )
     panel.set_xlabel("Jain's index of service rates")
     panel.set_ylabel("throughput, tokens/s")
-    if panel.get_legend_handles_labels()[0]:
-        panel.legend(fontsize=7)
+    _legend(panel, fontsize=7)
     return figure
+
+
+def _legend(panel: Axes, **style: Any) -> None:
+    """A legend, if there is something to name and room for it."""
+    if 0 < len(panel.get_legend_handles_labels()[1]) <= MOST_LABELS:
+        panel.legend(**{"fontsize": 8, **style})
 
 
 def _save(figure: Figure, path: Path) -> Path:

@@ -16,7 +16,7 @@ import pytest
 from aiohttp import web
 from rich.console import Console
 
-from workloads import report
+from workloads import plots, report
 from workloads.clients import Scale
 from workloads.compare.cluster import Cluster, ClusterError, SpawnCluster, verify
 from workloads.compare.command import json_line
@@ -387,6 +387,26 @@ def test_report_prints_tables_and_draws_plots(tmp_path, capsys):
     assert plots == ["throughput-jain.png", "w-latency.png", "w-percentiles.png", "w-service.png"]
     assert all((tmp_path / "plots" / name).read_bytes().startswith(b"\x89PNG") for name in plots)
     assert report.main([str(tmp_path / "nothing.jsonl")]) == 2
+
+
+def test_of_a_thousand_clients_those_with_most_service_are_drawn_and_the_others_as_one_line(tmp_path):
+    """A warning is an error here: matplotlib warns of a layout that collapses."""
+    names = [f"client-{place:04}" for place in range(1000)]
+    served = [
+        replace(request(name, 0.0, 1.0, 2.0), prompt_tokens=40 + place) for place, name in enumerate(names)
+    ]
+    runs = [run_of(*served, scheduler=scheduler, clients={name: {} for name in names}) for scheduler in "ab"]
+    figure = plots._service(runs, "w")
+    for panel in figure.axes:
+        _, labels = panel.get_legend_handles_labels()
+        assert labels == [*names[-plots.MOST_CLIENTS :], "992 others"]
+        others = panel.get_lines()[plots.MOST_CLIENTS]
+        assert others.get_ydata()[-1] == sum(20 + place + 10 for place in range(992))
+    written = {path.name: path for path in plots.draw_all(runs, [summarize(run) for run in runs], tmp_path)}
+    path = written["w-service.png"]
+    width, height = (int.from_bytes(path.read_bytes()[at : at + 4]) for at in (16, 20))
+    assert (width, height) == (round(2 * 4.2 * 130), round(3.6 * 130))
+    assert figure.axes[0].get_position().width > 0.2, "there is room for the curves"
 
 
 # ---- the comparison's plan
