@@ -1,9 +1,9 @@
 """When programs arrive, drawn from a client's own seed.
 
-Arrivals are decided before a run begins, so every scheduler is offered the same load at the same times. A
-renewal process has gaps that are drawn one by one: Gamma-distributed here, with shape 1/cv² and mean 1/rate,
-so cv = 1 is a Poisson process, cv = 0 evenly spaced, cv > 1 bursty. The others are built on it: phases in
-which it is silent, a rate that changes, one process after another; or the times are given.
+Arrivals are decided before a run begins, so every scheduler is offered the same load at the same times. The basic
+process is a renewal process: its gaps are drawn one by one from a Gamma distribution with shape 1/cv² and mean
+1/rate. So cv = 1 is a Poisson process, cv = 0 is evenly spaced, cv > 1 is bursty. The others are built on it: ON and
+OFF phases, a rate that changes, one process after another. `GivenArrivals` takes times from a trace.
 """
 
 from collections.abc import Iterator, Sequence
@@ -83,7 +83,7 @@ class EvenArrivals:
 class OnOffArrivals:
     """`arrivals` in ON phases, which take turns with OFF phases in which nothing arrives.
 
-    Its clock stands still while OFF: what would have come next comes when the next ON phase has got as far.
+    The clock of `arrivals` stands still while OFF, so an OFF phase postpones arrivals and drops none.
     """
 
     arrivals: Arrivals
@@ -109,9 +109,9 @@ class OnOffArrivals:
 
 @dataclass(frozen=True, slots=True)
 class RampArrivals:
-    """A rate that goes in a straight line from one value to another within `over_s`, and stays there.
+    """A rate that changes linearly from one value to another within `over_s`, and stays there.
 
-    Time is stretched so that a process of one program a second, with this `cv`, gets this rate.
+    Its arrivals are those of a process of one program per second, with this `cv`, on a stretched time axis.
     """
 
     start_per_s: float
@@ -132,7 +132,7 @@ class RampArrivals:
         return tuple(islice(takewhile(lambda time_s: time_s < until_s, times), most))
 
     def _time_s(self, expected: float) -> float:
-        """By when so many programs are expected."""
+        """The time by which this number of programs is expected."""
         start, end = self.start_per_s, self.end_per_s
         ramp = (start + end) / 2 * self.over_s
         if expected >= ramp:
@@ -143,10 +143,10 @@ class RampArrivals:
 
 @dataclass(frozen=True, slots=True)
 class PhasedArrivals:
-    """One process after another: each of `phases` is arrivals and for how many seconds they last.
+    """One process after another: each of `phases` is a process and its length in seconds.
 
-    Every phase begins afresh and has random numbers of its own, so changing one leaves the others alone.
-    Nothing arrives after the last.
+    Every phase starts from its own random numbers, so a change to one leaves the others alone. Nothing arrives after
+    the last.
     """
 
     phases: Sequence[tuple[Arrivals, float]]
@@ -161,19 +161,19 @@ class PhasedArrivals:
         for arrivals, duration_s in self.phases:
             if start_s >= until_s:
                 break
-            found = arrivals.schedule(
+            phase = arrivals.schedule(
                 Random(rng.getrandbits(64)),
                 until_s=min(duration_s, until_s - start_s),
                 most=None if most is None else most - len(times),
             )
-            times += [start_s + time_s for time_s in found if start_s + time_s < until_s]
+            times += [start_s + time_s for time_s in phase if start_s + time_s < until_s]
             start_s += duration_s
         return tuple(times)
 
 
 @dataclass(frozen=True, slots=True)
 class GivenArrivals:
-    """At these times, as a trace has them."""
+    """Arrivals at these times, as a trace has them."""
 
     times_s: Sequence[float]
 

@@ -1,18 +1,17 @@
 """When were clients backlogged in a run, and how far did their services differ meanwhile?
 
-*Backlogged* clients have a waiting request at every replica at every instant, as DLPM's proofs for a
-cluster need it. A client that runs dry for a moment loses what it is owed, and its difference to others is
-no longer bounded; so a doubtful moment ends an interval here.
+A client is *backlogged* while it has a waiting request at every replica at every instant, which is what DLPM's proofs
+for a cluster assume. A client that runs dry for a moment loses what it is owed, and its difference to others is no
+longer bounded; so a doubtful moment ends an interval here.
 
-With samples, service is what the replicas have charged, and a client is backlogged from one round of
-samples to the next if each replica says in both that it holds a waiting request of the client, and either
-says that the client's queue has not been empty in between (`backlog`, a number that is another one each
-time that the client begins to wait, is unchanged), or, where replicas do not say so, the records show it:
-at each instant each replica had a request of the client that was sent at least `MARGIN_S` before and had
-its first token at least that much later.
+With samples, service is what the replicas have charged. A client is backlogged from one round of samples to the next
+if every replica reports a waiting request of the client in both, and its queue was not empty in between. The replica
+says so by `backlog`, a number that changes each time the client begins to wait. Where replicas have no such number, the
+records must show it: at each instant each replica had a request of the client that was sent at least `MARGIN_S` before
+and had its first token at least that much later.
 
-Without samples, records must do: a request waits from when it was sent until its first token, which
-overstates waiting by transport and prefill, so the difference found may exceed the bound.
+Without samples, only records are left: a request then waits from when it was sent until its first token. This
+overstates waiting by transport and prefill, so the difference may exceed the bound.
 
 The bound is the replicas' own, summed over them: 2·|workers|·(U + Q^u) for DLPM (Theorem 5.1).
 """
@@ -27,12 +26,12 @@ from sglang_fair.core.fairness import Curve, Interval, common, merge, service_di
 from workloads.records import Run, Sample
 
 MARGIN_S = 0.2
-"""Longest time taken for a request's way to its replica's queue, and for its prefill and the way back."""
+"""Upper bound on the time for a request's way to its replica's queue, and for its prefill and the way back."""
 
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """The two differences while clients were backlogged, and where they were seen."""
+    """Service difference and lag while clients were backlogged, and whether replicas or records measured them."""
 
     measured_by: str | None = None
     difference: float | None = None
@@ -89,24 +88,26 @@ def _from_samples(
         rounds[sample.round].append(sample)
     workers = run.manifest.workers or len({sample.worker for sample in run.samples})
     complete = [
-        (max(sample.t_s for sample in told), {sample.worker: sample.clients for sample in told})
-        for _, told in sorted(rounds.items())
-        if len(told) == workers
+        (max(sample.t_s for sample in samples), {sample.worker: sample.clients for sample in samples})
+        for _, samples in sorted(rounds.items())
+        if len(samples) == workers
     ]
     seen = _from_records(run, names, MARGIN_S)
     curves: dict[str, Curve] = {}
     waiting: dict[str, list[Interval]] = {}
     for name in names:
-        told = [
+        accounts_at = [
             (time_s, {worker: clients.get(name, {}) for worker, clients in accounts.items()})
             for time_s, accounts in complete
         ]
-        totals = [sum(account.get("service", 0.0) for account in accounts.values()) for _, accounts in told]
-        curves[name] = Curve(tuple(time_s for time_s, _ in told), tuple(totals))
+        totals = [
+            sum(account.get("service", 0.0) for account in accounts.values()) for _, accounts in accounts_at
+        ]
+        curves[name] = Curve(tuple(time_s for time_s, _ in accounts_at), tuple(totals))
         waiting[name] = [
             # The end is included: the round that confirms the backlog is part of it.
             (start_s, math.nextafter(end_s, math.inf))
-            for (start_s, before), (end_s, after) in pairwise(told)
+            for (start_s, before), (end_s, after) in pairwise(accounts_at)
             if _waits(before, after, seen[name], (start_s, end_s))
         ]
     return curves, waiting
@@ -119,7 +120,7 @@ def _waits(
     between: Interval,
 ) -> bool:
     """Whether a client waited at every replica from one round to the next."""
-    accounts = [account for told in (before, after) for account in told.values()]
+    accounts = [account for by_worker in (before, after) for account in by_worker.values()]
     if not all(account.get("waiting", 0) > 0 for account in accounts):
         return False
     if all("backlog" in account for account in accounts):

@@ -1,9 +1,9 @@
 """Who sends what: clients, and the scenarios in which one of them misbehaves.
 
-All clients of a scenario send programs at the same rate (DLPM Table 3). The badly behaved one's programs
-are larger: in S1 they hold more requests, in S2 their prefixes are longer. Document questions have no
-larger program, so in their S1 the bad client sends more of them. Prompts depend on nothing but (seed,
-client, index of the program), arrivals on (seed, client): every scheduler sees the same.
+All clients of a scenario send programs at the same rate (DLPM Table 3). The programs of the one that misbehaves are
+larger: in S1 they have more requests, in S2 longer prefixes. Document questions come in no larger program, so in
+their S1 the bad client sends more of them. Prompts depend only on (seed, client, index of the program) and arrivals
+only on (seed, client), so every scheduler sees the same load.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -80,7 +80,7 @@ class Scale:
     document_answer_tokens: int = 15
     bad_document_factor: int = 2
     bad_rate_factor: float = 4.0
-    """How often the bad client of qa-s1 sends; DLPM says no more than "higher request rate"."""
+    """Rate of the bad client of qa-s1, as a multiple; DLPM only says "higher request rate"."""
 
     def __post_init__(self) -> None:
         if self.good_clients < 1:
@@ -100,7 +100,7 @@ decoded token costs about ten prefilled ones: prompts to outputs, and S2's pream
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """Where questions and articles come from."""
+    """Sources of the texts that prompts are made of."""
 
     questions: Source = field(default_factory=WordProblems)
     articles: Source = field(default_factory=Articles)
@@ -175,7 +175,7 @@ class Scenario:
     good: Callable[[Scale], _Shape]
     bad: Callable[[Scale], _Shape]
     bad_rate: Callable[[Scale], float] = lambda scale: 1.0
-    """How many times as often the bad client sends."""
+    """The bad client's rate, as a multiple of a good client's."""
 
     def clients(
         self,
@@ -189,14 +189,14 @@ class Scenario:
         texts: Texts | None = None,
         with_bad: bool = True,
     ) -> tuple[Client, ...]:
-        """`good-0`, `good-1`, ... and `bad`, each with `rate_per_s` programs a second, or the bad one more."""
-        given = texts or Texts()
+        """`good-0`, `good-1`, ... with `rate_per_s` programs per second each, and `bad` with `bad_rate` times that."""
+        sources = texts or Texts()
 
         def client(name: str, shape: _Shape, well_behaved: bool) -> Client:
             rate = rate_per_s if well_behaved else rate_per_s * self.bad_rate(scale)
             return Client(
                 name=name,
-                program=lambda index: shape.begin(seed, name, index, given, codec),
+                program=lambda index: shape.begin(seed, name, index, sources, codec),
                 arrivals=GammaArrivals(rate, cv, first_s),
                 seed=seed,
                 app=self.app,

@@ -1,4 +1,4 @@
-"""What is read from files: questions from JSON lines, articles from a folder or a file, a model's tokenizer.
+"""Reads questions (JSON lines), articles (a folder or a file) and a model's tokenizer from files.
 
 GSM8K is at https://github.com/openai/grade-school-math (`test.jsonl`, a `question` in each line).
 """

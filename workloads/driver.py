@@ -298,12 +298,12 @@ class Driver:
             self._lost_samples += 1
 
     def _known(self, clients: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-        found = {}
+        accounts = {}
         for client in self._clients:
             account = clients.get(client.name + self._tag)
             if account is not None:
-                found[client.name] = {meter: account[meter] for meter in METERS if meter in account}
-        return found
+                accounts[client.name] = {meter: account[meter] for meter in METERS if meter in account}
+        return accounts
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Endpoints that we did not start: how they know a client, whether they are there, and what they serve."""
+"""Endpoints that somebody else started: how they identify a client, whether they answer, and what they serve."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -20,22 +20,22 @@ IDENTITIES: Mapping[str, Headers] = {
     USER: Headers("", "", "", ""),
     "none": Headers("", "", "", ""),
 }
-"""Where a client's name goes, by whose servers look there: ours (with application, interaction and stage), any
-that takes a tenant, sglang-router (SMG), llm-d's router, the Gateway API's; a key for each client; OpenAI's
-field `user`; nowhere."""
+"""Where a client's name goes, by the server that reads it there: ours (with application, interaction and stage), any
+that takes a tenant, sglang-router (SMG), llm-d's router, the Gateway API's; a key for each client; OpenAI's field
+`user`; nowhere."""
 
 HEADER = "header:"
-"""Before any other header's name."""
+"""Prefix of any other header's name."""
 
 
 class EndpointError(RuntimeError):
-    """An endpoint is not there, or does not serve what was asked for. One line."""
+    """An endpoint does not answer, or does not serve what was asked for. The text is one line."""
 
 
 def identity(place: str, names: Sequence[str], keys: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """The fields of an `Endpoint` that name these clients there. Raises ValueError.
+    """The fields of an `Endpoint` that identify these clients at `place`. Raises ValueError.
 
-    With keys a client without one of its own sends its name for a key, which is enough where keys are not
+    With API keys, a client without one of its own sends its name as the key; that is enough where keys are not
     checked.
     """
     if place.startswith(HEADER) and place != HEADER:
@@ -56,12 +56,12 @@ def identity(place: str, names: Sequence[str], keys: Mapping[str, str] | None = 
 def read_keys(path: Path) -> dict[str, str]:
     """Keys by client, a JSON object of strings. Raises ValueError and OSError."""
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
+        keys = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path}: not JSON: {error}") from error
-    if not isinstance(told, dict) or not all(isinstance(key, str) and key for key in told.values()):
-        raise ValueError(f"{path}: wants a JSON object of client and key")
-    return told
+    if not isinstance(keys, dict) or not all(isinstance(key, str) and key for key in keys.values()):
+        raise ValueError(f"{path}: must be a JSON object that maps clients to keys")
+    return keys
 
 
 async def find_model(

@@ -1,11 +1,11 @@
 """Who got what of a server, from the records of one load: for each client and in all.
 
 The *span* is from the end of the warm-up to the end of arrivals. Service and demand are of the span, in units of a
-cost function; latencies are of what was due in it. A request's latency counts from when it was due, not from
-when a connection was free, so a server that stalls cannot hide it (coordinated omission); in a closed loop a
-request is due when the one before it has ended, and a slow server is asked less. What the run's end cut off
-counts with the time it had taken, and a percentile that this can have lowered is a lower bound. Requests that
-failed have no latency; they are counted by kind. What the endpoint did not tell is None.
+cost function; latencies are of the requests and programs that were due in it. A request's latency counts from when it
+was due, not from when a connection was free, so a server that stalls cannot hide it (coordinated omission). In a closed
+loop a request is due when the one before it has ended, so a slow server is asked less. Requests that the run's end cut
+off count with the time they had taken, and a percentile that this may have lowered is a lower bound. Failed requests
+have no latency and are counted by kind. Numbers that the endpoint did not report are None.
 """
 
 import re
@@ -21,7 +21,7 @@ from rich.text import Text
 
 from sglang_fair.core.cost import Cost, Linear
 from sglang_fair.core.fairness import jain
-from workloads.measures import Percentile
+from workloads.measures import Percentile, hit_rate, program_latencies, times_to_first_token
 from workloads.programs import Outcome
 from workloads.records import ProgramRecord, RequestRecord, Run
 from workloads.report import DASH, number
@@ -46,7 +46,7 @@ class ClientReport:
     share: float | None
     """Of the service of all clients."""
     fair_share: float
-    """Its weight's part of all weights: what it has a right to if it asks for that much."""
+    """Its weight over the sum of all weights: its due share, if it asks for that much."""
     ttft_p50: Percentile | None
     ttft_p99: Percentile | None
     program_p50: Percentile | None
@@ -55,7 +55,7 @@ class ClientReport:
     """Median over requests of the mean time between two output tokens."""
     hit_rate: float | None
     left_out: int
-    """Requests that broke off without saying how long their prompt was; their service is not counted."""
+    """Requests that broke off before the length of their prompt was known. Their service is not counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ def fairness_report(
 
 
 def failures(requests: Sequence[RequestRecord]) -> tuple[Failure, ...]:
-    """What went wrong, the most frequent first."""
+    """The failures by kind, the most frequent first."""
     found: dict[tuple[str, int | None], list[RequestRecord]] = {}
     for record in requests:
         if record.outcome == Outcome.FAILED:
@@ -169,7 +169,7 @@ def failures(requests: Sequence[RequestRecord]) -> tuple[Failure, ...]:
 
 
 def _kind(record: RequestRecord) -> tuple[str, int | None]:
-    """What a failure is, from the status and the driver's words for it."""
+    """The kind of a failure, by its status and the driver's error."""
     error = record.error or ""
     if record.status is not None and record.status != 200:
         return "refused" if record.status in (429, 503, 529) else "HTTP error", record.status
@@ -190,19 +190,7 @@ def _client(
     run_end_s: float,
     **known: Any,
 ) -> ClientReport:
-    ttfts = [
-        (
-            (r.t_done_s if r.t_first_token_s is None else r.t_first_token_s) - r.t_intended_s,
-            r.t_first_token_s is None,
-        )
-        for r in requests
-        if r.outcome != Outcome.FAILED
-    ]
-    latencies = [
-        ((run_end_s if p.t_done_s is None else p.t_done_s) - p.t_intended_s, p.t_done_s is None)
-        for p in programs
-        if p.outcome != Outcome.FAILED
-    ]
+    ttfts, latencies = times_to_first_token(requests), program_latencies(programs, run_end_s)
     outcomes = Counter(r.outcome for r in requests)
     return ClientReport(
         client=name,
@@ -215,7 +203,7 @@ def _client(
         program_p50=Percentile.of(latencies, 50),
         program_p99=Percentile.of(latencies, 99),
         token_p50_s=_token_s(requests),
-        hit_rate=_hit_rate([r for r in requests if r.outcome == Outcome.OK]),
+        hit_rate=hit_rate([r for r in requests if r.outcome == Outcome.OK]),
         **known,
     )
 
@@ -227,16 +215,6 @@ def _token_s(requests: Sequence[RequestRecord]) -> float | None:
         if len(r.token_times) > 1 and r.outcome == Outcome.OK
     ]
     return median(gaps) if gaps else None
-
-
-def _hit_rate(answered: Sequence[RequestRecord]) -> float | None:
-    """Cached share of the prompts. None if one does not tell."""
-    known = [(r.cached_tokens, r.prompt_tokens) for r in answered]
-    cached = [cached for cached, _ in known if cached is not None]
-    prompts = [prompt for _, prompt in known if prompt is not None]
-    if len(cached) < len(known) or len(prompts) < len(known) or not sum(prompts):
-        return None
-    return sum(cached) / sum(prompts)
 
 
 def _sum(values: Mapping[str, float | None]) -> float | None:
@@ -319,14 +297,14 @@ def _notes(report: FairnessReport, closed_loop: bool) -> list[str]:
             "closed loop: a request is due when the one before it has ended, so a slow server is asked for less"
         )
     if any(client.service_rate is None for client in report.clients):
-        notes.append(f"{DASH}: the endpoint did not tell how long prompts were")
+        notes.append(f"{DASH}: the endpoint did not say how long prompts were")
     elif any(client.requested_rate is None for client in report.clients):
         notes.append(
-            f"{DASH}: of prompts without an answer nobody told the length; with a tokenizer they are sent as token ids"
+            f"{DASH}: the length of prompts without an answer is unknown; with --tokenizer they are sent as token ids"
         )
     if left_out := sum(client.left_out for client in report.clients):
         notes.append(
-            f"{left_out:,} answers broke off before they told their prompt's length: not in the service"
+            f"{left_out:,} answers broke off before they gave their prompt's length: not counted as service"
         )
     return notes
 

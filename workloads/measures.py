@@ -3,8 +3,8 @@
 Definitions (DLPM §7, VTC §5.1), all from records alone:
 
 - The *window* is from the run's start to the end of arrivals (to the run's end, if that is earlier).
-- A request's prompt counts when its first token comes, output tokens when they come: a client cannot see
-  when a prompt was computed, only that it was by then. *Client-side* service is the full prompt and the
+- A request's prompt counts when its first token comes, output tokens count when they come: a client cannot see
+  when its prompt was computed, only that it was computed by then. *Client-side* service is the full prompt and the
   output, weighted; *actual* service has extend tokens in place of the prompt.
 - *Jain's index* is of the clients' service rates in the interval in which all are active, inside the
   window. A client is active from its first arrival on; where the number of its programs is limited, until
@@ -20,14 +20,14 @@ What was not measured is None.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import mean
 
 from sglang_fair.core.fairness import Curve, Interval, jain
 from workloads.backlog import Backlog
 from workloads.programs import Outcome
-from workloads.records import RequestRecord, Run
+from workloads.records import ProgramRecord, RequestRecord, Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Percentile:
 
     @classmethod
     def of(cls, latencies: Sequence[tuple[float, bool]], percent: float) -> "Percentile | None":
-        """Nearest rank of (seconds, whether it was cut off then). None of none."""
+        """Nearest rank among pairs of seconds and whether it was cut off there. None if there is no pair."""
         if not latencies:
             return None
         ordered = sorted(latencies)
@@ -78,11 +78,11 @@ class Summary:
     jain: float | None
     jain_actual: float | None
     active_s: float | None
-    """Length of the interval that Jain's index is of."""
+    """Length of the interval over which Jain's index is taken."""
     well_behaved_p50_s: float | None
     well_behaved_p99_s: float | None
     p50_at_least: bool
-    """The P50 above is a lower bound: the run ended before programs that it may be of."""
+    """The P50 above is a lower bound: the run's end cut off programs that could have raised it."""
     p99_at_least: bool
     ttft_p50_s: float | None
     ttft_p99_s: float | None
@@ -90,7 +90,7 @@ class Summary:
     service_difference: float | None
     service_lag: float | None
     backlog_s: float | None
-    """How long two clients or more were backlogged together; None if that could not be seen."""
+    """How long at least two clients were backlogged together. None if that cannot be seen."""
     bound: float | None
     measured_by: str | None
     """Where backlog and difference come from: `replicas` (samples) or `records`."""
@@ -151,7 +151,7 @@ def summarize(run: Run) -> Summary:
 
 @dataclass(frozen=True, slots=True)
 class Meters:
-    """Each client's curves on three meters; None for a meter that some request lacks the counts for."""
+    """Each client's service over time, in three units. None for a unit that some request lacks the counts for."""
 
     tokens: Mapping[str, Curve] | None
     client_side: Mapping[str, Curve] | None
@@ -209,12 +209,12 @@ def _active(run: Run, names: Sequence[str], window: Interval) -> Interval | None
     """The part of the window in which every client has begun and none has ended. None if there is none."""
     start, end = window
     for name in names:
-        mine = [record for record in run.requests if record.client == name]
-        if not mine:
+        requests = [record for record in run.requests if record.client == name]
+        if not requests:
             return None
-        start = max(start, min(record.t_intended_s for record in mine))
+        start = max(start, min(record.t_intended_s for record in requests))
         if run.manifest.programs_per_client is not None:
-            end = min(end, max(record.t_done_s for record in mine))
+            end = min(end, max(record.t_done_s for record in requests))
     return (start, end) if start < end else None
 
 
@@ -226,26 +226,10 @@ def _client(run: Run, name: str, meters: Meters, window: Interval) -> ClientSumm
     end_s = run.end.t_s
     programs = [program for program in run.programs if program.client == name]
     requests = [record for record in run.requests if record.client == name]
-    latencies = [
-        (
-            (end_s if program.t_done_s is None else program.t_done_s) - program.t_intended_s,
-            program.t_done_s is None,
-        )
-        for program in programs
-        if program.outcome != Outcome.FAILED
-    ]
-    ttfts = [
-        (
-            (record.t_done_s if record.t_first_token_s is None else record.t_first_token_s)
-            - record.t_intended_s,
-            record.t_first_token_s is None,
-        )
-        for record in requests
-        if record.outcome != Outcome.FAILED
-    ]
-    told = run.manifest.clients.get(name, {})
+    latencies, ttfts = program_latencies(programs, end_s), times_to_first_token(requests)
+    facts = run.manifest.clients.get(name, {})
     return ClientSummary(
-        well_behaved=bool(told.get("well_behaved", True)),
+        well_behaved=bool(facts.get("well_behaved", True)),
         programs=len(programs),
         finished=sum(program.outcome == Outcome.OK for program in programs),
         requests=len(requests),
@@ -259,6 +243,37 @@ def _client(run: Run, name: str, meters: Meters, window: Interval) -> ClientSumm
     )
 
 
+def program_latencies(programs: Iterable[ProgramRecord], end_s: float) -> list[tuple[float, bool]]:
+    """Seconds from arrival to last answer, and whether the run's end cut the program off: it then counts with the time
+    it had taken. Failed programs have no latency."""
+    return [
+        ((end_s if one.t_done_s is None else one.t_done_s) - one.t_intended_s, one.t_done_s is None)
+        for one in programs
+        if one.outcome != Outcome.FAILED
+    ]
+
+
+def times_to_first_token(requests: Iterable[RequestRecord]) -> list[tuple[float, bool]]:
+    """The same from when a request could have been sent to its first token."""
+    return [
+        (
+            (one.t_done_s if one.t_first_token_s is None else one.t_first_token_s) - one.t_intended_s,
+            one.t_first_token_s is None,
+        )
+        for one in requests
+        if one.outcome != Outcome.FAILED
+    ]
+
+
+def hit_rate(answered: Sequence[RequestRecord]) -> float | None:
+    """Cached share of these requests' prompts. None if a record lacks a count."""
+    cached = [record.cached_tokens for record in answered if record.cached_tokens is not None]
+    prompts = [record.prompt_tokens for record in answered if record.prompt_tokens is not None]
+    if len(cached) < len(answered) or len(prompts) < len(answered) or not sum(prompts):
+        return None
+    return sum(cached) / sum(prompts)
+
+
 def _average(percentiles: Sequence[Percentile | None]) -> Percentile | None:
     known = [percentile for percentile in percentiles if percentile is not None]
     if not known:
@@ -267,14 +282,5 @@ def _average(percentiles: Sequence[Percentile | None]) -> Percentile | None:
 
 
 def _hit_rate(requests: Sequence[RequestRecord], window: Interval) -> float | None:
-    """Cached share of the prompts that were answered inside the window. None if one does not tell."""
-    answered = [
-        record
-        for record in requests
-        if record.t_first_token_s is not None and record.t_first_token_s <= window[1]
-    ]
-    cached = [record.cached_tokens for record in answered if record.cached_tokens is not None]
-    prompts = [record.prompt_tokens for record in answered if record.prompt_tokens is not None]
-    if len(cached) < len(answered) or len(prompts) < len(answered) or not sum(prompts):
-        return None
-    return sum(cached) / sum(prompts)
+    """Of the prompts that were answered inside the window."""
+    return hit_rate([r for r in requests if r.t_first_token_s is not None and r.t_first_token_s <= window[1]])

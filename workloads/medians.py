@@ -1,4 +1,4 @@
-"""Several runs side by side, in numbers: medians over repeats, and ratios.
+"""Several runs side by side: medians over repeats, and ratios between schedulers.
 
 What each number means is in `measures`. What was not measured is None.
 """
@@ -6,6 +6,7 @@ What each number means is in `measures`. What was not measured is None.
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
+from typing import TypeAlias
 
 from workloads.measures import Summary
 
@@ -18,11 +19,12 @@ METRICS: Mapping[str, Callable[[Sequence[float]], float]] = {
     "hit_rate": max,
     "service_difference": min,
 }
-"""The comparison's measures, and which of two values is the better one."""
+"""The comparison's measures, each with the function that picks the better value."""
 
 EXTRA = ("actual_rate", "jain_actual", "ttft_p50_s", "ttft_p99_s", "service_lag", "backlog_s", "active_s")
 
-ComparisonRow = dict[str, str | float | None]
+ComparisonRow: TypeAlias = dict[str, str | float | None]
+"""One scheduler on one workload."""
 
 
 def rows(summaries: Sequence[Summary]) -> list[ComparisonRow]:
@@ -70,15 +72,15 @@ def ratios(
     """
     found: dict[str, dict[str, float | None]] = {}
     for workload in dict.fromkeys(str(row["workload"]) for row in table):
-        mine = next((r for r in table if (r["scheduler"], r["workload"]) == (scheduler, workload)), None)
-        if mine is None:
+        row = next((r for r in table if (r["scheduler"], r["workload"]) == (scheduler, workload)), None)
+        if row is None:
             continue
         more = extras(summaries, scheduler, workload)
-        rivals = [row for row in table if row["workload"] == workload and row is not mine]
+        rivals = [other for other in table if other["workload"] == workload and other is not row]
         found[workload] = {}
         for measure, better in METRICS.items():
-            others = [value for row in rivals if isinstance(value := row[measure], float | int)]
-            best, own = better(others) if others else None, mine[measure]
+            others = [value for rival in rivals if isinstance(value := rival[measure], float | int)]
+            best, own = better(others) if others else None, row[measure]
             open_ended = more.get(measure.removeprefix("well_behaved_").removesuffix("_s") + "_at_least")
             known = isinstance(own, float | int) and best and not open_ended
             found[workload][measure] = float(own) / best if known and best and own is not None else None

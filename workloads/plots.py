@@ -40,8 +40,8 @@ def draw_all(runs: Sequence[Run], summaries: Sequence[Summary], folder: Path) ->
         first = [run for run in group if run.manifest.repeat == min(r.manifest.repeat for r in group)]
         written.append(_save(_service(first, workload), folder / f"{workload}-service.png"))
         written.append(_save(_latency(group, workload, colours), folder / f"{workload}-latency.png"))
-        mine = [summary for summary in summaries if summary.workload == workload]
-        written.append(_save(_bars(mine, workload, colours), folder / f"{workload}-percentiles.png"))
+        of_workload = [summary for summary in summaries if summary.workload == workload]
+        written.append(_save(_bars(of_workload, workload, colours), folder / f"{workload}-percentiles.png"))
     written.append(_save(_scatter(summaries, colours), folder / "throughput-jain.png"))
     return written
 
@@ -139,10 +139,10 @@ def _bars(summaries: Sequence[Summary], workload: str, colours: Mapping[str, str
     panel: Axes = figure.subplots()
     schedulers = list(dict.fromkeys(summary.scheduler for summary in summaries))
     for place, scheduler in enumerate(schedulers):
-        mine = [summary for summary in summaries if summary.scheduler == scheduler]
+        repeats = [summary for summary in summaries if summary.scheduler == scheduler]
         for offset, percent in enumerate((50, 99)):
             measure, flag = f"well_behaved_p{percent}_s", f"p{percent}_at_least"
-            values = [value for summary in mine if (value := getattr(summary, measure)) is not None]
+            values = [value for summary in repeats if (value := getattr(summary, measure)) is not None]
             if values:
                 panel.bar(
                     offset + (place - (len(schedulers) - 1) / 2) * 0.2,
@@ -150,7 +150,7 @@ def _bars(summaries: Sequence[Summary], workload: str, colours: Mapping[str, str
                     width=0.19,
                     color=colours[scheduler],
                     label=scheduler if offset == 0 else None,
-                    hatch="//" if any(getattr(summary, flag) for summary in mine) else None,
+                    hatch="//" if any(getattr(summary, flag) for summary in repeats) else None,
                     edgecolor="white",
                 )
     panel.set_xticks([0, 1], ["P50", "P99"])

@@ -87,8 +87,8 @@ def ratio_table(table: Sequence[ComparisonRow], summaries: Sequence[Summary], sc
     view.add_column("workload")
     for measure in METRICS:
         view.add_column(measure.removeprefix("well_behaved_").replace("_", " "), justify="right")
-    for workload, found in ratios(table, summaries, scheduler).items():
-        view.add_row(workload, *(number(found[measure]) for measure in METRICS))
+    for workload, by_measure in ratios(table, summaries, scheduler).items():
+        view.add_row(workload, *(number(by_measure[measure]) for measure in METRICS))
     return view
 
 
@@ -120,12 +120,12 @@ def client_table(summary: Summary) -> Table:
 
 def find(paths: Sequence[Path]) -> list[Path]:
     """The record files among `paths` and in the folders among them."""
-    found = []
+    files = []
     for path in paths:
-        found += sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]
-    if not found:
+        files += sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]
+    if not files:
         raise ValueError(f"no *.jsonl under {', '.join(map(str, paths))}")
-    return found
+    return files
 
 
 def command(

@@ -225,14 +225,14 @@ def serve(
         loaded = _load(options, clients, trace, until_s, codec, texts)
         named = identity(place, [client.name for client in loaded.clients], read_keys(keys) if keys else None)
         key = api_key or next(iter(named.get("api_keys", {}).values()), None)
-        found = asyncio.run(find_model(url, model, key))
-        if found is None and api != wire.GENERATE:
+        served = asyncio.run(find_model(url, model, key))
+        if served is None and api != wire.GENERATE:
             raise EndpointError(f"{url} does not list its models: name one with --model")
         case = ServeCase(
             endpoint=Endpoint(
                 url,
                 api,
-                found or "default",
+                served or "default",
                 ignore_eos=not stop_at_eos,
                 temperature=temperature,
                 timeout_s=timeout,
@@ -259,7 +259,7 @@ def serve(
                 output_weight=units.output_weight,
                 case={
                     "api": api,
-                    "model": found,
+                    "model": served,
                     "identity": place,
                     "traffic": options_json(options),
                     "trace": trace,

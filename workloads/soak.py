@@ -183,10 +183,10 @@ def rows(samples: Sequence[MemorySample]) -> list[ProcessMemory]:
     return made
 
 
-def table(found: Sequence[ProcessMemory]) -> str:
+def table(memory: Sequence[ProcessMemory]) -> str:
     """The processes for people."""
     lines = [f"{'process':26}{'MiB after warm-up':>18}{'at the end':>12}{'MiB/h':>9}"]
-    for row in found:
+    for row in memory:
         slope = "-" if row.growth_mib_per_h is None else f"{row.growth_mib_per_h:.2f}"
         lines.append(f"{row.process:26}{row.start_mib:>18.1f}{row.end_mib:>12.1f}{slope:>9}")
     return "\n".join(lines)
@@ -236,8 +236,8 @@ def soak_cluster(
         samples = asyncio.run(soak(cluster, load, 60 * minutes, every_s, show))
         books = [get_json(f"{replica}/fair") for replica in cluster.replicas]
         router = get_json(f"{cluster.gateway}/status")
-    found = rows(samples)
-    show(table(found))
+    memory = rows(samples)
+    show(table(memory))
     for error, count in load.errors.most_common(5):
         show(f"{count} x {error}")
     balanced = all(book["conservation"]["ok"] for book in books)
@@ -252,7 +252,7 @@ def soak_cluster(
         "in_flight_at_end": router.get("in_flight"),
         "conservation_ok": balanced,
         "ok": balanced and not load.ended["failed"],
-        "rows": [{name: getattr(row, name) for name in ProcessMemory.__slots__} for row in found],
+        "rows": [{name: getattr(row, name) for name in ProcessMemory.__slots__} for row in memory],
     }
 
 

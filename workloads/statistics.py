@@ -1,9 +1,9 @@
-"""What programs are like, whatever runs them: the statistics of DLPM's Table 2.
+"""Statistics of programs, independent of any engine: those of DLPM's Table 2.
 
-Programs are walked with made-up answers that share nothing, one program after another, its calls in the order
-in which they become ready. "Prefix" can be read in two ways, so there are two averages: what all requests of
-a program have in common (the document, the question, the article), and what a request shares with any one
-before it, answer included, which is what a cache that forgets nothing would save.
+Programs run one after another with made-up answers that share nothing; calls are answered in the order in which they
+become ready. "Prefix" can be read in two ways, so there are two averages: what all requests of a program have in common
+(the document, the question, the article), and what a request shares with any one before it, answer included, which is
+what a cache that forgets nothing would save.
 """
 
 from array import array

@@ -7,16 +7,16 @@
     service difference      Σ_i min(s_max - s_i, |r_i - s_i|) of the rates at t against the most-served client;
                             a table has its maximum, mean and variance over sample times (VTC Tables 2 to 6)
 
-Two ways to see when service was received. By `events`, output tokens count when they came and the prompt
-counts with the first of them (records do not tell when a request was admitted). `spread` is how the paper's
-artifact does it: the cost of a whole request spread evenly from its first token to its end. There requests
-that failed count nowhere; by events what they received before counts.
+There are two methods to date service. With `events`, output tokens count when they came and the prompt counts with
+the first of them (records do not show when a request was admitted). `spread` is the method of the paper's artifact:
+the cost of a whole request is spread evenly from its first token to its end. Failed requests do not count there; with
+`events` the part that they received does.
 
-*Client-side* service is the cost of the whole prompt and the output, *actual* service takes cached tokens as
-free. A request that the run's end cut off asks for its full prompt and its most output tokens; one that failed
-asks for nothing, as in the artifact. What is not known is None: a client's service if a request that ended
-well does not say how long its prompt was; its requested rate in a window with a request of unknown length. A
-request that broke off without saying so is left out of service and counted in `left_out`.
+*Client-side* service is the cost of the whole prompt and the output; for *actual* service cached tokens are free. A
+request that the run's end cut off asks for its full prompt and its maximum of output tokens; one that failed asks for
+nothing, as in the artifact. Unknown values are None: a client's service, if the prompt length of a request that ended
+well is missing; its requested rate in a window with a request of unknown length. A request that broke off before its
+prompt length was known is left out of service and counted in `left_out`.
 
 Windows are half-open, [t - T, t + T). Times are seconds since the run's start.
 """
@@ -48,7 +48,7 @@ WINDOW_S = 60.0
 
 
 def sample_times(until_s: float, *, warm_up_s: float = 30.0, samples: int = 19) -> tuple[float, ...]:
-    """Where VTC's tables look: `samples` times that part the run behind its warm-up into equal pieces.
+    """The sample times of VTC's tables: `samples` times that divide the run after its warm-up into equal parts.
 
     Of 600 s these are 58.5, 87, ..., 571.5: 19 times, 28.5 s apart.
     """
@@ -61,7 +61,7 @@ def sample_times(until_s: float, *, warm_up_s: float = 30.0, samples: int = 19) 
 def regular_times(
     until_s: float, *, step_s: float = 5.0, since_s: float = 0.0, window_s: float = WINDOW_S
 ) -> tuple[float, ...]:
-    """Times `step_s` apart whose windows lie inside [since, until]; none if it is shorter than a window."""
+    """Times `step_s` apart whose windows lie inside [since, until]. Empty if that is shorter than a window."""
     if step_s <= 0 or window_s <= 0:
         raise ValueError(f"step and window must be positive: {step_s!r}, {window_s!r}")
     first_s = since_s + window_s / 2

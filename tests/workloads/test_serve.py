@@ -302,7 +302,7 @@ def test_what_the_endpoint_does_not_tell_is_missing_and_not_zero(tokenizer, caps
     assert [row[name] for name in ("service_rate", "requested_rate", "share", "hit_rate")] == [None] * 4
     assert told["report"]["tokens_per_s"] is None
     assert row["ttft_p50"] is not None
-    assert "did not tell how long prompts were" in said
+    assert "did not say how long prompts were" in said
 
 
 def test_ctrl_c_ends_with_the_report_of_what_there_is(tokenizer, capsys):
@@ -521,4 +521,4 @@ def test_the_report_is_shown_with_what_is_not_known():
     said = " ".join(console.export_text().split())
     assert "[/oops]" in said
     assert "1 answers broke off" in said
-    assert "nobody told the length" in said
+    assert "the length of prompts without an answer is unknown" in said

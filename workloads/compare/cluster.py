@@ -1,4 +1,4 @@
-"""Clusters for a comparison: start one, make sure it is the one asked for, empty its caches, end it."""
+"""Clusters for a comparison: start one, check that it is the one asked for, empty its caches, stop it."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from typing import Any
 
 
 class ClusterError(RuntimeError):
-    """A cluster did not start, is not the one asked for, or broke. One line that says which."""
+    """A cluster did not start, is not the one asked for, or broke down. The text is one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Cluster:
     gateway: str
     replicas: tuple[str, ...]
     pid: int | None = None
-    """Of the process that supervises it, where we know one."""
+    """Of the process that supervises it, if we started it."""
 
 
 StartCluster = Callable[[str, str], AbstractContextManager[Cluster]]
@@ -96,7 +96,7 @@ class SpawnCluster:
                 _end(process, self.stop_timeout_s)
 
     def _ready(self, process: "subprocess.Popen[str]", arguments: Sequence[str], log_path: Path) -> Cluster:
-        """Wait for the line of JSON that says where everything is."""
+        """Wait for the line of JSON with the addresses."""
         line = _first_line(process, self.start_timeout_s)
         if not line:
             with suppress(subprocess.TimeoutExpired):
@@ -104,8 +104,8 @@ class SpawnCluster:
             state = "took too long" if process.poll() is None else f"ended with status {process.returncode}"
             raise ClusterError(f"{' '.join(arguments)}: {state}; its last words: {_tail(log_path)}")
         try:
-            told = json.loads(line)
-            return Cluster(told["gateway"], tuple(told["replicas"]), process.pid)
+            addresses = json.loads(line)
+            return Cluster(addresses["gateway"], tuple(addresses["replicas"]), process.pid)
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise ClusterError(f"the cluster did not print its addresses as JSON: {line[:200]!r}") from error
 
@@ -130,13 +130,13 @@ def verify(cluster: Cluster, placement: str, policy: str) -> dict[str, Any]:
 
 
 def clocks(cluster: Cluster) -> list[dict[str, Any]]:
-    """What the clocks of emulated GPUs say; empty for real engines. Raises ClusterError."""
+    """Reports of the emulated GPUs' clocks; empty for real engines. Raises ClusterError."""
     reports = [get_json(f"{replica}/fair").get("emulated") for replica in cluster.replicas]
     return [report for report in reports if report is not None]
 
 
 def flush(cluster: Cluster, timeout_s: float = 60.0) -> None:
-    """Empty every replica's cache; waits for the replicas to be idle, which that takes."""
+    """Empty every replica's cache, which takes an idle replica: waits for that. Raises ClusterError."""
     deadline_s = time.monotonic() + timeout_s
     for replica in cluster.replicas:
         while not _flushed(replica):
@@ -149,12 +149,12 @@ def get_json(url: str, timeout_s: float = 10.0) -> dict[str, Any]:
     """The JSON object at `url`. Raises ClusterError."""
     try:
         with urllib.request.urlopen(url, timeout=timeout_s) as response:
-            told = json.load(response)
+            body = json.load(response)
     except (OSError, ValueError) as error:
         raise ClusterError(f"GET {url}: {error}") from error
-    if not isinstance(told, dict):
-        raise ClusterError(f"GET {url}: not a JSON object: {str(told)[:100]}")
-    return told
+    if not isinstance(body, dict):
+        raise ClusterError(f"GET {url}: not a JSON object: {str(body)[:100]}")
+    return body
 
 
 def _flushed(replica: str) -> bool:
@@ -169,7 +169,8 @@ def _flushed(replica: str) -> bool:
 
 
 def _first_line(process: "subprocess.Popen[str]", timeout_s: float) -> str:
-    """Its first line of output, or "" if it ended or the time is up. Reads on: a full pipe blocks."""
+    """Its first line of output; "" if it ended or the time is up. A thread reads on, for a full pipe blocks the
+    process."""
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
     assert process.stdout is not None
     output = process.stdout
@@ -188,7 +189,7 @@ def _first_line(process: "subprocess.Popen[str]", timeout_s: float) -> str:
 
 
 def _end(process: "subprocess.Popen[str]", timeout_s: float) -> None:
-    """Interrupt the supervisor, which ends its children; kill what is left of its session if it does not."""
+    """Interrupt the supervisor, which ends its children. Kill its whole session if it does not end in time."""
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
     try:

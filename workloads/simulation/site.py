@@ -1,7 +1,7 @@
-"""What a simulated cluster consists of, as text and numbers; and the objects that are made of them.
+"""A simulated cluster as plain values, and the objects that are built from them.
 
-Names, options and defaults are those of `sglang-fair cluster`, so that a simulated cluster and a live one are
-described alike. The router knows the linear part of what service costs, as it does there.
+Names, options and defaults are those of `sglang-fair cluster`, so a simulated cluster and a live one are described
+alike. The router knows the linear part of the cost of service, as it does there.
 """
 
 import json
@@ -60,15 +60,15 @@ class Site:
     max_running: int | None = None
     chunked_prefill_tokens: int | None = None
     ignore_eos: bool = True
-    """Requests are known to run to their limit, and memory is kept for it. False where answers may be shorter."""
+    """Every answer runs to its limit, and memory is reserved for that. False where answers may be shorter."""
     capacities: tuple[float, ...] = ()
-    """Each replica's speed beside that of the cost model's, which the router knows too; empty: all 1."""
+    """Each replica's speed relative to the cost model's; the router knows it too. Empty: all 1."""
     ingress: tuple[float, ...] = (1.0,)
-    """A router for each; of the programs, this part of them all goes through it. Routers do not know each other."""
+    """One router for each number, which is its share of all programs. Routers do not know each other."""
     hop_s: float = 0.0
-    """What a request and its answer spend between client and replica, all of it before the request arrives."""
+    """Network time of a request and its answer between client and replica, all of it before the request arrives."""
     events_lag_s: float = 0.0
-    """How long after a cache changed the router hears of it."""
+    """Delay after which the router hears of a change in a cache."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "capacities", tuple(self.capacities))
@@ -89,37 +89,38 @@ class Site:
             raise ValueError("hop_s and events_lag_s cannot be negative")
 
     @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> "Site":
-        """The inverse of `asdict`. Raises ValueError for a field that there is not."""
-        unknown = sorted(set(told) - {known.name for known in fields(cls)})
+    def from_json(cls, values: Mapping[str, Any]) -> "Site":
+        """The inverse of `asdict`. Raises ValueError for an unknown field."""
+        unknown = sorted(set(values) - {known.name for known in fields(cls)})
         if unknown:
             raise ValueError(f"a site has no {', '.join(unknown)}")
-        return cls(**told)
+        return cls(**values)
 
     @classmethod
-    def calibrated(cls, path: Path, **given: Any) -> "Site":
+    def calibrated(cls, path: Path, **others: Any) -> "Site":
         """A site of replicas like the one that `sglang-fair calibrate` measured: its times, memory and limits.
 
-        `given` are other fields, and stand in for its own unless None. Raises OSError, and ValueError for another file.
+        `others` are further fields; those that are not None overrule what was measured. Raises OSError, and
+        ValueError for a file that is no calibration.
         """
         try:
-            told = json.loads(path.read_text(encoding="utf-8"))
-            limits = told["limits"]
-            found = {
+            calibration = json.loads(path.read_text(encoding="utf-8"))
+            limits = calibration["limits"]
+            measured = {
                 "kv_tokens": limits["pool_tokens"],
                 "page_tokens": limits["page_tokens"],
                 "max_running": limits["running"],
                 "chunked_prefill_tokens": limits["chunk_tokens"],
-                "hop_s": told["hop_s"],
+                "hop_s": calibration["hop_s"],
             }
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise ValueError(f"{path}: not what sglang-fair calibrate writes: {error!r}") from None
-        overruling = {name: value for name, value in given.items() if value is not None}
-        return cls(cost_model=str(path), **(found | overruling))
+        overruling = {name: value for name, value in others.items() if value is not None}
+        return cls(cost_model=str(path), **(measured | overruling))
 
     @property
     def engine(self) -> str:
-        """What its replicas are, in a word."""
+        """Its replicas in a word: the cost model's file, or GPU and model."""
         return self.cost_model or f"{self.gpu}/{self.model}"
 
     @property
@@ -133,11 +134,11 @@ class Site:
         return tuple(f"r{place}" for place in range(self.replicas))
 
     def capacity(self, place: int) -> float:
-        """Of replica number `place`."""
+        """The speed of replica number `place`, relative to the cost model's."""
         return self.capacities[place] if self.capacities else 1.0
 
     def service_cost(self) -> Cost:
-        """What service costs."""
+        """The cost function that replicas charge by."""
         return make_cost(self.cost, self.extend_weight, self.output_weight, read=read_json)
 
     def make_policy(self) -> Policy:

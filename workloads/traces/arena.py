@@ -35,12 +35,12 @@ def arena(path: Path | None = None, *, seed: str = "0") -> Trace:
     return Trace.of(NAME, read_lines(path, _request)) if path is not None else _stand_in(seed)
 
 
-def _request(told: Mapping[str, Any]) -> TraceRequest:
-    client = told.get("client")
+def _request(fields: Mapping[str, Any]) -> TraceRequest:
+    client = fields.get("client")
     if not isinstance(client, str) or not client:
         raise ValueError(f"`client` must be a name, not {client!r}")
     return TraceRequest(
-        number(told, "arrival_s"), client, whole(told, "input_tokens"), whole(told, "output_tokens")
+        number(fields, "arrival_s"), client, whole(fields, "input_tokens"), whole(fields, "output_tokens")
     )
 
 

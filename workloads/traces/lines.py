@@ -16,26 +16,26 @@ def read_lines(path: Path, convert: Callable[[Mapping[str, Any]], ParsedT]) -> l
             if not line.strip():
                 continue
             try:
-                told = json.loads(line)
-                if not isinstance(told, dict):
+                fields = json.loads(line)
+                if not isinstance(fields, dict):
                     raise ValueError("not a JSON object")
-                rows.append(convert(told))
+                rows.append(convert(fields))
             except ValueError as error:
                 raise ValueError(f"{path}:{place}: {error}") from error
     return rows
 
 
-def number(told: Mapping[str, Any], name: str) -> float:
+def number(fields: Mapping[str, Any], name: str) -> float:
     """A number of a line. Raises ValueError where it is missing or something else."""
-    value = told.get(name)
+    value = fields.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"`{name}` must be a number, not {value!r}")
     return value
 
 
-def whole(told: Mapping[str, Any], name: str) -> int:
+def whole(fields: Mapping[str, Any], name: str) -> int:
     """A whole number of a line. Raises ValueError where it is missing or something else."""
-    value = number(told, name)
+    value = number(fields, name)
     if value != value // 1:
         raise ValueError(f"`{name}` must be a whole number, not {value!r}")
     return int(value)

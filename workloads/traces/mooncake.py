@@ -62,15 +62,15 @@ def mooncake(path: Path | None = None, *, clients: int = 100, skew: float = 1.0,
     )
 
 
-def _request(told: Mapping[str, Any]) -> TraceRequest:
-    blocks = told.get("hash_ids")
+def _request(fields: Mapping[str, Any]) -> TraceRequest:
+    blocks = fields.get("hash_ids")
     if not isinstance(blocks, list) or not blocks or not all(type(block) is int for block in blocks):
         raise ValueError(f"`hash_ids` must be a list of whole numbers, not {blocks!r}")
     return TraceRequest(
-        number(told, "timestamp") / 1000,
+        number(fields, "timestamp") / 1000,
         NAME,
-        whole(told, "input_length"),
-        whole(told, "output_length"),
+        whole(fields, "input_length"),
+        whole(fields, "output_length"),
         tuple(blocks),
     )
 

@@ -59,18 +59,18 @@ def _windows(path: Path) -> list[Window]:
 
 def _lengths(path: Path) -> list[tuple[Lengths, Lengths] | None]:
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-        periods = [told[f"{LENGTHS_S * place:.0f}"] for place in range(len(told))]
+        chunks = json.loads(path.read_text(encoding="utf-8"))
+        periods = [chunks[f"{LENGTHS_S * place:.0f}"] for place in range(len(chunks))]
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: not lengths for every {LENGTHS_S:g} s: {error!r}") from error
-    found: list[tuple[Lengths, Lengths] | None] = []
+    lengths: list[tuple[Lengths, Lengths] | None] = []
     for place, period in enumerate(periods):
         try:
             inputs, outputs = (_shares(period[name]) for name in ("input_tokens", "output_tokens"))
-            found.append((Lengths.of(inputs), Lengths.of(outputs)) if inputs and outputs else None)
+            lengths.append((Lengths.of(inputs), Lengths.of(outputs)) if inputs and outputs else None)
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path}: period {LENGTHS_S * place:.0f}: {error}") from error
-    return found
+    return lengths
 
 
 def _shares(text: str) -> list[tuple[int, float]]:
