@@ -3,29 +3,28 @@
     sglang-fair bench router [--quick] [--json FILE]
 
 Everything runs in one process and one thread on the router's real core, without sockets: `Router.handle` is
-timed, from an `Arrive` to its `Place`. Not in it: decoding and encoding the messages.
+timed, from an `Arrive` to its `Place`. Decoding and encoding the messages is not part of it.
 
-The tree is built from KV events of `--tree-tokens` tokens, which is also its limit, so that every new prompt
-evicts: 16 heads of half a prompt for each prompt length, each cached by up to four workers, and below them
-conversations of 512 tokens at one worker each. A prompt is one of the heads and a half of its own. Its worker
-confirms it by an event; four requests a worker are in flight, and with each decision the oldest ends.
+The tree is built from KV events of `--tree-tokens` tokens, which is also its limit, so every new prompt evicts: 16
+heads of half a prompt for each prompt length, each cached by up to four workers, and below them conversations of
+512 tokens at one worker each. A prompt is one of the heads and as many tokens of its own. Its worker confirms it by
+an event. Four requests per worker are in flight; with each decision the oldest ends.
 
-* decisions/s: one over the mean time of a decision and the end of a request together. p50, p99, max: of the
+* decisions/s: one over the mean time of a decision and the end of a request together. p50, p99 and max are of the
   decision alone.
-* events: conversations come and go at the tree's full size. Each is stored by two events, a prompt of 512 tokens
-  and an answer of 128, and removed by one with all its blocks, as SGLang sends them. Tokens per second counts those
-  stored and those removed.
-* bytes per token: growth of the process's resident memory over the tokens in the tree when it has been built,
-  each counted once however many workers hold it; block hashes and nodes are in it.
+* events: conversations come and go while the tree is full. Two events store each, a prompt of 512 tokens and an
+  answer of 128, and one removes all its blocks, as SGLang sends them. Tokens per second counts those stored and
+  those removed.
+* bytes per token: how much the process's resident memory grows while the tree is built, over the tokens in it, each
+  counted once however many workers hold it. Block hashes and nodes are included.
 
-The machine's own noise stands beside them: the p50 and p99 of a fixed piece of work, timed alike.
+The noise of the machine stands beside them: p50 and p99 of a fixed piece of work, timed in the same way.
 
-Times are CPU time of the thread, of the calls during which no other process took the processor away (`preempted`
-counts the rest: to find the caches cold is not the decision's doing); `wall_us_p50` and `wall_us_p99` are by the
-clock on the wall, of all calls. Python's garbage collector is as in the router's own process.
+Times are CPU time of the thread, of the calls during which no other process took the processor: cold caches after
+that are not the decision's fault. `preempted` counts the other calls. `wall_us_p50` and `wall_us_p99` are wall-clock
+times of all calls. Python's garbage collector is set as in the router's own process.
 """
 
-import argparse
 import gc
 import os
 import platform
@@ -39,7 +38,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -47,8 +46,10 @@ from router.collector import collect_young_only
 from router.core import Router
 from router.events import Arrive, Done, Event, Place, Query, Removed, Stored, WorkerUp
 from router.placement import PLACEMENTS, build
-from sglang_fair.bench import carry_out, numbers
+from sglang_fair.bench import Show, carry_out
 from sglang_fair.common.provenance import processor
+from sglang_fair.settings import commands
+from sglang_fair.settings.commands import Mistake, Numbers, Option, numbers
 
 PAGE = 16
 HEADS = 16
@@ -57,14 +58,32 @@ TAIL_TOKENS, ANSWER_TOKENS = 512, 128
 CLIENTS = 100
 IN_FLIGHT_PER_WORKER = 4
 VOCABULARY = 128_000
-PROMPT_TOKENS, WORKERS = (1_000, 10_000, 100_000), (8, 64)
-
-Show = Callable[[str], None]
+PROMPT_TOKENS, WORKERS = Numbers(1_000, 10_000, 100_000), Numbers(8, 64)
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One line of the result. Times in microseconds, of a decision; `end_us_p50` of the end of a request."""
+class Setting:
+    """What is measured. ValueError if the tree cannot hold the heads of the prompts."""
+
+    placements: tuple[str, ...]
+    prompt_tokens: tuple[int, ...]
+    workers: tuple[int, ...]
+    tree_tokens: int
+    decisions: int
+    """Of each placement, prompt length and number of workers."""
+    seed: int
+
+    def __post_init__(self) -> None:
+        if min(self.prompt_tokens) < 4 * PAGE:
+            raise ValueError(f"--prompt-tokens must be at least {4 * PAGE}")
+        heads = HEADS * sum(self.prompt_tokens) // 2
+        if self.tree_tokens < heads:
+            raise ValueError(f"--tree-tokens must hold the heads of all prompts: at least {heads}")
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionTimes:
+    """How long decisions took, in microseconds; `end_us_p50` is of the end of a request."""
 
     placement: str
     prompt_tokens: int
@@ -82,8 +101,8 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class EventRow:
-    """What applying KV events costs at the tree's full size, and what building it cost."""
+class EventTimes:
+    """How long KV events took while the tree was full, and how fast they built it."""
 
     workers: int
     tokens_per_s: float
@@ -97,7 +116,7 @@ class EventRow:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A prefix that is cached from the beginning."""
+    """A prefix that `workers` cache from the beginning."""
 
     tokens: bytes
     hashes: tuple[int, ...]
@@ -120,7 +139,7 @@ class Traffic:
                 yield Stored(worker, head.hashes, None, head.tokens, PAGE)
 
     def conversation(self) -> tuple[Stored, Stored, Removed]:
-        """A prompt and its answer below one of the heads, and their end: the answer goes first."""
+        """A prompt and its answer below one of the heads, and their eviction, the answer first."""
         head = self._all[int(self._rng.integers(len(self._all)))]
         worker = head.workers[int(self._rng.integers(len(head.workers)))]
         asked, answered = self._hashes(TAIL_TOKENS), self._hashes(ANSWER_TOKENS)
@@ -139,7 +158,7 @@ class Traffic:
         return Arrive(f"{self._requests:032x}", client, tokens, 128), head
 
     def confirmation(self, arrive: Arrive, head: Head, place: Place) -> Stored:
-        """The worker has prefilled the prompt: it says what it had not cached before."""
+        """The KV event of a worker that has prefilled the prompt: what it did not cache before."""
         pages = len(arrive.tokens) // (4 * PAGE)
         fresh = self._hashes((pages - len(head.hashes)) * PAGE)
         if place.worker in head.workers:
@@ -161,7 +180,7 @@ class Traffic:
 
 
 class Clock:
-    """CPU and wall time of single calls, in microseconds; CPU time only of those that kept the processor."""
+    """CPU and wall times of calls, in microseconds; CPU times only of calls that were not preempted."""
 
     def __init__(self) -> None:
         self.cpu_us: list[float] = []
@@ -179,12 +198,12 @@ class Clock:
 
     @property
     def preempted(self) -> int:
-        """Calls during which another process took the processor."""
+        """How many calls lost the processor to another process."""
         return len(self.wall_us) - len(self.cpu_us)
 
 
 def filled(placement: str, traffic: Traffic, tree_tokens: int) -> tuple[Router, float]:
-    """A router whose tree is full, and the tokens per second of CPU time at which events filled it."""
+    """A router whose tree is full, and how many tokens per second of CPU time the events added."""
     router = Router(build(placement), name=placement, page_size=PAGE, max_tree_tokens=tree_tokens)
     for worker in traffic.workers:
         router.handle(WorkerUp(worker, f"http://{worker}", kv=f"tcp://{worker}"), 0.0)
@@ -199,8 +218,10 @@ def filled(placement: str, traffic: Traffic, tree_tokens: int) -> tuple[Router, 
     return router, tokens / (sum(clock.cpu_us) / 1e6)
 
 
-def measure(router: Router, traffic: Traffic, prompt_tokens: int, *, decisions: int, warm_up: int) -> Row:
-    """The time of decisions, after `warm_up` others."""
+def measure(
+    router: Router, traffic: Traffic, prompt_tokens: int, *, decisions: int, warm_up: int
+) -> DecisionTimes:
+    """Times `decisions` decisions, after `warm_up` others."""
     asked, ended = Clock(), Clock()
     flights: deque[str] = deque()
     matched = tokens = 0
@@ -223,7 +244,7 @@ def measure(router: Router, traffic: Traffic, prompt_tokens: int, *, decisions: 
     for request in flights:
         router.handle(Done(request, 100), now_s)
     mean_us = statistics.fmean(asked.cpu_us) + statistics.fmean(ended.cpu_us or [0.0])
-    return Row(
+    return DecisionTimes(
         placement=str(router.state()["placement"]),
         prompt_tokens=prompt_tokens,
         workers=len(traffic.workers),
@@ -240,8 +261,8 @@ def measure(router: Router, traffic: Traffic, prompt_tokens: int, *, decisions: 
     )
 
 
-def measure_events(traffic: Traffic, tree_tokens: int, conversations: int) -> EventRow:
-    """The time of events at the tree's full size, in which nothing is evicted: the workers say what goes."""
+def measure_events(traffic: Traffic, tree_tokens: int, conversations: int) -> EventTimes:
+    """Times events while the tree is full. The router evicts nothing: the workers say what goes."""
     router, build_rate = filled("round_robin", traffic, tree_tokens)
     router.tree.max_tree_tokens *= 2
     clock, tokens = Clock(), 0
@@ -257,7 +278,7 @@ def measure_events(traffic: Traffic, tree_tokens: int, conversations: int) -> Ev
         for event in stored:
             clock.time(router.handle, event, 0.0)
         tokens += TAIL_TOKENS + ANSWER_TOKENS
-    return EventRow(
+    return EventTimes(
         workers=len(traffic.workers),
         tokens_per_s=round(tokens / (sum(clock.cpu_us) / 1e6)),
         us_p50=quantile(clock.cpu_us, 0.5),
@@ -270,7 +291,7 @@ def measure_events(traffic: Traffic, tree_tokens: int, conversations: int) -> Ev
 
 
 def bytes_per_token(traffic: Traffic, tree_tokens: int) -> float:
-    """Resident memory that a full tree takes. To be asked first: memory that was freed before hides it."""
+    """Resident memory of a full tree. Measure it first: memory that was freed before would hide it."""
     gc.collect()
     before = _resident_bytes()
     router, _ = filled("round_robin", traffic, tree_tokens)
@@ -279,7 +300,7 @@ def bytes_per_token(traffic: Traffic, tree_tokens: int) -> float:
 
 
 def noise() -> dict[str, float]:
-    """A fixed piece of work of some 25 µs, timed as decisions are: what the machine itself adds to a p99."""
+    """A fixed piece of work of about 25 µs, timed like the decisions: what the machine adds to a p99."""
     clock = Clock()
     for _ in range(5_000):
         clock.time(lambda _event, _now_s: sum(range(1_500)), Query(""), 0.0)
@@ -287,13 +308,13 @@ def noise() -> dict[str, float]:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The value that `share` of the values do not exceed."""
+    """The value that a part `share` of the values does not exceed."""
     ordered = sorted(values)
     return round(ordered[min(len(ordered) - 1, int(share * len(ordered)))], 2)
 
 
-def table(rows: Sequence[Row]) -> str:
-    """One line a placement; in each column decisions per second, and p50 / p99 in microseconds."""
+def table(rows: Sequence[DecisionTimes]) -> str:
+    """A line for each placement: decisions per second, and p50 / p99 in microseconds."""
     columns = sorted({(row.prompt_tokens, row.workers) for row in rows})
     lines = [
         "decisions/s (p50 / p99 of one, µs)",
@@ -312,10 +333,10 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def setting(options: argparse.Namespace) -> dict[str, Any]:
-    """What a reader needs to run it again, and to judge the figures."""
+def conditions(setting: Setting) -> dict[str, Any]:
+    """What a reader needs to repeat the measurement and to judge it."""
     return {
-        "seed": options.seed,
+        "seed": setting.seed,
         "versions": {
             "python": platform.python_version(),
             **{name: version(name) for name in ("numpy", "msgspec", "sglang-fair")},
@@ -326,76 +347,46 @@ def setting(options: argparse.Namespace) -> dict[str, Any]:
             "load_before": [round(load, 2) for load in os.getloadavg()],
         },
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "tree_tokens": options.tree_tokens,
+        "tree_tokens": setting.tree_tokens,
         "page_size": PAGE,
         "in_flight_per_worker": IN_FLIGHT_PER_WORKER,
     }
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="sglang-fair bench router",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the last line to FILE too")
-    parser.add_argument(
-        "--quick", action="store_true", help="a small tree, fewer decisions: under two minutes"
-    )
-    parser.add_argument("--placements", metavar="A,B", help="only these (default: all)")
-    parser.add_argument("--prompt-tokens", metavar="N,N", type=numbers, help="prompt lengths")
-    parser.add_argument("--workers", metavar="N,N", type=numbers, help="numbers of workers")
-    parser.add_argument("--tree-tokens", type=int, metavar="N", help="default: 10 million; 2 if quick")
-    parser.add_argument("--decisions", type=int, metavar="N", help="per row (default: 3000; 500 if quick)")
-    parser.add_argument("--seed", type=int, default=1, help="default: %(default)s")
-    options = parser.parse_args(arguments)
-    options.prompt_tokens = options.prompt_tokens or PROMPT_TOKENS
-    options.workers = options.workers or WORKERS
-    options.tree_tokens = options.tree_tokens or (2_000_000 if options.quick else 10_000_000)
-    options.decisions = options.decisions or (500 if options.quick else 3_000)
-    if min(options.prompt_tokens) < 4 * PAGE:
-        parser.error(f"--prompt-tokens must be at least {4 * PAGE}")
-    heads = HEADS * sum(options.prompt_tokens) // 2
-    if options.tree_tokens < heads or options.decisions < 1:
-        parser.error(f"--tree-tokens must hold the heads of all prompts, {heads}; --decisions at least one")
-    return options
-
-
-def choose(names: str | None) -> list[str]:
-    """The placements called `names`. ValueError for a name that there is not."""
+def choose(names: str | None) -> tuple[str, ...]:
+    """The placements in a list like `d2lpm,preble`, or all. Raises ValueError for a name that does not exist."""
     wanted = names.split(",") if names else list(PLACEMENTS)
     unknown = [name for name in wanted if name not in PLACEMENTS]
     if unknown:
         raise ValueError(f"unknown placement {', '.join(unknown)}; there are {', '.join(PLACEMENTS)}")
-    return wanted
+    return tuple(wanted)
 
 
-def run(options: argparse.Namespace, show: Show) -> dict[str, Any]:
-    """The result, whose `rows` are as in `Row`."""
-    chosen = choose(options.placements)
-    record: dict[str, Any] = {"bench": "router", **setting(options)}
+def run(setting: Setting, show: Show) -> dict[str, Any]:
+    """Measures everything. `rows` of the result are `DecisionTimes`, `events` are `EventTimes`."""
+    record: dict[str, Any] = {"bench": "router", **conditions(setting)}
 
     def traffic(workers: int) -> Traffic:
-        return Traffic(options.seed, workers, options.prompt_tokens)
+        return Traffic(setting.seed, workers, setting.prompt_tokens)
 
-    per_token = bytes_per_token(traffic(options.workers[0]), options.tree_tokens)
+    per_token = bytes_per_token(traffic(setting.workers[0]), setting.tree_tokens)
     show(f"{per_token} bytes per token in the tree")
     events = []
-    for workers in options.workers:
-        row = measure_events(traffic(workers), options.tree_tokens, conversations=options.decisions)
-        events.append(row)
+    for workers in setting.workers:
+        event = measure_events(traffic(workers), setting.tree_tokens, conversations=setting.decisions)
+        events.append(event)
         show(
-            f"{workers} workers: {row.tokens_per_s:,} event tokens/s "
-            f"(an event: p50 {row.us_p50} µs, p99 {row.us_p99}, max {row.us_max})"
+            f"{workers} workers: {event.tokens_per_s:,} event tokens/s "
+            f"(an event: p50 {event.us_p50} µs, p99 {event.us_p99}, max {event.us_max})"
         )
-    rows: list[Row] = []
+    rows: list[DecisionTimes] = []
     collect_young_only()
-    for workers in options.workers:
-        for placement in chosen:
+    for workers in setting.workers:
+        for placement in setting.placements:
             source = traffic(workers)
-            router, _ = filled(placement, source, options.tree_tokens)
-            for tokens in options.prompt_tokens:
-                decisions = max(100, min(options.decisions, 10 * options.decisions * 1_000 // tokens))
+            router, _ = filled(placement, source, setting.tree_tokens)
+            for tokens in setting.prompt_tokens:
+                decisions = max(100, min(setting.decisions, 10 * setting.decisions * 1_000 // tokens))
                 row = measure(router, source, tokens, decisions=decisions, warm_up=max(100, decisions // 5))
                 rows.append(row)
                 show(
@@ -410,8 +401,8 @@ def run(options: argparse.Namespace, show: Show) -> dict[str, Any]:
         **record,
         "rows": [asdict(row) for row in rows],
         "bytes_per_token": per_token,
-        "event_tokens_per_s": min(row.tokens_per_s for row in events),
-        "events": [asdict(row) for row in events],
+        "event_tokens_per_s": min(event.tokens_per_s for event in events),
+        "events": [asdict(event) for event in events],
     }
 
 
@@ -424,12 +415,44 @@ def _resident_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Table and progress on stderr; the result is the last line of stdout."""
-    options = parse(sys.argv[1:] if arguments is None else arguments)
-    result = carry_out("router", lambda show: run(options, show), options.json)
+def main(
+    json: Annotated[Path | None, Option(metavar="FILE", help="Write the last line to FILE too.")] = None,
+    quick: Annotated[
+        bool, Option("--quick", help="A small tree and fewer decisions: under two minutes.")
+    ] = False,
+    placements: Annotated[str | None, Option(metavar="A,B", help="Only these.", show_default="all")] = None,
+    prompt_tokens: Annotated[Numbers, numbers("Prompt lengths.")] = PROMPT_TOKENS,
+    workers: Annotated[Numbers, numbers("Numbers of workers.")] = WORKERS,
+    tree_tokens: Annotated[
+        int | None,
+        Option(min=1, metavar="N", help="Size of the tree.", show_default="10 million; 2 if quick"),
+    ] = None,
+    decisions: Annotated[
+        int | None,
+        Option(
+            min=1, metavar="N", help="Decisions in a row of the table.", show_default="3000; 500 if quick"
+        ),
+    ] = None,
+    seed: Annotated[int, Option(help="Of the traffic.")] = 1,
+) -> int:
+    """How long one placement decision takes, by placement, prompt length and workers; the tree's events and memory.
+
+    Table and progress go to stderr. The result is the last line of stdout, as JSON.
+    """
+    try:
+        setting = Setting(
+            choose(placements),
+            prompt_tokens,
+            workers,
+            tree_tokens or (2_000_000 if quick else 10_000_000),
+            decisions or (500 if quick else 3_000),
+            seed,
+        )
+    except ValueError as error:
+        raise Mistake(str(error)) from None
+    result = carry_out("router", lambda show: run(setting, show), json)
     return 2 if result is None else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(commands.run(main, "sglang-fair bench router"))

@@ -10,23 +10,24 @@ import pytest
 from router.placement import PLACEMENTS
 from sglang_fair.bench.router import (
     PAGE,
-    Row,
+    DecisionTimes,
     Traffic,
     choose,
     filled,
+    main,
     measure,
     measure_events,
-    parse,
     quantile,
     table,
 )
 from sglang_fair.cli import BENCHES
+from sglang_fair.settings.commands import run
 
 LENGTHS = (200, 1_000)
 
 
-def row(placement: str, prompt_tokens: int, rate: float) -> Row:
-    return Row(placement, prompt_tokens, 8, rate, 10.0, 20.0, 30.0, 11.0, 22.0, 5.0, 0.5, 100, 0)
+def row(placement: str, prompt_tokens: int, rate: float) -> DecisionTimes:
+    return DecisionTimes(placement, prompt_tokens, 8, rate, 10.0, 20.0, 30.0, 11.0, 22.0, 5.0, 0.5, 100, 0)
 
 
 def test_traffic_is_the_same_for_the_same_seed():
@@ -85,8 +86,8 @@ def test_the_table_has_a_line_per_placement_and_marks_what_was_not_measured():
 
 
 def test_placements_are_chosen_by_name():
-    assert choose(None) == list(PLACEMENTS)
-    assert choose("preble,d2lpm") == ["preble", "d2lpm"]
+    assert choose(None) == tuple(PLACEMENTS)
+    assert choose("preble,d2lpm") == ("preble", "d2lpm")
     with pytest.raises(ValueError, match="unknown placement luck; there are d2lpm"):
         choose("luck")
 
@@ -95,10 +96,11 @@ def test_placements_are_chosen_by_name():
     "arguments",
     [["--workers", "0"], ["--tree-tokens", "1000"], ["--prompt-tokens", "8"], ["--decisions", "-1"]],
 )
-def test_bad_arguments_are_refused(arguments, capsys):
-    with pytest.raises(SystemExit):
-        parse(arguments)
-    assert "error" in capsys.readouterr().err
+def test_bad_arguments_are_refused_in_one_line(arguments, capsys):
+    assert run(main, "sglang-fair bench router", arguments) == 2
+    said = capsys.readouterr()
+    assert (said.out, said.err.count("\n")) == ("", 1)
+    assert arguments[0] in said.err
 
 
 def test_a_short_run_ends_with_one_line_of_json(tmp_path: Path):
@@ -125,9 +127,7 @@ def test_a_short_run_ends_with_one_line_of_json(tmp_path: Path):
 
 
 def test_an_unknown_placement_is_one_line(capsys):
-    from sglang_fair.bench.router import main
-
-    assert main(["--placements", "luck"]) == 2
+    assert run(main, "sglang-fair bench router", ["--placements", "luck"]) == 2
     assert capsys.readouterr().err == (
         f"sglang-fair bench router: unknown placement luck; there are {', '.join(PLACEMENTS)}\n"
     )
