@@ -162,17 +162,11 @@ class Router:
             return None
         self._give_up(event.id)
         self._orphans.pop(event.id, None)
-        if not self._workers:
-            return self._refuse(event.id, "no worker is up", retry=True)
-        if not self._workers.taking:
-            return self._refuse(
-                event.id, "no worker takes requests: each drains or does not answer", retry=True
-            )
         allowed = self._workers.taking
         if event.exclude:
             allowed = [worker for worker in allowed if worker.name not in event.exclude]
         if not allowed:
-            return self._refuse(event.id, "every worker that is up is excluded", retry=True)
+            return self._refuse(event.id, self._why_nobody(), retry=True)
         if self._holding is not None and not self._waiting_limit.take(event.client):
             reason = f"too many requests wait for a worker: {self._waiting_limit.held(event.client)} of this client"
             return self._refuse(event.id, reason, retry=True, is_full=True)
@@ -186,9 +180,16 @@ class Router:
             return None
         if self._holding is not None:
             self._waiting_limit.give(event.client)
-        worker = self._workers[name]
+        worker = self._workers.by_name[name]
         assert worker in allowed, worker.name
         return self._place(request, worker, match, peer, now_s)
+
+    def _why_nobody(self) -> str:
+        if not self._workers.by_name:
+            return "no worker is up"
+        if not self._workers.taking:
+            return "no worker takes requests: each drains or does not answer"
+        return "every worker that is up is excluded"
 
     def _refuse(self, request: str, reason: str, *, retry: bool, is_full: bool = False) -> Refuse:
         self._counts["refused"] += 1
@@ -246,7 +247,7 @@ class Router:
             _, peer = self._waiting.pop(request.id)
             self._waiting_limit.give(request.client)
             match = self._match(request)
-            actions.append((peer, self._place(request, self._workers[worker], match, peer, now_s)))
+            actions.append((peer, self._place(request, self._workers.by_name[worker], match, peer, now_s)))
         return actions
 
     def _match(self, request: Request) -> Match:
@@ -400,7 +401,7 @@ class Router:
         self.tree.clear(worker.name)
 
     def _cache_changed(self, event: CacheEvent) -> None:
-        if event.worker not in self._workers:
+        if event.worker not in self._workers.by_name:
             self._counts["cache event ignored"] += 1
             return
         match event:

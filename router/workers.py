@@ -72,64 +72,61 @@ class Flight:
     def begin(self) -> None:
         """Adds the request to its worker's load."""
         worker, input_tokens = self.worker, self.request.input_tokens
-        worker.count(1)
+        self.prefill_tokens = input_tokens - self.matched_tokens
+        self.decode_tokens = self.expected_tokens
+        worker.prefill_tokens += self.prefill_tokens
+        worker.decode_tokens += self.decode_tokens
         worker.dispatched += 1
         worker.dispatched_tokens += input_tokens
-        self._set_work(input_tokens - self.matched_tokens, self.expected_tokens)
+        worker.count(1)
 
     def produce(self, output_tokens: int) -> None:
         """`output_tokens` have been produced so far, so the prefill is over. Late reports of less are ignored."""
         if output_tokens > self.output_tokens:
             self.output_tokens = output_tokens
-            self._set_work(0, max(1.0, self.expected_tokens - output_tokens))
+            self._leave(max(1.0, self.expected_tokens - output_tokens))
 
     def end(self) -> None:
         """Takes the request off its worker's load."""
-        self._set_work(0, 0.0)
+        self._leave(0.0)
         self.worker.count(-1)
 
-    def _set_work(self, prefill_tokens: int, decode_tokens: float) -> None:
-        self.worker.prefill_tokens += prefill_tokens - self.prefill_tokens
-        self.worker.decode_tokens += decode_tokens - self.decode_tokens
-        self.prefill_tokens, self.decode_tokens = prefill_tokens, decode_tokens
+    def _leave(self, decode_tokens: float) -> None:
+        """So much is left to decode, and nothing to prefill."""
+        worker = self.worker
+        worker.prefill_tokens -= self.prefill_tokens
+        worker.decode_tokens += decode_tokens - self.decode_tokens
+        self.prefill_tokens, self.decode_tokens = 0, decode_tokens
 
 
 class WorkerTable:
-    """The workers that are up, in the order of their names. `taking` are those that take new requests."""
+    """The workers that are up. Only its methods change who is in it and who takes new requests."""
 
     def __init__(self) -> None:
+        self.by_name: dict[str, Worker] = {}
+        """In the order of names."""
         self.taking: list[Worker] = []
-        self._workers: dict[str, Worker] = {}
-
-    def __len__(self) -> int:
-        return len(self._workers)
+        """Those that take new requests, in the order of names."""
 
     def __iter__(self) -> Iterator[Worker]:
-        return iter(self._workers.values())
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._workers
-
-    def __getitem__(self, name: str) -> Worker:
-        return self._workers[name]
+        return iter(self.by_name.values())
 
     def get(self, name: str) -> Worker | None:
         """The worker of this name, if it is up."""
-        return self._workers.get(name)
+        return self.by_name.get(name)
 
     def add(self, up: WorkerUp) -> None:
         """A worker that was not up before."""
-        assert up.worker not in self._workers, up.worker
+        assert up.worker not in self.by_name, up.worker
         worker = Worker(up.worker, up.url, up.kv, up.replay, up.capacity)
         # Ties go to the worker that was sent fewer tokens: a newcomer must not win all of them.
         worker.dispatched_tokens = min((other.dispatched_tokens for other in self), default=0)
-        self._workers[up.worker] = worker
-        self._workers = dict(sorted(self._workers.items()))
+        self.by_name = dict(sorted({**self.by_name, up.worker: worker}.items()))
         self._list_taking()
 
     def remove(self, name: str) -> None:
         """The worker is gone, and the votes about it."""
-        del self._workers[name]
+        del self.by_name[name]
         self._list_taking()
 
     def set_draining(self, worker: Worker, draining: bool) -> None:

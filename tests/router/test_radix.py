@@ -289,7 +289,7 @@ def test_maps_stay_small_under_churn():
     live = tree.worker_tokens("a")
     assert live == 6000
     assert live <= tree.counters()["blocks"] <= 1.25 * live
-    assert len(tree._runs) <= 1.25 * live / 4
+    assert len(tree._blocks.runs) <= 1.25 * live / 4
     tree.check()
 
 
@@ -354,7 +354,7 @@ def test_a_parent_that_was_used_longer_ago_than_its_children_stays():
     tree.stored("a", (4, 5), 1, ids((4, 4, 5, 5)), PAGE)
     tree.removed("a", (3,))
     tree.removed("a", (5,))
-    assert next(iter(tree._confirmed)).key == ids((1, 1))
+    assert next(iter(tree._evictable.confirmed)).key == ids((1, 1))
     tree.stored("a", (6, 7, 8, 9), None, ids((6, 6, 7, 7, 8, 8, 9, 9)), PAGE)
     tree.check()
     assert tree.match(ids((1, 1))).tokens == 2
@@ -374,7 +374,7 @@ def test_what_a_replica_holds_is_evicted_last_and_never_while_there_is_room(step
             assert tokens + len(prompt) > max_tree_tokens
             assert tree.tokens > max_tree_tokens - 14  # no more than the leaves that it took
         if kind in ("hold", "release") and any(tree.worker_tokens(name) < held[name] for name in held):
-            assert not tree._guessed
+            assert not tree._evictable.guessed
         if not tree.evicted_tokens:
             assert tree.holdings(worker) == pair.model.holdings(worker)
 
