@@ -1,13 +1,13 @@
-"""Python's garbage collector in a process that keeps a large tree.
+"""Settings of Python's garbage collector for a process that keeps a large tree.
 
-A full collection visits every node of the tree: some 10 ms for a tree of ten million tokens, and it falls on
-whichever request is being placed. The core makes no garbage in cycles (a test watches), so only the young
-generations are collected.
+A full collection visits every node of the tree. That takes about 10 ms for ten million tokens, and delays whichever
+request is being placed. The core leaves no reference cycles behind (a test checks that), so collecting the young
+generations is enough.
 """
 
 import gc
 
 
 def collect_young_only() -> None:
-    """From here on, full collections happen only when asked for."""
+    """From now on, full collections happen only on request."""
     gc.set_threshold(10_000, 10, 1_000_000)

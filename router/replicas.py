@@ -1,16 +1,16 @@
-"""Follow one replica's KV events in order: a pure `Follower` of numbers, and the sockets that feed it.
+"""Follow one replica's KV events in order: a pure `Follower` of sequence numbers, and the sockets that feed it.
 
-A publisher numbers its batches from 0 and keeps the last ones for replay. PUB/SUB loses what is sent
-before a subscription and what overflows. So of a live number n, with e the next one expected:
+A publisher numbers its batches from 0 and keeps the last ones for replay. PUB/SUB loses what is sent before a
+subscription, and what overflows. So of a live batch number n, with e the next one expected:
 
-    n = e             apply
+    n = e             apply it
     n > e             a gap: hold n, ask for a replay from e, apply both in order
-    an old number     (n < e, or no higher than one before) on a batch that is newer than all others, by the
-                      replica's clock: it restarted, its cache is empty, begin again at 0
+    an old number     (n < e, or no higher than one before) on a batch that is newer than all others, by the replica's
+                      clock: the replica has restarted and its cache is empty; begin again at 0
     n < e otherwise   it came twice, or a replay was faster: drop it
 
-What no replay can heal is counted as lost and passed over: events are hints to placement, and a tree
-that misses some predicts fewer or staler hits, never a wrong answer.
+What no replay can bring back is counted as lost and passed over. KV events are hints to placement: a tree that misses
+some predicts fewer hits or hits that are gone, but no answer becomes wrong.
 """
 
 import math
@@ -28,7 +28,7 @@ from router.wire import (
 )
 
 MAX_HELD_BATCHES = 20_000
-"""Batches kept while a replay is under way; beyond it the gap is given up."""
+"""Batches held while a replay is under way; beyond, the gap is passed over."""
 
 RECONNECT_MS = 1_000
 """Longest pause between two attempts to connect."""
@@ -51,8 +51,8 @@ class FollowCounts:
 class Follower:
     """Turns numbered batches, live and replayed, into events in order. No sockets and no clock.
 
-    After each call `ask_from` is the number to ask a replay from, or None; the caller clears it by
-    `asked`. `reopen` tells that answers still under way belong to a replica that is gone.
+    After each call, `ask_from` is the number from which to ask for a replay, or None; the caller then calls `asked`.
+    If `reopen` is set, answers still under way are out of date: the caller must open a new replay socket.
     """
 
     def __init__(self, worker: str, can_replay: bool) -> None:
@@ -74,14 +74,14 @@ class Follower:
         return self._expected
 
     def asked(self, now_s: float) -> None:
-        """The replay that `ask_from` names has been asked for."""
+        """The caller has asked for a replay from `ask_from`."""
         self._replay_start, self.ask_from = self.ask_from, None
         self.counts.replays += 1
         if self._held:
             self._waiting_since_s = now_s
 
     def live(self, sequence: int, payload: bytes, now_s: float) -> list[CacheEvent]:
-        """A batch came from the PUB socket; the events that are now in order."""
+        """A batch came from the PUB socket. Returns the events that are now in order."""
         events: list[CacheEvent] = []
         if self._is_restart(sequence, payload):
             events.append(self._restart())
@@ -101,19 +101,19 @@ class Follower:
         return events
 
     def replayed(self, sequence: int, payload: bytes) -> list[CacheEvent]:
-        """A batch came from the replay socket; the events that are now in order."""
+        """A batch came from the replay socket. Returns the events that are now in order."""
         if self._replay_start is None or sequence < self._expected:
             return []
         self._held[sequence] = payload
         if sequence > self._expected:
-            # A replay answers in order: what it jumped over is no longer kept anywhere.
+            # A replay answers in order: the replica no longer has what it skipped.
             oldest = min(self._held)
             self.counts.lost_batches += oldest - self._expected
             self._expected = oldest
         return self._drain()
 
     def end_of_replay(self) -> list[CacheEvent]:
-        """The replica has sent all that it keeps; asks again while that makes progress."""
+        """The replica has sent all that it has. Asks again as long as that makes progress."""
         events: list[CacheEvent] = []
         start, self._replay_start = self._replay_start, None
         if start is None or not self._held:
@@ -125,7 +125,7 @@ class Follower:
         return events
 
     def give_up_after(self, timeout_s: float, now_s: float) -> list[CacheEvent]:
-        """Passes over the gap when a replay has kept batches waiting longer than `timeout_s`."""
+        """Passes over the gap if batches have waited for a replay for more than `timeout_s`."""
         events: list[CacheEvent] = []
         if self._held and now_s - self._waiting_since_s > timeout_s:
             self._replay_start, self.reopen = None, True
@@ -133,7 +133,7 @@ class Follower:
         return events
 
     def ask_again(self) -> None:
-        """The replay that was asked for reached nobody: ask on a fresh connection."""
+        """The request for a replay has reached nobody: ask on a new connection."""
         self.reopen = True
         if self._replay_start is not None:
             self._replay_start, self.ask_from = None, self._expected
@@ -186,12 +186,12 @@ class Follower:
 
 
 class Replica:
-    """The sockets to one replica's KV events: SUB to its stream, DEALER to its replay, if it has one."""
+    """The sockets to one replica's KV events: SUB for its stream, and DEALER for replays if it offers them."""
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], worker: str, kv: str, replay: str | None
     ) -> None:
-        """Connects; raises `zmq.ZMQError` for an address that is none."""
+        """Connects. Raises `zmq.ZMQError` for a malformed address."""
         self.kv, self.replay = kv, replay
         self.follower = Follower(worker, can_replay=replay is not None)
         self._context = context
@@ -210,7 +210,7 @@ class Replica:
             raise
 
     def open_replay(self) -> None:
-        """A fresh replay socket: answers to what was asked on the old one are gone with it."""
+        """Opens a new replay socket. Answers to what was asked on the old one are dropped with it."""
         self.follower.reopen = False
         if self.replay is None:
             return
@@ -222,7 +222,7 @@ class Replica:
         self.replay_socket.connect(self.replay)
 
     def ask_replay(self, now_s: float) -> bool:
-        """Sends the replay request that the follower wants, if it wants one; whether sockets changed."""
+        """Asks for a replay if the follower wants one. Returns whether the replay socket is a new one."""
         reopened = self.follower.reopen
         if reopened:
             self.open_replay()
@@ -233,7 +233,7 @@ class Replica:
         return reopened
 
     def on_kv(self, frames: list[bytes], now_s: float) -> list[CacheEvent]:
-        """A message of the stream: `[topic, number, batch]`. Raises `ProtocolError` for another shape."""
+        """A message of the stream, `[topic, number, batch]`. Raises `ProtocolError` for any other shape."""
         if len(frames) != 3:
             raise ProtocolError(f"a KV message has 3 frames, not {len(frames)}")
         sequence = decode_sequence(frames[1])
@@ -242,7 +242,7 @@ class Replica:
         return self.follower.live(sequence, frames[2], now_s)
 
     def on_replay(self, frames: list[bytes]) -> list[CacheEvent]:
-        """An answer to a replay request: `["", topic, number, batch]`. Raises `ProtocolError` likewise."""
+        """An answer to a replay request, `["", topic, number, batch]`. Raises `ProtocolError` for any other shape."""
         if len(frames) == 2 and frames[0] == b"":
             # Our own request: the socket is connected to itself, see HEARTBEAT_ANSWER.
             self.follower.ask_again()
@@ -257,7 +257,7 @@ class Replica:
         return self.follower.replayed(sequence, frames[3])
 
     def close(self) -> None:
-        """Closes both sockets; again is harmless."""
+        """Closes both sockets. Calling it twice is harmless."""
         self.kv_socket.close(0)
         if self.replay_socket is not None:
             self.replay_socket.close(0)

@@ -1,8 +1,7 @@
-"""Bytes to events and back, without a socket: token ids, namespaces and a replica's KV event batches.
+"""Bytes to events and back, without sockets: token ids, namespaces, and the KV event batches of a replica.
 
-SGLang publishes a KV batch as the msgpack array `[ts, [event, ...], dp_rank]`, each event a map tagged
-`type` (`sglang/srt/disaggregation/kv_events.py`). One event that makes no sense costs that event, not
-its batch: the count of what was skipped is returned beside what was understood.
+SGLang publishes a KV batch as the msgpack array `[ts, [event, ...], dp_rank]`, each event a map tagged with its `type`
+(`sglang/srt/disaggregation/kv_events.py`). An unreadable event is skipped and counted; the rest of its batch is used.
 """
 
 from collections.abc import Sequence
@@ -14,16 +13,16 @@ import numpy as np
 from router.events import CacheEvent, Cleared, ProtocolError, Removed, Stored
 
 GPU = "GPU"
-"""The only storage medium whose blocks a request can start from; others are not followed."""
+"""The storage medium from whose blocks a request can start. Blocks on other media are not followed."""
 
 HEARTBEAT = b""
-"""The message of a peer that is alive."""
+"""A peer sends it to show that it is alive."""
 
 HEARTBEAT_ANSWER = b"\0"
-"""What the router sends back. Another than `HEARTBEAT`, so that a socket connected to itself is noticed.
+"""The router's answer. It differs from `HEARTBEAT`, so that a peer notices a socket that is connected to itself.
 
-A TCP connection to a port that nobody listens on can succeed when that port lies in the range of outgoing
-ones: the kernel may pick it as the source, and the socket then talks to itself and keeps the port taken.
+A TCP connection to a port on which nobody listens can succeed if the port lies in the range of ephemeral ports: the
+kernel may choose the same port as the source. The socket then talks to itself and keeps the port taken.
 """
 
 SEQUENCE_BYTES = 8
@@ -31,7 +30,7 @@ END_OF_REPLAY = -1
 
 
 class BlockStored(msgspec.Struct, tag_field="type", tag="BlockStored", gc=False):
-    """Consecutive blocks that entered a replica's cache after block `parent_block_hash`."""
+    """A replica has cached consecutive blocks after block `parent_block_hash`."""
 
     block_hashes: tuple[int, ...]
     token_ids: list[int]
@@ -41,11 +40,11 @@ class BlockStored(msgspec.Struct, tag_field="type", tag="BlockStored", gc=False)
     cache_salt: str | None = None
     lora_name: str | None = None
     extra_key: str | None = None
-    """Said by replicas with the overlay alone."""
+    """Only replicas with the overlay send it."""
 
 
 class BlockRemoved(msgspec.Struct, tag_field="type", tag="BlockRemoved", gc=False):
-    """Blocks that left a replica's cache."""
+    """A replica has evicted blocks."""
 
     block_hashes: tuple[int, ...]
     medium: str | None = None
@@ -61,12 +60,12 @@ class _Batch(msgspec.Struct, array_like=True, gc=False):
 
 
 class KvBatch(msgspec.Struct, frozen=True, gc=False):
-    """One published batch: when (the replica's clock), what it means, and how many events were skipped."""
+    """One published batch. `published_s` is by the replica's clock."""
 
     published_s: float
     events: tuple[CacheEvent, ...]
     skipped: int
-    """Events that are not of this protocol. Blocks on another medium are understood, and left out."""
+    """How many events could not be read. Blocks on another medium are left out and not counted."""
 
 
 _BATCHES = msgspec.msgpack.Decoder(_Batch)
@@ -75,7 +74,7 @@ _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueEr
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
-    """Token ids as little-endian uint32. Raises `ProtocolError` for one that is none."""
+    """Token ids as little-endian uint32. Raises `ProtocolError` for anything that is not a token id."""
     try:
         return np.asarray(token_ids, dtype="<u4").tobytes()
     except (OverflowError, TypeError, ValueError) as error:
@@ -83,34 +82,34 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
 
 
 def unpack_tokens(tokens: bytes) -> list[int]:
-    """The ids in `tokens`."""
+    """The token ids in `tokens`: the inverse of `pack_tokens`."""
     return [int(token) for token in np.frombuffer(tokens, dtype="<u4")]
 
 
 def namespace(adapter: str | None = None, cache_salt: str | None = None, extra_key: str | None = None) -> str:
-    """One text for all that separates cached prefixes besides their tokens; "" when nothing does.
+    """One string for everything besides tokens that separates cached prefixes; "" if there is nothing.
 
-    SGLang's own KV events carry no extra key: of a replica without the overlay, what is cached under one is taken
-    to be cached under none.
+    SGLang's own KV events carry no extra key. What a replica without the overlay caches under an extra key is taken
+    to be cached without one.
     """
     parts = (adapter or "", cache_salt or "", extra_key or "")
     return "\x1f".join(parts) if any(parts) else ""
 
 
 def decode_sequence(frame: bytes) -> int:
-    """A sequence number: 8 bytes, big-endian, signed. Raises `ProtocolError` for another length."""
+    """A sequence number: 8 bytes, big-endian, signed. Raises `ProtocolError` for any other length."""
     if len(frame) != SEQUENCE_BYTES:
         raise ProtocolError(f"a sequence number has {SEQUENCE_BYTES} bytes, not {len(frame)}")
     return int.from_bytes(frame, "big", signed=True)
 
 
 def encode_sequence(sequence: int) -> bytes:
-    """The frame of a sequence number."""
+    """The inverse of `decode_sequence`."""
     return sequence.to_bytes(SEQUENCE_BYTES, "big", signed=True)
 
 
 def published_s(payload: bytes) -> float:
-    """When a batch was published, by the replica's clock. Raises `ProtocolError` when it cannot be read."""
+    """When a batch was published, by the replica's clock. Raises `ProtocolError` if it cannot be read."""
     try:
         return _BATCHES.decode(payload).ts
     except _UNREADABLE as error:
@@ -118,7 +117,7 @@ def published_s(payload: bytes) -> float:
 
 
 def decode_kv_batch(worker: str, payload: bytes) -> KvBatch:
-    """What `worker` published. Raises `ProtocolError` when the batch as a whole cannot be read."""
+    """The events of a batch of `worker`. Raises `ProtocolError` if the batch as a whole cannot be read."""
     try:
         batch = _BATCHES.decode(payload)
     except _UNREADABLE as error:

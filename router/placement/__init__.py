@@ -1,4 +1,4 @@
-"""Which worker for this request: the placements by name. A new one is one file and one line here."""
+"""The placements by name. A new one is one file here and one line in `PLACEMENTS`."""
 
 import json
 from dataclasses import fields
@@ -33,12 +33,12 @@ PLACEMENTS: dict[str, type[Placement]] = {
 
 
 def parameters(placement: str) -> tuple[str, ...]:
-    """The names of a placement's parameters: the fields of its dataclass."""
+    """The names of a placement's parameters, which are the fields of its dataclass."""
     return tuple(field.name for field in fields(_known(placement)) if field.init)  # type: ignore[arg-type]
 
 
 def build(placement: str, **values: object) -> Placement:
-    """The placement of this name. Raises ValueError for an unknown name, parameter, or value."""
+    """A new placement of this name. Raises ValueError for an unknown name or parameter, and for a bad value."""
     unknown = sorted(set(values) - set(parameters(placement)))
     if unknown:
         raise ValueError(f"placement {placement} has no parameter {', '.join(unknown)}")
@@ -51,7 +51,7 @@ def build(placement: str, **values: object) -> Placement:
 def parse_options(text: str) -> dict[str, object]:
     """A placement's parameters from `KEY=VALUE,...`. A value is JSON, such as a number, or a bare word.
 
-    Raises ValueError, in one line, for what is no pair and for a parameter that is given twice.
+    Raises ValueError, in one line, for anything that is not a pair, and for a parameter that is given twice.
     """
     return {name: parse_value(value) for name, value in split_pairs(text, "placement option")}
 

@@ -1,21 +1,21 @@
 """Cache-aware, the rule of sglang-router: follow the cached prefix until the loads are out of balance.
 
-For each request, with its thresholds:
+For each request, with load the number of requests in flight:
 
-* *Out of balance*, that is max - min > `balance_abs` and max > `balance_rel` x min of the requests in flight:
-  the least loaded worker.
-* Else, if more than `cache_threshold` of the prompt is cached somewhere: the first worker that holds the
-  longest match.
-* Else the least loaded worker. Ties in load go to whoever was sent fewer requests, then by name.
+* If the loads are *out of balance*, that is max - min > `balance_abs` and max > `balance_rel` x min: the least loaded
+  worker.
+* Else, if more than `cache_threshold` of the prompt is cached somewhere: the first worker that holds the longest
+  match.
+* Else the least loaded worker. Ties go to the worker that was sent fewer requests, then by name.
 
-Unit of fairness: none. Known leaks, kept because they are the rule: both conditions of the imbalance must
-hold, so 64 requests of skew per worker are borne; affinity and balance switch as a whole; of several holders
-one gets everything; a request counts as one whatever its length.
+Unit of fairness: none. Known leaks, kept because they are the rule: both conditions of the imbalance must hold, so
+64 requests of skew per worker are tolerated; affinity and balance switch as a whole; of several holders one gets
+everything; every request counts as one, whatever its length.
 
-Where it differs: sglang-router guesses from what it once routed, in a tree of its own; here, as for all
-placements, the match comes from the shared tree that follows the replicas' own events, and loads are per
-unit of capacity. It exchanges an unhealthy holder for the first healthy worker; here the excluded are left out
-before, so another holder, or the first worker if there is none.
+Differences: sglang-router guesses from what it once routed, in a tree of its own; here, as for all placements, the
+match comes from the shared tree that follows the replicas' own events, and loads are per unit of capacity. It
+replaces an unhealthy holder by the first healthy worker; here excluded workers are left out beforehand, so another
+holder is taken, or the first worker if there is none.
 """
 
 import math

@@ -1,22 +1,22 @@
-"""Centralised DLPM, the strawman of the DLPM paper (§5.1): one queue for all workers, here, and they pull from it.
+"""Centralised DLPM, the strawman of the DLPM paper (§5.1): one queue for all workers, in the router; workers pull.
 
-A worker that has fewer than `slots` requests per unit of capacity takes the next one. Which one is DLPM's choice
-(`sglang_fair.core.dlpm`), as if all workers were one: of the clients with a positive deficit the request with the
-longest prefix at that worker. For that every waiting request is matched again for every pull. A client pays for
-the tokens that the worker is not believed to hold when its request is sent, and for its output when it is done;
-what failed is given back.
+A worker with fewer than `slots` requests per unit of capacity takes the next one. DLPM (`sglang_fair.core.dlpm`)
+chooses it as if all workers were one: of the clients with a positive deficit, the request with the longest prefix at
+that worker. So every waiting request is matched again for every pull. A client pays for the tokens that the worker
+is not believed to hold when its request is sent, and for its output when it is done; a failed request gives the
+first charge back.
 
 Unit of fairness: service units, across all workers: two clients that both have requests waiting differ by at most
-2·(U + Q^u), with U as for one replica that runs all requests of the cluster. Trade-off: the bound does not grow
-with the number of workers, and nobody idles while anybody waits; in return each placement costs a match of the
-whole queue, and a freed slot stays empty for a round trip. This is why D2LPM exists: keep it to compare.
+2·(U + Q^u), with U as for one replica that runs all requests of the cluster. Trade-off: the bound does not grow with
+the number of workers, and no worker idles while anybody waits; in return each placement matches the whole queue, and
+a freed slot stays empty for a round trip. D2LPM exists because of this; it is kept for comparison.
 
-A slot should be a request that the worker can run: with fewer slots its batch is small, with more the queue, and
-with it the choice, moves to the worker. How many it can run depends on their length, so the default is a compromise:
-with 16 it had 0.4 of D2LPM's throughput on four A100s (documents, judges, trees, a production mix) and 1.5 times its
-P99, with 64 0.6 and 1.2 times, with 256 0.65 and 1.6 times.
+A slot should be a request that the worker can run. With fewer slots its batch is small; with more, the queue moves to
+the worker, and with it the choice. How many requests it can run depends on their length, so the default is a
+compromise. On four A100s (documents, judges, trees, a production mix) it had, beside D2LPM, 0.4 of the throughput and
+1.5 times the P99 with 16 slots, 0.6 and 1.2 times with 64, 0.65 and 1.6 times with 256.
 
-Debts are kept of every client that owes, as DLPM does; of those that do not, `remembered_clients`.
+The debt of every client that owes is kept, as DLPM does; of other clients, `remembered_clients`.
 """
 
 from collections import Counter
@@ -34,8 +34,8 @@ from sglang_fair.core.job import Job
 
 @dataclass
 class CentralizedDlpm(Memoryless):
-    """`quantum` is Q^u, for a client across all workers; `slots` are a worker's requests at a time, per unit of
-    capacity; the two weights are prices of tokens."""
+    """`quantum` is Q^u, of a client across all workers. `slots` limits a worker's requests in flight, per unit of
+    capacity. The two weights are the prices of a prompt token and of an output token."""
 
     uses_progress: ClassVar[bool] = False
 
@@ -49,9 +49,9 @@ class CentralizedDlpm(Memoryless):
     _dlpm: Dlpm = field(init=False, repr=False)
     _waiting: dict[str, tuple[Request, Job]] = field(default_factory=dict, init=False, repr=False)
     _requests: Counter[str] = field(default_factory=Counter, init=False, repr=False)
-    """By client: those that wait and those in flight."""
+    """How many each client has waiting or in flight."""
     _pulled: set[str] = field(default_factory=set, init=False, repr=False)
-    """Those on their way from here to their worker."""
+    """Requests that `next` has returned and `placed` has not confirmed."""
     _arrivals: int = field(default=0, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -63,7 +63,7 @@ class CentralizedDlpm(Memoryless):
         )
 
     def place(self, request: Request, match: Match, workers: Sequence[WorkerView], now_s: float) -> None:
-        """The request waits."""
+        """None: every request waits."""
         self._arrivals += 1
         job = Job(request.id, request.client, request.input_tokens, arrival=self._arrivals)
         self._waiting[request.id] = request, job
@@ -73,7 +73,7 @@ class CentralizedDlpm(Memoryless):
     def next(
         self, workers: Sequence[WorkerView], match: Callable[[Request], Match]
     ) -> tuple[Request, str] | None:
-        """What the least loaded worker that has room and is not refused by all pulls."""
+        """What the least loaded worker with a free slot pulls, unless all waiting requests exclude it."""
         roomy = [worker for worker in workers if worker.load < self.slots]
         while roomy:
             name = least_loaded(roomy)
@@ -84,12 +84,12 @@ class CentralizedDlpm(Memoryless):
         return None
 
     def give_up(self, request: Request) -> None:
-        """It leaves the queue and costs nothing."""
+        """The request leaves the queue; it costs nothing."""
         self._leave(request)
         self._ended(request.client)
 
     def placed(self, request: Request, worker: str, match: Match, now_s: float) -> None:
-        """Charges what is not cached."""
+        """Charges the prompt tokens that are not cached."""
         if request.id in self._pulled:
             self._pulled.remove(request.id)
         else:  # it did not wait here
@@ -125,7 +125,7 @@ class CentralizedDlpm(Memoryless):
         self._dlpm.leave(job)
 
     def _ended(self, client: str) -> None:
-        """One of the client's requests waits no more, or runs no more."""
+        """One request fewer of `client` is waiting or in flight."""
         self._requests[client] -= 1
         if not self._requests[client]:
             del self._requests[client]

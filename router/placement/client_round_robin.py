@@ -1,11 +1,11 @@
-"""Round robin per client: each client goes through all workers by its own pointer.
+"""Round robin per client: each client goes through all workers in turn.
 
-Unit of fairness: with a fair scheduler at every worker the difference between backlogged clients is bounded
-by the number of workers times the local bound (DLPM paper, Theorem A.6); VTC with it is the paper's fair
-baseline. Trade-off: every client's load is spread evenly, every prefix is computed on every worker.
+Unit of fairness: with a fair scheduler at every worker, backlogged clients differ by at most the number of workers
+times the local bound (DLPM paper, Theorem A.6). With VTC at the workers it is the paper's fair baseline. Trade-off:
+every client's load is spread evenly, and every prefix is computed on every worker.
 
-A client starts at a worker that its name picks, so that many clients of one request each do not meet at the
-first.
+A hash of its name says where a client starts, so that many clients with one request each do not meet at the first
+worker.
 """
 
 import zlib
@@ -21,7 +21,7 @@ from router.radix import Match
 
 @dataclass
 class ClientRoundRobin(Memoryless):
-    """A pointer for each of the last `max_clients` clients. Forgotten ones start over."""
+    """Remembers the last worker of the latest `max_clients` clients; the others start over."""
 
     uses_caches: ClassVar[bool] = False
     uses_progress: ClassVar[bool] = False
@@ -42,7 +42,7 @@ class ClientRoundRobin(Memoryless):
         return after(last, workers)
 
     def placed(self, request: Request, worker: str, match: Match, now_s: float) -> None:
-        """Moves this client's pointer."""
+        """Remembers the worker, and forgets the client that has not come for longest."""
         self._last[request.client] = worker
         self._last.move_to_end(request.client)
         if len(self._last) > self.max_clients:

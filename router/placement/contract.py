@@ -1,9 +1,8 @@
 """What a placement sees, what it decides, and what it is told.
 
-A placement answers one question: which worker for this request? It keeps no count of requests in flight and
-no belief about caches: loads come with `workers`, cached prefixes with `match`, both owned by the router's
-core. What it keeps beyond that (credits, pointers, costs) is its own, and bounded in the number of clients
-and requests.
+A placement answers one question: which worker for this request? It neither counts the requests in flight nor keeps
+track of caches: loads come with `workers` and cached prefixes with `match`, both from the router's core. What else it
+keeps (credits, pointers, costs) is its own, and bounded in the number of clients and requests.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ from router.radix import Match
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request that needs a worker. `tokens` is its prompt, `input_tokens` their number."""
+    """One request that needs a worker. `tokens` is its prompt, of `input_tokens` tokens."""
 
     id: str
     client: str
@@ -26,12 +25,12 @@ class Request:
     max_output_tokens: int = 0
     namespace: str = ""
     exclude: tuple[str, ...] = ()
-    """Workers that are not to have it. For a placement that holds it; else they are left out of `workers`."""
+    """Workers that must not get it. `workers` never has them; a placement that holds requests must look here."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A request that was placed and is over, however it ended."""
+    """A placed request that is over, however it ended."""
 
     request: Request
     worker: str
@@ -43,31 +42,31 @@ class Ended:
 
 
 class WorkerView(Protocol):
-    """A worker that is up, as a placement may look at it. Loads are of what was sent there and is not done."""
+    """A worker that is up, as a placement sees it. Loads are of the requests that were sent there and are not over."""
 
     @property
     def name(self) -> str:
-        """Its name, unique among workers."""
+        """Unique among the workers."""
         ...
 
     @property
     def capacity(self) -> float:
-        """Its speed beside that of a worker of capacity 1."""
+        """Its speed relative to a worker of capacity 1."""
         ...
 
     @property
     def load(self) -> float:
-        """Requests, divided by its capacity: s_w of D2LPM."""
+        """Requests in flight, divided by its capacity: s_w of D2LPM."""
         ...
 
     @property
     def prefill_tokens(self) -> float:
-        """Prompt tokens that it was not believed to cache, of requests that have no output yet."""
+        """Prompt tokens, without those taken to be cached there, of requests that have no output yet."""
         ...
 
     @property
     def decode_tokens(self) -> float:
-        """Output tokens still to come, as far as their clients' past answers and their own limits tell."""
+        """Output tokens still to come, estimated from each client's past answers and the requests' own limits."""
         ...
 
     @property
@@ -77,30 +76,33 @@ class WorkerView(Protocol):
 
     @property
     def dispatched_tokens(self) -> int:
-        """Prompt tokens sent to it so far, for ties: whoever had less comes first."""
+        """Prompt tokens sent to it so far. It breaks ties: fewer comes first."""
         ...
 
 
 class Placement(Protocol):
-    """Chooses workers. Deterministic: the same calls give the same choices. Every order it uses is total.
+    """Chooses workers. Deterministic: the same calls give the same choices. Every order that it uses is total.
 
-    The core promises: `worker_up` before a worker appears in `workers`, `worker_down` after `done` of all
-    that was placed there; `workers` is never empty, in the order of names, and leaves out whom the request
-    excludes; each `place` that names a worker is followed by `placed` of the same request, and each `placed` by
-    exactly one `done`; `placed` without `place` is a request that came to its worker without this router, and may be at
-    any worker that is up; `now_s` never falls.
+    The core promises:
+
+    * `workers` is never empty, in the order of names, and without those that the request excludes.
+    * `worker_up` comes before a worker is in `workers`; `worker_down` after `done` of all that was placed there.
+    * Each `place` that names a worker is followed by `placed` of the same request, each `placed` by one `done`.
+    * `placed` without `place` is a request that came to its worker without this router; that may be any worker
+      that is up.
+    * `now_s` never falls.
     """
 
     uses_caches: ClassVar[bool]
-    """Whether a choice can depend on what workers have cached. Where not, nobody need tell the router."""
+    """Whether a choice can depend on what workers have cached. If not, nobody needs to tell the router."""
 
     uses_progress: ClassVar[bool]
-    """Whether a choice can depend on how far a running answer has come. Where not, nobody need tell the router."""
+    """Whether a choice can depend on how far running answers are. If not, nobody needs to tell the router."""
 
     def place(
         self, request: Request, match: Match, workers: Sequence[WorkerView], now_s: float
     ) -> str | None:
-        """The name of one of `workers`. May refill credits, charges nothing. None: see `Holding`."""
+        """The name of one of `workers`; None if the request must wait (`Holding`). It may refill credits only."""
         ...
 
     def placed(self, request: Request, worker: str, match: Match, now_s: float) -> None:
@@ -112,11 +114,11 @@ class Placement(Protocol):
         ...
 
     def worker_up(self, worker: str, capacity: float = 1.0) -> None:
-        """`worker` is new, or back with nothing of what it had."""
+        """`worker` is new, or is back without anything that it had before."""
         ...
 
     def worker_changed(self, worker: str, capacity: float) -> None:
-        """`worker` is as it was, but of another capacity."""
+        """`worker` has another capacity; everything else is as before."""
         ...
 
     def worker_down(self, worker: str) -> None:
@@ -124,52 +126,47 @@ class Placement(Protocol):
         ...
 
     def credits(self, limit: int) -> dict[str, dict[str, float]]:
-        """Client -> worker -> credit left, of `limit` clients at most, the latest first; empty if none."""
+        """Client -> worker -> credit, for at most `limit` clients, the latest first. Empty if there are no credits."""
         ...
 
 
 @runtime_checkable
 class Holding(Protocol):
-    """What a placement adds that lets requests wait with it, until a worker is ready for one.
+    """What a placement adds that lets requests wait until a worker is ready for one.
 
-    Its `place` returns None: the request is its own now. The core promises to ask `next` after everything
-    that happens while requests wait; each request leaves by `next`, followed by `placed`, or by `give_up`.
+    If its `place` returns None, it has the request in its queue. The core promises to ask `next` after everything
+    that happens while requests wait. Each request leaves by `next`, followed by `placed`, or by `give_up`.
     """
 
     def next(
         self, workers: Sequence[WorkerView], match: Callable[[Request], Match]
     ) -> tuple[Request, str] | None:
-        """A request that leaves the queue now, and the name of one of `workers`; None: the others wait on."""
+        """A request that leaves the queue now, and the name of one of `workers`; None if all must wait."""
         ...
 
     def give_up(self, request: Request) -> None:
-        """`request` waits no more: whoever asked has gone, or was served elsewhere."""
+        """`request` leaves the queue: its gateway is gone or has withdrawn it, or it was served elsewhere."""
         ...
 
 
 class Memoryless:
-    """What a placement does that decides by what it is shown: it remembers nothing."""
+    """Base of placements that decide by their arguments alone: whatever they are told makes no difference."""
 
     uses_caches: ClassVar[bool] = True
     uses_progress: ClassVar[bool] = True
 
-    def placed(self, request: Request, worker: str, match: Match, now_s: float) -> None:
-        """Changes nothing."""
+    def placed(self, request: Request, worker: str, match: Match, now_s: float) -> None: ...
 
-    def done(self, ended: Ended, now_s: float) -> None:
-        """Changes nothing."""
+    def done(self, ended: Ended, now_s: float) -> None: ...
 
-    def worker_up(self, worker: str, capacity: float = 1.0) -> None:
-        """Changes nothing."""
+    def worker_up(self, worker: str, capacity: float = 1.0) -> None: ...
 
-    def worker_changed(self, worker: str, capacity: float) -> None:
-        """Changes nothing."""
+    def worker_changed(self, worker: str, capacity: float) -> None: ...
 
-    def worker_down(self, worker: str) -> None:
-        """Changes nothing."""
+    def worker_down(self, worker: str) -> None: ...
 
     def credits(self, limit: int) -> dict[str, dict[str, float]]:
-        """None are kept."""
+        """Empty: there are no credits."""
         return {}
 
 
@@ -179,7 +176,7 @@ _W = TypeVar("_W", bound=WorkerView)
 
 
 def least(workers: Sequence[_W], costs: Sequence[float]) -> _W:
-    """The worker of least cost, one cost each; among equals, who was sent fewer tokens so far; then by name."""
+    """The worker with the least of `costs`, one for each. Ties: fewer tokens sent so far, then by name."""
     lowest = min(costs)
     if costs.count(lowest) == 1:
         return workers[costs.index(lowest)]
@@ -188,5 +185,5 @@ def least(workers: Sequence[_W], costs: Sequence[float]) -> _W:
 
 
 def least_loaded(workers: Sequence[WorkerView]) -> str:
-    """The least loaded of `workers`; among equals as in `least`."""
+    """The name of the least loaded worker. Ties as in `least`."""
     return least(workers, [worker.load for worker in workers]).name

@@ -1,20 +1,20 @@
-"""The books of D2LPM: a credit q[i,w] for every client i and worker w, refilled by quanta.
+"""D2LPM's accounts: a credit q[i,w] for every client i and worker w, refilled by quanta.
 
-q[i,w] <= Q[i,w] = quantum x weight of the client x capacity of the worker, always; it may fall far below zero,
-since outputs are charged late. When a client has no credit at any worker that it may use, rounds pass until it
-has some: in a round, every worker's credit grows by its quantum. The rounds are counted and made in one step,
-so a refill costs the same however many are due. When workers are excluded, only those that are left decide how
-many rounds are due, and the others stop at their quantum.
+Always q[i,w] <= Q[i,w] = quantum x weight of the client x capacity of the worker. It may fall far below zero, because
+outputs are charged late. When a client has no credit at any worker that it may use, rounds pass until it has some: in
+a round, every worker's credit grows by its quantum. The rounds are counted and applied in one step, so a refill costs
+the same however many are due. When workers are excluded, the others decide how many rounds are due; the credit at the
+excluded ones stops at their quantum.
 
-A new worker, or one that came back, starts at a full quantum for every client: usable at once, its old debt
-gone with its queue.
+A new worker, or one that came back, starts at a full quantum for every client: it can be used at once, and the old
+debt is gone with the old queue.
 
-Memory is bounded without erasing debt. Of the clients that have nothing in flight the longest idle ones are
-forgotten beyond `max_clients`. If no credit of theirs is negative that loses credit, never debt. Else their
-row goes into one of `_ESTATES` buckets, picked by the client's name, which keeps the least credit per
-worker of all that went there; whoever is not known starts with the row of its bucket, or with zeros. So a
-debtor finds its debt or more of it, though not what credit it had left elsewhere; a stranger that shares
-its bucket is sent to other workers first, and loses nothing else.
+Memory is bounded without erasing debt. Beyond `max_clients`, the clients without requests in flight that have been
+idle longest are forgotten. A client without negative credit loses credit by that, never debt. The row of a debtor
+goes into one of `_ESTATES` buckets, chosen by a hash of its name, which keeps the least credit per worker of all that
+went there. An unknown client starts with the row of its bucket, or with zeros. So a debtor finds its debt or a larger
+one, though not the credit that it had at other workers; a stranger in the same bucket is sent to other workers first,
+and loses nothing else.
 """
 
 import math
@@ -32,7 +32,7 @@ _ESTATES = 1024
 
 @dataclass(slots=True)
 class _Account:
-    """One client: its credit per worker, and its requests in flight. A worker not named: a full quantum."""
+    """One client: its requests in flight, and its credit per worker, a full quantum where there is no entry."""
 
     credit: dict[str, float]
     in_flight: int = 0
@@ -55,25 +55,25 @@ class Credits:
         self._estates: dict[int, dict[str, float]] = {}
 
     def usable(self, client: str, workers: Sequence[WorkerView]) -> list[WorkerView]:
-        """Those of `workers` at which `client` has credit as things stand."""
+        """Those of `workers` at which `client` has credit, without a refill."""
         left = self._account(client).credit.get
         return [worker for worker in workers if left(worker.name, 1.0) > 0]
 
     def available(self, client: str, workers: Sequence[WorkerView]) -> list[WorkerView]:
-        """Those of `workers` at which `client` has credit, at least one: refills when there is none."""
+        """Those of `workers` at which `client` has credit; if there is none, refills first. At least one."""
         while not (found := self.usable(client, workers)):
             self._refill(client, self._account(client).credit, workers)
         return found
 
     def begin(self, client: str, worker: str, units: float) -> None:
-        """A request of `client` was sent to `worker`, which costs it `units`."""
+        """A request of `client` was sent to `worker`: charges `units`."""
         account = self._account(client)
         account.in_flight += 1
         self._idle.pop(client, None)
         account.credit[worker] = self._of(client, account.credit, worker) - units
 
     def end(self, client: str, worker: str, units: float, refund: float = 0.0) -> None:
-        """It is over and costs `units` more; `refund` of its first charge is given back."""
+        """It is over: charges `units` more, and gives `refund` of the first charge back."""
         account = self._account(client)
         credit = self._of(client, account.credit, worker) - units
         if refund:
@@ -86,7 +86,7 @@ class Credits:
             self._forget()
 
     def worker_up(self, worker: str, capacity: float) -> None:
-        """Everybody has a full quantum there."""
+        """Every client has a full quantum there."""
         self._capacity[worker] = capacity
 
     def worker_changed(self, worker: str, capacity: float) -> None:
@@ -98,7 +98,7 @@ class Credits:
                 account.credit[worker] = min(limit, account.credit[worker])
 
     def worker_down(self, worker: str) -> None:
-        """Its credits go with it."""
+        """Drops all credit there."""
         del self._capacity[worker]
         for account in self._accounts.values():
             account.credit.pop(worker, None)
@@ -106,7 +106,7 @@ class Credits:
             row.pop(worker, None)
 
     def latest(self, limit: int) -> dict[str, dict[str, float]]:
-        """q[i,w] of the clients that came last."""
+        """q[i,w] of the latest clients, those with requests in flight first."""
         busy = [client for client in reversed(self._accounts) if client not in self._idle]
         clients = (busy + list(reversed(self._idle)))[:limit]
         rows = {client: self._accounts[client].credit for client in clients}
@@ -121,7 +121,7 @@ class Credits:
         return self._quantum_of(client, worker) if known is None else known
 
     def _refill(self, client: str, credit: dict[str, float], workers: Sequence[WorkerView]) -> None:
-        """As many rounds as make the credit at one of `workers` positive; at none of these it is."""
+        """Applies as many rounds as make the credit at one of `workers` positive. It is positive at none of them."""
         unit = self._quantum * self._weights.of(client)
         quanta = {worker: unit * capacity for worker, capacity in self._capacity.items()}
         rounds = min(math.floor(-credit[worker.name] / quanta[worker.name]) + 1 for worker in workers)

@@ -1,29 +1,28 @@
 """D2LPM: follow the longest cached prefix for as long as the client has credit at a worker that holds it.
 
-For every client i and worker w there is a credit q[i,w] (DLPM paper, Algorithm 2; the books are in `credit`).
-A request goes to the least loaded of the workers that hold its longest prefix and at which its client has
-credit left; if there is none, to the least loaded of all at which it has credit. It pays there for its whole
-prompt when it is sent, cached or not, so that a client with one long prefix spreads too, and for its output
-when it is done. When a client has no credit anywhere, it gets one quantum at every worker, as many times as
-it takes: Qw is the stretch for which a client may stick to one worker.
+For every client i and worker w there is a credit q[i,w] (DLPM paper, Algorithm 2; `credit` keeps the accounts). A
+request goes to the least loaded of the workers that hold its longest prefix and at which its client has credit left;
+if there is none, to the least loaded of all at which the client has credit. There it pays for its whole prompt when
+it is sent, cached or not, so that a client with one long prefix spreads too, and for its output when it is done. A
+client without credit anywhere gets one quantum at every worker, as many times as it takes: Qw is how long a client
+may stay with one worker.
 
-Unit of fairness: none by itself. With a fair scheduler at every worker, clients that are backlogged
-everywhere differ by at most 2 |W| (U + Qu) in service (Theorem 5.1), whatever Qw is, as long as it is
-finite; with Qw infinite a client never leaves its prefix and nothing is bounded (Theorem A.5).
+Unit of fairness: none by itself. With a fair scheduler at every worker, clients that are backlogged everywhere differ
+by at most 2 |W| (U + Qu) in service (Theorem 5.1), for any finite Qw; with Qw infinite a client never leaves its
+prefix and nothing is bounded (Theorem A.5).
 
-Choices the paper leaves open. Workers may differ: the quantum at a worker, and what counts as load there, are
-in proportion to its capacity; so is the quantum to the client's weight, because a client with twice the service
-uses it up twice as fast. Ties go to the worker that was sent fewer tokens so far, then by name. A request that
-failed gives its prompt's charge back. A match shorter than one page is no match: the tree knows whole pages
+Choices that the paper leaves open. Workers may differ: the quantum at a worker, and what counts as load there, are in
+proportion to its capacity. The quantum is also in proportion to the client's weight, because a client with twice the
+service uses it up twice as fast. Ties go to the worker that was sent fewer tokens so far, then by name. A failed
+request gets its prompt's charge back. A match shorter than one page is no match, because the tree knows whole pages
 only. Prices are linear in tokens.
 
-As printed, any match makes its holders the only candidates. Behind a system prompt that all clients share, a
-client then stays with one worker for a whole Qw, for a few hundred tokens of its prompts: the larger Qw, the more
-the workers' loads differ. `cache_threshold` is the cure, the same as in `cache_aware`: a match is followed if it
-is more than that part of the prompt. 0 is the paper's algorithm.
+As printed, any match makes its holders the only candidates. Behind a system prompt that all clients share, a client
+then stays with one worker for a whole Qw, for the sake of a few hundred tokens: the larger Qw, the more the loads of
+the workers differ. `cache_threshold` is the cure, as in `cache_aware`: a match is followed if it is more than that
+part of the prompt. 0 is the paper's algorithm.
 
-Load is the number of requests, as in the paper. `d2lpm_tokens` and `d2lpm_time` are the same with another
-idea of what makes a worker the better one.
+Load is the number of requests, as in the paper. `d2lpm_tokens` and `d2lpm_time` compare workers in another way.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,11 +38,11 @@ from sglang_fair.common.weights import Weights
 
 @dataclass
 class Credited:
-    """What placements share that refill and charge as D2LPM does, wherever among the workers a request goes.
+    """Refills and charges as D2LPM does; its subclasses choose the worker.
 
-    `worker_quantum` is Qw in units of service, which the two weights say for a prompt and an output token.
-    `charge` "full" charges the whole prompt, as the paper does; "extend" only what the worker is not believed
-    to hold. `client_weights` are 1 unless given. `max_clients` are remembered one by one.
+    `worker_quantum` is Qw in units of service; the two weights are the prices of a prompt token and of an output
+    token. `charge` "full" charges the whole prompt, as the paper does; "extend" only what the worker is not believed
+    to hold. `client_weights` are 1 unless given. The accounts of `max_clients` clients are kept exactly.
     """
 
     uses_caches: ClassVar[bool] = True
@@ -67,29 +66,29 @@ class Credited:
         self._credits = Credits(self.worker_quantum, Weights(self.client_weights), self.max_clients)
 
     def placed(self, request: Request, worker: str, match: Match, now_s: float) -> None:
-        """Charges the prompt."""
+        """Charges the prompt, or what is not cached of it."""
         self._credits.begin(request.client, worker, self._price(request, match.of(worker)))
 
     def done(self, ended: Ended, now_s: float) -> None:
-        """Charges the output; a failed dispatch gives the prompt's charge back."""
+        """Charges the output. A request that failed gets its first charge back."""
         refund = self._price(ended.request, ended.matched_tokens) if ended.outcome == "failed" else 0.0
         units = self.output_weight * ended.output_tokens
         self._credits.end(ended.request.client, ended.worker, units, refund)
 
     def worker_up(self, worker: str, capacity: float = 1.0) -> None:
-        """Everybody has a full quantum there."""
+        """Every client has a full quantum there."""
         self._credits.worker_up(worker, capacity)
 
     def worker_changed(self, worker: str, capacity: float) -> None:
-        """Its quantum changes."""
+        """The quantum there follows the capacity."""
         self._credits.worker_changed(worker, capacity)
 
     def worker_down(self, worker: str) -> None:
-        """Its credits go with it."""
+        """Drops all credit there."""
         self._credits.worker_down(worker)
 
     def credits(self, limit: int) -> dict[str, dict[str, float]]:
-        """q[i,w] of the clients that came last."""
+        """q[i,w] of the latest clients."""
         return self._credits.latest(limit)
 
     def _price(self, request: Request, matched_tokens: int) -> float:
@@ -111,7 +110,7 @@ class D2lpm(Credited):
             raise ValueError(f"cache_threshold is {self.cache_threshold}: it is a share, from 0 to 1")
 
     def place(self, request: Request, match: Match, workers: Sequence[WorkerView], now_s: float) -> str:
-        """SelectWorker(G, i), with G the holders of the longest match."""
+        """The paper's SelectWorker(G, i), with G the holders of the longest match."""
         client, credits = request.client, self._credits
         holders: list[WorkerView] = []
         if match.tokens > self.cache_threshold * request.input_tokens:
@@ -119,7 +118,7 @@ class D2lpm(Credited):
             holders = [worker for worker in workers if held(worker.name) == match.tokens]
         candidates = credits.usable(client, holders)
         if not candidates:
-            available = credits.available(client, workers)  # where credit is refilled
+            available = credits.available(client, workers)  # this may refill
             candidates = credits.usable(client, holders) or available
         return self._least_loaded(candidates)
 

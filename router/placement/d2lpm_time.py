@@ -1,33 +1,33 @@
-"""D2LPM that weighs saved prefill against queueing, both in seconds, for whoever asks and for all others.
+"""D2LPM that weighs saved prefill against queueing, in seconds, for the request itself and for all others.
 
-Among the workers at which the client has credit (as in `d2lpm`), a request of L tokens, m_w of them cached at w,
-goes to the one where it adds least to the time that all requests spend in the cluster:
+Among the workers at which the client has credit (as in `d2lpm`), a request of L tokens, m_w of them cached at w, goes
+to the worker where it adds least to the time that all requests spend in the cluster:
 
     cost_s(w) = a_w x (P_w + L - m_w) + b_w x D_w  +  _DELAYED x n_w x a_w x (L - m_w)
 
-P_w and D_w are the tokens that w has still to prefill and to decode, n_w the requests in flight there, a_w its
-seconds per prefilled token, b_w its seconds per decoded token. The first two terms are the request's own: until all
-that it has to wait for is done. The last is everybody else's: computing L - m_w tokens delays each request in flight
-at w by that long, those that decode too, and as many more as come while these are served; hence _DELAYED = 2.
-So an idle worker is used at once, even if it has to compute a prefix again, since nobody is delayed there. Under
-overload, where n_w is large, computing again what another worker holds costs more than almost any wait. A shorter
-match counts for what it saves: no threshold.
+P_w and D_w are the tokens that w has still to prefill and to decode, n_w the requests in flight there, a_w its seconds
+per prefilled token, b_w its seconds per decoded token. The first two terms are the request's own time, until all that
+it has to wait for is done. The last is everybody else's: computing L - m_w tokens delays each request in flight at w
+by that long, also those that decode, and as many more as arrive while these are served; hence _DELAYED = 2. So an
+idle worker is used at once, even if it must compute a prefix again, because nobody is delayed there. Under overload,
+where n_w is large, computing again what another worker holds costs more than almost any wait. A shorter match counts
+for what it saves; there is no threshold.
 
-The rates are measured. Of each request that was served, with P_w and n_w as they were when it was sent to w:
+The rates are measured. Of each served request, with P_w and n_w as they were when it was sent to w:
 
     a_w: time to first token over (P_w + its own tokens that were not cached)
     b_w: time per output token over n_w + 1, because the batch shares the engine
 
-Each is a ratio of two sums that forget (by `_FORGET` a sample), so many tokens weigh more than few, and it
-starts from a guess that weighs like `_GUESS_SAMPLES` such requests: the pace of all workers so far per unit of
-capacity, and in the beginning `prefill_tokens_per_s` and `decode_tokens_per_s`. One sample is believed within
-a factor of `_FAR` of what is known and within `_FASTEST_S` and `_SLOWEST_S`, whatever a gateway reports, so a rate
-stays positive and finite. If nothing is ever measured the guesses are used.
+Each is a ratio of two sums with exponential decay (by `_FORGET` a sample), so requests with many tokens weigh more. It
+starts from a guess that weighs like `_GUESS_SAMPLES` requests: the pace of all workers so far per unit of capacity, at
+first `prefill_tokens_per_s` and `decode_tokens_per_s`. One sample is clipped to within a factor of `_FAR` of what is
+known and to between `_FASTEST_S` and `_SLOWEST_S`, so a rate stays positive and finite whatever a gateway reports. If
+nothing is ever measured, the guesses are used.
 
-Unit of fairness and guarantee: those of `d2lpm`, whose proof does not ask what load is. Trade-offs: work is taken to
-be done in the order of arrival, which it is not where each replica is fair, so a_w is an average over clients; the
-times include what lies between gateway and engine, which looks like slow prefill; and all that would be evicted to
-make room is left out. How it compares is measured in `docs/results.md`, beyond-tokens.
+Unit of fairness and guarantee: those of `d2lpm`, whose proof does not depend on what load is. Trade-offs: work is taken
+to be done in the order of arrival, which is not so where each replica is fair, so a_w is an average over clients; the
+times include what lies between gateway and engine, which looks like slow prefill; what would be evicted to make room
+is not counted. `docs/results.md`, beyond-tokens, compares it with the others.
 """
 
 import math
@@ -41,16 +41,16 @@ from router.radix import Match
 _FORGET = 0.02
 _GUESS_SAMPLES = 5
 _GUESS_TOKENS = 200
-"""Tokens of one such request."""
+"""Tokens of one request of the guess."""
 _FAR = 10.0
 _FASTEST_S, _SLOWEST_S = 1e-8, 10.0
-"""Per token: whatever is measured lies between."""
+"""Bounds of what is believed, per token."""
 _DELAYED = 2.0
-"""Requests that added work delays, for each in flight: itself, and one that comes while it is served."""
+"""How many requests added work delays for each in flight: itself, and one that arrives while it is served."""
 
 
 class Pace:
-    """Seconds per token, as a ratio of sums that forget. Positive and finite whatever it is told."""
+    """Seconds per token, as a ratio of two decaying sums. Always positive and finite."""
 
     __slots__ = ("_seconds", "_tokens", "s_per_token")
 
@@ -74,7 +74,7 @@ class Pace:
 
 @dataclass(slots=True)
 class _Paces:
-    """A worker's, or those of all per unit of capacity."""
+    """Of one worker, or of all workers per unit of capacity."""
 
     prefill: Pace
     decode: Pace
@@ -83,7 +83,7 @@ class _Paces:
 
 @dataclass(slots=True)
 class _Sent:
-    """What stood before a request at the worker that it was sent to: P_w with its own tokens, and n_w + 1."""
+    """The worker's work when a request was sent there: P_w with the request's own tokens, and n_w + 1."""
 
     prefill_tokens: float
     requests: float
@@ -99,9 +99,9 @@ class D2lpmTime(Credited):
     _all: _Paces = field(init=False, repr=False)
     _paces: dict[str, _Paces] = field(default_factory=dict, init=False, repr=False)
     _rates: dict[str, tuple[float, float, float]] = field(default_factory=dict, init=False, repr=False)
-    """By worker: a_w, b_w, and the requests that added work delays, per unit of load. Read for every decision."""
+    """By worker: a_w, b_w, and how many requests added work delays per unit of load. Read for every decision."""
     _sent: dict[str, _Sent] = field(default_factory=dict, init=False, repr=False)
-    """By request in flight."""
+    """By id of the request in flight."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -111,7 +111,7 @@ class D2lpmTime(Credited):
         self._all = _Paces(Pace(1 / rates[0]), Pace(1 / rates[1]))
 
     def place(self, request: Request, match: Match, workers: Sequence[WorkerView], now_s: float) -> str:
-        """Of the workers at which its client has credit, the one where it adds least."""
+        """Of the workers at which the client has credit, the one where the request adds least."""
         available = self._credits.available(request.client, workers)
         chosen = least(available, self.costs_s(request, match, available))
         self._sent[request.id] = _Sent(
@@ -121,7 +121,7 @@ class D2lpmTime(Credited):
         return chosen.name
 
     def done(self, ended: Ended, now_s: float) -> None:
-        """Charges as `d2lpm` does, and learns the worker's rates from a request that was served."""
+        """Charges as `d2lpm` does, and learns the worker's rates if the request was served."""
         super().done(ended, now_s)
         sent = self._sent.pop(ended.request.id, None)
         if sent is None or ended.outcome != "ok":
@@ -138,7 +138,7 @@ class D2lpmTime(Credited):
         self._rate(ended.worker)
 
     def worker_up(self, worker: str, capacity: float = 1.0) -> None:
-        """Starts at the pace of all, for its capacity."""
+        """It starts at the pace of all workers, in proportion to its capacity."""
         super().worker_up(worker, capacity)
         self._paces[worker] = _Paces(
             Pace(self._all.prefill.s_per_token / capacity),
@@ -148,18 +148,18 @@ class D2lpmTime(Credited):
         self._rate(worker)
 
     def worker_changed(self, worker: str, capacity: float) -> None:
-        """What was measured stands; new times correct it."""
+        """The measured rates stay; new samples correct them."""
         super().worker_changed(worker, capacity)
         self._paces[worker].capacity = capacity
         self._rate(worker)
 
     def worker_down(self, worker: str) -> None:
-        """Its credits and its pace go with it."""
+        """Drops its credits and its rates."""
         super().worker_down(worker)
         del self._paces[worker], self._rates[worker]
 
     def costs_s(self, request: Request, match: Match, workers: Sequence[WorkerView]) -> list[float]:
-        """Seconds that `request` adds at each of `workers`: its own until it is prefilled, and everybody's delay."""
+        """Seconds that `request` adds at each of `workers`: its own until it is prefilled, and the delay of others."""
         held, rates, tokens = match.lengths.get, self._rates, request.input_tokens
         return [
             (rate := rates[worker.name])[0]
@@ -169,7 +169,7 @@ class D2lpmTime(Credited):
         ]
 
     def _rate(self, worker: str) -> None:
-        """Keeps at hand what `costs_s` needs of `worker`."""
+        """Stores what `costs_s` needs of `worker`."""
         pace = self._paces[worker]
         self._rates[worker] = (
             pace.prefill.s_per_token,

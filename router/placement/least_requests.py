@@ -1,7 +1,7 @@
 """Least requests: the worker with the fewest requests in flight, per unit of capacity.
 
-Unit of fairness: none. Trade-off: even in the number of requests at any moment, so a slow worker gets fewer;
-blind to their length and to caches.
+Unit of fairness: none. Trade-off: at any moment the workers have equal numbers of requests, so a slow one gets fewer;
+neither the length of requests nor caches count.
 """
 
 from collections.abc import Sequence
@@ -20,5 +20,5 @@ class LeastRequests(Memoryless):
     uses_progress: ClassVar[bool] = False
 
     def place(self, request: Request, match: Match, workers: Sequence[WorkerView], now_s: float) -> str:
-        """The least loaded."""
+        """The least loaded worker."""
         return least_loaded(workers)

@@ -1,11 +1,11 @@
-"""Least tokens: the worker that has the least to compute still, at the price of each token.
+"""Least tokens: the worker with the least work left, in tokens weighted by their prices.
 
-What a worker owes is w_e x the prompt tokens it has still to prefill + w_q x the output tokens it has still to
-make, per unit of capacity. Prefill leaves out what the router believes to be cached there, and counts until
-the request's first output is reported; output is what the client's past answers let expect.
+The work of a worker is w_e x the prompt tokens that it has still to prefill + w_q x the output tokens that it has
+still to decode, per unit of capacity. Prompt tokens that the router believes to be cached there do not count, the
+others until the request's first output is reported. Output tokens are estimated from each client's past answers.
 
-Unit of fairness: none. Trade-off: sees length, where counting requests does not, and is as good as the
-expected lengths; it does not follow caches, but a worker that happens to hold a prefix looks less busy after.
+Unit of fairness: none. Trade-off: it sees the length of requests, and is as good as the expected lengths. It does not
+follow caches, but a worker that happens to hold the prefix of a request looks less busy afterwards.
 """
 
 import math
@@ -18,7 +18,7 @@ from router.radix import Match
 
 @dataclass
 class LeastTokens(Memoryless):
-    """The two weights are the prices of a prompt and of an output token."""
+    """The two weights are the prices of a prompt token and of an output token."""
 
     extend_weight: float = 1.0
     output_weight: float = 2.0
@@ -27,8 +27,8 @@ class LeastTokens(Memoryless):
         check_prices(self.extend_weight, self.output_weight)
 
     def place(self, request: Request, match: Match, workers: Sequence[WorkerView], now_s: float) -> str:
-        """Who owes least; ties as in `least`."""
-        return least(workers, owed(workers, self.extend_weight, self.output_weight)).name
+        """The worker with the least work. Ties as in `least`."""
+        return least(workers, work_left(workers, self.extend_weight, self.output_weight)).name
 
 
 def check_prices(extend_weight: float, output_weight: float) -> None:
@@ -37,8 +37,8 @@ def check_prices(extend_weight: float, output_weight: float) -> None:
         raise ValueError("extend_weight and output_weight are finite and not negative")
 
 
-def owed(workers: Sequence[WorkerView], extend_weight: float, output_weight: float) -> list[float]:
-    """What each of `workers` has still to compute, in units of service per unit of capacity."""
+def work_left(workers: Sequence[WorkerView], extend_weight: float, output_weight: float) -> list[float]:
+    """The work left at each of `workers`, in units of service per unit of capacity."""
     return [
         (extend_weight * worker.prefill_tokens + output_weight * worker.decode_tokens) / worker.capacity
         for worker in workers

@@ -1,7 +1,7 @@
 """Power of two choices: of two workers drawn at random, the less loaded.
 
-Unit of fairness: none. Trade-off: nearly as even as looking at all workers, and many routers that do not know
-of each other do not all run to the same one; blind to caches.
+Unit of fairness: none. Trade-off: nearly as even as a choice among all workers, and routers that do not know of each
+other do not all choose the same worker; caches do not count.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from router.radix import Match
 
 @dataclass
 class PowerOfTwo(Memoryless):
-    """The draws follow from `seed`: give each router its own."""
+    """The draws follow from `seed`. Give each router its own."""
 
     uses_caches: ClassVar[bool] = False
     uses_progress: ClassVar[bool] = False
@@ -28,5 +28,5 @@ class PowerOfTwo(Memoryless):
         self._random = Random(self.seed)
 
     def place(self, request: Request, match: Match, workers: Sequence[WorkerView], now_s: float) -> str:
-        """The less loaded of two different workers; the one, where there is only one."""
+        """The less loaded of two different workers. If there is only one worker, that one."""
         return least_loaded(self._random.sample(workers, min(2, len(workers))))

@@ -1,8 +1,8 @@
 """Round robin over requests: each worker in turn, whoever asks. SGLang's own default.
 
-Unit of fairness: none; a client gets as much of a worker as it sends. Trade-off: even in the number of
-requests, blind to their length and to caches. With a local LPM queue it is the baseline "RR + LPM" of
-the DLPM paper.
+Unit of fairness: none; a client gets service in proportion to what it sends. Trade-off: every worker gets the same
+number of requests; neither their length nor caches count. With a local LPM queue it is the baseline "RR + LPM" of the
+DLPM paper.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from router.radix import Match
 
 @dataclass
 class RoundRobin(Memoryless):
-    """One pointer for all: the next worker by name after the last one chosen."""
+    """Remembers the last worker; the next one by name is next."""
 
     uses_caches: ClassVar[bool] = False
     uses_progress: ClassVar[bool] = False
@@ -27,10 +27,10 @@ class RoundRobin(Memoryless):
         return after(self._last, workers)
 
     def placed(self, request: Request, worker: str, match: Match, now_s: float) -> None:
-        """Moves the pointer."""
+        """Remembers the worker."""
         self._last = worker
 
 
 def after(last: str, workers: Sequence[WorkerView]) -> str:
-    """The first name greater than `last`, or the first of all; `workers` are in the order of names."""
+    """The first name greater than `last`, or the first of all. `workers` are in the order of names."""
     return next((worker.name for worker in workers if worker.name > last), workers[0].name)

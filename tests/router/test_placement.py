@@ -33,7 +33,8 @@ from router.placement.credit import Credits
 from router.placement.d2lpm import D2lpm
 from router.placement.d2lpm_time import D2lpmTime, Pace
 from router.placement.outputs import ExpectedOutputs
-from router.placement.preble import Preble, PrefillCost
+from router.placement.preble import Preble
+from router.placement.prefix_window import PrefillCost
 from router.radix import Match
 from sglang_fair.settings.program import parse
 from workloads.simulation import Site
@@ -1153,7 +1154,7 @@ def test_preble_knows_what_every_worker_costs_after_any_traffic(probe):
         held = rng.choice([Match(), Match(100, ("a", "b"), {"a": 100, "b": 100})])
         go(placement, asked, held, views[: rng.randrange(1, 4)], float(now))
         if rng.random() < 0.2:
-            prefix = rng.choice(list(placement._prefixes.values()))
+            prefix = rng.choice(list(placement._window.prefixes.values()))
             placement._assign(prefix, rng.sample("abc", rng.randrange(1, 4)))
         for load in placement._loads.values():
             for new_tokens in (0, 100, 400, 10_000):
@@ -1218,7 +1219,7 @@ def test_preble_replicates_a_prefix_that_is_alone_when_its_worker_slows_down():
     assert placement.place(prompt(1), held, views, 160.0) == "b"
     # after the window nothing of it is left
     placement.place(prompt(3), Match(), views, 1000.0)
-    assert not placement._prefixes
+    assert not placement._window.prefixes
     assert [load.load_s for load in placement._loads.values()] == [0, 0]
 
 
@@ -1229,7 +1230,7 @@ def test_preble_counts_a_shared_prefix_once_the_tree_branches_there():
     for tail in (3, 4, 5):
         match = Match(100, ("a",), {"a": 100}, (100,))
         placement.placed(prompt(1, tail, 100, 40), "a", match, 0.0)
-    shared = max(placement._prefixes.values(), key=lambda prefix: prefix.requests)
+    shared = max(placement._window.prefixes.values(), key=lambda prefix: prefix.requests)
     assert (shared.requests, shared.new_tokens, shared.end_tokens) == (3, 100, 100)
     assert shared.cost_s == pytest.approx((1 - 300 / 420) * 3 * 0.1)
 
@@ -1238,5 +1239,5 @@ def test_preble_windows_are_bounded():
     placement = preble("a", "b", max_window=10)
     for head in range(100):
         go(placement, prompt(head), Match(), [View("a"), View("b")])
-    assert len(placement._window) == len(placement._prefixes) == 10
+    assert len(placement._window) == len(placement._window.prefixes) == 10
     assert sum(len(load.prefixes) for load in placement._loads.values()) == 10
