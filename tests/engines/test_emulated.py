@@ -1,154 +1,37 @@
-"""The emulated GPU: what it makes of a GPU's name, its clock, its fork server, and a replica and a cluster of it."""
+"""The emulated GPU: what it makes of a GPU's name, what its processes are told, and a replica and a cluster of it."""
 
-import asyncio
-import json
 import os
-import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import numpy as np
-import psutil
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from sglang_fair.cluster.child import Child
 from sglang_fair.cluster.options import ConfigError, Options, check
-from sglang_fair.cluster.plan import LineReady, Machine, Model, Process, build, check_memory
+from sglang_fair.cluster.plan import LineReady, Machine, Model, build, check_memory
 from sglang_fair.cluster.ports import Ports, ReplicaPorts
-from sglang_fair.common.files import read_json
 from sglang_fair.engines import replica
 from sglang_fair.engines.emulated import settings
 from sglang_fair.models import catalog as models
 from sglang_fair.sim.answers import answer
-from sglang_fair.sim.cost_model import Fitted, Scaled, make_cost_model, to_json
+from sglang_fair.sim.cost_model import make_cost_model, to_json
 from sglang_fair.sim.emulation import Emulation
-from sglang_fair.sim.gpu_clock import GpuClock, in_words, since
-from tests.live import Cluster, Replica, lives
-from tests.waiting import wait_until
+from tests.live import Replica
 
 A100 = Emulation("a100-80g", "llama-3.1-8b")
 EMULATED = ("--engine", "emulated", "--gpu", "a10g", "--model", "llama-3.2-3b")
 
 
-class TestSettings:
-    def test_the_kv_pool_is_what_the_gpu_has_beside_the_model(self) -> None:
-        room = 0.88 * 81_920 * 2**20 - A100.shape.weight_bytes
-        assert A100.kv_tokens == pytest.approx(room / (2 * 32 * 8 * 128 * 2), rel=1e-4)
-        assert 400_000 < A100.kv_tokens < 500_000
-
-    @pytest.mark.parametrize(
-        ("gpu", "tokens"), [("a10g", 4096), ("a100-80g", 8192), ("h100", 8192), ("h200", 8192)]
-    )
-    def test_a_chunk_is_sglang_s_default_for_the_gpu(self, gpu: str, tokens: int) -> None:
-        assert Emulation(gpu, "llama-3.1-8b").chunked_prefill_tokens == tokens
-
-    def test_its_speed_is_the_roofline_a_calibration_or_either_scaled(self, tmp_path: Path) -> None:
-        assert A100.make_cost(read_json) == make_cost_model("a100-80g/llama-3.1-8b")
-        measured = Fitted(0.01, 1e-4, 0.0, 0.0, 0.01, 0.0, 0.0)
-        path = tmp_path / "measured.json"
-        path.write_text(json.dumps(to_json(measured)))
-        scaled = Emulation("h100", "llama-3.1-8b", str(path), 0.5)
-        assert scaled.make_cost(read_json) == Scaled(measured, 0.5)
-        assert scaled.describe(read_json)["cost"]["factor"] == 0.5
-        assert "h100" in str(scaled)
-        assert "x 0.5" in str(scaled)
-
+class TestEnvironment:
     def test_it_reaches_sglang_s_processes_in_the_environment(self) -> None:
         emulation = Emulation("h200", "llama-2-7b", None, 2.0)
         variables = settings.environment(emulation)
         assert settings.read(variables) == emulation
         assert variables["OMP_NUM_THREADS"] == os.environ.get("OMP_NUM_THREADS", "1")
-
-    @pytest.mark.parametrize(
-        ("given", "said"),
-        [
-            (("tpu", "llama-3.1-8b"), "unknown --gpu 'tpu'; there are a10g, a100-80g"),
-            (("a10g", "tiny"), "unknown --model 'tiny'; there are llama-3.2-3b"),
-            (("a10g", "llama-3.2-3b", None, 0.0), "--time-scale must be a number above 0, not 0.0"),
-        ],
-    )
-    def test_what_cannot_be_emulated(self, given: tuple, said: str) -> None:
-        with pytest.raises(ValueError, match=said):
-            Emulation(*given)
-
-
-class TestClock:
-    steps = st.lists(st.tuples(st.floats(0.001, 1.0), st.floats(0.0, 2.0)), min_size=1, max_size=20)
-
-    @given(steps)
-    def test_steps_run_one_after_another_and_none_before_it_is_launched(
-        self, steps: list[tuple[float, float]]
-    ) -> None:
-        clock, now_s, before_s, stalled_s = GpuClock(), 1.0, 1.0, 0.0
-        for takes_s, later_s in steps:
-            now_s += later_s
-            end_s = clock.launch(takes_s, now_s=now_s, cpu_s=0.0, after_idle=False)
-            assert end_s == pytest.approx(max(before_s, now_s) + takes_s)
-            stalled_s += max(0.0, now_s - before_s) if before_s > 1.0 else 0.0
-            before_s = end_s
-        report = clock.report()
-        assert report["steps"] == len(steps)
-        assert report["busy_s"] == pytest.approx(sum(takes_s for takes_s, _ in steps))
-        assert report["stalled_s"] == pytest.approx(stalled_s)
-
-    def test_waiting_for_requests_is_no_stall(self) -> None:
-        clock = GpuClock()
-        clock.launch(1.0, now_s=0.0, cpu_s=5.0, after_idle=True)
-        clock.launch(1.0, now_s=10.0, cpu_s=6.0, after_idle=True)
-        clock.launch(1.0, now_s=11.5, cpu_s=6.25, after_idle=False)
-        report = clock.report()
-        assert (report["stalled_s"], report["scheduler_cpu_s"]) == (0.5, 0.25)
-
-    def test_lateness(self) -> None:
-        clock = GpuClock()
-        assert clock.report()["late_p99_s"] is None
-        for late_s in (0.0, 0.5, -1.0, 0.25):
-            end_s = clock.launch(1.0, now_s=0.0, cpu_s=0.0, after_idle=False)
-            clock.ended(end_s, now_s=end_s + late_s)
-        report = clock.report()
-        assert (report["late_s"], report["late_max_s"]) == (0.75, 0.5)
-        assert report["late_p99_s"] in (0.25, 0.5)
-
-    def test_a_run_s_timing_in_words(self) -> None:
-        idle = GpuClock().report()
-        clock = GpuClock()
-        clock.launch(1.0, now_s=0.0, cpu_s=0.0, after_idle=True)
-        end_s = clock.launch(1.0, now_s=1.5, cpu_s=0.004, after_idle=False)
-        clock.ended(end_s, now_s=end_s + 0.002)
-        passed = since(clock.report(), idle)
-        assert in_words([passed, since(idle, idle)]) == (
-            "emulated GPUs stalled for 25.0% of their time at most; their 2 steps were read 1.00 ms late "
-            "and cost 2.00 ms of scheduling each"
-        )
-        assert in_words([since(idle, idle)]) == "no step was run"
-
-
-class TestFolder:
-    def test_a_token_is_a_byte(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        from tokenizers import Tokenizer
-
-        monkeypatch.setenv("SGLANG_FAIR_CACHE", str(tmp_path))
-        model = models.find("emulated:llama-3.1-8b")
-        tokenizer = Tokenizer.from_file(f"{model.path}/tokenizer.json")
-        text = "Zürich,\n42 \x00é ~"
-        assert tokenizer.encode(text).ids == list(text.encode())
-        assert tokenizer.decode(tokenizer.encode(text).ids) == text
-        assert tokenizer.decode(list(range(97, 123))) == "abcdefghijklmnopqrstuvwxyz"
-        assert tokenizer.encode("<|im_end|>").ids == [259]
-        assert json.loads(Path(model.path, "config.json").read_text())["vocab_size"] == 128_256
-        assert model.context_tokens == 131_072
-
-    def test_another_model_is_none_of_ours(self) -> None:
-        with pytest.raises(ValueError, match=r"unknown model 'gpt' to emulate; there are llama-3\.2-3b"):
-            models.find("emulated:gpt")
 
 
 class TestReplicaArguments:
@@ -248,153 +131,6 @@ class TestPlan:
         check(Options(device=device))
 
 
-FAKE_FORK_SERVER = """
-import os, signal, socket, subprocess, sys, time
-from sglang_fair.engines import fork_server
-from sglang_fair.engines import replica
-
-def main(argv):
-    print("I am", *argv, os.environ["SAID"], flush=True)
-    if argv[0] == "sleeps":
-        child = subprocess.Popen(["sleep", "60"])
-        print("child", child.pid, flush=True)
-        child.wait()
-    return int(argv[1])
-
-def slowly(make_session=os.setsid):
-    time.sleep(0.5)
-    make_session()
-
-def fork_slowly(fork=os.fork):
-    pid = fork()
-    if pid == 0:
-        time.sleep(0.5)
-    return pid
-
-replica.main = main
-if "slowly" in sys.argv:
-    os.setsid = slowly
-if "forks slowly" in sys.argv:
-    os.fork = fork_slowly
-with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-    listener.bind("\\0" + sys.argv[1])
-    listener.listen()
-    print("ready to fork replicas", flush=True)
-    fork_server.ForkServer(listener).run()
-"""
-
-
-@contextmanager
-def fake_fork_server(name: str, *how: str) -> Iterator["subprocess.Popen[bytes]"]:
-    with subprocess.Popen(
-        [sys.executable, "-c", FAKE_FORK_SERVER, name, *how], stdout=subprocess.PIPE
-    ) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets are Linux's")
-class TestForkServer:
-    @staticmethod
-    def spec(fork_server: str, *argv: str) -> Process:
-        return Process("r0", "replica", argv, LineReady("x"), 1.0, 1.0, {"SAID": "hello"}, None, fork_server)
-
-    @staticmethod
-    async def started(spec: Process) -> tuple[Child, list[str]]:
-        lines: list[str] = []
-        return await Child.start(spec, lambda _, line: lines.append(line)), lines
-
-    def test_replicas_have_output_environment_session_and_exit_code_of_their_own(self) -> None:
-        name = f"sglang-fair-test/{os.getpid()}/a"
-
-        async def both() -> None:
-            (first, said), (second, said_too) = await asyncio.gather(
-                self.started(self.spec(name, "one", "3")), self.started(self.spec(name, "two", "0"))
-            )
-            assert first.pid != second.pid
-            assert (await first.exited(), await second.exited()) == ("exit code 3", "exit code 0")
-            assert (said, said_too) == (["I am one 3 hello"], ["I am two 0 hello"])
-
-        with fake_fork_server(name):
-            asyncio.run(both())
-
-    def test_one_that_is_killed_takes_its_session_along_and_not_its_siblings(self) -> None:
-        name = f"sglang-fair-test/{os.getpid()}/b"
-
-        async def killed() -> None:
-            first, said = await self.started(self.spec(name, "sleeps", "0"))
-            second, _ = await self.started(self.spec(name, "sleeps", "0"))
-            await first.saw("child")
-            grandchild = int(said[-1].split()[1])
-            assert os.getsid(grandchild) == first.pid != os.getsid(os.getpid())
-            os.kill(first.pid, signal.SIGKILL)
-            assert await first.exited() == "killed by SIGKILL"
-            assert not lives(grandchild)
-            assert second.running
-            await second.stop(asyncio.Event())
-            assert not lives(second.pid)
-
-        with fake_fork_server(name):
-            asyncio.run(killed())
-
-    def test_a_signal_that_comes_before_a_replica_has_begun_ends_it_and_not_its_siblings(self) -> None:
-        name = f"sglang-fair-test/{os.getpid()}/f"
-
-        async def killed() -> None:
-            first, _ = await self.started(self.spec(name, "sleeps", "0"))
-            await first.saw("child")
-            second, _ = await self.started(self.spec(name, "sleeps", "0"))
-            os.kill(second.pid, signal.SIGTERM)
-            assert await second.exited() == "killed by SIGTERM"
-            assert lives(first.pid)
-            await first.stop(asyncio.Event())
-
-        with fake_fork_server(name, "forks slowly"):
-            asyncio.run(killed())
-
-    @pytest.mark.parametrize("how", [(), ("slowly",)], ids=["its session is there", "not yet"])
-    def test_whoever_asked_is_gone(self, how: tuple[str, ...]) -> None:
-        name = f"sglang-fair-test/{os.getpid()}/c"
-        with fake_fork_server(name, *how), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-            connection.connect(f"\0{name}")
-            wanted = {"argv": ["sleeps", "0"], "env": {"SAID": "x"}}
-            socket.send_fds(connection, [json.dumps(wanted).encode()], [2])
-            pid = json.loads(connection.recv(4096))["pid"]
-            assert lives(pid)
-            connection.close()
-            wait_until(lambda: not lives(pid), "the orphan's end", 10.0)
-
-    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-    def test_a_fork_server_that_ends_takes_its_replicas_along(self, number: signal.Signals) -> None:
-        name = f"sglang-fair-test/{os.getpid()}/d"
-
-        async def orphaned(fork_server: "subprocess.Popen[bytes]") -> None:
-            child, _ = await self.started(self.spec(name, "sleeps", "0"))
-            await child.saw("child")
-            fork_server.send_signal(number)
-            assert await child.exited() == "killed by SIGKILL"
-            assert not lives(child.pid)
-
-        with fake_fork_server(name) as fork_server:
-            asyncio.run(orphaned(fork_server))
-
-    def test_a_fork_server_that_is_still_importing_is_waited_for(self) -> None:
-        name = f"sglang-fair-test/{os.getpid()}/e"
-
-        async def early() -> None:
-            starting = asyncio.create_task(self.started(self.spec(name, "one", "0")))
-            await asyncio.sleep(0.3)
-            with fake_fork_server(name):
-                child, _ = await starting
-                assert await child.exited() == "exit code 0"
-
-        asyncio.run(early())
-
-
 @pytest.fixture(scope="module")
 def emulated() -> Iterator[Replica]:
     with Replica(*EMULATED, "--policy", "dlpm") as one:
@@ -491,22 +227,3 @@ def test_without_its_hooks_the_model_cannot_be_loaded() -> None:
     )
     assert ended.returncode == 1
     assert "SGLang did not apply the hooks on sglang.srt.managers.tp_worker" in ended.stderr
-
-
-@pytest.mark.e2e
-def test_a_cluster_forks_its_replicas_and_one_that_is_killed_returns() -> None:
-    with Cluster("--engine", "emulated", "--gpu", "a10g", "--model", "llama-3.2-3b") as cluster:
-        facts = cluster.addresses
-        assert facts["emulated"]["gpu"] == "a10g"
-        assert "emulated a10g with llama-3.2-3b" in cluster.log.read_text()
-        assert psutil.Process(facts["pids"]["r0"]).ppid() == facts["pids"]["fork-server"]
-        body = {"model": "default", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
-        ask = f"{cluster.url}/v1/chat/completions"
-        first = httpx.post(ask, json=body, timeout=60).json()["choices"][0]["message"]["content"]
-        assert [books["policy"] for books in cluster.books()] == ["dlpm", "dlpm"]
-        os.kill(facts["pids"]["r0"], signal.SIGKILL)
-        wait_until(lambda: "r0 ended: killed by SIGKILL" in cluster.log.read_text(), "the death of r0", 30.0)
-        wait_until(lambda: cluster.log.read_text().count("r0 is ready") == 2, "r0's return", 120.0)
-        for _ in range(4):
-            told = httpx.post(ask, json=body, timeout=60).json()
-            assert told["choices"][0]["message"]["content"] == first

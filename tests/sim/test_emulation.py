@@ -1,0 +1,48 @@
+"""What is emulated: memory, chunks and speed of a GPU with a model."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sglang_fair.common.files import read_json
+from sglang_fair.sim.cost_model import Fitted, Scaled, make_cost_model, to_json
+from sglang_fair.sim.emulation import Emulation
+
+A100 = Emulation("a100-80g", "llama-3.1-8b")
+
+
+class TestEmulation:
+    def test_the_kv_pool_is_what_the_gpu_has_beside_the_model(self) -> None:
+        room = 0.88 * 81_920 * 2**20 - A100.shape.weight_bytes
+        assert A100.kv_tokens == pytest.approx(room / (2 * 32 * 8 * 128 * 2), rel=1e-4)
+        assert 400_000 < A100.kv_tokens < 500_000
+
+    @pytest.mark.parametrize(
+        ("gpu", "tokens"), [("a10g", 4096), ("a100-80g", 8192), ("h100", 8192), ("h200", 8192)]
+    )
+    def test_a_chunk_is_sglang_s_default_for_the_gpu(self, gpu: str, tokens: int) -> None:
+        assert Emulation(gpu, "llama-3.1-8b").chunked_prefill_tokens == tokens
+
+    def test_its_speed_is_the_roofline_a_calibration_or_either_scaled(self, tmp_path: Path) -> None:
+        assert A100.make_cost(read_json) == make_cost_model("a100-80g/llama-3.1-8b")
+        measured = Fitted(0.01, 1e-4, 0.0, 0.0, 0.01, 0.0, 0.0)
+        path = tmp_path / "measured.json"
+        path.write_text(json.dumps(to_json(measured)))
+        scaled = Emulation("h100", "llama-3.1-8b", str(path), 0.5)
+        assert scaled.make_cost(read_json) == Scaled(measured, 0.5)
+        assert scaled.describe(read_json)["cost"]["factor"] == 0.5
+        assert "h100" in str(scaled)
+        assert "x 0.5" in str(scaled)
+
+    @pytest.mark.parametrize(
+        ("given", "said"),
+        [
+            (("tpu", "llama-3.1-8b"), "unknown --gpu 'tpu'; there are a10g, a100-80g"),
+            (("a10g", "tiny"), "unknown --model 'tiny'; there are llama-3.2-3b"),
+            (("a10g", "llama-3.2-3b", None, 0.0), "--time-scale must be a number above 0, not 0.0"),
+        ],
+    )
+    def test_what_cannot_be_emulated(self, given: tuple, said: str) -> None:
+        with pytest.raises(ValueError, match=said):
+            Emulation(*given)
