@@ -10,7 +10,7 @@ import pytest
 from hypothesis import settings
 
 from sglang_fair.engines import cpu
-from tests.live import Cluster, Replica
+from tests.support.live import Cluster, Replica
 
 settings.register_profile("default", deadline=None, derandomize=True)
 settings.load_profile("default")
@@ -42,7 +42,7 @@ def overlapping() -> Iterator[Replica]:
     unlimited = json.dumps(dict.fromkeys(("a", "b", "c", "d"), 1000))
     with Replica(
         "--policy", "rpm", "--policy-options", "limit=2", "--client-weights", unlimited, "--kv-tokens", "2048",
-        "--", *PRESSURE, module="tests.odd_replica",
+        "--", *PRESSURE, module="tests.support.odd_replica",
     ) as replica:  # fmt: skip
         yield replica
 

@@ -20,7 +20,7 @@ from sglang_fair.common.files import read_json
 from sglang_fair.settings.commands import run
 from sglang_fair.sim.cost_model import Fitted, make_cost_model
 from sglang_fair.sim.fitting import Measurement, errors, fit, non_negative
-from tests.live import Replica
+from tests.support.live import Replica
 
 KNOWN = Fitted(0.004, 2e-5, 3e-8, 2e-4, 0.003, 1.5e-4, 4e-7, 5e-6)
 CPU = ReplicaLimits(chunk_tokens=2048, pool_tokens=24_576, running=64, context_tokens=32_768, page_tokens=16)

@@ -50,9 +50,9 @@ from sglang_fair.cluster.supervisor import StartFailed, Supervisor
 from sglang_fair.core import POLICIES
 from sglang_fair.core.cost import make_cost
 from sglang_fair.settings.program import parse
-from tests.live import lives
-from tests.ports import free_port
-from tests.waiting import wait_until
+from tests.support.live import lives
+from tests.support.ports import free_port
+from tests.support.waiting import wait_until
 
 LIMIT_S = 60.0
 """For what takes little time, on however busy a machine."""

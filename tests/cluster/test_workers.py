@@ -53,11 +53,11 @@ from tests.cluster.test_cluster import (
     until,
 )
 from tests.cluster.test_cluster import MODEL as TINY
-from tests.live import lives
-from tests.ports import free_port
-from tests.site import Seen, read, request
-from tests.stand_in import MODEL, Engine, make_tokenizer
-from tests.waiting import eventually
+from tests.support.live import lives
+from tests.support.ports import free_port
+from tests.support.site import Seen, read, request
+from tests.support.stand_in import MODEL, Engine, make_tokenizer
+from tests.support.waiting import eventually
 
 
 def run(body: Awaitable[None]) -> None:
@@ -494,7 +494,16 @@ def test_no_request_fails_while_replicas_come_go_and_die(
     def stand_in(number: int) -> Process:
         port = free_port()
         own = f"http://127.0.0.1:{port}"
-        argv = ("-m", "tests.stand_in", "--port", str(port), "--tokenizer", str(tokenizer), "--step", "0.005")
+        argv = (
+            "-m",
+            "tests.support.stand_in",
+            "--port",
+            str(port),
+            "--tokenizer",
+            str(tokenizer),
+            "--step",
+            "0.005",
+        )
         return Process(
             f"r{number}", "replica", (sys.executable, *argv), HttpReady(f"{own}/ready"), LIMIT_S, LIMIT_S,
             worker=Worker(f"r{number}", own, "tcp://127.0.0.1:1", "tcp://127.0.0.1:1"),

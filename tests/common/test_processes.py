@@ -5,8 +5,8 @@ import sys
 import textwrap
 
 from sglang_fair.common.processes import PARENT, child_environment
-from tests.live import lives
-from tests.waiting import wait_until
+from tests.support.live import lives
+from tests.support.waiting import wait_until
 
 DIES = "from sglang_fair.common.processes import die_with_parent; die_with_parent()"
 

@@ -15,7 +15,7 @@ from sglang_fair.core.adaptive import DOUBLED, GAIN, STEP, DlpmAdaptive
 from sglang_fair.core.dlpm import Dlpm
 from sglang_fair.core.job import Job
 from sglang_fair.core.predictor import MeanOfLast, Predictor
-from tests.engine_model import Case, Load, Replica, Trace, cases, run
+from tests.support.engine_model import Case, Load, Replica, Trace, cases, run
 
 ADAPTIVE = settings(max_examples=18, deadline=None, derandomize=True)
 CHANGES = st.lists(st.sampled_from([1, 3, 10, 25, 80, 400]), max_size=12)

@@ -15,8 +15,8 @@ from sglang_fair.core.job import Job
 from sglang_fair.core.lpm import Lpm
 from sglang_fair.core.policy import Policy
 from sglang_fair.core.queue import FairQueue
-from tests.engine_model import Case, Load, Replica, Request, Traffic, cases, run, traced
-from tests.twins import Literal, Twins
+from tests.support.engine_model import Case, Load, Replica, Request, Traffic, cases, run, traced
+from tests.support.twins import Literal, Twins
 
 QUANTA = st.sampled_from([1, 3, 10, 25, 80, 400])
 WEIGHTS = st.fixed_dictionaries({name: st.sampled_from([0.5, 1.0, 2.0, 3.0]) for name in "abcd"})

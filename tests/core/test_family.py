@@ -19,8 +19,8 @@ from sglang_fair.core.predicted import DlpmPredict, VtcNoisy, VtcOracle, VtcPred
 from sglang_fair.core.predictor import MeanOfLast, Noisy, Oracle
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.vtc import Vtc
-from tests.engine_model import Case, Load, Replica, Watcher, cases, run, traced
-from tests.twins import Literal, Twins
+from tests.support.engine_model import Case, Load, Replica, Watcher, cases, run, traced
+from tests.support.twins import Literal, Twins
 
 FAMILY = settings(max_examples=40, deadline=None, derandomize=True)
 QUANTA = st.sampled_from([1, 3, 10, 25, 80, 400])

@@ -18,7 +18,7 @@ from sglang_fair.core.job import Job
 from sglang_fair.core.ledger import SYSTEM
 from sglang_fair.core.payers import EQUAL, FIRST, PER_USE, Payers, Swing, make_payers, path_of
 from sglang_fair.core.queue import FairQueue
-from tests.engine_model import Case, Load, cases, run, traced
+from tests.support.engine_model import Case, Load, cases, run, traced
 
 pytestmark = pytest.mark.slow
 

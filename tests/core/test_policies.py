@@ -20,7 +20,7 @@ from sglang_fair.core import POLICIES, make_policy, options_of
 from sglang_fair.core.job import Job
 from sglang_fair.core.policy import Policy
 from sglang_fair.core.queue import FairQueue
-from tests.engine_model import Case, Load, Replica, Traffic, cases, run
+from tests.support.engine_model import Case, Load, Replica, Traffic, cases, run
 
 CONFORMANCE = settings(max_examples=20, deadline=None, derandomize=True)
 ON_THE_ENGINE = settings(CONFORMANCE, max_examples=10)

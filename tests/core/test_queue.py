@@ -18,7 +18,7 @@ from sglang_fair.core.policy import Policy
 from sglang_fair.core.predicted import VtcOracle
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.vtc import Vtc
-from tests.engine_model import Replica, Request, Traffic, cases
+from tests.support.engine_model import Replica, Request, Traffic, cases
 
 QUEUE = settings(max_examples=40, deadline=None, derandomize=True)
 ordered = pytest.mark.parametrize("name", ["fcfs", "lpm", "vtc", "dlpm"])

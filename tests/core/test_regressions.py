@@ -18,9 +18,9 @@ import pytest
 from sglang_fair.core import make_policy
 from sglang_fair.core.job import Job
 from sglang_fair.core.queue import FairQueue
-from tests.live import Answer, Replica
 from tests.overlay.test_charges import gained, idle, prompt
-from tests.waiting import wait_until
+from tests.support.live import Answer, Replica
+from tests.support.waiting import wait_until
 
 
 def ask_at_once(replica: Replica, *requests: tuple[str, list[int], int], **body: Any) -> list[Answer]:

@@ -16,8 +16,8 @@ from sglang_fair.core.job import Job
 from sglang_fair.core.policy import Policy
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.rpm import Rpm
-from tests.engine_model import Replica, Traffic, cases, run
-from tests.twins import Literal, Twins
+from tests.support.engine_model import Replica, Traffic, cases, run
+from tests.support.twins import Literal, Twins
 
 RPM = settings(max_examples=40, deadline=None, derandomize=True)
 WINDOWS = st.sampled_from(["sliding", "calendar"])

@@ -24,7 +24,7 @@ from sglang_fair.core.predicted import DlpmPredict
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.vtc import Vtc
 from tests.core.test_dlpm import BURSTS
-from tests.engine_model import Case, Load, Replica, Request, Trace, cases, run, traced
+from tests.support.engine_model import Case, Load, Replica, Request, Trace, cases, run, traced
 
 pytestmark = pytest.mark.slow
 

@@ -16,8 +16,8 @@ from sglang_fair.core.cost import Linear
 from sglang_fair.core.job import Job
 from sglang_fair.core.policy import Policy
 from sglang_fair.core.vtc import Vtc
-from tests.engine_model import Case, Load, Replica, cases, run, traced
-from tests.twins import Literal, Twins
+from tests.support.engine_model import Case, Load, Replica, cases, run, traced
+from tests.support.twins import Literal, Twins
 
 VTC = settings(max_examples=30, deadline=None, derandomize=True)
 WEIGHTS = st.fixed_dictionaries({name: st.sampled_from([0.5, 1.0, 2.0, 3.0]) for name in "abcd"})

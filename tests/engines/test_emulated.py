@@ -20,7 +20,7 @@ from sglang_fair.models import catalog as models
 from sglang_fair.sim.answers import answer
 from sglang_fair.sim.cost_model import make_cost_model, to_json
 from sglang_fair.sim.emulation import Emulation
-from tests.live import Replica
+from tests.support.live import Replica
 
 A100 = Emulation("a100-80g", "llama-3.1-8b")
 EMULATED = ("--engine", "emulated", "--gpu", "a10g", "--model", "llama-3.2-3b")

@@ -16,8 +16,8 @@ import pytest
 
 from sglang_fair.cluster.child import Child
 from sglang_fair.cluster.plan import LineReady, Process
-from tests.live import Cluster, lives
-from tests.waiting import wait_until
+from tests.support.live import Cluster, lives
+from tests.support.waiting import wait_until
 
 FAKE_FORK_SERVER = """
 import os, signal, socket, subprocess, sys, time

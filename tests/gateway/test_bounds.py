@@ -15,8 +15,8 @@ from router.gateway.replicas.connections import NoDescriptors
 from router.gateway.request.call import LARGE_BODY_BYTES, parse
 from router.gateway.request.chunks import ChunkedTokenizer
 from tests.gateway.test_gateway import CHAT, COMPLETION, START_S, Cluster, FakeReplica, run
-from tests.stand_in import make_tokenizer
-from tests.waiting import eventually
+from tests.support.stand_in import make_tokenizer
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.slow
 

@@ -43,7 +43,7 @@ from router.gateway.limits import Limits
 from router.gateway.request.call import Call, parse
 from router.placement import PLACEMENTS, build
 from router.wire import decode_kv_batch
-from tests.stand_in import MODEL, make_tokenizer
+from tests.support.stand_in import MODEL, make_tokenizer
 
 pytestmark = pytest.mark.slow
 

@@ -31,8 +31,8 @@ from router.gateway.request.call import parse
 from router.gateway.request.tokens import TokenizerError, Tokens
 from router.placement import build
 from router.shell import Shell
-from tests.stand_in import make_tokenizer
-from tests.waiting import eventually
+from tests.support.stand_in import make_tokenizer
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.slow
 

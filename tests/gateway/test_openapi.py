@@ -19,9 +19,9 @@ from schemathesis.specs.openapi import checks
 
 from router.gateway.app import Config, create_app
 from router.gateway.openapi import describe
-from tests.site import Site
-from tests.stand_in import MODEL, make_tokenizer
-from tests.waiting import DEADLINE_S
+from tests.support.site import Site
+from tests.support.stand_in import MODEL, make_tokenizer
+from tests.support.waiting import DEADLINE_S
 
 OPERATIONS = [found.ok() for found in schemathesis.openapi.from_dict(describe("1")).get_all_operations()]
 REFUSABLE = [one for one in OPERATIONS if one.body or (one.path_parameters and one.method != "get")]

@@ -15,7 +15,7 @@ from router.gateway.answer.sse import Stream
 from router.gateway.request.call import Call, parse
 from router.gateway.request.continuation import continuation
 from router.gateway.request.tokens import Tokens
-from tests.stand_in import Engine, make_tokenizer
+from tests.support.stand_in import Engine, make_tokenizer
 
 KINDS = ("chat", "completions", "generate")
 

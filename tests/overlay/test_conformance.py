@@ -17,10 +17,10 @@ from router.placement import build
 from router.shell import Shell
 from router.wire import namespace
 from sglang_fair.models.catalog import find
-from tests.live import Replica
-from tests.ports import free_port
-from tests.site import Process
-from tests.waiting import wait_until
+from tests.support.live import Replica
+from tests.support.ports import free_port
+from tests.support.site import Process
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.engine
 
@@ -178,7 +178,7 @@ def test_the_tree_is_what_the_replicas_cache() -> None:
     made = {
         name: Replica(
             "--page-size", str(page), "--kv-tokens", str(POOL_TOKENS), "--max-running", "8", "--name", name,
-            kv_events=True, module="tests.dumping_replica",
+            kv_events=True, module="tests.support.dumping_replica",
         )
         for name, page in PAGES.items()
     }  # fmt: skip

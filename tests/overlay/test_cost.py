@@ -8,9 +8,9 @@ import httpx
 import pytest
 
 from sglang_fair.core.cost import Quadratic
-from tests.live import Replica
 from tests.overlay.test_charges import prompt
-from tests.waiting import wait_until
+from tests.support.live import Replica
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.engine
 

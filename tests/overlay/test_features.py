@@ -9,9 +9,9 @@ import aiohttp
 import httpx
 import pytest
 
-from tests.live import Answer, Replica
 from tests.overlay.test_charges import gained, idle, prompt
-from tests.waiting import wait_until
+from tests.support.live import Answer, Replica
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.engine
 

@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from sglang_fair.overlay import load_file
-from tests.live import Replica, living
-from tests.waiting import wait_until
+from tests.support.live import Replica, living
+from tests.support.waiting import wait_until
 
 SHARED_MEMORY = "/dev/shm/"
 EMULATED = ("--engine", "emulated", "--gpu", "a10g", "--model", "llama-3.2-3b")

@@ -5,8 +5,8 @@ import asyncio
 import aiohttp
 import pytest
 
-from tests.live import Answer, Replica
-from tests.waiting import wait_until
+from tests.support.live import Answer, Replica
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.engine
 

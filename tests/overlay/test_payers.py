@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from sglang_fair.overlay import config
-from tests.live import Replica
 from tests.overlay.test_charges import prompt
-from tests.waiting import wait_until
+from tests.support.live import Replica
+from tests.support.waiting import wait_until
 
 SHARED = 192
 """Tokens of the system prompt: three blocks of 64."""

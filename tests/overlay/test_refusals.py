@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.live import Replica
 from tests.overlay.test_charges import gained, idle
+from tests.support.live import Replica
 
 pytestmark = pytest.mark.engine
 
@@ -32,7 +32,7 @@ def hasty() -> Iterator[Replica]:
     """An embedding model under a limit of one request in half a second; what is more, waits."""
     with Replica(
         "--policy", "hasty", "--policy-options", "excess=delay,limit=1", "--client-weights", '{"free": 1000}',
-        "--", "--is-embedding", "--chunked-prefill-size", "64", module="tests.odd_replica",
+        "--", "--is-embedding", "--chunked-prefill-size", "64", module="tests.support.odd_replica",
     ) as replica:  # fmt: skip
         yield replica
 

@@ -7,8 +7,8 @@ import httpx
 import pytest
 
 from sglang_fair.overlay.status import from_settings, to_settings
-from tests.live import Replica
 from tests.overlay.test_charges import idle, prompt
+from tests.support.live import Replica
 
 pytestmark = pytest.mark.engine
 

@@ -37,7 +37,7 @@ from sglang_fair.core.lpm import Lpm
 from sglang_fair.core.policy import Policy
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.vtc import Vtc
-from tests.engine_model import Case, Load, Replica, Request, ServedState, Tokens, Trace, Traffic
+from tests.support.engine_model import Case, Load, Replica, Request, ServedState, Tokens, Trace, Traffic
 
 pytestmark = pytest.mark.slow
 

@@ -52,7 +52,7 @@ from router.wire import (
     pack_tokens,
     unpack_tokens,
 )
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 DEADLINE_S = 60.0
 """For what takes no time, on however busy a machine."""

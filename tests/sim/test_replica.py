@@ -37,7 +37,7 @@ from sglang_fair.sim.replica import (
     SimRequest,
     Stored,
 )
-from tests.sim_traces import LOADS, Traced, load
+from tests.support.sim_traces import LOADS, Traced, load
 
 
 @dataclass(frozen=True)
@@ -526,7 +526,7 @@ def test_the_real_scheduler_admits_the_same_requests_with_the_same_cached_tokens
 @pytest.fixture(scope="module")
 def real_traces() -> dict[str, list[list]]:
     ended = subprocess.run(
-        [sys.executable, "-m", "tests.sim_traces"],
+        [sys.executable, "-m", "tests.support.sim_traces"],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,

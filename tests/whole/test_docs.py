@@ -29,7 +29,7 @@ from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.vtc import Vtc
 from sglang_fair.overlay.config import server_name
 from tests.core.test_family import PREDICTABLE
-from tests.engine_model import traced
+from tests.support.engine_model import traced
 
 PAGE = (Path(__file__).parents[2] / "docs/policies.md").read_text(encoding="utf-8")
 

@@ -14,8 +14,8 @@ import aiohttp
 import psutil
 import pytest
 
-from tests.live import Cluster
-from tests.waiting import wait_until
+from tests.support.live import Cluster
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.e2e
 

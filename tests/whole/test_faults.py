@@ -17,11 +17,11 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from tests.live import Cluster, command_line
-from tests.ports import free_port
-from tests.site import QUANTUM, Seen, Site, read, request
-from tests.stand_in import make_tokenizer
-from tests.waiting import eventually, wait_until
+from tests.support.live import Cluster, command_line
+from tests.support.ports import free_port
+from tests.support.site import QUANTUM, Seen, Site, read, request
+from tests.support.stand_in import make_tokenizer
+from tests.support.waiting import eventually, wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -21,8 +21,8 @@ import pytest
 
 from sglang_fair.cluster.ports import Reservations
 from sglang_fair.models.catalog import resolve
-from tests.live import Replica
-from tests.waiting import wait_until
+from tests.support.live import Replica
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.e2e
 

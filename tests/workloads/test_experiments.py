@@ -11,9 +11,9 @@ from random import Random
 
 import pytest
 
-from tests import odd_experiments
-from tests.live import lives
-from tests.odd_experiments import Odd
+from tests.support import odd_experiments
+from tests.support.live import lives
+from tests.support.odd_experiments import Odd
 from workloads.driver import Plan
 from workloads.experiments import EXPERIMENTS, curves, results, runner, store, style, vtc_setting, words
 from workloads.experiments.claims import Table, shown
@@ -223,12 +223,12 @@ def test_an_interruption_keeps_what_was_made(tmp_path):
 
 
 def test_a_worker_that_dies_fails_its_cell_alone():
-    from tests.odd_experiments import EXPERIMENTS as ODD
+    from tests.support.odd_experiments import EXPERIMENTS as ODD
 
     jobs = runner.jobs_of(ODD, "quick")
     ended = {
         job.cell.name: outcome
-        for job, outcome in runner.in_processes(1, "tests.odd_experiments")(jobs, lambda _: None)
+        for job, outcome in runner.in_processes(1, "tests.support.odd_experiments")(jobs, lambda _: None)
     }
     assert isinstance(ended["good"], Made)
     assert isinstance(ended["late"], Made)
@@ -238,14 +238,14 @@ def test_a_worker_that_dies_fails_its_cell_alone():
 
 ABANDONS = """
 from multiprocessing import active_children
-from tests import odd_experiments
-from tests.odd_experiments import Odd
+from tests.support import odd_experiments
+from tests.support.odd_experiments import Odd
 from workloads.experiments import runner
 
 if __name__ == "__main__":
     jobs = runner.jobs_of({"odd": Odd([("long", {"sleeps": True})])}, "quick")
     say = lambda _: print(*(child.pid for child in active_children()), flush=True)
-    list(runner.in_processes(1, "tests.odd_experiments")(jobs, say))
+    list(runner.in_processes(1, "tests.support.odd_experiments")(jobs, say))
 """
 
 

@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 from rich.console import Console
 
-from tests.stand_in import MODEL, PATHS, Engine, make_tokenizer
+from tests.support.stand_in import MODEL, PATHS, Engine, make_tokenizer
 from workloads import wire
 from workloads.endpoints import EndpointError, find_model, identity, read_keys
 from workloads.fairness_report import failures, fairness_report, render

@@ -18,8 +18,8 @@ import aiohttp
 import httpx
 import psutil
 
-from tests.ports import free_port
-from tests.waiting import wait_until
+from tests.support.ports import free_port
+from tests.support.waiting import wait_until
 
 START_S = 240.0
 STEP_S = 120.0

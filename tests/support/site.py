@@ -12,9 +12,9 @@ from typing import Any
 
 import aiohttp
 
-from tests.ports import free_port
-from tests.stand_in import MODEL, Engine
-from tests.waiting import DEADLINE_S, eventually
+from tests.support.ports import free_port
+from tests.support.stand_in import MODEL, Engine
+from tests.support.waiting import DEADLINE_S, eventually
 
 QUANTUM = 1e9
 """So large that no credit is ever refilled: what a client was charged can be read from it."""
@@ -120,7 +120,8 @@ class Site:
     def add_replica(self, name: str) -> Process:
         port = free_port()
         made = Process(
-            name, "tests.stand_in", "--port", str(port), "--tokenizer", str(self.tokenizer), "--step", str(self.step_s),
+            name, "tests.support.stand_in", "--port", str(port), "--tokenizer", str(self.tokenizer),
+            "--step", str(self.step_s),
         )  # fmt: skip
         self.replicas[name], self.urls[name] = made, f"http://127.0.0.1:{port}"
         return made

@@ -2,8 +2,9 @@
 
 A load names its requests and the steps before which they come; a step is one batch, and in the simulation a second.
 The trace is what reached the fair queue: who was admitted with how many computed and cached tokens, every further
-chunk, who was taken back, and who ended, in order. `python -m tests.sim_traces` prints the real traces as JSON; the
-scheduler has to be alone in its process. Every answer is made of token 0, as the model that is left out says it.
+chunk, who was taken back, and who ended, in order. `python -m tests.support.sim_traces` prints the real traces as
+JSON; the scheduler has to be alone in its process. Every answer is made of token 0, as the model that is left out
+says it.
 """
 
 import json

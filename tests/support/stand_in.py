@@ -3,7 +3,7 @@
 So two stand-ins give the same greedy answer, and a test knows it in advance. A character of two bytes is two tokens,
 and its text is held back until both are there, as SGLang does.
 
-    python -m tests.stand_in --port 30000 --tokenizer DIR --step 0.01
+    python -m tests.support.stand_in --port 30000 --tokenizer DIR --step 0.01
 """
 
 import argparse

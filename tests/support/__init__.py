@@ -1,0 +1,1 @@
+"""What several rooms of tests share: models of an engine, stand-ins, real replicas and clusters, free ports."""
