@@ -58,4 +58,5 @@ def test_a_replica_that_is_killed_leaves_nothing_in_shared_memory(arguments: tup
         for process in family:
             os.kill(process.pid, signal.SIGKILL)
         wait_until(lambda: not living(family), "the end of its processes")
+        one.process.wait()
     assert [name for name in held if Path(name).exists()] == []
