@@ -232,7 +232,7 @@ class Http:
     def __init__(self, folder: Path) -> None:
         limits = Limits(max_body_bytes=500)
         self.app = create_app(Config("tcp://127.0.0.1:17999", MODEL, str(folder), 0.1, limits))
-        self.gateway = self.app.state.gateway
+        self.gateway = self.app.gateway
         self._runner = asyncio.Runner()
         self._runner.run(self.gateway.start())
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=True)

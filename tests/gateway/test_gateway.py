@@ -15,6 +15,7 @@ import aiohttp
 import httpx
 import pytest
 import uvicorn
+import yarl
 from aiohttp import web
 
 from router.core import Router
@@ -340,8 +341,8 @@ async def cluster(
         await eventually(lambda: server.started or serving.done(), "the gateway listens")
         url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
         http = await stack.enter_async_context(aiohttp.ClientSession())
-        made = Cluster(fakes, router, app.state.gateway, url, http)
-        await eventually(lambda: app.state.gateway.link.alive, "the gateway hears the router")
+        made = Cluster(fakes, router, app.gateway, url, http)
+        await eventually(lambda: app.gateway.link.alive, "the gateway hears the router")
         yield made
 
 
@@ -579,6 +580,9 @@ def test_refusals_over_http(tokenizer: Path, caplog: pytest.LogCaptureFixture) -
         assert status == 413
         status, _, answer = await c.post("/v1/nothing", {})
         assert (status, json.loads(answer)["error"]["message"]) == (404, "Not Found")
+        for path in ("/v1/completions", "/v1/line%0Abreak"):
+            async with c.http.get(yarl.URL(c.url + path, encoded=True)) as response:
+                assert (response.status, (await response.json())["error"]["message"]) == (404, "Not Found")
         assert not c.replicas[0].requests
         state = await c.ended(ok=0)
         assert state["gateway"]["refused"] == 4
@@ -672,13 +676,13 @@ def test_workers_are_changed_from_this_machine_or_with_the_key(
 
     async def main() -> None:
         app = create_app(Config("tcp://127.0.0.1:17998", MODEL, str(tokenizer), 0.1))
-        await app.state.gateway.start()
+        await app.gateway.start()
         transport = httpx.ASGITransport(app, client=(host, 1))
         headers = {"authorization": given} if given else {}
         async with httpx.AsyncClient(transport=transport, base_url="http://gateway", headers=headers) as http:
             for method, path in (("GET", "/workers"), ("DELETE", "/workers/r0")):
                 assert (await http.request(method, path)).status_code == status
-        await app.state.gateway.close()
+        await app.gateway.close()
 
     asyncio.run(main())
 
