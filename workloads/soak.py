@@ -287,9 +287,7 @@ def command(
         seed=seed,
         logs=logs or Path(tempfile.mkdtemp(prefix="soak-")),
     )
-    result = carry_out("soak", soaking, json_file, (ClusterError, OSError))
-    if result is None:
-        return 2
+    result = carry_out(soaking, json_file, (ClusterError, OSError))
     return 0 if result["ok"] else 1
 
 

@@ -108,11 +108,14 @@ def ends(text: str, *, file: Path | None = None) -> "subprocess.CompletedProcess
     code = f"""
 from pathlib import Path
 from sglang_fair.bench import carry_out
-def run(show):
+from sglang_fair.settings.commands import run
+def measured(show):
     show("begun")
     {text}
 file = {file and str(file)!r}
-raise SystemExit(2 if carry_out("x", run, file and Path(file)) is None else 0)
+def main() -> None:
+    carry_out(measured, file and Path(file))
+raise SystemExit(run(main, "sglang-fair bench x", []))
 """
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
