@@ -35,7 +35,7 @@ from workloads.session import (
     Wait,
 )
 
-__all__ = ["HEADER_WORKER", "Driver", "Endpoint", "Headers", "Plan"]
+__all__ = ["HEADER_WORKER", "Driver", "Endpoint", "Headers"]
 
 HEADER_WORKER = "x-fair-worker"
 """In an answer: which replica served it."""

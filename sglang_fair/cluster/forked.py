@@ -26,9 +26,9 @@ class Forked:
 
     async def wait(self) -> int:
         """Its exit code, negative for a signal."""
-        told = await _next(self._connection)
+        reply = await _next(self._connection)
         self._connection.close()
-        self.returncode = told.get("code", -signal.SIGKILL)
+        self.returncode = reply.get("code", -signal.SIGKILL)
         return self.returncode
 
     def send_signal(self, number: int) -> None:
@@ -46,10 +46,10 @@ async def fork(fork_server: str, argv: Sequence[str], env: Mapping[str, str], ou
         message = json.dumps({"argv": list(argv), "env": dict(env)}).encode()
         socket.send_fds(connection, [message], [output])
         async with asyncio.timeout(FORK_SERVER_WAIT_S):
-            told = await _next(connection)
-        if "pid" not in told:
+            reply = await _next(connection)
+        if "pid" not in reply:
             raise OSError(f"the fork server {fork_server} forked nothing")
-        return Forked(connection, told["pid"])
+        return Forked(connection, reply["pid"])
     except TimeoutError:
         connection.close()
         raise OSError(f"the fork server {fork_server} does not answer") from None
@@ -79,6 +79,6 @@ async def _next(connection: socket.socket) -> dict[str, int]:
     with contextlib.suppress(OSError):
         message = await asyncio.get_running_loop().sock_recv(connection, LONGEST_MESSAGE)
         if message:
-            told: dict[str, int] = json.loads(message)
-            return told
+            reply: dict[str, int] = json.loads(message)
+            return reply
     return {}

@@ -31,14 +31,16 @@ class NoModel(RuntimeError):
 def describe(name: str, progress: Say | None = None) -> Model:
     """The model called `name`, prepared or fetched as far as a gateway needs it. Raises `NoModel`."""
     try:
-        found = find(name, progress)
-        folder = Path(found.path)
+        served_model = find(name, progress)
+        folder = Path(served_model.path)
         if not folder.is_dir():
-            folder = _fetch(found.path, progress)
-        weights_bytes = found.weight_bytes or estimate_bytes(json.loads((folder / "config.json").read_text()))
+            folder = _fetch(served_model.path, progress)
+        weights_bytes = served_model.weight_bytes or estimate_bytes(
+            json.loads((folder / "config.json").read_text())
+        )
     except (ValueError, OSError, RuntimeError) as error:
         raise NoModel(" ".join(str(error).split())) from error
-    return Model(folder=folder, served_name=found.served_name, weights_bytes=weights_bytes)
+    return Model(folder=folder, served_name=served_model.served_name, weights_bytes=weights_bytes)
 
 
 def estimate_bytes(config: Mapping[str, Any]) -> int:

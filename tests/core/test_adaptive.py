@@ -15,7 +15,7 @@ from sglang_fair.core.adaptive import DOUBLED, GAIN, STEP, DlpmAdaptive
 from sglang_fair.core.dlpm import Dlpm
 from sglang_fair.core.job import Job
 from sglang_fair.core.predictor import MeanOfLast, Predictor
-from tests.support.engine_model import Case, Load, Replica, Trace, cases, run
+from tests.support.engine_model import ClientHabit, EngineCase, EngineModel, Trace, cases, run
 
 ADAPTIVE = settings(max_examples=18, deadline=None, derandomize=True)
 CHANGES = st.lists(st.sampled_from([1, 3, 10, 25, 80, 400]), max_size=12)
@@ -79,10 +79,10 @@ class Live(Trace):
         return worst
 
 
-def lived(case: Case, policy: DlpmAdaptive, weights: dict[str, float] | None = None) -> Live:
+def lived(case: EngineCase, policy: DlpmAdaptive, weights: dict[str, float] | None = None) -> Live:
     kept: list[Live] = []
 
-    def watch(replica: Replica) -> Live:
+    def watch(replica: EngineModel) -> Live:
         kept.append(Live(replica, case.clients, weights or {}))
         return kept[0]
 
@@ -187,8 +187,8 @@ def test_a_debt_is_kept_for_longer_when_the_quantum_shrinks():
 # ---- the targets
 
 
-HOT = Load("a", 12, prompt_tokens=(4, 4), output_tokens=(2, 2), families=1, shared_tokens=24)
-CROWDED = Case(
+HOT = ClientHabit("a", 12, prompt_tokens=(4, 4), output_tokens=(2, 2), families=1, shared_tokens=24)
+CROWDED = EngineCase(
     tuple(replace(HOT, client=name) for name in "abcdef"), 80, 60, 1, None, None, seed=1, steps=600
 )
 """Six clients, each with a hot prefix, and a cache for two of them: the longer the runs, the more hits."""

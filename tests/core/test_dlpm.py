@@ -15,7 +15,16 @@ from sglang_fair.core.job import Job
 from sglang_fair.core.lpm import Lpm
 from sglang_fair.core.policy import Policy
 from sglang_fair.core.queue import FairQueue
-from tests.support.engine_model import Case, Load, Replica, Request, Traffic, cases, run, traced
+from tests.support.engine_model import (
+    ClientHabit,
+    EngineCase,
+    EngineModel,
+    Request,
+    Traffic,
+    cases,
+    run,
+    traced,
+)
 from tests.support.twins import Literal, Twins
 
 QUANTA = st.sampled_from([1, 3, 10, 25, 80, 400])
@@ -316,8 +325,8 @@ def test_admissions_are_those_of_the_listing_as_printed(sent, pool_tokens, quant
 class Counters:
     """q of every client after every event, its replenishments so far, and what it was given."""
 
-    replica: Replica
-    case: Case
+    replica: EngineModel
+    case: EngineCase
     quantum: int
     known: set[str] = field(default_factory=set)
     q: list[dict[str, float]] = field(default_factory=list)
@@ -350,10 +359,10 @@ class Counters:
         return cost(self.case.longest_prompt, 0) + cost(0, self.case.pool_tokens)
 
 
-def counted(case: Case, quantum: int) -> Counters:
+def counted(case: EngineCase, quantum: int) -> Counters:
     kept: list[Counters] = []
 
-    def watch(replica: Replica) -> Counters:
+    def watch(replica: EngineModel) -> Counters:
         kept.append(Counters(replica, case, quantum))
         return kept[0]
 
@@ -444,7 +453,7 @@ def test_a_newcomer_waits_for_bounded_service(case, quantum):
 def test_nobody_is_left_who_fits(case, quantum):
     """T5: a pass ends with an empty queue, a full step, a candidate that does not fit, or with requests
     whose tokens another one is computing in this very step; a client's credit may wait for those."""
-    replica = Replica(
+    replica = EngineModel(
         FairQueue(Dlpm(quantum=quantum)),
         pool_tokens=case.pool_tokens,
         cache_tokens=case.cache_tokens,
@@ -488,10 +497,10 @@ def test_weighted_clients_differ_by_at_most_the_bound(case, quantum, weights):
 # ---- scenarios
 
 
-FLOOD = Case(
+FLOOD = EngineCase(
     loads=(
-        Load("a", 30, prompt_tokens=(4, 4), output_tokens=(6, 6), families=1, shared_tokens=12),
-        Load("b", 30, prompt_tokens=(12, 12), output_tokens=(4, 4), families=1, shared_tokens=0),
+        ClientHabit("a", 30, prompt_tokens=(4, 4), output_tokens=(6, 6), families=1, shared_tokens=12),
+        ClientHabit("b", 30, prompt_tokens=(12, 12), output_tokens=(4, 4), families=1, shared_tokens=0),
     ),
     pool_tokens=120,
     cache_tokens=256,
@@ -524,7 +533,7 @@ def test_the_worked_example():
              b1 -6, b2 -6 -> b = -2.  a4 is left and nobody who waits can spend:
     round 2: a = 8, b = 8.  a4 -> a = 4.
     """
-    replica = Replica(FairQueue(Dlpm(quantum=10, newcomers=0)), pool_tokens=1000, cache_tokens=8)
+    replica = EngineModel(FairQueue(Dlpm(quantum=10, newcomers=0)), pool_tokens=1000, cache_tokens=8)
     hot = tuple(range(8))
     replica.cache.insert(hot)
 
@@ -581,7 +590,7 @@ def test_a_small_quantum_serves_the_least_served(case):
         replace(load, start=0, busy_steps=1, pause_steps=0, closed=False, depth=80) for load in case.loads
     )
     case = replace(case, loads=loads, steps=15, pool_tokens=min(case.pool_tokens, 80))
-    replica = Replica(FairQueue(Dlpm(quantum=1 / 1024)), pool_tokens=case.pool_tokens, block_tokens=None)
+    replica = EngineModel(FairQueue(Dlpm(quantum=1 / 1024)), pool_tokens=case.pool_tokens, block_tokens=None)
     traffic = Traffic(case)
     served_before: dict[str, dict[str, float]] = {}
     next_job = replica.queue.next
@@ -609,11 +618,15 @@ class Forgiving(Dlpm):
         self._deficits.pop(client, None)
 
 
-BURSTS = Case(
+BURSTS = EngineCase(
     loads=(
-        Load("x", 4, closed=True, prompt_tokens=(1, 1), output_tokens=(16, 16), families=1, shared_tokens=0),
-        Load("y", 4, closed=True, prompt_tokens=(1, 1), output_tokens=(16, 16), families=1, shared_tokens=0),
-        Load("z", 16, prompt_tokens=(1, 1), output_tokens=(16, 16), families=1, shared_tokens=0),
+        ClientHabit(
+            "x", 4, closed=True, prompt_tokens=(1, 1), output_tokens=(16, 16), families=1, shared_tokens=0
+        ),
+        ClientHabit(
+            "y", 4, closed=True, prompt_tokens=(1, 1), output_tokens=(16, 16), families=1, shared_tokens=0
+        ),
+        ClientHabit("z", 16, prompt_tokens=(1, 1), output_tokens=(16, 16), families=1, shared_tokens=0),
     ),
     pool_tokens=68,
     cache_tokens=0,
@@ -817,13 +830,13 @@ def test_fractions_do_not_stop_the_rounds():
 
 def golden_trace() -> str:
     """A run with floods, bursts, shared and private prefixes, chunks and aborts, as text."""
-    case = Case(
+    case = EngineCase(
         loads=(
-            Load("acme", 6, prompt_tokens=(2, 9), output_tokens=(1, 6), families=2, shared_tokens=8),
-            Load(
+            ClientHabit("acme", 6, prompt_tokens=(2, 9), output_tokens=(1, 6), families=2, shared_tokens=8),
+            ClientHabit(
                 "bolt", 3, 4, 3, prompt_tokens=(1, 14), output_tokens=(2, 4), shared_tokens=4, private=False
             ),
-            Load("core", 2, closed=True, output_tokens=(8, 8), private=False, abort_every=9),
+            ClientHabit("core", 2, closed=True, output_tokens=(8, 8), private=False, abort_every=9),
         ),
         pool_tokens=90,
         cache_tokens=96,

@@ -19,7 +19,7 @@ from sglang_fair.core.predicted import DlpmPredict, VtcNoisy, VtcOracle, VtcPred
 from sglang_fair.core.predictor import MeanOfLast, Noisy, Oracle
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.vtc import Vtc
-from tests.support.engine_model import Case, Load, Replica, Watcher, cases, run, traced
+from tests.support.engine_model import ClientHabit, EngineCase, EngineModel, Watcher, cases, run, traced
 from tests.support.twins import Literal, Twins
 
 FAMILY = settings(max_examples=40, deadline=None, derandomize=True)
@@ -27,7 +27,7 @@ QUANTA = st.sampled_from([1, 3, 10, 25, 80, 400])
 WEIGHTS = st.fixed_dictionaries({name: st.sampled_from([0.5, 1.0, 2.0, 3.0]) for name in "abcd"})
 
 
-def u_of(case: Case) -> float:
+def u_of(case: EngineCase) -> float:
     """VTC's U: the dearest prompt, or a pool full of outputs."""
     return max(case.longest_prompt, 2 * case.pool_tokens)
 
@@ -35,9 +35,9 @@ def u_of(case: Case) -> float:
 # ---- least counter first
 
 
-EARLY = Load("early", 12, prompt_tokens=(8, 8), output_tokens=(4, 4), families=1, shared_tokens=0)
+EARLY = ClientHabit("early", 12, prompt_tokens=(8, 8), output_tokens=(4, 4), families=1, shared_tokens=0)
 LATE = replace(EARLY, client="late", start=200)
-ALONE = Case((EARLY, LATE), 60, 0, 1, None, None, seed=1, steps=500)
+ALONE = EngineCase((EARLY, LATE), 60, 0, 1, None, None, seed=1, steps=500)
 """One client floods from the start, the other comes when it has been served for a long time."""
 
 
@@ -228,11 +228,11 @@ def test_a_ring_needs_a_positive_quantum(quantum):
 # ---- patience within one client
 
 
-def overtakings(case: Case, policy: Policy) -> tuple[int, Replica]:
+def overtakings(case: EngineCase, policy: Policy) -> tuple[int, EngineModel]:
     """The most later requests of its own client that were admitted while one waited, and the run."""
     order: dict[str, int] = {}
 
-    def watch(replica: Replica) -> Watcher:
+    def watch(replica: EngineModel) -> Watcher:
         return lambda: order.update({job.id: job.arrival for job in replica.queue.waiting()})
 
     replica = run(case, policy, watch=watch)
@@ -345,7 +345,7 @@ PREDICTORS = st.one_of(
 class Charges:
     """What a policy was charged in all, beside what the queue's jobs say that it should have been."""
 
-    replica: Replica
+    replica: EngineModel
     net: Counter[str] = field(default_factory=Counter)
     worst_ahead: float = 0.0
 
@@ -378,7 +378,7 @@ class Charges:
 def test_predictions_are_charged_ahead_and_never_in_the_books(case, predictor, lifts):
     kept: list[Charges] = []
 
-    def watch(replica: Replica) -> Watcher:
+    def watch(replica: EngineModel) -> Watcher:
         kept.append(Charges(replica))
         return kept[0]
 
@@ -469,11 +469,11 @@ def test_an_oracle_keeps_the_bound(case):
     assert deepest_fall(case, VtcOracle()) == 0
 
 
-def deepest_fall(case: Case, policy: Policy) -> float:
+def deepest_fall(case: EngineCase, policy: Policy) -> float:
     """How far the smallest counter in the queue ever fell (lemma A.1: not at all)."""
     least = worst = 0.0
 
-    def watch(replica: Replica) -> Watcher:
+    def watch(replica: EngineModel) -> Watcher:
         def look() -> None:
             nonlocal least, worst
             counters = replica.queue.policy.counters()
@@ -487,8 +487,8 @@ def deepest_fall(case: Case, policy: Policy) -> float:
     return worst
 
 
-UNSURE = Load("a", 6, prompt_tokens=(4, 4), output_tokens=(1, 40), families=1, shared_tokens=0)
-GUESSED = Case((UNSURE, replace(UNSURE, client="b")), 200, 0, 1, None, None, seed=1, steps=200)
+UNSURE = ClientHabit("a", 6, prompt_tokens=(4, 4), output_tokens=(1, 40), families=1, shared_tokens=0)
+GUESSED = EngineCase((UNSURE, replace(UNSURE, client="b")), 200, 0, 1, None, None, seed=1, steps=200)
 """Two clients whose outputs nobody can know."""
 
 
@@ -515,7 +515,7 @@ def test_dlpm_keeps_its_bound_whatever_is_predicted(case, quantum, predictor, we
 @FAMILY
 @given(case=cases(), quantum=QUANTA, predictor=PREDICTORS)
 def test_a_refund_lifts_no_counter_above_the_quantum(case, quantum, predictor):
-    def watch(replica: Replica) -> Watcher:
+    def watch(replica: EngineModel) -> Watcher:
         def look() -> None:
             assert all(units <= quantum for units in replica.queue.policy.counters().values())
 
@@ -532,8 +532,10 @@ class Forfeits(Dlpm):
         self._deficits[client].refund = 0.0
 
 
-SURE = Load("a", 6, prompt_tokens=(1, 1), output_tokens=(40, 40), families=1, shared_tokens=0)
-MISJUDGED = Case((SURE, replace(UNSURE, client="b", depth=12)), 200, 0, 1, None, None, seed=1, steps=1500)
+SURE = ClientHabit("a", 6, prompt_tokens=(1, 1), output_tokens=(40, 40), families=1, shared_tokens=0)
+MISJUDGED = EngineCase(
+    (SURE, replace(UNSURE, client="b", depth=12)), 200, 0, 1, None, None, seed=1, steps=1500
+)
 """b's outputs are half as long as the longest; a's are the longest."""
 
 
@@ -547,7 +549,7 @@ def test_a_refund_that_is_lost_breaks_the_bound():
 
 
 ALIKE = replace(UNSURE, output_tokens=(30, 30), depth=20)
-PREDICTABLE = Case((ALIKE, replace(ALIKE, client="b")), 400, 0, 1, None, None, seed=1, steps=400)
+PREDICTABLE = EngineCase((ALIKE, replace(ALIKE, client="b")), 400, 0, 1, None, None, seed=1, steps=400)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from sglang_fair.core.job import Job
 from sglang_fair.core.ledger import SYSTEM
 from sglang_fair.core.payers import EQUAL, FIRST, PER_USE, Payers, Swing, make_payers, path_of
 from sglang_fair.core.queue import FairQueue
-from tests.support.engine_model import Case, Load, cases, run, traced
+from tests.support.engine_model import ClientHabit, EngineCase, cases, run, traced
 
 pytestmark = pytest.mark.slow
 
@@ -376,7 +376,7 @@ def test_absent_clients_keep_refunds_as_credit_under_dlpm_and_not_under_vtc():
 # ---- on the engine
 
 
-def with_sharing(case: Case) -> Case:
+def with_sharing(case: EngineCase) -> EngineCase:
     """Every client draws from the same prompts."""
     loads = tuple(replace(load, private=False, shared_tokens=load.shared_tokens + 3) for load in case.loads)
     return replace(
@@ -546,8 +546,15 @@ def test_a_refund_breaks_the_lemma_under_vtc():
     assert min(queue.policy.counters().values()) < before
 
 
-TYPICAL = Case(
-    (Load("a", 4, private=False), Load("b", 2, private=False)), 60, 64, 1, None, 1, seed=3, steps=40
+TYPICAL = EngineCase(
+    (ClientHabit("a", 4, private=False), ClientHabit("b", 2, private=False)),
+    60,
+    64,
+    1,
+    None,
+    1,
+    seed=3,
+    steps=40,
 )
 
 

@@ -20,7 +20,7 @@ from sglang_fair.core import POLICIES, make_policy, options_of
 from sglang_fair.core.job import Job
 from sglang_fair.core.policy import Policy
 from sglang_fair.core.queue import FairQueue
-from tests.support.engine_model import Case, Load, Replica, Traffic, cases, run
+from tests.support.engine_model import ClientHabit, EngineCase, EngineModel, Traffic, cases, run
 
 CONFORMANCE = settings(max_examples=20, deadline=None, derandomize=True)
 ON_THE_ENGINE = settings(CONFORMANCE, max_examples=10)
@@ -315,7 +315,7 @@ def test_who_aborts_while_waiting_is_forgotten(name):
 @given(case=cases())
 def test_every_request_ends_and_every_token_is_in_the_books(name, case):
     """On the engine model, to the end: nothing is lost, invented, or charged twice."""
-    replica = Replica(
+    replica = EngineModel(
         FairQueue(make(name)),
         pool_tokens=case.pool_tokens,
         cache_tokens=case.cache_tokens,
@@ -357,11 +357,11 @@ def test_the_same_case_runs_the_same(name, case):
     assert one.service == other.service
 
 
-TYPICAL = Case(
+TYPICAL = EngineCase(
     loads=(
-        Load("a", 8, families=2, shared_tokens=6, private=False),
-        Load("b", 3, 5, 4, families=2, shared_tokens=6, private=False, abort_every=7),
-        Load("c", 2, closed=True, shared_tokens=0),
+        ClientHabit("a", 8, families=2, shared_tokens=6, private=False),
+        ClientHabit("b", 3, 5, 4, families=2, shared_tokens=6, private=False, abort_every=7),
+        ClientHabit("c", 2, closed=True, shared_tokens=0),
     ),
     pool_tokens=80,
     cache_tokens=64,

@@ -18,7 +18,7 @@ from sglang_fair.core.policy import Policy
 from sglang_fair.core.predicted import VtcOracle
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.vtc import Vtc
-from tests.support.engine_model import Replica, Request, Traffic, cases
+from tests.support.engine_model import EngineModel, Request, Traffic, cases
 
 QUEUE = settings(max_examples=40, deadline=None, derandomize=True)
 ordered = pytest.mark.parametrize("name", ["fcfs", "lpm", "vtc", "dlpm"])
@@ -353,7 +353,7 @@ def test_nothing_is_lost_whatever_happens(name, case, seed):
     """With retractions, aborts, probes, shared prefixes and chunks: between steps a request waits for another
     one's tokens only while a prompt is in chunks, and when nobody sends any more, everybody is served."""
     queue, random = new_queue(make_policy(name, quantum=20)), Random(seed)
-    replica = Replica(
+    replica = EngineModel(
         queue,
         pool_tokens=case.pool_tokens,
         cache_tokens=case.cache_tokens,
@@ -458,7 +458,7 @@ def test_the_bound_knows_how_long_cached_prompts_are():
 @given(case=cases())
 def test_status_is_json_and_adds_up(name, case):
     queue = FairQueue(make_policy(name, quantum=20), payers=Payers("equal", 1))
-    replica = Replica(queue, pool_tokens=case.pool_tokens, cache_tokens=case.cache_tokens)
+    replica = EngineModel(queue, pool_tokens=case.pool_tokens, cache_tokens=case.cache_tokens)
     traffic = Traffic(case)
     for _ in range(10):
         traffic.step(replica)

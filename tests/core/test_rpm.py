@@ -16,7 +16,7 @@ from sglang_fair.core.job import Job
 from sglang_fair.core.policy import Policy
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.rpm import Rpm
-from tests.support.engine_model import Replica, Traffic, cases, run
+from tests.support.engine_model import EngineModel, Traffic, cases, run
 from tests.support.twins import Literal, Twins
 
 RPM = settings(max_examples=40, deadline=None, derandomize=True)
@@ -204,7 +204,7 @@ def test_below_the_limit_it_is_fcfs(case):
 def test_who_is_delayed_is_served_in_the_end(case, window):
     """On the engine model, where a step is a second."""
     queue = FairQueue(Rpm(3, "delay", window))
-    replica = Replica(queue, pool_tokens=case.pool_tokens, step_tokens=case.step_tokens)
+    replica = EngineModel(queue, pool_tokens=case.pool_tokens, step_tokens=case.step_tokens)
     traffic = Traffic(replace(case, steps=10))
     for _ in range(10):
         traffic.step(replica)

@@ -24,7 +24,16 @@ from sglang_fair.core.predicted import DlpmPredict
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.vtc import Vtc
 from tests.core.test_dlpm import BURSTS
-from tests.support.engine_model import Case, Load, Replica, Request, Trace, cases, run, traced
+from tests.support.engine_model import (
+    ClientHabit,
+    EngineCase,
+    EngineModel,
+    Request,
+    Trace,
+    cases,
+    run,
+    traced,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -104,7 +113,7 @@ def schedules(*, whole_prompts: bool = False, aborts: bool = True) -> st.SearchS
     )
 
 
-def carry_out(schedule: Schedule, queue: FairQueue, replica_type: type[Replica] = Replica) -> Trace:
+def carry_out(schedule: Schedule, queue: FairQueue, replica_type: type[EngineModel] = EngineModel) -> Trace:
     replica = replica_type(
         queue,
         pool_tokens=schedule.pool_tokens,
@@ -250,7 +259,7 @@ def test_dear_prompts_break_the_printed_bound_of_vtc():
     assert 2 * max(3 * 30, 64) < trace.gap_between_backlogged() <= trace.replica.queue.account.bound()
 
 
-class Lending(Replica):
+class Lending(EngineModel):
     """Admits what will fit at every later step, however long the outputs: who ends early lends its place."""
 
     def fits(self, request: Request) -> bool:
@@ -379,10 +388,10 @@ def test_a_tiny_quantum_is_vtc(case):
 def test_predicted_outputs_tighten_the_gap(output_tokens, at_most):
     """The median of what is left of DLPM's gap when the mean of the last five outputs is charged ahead, for a quantum
     below one output's cost. The bound is looser all the same, by what may be charged ahead."""
-    load = Load("a", 10, prompt_tokens=(2, 8), output_tokens=output_tokens, shared_tokens=12)
+    load = ClientHabit("a", 10, prompt_tokens=(2, 8), output_tokens=output_tokens, shared_tokens=12)
     left = []
     for seed in range(5):
-        case = Case((load, replace(load, client="b")), 400, 128, 1, None, None, seed, steps=160)
+        case = EngineCase((load, replace(load, client="b")), 400, 128, 1, None, None, seed, steps=160)
         gaps = []
         for policy in (Dlpm(quantum=20), DlpmPredict(quantum=20)):
             trace = traced(case, policy)

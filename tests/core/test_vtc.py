@@ -16,7 +16,7 @@ from sglang_fair.core.cost import Linear
 from sglang_fair.core.job import Job
 from sglang_fair.core.policy import Policy
 from sglang_fair.core.vtc import Vtc
-from tests.support.engine_model import Case, Load, Replica, cases, run, traced
+from tests.support.engine_model import ClientHabit, EngineCase, EngineModel, cases, run, traced
 from tests.support.twins import Literal, Twins
 
 VTC = settings(max_examples=30, deadline=None, derandomize=True)
@@ -24,7 +24,7 @@ WEIGHTS = st.fixed_dictionaries({name: st.sampled_from([0.5, 1.0, 2.0, 3.0]) for
 WHOLE = cases(whole_prompts=True, deferral=False)
 
 
-def u_of(case: Case, cost: Linear | None = None) -> float:
+def u_of(case: EngineCase, cost: Linear | None = None) -> float:
     cost = cost or Linear()
     return max(cost(case.longest_prompt, 0), cost(0, case.pool_tokens))
 
@@ -113,7 +113,7 @@ def test_nobody_is_forgotten_for_a_client_that_is_held():
 class Queued:
     """Counters of the clients that wait, after every event."""
 
-    replica: Replica
+    replica: EngineModel
     rows: list[dict[str, float]] = field(default_factory=list)
 
     def __call__(self) -> None:
@@ -122,10 +122,10 @@ class Queued:
         self.rows.append({client: counters[client] for client in waiting})
 
 
-def queued(case: Case, policy: Vtc) -> list[dict[str, float]]:
+def queued(case: EngineCase, policy: Vtc) -> list[dict[str, float]]:
     kept: list[Queued] = []
 
-    def watch(replica: Replica) -> Queued:
+    def watch(replica: EngineModel) -> Queued:
         kept.append(Queued(replica))
         return kept[0]
 
@@ -211,8 +211,8 @@ def test_weighted_clients_differ_by_at_most_the_bound(case, weights):
 
 
 def test_weights_divide_the_service():
-    flood = Load("a", 12, prompt_tokens=(8, 8), output_tokens=(4, 4), families=1, shared_tokens=0)
-    case = Case((flood, replace(flood, client="b")), 60, 0, 1, None, None, seed=1, steps=300)
+    flood = ClientHabit("a", 12, prompt_tokens=(8, 8), output_tokens=(4, 4), families=1, shared_tokens=0)
+    case = EngineCase((flood, replace(flood, client="b")), 60, 0, 1, None, None, seed=1, steps=300)
     trace = traced(case, Vtc(weights=Weights({"a": 3.0})))
     assert trace.replica.service["a"] / trace.replica.service["b"] == pytest.approx(3, rel=0.1)
 
@@ -221,10 +221,10 @@ def test_weights_divide_the_service():
 def test_waiting_for_a_shared_prefix_does_not_break_the_bound(cache_tokens):
     """f's requests share a prefix, h's share nothing. While one of f's computes the prefix, the others must
     not be passed over in h's favour: `bound` holds for the queue as it is, deferral included."""
-    case = Case(
+    case = EngineCase(
         loads=(
-            Load("f", 40, prompt_tokens=(1, 1), output_tokens=(2, 2), families=1, shared_tokens=20),
-            Load("h", 40, prompt_tokens=(20, 20), output_tokens=(8, 8), families=1, shared_tokens=0),
+            ClientHabit("f", 40, prompt_tokens=(1, 1), output_tokens=(2, 2), families=1, shared_tokens=20),
+            ClientHabit("h", 40, prompt_tokens=(20, 20), output_tokens=(8, 8), families=1, shared_tokens=0),
         ),
         pool_tokens=400,
         cache_tokens=cache_tokens,
@@ -261,9 +261,9 @@ class NoLiftWhenEmpty(Vtc):
         pass
 
 
-EARLY = Load("early", 12, prompt_tokens=(8, 8), output_tokens=(4, 4), families=1, shared_tokens=0)
+EARLY = ClientHabit("early", 12, prompt_tokens=(8, 8), output_tokens=(4, 4), families=1, shared_tokens=0)
 LATE = replace(EARLY, client="late", start=200)
-ALONE = Case((EARLY, LATE), 60, 0, 1, None, None, seed=1, steps=500)
+ALONE = EngineCase((EARLY, LATE), 60, 0, 1, None, None, seed=1, steps=500)
 """One client floods from the start, the other comes when it has been served for a long time."""
 
 GAP = replace(ALONE, loads=(replace(LATE, start=220), replace(EARLY, busy_steps=150, pause_steps=70)))

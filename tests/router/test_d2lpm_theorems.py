@@ -37,7 +37,16 @@ from sglang_fair.core.lpm import Lpm
 from sglang_fair.core.policy import Policy
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.vtc import Vtc
-from tests.support.engine_model import Case, Load, Replica, Request, ServedState, Tokens, Trace, Traffic
+from tests.support.engine_model import (
+    ClientHabit,
+    EngineCase,
+    EngineModel,
+    Request,
+    ServedState,
+    Tokens,
+    Trace,
+    Traffic,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -88,7 +97,7 @@ class Cluster:
 
     def __init__(
         self,
-        case: Case,
+        case: EngineCase,
         router: Router,
         policy: Callable[[], Policy],
         *,
@@ -98,7 +107,7 @@ class Cluster:
     ) -> None:
         self.case, self.router = case, router
         self.steps = 0
-        self.replicas: dict[str, Replica] = {}
+        self.replicas: dict[str, EngineModel] = {}
         """Those that are up."""
         self.histories: dict[str, list[Trace]] = {}
         """Of each worker: its lives, the last one last."""
@@ -122,7 +131,7 @@ class Cluster:
 
     def start(self, worker: str) -> None:
         case, capacity = self.case, self._capacity[worker]
-        replica = self.replicas[worker] = Replica(
+        replica = self.replicas[worker] = EngineModel(
             FairQueue(self._policy()),
             pool_tokens=case.pool_tokens * capacity,
             cache_tokens=case.cache_tokens,
@@ -163,7 +172,7 @@ class Cluster:
             self._draining.remove(worker)
             del self.replicas[worker]
 
-    def lives(self) -> list[Replica]:
+    def lives(self) -> list[EngineModel]:
         return [history.replica for lives in self.histories.values() for history in lives]
 
     # -- clients
@@ -257,7 +266,7 @@ class Cluster:
             cached = flight.job.cached_tokens
             self._tell(Done(request.id, output_tokens, cached, outcome, first - flight.sent + 1.0, tpot_s))
 
-    def _tell_cache(self, worker: str, replica: Replica) -> None:
+    def _tell_cache(self, worker: str, replica: EngineModel) -> None:
         if not self._kv:
             return
         cached = {*replica.cache._pages, *replica.cache._pinned}
@@ -277,7 +286,7 @@ class Cluster:
 class Clients(Traffic):
     """`depth` is of the requests that wait at each worker if a load floods, in all if not; never more than `most`."""
 
-    def __init__(self, case: Case, *, everywhere: bool = True, most: int = 60) -> None:
+    def __init__(self, case: EngineCase, *, everywhere: bool = True, most: int = 60) -> None:
         super().__init__(case)
         self._everywhere, self._most = everywhere, most
 
@@ -297,7 +306,7 @@ class Clients(Traffic):
                     if random.randrange(load.abort_every) == 0:
                         cluster.abort(id)
 
-    def _wants_more(self, load: Load, cluster: Cluster) -> bool:
+    def _wants_more(self, load: ClientHabit, cluster: Cluster) -> bool:
         waiting = cluster.waiting(load.client)
         if self._everywhere and not (load.closed or load.pause_steps):
             return waiting < self._most and cluster.least_waiting(load.client) < load.depth
@@ -317,7 +326,9 @@ def run(
     return cluster
 
 
-def router_of(placement: str, case: Case, quantum: float, weights: dict[str, float] | None = None) -> Router:
+def router_of(
+    placement: str, case: EngineCase, quantum: float, weights: dict[str, float] | None = None
+) -> Router:
     given = {
         "worker_quantum": quantum,
         "client_weights": weights or {},
@@ -334,7 +345,7 @@ def router_of(placement: str, case: Case, quantum: float, weights: dict[str, flo
 class Plan:
     """Two clients that want everything, and perhaps one that comes and goes."""
 
-    case: Case
+    case: EngineCase
     capacities: tuple[int, ...]
     kv: bool
     quantum: int
@@ -359,7 +370,7 @@ def plans(draw, *, steps: int = 40) -> Plan:
         floods = client != "h"
         longest, most = draw(st.integers(1, 6)), draw(st.integers(2, 4))
         loads.append(
-            Load(
+            ClientHabit(
                 client,
                 depth=8 if floods else draw(st.integers(1, 8)),
                 busy_steps=1 if floods else draw(st.integers(1, 8)),
@@ -375,7 +386,7 @@ def plans(draw, *, steps: int = 40) -> Plan:
             )
         )
     largest = max(load.shared_tokens + load.prompt_tokens[1] + load.output_tokens[1] for load in loads)
-    case = Case(
+    case = EngineCase(
         tuple(loads),
         pool_tokens=largest + draw(st.integers(0, 2 * largest)),
         cache_tokens=draw(st.sampled_from([0, 32, 128])),
@@ -457,10 +468,10 @@ def dies_and_returns(worker: str, stop: int, back: int) -> Callable[[Cluster], N
     return churn
 
 
-FLOOD = Case(
+FLOOD = EngineCase(
     loads=(
-        Load("f", 8, prompt_tokens=(2, 2), output_tokens=(4, 4), families=1, shared_tokens=12),
-        Load("g", 8, prompt_tokens=(14, 14), output_tokens=(4, 4), families=1, shared_tokens=0),
+        ClientHabit("f", 8, prompt_tokens=(2, 2), output_tokens=(4, 4), families=1, shared_tokens=12),
+        ClientHabit("g", 8, prompt_tokens=(14, 14), output_tokens=(4, 4), families=1, shared_tokens=0),
     ),
     pool_tokens=54,
     cache_tokens=128,
@@ -478,7 +489,7 @@ def fair() -> Policy:
 
 
 def flood(
-    placement: str, policy: Callable[[], Policy] = fair, case: Case = FLOOD, quantum: float = 60
+    placement: str, policy: Callable[[], Policy] = fair, case: EngineCase = FLOOD, quantum: float = 60
 ) -> Cluster:
     return Cluster(case, router_of(placement, case, quantum), policy)
 

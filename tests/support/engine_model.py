@@ -115,7 +115,7 @@ class Admitted:
 Watcher = Callable[[], None]
 
 
-class Replica:
+class EngineModel:
     """`pool_tokens` is M. `block_tokens` is how many uncached tokens two requests must share to be taken for
     the same prefix; None switches the queue's deferral off. `step_tokens` None: prompts are never cut."""
 
@@ -350,7 +350,7 @@ class Replica:
 
 
 @dataclass(frozen=True)
-class Load:
+class ClientHabit:
     """One client's habit. It tops its waiting requests up to `depth` during `busy_steps`, then pauses for
     `pause_steps` (0: never). `closed`: it tops up only when nothing of it is here."""
 
@@ -371,10 +371,10 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Case:
+class EngineCase:
     """A whole run: the clients, the engine, the seed."""
 
-    loads: tuple[Load, ...]
+    loads: tuple[ClientHabit, ...]
     pool_tokens: int
     cache_tokens: int
     page_tokens: int
@@ -395,13 +395,13 @@ class Case:
 class Traffic:
     """The clients of a case, seeded: the same case sends the same requests to every policy that serves alike."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: EngineCase) -> None:
         self._case = case
         self._random = {load.client: Random(f"{case.seed} {load.client}") for load in case.loads}
         self._alive: dict[str, list[str]] = {load.client: [] for load in case.loads}
         self._sent: Counter[str] = Counter()
 
-    def step(self, replica: Replica) -> None:
+    def step(self, replica: EngineModel) -> None:
         for load in self._case.loads:
             random, alive = self._random[load.client], self._alive[load.client]
             alive[:] = [id for id in alive if replica.is_here(id)]
@@ -416,12 +416,12 @@ class Traffic:
                     if random.randrange(load.abort_every) == 0:
                         replica.abort(id)
 
-    def _sends(self, load: Load, step: int, alive: Sequence[str]) -> bool:
+    def _sends(self, load: ClientHabit, step: int, alive: Sequence[str]) -> bool:
         if step < load.start or (load.closed and alive):
             return False
         return (step - load.start) % (load.busy_steps + load.pause_steps) < load.busy_steps
 
-    def _request(self, load: Load, random: Random) -> Request:
+    def _request(self, load: ClientHabit, random: Random) -> Request:
         self._sent[load.client] += 1
         serial = self._sent[load.client]
         owner = self._case.clients.index(load.client) + 1 if load.private else 0
@@ -436,14 +436,14 @@ class Traffic:
 
 
 def run(
-    case: Case,
+    case: EngineCase,
     policy: Policy,
     cost: Cost | None = None,
-    watch: Callable[[Replica], Watcher] | None = None,
+    watch: Callable[[EngineModel], Watcher] | None = None,
     payers: Payers | None = None,
 ):
     """The case under a policy, to its end. `watch` makes a watcher, called after every event."""
-    replica = Replica(
+    replica = EngineModel(
         FairQueue(policy, cost or Linear(), payers=payers),
         pool_tokens=case.pool_tokens,
         cache_tokens=case.cache_tokens,
@@ -461,14 +461,14 @@ def run(
 
 
 @st.composite
-def cases(draw, *, whole_prompts: bool = False, deferral: bool = True, aborts: bool = True) -> Case:
+def cases(draw, *, whole_prompts: bool = False, deferral: bool = True, aborts: bool = True) -> EngineCase:
     """Clients that flood, burst and drip, on engines from one request at a time to a dozen."""
     loads = []
     for number in range(draw(st.integers(2, 4))):
         longest, most = draw(st.integers(1, 16)), draw(st.integers(1, 16))
         floods = draw(st.booleans())
         loads.append(
-            Load(
+            ClientHabit(
                 client="abcdefgh"[number],
                 depth=draw(st.integers(6, 16)) if floods else draw(st.integers(1, 6)),
                 busy_steps=1 if floods else draw(st.integers(1, 12)),
@@ -484,7 +484,7 @@ def cases(draw, *, whole_prompts: bool = False, deferral: bool = True, aborts: b
             )
         )
     largest = max(load.shared_tokens + load.prompt_tokens[1] + load.output_tokens[1] for load in loads)
-    return Case(
+    return EngineCase(
         loads=tuple(loads),
         pool_tokens=largest + draw(st.integers(0, 6 * largest)),
         cache_tokens=draw(st.sampled_from([0, 16, 64, 256])),
@@ -511,7 +511,7 @@ class ServedState:
 class Trace:
     """The service of every client after every event. Intervals run between two events."""
 
-    replica: Replica
+    replica: EngineModel
     clients: list[str]
     weights: dict[str, float] = field(default_factory=dict)
     rows: list[ServedState] = field(default_factory=list)
@@ -595,7 +595,7 @@ class Trace:
 
 
 def traced(
-    case: Case,
+    case: EngineCase,
     policy: Policy,
     cost: Cost | None = None,
     weights: dict[str, float] | None = None,
@@ -604,7 +604,7 @@ def traced(
     """Run the case and keep the trace; of charged service where `payers` share prices."""
     kept: list[Trace] = []
 
-    def watch(replica: Replica) -> Watcher:
+    def watch(replica: EngineModel) -> Watcher:
         kept.append(Trace(replica, case.clients, weights or {}))
         return kept[0]
 

@@ -5,9 +5,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from workloads.driver import Plan
 from workloads.experiments.claims import Drawing
 from workloads.experiments.contract import Cell, Experiment, Measured, Result, Size, TrafficSpec
+from workloads.session import Plan
 from workloads.simulation import Site
 
 

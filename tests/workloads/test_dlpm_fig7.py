@@ -3,7 +3,6 @@
 import pytest
 
 from workloads.clients import SCENARIOS, Scale
-from workloads.driver import Plan
 from workloads.experiments import words
 from workloads.experiments.claims import Claim
 from workloads.experiments.contract import Cell, Result, TrafficSpec
@@ -11,6 +10,7 @@ from workloads.experiments.dlpm_fig7 import Figure7, Grid, Ratio, gain
 from workloads.experiments.dlpm_fig7_setting import KINDS, imbalance, is_cut, shown_latency
 from workloads.programs import PackedCodec
 from workloads.records import Manifest, RequestRecord, Run
+from workloads.session import Plan
 from workloads.simulation import Site
 from workloads.statistics import statistics
 

@@ -13,9 +13,10 @@ from aiohttp import web
 from workloads import wire
 from workloads.arrivals import GammaArrivals
 from workloads.clients import Client
-from workloads.driver import Driver, Endpoint, Plan
+from workloads.driver import Driver, Endpoint
 from workloads.programs import Call, PackedCodec, Program, TextCodec, TokenCodec, TreeOfThought
 from workloads.records import Manifest, Records, Run, read
+from workloads.session import Plan
 
 LIMIT_S = 60.0
 """For what takes little time, on however busy a machine."""

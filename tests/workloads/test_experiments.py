@@ -14,7 +14,6 @@ import pytest
 from tests.support import odd_experiments
 from tests.support.live import lives
 from tests.support.odd_experiments import Odd
-from workloads.driver import Plan
 from workloads.experiments import EXPERIMENTS, curves, results, runner, store, style, vtc_setting, words
 from workloads.experiments.claims import Table, shown
 from workloads.experiments.command import chosen, main, on_page
@@ -23,6 +22,7 @@ from workloads.experiments.dlpm_table2 import WORKLOADS, Table2
 from workloads.experiments.runner import Failed, Made
 from workloads.experiments.senders import clients_of, even, on_off, poisson, sender, traffic
 from workloads.experiments.words import heading
+from workloads.session import Plan
 from workloads.simulation import Site
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -17,10 +17,10 @@ from sglang_fair.sim.answers import answer
 from sglang_fair.sim.cost_model import Fitted, to_json
 from workloads.arrivals import GammaArrivals
 from workloads.clients import SCENARIOS, Client, Scale
-from workloads.driver import Plan
 from workloads.measures import summarize
 from workloads.programs import Call, PackedCodec, Program, Reply, TextCodec, TokenCodec, TreeOfThought
 from workloads.records import Records, Run, read
+from workloads.session import Plan
 from workloads.simulation import Site, describe, simulate
 from workloads.simulation.cluster import Simulation
 from workloads.simulation.command import main

@@ -8,7 +8,6 @@ from matplotlib.figure import Figure as MatplotlibFigure
 
 from sglang_fair.sim.cost_model import Fitted, Scaled, to_json
 from workloads.clients import SCENARIOS, SMALL
-from workloads.driver import Plan
 from workloads.experiments import words
 from workloads.experiments.contract import Result
 from workloads.experiments.model_validation import (
@@ -21,6 +20,7 @@ from workloads.experiments.model_validation import (
     numbers,
 )
 from workloads.programs import PackedCodec
+from workloads.session import Plan
 from workloads.simulation import Site, simulate
 
 MODEL = Fitted(0.009, 3e-5, 2e-8, 2e-4, 0.005, 8e-5, 6e-7, 5e-6)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
-from workloads.driver import Plan
 from workloads.experiments import EXPERIMENTS, store, words
 from workloads.experiments.contract import Cell, Experiment, Result, TrafficSpec
 from workloads.experiments.model_validation import Validation
 from workloads.experiments.words import ClaimGroup, RecordFields, Words, evaluate, quote
+from workloads.session import Plan
 from workloads.simulation import Site
 
 ALL = {**EXPERIMENTS, Validation.id: Validation()}

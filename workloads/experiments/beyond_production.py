@@ -5,13 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from workloads.clients import Client
-from workloads.driver import Plan
 from workloads.experiments import dlpm_setting as dlpm
 from workloads.experiments.claims import Drawing
 from workloads.experiments.contract import SEEDS, Cell, Json, Result, Simulated, Size, TrafficSpec
 from workloads.experiments.dlpm_fig7_setting import MAX_RUNNING, SCHEDULERS, observe
 from workloads.programs import PackedCodec
 from workloads.records import Run
+from workloads.session import Plan
 from workloads.simulation import Site
 from workloads.traces.mooncake import mooncake
 from workloads.traces.production import production

@@ -42,10 +42,10 @@ from statistics import median
 from typing import Any, ClassVar, Literal, TypeAlias, cast
 
 from workloads.clients import Client
-from workloads.driver import Plan
 from workloads.experiments.claims import Drawing, shown
 from workloads.experiments.curves import Line
 from workloads.records import Run
+from workloads.session import Plan
 from workloads.simulation import Site, simulate
 
 Size: TypeAlias = Literal["quick", "full"]

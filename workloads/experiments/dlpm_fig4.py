@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING
 
 from router.core import Router
 from router.events import Arrive, Done, Place, Removed, Stored
-from workloads.driver import Plan
 from workloads.experiments import style
 from workloads.experiments.claims import Drawing
 from workloads.experiments.contract import Cell, Experiment, Json, Measured, Result, Size, TrafficSpec
 from workloads.experiments.program_senders import filler_tokens
+from workloads.session import Plan
 from workloads.simulation import Site
 
 if TYPE_CHECKING:

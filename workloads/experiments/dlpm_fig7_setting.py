@@ -16,11 +16,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from workloads.clients import SCENARIOS, Client, Scale
-from workloads.driver import Plan
 from workloads.experiments.contract import Cell, Json, Result, Simulated, TrafficSpec
 from workloads.measures import ClientSummary, Percentile, summarize
 from workloads.programs import PackedCodec
 from workloads.records import Run
+from workloads.session import Plan
 from workloads.simulation import Site
 
 LOAD = 1.0

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from workloads.driver import Plan
 from workloads.experiments import style
 from workloads.experiments.claims import Drawing
 from workloads.experiments.contract import Cell, Json, Result
@@ -19,6 +18,7 @@ from workloads.experiments.dlpm_fig7_setting import KINDS, SCHEDULERS, observe
 from workloads.experiments.senders import FromSenders
 from workloads.experiments.store import rounded
 from workloads.records import Run
+from workloads.session import Plan
 from workloads.simulation import Site
 from workloads.windows import Windows, regular_times
 

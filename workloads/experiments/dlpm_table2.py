@@ -5,9 +5,9 @@ from dataclasses import asdict, dataclass
 
 from workloads.arrivals import GammaArrivals
 from workloads.clients import SCENARIOS, Client, Scale, chat_client
-from workloads.driver import Plan
 from workloads.experiments.contract import Cell, Experiment, Json, Measured, Result, Size, TrafficSpec
 from workloads.programs import PackedCodec
+from workloads.session import Plan
 from workloads.simulation import Site
 from workloads.statistics import statistics
 

@@ -26,7 +26,7 @@ from sglang_fair.calibration.measure import calibrate
 from sglang_fair.sim.cost_model import to_json
 from workloads.clients import SCENARIOS, SMALL, Client, Scale
 from workloads.compare.cluster import Cluster, SpawnCluster, flush, verify
-from workloads.driver import Driver, Endpoint, Plan
+from workloads.driver import Driver, Endpoint
 from workloads.experiments import style
 from workloads.experiments.claims import Drawing
 from workloads.experiments.contract import Cell, Experiment, Json, Measured, Result, Size, TrafficSpec
@@ -34,6 +34,7 @@ from workloads.measures import Meters, summarize
 from workloads.programs import Codec, PackedCodec, TokenCodec
 from workloads.records import Records, Run
 from workloads.runs.case import ComparisonCase, completed
+from workloads.session import Plan
 from workloads.simulation import Site, describe, simulate
 
 if TYPE_CHECKING:

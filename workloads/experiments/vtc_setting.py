@@ -13,7 +13,6 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from sglang_fair.core.cost import Cost, make_cost
-from workloads.driver import Plan
 from workloads.experiments import style
 from workloads.experiments.claims import Drawing
 from workloads.experiments.contract import SEEDS, Cell, Json, Result, Size, TrafficSpec
@@ -22,6 +21,7 @@ from workloads.experiments.senders import FromSenders
 from workloads.measures import Percentile
 from workloads.programs import Outcome
 from workloads.records import Run
+from workloads.session import Plan
 from workloads.simulation import Site
 from workloads.windows import Windows, regular_times, sample_times, throughput
 
