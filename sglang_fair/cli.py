@@ -8,6 +8,8 @@ from typing import Annotated, Any, NamedTuple, NoReturn
 
 import typer
 
+from sglang_fair.settings.commands import run_app
+
 app = typer.Typer(
     name="sglang-fair",
     help="Fair, locality-aware serving of LLMs to many clients: DLPM inside SGLang, D2LPM in front of it.",
@@ -208,7 +210,7 @@ def main() -> None:
         _become(PROGRAMS[command].module, arguments)
     if command == "bench" and arguments and arguments[0] in BENCHES:
         _become(BENCHES[arguments[0]].module, arguments[1:])
-    app()
+    sys.exit(run_app(app, "sglang-fair"))
 
 
 def _become(module: str, arguments: list[str]) -> NoReturn:

@@ -26,7 +26,7 @@ from typer import Argument, Option
 from typer.core import TyperCommand
 from typer.exceptions import TyperException
 
-__all__ = ["Argument", "Mistake", "Numbers", "Option", "PassedOn", "choices", "numbers", "run"]
+__all__ = ["Argument", "Mistake", "Numbers", "Option", "PassedOn", "choices", "numbers", "run", "run_app"]
 
 BAD_INPUT, INTERRUPTED = 2, 130
 """Exit codes, as a shell knows them."""
@@ -138,13 +138,22 @@ def run(
 
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     app.command(cls=Command, epilog=epilog or None, context_settings=CONTEXT_SETTINGS)(command)
+    return run_app(app, name, arguments)
+
+
+def run_app(app: typer.Typer, name: str, arguments: Sequence[str] | None = None) -> int:
+    """The exit code of an application with one or more commands. What it cannot read is one line on stderr."""
     try:
         code = typer.main.get_command(app).main(
             list(sys.argv[1:] if arguments is None else arguments), prog_name=name, standalone_mode=False
         )
-    except TyperException as error:  # an option that there is not, or a value of another type
+    except TyperException as error:  # an option or a command that there is not, or a value of another type
+        context = getattr(error, "ctx", None)
+        called = context.command_path if context else name
         text = error.format_message().replace("Value error, ", "")
-        return _say(name, f"{text} (see {name} --help)", BAD_INPUT)
+        if not text:  # a group without a command: its help has been shown
+            return BAD_INPUT
+        return _say(called, f"{text} (see {called} --help)", BAD_INPUT)
     return code if isinstance(code, int) else 0
 
 

@@ -154,6 +154,45 @@ class TestPrograms:
     def test_the_exit_code_is_the_program_s(self) -> None:
         assert command("router", "--no-such-option").returncode == 2
 
+    @pytest.mark.parametrize(
+        ("line", "said"),
+        [
+            ("nope", "sglang-fair: No such command 'nope'. (see sglang-fair --help)"),
+            ("bench nope", "sglang-fair bench: No such command 'nope'."),
+            ("status --wach", "sglang-fair status: No such option: --wach (Possible options: --watch)"),
+            ("status --watch x", "sglang-fair status: Invalid value for '--watch'"),
+            ("models a b", "sglang-fair models: Got unexpected extra argument(s) (b)"),
+            ("workers lisst", "sglang-fair workers: No such command 'lisst'. Did you mean 'list'?"),
+            ("workers drain", "sglang-fair workers drain: Missing argument 'name'."),
+        ],
+    )
+    def test_a_mistake_is_one_line(
+        self,
+        line: str,
+        said: str,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        monkeypatch.setattr(sys, "argv", ["sglang-fair", *line.split()])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        shown = capsys.readouterr()
+        assert (end.value.code, shown.out) == (2, "")
+        assert shown.err.startswith(said)
+        assert shown.err.count("\n") == 1
+
+    @pytest.mark.parametrize("group", ["", "bench", "workers"])
+    def test_a_group_alone_shows_its_help(
+        self, group: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(sys, "argv", ["sglang-fair", *group.split()])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        shown = capsys.readouterr()
+        assert end.value.code == 2
+        assert "Usage: sglang-fair" in shown.out + shown.err
+        assert not shown.err.startswith("sglang-fair")
+
     def test_models(self) -> None:
         shown = invoke("models").output
         for name in ("default", "tiny", "bench"):
