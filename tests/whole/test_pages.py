@@ -90,7 +90,7 @@ def test_lines_fit_the_screen(page: str) -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len(text_of("README.md").splitlines()) <= 160
+    assert len(text_of("README.md").splitlines()) <= 150
 
 
 # ---- links
