@@ -13,6 +13,7 @@ from router.descriptors import raise_limit
 from router.events import WorkerUp
 from router.placement import build, parameters, parse_value
 from router.shell import Shell
+from sglang_fair.common.pairs import split_pairs
 from sglang_fair.common.processes import die_with_parent
 from sglang_fair.settings import table
 from sglang_fair.settings.commands import Mistake
@@ -22,9 +23,12 @@ from sglang_fair.settings.setting import SettingError
 
 def worker(text: str) -> WorkerUp:
     """`r0,http=URL[,kv=ADDRESS][,replay=ADDRESS][,capacity=NUMBER]` as an event. Raises SettingError."""
-    name, *pairs = text.split(",")
-    values = dict(pair.partition("=")[::2] for pair in pairs)
-    unknown = sorted(set(values) - {"http", "kv", "replay", "capacity"})
+    name, _, rest = text.partition(",")
+    try:
+        values = dict(split_pairs(rest, "field"))
+    except ValueError as error:
+        raise _refused(f"worker {name}: {error}") from None
+    unknown = set(values) - {"http", "kv", "replay", "capacity"}
     if not name or "=" in name or not values.get("http") or unknown or not all(values.values()):
         raise _refused(f"{text!r} is not NAME,http=URL[,kv=ADDRESS][,replay=ADDRESS][,capacity=NUMBER]")
     if not values["http"].startswith(("http://", "https://")):

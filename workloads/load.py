@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from sglang_fair.common.pairs import split_pairs, typed
 from workloads.arrivals import GammaArrivals
 from workloads.clients import SCENARIOS, Client, Scale, Texts, chat_client, fixed_length_client
 from workloads.programs import Codec
@@ -51,14 +52,10 @@ class ClientSpec:
             raise ValueError(f"a client needs a name: {word!r}")
         kinds = {field.name: int if "int" in str(field.type) else float for field in fields(cls)[1:]}
         found: dict[str, Any] = {}
-        for pair in written.split(",") if written else ():
-            key, _, value = pair.partition("=")
+        for key, value in split_pairs(written, f"client {name}: option"):
             if key not in kinds:
                 raise ValueError(f"client {name}: unknown key {key!r}; there are {', '.join(kinds)}")
-            try:
-                found[key] = kinds[key](value)
-            except ValueError:
-                raise ValueError(f"client {name}: {key} must be a number, not {value!r}") from None
+            found[key] = typed(value, kinds[key], f"client {name}: {key}")
         return cls(name, **found)
 
 

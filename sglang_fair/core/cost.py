@@ -22,6 +22,8 @@ from dataclasses import MISSING, dataclass, fields
 from math import isfinite
 from typing import Any, ClassVar, Protocol
 
+from sglang_fair.common.pairs import typed
+
 Reader = Callable[[str], Any]
 """What the JSON file at a path holds (`common.files.read_json`). Raises ValueError with one line."""
 
@@ -283,23 +285,11 @@ def _parameters(kind: Any, written: str) -> dict[str, Any]:
             raise ValueError(f"unknown parameter {word.strip()!r}; {has}")
         if name in found:
             raise ValueError(f"{name} is given twice")
-        found[name] = _value(name, value, known[name].type)
+        found[name] = typed(value, known[name].type, name)
     missing = [n for n, field in known.items() if field.default is MISSING and n not in found]
     if missing:
         raise ValueError(f"needs {', '.join(missing)}")
     return found
-
-
-def _value(name: str, text: str, kind: Any) -> Any:
-    if kind is bool:
-        if text.lower() not in ("true", "false"):
-            raise ValueError(f"{name} must be true or false, not {text!r}")
-        return text.lower() == "true"
-    try:
-        return kind(text)
-    except ValueError:
-        number = "a whole number" if kind is int else "a number"
-        raise ValueError(f"{name} must be {number}, not {text!r}") from None
 
 
 def _configuration(path: str, read: Reader | None) -> Mapping[str, Any]:

@@ -31,6 +31,7 @@ from functools import cached_property
 from math import isfinite
 from typing import Any, NamedTuple, Protocol
 
+from sglang_fair.common.pairs import split_pairs, typed
 from sglang_fair.core.cost import Reader
 from sglang_fair.sim.gpus import GPUS, Gpu
 from sglang_fair.sim.shapes import SHAPES, ModelShape
@@ -259,14 +260,10 @@ def _changed(efficiency: Efficiency, changes: str) -> Efficiency:
     """With the values of KEY=VALUE,... in place of its own."""
     known = [field.name for field in fields(efficiency)]
     found: dict[str, float] = {}
-    for pair in filter(None, changes.split(",")):
-        key, _, value = (part.strip() for part in pair.partition("="))
+    for key, value in split_pairs(changes, "parameter"):
         if key not in known:
             raise ValueError(f"a cost model has no {key!r}; there are {', '.join(known)}")
-        try:
-            found[key] = float(value)
-        except ValueError:
-            raise ValueError(f"{key} of a cost model is a number, not {value!r}") from None
+        found[key] = typed(value, float, f"{key} of a cost model")
     return replace(efficiency, **found)
 
 

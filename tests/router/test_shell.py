@@ -634,10 +634,11 @@ def test_the_process_dies_with_its_parent() -> None:
         "r0,http=http://x,kv=1",
         "r0,http=http://x,replay=tcp://y",
         "r0,what=1",
+        "r0,http=http://x,http=http://y",
     ],
 )
 def test_a_bad_worker_is_refused_in_one_line(spec: str) -> None:
-    with pytest.raises(Exception, match=r"NAME,http=URL|is no URL|of no use|is no ZMQ address"):
+    with pytest.raises(Exception, match=r"NAME,http=URL|is no URL|of no use|is no ZMQ address|is given twice|not one$"):
         worker(spec)
 
 

@@ -135,7 +135,7 @@ def test_parts_of_the_efficiency_can_be_named_with_it():
         ("a100-80g", "unknown cost model 'a100-80g': it is GPU/MODEL"),
         ("a100/llama-3.1-8b", "of the GPUs a10g, a100-80g, h100, h200"),
         ("h100/llama-2-7b:speed=2", "a cost model has no 'speed'; there are mfu"),
-        ("h100/llama-2-7b:mbu=fast", "mbu of a cost model is a number, not 'fast'"),
+        ("h100/llama-2-7b:mbu=fast", "mbu of a cost model must be a number, not 'fast'"),
         ("h100/llama-2-7b:mbu=2", "mbu must be above 0 and at most 1"),
         ("none/such.json", "cannot read none/such.json: No such file or directory"),
     ],

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,19 @@ def test_every_folder_of_sources_is_a_package_and_installed() -> None:
     folders = {path.parent for root in roots for path in root.rglob("*.py")}
     modules = {".".join(folder.relative_to(ROOT).parts) for folder in folders}
     assert modules == set(find_packages(str(ROOT), **PROJECT["tool"]["setuptools"]["packages"]["find"]))
+
+
+def test_every_other_file_of_a_package_is_installed_too() -> None:
+    globs = PROJECT["tool"]["setuptools"]["package-data"]
+    missing = []
+    for root in ("sglang_fair", "router", "workloads"):
+        for file in (ROOT / root).rglob("*"):
+            if file.is_dir() or file.suffix in (".py", ".pyc"):
+                continue
+            package = ".".join(file.parent.relative_to(ROOT).parts)
+            if not any(fnmatch(file.name, glob) for glob in globs.get(package, []) + globs.get("*", [])):
+                missing.append(str(file.relative_to(ROOT)))
+    assert not missing
 
 
 class TestMake:

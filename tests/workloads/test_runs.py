@@ -87,6 +87,8 @@ def test_values_of_options_are_read_or_refused_in_one_line():
     for wrong in (
         lambda: options.numbers("--quantum", "many"),
         lambda: options.rates("tot-s1"),
+        lambda: options.rates("tot-s1=1,tot-s1=2"),
+        lambda: options.rates("tot-s1=many"),
         lambda: options.options_by_name("--policy-options", ["patience=64"]),
     ):
         with pytest.raises(ValueError, match=r"^--[^\n]+$"):

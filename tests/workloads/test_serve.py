@@ -330,6 +330,8 @@ def test_ctrl_c_within_the_warm_up_is_no_bad_input(tokenizer, capsys):
         (["--clients", "a", "a", "--rate", "1"], "names of their own"),
         (["--clients", "a:rate=1,concurrency=2"], "not both"),
         (["--clients", "a:speed=1"], "unknown key 'speed'"),
+        (["--clients", "a:rate=1,rate=2"], "client a: option 'rate' is given twice"),
+        (["--clients", "a:rate=fast"], "client a: rate must be a number, not 'fast'"),
         (["--clients", "a:rate=fast"], "must be a number"),
         (["--rate", "1", "--concurrency", "1"], "not both"),
         (["--rate", "0"], "rate must be positive, not 0.0"),

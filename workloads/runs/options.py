@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated, TypeAlias
 
 from router.placement import PLACEMENTS
+from sglang_fair.common.pairs import split_pairs, typed
 from sglang_fair.core import POLICIES
 from sglang_fair.settings.commands import Option
 from workloads.runs.case import LOADS, SCHEDULERS
@@ -95,11 +96,5 @@ def options_by_name(option: str, texts: list[str]) -> dict[str, str]:
 
 def rates(text: str) -> Mapping[str, float]:
     """Programs per second by workload, from `WORKLOAD=RATE,...`. Raises ValueError."""
-    found = {}
-    for pair in names(text):
-        workload, _, rate = pair.partition("=")
-        try:
-            found[workload] = float(rate)
-        except ValueError:
-            raise ValueError(f"--rates is WORKLOAD=RATE,..., not {pair!r}") from None
-    return found
+    pairs = split_pairs(text, "--rates: rate")
+    return {workload: typed(rate, float, f"--rates: {workload}") for workload, rate in pairs}
