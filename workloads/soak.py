@@ -29,6 +29,7 @@ import psutil
 from sglang_fair.bench import Show, carry_out
 from sglang_fair.common.identity import HEADER_CLIENT
 from sglang_fair.common.provenance import machine, versions
+from sglang_fair.settings import table as settings
 from sglang_fair.settings.commands import Mistake, Option, run
 from workloads.compare.cluster import Cluster, ClusterError, SpawnCluster, get_json
 
@@ -227,9 +228,8 @@ def soak_cluster(
     logs: Path,
 ) -> dict[str, Any]:
     """The result; `ok` when every request ended as it should and the books balance."""
-    spawn = SpawnCluster(
-        replicas, "tiny", logs, device="cpu", replica_arguments=("--max-total-tokens", "16384")
-    )
+    small = ("--max-total-tokens", "16384")
+    spawn = SpawnCluster(settings.Cluster(replicas=replicas, model="tiny", device="cpu", extra=small), logs)
     show(f"starting {replicas} replicas, router and gateway; logs in {logs}")
     with spawn("d2lpm", "dlpm") as cluster:
         load = SteadyLoad(cluster.gateway, rate, Random(seed))

@@ -274,7 +274,7 @@ def describe(cost: Cost) -> str:
 
 def _parameters(kind: Any, written: str) -> dict[str, Any]:
     """Values of a cost's fields from `1,2` or `d=500,context=true`."""
-    known = {field.name: field for field in fields(kind)}
+    known: dict[str, Any] = {field.name: field for field in fields(kind)}
     found: dict[str, Any] = {}
     for position, word in enumerate(written.split(",") if written else ()):
         name, equals, value = (part.strip() for part in word.partition("="))

@@ -147,6 +147,8 @@ def run_app(app: typer.Typer, name: str, arguments: Sequence[str] | None = None)
         code = typer.main.get_command(app).main(
             list(sys.argv[1:] if arguments is None else arguments), prog_name=name, standalone_mode=False
         )
+    except Mistake as error:  # of the parser of a value
+        return _say(name, str(error), BAD_INPUT)
     except TyperException as error:  # an option or a command that there is not, or a value of another type
         context = getattr(error, "ctx", None)
         called = context.command_path if context else name

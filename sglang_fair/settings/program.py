@@ -12,7 +12,7 @@ from typing import Annotated, Any, Generic, TypeVar
 
 from sglang_fair.settings import file
 from sglang_fair.settings.commands import Mistake, Option, PassedOn, run
-from sglang_fair.settings.setting import Setting, SettingError, help_text, settings_of
+from sglang_fair.settings.setting import Setting, SettingError, help_text, meaning, settings_of
 from sglang_fair.settings.table import SECTIONS
 
 T = TypeVar("T")
@@ -103,6 +103,34 @@ def parse(section: str, arguments: Sequence[str]) -> Any:
     return found[0]
 
 
+def option_of(table: type, field: str, *, help: str = "", unset: str = "", panel: str | None = None) -> Any:
+    """The option of one setting, for a command that has only some of a program's settings, or other defaults.
+
+    Its name, its value and their check are those of the table, and so is the help unless the command gives another.
+    The annotated type is the setting's. `unset` says what holds where the command's default is None.
+    """
+    setting = settings_of(table)[field]
+
+    def parse(text: Any) -> Any:
+        try:
+            return setting.read(text, setting.flag)
+        except SettingError as error:
+            raise Mistake(str(error)) from None
+
+    return Option(
+        setting.flag,
+        parser=parse,
+        metavar=_metavar(setting),
+        help=help or meaning(setting),
+        rich_help_panel=panel,
+        show_default=unset or True,
+    )
+
+
+def _metavar(setting: Setting) -> str:
+    return setting.about.metavar or _TYPE_NAMES.get(setting.kind, "TEXT")
+
+
 def _signature(table: type) -> inspect.Signature:
     """Of a function with a parameter for each setting. None, or False, is what was not given."""
     keyword = inspect.Parameter.KEYWORD_ONLY
@@ -132,7 +160,7 @@ def _annotation(setting: Setting) -> Any:
     if setting.kind is bool:
         return Annotated[bool, Option(setting.flag, help=about.help)]
     kind = list[str] if setting.is_list else str
-    metavar = about.metavar or _TYPE_NAMES.get(setting.kind, "TEXT")
     return Annotated[
-        kind | None, Option(setting.flag, metavar=metavar, help=help_text(setting), show_default=False)
+        kind | None,
+        Option(setting.flag, metavar=_metavar(setting), help=help_text(setting), show_default=False),
     ]

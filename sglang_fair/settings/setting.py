@@ -222,18 +222,30 @@ def command_line(table: type, values: Mapping[str, Any]) -> list[str]:
     return argv + behind
 
 
+def changed(values: Any) -> dict[str, Any]:
+    """The settings of an object that are not the table's defaults."""
+    known = settings_of(type(values))
+    return {name: value for name, one in known.items() if (value := getattr(values, name)) != one.default}
+
+
 def shared(values: Any, table: type) -> dict[str, Any]:
     """The settings of the object `values` that a program with the settings `table` has too."""
     return {name: getattr(values, name) for name in settings_of(table) if name in settings_of(type(values))}
 
 
-def help_text(setting: Setting) -> str:
-    """The setting in a line of help: its meaning, its unit, its choices, and its default in brackets."""
+def meaning(setting: Setting) -> str:
+    """The setting in a line of help: what it is, its unit and its choices."""
     about, text = setting.about, setting.about.help
     if about.unit and about.unit.rstrip("s") not in text.lower():
         text += f" In {about.unit}."
     if (known := setting.choices()) and any(name not in text for name in known):
         text += f" One of {', '.join(known)}."
+    return text
+
+
+def help_text(setting: Setting) -> str:
+    """Its meaning, and its default in brackets."""
+    text = meaning(setting)
     if setting.default is MISSING:
         return f"{text}  [required]"
     shown = shown_default(setting)

@@ -638,7 +638,9 @@ def test_the_process_dies_with_its_parent() -> None:
     ],
 )
 def test_a_bad_worker_is_refused_in_one_line(spec: str) -> None:
-    with pytest.raises(Exception, match=r"NAME,http=URL|is no URL|of no use|is no ZMQ address|is given twice|not one$"):
+    with pytest.raises(
+        Exception, match=r"NAME,http=URL|is no URL|of no use|is no ZMQ address|is given twice|not one$"
+    ):
         worker(spec)
 
 

@@ -16,10 +16,12 @@ import pytest
 from aiohttp import web
 from rich.console import Console
 
+from sglang_fair.settings import table
+from sglang_fair.settings.program import parse
 from workloads import plots, report
 from workloads.clients import Scale
 from workloads.compare.cluster import Cluster, ClusterError, SpawnCluster, verify
-from workloads.compare.command import json_line
+from workloads.compare.command import json_line, spawn
 from workloads.compare.command import main as compare_main
 from workloads.compare.comparison import LiveCase, order
 from workloads.measures import Percentile, summarize
@@ -452,18 +454,21 @@ def test_the_command_line_makes_the_case(tmp_path, monkeypatch):
 
 
 def test_the_command_that_starts_a_cluster():
-    spawn = SpawnCluster(
-        2,
-        "bench",
-        Path("logs"),
-        quantum=300.0,
-        replica_arguments=("--max-running-requests", "8"),
-        command=("x",),
+    settings = table.Cluster(
+        replicas=3, model="bench", quantum=300.0, extra=("--max-running-requests", "8"), start_timeout_s=9.5
     )
-    assert " ".join(spawn.arguments("preble", "lpm")) == (
-        "x cluster --json --replicas 2 --model bench --device auto --placement preble --policy lpm --port 0 "
-        "--quantum 300 -- --max-running-requests 8"
-    )
+    program, command, *words = SpawnCluster(settings, Path("logs"), command=("x",)).arguments("preble", "lpm")
+    assert (program, command) == ("x", "cluster")
+    assert parse("cluster", words) == replace(settings, placement="preble", policy="lpm", port=0, json=True)
+
+
+def test_a_case_s_settings_reach_its_clusters(tmp_path):
+    case = LiveCase(engine="emulated", model="llama-3.1-8b", gpu="h100", time_scale=2.0, worker_quantum=None)
+    settings = spawn(case, tmp_path).settings
+    assert settings == table.Cluster(
+        engine="emulated", model="llama-3.1-8b", gpu="h100", time_scale=2.0, quantum=500.0,
+        extra=case.replica_arguments,
+    )  # fmt: skip
 
 
 class PretendedCluster:
@@ -588,7 +593,7 @@ def test_a_cluster_with_another_policy_or_placement_makes_the_run_void():
 def test_a_cluster_that_does_not_start_says_why(tmp_path):
     script = tmp_path / "cluster.py"
     script.write_text("import sys; print('port 8000 is in use', file=sys.stderr); sys.exit(3)")
-    spawn = SpawnCluster(1, "tiny", tmp_path / "logs", command=(sys.executable, str(script)))
+    spawn = SpawnCluster(table.Cluster(), tmp_path / "logs", command=(sys.executable, str(script)))
     with (
         pytest.raises(ClusterError, match="status 3; its last words: port 8000 is in use"),
         spawn("d2lpm", "dlpm"),
@@ -605,7 +610,7 @@ def test_a_cluster_is_interrupted_at_the_end(tmp_path):
         "    time.sleep(60)\n"
         f"except KeyboardInterrupt:\n    pathlib.Path({str(tmp_path / 'ended')!r}).touch()\n"
     )
-    spawn = SpawnCluster(1, "tiny", tmp_path / "logs", command=(sys.executable, str(script)))
+    spawn = SpawnCluster(table.Cluster(), tmp_path / "logs", command=(sys.executable, str(script)))
     with spawn("d2lpm", "dlpm") as cluster:
         assert (cluster.gateway, cluster.replicas) == ("http://g", ("http://r",))
     assert (tmp_path / "ended").exists()

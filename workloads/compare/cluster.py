@@ -13,9 +13,12 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from sglang_fair.settings import table
+from sglang_fair.settings.setting import changed, command_line
 
 
 class ClusterError(RuntimeError):
@@ -40,19 +43,9 @@ StartCluster = Callable[[str, str], AbstractContextManager[Cluster]]
 class SpawnCluster:
     """Starts clusters with our own command, `sglang-fair cluster --json`."""
 
-    replicas: int
-    model: str
+    settings: table.Cluster
+    """All but placement, policy and port."""
     log_folder: Path
-    device: str = "auto"
-    engine: str = "auto"
-    gpu: str | None = None
-    """With the two below, of an emulated engine."""
-    cost_model: str | None = None
-    time_scale: float = 1.0
-    quantum: float | None = None
-    worker_quantum: float | None = None
-    replica_arguments: tuple[str, ...] = ()
-    """Given to every replica, behind `--`."""
     start_timeout_s: float = 300.0
     stop_timeout_s: float = 60.0
     command: tuple[str, ...] = field(default_factory=lambda: _own_command())
@@ -62,23 +55,8 @@ class SpawnCluster:
 
     def arguments(self, placement: str, policy: str) -> list[str]:
         """The whole command line."""
-        quanta = (("--quantum", self.quantum), ("--worker-quantum", self.worker_quantum))
-        given = [word for option, value in quanta if value is not None for word in (option, f"{value:g}")]
-        if self.engine != "auto":
-            given += ["--engine", self.engine]
-        for option, text in (("--gpu", self.gpu), ("--cost-model", self.cost_model)):
-            given += [option, text] if text is not None else []
-        if self.time_scale != 1.0:
-            given += ["--time-scale", f"{self.time_scale:g}"]
-        return [
-            *self.command,
-            "cluster",
-            "--json",
-            *("--replicas", str(self.replicas), "--model", self.model, "--device", self.device),
-            *("--placement", placement, "--policy", policy, "--port", "0"),
-            *given,
-            *(("--", *self.replica_arguments) if self.replica_arguments else ()),
-        ]
+        asked = replace(self.settings, placement=placement, policy=policy, port=0, json=True)
+        return [*self.command, "cluster", *command_line(table.Cluster, changed(asked))]
 
     @contextmanager
     def _run(self, placement: str, policy: str) -> Iterator[Cluster]:

@@ -11,13 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from rich.console import Console
 
 from sglang_fair.common.provenance import versions
 from sglang_fair.models.catalog import EMULATED
 from sglang_fair.settings.commands import Mistake, Option, PassedOn, run
+from sglang_fair.settings.program import option_of
+from sglang_fair.settings.setting import settings_of
+from sglang_fair.settings.table import Cluster
 from workloads.clients import SCENARIOS, SMALL, Scale
 from workloads.compare.cluster import ClusterError, SpawnCluster, StartCluster
 from workloads.compare.comparison import Comparison, LiveCase
@@ -58,31 +61,21 @@ def compare(
     rates: Annotated[
         str, Option(metavar="W=R,...", help="Programs/s of each client, in place of a measured capacity.")
     ] = "",
-    model: Annotated[str, Option(help="As for `sglang-fair cluster`.")] = CASE.model,
+    model: Annotated[str, option_of(Cluster, "model")] = CASE.model,
     tokenizer: Annotated[
         Path | None,
         Option(metavar="DIR", help="Folder with tokenizer.json. [default: the model's]", show_default=False),
     ] = None,
-    device: Annotated[Literal["auto", "cpu", "cuda"], Option(help="Where the replicas compute.")] = "auto",
-    engine: Annotated[
-        Literal["auto", "cuda", "cpu", "emulated"], Option(help="As for `sglang-fair cluster`.")
-    ] = "auto",
-    gpu: Annotated[
-        str | None,
-        Option(help="The emulated GPU; --model is then llama-3.1-8b or another that it knows."),
-    ] = None,
-    cost_model: Annotated[
-        str | None,
-        Option(metavar="FILE", help="The emulated GPU's speed, in place of published figures."),
-    ] = None,
-    time_scale: Annotated[
-        float, Option(metavar="FACTOR", help="An emulated step takes so many times as long.")
-    ] = CASE.time_scale,
-    replicas: Annotated[int, Option(metavar="N", help="In each cluster.")] = CASE.replicas,
-    quantum: Annotated[float, Option(metavar="UNITS", help="DLPM's, per client.")] = CASE.quantum or 0.0,
-    worker_quantum: Annotated[
-        float, Option(metavar="UNITS", help="D2LPM's, per client and replica.")
-    ] = CASE.worker_quantum or 0.0,
+    device: Annotated[str, option_of(Cluster, "device")] = CASE.device,
+    engine: Annotated[str, option_of(Cluster, "engine")] = CASE.engine,
+    gpu: Annotated[str | None, option_of(Cluster, "gpu")] = CASE.gpu,
+    cost_model: Annotated[str | None, option_of(Cluster, "cost_model", unset="published figures")] = (
+        CASE.cost_model
+    ),
+    time_scale: Annotated[float, option_of(Cluster, "time_scale")] = CASE.time_scale,
+    replicas: Annotated[int, option_of(Cluster, "replicas")] = CASE.replicas,
+    quantum: Annotated[float | None, option_of(Cluster, "quantum")] = CASE.quantum,
+    worker_quantum: Annotated[float | None, option_of(Cluster, "worker_quantum")] = CASE.worker_quantum,
     good_clients: options.GoodClients = CASE.scale.good_clients,
     question_tokens: options.QuestionTokens = CASE.scale.question_tokens or 0,
     thought_tokens: options.ThoughtTokens = CASE.scale.thought_tokens,
@@ -205,19 +198,9 @@ def model_folder(model: str) -> Path | None:
 
 def spawn(case: LiveCase, folder: Path) -> StartCluster:
     """What starts the case's clusters: our own command."""
-    return SpawnCluster(
-        replicas=case.replicas,
-        model=case.model,
-        log_folder=folder / "logs",
-        device=case.device,
-        engine=case.engine,
-        gpu=case.gpu,
-        cost_model=case.cost_model,
-        time_scale=case.time_scale,
-        quantum=case.quantum,
-        worker_quantum=case.worker_quantum,
-        replica_arguments=case.replica_arguments,
-    )
+    given = {name: getattr(case, name, None) for name in settings_of(Cluster)}
+    settings = {name: value for name, value in given.items() if value is not None}
+    return SpawnCluster(Cluster(**settings, extra=case.replica_arguments), folder / "logs")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

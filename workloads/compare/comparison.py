@@ -22,6 +22,7 @@ from rich.live import Live
 from rich.text import Text
 
 from sglang_fair.common.provenance import machine, versions
+from sglang_fair.settings import table
 from sglang_fair.sim.gpu_clock import in_words, since
 from workloads.clients import SCENARIOS, SMALL, Scale, client_facts
 from workloads.compare.cluster import Cluster, ClusterError, StartCluster, clocks, flush, verify
@@ -42,11 +43,11 @@ class LiveCase(ComparisonCase):
 
     scale: Scale = SMALL
     model: str = "bench"
-    device: str = "auto"
+    device: str = table.Cluster.device
     gpu: str | None = None
     """With the two below, for an emulated engine; see `sglang_fair.engines.emulated`."""
     cost_model: str | None = None
-    time_scale: float = 1.0
+    time_scale: float = table.Cluster.time_scale
     replicas: int = 2
     quantum: float | None = 500.0
     """Q^u: about two requests' worth here. A round of all clients' quanta should take less than a program."""

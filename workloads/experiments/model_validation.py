@@ -23,6 +23,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from sglang_fair.calibration.measure import calibrate
+from sglang_fair.settings import table
 from sglang_fair.sim.cost_model import to_json
 from workloads.clients import SCENARIOS, SMALL, Client, Scale
 from workloads.compare.cluster import Cluster, SpawnCluster, flush, verify
@@ -226,18 +227,18 @@ class _Validate:
             arguments += ["--max-total-tokens", str(site.kv_tokens)]
         if engine == "real":
             arguments += ["--disable-overlap-schedule"]
-        start = SpawnCluster(
+        settings = table.Cluster(
             replicas=site.replicas,
             model="llama-3.1-8b" if emulated else site.model,
-            log_folder=self._folder,
             device="auto" if emulated else "cpu",
             engine="emulated" if emulated else "auto",
             gpu="a100-80g" if emulated else None,
             cost_model=site.cost_model if emulated else None,
-            quantum=site.quantum,
+            quantum=table.Cluster.quantum if site.quantum is None else site.quantum,
             worker_quantum=site.worker_quantum,
-            replica_arguments=tuple(arguments),
+            extra=tuple(arguments),
         )
+        start = SpawnCluster(settings, self._folder)
         with start(site.placement, site.policy) as cluster:
             verify(cluster, site.placement, site.policy)
             yield cluster

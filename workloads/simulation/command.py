@@ -4,7 +4,6 @@ sglang-fair simulate --gpu h100 --model llama-3.1-8b --replicas 2,4,8 --rate 0.5
 sglang-fair simulate --schedulers d2lpm+dlpm --quantum 500,2000,8000 --worker-quantum 5000,20000
 """
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -17,7 +16,9 @@ from rich.console import Console
 
 from router.placement import parse_options
 from sglang_fair.common.provenance import cores, versions
+from sglang_fair.settings import table
 from sglang_fair.settings.commands import Mistake, Option, run
+from sglang_fair.settings.program import option_of
 from sglang_fair.sim.gpus import GPUS
 from sglang_fair.sim.shapes import SHAPES
 from workloads.clients import SCENARIOS, Scale
@@ -37,29 +38,34 @@ CASE, SITE, SCALE = SimulatedCase(), Site(), Scale()
 
 EPILOG = "Where several values are given, each combination is run on the same programs and arrivals."
 
-ClusterOption = partial(Option, rich_help_panel="The cluster")
+CLUSTER = "The cluster"
+"""Group of options in the help."""
+
+ClusterOption = partial(Option, rich_help_panel=CLUSTER)
 TrafficOption = partial(Option, rich_help_panel=options.TRAFFIC)
 RunOption = partial(Option, rich_help_panel=options.RUNS)
 
 
+def cluster_setting(name: str, help: str = "", unset: str = "") -> Any:
+    """The option of a setting that a live cluster has too."""
+    return option_of(table.Cluster, name, help=help, unset=unset, panel=CLUSTER)
+
+
 def simulate(
-    gpu: Annotated[str, ClusterOption(help=f"Of each replica: {', '.join(GPUS)}.")] = SITE.gpu,
+    gpu: Annotated[str, cluster_setting("gpu", f"Of each replica: {', '.join(GPUS)}.")] = SITE.gpu,
     model: Annotated[str, ClusterOption(help=f"What it serves: {', '.join(SHAPES)}.")] = SITE.model,
     cost_model: Annotated[
-        Path | None,
-        ClusterOption(
-            metavar="FILE",
-            help="Times, memory and limits of a replica, as `sglang-fair calibrate` measured them. "
-            "[default: by GPU and model]",
+        str | None,
+        cluster_setting(
+            "cost_model",
+            "Times, memory and limits of a replica, as `sglang-fair calibrate` measured them.",
+            unset="by GPU and model",
         ),
     ] = None,
     kv_tokens: Annotated[
-        int | None,
-        ClusterOption(metavar="N", help="Tokens that a replica's cache holds. [default: by the GPU]"),
+        int | None, option_of(table.Replica, "kv_tokens", unset="by the GPU", panel=CLUSTER)
     ] = None,
-    max_running: Annotated[
-        int | None, ClusterOption(metavar="N", help="Requests that a replica runs at once.")
-    ] = None,
+    max_running: Annotated[int | None, option_of(table.Replica, "max_running", panel=CLUSTER)] = None,
     chunked_prefill: Annotated[
         int | None, ClusterOption(metavar="N", help="Prompt tokens in one step.")
     ] = None,
@@ -86,11 +92,9 @@ def simulate(
             help="A placement's other options, as d2lpm:cache_threshold=0.3; repeatable.",
         ),
     ] = None,
-    cost: Annotated[str, ClusterOption(help="What service costs, as for `sglang-fair cluster`.")] = SITE.cost,
-    payer: Annotated[str, ClusterOption(help="Who pays for a prefix that clients share.")] = SITE.payer,
-    client_weights: Annotated[
-        str, ClusterOption(metavar="JSON", help='Shares per client, for example {"bad": 0.5}.')
-    ] = "{}",
+    cost: Annotated[str, cluster_setting("cost")] = SITE.cost,
+    payer: Annotated[str, cluster_setting("payer")] = SITE.payer,
+    client_weights: Annotated[Mapping[str, float] | None, cluster_setting("client_weights")] = None,
     hop: Annotated[
         float | None, ClusterOption(metavar="S", help="Network time of a request, both ways.")
     ] = None,
@@ -165,9 +169,9 @@ def simulate(
             raise ValueError("--replicas: no number is given")
         if jobs < 1:
             raise ValueError(f"--jobs must be at least 1, not {jobs}")
-        given |= {"replicas": sizes[0], "client_weights": _weights(client_weights)}
+        given |= {"replicas": sizes[0], "client_weights": client_weights or {}}
         if cost_model is not None:
-            site = Site.calibrated(cost_model, **given)
+            site = Site.calibrated(Path(cost_model), **given)
         else:
             site = Site(gpu=gpu, model=model, **{k: v for k, v in given.items() if v is not None})
         traces = _traces(trace or [])
@@ -302,16 +306,6 @@ def _whole(option: str, value: float) -> int:
     if not value.is_integer():
         raise ValueError(f"{option} takes whole numbers, not {value:g}")
     return int(value)
-
-
-def _weights(text: str) -> Mapping[str, float]:
-    try:
-        weights = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"--client-weights is not JSON: {error}") from None
-    if not isinstance(weights, dict):
-        raise ValueError(f"--client-weights maps clients to numbers, and is {text}")
-    return weights
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

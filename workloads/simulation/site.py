@@ -18,9 +18,10 @@ from sglang_fair.common.weights import Weights
 from sglang_fair.core import POLICIES
 from sglang_fair.core import options as policy_options
 from sglang_fair.core.cost import Cost, make_cost
-from sglang_fair.core.payers import FIRST, make_payers
+from sglang_fair.core.payers import make_payers
 from sglang_fair.core.policy import Policy, checked_quantum
 from sglang_fair.core.queue import FairQueue
+from sglang_fair.settings import table
 from sglang_fair.sim.cost_model import CostModel, Scaled, kv_tokens, make_cost_model
 from sglang_fair.sim.gpus import GPUS
 from sglang_fair.sim.replica import Replica, Settings
@@ -42,10 +43,10 @@ class Site:
     cost_model: str | None = None
     """How long an engine's step takes, as `make_cost_model` reads it. None: by `gpu` and `model`."""
     replicas: int = 1
-    placement: str = "d2lpm"
+    placement: str = table.Cluster.placement
     placement_options: Mapping[str, Any] = field(default_factory=dict)
     """Other parameters of the placement, by name."""
-    policy: str = "dlpm"
+    policy: str = table.Cluster.policy
     policy_options: str = ""
     quantum: float | None = None
     worker_quantum: float | None = None
@@ -53,7 +54,7 @@ class Site:
     extend_weight: float | None = None
     output_weight: float | None = None
     client_weights: Mapping[str, float] = field(default_factory=dict)
-    payer: str = FIRST
+    payer: str = table.Cluster.payer
     kv_tokens: int | None = None
     """Tokens that one replica's cache holds. None: what is left on the GPU beside the model."""
     page_tokens: int = 16
