@@ -1,15 +1,18 @@
-"""Replicas that are added to a running cluster: each is planned with the cluster's own settings and with free ports."""
+"""Replicas that are added to a running cluster: with its own settings, and with ports and GPUs that are free."""
 
 from collections.abc import Callable
 from dataclasses import replace
 
+from sglang_fair.cluster import gpus
+from sglang_fair.cluster.gpus import GpusTaken
+from sglang_fair.cluster.marks import Marks
 from sglang_fair.cluster.options import ConfigError, Device, Options
 from sglang_fair.cluster.plan import Machine, Model, Process, build, check_memory
 from sglang_fair.cluster.ports import Ports, Reservations, choose_replica
 
 
 class AddedReplicas:
-    """Plans replicas for one cluster, and takes back the ports of those that are gone."""
+    """Plans replicas for one cluster, and takes back the ports and GPUs of those that are gone."""
 
     def __init__(
         self,
@@ -18,32 +21,40 @@ class AddedReplicas:
         model: Model,
         ports: Ports,
         reservations: Reservations,
+        gpu_marks: Marks,
         look: Callable[[], Machine],
     ) -> None:
-        """`ports` are those of the first replicas; `look` returns the machine's resources at the moment."""
+        """`ports` are those of the first replicas; `look` returns the machine's resources at the moment.
+
+        The cluster has its ports from `reservations`, and its GPUs from `gpu_marks`.
+        """
         self._options = options
         self._device = device
         self._model = model
         self._first = ports
         self._ports = {f"r{index}": one for index, one in enumerate(ports.replicas)}
         self._reservations = reservations
+        self._gpu_marks = gpu_marks
         self._look = look
 
     def plan(self, number: int) -> Process:
-        """The replica with this number. Raises `ConfigError` if there is no room for it, and `PortTaken`."""
+        """The replica with this number. Raises `ConfigError`, `PortTaken` or `GpusTaken` if there is no room for it."""
         machine = self._look()
         check_memory(replace(self._options, replicas=1), self._device, machine, self._model)
         ports = choose_replica(self._reservations.take)
         as_many = replace(self._options, replicas=number + 1)
         all_ports = replace(self._first, replicas=(ports,) * (number + 1))
         try:
-            spec = build(as_many, self._device, machine, self._model, all_ports).of("replica")[number]
-        except ConfigError:
+            taken = gpus.take(replace(self._options, replicas=1), self._device, machine.gpus, self._gpu_marks)
+        except (ConfigError, GpusTaken):
             self._reservations.give_back(ports)
             raise
+        specs = build(as_many, self._device, machine, self._model, all_ports, taken * (number + 1))
+        spec = specs.of("replica")[number]
         self._ports[spec.name] = ports
         return spec
 
     def freed(self, spec: Process) -> None:
-        """Frees the ports of a replica that is gone for good."""
+        """Frees the ports and GPUs of a replica that is gone for good."""
         self._reservations.give_back(self._ports.pop(spec.name))
+        self._gpu_marks.give_back(*(gpu.uuid for gpu in spec.gpus))

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import psutil
 
@@ -48,8 +48,13 @@ class Child:
         self._exit = asyncio.create_task(process.wait())
 
     @classmethod
-    async def start(cls, spec: Process, on_line: Callable[[str, str], None]) -> "Child":
-        """Starts `spec`. Each line that it prints goes to `on_line(name, line)`. Raises OSError if it cannot start."""
+    async def start(
+        cls, spec: Process, on_line: Callable[[str, str], None], inherited: Sequence[int] = ()
+    ) -> "Child":
+        """Starts `spec`. Each line that it prints goes to `on_line(name, line)`. Raises OSError if it cannot start.
+
+        `inherited` are open files that it gets too; a forked one gets none.
+        """
         ours, its = os.pipe()
         process: asyncio.subprocess.Process | Forked
         try:
@@ -63,6 +68,7 @@ class Child:
                     stderr=its,
                     env={**child_environment(), **spec.env},
                     start_new_session=True,
+                    pass_fds=inherited,
                 )
         except BaseException:
             os.close(ours)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 
+from sglang_fair.cluster import gpus
 from sglang_fair.cluster.plan import Machine
 from sglang_fair.common.provenance import cores
 
@@ -20,22 +21,14 @@ def look(environ: Mapping[str, str] = os.environ) -> Machine:
     return Machine(
         cores=cores(),
         available_bytes=min(psutil.virtual_memory().available, *_left_in_cgroup(CGROUP)),
-        gpus=visible_gpus(_count_gpus(), environ.get("CUDA_VISIBLE_DEVICES")),
+        gpus=gpus.visible(gpus.listed(_nvidia_smi()), environ.get("CUDA_VISIBLE_DEVICES")),
         cuda_build=importlib.util.find_spec("sgl_kernel") is not None,
         python=sys.executable,
     )
 
 
-def visible_gpus(count: int, cuda_visible_devices: str | None) -> tuple[str, ...]:
-    """Names, as CUDA_VISIBLE_DEVICES takes them, of those of `count` GPUs that may be used."""
-    if not count:
-        return ()
-    if cuda_visible_devices is None:
-        return tuple(str(index) for index in range(count))
-    return tuple(name.strip() for name in cuda_visible_devices.split(",") if name.strip() not in ("", "-1"))
-
-
-def _count_gpus() -> int:
+def _nvidia_smi() -> str:
+    """The list of GPUs; empty if there is none."""
     try:
         listed = subprocess.run(
             ["nvidia-smi", "-L"],
@@ -46,10 +39,8 @@ def _count_gpus() -> int:
             stdin=subprocess.DEVNULL,
         )
     except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return (
-        sum(line.startswith("GPU ") for line in listed.stdout.splitlines()) if listed.returncode == 0 else 0
-    )
+        return ""
+    return listed.stdout if listed.returncode == 0 else ""
 
 
 def _left_in_cgroup(folder: Path) -> list[int]:

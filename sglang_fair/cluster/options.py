@@ -35,6 +35,24 @@ OURS: Mapping[str, str] = {
 }
 """SGLang arguments that the cluster sets itself -> the option of ours to use instead, "" for none."""
 
+NOT_HERE: Mapping[str, str] = {
+    "--base-gpu-id": "a replica sees its own GPUs only; say in CUDA_VISIBLE_DEVICES which the cluster may use",
+    "--gpu-id-step": "a replica sees its own GPUs only; say in CUDA_VISIBLE_DEVICES which the cluster may use",
+    "--nnodes": "all replicas of a cluster run on this machine; start those that span several by themselves",
+    "--node-rank": "all replicas of a cluster run on this machine; start those that span several by themselves",
+    "--dist-init-addr": "all replicas would listen there; each finds an address of its own",
+}
+"""SGLang arguments that no replica of a cluster can be given, and why."""
+
+TENSOR = ("--tp", "--tp-size", "--tensor-parallel-size")
+PIPELINE = ("--pp", "--pp-size", "--pipeline-parallel-size")
+DATA = ("--dp", "--dp-size", "--data-parallel-size")
+
+READ = {*OURS, *NOT_HERE, *TENSOR, *PIPELINE, *DATA, "--page-size"}
+"""The SGLang arguments that matter to a cluster. SGLang would also take the beginning of a name."""
+
+SHORTEST_BEGINNING = len("--base")
+
 
 class Options(Cluster):
     """One cluster as asked for. Quanta and weights are in service units (see `core.cost`)."""
@@ -126,8 +144,7 @@ def extra_number(extra: Sequence[str], default: int, *names: str) -> int:
 
 def gpus_per_replica(extra: Sequence[str]) -> int:
     """GPUs that one replica spreads over: tensor times pipeline parallelism."""
-    tensor = extra_number(extra, 1, "--tp", "--tp-size", "--tensor-parallel-size")
-    return tensor * extra_number(extra, 1, "--pp", "--pp-size", "--pipeline-parallel-size")
+    return extra_number(extra, 1, *TENSOR) * extra_number(extra, 1, *PIPELINE)
 
 
 def page_tokens(extra: Sequence[str]) -> int:
@@ -143,7 +160,12 @@ def _check_extra(extra: Sequence[str]) -> None:
         if name in OURS:
             instead = f"use {OURS[name]} before the --" if OURS[name] else "it cannot be given"
             raise ConfigError(f"the cluster sets {name} of each replica itself; {instead}")
+        if name in NOT_HERE:
+            raise ConfigError(f"{name} cannot be given: {NOT_HERE[name]}")
+        for whole in READ:
+            if name not in READ and len(name) >= SHORTEST_BEGINNING and whole.startswith(name):
+                raise ConfigError(f"write {whole} in full, not {name}")
     page_tokens(extra)
     gpus_per_replica(extra)
-    if extra_number(extra, 1, "--dp", "--dp-size", "--data-parallel-size") > 1:
+    if extra_number(extra, 1, *DATA) > 1:
         raise ConfigError("--dp inside a replica would hide workers from the router; use --replicas")

@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 from router.gateway import limits
 from router.placement import parse_options
-from sglang_fair.cluster.options import ConfigError, Device, Options, gpus_per_replica, page_tokens
+from sglang_fair.cluster.gpus import Gpu, environment
+from sglang_fair.cluster.options import ConfigError, Device, Options, page_tokens
 from sglang_fair.cluster.ports import Ports
 from sglang_fair.core.cost import Cost, Linear, describe
 from sglang_fair.settings import table
@@ -44,11 +45,11 @@ FORK_SERVER_READY = "ready to fork replicas"
 
 @dataclass(frozen=True)
 class Machine:
-    """What a cluster can run on. `gpus` are names as CUDA_VISIBLE_DEVICES takes them."""
+    """What a cluster can run on. `gpus` are those that CUDA_VISIBLE_DEVICES allows, also where others use them."""
 
     cores: int
     available_bytes: int
-    gpus: tuple[str, ...]
+    gpus: tuple[Gpu, ...]
     cuda_build: bool
     """Whether the SGLang that is installed has its GPU kernels."""
     python: str
@@ -114,6 +115,8 @@ class Process:
     fork_server: str | None = None
     """The abstract socket of the fork server that starts this process with the arguments `argv`.
     None: `argv` is a command line."""
+    gpus: tuple[Gpu, ...] = ()
+    """For a replica: the GPUs that it uses alone."""
 
 
 @dataclass(frozen=True)
@@ -160,10 +163,16 @@ def check_memory(options: Options, device: Device, machine: Machine, model: Mode
         )
 
 
-def build(options: Options, device: Device, machine: Machine, model: Model, ports: Ports) -> Plan:
-    """The processes of the cluster; raises `ConfigError` when there are too few GPUs."""
+def build(
+    options: Options,
+    device: Device,
+    machine: Machine,
+    model: Model,
+    ports: Ports,
+    gpus: Sequence[tuple[Gpu, ...]] = (),
+) -> Plan:
+    """The processes of the cluster. `gpus` are those of each replica, if it computes on any."""
     router = f"tcp://{LOCAL}:{ports.router}"
-    placed = _devices(options, device, machine)
     fork_server = None if options.emulation() is None else f"sglang-fair/fork-server/{ports.router}"
     workers = tuple(
         Worker(
@@ -179,7 +188,7 @@ def build(options: Options, device: Device, machine: Machine, model: Model, port
             *((_fork_server(options, machine, fork_server),) if fork_server else ()),
             *(
                 _replica(options, device, machine, model, worker, ports.replicas[index].http,
-                         ports.replicas[index].kv, placed[index], fork_server)
+                         ports.replicas[index].kv, gpus[index] if gpus else (), fork_server)
                 for index, worker in enumerate(workers)
             ),
             _router(options, machine, router, workers),
@@ -228,22 +237,6 @@ def curl_example(url: str) -> str:
     )
 
 
-def _devices(options: Options, device: Device, machine: Machine) -> list[dict[str, str]]:
-    """The environment that gives each replica its GPUs."""
-    if device == "cpu":
-        return [{} for _ in range(options.replicas)]
-    each = gpus_per_replica(options.extra)
-    if options.replicas * each > len(machine.gpus):
-        raise ConfigError(
-            f"{options.replicas} replicas with {each} GPU{'s' if each > 1 else ''} each need "
-            f"{options.replicas * each} GPUs, {len(machine.gpus)} are visible"
-        )
-    return [
-        {"CUDA_VISIBLE_DEVICES": ",".join(machine.gpus[index * each : (index + 1) * each])}
-        for index in range(options.replicas)
-    ]
-
-
 def _replica(
     options: Options,
     device: Device,
@@ -252,7 +245,7 @@ def _replica(
     worker: Worker,
     http_port: int,
     kv_port: int,
-    placed: Mapping[str, str],
+    gpus: tuple[Gpu, ...],
     fork_server: str | None,
 ) -> Process:
     values = {
@@ -277,10 +270,11 @@ def _replica(
         stop_grace_s=10.0,
         env={
             "PYTHONUNBUFFERED": "1",
-            **placed,
+            **environment(gpus),
         },
         worker=worker,
         fork_server=fork_server,
+        gpus=gpus,
     )
 
 

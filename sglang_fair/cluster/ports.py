@@ -1,15 +1,16 @@
 """Which TCP ports the processes listen on, chosen so that two clusters on one machine never meet.
 
 A port that is free now may be taken before SGLang binds it, many seconds later. So supervisors also reserve the ports
-that they choose: as names of abstract Unix sockets, which the kernel frees when their owner dies.
+that they choose (`cluster.marks`).
 """
 
 import contextlib
 import errno
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+
+from sglang_fair.cluster.marks import Marks
 
 FIRST_PORT = 30_000
 """Below the range that Linux gives to outgoing connections (32768 on)."""
@@ -82,34 +83,19 @@ class Reservations:
     def __init__(self, host: str) -> None:
         """`host` is the gateway's; a port counts as free when it is free there and on every address."""
         self._host = host
-        self._held: dict[int, socket.socket] = {}
+        self._marks = Marks("port")
 
     def take(self, port: int) -> bool:
         """Reserves `port`. False if it is in use or another supervisor has it."""
-        if not (is_free(self._host, port) and is_free("", port)):
-            return False
-        if not sys.platform.startswith("linux"):
-            return True
-        mark = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        try:
-            mark.bind(f"\0sglang-fair/port/{port}")
-        except OSError:
-            mark.close()
-            return False
-        self._held[port] = mark
-        return True
+        return is_free(self._host, port) and is_free("", port) and self._marks.take(str(port))
 
     def give_back(self, ports: ReplicaPorts) -> None:
         """Frees the ports of a replica that is gone for good."""
-        for port in (ports.http, ports.kv, ports.kv + 1):
-            if port in self._held:
-                self._held.pop(port).close()
+        self._marks.give_back(*map(str, (ports.http, ports.kv, ports.kv + 1)))
 
     def close(self) -> None:
         """Frees all of them."""
-        for mark in self._held.values():
-            mark.close()
-        self._held.clear()
+        self._marks.close()
 
 
 def is_free(host: str, port: int) -> bool:

@@ -10,12 +10,15 @@ from pathlib import Path
 
 from rich.console import Console
 
+from sglang_fair.cluster import gpus
 from sglang_fair.cluster import machine as machines
 from sglang_fair.cluster.added import AddedReplicas
 from sglang_fair.cluster.child import kill_session
 from sglang_fair.cluster.console import ConsoleReporter, Replicas, addresses, example, make_console, show
 from sglang_fair.cluster.control import Control, socket_path
+from sglang_fair.cluster.gpus import GpusTaken
 from sglang_fair.cluster.link import RouterLink
+from sglang_fair.cluster.marks import Marks
 from sglang_fair.cluster.options import ConfigError, Device, Options, check
 from sglang_fair.cluster.plan import Machine, Model, Plan, build, check_memory, choose_device, gateway_url
 from sglang_fair.cluster.ports import PortTaken, Reservations, choose, claim
@@ -53,7 +56,7 @@ def run_cluster(options: Options) -> int:
     except ConfigError as error:
         print(f"sglang-fair: {error}", file=sys.stderr, flush=True)
         return BAD_INPUT
-    except (PortTaken, StartFailed) as error:
+    except (PortTaken, GpusTaken, StartFailed) as error:
         print(f"sglang-fair: {error}", file=sys.stderr, flush=True)
         return FAILED
 
@@ -66,14 +69,18 @@ async def _run(options: Options) -> int:
     emulation = options.emulation()
     wanted = {"auto": options.device, "emulated": "cpu"}.get(options.engine, options.engine)
     device = choose_device(wanted, machine)
-    with contextlib.closing(Reservations(options.host)) as reservations:
+    with (
+        contextlib.closing(Reservations(options.host)) as reservations,
+        contextlib.closing(Marks("gpu")) as gpu_marks,
+    ):
         if options.port:
             claim(options.port, reservations.take)
+        taken = gpus.take(options, device, machine.gpus, gpu_marks)
         name = options.model if emulation is None else EMULATED + options.model
         model = await _find_model(name, machine, stop)
         check_memory(options, device, machine, model)
         ports = choose(options.port, options.replicas, reservations.take)
-        plan = build(options, device, machine, model, ports)
+        plan = build(options, device, machine, model, ports, taken)
         gateway = gateway_url(options.host, ports.gateway)
         title = (
             f"{options.replicas} x {emulation or f'{model.served_name} on {device}'}, "
@@ -91,8 +98,8 @@ async def _run(options: Options) -> int:
             console, plan, quiet=Replicas() if options.quiet_replicas else (), when_up=when_up
         )
         reporter.say(f"starting {title}")
-        added = AddedReplicas(options, device, model, ports, reservations, machines.look)
-        return await _supervise(plan, reporter, stop, added, socket_path(ports.gateway))
+        added = AddedReplicas(options, device, model, ports, reservations, gpu_marks, machines.look)
+        return await _supervise(plan, reporter, stop, added, gpu_marks, socket_path(ports.gateway))
 
 
 def _signals() -> list[signal.Signals]:
@@ -102,12 +109,21 @@ def _signals() -> list[signal.Signals]:
 
 
 async def _supervise(
-    plan: Plan, reporter: ConsoleReporter, stop: asyncio.Event, added: AddedReplicas, control_path: Path
+    plan: Plan,
+    reporter: ConsoleReporter,
+    stop: asyncio.Event,
+    added: AddedReplicas,
+    gpu_marks: Marks,
+    control_path: Path,
 ) -> int:
     assert plan.router is not None
     loop, was_up = asyncio.get_running_loop(), False
     with contextlib.closing(RouterLink(plan.router)) as link, contextlib.closing(reporter):
-        supervisor = Supervisor(plan, reporter, link=link)
+        # A replica has its GPUs as long as it lives, even if we are killed before it.
+        supervisor = Supervisor(
+            plan, reporter, link=link,
+            inherited=lambda spec: gpu_marks.descriptors(gpu.uuid for gpu in spec.gpus),
+        )  # fmt: skip
 
         def on_signal() -> None:
             reporter.close()

@@ -7,7 +7,7 @@ supervisor knows processes and nothing of SGLang.
 
 import asyncio
 import time
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol, assert_never
 
@@ -66,13 +66,21 @@ class Supervisor:
     """One run of a plan, which may change while it runs. `stop` ends it gracefully; a second `stop` kills."""
 
     def __init__(
-        self, plan: Plan, reporter: Reporter, *, rule: RestartRule | None = None, link: Link | None = None
+        self,
+        plan: Plan,
+        reporter: Reporter,
+        *,
+        rule: RestartRule | None = None,
+        link: Link | None = None,
+        inherited: Callable[[Process], Sequence[int]] = lambda spec: (),
     ) -> None:
-        """Starts nothing yet. `link` reports replicas that die and return to the router."""
+        """Starts nothing yet. `link` reports replicas that die and return to the router; `inherited` says which of our
+        open files a process gets."""
         self._plan = plan
         self._reporter = reporter
         self._rule = rule or RestartRule()
         self._link = link
+        self._inherited = inherited
         self._children: dict[str, Child] = {}
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._given_up: set[str] = set()
@@ -239,7 +247,7 @@ class Supervisor:
 
     async def _start(self, spec: Process) -> Child:
         try:
-            child = await Child.start(spec, self._reporter.line)
+            child = await Child.start(spec, self._reporter.line, self._inherited(spec))
         except OSError as error:
             raise StartFailed(f"{spec.name} cannot be started: {error}") from error
         self._children[spec.name] = child

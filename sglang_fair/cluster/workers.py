@@ -15,6 +15,7 @@ from typing import Any
 import aiohttp
 
 from sglang_fair.cluster.control import Refused, Say
+from sglang_fair.cluster.gpus import GpusTaken
 from sglang_fair.cluster.link import Link, router_workers
 from sglang_fair.cluster.options import ConfigError
 from sglang_fair.cluster.plan import Process, Worker, with_workers
@@ -31,8 +32,7 @@ IDLE_CHECKS_S = 30.0
 gateways may have sent it requests on their own."""
 
 Planner = Callable[[int], Process]
-"""The replica with this number, as the cluster would have started it. Raises `ConfigError` and `PortTaken`."""
-
+"""The replica with this number, as the cluster would have started it. Raises what `AddedReplicas.plan` does."""
 
 Freed = Callable[[Process], None]
 
@@ -82,7 +82,7 @@ class Workers:
         taken = {*known, *self._states, *(spec.name for spec in self._specs())}
         try:
             spec = self._plan(_free_number({_number(name) for name in taken}))
-        except (ConfigError, PortTaken) as error:
+        except (ConfigError, PortTaken, GpusTaken) as error:
             raise Refused(str(error)) from None
         say(f"{spec.name} is being started")
         self._states[spec.name] = "starting"

@@ -12,12 +12,21 @@ PARENT = "SGLANG_FAIR_PARENT"
 
 
 def child_environment() -> dict[str, str]:
-    """This process's environment, for a child that calls `die_with_parent`.
+    """This process's environment, for a child that calls `die_with_parent` or `die_with_supervisor`.
 
     It names us as the parent. Otherwise a child whose parent dies while it still imports would take the process
     that adopts it for its parent, and live on.
     """
     return {**os.environ, PARENT: str(os.getpid())}
+
+
+def die_with_supervisor() -> None:
+    """As `die_with_parent`, if the parent gave this process its `child_environment`.
+
+    Without one it was started by a shell or an init system, and lives on when that ends.
+    """
+    if PARENT in os.environ:
+        die_with_parent()
 
 
 def die_with_parent(signal_number: int = signal.SIGTERM) -> None:

@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 
 from sglang_fair.cluster.child import SWEEP_S, session_members
 from sglang_fair.cluster.plan import FORK_SERVER_READY
-from sglang_fair.common.processes import die_with_parent
+from sglang_fair.common.processes import PARENT, die_with_parent
 from sglang_fair.engines import cpu, replica
 
 MODULES = (
@@ -90,6 +90,7 @@ class ForkServer:
     def __init__(self, listener: socket.socket) -> None:
         """Whoever connects to `listener` may ask for one replica."""
         self._listener = listener
+        self._pid = os.getpid()
         self._selector = selectors.DefaultSelector()
         self._replicas: dict[socket.socket, int] = {}
         """The process id of each connection's replica, 0 before it is forked and after it has ended."""
@@ -198,6 +199,7 @@ class ForkServer:
             os.dup2(output, 2)
             os.close(output)
             os.environ.update(env)
+            os.environ[PARENT] = str(self._pid)
             random.seed()  # or all replicas would draw the same ports
             _name_process("sglang-fair replica " + " ".join(argv[:2]))
             code = replica.main(argv)

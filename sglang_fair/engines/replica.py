@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from sglang_fair.common.files import read_json
-from sglang_fair.common.processes import die_with_parent
+from sglang_fair.common.processes import die_with_supervisor
 from sglang_fair.core.cost import make_cost
 from sglang_fair.engines import cpu
 from sglang_fair.engines.emulated import settings as emulated
@@ -150,7 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def serve(options: Replica) -> int:
     """Runs the server until it is ended; the exit code."""
-    die_with_parent()
+    die_with_supervisor()
     try:
         os.environ.update(environment(options))
         name = EMULATED + options.model if options.engine == "emulated" else options.model

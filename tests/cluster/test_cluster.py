@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 from router.events import Query, Snapshot, decode_answer, encode
 from sglang_fair.cluster.child import Child, how_it_ended, session_members
 from sglang_fair.cluster.console import ConsoleReporter, make_console
+from sglang_fair.cluster.gpus import Gpu
 from sglang_fair.cluster.link import RouterLink, router_answers
-from sglang_fair.cluster.machine import visible_gpus
 from sglang_fair.cluster.model import NoModel, describe, estimate_bytes
 from sglang_fair.cluster.options import ConfigError, Options, check, extra_argument
 from sglang_fair.cluster.plan import (
@@ -60,7 +60,11 @@ LIMIT_S = 60.0
 GIGABYTE = 1_000_000_000
 MACHINE = Machine(cores=2, available_bytes=16 * GIGABYTE, gpus=(), cuda_build=False, python="python")
 GPU_MACHINE = Machine(
-    cores=64, available_bytes=500 * GIGABYTE, gpus=tuple("01234567"), cuda_build=True, python="python"
+    cores=64,
+    available_bytes=500 * GIGABYTE,
+    gpus=tuple(Gpu(str(number), f"GPU-{number}") for number in range(8)),
+    cuda_build=True,
+    python="python",
 )
 MODEL = Model(Path("/models/tiny"), "tiny", 1_000_000)
 PORTS = Ports(gateway=8000, router=30000, replicas=(ReplicaPorts(30001, 30002), ReplicaPorts(30004, 30005)))
@@ -279,31 +283,16 @@ class TestPlan:
         assert workers(parse("router", router.argv[3:]))[1].worker == "r1"
         assert parse("gateway", gateway.argv[3:]).port == 8000
 
-    def test_each_replica_has_gpus_of_its_own(self) -> None:
-        plan = build(Options(device="cuda", extra=("--tp", "4")), "cuda", GPU_MACHINE, MODEL, PORTS)
-        devices = [process.env["CUDA_VISIBLE_DEVICES"] for process in plan.of("replica")]
-        assert devices == ["0,1,2,3", "4,5,6,7"]
-
-    def test_too_few_gpus(self) -> None:
-        with pytest.raises(ConfigError, match="2 replicas with 8 GPUs each need 16 GPUs, 8 are visible"):
-            build(Options(extra=("--tp=4", "--pp=2")), "cuda", GPU_MACHINE, MODEL, PORTS)
-
     def test_the_device(self) -> None:
         assert choose_device("auto", MACHINE) == "cpu"
         assert choose_device("auto", GPU_MACHINE) == "cuda"
         assert choose_device("cpu", GPU_MACHINE) == "cpu"
         with pytest.raises(ConfigError, match="no GPU is visible"):
             choose_device("cuda", MACHINE)
-        without_kernels = Machine(8, GIGABYTE, ("0",), False, "python")
+        without_kernels = Machine(8, GIGABYTE, (Gpu("0", "GPU-0"),), False, "python")
         assert choose_device("auto", without_kernels) == "cpu"
         with pytest.raises(ConfigError, match="make setup DEVICE=cuda"):
             choose_device("cuda", without_kernels)
-
-    def test_visible_gpus(self) -> None:
-        assert visible_gpus(2, None) == ("0", "1")
-        assert visible_gpus(2, "1") == ("1",)
-        assert visible_gpus(2, "") == visible_gpus(2, "-1") == visible_gpus(0, "0") == ()
-        assert visible_gpus(2, "GPU-a, GPU-b") == ("GPU-a", "GPU-b")
 
     def test_memory(self) -> None:
         check_memory(Options(replicas=2), "cpu", MACHINE, MODEL)
@@ -629,10 +618,10 @@ class TestSupervisor:
     def test_a_router_returns_while_a_replica_is_being_added(self, monkeypatch: pytest.MonkeyPatch) -> None:
         start, go_on, link = Child.start, asyncio.Event(), Told()
 
-        async def slow(spec: Process, on_line: Callable[[str, str], None]) -> Child:
+        async def slow(spec: Process, on_line: Callable[[str, str], None], inherited: Sequence[int]) -> Child:
             if spec.name == "r9":
                 await go_on.wait()
-            return await start(spec, on_line)
+            return await start(spec, on_line, inherited)
 
         async def add(supervisor: Supervisor, record: Record) -> None:
             adding = asyncio.create_task(supervisor.add(program("r9", SERVES)))

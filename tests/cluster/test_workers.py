@@ -26,7 +26,9 @@ from router.shell import Shell
 from sglang_fair.cluster import control
 from sglang_fair.cluster.added import AddedReplicas
 from sglang_fair.cluster.control import Control, NoCluster, Refused, Say, ask, own_folder
+from sglang_fair.cluster.gpus import Gpu, GpusTaken
 from sglang_fair.cluster.link import RouterLink
+from sglang_fair.cluster.marks import Marks
 from sglang_fair.cluster.options import ConfigError, Options
 from sglang_fair.cluster.plan import (
     HttpReady,
@@ -237,7 +239,7 @@ def test_a_further_replica_is_planned_like_the_first_ones(monkeypatch: pytest.Mo
     with contextlib.closing(Reservations("127.0.0.1")) as reservations:
         ports = choose(0, 2, reservations.take)
         plan = build(options, "cpu", MACHINE, TINY, ports)
-        more = AddedReplicas(options, "cpu", TINY, ports, reservations, lambda: MACHINE)
+        more = AddedReplicas(options, "cpu", TINY, ports, reservations, Marks("gpu-test"), lambda: MACHINE)
         r1, r2 = plan.of("replica")[1], more.plan(2)
         own = {"--name", "--port", "--kv-port"}
         assert [word for word in r2.argv if word not in after_all(r2, own)] == [
@@ -259,18 +261,25 @@ def after_all(spec: Process, options: set[str]) -> set[str]:
 def test_a_further_replica_needs_room(monkeypatch: pytest.MonkeyPatch) -> None:
     of_our_own(monkeypatch)
     small = MACHINE.__class__(**{**vars(MACHINE), "available_bytes": 1_000})
-    gpus = MACHINE.__class__(**{**vars(MACHINE), "gpus": ("0", "1"), "cuda_build": True})
-    taken: list[int] = []
-    with contextlib.closing(Reservations("127.0.0.1")) as reservations:
+    two = (Gpu("0", "GPU-0"), Gpu("1", "GPU-1"))
+    gpus = MACHINE.__class__(**{**vars(MACHINE), "gpus": two, "cuda_build": True})
+    with (
+        contextlib.closing(Reservations("127.0.0.1")) as reservations,
+        contextlib.closing(Marks(f"gpu-test-{os.getpid()}")) as marks,
+    ):
         ports = Ports(8000, 30_000, (ReplicaPorts(30_001, 30_002),))
         with pytest.raises(ConfigError, match="too little memory"):
-            AddedReplicas(Options(), "cpu", TINY, ports, reservations, lambda: small).plan(2)
-        on_gpus = AddedReplicas(Options(), "cuda", TINY, ports, reservations, lambda: gpus)
-        assert on_gpus.plan(1).env["CUDA_VISIBLE_DEVICES"] == "1"
-        taken = sorted(reservations._held)
-        with pytest.raises(ConfigError, match="2 are visible"):
+            AddedReplicas(Options(), "cpu", TINY, ports, reservations, marks, lambda: small).plan(2)
+        on_gpus = AddedReplicas(Options(), "cuda", TINY, ports, reservations, marks, lambda: gpus)
+        assert marks.take("GPU-0")
+        r7 = on_gpus.plan(7)
+        assert r7.env["CUDA_VISIBLE_DEVICES"] == "1", "the one that is free"
+        with pytest.raises(GpusTaken, match="2 that are visible 0 are free"):
             on_gpus.plan(2)
-        assert sorted(reservations._held) == taken, "what was reserved for nothing is given back"
+        on_gpus.freed(r7)
+        assert after(on_gpus.plan(3).argv, "--port") == after(r7.argv, "--port"), (
+            "the ports that were reserved for nothing are given back"
+        )
 
 
 def test_a_new_router_is_told_of_other_workers() -> None:

@@ -1,13 +1,20 @@
-"""Children end with the process that started them, also when it dies before they have asked the kernel for it."""
+"""Children end with the process that started them, also when it dies before they have asked the kernel for it.
+
+A program that a shell has started lives on.
+"""
 
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
+
+import pytest
 
 from sglang_fair.common.processes import PARENT, child_environment
 from tests.support.live import lives
 from tests.support.waiting import wait_until
 
+LIVES_ON = "from sglang_fair.common.processes import die_with_supervisor; die_with_supervisor()"
 DIES = "from sglang_fair.common.processes import die_with_parent; die_with_parent()"
 
 
@@ -34,3 +41,41 @@ def test_a_child_whose_parent_died_while_it_imported_ends() -> None:
     pid = int(ended.stdout)
     assert lives(pid)
     wait_until(lambda: not lives(pid), "the orphan's end", 10.0)
+
+
+@pytest.mark.parametrize("is_supervised", [True, False])
+def test_a_program_dies_with_its_supervisor_and_not_with_a_shell(tmp_path: Path, is_supervised: bool) -> None:
+    """The parent ends once the child has asked the kernel. The child then waits for a word, and says one."""
+    asked, word, said = (tmp_path / name for name in ("asked", "word", "said"))
+    child = f"""
+        import os, time
+        from pathlib import Path
+        {LIVES_ON}
+        Path({str(asked)!r}).touch()
+        while not Path({str(word)!r}).exists():
+            time.sleep(0.01)
+        Path({str(said)!r}).write_text(str(os.getppid()))
+    """
+    parent = f"""
+        import os, subprocess, sys, time
+        from pathlib import Path
+        from sglang_fair.common.processes import PARENT, child_environment
+        env = child_environment()
+        if not {is_supervised}:
+            del env[PARENT]
+        child = [sys.executable, "-c", {textwrap.dedent(child)!r}]
+        print(subprocess.Popen(child, stdout=subprocess.DEVNULL, env=env).pid, flush=True)
+        while not Path({str(asked)!r}).exists():
+            time.sleep(0.01)
+    """
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(parent)], stdout=subprocess.PIPE, text=True, check=True
+    )
+    pid = int(ended.stdout)
+    if is_supervised:
+        wait_until(lambda: not lives(pid), "the orphan's end", 10.0)
+        assert not said.exists()
+    else:
+        word.touch()
+        wait_until(lambda: not lives(pid), "its own end", 10.0)
+        assert said.exists(), "it was ended"

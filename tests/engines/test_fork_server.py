@@ -21,6 +21,7 @@ from tests.support.waiting import wait_until
 
 FAKE_FORK_SERVER = """
 import os, signal, socket, subprocess, sys, time
+from sglang_fair.common import processes
 from sglang_fair.engines import fork_server
 from sglang_fair.engines import replica
 
@@ -30,6 +31,10 @@ def main(argv):
         child = subprocess.Popen(["sleep", "60"])
         print("child", child.pid, flush=True)
         child.wait()
+    if argv[0] == "asks":
+        processes.die_with_supervisor()
+        print("asked", flush=True)
+        time.sleep(60)
     return int(argv[1])
 
 def slowly(make_session=os.setsid):
@@ -152,6 +157,23 @@ class TestForkServer:
 
         with fake_fork_server(name) as fork_server:
             asyncio.run(orphaned(fork_server))
+
+    def test_a_replica_ends_with_its_fork_server_even_if_nobody_else_looks(self) -> None:
+        name = f"sglang-fair-test/{os.getpid()}/g"
+        ours, its = os.pipe()
+        with (
+            fake_fork_server(name) as server,
+            socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection,
+        ):
+            connection.connect(f"\0{name}")
+            wanted = {"argv": ["asks", "0"], "env": {"SAID": "x"}}
+            socket.send_fds(connection, [json.dumps(wanted).encode()], [its])
+            os.close(its)
+            pid = json.loads(connection.recv(4096))["pid"]
+            with os.fdopen(ours) as output:
+                assert [output.readline(), output.readline()] == ["I am asks 0 x\n", "asked\n"]
+            server.kill()
+            wait_until(lambda: not lives(pid), "its end", 10.0)
 
     def test_a_fork_server_that_is_still_importing_is_waited_for(self) -> None:
         name = f"sglang-fair-test/{os.getpid()}/e"

@@ -18,6 +18,7 @@ import aiohttp
 import httpx
 import psutil
 
+from sglang_fair.common.processes import child_environment
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 
@@ -87,7 +88,9 @@ class Replica:
 
     def __enter__(self) -> "Replica":
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(self._command, stdout=log, stderr=log, start_new_session=True)
+            self.process = subprocess.Popen(
+                self._command, stdout=log, stderr=log, start_new_session=True, env=child_environment()
+            )
         try:
             wait_until(self._ready, f"{' '.join(self._command)}", START_S)
         except BaseException as error:

@@ -1,0 +1,149 @@
+"""Which GPUs this machine has, which of them may be used, and which of those each replica gets.
+
+Two clusters on one machine never share a GPU: each takes those that it uses, under their UUIDs (`cluster.marks`), and
+so do its replicas. A GPU is free again when they have ended, however they did.
+
+A replica is told its GPUs by number, in the order of nvidia-smi (`ENVIRONMENT`): with tensor parallelism SGLang 0.5.23
+reads CUDA_VISIBLE_DEVICES as numbers of that order, and fails on anything else. A MIG device has no number. It goes by
+its UUID, and to replicas of one GPU alone: CUDA shows a process one MIG device only.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from sglang_fair.cluster.marks import Marks
+from sglang_fair.cluster.options import ConfigError, Device, Options, gpus_per_replica
+
+ENVIRONMENT: Mapping[str, str] = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+"""Numbers mean what they mean to nvidia-smi. CUDA's own order begins with the fastest GPU."""
+
+_GPU = re.compile(r"GPU (\d+): .*\(UUID: (\S+)\)")
+_MIG = re.compile(r"\s+MIG .*\(UUID: (\S+)\)")
+
+
+class GpusTaken(RuntimeError):
+    """Other clusters on this machine have the GPUs that are asked for."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU, or a MIG device: what a replica can be given."""
+
+    name: str
+    """As CUDA_VISIBLE_DEVICES takes it: a number, or the UUID of a MIG device."""
+    uuid: str
+
+    @property
+    def is_part(self) -> bool:
+        """Whether it is a MIG device."""
+        return not self.name.isdecimal()
+
+
+@dataclass(frozen=True)
+class Card:
+    """One GPU as nvidia-smi lists it, with its MIG devices."""
+
+    number: int
+    uuid: str
+    parts: tuple[str, ...] = ()
+
+    @property
+    def gpus(self) -> tuple[Gpu, ...]:
+        """The MIG devices of one that is divided, else the GPU itself."""
+        return tuple(Gpu(part, part) for part in self.parts) or (Gpu(str(self.number), self.uuid),)
+
+
+def listed(text: str) -> tuple[Card, ...]:
+    """The GPUs in the output of `nvidia-smi -L`."""
+    cards: list[Card] = []
+    for line in text.splitlines():
+        if found := _GPU.match(line):
+            cards.append(Card(int(found[1]), found[2]))
+        elif (found := _MIG.match(line)) and cards:
+            last = cards.pop()
+            cards.append(Card(last.number, last.uuid, (*last.parts, found[1])))
+    return tuple(cards)
+
+
+def visible(cards: Sequence[Card], cuda_visible_devices: str | None) -> tuple[Gpu, ...]:
+    """Those that may be used, in the order in which they are named; without CUDA_VISIBLE_DEVICES all.
+
+    A name is a number of nvidia-smi's, a UUID, or the beginning of one UUID alone. As CUDA does: what stands behind a
+    name of nothing, such as -1, does not count, and the name of a divided GPU means its first MIG device.
+    """
+    if cuda_visible_devices is None:
+        return tuple(gpu for card in cards for gpu in card.gpus)
+    found: dict[str, Gpu] = {}
+    for name in cuda_visible_devices.split(","):
+        gpu = _named(cards, name.strip())
+        if gpu is None:
+            break
+        found.setdefault(gpu.uuid, gpu)
+    return tuple(found.values())
+
+
+def _named(cards: Sequence[Card], name: str) -> Gpu | None:
+    if name.isdecimal():
+        return next((card.gpus[0] for card in cards if card.number == int(name)), None)
+    if not name.startswith(("GPU-", "MIG-")):
+        return None
+    matches = [gpu for card in cards for uuid, gpu in _uuids(card) if uuid.startswith(name)]
+    return matches[0] if len(matches) == 1 else None
+
+
+def _uuids(card: Card) -> Iterator[tuple[str, Gpu]]:
+    yield card.uuid, card.gpus[0]
+    yield from zip(card.parts, card.gpus, strict=False)
+
+
+def choose(
+    gpus: Sequence[Gpu],
+    replicas: int,
+    each: int,
+    take: Callable[[str], bool],
+    give_back: Callable[..., None],
+) -> tuple[tuple[Gpu, ...], ...]:
+    """`each` of `gpus` for every one of `replicas`, the first that are free. All are taken, or none.
+
+    `take` takes a UUID, or returns False if another cluster has it. Raises `ConfigError` where so many are not
+    visible, and `GpusTaken` where they are not free.
+    """
+    usable = [gpu for gpu in gpus if each == 1 or not gpu.is_part]
+    wanted = replicas * each
+    needs = (
+        f"{_counted(replicas, 'replica')} with {_counted(each, 'GPU')} each need {_counted(wanted, 'GPU')}"
+    )
+    if wanted > len(usable):
+        parts = len(gpus) - len(usable)
+        besides = f", besides {parts} MIG devices, which serve one process each" if parts else ""
+        raise ConfigError(f"{needs}, {len(usable)} are visible{besides}")
+    taken: list[Gpu] = []
+    for gpu in usable:
+        if len(taken) == wanted:
+            break
+        if take(gpu.uuid):
+            taken.append(gpu)
+    if len(taken) < wanted:
+        give_back(*(gpu.uuid for gpu in taken))
+        raise GpusTaken(
+            f"{needs}; of {len(usable)} that are visible {len(taken)} are free, and clusters on this machine have "
+            "the others"
+        )
+    return tuple(tuple(taken[at : at + each]) for at in range(0, wanted, each))
+
+
+def take(options: Options, device: Device, gpus: Sequence[Gpu], marks: Marks) -> tuple[tuple[Gpu, ...], ...]:
+    """The GPUs of each replica, taken from `gpus` in `marks`; none for replicas on a CPU. Raises as `choose` does."""
+    if device == "cpu":
+        return ()
+    return choose(gpus, options.replicas, gpus_per_replica(options.extra), marks.take, marks.give_back)
+
+
+def environment(gpus: Sequence[Gpu]) -> dict[str, str]:
+    """What a replica's environment must say so that it uses these; empty for a replica without GPUs."""
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpu.name for gpu in gpus), **ENVIRONMENT} if gpus else {}
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
