@@ -3,9 +3,10 @@
 It owns the tree of cached prefixes, the workers with their loads, the requests in flight, and the placement.
 
 A request is placed or refused at once: the queues are at the workers. Only a placement that holds requests
-(`contract.Holding`) lets them wait here, at most `MAX_WAITING`; such an `Arrive` is answered when a worker is
-ready for it. A placed request ends exactly once: by its gateway's `Done`, with its worker, or with its gateway.
-A message that does not fit, such as a second `Done`, is counted and ignored.
+(`contract.Holding`) lets them wait here, at most `MAX_WAITING`. Such an `Arrive` is answered by `Held`, then by `Place`
+when a worker is ready for it, or by `Refuse` when no worker is left that could be. A placed request ends exactly once:
+by its gateway's `Done`, with its worker, or with its gateway. A message that does not fit, such as a second `Done`, is
+counted and ignored.
 """
 
 from collections import Counter, OrderedDict, deque
@@ -23,6 +24,7 @@ from router.events import (
     Done,
     Event,
     Follow,
+    Held,
     PeerGone,
     Place,
     Progress,
@@ -89,6 +91,8 @@ class Router:
         self._holding = placement if isinstance(placement, Holding) else None
         self._waiting: dict[str, tuple[Request, bytes]] = {}
         """Requests that the placement holds, each with the peer that asked."""
+        self._offered: list[Worker] = []
+        """The workers among which each waiting request has one that it may go to."""
         self._waiting_limit = SharedLimit(MAX_WAITING)
         self._matches: dict[str, Match] = {}
         """What the waiting requests match. Valid until the tree changes."""
@@ -100,7 +104,12 @@ class Router:
             self.tree.release(self._lingering.popleft()[1])
         self._matches.clear()
         actions = self._dispatch(event, now_s, peer)
-        return actions + self._place_waiting(now_s) if self._waiting else actions
+        if self._waiting:
+            actions += self._refuse_hopeless()
+            actions += self._place_waiting(now_s)
+            if isinstance(event, Arrive) and event.may_hold and self._holds(event.id, peer):
+                actions.append((peer, Held(event.id)))
+        return actions
 
     def _dispatch(self, event: Event, now_s: float, peer: bytes) -> list[Action]:
         match event:
@@ -229,14 +238,40 @@ class Router:
         return Difference(
             event.id,
             missing=tuple(
-                name for name in event.requests if name not in self._flights and name not in self._orphans
+                name
+                for name in event.requests
+                if name not in self._flights and name not in self._orphans and name not in self._waiting
             ),
-            unsettled=tuple(
-                name for name, flight in self._flights.items() if flight.peer == peer and name not in theirs
+            unsettled=(
+                *(
+                    name
+                    for name, flight in self._flights.items()
+                    if flight.peer == peer and name not in theirs
+                ),
+                *(name for name, (_, asker) in self._waiting.items() if asker == peer and name not in theirs),
             ),
+            held=tuple(name for name in event.requests if self._holds(name, peer)),
         )
 
     # -- requests that wait
+
+    def _holds(self, name: str, peer: bytes) -> bool:
+        """Whether request `name` of `peer` waits."""
+        waiting = self._waiting.get(name)
+        return waiting is not None and waiting[1] == peer
+
+    def _refuse_hopeless(self) -> list[Action]:
+        """Refuses what waits and excludes every worker that is left, as an `Arrive` would be refused."""
+        if self._workers.taking is self._offered:
+            return []
+        self._offered = self._workers.taking
+        names = {worker.name for worker in self._offered}
+        hopeless = [
+            (request.id, peer) for request, peer in self._waiting.values() if names.issubset(request.exclude)
+        ]
+        for name, _ in hopeless:
+            self._give_up(name)
+        return [(peer, self._refuse(name, self._why_nobody(), retry=True)) for name, peer in hopeless]
 
     def _place_waiting(self, now_s: float) -> list[Action]:
         """Places the waiting requests for which a worker is ready."""

@@ -28,8 +28,8 @@ class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 class Arrive(Message, frozen=True):
     """A gateway asks for a worker for request `id`, other than those in `exclude`.
 
-    The answer is `Place` or `Refuse`. It comes at once, or later if the placement holds requests; until then a
-    `Done` withdraws the question.
+    The answer is `Place` or `Refuse`. It comes at once, or later if the placement holds requests; then `Held` comes
+    first, if the gateway understands it. Until the answer, a `Done` withdraws the question.
     """
 
     id: str
@@ -39,6 +39,8 @@ class Arrive(Message, frozen=True):
     namespace: str = ""
     """Cached prefixes are shared within a namespace only: see `wire.namespace`."""
     exclude: tuple[str, ...] = ()
+    may_hold: bool = False
+    """The gateway understands `Held`. One that does not gives the question up when its time is over."""
 
     def __post_init__(self) -> None:
         """Raises ValueError for an incomplete token id."""
@@ -196,16 +198,27 @@ class Refuse(Message, frozen=True):
     is_full: bool = False
 
 
+class Held(Message, frozen=True):
+    """The placement holds request `id`: its `Place` or `Refuse` follows, however long that takes.
+
+    The gateway need not ask again as long as each `Difference` names the request in `held`.
+    """
+
+    id: str
+
+
 class Difference(Message, frozen=True):
     """How the router's list of a gateway's requests differs from the gateway's own.
 
     The gateway answers with a `Running` for each of `missing`, which the router does not know, and with a `Done`
-    for each of `unsettled`, which are in flight for the router alone.
+    for each of `unsettled`, which are in flight or wait for the router alone. Of those that it has asked about, the
+    placement holds the ones in `held`. If it was told that another is held, that is no longer so, and it asks again.
     """
 
     id: str
     missing: tuple[str, ...]
     unsettled: tuple[str, ...]
+    held: tuple[str, ...] = ()
 
 
 class Workers(Message, frozen=True):
@@ -251,7 +264,7 @@ LinkEvent = PeerGone | Undelivered
 
 Event = PeerEvent | CacheEvent | LinkEvent
 
-Answer = Place | Refuse | Difference | Workers | Snapshot
+Answer = Place | Refuse | Held | Difference | Workers | Snapshot
 
 Action = tuple[bytes, Answer]
 """(peer, answer): send `answer` to `peer`, whose question it answers."""

@@ -369,7 +369,13 @@ class Gateway(Limits):
     tokenizer: Annotated[str, About("Folder with tokenizer.json.", metavar="DIR")]
     workers: Annotated[int, About("Processes.", metavar="N", at_least=1)] = 1
     router_timeout_s: Annotated[
-        float, About("Longest wait for the router.", unit="seconds", metavar="S", above=0)
+        float,
+        About(
+            "Longest wait for the router, but for requests that it holds.",
+            unit="seconds",
+            metavar="S",
+            above=0,
+        ),
     ] = 5.0
     drain_s: Annotated[
         int, About("Time for open requests after SIGTERM.", unit="seconds", metavar="S", at_least=0)

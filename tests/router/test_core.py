@@ -18,6 +18,7 @@ from router.events import (
     Cleared,
     Difference,
     Done,
+    Held,
     PeerGone,
     Place,
     Progress,
@@ -285,6 +286,163 @@ def test_requests_of_a_gone_peer_do_not_wait():
     assert made.handle(PeerGone(), 1.0, b"g") == [(b"h", Place("3", "a", "http://a", 64))]
     assert (made.state()["in_flight"], made.state()["waiting"]) == (1, 0)
     assert counts(made)["given up"] == 2
+
+
+def holding(*workers: str, slots: int = 1) -> Router:
+    """A router that holds what has no free slot."""
+    made = Router(build("centralized_dlpm", slots=slots), page_size=16)
+    for worker in workers:
+        made.handle(WorkerUp(worker, f"http://{worker}", "tcp://kv"), 0.0)
+    return made
+
+
+def test_what_waits_is_said_to_be_held():
+    made = holding("a")
+    assert ask(made, "1", may_hold=True) == Place("1", "a", "http://a", 0)
+    assert ask(made, "2", may_hold=True) == ask(made, "2", may_hold=True) == Held("2")
+    [(_, found)] = made.handle(Table("t", ("1", "2", "3")), 0.0, b"g")
+    assert found == Difference("t", missing=("3",), unsettled=(), held=("2",))
+    [(_, found)] = made.handle(Table("t", ("1",)), 0.0, b"g")
+    assert found == Difference("t", (), unsettled=("2",)), "the gateway does not wait for it any more"
+    [(_, found)] = made.handle(Table("t", ("2",)), 0.0, b"h")
+    assert found == Difference("t", (), ()), "it is not its request"
+    assert not ask(made, "2", peer=b"h", may_hold=True).retry, "nor may it ask for it"
+    assert made.handle(Done("1"), 1.0) == [(b"g", Place("2", "a", "http://a", 64))]
+
+
+def test_a_gateway_and_a_router_of_before_are_understood():
+    made = holding("a")
+    ask(made, "1")
+    assert made.handle(Arrive("2", "c", PROMPT), 0.0, b"g") == [], "it would not know the answer"
+    new = encode(Arrive("3", "c", PROMPT, may_hold=True))
+    before = encode(Arrive("3", "c", PROMPT))
+    assert b"may_hold" not in before
+    assert decode_event(before).may_hold is False
+    assert msgspec.msgpack.decode(new, type=ArriveBefore).id == "3"
+    told = encode(Difference("t", ("x",), (), held=("y",)))
+    assert msgspec.msgpack.decode(told, type=DifferenceBefore).missing == ("x",)
+    assert decode_answer(encode(Difference("t", ("x",), ()))).held == ()
+
+
+class ArriveBefore(msgspec.Struct, frozen=True, tag="Arrive"):
+    """As a router knew it that had no `Held`."""
+
+    id: str
+    client: str
+    tokens: bytes
+    max_output_tokens: int = 0
+    namespace: str = ""
+    exclude: tuple[str, ...] = ()
+
+
+class DifferenceBefore(msgspec.Struct, frozen=True, tag="Difference"):
+    """As a gateway knew it."""
+
+    id: str
+    missing: tuple[str, ...]
+    unsettled: tuple[str, ...]
+
+
+def test_what_waits_for_nobody_is_refused():
+    made = holding("a", "b")
+    for name in "12":
+        ask(made, name)
+    ask(made, "3", may_hold=True, exclude=("a",))
+    ask(made, "4", may_hold=True)
+    [(peer, refused)] = made.handle(WorkerDrain("b"), 1.0)
+    assert (peer, refused.id, refused.retry) == (b"g", "3", True)
+    [(_, refused)] = made.handle(WorkerHealth("a", ok=False), 2.0, b"g")
+    assert refused == Refuse("4", "no worker takes requests: each drains or does not answer", True)
+    assert made.state()["waiting"] == 0
+    assert ask(made, "4", may_hold=True) == refused, "as if it had come now"
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["ask", "ask", "ask", "ask again", "end", "give up", "down", "up", "sick", "well",
+                             "restart", "compare"]),
+            st.integers(0, 99),
+            st.booleans(),
+        ),
+        max_size=60,
+    )
+)  # fmt: skip
+def test_every_question_is_answered_or_held_whatever_is_lost(steps):
+    """A gateway as the protocol asks of it: it repeats what is not held, and after a comparison what is held no more.
+
+    Messages are lost in both directions, workers and routers come and go. In the end each request has its answer, or
+    is one that the router does hold.
+    """
+    made, now_s = holding("a", "b"), 0.0
+    asked: dict[str, Arrive] = {}
+    is_held: dict[str, bool] = {}
+    running: list[str] = []
+
+    def take(actions) -> None:
+        for _, answer in actions:
+            match answer:
+                case Held(name) if name in asked:
+                    is_held[name] = True
+                case Place(name) if name in asked:
+                    del asked[name], is_held[name]
+                    running.append(name)
+                case Refuse(name) if name in asked:
+                    del asked[name], is_held[name]
+
+    def send(event, *, lost: bool) -> None:
+        answers = made.handle(event, now_s, b"g")
+        if not lost:
+            take(answers)
+
+    def compare() -> None:
+        [(_, found), *more] = made.handle(Table("", (*asked, *running)), now_s, b"g")
+        take(more)
+        for name in found.unsettled:
+            send(Done(name, outcome="aborted"), lost=False)
+        for name in [name for name in asked if is_held[name] and name not in found.held]:
+            is_held[name] = False
+            send(asked[name], lost=False)
+
+    for number, (what, at, lost) in enumerate(steps):
+        now_s += 1.0
+        names = list(asked)
+        if what == "ask":
+            exclude = ("a",) if at % 4 == 0 else ()
+            asked[str(number)] = Arrive(str(number), f"c{at % 3}", PROMPT, exclude=exclude, may_hold=True)
+            is_held[str(number)] = False
+            send(asked[str(number)], lost=lost)
+        elif what == "ask again" and names:
+            name = names[at % len(names)]
+            if not is_held[name]:
+                send(asked[name], lost=lost)
+        elif what == "give up" and names:
+            name = names[at % len(names)]
+            del asked[name], is_held[name]
+            if not lost:
+                send(Done(name, outcome="failed"), lost=False)
+        elif what == "end" and running:
+            send(Done(running.pop(at % len(running))), lost=lost)
+        elif what in ("down", "up", "sick", "well"):
+            worker = "ab"[at % 2]
+            event = {
+                "down": WorkerDown(worker), "up": WorkerUp(worker, f"http://{worker}"),
+                "sick": WorkerHealth(worker, ok=False), "well": WorkerHealth(worker, ok=True),
+            }[what]  # fmt: skip
+            send(event, lost=lost)
+        elif what == "restart":
+            made = holding("a", "b")
+        elif what == "compare":
+            compare()
+    for _ in range(2):
+        compare()
+        for name in [name for name in asked if not is_held[name]]:
+            send(asked[name], lost=False)
+    waiting = {request.id for request, _ in made._waiting.values()}
+    assert set(asked) == {name for name, held in is_held.items() if held} == waiting
+    if not any(worker["in_flight"] for worker in made.state()["workers"].values()):
+        assert not waiting, "nobody waits for an idle worker"
 
 
 def test_only_the_peer_s_own_request_is_undone_when_it_cannot_be_reached():

@@ -197,6 +197,59 @@ def test_a_router_that_hangs(tokenizer: Path) -> None:
     run(Site(tokenizer), body)
 
 
+HOLDS = ("--placement", "centralized_dlpm", "--parameter", "slots=1")
+"""The router holds all but two of the requests at two replicas."""
+
+IMPATIENT = ("--router-timeout", "2")
+"""Far less than a held request waits here."""
+
+
+def test_what_the_router_holds_waits_for_it_and_not_for_a_time(tokenizer: Path) -> None:
+    async def body(site: Site) -> None:
+        streams = Streams(site)
+        await streams.end_well()
+        state = await site.quiet()
+        assert state["gateway"]["placed in fallback"] == 0
+        assert state["counts"]["placed"] == state["counts"]["ended ok"] == 12
+
+    run(Site(tokenizer, router_options=HOLDS, gateway_options=IMPATIENT), body)
+
+
+@pytest.mark.parametrize("fault", ["kill", "kill and start", "pause"])
+def test_a_router_that_dies_does_not_keep_what_it_holds(tokenizer: Path, fault: str) -> None:
+    async def body(site: Site) -> None:
+        streams = Streams(site)
+        await eventually(lambda: _waiting(site, 10), "the router holds all but two")
+        if fault == "pause":
+            site.router.pause()
+        else:
+            site.router.kill()
+        if fault == "kill and start":
+            site.router.start()
+        await streams.end_well()
+        if fault != "kill":
+            site.router.go_on()
+            await site.quiet()
+
+    run(Site(tokenizer, router_options=HOLDS, gateway_options=IMPATIENT), body)
+
+
+def test_a_replica_dies_while_the_router_holds_requests(tokenizer: Path) -> None:
+    """What it had waits in turn for the other one."""
+
+    async def body(site: Site) -> None:
+        streams = Streams(site)
+        await eventually(lambda: _waiting(site, 10), "the router holds all but two")
+        await eventually(lambda: sum(seen.events > 3 for _, _, seen in streams.seen) == 2, "two have begun")
+        site.replicas["r0"].kill()
+        await streams.end_well()
+        state = await site.quiet()
+        assert state["gateway"]["placed in fallback"] == 0
+        assert state["gateway"]["resumed"] == 1
+
+    run(Site(tokenizer, router_options=HOLDS, gateway_options=(*IMPATIENT, *FAST)), body)
+
+
 def test_no_order_of_starting_matters(tokenizer: Path) -> None:
     async def body(site: Site) -> None:
         site.gateways[0].start()
@@ -477,6 +530,10 @@ def test_lost_and_repeated_messages_to_the_router(tokenizer: Path) -> None:
 
 async def _is(site: Site, worker: str, state: str) -> bool:
     return (await site.state())["workers"][worker]["state"] == state
+
+
+async def _waiting(site: Site, number: int) -> bool:
+    return (await site.state())["waiting"] == number
 
 
 async def _gone(site: Site, worker: str) -> bool:

@@ -4,6 +4,10 @@ Messages leave only over a live connection (`ZMQ_IMMEDIATE`). So the gateway lea
 no stale messages pile up for it. ZMQ reconnects by itself. Questions are repeated until they are answered. Lost
 reports are found by comparing tables with the router: as soon as one answers, and every `COMPARE_S`.
 
+A question that the router holds (`Held`) waits as long as a router lives, and is not repeated: it carries a whole
+prompt, and thousands may wait. Each comparison says which are still held. Any other one is asked again, because its
+answer was lost, or the router has forgotten it: after a restart, say.
+
 ZMQ makes the socket's descriptor readable once for any number of messages, and sending may reset it. So the socket is
 read until it is empty, and checked again after each message that is sent.
 """
@@ -12,8 +16,10 @@ import asyncio
 import logging
 import time
 import uuid
+from collections.abc import Callable
 from typing import cast
 
+import msgspec
 import zmq
 
 from router.events import (
@@ -22,6 +28,7 @@ from router.events import (
     Difference,
     Event,
     Follow,
+    Held,
     Place,
     ProtocolError,
     Query,
@@ -49,15 +56,65 @@ class RouterGone(Exception):
     """The router cannot be reached, or did not answer in time."""
 
 
+class _Question:
+    """One question on the wire. It is repeated until it is answered or held, and fails when its time is over."""
+
+    def __init__(self, send: Callable[[bytes], bool], message: bytes, timeout_s: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.answer: asyncio.Future[Answer] = self._loop.create_future()
+        self.is_held = False
+        """The router holds it, so that it need not be repeated."""
+        self._send = send
+        self._message = message
+        self._timeout_s = timeout_s
+        self._until_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def ask(self) -> bool:
+        """Asks, as if for the first time. False if there is no connection."""
+        self.stop()
+        self.is_held = False
+        self._until_s = self._loop.time() + self._timeout_s
+        is_sent = self._send(self._message)
+        self._timer = self._loop.call_later(min(ASK_AGAIN_S, self._timeout_s), self._again)
+        return is_sent
+
+    def hold(self) -> None:
+        """The router holds it: nothing is repeated and no time is counted until it is asked again."""
+        self.stop()
+        self.is_held = True
+
+    def fail(self, error: RouterGone) -> None:
+        """No answer will come."""
+        if not self.answer.done():
+            self.answer.set_exception(error)
+
+    def stop(self) -> None:
+        """Stops the clock."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _again(self) -> None:
+        left_s = self._until_s - self._loop.time()
+        if self.answer.done():
+            return
+        if left_s <= 0:
+            self.fail(RouterGone(f"no answer from the router within {self._timeout_s:g} s"))
+            return
+        self._send(self._message)
+        self._timer = self._loop.call_later(min(ASK_AGAIN_S, left_s), self._again)
+
+
 class Link:
     """The gateway's side of the router's wire. Belongs to one event loop."""
 
     def __init__(self, address: str, timeout_s: float, fleet: Fleet) -> None:
-        """`timeout_s` bounds every question. `fleet` learns what the router says about workers."""
+        """`timeout_s` bounds every question that the router does not hold. `fleet` learns what the router says about
+        workers."""
         self._address = address
         self._timeout_s = timeout_s
         self._fleet = fleet
-        self._waiting: dict[str, asyncio.Future[Answer]] = {}
+        self._waiting: dict[str, _Question] = {}
         self._echo_s = float("-inf")
         self._compared_s = float("-inf")
         self._beating: asyncio.Task[None] | None = None
@@ -113,8 +170,9 @@ class Link:
         return time.monotonic() - self._echo_s < 3 * HEARTBEAT_S
 
     async def place(self, arrive: Arrive) -> Place | Refuse:
-        """The router's answer. Raises `RouterGone`; then, or when cancelled, the router may still have placed it."""
-        answer = await self._ask(arrive.id, arrive)
+        """The router's answer, which it may hold back while it lives. Raises `RouterGone`; then, or when cancelled, the
+        router may still have placed it."""
+        answer = await self._ask(arrive.id, msgspec.structs.replace(arrive, may_hold=True))
         if not isinstance(answer, Place | Refuse):
             raise RouterGone("the router answered something else than was asked")
         return answer
@@ -142,33 +200,14 @@ class Link:
     async def _ask(self, name: str, event: Event) -> Answer:
         if not self.alive:
             raise RouterGone(f"no router answers at {self._address}")
-        message = encode(event)
-        if not self._send(message):
-            raise RouterGone(f"no connection to the router at {self._address}")
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Answer] = loop.create_future()
-        self._waiting[name] = future
-        until_s = loop.time() + self._timeout_s
-
-        timer: asyncio.TimerHandle | None = None
-
-        def again() -> None:
-            nonlocal timer
-            left_s = until_s - loop.time()
-            if future.done():
-                return
-            if left_s <= 0:
-                future.set_exception(RouterGone(f"no answer from the router within {self._timeout_s:g} s"))
-                return
-            self._send(message)
-            timer = loop.call_later(min(ASK_AGAIN_S, left_s), again)
-
-        timer = loop.call_later(min(ASK_AGAIN_S, self._timeout_s), again)
+        question = _Question(self._send, encode(event), self._timeout_s)
+        self._waiting[name] = question
         try:
-            return await future
+            if not question.ask():
+                raise RouterGone(f"no connection to the router at {self._address}")
+            return await question.answer
         finally:
-            if timer is not None:
-                timer.cancel()
+            question.stop()
             del self._waiting[name]
 
     def _send(self, message: bytes) -> bool:
@@ -195,9 +234,8 @@ class Link:
                 self._compare()
             elif not self.alive:
                 self._compared_s = float("-inf")
-                for future in self._waiting.values():
-                    if not future.done():
-                        future.set_exception(RouterGone(f"the router at {self._address} is gone"))
+                for question in self._waiting.values():
+                    question.fail(RouterGone(f"the router at {self._address} is gone"))
             await asyncio.sleep(HEARTBEAT_S if self.alive else SEARCH_S)
 
     def _compare(self) -> None:
@@ -241,6 +279,18 @@ class Link:
         elif isinstance(answer, Difference):
             for event in self._fleet.settle(answer):
                 self.tell(event)
-        future = self._waiting.get(answer.id)
-        if future is not None and not future.done():
-            future.set_result(answer)
+            self._ask_for_lost(answer)
+        question = self._waiting.get(answer.id)
+        if question is None or question.answer.done():
+            return
+        if isinstance(answer, Held):
+            question.hold()
+        else:
+            question.answer.set_result(answer)
+
+    def _ask_for_lost(self, difference: Difference) -> None:
+        """Asks again what was held and is held no more."""
+        held = set(difference.held)
+        for name, question in self._waiting.items():
+            if question.is_held and name not in held and not question.answer.done():
+                question.ask()
