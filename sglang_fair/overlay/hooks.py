@@ -6,14 +6,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.io_struct import SetInternalStateReq
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder, SchedulePolicy
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_disagg, get_parallel
 
 from sglang_fair.core.admission import DELAYED_POLL_S
 from sglang_fair.core.cost import describe
 from sglang_fair.overlay import config, counts, heartbeat, kv_events, load_file, refusal
+from sglang_fair.overlay.clock import Clock, TimedReceiver
 from sglang_fair.overlay.identity import carry_client
 from sglang_fair.overlay.replica import ReplicaFairness
 from sglang_fair.overlay.status import add_routes, from_settings
@@ -107,6 +109,7 @@ def init_schedule_policy(original: Callable[..., None], scheduler: Any) -> None:
         orders=ours is not None,
         tree_cache=scheduler.tree_cache,
         generates=scheduler.is_generation,
+        sees_all=get_disagg().disaggregation_mode == DisaggregationMode.NULL.value,
     )
     scheduler.policy = (FairSchedulePolicy if ours is not None else BookkeepingPolicy)(
         scheduler.schedule_policy,
@@ -118,13 +121,35 @@ def init_schedule_policy(original: Callable[..., None], scheduler: Any) -> None:
     scheduler.policy.fair = scheduler.fair
     kv_events.attach()
     ranks = get_parallel()
-    leads = ranks.pp_rank == ranks.attn_tp_rank == ranks.attn_cp_rank == 0  # the others do what it does
-    scheduler.heartbeat = heartbeat.attach((ranks.dp_rank or 0) if leads else None)
+    together = ranks.pp_size * ranks.attn_tp_size * ranks.attn_cp_size
+    # SGLang's own policies decide nothing by our clock.
+    scheduler.clock = Clock(is_shared=together > 1 and ours is not None)
+    scheduler.heartbeat = heartbeat.attach((ranks.dp_rank or 0) if _leads(ranks) else None)
 
 
-def process_input_requests(scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    """Every one of SGLang's loops calls it once per round."""
+def _leads(ranks: Any) -> bool:
+    """Whether this rank receives the requests; the others of its group do what it does."""
+    return bool(ranks.pp_rank == ranks.attn_tp_rank == ranks.attn_cp_rank == 0)
+
+
+def init_request_receiver(result: None, scheduler: Any) -> None:
+    """It runs behind `init_schedule_policy`."""
+    if scheduler.clock.is_shared:
+        scheduler.request_receiver = TimedReceiver.of(
+            scheduler.request_receiver,
+            scheduler.clock,
+            leads=_leads(get_parallel()),
+            is_busy=scheduler.fair.is_busy,
+        )
+
+
+def process_input_requests(original: Callable[..., None], scheduler: Any, received: list[Any]) -> None:
+    """Every one of SGLang's loops calls it once per iteration. `received` goes on to the next pipeline stage as it is,
+    with the time in it."""
     scheduler.heartbeat.passed()
+    requests = scheduler.clock.advance(received)
+    scheduler.fair.tick(scheduler.clock.now_s)
+    original(scheduler, requests)
 
 
 def run_batch(scheduler: Any, *args: Any, **kwargs: Any) -> None:
@@ -175,7 +200,7 @@ def process_batch_result(
     rows = counts.rows(batch)
     scheduler.heartbeat.computes()
     original(scheduler, batch, result, *args, **kwargs)
-    scheduler.fair.processed(batch, counts.output_tokens(batch, result, rows))
+    scheduler.fair.processed(batch, counts.output_tokens(batch, result, rows), rows)
     # Stock publishes only every --decode-log-interval steps; a router wants to know now.
     scheduler.kv_events_publisher.publish_kv_events()
 
@@ -245,7 +270,8 @@ HOOKS: tuple[Hook, ...] = (
     Hook(_TOKENIZER + "generate_request", generate_request, HookType.AROUND),
     Hook(_LOAD_FILE + "shm_path_for", load_file.shm_path_for, HookType.AFTER),
     Hook(_SCHEDULER + "init_schedule_policy", init_schedule_policy, HookType.AROUND),
-    Hook(_SCHEDULER + "process_input_requests", process_input_requests, HookType.BEFORE),
+    Hook(_SCHEDULER + "init_request_receiver", init_request_receiver, HookType.AFTER),
+    Hook(_SCHEDULER + "process_input_requests", process_input_requests, HookType.AROUND),
     Hook(_SCHEDULER + "run_batch", run_batch, HookType.BEFORE),
     Hook(_SCHEDULER + "_abort_on_queued_limit", abort_on_queued_limit, HookType.AFTER),
     Hook(_SCHEDULER + "_add_request_to_queue", add_request_to_queue, HookType.AFTER),

@@ -1,9 +1,10 @@
 """Carries the client's name and its announcements from the HTTP request to the scheduler.
 
 They travel in `sampling_params.custom_params`, which survives every endpoint, streaming, batches and n > 1. A `fair`
-entry in a client's own body is dropped: only the server says who a client is.
+entry in a client's own body is dropped: only the server says who a client is, and which requests are its own.
 """
 
+import sys
 from typing import Any
 
 from sglang_fair.common.identity import (
@@ -24,13 +25,15 @@ CARRIED_HEADERS = {"app": HEADER_APP, "interaction": HEADER_INTERACTION, "stage"
 
 def carry_client(obj: Any, request: Any) -> None:
     """Write the sender into `obj`, SGLang's generate or embedding input. `request` is the HTTP request."""
-    carried: dict[str, str | int] = {"client": ANONYMOUS}
+    carried: dict[str, str | int | bool] = {"client": ANONYMOUS}
     if request is not None:
         carried["client"] = identify(request.headers, user_of(request), config.read_identity())
         carried |= announced(request.headers)
         for key, header in CARRIED_HEADERS.items():
             if header in request.headers:
                 carried[key] = bounded(request.headers[header])
+        if is_health_check(request):
+            carried["system"] = True
     if obj.sampling_params is None:
         obj.sampling_params = {}
     each = obj.sampling_params if isinstance(obj.sampling_params, list) else [obj.sampling_params]
@@ -38,6 +41,13 @@ def carry_client(obj: Any, request: Any) -> None:
         custom = dict(parameters.get("custom_params") or {})
         custom[CUSTOM_PARAMS_KEY] = carried
         parameters["custom_params"] = custom
+
+
+def is_health_check(request: Any) -> bool:
+    """Whether the server itself made what it generates for this HTTP request. Its id is no sign of that: SGLang gives
+    health checks ids with a prefix, which any client may give to a request as well."""
+    server = sys.modules.get("sglang.srt.entrypoints.http_server")
+    return server is not None and request.scope.get("endpoint") is server.health_generate
 
 
 def user_of(request: Any) -> str | None:

@@ -2,19 +2,22 @@
 
 Nothing is decided here. Everything runs on the scheduler's thread. SGLang's own `waiting_queue` remains the truth about
 who waits: requests join it in one place, which is hooked, and leave it in too many places to hook (aborts, time-outs,
-a full queue), so each pass compares the two and drops who has left.
+a full queue), so each pass compares the two and drops who has left. Where SGLang divides prefill and decode among
+servers, requests join unseen as well, and with their prompts computed elsewhere: they are entered when they are found.
 
 After each batch that was formed, and each whose result was processed, the ledger is compared with the engine's own
 counts (`counts.py`): O(batch), always.
+
+The books never end the scheduler. Whatever they do not expect is logged once and counted, and they go on with what
+SGLang says (`guarded`).
 """
 
 import logging
-import time
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import wraps
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.mem_cache.common import match_kv_cache
 
 from sglang_fair.common.identity import ANONYMOUS
@@ -24,11 +27,34 @@ from sglang_fair.core.options import shown
 from sglang_fair.core.payers import make_payers, path_of
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.overlay.config import Config
+from sglang_fair.overlay.counts import BatchRow
 
 logger = logging.getLogger(__name__)
 
 CUSTOM_PARAMS_KEY = "fair"
 """Where a request carries its client inside `sampling_params.custom_params`."""
+
+JOB_ATTRIBUTE = "sglang_fair_job"
+"""Attribute of SGLang's request: its job. SGLang's id of a request is not unique for as long as the request is here."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def guarded(
+    method: Callable[Concatenate["ReplicaFairness", P], R],
+) -> Callable[Concatenate["ReplicaFairness", P], R | None]:
+    """An error in `method` does not reach SGLang: the books begin anew, and the result is None."""
+
+    @wraps(method)
+    def call(fair: "ReplicaFairness", /, *args: P.args, **kwargs: P.kwargs) -> R | None:
+        try:
+            return method(fair, *args, **kwargs)
+        except Exception:
+            fair.begin_anew(method.__name__)
+            return None
+
+    return call
 
 
 class ReplicaFairness:
@@ -36,23 +62,67 @@ class ReplicaFairness:
 
     `orders`: our policy decides who is admitted; otherwise SGLang's own does, and only the books are kept.
     `generates`: the model emits tokens. An embedding model does not, though SGLang notes one for each request.
+    `sees_all`: every request joins the waiting queue by way of `arrive`.
     """
 
     def __init__(
-        self, config: Config, policy: str, *, orders: bool, tree_cache: Any, generates: bool = True
+        self,
+        config: Config,
+        policy: str,
+        *,
+        orders: bool,
+        tree_cache: Any,
+        generates: bool = True,
+        sees_all: bool = True,
     ) -> None:
         self.config = config
         self.orders = orders
         self.generates = generates
         self.policy_name = policy if orders else f"sglang:{policy}"
-        self.queue = FairQueue(
-            config.policy(policy if orders else "fcfs"), config.cost, payers=make_payers(config.payer)
-        )
+        self.corrections = 0
+        """How often the books were corrected because they did not agree with SGLang."""
+        self._policy = policy if orders else "fcfs"
+        self._sees_all = sees_all
         self._tree_cache = tree_cache
-        self._requests: dict[str, Any] = {}
         self._refused = 0
-        self._admission = Admission(self.queue, self._match)
         self._armed = False
+        self._begin()
+        self.now_s = 0.0
+        """The time of this iteration (`clock.Clock`); whatever is decided in it, is decided by this."""
+
+    def _begin(self) -> None:
+        """Empty books."""
+        self.queue = FairQueue(
+            self.config.policy(self._policy), self.config.cost, payers=make_payers(self.config.payer)
+        )
+        self._admission = Admission(self.queue, self._match)
+        self._requests: dict[str, Any] = {}
+        """SGLang's requests, by the ids of their jobs."""
+        self._given_tokens: dict[str, int] = {}
+        """Output that a request had when it was found running, by the id of its job."""
+
+    def begin_anew(self, where: str) -> None:
+        """Give the books up after an error in `where`, which is being handled. What was charged stays in the ledger;
+        the policy starts as at the start of the server, and every request is entered when it is next seen."""
+        self._corrected("%s failed, and the books begin anew", where, trace=True)
+        ledger = self.queue.account.ledger
+        self._begin()
+        self.queue.account.ledger = ledger
+
+    def _corrected(self, what: str, *args: object, trace: bool = False) -> None:
+        self.corrections += 1
+        if self.corrections == 1:
+            logger.error("sglang-fair: %s; GET /fair counts such corrections", what % args, exc_info=trace)
+
+    @guarded
+    def tick(self, now_s: float) -> None:
+        """An iteration of the scheduler begins."""
+        self.now_s = now_s
+        self.queue.tick(now_s)
+
+    def is_busy(self) -> bool:
+        """Whether anybody waits or runs."""
+        return len(self.queue) > 0 or bool(self.queue.running())
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
         """Change clients' weights from the next charge on; what was counted stays. ValueError for a bad one."""
@@ -61,34 +131,28 @@ class ReplicaFairness:
 
     # ---- who waits
 
+    @guarded
     def refuses(self, request: Any) -> str | None:
         """Why a request that is about to join the waiting queue may not, in the policy's words; None: it may.
 
         Nobody is asked about a request that SGLang has found invalid, for SGLang ends it itself, nor about one that
         was taken back from the batch, which is not new.
         """
-        if not self.orders or request.to_finish or self.queue.find(request.rid) is not None:
+        if not self.orders or request.to_finish or self._job(request) is not None:
             return None
-        self.queue.tick(time.monotonic())
         reason = self.queue.refuses(job_of(request))
         self._refused += reason is not None
         return reason
 
+    @guarded
     def arrive(self, request: Any) -> None:
         """A request was appended to the waiting queue: new, or taken back from the batch."""
-        self.queue.tick(time.monotonic())
-        job = self.queue.find(request.rid)
-        if job is None:
-            self._requests[request.rid] = request
-            self._admission.arrive(job_of(request))
-        elif not self.queue.is_waiting(request.rid):
-            self._emit(request, job)
-            self._admission.retract(job)
+        self._enter(request)
 
+    @guarded
     def begin_pass(self, waiting: list[Any]) -> None:
         """A batch is about to be formed from `waiting`."""
-        self.follow(waiting)
-        self.queue.tick(time.monotonic())
+        self._follow(waiting)
         if self.orders:
             self._admission.begin_pass(self._tree_cache.evictable_size() + self._tree_cache.protected_size())
 
@@ -96,23 +160,58 @@ class ReplicaFairness:
         """Nothing runs although requests wait: the policy lets none of them go yet."""
         return self.orders and len(self.queue) > 0 and not self.queue.running()
 
+    @guarded
     def follow(self, waiting: list[Any]) -> None:
-        """Drop the requests that have left since the last call.
+        """Drop the requests that have left since the last call, and enter those that joined unseen."""
+        self._follow(waiting)
 
-        Every arrival was reported by a hook, so the jobs are a superset of `waiting`, and the two are the same if they
-        are equal in number. A running request has left if the engine dropped it without a result: aborted between two
-        chunks, or in the batch when memory ran out.
+    def _follow(self, waiting: list[Any]) -> None:
+        """If every arrival was reported by a hook, the jobs are a superset of `waiting`, and the two are the same if
+        they are equal in number. A running request has left if the engine dropped it without a result: aborted between
+        two chunks, or in the batch when memory ran out.
         """
-        if len(self.queue) != len(waiting):
-            present = {request.rid for request in waiting}
-            for job in [job for job in self.queue.waiting() if job.id not in present]:
-                self._admission.leave(job)
-                self._forget(job.id)
-            assert len(self.queue) == len(waiting), "a request joined the queue unseen"
+        if len(self.queue) != len(waiting) or not self._sees_all:
+            present = {id(request) for request in waiting}
+            for job in self.queue.waiting():
+                if id(self._requests[job.id]) not in present:
+                    self._admission.leave(job)
+                    self._forget(job)
+            if len(self.queue) != len(waiting):
+                if self._sees_all:
+                    self._corrected("a request joined the waiting queue unseen")
+                for request in waiting:
+                    if not self._waits(request):
+                        self._enter(request)
         for job in list(self.queue.running()):
             request = self._requests[job.id]
             if request.finished() or not request.kv.holds_kv:
                 self._finish(request, job)
+
+    def _enter(self, request: Any) -> Job:
+        """`request` waits from now on."""
+        job = self._job(request)
+        if job is None:
+            job = job_of(request)
+            job.id = self._free_id(request.rid)
+            self._requests[job.id] = request
+            setattr(request, JOB_ATTRIBUTE, job)
+            self._admission.arrive(job)
+        elif not self.queue.is_waiting(job.id):
+            self._emit(request, job)
+            self._admission.retract(job)
+        return job
+
+    def _free_id(self, rid: str) -> str:
+        """SGLang's id, if no other request here has it."""
+        id, number = rid, 1
+        while id in self._requests:
+            number += 1
+            id = f"{rid} ({number})"
+        return id
+
+    def _waits(self, request: Any) -> bool:
+        job = self._job(request)
+        return job is not None and self.queue.is_waiting(job.id)
 
     def _match(self, job: Job) -> Match:
         """Admission's look-up of a waiting request."""
@@ -140,14 +239,26 @@ class ReplicaFairness:
 
     def offers(self) -> Iterator[Any]:
         """Candidates in the policy's order."""
-        return (self._requests[job.id] for job in self._admission.candidates())
+        candidates = self._admission.candidates()
+        while (request := self._next(candidates)) is not None:
+            yield request
 
+    @guarded
+    def _next(self, candidates: Iterator[Job]) -> Any:
+        job = next(candidates, None)
+        return None if job is None else self._requests[job.id]
+
+    @guarded
     def may_admit(self, request: Any) -> bool:
         """Whether `request`, which the engine has just matched against its cache, is to be admitted if it fits."""
-        return not self.orders or self._admission.confirm(self._job(request), *self._matched(request))
+        if not self.orders:
+            return True
+        job = self._job(request)
+        return job is not None and self._admission.confirm(job, *self._matched(request))
 
     # ---- what they got
 
+    @guarded
     def admitted(self, request: Any) -> None:
         """`request` is in the batch."""
         path: Sequence[Hashable] = ()
@@ -155,30 +266,40 @@ class ReplicaFairness:
             root = (request.extra_key, request.cache_salt)
             path = path_of(root, memoryview(request.origin_input_ids), payers.block_tokens)
         self._admission.admit(
-            self._job(request),
+            self._enter(request),
             extend_tokens=request.extend_end - request.prefix_len,
             cached_tokens=request.prefix_len,
             path=path,
         )
 
+    @guarded
     def continued(self, request: Any) -> None:
         """One more chunk of a prompt is in the batch; the chunk before it is in the cache."""
+        job = self._job(request)
+        if job is None or self.queue.is_waiting(job.id):
+            self._corrected("a prompt goes on that was not known to run")
+            self.admitted(request)
+            return
         block = self._block(request, request.prefix_len) if self.orders else None
-        self._admission.extend(self._job(request), request.extend_end - request.prefix_len, block)
+        self._admission.extend(job, request.extend_end - request.prefix_len, block)
 
+    @guarded
     def computed(self, tokens: int) -> None:
         """An extend batch was formed, which by the engine's own count computes `tokens` prompt tokens."""
         self.queue.account.ledger.engine_counted(extend=tokens)
         self._check("a batch was formed")
 
-    def processed(self, batch: Any, tokens: int) -> None:
+    @guarded
+    def processed(self, batch: Any, tokens: int, before: Sequence[BatchRow]) -> None:
         """A batch's results are in: charge the output, end what has ended. `tokens` is the engine's own count of the
-        output tokens."""
-        running = [
-            (request, job)
-            for request in batch.reqs
-            if (job := self.queue.find(request.rid)) is not None and not self.queue.is_waiting(request.rid)
-        ]
+        output tokens, `before` what `counts.rows` said before."""
+        running = []
+        for row in before:
+            request, job = row.request, self._job(row.request)
+            if (job is None or self.queue.is_waiting(job.id)) and len(request.output_ids) > row.outputs:
+                job = self._found_running(row)
+            if job is not None and not self.queue.is_waiting(job.id):
+                running.append((request, job))
         if batch.forward_mode.is_extend():
             self._admission.computed(job for _, job in running)
         for request, job in running:
@@ -189,6 +310,15 @@ class ReplicaFairness:
         if self.generates:
             self.queue.account.ledger.engine_counted(output=tokens)
         self._check("a result was processed")
+
+    def _found_running(self, row: BatchRow) -> Job:
+        """A request runs that no batch of ours admitted: another server has computed its prompt."""
+        if self._sees_all:
+            self._corrected("a request ran that was not known to be admitted")
+        job = self._enter(row.request)
+        self._given_tokens[job.id] = row.outputs
+        self._admission.admit(job, extend_tokens=0, cached_tokens=job.prompt_tokens)
+        return job
 
     def _check(self, when: str) -> None:
         ledger = self.queue.account.ledger
@@ -204,7 +334,8 @@ class ReplicaFairness:
         see that part and does not pay for it."""
         if not self.generates:
             return
-        unbooked = len(request.output_ids) - job.output_tokens - job.unasked_tokens
+        given = self._given_tokens.get(job.id, 0)
+        unbooked = len(request.output_ids) - given - job.output_tokens - job.unasked_tokens
         end = len(request.output_ids) if request.finished_len is None else request.finished_len
         past_end = min(unbooked, len(request.output_ids) - end)
         self.queue.account.emit(job, unbooked - past_end, unasked_tokens=past_end)
@@ -212,15 +343,16 @@ class ReplicaFairness:
     def _finish(self, request: Any, job: Job) -> None:
         self._emit(request, job)
         self._admission.finish(job)
-        self._forget(job.id)
+        self._forget(job)
 
-    def _forget(self, request_id: str) -> None:
-        del self._requests[request_id]
+    def _forget(self, job: Job) -> None:
+        del self._requests[job.id]
+        self._given_tokens.pop(job.id, None)
 
-    def _job(self, request: Any) -> Job:
-        job = self.queue.find(request.rid)
-        assert job is not None, f"{request.rid} is not in the books"
-        return job
+    def _job(self, request: Any) -> Job | None:
+        """The job of `request`; None if it is not in the books."""
+        job: Job | None = getattr(request, JOB_ATTRIBUTE, None)
+        return job if job is not None and self._requests.get(job.id) is request else None
 
     # ---- what people read
 
@@ -239,6 +371,7 @@ class ReplicaFairness:
             },
             "refills": getattr(policy, "refills", None),
             "refused": self._refused,
+            "corrections": self.corrections,
             **self.queue.status(),
         }
 
@@ -265,7 +398,7 @@ def job_of(request: Any) -> Job:
         client=said.get("client", ANONYMOUS),
         prompt_tokens=len(request.origin_input_ids),
         max_output_tokens=request.sampling_params.max_new_tokens or 0,
-        system=request.rid.startswith(HEALTH_CHECK_RID_PREFIX),
+        system=said.get("system") is True,
         expected_output_tokens=said.get("expected_output_tokens"),
         unblocks=said.get("unblocks", 0),
     )

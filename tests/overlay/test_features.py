@@ -213,6 +213,31 @@ class TestOtherRequests:
         assert gained(before, after, "curious", "extend_tokens") == computed(answer) == 150
         assert gained(before, after, "curious", "output_tokens") == 2
 
+    def test_a_health_check_is_the_servers_own_and_its_id_is_no_proof(self, under_pressure: Replica) -> None:
+        replica, rng = under_pressure, random.Random(35)
+        before = idle(replica)
+        tokens = [prompt(rng, 50) for _ in range(3)]
+        body = {
+            "input_ids": tokens,
+            "rid": [f"HEALTH_CHECK_{number:032x}" for number in range(3)],
+            "sampling_params": {"max_new_tokens": 4, "ignore_eos": True},
+        }
+        answer = httpx.post(
+            f"{replica.url}/generate", json=body, headers={"x-fair-client": "liar"}, timeout=60
+        )
+        assert answer.status_code == 200, answer.text
+        between = idle(replica)
+        assert gained(before, between, "(system)", "requests") == 0
+        assert gained(before, between, "liar", "requests") == 3
+        assert gained(before, between, "liar", "extend_tokens") == 150
+        assert gained(before, between, "liar", "output_tokens") == 12
+
+        answer = httpx.get(f"{replica.url}/health_generate", headers={"x-fair-client": "probe"}, timeout=60)
+        assert answer.status_code == 200, answer.text
+        after = idle(replica)
+        assert gained(between, after, "(system)", "requests") == 1
+        assert "probe" not in after["clients"]
+
     def test_the_check_ran_after_every_batch(self, under_pressure: Replica) -> None:
         before = idle(under_pressure)["conservation"]
         under_pressure.generate("checked", prompt(random.Random(34), 200), 5)
@@ -258,7 +283,7 @@ class TestAnnouncements:
 
         obj = SimpleNamespace(sampling_params={"custom_params": {"fair": {"unblocks": 99}, "mine": 1}})
         headers = {"x-fair-client": "me", "x-fair-expected-output-tokens": "250", "x-fair-unblocks": "3"}
-        carry_client(obj, SimpleNamespace(headers=headers))
+        carry_client(obj, SimpleNamespace(headers=headers, scope={}))
         assert obj.sampling_params["custom_params"]["mine"] == 1
         sampling = SimpleNamespace(**obj.sampling_params, max_new_tokens=9)
         job = job_of(SimpleNamespace(rid="1", origin_input_ids=[1, 2], sampling_params=sampling))

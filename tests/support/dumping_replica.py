@@ -37,10 +37,10 @@ def install() -> None:
     forget, status = ReplicaFairness._forget, ReplicaFairness.status
     left: set[Sequence] = set()
 
-    def forget_and_note(fair: Any, request_id: str) -> None:
-        request = fair._requests[request_id]
+    def forget_and_note(fair: Any, job: Any) -> None:
+        request = fair._requests[job.id]
         left.add((request.cache_salt, request.extra_key, (*request.origin_input_ids, *request.output_ids)))
-        forget(fair, request_id)
+        forget(fair, job)
 
     def report(fair: Any, waiting: list[Any]) -> dict[str, Any]:
         cache = fair._tree_cache

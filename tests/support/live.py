@@ -27,8 +27,10 @@ STEP_S = 120.0
 
 
 def check_conservation(*books: dict[str, Any]) -> None:
-    """Each of these GET /fair compared charges with the engine's counters, and they never differed."""
+    """Each of these GET /fair compared charges with the engine's counters, and they never differed; and nobody came,
+    ran or left without the books' knowledge."""
     for each in books:
+        assert each["corrections"] == 0, each
         found = each["conservation"]
         assert found["mismatches"] == 0, found
         assert found["ok"], found

@@ -150,6 +150,7 @@ class Engine:
         """One iteration of SGLang's normal event loop. None when it formed no prefill batch."""
         scheduler = self._scheduler
         self._step = None
+        scheduler.process_input_requests([])
         plan = scheduler.get_next_batch_to_run(
             running_batch=scheduler.running_batch, last_batch=scheduler.last_batch
         )

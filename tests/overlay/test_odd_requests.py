@@ -1,0 +1,73 @@
+"""Nothing that a client sends, and nothing that SGLang does unseen, ends a scheduler or escapes the books."""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.engine
+
+OUTPUT_TOKENS = 5
+
+
+@pytest.fixture(scope="module")
+def books() -> dict[str, Any]:
+    """The books after each scenario of `odd_requests`."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.support.odd_requests"],
+        capture_output=True, text=True, check=False, timeout=300, env=dict(os.environ),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return told
+
+
+def given(books: dict[str, Any]) -> dict[str, tuple[int, int, int]]:
+    """Computed, cached and output tokens of each client; the books agree with the engine, and nothing is left."""
+    assert "killed" not in books, books["killed"]
+    assert books["conservation"]["ok"], books["conservation"]
+    assert (books["totals"]["waiting"], books["totals"]["running"]) == (0, 0)
+    return {
+        name: (client["extend_tokens"], client["cached_tokens"], client["output_tokens"])
+        for name, client in books["clients"].items()
+    }
+
+
+def test_each_of_two_requests_with_one_id_is_charged_once(books: dict[str, Any]) -> None:
+    found = books["two_requests_with_one_id"]
+    assert given(found) == dict.fromkeys("abcd", (40, 0, OUTPUT_TOKENS))
+    assert found["corrections"] == 0
+
+
+def test_no_id_makes_a_request_the_servers_own(books: dict[str, Any]) -> None:
+    found = given(books["an_id_like_a_health_checks"])
+    assert set(found) == {"liar"}
+    assert found["liar"][0] + found["liar"][1] == 3 * 40
+    assert found["liar"][2] == 3 * OUTPUT_TOKENS
+
+
+def test_requests_that_join_unseen_are_entered(books: dict[str, Any]) -> None:
+    found = books["requests_that_join_unseen"]
+    assert given(found) == dict.fromkeys("abd", (40, 0, OUTPUT_TOKENS))
+    assert found["corrections"] == 0, "that is how a prefill server works"
+
+
+def test_one_that_joins_a_fair_queue_unseen_is_entered_and_counted(books: dict[str, Any]) -> None:
+    found = books["requests_that_join_a_fair_queue_unseen"]
+    assert given(found) == dict.fromkeys("ab", (40, 0, OUTPUT_TOKENS))
+    assert found["corrections"] == 1
+
+
+def test_a_decode_server_charges_the_output_that_it_makes(books: dict[str, Any]) -> None:
+    found = books["requests_whose_prompt_another_server_computed"]
+    assert given(found) == dict.fromkeys("ab", (0, 40, OUTPUT_TOKENS - 1))
+    assert found["corrections"] == 0
+
+
+def test_a_policy_that_fails_loses_its_counters_and_nothing_else(books: dict[str, Any]) -> None:
+    found = books["a_policy_that_fails"]
+    assert given(found) == {"a": (40, 40, OUTPUT_TOKENS), "b": (40, 0, OUTPUT_TOKENS)}
+    assert found["corrections"] >= 1

@@ -1,0 +1,124 @@
+"""What no client should send and no hook reports, on SGLang's real scheduler: `python -m tests.support.odd_requests`
+prints the books after each scenario as JSON. The scheduler has to be alone in its process."""
+
+import json
+import traceback
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+from sglang_fair.engines.bench.one_process import Engine
+
+STEPS = 40
+OUTPUT_TOKENS = 5
+
+
+class Odd:
+    """One engine for all scenarios; each begins with a new scheduler policy."""
+
+    def __init__(self) -> None:
+        self.engine = Engine(admit_per_step=10_000, seed=0)
+        self.scheduler = self.engine._scheduler
+
+    def request(self, name: str, client: str, tokens: int = 40, first: int = 1) -> Any:
+        prompt = array("q", [first + at % 50 for at in range(tokens)])
+        return self.engine.request(name, client, prompt, OUTPUT_TOKENS)
+
+    def finish(self) -> dict[str, Any]:
+        """Steps until all is done; the books."""
+        for _ in range(STEPS):
+            self.engine.step()
+        books: dict[str, Any] = self.scheduler.fair.status(self.scheduler.waiting_queue)
+        assert self.scheduler.running_batch.is_empty()
+        return books
+
+    def two_requests_with_one_id(self) -> dict[str, Any]:
+        """Both wait at once, then one runs while a third comes."""
+        self.engine.use("dlpm", overlay=True)
+        self.engine.arrive([self.request("same", "a"), self.request("same", "b", first=60)])
+        self.engine.step()
+        self.engine.step()
+        self.engine.arrive([self.request("same", "c", first=120), self.request("same (2)", "d", first=180)])
+        return self.finish()
+
+    def an_id_like_a_health_checks(self) -> dict[str, Any]:
+        """In a batch, whose requests SGLang does not drop."""
+        self.engine.use("dlpm", overlay=True)
+        self.engine.arrive([self.request(f"HEALTH_CHECK_{number}", "liar", first=60) for number in range(3)])
+        return self.finish()
+
+    def requests_that_join_unseen(self) -> dict[str, Any]:
+        """As in the loops of a prefill server, which extend the queue."""
+        self.engine.use("fcfs", overlay=True)
+        self.scheduler.fair._sees_all = False
+        self.engine.arrive([self.request("seen", "a")])
+        self.scheduler.waiting_queue.extend([self.request("unseen", "b", first=60)])
+        self.engine.step()
+        # One leaves and one joins: their number stays.
+        self.engine.arrive([self.request("leaves", "c", first=120)])
+        self.scheduler.waiting_queue.clear()
+        self.scheduler.waiting_queue.append(self.request("joins", "d", first=180))
+        return self.finish()
+
+    def requests_that_join_a_fair_queue_unseen(self) -> dict[str, Any]:
+        """Nothing of SGLang's does that where a fair policy is allowed; it must not be fatal."""
+        self.engine.use("dlpm", overlay=True)
+        self.engine.arrive([self.request("seen", "a")])
+        self.scheduler.waiting_queue.extend([self.request("unseen", "b", first=60)])
+        return self.finish()
+
+    def requests_whose_prompt_another_server_computed(self) -> dict[str, Any]:
+        """As on a decode server: no batch of ours admits them, and they come with their first token."""
+        self.engine.use("fcfs", overlay=True)
+        self.scheduler.fair._sees_all = False
+        self.scheduler.waiting_queue.extend([self.request("1", "a"), self.request("2", "b", first=60)])
+        kind, ours = type(self.scheduler), {}
+        for name in ("_get_new_batch_prefill_raw", "get_prefill_adder_class", "process_batch_result"):
+            ours[name] = vars(kind)[name]
+            setattr(kind, name, self.engine._stock[self.engine._names.index(name)])
+        self.engine._watch()
+        self.engine.step()
+        for name, function in ours.items():
+            setattr(kind, name, function)
+        self.engine._watch()
+        return self.finish()
+
+    def a_policy_that_fails(self) -> dict[str, Any]:
+        """Once, while it is asked for a candidate."""
+        self.engine.use("dlpm", overlay=True)
+        fair = self.scheduler.fair
+        self.engine.arrive([self.request("runs", "a")])
+        self.engine.step()
+
+        def fails() -> None:
+            raise KeyError("nobody")
+
+        fair.queue.policy.pick = fails
+        self.engine.arrive([self.request("waits", "b", first=60)])
+        return self.finish()
+
+
+SCENARIOS: tuple[Callable[[Odd], dict[str, Any]], ...] = (
+    Odd.two_requests_with_one_id,
+    Odd.an_id_like_a_health_checks,
+    Odd.requests_that_join_unseen,
+    Odd.requests_that_join_a_fair_queue_unseen,
+    Odd.requests_whose_prompt_another_server_computed,
+    Odd.a_policy_that_fails,
+)
+
+
+def main() -> None:
+    odd = Odd()
+    told = {}
+    for scenario in SCENARIOS:
+        try:
+            told[scenario.__name__] = scenario(odd)
+        except Exception:
+            told[scenario.__name__] = {"killed": traceback.format_exc()}
+            odd.scheduler.waiting_queue = []
+    print(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()
