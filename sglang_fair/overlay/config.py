@@ -175,11 +175,12 @@ def check(config: Config, chosen: str | None) -> Config:
 
 
 def refuse_combinations(arguments: argparse.Namespace) -> None:
-    """SystemExit for features that reorder or walk the queue behind a fair policy's back."""
+    """SystemExit for features that form batches, or reorder the queue, behind a fair policy's back."""
     for attribute, harmless, flag in (
         ("enable_priority_scheduling", False, "--enable-priority-scheduling"),
         ("lora_drain_wait_threshold", 0.0, "--lora-drain-wait-threshold"),
         ("disaggregation_mode", "null", "--disaggregation-mode"),
+        ("dllm_algorithm", None, "--dllm-algorithm"),
     ):
         if getattr(arguments, attribute, harmless) not in (harmless, None):
             raise SystemExit(f"sglang-fair: {flag} cannot be combined with a fair policy")
