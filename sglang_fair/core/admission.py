@@ -7,27 +7,31 @@ are the engine's to judge. Everything else about a candidate is decided here:
     twins         a request whose next tokens are being computed for another one is passed over: one step later they
                   are a cache hit. Only for policies that allow it (`Policy.waits_for_prefixes`)
     corrections   a candidate that lost cached tokens since its look-up is offered again only if it is still first
+    steps         whether the step is for prompts at all, or for those that run, and how long it may be (`steps`)
 
 The engine is reached through one function, `match`. The engine, or what models it, calls:
 
     arrive, leave, retract      as requests come and go
-    begin_pass, candidates      a batch is formed; for each candidate
+    begin_pass                  a batch is formed
+    goes_on                     may the prompt that was cut go on now?
+      extend                      a further chunk of it is in the batch
+    chunk_tokens                how many prompt tokens the step may have
+    candidates                  for each of them
       confirm                     the engine matched it: is it still the one to admit?
       admit                       it fits: it is in the batch
-    extend                      a further chunk of a prompt that was cut
     computed                    the batch is done: its tokens are in the cache
+    step                        a step is over: how long it took
     finish                      a running request ended
-
-A rule for what a step does (prefill or decode, for whom, how many tokens) belongs between `begin_pass` and
-`candidates`: the queue is up to date there, and nobody has been offered yet.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from sglang_fair.core.job import Job
+from sglang_fair.core.ledger import SYSTEM
 from sglang_fair.core.lookups import LookUps
 from sglang_fair.core.queue import FairQueue
+from sglang_fair.core.steps import Steps
 
 Match = tuple[int, Hashable | None]
 """Cached tokens of a prompt, and a name for the tokens behind them (`Job.block`)."""
@@ -65,10 +69,14 @@ class Computation:
 
 
 class Admission:
-    """Decides which requests of `queue` join the next batch. `match` looks a waiting request up in the cache."""
+    """Decides which requests of `queue` join the next batch. `match` looks a waiting request up in the cache.
 
-    def __init__(self, queue: FairQueue, match: Callable[[Job], Match]) -> None:
+    `steps` is the rule that shares the engine's time between prompts and those that run; None: prompts go first.
+    """
+
+    def __init__(self, queue: FairQueue, match: Callable[[Job], Match], steps: Steps | None = None) -> None:
         self.queue = queue
+        self.steps = steps
         self._match = match
         self._look_ups = LookUps()
         self._cached_tokens = 0
@@ -78,21 +86,33 @@ class Admission:
         self._deferrals_left = DEFERRALS_PER_PASS
         self._passed_over: Job | None = None
         """The last candidate, if `confirm` said no."""
+        self._held = False
+        """Those that run have their turn: this pass has no candidates."""
 
     # ---- who waits
+
+    def tick(self, now_s: float) -> None:
+        """It is `now_s`; see `FairQueue.tick`."""
+        self.queue.tick(now_s)
+        if self.steps is not None:
+            self.steps.tick(now_s)
 
     def arrive(self, job: Job) -> None:
         """A request joined the queue. ValueError if its id is already here."""
         self.queue.arrive(job)
         self._look_ups.arrive(job)
+        if self.steps is not None and not job.system:
+            self.steps.arrive(job.client)
 
     def leave(self, job: Job) -> None:
         """A waiting request was aborted."""
         self.queue.leave(job.id)
         self._look_ups.leave(job)
+        self._gone(job)
 
     def retract(self, job: Job) -> None:
         """The engine took a running request back: it waits, first in line."""
+        self._stop_decoding(job)
         self._stop_computing(job)
         self.queue.retract(job)
         self._look_ups.arrive(job)
@@ -110,11 +130,20 @@ class Admission:
         self.queue.begin_pass()
         self._corrections_left = CORRECTIONS_PER_PASS
         self._deferrals_left = DEFERRALS_PER_PASS
+        self._held = False
+
+    def goes_on(self, job: Job) -> bool:
+        """Whether the prompt that was cut goes on now; if not, those that run have their turn."""
+        return self._may_prefill(job)
+
+    def chunk_tokens(self) -> int | None:
+        """Most prompt tokens of this step; None: as many as the engine will."""
+        return None if self.steps is None else self.steps.chunk_tokens()
 
     def candidates(self) -> Iterator[Job]:
         """The requests to try, in the policy's order. Each is chosen after the one before was admitted or passed over;
-        one that was neither is passed over."""
-        while (job := self._next()) is not None:
+        one that was neither is passed over. None if those that run have their turn."""
+        while not self._held and (job := self._next()) is not None and self._may_prefill(job):
             self._passed_over = None
             yield job
             if self._passed_over is not job and self.queue.is_waiting(job.id):
@@ -163,11 +192,20 @@ class Admission:
             if job.block is not None:
                 self._look_ups.inserted(job.block)
             self._stop_computing(job)
+            if not job.decoding and job.reached_tokens >= job.prompt_tokens:
+                self._start_decoding(job)
+
+    def step(self, duration_s: float, extended: Mapping[str, int] | None = None, *, decoded: int = 0) -> None:
+        """A step is over, `computed` included; the arguments are those of `Steps.step`."""
+        if self.steps is not None:
+            self.steps.step(duration_s, extended, decoded=decoded)
 
     def finish(self, job: Job) -> None:
         """A running request ended, by itself or by abort."""
+        self._stop_decoding(job)
         self._stop_computing(job)
         self.queue.finish(job.id)
+        self._gone(job)
 
     # ---- what the rules are made of
 
@@ -191,6 +229,27 @@ class Admission:
         if computation is None or computation.job is job:
             return False
         return computation is job.waited_for or job.prefix_tokens > job.waited_at_tokens
+
+    def _may_prefill(self, job: Job) -> bool:
+        if self.steps is None or self.steps.may_prefill(SYSTEM if job.system else job.client):
+            return True
+        self.steps.held += not self._held
+        self._held = True
+        return False
+
+    def _start_decoding(self, job: Job) -> None:
+        if self.steps is not None and not job.system:
+            job.decoding = True
+            self.steps.decode(job.client)
+
+    def _stop_decoding(self, job: Job) -> None:
+        if self.steps is not None and job.decoding:
+            job.decoding = False
+            self.steps.stop(job.client)
+
+    def _gone(self, job: Job) -> None:
+        if self.steps is not None and not job.system:
+            self.steps.leave(job.client)
 
     def _next(self) -> Job | None:
         while self._deferrals_left:

@@ -73,6 +73,7 @@ class Dlpm(Policy):
 
     name: ClassVar[str] = "dlpm"
     waits_for_prefixes: ClassVar[bool] = True
+    shares_steps: ClassVar[bool] = True
     keeps_bound_with_transfers: ClassVar[bool] = True
     quantum: float = DEFAULT_QUANTUM
     weights: Weights = field(default_factory=Weights)

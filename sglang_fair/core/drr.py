@@ -48,6 +48,7 @@ class Drr(Policy):
     """Round robin by credit, FIFO within a client. ValueError for a quantum below `LEAST_QUANTUM`."""
 
     name: ClassVar[str] = "drr"
+    shares_steps: ClassVar[bool] = True
     quantum: float = DEFAULT_QUANTUM
     weights: Weights = field(default_factory=Weights)
 

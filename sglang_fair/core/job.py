@@ -37,6 +37,8 @@ class Job:
     """The computation of its prefix that it was passed over for last."""
     waited_at_tokens: int = -1
     """`prefix_tokens` when it began to wait for that."""
+    decoding: bool = False
+    """It runs, and its prompt is computed."""
 
     # `Account`: what the engine did for it so far.
     path: Sequence[Hashable] = ()

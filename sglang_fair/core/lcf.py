@@ -22,6 +22,7 @@ class Lcf(Vtc):
     """Smallest counter first, nobody is lifted."""
 
     name: ClassVar[str] = "lcf"
+    shares_steps: ClassVar[bool] = False
     remembered_clients: int = 10_000
 
     def idle(self, client: str) -> None:

@@ -45,6 +45,10 @@ class Policy(ABC):
     """`bound` also holds if clients are charged or refunded at other times than when they are served, provided that
     what this adds to a counter is added to `input_units` (`payers.Swing`)."""
 
+    shares_steps: ClassVar[bool] = False
+    """Clients that run have a share of the engine's time beside those whose prompts are computed (`steps`). Not for the
+    baselines, under which whoever sends most gets most."""
+
     weights: Weights | None = None
     """The clients' shares. None: the policy has no shares."""
 

@@ -28,6 +28,7 @@ class Vtc(Policy):
     """Smallest counter first, then the earliest head request; FIFO within a client."""
 
     name: ClassVar[str] = "vtc"
+    shares_steps: ClassVar[bool] = True
     weights: Weights = field(default_factory=Weights)
     predictor: Predictor | None = None
 

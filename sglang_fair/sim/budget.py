@@ -110,12 +110,18 @@ class NewTokenRatio:
 class Budget:
     """What is left for one batch. `room` is the memory at each call, in tokens; locking a prefix reduces it."""
 
-    def __init__(self, settings: Settings, reserved_tokens: float) -> None:
+    def __init__(self, settings: Settings, reserved_tokens: float, most_tokens: int | None = None) -> None:
+        """`most_tokens`: an upper bound of the chunk size for this batch, but for a page at least."""
         self._page = settings.page_tokens
         self._reserved = reserved_tokens
         self._taken = 0
         self._prompt_left = settings.max_prefill_tokens
         self._chunk_left = settings.chunked_prefill_tokens
+        if most_tokens is not None:
+            most_tokens = max(most_tokens, self._page)
+            self._prompt_left = min(self._prompt_left, most_tokens)
+            if self._chunk_left is not None:
+                self._chunk_left = min(self._chunk_left, most_tokens)
 
     def verdict(self, room: int) -> Verdict:
         """Whether another request may be tried at all."""

@@ -1,7 +1,8 @@
 """One replica in virtual time: SGLang's scheduler loop, our real `FairQueue` and `Admission`, and a model of a GPU.
 
 A step is one round of SGLang's loop. If requests can be admitted, it computes an extend batch of their prompts while
-the running requests wait; otherwise every running request decodes one token. Modelled after SGLang 0.5.23:
+the running requests wait; otherwise every running request decodes one token. With `steps` that rule says when those
+that run have their turn, and how long an extend batch may be. Modelled after SGLang 0.5.23:
 
     cache         radix tree of whole pages (`cache`). Look-ups refresh it and running requests lock their path. A
                   prompt is inserted after each chunk, and with its output at the end. Its last token is always computed
@@ -28,6 +29,7 @@ from sglang_fair.core.admission import BLOCK_TOKENS, DELAYED_POLL_S, Admission, 
 from sglang_fair.core.job import Job
 from sglang_fair.core.payers import path_of
 from sglang_fair.core.queue import FairQueue
+from sglang_fair.core.steps import Steps
 from sglang_fair.sim.answers import TOKEN_BYTES
 from sglang_fair.sim.budget import Budget, NewTokenRatio, Settings, Verdict
 from sglang_fair.sim.cache import Node, PrefixCache, Removed, Stored
@@ -74,6 +76,7 @@ class Replica:
         cost: CostModel,
         settings: Settings,
         *,
+        steps: Steps | None = None,
         events: bool = True,
         place: int = 0,
         places: int = 1,
@@ -84,12 +87,14 @@ class Replica:
         self.meters = Meters()
         self.cache = PrefixCache(settings.page_tokens, events=events, place=place, places=places)
         self._pool = Pool(settings, self.cache)
-        self._admission = Admission(queue, self._match_waiting)
+        self._admission = Admission(queue, self._match_waiting, steps)
         self._tasks: dict[str, Task] = {}
         self._events: list[Event] = []
         self._next_s = inf
         self._batch: list[Task] = []
         """The prompts that are being computed; empty while decoding."""
+        self._batch_s = 0.0
+        """How long that takes."""
         self._chunked: Task | None = None
         """The request whose prompt continues in the next batch."""
         self._is_full = False
@@ -110,7 +115,7 @@ class Replica:
         considered together, in the next call of `advance`. ValueError if its id is already here.
         """
         self._catch_up(now_s)
-        self.queue.tick(now_s)
+        self._admission.tick(now_s)
         task = self._task(request)
         reason = self.queue.refuses(task.job) if task.output_limit else "longer than the KV cache"
         if reason is not None:
@@ -201,6 +206,7 @@ class Replica:
             )
             self.meters.prefill_steps += 1
             self.meters.prefill_s += duration_s
+            self._batch_s = duration_s
             self._next_s = t_s + duration_s
             return
         decoding = self._decoding
@@ -227,7 +233,9 @@ class Replica:
             self._plan(self._decoding.step + 1)
 
     def _may_admit(self) -> bool:
-        """A request waits, and a pass would consider it."""
+        """A prompt was cut, or a request waits, and a pass would consider it."""
+        if self._chunked is not None:
+            return True
         return len(self.queue) > 0 and not self._is_full and len(self._decoding) < self.settings.max_running
 
     # ---- decoding
@@ -282,6 +290,7 @@ class Replica:
                 self._events += self.cache.drain(self._ends_at(step + 1))
             pool.free_pages -= new_pages[step % page_tokens]
         assert pool.free_pages >= 0
+        self._admission.step(self._ends_at(to) - self._ends_at(decoding.step), decoded=steps)
         decoding.advance(steps)
         self._ratio.decoded(steps)
         self.queue.account.emit_each(decoding.jobs.values(), steps)
@@ -318,6 +327,8 @@ class Replica:
         SGLang's admission loop: the prompt that was cut last goes on first, then candidates are taken until one does
         not fit. All in the batch are charged, have locked their prefix and hold their pages.
         """
+        if self._chunked is not None and self._chunked.aborted:
+            self._events.append(self._drop_chunked(self._chunked, now_s))
         queue, pool, settings, chunked = self.queue, self._pool, self.settings, self._chunked
         if not self._decoding:
             self._is_full = False
@@ -327,9 +338,12 @@ class Replica:
             if len(self._decoding) >= settings.max_running:
                 self._is_full = True
                 return []
-        queue.tick(now_s)
+        self._admission.tick(now_s)
         self._admission.begin_pass(self.cache.tokens)
-        budget = Budget(settings, self._decoding.reservable_tokens() * self._ratio.now)
+        if chunked is not None and self._can_decode() and not self._admission.goes_on(chunked.job):
+            return []
+        reserved_tokens = self._decoding.reservable_tokens() * self._ratio.now
+        budget = Budget(settings, reserved_tokens, self._admission.chunk_tokens())
         batch: list[Task] = []
         if chunked is not None:
             rest = chunked.length - chunked.computed
@@ -374,6 +388,10 @@ class Replica:
             queue.account.ledger.check()
         return batch
 
+    def _can_decode(self) -> bool:
+        """A decode step is possible without taking anybody's memory."""
+        return bool(self._decoding) and self._pool.make_free_pages(self._decoding.pages_for_step())
+
     def _compute(self, task: Task, tokens: int, budget: Budget) -> None:
         """The next `tokens` of a prompt are computed in this step."""
         task.start, task.computed = task.computed, task.computed + tokens
@@ -390,6 +408,10 @@ class Replica:
         events: list[Event] = []
         tokens = 0
         self._admission.computed([task.job for task in batch])
+        extended: dict[str, int] = {}
+        for task in batch:
+            extended[task.request.client] = extended.get(task.request.client, 0) + task.computed - task.start
+        self._admission.step(self._batch_s, extended)
         for task in batch:
             if task is self._chunked:
                 continue
@@ -434,7 +456,7 @@ class Replica:
             decoding.tasks.values(), key=lambda task: (task.written(step), -task.prompt_tokens), reverse=True
         )
         self._break_run(t_s)
-        self.queue.tick(t_s)
+        self._admission.tick(t_s)
         while len(kept) > 1:
             task = kept.pop()
             written = task.written(step)

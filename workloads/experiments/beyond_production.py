@@ -129,6 +129,7 @@ class Production(Simulated):
                     quantum=run.quantum,
                     worker_quantum=run.worker_quantum,
                     max_running=MAX_RUNNING,
+                    stall_ms=0.0,
                 ),
                 traffic(replicas, length_s, count),
                 plan(length_s),

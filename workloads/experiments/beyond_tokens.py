@@ -46,6 +46,7 @@ def site(placement: str, workload: str, replicas: int = REPLICAS) -> Site:
         quantum=quantum,
         worker_quantum=worker_quantum,
         max_running=MAX_RUNNING,
+        stall_ms=0.0,
     )
 
 

@@ -106,6 +106,8 @@ class Cell:
         """Everything that decides the outcome of a run except its seed."""
         found = asdict(self)
         del found["seeds"], found["label"]
+        if not self.site.stall_ms:  # see `Site.from_json`
+            del found["site"]["stall_ms"]
         return cast("dict[str, Json]", _plain(found))
 
 

@@ -58,6 +58,7 @@ class Figure4(Experiment):
                     replicas=degree,
                     placement="centralized_dlpm",
                     placement_options={"slots": BATCH},
+                    stall_ms=0.0,
                 ),
                 TrafficSpec("queue", {"waiting": queue, "points": points}),
                 Plan(1.0),

@@ -104,12 +104,13 @@ class ScenarioExperiment(Simulated):
 
 
 def site(scheduler: str, kind: str, replicas: int, **more: Json) -> Site:
-    """A cluster of A100s under one of `SCHEDULERS`. `more` are fields of the site."""
+    """A cluster of A100s under one of `SCHEDULERS`, prompts first as in the paper. `more` are fields of the site."""
     chosen, sizes = SCHEDULERS[scheduler], KINDS[kind]
     given = {
         "quantum": sizes.quantum,
         "worker_quantum": sizes.worker_quantum,
         "max_running": MAX_RUNNING,
+        "stall_ms": 0.0,
         **more,
     }
     return Site(replicas=replicas, placement=chosen.placement, policy=chosen.policy, **given)

@@ -71,9 +71,9 @@ CHAT = A10GProgramKind(13.0, 440.0, 510.0)
 
 
 def a10g(scheduler: str, replicas: int = 1, **more: Json) -> Site:
-    """A10Gs under one of Figure 7's schedulers. `more` are fields of the site."""
+    """A10Gs under one of Figure 7's schedulers, prompts first as in the paper. `more` are fields of the site."""
     chosen = SCHEDULERS[scheduler]
-    given = {**A10G, "placement": chosen.placement, "policy": chosen.policy, **more}
+    given = {**A10G, "placement": chosen.placement, "policy": chosen.policy, "stall_ms": 0.0, **more}
     return Site(replicas=replicas, **given)
 
 

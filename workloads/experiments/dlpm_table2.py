@@ -58,7 +58,7 @@ class Table2(Experiment):
     def cells(self, size: Size) -> Sequence[Cell]:
         programs = {"chat": 4000, "qa": 200} if size == "full" else {}
         return [
-            Cell(name, Site(), TrafficSpec(name, {"programs": programs.get(name, 20)}), Plan(1.0))
+            Cell(name, Site(stall_ms=0.0), TrafficSpec(name, {"programs": programs.get(name, 20)}), Plan(1.0))
             for name in (*WORKLOADS, *BAD)
         ]
 

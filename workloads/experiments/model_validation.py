@@ -53,7 +53,7 @@ GOALS = {"throughput": 0.10, "service": 0.10, "hit_rate": 0.05}
 
 BENCH = Site(
     gpu="cpu", model="bench", quantum=500.0, worker_quantum=16_000.0, kv_tokens=24_576, max_running=16,
-    chunked_prefill_tokens=1024,
+    chunked_prefill_tokens=1024, stall_ms=0.0,
 )  # fmt: skip
 """As `sglang-fair compare` runs it, with two differences: a second replica would share the cores, and longer chunks
 do not fit this kind of processor's cache, so that their time would not be linear."""
@@ -61,7 +61,9 @@ do not fit this kind of processor's cache, so that their time would not be linea
 A100_TIME_SCALE = 5.0
 """The emulated A100s are slowed down so many times, so that this machine keeps up."""
 
-A100 = Site(quantum=500.0, worker_quantum=16_000.0, replicas=2, max_running=64, chunked_prefill_tokens=8192)
+A100 = Site(
+    quantum=500.0, worker_quantum=16_000.0, replicas=2, max_running=64, chunked_prefill_tokens=8192, stall_ms=0.0
+)  # fmt: skip
 
 BYTES: Codec = TokenCodec(lambda text: tuple(text.encode()))
 """One token for each byte, for the live engines; the simulator's codec cuts texts at the same places."""

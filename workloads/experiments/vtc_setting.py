@@ -80,8 +80,8 @@ def extent(size: Size) -> tuple[float, tuple[str, ...]]:
 
 
 def site(policy: str, options: str = "", **more: Json) -> Site:
-    """The paper's engine under a policy. `more` are fields of the site."""
-    given = {"gpu": "a10g", "model": "llama-2-7b", "kv_tokens": POOL_TOKENS, **more}
+    """The paper's engine under a policy, prompts first. `more` are fields of the site."""
+    given = {"gpu": "a10g", "model": "llama-2-7b", "kv_tokens": POOL_TOKENS, "stall_ms": 0.0, **more}
     return Site(placement="round_robin", policy=policy, policy_options=options, **given)
 
 

@@ -21,6 +21,7 @@ from sglang_fair.core.cost import Cost, make_cost
 from sglang_fair.core.payers import make_payers
 from sglang_fair.core.policy import Policy, checked_quantum
 from sglang_fair.core.queue import FairQueue
+from sglang_fair.core.steps import DEFAULT_STALL_MS, checked_stall_ms, make_steps
 from sglang_fair.settings import table
 from sglang_fair.sim.cost_model import CostModel, Scaled, kv_tokens, make_cost_model
 from sglang_fair.sim.gpus import GPUS
@@ -55,6 +56,8 @@ class Site:
     output_weight: float | None = None
     client_weights: Mapping[str, float] = field(default_factory=dict)
     payer: str = table.Cluster.payer
+    stall_ms: float = DEFAULT_STALL_MS
+    """Longest prefill step while others have requests, under the policies that share steps; 0: prompts go first."""
     kv_tokens: int | None = None
     """Tokens that one replica's cache holds. None: what is left on the GPU beside the model."""
     page_tokens: int = 16
@@ -86,16 +89,18 @@ class Site:
             raise ValueError(f"a replica's capacity is a positive number, not one of {self.capacities}")
         if not self.ingress or min(self.ingress) < 0 or not sum(self.ingress) > 0:
             raise ValueError(f"the routers' parts of the programs must be positive numbers: {self.ingress}")
+        checked_stall_ms(self.stall_ms)
         if self.hop_s < 0 or self.events_lag_s < 0:
             raise ValueError("hop_s and events_lag_s cannot be negative")
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Site":
-        """The inverse of `asdict`. Raises ValueError for an unknown field."""
+        """The inverse of `asdict`. Raises ValueError for an unknown field. Without `stall_ms` it is 0, as it was before
+        there was such a field."""
         unknown = sorted(set(values) - {known.name for known in fields(cls)})
         if unknown:
             raise ValueError(f"a site has no {', '.join(unknown)}")
-        return cls(**values)
+        return cls(**{"stall_ms": 0.0, **values})
 
     @classmethod
     def calibrated(cls, path: Path, **others: Any) -> "Site":
@@ -158,7 +163,15 @@ class Site:
         model, capacity = self.make_cost_model(), self.capacity(place)
         queue = FairQueue(self.make_policy(), self.service_cost(), payers=make_payers(self.payer))
         scaled = model if capacity == 1 else Scaled(model, 1 / capacity)
-        return Replica(queue, scaled, self.settings(), events=events, place=place, places=self.replicas)
+        return Replica(
+            queue,
+            scaled,
+            self.settings(),
+            steps=make_steps(queue.policy, self.stall_ms),
+            events=events,
+            place=place,
+            places=self.replicas,
+        )
 
     def settings(self) -> Settings:
         """The engine's limits."""

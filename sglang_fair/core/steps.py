@@ -1,0 +1,293 @@
+"""Whose turn a step of the engine is: prompts of waiting requests, or a token for each running one.
+
+An engine computes prompts before anything else, so whoever sends prompts one after the other stops all that run. This
+rule makes the engine's time a shared resource, and whoever has a request here, waiting or running, has a share in it:
+
+    share       of a client: its weight over the weights of all who are here, at least `LEAST_SHARE`. The floor costs
+                others little, because one decode step serves all that run, and no flood of names can dilute it away
+    served      a client that runs is served for the whole of a decode step, and for its part of the tokens of a
+                prefill step. In a mixed step it is served for as long as a decode step takes
+    lag         how far a client that runs is behind its share of the time, in seconds. Never negative: who used time
+                that nobody else wanted owes nothing, and nothing is saved up
+    the rule    a prefill step is formed unless a client that runs, other than the one whose prompt is next, is more
+                than `patience_s` behind. If one is, the engine decodes
+
+**Bound.** While a client runs, its lag is at most  patience + share · L,  L the longest prefill step: the lag grows in
+prefill steps only, by share · length at most, and none is formed for another client while it is above the patience.
+Where the engine decides before it has seen the end of `unseen` steps (overlapped schedulers), (1 + unseen) · share · L.
+So over any time T in which a client runs it is served for at least  share · T - patience - share · L.
+
+**Nobody's prefill starves.** In a decode step of length d each lag falls by (1 - share) · d, or to 0. So prefill steps
+of length P together are paid for with share / (1 - share) · P of decode steps, and one step more for each; prompts get
+1 - share of the time, by the largest share of those that run. Which prompts is the policy's decision, as before.
+
+**Work conserving.** The rule chooses between two kinds of work; the engine is never idle because of it. The server's
+own prompts (health probes) are never put off, and are nobody's lag.
+
+The patience is `LEAST_SHARE` of `stall_s`, so that prefill steps in a row take `stall_s` and one step at most, whatever
+the share. No step takes longer than `stall_s` while another client is here, or was lately: whoever comes during a step
+waits for its end. How many tokens that is, is learnt from the steps: `chunk_tokens`.
+
+A client that leaves keeps its lag for `RECENT_S`, at most the patience: who sends one request after the other is not
+shortened each time, and who comes with ten thousand names at once gains nothing by having been here before.
+
+Ours. The lag is that of generalized processor sharing. It needs no logarithm of the number of clients, as the emptying
+of many cups one by one does, because a decode step empties all of them together.
+"""
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+from sglang_fair.common.weights import Weights
+from sglang_fair.core.ledger import SYSTEM
+from sglang_fair.core.policy import Policy
+
+DEFAULT_STALL_MS = 100.0
+
+LEAST_SHARE = 1 / 8
+"""Part of the time that decode steps get at least, if somebody runs and somebody else has prompts."""
+
+RECENT_S = 10.0
+"""A client that left so long ago may come back at any time."""
+
+LEAST_CHUNK_TOKENS = 128
+"""Smaller chunks do not shorten a step by much: reading the weights takes as long."""
+
+FIRST_CHUNK_TOKENS = 2048
+"""The bound of a chunk before any step was measured."""
+
+LONGEST_STEP_S = 10.0
+"""A longer step counts as so long: then the machine stood still, and no client made it."""
+
+
+def checked_stall_ms(stall_ms: float) -> float:
+    """`stall_ms`; ValueError unless it is a finite number from 0 on."""
+    if not 0 <= stall_ms < inf:
+        raise ValueError(f"stall_ms must be a number of milliseconds from 0 on, not {stall_ms!r}")
+    return stall_ms
+
+
+def make_steps(policy: Policy, stall_ms: float, *, unseen: int = 0) -> "Steps | None":
+    """The rule beside `policy`. None if that shares nothing among clients, and if `stall_ms` is 0."""
+    if not policy.shares_steps or not checked_stall_ms(stall_ms):
+        return None
+    return Steps(stall_ms / 1000, policy.weights, unseen=unseen)
+
+
+@dataclass(slots=True)
+class Present:
+    """A client with requests here."""
+
+    weight: float
+    lag_s: float = 0.0
+    requests: int = 0
+    decoding: int = 0
+    """Of them: those whose prompt is computed."""
+    joined: int = 0
+    """The number of steps that were over when it began to decode."""
+
+
+class Steps:
+    """The rule and what it needs to know. All times are seconds of the caller's clock.
+
+    `weights` are the clients' shares, None: equal ones. `stall_s` is the longest prefill step while others are here.
+    `unseen`: how many steps may be under way, unseen, when the next one is decided.
+    """
+
+    def __init__(self, stall_s: float, weights: Weights | None = None, *, unseen: int = 0) -> None:
+        if not 0 < stall_s < inf:
+            raise ValueError(f"stall_s must be a positive number of seconds, not {stall_s!r}")
+        self.stall_s = stall_s
+        self.patience_s = LEAST_SHARE * stall_s
+        self.held = 0
+        """How often a prefill was put off."""
+        self.largest_lag_s = 0.0
+        self._largest_growth_s = 0.0
+        self._unseen = unseen
+        self._weights = weights or Weights()
+        self._now_s = 0.0
+        self._present: dict[str, Present] = {}
+        self._weight = 0.0
+        """Of all that are present."""
+        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        """Clients that left lately: when, and their lag."""
+        self._decoding: dict[str, Present] = {}
+        self._lagging: dict[str, Present] = {}
+        """Those that decode and have a lag. A decode step changes no others."""
+        self._behind: set[str] = set()
+        """Those that decode and are more than the patience behind."""
+        self._steps = 0
+        self._decode_s = 0.0
+        """Length of a decode step, lately."""
+        self._chunk_tokens = float(FIRST_CHUNK_TOKENS)
+
+    # ---- who is here
+
+    def tick(self, now_s: float) -> None:
+        """It is `now_s`."""
+        self._now_s = now_s
+
+    def arrive(self, client: str) -> None:
+        """A request of `client` came."""
+        present = self._present.get(client)
+        if present is None:
+            self._forget_old()
+            _, lag_s = self._left.pop(client, (0.0, 0.0))
+            present = self._present[client] = Present(self._weights.of(client), lag_s)
+            self._weight += present.weight
+        present.requests += 1
+
+    def leave(self, client: str) -> None:
+        """A request of `client` is gone; if it decoded, `stop` was called."""
+        present = self._present[client]
+        present.requests -= 1
+        if not present.requests:
+            del self._present[client]
+            self._weight = self._weight - present.weight if self._present else 0.0
+            self._left[client] = self._now_s, min(present.lag_s, self.patience_s)
+            self._left.move_to_end(client)
+
+    def decode(self, client: str) -> None:
+        """The prompt of one of its requests is computed: decode steps serve it from the next step on."""
+        present = self._present[client]
+        present.decoding += 1
+        if present.decoding == 1:
+            present.joined = self._steps
+            self._decoding[client] = present
+            self._sort(client, present)
+
+    def stop(self, client: str) -> None:
+        """One of its requests that decoded does so no more."""
+        present = self._present[client]
+        present.decoding -= 1
+        if not present.decoding:
+            del self._decoding[client]
+            self._lagging.pop(client, None)
+            self._behind.discard(client)
+
+    def reweigh(self) -> None:
+        """Weights have changed. O(clients)."""
+        for client, present in self._present.items():
+            present.weight = self._weights.of(client)
+        self._weight = sum(present.weight for present in self._present.values())
+
+    # ---- the decisions
+
+    def may_prefill(self, client: str) -> bool:
+        """Whether a prefill step may be formed for, or joined by, a prompt of `client` or `SYSTEM`."""
+        behind = self._behind
+        return not behind or client == SYSTEM or (len(behind) == 1 and client in behind)
+
+    def chunk_tokens(self) -> int | None:
+        """Most prompt tokens of a prefill step that is formed now; None: as many as the engine will."""
+        if len(self._present) < 2:
+            self._forget_old()
+            if not self._left:
+                return None
+        return int(self._chunk_tokens)
+
+    # ---- what was done
+
+    def step(self, duration_s: float, extended: Mapping[str, int] | None = None, *, decoded: int = 0) -> None:
+        """A step is over, or as many decode steps as `decoded`; they took `duration_s` together.
+
+        `extended` has the prompt tokens that it computed, by client; the server's own are `SYSTEM`'s. Call `decode` for
+        the prompts that it completed before this, so that they do not count as having been held up. O(clients with a
+        lag) for a decode step, O(clients that decode) for another.
+        """
+        duration_s = min(max(duration_s, 0.0), LONGEST_STEP_S * max(decoded, 1))
+        if extended:
+            self._prefilled(duration_s, extended, mixed=decoded > 0)
+        elif decoded:
+            self._decoded(duration_s, decoded)
+        self._steps += 1
+
+    def _decoded(self, duration_s: float, steps: int) -> None:
+        self._decode_s += (duration_s / steps - self._decode_s) * (0.1 if self._decode_s else 1)
+        if self._lagging:
+            for client, present in list(self._lagging.items()):
+                if present.joined != self._steps:
+                    present.lag_s = max(0.0, present.lag_s - duration_s * (1 - self._share(present)))
+                    self._sort(client, present)
+
+    def _prefilled(self, duration_s: float, extended: Mapping[str, int], *, mixed: bool) -> None:
+        tokens = sum(extended.values())
+        if not tokens:
+            return
+        self._learn(tokens, duration_s)
+        duration_s *= 1 - extended.get(SYSTEM, 0) / tokens
+        tokens -= extended.get(SYSTEM, 0)
+        decoded_s = min(duration_s, self._decode_s) if mixed else 0.0
+        for client, present in self._decoding.items():
+            if present.joined == self._steps:
+                continue
+            due_s = duration_s * self._share(present)
+            served_s = decoded_s
+            if client in extended:
+                served_s += (duration_s - decoded_s) * extended[client] / max(1, tokens)
+            self._largest_growth_s = max(self._largest_growth_s, due_s)
+            present.lag_s = max(0.0, present.lag_s + due_s - served_s)
+            self.largest_lag_s = max(self.largest_lag_s, present.lag_s)
+            self._sort(client, present)
+
+    def _learn(self, tokens: int, duration_s: float) -> None:
+        """Adjust the bound of a chunk: at once if a step took too long, otherwise by those that are nearly as large,
+        for a small one says little about a large one's time per token."""
+        if not duration_s:
+            return
+        stall_s = max(
+            self.stall_s, 2 * self._decode_s
+        )  # on an engine so slow, short chunks would help nobody
+        fits = tokens * stall_s / duration_s
+        if duration_s > stall_s or 2 * tokens >= self._chunk_tokens:
+            self._chunk_tokens = max(LEAST_CHUNK_TOKENS, min(fits, 2 * self._chunk_tokens))
+
+    # ---- what people read
+
+    @property
+    def bound_s(self) -> float:
+        """No lag has been larger; see the module."""
+        return self.patience_s + (1 + self._unseen) * self._largest_growth_s
+
+    def lag_s(self, client: str) -> float:
+        """The lag of a client that is here, or was lately; else 0."""
+        present = self._present.get(client)
+        return self._left.get(client, (0.0, 0.0))[1] if present is None else present.lag_s
+
+    def status(self) -> Mapping[str, Any]:
+        """JSON-ready."""
+        return {
+            "stall_ms": round(1000 * self.stall_s, 3),
+            "steps": self._steps,
+            "held": self.held,
+            "chunk_tokens": int(self._chunk_tokens),
+            "largest_lag_s": self.largest_lag_s,
+            "bound_s": self.bound_s,
+        }
+
+    # ---- inside
+
+    def _share(self, present: Present) -> float:
+        if present.weight >= self._weight:
+            return 1.0
+        return max(LEAST_SHARE, present.weight / self._weight)
+
+    def _sort(self, client: str, present: Present) -> None:
+        if present.lag_s > 0:
+            self._lagging[client] = present
+        else:
+            self._lagging.pop(client, None)
+        if present.lag_s > self.patience_s:
+            self._behind.add(client)
+        else:
+            self._behind.discard(client)
+
+    def _forget_old(self) -> None:
+        while self._left:
+            client, (left_s, _) = next(iter(self._left.items()))
+            if left_s > self._now_s - RECENT_S:
+                return
+            del self._left[client]

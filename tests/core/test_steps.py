@@ -1,0 +1,436 @@
+"""The rule that shares an engine's time: its bound under adversaries, that nobody's prompts starve, and its chunks."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_fair.common.weights import Weights
+from sglang_fair.core import POLICIES, make_policy
+from sglang_fair.core.ledger import SYSTEM
+from sglang_fair.core.steps import (
+    FIRST_CHUNK_TOKENS,
+    LEAST_CHUNK_TOKENS,
+    LEAST_SHARE,
+    LONGEST_STEP_S,
+    RECENT_S,
+    Steps,
+    make_steps,
+)
+
+STALL_S = 0.1
+DECODE_S = 0.01
+SLACK_S = 1e-9
+NAMES = tuple("abcdefgh")
+
+
+@dataclass
+class Sender:
+    """One client's habit in `Engine`. In each step it keeps `waiting` prompts waiting, with probability `sends`."""
+
+    name: str
+    weight: float = 1.0
+    waiting: int = 1
+    sends: float = 1.0
+    prompt_s: tuple[float, float] = (0.001, STALL_S)
+    output_steps: tuple[int, int] = (0, 50)
+    """0: a prompt and nothing more."""
+    aborts: float = 0.0
+    renames: bool = False
+    """Each of its requests comes under a new name."""
+    goes_first: bool = False
+    """The policy has its prompts computed before all others."""
+    closed: bool = False
+    """It sends when nothing of it is here."""
+
+
+@dataclass
+class Engine:
+    """An engine that obeys `steps` and meters time itself. Which prompt is next is chosen at random among those that go
+    first, for no policy's order is promised."""
+
+    steps: Steps
+    senders: list[Sender]
+    seed: int
+    unseen: int = 0
+    """How many steps are over before the rule hears of the first one."""
+    waiting: list[tuple[str, float, int]] = field(default_factory=list)
+    running: dict[str, list[int]] = field(default_factory=dict)
+    """Steps that each request has yet to run."""
+    now_s: float = 0.0
+    behind_s: Counter[str] = field(default_factory=Counter)
+    """By the engine's own count: due less served since the client began to run, at least 0 at any time."""
+    worst_s: float = 0.0
+    """The largest of these, less what its bound allows."""
+    growth_s: float = 0.0
+    prefills_s: float = 0.0
+    held_s: float = 0.0
+    held_in_a_row_s: float = 0.0
+    longest_hold_s: float = 0.0
+    largest_share: float = 0.0
+    prefill_steps: int = 0
+    _reports: list[Callable[[], None]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._random = Random(self.seed)
+        self._names = 0
+        self._first = {sender.name for sender in self.senders if sender.goes_first}
+        self._weights = {sender.name: sender.weight for sender in self.senders}
+
+    def run(self, steps: int) -> "Engine":
+        for _ in range(steps):
+            self.step()
+        return self
+
+    def step(self) -> None:
+        self.steps.tick(self.now_s)
+        for sender in self.senders:
+            self._send(sender)
+        first = [prompt for prompt in self.waiting if prompt[0] in self._first]
+        prompt = self._random.choice(first or self.waiting) if self.waiting else None
+        if prompt is not None and self.steps.may_prefill(prompt[0]):
+            self._prefill(prompt)
+        elif self.running:
+            self._decode(held=prompt is not None)
+        else:
+            assert prompt is None, "the engine would stand still although somebody waits"
+            self.now_s += DECODE_S
+
+    def _send(self, sender: Sender) -> None:
+        mine = sum(client == sender.name for client, _, _ in self.waiting)
+        if sender.renames:
+            mine = sum(client.startswith(f"{sender.name}.") for client, _, _ in self.waiting)
+        if sender.closed and sender.name in self.running:
+            return
+        if mine < sender.waiting and self._random.random() < sender.sends:
+            self._names += 1
+            name = f"{sender.name}.{self._names}" if sender.renames else sender.name
+            self.waiting.append(
+                (name, self._random.uniform(*sender.prompt_s), self._random.randint(*sender.output_steps))
+            )
+            self.steps.arrive(name)
+        if sender.name in self.running and self._random.random() < sender.aborts:
+            self.running[sender.name].pop()
+            self._ended(sender.name)
+
+    def _prefill(self, prompt: tuple[str, float, int]) -> None:
+        client, length_s, output_steps = prompt
+        self.waiting.remove(prompt)
+        self.held_in_a_row_s = 0.0
+        self.prefills_s += length_s
+        self.prefill_steps += 1
+        self._meter(length_s, served={client})
+        if output_steps:
+            self.running.setdefault(client, []).append(output_steps)
+            self.steps.decode(client)
+        self._report(lambda: self.steps.step(length_s, {client: 7}))
+        if not output_steps:
+            self.steps.leave(client)
+
+    def _decode(self, *, held: bool) -> None:
+        self._meter(DECODE_S, served=set(self.running))
+        if held:
+            self.held_s += DECODE_S
+            self.held_in_a_row_s += DECODE_S
+            self.longest_hold_s = max(self.longest_hold_s, self.held_in_a_row_s)
+        self._report(lambda: self.steps.step(DECODE_S, decoded=1))
+        for client, left in list(self.running.items()):
+            left[:] = [steps - 1 for steps in left]
+            while 0 in left:
+                left.remove(0)
+                self._ended(client)
+
+    def _ended(self, client: str) -> None:
+        self.steps.stop(client)
+        self.steps.leave(client)
+        if not self.running[client]:
+            del self.running[client]
+            del self.behind_s[client]
+
+    def _meter(self, length_s: float, served: set[str]) -> None:
+        self.now_s += length_s
+        here = {*self.running, *(client for client, _, _ in self.waiting), *served}
+        total = sum(self._weight(client) for client in here)
+        for client in self.running:
+            share = max(LEAST_SHARE, self._weight(client) / total)
+            self.largest_share = max(self.largest_share, share)
+            if client not in served:
+                self.growth_s = max(self.growth_s, share * length_s)
+            behind = self.behind_s[client] + share * length_s - (length_s if client in served else 0.0)
+            self.behind_s[client] = max(0.0, behind)
+            bound = STALL_S * LEAST_SHARE + (1 + self.unseen) * self.growth_s
+            self.worst_s = max(self.worst_s, self.behind_s[client] - bound)
+
+    def _weight(self, client: str) -> float:
+        return self._weights.get(client, 1.0)
+
+    def _report(self, report: Callable[[], None]) -> None:
+        self._reports.append(report)
+        if len(self._reports) > self.unseen:
+            self._reports.pop(0)()
+
+
+@st.composite
+def senders(draw: st.DrawFn) -> list[Sender]:
+    """A client that only runs, and others of every kind."""
+    made = [Sender("victim", prompt_s=(0.001, 0.05), output_steps=(1, 500), waiting=draw(st.integers(1, 2)))]
+    for name in NAMES[: draw(st.integers(1, 6))]:
+        shortest, longest = sorted(draw(st.tuples(*[st.floats(0.0005, STALL_S)] * 2)))
+        made.append(
+            Sender(
+                name,
+                weight=draw(st.sampled_from([1.0, 1.0, 0.1, 3.0])),
+                waiting=draw(st.integers(1, 12)),
+                sends=draw(st.sampled_from([1.0, 0.5, 0.05])),
+                prompt_s=(shortest, longest),
+                output_steps=(0, draw(st.sampled_from([0, 0, 1, 5, 100]))),
+                aborts=draw(st.sampled_from([0.0, 0.0, 0.1])),
+                renames=draw(st.booleans()),
+            )
+        )
+    return made
+
+
+def engine(senders: list[Sender], seed: int = 0) -> Engine:
+    weights = Weights({sender.name: sender.weight for sender in senders})
+    return Engine(Steps(STALL_S, weights), senders, seed)
+
+
+VICTIM = Sender("victim", prompt_s=(0.01, 0.01), output_steps=(10**6, 10**6), goes_first=True, closed=True)
+TRICKLE = Sender("x", waiting=16, prompt_s=(0.014, 0.014), output_steps=(0, 0))
+
+
+@settings(max_examples=100, deadline=None)
+@given(senders(), st.integers(0, 2**20))
+def test_nobody_who_runs_is_behind_by_more_than_the_bound(senders: list[Sender], seed: int) -> None:
+    """By the engine's own meter, over every interval in which a client runs."""
+    made = engine(senders, seed).run(250)
+    assert made.worst_s <= SLACK_S
+    assert made.steps.largest_lag_s <= made.steps.bound_s + SLACK_S
+
+
+@settings(max_examples=50, deadline=None)
+@given(senders(), st.integers(0, 2**20))
+def test_prompts_are_held_back_for_as_long_as_they_held_up(senders: list[Sender], seed: int) -> None:
+    """Decode steps that the rule forces are paid for by prefill steps before them, and last for one step more."""
+    made = engine(senders, seed).run(250)
+    if not made.prefill_steps or made.largest_share == 1:
+        return
+    rate = made.largest_share / (1 - made.largest_share)
+    assert made.held_s <= rate * made.prefills_s + (made.prefill_steps + 1) * DECODE_S + SLACK_S
+    longest_s = (STALL_S * LEAST_SHARE + made.growth_s) / (1 - made.largest_share) + DECODE_S
+    assert made.longest_hold_s <= longest_s + SLACK_S
+
+
+def test_a_trickle_of_prompts_does_not_stop_those_who_run() -> None:
+    """One request a step of a prompt and one token, beside one client that runs: half of the time is the victim's."""
+    made = engine([VICTIM, TRICKLE]).run(1500)
+    assert made.prefills_s == pytest.approx(made.now_s / 2, rel=0.1)
+
+
+def test_new_names_do_not_dilute_the_share_of_those_who_run() -> None:
+    """Each request of the flood is another client, ten thousand of them from the start."""
+    made = engine([VICTIM]).run(2)
+    for number in range(10_000):
+        made.waiting.append((f"x{number}", 0.014, 0))
+        made.steps.arrive(f"x{number}")
+    made.senders.clear()
+    made.run(1000)
+    assert made.prefill_steps > 500
+    assert made.now_s - made.prefills_s >= 0.95 * LEAST_SHARE * made.now_s
+    assert made.worst_s <= SLACK_S
+
+
+def test_weights_are_shares_of_the_time() -> None:
+    weights = Weights({"victim": 3.0})
+    made = Engine(Steps(STALL_S, weights), [replace(VICTIM, weight=3.0), TRICKLE], seed=0).run(1500)
+    assert made.prefills_s == pytest.approx(made.now_s / 4, rel=0.15)
+    weights.set("victim", 1.0)
+    made.steps.reweigh()
+    before_s, prefilled_s = made.now_s, made.prefills_s
+    made.run(1500)
+    assert made.prefills_s - prefilled_s == pytest.approx((made.now_s - before_s) / 2, rel=0.1)
+
+
+def test_a_client_s_own_prompts_are_not_held_for_itself() -> None:
+    """But for another one that is behind they are."""
+    steps = beside()
+    steps.step(0.05, {"b": 100})
+    assert steps.may_prefill("a")
+    assert not steps.may_prefill("b")
+    for client in "cc":
+        steps.arrive(client)
+    steps.decode("c")
+    steps.step(DECODE_S, {"b": 100})
+    steps.step(STALL_S, {"b": 100})
+    assert not any(steps.may_prefill(client) for client in "abc")
+
+
+def test_without_anybody_else_prompts_go_first() -> None:
+    """A client holds itself up as it likes, and its chunks are the engine's."""
+    made = engine([Sender("a", waiting=4, output_steps=(50, 50))]).run(500)
+    assert made.held_s == 0
+    assert made.steps.chunk_tokens() is None
+
+
+def beside() -> Steps:
+    """`a` runs, and `b` is here."""
+    steps = Steps(STALL_S)
+    for client in "ab":
+        steps.arrive(client)
+    steps.decode("a")
+    steps.step(DECODE_S, {"a": 1})
+    return steps
+
+
+def test_nothing_is_saved_up() -> None:
+    """Who ran alone for long is not behind later, and owes nothing."""
+    steps = beside()
+    steps.leave("b")
+    steps.step(100.0, decoded=1000)
+    steps.arrive("b")
+    steps.step(0.05, {"b": 100})
+    assert steps.lag_s("a") == pytest.approx(0.025)
+    assert not steps.may_prefill("b")
+
+
+def test_who_sends_one_request_after_the_other_keeps_its_lag() -> None:
+    """But for a short time only, and not more than the patience."""
+    steps = beside()
+    steps.step(0.05, {"b": 100})
+    steps.stop("a")
+    steps.leave("a")
+    assert steps.lag_s("a") == steps.patience_s
+    steps.tick(RECENT_S / 2)
+    steps.arrive("a")
+    assert steps.lag_s("a") == steps.patience_s
+    steps.leave("a")
+    steps.tick(2 * RECENT_S)
+    steps.arrive("a")
+    assert steps.lag_s("a") == 0
+
+
+def test_a_long_run_of_short_requests_gets_its_share() -> None:
+    """Requests of five tokens, each sent when the last one ended: together they are served as a long one is."""
+    short = Sender("victim", prompt_s=(0.001, 0.001), output_steps=(5, 5), goes_first=True, closed=True)
+    made = engine([short, Sender("x", waiting=16, prompt_s=(0.09, STALL_S), output_steps=(0, 0))]).run(1500)
+    assert made.worst_s <= SLACK_S
+    assert made.now_s - made.prefills_s >= 0.3 * made.now_s
+
+
+@settings(max_examples=50, deadline=None)
+@given(senders(), st.integers(0, 2**20))
+def test_an_overlapped_engine_decides_a_step_earlier(senders: list[Sender], seed: int) -> None:
+    """The rule hears of a step when the next one has begun; the bound has one step more."""
+    weights = Weights({sender.name: sender.weight for sender in senders})
+    quiet = [sender for sender in senders if not sender.aborts]
+    made = Engine(Steps(STALL_S, weights, unseen=1), quiet, seed, unseen=1).run(250)
+    assert made.steps.largest_lag_s <= made.steps.bound_s + SLACK_S
+
+
+def test_the_server_s_own_prompts_are_never_held() -> None:
+    steps = beside()
+    steps.step(0.09, {"b": 100})
+    assert not steps.may_prefill("b")
+    assert steps.may_prefill(SYSTEM)
+    before_s = steps.lag_s("a")
+    steps.step(0.09, {SYSTEM: 100})
+    assert steps.lag_s("a") == before_s
+    steps.step(0.1, {SYSTEM: 50, "b": 50})
+    assert steps.lag_s("a") == pytest.approx(before_s + 0.025)
+
+
+def test_in_a_mixed_step_those_who_run_are_served_for_a_decode_step() -> None:
+    steps = beside()
+    steps.step(0.1, decoded=10)
+    steps.step(0.1, {"b": 100}, decoded=1)
+    assert steps.lag_s("a") == pytest.approx(0.05 - 0.01)
+    steps.step(0.015, {"b": 10}, decoded=1)
+    assert steps.lag_s("a") == pytest.approx(0.04 + 0.0075 - 0.01)
+
+
+def test_a_machine_that_stood_still_is_nobody_s_debt() -> None:
+    steps = beside()
+    steps.step(3600.0, {"b": 100})
+    assert steps.lag_s("a") == LONGEST_STEP_S / 2
+
+
+# ---- chunks
+
+
+class Gpu:
+    """Its steps take `base_s` and `token_s` for each prompt token."""
+
+    def __init__(self, base_s: float, token_s: float) -> None:
+        self.base_s, self.token_s = base_s, token_s
+
+    def step_s(self, tokens: int) -> float:
+        return self.base_s + self.token_s * tokens
+
+
+def shared() -> Steps:
+    steps = Steps(STALL_S)
+    for client in "ab":
+        steps.arrive(client)
+    return steps
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.floats(0, 0.02), st.floats(2e-6, 4e-4), st.lists(st.integers(1, 200), max_size=20))
+def test_chunks_come_to_take_the_stall_time(base_s: float, token_s: float, trickle: list[int]) -> None:
+    """Whatever the engine's speed, and whatever small prompts come between."""
+    gpu, steps = Gpu(base_s, token_s), shared()
+    for tokens in trickle:
+        steps.step(gpu.step_s(tokens), {"a": tokens})
+    for _ in range(20):
+        tokens = steps.chunk_tokens()
+        assert tokens is not None
+        steps.step(gpu.step_s(tokens), {"a": tokens})
+    took_s = gpu.step_s(steps.chunk_tokens() or 0)
+    assert took_s <= STALL_S * 1.05 or steps.chunk_tokens() == LEAST_CHUNK_TOKENS
+    assert took_s >= STALL_S * 0.5 or steps.chunk_tokens() == LEAST_CHUNK_TOKENS
+    for tokens in trickle:
+        steps.step(gpu.step_s(tokens), {"a": tokens})
+    again = steps.chunk_tokens() or 0
+    assert again == LEAST_CHUNK_TOKENS or gpu.step_s(again) >= STALL_S * 0.4
+
+
+def test_chunks_are_bounded_while_another_client_is_here_or_was_lately() -> None:
+    steps = Steps(STALL_S)
+    assert steps.chunk_tokens() is None
+    steps.arrive("a")
+    assert steps.chunk_tokens() is None
+    steps.arrive("b")
+    assert steps.chunk_tokens() == FIRST_CHUNK_TOKENS
+    steps.leave("b")
+    steps.tick(RECENT_S / 2)
+    assert steps.chunk_tokens() == FIRST_CHUNK_TOKENS
+    steps.tick(RECENT_S * 1.1)
+    assert steps.chunk_tokens() is None
+
+
+def test_a_step_that_once_took_too_long_is_forgotten_in_a_few() -> None:
+    gpu, steps = Gpu(0.004, 5e-5), shared()
+    steps.step(3.0, {"a": 500})
+    assert steps.chunk_tokens() == LEAST_CHUNK_TOKENS
+    for _ in range(6):
+        tokens = steps.chunk_tokens() or 0
+        steps.step(gpu.step_s(tokens), {"a": tokens})
+    assert gpu.step_s(steps.chunk_tokens() or 0) == pytest.approx(STALL_S, rel=0.1)
+
+
+# ---- where it applies
+
+
+def test_the_policies_that_share_service_share_steps() -> None:
+    """The baselines are left as they are known, and 0 switches the rule off."""
+    sharing = {name for name in POLICIES if make_steps(make_policy(name), 100.0) is not None}
+    assert sharing == set(POLICIES) - {"fcfs", "rpm", "lpm", "lcf"}
+    assert make_steps(make_policy("dlpm"), 0) is None
+    for bad in (-1.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="stall_ms"):
+            make_steps(make_policy("dlpm"), bad)
