@@ -180,7 +180,7 @@ class Router:
             reason = f"too many requests wait for a worker: {self._waiting_limit.held(event.client)} of this client"
             return self._refuse(event.id, reason, retry=True, is_full=True)
 
-        request = _request(event, event.exclude)
+        request = self._request(event, event.exclude)
         match = self.tree.match(event.tokens, event.namespace)
         name = self._placement.place(request, match, allowed, now_s)
         if name is None:
@@ -216,11 +216,22 @@ class Router:
         self._placement.placed(request, worker.name, match, now_s)
         hold = self.tree.hold(worker.name, request.tokens, request.namespace, match)
         self._matches.clear()
-        expected_tokens = self._outputs.of(request.client, request.max_output_tokens)
-        flight = Flight(request, worker, peer, match.of(worker.name), hold, expected_tokens)
+        flight = Flight(request, worker, peer, match.of(worker.name), hold)
         self._flights[request.id] = flight
         flight.begin()
         return flight
+
+    def _request(self, event: Arrive | Running, exclude: tuple[str, ...] = ()) -> Request:
+        return Request(
+            event.id,
+            event.client,
+            event.tokens,
+            len(event.tokens) // TOKEN_BYTES,
+            event.max_output_tokens,
+            self._outputs.of(event.client, event.max_output_tokens),
+            event.namespace,
+            exclude,
+        )
 
     def _running(self, event: Running, now_s: float, peer: bytes) -> None:
         """Takes over a request that another router, or a gateway without a router, has placed."""
@@ -230,7 +241,7 @@ class Router:
             return
         self._give_up(event.id)
         match = self.tree.match(event.tokens, event.namespace)
-        self._begin(_request(event), worker, match, peer, now_s).produce(event.output_tokens)
+        self._begin(self._request(event), worker, match, peer, now_s).produce(event.output_tokens)
         self._counts["taken over"] += 1
 
     def _difference(self, event: Table, peer: bytes) -> Difference:
@@ -504,18 +515,6 @@ class Router:
             },
             "counts": dict(sorted(counts.items())),
         }
-
-
-def _request(event: Arrive | Running, exclude: tuple[str, ...] = ()) -> Request:
-    return Request(
-        event.id,
-        event.client,
-        event.tokens,
-        len(event.tokens) // TOKEN_BYTES,
-        event.max_output_tokens,
-        event.namespace,
-        exclude,
-    )
 
 
 def _parameters(placement: Placement) -> dict[str, object]:

@@ -63,8 +63,6 @@ class Flight:
     peer: bytes
     matched_tokens: int
     hold: Hold
-    expected_tokens: float
-    """How long its answer is expected to be."""
     prefill_tokens: int = 0
     decode_tokens: float = 0.0
     output_tokens: int = 0
@@ -73,7 +71,7 @@ class Flight:
         """Adds the request to its worker's load."""
         worker, input_tokens = self.worker, self.request.input_tokens
         self.prefill_tokens = input_tokens - self.matched_tokens
-        self.decode_tokens = self.expected_tokens
+        self.decode_tokens = self.request.expected_output_tokens
         worker.prefill_tokens += self.prefill_tokens
         worker.decode_tokens += self.decode_tokens
         worker.dispatched += 1
@@ -84,7 +82,7 @@ class Flight:
         """`output_tokens` have been produced so far, so the prefill is over. Late reports of less are ignored."""
         if output_tokens > self.output_tokens:
             self.output_tokens = output_tokens
-            self._leave(max(1.0, self.expected_tokens - output_tokens))
+            self._leave(max(1.0, self.request.expected_output_tokens - output_tokens))
 
     def end(self) -> None:
         """Takes the request off its worker's load."""

@@ -8,10 +8,12 @@ from router.placement.centralized_dlpm import CentralizedDlpm
 from router.placement.client_round_robin import ClientRoundRobin
 from router.placement.contract import Placement
 from router.placement.d2lpm import D2lpm
+from router.placement.d2lpm_queue import D2lpmQueue
 from router.placement.d2lpm_time import D2lpmTime
 from router.placement.d2lpm_tokens import D2lpmTokens
 from router.placement.least_requests import LeastRequests
 from router.placement.least_tokens import LeastTokens
+from router.placement.lmetric import LMetric
 from router.placement.power_of_two import PowerOfTwo
 from router.placement.preble import Preble
 from router.placement.round_robin import RoundRobin
@@ -21,11 +23,13 @@ PLACEMENTS: dict[str, type[Placement]] = {
     "d2lpm": D2lpm,
     "d2lpm-tokens": D2lpmTokens,
     "d2lpm-time": D2lpmTime,
+    "d2lpm-queue": D2lpmQueue,
     "round_robin": RoundRobin,
     "client_round_robin": ClientRoundRobin,
     "least_requests": LeastRequests,
     "least_tokens": LeastTokens,
     "power_of_two": PowerOfTwo,
+    "lmetric": LMetric,
     "cache_aware": CacheAware,
     "preble": Preble,
     "centralized_dlpm": CentralizedDlpm,

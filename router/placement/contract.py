@@ -23,6 +23,8 @@ class Request:
     tokens: bytes
     input_tokens: int
     max_output_tokens: int = 0
+    expected_output_tokens: float = 0.0
+    """From the client's past answers, never more than the request's own limit."""
     namespace: str = ""
     exclude: tuple[str, ...] = ()
     """Workers that must not get it. `workers` never has them; a placement that holds requests must look here."""

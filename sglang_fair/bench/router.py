@@ -8,7 +8,8 @@ timed, from an `Arrive` to its `Place`. Decoding and encoding the messages is no
 The tree is built from KV events of `--tree-tokens` tokens, which is also its limit, so every new prompt evicts: 16
 heads of half a prompt for each prompt length, each cached by up to four workers, and below them conversations of
 512 tokens at one worker each. A prompt is one of the heads and as many tokens of its own. Its worker confirms it by
-an event. Four requests per worker are in flight; with each decision the oldest ends.
+an event. Four requests per worker are in flight; with each decision the oldest ends. Besides, each of `--outstanding`
+other clients has a short request in flight from beginning to end.
 
 * decisions/s: one over the mean time of a decision and the end of a request together. p50, p99 and max are of the
   decision alone.
@@ -56,6 +57,7 @@ HEADS = 16
 HOLDERS = 4
 TAIL_TOKENS, ANSWER_TOKENS = 512, 128
 CLIENTS = 100
+CROWD_TOKENS = 64
 IN_FLIGHT_PER_WORKER = 4
 VOCABULARY = 128_000
 PROMPT_TOKENS, WORKERS = Numbers(1_000, 10_000, 100_000), Numbers(8, 64)
@@ -72,6 +74,8 @@ class Setting:
     decisions: int
     """Of each placement, prompt length and number of workers."""
     seed: int
+    outstanding: int = 0
+    """Other clients, each with a request in flight."""
 
     def __post_init__(self) -> None:
         if min(self.prompt_tokens) < 4 * PAGE:
@@ -165,6 +169,11 @@ class Traffic:
             tokens = arrive.tokens[len(head.tokens) : pages * 4 * PAGE]
             return Stored(place.worker, fresh, head.hashes[-1], tokens, PAGE)
         return Stored(place.worker, head.hashes + fresh, None, arrive.tokens[: pages * 4 * PAGE], PAGE)
+
+    def crowd(self, clients: int) -> Iterator[Arrive]:
+        """A request of each of so many clients."""
+        for number in range(clients):
+            yield Arrive(f"crowd-{number}", f"crowd-{number}", self._tokens(CROWD_TOKENS), 128)
 
     def _head(self, tokens: int) -> Head:
         tokens -= tokens % PAGE
@@ -350,6 +359,7 @@ def conditions(setting: Setting) -> dict[str, Any]:
         "tree_tokens": setting.tree_tokens,
         "page_size": PAGE,
         "in_flight_per_worker": IN_FLIGHT_PER_WORKER,
+        "outstanding": setting.outstanding,
     }
 
 
@@ -385,6 +395,8 @@ def run(setting: Setting, show: Show) -> dict[str, Any]:
         for placement in setting.placements:
             source = traffic(workers)
             router, _ = filled(placement, source, setting.tree_tokens)
+            for arrive in source.crowd(setting.outstanding):
+                router.handle(arrive, 0.0)
             for tokens in setting.prompt_tokens:
                 decisions = max(100, min(setting.decisions, 10 * setting.decisions * 1_000 // tokens))
                 row = measure(router, source, tokens, decisions=decisions, warm_up=max(100, decisions // 5))
@@ -434,6 +446,9 @@ def main(
         ),
     ] = None,
     seed: Annotated[int, Option(help="Of the traffic.")] = 1,
+    outstanding: Annotated[
+        int, Option(min=0, metavar="N", help="Other clients, each with a request in flight.")
+    ] = 0,
 ) -> None:
     """How long one placement decision takes, by placement, prompt length and workers; the tree's events and memory.
 
@@ -447,6 +462,7 @@ def main(
             tree_tokens or (2_000_000 if quick else 10_000_000),
             decisions or (500 if quick else 3_000),
             seed,
+            outstanding,
         )
     except ValueError as error:
         raise Mistake(str(error)) from None

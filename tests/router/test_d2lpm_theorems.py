@@ -52,7 +52,7 @@ pytestmark = pytest.mark.slow
 
 THEOREMS = settings(max_examples=6, deadline=None, derandomize=True)
 INF = float("inf")
-CREDITED = ("d2lpm", "d2lpm-tokens", "d2lpm-time")
+CREDITED = ("d2lpm", "d2lpm-tokens", "d2lpm-time", "d2lpm-queue")
 
 
 # ---- the cluster
@@ -538,7 +538,7 @@ def difference(cluster: Cluster) -> float:
     return abs(f - g)
 
 
-@pytest.mark.parametrize("placement", ["d2lpm", "d2lpm-tokens"])
+@pytest.mark.parametrize("placement", ["d2lpm", "d2lpm-tokens", "d2lpm-queue"])
 def test_who_never_leaves_its_prefix_falls_behind_without_end(placement):
     """Theorem A.5: with Q^w infinite f has one worker, and half of it, however long it goes on. Theorem 5.1 is not
     broken, as f does not wait everywhere. A finite Q^w sends f to both."""

@@ -288,6 +288,12 @@ def test_an_unknown_placement_is_an_error():
         ("d2lpm-tokens", {"extend_weight": -1.0}),
         ("d2lpm-time", {"prefill_tokens_per_s": 0}),
         ("d2lpm-time", {"decode_tokens_per_s": float("inf")}),
+        ("d2lpm-queue", {"worker_quantum": 0}),
+        ("d2lpm-queue", {"worker_quantum": float("nan")}),
+        ("d2lpm-queue", {"delayed": -1.0}),
+        ("d2lpm-queue", {"delayed": float("inf")}),
+        ("d2lpm-queue", {"client_weights": "gold"}),
+        ("d2lpm-queue", {"max_clients": 0}),
         ("least_tokens", {"output_weight": float("inf")}),
         ("centralized_dlpm", {"slots": 0}),
         ("centralized_dlpm", {"quantum": 0}),
@@ -669,6 +675,25 @@ def test_credits_refill_in_one_step_as_in_a_loop(charges, quantum):
         credits.begin(client, worker, units)
         credits.end(client, worker, 0.0)
         literal[client, worker] -= units
+
+
+# -- LMetric
+
+
+@pytest.mark.parametrize(
+    ("requests", "held", "chosen"), [(1, 500, "a"), (1, 499, "b"), (9, 899, "b"), (9, 900, "a")]
+)
+def test_lmetric_takes_the_least_product_of_tokens_and_requests(requests, held, chosen):
+    """ "a" holds a part of 1,000 tokens and has requests in flight; "b" has neither, and was sent more so far."""
+    views = [View("a", load=requests), View("b", dispatched_tokens=1)]
+    match = Match(held, ("a",), {"a": held})
+    assert build("lmetric").place(Request("", "f", b"", 1000), match, views, 0.0) == chosen
+
+
+def test_lmetric_among_whole_prompts_takes_the_least_busy():
+    views = [View("a", load=9), View("b", load=3), View("c", load=5)]
+    match = Match(1000, ("a", "b"), {"a": 1000, "b": 1000})
+    assert build("lmetric").place(Request("", "f", b"", 1000), match, views, 0.0) == "b"
 
 
 # -- centralised DLPM

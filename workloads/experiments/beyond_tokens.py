@@ -5,7 +5,6 @@ from math import exp, log
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from router.placement import PLACEMENTS
 from workloads.clients import SCENARIOS, Client
 from workloads.experiments import beyond_production, dlpm_fig7_setting, style
 from workloads.experiments.claims import Drawing
@@ -26,6 +25,21 @@ LENGTHS_S: Mapping[str, tuple[float, float]] = {
     "tot-s1": (45.0, 0.0),
 }
 """Seconds of arrivals by workload, in full and quick; 0 where a workload is left out."""
+
+PLACEMENTS = (
+    "d2lpm",
+    "d2lpm-tokens",
+    "d2lpm-time",
+    "round_robin",
+    "client_round_robin",
+    "least_requests",
+    "least_tokens",
+    "power_of_two",
+    "cache_aware",
+    "preble",
+    "centralized_dlpm",
+)
+"""What was there to compare D2LPM with; `beyond-placement` compares what came of it."""
 
 DEFAULT, CENTRAL = "d2lpm", "centralized_dlpm"
 FAIR = ("d2lpm", "d2lpm-tokens", "d2lpm-time", "client_round_robin", CENTRAL)

@@ -1,0 +1,178 @@
+"""D2LPM by queues: who may go where follows from what the client has at each worker, not from used-up credit.
+
+D2LPM's credit is used up even by a client that is spread perfectly, so at the end of each round clients leave prefixes
+that are cached. Here a client leaves a worker only when it has more there than elsewhere. For client i and worker w,
+in units of service (w_e · prompt tokens that are not cached + w_q · output tokens; of a request in flight, as
+expected) per weight of the client and capacity of the worker:
+
+    B[i,w]   of its requests in flight
+    S[i,w]   sent to w so far; when a request is over, corrected to what it was
+    P[i,w]   expected to follow the prefixes that it has begun at w; 0 where B[i,w] is 0
+
+A request of L prompt tokens, of which m_w are cached at w and at most m* anywhere, may go to the workers with
+
+    B[i,w] <= Q^w + the least B[i,v] of all                            (rule 1)
+    S[i,w] <= Q^w + the least S[i,v] of those that rule 1 allows       (rule 2)
+
+Of these it goes where the sum of two delays is least:
+
+    T_w  +  (1 + `delayed` · n_w) · w_e · (m* - m_w)
+
+T_w is its own: what w serves until it has served B[i,w], P[i,w] and this request, if w serves clients in turns. Of each
+other client that is at most as much as of i itself (`queues`). "Least loaded" counts everything, so a flood hides from
+all others which worker is the better one for them. The second term is everybody's: tokens that are computed once more
+delay the requests in flight at w, n_w per capacity. An idle worker is used at once, even if it must compute a prefix
+again; under overload a prefix stays where it is.
+
+What follows a prefix: a request of which less than half is cached, apart from what all workers have, begins one. From
+the client's fifth on, it is expected to bring as much as the client's prefixes did on average. So trees that begin
+together are spread before their branches come.
+
+Unit of fairness: none by itself, as for `d2lpm`. With a fair policy at every worker, clients that wait at every worker
+differ by at most 2·|W|·(U + Q^u): the proof of Theorem 5.1 (DLPM paper) does not ask how requests are placed. Rules 1
+and 2 are ours and serve its premise. With c the units of a client's largest request, more than |W|·(Q^w + c) in flight
+are some at every worker (rule 1); and no worker was sent Q^w + c more than another where the client had not more than
+Q^w waiting (rule 2). So the case of Theorem A.5, a client that never leaves its prefix, cannot occur; nor does it help
+anybody to send just so much that it may stay. Between two requests queues can become empty at different times,
+and no placement helps that without moving requests that wait. With Q^w infinite nothing is bounded.
+
+Trade-offs: it is as good as the expected lengths of the answers. A small Q^w costs hits; take about 16 programs.
+Unlike with `d2lpm`, cached tokens are free here as they are at the worker: a prefix that all workers have does not make
+a client move on. A worker that could not be used for a while, or that is new, need not be made up for.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+
+from router.placement.contract import Ended, Request, WorkerView, least
+from router.placement.least_tokens import check_prices
+from router.placement.queues import Account, Queues
+from router.radix import Match
+from sglang_fair.common.weights import Weights
+
+_PREFIXES_KNOWN = 5
+"""From this prefix of a client on, what one brings is expected of the next."""
+_PREFIXES_COUNTED = 64
+"""Beyond, the older half counts half."""
+
+
+@dataclass
+class D2lpmQueue:
+    """`worker_quantum` is Q^w in units of service; the two weights are the prices of a prompt token and of an output
+    token. `delayed` is how many requests a token delays that is computed once more, for each one in flight there.
+    `client_weights` are 1 unless given. The accounts of `max_clients` clients are kept."""
+
+    uses_caches: ClassVar[bool] = True
+    uses_progress: ClassVar[bool] = False
+
+    worker_quantum: float = 20_000.0
+    extend_weight: float = 1.0
+    output_weight: float = 2.0
+    delayed: float = 0.5
+    client_weights: Mapping[str, float] = field(default_factory=dict)
+    max_clients: int = 50_000
+
+    _queues: Queues = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_prices(self.extend_weight, self.output_weight)
+        if not self.worker_quantum > 0:
+            raise ValueError(f"worker_quantum is {self.worker_quantum}: it must be positive, and may be inf")
+        if not 0 <= self.delayed < np.inf:
+            raise ValueError(f"delayed is {self.delayed}: it is finite and not negative")
+        if not isinstance(self.client_weights, Mapping):
+            raise ValueError(f"client_weights is {self.client_weights!r}: it maps clients to weights")
+        self._queues = Queues(Weights(self.client_weights), self.max_clients)
+
+    def place(self, request: Request, match: Match, workers: Sequence[WorkerView], now_s: float) -> str:
+        """Of the workers that rules 1 and 2 allow, the one of least cost. Ties as in `least`."""
+        queues, account = self._queues, self._queues.of(request.client)
+        columns, price = queues.columns, self.extend_weight
+        held = np.zeros(len(columns))
+        for name, tokens in match.lengths.items():
+            held[columns[name]] = tokens
+        at = None if len(workers) == len(columns) else [columns[worker.name] for worker in workers]
+
+        added = (price * (request.input_tokens - held) + self._output_price(request)) * queues.paces
+        costs = queues.delays(account, queues.queue(account) + added)
+        costs += added
+        if match.tokens:
+            longest = match.tokens if at is None else held[at].max()
+            costs += (1.0 + self.delayed * queues.in_flight) * (price * (longest - held))
+
+        reach = self.worker_quantum * account.weight
+        if at is None:
+            chosen = least(workers, costs.tolist()).name
+            if queues.may_have(account, columns[chosen], reach):
+                return chosen
+            at = list(range(len(columns)))
+        else:
+            queues.leave_out(account, at)
+        costs = np.where(queues.allowed(account, at, reach), costs[at], np.inf)
+        return least(workers, costs.tolist()).name
+
+    def placed(self, request: Request, worker: str, match: Match, now_s: float) -> None:
+        """It is in the client's queue at `worker` from now on."""
+        queues, account = self._queues, self._queues.of(request.client)
+        held, column = match.of(worker), queues.columns[worker]
+        pace, price = float(queues.paces[column]), self._price(request, held)
+        outstanding, _, queue = queues.at(account, column)
+        brings = self._brings(account, price, self._begins(request, held, match))
+        queues.begin(account, column, price * pace, max(0.0, queue - outstanding + brings * pace))
+
+    def done(self, ended: Ended, now_s: float) -> None:
+        """It leaves the queue. Sent was what it took: its output as it was, nothing of its prompt if it failed."""
+        request, column = ended.request, self._queues.columns[ended.worker]
+        more = self.output_weight * ended.output_tokens - self._output_price(request)
+        if ended.outcome == "failed":
+            more -= self.extend_weight * (request.input_tokens - ended.matched_tokens)
+        pace, expected = float(self._queues.paces[column]), self._price(request, ended.matched_tokens)
+        self._queues.end(request.client, column, expected * pace, more * pace)
+
+    def worker_up(self, worker: str, capacity: float = 1.0) -> None:
+        """Every client may use it at once, and has nothing to make up for there."""
+        self._queues.worker_up(worker, capacity)
+
+    def worker_changed(self, worker: str, capacity: float) -> None:
+        """What is queued there takes another time from now on."""
+        self._queues.worker_changed(worker, capacity)
+
+    def worker_down(self, worker: str) -> None:
+        """Forgets what was sent there."""
+        self._queues.worker_down(worker)
+
+    def credits(self, limit: int) -> dict[str, dict[str, float]]:
+        """How many units each of the latest clients may be sent at each worker before rule 2 keeps it away."""
+        queues, found = self._queues, dict[str, dict[str, float]]()
+        for account in queues.latest(limit):
+            sent = queues.sent(account)
+            left = (self.worker_quantum * account.weight + sent.min(initial=np.inf) - sent) / queues.paces
+            found[account.client] = dict(zip(queues.columns, left.tolist(), strict=True))
+        return found
+
+    def _brings(self, account: Account, units: float, begins: bool) -> float:
+        """How many more units are expected to follow once a request of `units` has begun a prefix, or follows one."""
+        account.units += units
+        if not begins:
+            return -units
+        account.prefixes += 1
+        if account.prefixes > _PREFIXES_COUNTED:
+            account.prefixes //= 2
+            account.units /= 2
+        known = account.prefixes >= _PREFIXES_KNOWN
+        return max(0.0, account.units / account.prefixes - units) if known else 0.0
+
+    def _begins(self, request: Request, held: int, match: Match) -> bool:
+        """Whether less than half of the prompt is cached, apart from what every worker has."""
+        everywhere = min(match.lengths.values()) if len(match.lengths) == len(self._queues.columns) else 0
+        return held - everywhere < (request.input_tokens - everywhere) / 2
+
+    def _price(self, request: Request, held: int) -> float:
+        """Units at a worker that holds so many tokens of the prompt."""
+        return self.extend_weight * (request.input_tokens - held) + self._output_price(request)
+
+    def _output_price(self, request: Request) -> float:
+        return self.output_weight * request.expected_output_tokens
