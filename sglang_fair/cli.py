@@ -63,6 +63,10 @@ BENCHES = {
         "sglang_fair.bench.gateway",
         "Time the way through the gateway, beside sglang-router over the same engine that answers at once.",
     ),
+    "isolation": Program(
+        "workloads.isolation",
+        "Flood emulated A100 from one client, and see what the others get, beside stock SGLang behind sglang-router.",
+    ),
     "serve": Program(
         "workloads.serve",
         "Load any OpenAI-compatible endpoint from several clients, and report how fairly each was served.",

@@ -1,0 +1,214 @@
+"""`sglang-fair bench isolation`: what one client's load does to the others, beside stock SGLang in the same run.
+
+    sglang-fair bench isolation [--quick] [--json FILE] [--sglang-router PATH]
+
+On emulated A100, which SGLang's own scheduler believes to be real, a client floods the cluster in one way after the
+other. Beside it a light client holds short conversations, or a victim has requests running. The stacks are ours with
+each policy, and stock SGLang (`fcfs`) behind sglang-router (`cache_aware`; install it by `python -m venv V &&
+V/bin/pip install sglang-router==0.3.2` and name it by `--sglang-router V/bin/smg`). `attacks` says who sends what,
+`measures` what the numbers are.
+
+An emulated GPU keeps true time only as long as the machine's cores can run all schedulers. `--time-scale` makes every
+step so many times as long, and the result's `timing` says how much of their time the GPUs of each stack stood still
+although requests were there.
+"""
+
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+from router.placement import PLACEMENTS
+from sglang_fair.bench import Show, carry_out
+from sglang_fair.bench.gateway import DidNotStart
+from sglang_fair.common.provenance import machine, versions
+from sglang_fair.core import POLICIES
+from sglang_fair.settings.commands import Mistake, Option, choices, run
+from workloads.compare.cluster import ClusterError, SpawnCluster
+from workloads.compare.comparison import order
+from workloads.isolation.attacks import ATTACKS, LIGHT_PERIOD_S, Scene, scenes
+from workloads.isolation.live import STREAM_INTERVAL_TOKENS, Lab
+from workloads.isolation.measures import OURS, STOCK, IsolationRow, Observed, Stack, observe, rows
+from workloads.report import number
+from workloads.terminal import sigterm_as_ctrl_c
+
+NAME = "isolation"
+STOCK_POLICY, STOCK_PLACEMENT = "sglang:fcfs", "cache_aware"
+
+
+def measure(
+    show: Show, lab: Lab, stacks: Sequence[Stack], attacks: Sequence[str], *,
+    light: int, repeats: int, seed: int, records: Path | None,
+) -> dict[str, Any]:  # fmt: skip
+    """The result. Raises ClusterError and DidNotStart for a stack that does not start or breaks down."""
+    runs: dict[tuple[Stack, Scene], list[Observed]] = {}
+    timing: dict[Stack, list[dict[str, float]]] = {stack: [] for stack in stacks}
+    reports: dict[str, Any] = {}
+    named = {stack.title: stack for stack in stacks}
+    wanted = scenes(attacks, light)
+    for repeat, title in order(list(named), repeats):
+        stack = named[title]
+        show(f"repeat {repeat + 1}, starting {title}")
+        with lab.start(stack) as (cluster, reported):
+            reports[title] = reported
+            for scene in wanted:
+                name = f"{stack.name}-{stack.policy}.{scene.name}.{repeat}.jsonl".replace(":", "-")
+                made, passed = lab.run(
+                    cluster, stack, scene,
+                    seed=f"{seed}.{repeat}", repeat=repeat, reported=reported,
+                    path=None if records is None else records / name,
+                )  # fmt: skip
+                found = observe(made, lab.warm_up_s * lab.spawn.time_scale, lab.spawn.time_scale)
+                runs.setdefault((stack, scene), []).append(found)
+                timing[stack] += passed
+                show(f"  {scene.name}: {in_words(found)}; GPUs stalled {stalled(passed):.1%}")
+    table = rows(runs)
+    show(render(table))
+    return {
+        "bench": NAME,
+        "seed": seed,
+        "repeats": repeats,
+        "versions": versions(),
+        "machine": machine(),
+        "case": {
+            "attacks": {name: asdict(ATTACKS[name]) for name in attacks},
+            "light": light,
+            "lab": {**asdict(lab), "spawn": {**asdict(lab.spawn), "log_folder": None, "command": None}},
+        },
+        "stacks": reports,
+        "timing": {stack.title: {"stalled": round(stalled(passed), 4)} for stack, passed in timing.items()},
+        "rows": [asdict(row) for row in table],
+    }
+
+
+def stalled(totals: Sequence[Mapping[str, float]]) -> float:
+    """The part of their busy time that emulated GPUs stood still although requests were there."""
+    busy_s = sum(one["busy_s"] for one in totals)
+    return sum(one["stalled_s"] for one in totals) / busy_s if busy_s else 0.0
+
+
+def in_words(found: Observed) -> str:
+    """One run in a line."""
+    parts = [f"{found.tokens_per_s:,.0f} tokens/s"]
+    parts += [f"{name} {rate:,.0f} tokens/s" for name, rate in found.victim_tokens_per_s.items()]
+    parts += [f"{name} {time_s:.3g} s a program" for name, time_s in found.program_s.items()]
+    if found.ttft_p99_s is not None:
+        parts.append(f"TTFT P99 {found.ttft_p99_s:.3g} s, {found.programs} programs")
+    for count, what in ((found.cut_off, "programs cut off"), (found.failed, "requests failed")):
+        parts += [f"{count} {what}"] if count else []
+    return ", ".join(parts)
+
+
+COLUMNS = {
+    "victim share of GPS": "victim_share_of_gps",
+    "slowdown/n": "slowdown_over_n",
+    "TTFT P99/solo": "ttft_p99_over_solo",
+    "tokens/stock": "throughput_over_stock",
+}
+
+
+def render(table: Sequence[IsolationRow]) -> str:
+    """The rows for people."""
+    lines = [
+        f"{'stack':24}{'attack':18}{'n':>3}" + "".join(f"{title:>{len(title) + 3}}" for title in COLUMNS)
+    ]
+    for row in table:
+        values = (f"{number(getattr(row, field)):>{len(title) + 3}}" for title, field in COLUMNS.items())
+        lines.append(f"{row.stack + ', ' + row.policy:24}{row.attack:18}{row.clients:>3}" + "".join(values))
+    return "\n".join(lines)
+
+
+def isolation(
+    quick: Annotated[
+        bool, Option("--quick", help="One short run of each scene: under ten minutes on two cores.")
+    ] = False,
+    attacks: Annotated[
+        str, Option(metavar="ATTACK,...", help=f"Comma separated, of {', '.join(ATTACKS)}.")
+    ] = ",".join(ATTACKS),
+    policies: Annotated[
+        str, Option(metavar="POLICY,...", help="Ours, comma separated; stock SGLang is always there.")
+    ] = "dlpm,vtc",
+    placement: Annotated[str, choices(list(PLACEMENTS), "Before our policies.")] = "d2lpm",
+    light: Annotated[int, Option(metavar="N", help="Light clients beside the one that floods.")] = 1,
+    replicas: Annotated[int, Option(metavar="N", help="In each cluster.")] = 4,
+    gpu: Annotated[str, Option(help="The emulated GPU.")] = "a100-80g",
+    model: Annotated[str, Option(help="The emulated model.")] = "llama-3.1-8b",
+    time_scale: Annotated[
+        float, Option(metavar="FACTOR", help="An emulated step takes so many times as long.")
+    ] = 2.0,
+    seconds: Annotated[
+        float | None,
+        Option(metavar="S", help="Measured in each run, of the engine's time (20; with --quick 4)."),
+    ] = None,
+    repeats: Annotated[
+        int | None, Option(metavar="N", help="Runs of each scene; medians are shown (3; with --quick 1).")
+    ] = None,
+    seed: Annotated[int, Option(help="Of prompts, lengths and pauses.")] = 0,
+    sglang_router: Annotated[
+        str, Option(metavar="PATH", help="The program in front of stock SGLang: smg or sglang-router.")
+    ] = "smg",
+    options: Annotated[
+        str,
+        Option("--cluster-options", metavar="WORDS", help="Further options of our clusters, as one word."),
+    ] = "",
+    records: Annotated[Path | None, Option(metavar="DIR", help="Keep each run's records there.")] = None,
+    file: Annotated[
+        Path | None, Option("--json", metavar="FILE", help="Write the last line to FILE, too.")
+    ] = None,
+) -> int:
+    """Measure what one client's load does to the others, beside stock SGLang behind sglang-router.
+
+    Progress and a table go to stderr; the result is the last line of stdout. Exit code 0, 2 for bad input or a cluster
+    that does not start or breaks down.
+    """
+    asked, ours = names(attacks, ATTACKS, "attack"), names(policies, POLICIES, "policy")
+    if min(light, replicas) < 1 or (repeats is not None and repeats < 1):
+        raise Mistake("--light, --replicas and --repeats must be at least 1")
+    if time_scale <= 0 or (seconds is not None and not 0 < seconds < float("inf")):
+        raise Mistake("--seconds and --time-scale must be positive")
+    program, logs = shutil.which(sglang_router), Path(tempfile.mkdtemp(prefix="isolation-"))
+    lab = Lab(
+        SpawnCluster(
+            replicas, model, logs, engine="emulated", gpu=gpu, time_scale=time_scale,
+            replica_arguments=("--stream-interval", str(STREAM_INTERVAL_TOKENS)),
+        ),
+        our_options=tuple(options.split()),
+        sglang_router=program,
+        warm_up_s=1.0 if quick else 5.0,
+        seconds=seconds or (4.0 if quick else 20.0),
+        drain_s=2.0 if quick else 10.0,
+        period_s=1.5 if quick else LIGHT_PERIOD_S,
+    )  # fmt: skip
+    stacks = [
+        Stack(STOCK, STOCK_PLACEMENT, STOCK_POLICY),
+        *(Stack(OURS, placement, policy) for policy in ours),
+    ]
+
+    def measuring(show: Show) -> dict[str, Any]:
+        show(f"logs of the clusters: {logs}")
+        if program is None:
+            show(f"there is no program {sglang_router}: our own gateway with cache_aware stands in for it")
+        return measure(
+            show, lab, stacks, asked,
+            light=light, repeats=repeats or (1 if quick else 3), seed=seed, records=records,
+        )  # fmt: skip
+
+    with sigterm_as_ctrl_c():
+        result = carry_out(NAME, measuring, file, (ClusterError, DidNotStart, OSError))
+    return 2 if result is None else 0
+
+
+def names(text: str, known: Iterable[str], what: str) -> tuple[str, ...]:
+    """Comma separated names, each of which is known. Raises Mistake."""
+    found = tuple(dict.fromkeys(text.split(",")))
+    for name in found:
+        if name not in known:
+            raise Mistake(f"no {what} {name!r}; there are {', '.join(known)}")
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """`sglang-fair bench isolation`."""
+    return run(isolation, f"sglang-fair bench {NAME}", arguments)

@@ -1,0 +1,230 @@
+"""From the records of runs to the numbers of a row. Everything is a ratio of two runs of the same load.
+
+n is the number of clients that are active in a run. Only what happens in the *span* counts: from the end of the warm-up
+to the end of arrivals.
+
+    victim_share_of_gps    n times the victim's output tokens a second, over what it has when it is alone. Under
+                           generalized processor sharing (GPS) a client has the engine for at least 1/n of the time, so
+                           this is at least 1; it is more where clients share steps, up to n. The least of all victims
+    slowdown_over_n        mean time of a light client's programs, over n times their mean time when there are only
+                           light clients. At most 1 under GPS. The largest of all light clients. Programs that began in
+                           the span; one that the run's end cut off counts with the time it had taken
+    ttft_p99_over_solo     P99 (nearest rank) of the time to first token of the light clients' requests, over the same
+                           when there are only light clients. Time counts from when a request was due
+    throughput_over_stock  tokens a second of all clients, prompts and answers, over stock's in the same scene. A prompt
+                           counts when its first token comes, cached or not
+
+With repeats each ratio is taken within a repeat, whose runs have the same seed, and the row has their median. None:
+this row has no such clients, or nothing of theirs was answered.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import nextafter
+from statistics import mean, median
+from typing import TypeAlias
+
+from workloads.isolation.attacks import LIGHT, VICTIM, Scene
+from workloads.measures import Meters, Percentile, program_latencies, times_to_first_token
+from workloads.programs import Outcome
+from workloads.records import Run
+
+OURS, STOCK = "ours", "stock"
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """A scheduler and what stands before it."""
+
+    name: str
+    """`OURS` or `STOCK`."""
+    placement: str
+    policy: str
+
+    @property
+    def title(self) -> str:
+        return f"{self.name}: {self.placement}+{self.policy}"
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What counts of one run, in seconds of the engine."""
+
+    tokens_per_s: float
+    victim_tokens_per_s: Mapping[str, float] = field(default_factory=dict)
+    """Output tokens a second, by victim."""
+    program_s: Mapping[str, float] = field(default_factory=dict)
+    """Mean time of a program, by light client."""
+    ttft_p99_s: float | None = None
+    programs: int = 0
+    """Of light clients, begun in the span."""
+    cut_off: int = 0
+    """Of those: not ended when the run ended."""
+    failed: int = 0
+    """Requests, of anybody."""
+
+
+@dataclass(frozen=True, slots=True)
+class IsolationRow:
+    """One stack under one attack, with n clients. The first eight fields are those that the module defines."""
+
+    stack: str
+    policy: str
+    attack: str
+    clients: int
+    victim_share_of_gps: float | None
+    slowdown_over_n: float | None
+    ttft_p99_over_solo: float | None
+    throughput_over_stock: float | None
+    placement: str
+    tokens_per_s: float | None
+    program_s: float | None
+    """Of the light client that fares worst."""
+    ttft_p99_s: float | None
+    programs: int
+    cut_off: int
+    failed: int
+
+
+def observe(run: Run, warm_up_s: float, pace: float = 1.0) -> Observed:
+    """The measures of one run, in seconds of the engine, of which each took `pace` seconds in the run and its warm-up.
+
+    Raises ValueError if the run was cut off, or ended within its warm-up.
+    """
+    if run.end is None:
+        raise ValueError("the run was cut off: it has no end")
+    end_s = min(run.manifest.duration_s, run.end.t_s)
+    if end_s <= warm_up_s:
+        raise ValueError(f"the run ended within its warm-up of {warm_up_s:g} s")
+    names = sorted(run.manifest.clients)
+    curves = Meters.of(run, names).tokens
+    if curves is None:
+        raise ValueError("a request has no count of its prompt's tokens")
+    since_s, span_s = nextafter(warm_up_s, 0.0), (end_s - warm_up_s) / pace
+    programs = {
+        name: [p for p in run.programs if p.client == name and warm_up_s <= p.t_intended_s < end_s]
+        for name in names
+        if name.startswith(LIGHT)
+    }
+    latencies = {name: program_latencies(found, run.end.t_s) for name, found in programs.items()}
+    firsts = times_to_first_token(
+        r for r in run.requests if r.client in programs and warm_up_s <= r.t_intended_s < end_s
+    )
+    p99 = Percentile.of(firsts, 99)
+    return Observed(
+        tokens_per_s=sum(curve.between(since_s, end_s) for curve in curves.values()) / span_s,
+        victim_tokens_per_s={
+            name: _output_tokens(run, name, warm_up_s, end_s) / span_s
+            for name in names
+            if name.startswith(VICTIM)
+        },
+        program_s={
+            name: mean(time_s for time_s, _ in found) / pace for name, found in latencies.items() if found
+        },
+        ttft_p99_s=None if p99 is None else p99.value_s / pace,
+        programs=sum(map(len, latencies.values())),
+        cut_off=sum(cut for found in latencies.values() for _, cut in found),
+        failed=sum(r.outcome == Outcome.FAILED for r in run.requests),
+    )
+
+
+def _output_tokens(run: Run, client: str, since_s: float, until_s: float) -> int:
+    """Output tokens of `client` that came in the span."""
+    total = 0
+    for record in run.requests:
+        if record.client == client:
+            before = 0
+            for time_s, count in record.token_times:
+                total += (count - before) * (since_s <= time_s < until_s)
+                before = count
+    return total
+
+
+Runs: TypeAlias = Mapping[tuple[Stack, Scene], Sequence[Observed]]
+"""Every run, by stack and scene: one for each repeat."""
+
+
+def rows(runs: Runs) -> list[IsolationRow]:
+    """For each stack and attack a row with the attacker alone, and one for each number of clients beside it."""
+    groups: dict[tuple[Stack, str, int], list[Scene]] = {}
+    for stack, scene in runs:
+        if scene.attack is not None:
+            groups.setdefault((stack, scene.attack, scene.clients), []).append(scene)
+    return [_row(runs, *group, scenes) for group, scenes in groups.items()]
+
+
+def _row(runs: Runs, stack: Stack, attack: str, clients: int, scenes: Sequence[Scene]) -> IsolationRow:
+    victims = [scene for scene in scenes if scene.victim]
+    others = [scene for scene in scenes if not scene.victim]
+    share = None
+    if victims:
+        beside, alone = runs[stack, victims[0]], runs[stack, Scene(victim=True)]
+        share = _median(
+            [_share(one, by_itself, clients) for one, by_itself in zip(beside, alone, strict=True)]
+        )
+    throughput, slowdown, ttft, seen = None, None, None, list[Observed]()
+    if others:
+        scene, seen = others[0], list(runs[stack, others[0]])
+        stock = next(
+            (found for (other, one), found in runs.items() if (other.name, one) == (STOCK, scene)), ()
+        )
+        throughput = _median(
+            [
+                one.tokens_per_s / its.tokens_per_s
+                for one, its in zip(seen, stock, strict=False)
+                if its.tokens_per_s
+            ]
+        )
+        if scene.light:
+            solo = runs[stack, Scene(light=scene.light)]
+            pairs = list(zip(seen, solo, strict=True))
+            slowdown = _median([_slowdown(one, by_itself, clients) for one, by_itself in pairs])
+            ttft = _median([_over(one.ttft_p99_s, by_itself.ttft_p99_s) for one, by_itself in pairs])
+    return IsolationRow(
+        stack=stack.name,
+        policy=stack.policy,
+        attack=attack,
+        clients=clients,
+        victim_share_of_gps=_rounded(share),
+        slowdown_over_n=_rounded(slowdown),
+        ttft_p99_over_solo=_rounded(ttft),
+        throughput_over_stock=_rounded(throughput),
+        placement=stack.placement,
+        tokens_per_s=_rounded(_median([one.tokens_per_s for one in seen])),
+        program_s=_rounded(_median([max(one.program_s.values(), default=None) for one in seen])),
+        ttft_p99_s=_rounded(_median([one.ttft_p99_s for one in seen])),
+        programs=sum(one.programs for one in seen),
+        cut_off=sum(one.cut_off for one in seen),
+        failed=sum(one.failed for scene in scenes for one in runs[stack, scene]),
+    )
+
+
+def _share(beside: Observed, alone: Observed, clients: int) -> float | None:
+    shares = [
+        clients * rate / alone.victim_tokens_per_s[name]
+        for name, rate in beside.victim_tokens_per_s.items()
+        if alone.victim_tokens_per_s.get(name)
+    ]
+    return min(shares, default=None)
+
+
+def _slowdown(beside: Observed, solo: Observed, clients: int) -> float | None:
+    found = [
+        time_s / (clients * solo.program_s[name])
+        for name, time_s in beside.program_s.items()
+        if name in solo.program_s
+    ]
+    return max(found, default=None)
+
+
+def _over(value: float | None, by: float | None) -> float | None:
+    return None if value is None or not by else value / by
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.4g}")
