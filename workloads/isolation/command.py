@@ -25,7 +25,10 @@ from sglang_fair.bench import Show, carry_out
 from sglang_fair.bench.gateway import DidNotStart
 from sglang_fair.common.provenance import machine, versions
 from sglang_fair.core import POLICIES
-from sglang_fair.settings.commands import Mistake, Option, choices, run
+from sglang_fair.settings.commands import Mistake, Option, PassedOn, choices, run
+from sglang_fair.settings.program import parse
+from sglang_fair.settings.setting import changed, command_line
+from sglang_fair.settings.table import STOCK_PREFIX, Cluster
 from workloads.compare.cluster import ClusterError, SpawnCluster
 from workloads.compare.comparison import order
 from workloads.isolation.attacks import ATTACKS, LIGHT_PERIOD_S, Scene, scenes
@@ -35,7 +38,9 @@ from workloads.report import number
 from workloads.terminal import sigterm_as_ctrl_c
 
 NAME = "isolation"
-STOCK_POLICY, STOCK_PLACEMENT = "sglang:fcfs", "cache_aware"
+STOCK_POLICY, STOCK_PLACEMENT = f"{STOCK_PREFIX}fcfs", "cache_aware"
+
+EPILOG = "Arguments behind -- are further options of `sglang-fair cluster`, for our clusters."
 
 
 def measure(
@@ -60,7 +65,7 @@ def measure(
                     seed=f"{seed}.{repeat}", repeat=repeat, reported=reported,
                     path=None if records is None else records / name,
                 )  # fmt: skip
-                found = observe(made, lab.warm_up_s * lab.spawn.time_scale, lab.spawn.time_scale)
+                found = observe(made, lab.warm_up_s * lab.pace, lab.pace)
                 runs.setdefault((stack, scene), []).append(found)
                 timing[stack] += passed
                 show(f"  {scene.name}: {in_words(found)}; GPUs stalled {stalled(passed):.1%}")
@@ -75,7 +80,11 @@ def measure(
         "case": {
             "attacks": {name: asdict(ATTACKS[name]) for name in attacks},
             "light": light,
-            "lab": {**asdict(lab), "spawn": {**asdict(lab.spawn), "log_folder": None, "command": None}},
+            "ours": changed(lab.ours.settings),
+            "stock": changed(lab.stock.settings),
+            "warm_up_s": lab.warm_up_s,
+            "seconds": lab.seconds,
+            "period_s": lab.period_s,
         },
         "stacks": reports,
         "timing": {stack.title: {"stalled": round(stalled(passed), 4)} for stack, passed in timing.items()},
@@ -149,14 +158,11 @@ def isolation(
     sglang_router: Annotated[
         str, Option(metavar="PATH", help="The program in front of stock SGLang: smg or sglang-router.")
     ] = "smg",
-    options: Annotated[
-        str,
-        Option("--cluster-options", metavar="WORDS", help="Further options of our clusters, as one word."),
-    ] = "",
     records: Annotated[Path | None, Option(metavar="DIR", help="Keep each run's records there.")] = None,
     file: Annotated[
         Path | None, Option("--json", metavar="FILE", help="Write the last line to FILE, too.")
     ] = None,
+    rest: PassedOn = None,
 ) -> int:
     """Measure what one client's load does to the others, beside stock SGLang behind sglang-router.
 
@@ -169,18 +175,19 @@ def isolation(
     if time_scale <= 0 or (seconds is not None and not 0 < seconds < float("inf")):
         raise Mistake("--seconds and --time-scale must be positive")
     program, logs = shutil.which(sglang_router), Path(tempfile.mkdtemp(prefix="isolation-"))
+    stock = Cluster(
+        replicas=replicas, engine="emulated", gpu=gpu, model=model, time_scale=time_scale,
+        extra=("--stream-interval", str(STREAM_INTERVAL_TOKENS)),
+    )  # fmt: skip
     lab = Lab(
-        SpawnCluster(
-            replicas, model, logs, engine="emulated", gpu=gpu, time_scale=time_scale,
-            replica_arguments=("--stream-interval", str(STREAM_INTERVAL_TOKENS)),
-        ),
-        our_options=tuple(options.split()),
+        ours=SpawnCluster(our_settings(stock, rest or ()), logs),
+        stock=SpawnCluster(stock, logs),
         sglang_router=program,
         warm_up_s=1.0 if quick else 5.0,
         seconds=seconds or (4.0 if quick else 20.0),
         drain_s=2.0 if quick else 10.0,
         period_s=1.5 if quick else LIGHT_PERIOD_S,
-    )  # fmt: skip
+    )
     stacks = [
         Stack(STOCK, STOCK_PLACEMENT, STOCK_POLICY),
         *(Stack(OURS, placement, policy) for policy in ours),
@@ -196,8 +203,14 @@ def isolation(
         )  # fmt: skip
 
     with sigterm_as_ctrl_c():
-        result = carry_out(NAME, measuring, file, (ClusterError, DidNotStart, OSError))
-    return 2 if result is None else 0
+        carry_out(measuring, file, (ClusterError, DidNotStart, OSError))
+    return 0
+
+
+def our_settings(base: Cluster, words: Sequence[str]) -> Cluster:
+    """`base` with what the words say as on the command line of `sglang-fair cluster`. SystemExit for bad ones."""
+    given: Cluster = parse("cluster", (*words, *command_line(Cluster, changed(base))))
+    return given
 
 
 def names(text: str, known: Iterable[str], what: str) -> tuple[str, ...]:
@@ -211,4 +224,4 @@ def names(text: str, known: Iterable[str], what: str) -> tuple[str, ...]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """`sglang-fair bench isolation`."""
-    return run(isolation, f"sglang-fair bench {NAME}", arguments)
+    return run(isolation, f"sglang-fair bench {NAME}", arguments, epilog=EPILOG)

@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,10 @@ _FIRST_REQUEST = (
 @dataclass(frozen=True, slots=True)
 class Lab:
     """What all runs of a measurement have in common. Times are seconds of the engine; on this machine they take
-    `time_scale` times as long."""
+    `pace` times as long."""
 
-    spawn: SpawnCluster
-    our_options: tuple[str, ...]
-    """Further options of the clusters that are not stock."""
+    ours: SpawnCluster
+    stock: SpawnCluster
     sglang_router: str | None
     """The program, None if there is none."""
     warm_up_s: float
@@ -48,9 +47,14 @@ class Lab:
     drain_s: float
     period_s: float
 
+    @property
+    def pace(self) -> float:
+        """The clusters' time scale."""
+        return self.stock.settings.time_scale
+
     def plan(self, at_once: Mapping[str, int]) -> Plan:
         """Load for warm-up and measurement; then light clients' programs are waited for."""
-        pace = self.spawn.time_scale
+        pace = self.pace
         return Plan(
             (self.warm_up_s + self.seconds) * pace,
             at_once=at_once,
@@ -65,7 +69,7 @@ class Lab:
 
         Raises ClusterError and DidNotStart.
         """
-        spawn = self.spawn if stack.name == STOCK else replace(self.spawn, options=self.our_options)
+        spawn = self.stock if stack.name == STOCK else self.ours
         with spawn(stack.placement, stack.policy) as cluster:
             reported = verify(cluster, stack.placement, stack.policy)
             if stack.name != STOCK or self.sglang_router is None:
@@ -101,7 +105,7 @@ class Lab:
             seed,
             replicas=len(cluster.replicas),
             period_s=self.period_s,
-            pace=self.spawn.time_scale,
+            pace=self.pace,
         )
         plan = self.plan(at_once)
         manifest = Manifest(
@@ -113,7 +117,7 @@ class Lab:
             seed=seed,
             repeat=repeat,
             reported=reported,
-            case={"scene": asdict(scene), "plan": asdict(plan), "time_scale": self.spawn.time_scale},
+            case={"scene": asdict(scene), "plan": asdict(plan), "time_scale": self.pace},
             versions=versions(),
             machine=machine(),
             started_unix_s=time.time(),

@@ -24,6 +24,7 @@ from math import nextafter
 from statistics import mean, median
 from typing import TypeAlias
 
+from sglang_fair.settings.table import STOCK_PREFIX
 from workloads.isolation.attacks import LIGHT, VICTIM, Scene
 from workloads.measures import Meters, Percentile, program_latencies, times_to_first_token
 from workloads.programs import Outcome
@@ -182,7 +183,7 @@ def _row(runs: Runs, stack: Stack, attack: str, clients: int, scenes: Sequence[S
             ttft = _median([_over(one.ttft_p99_s, by_itself.ttft_p99_s) for one, by_itself in pairs])
     return IsolationRow(
         stack=stack.name,
-        policy=stack.policy,
+        policy=stack.policy.removeprefix(STOCK_PREFIX),
         attack=attack,
         clients=clients,
         victim_share_of_gps=_rounded(share),
