@@ -38,6 +38,8 @@ BENCHES = {
     "serve": "url api model api-key identity keys workload clients rate concurrency cv input output prefix "
     "paper-scale questions articles trace tokenizer duration warm-up drain timeout connections cost stop-at-eos "
     "temperature seed records json",
+    "isolation": "quick attacks policies placement light replicas gpu model time-scale seconds repeats seed "
+    "sglang-router records json",
     "soak": "minutes rate every replicas seed logs json",
 }
 """The options of each command, without their dashes."""
