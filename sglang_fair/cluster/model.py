@@ -9,19 +9,18 @@ supervisor holds none of the memory that a conversion takes.
 import json
 import signal
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from sglang_fair.cluster.plan import Model
+from sglang_fair.cluster.weights import INDICES, estimated_bytes, stored_bytes
 from sglang_fair.common.processes import die_with_parent
 from sglang_fair.models.catalog import find
 from sglang_fair.models.folder import Progress as Say
 
-GATEWAY_FILES = ("config.json", "tokenizer*", "*.jinja", "special_tokens_map.json", "generation_config.json")
-"""What a gateway needs of a model that is not on this disk; SGLang fetches the rest."""
-
-BYTES_PER_PARAMETER = 2
+GATEWAY_FILES = (
+    "config.json", "tokenizer*", "*.jinja", "special_tokens_map.json", "generation_config.json", *INDICES
+)  # fmt: skip
+"""What a gateway needs of a model that is not on this disk, and what says how heavy it is; SGLang fetches the rest."""
 
 
 class NoModel(RuntimeError):
@@ -35,26 +34,14 @@ def describe(name: str, progress: Say | None = None) -> Model:
         folder = Path(served_model.path)
         if not folder.is_dir():
             folder = _fetch(served_model.path, progress)
-        weights_bytes = served_model.weight_bytes or estimate_bytes(
-            json.loads((folder / "config.json").read_text())
+        weights_bytes = (
+            served_model.weight_bytes
+            or stored_bytes(folder)
+            or estimated_bytes(json.loads((folder / "config.json").read_text()))
         )
     except (ValueError, OSError, RuntimeError) as error:
         raise NoModel(" ".join(str(error).split())) from error
     return Model(folder=folder, served_name=served_model.served_name, weights_bytes=weights_bytes)
-
-
-def estimate_bytes(config: Mapping[str, Any]) -> int:
-    """Bytes of a dense transformer's weights in 16 bits by its config.json; 0 when that does not tell."""
-    try:
-        layers, hidden = int(config["num_hidden_layers"]), int(config["hidden_size"])
-        vocabulary, heads = int(config["vocab_size"]), int(config["num_attention_heads"])
-        intermediate = int(config["intermediate_size"])
-    except (KeyError, TypeError, ValueError):
-        return 0
-    head = int(config.get("head_dim") or hidden // heads)
-    attention = hidden * head * (2 * heads + 2 * int(config.get("num_key_value_heads") or heads))
-    embeddings = vocabulary * hidden * (1 if config.get("tie_word_embeddings") else 2)
-    return BYTES_PER_PARAMETER * (layers * (attention + 3 * hidden * intermediate) + embeddings)
 
 
 def _fetch(model_id: str, progress: Say | None) -> Path:

@@ -39,6 +39,15 @@ FORK_SERVER_BYTES = 1_000_000_000
 FRONT_BYTES = 600_000_000
 """Router, gateway and supervisor together."""
 
+LOAD_BYTES_PER_S = 50e6
+"""Of a slow network disk, or a download."""
+
+KERNELS_S = 1200.0
+"""SGLang 0.5.23 gives the compilation of DeepGEMM's kernels "typically 10-20 mins" (compile_utils.py, at its start)."""
+
+UNKNOWN_BYTES = 400_000_000_000
+"""Weights of a model that does not say how heavy it is: as of 200 billion parameters in 16 bits."""
+
 FORK_SERVER_READY = "ready to fork replicas"
 """A line of the fork server's output that contains this says that it listens."""
 
@@ -208,12 +217,14 @@ def with_workers(router: Process, workers: Sequence[Worker]) -> Process:
 
 
 def ready_timeout_s(options: Options, device: Device, machine: Machine, model: Model) -> float:
-    """Longest wait for a replica: for its imports on shared cores, and for weights at 50 MB/s from a cold disk."""
+    """Longest wait for a replica that neither answers nor ends: for its imports on shared cores, for weights from a
+    cold disk, and on GPUs for kernels and graphs that are made at the first start."""
     if options.start_timeout_s is not None:
         return options.start_timeout_s
     sharing = math.ceil(options.replicas / machine.cores)
-    imports_s = 300.0 + 120.0 * sharing if device == "cpu" else 600.0 + 60.0 * sharing
-    return imports_s + model.weights_bytes / 50e6
+    if device == "cpu":
+        return 300.0 + 120.0 * sharing + model.weights_bytes / LOAD_BYTES_PER_S
+    return 600.0 + 60.0 * sharing + KERNELS_S + (model.weights_bytes or UNKNOWN_BYTES) / LOAD_BYTES_PER_S
 
 
 def gateway_url(host: str, port: int) -> str:
