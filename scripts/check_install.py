@@ -1,6 +1,9 @@
 """Says in one line whether SGLang can be imported here, and what is wrong if it cannot.
 
-python scripts/check_install.py cpu|cuda
+python scripts/check_install.py cpu|cuda|image
+
+`image`: while a container image is built no GPU is there, and SGLang's kernels cannot be imported. Only the versions of
+the packages are compared.
 """
 
 import importlib
@@ -15,15 +18,19 @@ def find_fault(profile: str) -> str | None:
     """What keeps SGLang from being imported in this environment; None when nothing does."""
     try:
         from sglang_fair.engines import cpu
-        from sglang_fair.overlay import SGLANG_VERSION
+        from sglang_fair.overlay import SGLANG_VERSION, is_supported
     except ImportError as error:
         return f"the project itself is not installed: {error}"
     try:
         found = metadata.version("sglang")
     except metadata.PackageNotFoundError:
         return f"sglang {SGLANG_VERSION} is not installed"
-    if found != SGLANG_VERSION:
+    if not is_supported(found):
         return f"sglang {found} is installed, {SGLANG_VERSION} is needed"
+    if unmet := _unmet():
+        return f"not installed, or of another version: {', '.join(unmet)}"
+    if profile == "image":
+        return None
     try:
         torch = importlib.import_module("torch")
     except Exception as error:
@@ -40,6 +47,24 @@ def find_fault(profile: str) -> str | None:
         place = traceback.extract_tb(error.__traceback__)[-1]
         return f"sglang {found} cannot be imported: {_one_line(error)} ({place.filename}:{place.lineno})"
     return None
+
+
+def _unmet() -> list[str]:
+    """What the project asks for, extras left out, and does not find here."""
+    from packaging.requirements import Requirement
+
+    unmet = []
+    for requirement in map(Requirement, metadata.requires("sglang-fair") or ()):
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            found = metadata.version(requirement.name)
+        except metadata.PackageNotFoundError:
+            unmet.append(str(requirement))
+            continue
+        if found not in requirement.specifier:
+            unmet.append(f"{requirement} (found {found})")
+    return unmet
 
 
 def _one_line(error: BaseException) -> str:

@@ -13,12 +13,17 @@ SGLANG_VERSION = "0.5.23"
 """The release whose functions the hooks were read from and tested against."""
 
 
+def is_supported(found: str) -> bool:
+    """Whether SGLang's version `found` is the one; a mark that its builder put behind it, as +cu130, is not read."""
+    return found.partition("+")[0] == SGLANG_VERSION
+
+
 def install() -> None:
     """Register the hooks. SystemExit with one line when SGLang is not what they were written for."""
     if os.environ.get("SGLANG_FAIR_DISABLE") == "1":
         return
     found = version("sglang")
-    if found != SGLANG_VERSION and os.environ.get("SGLANG_FAIR_ANY_VERSION") != "1":
+    if not is_supported(found) and os.environ.get("SGLANG_FAIR_ANY_VERSION") != "1":
         raise SystemExit(
             f"sglang-fair: needs sglang {SGLANG_VERSION}, found {found} "
             "(SGLANG_FAIR_ANY_VERSION=1 tries anyway, SGLANG_FAIR_DISABLE=1 serves without it)"

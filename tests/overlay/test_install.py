@@ -60,6 +60,16 @@ print("served on")
     assert "needs sglang 9.9.9" in done.stderr
 
 
+def test_a_builders_mark_behind_the_version_is_no_other_version() -> None:
+    done = run("""
+import sglang_fair.overlay as overlay
+overlay.version = lambda name: overlay.SGLANG_VERSION + "+cu130.g1a2b3c4"
+overlay.install()
+print("served on")
+""")
+    assert done.stdout.strip().endswith("served on"), done.stderr[-2000:]
+
+
 def test_without_the_overlay_sglang_refuses_our_policies() -> None:
     done = run(PARSE.format(arguments='"--schedule-policy", "dlpm"'), SGLANG_FAIR_DISABLE="1")
     assert done.returncode == 2

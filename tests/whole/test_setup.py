@@ -6,9 +6,11 @@ import subprocess
 import sys
 import tomllib
 from fnmatch import fnmatch
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from setuptools import find_packages
 
 from sglang_fair.overlay import SGLANG_VERSION
@@ -138,6 +140,51 @@ def test_a_broken_installation_is_named_in_one_line(hidden: str, said: str) -> N
     (line,) = done.stderr.splitlines()
     assert line.startswith("setup: ")
     assert said in line
+
+
+class TestImage:
+    """The CUDA image cannot be built here: it takes what it has from SGLang's, whose packages' metadata is known."""
+
+    def test_pip_changes_nothing_that_sglang_pins(self) -> None:
+        pinned = {
+            canonical(one.name): str(one.specifier).removeprefix("==")
+            for one in map(Requirement, metadata.requires("sglang") or ())
+            if one.marker is None and str(one.specifier).startswith("==")
+        }
+        project = PROJECT["project"]
+        asked = project["dependencies"] + project["optional-dependencies"]["workloads"]
+        asked = [one for one in map(Requirement, asked) if canonical(one.name) in pinned]
+        assert len(asked) > 1
+        assert all(pinned[canonical(one.name)] in one.specifier for one in asked)
+
+    def test_what_is_missing_ends_the_build_in_one_line(self) -> None:
+        code = (
+            "import runpy, sys\n"
+            "from importlib import metadata\n"
+            "version = metadata.version\n"
+            "def hiding(name):\n"
+            "    if name == 'httptools': raise metadata.PackageNotFoundError(name)\n"
+            "    return '0.1' if name == 'rich' else version(name)\n"
+            "metadata.version = hiding\n"
+            "sys.argv[1:] = ['image']\n"
+            "runpy.run_path('scripts/check_install.py', run_name='__main__')"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 1
+        assert done.stderr == (
+            "setup: not installed, or of another version: httptools>=0.6, rich>=13 (found 0.1)\n"
+        )
+
+    def test_it_is_checked_where_it_is_built(self) -> None:
+        done = subprocess.run(
+            [sys.executable, "scripts/check_install.py", "image"], cwd=ROOT, capture_output=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        cuda = (ROOT / "Dockerfile").read_text().partition(" AS cuda")[2]
+        assert "check_install.py image\n" in cuda
+        assert re.search(r"pip install --no-cache-dir '\.\[workloads\]'", cuda), "with its dependencies"
 
 
 def make(*arguments: str) -> str:
