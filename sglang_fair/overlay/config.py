@@ -156,7 +156,7 @@ def adopt_arguments(arguments: argparse.Namespace, environ: MutableMapping[str, 
         arguments.schedule_policy = name
     chosen = getattr(arguments, "schedule_policy", None)
     if chosen in SERVER_POLICIES:
-        refuse_combinations(arguments)
+        refuse_combinations(arguments, environ)
     try:
         cost = check(read(environ), chosen).cost
     except ValueError as error:
@@ -174,13 +174,29 @@ def check(config: Config, chosen: str | None) -> Config:
     return config
 
 
-def refuse_combinations(arguments: argparse.Namespace) -> None:
-    """SystemExit for features that form batches, or reorder the queue, behind a fair policy's back."""
-    for attribute, harmless, flag in (
-        ("enable_priority_scheduling", False, "--enable-priority-scheduling"),
-        ("lora_drain_wait_threshold", 0.0, "--lora-drain-wait-threshold"),
-        ("disaggregation_mode", "null", "--disaggregation-mode"),
-        ("dllm_algorithm", None, "--dllm-algorithm"),
-    ):
-        if getattr(arguments, attribute, harmless) not in (harmless, None):
-            raise SystemExit(f"sglang-fair: {flag} cannot be combined with a fair policy")
+RUST_SERVER_VARIABLE = "SGLANG_RUST_SERVER"
+"""SGLang's own: its HTTP server is then one in Rust."""
+
+TRUE_WORDS = ("true", "1", "yes", "y")
+"""What SGLang takes for true in a variable."""
+
+
+def refuse_combinations(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
+    """SystemExit for what forms batches, or reorders the queue, behind a fair policy's back, and for front ends that
+    would let clients say themselves who they are."""
+    used = [
+        flag
+        for attribute, harmless, flag in (
+            ("enable_priority_scheduling", False, "--enable-priority-scheduling"),
+            ("lora_drain_wait_threshold", 0.0, "--lora-drain-wait-threshold"),
+            ("disaggregation_mode", "null", "--disaggregation-mode"),
+            ("dllm_algorithm", None, "--dllm-algorithm"),
+            ("grpc_mode", False, "--grpc-mode"),
+            ("smg_grpc_mode", False, "--smg-grpc-mode"),
+        )
+        if getattr(arguments, attribute, harmless) not in (harmless, None)
+    ]
+    if environ.get(RUST_SERVER_VARIABLE, "").lower() in TRUE_WORDS:
+        used.append(f"{RUST_SERVER_VARIABLE}={environ[RUST_SERVER_VARIABLE]}")
+    if used:
+        raise SystemExit(f"sglang-fair: {used[0]} cannot be combined with a fair policy")

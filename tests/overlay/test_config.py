@@ -36,6 +36,7 @@ def adopt(arguments: list[str], environ: dict[str, str]) -> argparse.Namespace:
     parser.add_argument("--schedule-policy", choices=["lpm", "fcfs"], default="fcfs")
     parser.add_argument("--enable-priority-scheduling", action="store_true")
     parser.add_argument("--dllm-algorithm")
+    parser.add_argument("--grpc-mode", action="store_true")
     parser.add_argument("--disaggregation-mode", default="null")
     config.add_arguments(parser)
     namespace = parser.parse_args(arguments)
@@ -63,6 +64,8 @@ def adopt(arguments: list[str], environ: dict[str, str]) -> argparse.Namespace:
         (["--fair-output-weight", "2"], {"SGLANG_FAIR_COST": "quadratic"}, "not to 'quadratic'"),
         (["--schedule-policy", "dlpm", "--enable-priority-scheduling"], {}, "cannot be combined"),
         (["--schedule-policy", "dlpm", "--dllm-algorithm", "LowConfidence"], {}, "--dllm-algorithm cannot"),
+        (["--schedule-policy", "dlpm", "--grpc-mode"], {}, "--grpc-mode cannot"),
+        (["--schedule-policy", "dlpm"], {"SGLANG_RUST_SERVER": "True"}, "SGLANG_RUST_SERVER=True cannot"),
         (["--schedule-policy", "vtc", "--disaggregation-mode", "decode"], {}, "--disaggregation-mode cannot"),
         (["--schedule-policy", "dlpm", "--fair-options", "patience"], {}, "'patience' is not one"),
         (["--schedule-policy", "dlpm", "--fair-options", "=3"], {}, "'=3' is not one"),
