@@ -72,6 +72,7 @@ class Account:
             self.largest_owed_tokens = max(self.largest_owed_tokens, owed)
         job.path, job.reached_tokens = path, cached_tokens
         if job.repeating:
+            self._find_again(job, cached_tokens)
             self._compute(job, extend_tokens)
             return
         job.cached_tokens += cached_tokens
@@ -135,7 +136,8 @@ class Account:
             self._owed_tokens[client] -= count
 
     def retract(self, job: Job) -> None:
-        """The engine took `job` back; it will be computed again, at the server's expense."""
+        """The engine took `job` back. What was computed of it will be computed again, at the server's expense; what was
+        not, because it stopped between two chunks of its prompt, is its client's as before."""
         self._stop(job)
         job.retractions += 1
         job.repeating = True
@@ -186,20 +188,37 @@ class Account:
 
     def _compute(self, job: Job, tokens: int, predicted: int = 0) -> None:
         start, job.reached_tokens = job.reached_tokens, job.reached_tokens + tokens
-        if job.repeating or job.system:
-            self.ledger.record(SYSTEM, extend=tokens)
+        again = self._again(job, start)
+        if again:
+            self.ledger.record(SYSTEM, extend=again)
             if self.payers is not None:
-                self.payers.lost(job.path, start, job.reached_tokens)
+                self.payers.lost(job.path, start, start + again)
+        if job.system or (job.repeating and again == tokens):
             return
-        units = self._charge(job, extend=tokens, predicted=predicted)
+        units = self._charge(job, extend=tokens - again, predicted=predicted)
         if self.payers is not None:
             job.unpriced_units = self.payers.computed(
-                job.client, job.path, start, job.reached_tokens, units, job.unpriced_units
+                job.client, job.path, start + again, job.reached_tokens, units, job.unpriced_units
             )
         self.largest_input_tokens = max(self.largest_input_tokens, job.extend_tokens)
         self.largest_prompt_tokens = max(self.largest_prompt_tokens, job.extend_tokens + job.cached_tokens)
         input_units = self.cost(job.extend_tokens, 0, job.cached_tokens)
         self.dearest_input_units = max(self.dearest_input_units, input_units)
+
+    def _again(self, job: Job, start: int) -> int:
+        """How many of the tokens from `start` to `job.reached_tokens` are the server's: all of its own work, and of a
+        retracted request all that it had before. Its own outputs, which follow the prompt then, are among those."""
+        tokens = job.reached_tokens - start
+        if job.system or not job.repeating:
+            return tokens if job.system else 0
+        first = max(start, job.extend_tokens + job.cached_tokens)
+        return tokens - max(0, min(job.reached_tokens, job.prompt_tokens) - first)
+
+    def _find_again(self, job: Job, cached_tokens: int) -> None:
+        """A retracted request is admitted again. Of what it had not reached the cache may hold a part by now."""
+        found = min(cached_tokens, job.prompt_tokens) - job.extend_tokens - job.cached_tokens
+        if found > 0 and not job.system:
+            self._charge(job, cached=found)
 
     def _share(self, job: Job, cached_tokens: int) -> None:
         """`job` hit the cache: its client takes over its part of the price from the clients that paid before."""
@@ -213,7 +232,9 @@ class Account:
             if client not in self.present:
                 self.policy.idle(client)
 
-    def _charge(self, job: Job, *, extend: int = 0, output: int = 0, predicted: int = 0) -> float:
+    def _charge(
+        self, job: Job, *, extend: int = 0, output: int = 0, predicted: int = 0, cached: int = 0
+    ) -> float:
         """Enter what was served and return its cost. The policy is charged that, corrected by what the predicted
         output changes: the sum of its charges is always the cost after the prediction, or after the output if that
         is longer."""
@@ -221,8 +242,9 @@ class Account:
         job.extend_tokens += extend
         job.output_tokens += output
         job.predicted_tokens += predicted
+        job.cached_tokens += cached
         served = self._cost(job) - cost
-        self.ledger.record(job.client, extend=extend, output=output, service=served)
+        self.ledger.record(job.client, extend=extend, output=output, cached=cached, service=served)
         self._swing.charged(job.client, served)
         self.policy.charge(job.client, served + self._ahead(job) - ahead)
         return served

@@ -19,8 +19,21 @@ on one prefix and loosens the bound. Within one client the order is LPM, but no 
 The paper starts a client at 0, so that it waits until the others have used up their quanta, which takes long if they
 are many. Here an unknown client starts with a quantum, as if it had taken part in the last refill, and goes first until
 it is charged for the first time; the theorem holds for any order among clients with a positive counter. New clients
-together get at most `newcomers` times what the others get; beyond that they start at 0, so that a flood of new names
+together get at most `newcomers` times what known clients get; beyond that they start at 0, so that a flood of new names
 starves nobody.
+
+    a client is             until                                           what it gets
+    new, welcomed           it has been charged, a round has paid it a      counts against the allowance
+    new, started at 0       quantum, and a request of it left the queue     counts neither way: its rounds paid for it
+    known                   it is forgotten                                 raises the allowance `newcomers`-fold
+
+So a name that comes, is served and goes raises nothing, however long its output goes on. Bound (ours): in any time,
+those that were welcomed get at most newcomers·W + 65·Q^u + Z, W what known clients get in that time, Z what earlier
+ones still had set aside at its begin and what those that run may exceed their quantum by. For each welcome takes a
+quantum from the allowance, each unit beyond is taken too, nobody is welcomed once it is used up, and it never holds
+more than 64 quanta. Take one known client that always waits beside new names of c units, k of them waiting: it gets
+Q^u a round, and names that started at 0 get k·c; so in the long run 1/share <= 1 + newcomers + k·c/Q^u.
+
 A client that is gone keeps its debt. It keeps its credit too, unless more than `remembered_clients` with credit are
 gone; then the longest absent one is forgotten. No new client starts with more than the least credit that was ever
 forgotten, so being forgotten never pays and the guarantee is that of accounts kept for ever.
@@ -42,7 +55,7 @@ from sglang_fair.core.lpm import longest_prefix
 from sglang_fair.core.policy import DEFAULT_QUANTUM, Policy, checked_quantum
 from sglang_fair.core.predictor import Predictor
 
-NEWCOMERS_AT_ONCE = 16
+NEWCOMERS_AT_ONCE = 64
 """Quanta that may accumulate for new clients that come at the same time."""
 
 
@@ -58,6 +71,14 @@ class Deficit:
     settled: int
     refund: float = 0.0
     charged: bool = False
+    refilled: bool = False
+    """A round has paid a quantum since its first charge."""
+    known: bool = False
+    """It is one of those whose service lets new clients in."""
+    welcome: float = 0.0
+    """Service that was set aside for it when it came; 0 if it started at 0, or is known."""
+    drawn: float = 0.0
+    """A new client's charges so far. Of a known one: refunds (negative) that its later charges have not made up for."""
 
 
 @dataclass
@@ -67,7 +88,7 @@ class Dlpm(Policy):
     `quantum` is Q^u in service units. A charge is divided by the client's weight, so weight 2 gets twice the service
     per quantum. A request that `patience` later ones of its client have overtaken goes first within its client.
     `remembered_clients` is how many absent clients keep their credit; debts are always kept. New clients may use
-    `newcomers` units of their first quantum for each unit that the others get; with 0 they start at 0, as in the paper.
+    `newcomers` units for each unit that known clients get; with 0 they start at 0, as in the paper.
     Raises ValueError for a quantum below `LEAST_QUANTUM`, a patience below 1, and negative `newcomers`.
     """
 
@@ -94,10 +115,8 @@ class Dlpm(Policy):
     _creditors: OrderedDict[str, None] = field(default_factory=OrderedDict, init=False, repr=False)
     """Absent clients with credit, the longest absent first."""
 
-    _new: dict[str, None] = field(default_factory=dict, init=False, repr=False)
-    """Clients that have not used up the quantum they started with."""
     _for_new: float = field(init=False, repr=False)
-    """Service left for new clients; negative if the last ones took more than their quanta."""
+    """The allowance: service left for new clients; negative if the last ones took more than their quanta."""
     _least_dropped: float = field(default=inf, init=False, repr=False)
     """The least credit that was forgotten with a client."""
 
@@ -119,6 +138,9 @@ class Dlpm(Policy):
         self._seat(job.client)
 
     def leave(self, job: Job) -> None:
+        account = self._deficits[job.client]
+        if not account.known and self._is_refilled(account):
+            account.known, account.welcome, account.drawn = True, 0.0, 0.0
         self._queues.leave(job)
         self._seat(job.client)
 
@@ -150,28 +172,23 @@ class Dlpm(Policy):
             self._seat(client)
 
     def charge(self, client: str, units: float) -> None:
-        account, weight = self._account(client), self.weights.of(client)
-        left = self._units(account) + account.refund - units / weight
+        account = self._account(client)
+        account.refilled = self._is_refilled(account)
+        left = self._units(account) + account.refund - units / self.weights.of(client)
         account.units = min(left, self.quantum)
         account.refund = left - account.units
         account.settled, account.charged = self._round, True
-        if client not in self._new:
-            self._for_new = min(self._for_new + self.newcomers * units, self._most_for_new())
-        elif account.units <= 0:
-            self._for_new += account.units * weight
-            del self._new[client]
+        self._count(account, units)
         self._seat(client)
 
     def idle(self, client: str) -> None:
         if client in self._deficits and client not in self._queues:
             self._creditors.pop(client, None)
-            account = self._deficits[client]
-            if account.charged or self._units(account):
+            if self._deficits[client].charged:
                 self._debtors.put(client, (self._eligible_from(client), client))
             else:  # it was never served: forget it
                 self._debtors.discard(client)
-                self._new.pop(client, None)
-                del self._deficits[client]
+                self._drop(client)
         self._forget()
 
     def deficit(self, client: str) -> float:
@@ -198,6 +215,7 @@ class Dlpm(Policy):
         """Use `quantum` from the refill on that is due. Nobody gains or loses: what was granted stays, and credit above
         the new quantum is kept as a refund. O(known clients)."""
         for account in self._deficits.values():
+            account.refilled = self._is_refilled(account)
             credit = self._units(account) + account.refund
             account.units, account.settled = min(credit, quantum), self._round
             account.refund = credit - account.units
@@ -225,8 +243,34 @@ class Dlpm(Policy):
         account = self._account(client)
         if self._for_new > 0:
             account.units = min(self.quantum, self._least_dropped)
-            self._for_new -= account.units * self.weights.of(client)
-            self._new[client] = None
+            account.welcome = account.units * self.weights.of(client)
+            self._for_new -= account.welcome
+
+    def _count(self, account: Deficit, units: float) -> None:
+        """Count a charge against the allowance or towards it. Charges and refunds that cancel out change nothing, even
+        at the allowance's limit: what was given back to a known client counts only when it is charged again."""
+        before, after = account.drawn, account.drawn + units
+        if account.known:
+            account.drawn = min(0.0, after)
+            more = self.newcomers * max(0.0, after)
+        elif account.welcome:
+            account.drawn = after
+            more = max(account.welcome, before) - max(account.welcome, after)
+        else:
+            return
+        self._for_new = min(self._for_new + more, self._most_for_new())
+
+    def _is_refilled(self, account: Deficit) -> bool:
+        """Whether a round has paid a quantum to a client that had been charged."""
+        due = account.charged and account.units <= 0
+        return account.refilled or (due and account.settled < self._round)
+
+    def _drop(self, client: str) -> Deficit:
+        """Close an account; what was set aside for it and not used is free for others."""
+        account = self._deficits.pop(client)
+        unused = max(0.0, account.welcome - account.drawn)
+        self._for_new = min(self._for_new + unused, self._most_for_new())
+        return account
 
     def _forget(self) -> None:
         """Move absent clients whose debt the rounds have paid to the creditors, and forget those beyond the limit."""
@@ -235,8 +279,7 @@ class Dlpm(Policy):
             self._creditors[client] = None
         while len(self._creditors) > self.remembered_clients:
             client, _ = self._creditors.popitem(last=False)
-            self._least_dropped = min(self._least_dropped, self._units(self._deficits.pop(client)))
-            self._new.pop(client, None)
+            self._least_dropped = min(self._least_dropped, self._units(self._drop(client)))
 
     def _units(self, account: Deficit) -> float:
         """q after the rounds since it was settled: +Q^u in each round in which it is not positive."""
@@ -258,7 +301,8 @@ class Dlpm(Policy):
             self._ready.discard(client)
             self._parked.discard(client)
         elif (eligible_from := self._eligible_from(client)) <= self._round:
-            is_new = client in self._new and not self._deficits[client].charged
+            account = self._deficits[client]
+            is_new = account.welcome > 0 and not account.charged
             self._ready.put(client, (not is_new, *longest_prefix(head)))
             self._parked.discard(client)
         else:

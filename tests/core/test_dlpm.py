@@ -41,8 +41,9 @@ DLPM = settings(max_examples=30, deadline=None, derandomize=True)
 class LiteralDlpm(Literal):
     """Algorithm 1 with lists: the queue is sorted at each pick, a round is executed, nothing is remembered
     beside q and l. A held request stays in the queue and is skipped, its client keeps its say in the refill.
-    Clients that are new start with a quantum and go first, within what `for_new` allows. `changes` are the
-    quanta from each refill on.
+    Clients that are new start with a quantum and go first, within what `for_new` allows: it is worth that a new client
+    was welcomed with, or what it was charged if that is more. It is known once a request of it leaves after a round
+    that followed its first charge. `changes` are the quanta from each refill on.
     """
 
     quantum: int = 0
@@ -50,7 +51,10 @@ class LiteralDlpm(Literal):
     newcomers: int = 4
     q: dict[str, int] = field(default_factory=dict)
     charged: set[str] = field(default_factory=set)
-    new: set[str] = field(default_factory=set)
+    refilled: set[str] = field(default_factory=set)
+    known: set[str] = field(default_factory=set)
+    welcome: dict[str, int] = field(default_factory=dict)
+    drawn: dict[str, int] = field(default_factory=dict)
     for_new: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -63,14 +67,21 @@ class LiteralDlpm(Literal):
     def arrive(self, job: Job) -> None:
         if job.client not in self.q:
             self.q[job.client] = 0
+            self.drawn[job.client] = 0
             if self.for_new > 0:
-                self.q[job.client] = self.quantum
+                self.q[job.client] = self.welcome[job.client] = self.quantum
                 self.for_new -= self.quantum
-                self.new.add(job.client)
         super().arrive(job)
 
+    def leave(self, job: Job) -> None:
+        if job.client in self.refilled - self.known:
+            self.known.add(job.client)
+            self.welcome.pop(job.client, None)
+        super().leave(job)
+
     def order(self, job: Job) -> tuple[bool, int, int]:
-        return job.client not in self.new - self.charged, -job.prefix_tokens, job.arrival
+        is_new = job.client in self.welcome and job.client not in self.charged
+        return not is_new, -job.prefix_tokens, job.arrival
 
     def pick(self) -> Job | None:
         changes = self.changes[:1]
@@ -83,21 +94,26 @@ class LiteralDlpm(Literal):
             if changes:
                 self.quantum, changes = self.changes.pop(0), []
             for client in self.q:
-                self.q[client] += self.quantum if self.q[client] <= 0 else 0
+                if self.q[client] <= 0:
+                    self.q[client] += self.quantum
+                    self.refilled |= {client} & self.charged
         return None
 
     def charge(self, client: str, units: int) -> None:
         self.q[client] -= units
         self.charged.add(client)
-        if client not in self.new:
-            self.for_new = min(self.for_new + self.newcomers * units, self.most)
-        elif self.q[client] <= 0:
-            self.for_new += self.q[client]
-            self.new.remove(client)
+        if client in self.known:
+            self.for_new += self.newcomers * units
+        elif client in self.welcome:
+            beyond = self.drawn[client] + units - self.welcome[client]
+            self.for_new -= min(units, max(0, beyond))
+        self.drawn[client] += units
+        self.for_new = min(self.for_new, self.most)
 
     def idle(self, client: str) -> None:
-        if client not in self.charged and not self.q[client]:
+        if client not in self.charged:
             del self.q[client]
+            self.for_new = min(self.for_new + self.welcome.pop(client, 0), self.most)
 
     def agrees_with(self, policy: Policy) -> bool:
         assert isinstance(policy, Dlpm)
@@ -741,41 +757,189 @@ def test_new_names_starve_nobody():
     assert names_before_the_cold_one(Generous(quantum=10)) == 1000
 
 
+@dataclass
+class Flood:
+    """A known client that always waits, and new names, `waiting` of them at any time, one request each. `slots`
+    requests run at once; each is charged its prompt when it is admitted and then 2 units a step."""
+
+    policy: Dlpm
+    prompt: int = 500
+    output: int = 1000
+    slots: int = 1
+    waiting: int = 1
+    aborts: bool = False
+    """Half of the names go before they are served."""
+    service: dict[str, int] = field(default_factory=lambda: {"known": 0, "name": 0})
+    most_accounts: int = 0
+    number: int = 0
+    names: list[Job] = field(default_factory=list)
+    running: dict[Job, int] = field(default_factory=dict)
+    """Output tokens that each has still to make."""
+
+    @property
+    def cost(self) -> int:
+        return self.prompt + 2 * self.output
+
+    def run(self, requests: int) -> None:
+        """Until so many were admitted."""
+        if not self.number:
+            self.arrive("known")
+            self.arrive("known")
+        admitted = 0
+        while admitted < requests:
+            while len(self.running) < self.slots:
+                self.top_up()
+                self.admit()
+                admitted += 1
+            for job in list(self.running):
+                self.charge(job, 2)
+                self.running[job] -= 1
+                if not self.running[job]:
+                    self.end(job)
+
+    def arrive(self, client: str, prefix_tokens: int = 0) -> Job:
+        self.number += 1
+        job = Job(str(self.number), client, arrival=self.number, prefix_tokens=prefix_tokens)
+        self.policy.arrive(job)
+        return job
+
+    def top_up(self) -> None:
+        if self.aborts:
+            for job in self.names[::2]:
+                self.policy.leave(job)
+                self.policy.idle(job.client)
+            self.names = self.names[1::2]
+        while len(self.names) < self.waiting:
+            self.names.append(self.arrive(f"name {self.number}", prefix_tokens=5))
+
+    def admit(self) -> None:
+        self.most_accounts = max(self.most_accounts, len(self.policy.counters()))
+        self.policy.release()
+        job = self.policy.pick()
+        assert job is not None
+        self.policy.leave(job)
+        self.charge(job, self.prompt)
+        self.running[job] = self.output
+        if job.client == "known":
+            self.arrive("known")
+        else:
+            self.names.remove(job)
+
+    def charge(self, job: Job, units: int) -> None:
+        self.policy.charge(job.client, units)
+        self.service[job.client.split()[0]] += units
+
+    def end(self, job: Job) -> None:
+        del self.running[job]
+        if job.client != "known":
+            self.policy.idle(job.client)
+
+
+def known_share(newcomers: float) -> tuple[float, int]:
+    """Of the service, what the known client gets beside new names of 500 + 1,000 tokens; and the accounts kept."""
+    flood = Flood(Dlpm(quantum=2000, newcomers=newcomers, remembered_clients=10))
+    flood.run(150)
+    flood.service = {"known": 0, "name": 0}
+    flood.run(250)
+    return flood.service["known"] / sum(flood.service.values()), flood.most_accounts
+
+
+def test_a_known_client_keeps_its_part_beside_names_that_are_charged_token_by_token():
+    """Regression: what a name got beyond its first quantum let the next names in, 4 units for each, so a known client
+    got 0.0001 of the service, no round ever passed, and the debt of every name was kept. Now 1/share is the 1 +
+    newcomers + c/Q^u of the module's head: one name at a time waits, and costs 1.25 quanta."""
+    for newcomers in (0.0, 1.0, 4.0):
+        share, accounts = known_share(newcomers)
+        assert share == pytest.approx(1 / (1 + newcomers + 2500 / 2000), rel=0.15)
+        assert accounts < 60
+
+
 @DLPM
 @given(
-    newcomers=st.integers(1, 6),
-    quantum=st.integers(1, 60),
-    known=st.integers(1, 4),
-    costs=st.lists(st.integers(1, 50), min_size=1, max_size=20),
+    newcomers=st.integers(0, 6),
+    quantum=st.integers(5, 60),
+    prompt=st.integers(4, 20),
+    output=st.integers(1, 30),
+    slots=st.integers(1, 12),
+    waiting=st.integers(1, 4),
+    aborts=st.booleans(),
 )
-def test_a_flood_of_new_names_gets_its_part_and_no_more(newcomers, quantum, known, costs):
-    """Two new names come for each request that is served, and two of each known client wait."""
-    policy, service, longest = Dlpm(quantum=quantum, newcomers=newcomers), {"known": 0, "name": 0}, max(costs)
-    arrivals = 0
+def test_a_flood_of_new_names_gets_its_part_and_no_more(
+    newcomers, quantum, prompt, output, slots, waiting, aborts
+):
+    """The bound of the module's head: what was set aside at once, `newcomers` times what the known client got, and a
+    quantum with an overdraft in each round for those that wait; and the accounts are as many as that keeps in debt."""
+    policy = Dlpm(quantum=quantum, newcomers=newcomers, remembered_clients=5)
+    flood = Flood(policy, prompt, output, slots, waiting, aborts)
+    cost = flood.cost
+    flood.run(150 + 100 * quantum // cost)
+    known = flood.service["known"]
+    rounds = (known + slots * cost) / quantum + 1
+    welcomed = newcomers * known + (NEWCOMERS_AT_ONCE + 1) * quantum + (1 + slots) * cost
+    assert flood.service["name"] <= welcomed + (waiting + slots) * cost * rounds
+    while_in_debt = cost / quantum + 3
+    names_a_round = waiting + slots + newcomers * (2 * quantum + slots * cost) / min(quantum, cost)
+    at_once = NEWCOMERS_AT_ONCE * max(1, quantum / cost)
+    assert flood.most_accounts <= 5 + at_once + while_in_debt * names_a_round
 
-    def arrive(client: str, prefix_tokens: int = 0) -> None:
-        nonlocal arrivals
-        arrivals += 1
-        policy.arrive(Job(str(arrivals), client, arrival=arrivals, prefix_tokens=prefix_tokens))
 
-    for client in range(known):
-        arrive(f"known {client}")
-        arrive(f"known {client}")
-    for number in range(400):
-        arrive(f"name {number}", prefix_tokens=5)
-        arrive(f"name {number}, second", prefix_tokens=5)
-        job, cost = policy.pick(), costs[number % len(costs)]
-        if policy.refills:  # from here on those who started at 0 are clients as all others
-            break
+def test_names_that_abort_as_they_wait_use_nothing_up():
+    """Regression: a quantum was set aside for each, and its account was kept."""
+    policy = Dlpm(quantum=10)
+    for number in range(1000):
+        policy.arrive(job := Job(str(number), f"name {number}", arrival=number))
         policy.leave(job)
-        policy.charge(job.client, cost)
         policy.idle(job.client)
-        kind = job.client.split()[0]
-        service[kind] += cost
-        if kind == "known":
-            arrive(job.client)
-        assert service["name"] <= newcomers * service["known"] + NEWCOMERS_AT_ONCE * (quantum + longest)
-    assert policy.refills, "the known ones' turn came, and so did the end of their quanta"
+    assert not policy.counters()
+    policy.arrive(Job("last", "welcome", arrival=1000))
+    assert policy.deficit("welcome") == 10
+
+
+def test_a_client_that_lived_through_a_round_lets_new_ones_in():
+    """It is known from its first request after that round on, whether it was welcomed or had started at 0."""
+    policy = Dlpm(quantum=10, newcomers=2)
+    number = 0
+
+    def serve_next(client: str, units: int) -> None:
+        nonlocal number
+        number += 1
+        policy.arrive(job := Job(str(number), client, arrival=number))
+        assert policy.pick() is job
+        policy.leave(job)
+        policy.charge(client, units)
+
+    for name in range(NEWCOMERS_AT_ONCE):
+        serve_next(f"name {name}", 10)
+    serve_next("at nothing", 15)  # a round passes
+    assert policy._for_new == 0
+    policy.charge("at nothing", 5)
+    assert policy._for_new == 0, "its own quantum paid for it"
+    serve_next("name 0", 4)
+    assert policy._for_new == 8
+    serve_next("at nothing", 3)
+    assert policy._for_new == 14
+
+
+def test_what_is_charged_ahead_and_given_back_changes_no_allowance():
+    """Regression: at the allowance's limit a charge counted nothing and its refund four times."""
+    policy = Dlpm(quantum=10)
+    full = policy._for_new
+    for number in range(2):
+        policy.arrive(job := Job(str(number), "known", arrival=number))
+        assert policy.pick() is job
+        policy.leave(job)
+        policy.charge("known", 10 if number == 0 else 0)
+    assert policy._for_new == full - 10
+    policy.charge("known", 1000)
+    assert policy._for_new == full
+    policy.charge("known", -900)
+    assert policy._for_new == full
+    policy.arrive(Job("new", "new", arrival=2))
+    assert policy._for_new == full - 10
+    policy.charge("known", 900)
+    assert policy._for_new == full - 10, "that much was counted before"
+    policy.charge("known", 1)
+    assert policy._for_new == full - 6
 
 
 def test_a_new_client_is_served_at_once_and_keeps_nobody_from_a_quantum():

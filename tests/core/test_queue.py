@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_fair.core import make_policy
-from sglang_fair.core.cost import Linear
+from sglang_fair.core.cost import Linear, Quadratic
 from sglang_fair.core.dlpm import Dlpm
 from sglang_fair.core.fcfs import Fcfs
 from sglang_fair.core.job import Job
@@ -234,6 +234,28 @@ def test_what_the_server_computes_again_is_on_its_own_account():
     assert queue.policy.counters() == {"a": 20 + 2 * 5}
     queue.finish("1")
     assert queue._clients == {}
+
+
+def test_a_prompt_retracted_between_its_chunks_is_paid_for_by_its_client():
+    """Regression: what had never been computed was the server's. 100 tokens, 10 cached and 30 computed; then 20 are
+    cached, and at the next attempt 60, of which others have computed 20; and then all."""
+    queue = FairQueue(Vtc(), Quadratic(d=100.0))
+    job = admit(queue, arrive(queue, "1", prompt_tokens=100), extend=30, cached=10)
+    queue.retract(job)
+    admit(queue, job, extend=20, cached=20)  # up to where it was
+    queue.retract(job)
+    admit(queue, job, extend=15, cached=60)
+    queue.retract(job)
+    admit(queue, job, extend=35, cached=50)  # 25 for the second time, 10 for the first
+    queue.account.extend(job, 15)
+    queue.account.emit(job, 2)
+    queue.retract(job)
+    admit(queue, job, extend=52, cached=50)  # the output too
+    system, usage = queue.account.ledger.usage(SYSTEM), queue.account.ledger.usage("a")
+    assert (system.extend_tokens, usage.extend_tokens) == (20 + 25 + 52, 30 + 15 + 10 + 15)
+    assert (usage.cached_tokens, usage.requests) == (10 + 20, 1)
+    assert queue.policy.counters()["a"] == pytest.approx(Quadratic(d=100.0)(70, 2, 30))
+    assert queue.account.largest_prompt_tokens == 100
 
 
 def test_retracted_requests_wait_in_order_of_arrival():

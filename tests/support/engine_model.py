@@ -155,8 +155,9 @@ class EngineModel:
         self._requests: dict[str, Request] = {}
         self._matched: dict[str, tuple[int, int]] = {}
         """Of each request: how often the cache had changed when it was looked up, and what was found."""
-        self._received: dict[str, tuple[int, int]] = {}
-        """Extend and output tokens of each request, those apart that were computed again."""
+        self._received: dict[str, tuple[int, int, int]] = {}
+        """Of each request: its prompt tokens that were computed, its output tokens, and its prompt tokens that were
+        cached. Each counts once, however often the request was taken back."""
         self._running: dict[str, Running] = {}
         self._chunked: Running | None = None
 
@@ -277,7 +278,7 @@ class EngineModel:
             self.admission.extend(job, extend, self._block(request, cached))
         running.computed += extend
         self._chunked = running if running.computed < prompt_tokens else None
-        self._meter(request, job, extend=extend)
+        self._meter(request, reached=cached + extend, cached=cached)
         self.queue.account.ledger.engine_counted(extend=extend)
         self._happened()
         return extend
@@ -286,7 +287,7 @@ class EngineModel:
         request, job = running.request, running.job
         self.queue.account.emit(job, 1)
         self.queue.account.ledger.engine_counted(output=1)
-        self._meter(request, job, output=1)
+        self._meter(request, output=1)
         self._happened()
         if job.output_tokens + job.unasked_tokens >= request.output_tokens:
             self._end(running)
@@ -317,13 +318,18 @@ class EngineModel:
             self.waiting[request.client] += waiting
             self.running[request.client] += running
 
-    def _meter(self, request: Request, job: Job, *, extend: int = 0, output: int = 0) -> None:
-        if request.system or (extend and job.retractions):
+    def _meter(self, request: Request, *, reached: int = 0, cached: int = 0, output: int = 0) -> None:
+        """Of the prompt the tokens up to `reached` are there, those up to `cached` from the cache."""
+        if request.system:
             return
-        before = self._received.get(request.id, (0, 0))
-        after = self._received[request.id] = (before[0] + extend, before[1] + output)
-        cost, cached = self.queue.account.cost, job.cached_tokens
-        self.service[request.client] += cost(*after, cached) - cost(*before, cached)
+        before = self._received.get(request.id, (0, 0, 0))
+        known = before[0] + before[2]
+        found = max(0, cached - known)
+        computed = max(0, min(reached, len(request.tokens)) - known - found)
+        after = (before[0] + computed, before[1] + output, before[2] + found)
+        self._received[request.id] = after
+        cost = self.queue.account.cost
+        self.service[request.client] += cost(*after) - cost(*before)
 
     def _look_up(self, job: Job) -> tuple[int, Tokens | None]:
         matched = self._match(job)
