@@ -268,8 +268,9 @@ class Dlpm(Policy):
     def _drop(self, client: str) -> Deficit:
         """Close an account; what was set aside for it and not used is free for others."""
         account = self._deficits.pop(client)
-        unused = max(0.0, account.welcome - account.drawn)
-        self._for_new = min(self._for_new + unused, self._most_for_new())
+        if not account.known and account.drawn < account.welcome:
+            unused = account.welcome - account.drawn
+            self._for_new = min(self._for_new + unused, self._most_for_new())
         return account
 
     def _forget(self) -> None:
