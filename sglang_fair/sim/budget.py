@@ -46,6 +46,8 @@ class Settings:
     """Decode steps in which the ratio falls from `new_token_ratio` to `least_new_token_ratio`."""
     retract_steps: int = 20
     """Decode steps that a retraction makes room for."""
+    cache_share: bool = False
+    """Fair eviction (`core.eviction`) in place of plain LRU."""
     progress_steps: int = 40
     """After so many decode steps all running requests report their progress. No more are simulated at once."""
 

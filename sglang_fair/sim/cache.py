@@ -1,8 +1,9 @@
 """The prefix cache of one simulated replica: a radix tree over token ids with SGLang's rules.
 
 Only whole pages are cached. A match finds the longest cached prefix and refreshes it; if it ends inside a node, the
-node is divided there. A running request locks the path to what it has cached. Eviction removes whole unlocked leaves,
-the least recently used first; a node whose last child is gone becomes a leaf.
+node is divided there. A running request locks the path to what it has cached. Eviction removes whole unlocked leaves
+in the order of `core.eviction`, by default the least recently used first; a node whose last child is gone becomes a
+leaf.
 
 The tree counts its tokens; `Pool` counts the free pages. Every stored page gets a new number, so that a router's tree
 can follow: a page that comes back after its eviction is another page.
@@ -11,9 +12,9 @@ Comparisons are `memcmp` on bytes: 20,000 tokens cost a few microseconds. Source
 `mem_cache/unified_cache/unified_tree_core.py`.
 """
 
-from heapq import heappop, heappush, heapreplace
 from typing import NamedTuple
 
+from sglang_fair.core.eviction import LeastRecentlyUsed, Piece
 from sglang_fair.sim.answers import TOKEN_BYTES
 
 _STEP = 1e-5
@@ -41,7 +42,7 @@ class Removed(NamedTuple):
     hashes: tuple[int, ...]
 
 
-class Node:
+class Node(Piece):
     """A run of tokens, from depth `start` to depth `end` of every prompt that passes through it.
 
     A node that is divided stays the lower part, so a reference to it still means the same depth.
@@ -53,15 +54,14 @@ class Node:
         "end",
         "gone",
         "key",
-        "listed",
         "locks",
         "namespace",
         "parent",
         "start",
-        "used",
     )
 
     def __init__(self, key: bytes, start: int, end: int, parent: "Node | None", namespace: str) -> None:
+        super().__init__()
         self.key = key
         self.start = start
         self.end = end
@@ -72,11 +72,16 @@ class Node:
         self.blocks = 0
         """Number of the first page; the others follow."""
         self.locks = 0
-        self.used = 0.0
-        self.listed = False
-        """It has an entry in the heap of leaves."""
         self.gone = False
         """It was evicted."""
+
+    @property
+    def size(self) -> int:
+        return self.end - self.start
+
+    @property
+    def free(self) -> bool:
+        return not self.children and not self.locks
 
 
 class _NewNode(NamedTuple):
@@ -93,22 +98,28 @@ _Change = _NewNode | range
 
 
 class PrefixCache:
-    """With `events`, what is stored and removed is kept for `drain`.
+    """With `events`, what is stored and removed is kept for `drain`. `order` says which leaf is evicted next.
 
     A page's name is congruent to `place` modulo `places`, so that several caches never use the same name.
     """
 
-    def __init__(self, page_tokens: int, *, events: bool = True, place: int = 0, places: int = 1) -> None:
+    def __init__(
+        self,
+        page_tokens: int,
+        order: LeastRecentlyUsed | None = None,
+        *,
+        events: bool = True,
+        place: int = 0,
+        places: int = 1,
+    ) -> None:
         self.page_tokens = page_tokens
+        self.order = order or LeastRecentlyUsed()
         self.evictable_tokens = 0
         self.locked_tokens = 0
         self.evicted_tokens = 0
         """All that was evicted since the start."""
         self._page_bytes = page_tokens * TOKEN_BYTES
         self._roots: dict[str, Node] = {}
-        self._leaves: list[tuple[float, int, Node]] = []
-        """Heap of (last use, first page, node). An entry may be out of date: the node was used later, is no leaf, or
-        is locked. That is checked when its turn comes."""
         self._clock = 0.0
         self._blocks = 0
         self._events = events
@@ -155,7 +166,7 @@ class PrefixCache:
         self._clock += 1
         leaf.used = self._clock
         self.evictable_tokens += end - there
-        self._list(leaf)
+        self.order.add(leaf)
         if self._events:
             parent = None if above.parent is None else self._hashes(above)[-1]
             self._changes.append(_NewNode(self._hashes(leaf), parent, leaf.key, leaf.namespace))
@@ -167,6 +178,15 @@ class PrefixCache:
             assert node.parent is not None
             node = node.parent
         self._use(self._split(node, end) if end < node.end else node)
+
+    def use(self, client: str | None, node: Node, stored: int = 0) -> None:
+        """A request of `client` is served with the path to `node`, of which `stored` tokens are new."""
+        if self.order.fair:
+            path = []
+            while node.parent is not None:
+                path.append(node)
+                node = node.parent
+            self.order.use(client, path, stored)
 
     def lock(self, node: Node, above: Node | None = None) -> None:
         """Lock the path to `node`, from below `above`: the same holder has already locked the path to that."""
@@ -187,7 +207,7 @@ class PrefixCache:
                 self.evictable_tokens += size
                 self.locked_tokens -= size
                 if not node.children:
-                    self._list(node)
+                    self.order.add(node)
             node = node.parent
 
     def unlocked_tokens(self, node: Node) -> int:
@@ -199,18 +219,11 @@ class PrefixCache:
 
     def evict(self, tokens: int) -> int:
         """Remove leaves until `tokens` are freed or nothing unlocked is left. Returns how many were freed."""
-        freed, leaves = 0, self._leaves
-        while freed < tokens and leaves:
-            used, _, node = leaves[0]
-            if node.children or node.locks:
-                heappop(leaves)
-                node.listed = False
-            elif node.used > used:
-                heapreplace(leaves, (node.used, node.blocks, node))
-            else:
-                heappop(leaves)
-                freed += node.end - node.start
-                self._remove(node)
+        freed = 0
+        while freed < tokens and (node := self.order.take()) is not None:
+            assert isinstance(node, Node)
+            freed += node.size
+            self._remove(node)
         self.evicted_tokens += freed
         return freed
 
@@ -280,6 +293,7 @@ class PrefixCache:
         upper.children[node.key[: self._page_bytes]] = node
         self._clock += 1
         node.used = self._clock
+        self.order.divided(upper, node)
         return upper
 
     def _use(self, node: Node) -> None:
@@ -291,11 +305,6 @@ class PrefixCache:
             used -= _STEP
             node, above = above, above.parent
 
-    def _list(self, leaf: Node) -> None:
-        if not leaf.listed:
-            leaf.listed = True
-            heappush(self._leaves, (leaf.used, leaf.blocks, leaf))
-
     def _remove(self, leaf: Node) -> None:
         parent = leaf.parent
         assert parent is not None
@@ -303,7 +312,7 @@ class PrefixCache:
         leaf.gone = True
         self.evictable_tokens -= leaf.end - leaf.start
         if not parent.children and not parent.locks and parent.parent is not None:
-            self._list(parent)
+            self.order.add(parent)
         if self._events:
             self._changes.append(self._hashes(leaf))
 

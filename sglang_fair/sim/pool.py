@@ -52,6 +52,7 @@ class Pool:
         end = held // page_tokens * page_tokens
         node, there = self.cache.insert(task.tokens, end, task.node)
         self._divide_at_prompt(task, node)
+        self.cache.use(task.job.client, node, end - there)
         self.free_pages += (there - task.node.end) // page_tokens
         self.cache.lock(node, above=task.node)
         task.node = node
@@ -66,6 +67,7 @@ class Pool:
             known = task.known(written) if end > task.node.end else b""
             node, there = self.cache.insert(known, end, task.node)
             self._divide_at_prompt(task, node)
+            self.cache.use(task.job.client, node, end - there)
             self.free_pages += (there - task.node.end) // page_tokens
         self.free_pages += self.settings.pages_of(held) - end // page_tokens
         self.cache.unlock(task.node)

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from math import inf
 
 from sglang_fair.core.admission import BLOCK_TOKENS, DELAYED_POLL_S, Admission, Match, samples
+from sglang_fair.core.eviction import FairEviction, LeastRecentlyUsed
 from sglang_fair.core.job import Job
 from sglang_fair.core.payers import path_of
 from sglang_fair.core.queue import FairQueue
@@ -85,7 +86,12 @@ class Replica:
         self.cost = cost
         self.settings = settings
         self.meters = Meters()
-        self.cache = PrefixCache(settings.page_tokens, events=events, place=place, places=places)
+        order = (
+            FairEviction(settings.pages * settings.page_tokens, queue.policy.weights)
+            if settings.cache_share
+            else LeastRecentlyUsed()
+        )
+        self.cache = PrefixCache(settings.page_tokens, order, events=events, place=place, places=places)
         self._pool = Pool(settings, self.cache)
         self._admission = Admission(queue, self._match_waiting, steps)
         self._tasks: dict[str, Task] = {}
@@ -370,6 +376,7 @@ class Replica:
                 first=not batch,
             )
             if not isinstance(verdict, Verdict):
+                self.cache.use(job.client, node)
                 self.cache.lock(node)
                 task.node, task.computed = node, node.end
                 self._compute(task, verdict, budget)

@@ -175,7 +175,10 @@ class Site:
 
     def settings(self) -> Settings:
         """The engine's limits."""
-        given = {"max_running": self.max_running, "chunked_prefill_tokens": self.chunked_prefill_tokens}
+        given: dict[str, Any] = {
+            "max_running": self.max_running,
+            "chunked_prefill_tokens": self.chunked_prefill_tokens,
+        }
         return Settings(
             kv_tokens=self._kv_tokens() if self.kv_tokens is None else self.kv_tokens,
             page_tokens=self.page_tokens,
