@@ -71,7 +71,7 @@ class D2lpmQueue:
     worker_quantum: float = 20_000.0
     extend_weight: float = 1.0
     output_weight: float = 2.0
-    delayed: float = 0.5
+    delayed: float = 0.25
     client_weights: Mapping[str, float] = field(default_factory=dict)
     max_clients: int = 50_000
 

@@ -224,7 +224,8 @@ class Account:
         """`job` hit the cache: its client takes over its part of the price from the clients that paid before."""
         if self.payers is None:
             return
-        self._swing.admitted(job.client)
+        if not self.policy.borrows(job.client):
+            self._swing.admitted(job.client)
         for client, units in self.payers.used(job.client, job.path, cached_tokens).items():
             self._swing.transferred(client, units)
             self.ledger.transfer(client, units)

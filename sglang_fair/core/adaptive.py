@@ -99,6 +99,7 @@ class DlpmAdaptive(Dlpm):
         self.quantum = self._within_limits(self.quantum)
 
     def admitted(self, job: Job, input_units: float, output_units: float) -> None:
+        super().admitted(job, input_units, output_units)
         charged_ahead = 0 if self.predictor is None else output_units
         self._largest_debt = input_units + output_units + charged_ahead
         kept = self.horizon_tokens / (self.horizon_tokens + job.prompt_tokens)
@@ -126,7 +127,8 @@ class DlpmAdaptive(Dlpm):
             half = self.target_gap * self.weights.smallest() / 2
             if self._largest_debt is None:
                 return self._within_limits(min(self.quantum, half))
-            return self._within_limits(half - self._largest_debt)
+            left = half - self._largest_debt
+            return self._within_limits(left / 2 if self.borrow else left)
         rate, target = self.hit_rate(), self.target_hit_rate
         if rate is None or target is None or self._tokens_since_step < self.horizon_tokens:
             return self.quantum

@@ -37,6 +37,12 @@ Q^u a round, and names that started at 0 get k·c; so in the long run 1/share <=
 A client that is gone keeps its debt. It keeps its credit too, unless more than `remembered_clients` with credit are
 gone; then the longest absent one is forgotten. No new client starts with more than the least credit that was ever
 forgotten, so being forgotten never pays and the guarantee is that of accounts kept for ever.
+With `borrow` (ours) a client that has used up its quantum may finish its run on a cached prefix before that is evicted:
+a request whose own price, of its uncached prompt and its longest output, is at most `borrow` times the price of its
+cached prefix is admitted in LPM order although q <= 0, as long as the prices of such requests since q was last positive
+sum to at most X = Q^u. They are charged as ever, and the rounds that follow pay for them: no client gets more rounds.
+Since q was positive a client has been admitted, beyond the request of that moment, no more than X; so q > -(U + X) in
+place of -U, and the theorem's proof gives 2·(U + X + Q^u).
 Known leaks: new names, within that limit; the first client to need a shared prefix pays for it, unless another rule is
 chosen (`payers`).
 """
@@ -79,6 +85,8 @@ class Deficit:
     """Service that was set aside for it when it came; 0 if it started at 0, or is known."""
     drawn: float = 0.0
     """A new client's charges so far. Of a known one: refunds (negative) that its later charges have not made up for."""
+    borrowed: float = 0.0
+    """Prices of the requests admitted since `units` was last positive."""
 
 
 @dataclass
@@ -89,7 +97,9 @@ class Dlpm(Policy):
     per quantum. A request that `patience` later ones of its client have overtaken goes first within its client.
     `remembered_clients` is how many absent clients keep their credit; debts are always kept. New clients may use
     `newcomers` units for each unit that known clients get; with 0 they start at 0, as in the paper.
-    Raises ValueError for a quantum below `LEAST_QUANTUM`, a patience below 1, and negative `newcomers`.
+    With `borrow` above 0, requests are admitted for a client without credit that cost at most this part of their cached
+    prefix. Raises ValueError for a quantum below `LEAST_QUANTUM`, a patience below 1, and a negative `newcomers` or
+    `borrow`.
     """
 
     name: ClassVar[str] = "dlpm"
@@ -100,6 +110,7 @@ class Dlpm(Policy):
     weights: Weights = field(default_factory=Weights)
     patience: int = PATIENCE
     newcomers: float = 4.0
+    borrow: float = 0.0
     remembered_clients: int = 10_000
     predictor: Predictor | None = None
 
@@ -115,6 +126,8 @@ class Dlpm(Policy):
     _creditors: OrderedDict[str, None] = field(default_factory=OrderedDict, init=False, repr=False)
     """Absent clients with credit, the longest absent first."""
 
+    _borrower: Job | None = field(default=None, init=False, repr=False)
+    """The job that left the queue last, if its client had no credit."""
     _for_new: float = field(init=False, repr=False)
     """The allowance: service left for new clients; negative if the last ones took more than their quanta."""
     _least_dropped: float = field(default=inf, init=False, repr=False)
@@ -127,6 +140,8 @@ class Dlpm(Policy):
         self._queues = ClientQueues(longest_prefix, self.patience)
         if not 0 <= self.newcomers < inf:
             raise ValueError(f"newcomers must be a number from 0 on, not {self.newcomers!r}")
+        if not 0 <= self.borrow < inf:
+            raise ValueError(f"borrow must be a number from 0 on, not {self.borrow!r}")
         self._for_new = self._most_for_new()
 
     def arrive(self, job: Job) -> None:
@@ -141,6 +156,7 @@ class Dlpm(Policy):
         account = self._deficits[job.client]
         if not account.known and self._is_refilled(account):
             account.known, account.welcome, account.drawn = True, 0.0, 0.0
+        self._borrower = job if self.borrows(job.client) else None
         self._queues.leave(job)
         self._seat(job.client)
 
@@ -171,9 +187,20 @@ class Dlpm(Policy):
         for client in self._queues.release():
             self._seat(client)
 
+    def admitted(self, job: Job, input_units: float, output_units: float) -> None:
+        if job is self._borrower and self.borrow:
+            own, _ = self._prices(job, job.cached_tokens)
+            self._deficits[job.client].borrowed += own / self.weights.of(job.client)
+            self._seat(job.client)
+
+    def borrows(self, client: str) -> bool:
+        return self._eligible_from(client) > self._round if client in self._deficits else False
+
     def charge(self, client: str, units: float) -> None:
         account = self._account(client)
         account.refilled = self._is_refilled(account)
+        if account.borrowed and self._units(account) > 0:
+            account.borrowed = 0.0
         left = self._units(account) + account.refund - units / self.weights.of(client)
         account.units = min(left, self.quantum)
         account.refund = left - account.units
@@ -200,11 +227,13 @@ class Dlpm(Policy):
         return {client: self._units(account) for client, account in self._deficits.items()}
 
     def bound(self, input_units: float, output_units: float) -> float | None:
-        """2·(U + Q^u) / min weight (Theorem 4.1). With a predictor w_q·M is added to U + Q^u, whatever it predicts."""
+        """2·(U + Q^u) / min weight (Theorem 4.1). With a predictor w_q·M is added to U + Q^u, whatever it predicts, and
+        with `borrow` Q^u."""
         charged_ahead = 0 if self.predictor is None else output_units
+        borrowed = self._largest_credit() if self.borrow else 0
         return (
             2
-            * (input_units + output_units + charged_ahead + self._largest_credit())
+            * (input_units + output_units + charged_ahead + self._largest_credit() + borrowed)
             / self.weights.smallest()
         )
 
@@ -295,13 +324,25 @@ class Dlpm(Policy):
         account = self._deficits[client]
         return account.settled + self._rounds_due(account)
 
+    def _may_borrow(self, client: str, job: Job) -> bool:
+        if not (self.borrow and job.prefix_tokens):
+            return False
+        own, prefix = self._prices(job, job.prefix_tokens)
+        borrowed = self._deficits[client].borrowed + own / self.weights.of(client)
+        return own <= self.borrow * prefix and borrowed <= self.quantum
+
+    def _prices(self, job: Job, cached_tokens: int) -> tuple[float, float]:
+        """What `job` may be charged at most if so much of it is cached, and what that part would have cost."""
+        own = self.cost(max(0, job.prompt_tokens - cached_tokens), job.max_output_tokens, cached_tokens)
+        return own, self.cost(cached_tokens, 0)
+
     def _seat(self, client: str) -> None:
         """Put `client` where `pick` looks for it: ready, parked until a round, or nowhere."""
         head = self._queues.head(client)
         if head is None:
             self._ready.discard(client)
             self._parked.discard(client)
-        elif (eligible_from := self._eligible_from(client)) <= self._round:
+        elif (eligible_from := self._eligible_from(client)) <= self._round or self._may_borrow(client, head):
             account = self._deficits[client]
             is_new = account.welcome > 0 and not account.charged
             self._ready.put(client, (not is_new, *longest_prefix(head)))

@@ -298,7 +298,7 @@ class Swing:
             self._dropped.refunded = max(self._dropped.refunded, gone.refunded)
 
     def admitted(self, client: str) -> None:
-        """A request of `client` is admitted: its counter is positive."""
+        """A request of `client` is admitted, and its counter is positive."""
         sway = self._sways.get(client)
         if sway is not None:
             sway.charged = 0.0

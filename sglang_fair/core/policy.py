@@ -11,6 +11,7 @@ from math import inf
 from typing import ClassVar
 
 from sglang_fair.common.weights import Weights
+from sglang_fair.core.cost import Cost, Linear
 from sglang_fair.core.job import Job
 from sglang_fair.core.predictor import Predictor
 
@@ -51,6 +52,9 @@ class Policy(ABC):
 
     weights: Weights | None = None
     """The clients' shares. None: the policy has no shares."""
+
+    cost: Cost = Linear()
+    """What service costs, for policies that look ahead. `FairQueue` sets it to what it charges by."""
 
     predictor: Predictor | None = None
     """Predicts the outputs, which are then charged at admission. None: they are charged as they are made."""
@@ -93,6 +97,10 @@ class Policy(ABC):
 
     def admitted(self, job: Job, input_units: float, output_units: float) -> None:
         """`job` was admitted and its first chunk was charged. The units are those that `bound` takes."""
+
+    def borrows(self, client: str) -> bool:
+        """Whether a request of `client` that is admitted now is admitted although its counter is not positive."""
+        return False
 
     def idle(self, client: str) -> None:
         """`client` has neither a waiting nor a running request any more."""

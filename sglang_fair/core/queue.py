@@ -44,7 +44,8 @@ class FairQueue:
     def __init__(self, policy: Policy, cost: Cost | None = None, payers: Payers | None = None) -> None:
         self.policy = policy
         self._clients: dict[str, Presence] = {}
-        self.account = Account(policy, cost or Linear(), payers, self._clients)
+        policy.cost = cost or Linear()
+        self.account = Account(policy, policy.cost, payers, self._clients)
         self._jobs: dict[str, Job] = {}
         self._first: LazyHeap[Job] = LazyHeap()
         """Waiting requests that go before all others."""

@@ -416,9 +416,9 @@ def test_without_sharing_every_rule_is_the_first(name, rule, case):
 
 @both
 @ON_THE_ENGINE
-@given(case=cases(), quantum=QUANTA)
-def test_dlpm_bounds_the_charged_service(rule, case, quantum):
-    trace = traced(with_sharing(case), Dlpm(quantum=quantum), payers=Payers(rule, 1))
+@given(case=cases(), quantum=QUANTA, borrow=st.sampled_from([0.0, 0.3, 1e6]))
+def test_dlpm_bounds_the_charged_service(rule, case, quantum, borrow):
+    trace = traced(with_sharing(case), Dlpm(quantum=quantum, borrow=borrow), payers=Payers(rule, 1))
     bound = trace.replica.queue.account.bound()
     assert trace.gap_between_backlogged() <= bound + 1e-6
     assert trace.lag_of_backlogged() <= bound + 1e-6
