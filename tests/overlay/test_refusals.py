@@ -107,9 +107,11 @@ def test_a_request_that_comes_back_from_the_batch_is_not_refused() -> None:
 
     cache = SimpleNamespace(disable=True)
     fair = ReplicaFairness(Config(options="limit=1"), "rpm", orders=True, tree_cache=cache)
-    assert fair.refuses(request("first")) is None
-    fair.arrive(request("first"))
-    assert fair.refuses(request("first")) is None
+    first = request("first")
+    assert fair.refuses(first) is None
+    fair.arrive(first)
+    assert fair.refuses(first) is None
+    assert "has used up its 1 requests" in str(fair.refuses(request("first"))), "another one with its id"
     assert "has used up its 1 requests" in str(fair.refuses(request("second")))
     assert fair.refuses(SimpleNamespace(**{**vars(request("third")), "to_finish": "too long"})) is None
 
