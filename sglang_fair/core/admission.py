@@ -88,6 +88,7 @@ class Admission:
         """The last candidate, if `confirm` said no."""
         self._held = False
         """Those that run have their turn: this pass has no candidates."""
+        self._can_decode: Callable[[], bool] = lambda: True
 
     # ---- who waits
 
@@ -119,9 +120,10 @@ class Admission:
 
     # ---- one pass
 
-    def begin_pass(self, cached_tokens: int) -> None:
+    def begin_pass(self, cached_tokens: int, can_decode: Callable[[], bool] = lambda: True) -> None:
         """The engine starts to form a batch. Looks some waiting requests up; `cached_tokens` is the size of the cache,
-        which shows that it has changed."""
+        which shows that it has changed. `can_decode`: whether a decode step could be made in place of this one, without
+        taking anybody's memory; if not, those that run have to wait."""
         if cached_tokens != self._cached_tokens:
             self._cached_tokens = cached_tokens
             self._look_ups.changed()
@@ -131,6 +133,7 @@ class Admission:
         self._corrections_left = CORRECTIONS_PER_PASS
         self._deferrals_left = DEFERRALS_PER_PASS
         self._held = False
+        self._can_decode = can_decode
 
     def goes_on(self, job: Job) -> bool:
         """Whether the prompt that was cut goes on now; if not, those that run have their turn."""
@@ -232,6 +235,8 @@ class Admission:
 
     def _may_prefill(self, job: Job) -> bool:
         if self.steps is None or self.steps.may_prefill(SYSTEM if job.system else job.client):
+            return True
+        if not self._held and not self._can_decode():
             return True
         self.steps.held += not self._held
         self._held = True

@@ -17,6 +17,7 @@ from sglang_fair.core import options as policy_options
 from sglang_fair.core.cost import Cost, Linear, describe, make_cost
 from sglang_fair.core.payers import FIRST, make_payers
 from sglang_fair.core.policy import DEFAULT_QUANTUM, Policy, checked_quantum
+from sglang_fair.core.steps import DEFAULT_STALL_MS, checked_stall_ms
 from sglang_fair.settings.setting import Setting, help_text, settings_of
 from sglang_fair.settings.table import Fairness
 
@@ -54,6 +55,8 @@ class Config:
     cost: Cost = field(default_factory=Linear)
     client_weights: Mapping[str, float] | None = None
     payer: str = FIRST
+    stall_ms: float = DEFAULT_STALL_MS
+    """0: prompts go first, whoever runs."""
     identity: tuple[str, ...] = DEFAULT_ORDER
 
     def policy(self, name: str) -> Policy:
@@ -120,6 +123,7 @@ def read(environ: Mapping[str, str] = os.environ) -> Config:
         ),
         client_weights=checked_weights(given.get("client_weights", {})),
         payer=payer,
+        stall_ms=checked_stall_ms(given.get("stall_ms", Config.stall_ms)),
         identity=read_identity(environ),
     )
 

@@ -31,8 +31,10 @@ class FairSchedulePolicy(SchedulePolicy):
 
     fair: ReplicaFairness
 
-    def calc_priority(self, waiting_queue: list[Any], *args: Any, **kwargs: Any) -> None:
-        self.fair.begin_pass(waiting_queue)
+    def calc_priority(
+        self, waiting_queue: list[Any], running_batch: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
+        self.fair.begin_pass(waiting_queue, running_batch)
 
     def _determine_active_policy(self, waiting_queue: list[Any]) -> Any:
         return self.policy
@@ -72,9 +74,16 @@ class Candidates:
 class FairPrefillAdder(PrefillAdder):
     """Asks before a request is admitted, and reports what was admitted with the engine's own numbers."""
 
-    def __init__(self, *args: Any, fair: ReplicaFairness, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, fair: ReplicaFairness, cut_tokens: int, **kwargs: Any) -> None:
+        """`cut_tokens`: a prompt is cut at multiples of it."""
         super().__init__(*args, **kwargs)
         self.fair = fair
+        if (most := fair.chunk_tokens()) is not None:
+            budget: Any = self
+            most = max(most, cut_tokens)
+            budget.rem_input_tokens = min(budget.rem_input_tokens, most)
+            if budget.rem_chunk_tokens is not None:
+                budget.rem_chunk_tokens = min(budget.rem_chunk_tokens, most)
         fair.arm()
 
     def add_one_req(self, req: Any, *args: Any, **kwargs: Any) -> AddReqResult:
@@ -87,6 +96,8 @@ class FairPrefillAdder(PrefillAdder):
         return verdict
 
     def add_chunked_req(self, req: Any) -> Any:
+        if self.fair.goes_on(req) is False:
+            return req  # it stays where it is, as where SGLang itself finds no room for its next chunk
         before = len(self.can_run_list)
         unfinished = super().add_chunked_req(req)
         if len(self.can_run_list) > before:
@@ -110,6 +121,8 @@ def init_schedule_policy(original: Callable[..., None], scheduler: Any) -> None:
         tree_cache=scheduler.tree_cache,
         generates=scheduler.is_generation,
         sees_all=get_disagg().disaggregation_mode == DisaggregationMode.NULL.value,
+        steps_in_order=get_parallel().pp_size == 1 and not scheduler.enable_pdmux,
+        overlaps=scheduler.enable_overlap,
     )
     scheduler.policy = (FairSchedulePolicy if ours is not None else BookkeepingPolicy)(
         scheduler.schedule_policy,
@@ -154,12 +167,14 @@ def process_input_requests(original: Callable[..., None], scheduler: Any, receiv
 
 def run_batch(scheduler: Any, *args: Any, **kwargs: Any) -> None:
     scheduler.heartbeat.computes()
+    scheduler.fair.runs()
 
 
 def get_prefill_adder_class(result: type[PrefillAdder], scheduler: Any) -> Any:
     if result is not PrefillAdder:
         raise SystemExit(f"sglang-fair: another plugin replaced the prefill adder by {result.__name__}")
-    return partial(FairPrefillAdder, fair=scheduler.fair)
+    cut_tokens = max(scheduler.page_size, scheduler.truncation_align_size or 0)
+    return partial(FairPrefillAdder, fair=scheduler.fair, cut_tokens=cut_tokens)
 
 
 def form_prefill_batch(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:

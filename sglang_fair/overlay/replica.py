@@ -13,6 +13,7 @@ SGLang says (`guarded`).
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import wraps
 from hashlib import blake2b
@@ -23,9 +24,11 @@ from sglang.srt.mem_cache.common import match_kv_cache
 from sglang_fair.common.identity import ANONYMOUS
 from sglang_fair.core.admission import BLOCK_TOKENS, Admission, Match, samples
 from sglang_fair.core.job import Job
+from sglang_fair.core.ledger import SYSTEM
 from sglang_fair.core.options import shown
 from sglang_fair.core.payers import make_payers, path_of
 from sglang_fair.core.queue import FairQueue
+from sglang_fair.core.steps import Step, StepTimes, make_steps
 from sglang_fair.overlay.config import Config
 from sglang_fair.overlay.counts import BatchRow
 
@@ -63,6 +66,8 @@ class ReplicaFairness:
     `orders`: our policy decides who is admitted; otherwise SGLang's own does, and only the books are kept.
     `generates`: the model emits tokens. An embedding model does not, though SGLang notes one for each request.
     `sees_all`: every request joins the waiting queue by way of `arrive`.
+    `steps_in_order`: one step is computed after the other, so that each one's time can be told. Otherwise prompts go
+    first, whoever runs. `overlaps`: a step is formed before the results of the last one are in.
     """
 
     def __init__(
@@ -74,6 +79,8 @@ class ReplicaFairness:
         tree_cache: Any,
         generates: bool = True,
         sees_all: bool = True,
+        steps_in_order: bool = True,
+        overlaps: bool = False,
     ) -> None:
         self.config = config
         self.orders = orders
@@ -86,16 +93,21 @@ class ReplicaFairness:
         self._tree_cache = tree_cache
         self._refused = 0
         self._armed = False
+        self._overlaps = overlaps
+        self._stall_ms = config.stall_ms if orders and steps_in_order else 0.0
+        if config.stall_ms and orders and not steps_in_order:
+            logger.info("sglang-fair: with pipeline parallelism or multiplexing --stall-ms has no effect")
         self._begin()
         self.now_s = 0.0
         """The time of this iteration (`clock.Clock`); whatever is decided in it, is decided by this."""
+        self._times = StepTimes()
 
     def _begin(self) -> None:
         """Empty books."""
-        self.queue = FairQueue(
-            self.config.policy(self._policy), self.config.cost, payers=make_payers(self.config.payer)
-        )
-        self._admission = Admission(self.queue, self._match)
+        policy = self.config.policy(self._policy)
+        self.queue = FairQueue(policy, self.config.cost, payers=make_payers(self.config.payer))
+        steps = make_steps(policy, self._stall_ms, unseen=int(self._overlaps))
+        self._admission = Admission(self.queue, self._match, steps)
         self._requests: dict[str, Any] = {}
         """SGLang's requests, by the ids of their jobs."""
         self._given_tokens: dict[str, int] = {}
@@ -117,8 +129,14 @@ class ReplicaFairness:
     @guarded
     def tick(self, now_s: float) -> None:
         """An iteration of the scheduler begins."""
+        for step, duration_s in self._times.tick(now_s):
+            self._admission.step(duration_s, step.extended, decoded=int(step.decoded))
         self.now_s = now_s
-        self.queue.tick(now_s)
+        self._admission.tick(now_s)
+
+    def runs(self) -> None:
+        """A batch is launched."""
+        self._times.launched()
 
     def is_busy(self) -> bool:
         """Whether anybody waits or runs."""
@@ -128,6 +146,8 @@ class ReplicaFairness:
         """Change clients' weights from the next charge on; what was counted stays. ValueError for a bad one."""
         self.config = self.config.with_weights(weights)
         self.queue.account.set_weights(weights)
+        if self._admission.steps is not None:
+            self._admission.steps.reweigh()
 
     # ---- who waits
 
@@ -150,11 +170,12 @@ class ReplicaFairness:
         self._enter(request)
 
     @guarded
-    def begin_pass(self, waiting: list[Any]) -> None:
-        """A batch is about to be formed from `waiting`."""
+    def begin_pass(self, waiting: list[Any], decoding: Any = None) -> None:
+        """A batch is about to be formed from `waiting`; if it is not, the batch `decoding` goes on."""
         self._follow(waiting)
         if self.orders:
-            self._admission.begin_pass(self._tree_cache.evictable_size() + self._tree_cache.protected_size())
+            cached_tokens = self._tree_cache.evictable_size() + self._tree_cache.protected_size()
+            self._admission.begin_pass(cached_tokens, lambda: _can_decode(decoding))
 
     def only_waits(self) -> bool:
         """Nothing runs although requests wait: the policy lets none of them go yet."""
@@ -229,6 +250,17 @@ class ReplicaFairness:
 
     # ---- who goes next
 
+    @guarded
+    def chunk_tokens(self) -> int | None:
+        """Most prompt tokens of the batch that is formed; None: as many as SGLang will."""
+        return self._admission.chunk_tokens()
+
+    @guarded
+    def goes_on(self, request: Any) -> bool:
+        """Whether the next chunk of `request`, whose prompt was cut, is computed now."""
+        job = self._job(request)
+        return job is None or self._admission.goes_on(job)
+
     def arm(self) -> None:
         """The next iteration over the waiting queue is SGLang's admission loop."""
         self._armed = self.orders
@@ -302,6 +334,7 @@ class ReplicaFairness:
                 running.append((request, job))
         if batch.forward_mode.is_extend():
             self._admission.computed(job for _, job in running)
+        self._times.done(self._step(batch))
         for request, job in running:
             if request.finished():
                 self._finish(request, job)
@@ -311,6 +344,18 @@ class ReplicaFairness:
             self.queue.account.ledger.engine_counted(output=tokens)
         self._check("a result was processed")
 
+    def _step(self, batch: Any) -> Step:
+        """What a batch was, whose results are in."""
+        mode = batch.forward_mode
+        if not mode.is_extend():
+            return Step(decoded=mode.is_decode())
+        mixed = len(batch.decoding_reqs or ())
+        extended: Counter[str] = Counter()
+        for request, tokens in zip(batch.reqs[: len(batch.reqs) - mixed], batch.extend_lens, strict=False):
+            job = self._job(request)
+            extended[SYSTEM if job is None or job.system else job.client] += tokens
+        return Step(extended, decoded=mixed > 0)
+
     def _found_running(self, row: BatchRow) -> Job:
         """A request runs that no batch of ours admitted: another server has computed its prompt."""
         if self._sees_all:
@@ -318,6 +363,7 @@ class ReplicaFairness:
         job = self._enter(row.request)
         self._given_tokens[job.id] = row.outputs
         self._admission.admit(job, extend_tokens=0, cached_tokens=job.prompt_tokens)
+        self._admission.computed([job])
         return job
 
     def _check(self, when: str) -> None:
@@ -368,10 +414,12 @@ class ReplicaFairness:
                 "extend_weight": self.config.cost.extend_weight,
                 "output_weight": self.config.cost.output_weight,
                 "client_weights": dict(self.config.client_weights or {}),
+                "stall_ms": self._stall_ms,
             },
             "refills": getattr(policy, "refills", None),
             "refused": self._refused,
             "corrections": self.corrections,
+            "steps": None if self._admission.steps is None else dict(self._admission.steps.status()),
             **self.queue.status(),
         }
 
@@ -387,6 +435,16 @@ class ReplicaFairness:
         for start in starts:
             digest.update(view[start : start + BLOCK_TOKENS])
         return prefix_tokens, request.extra_key, request.cache_salt, digest.digest()
+
+
+def _can_decode(batch: Any) -> bool:
+    """Whether `batch` could make a decode step with the memory that there is."""
+    return (
+        batch is not None
+        and not batch.is_empty()
+        and not batch.is_prefill_only
+        and bool(batch.check_decode_mem())
+    )
 
 
 def job_of(request: Any) -> Job:

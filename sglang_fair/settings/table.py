@@ -15,6 +15,7 @@ from typing import Annotated
 from sglang_fair.common.identity import DEFAULT_ORDER
 from sglang_fair.core.payers import FIRST, RULES
 from sglang_fair.core.policy import DEFAULT_QUANTUM
+from sglang_fair.core.steps import DEFAULT_STALL_MS
 from sglang_fair.settings.setting import About
 from sglang_fair.sim.gpus import GPUS
 from sglang_fair.sim.shapes import SHAPES
@@ -88,6 +89,17 @@ class Fairness:
             pairs=True,
         ),
     ] = ""
+    stall_ms: Annotated[
+        float,
+        About(
+            "Longest step for prompts while other clients have requests; those that run keep their share of the time. "
+            "0: prompts first, as SGLang does.",
+            unit="milliseconds",
+            metavar="MS",
+            fair="stall-ms",
+            at_least=0,
+        ),
+    ] = DEFAULT_STALL_MS
     payer: Annotated[
         str,
         About(

@@ -345,8 +345,8 @@ class Replica:
                 self._is_full = True
                 return []
         self._admission.tick(now_s)
-        self._admission.begin_pass(self.cache.tokens)
-        if chunked is not None and self._can_decode() and not self._admission.goes_on(chunked.job):
+        self._admission.begin_pass(self.cache.tokens, self._can_decode)
+        if chunked is not None and not self._admission.goes_on(chunked.job):
             return []
         reserved_tokens = self._decoding.reservable_tokens() * self._ratio.now
         budget = Budget(settings, reserved_tokens, self._admission.chunk_tokens())
@@ -397,7 +397,10 @@ class Replica:
 
     def _can_decode(self) -> bool:
         """A decode step is possible without taking anybody's memory."""
-        return bool(self._decoding) and self._pool.make_free_pages(self._decoding.pages_for_step())
+        if not self._decoding:
+            return False
+        pages = self._pool.free_pages + self.cache.evictable_tokens // self.settings.page_tokens
+        return pages >= self._decoding.pages_for_step()
 
     def _compute(self, task: Task, tokens: int, budget: Budget) -> None:
         """The next `tokens` of a prompt are computed in this step."""

@@ -20,6 +20,7 @@ import numpy as np
 
 from sglang_fair.core import make_policy
 from sglang_fair.core.queue import FairQueue
+from sglang_fair.core.steps import make_steps
 from sglang_fair.sim import task
 from sglang_fair.sim.replica import Replica, Settings, SimRequest
 
@@ -28,7 +29,19 @@ MOST_RUNNING = 128
 QUANTUM = 300.0
 RATIO_DECAY_STEPS = 7
 """Few, so that retractions are many."""
-LOADS = ("light", "overload", "chunks", "retraction", "aborts", "vtc")
+LOADS = (
+    "light",
+    "overload",
+    "chunks",
+    "retraction",
+    "aborts",
+    "vtc",
+    "steps",
+    "steps retracted",
+    "steps vtc",
+)
+STALL_MS = 2000.0
+"""Where those that run have their turn. A step takes half as long."""
 
 Call = list[Any]
 
@@ -57,6 +70,7 @@ class TraceLoad:
     ignore_eos: bool = True
     ratio: float = 0.7
     steps: int = 600
+    stall_ms: float = 0.0
 
 
 def load(name: str) -> TraceLoad:
@@ -68,8 +82,7 @@ def load(name: str) -> TraceLoad:
         case "overload":
             return TraceLoad(crowd, kv_tokens=2400)
         case "aborts":
-            aborts = {one.id: one.step + n % 17 for n, one in enumerate(crowd) if n % 3}
-            return TraceLoad(crowd, aborts, kv_tokens=4000, chunked_prefill_tokens=128)
+            return TraceLoad(crowd, _aborts(crowd), kv_tokens=4000, chunked_prefill_tokens=128)
         case "vtc":
             return TraceLoad(crowd, policy="vtc", kv_tokens=2400, chunked_prefill_tokens=256)
         case "chunks":
@@ -79,7 +92,27 @@ def load(name: str) -> TraceLoad:
             return TraceLoad(
                 writers, kv_tokens=2400, chunked_prefill_tokens=256, ignore_eos=False, steps=4000
             )
+        case "steps":
+            return TraceLoad(
+                crowd, kv_tokens=6000, chunked_prefill_tokens=128, stall_ms=STALL_MS, aborts=_aborts(crowd)
+            )
+        case "steps vtc":
+            return TraceLoad(crowd, policy="vtc", chunked_prefill_tokens=256, stall_ms=STALL_MS)
+        case "steps retracted":
+            writers = tuple(_arrivals(name, requests=40, until_step=200, longest_answer=400))
+            return TraceLoad(
+                writers,
+                kv_tokens=2400,
+                chunked_prefill_tokens=256,
+                ignore_eos=False,
+                steps=4000,
+                stall_ms=STALL_MS,
+            )
     raise ValueError(f"unknown load {name}")
+
+
+def _aborts(arrivals: tuple[Arrival, ...]) -> dict[str, int]:
+    return {one.id: one.step + n % 17 for n, one in enumerate(arrivals) if n % 3}
 
 
 def _arrivals(seed: str, *, requests: int, until_step: int, longest_answer: int = 60) -> Iterator[Arrival]:
@@ -122,7 +155,7 @@ class Traced:
         )
         queue = FairQueue(make_policy(load.policy, quantum=QUANTUM))
         trace = calls(queue)
-        replica = Replica(queue, _Second(), settings)
+        replica = Replica(queue, _Second(), settings, steps=make_steps(queue.policy, load.stall_ms))
         answer, task.answer = task.answer, lambda prompt, tokens: bytes(4 * tokens)
         try:
             for step in range(load.steps):
@@ -144,8 +177,12 @@ class Traced:
         """By SGLang's scheduler. `engine` is a `engines.bench.one_process.Engine`."""
         from sglang.srt.managers.io_struct import AbortReq
 
-        load, scheduler = self.load, engine._scheduler
+        from sglang_fair.overlay.clock import Clock
+
+        load, scheduler, now_s = self.load, engine._scheduler, 0.0
+        os.environ["SGLANG_FAIR_STALL_MS"] = str(load.stall_ms)
         engine.use(load.policy, overlay=True)
+        scheduler.clock = Clock(is_shared=False, read=lambda: now_s)
         engine.limit_pool(load.kv_tokens)
         scheduler.send_abort_output = lambda *args, **kwargs: None
         scheduler.chunked_prefill_size = load.chunked_prefill_tokens
@@ -154,6 +191,7 @@ class Traced:
         ratio.min, ratio.decay = 0.0, load.ratio / RATIO_DECAY_STEPS
         trace = calls(scheduler.fair.queue)
         for step in range(load.steps):
+            now_s = float(step)
             for arrival in load.arrivals:
                 if arrival.step == step:
                     request = engine.request(

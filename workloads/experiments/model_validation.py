@@ -238,6 +238,7 @@ class _Validate:
             cost_model=site.cost_model if emulated else None,
             quantum=table.Cluster.quantum if site.quantum is None else site.quantum,
             worker_quantum=site.worker_quantum,
+            stall_ms=site.stall_ms,
             extra=tuple(arguments),
         )
         start = SpawnCluster(settings, self._folder)

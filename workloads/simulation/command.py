@@ -94,14 +94,7 @@ def simulate(
     ] = None,
     cost: Annotated[str, cluster_setting("cost")] = SITE.cost,
     payer: Annotated[str, cluster_setting("payer")] = SITE.payer,
-    stall_ms: Annotated[
-        float,
-        ClusterOption(
-            "--stall-ms",
-            metavar="MS",
-            help="Longest prefill step while other clients have requests; 0: prompts first, as in the papers.",
-        ),
-    ] = SITE.stall_ms,
+    stall_ms: Annotated[float, cluster_setting("stall_ms")] = SITE.stall_ms,
     client_weights: Annotated[Mapping[str, float] | None, cluster_setting("client_weights")] = None,
     hop: Annotated[
         float | None, ClusterOption(metavar="S", help="Network time of a request, both ways.")

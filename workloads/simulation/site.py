@@ -21,7 +21,7 @@ from sglang_fair.core.cost import Cost, make_cost
 from sglang_fair.core.payers import make_payers
 from sglang_fair.core.policy import Policy, checked_quantum
 from sglang_fair.core.queue import FairQueue
-from sglang_fair.core.steps import DEFAULT_STALL_MS, checked_stall_ms, make_steps
+from sglang_fair.core.steps import checked_stall_ms, make_steps
 from sglang_fair.settings import table
 from sglang_fair.sim.cost_model import CostModel, Scaled, kv_tokens, make_cost_model
 from sglang_fair.sim.gpus import GPUS
@@ -56,7 +56,7 @@ class Site:
     output_weight: float | None = None
     client_weights: Mapping[str, float] = field(default_factory=dict)
     payer: str = table.Cluster.payer
-    stall_ms: float = DEFAULT_STALL_MS
+    stall_ms: float = table.Cluster.stall_ms
     """Longest prefill step while others have requests, under the policies that share steps; 0: prompts go first."""
     kv_tokens: int | None = None
     """Tokens that one replica's cache holds. None: what is left on the GPU beside the model."""
