@@ -309,7 +309,7 @@ class Router:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What bounds a gateway. Counts are of one process. What clients share is shared as `router.room` says."""
+    """What bounds a gateway. Counts are of one process. What clients share is shared as `router.shared_limit` says."""
 
     max_in_flight: Annotated[
         int,

@@ -100,14 +100,14 @@ class Watch:
         """Whether it answers although its scheduler hangs."""
         return self._hangs.get(worker, 0) >= HANGS
 
-    def answered(self, worker: str, ready: bool, now_s: float, pulse: Liveness | None = None) -> None:
+    def answered(self, worker: str, ready: bool, now_s: float, liveness: Liveness | None = None) -> None:
         """It has answered a health check."""
         self._heard_s[worker] = now_s
         self._refusals.pop(worker, None)
         (self._leaving.discard if ready else self._leaving.add)(worker)
-        if pulse is None or not any(one.hangs(self._timeout_s) for one in pulse.schedulers):
+        if liveness is None or not any(one.hangs(self._timeout_s) for one in liveness.schedulers):
             self._hangs.pop(worker, None)
-        elif pulse.in_flight > 0 or worker in self._hangs:
+        elif liveness.in_flight > 0 or worker in self._hangs:
             self._hangs[worker] = self._hangs.get(worker, 0) + 1
         if not self.hangs(worker):
             self.silent -= {worker}
@@ -209,8 +209,8 @@ class Health:
         try:
             timeout = aiohttp.ClientTimeout(total=self._timeout_s)
             async with session.get(f"{up.url.rstrip('/')}/ready", timeout=timeout) as response:
-                pulse = Liveness.read(await response.read())
-                self.watch.answered(up.worker, response.status != 503, time.monotonic(), pulse)
+                liveness = Liveness.read(await response.read())
+                self.watch.answered(up.worker, response.status != 503, time.monotonic(), liveness)
         except TimeoutError:
             pass  # silence: `decide` notices
         except (aiohttp.ClientError, OSError):
