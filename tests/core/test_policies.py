@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 from sglang_fair.common.weights import Weights
 from sglang_fair.core import POLICIES, make_policy, options_of
 from sglang_fair.core.job import Job
+from sglang_fair.core.payers import RULES, make_payers
 from sglang_fair.core.policy import Policy
 from sglang_fair.core.queue import FairQueue
-from tests.support.engine_model import ClientHabit, EngineCase, EngineModel, Traffic, cases, run
+from tests.support.engine_model import ClientHabit, EngineCase, EngineModel, Request, Traffic, cases, run
 
 CONFORMANCE = settings(max_examples=20, deadline=None, derandomize=True)
 ON_THE_ENGINE = settings(CONFORMANCE, max_examples=10)
@@ -373,28 +374,52 @@ TYPICAL = EngineCase(
 )
 
 
-def fingerprint() -> str:
-    """Every policy's admissions of a typical case."""
-    lines = [f"{name} {admission}" for name in POLICIES for admission in run(TYPICAL, make(name)).admissions]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+def decisions(name: str, seed: int) -> list[str]:
+    """What a scheduler decided of a case that has everything: names that come once, weights that change, requests that
+    are aborted and taken back, shared prices, a cache too small, chunks, passes in which many are put off."""
+    random, rule = Random(seed), RULES[seed % len(RULES)]
+    queue = FairQueue(make(name), payers=make_payers(rule))
+    replica = EngineModel(queue, pool_tokens=80, cache_tokens=48, step_tokens=20, block_tokens=2)
+    traffic = Traffic(replace(TYPICAL, seed=seed))
+    told = []
+    for step in range(60):
+        traffic.step(replica)
+        tokens = tuple(random.randrange(3) for _ in range(random.randint(1, 6)))
+        replica.arrive(Request(f"once {step}", f"name {random.randrange(100)}", tokens, 3, 5))
+        if step % 20 == 10:
+            queue.account.set_weights({"a": random.choice([0.5, 1.5]), "name 7": 3.0})
+        running = [job.id for job in queue.running()]
+        if running and random.random() < 0.2:
+            replica.retract(random.choice(running))
+        replica.step()
+        told.append(json.dumps(queue.status()))
+    return [*told, *map(str, replica.admissions), *replica.refused]
 
 
-def test_hash_seeds_do_not_matter():
-    """Sets and dictionaries of strings are laid out differently in each process."""
-    command = [sys.executable, "-c", "from tests.core.test_policies import fingerprint; print(fingerprint())"]
-    root = Path(__file__).parents[2]
-    seen = {
-        subprocess.run(
-            command,
-            cwd=root,
+def fingerprints() -> dict[str, str]:
+    """Of every policy's decisions in four cases."""
+    made = {name: "\n".join(line for seed in range(4) for line in decisions(name, seed)) for name in POLICIES}
+    return {name: hashlib.sha256(lines.encode()).hexdigest() for name, lines in made.items()}
+
+
+def test_schedulers_that_are_fed_alike_decide_alike():
+    """The ranks of one replica are processes of their own, and all must form the same batches. Sets and dictionaries of
+    strings are laid out differently in each, objects lie at other addresses, and clocks show other times."""
+    program = (
+        "import json; from tests.core.test_policies import fingerprints; print(json.dumps(fingerprints()))"
+    )
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            cwd=Path(__file__).parents[2],
             env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True,
+            stdout=subprocess.PIPE,
             text=True,
-            check=True,
-        ).stdout.strip()
+        )
         for seed in ("1", "2")
-    }
-    assert seen == {fingerprint()}
+    ]
+    found = [json.loads(rank.communicate()[0]) for rank in ranks]
+    assert found[0] == found[1] == fingerprints()
 
 
 @every_policy
