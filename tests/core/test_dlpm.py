@@ -947,7 +947,7 @@ def test_a_new_client_is_served_at_once_and_keeps_nobody_from_a_quantum():
     policy = Dlpm(quantum=1000)
     for number in range(500):
         policy.arrive(Job(str(number), f"client{number % 50}", arrival=number, prefix_tokens=9))
-    for _ in range(100):
+    for _ in range(60):
         job = policy.pick()
         policy.leave(job)
         policy.charge(job.client, 500)
