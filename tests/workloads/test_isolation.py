@@ -175,9 +175,16 @@ def test_the_client_that_fares_worst_is_the_rows():
 
 
 def test_what_stands_behind_dashes_is_for_our_clusters():
-    base = Cluster(replicas=2, engine="emulated", gpu="a100-80g", model="llama-3.1-8b", extra=("--a", "b"))
-    given = our_settings(base, ["--quantum", "500"])
-    assert given == replace(base, quantum=500.0)
+    base = Cluster(
+        replicas=2,
+        engine="emulated",
+        gpu="a100-80g",
+        model="llama-3.1-8b",
+        time_scale=4.0,
+        extra=("--a", "b"),
+    )
+    given = our_settings(base, ["--quantum", "500", "--stall-ms", "50"])
+    assert given == replace(base, quantum=500.0, stall_ms=200.0), "a slow engine's milliseconds are long"
 
 
 @pytest.mark.parametrize(
@@ -197,11 +204,11 @@ def test_bad_arguments_are_refused(arguments, said, capsys):
 # ---- the attack itself
 
 
-def simulated(stack, scene, seconds=20.0):
+def simulated(stack, scene, seconds=10.0):
     clients, at_once = scene.load(PackedCodec(), "0", replicas=1)
-    site = Site(placement="least_requests", policy=stack.policy.removeprefix("sglang:"))
+    site = Site(placement="least_requests", policy=stack.policy.removeprefix("sglang:"), hop_s=0.002)
     plan = Plan(seconds, at_once=at_once, connections_per_client=1_000)
-    return observe(simulate(site, clients, plan), 5.0)
+    return observe(simulate(site, clients, plan), 3.0)
 
 
 def test_stock_starves_a_running_victim_beside_the_trickle():
@@ -211,6 +218,15 @@ def test_stock_starves_a_running_victim_beside_the_trickle():
     assert alone.victim_tokens_per_s[VICTIM] > 1_000
     assert row.victim_share_of_gps is not None
     assert row.victim_share_of_gps < 0.05
+
+
+@pytest.mark.parametrize("policy", ["dlpm", "vtc"])
+def test_a_running_victim_keeps_its_share_beside_the_trickle(policy):
+    stack = Stack(OURS, "d2lpm", policy)
+    beside, alone = Scene(TRICKLE, victim=True), Scene(victim=True)
+    (row,) = rows({(stack, scene): [simulated(stack, scene)] for scene in (beside, alone)})
+    assert row.victim_share_of_gps is not None
+    assert row.victim_share_of_gps >= 0.9
 
 
 @pytest.mark.engine

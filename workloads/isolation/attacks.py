@@ -7,7 +7,7 @@ others in another way. All prompts are unique. Times are seconds of the engine, 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from workloads.arrivals import EvenArrivals, GammaArrivals
 from workloads.clients import Client
@@ -32,8 +32,8 @@ class Requests:
 
     input_tokens: int
     output_tokens: int
-    under_way: int
-    """At each replica."""
+    under_way: float
+    """At each replica, on average."""
     pause_s: float = 0.0
     """Mean of the exponential pause before each request."""
 
@@ -70,6 +70,7 @@ RUNNING = Requests(64, 1_024, 24)
 """A victim's: they do nothing but decode."""
 
 TRICKLE = "prefill-trickle"
+MIDDLE = Requests(512, 256, 250)
 ATTACKS: Mapping[str, Attack] = {
     attack.name: attack
     for attack in (
@@ -77,9 +78,21 @@ ATTACKS: Mapping[str, Attack] = {
         Attack("long-prompts", "64 prompts of 8,000 tokens with short answers", Requests(8_000, 16, 16)),
         Attack("many-short", "400 short requests", Requests(200, 32, 100)),
         Attack("long-outputs", "400 answers of 2,048 tokens", Requests(256, 2_048, 100)),
-        Attack("1000-concurrent", "1,000 requests of middle length", Requests(512, 256, 250)),
+        Attack("1000-concurrent", "1,000 requests of middle length", MIDDLE),
     )
 }
+FLOOD = "flood-"
+"""`flood-N` is N requests of middle length, for four replicas."""
+
+
+def find_attack(name: str) -> Attack:
+    """One of `ATTACKS`, or a flood. Raises ValueError for any other name."""
+    if name in ATTACKS:
+        return ATTACKS[name]
+    count = name.removeprefix(FLOOD)
+    if count == name or not count.isdecimal() or not int(count):
+        raise ValueError(f"no attack {name!r}; there are {', '.join(ATTACKS)} and {FLOOD}N")
+    return Attack(name, f"{count} requests of middle length", replace(MIDDLE, under_way=int(count) / 4))
 
 
 def light_clients(
@@ -130,13 +143,13 @@ class Scene:
         """The clients, and how many requests those of the closed loop keep under way."""
         closed = {VICTIM: RUNNING} if self.victim else {}
         if self.attack is not None:
-            closed[OTHER] = ATTACKS[self.attack].requests
+            closed[OTHER] = find_attack(self.attack).requests
         others = (
             requests.client(name, codec, seed, replicas=replicas, pace=pace)
             for name, requests in closed.items()
         )
         light = light_clients(self.light, codec, seed, period_s=period_s, pace=pace)
-        return (*light, *others), {name: replicas * one.under_way for name, one in closed.items()}
+        return (*light, *others), {name: round(replicas * one.under_way) for name, one in closed.items()}
 
 
 def scenes(attacks: Sequence[str], light: int) -> tuple[Scene, ...]:

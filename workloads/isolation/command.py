@@ -10,13 +10,15 @@ V/bin/pip install sglang-router==0.3.2` and name it by `--sglang-router V/bin/sm
 
 An emulated GPU keeps true time only as long as the machine's cores can run all schedulers. `--time-scale` makes every
 step so many times as long, and the result's `timing` says how much of their time the GPUs of each stack stood still
-although requests were there.
+although requests were there. In some scenes GPUs have to rest; where they rest in a flood, this machine's cores were
+too slow to bring it the requests.
 """
 
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,7 +33,7 @@ from sglang_fair.settings.setting import changed, command_line
 from sglang_fair.settings.table import STOCK_PREFIX, Cluster
 from workloads.compare.cluster import ClusterError, SpawnCluster
 from workloads.compare.comparison import order
-from workloads.isolation.attacks import ATTACKS, LIGHT_PERIOD_S, Scene, scenes
+from workloads.isolation.attacks import ATTACKS, FLOOD, LIGHT_PERIOD_S, Scene, find_attack, scenes
 from workloads.isolation.live import STREAM_INTERVAL_TOKENS, Lab
 from workloads.isolation.measures import OURS, STOCK, IsolationRow, Observed, Stack, observe, rows
 from workloads.report import number
@@ -44,21 +46,23 @@ EPILOG = "Arguments behind -- are further options of `sglang-fair cluster`, for 
 
 
 def measure(
-    show: Show, lab: Lab, stacks: Sequence[Stack], attacks: Sequence[str], *,
+    show: Show, lab: Lab, stacks: Mapping[Stack, Sequence[str]], *,
     light: int, repeats: int, seed: int, records: Path | None,
 ) -> dict[str, Any]:  # fmt: skip
-    """The result. Raises ClusterError and DidNotStart for a stack that does not start or breaks down."""
+    """The result, of each stack with its attacks.
+
+    Raises ClusterError and DidNotStart for a stack that does not start or breaks down.
+    """
     runs: dict[tuple[Stack, Scene], list[Observed]] = {}
     timing: dict[Stack, list[dict[str, float]]] = {stack: [] for stack in stacks}
     reports: dict[str, Any] = {}
     named = {stack.title: stack for stack in stacks}
-    wanted = scenes(attacks, light)
     for repeat, title in order(list(named), repeats):
         stack = named[title]
         show(f"repeat {repeat + 1}, starting {title}")
         with lab.start(stack) as (cluster, reported):
             reports[title] = reported
-            for scene in wanted:
+            for scene in scenes(stacks[stack], light):
                 name = f"{stack.name}-{stack.policy}.{scene.name}.{repeat}.jsonl".replace(":", "-")
                 made, passed = lab.run(
                     cluster, stack, scene,
@@ -68,7 +72,9 @@ def measure(
                 found = observe(made, lab.warm_up_s * lab.pace, lab.pace)
                 runs.setdefault((stack, scene), []).append(found)
                 timing[stack] += passed
-                show(f"  {scene.name}: {in_words(found)}; GPUs stalled {stalled(passed):.1%}")
+                show(
+                    f"  {scene.name}: {in_words(found)}; GPUs busy {busy(passed):.0%}, stalled {stalled(passed):.1%}"
+                )
     table = rows(runs)
     show(render(table))
     return {
@@ -78,7 +84,7 @@ def measure(
         "versions": versions(),
         "machine": machine(),
         "case": {
-            "attacks": {name: asdict(ATTACKS[name]) for name in attacks},
+            "attacks": {name: asdict(find_attack(name)) for name in dict.fromkeys(chain(*stacks.values()))},
             "light": light,
             "ours": changed(lab.ours.settings),
             "stock": changed(lab.stock.settings),
@@ -87,7 +93,10 @@ def measure(
             "period_s": lab.period_s,
         },
         "stacks": reports,
-        "timing": {stack.title: {"stalled": round(stalled(passed), 4)} for stack, passed in timing.items()},
+        "timing": {
+            stack.title: {"busy": round(busy(passed), 4), "stalled": round(stalled(passed), 4)}
+            for stack, passed in timing.items()
+        },
         "rows": [asdict(row) for row in table],
     }
 
@@ -96,6 +105,11 @@ def stalled(totals: Sequence[Mapping[str, float]]) -> float:
     """The part of their busy time that emulated GPUs stood still although requests were there."""
     busy_s = sum(one["busy_s"] for one in totals)
     return sum(one["stalled_s"] for one in totals) / busy_s if busy_s else 0.0
+
+
+def busy(totals: Sequence[Mapping[str, float]]) -> float:
+    """The part of the runs' time in which emulated GPUs computed."""
+    return sum(one["busy_s"] for one in totals) / sum(one["elapsed_s"] for one in totals)
 
 
 def in_words(found: Observed) -> str:
@@ -131,10 +145,14 @@ def render(table: Sequence[IsolationRow]) -> str:
 
 def isolation(
     quick: Annotated[
-        bool, Option("--quick", help="One short run of each scene: under ten minutes on two cores.")
+        bool,
+        Option(
+            "--quick",
+            help="One short run of each scene, policies but the first with the first attack alone: under ten minutes.",
+        ),
     ] = False,
     attacks: Annotated[
-        str, Option(metavar="ATTACK,...", help=f"Comma separated, of {', '.join(ATTACKS)}.")
+        str, Option(metavar="ATTACK,...", help=f"Comma separated, of {', '.join(ATTACKS)}, and {FLOOD}N.")
     ] = ",".join(ATTACKS),
     policies: Annotated[
         str, Option(metavar="POLICY,...", help="Ours, comma separated; stock SGLang is always there.")
@@ -149,7 +167,7 @@ def isolation(
     ] = 2.0,
     seconds: Annotated[
         float | None,
-        Option(metavar="S", help="Measured in each run, of the engine's time (20; with --quick 4)."),
+        Option(metavar="S", help="Measured in each run, of the engine's time (10; with --quick 3)."),
     ] = None,
     repeats: Annotated[
         int | None, Option(metavar="N", help="Runs of each scene; medians are shown (3; with --quick 1).")
@@ -169,7 +187,7 @@ def isolation(
     Progress and a table go to stderr; the result is the last line of stdout. Exit code 0, 2 for bad input or a cluster
     that does not start or breaks down.
     """
-    asked, ours = names(attacks, ATTACKS, "attack"), names(policies, POLICIES, "policy")
+    asked, ours = _attacks(attacks), _policies(policies)
     if min(light, replicas) < 1 or (repeats is not None and repeats < 1):
         raise Mistake("--light, --replicas and --repeats must be at least 1")
     if time_scale <= 0 or (seconds is not None and not 0 < seconds < float("inf")):
@@ -183,22 +201,21 @@ def isolation(
         ours=SpawnCluster(our_settings(stock, rest or ()), logs),
         stock=SpawnCluster(stock, logs),
         sglang_router=program,
-        warm_up_s=1.0 if quick else 5.0,
-        seconds=seconds or (4.0 if quick else 20.0),
-        drain_s=2.0 if quick else 10.0,
-        period_s=1.5 if quick else LIGHT_PERIOD_S,
+        warm_up_s=2.0 if quick else 4.0,
+        seconds=seconds or (3.0 if quick else 10.0),
+        drain_s=1.0 if quick else 5.0,
+        period_s=1.5 if quick else LIGHT_PERIOD_S / 2,
     )
-    stacks = [
-        Stack(STOCK, STOCK_PLACEMENT, STOCK_POLICY),
-        *(Stack(OURS, placement, policy) for policy in ours),
-    ]
+    stacks = {Stack(STOCK, STOCK_PLACEMENT, STOCK_POLICY): asked}
+    for place, policy in enumerate(ours):
+        stacks[Stack(OURS, placement, policy)] = asked[:1] if quick and place else asked
 
     def measuring(show: Show) -> dict[str, Any]:
         show(f"logs of the clusters: {logs}")
         if program is None:
             show(f"there is no program {sglang_router}: our own gateway with cache_aware stands in for it")
         return measure(
-            show, lab, stacks, asked,
+            show, lab, stacks,
             light=light, repeats=repeats or (1 if quick else 3), seed=seed, records=records,
         )  # fmt: skip
 
@@ -208,18 +225,29 @@ def isolation(
 
 
 def our_settings(base: Cluster, words: Sequence[str]) -> Cluster:
-    """`base` with what the words say as on the command line of `sglang-fair cluster`. SystemExit for bad ones."""
+    """`base` with what the words say as on the command line of `sglang-fair cluster`. SystemExit for bad ones.
+
+    Times are the engine's: they take as long as its steps.
+    """
     given: Cluster = parse("cluster", (*words, *command_line(Cluster, changed(base))))
-    return given
+    return replace(given, stall_ms=given.stall_ms * base.time_scale)
 
 
-def names(text: str, known: Iterable[str], what: str) -> tuple[str, ...]:
-    """Comma separated names, each of which is known. Raises Mistake."""
+def _policies(text: str) -> tuple[str, ...]:
+    """Comma separated policies of ours. Raises Mistake."""
     found = tuple(dict.fromkeys(text.split(",")))
     for name in found:
-        if name not in known:
-            raise Mistake(f"no {what} {name!r}; there are {', '.join(known)}")
+        if name not in POLICIES:
+            raise Mistake(f"no policy {name!r}; there are {', '.join(POLICIES)}")
     return found
+
+
+def _attacks(text: str) -> tuple[str, ...]:
+    """Comma separated attacks. Raises Mistake."""
+    try:
+        return tuple(find_attack(name).name for name in dict.fromkeys(text.split(",")))
+    except ValueError as error:
+        raise Mistake(str(error)) from None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

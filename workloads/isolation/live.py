@@ -99,7 +99,7 @@ class Lab:
         reported: Mapping[str, Any],
         path: Path | None,
     ) -> tuple[Run, list[dict[str, float]]]:
-        """One run with empty caches and new names, and how true each emulated GPU's timing was."""
+        """One run with empty caches and new names, and what each emulated GPU's clock says."""
         clients, at_once = scene.load(
             PackedCodec(),
             seed,
@@ -123,9 +123,10 @@ class Lab:
             started_unix_s=time.time(),
         )
         flush(cluster)
-        before = clocks(cluster)
+        before, began_s = clocks(cluster), time.monotonic()
         with Records(path, manifest) as records:
             tag = f"@{scene.name}.{repeat}"
             asyncio.run(Driver(Endpoint(cluster.gateway), clients, plan, records, tag=tag).run())
-        passed = [since(late, early) for late, early in zip(clocks(cluster), before, strict=True)]
-        return records.run, passed
+        after, elapsed_s = clocks(cluster), time.monotonic() - began_s
+        passed = [since(late, early) for late, early in zip(after, before, strict=True)]
+        return records.run, [{**one, "elapsed_s": elapsed_s} for one in passed]
