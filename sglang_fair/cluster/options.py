@@ -41,11 +41,12 @@ NOT_HERE: Mapping[str, str] = {
     "--nnodes": "all replicas of a cluster run on this machine; start those that span several by themselves",
     "--node-rank": "all replicas of a cluster run on this machine; start those that span several by themselves",
     "--dist-init-addr": "all replicas would listen there; each finds an address of its own",
+    "--pp": "several of SGLang's arguments begin so; write --pp-size",
 }
 """SGLang arguments that no replica of a cluster can be given, and why."""
 
 TENSOR = ("--tp", "--tp-size", "--tensor-parallel-size")
-PIPELINE = ("--pp", "--pp-size", "--pipeline-parallel-size")
+PIPELINE = ("--pp-size", "--pipeline-parallel-size")
 DATA = ("--dp", "--dp-size", "--data-parallel-size")
 
 READ = {*OURS, *NOT_HERE, *TENSOR, *PIPELINE, *DATA, "--page-size"}
@@ -92,7 +93,7 @@ def check(options: Options) -> None:
     if options.engine == "emulated" and options.device == "cuda":
         raise ConfigError("--engine emulated needs no GPU: leave --device out", "device")
     if options.engine == "emulated" and gpus_per_replica(options.extra) > 1:
-        raise ConfigError("an emulated replica is one GPU: leave --tp and --pp out", "extra")
+        raise ConfigError("an emulated replica is one GPU: leave --tp and --pp-size out", "extra")
     checks: tuple[tuple[str, Callable[[], object]], ...] = (
         ("cost", options.service_cost),
         # Whether or not the policy uses them:

@@ -355,6 +355,7 @@ def test_the_words_behind_the_dashes_that_would_move_gpus() -> None:
         (("--base-gpu-id", "2"), "say in CUDA_VISIBLE_DEVICES which the cluster may use"),
         (("--gpu-id-step=2",), "say in CUDA_VISIBLE_DEVICES which the cluster may use"),
         (("--nnodes", "2"), "all replicas of a cluster run on this machine"),
+        (("--pp", "2"), "write --pp-size"),
         (("--node-rank=1",), "all replicas of a cluster run on this machine"),
         (("--dist-init-addr", "h:1"), "each finds an address of its own"),
         (("--base-gpu", "2"), "write --base-gpu-id in full, not --base-gpu"),

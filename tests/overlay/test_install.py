@@ -1,5 +1,6 @@
 """A server that says DLPM runs DLPM, or does not run: each way in which the overlay could be lost is loud."""
 
+import json
 import os
 import subprocess
 import sys
@@ -79,3 +80,30 @@ def test_without_the_overlay_sglang_refuses_our_policies() -> None:
 def test_sglang_takes_our_arguments() -> None:
     done = run(PARSE.format(arguments='"--schedule-policy", "dlpm", "--fair-quantum", "700"'))
     assert done.stdout.strip().splitlines()[-1:] == ["policy dlpm"], done.stderr[-2000:]
+
+
+def test_sglang_takes_what_a_replica_on_gpus_is_started_with() -> None:
+    """Its own parser, without the rest of its start, which looks for the GPUs."""
+    done = run("""
+import argparse, json
+from sglang_fair.engines import replica
+from sglang_fair.models.catalog import ServedModel
+options = replica.parse(["--device", "cuda", "--model", "big", "--port", "30003", "--kv-port", "30004",
+                         "--policy", "vtc", "--client-weights", '{"gold": 2}', "--", "--tp", "2", "--pp-size", "2"])
+argv = replica.server_arguments(options, ServedModel("big", "/models/big", "big"))
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.server_args import ServerArgs
+parser = argparse.ArgumentParser()
+ServerArgs.add_cli_args(parser)
+taken = parser.parse_args(argv)
+print(json.dumps([taken.model_path, taken.schedule_policy, taken.tp_size, taken.pp_size, taken.device,
+                  taken.attention_backend, taken.disable_overlap_schedule, json.loads(taken.fair_client_weights)]))
+print(json.dumps(replica.environment(options)))
+""")
+    assert done.returncode == 0, done.stderr[-2000:]
+    taken, environment = (json.loads(line) for line in done.stdout.splitlines()[-2:])
+    assert taken == ["/models/big", "vtc", 2, 2, None, None, False, {"gold": 2}], (
+        "SGLang's own choices on a GPU"
+    )
+    assert not {"SGLANG_PLATFORM", "CUDA_VISIBLE_DEVICES"} & set(environment)
