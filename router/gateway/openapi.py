@@ -58,8 +58,10 @@ ADMIN_ERRORS = ("400", "401", "403", "404", "409", "413", "503")
 
 ANSWER = (
     "The replica's answer, whole or, with `stream`, as server-sent events. Sampled answers are not repeatable, not "
-    "even with a `seed`, unless the engine is deterministic; so a stream whose replica is lost is continued by another "
-    "one only if decoding is greedy, and otherwise ends in an `error` event without `[DONE]`."
+    "even with a `seed`, unless the engine is deterministic. A stream whose replica is lost is continued by another "
+    "one: a greedy one in the same words, a sampled one from the tokens it has, as a sample of the same distribution. "
+    "It ends in an `error` event without `[DONE]` if that cannot be done: with logprobs, `n` above 1, tools, a "
+    "grammar, or sampling that looks back on its own output (presence and repetition penalties)."
 )
 
 

@@ -49,6 +49,7 @@ from router.gateway.routing.link import RouterGone
 from router.gateway.routing.placer import Placer
 from router.gateway.sharing.allowance import Allowance, Capacity
 from router.wire import pack_tokens, unpack_tokens
+from sglang_fair.common import token_ids
 from sglang_fair.common.identity import (
     ANNOUNCEMENTS,
     ANONYMOUS,
@@ -214,6 +215,8 @@ class _Exchange:
         services = self._services
         tokens = await services.intake.routed_tokens(call, self._allowance.share)
         resumable = Resumable(call) if call.resume else None
+        if call.asks_for_token_ids:
+            headers |= {token_ids.HEADER: "1"}
         max_silenced = 1 if len(call.encoded) > LARGE_BYTES else MAX_SILENCED
         retries = Retries(services.limits.tries, max_silenced)
         leg = _Leg(call, tokens, self._arrived_s)
@@ -233,7 +236,7 @@ class _Exchange:
                         outcome = Mismatch(str(error))
                         continue
                 case EndStream():
-                    await reply.end(DONE)
+                    await reply.end((resumable.closing() if resumable is not None else b"") + DONE)
                     return
                 case GiveUp(error):
                     if not reply.started:

@@ -14,7 +14,7 @@ from sglang.srt.runtime_context import get_disagg, get_parallel
 
 from sglang_fair.core.admission import DELAYED_POLL_S
 from sglang_fair.core.cost import describe
-from sglang_fair.overlay import config, counts, heartbeat, kv_events, load_file, refusal
+from sglang_fair.overlay import config, counts, heartbeat, kv_events, load_file, refusal, token_ids
 from sglang_fair.overlay.clock import Clock, TimedReceiver
 from sglang_fair.overlay.identity import carry_client
 from sglang_fair.overlay.replica import ReplicaFairness
@@ -252,6 +252,8 @@ def from_cli_args(original: Callable[..., Any], cls: type, args: Any) -> Any:
 def generate_request(original: Callable[..., Any], manager: Any, obj: Any, request: Any = None) -> Any:
     carry_client(obj, request)
     outputs = original(manager, obj, request)
+    if token_ids.are_wanted(request):
+        outputs = token_ids.noted(outputs, are_new=manager.incremental_streaming_output)
     if request is None or not refusal.may_refuse(manager.server_args.schedule_policy):
         return outputs
     return refusal.noted(outputs, request)
@@ -259,6 +261,7 @@ def generate_request(original: Callable[..., Any], manager: Any, obj: Any, reque
 
 def tokenizer_manager_started(result: Any, manager: Any, server_args: Any, *args: Any, **kwargs: Any) -> None:
     add_routes(manager)
+    token_ids.attach()
     if refusal.may_refuse(server_args.schedule_policy):
         refusal.add_middleware()
 

@@ -2,6 +2,8 @@
 
 import json
 import random
+from collections import Counter
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.gateway.answer.resume import Diverged, Resumable
-from router.gateway.answer.sse import Stream
+from router.gateway.answer.sse import COMMENTS, Stream
 from router.gateway.request.call import Call, parse
 from router.gateway.request.continuation import continuation
 from router.gateway.request.tokens import Tokens
+from sglang_fair.common.token_ids import comment
 from tests.support.stand_in import Engine, make_tokenizer
 
 KINDS = ("chat", "completions", "generate")
@@ -53,12 +56,17 @@ class Ones(random.Random):
         return seq[0]
 
 
+@cache
+def tokens_of(folder: Path) -> Tokens:
+    return Tokens(folder)
+
+
 class Client:
     """One client's stream, over as many engines as it takes."""
 
     def __init__(self, tokenizer: Path, kind: str, body: dict[str, Any]) -> None:
         self.call: Call = parse(kind, json.dumps(body).encode(), "tiny")
-        self.tokens = Tokens(tokenizer)
+        self.tokens = tokens_of(tokenizer)
         self.resumable = Resumable(self.call)
         self.leg: Call = self.call
         self.got = b""
@@ -67,10 +75,17 @@ class Client:
     def read(self, engine: Engine, rng: random.Random, events: int | None) -> None:
         """`events` of the leg's stream, or all, in pieces of any length."""
         self.legs.append(json.loads(self.leg.forwarded(f"{len(self.legs):032x}")))
-        sent = list(engine.events(self.call.kind, self.legs[-1], lambda: rng.choice((1, 1, 2, 5))))
+        with_ids = self.call.asks_for_token_ids
+        made = engine.events(
+            self.call.kind, self.legs[-1], lambda: rng.choice((1, 1, 2, 5)), ids_of_chats=with_ids
+        )
+        sent = list(made)
         data = b"".join(sent if events is None else sent[:events])
-        if events is not None:
-            data += sent[events][: rng.randrange(len(sent[events]))] if events < len(sent) else b""
+        if events is not None and events < len(sent):
+            part = sent[events]
+            # A replica that has not sent any ids yet may be one that sends none.
+            whole = len(part) if COMMENTS.search(data) or not with_ids else part.find(b"\n\n") + 2
+            data += part[: rng.randrange(whole)]
         stream = Stream(self.leg)
         while data:
             size = rng.randrange(1, 400)
@@ -79,8 +94,7 @@ class Client:
             data = data[size:]
 
     def lose(self) -> None:
-        prompt = [] if self.call.kind == "chat" else self.tokens.ids(self.call)
-        self.leg = self.resumable.next_leg(prompt, self.tokens.text).call
+        self.leg = self.resumable.next_leg(self.tokens.ids(self.call), self.tokens.text).call
 
     def reading(self) -> dict[str, Any]:
         """What it makes of its stream."""
@@ -169,7 +183,7 @@ def test_what_was_sent_is_not_decoded_again(tokenizer: Path, kind: str) -> None:
 def test_a_stop_text_that_was_begun_is_recognized_elsewhere(tokenizer: Path, kind: str, sent: int) -> None:
     engine = Engine(tokenizer)
     found = 0
-    for number in range(20):
+    for number in range(40):
         body = request(kind, f"prompt {number}", 40)
         *_, last = engine.steps(kind, body)
         stop = last.text[20:23]
@@ -235,17 +249,282 @@ def test_a_tool_call_is_not_begun_again(tokenizer: Path) -> None:
         resumable.next_leg([], lambda ids, hide: "")
 
 
+# -- sampled streams
+
+
+def sampled(kind: str, text: str, limit: int, **more: Any) -> dict[str, Any]:
+    """A request whose tokens are drawn."""
+    body = request(kind, text, limit, **more)
+    holder = body["sampling_params"] if kind == "generate" else body
+    holder["temperature"] = 1.0
+    return body
+
+
+def with_losses(client: Client, engine: Engine, cuts: list[int], rng: random.Random) -> None:
+    """Reads a whole stream, and loses the replica after each of `cuts` events of a leg."""
+    for cut in cuts:
+        client.read(engine, rng, cut)
+        if client.got.endswith(b"[DONE]\n\n"):
+            return
+        if client.got and client.resumable.is_complete:
+            client.got += client.resumable.closing() + b"data: [DONE]\n\n"
+            return
+        if client.got:
+            client.lose()
+    client.read(engine, rng, None)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    kind=st.sampled_from(KINDS),
+    limit=st.integers(1, 40),
+    cuts=st.lists(st.integers(1, 45), max_size=4),
+    seed=st.integers(0, 2**32),
+)
+def test_a_sampled_stream_is_whole_wherever_it_is_cut(
+    tokenizer: Path, kind: str, limit: int, cuts: list[int], seed: int
+) -> None:
+    """No token is lost, none comes twice, and the text is that of the tokens, also in the middle of a character."""
+    rng = random.Random(seed)
+    client = Client(tokenizer, kind, sampled(kind, f"prompt {seed % 1000} é", limit))
+    assert client.call.resume == "sample"
+    with_losses(client, Engine(tokenizer, rng=rng), cuts, rng)
+    got, ids = client.reading(), list(client.resumable._ids)
+    assert b"token_ids" not in client.got
+    client.resumable._read()
+    assert len(ids or client.resumable._ids) == limit
+    prompt = client.tokens.ids(client.call)
+    before = client.tokens.text(prompt[-5:])
+    whole = client.tokens.text(prompt[-5:] + list(client.resumable._ids))[len(before) :]
+    assert got["text"] == whole
+    if kind == "generate":
+        assert (got["ends"], len(got["ids"])) == (1, limit)
+        assert (got["meta"]["prompt_tokens"], got["meta"]["completion_tokens"]) == (len(prompt), limit)
+    else:
+        assert got["ends"] == ["length"]
+        [usage] = got["usage"]
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(prompt), limit)
+    assert len(got["names"]) == 1
+    for leg in client.legs[1:]:
+        assert len(Engine(tokenizer).prompt(kind, leg)) >= len(prompt)
+
+
+DRAWN = 5
+"""Tokens of an answer of which the distribution is known."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sampled_stream_that_was_cut_is_a_true_sample(tokenizer: Path, kind: str) -> None:
+    """Pairs of neighbours, before, across and behind the cuts, come as often as in streams that nobody cuts.
+
+    Each token depends on the one before it, so a token that was forgotten, came twice or was drawn again shows. The
+    chances are computed. The generator is seeded: this fails or passes for good.
+    """
+    rng = random.Random(11)
+    engine = Engine(tokenizer, rng=rng)
+    body = sampled(kind, "p", DRAWN)
+    pairs: Counter[tuple[int, int, int]] = Counter()
+    number = 3000
+    prompt: list[int] = []
+    for _ in range(number):
+        client = Client(tokenizer, kind, body)
+        prompt = prompt or client.tokens.ids(client.call)
+        role = 1 if kind == "chat" else 0
+        with_losses(client, engine, [role + rng.randint(1, 3), role + rng.randint(1, 3)], Seldom(rng))
+        client.resumable._read()
+        ids = [prompt[-1], *client.resumable._ids]
+        assert len(ids) == DRAWN + 1
+        pairs.update((at, one, other) for at, (one, other) in enumerate(pairwise(ids)))
+    assert_like(pairs, chances(engine, prompt[-1]), number)
+
+
+def chances(engine: Engine, last: int) -> dict[tuple[int, int, int], float]:
+    """How likely each pair of neighbours is at each place."""
+    found: dict[tuple[int, int, int], float] = {}
+    now = {last: 1.0}
+    for at in range(DRAWN):
+        following: dict[int, float] = {}
+        for one, chance in now.items():
+            if one == engine._first:
+                drawn = {engine._second: 1.0}
+            else:
+                weights = engine.weights(one)
+                drawn = {
+                    word: weight / sum(weights) for word, weight in zip(engine._words, weights, strict=True)
+                }
+            for other, share in drawn.items():
+                found[at, one, other] = chance * share
+                following[other] = following.get(other, 0.0) + chance * share
+        now = following
+    return found
+
+
+def assert_like(
+    pairs: "Counter[tuple[int, int, int]]", expected: dict[tuple[int, int, int], float], number: int
+) -> None:
+    """Pearson's test; what is expected less than five times counts as one."""
+    assert set(pairs) <= set(expected)
+    often = {pair: number * chance for pair, chance in expected.items() if number * chance >= 5}
+    statistic = sum((pairs[pair] - mean) ** 2 / mean for pair, mean in often.items())
+    rest = sum(count for pair, count in pairs.items() if pair not in often)
+    rare = DRAWN * number - sum(often.values())
+    statistic += (rest - rare) ** 2 / rare
+    # A place with m pairs has m - 1 degrees of freedom; neighbouring places share their middle token.
+    freedom = len(often) + 1 - DRAWN
+    assert abs(statistic - freedom) < 4 * (2 * freedom) ** 0.5, (statistic, freedom)
+
+
+class Seldom(random.Random):
+    """Every token its own event, and cuts between events."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__()
+        self._rng = rng
+
+    def choice(self, seq: Any) -> Any:
+        return seq[0]
+
+    def randrange(self, *args: Any) -> int:
+        return self._rng.randrange(*args)
+
+
+def test_what_a_sampler_counts_is_carried_on(tokenizer: Path) -> None:
+    more = {
+        "frequency_penalty": 0.5,
+        "logit_bias": {"7": 2.0},
+        "min_tokens": 9,
+        "stop_token_ids": [3],
+        "seed": 4,
+    }
+    client = Client(tokenizer, "completions", sampled("completions", "x", 20, **more))
+    ids = [7, 8, 7, 9]
+    text = client.tokens.text(ids)
+    choice = {"index": 0, "text": text, "token_ids": ids, "prompt_token_ids": [88]}
+    client.resumable.pass_on(b"data: " + json.dumps({"id": "1", "choices": [choice]}).encode() + b"\n\n")
+    client.lose()
+    body = json.loads(client.leg.forwarded("0" * 32))
+    assert (body["prompt"], body["max_tokens"], body["min_tokens"]) == ([88, *ids], 16, 5)
+    assert body["logit_bias"] == {"7": 1.0, "8": -0.5, "9": -0.5}
+    assert (body["frequency_penalty"], body["seed"], body["stop_token_ids"]) == (0.5, 4, [3])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stop_text_that_a_sampled_stream_may_have_begun(tokenizer: Path, kind: str) -> None:
+    """SGLang holds such tokens back; another engine's stream is ended, and not continued past a stop text."""
+    engine = Engine(tokenizer, rng=random.Random(3))
+    client = Client(tokenizer, kind, sampled(kind, "x", 20))
+    client.read(engine, Ones(), 6)
+    begun = client.resumable
+    begun._read()
+    last = begun._sent_text[-1]
+    for stop, goes_on in ((f"{last}#", False), (f"#{last}", True), (last, True)):
+        other = Client(tokenizer, kind, sampled(kind, "x", 20, stop=[stop]))
+        other.resumable.pass_on(b"")
+        other.resumable.__dict__.update(begun.__dict__ | {"_call": other.call})
+        if goes_on:
+            other.resumable.next_leg(other.tokens.ids(other.call), other.tokens.text)
+        else:
+            with pytest.raises(Diverged, match="stop text"):
+                other.resumable.next_leg(other.tokens.ids(other.call), other.tokens.text)
+
+
+def test_a_sampled_stream_without_token_ids_is_not_continued(tokenizer: Path) -> None:
+    """As of a replica that has no overlay."""
+    client = Client(tokenizer, "chat", sampled("chat", "x", 20))
+    said = {"id": "1", "choices": [{"index": 0, "delta": {"content": "abc"}}]}
+    client.resumable.pass_on(b"data: " + json.dumps(said).encode() + b"\n\n")
+    with pytest.raises(Diverged, match="token ids are not known"):
+        client.lose()
+
+
+def test_a_sampled_stream_of_another_prompt_or_other_text_is_not_continued(tokenizer: Path) -> None:
+    for prompt_tokens, text, said in (
+        (3, "abc", "prompt's tokens"),
+        (None, "<think>abc", "text is not that"),
+    ):
+        client = Client(tokenizer, "chat", sampled("chat", "x", 20))
+        prompt = client.tokens.ids(client.call)
+        ids = Engine(tokenizer).prompt("completions", {"prompt": text})
+        chunk = {"id": "1", "choices": [{"index": 0, "delta": {"content": "abc"}}]}
+        events = b"data: " + json.dumps(chunk).encode() + b"\n\n"
+        client.resumable.pass_on(events + comment(prompt_tokens or len(prompt), ids, None).encode())
+        with pytest.raises(Diverged, match=said):
+            client.lose()
+
+
+def test_text_that_looks_like_a_comment_is_the_client_s(tokenizer: Path) -> None:
+    client = Client(tokenizer, "chat", sampled("chat", "x", 20))
+    chunk = {"id": "1", "choices": [{"index": 0, "delta": {"content": ": token_ids x\n\n: token_ids y"}}]}
+    event = b"data: " + json.dumps(chunk).encode() + b"\n\n"
+    assert client.resumable.pass_on(event + comment(9, [5], None).encode()) == event
+
+
+def test_text_of_a_chat_waits_for_its_token_ids(tokenizer: Path) -> None:
+    client = Client(tokenizer, "chat", sampled("chat", "x", 20))
+    said = [
+        b"data: "
+        + json.dumps({"id": "1", "choices": [{"index": 0, "delta": {"content": text}}]}).encode()
+        + b"\n\n"
+        for text in "abc"
+    ]
+    ids = [
+        comment(9, Engine(tokenizer).prompt("completions", {"prompt": text}), None).encode() for text in "abc"
+    ]
+    assert client.resumable.pass_on(said[0]) == said[0], "its replica may be one that sends none"
+    assert client.resumable.pass_on(ids[0] + said[1]) == b""
+    assert client.resumable.pass_on(ids[1]) == said[1]
+    assert client.resumable.pass_on(said[2]) == b""
+    assert client.resumable.leg_tokens == 2
+    assert client.resumable._sent_text == "ab", "what waits was not sent"
+
+
 @pytest.mark.parametrize(
     ("kind", "change", "way"),
     [
         ("completions", {}, "tokens"),
         ("generate", {}, "tokens"),
         ("chat", {}, "repeat"),
-        ("completions", {"temperature": 1}, None),
-        ("completions", {"temperature": None}, None),
-        ("completions", {"temperature": 1, "seed": 3}, None),
+        ("completions", {"temperature": 1}, "sample"),
+        ("chat", {"temperature": 1}, "sample"),
+        ("generate", {"sampling_params": {"temperature": 1, "max_new_tokens": 5}}, "sample"),
+        ("completions", {"temperature": None}, "sample"),
+        ("completions", {"temperature": 1, "seed": 3}, "sample"),
+        (
+            "completions",
+            {"temperature": 1, "stop": ["x"], "min_tokens": 2, "logit_bias": {"5": 1.5}},
+            "sample",
+        ),
+        ("completions", {"temperature": 1, "frequency_penalty": 0.5}, "sample"),
+        ("completions", {"temperature": 1, "frequency_penalty": "0.5"}, None),
+        ("completions", {"temperature": 1, "presence_penalty": 0.5}, None),
+        ("completions", {"temperature": 1, "presence_penalty": 0.0, "repetition_penalty": 1}, "sample"),
+        ("completions", {"temperature": 1, "repetition_penalty": 1.1}, None),
+        ("completions", {"temperature": 1, "max_tokens": None}, None),
+        ("completions", {"temperature": 1, "min_tokens": "4"}, None),
+        ("completions", {"temperature": 1, "logit_bias": [5]}, None),
+        ("completions", {"temperature": 1, "regex": "a*"}, None),
+        ("completions", {"temperature": 1, "stop_regex": "a*"}, None),
+        ("completions", {"temperature": 1, "response_format": {"type": "json_object"}}, None),
+        ("completions", {"temperature": 1, "custom_logit_processor": "x"}, None),
+        ("completions", {"temperature": 1, "echo": True}, None),
+        ("completions", {"temperature": 1, "logprobs": 1}, None),
+        ("completions", {"temperature": 1, "n": 2}, None),
+        ("completions", {"temperature": 1, "an_option_of_tomorrow": 1}, None),
+        ("chat", {"temperature": 1, "max_tokens": None}, "sample"),
+        ("chat", {"temperature": 1, "max_completion_tokens": 9}, "sample"),
+        ("chat", {"temperature": 1, "tools": [{"type": "function"}]}, None),
+        (
+            "chat",
+            {"temperature": 1, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            None,
+        ),
+        ("chat", {"temperature": 1, "messages": [{"role": "user", "content": [{"type": "text"}]}]}, "sample"),
         ("completions", {"temperature": 0, "seed": 3}, "tokens"),
-        ("generate", {"sampling_params": {"temperature": 1, "sampling_seed": 3, "max_new_tokens": 5}}, None),
+        (
+            "generate",
+            {"sampling_params": {"temperature": 1, "sampling_seed": 3, "max_new_tokens": 5}},
+            "sample",
+        ),
         ("completions", {"temperature": 1, "top_k": 1}, "tokens"),
         ("completions", {"stream": False}, None),
         ("completions", {"n": 2}, None),

@@ -184,9 +184,11 @@ class Site:
         client: str = "c",
         gateway: int = 0,
         temperature: float = 0,
+        **more: Any,
     ) -> Seen:
-        """One stream; what has come so far is in `seen`."""
+        """One stream; what has come so far is in `seen`. `more` are further fields of the body."""
         path, body = request(kind, prompt, tokens, temperature)
+        body |= more
         async with self.http.post(
             self.gateway_urls[gateway] + path, json=body, headers={"x-fair-client": client}
         ) as response:

@@ -1,7 +1,8 @@
 """A stand-in for a replica: it speaks SGLang's HTTP interface and computes each token as a hash of those before it.
 
-So two stand-ins give the same greedy answer, and a test knows it in advance. A character of two bytes is two tokens,
-and its text is held back until both are there, as SGLang does.
+So two stand-ins give the same greedy answer, and a test knows it in advance. A sampled token depends on the one before
+it (`weights`). A character of two bytes is two tokens, and its text is held back until both are there, as SGLang does.
+A prompt that ends in half a character takes the whole one away, as it does at SGLang.
 
     python -m tests.support.stand_in --port 30000 --tokenizer DIR --step 0.01
 """
@@ -21,6 +22,7 @@ from aiohttp import web
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from sglang_fair.common.processes import die_with_parent
+from sglang_fair.common.token_ids import HEADER, comment
 
 MODEL = "tiny"
 UNFINISHED = "\ufffd"
@@ -56,7 +58,9 @@ class Step:
 class Engine:
     """The tokens, answers and events of an engine, without I/O. Another `salt` is another model."""
 
-    def __init__(self, tokenizer: Path, salt: int = 0) -> None:
+    def __init__(self, tokenizer: Path, salt: int = 0, rng: random.Random | None = None) -> None:
+        """`rng` is what sampled tokens are drawn with."""
+        self._rng = rng or random.SystemRandom()
         self._tokenizer = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
         self._salt = salt
         self._words = [int(self._tokenizer.encode(word).ids[0]) for word in WORDS]
@@ -65,7 +69,10 @@ class Engine:
     def prompt(self, kind: str, body: dict[str, Any]) -> list[int]:
         """The token ids of the prompt in `body`; of a batch, those of the first."""
         if kind == "chat":
-            return list(self._tokenizer.encode(json.dumps(body["messages"])).ids)
+            if body.get("input_ids") is not None:
+                return list(body["input_ids"])
+            said = "".join(f"<{one.get('role', '')}>{one.get('content', '')}\n" for one in body["messages"])
+            return list(self._tokenizer.encode(f"<s>{said}<assistant>").ids)
         found = body["prompt"] if kind == "completions" else body.get("text")
         found = body["input_ids"] if found is None else found
         if isinstance(found, list) and not isinstance(found[0], int):
@@ -79,11 +86,12 @@ class Engine:
         limit = sampling.get("max_new_tokens") or sampling.get("max_tokens") or 16
         stops = sampling.get("stop") or []
         stops = [stops] if isinstance(stops, str) else stops
-        rng = None if sampling.get("temperature") == 0 else random.SystemRandom()
+        rng = None if sampling.get("temperature") == 0 else self._rng
         prompt, ids = self.prompt(kind, body), []
+        before = self._tokenizer.decode(prompt[-5:])
         while True:
             ids = [*ids, self._next(prompt + ids, rng)]
-            text = self._tokenizer.decode(ids)
+            text = self._tokenizer.decode(prompt[-5:] + ids)[len(before) :]
             whole = text.removesuffix(UNFINISHED)
             found = [stop for stop in stops if stop in whole]
             if found:
@@ -99,13 +107,26 @@ class Engine:
         if ids[-1:] == [self._first]:
             return self._second
         state = zlib.crc32(struct.pack(f"<{len(ids)}I", *ids), self._salt)
-        drawn = rng.randrange(1 << 32) if rng else state
-        return self._words[drawn % len(WORDS)]
+        if rng is None:
+            return self._words[state % len(WORDS)]
+        return rng.choices(self._words, self.weights(ids[-1] if ids else 0))[0]
+
+    def weights(self, last: int) -> list[int]:
+        """How likely each of `WORDS` is behind the token `last`."""
+        return [1 + zlib.crc32(struct.pack("<2I", last, word), self._salt) % 9 for word in self._words]
 
     def events(
-        self, kind: str, body: dict[str, Any], group: Callable[[], int] = lambda: 1
+        self,
+        kind: str,
+        body: dict[str, Any],
+        group: Callable[[], int] = lambda: 1,
+        *,
+        ids_of_chats: bool = False,
     ) -> Iterator[bytes]:
-        """The stream that answers `body`; `group` says how many tokens the next event carries at least."""
+        """The stream that answers `body`; `group` says how many tokens the next event carries at least.
+
+        `ids_of_chats`: as the overlay answers whoever asks for token ids.
+        """
         prompt_ids = self.prompt(kind, body)
         head = {"id": body["rid"], "created": random.randrange(1 << 30), "model": MODEL}
         if kind == "chat":
@@ -130,8 +151,16 @@ class Engine:
                     if first:
                         choice["prompt_token_ids"] = prompt_ids
                 yield _event(_chunk(kind, head, choice))
-            elif delta:
-                yield _event(_chunk(kind, head, {"delta": {"content": delta, "reasoning_content": None}}))
+            else:
+                said = b""
+                if delta:
+                    said = _event(
+                        _chunk(kind, head, {"delta": {"content": delta, "reasoning_content": None}})
+                    )
+                if ids_of_chats:
+                    said += comment(len(prompt_ids), new, step.finish and step.finish["type"]).encode()
+                if said:
+                    yield said
         assert step is not None
         if kind == "chat" and step.finish:
             yield _event(_chunk(kind, head, {"delta": {}, "finish_reason": step.finish["type"]}))
@@ -217,12 +246,14 @@ class Server:
             return web.json_response(self._engine.whole(kind, body, steps[-1]))
         response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
-        async for event in self._paced(kind, body, client):
+        async for event in self._paced(kind, body, client, HEADER in request.headers):
             await response.write(event)
         return response
 
-    async def _paced(self, kind: str, body: dict[str, Any], client: str) -> AsyncIterator[bytes]:
-        for event in self._engine.events(kind, body):
+    async def _paced(
+        self, kind: str, body: dict[str, Any], client: str, ids_of_chats: bool
+    ) -> AsyncIterator[bytes]:
+        for event in self._engine.events(kind, body, ids_of_chats=ids_of_chats):
             if b'"choices":[]' not in event and b"[DONE]" not in event:
                 await self._computed(client)
             yield event

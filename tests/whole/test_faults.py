@@ -114,27 +114,41 @@ def test_streams_of_a_replica_that_dies_or_hangs_go_on_elsewhere(tokenizer: Path
     run(Site(tokenizer, gateway_options=FAST), body)
 
 
-def test_a_sampled_stream_ends_in_an_error_and_a_whole_answer_is_asked_for_again(tokenizer: Path) -> None:
+def test_sampled_streams_go_on_elsewhere_and_whole_answers_are_asked_for_again(tokenizer: Path) -> None:
+    """All but a stream that asked for a penalty on what its replica alone remembers."""
+
     async def body(site: Site) -> None:
-        sampled = [Seen() for _ in range(6)]
+        sampled, penalized = [Seen() for _ in range(12)], [Seen() for _ in range(6)]
         streams = [
-            asyncio.create_task(site.stream("completions", f"s{n}", LENGTH, seen, temperature=1))
+            asyncio.create_task(site.stream(KINDS[n % 3], f"s{n} é", LENGTH, seen, temperature=1))
             for n, seen in enumerate(sampled)
         ]
+        others = [
+            asyncio.create_task(
+                site.stream("completions", f"p{n}", LENGTH, seen, temperature=1, presence_penalty=0.5)
+            )
+            for n, seen in enumerate(penalized)
+        ]
         wholes = [asyncio.create_task(site.whole(f"w{n}", LENGTH)) for n in range(6)]
-        await eventually(lambda: all(seen.events > 3 for seen in sampled), "streams have begun")
-        await eventually(lambda: _running(site, 12), "all are at work")
+        await eventually(
+            lambda: all(seen.events > 3 for seen in (*sampled, *penalized)), "streams have begun"
+        )
+        await eventually(lambda: _running(site, 24), "all are at work")
+        lost = sum(seen.worker == "r0" for seen in sampled)
+        assert 0 < lost < 12
         site.replicas["r0"].kill()
-        for seen in await asyncio.gather(*streams):
-            if seen.worker == "r0":
-                assert "worker r0" in seen.error
-                assert not seen.ended
-            else:
-                assert (seen.error, seen.ended) == ("", True)
+        for number, seen in enumerate(await asyncio.gather(*streams)):
+            assert (seen.error, seen.ended, seen.finish) == ("", True, ["length"]), (KINDS[number % 3], seen)
+            assert seen.completion_tokens == LENGTH
+            assert "\ufffd" not in seen.text[:-1], "no character is broken at the border"
+        for seen in await asyncio.gather(*others):
+            assert seen.ended is not bool(seen.error)
+            assert seen.ended is (seen.worker != "r0")
         expected = [(200, site.expected("completions", f"w{n}", LENGTH)) for n in range(6)]
         assert await asyncio.gather(*wholes) == expected
         state = await site.quiet()
-        assert 0 < state["gateway"]["failed"] < 6
+        assert state["gateway"]["resumed"] == lost
+        assert state["gateway"]["failed"] == sum(bool(seen.error) for seen in penalized)
         assert state["gateway"]["retried"] > 0
 
     run(Site(tokenizer, gateway_options=FAST), body)
@@ -574,12 +588,17 @@ def cluster() -> Iterator[Cluster]:
 
 
 async def ask_all(
-    cluster: Cluster, http: aiohttp.ClientSession, seen: list[Seen], tokens: int = REAL_LENGTH
+    cluster: Cluster,
+    http: aiohttp.ClientSession,
+    seen: list[Seen],
+    tokens: int = REAL_LENGTH,
+    *,
+    temperature: float = 0,
 ) -> None:
-    """A greedy stream for each of `seen`, of all kinds, to the last of its tokens."""
+    """A stream for each of `seen`, of all kinds, to the last of its tokens."""
 
     async def one(number: int) -> None:
-        path, body = request(KINDS[number % 3], f"prompt {number}", tokens, 0)
+        path, body = request(KINDS[number % 3], f"prompt {number}", tokens, temperature)
         body.get("sampling_params", body)["ignore_eos"] = True
         async with http.post(cluster.url + path, json=body) as response:
             seen[number].worker = response.headers["x-fair-worker"]
@@ -657,6 +676,28 @@ def test_streams_of_a_real_replica_that_is_killed_go_on_elsewhere(cluster: Clust
             assert after.text == before.text
         # The replica may have been ahead of what its clients had read.
         assert 0 < cluster.status()["gateway"]["resumed"] - resumed <= placed
+
+    run_real(cluster, body)
+
+
+@pytest.mark.e2e
+@pytest.mark.engine
+@pytest.mark.timeout(3 * REAL_START_S)
+def test_sampled_streams_of_a_real_replica_that_is_killed_go_on_elsewhere(cluster: Cluster) -> None:
+    """Of a model that talks at random: its text is full of broken characters."""
+
+    async def body(http: aiohttp.ClientSession) -> None:
+        seen = [Seen() for _ in range(9)]
+        asking = asyncio.create_task(ask_all(cluster, http, seen, temperature=1))
+        await eventually(lambda: all(one.events > 10 for one in seen), "all streams are under way")
+        resumed = cluster.status()["gateway"]["resumed"]
+        victim = seen[0].worker
+        kill(cluster, f"--name {victim}")
+        await asking
+        for one in seen:
+            assert (one.error, one.ended, one.finish) == ("", True, ["length"])
+            assert one.completion_tokens == REAL_LENGTH
+        assert cluster.status()["gateway"]["resumed"] > resumed
 
     run_real(cluster, body)
 

@@ -5,22 +5,36 @@ and its token ids if the engine streams them. A later leg begins at output token
 
     tokens   k is the last token before which all text was sent, and which no stop text can reach back to
     repeat   k = 0
+    sample   k is the last token of all: none may be drawn again, or the whole would be no true sample any more
 
 What a later leg repeats is compared with what the client has, character by character, and left out. So the client's
-text continues exactly, or the stream ends in an error; it never goes on in other words. Id, role and creation time
-stay those of the first leg, and usage is that of the whole answer. Memory: the text, and 4 bytes a token.
+text continues exactly, or the stream ends in an error; a greedy one never goes on in other words. A sampled one repeats
+nothing. If its last token is half a character, the next replica takes that half for prompt and leaves the character
+out, so it is made up here from the token ids (`_Owed`).
+
+Id, role and creation time stay those of the first leg, and usage is that of the whole answer. Memory: the text, and 4
+bytes a token.
 """
 
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import msgspec
 
-from router.gateway.answer.sse import END_OF_EVENT, TOKEN_IDS, data_of
+from router.gateway.answer.sse import COMMENTS, DONE, END_OF_EVENT, TOKEN_IDS, data_of
 from router.gateway.request.call import Call, encode_body
-from router.gateway.request.continuation import OUTPUT_FLOOR, OUTPUT_LIMIT, stop_reach
+from router.gateway.request.continuation import (
+    FREQUENCY,
+    OUTPUT_FLOOR,
+    OUTPUT_LIMIT,
+    OUTPUT_LIMITS,
+    begins_stop,
+    stop_reach,
+)
+from sglang_fair.common import token_ids
 
 Decode = Callable[[Sequence[int], bool], str]
 """Token ids to text; the flag leaves special tokens out."""
@@ -35,6 +49,9 @@ MAX_BACK = 64
 """How far to go back in search of k before the request is repeated instead."""
 
 FINISHED = b"[DONE]"
+
+UNFINISHED = "\ufffd"
+"""What a tokenizer makes of half a character."""
 
 
 class Diverged(Exception):
@@ -89,6 +106,49 @@ class _Event(msgspec.Struct):
 _EVENTS = msgspec.json.Decoder(_Event)
 
 
+class _Ids(msgspec.Struct):
+    """A comment of `common.token_ids`."""
+
+    prompt_tokens: int
+    ids: list[_Id]
+    finish: str | None = None
+
+
+_COMMENTS = msgspec.json.Decoder(_Ids)
+
+
+class _Owed:
+    """Text of tokens that the client has no text of, and that the next replica leaves out.
+
+    A replica makes text of its new tokens by decoding them behind its prompt, and cutting off as many characters as
+    the prompt has. Where the prompt ends in half a character, that cuts off the whole one. So of the text of all
+    tokens, what lies behind the characters sent and before those of the prompt is owed.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], ids: Sequence[int], sent: str) -> None:
+        """`decode` makes text of the output's tokens, of which `ids` are known and `sent` was sent.
+
+        Raises `Diverged` if the text is not that of the tokens.
+        """
+        text = decode(ids)
+        if not text.startswith(sent) or (len(text) > len(sent) and not text.endswith(UNFINISHED)):
+            raise Diverged("its text is not that of its tokens")
+        self._decode = decode
+        self._at, self._until = len(sent), len(text)
+
+    def __bool__(self) -> bool:
+        return self._at < self._until
+
+    def next(self, ids: Sequence[int], *, is_all: bool) -> str:
+        """What can be made up by now; `is_all`: a character that is still half is all that comes."""
+        text = self._decode(ids)
+        if not is_all:
+            text = text.rstrip(UNFINISHED)
+        found = text[self._at : self._until]
+        self._at = self._until if is_all else self._at + len(found)
+        return found
+
+
 class Resumable:
     """One stream, over all its legs."""
 
@@ -102,11 +162,22 @@ class Resumable:
         self._texts: dict[str, str] = {}
         self._ids = array("I")
         self._prompt: list[int] = []
+        self._prompt_tokens: int | None = None
+        """Of the first leg, as its replica says; None where it says its ids."""
         self._head: dict[str, Any] = {}
         self._has_tools = False
         self._is_strange = False
         self._has_usage = False
         self._is_finished = False
+        self._finish: str | None = None
+        """Why the answer ended, where only its token ids say so."""
+        self._owed: _Owed | None = None
+        self._made_up = ""
+        """What was owed to the client and has been given to it in this leg."""
+        self._waits = b""
+        self._has_ids = False
+        self._late: list[dict[str, Any]] = []
+        """Chunks of a chat that wait until their tokens are known, because something is owed before them."""
         # Of the current leg:
         self._is_first = True
         self._kept = 0
@@ -123,11 +194,45 @@ class Resumable:
     def is_complete(self) -> bool:
         """The client has everything but the [DONE]."""
         self._read()
-        needs_usage = self._call.kind != "generate" and self._call.wants_usage
-        return self._is_finished and (self._has_usage or not needs_usage)
+        if self._way == "sample":
+            return self._is_finished or self._finish is not None
+        return self._is_finished and not self._lacks_usage
+
+    @property
+    def _lacks_usage(self) -> bool:
+        return self._call.kind != "generate" and self._call.wants_usage and not self._has_usage
+
+    def closing(self) -> bytes:
+        """What the client lacks of a complete answer before its [DONE]. A sampled one cannot be asked for again."""
+        events: list[dict[str, Any]] = []
+        if not self._is_finished:
+            events.append({"choices": [{"index": 0, "delta": {}, "finish_reason": self._finish}]})
+        if self._lacks_usage:
+            prompt, completion = self._prompt_tokens or len(self._prompt), len(self._ids)
+            usage = {
+                "prompt_tokens": prompt,
+                "completion_tokens": completion,
+                "total_tokens": prompt + completion,
+            }
+            events.append({"choices": [], "usage": usage})
+        return b"".join(
+            b"data: " + msgspec.json.encode(self._named(event)) + END_OF_EVENT for event in events
+        )
+
+    def _named(self, event: dict[str, Any]) -> dict[str, Any]:
+        """`event` with what all events of the stream have in common."""
+        names = {"chat": "chat.completion.chunk", "completions": "text_completion"}
+        return {
+            **self._head,
+            "object": names[self._call.kind],
+            "model": self._call.body.get("model"),
+            **event,
+        }
 
     def pass_on(self, events: bytes) -> bytes:
         """Takes whole events of the current leg, and returns what the client gets. Raises `Diverged`."""
+        if self._call.asks_for_token_ids:
+            events = self._known(events)
         if not self._is_first:
             return b"".join(self._continued(events))
         if self._call.kind == "generate":
@@ -137,7 +242,9 @@ class Resumable:
             self._unread_bytes += len(events)
             if self._unread_bytes > REMEMBERED_BYTES:
                 self._read()
-        return TOKEN_IDS.sub(b"", events) if self._call.hides_token_ids else events
+        if self._call.hides_token_ids:
+            return TOKEN_IDS.sub(b"", events)
+        return COMMENTS.sub(b"", events) if self._call.asks_for_token_ids else events
 
     def next_leg(self, prompt: Sequence[int], decode: Decode) -> Leg:
         """Begins another leg. `prompt` are the request's tokens, as the router got them. Raises `Diverged`."""
@@ -148,6 +255,9 @@ class Resumable:
             raise Diverged("it had begun to call a tool")
         self._prompt = self._prompt or list(prompt)
         self._is_first = False
+        self._waits, self._has_ids = b"", False
+        if self._way == "sample":
+            return self._next_sample(decode)
         at = self._cut(decode) if self._way == "tokens" and not self._is_finished else None
         kept, text = at or (0, 0)
         self._kept = kept
@@ -158,6 +268,32 @@ class Resumable:
             return Leg(self._call, None)
         tokens = self._prompt + list(self._ids)
         return Leg(_from_tokens(self._call, tokens, kept), tokens)
+
+    def _next_sample(self, decode: Decode) -> Leg:
+        """The rest of a sampled stream, behind all its tokens. Raises `Diverged`."""
+        sent, kept = self._sent_text, len(self._ids)
+        if self._texts.get("reasoning_content"):
+            raise Diverged("it was sampled, and the model had begun to reason")
+        if not kept:
+            if sent:
+                raise Diverged("it was sampled, and its token ids are not known")
+            return Leg(self._call, None)  # the client has nothing of it yet
+        if self._prompt_tokens not in (None, len(self._prompt)):
+            raise Diverged("its prompt's tokens are not known")
+        if begins_stop(self._call.sampling, sent):
+            raise Diverged("it was sampled, and may have begun a stop text")
+        context = self._prompt[-CONTEXT_TOKENS:]
+        hide_special = self._call.sampling.get("skip_special_tokens") is not False
+        before = len(decode(context, hide_special))
+        self._owed = _Owed(lambda ids: decode([*context, *ids], hide_special)[before:], self._ids, sent)
+        self._kept, self._repeated, self._compared = kept, {}, {}
+        self._made_up, self._late = "", []
+        tokens = self._prompt + list(self._ids)
+        return Leg(_from_tokens(self._call, tokens, kept), tokens)
+
+    @property
+    def _sent_text(self) -> str:
+        return self._texts.get("content" if self._call.kind == "chat" else "text", "")
 
     # -- the first leg
 
@@ -173,6 +309,9 @@ class Resumable:
         for event in _split(events):
             if data_of(event) == FINISHED or self._is_strange:
                 continue
+            if event.startswith(token_ids.PREFIX):
+                self._take_ids(event)
+                continue
             try:
                 data = _read(event)
             except Diverged:
@@ -182,11 +321,13 @@ class Resumable:
                 self._texts["text"] = str(data.get("text") or "")
                 self._ids = array("I", data.get("output_ids") or [])
                 meta = data.get("meta_info") or {}
-                self._head = {"id": meta.get("id"), "prompt_tokens": meta.get("prompt_tokens")}
+                self._head = {"id": meta.get("id")}
+                self._prompt_tokens = meta.get("prompt_tokens")
                 self._is_finished = meta.get("finish_reason") is not None
                 if "error" in data:
                     self._is_strange = True
                 if meta.get("completion_tokens") != len(self._ids):
+                    self._is_strange = self._is_strange or self._way == "sample"
                     self._way = "repeat"
                 continue
             self._has_usage = self._has_usage or isinstance(data.get("usage"), dict)
@@ -204,13 +345,39 @@ class Resumable:
         self._has_tools = self._has_tools or bool(holder.get("tool_calls"))
         self._is_finished = self._is_finished or choice.get("finish_reason") is not None
 
+    def _known(self, events: bytes) -> bytes:
+        """`events` of a chat as far as their token ids are known, which come behind them: else a replica that dies in
+        between would leave text that nobody can continue. The rest waits. Before the first ids nothing does, because
+        a replica without the overlay sends none."""
+        events, self._waits = self._waits + events, b""
+        comments = COMMENTS.findall(events)
+        self._has_ids = self._has_ids or bool(comments)
+        if not self._has_ids or events.endswith(DONE) or (comments and b'"finish":"' in comments[-1]):
+            return events
+        end = events.rfind(comments[-1]) + len(comments[-1]) if comments else 0
+        events, self._waits = events[:end], events[end:]
+        return events
+
+    def _take_ids(self, event: bytes) -> None:
+        """Reads a comment of `common.token_ids`."""
+        try:
+            found = _COMMENTS.decode(event.removeprefix(token_ids.PREFIX))
+        except msgspec.MsgspecError:
+            self._is_strange = True
+            return
+        if self._is_first:
+            self._prompt_tokens = found.prompt_tokens
+        self._ids.extend(found.ids)
+        if found.finish in ("stop", "length"):
+            self._finish = found.finish
+
     # -- between legs
 
     def _cut(self, decode: Decode) -> tuple[int, int] | None:
         """k, and how many characters were sent before it; None means repeat."""
         sampling = self._call.sampling
         sent, ids = self._texts.get("text", ""), list(self._ids)
-        if self._call.kind == "generate" and self._head.get("prompt_tokens") != len(self._prompt):
+        if self._call.kind == "generate" and self._prompt_tokens != len(self._prompt):
             return None
         context = self._prompt[-CONTEXT_TOKENS:]
         hide_special = sampling.get("skip_special_tokens") is not False
@@ -227,13 +394,38 @@ class Resumable:
 
     def _continued(self, events: bytes) -> Iterator[bytes]:
         for event in _split(events):
+            if event.startswith(token_ids.PREFIX):
+                self._take_ids(event)
+                yield from self._paid(is_end=self._finish is not None)
+                continue
             if data_of(event) == FINISHED:
+                yield from self._paid(is_end=True)
                 yield event + END_OF_EVENT
                 continue
             data = _read(event)
             if "error" in data:
                 yield event + END_OF_EVENT
+            elif self._owed and self._call.kind == "chat":
+                self._late.append(data)
             elif found := self._generated(data) if self._call.kind == "generate" else self._chunk(data):
+                yield b"data: " + msgspec.json.encode(found) + END_OF_EVENT
+
+    def _paid(self, *, is_end: bool) -> Iterator[bytes]:
+        """What is owed of a chat and can be made up by now, and the chunks that waited for it."""
+        if self._call.kind != "chat" or not self._owed:
+            return
+        says = any(
+            (choice.get("delta") or {}).get("content")
+            for late in self._late
+            for choice in late.get("choices") or ()
+        )
+        text = self._owed.next(self._ids, is_all=is_end or says)
+        chunks, self._late = self._late, []
+        if text:
+            delta = {"content": text}
+            chunks.insert(0, self._named({"choices": [{"index": 0, "delta": delta, "finish_reason": None}]}))
+        for chunk in chunks:
+            if found := self._chunk(chunk):
                 yield b"data: " + msgspec.json.encode(found) + END_OF_EVENT
 
     def _chunk(self, data: dict[str, Any]) -> dict[str, Any] | None:
@@ -249,6 +441,12 @@ class Resumable:
         choice.pop("prompt_token_ids", None)
         choice.pop("token_ids", None)
         holder = choice.get("delta") or choice
+        if self._way == "sample" and holder.get("reasoning_content"):
+            raise Diverged("the other replica begins to reason")
+        if self._owed and self._call.kind == "completions":
+            text = holder.get("text") or ""
+            is_all = choice.get("finish_reason") is not None or bool(text)
+            holder["text"] = self._owed.next(self._ids, is_all=is_all) + text
         says = False
         for name in ("text", "content", "reasoning_content"):
             if not holder.get(name):
@@ -268,9 +466,12 @@ class Resumable:
         meta = data.get("meta_info") or {}
         sent = self._texts.get("text", "")
         base = sent[: len(sent) - len(self._repeated.get("text", ""))]
-        text = base + str(data.get("text") or "")
+        made = str(data.get("text") or "")
         ids = [*self._ids[: self._kept], *(data.get("output_ids") or [])]
         is_end = meta.get("finish_reason") is not None
+        if self._owed:
+            self._made_up += self._owed.next(ids, is_all=is_end or bool(made))
+        text = base + self._made_up + made
         whole = base + self._repeated.get("text", "")
         if not (text.startswith(whole) or (whole.startswith(text) and not is_end) or self._is_trim(text)):
             raise Diverged("the other replica answers in other words")
@@ -326,23 +527,35 @@ class Resumable:
 
 
 def _from_tokens(call: Call, tokens: list[int], kept: int) -> Call:
-    """`call`, continued behind the first `kept` tokens of its answer, which are the last of `tokens`."""
-    kind = call.kind
-    shifted = {OUTPUT_LIMIT[kind]: call.sampling[OUTPUT_LIMIT[kind]] - kept}
-    if call.sampling.get(OUTPUT_FLOOR[kind]):
-        shifted[OUTPUT_FLOOR[kind]] = max(0, call.sampling[OUTPUT_FLOOR[kind]] - kept)
+    """`call`, continued behind the first `kept` tokens of its answer, which are the last of `tokens`.
+
+    Raises `Diverged` if it may have no more.
+    """
+    kind, sampling = call.kind, call.sampling
+    limits = {name: sampling[name] - kept for name in OUTPUT_LIMITS[kind] if sampling.get(name) is not None}
+    if any(left <= 0 for left in limits.values()):
+        raise Diverged("all its tokens were sent, but not how it ended")
+    shifted: dict[str, Any] = dict(limits)
+    if sampling.get(OUTPUT_FLOOR[kind]):
+        shifted[OUTPUT_FLOOR[kind]] = max(0, sampling[OUTPUT_FLOOR[kind]] - kept)
+    if penalty := sampling.get(FREQUENCY):
+        bias = {str(token): value for token, value in (sampling.get("logit_bias") or {}).items()}
+        for token, times in Counter(tokens[-kept:]).items():
+            bias[str(token)] = bias.get(str(token), 0.0) - penalty * times
+        shifted["logit_bias"] = bias
     if kind == "completions":
         body = call.body | shifted | {"prompt": tokens}
+    elif kind == "chat":
+        body = call.body | shifted | {"input_ids": tokens}
     else:
         body = {name: value for name, value in call.body.items() if name != "text"}
-        body |= {"input_ids": tokens, "sampling_params": call.sampling | shifted}
-    limit = shifted[OUTPUT_LIMIT[kind]]
+        body |= {"input_ids": tokens, "sampling_params": sampling | shifted}
     return replace(
         call,
         body=body,
         encoded=encode_body(kind, body, call.resume),
         prompts=(tokens,),
-        max_output_tokens=limit,
+        max_output_tokens=min(limits.values(), default=0),
     )
 
 

@@ -16,12 +16,16 @@ import msgspec
 from router.events import Count
 from router.gateway.request.call import Call
 from router.gateway.request.schema import Kind
+from sglang_fair.common.token_ids import PREFIX
 
 END_OF_EVENT = b"\n\n"
 DONE = b"data: [DONE]\n\n"
 
 TOKEN_IDS = re.compile(rb',"(?:prompt_)?token_ids":\[[0-9,]*\]')
 """Token ids in a choice. They cannot be part of a text, where the quotes would be escaped."""
+
+COMMENTS = re.compile(rb"(?m)^" + re.escape(PREFIX) + rb"[^\n]*\n\n")
+"""Token ids beside the events of a chat (`common.token_ids`)."""
 
 _USAGE = re.compile(rb'"usage"\s*:\s*\{')
 _RID = re.compile(rb'"id"\s*:\s*"([0-9a-f]{32})"')
@@ -88,6 +92,7 @@ class Stream:
         self._kind = call.kind
         self._hide_usage = not call.wants_usage
         self._samples = call.samples
+        self._has_comments = call.asks_for_token_ids
         self._learns_rids = call.samples > max(1, len(call.prompts))
         self._rest = b""
         self._usage: Usage | None = None
@@ -103,6 +108,8 @@ class Stream:
         self._rest = data[cut:]
         events = data[:cut] if self._rest else data
         self.events += events.count(END_OF_EVENT)
+        if self._has_comments:
+            self.events -= len(COMMENTS.findall(events))
         self.ended = self.ended or events.endswith(DONE)
         if self._learns_rids:
             self.rids.update(rid.decode() for rid in _RID.findall(events))

@@ -28,6 +28,9 @@ from router.gateway.request.schema import (
 )
 from router.wire import namespace
 
+BY_TOKENS = ("tokens", "sample")
+"""The ways to continue a stream for which its token ids must be known."""
+
 DEFAULT_MODEL = "default"
 """The name by which a client may ask for whatever model is served."""
 
@@ -79,7 +82,12 @@ class Call:
     @property
     def hides_token_ids(self) -> bool:
         """The gateway asked for token ids in the stream, and the client did not."""
-        return self.kind == "completions" and self.resume == "tokens"
+        return self.kind == "completions" and self.resume in BY_TOKENS
+
+    @property
+    def asks_for_token_ids(self) -> bool:
+        """The gateway asks the overlay for token ids in the stream (`common.token_ids`)."""
+        return self.kind == "chat" and self.resume in BY_TOKENS
 
     def rids(self, request_id: str) -> tuple[str, ...]:
         """The ids to cancel by at the replica: one a prompt, as SGLang wants them.
@@ -135,7 +143,7 @@ def encode_body(kind: Kind, body: dict[str, Any], resume: Way | None) -> bytes:
     sent = {key: value for key, value in body.items() if key != "rid"}
     if kind != "generate" and body.get("stream"):
         sent["stream_options"] = (body.get("stream_options") or {}) | {"include_usage": True}
-        if kind == "completions" and resume == "tokens":
+        if kind == "completions" and resume in BY_TOKENS:
             sent["return_token_ids"] = True
     return msgspec.json.encode(sent)
 
