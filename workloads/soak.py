@@ -145,6 +145,8 @@ def kind_of(command: Sequence[str]) -> str | None:
         ("sglang::scheduler", "replica's scheduler"),
         ("sglang::detokenizer", "replica's detokenizer"),
         ("-m router", "router"),
+        ("sglang_fair.engines.fork_server", "fork server"),
+        ("sglang-fair replica", "replica's server"),
         ("sglang_fair.engines.replica", "replica's server"),
     ):
         if sign in line:

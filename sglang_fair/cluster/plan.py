@@ -30,11 +30,11 @@ LOCAL = "127.0.0.1"
 GATEWAY_DRAIN_S = 5
 """Time for open requests when the cluster is stopped."""
 
-REPLICA_OVERHEAD_BYTES = 1_500_000_000
+REPLICA_OVERHEAD_BYTES = 1_000_000_000
 """Private memory of a CPU replica's three processes and its KV pool, besides the weights."""
 
 FORK_SERVER_BYTES = 1_000_000_000
-"""What emulated replicas share: everything that a replica imports."""
+"""What replicas on a CPU share: everything that a replica imports."""
 
 FRONT_BYTES = 600_000_000
 """Router, gateway and supervisor together."""
@@ -159,10 +159,8 @@ def check_memory(options: Options, device: Device, machine: Machine, model: Mode
     """Raises `ConfigError` when the replicas cannot fit in memory. On GPUs SGLang checks itself."""
     if device != "cpu":
         return
-    if options.emulation() is None:
-        per_replica, shared = model.weights_bytes + REPLICA_OVERHEAD_BYTES, FRONT_BYTES
-    else:
-        per_replica, shared = model.weights_bytes, FRONT_BYTES + FORK_SERVER_BYTES
+    overhead = REPLICA_OVERHEAD_BYTES if options.emulation() is None else 0
+    per_replica, shared = model.weights_bytes + overhead, FRONT_BYTES + FORK_SERVER_BYTES
     needed = options.replicas * per_replica + shared
     if needed > machine.available_bytes:
         fit = max(0, (machine.available_bytes - shared) // per_replica)
@@ -182,7 +180,7 @@ def build(
 ) -> Plan:
     """The processes of the cluster. `gpus` are those of each replica, if it computes on any."""
     router = f"tcp://{LOCAL}:{ports.router}"
-    fork_server = None if options.emulation() is None else f"sglang-fair/fork-server/{ports.router}"
+    fork_server = f"sglang-fair/fork-server/{ports.router}" if device == "cpu" else None
     workers = tuple(
         Worker(
             name=f"r{index}",
@@ -290,15 +288,18 @@ def _replica(
 
 
 def _fork_server(options: Options, machine: Machine, name: str) -> Process:
-    emulated = command_line(table.Replica, shared(options, table.Engine))
+    engine = command_line(table.Replica, {**shared(options, table.Engine), "device": "cpu"})
     return Process(
         name="fork-server",
         role="fork-server",
-        argv=(machine.python, "-m", "sglang_fair.engines.fork_server", name, *emulated),
+        argv=(machine.python, "-m", "sglang_fair.engines.fork_server", name, *engine),
         ready=LineReady(FORK_SERVER_READY),
         ready_timeout_s=options.start_timeout_s or 300.0,
         stop_grace_s=5.0,
-        env={"PYTHONUNBUFFERED": "1"},
+        env={
+            "PYTHONUNBUFFERED": "1",
+            "OPENBLAS_NUM_THREADS": "1",  # numpy's threads, which a fork would lose
+        },
     )
 
 

@@ -5,6 +5,7 @@ PyTorch path instead. It is slow but complete, with the real scheduler, radix ca
 `SGLANG_PLATFORM=sglang_fair_cpu` asks for it and nowhere else.
 """
 
+import multiprocessing
 import os
 from typing import Any
 
@@ -68,6 +69,15 @@ def define_torchvision_operators() -> None:
     for name in ("nms", "qnms"):
         library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     _LIBRARIES.append(library)
+
+
+START_METHOD_SET = "sglang.srt.entrypoints.engine._set_envs_and_config"
+"""The function of SGLang's after which `fork_subprocesses` is called."""
+
+
+def fork_subprocesses(*_: Any, **__: Any) -> None:
+    """Has SGLang fork its scheduler and its detokenizer, which works without a GPU and spares them all imports."""
+    multiprocessing.set_start_method("fork", force=True)
 
 
 _LIBRARIES: list[Any] = []

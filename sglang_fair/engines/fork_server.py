@@ -7,9 +7,10 @@ Every replica has its own connection (SOCK_SEQPACKET, one JSON object in each me
     to us     {"argv": [...], "env": {...}}, with the file descriptor for the replica's output
     from us   {"pid": 123}, and when it has ended {"code": 0}, negative for a signal as in `subprocess`
 
-A replica leads its own session, which is killed when its connection closes, because then whoever asked for it is gone.
-All replicas die with this process, and this process with its parent. Only processes of the same user are served. The
-options on the command line are those that all replicas share; they decide what is imported. Linux only.
+On a CPU only, with a model or an emulated GPU: what has begun to use a GPU cannot be forked. A replica leads its own
+session, which is killed when its connection closes, because then whoever asked for it is gone. All replicas die with
+this process, and this process with its parent. Only processes of the same user are served. The options on the command
+line are those that all replicas share; they decide what is imported. Linux only.
 """
 
 import contextlib
@@ -65,7 +66,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         for module in MODULES:
             importlib.import_module(module)
     from sglang.srt.plugins import load_plugins
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    if options.engine != "emulated":  # which registers this itself
+        HookRegistry.register(cpu.START_METHOD_SET, cpu.fork_subprocesses, HookType.AFTER)
     load_plugins()
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:

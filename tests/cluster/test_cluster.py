@@ -210,9 +210,12 @@ class TestPlan:
             extra=("--page-size", "32"),
         )
         plan = build(options, "cpu", MACHINE, MODEL, PORTS)
-        assert [process.name for process in plan.processes] == ["r0", "r1", "router", "gateway"]
-        r0, r1, router, gateway = plan.processes
-        assert r0.argv[:3] == ("python", "-m", "sglang_fair.engines.replica")
+        names = ["fork-server", "r0", "r1", "router", "gateway"]
+        assert [process.name for process in plan.processes] == names
+        fork_server, r0, r1, router, gateway = plan.processes
+        assert fork_server.argv[:3] == ("python", "-m", "sglang_fair.engines.fork_server")
+        assert r0.fork_server == r1.fork_server == fork_server.argv[3]
+        assert parse("replica", fork_server.argv[4:]).device == "cpu"
         assert (after(r0.argv, "--port"), after(r1.argv, "--port")) == ("30001", "30004")
         assert after(r1.argv, "--kv-port") == "30005"
         assert json.loads(after(r0.argv, "--client-weights")) == {"gold": 2.0}
@@ -267,18 +270,18 @@ class TestPlan:
     def test_the_cost_reaches_the_replicas_and_its_linear_part_the_router(
         self, options: Options, replica_s: str, router_s: tuple[str, str]
     ) -> None:
-        r0, _, router, _ = build(options, "cpu", MACHINE, MODEL, PORTS).processes
+        _, r0, _, router, _ = build(options, "cpu", MACHINE, MODEL, PORTS).processes
         assert replica_s in " ".join(r0.argv)
         assert (after(router.argv, "--extend-weight"), after(router.argv, "--output-weight")) == router_s
-        parsed = parse("replica", r0.argv[3:])
+        parsed = parse("replica", r0.argv)
         assert make_cost(parsed.cost, parsed.extend_weight, parsed.output_weight) == options.service_cost()
 
     def test_their_programs_take_these_command_lines(self) -> None:
         from router.__main__ import workers
 
         plan = build(Options(worker_quantum=9.0), "cpu", MACHINE, MODEL, PORTS)
-        r0, _, router, gateway = plan.processes
-        replica = parse("replica", r0.argv[3:])
+        _, r0, _, router, gateway = plan.processes
+        replica = parse("replica", r0.argv)
         assert (replica.name, replica.port, replica.extra[:2]) == ("r0", 30001, ("--log-level", "info"))
         assert workers(parse("router", router.argv[3:]))[1].worker == "r1"
         assert parse("gateway", gateway.argv[3:]).port == 8000
@@ -297,7 +300,7 @@ class TestPlan:
     def test_memory(self) -> None:
         check_memory(Options(replicas=2), "cpu", MACHINE, MODEL)
         with pytest.raises(
-            ConfigError, match=r"20 replicas of default need about 30\.6 GB, 16\.0 GB .* 10 would fit"
+            ConfigError, match=r"20 replicas of default need about 21\.6 GB, 16\.0 GB .* 14 would fit"
         ):
             check_memory(Options(replicas=20), "cpu", MACHINE, MODEL)
         check_memory(Options(replicas=20), "cuda", MACHINE, MODEL)

@@ -92,8 +92,8 @@ class TestPlan:
         assert own.extra[:1] == ("--log-level",)
         assert fork_server.ready == LineReady("ready to fork replicas")
 
-    def test_a_real_engine_has_none(self) -> None:
-        plan = build(Options(), "cpu", self.machine, self.model, self.ports)
+    def test_replicas_on_gpus_have_none(self) -> None:
+        plan = build(Options(), "cuda", self.machine, self.model, self.ports)
         assert plan.of("fork-server") == ()
         assert all(process.fork_server is None for process in plan.processes)
 
@@ -133,7 +133,7 @@ class TestPlan:
 
 @pytest.fixture(scope="module")
 def emulated() -> Iterator[Replica]:
-    with Replica(*EMULATED, "--policy", "dlpm") as one:
+    with Replica(*EMULATED, "--policy", "dlpm", forked=False) as one:
         yield one
 
 

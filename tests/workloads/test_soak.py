@@ -37,6 +37,8 @@ def test_rows_leave_out_the_warm_up_and_processes_that_came_or_went():
         (["python", "-m", "router", "--bind", "tcp://127.0.0.1:1"], "router"),
         (["sglang::scheduler"], "replica's scheduler"),
         (["python", "-m", "sglang_fair.engines.replica", "--port", "1"], "replica's server"),
+        (["sglang-fair replica --device cpu"], "replica's server"),
+        (["python", "-m", "sglang_fair.engines.fork_server", "a/name"], "fork server"),
         (["python", "-c", "from multiprocessing.resource_tracker import main"], None),
     ],
 )

@@ -1,7 +1,6 @@
 """Where SGLang 0.5.23 and the emulated GPU meet: launching a step, waiting for its end, and giving its tokens."""
 
 import logging
-import multiprocessing
 import os
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_fair.common.files import read_json
+from sglang_fair.engines import cpu
 from sglang_fair.engines.emulated import settings
 from sglang_fair.sim.answers import answer
 from sglang_fair.sim.emulation import Emulation
@@ -128,11 +128,6 @@ def request_table_made(result: Any, pool: Any, *args: Any, **kwargs: Any) -> Non
     pool.req_to_token = torch.from_numpy(np.zeros(shape, dtype=np.int32))
 
 
-def environment_set(result: Any, *args: Any, **kwargs: Any) -> None:
-    """Has SGLang fork its scheduler, which works without a GPU and spares it all imports."""
-    multiprocessing.set_start_method("fork", force=True)
-
-
 @dataclass(frozen=True)
 class Hook:
     """Attaches `function` to `target`, a dotted name, before, after, around or in place of it (`kind`)."""
@@ -153,5 +148,5 @@ HOOKS: tuple[Hook, ...] = (
     Hook("sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
          validate_one_request, HookType.AFTER),
     Hook("sglang.srt.mem_cache.memory_pool.ReqToTokenPool.__init__", request_table_made, HookType.AFTER),
-    Hook("sglang.srt.entrypoints.engine._set_envs_and_config", environment_set, HookType.AFTER),
+    Hook(cpu.START_METHOD_SET, cpu.fork_subprocesses, HookType.AFTER),
 )  # fmt: skip
