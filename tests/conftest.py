@@ -19,9 +19,12 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 @pytest.fixture(scope="session")
 def one_at_a_time() -> Iterator[Replica]:
-    """The paper's DLPM, a quantum of 100 units and room for one running request: admissions come one by one."""
+    """The paper's DLPM, a quantum of 100 units and room for one running request: admissions come one by one.
+
+    SGLang spawns its processes, as on a GPU.
+    """
     printed = ("--policy", "dlpm", "--policy-options", "newcomers=0", "--quantum", "100")
-    with Replica(*printed, "--max-running", "1") as replica:
+    with Replica(*printed, "--max-running", "1", forked=False) as replica:
         yield replica
 
 

@@ -4,7 +4,6 @@ import asyncio
 import random
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -183,8 +182,7 @@ def test_the_tree_is_what_the_replicas_cache() -> None:
         for name, page in PAGES.items()
     }  # fmt: skip
     with ExitStack() as stack:
-        pool = stack.enter_context(ThreadPoolExecutor())  # a replica ends with the thread that started it
-        replicas = dict(zip(made, pool.map(stack.enter_context, made.values()), strict=True))
+        replicas = {name: stack.enter_context(replica) for name, replica in made.items()}
         router, address = stack.enter_context(routing(1, replicas))
         blocks = {"r1": replicas["r1"]}
         of_blocks, _ = stack.enter_context(routing(PAGES["r1"], blocks))

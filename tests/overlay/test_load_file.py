@@ -48,7 +48,7 @@ def shared_files(processes: list[psutil.Process]) -> set[str]:
 @pytest.mark.engine
 @pytest.mark.parametrize("arguments", [(), EMULATED], ids=["cpu", "emulated"])
 def test_a_replica_that_is_killed_leaves_nothing_in_shared_memory(arguments: tuple[str, ...]) -> None:
-    with Replica(*arguments) as one:
+    with Replica(*arguments, forked=False) as one:
         assert one.process is not None
         loads = httpx.get(f"{one.url}/v1/loads", timeout=30).json()["loads"]
         assert [load["dp_rank"] for load in loads] == [0], "the schedulers' reports arrive"

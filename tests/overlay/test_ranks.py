@@ -55,7 +55,7 @@ def ranks(directory: Path, *arguments: str) -> Iterator[Ranks]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(ranks_replica.REPORTS, str(directory))
         patch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|0")  # on a CPU SGLang binds each rank to a core
-        with Replica(*arguments, module="tests.support.ranks_replica") as replica:
+        with Replica(*arguments, module="tests.support.ranks_replica", forked=False) as replica:
             yield Ranks(replica, directory)
 
 

@@ -19,6 +19,7 @@ import httpx
 import psutil
 
 from sglang_fair.common.processes import child_environment
+from tests.support.fork_server import Forked, fork_server_of
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 
@@ -71,30 +72,44 @@ class Answer:
 
 
 class Replica:
-    """`python -m sglang_fair.engines.replica --model tiny …` as a context manager."""
+    """`python -m sglang_fair.engines.replica --model tiny …` as a context manager.
+
+    `forked`: from the tests' fork server, in a second; otherwise in a process whose subprocesses SGLang spawns.
+    """
 
     def __init__(
-        self, *arguments: str, kv_events: bool = False, module: str = "sglang_fair.engines.replica"
+        self,
+        *arguments: str,
+        kv_events: bool = False,
+        module: str = "sglang_fair.engines.replica",
+        forked: bool = True,
     ) -> None:
         own, _, engine = _split(list(arguments))
         self.port = free_port()
         self.kv_port = free_port(2) if kv_events else None
         kv = ["--kv-port", str(self.kv_port)] if kv_events else []
         self.url = f"http://127.0.0.1:{self.port}"
-        self._command = [
-            sys.executable, "-m", module, "--model", "tiny", "--port", str(self.port),
-            *kv, *own, "--", "--log-level", "warning", *engine,
+        self._module = module
+        self._arguments = [
+            "--model", "tiny", "--port", str(self.port), *kv, *own, "--", "--log-level", "warning", *engine
         ]  # fmt: skip
+        self._forked = forked
+        if forked:
+            fork_server_of(module)  # which ends with the thread that starts it
         self.log = Path(tempfile.mkstemp(prefix="replica-", suffix=".log")[1])
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | Forked | None = None
 
     def __enter__(self) -> "Replica":
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                self._command, stdout=log, stderr=log, start_new_session=True, env=child_environment()
-            )
+            if self._forked:
+                self.process = Forked(self._module, self._arguments, log)
+            else:
+                command = [sys.executable, "-m", self._module, *self._arguments]
+                self.process = subprocess.Popen(
+                    command, stdout=log, stderr=log, start_new_session=True, env=child_environment()
+                )
         try:
-            wait_until(self._ready, f"{' '.join(self._command)}", START_S)
+            wait_until(self._ready, f"a replica {' '.join(self._arguments)}", START_S)
         except BaseException as error:
             self.__exit__(type(error))
             print(self.log.read_text()[-4000:])
