@@ -55,6 +55,10 @@ BENCHES = {
         "sglang_fair.engines.bench.scheduler",
         "Time one scheduling step, by policy, queue length, clients and prompt length.",
     ),
+    "eviction": Program(
+        "sglang_fair.engines.bench.eviction",
+        "Time the eviction of a replica's prefix cache, fair among clients and as SGLang does it.",
+    ),
     "router": Program(
         "sglang_fair.bench.router",
         "Time one placement decision, by placement, prompt length and workers, and the tree's events and memory.",

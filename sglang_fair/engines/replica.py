@@ -84,6 +84,7 @@ def server_arguments(options: Replica, model: ServedModel) -> list[str]:
         "--fair-quantum", str(options.quantum),
         "--fair-options", options.policy_options,
         "--fair-payer", options.payer,
+        "--fair-cache-share", options.cache_share,
         "--fair-client-weights", json.dumps(dict(options.client_weights)),
         "--enable-cache-report",
         "--log-level-http", "warning",

@@ -58,6 +58,7 @@ class Config:
     stall_ms: float = DEFAULT_STALL_MS
     """0: prompts go first, whoever runs."""
     identity: tuple[str, ...] = DEFAULT_ORDER
+    cache_share: bool = False
 
     def policy(self, name: str) -> Policy:
         """A new policy object. ValueError for an unknown name, an option that it has not, or a bad value."""
@@ -125,6 +126,7 @@ def read(environ: Mapping[str, str] = os.environ) -> Config:
         payer=payer,
         stall_ms=checked_stall_ms(given.get("stall_ms", Config.stall_ms)),
         identity=read_identity(environ),
+        cache_share=given.get("cache_share", "off") == "on",
     )
 
 

@@ -14,10 +14,10 @@ from sglang.srt.runtime_context import get_disagg, get_parallel
 
 from sglang_fair.core.admission import DELAYED_POLL_S
 from sglang_fair.core.cost import describe
-from sglang_fair.overlay import config, counts, heartbeat, kv_events, load_file, refusal, token_ids
+from sglang_fair.overlay import config, counts, heartbeat, kv_events, load_file, refusal, token_ids, tree_core
 from sglang_fair.overlay.clock import Clock, TimedReceiver
 from sglang_fair.overlay.identity import carry_client
-from sglang_fair.overlay.replica import ReplicaFairness
+from sglang_fair.overlay.replica import JOB_ATTRIBUTE, ReplicaFairness
 from sglang_fair.overlay.status import add_routes, from_settings
 
 logger = logging.getLogger(__name__)
@@ -220,6 +220,10 @@ def process_batch_result(
     scheduler.kv_events_publisher.publish_kv_events()
 
 
+def checkpoint_into_tree(result: None, cache: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+    tree_core.served(cache, request, getattr(request, JOB_ATTRIBUTE, None))
+
+
 def get_internal_state(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     state = scheduler.fair.status(scheduler.waiting_queue)
     state["config"]["cost"] = describe(scheduler.fair.config.cost)
@@ -279,6 +283,8 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager."
 _ARGUMENTS = "sglang.srt.server_args.ServerArgs."
 _RECORDER = "sglang.srt.mem_cache.events.KVCacheEventRecorder."
+_CACHE = "sglang.srt.mem_cache.unified_cache."
+_RADIX = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache."
 _LOAD_FILE = "sglang.srt.managers.load_snapshot."
 
 HOOKS: tuple[Hook, ...] = (
@@ -298,6 +304,8 @@ HOOKS: tuple[Hook, ...] = (
     Hook(_SCHEDULER + "process_batch_result", process_batch_result, HookType.AROUND),
     Hook(_RECORDER + "_namespace_seed", kv_events.namespace_seed, HookType.AFTER),
     Hook(_RECORDER + "record_store", kv_events.record_store, HookType.AROUND),
+    Hook(_CACHE + "tree_core_registry.select_tree_core_backend", tree_core.select_tree_core_backend, HookType.AFTER),
+    Hook(_RADIX + "checkpoint_into_tree", checkpoint_into_tree, HookType.AFTER),
     Hook(_SCHEDULER + "on_idle", on_idle, HookType.AFTER),
     Hook(_SCHEDULER + "get_internal_state", get_internal_state, HookType.AFTER),
     Hook(_SCHEDULER + "set_internal_state", set_internal_state, HookType.AROUND),

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import wraps
 from hashlib import blake2b
+from heapq import nlargest
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from sglang.srt.mem_cache.common import match_kv_cache
@@ -31,6 +32,7 @@ from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.steps import Step, StepTimes, make_steps
 from sglang_fair.overlay.config import Config
 from sglang_fair.overlay.counts import BatchRow
+from sglang_fair.overlay.tree_core import held, served, weigh
 
 logger = logging.getLogger(__name__)
 
@@ -148,6 +150,7 @@ class ReplicaFairness:
         self.queue.account.set_weights(weights)
         if self._admission.steps is not None:
             self._admission.steps.reweigh()
+        weigh(self._tree_cache, weights)
 
     # ---- who waits
 
@@ -297,8 +300,10 @@ class ReplicaFairness:
         if (payers := self.queue.account.payers) is not None:
             root = (request.extra_key, request.cache_salt)
             path = path_of(root, memoryview(request.origin_input_ids), payers.block_tokens)
+        job = self._enter(request)
+        served(self._tree_cache, request, job)
         self._admission.admit(
-            self._enter(request),
+            job,
             extend_tokens=request.extend_end - request.prefix_len,
             cached_tokens=request.prefix_len,
             path=path,
@@ -418,6 +423,7 @@ class ReplicaFairness:
             },
             "refills": getattr(policy, "refills", None),
             "refused": self._refused,
+            "cache_tokens": None if (of := held(self._tree_cache)) is None else largest(of),
             "corrections": self.corrections,
             "steps": None if self._admission.steps is None else dict(self._admission.steps.status()),
             **self.queue.status(),
@@ -445,6 +451,15 @@ def _can_decode(batch: Any) -> bool:
         and not batch.is_prefill_only
         and bool(batch.check_decode_mem())
     )
+
+
+MOST_SHOWN = 100
+"""Clients whose part of the cache the status has."""
+
+
+def largest(held: Mapping[str, float]) -> dict[str, int]:
+    """The clients that hold most of the cache, with their tokens."""
+    return {client: round(held[client]) for client in nlargest(MOST_SHOWN, held, key=held.__getitem__)}
 
 
 def job_of(request: Any) -> Job:

@@ -23,6 +23,8 @@ from sglang_fair.sim.shapes import SHAPES
 STOCK_PREFIX = "sglang:"
 """Before a policy's name: SGLang's own policy of that name, without the fair scheduler."""
 
+ON_OFF = ("on", "off")
+
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 OutliveParent = Annotated[bool, About("Go on when the process that started this one dies.")]
@@ -138,6 +140,15 @@ class Fairness:
             fair="client-weights",
         ),
     ] = field(default_factory=dict)
+    cache_share: Annotated[
+        str,
+        About(
+            "Evict first what belongs to clients above their share of a replica's cache. Where SGLang's cache does not "
+            "allow that, and for policies without shares, a replica evicts as SGLang does.",
+            choices=ON_OFF,
+            fair="cache-share",
+        ),
+    ] = "off"
     identity: Annotated[
         str | None,
         About(

@@ -47,6 +47,7 @@ def adopt(arguments: list[str], environ: dict[str, str]) -> argparse.Namespace:
 @pytest.mark.parametrize(
     ("arguments", "environ", "message"),
     [
+        (["--fair-cache-share", "maybe"], {}, "SGLANG_FAIR_CACHE_SHARE"),
         (["--fair-quantum", "-5"], {}, "quantum must be a positive number"),
         (["--fair-quantum", "many"], {}, "SGLANG_FAIR_QUANTUM must be a number"),
         (["--fair-extend-weight", "-1"], {}, "extend weight"),

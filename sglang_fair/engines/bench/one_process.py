@@ -54,9 +54,11 @@ class Step:
 
 class Engine:
     """The scheduler with its queue. At most `admit_per_step` requests enter in a step, so that every policy does the
-    same work."""
+    same work. It is built for `policy`, which decides on the tree of its cache for good."""
 
-    def __init__(self, admit_per_step: int, seed: int) -> None:
+    def __init__(
+        self, admit_per_step: int, seed: int, *, policy: str = "fcfs", pool_tokens: int = POOL_TOKENS
+    ) -> None:
         os.environ.update(cpu.environment())
         os.environ["OMP_NUM_THREADS"] = "1"
         cpu.define_torchvision_operators()
@@ -69,7 +71,7 @@ class Engine:
         self._stock = [vars(owner)[name] for owner, name in zip(self._targets, self._names, strict=True)]
         load_plugins()
         self._ours = [vars(owner)[name] for owner, name in zip(self._targets, self._names, strict=True)]
-        self._scheduler = _scheduler(admit_per_step, seed)
+        self._scheduler = _scheduler(admit_per_step, seed, policy, pool_tokens)
         self._step: Step | None = None
         self._ballast: Any = None
         self._watch()
@@ -226,7 +228,7 @@ def _build_marks() -> Iterator[list[tuple[float, float]]]:
         ScheduleBatch.init_new, PrefillStats.from_adder = first, last
 
 
-def _scheduler(admit_per_step: int, seed: int) -> Any:
+def _scheduler(admit_per_step: int, seed: int, policy: str, pool_tokens: int) -> Any:
     """Builds the scheduler as SGLang's `run_scheduler_process` does before its loop."""
     import torch
     from sglang.srt.managers import scheduler as module
@@ -239,13 +241,13 @@ def _scheduler(admit_per_step: int, seed: int) -> Any:
         "--model-path", model.path,
         "--load-format", "dummy",
         "--json-model-override-args", json.dumps(SMALLEST_MODEL),
-        "--schedule-policy", "fcfs",
+        "--schedule-policy", policy,
         "--page-size", str(PAGE_TOKENS),
-        "--max-total-tokens", str(POOL_TOKENS),
+        "--max-total-tokens", str(pool_tokens),
         "--context-length", str(CONTEXT_TOKENS),
         "--max-running-requests", str(MOST_RUNNING),
         "--chunked-prefill-size", "-1",
-        "--max-prefill-tokens", str(POOL_TOKENS),
+        "--max-prefill-tokens", str(pool_tokens),
         "--prefill-max-requests", str(admit_per_step),
         "--random-seed", str(seed),
         "--log-level", "error",

@@ -1,0 +1,36 @@
+"""On SGLang's scheduler and tree, clients keep what they use beside one that streams."""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.engine
+
+
+def crowded(cache_share: str) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.support.crowded_cache", cache_share],
+        capture_output=True, text=True, check=False, timeout=300, env=dict(os.environ),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert told["mismatches"] == told["corrections"] == 0
+    return told
+
+
+def test_three_clients_with_a_fifth_of_the_pool_each_keep_it_beside_a_stream() -> None:
+    """All but the last page of a prompt, whose last token is always computed."""
+    told = crowded("on")
+    assert told["core"] == "FairTreeCore"
+    assert told["found"] == {f"chat {k}": 784 / 800 for k in range(3)}
+    assert [told["holds"][f"chat {k}"] for k in range(3)] == [3200] * 3
+
+
+def test_with_the_rule_off_sglangs_own_order_lets_the_stream_take_all() -> None:
+    told = crowded("off")
+    assert told["core"] == "RustUnifiedTreeCore"
+    assert told["found"] == {f"chat {k}": 0.0 for k in range(3)}
