@@ -13,9 +13,10 @@ The engine is reached through one function, `match`. The engine, or what models 
 
     arrive, leave, retract      as requests come and go
     begin_pass                  a batch is formed
-    goes_on                     may the prompt that was cut go on now?
-      extend                      a further chunk of it is in the batch
     chunk_tokens                how many prompt tokens the step may have
+    goes_on                     may the prompt that was cut go on now?
+      chunk_of                    with how many of these tokens?
+      extend                      a further chunk of it is in the batch
     candidates                  for each of them
       confirm                     the engine matched it: is it still the one to admit?
       admit                       it fits: it is in the batch
@@ -143,6 +144,18 @@ class Admission:
         """Most prompt tokens of this step; None: as many as the engine will."""
         return None if self.steps is None else self.steps.chunk_tokens()
 
+    def chunk_of(self, job: Job, tokens: int) -> int:
+        """Of the `tokens` that the step may have, how many the prompt `job`, which was cut, may have: all, or what is
+        left beside the prompt that is next, if that is another client's and takes half of them at most. So a short
+        prompt does not wait for the end of a long one, which has half of each step."""
+        if self.chunk_tokens() is None:
+            return tokens
+        other = self._next()
+        if other is None or other.client == job.client or not self._may_join(other):
+            return tokens
+        needed = other.prompt_tokens + other.output_tokens - other.prefix_tokens
+        return tokens - needed if needed <= tokens // 2 else tokens
+
     def candidates(self) -> Iterator[Job]:
         """The requests to try, in the policy's order. Each is chosen after the one before was admitted or passed over;
         one that was neither is passed over. None if those that run have their turn."""
@@ -233,8 +246,11 @@ class Admission:
             return False
         return computation is job.waited_for or job.prefix_tokens > job.waited_at_tokens
 
+    def _may_join(self, job: Job) -> bool:
+        return self.steps is None or self.steps.may_prefill(SYSTEM if job.system else job.client)
+
     def _may_prefill(self, job: Job) -> bool:
-        if self.steps is None or self.steps.may_prefill(SYSTEM if job.system else job.client):
+        if self.steps is None or self._may_join(job):
             return True
         if not self._held and not self._can_decode():
             return True

@@ -36,6 +36,13 @@ class FairSchedulePolicy(SchedulePolicy):
     ) -> None:
         self.fair.begin_pass(waiting_queue, running_batch)
 
+    def shortest_prefill_chunk_limit(
+        self, chunked_req: Any, waiting_queue: list[Any], budget: int, page_size: int
+    ) -> int | None:
+        """SGLang asks how much of the step the prompt that was cut may have."""
+        most = self.fair.chunk_of(chunked_req, budget)
+        return None if most is None else most // page_size * page_size or None
+
     def _determine_active_policy(self, waiting_queue: list[Any]) -> Any:
         return self.policy
 
@@ -80,7 +87,7 @@ class FairPrefillAdder(PrefillAdder):
         self.fair = fair
         if (most := fair.chunk_tokens()) is not None:
             budget: Any = self
-            most = max(most, cut_tokens)
+            most = max(most // cut_tokens, 1) * cut_tokens
             budget.rem_input_tokens = min(budget.rem_input_tokens, most)
             if budget.rem_chunk_tokens is not None:
                 budget.rem_chunk_tokens = min(budget.rem_chunk_tokens, most)

@@ -264,6 +264,13 @@ class ReplicaFairness:
         job = self._job(request)
         return job is None or self._admission.goes_on(job)
 
+    @guarded
+    def chunk_of(self, request: Any, tokens: int) -> int | None:
+        """Most prompt tokens for the next chunk of `request`, if that is less than the batch may have."""
+        job = self._job(request)
+        most = tokens if job is None else self._admission.chunk_of(job, tokens)
+        return most if most < tokens else None
+
     def arm(self) -> None:
         """The next iteration over the waiting queue is SGLang's admission loop."""
         self._armed = self.orders

@@ -113,14 +113,14 @@ class Budget:
     """What is left for one batch. `room` is the memory at each call, in tokens; locking a prefix reduces it."""
 
     def __init__(self, settings: Settings, reserved_tokens: float, most_tokens: int | None = None) -> None:
-        """`most_tokens`: an upper bound of the chunk size for this batch, but for a page at least."""
+        """`most_tokens`: an upper bound of the chunk size for this batch, in whole pages and at least one."""
         self._page = settings.page_tokens
         self._reserved = reserved_tokens
         self._taken = 0
         self._prompt_left = settings.max_prefill_tokens
         self._chunk_left = settings.chunked_prefill_tokens
         if most_tokens is not None:
-            most_tokens = max(most_tokens, self._page)
+            most_tokens = max(most_tokens // self._page, 1) * self._page
             self._prompt_left = min(self._prompt_left, most_tokens)
             if self._chunk_left is not None:
                 self._chunk_left = min(self._chunk_left, most_tokens)
@@ -153,11 +153,18 @@ class Budget:
         end = (cached_tokens + self._chunk_left // self._page * self._page) // self._page * self._page
         return end - cached_tokens if end > cached_tokens else Verdict.FULL
 
-    def next_chunk(self, tokens: int, room: int) -> int:
-        """How much of the rest of a prompt that was cut before is computed next: always some."""
+    @property
+    def chunk_tokens(self) -> int:
+        """What is left of the chunk size, if prompts may be cut."""
         assert self._chunk_left is not None
-        fits = min(self._chunk_left, int(room - self._reserved))
-        return min(tokens, fits if fits > 0 else self._chunk_left)
+        return self._chunk_left
+
+    def next_chunk(self, tokens: int, room: int, most_tokens: int) -> int:
+        """How much of the rest of a prompt that was cut before is computed next: always some. At most `most_tokens`, in
+        whole pages, if that is one at least."""
+        fits = min(self.chunk_tokens, int(room - self._reserved))
+        most = most_tokens // self._page * self._page or self.chunk_tokens
+        return min(tokens, most, fits if fits > 0 else self.chunk_tokens)
 
     def take(self, extend_tokens: int, output_tokens: int) -> None:
         """Subtract what a prompt in the batch takes. `output_tokens` is 0 for a prompt that was cut."""

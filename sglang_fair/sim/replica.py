@@ -353,7 +353,8 @@ class Replica:
         batch: list[Task] = []
         if chunked is not None:
             rest = chunked.length - chunked.computed
-            self._compute(chunked, budget.next_chunk(rest, pool.room_tokens()), budget)
+            most_tokens = self._admission.chunk_of(chunked.job, budget.chunk_tokens)
+            self._compute(chunked, budget.next_chunk(rest, pool.room_tokens(), most_tokens), budget)
             self._continued(chunked)
             batch.append(chunked)
         for job in self._admission.candidates():

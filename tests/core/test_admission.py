@@ -17,6 +17,7 @@ from sglang_fair.core.job import Job
 from sglang_fair.core.lpm import Lpm
 from sglang_fair.core.policy import Policy
 from sglang_fair.core.queue import FairQueue
+from sglang_fair.core.steps import Steps
 
 
 class Engine:
@@ -53,6 +54,56 @@ class Engine:
     def offers(self) -> list[str]:
         """Whom one pass offers, if the engine takes nobody."""
         return [job.id for job in self.begin_pass()]
+
+
+# ---- steps
+
+
+def test_a_prompt_that_was_cut_leaves_room_for_a_short_one_of_another_client() -> None:
+    """But half of the step is its own, and its client's other prompts wait for its end."""
+    policy = make_policy("dlpm")
+    steps = Steps(0.1)
+    queue = FairQueue(policy)
+    admission = Admission(queue, lambda job: (0, None), steps)
+    long = Job("long", "a", prompt_tokens=10_000, max_output_tokens=10)
+    admission.arrive(long)
+    admission.begin_pass(1)
+    assert admission.chunk_of(long, 2048) == 2048, "nobody else is here"
+    assert next(admission.candidates()) is long
+    admission.admit(long, extend_tokens=2048, cached_tokens=0)
+    admission.arrive(Job("own", "a", prompt_tokens=100, max_output_tokens=10))
+    admission.begin_pass(2)
+    assert admission.chunk_of(long, 2048) == 2048, "it waits for its own client"
+    admission.arrive(Job("short", "b", prompt_tokens=100, max_output_tokens=10))
+    admission.begin_pass(3)
+    assert admission.chunk_of(long, 2048) == 1948
+    assert admission.chunk_of(long, 200) == 100
+    assert admission.chunk_of(long, 198) == 198, "half of the step does not do for it"
+
+
+def test_a_prompt_that_was_cut_waits_while_those_that_run_have_their_turn() -> None:
+    """And nobody is offered in that pass, unless those that run could not decode."""
+    steps = Steps(0.1)
+    admission = Admission(FairQueue(make_policy("dlpm")), lambda job: (0, None), steps)
+    runs, long = (Job(name, name, prompt_tokens=100, max_output_tokens=10) for name in "ab")
+    for job in (runs, long, Job("c", "c", prompt_tokens=1, max_output_tokens=1)):
+        admission.arrive(job)
+    admission.admit(runs, extend_tokens=100, cached_tokens=0)
+    admission.computed([runs])
+    admission.step(0.01, {"a": 100})
+    admission.admit(long, extend_tokens=50, cached_tokens=0)
+    admission.computed([long])
+    admission.step(0.1, {"b": 50})
+    admission.begin_pass(1)
+    assert not admission.goes_on(long)
+    assert list(admission.candidates()) == []
+    assert steps.held == 1
+    admission.begin_pass(1, can_decode=lambda: False)
+    assert admission.goes_on(long)
+    assert [job.id for job in admission.candidates()] == ["c"]
+    admission.step(0.1, decoded=10)
+    admission.begin_pass(1)
+    assert admission.goes_on(long)
 
 
 # ---- requests that would compute the same
