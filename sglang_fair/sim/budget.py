@@ -47,7 +47,7 @@ class Settings:
     retract_steps: int = 20
     """Decode steps that a retraction makes room for."""
     cache_share: bool = False
-    """Fair eviction (`core.eviction`) in place of plain LRU."""
+    """Fair eviction (`core.eviction`) in place of plain LRU, where the policy has shares."""
     progress_steps: int = 40
     """After so many decode steps all running requests report their progress. No more are simulated at once."""
 

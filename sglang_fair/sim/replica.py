@@ -88,7 +88,7 @@ class Replica:
         self.meters = Meters()
         order = (
             FairEviction(settings.pages * settings.page_tokens, queue.policy.weights)
-            if settings.cache_share
+            if settings.cache_share and queue.policy.weights is not None
             else LeastRecentlyUsed()
         )
         self.cache = PrefixCache(settings.page_tokens, order, events=events, place=place, places=places)

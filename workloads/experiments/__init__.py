@@ -12,6 +12,7 @@ and add the class to `EXPERIMENTS` below. Then `sglang-fair reproduce ID --quick
 from collections.abc import Mapping
 
 from workloads.experiments.beyond_adaptive import Adaptive
+from workloads.experiments.beyond_cache import Cache
 from workloads.experiments.beyond_payers import Payers
 from workloads.experiments.beyond_production import Production
 from workloads.experiments.beyond_routers import Routers
@@ -44,6 +45,6 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         Pools(), Weighted(), Prediction(), Profiled(), CostFunctions(),
         Table2(), Figure7(), Sensitivity(),
         Figure1(), Figure4(), Figure8(), Figure9(), Figure10(), Figure11(), Figure12(),
-        Placements(), Routers(), Payers(), Adaptive(), Production(),
+        Placements(), Routers(), Payers(), Adaptive(), Production(), Cache(),
     )
 }  # fmt: skip

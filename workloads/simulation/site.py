@@ -63,6 +63,9 @@ class Site:
     page_tokens: int = 16
     max_running: int | None = None
     chunked_prefill_tokens: int | None = None
+    cache_share: bool = False
+    """Replicas evict fairly among clients, where the policy has shares (--cache-share). False: by plain LRU, as in the
+    papers."""
     ignore_eos: bool = True
     """Every answer runs to its limit, and memory is reserved for that. False where answers may be shorter."""
     capacities: tuple[float, ...] = ()
@@ -183,6 +186,7 @@ class Site:
             kv_tokens=self._kv_tokens() if self.kv_tokens is None else self.kv_tokens,
             page_tokens=self.page_tokens,
             ignore_eos=self.ignore_eos,
+            cache_share=self.cache_share,
             progress_steps=_LONGEST_RUN,
             **{name: value for name, value in given.items() if value is not None},
         )
