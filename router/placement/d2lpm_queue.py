@@ -36,7 +36,8 @@ Q^w waiting (rule 2). So the case of Theorem A.5, a client that never leaves its
 anybody to send just so much that it may stay. Between two requests queues can become empty at different times,
 and no placement helps that without moving requests that wait. With Q^w infinite nothing is bounded.
 
-Trade-offs: it is as good as the expected lengths of the answers. A small Q^w costs hits; take about 16 programs.
+Trade-offs: it is as good as the expected lengths of the answers. A Q^w below about 16 programs costs hits; above it
+seldom decides anything, and is how long a client may stay at one worker though it has work for all.
 Unlike with `d2lpm`, cached tokens are free here as they are at the worker: a prefix that all workers have does not make
 a client move on. A worker that could not be used for a while, or that is new, need not be made up for.
 """
@@ -68,7 +69,7 @@ class D2lpmQueue:
     uses_caches: ClassVar[bool] = True
     uses_progress: ClassVar[bool] = False
 
-    worker_quantum: float = 20_000.0
+    worker_quantum: float = 250_000.0
     extend_weight: float = 1.0
     output_weight: float = 2.0
     delayed: float = 0.25

@@ -471,4 +471,4 @@ def test_forgotten_clients_leave_nothing_behind():
     request = Request("", "new", b"", 100)
     (worker,) = place_all(placement, [(request, Match())], views)
     other = "b" if worker == "a" else "a"
-    assert placement.credits(1) == {"new": {worker: 20_000.0 - 100, other: 20_000.0}}
+    assert placement.credits(1) == {"new": {worker: 250_000.0 - 100, other: 250_000.0}}

@@ -538,7 +538,7 @@ def difference(cluster: Cluster) -> float:
     return abs(f - g)
 
 
-@pytest.mark.parametrize("placement", ["d2lpm", "d2lpm-tokens", "d2lpm-queue"])
+@pytest.mark.parametrize("placement", ["d2lpm", "d2lpm-tokens"])
 def test_who_never_leaves_its_prefix_falls_behind_without_end(placement):
     """Theorem A.5: with Q^w infinite f has one worker, and half of it, however long it goes on. Theorem 5.1 is not
     broken, as f does not wait everywhere. A finite Q^w sends f to both."""

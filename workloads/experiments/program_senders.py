@@ -5,6 +5,8 @@ A sender is {"name", "shape", "arrivals", "well_behaved"}. Shapes, with lengths 
     {"kind": "tot", "branches": 3, "question": 546}          trees of thoughts of height 4, 256 a thought
     {"kind": "judge", "dimensions": 2, "article": 2701}      judgements of 256
     {"kind": "chat"}                                         conversations like those of Chatbot Arena
+    {"kind": "chat", "system": 1024, "turns": 4, "think_s": 0}
+                                                             others, all behind one system prompt
     {"kind": "shared", "prefix": 4096, "of": "library", "input": 200, "output": 100, "requests": 4}
                                                              requests side by side; the k-th program of all that
                                                              name the same `of` begins with the same prefix
@@ -15,6 +17,8 @@ process; {"even": rate, "first_s": t} has equal gaps.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from random import Random
 
 from workloads.arrivals import Arrivals, EvenArrivals, GammaArrivals, PhasedArrivals
 from workloads.clients import Client
@@ -45,6 +49,11 @@ def judge(dimensions: int, article: int = ARTICLE_TOKENS, instructions: int = 0)
 
 
 CHAT: Mapping[str, Json] = {"kind": "chat"}
+
+
+def conversations(system: int, turns: float) -> dict[str, Json]:
+    """Conversations that all begin with one system prompt, of so many turns on average, without a pause."""
+    return {"kind": "chat", "system": system, "turns": turns, "think_s": 0.0}
 
 
 def sender(
@@ -110,12 +119,19 @@ def _program(shape: Mapping[str, Json], seed: str, name: str, index: int) -> Pro
             article = draw(Articles(), seeded(seed, name, "article", index), CODEC, shape["article"])
             return Judge(shape["dimensions"]).program(_instructed(article, shape, seed, name), CODEC)
         case "chat":
-            chat = Chat()
-            return chat.program(chat.draw(seeded(seed, name, "chat", index), CODEC), CODEC)
+            return _chat(shape, seeded(seed, name, "chat", index))
         case "shared":
             return _shared(shape, seed, name, index)
         case kind:
             raise ValueError(f"no programs of kind {kind!r}")
+
+
+def _chat(shape: Mapping[str, Json], rng: Random) -> Program:
+    chat = Chat(**{key: shape[key] for key in ("turns", "think_s") if key in shape})
+    first, *others = chat.draw(rng, CODEC)
+    if "system" in shape:
+        first = replace(first, words=CODEC.join(filler_tokens("system prompt", shape["system"]), first.words))
+    return chat.program((first, *others), CODEC)
 
 
 def _instructed(prompt: object, shape: Mapping[str, Json], seed: str, name: str) -> bytes:

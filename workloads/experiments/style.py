@@ -14,6 +14,8 @@ SCHEDULERS: Mapping[str, str] = {
     "D2LPM": "#1f5fa8",
     "D2LPM (tokens)": "#5b93d1",
     "D2LPM (time)": "#12375f",
+    "D2LPM by queues": "#12375f",
+    "LMetric": "#8c6d1f",
     "DLPM (adaptive)": "#5b93d1",
     "VTC": "#d1682b",
     "VTC (predict)": "#e39b55",
