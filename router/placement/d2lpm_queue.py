@@ -14,15 +14,17 @@ A request of L prompt tokens, of which m_w are cached at w and at most m* anywhe
     B[i,w] <= Q^w + the least B[i,v] of all                            (rule 1)
     S[i,w] <= Q^w + the least S[i,v] of those that rule 1 allows       (rule 2)
 
-Of these it goes where the sum of two delays is least:
+Of these it goes where the sum of three delays is least:
 
-    T_w  +  (1 + `delayed` · n_w) · w_e · (m* - m_w)
+    T_w  +  (1 + `delayed` · n_w) · w_e · (m* - m_w)  +  `delayed` · n'_w · w_e · (L - m_w)
 
 T_w is its own: what w serves until it has served B[i,w], P[i,w] and this request, if w serves clients in turns. Of each
 other client that is at most as much as of i itself (`queues`). "Least loaded" counts everything, so a flood hides from
-all others which worker is the better one for them. The second term is everybody's: tokens that are computed once more
-delay the requests in flight at w, n_w per capacity. An idle worker is used at once, even if it must compute a prefix
-again; under overload a prefix stays where it is.
+all others which worker is the better one for them. The others are everybody's delay, which LMetric (arXiv 2603.15202)
+weighs alone: a prompt delays the requests in flight at w, n_w per capacity. Of the prompt as such a client's requests
+count up to eight only (n'_w), so that a flood does not make a worker look bad; tokens that another worker has, and
+that are computed once more, are lost to all and count in full. So an idle worker is used at once, even if it must
+compute a prefix again, and under overload a prefix stays where it is.
 
 What follows a prefix: a request of which less than half is cached, apart from what all workers have, begins one. From
 the client's fifth on, it is expected to bring as much as the client's prefixes did on average. So trees that begin
@@ -63,7 +65,7 @@ _PREFIXES_COUNTED = 64
 @dataclass
 class D2lpmQueue:
     """`worker_quantum` is Q^w in units of service; the two weights are the prices of a prompt token and of an output
-    token. `delayed` is how many requests a token delays that is computed once more, for each one in flight there.
+    token. `delayed` is how many requests a prompt delays, for each one that is in flight at its worker.
     `client_weights` are 1 unless given. The accounts of `max_clients` clients are kept."""
 
     uses_caches: ClassVar[bool] = True
@@ -97,9 +99,12 @@ class D2lpmQueue:
             held[columns[name]] = tokens
         at = None if len(workers) == len(columns) else [columns[worker.name] for worker in workers]
 
-        added = (price * (request.input_tokens - held) + self._output_price(request)) * queues.paces
+        prompt = price * (request.input_tokens - held)
+        added = (prompt + self._output_price(request)) * queues.paces
         costs = queues.delays(account, queues.queue(account) + added)
         costs += added
+        prompt *= self.delayed * queues.crowds
+        costs += prompt
         if match.tokens:
             longest = match.tokens if at is None else held[at].max()
             costs += (1.0 + self.delayed * queues.in_flight) * (price * (longest - held))

@@ -34,6 +34,8 @@ meaning; those in flight and what is expected to follow them, 0 where nothing is
 
 _BUCKETS = 32
 """Bucket b is of the clients with 2^(b-1) to 2^b units per weight; the first and the last are of all beyond."""
+_COUNTED = 8
+"""Requests of one client that are part of a worker's crowd: more are its own affair."""
 _ROWS = 64
 """Of the matrix, to begin with; it doubles."""
 
@@ -62,6 +64,8 @@ class Queues:
         """By worker, in the order of names."""
         self.in_flight: Floats = np.zeros(0)
         """Requests per capacity, by column."""
+        self.crowds: Floats = np.zeros(0)
+        """The same, of each client at most `_COUNTED`."""
         self.paces: Floats = np.zeros(0)
         """One over the capacity, by column."""
         self._weights = weights
@@ -129,6 +133,7 @@ class Queues:
         factor = 1 / (capacity * float(self.paces[column]))
         self.paces[column] = 1 / capacity
         self.in_flight[column] *= factor
+        self.crowds[column] *= factor
         for account in self._accounts.values():
             outstanding, _, queue = self._state[account.row, :, column].tolist()
             if queue:
@@ -163,8 +168,11 @@ class Queues:
         if not account.in_flight:
             self._idle.pop(account.client, None)
         account.in_flight += 1
+        pace = self.paces[column]
+        self.in_flight[column] += pace
+        if self._requests[row, column] < _COUNTED:
+            self.crowds[column] += pace
         self._requests[row, column] += 1
-        self.in_flight[column] += self.paces[column]
         state[row, SENT, column] = state.item(row, SENT, column) + units
         self._set(account, column, state.item(row, OUTSTANDING, column) + units, following)
 
@@ -174,8 +182,11 @@ class Queues:
         outstanding, sent, queue = self._state[account.row, :, column].tolist()
         self._state[account.row, SENT, column] = sent + more
         account.least_sent = min(account.least_sent, sent + more)
-        self.in_flight[column] -= self.paces[column]
+        pace = self.paces[column]
+        self.in_flight[column] -= pace
         self._requests[account.row, column] -= 1
+        if self._requests[account.row, column] < _COUNTED:
+            self.crowds[column] -= pace
         if self._requests[account.row, column]:
             self._set(account, column, max(0.0, outstanding - units), queue - outstanding)
         else:
@@ -244,5 +255,5 @@ class Queues:
             self._free.append(row)
 
     def _change_columns(self, change: Any) -> None:
-        for name in ("_state", "_requests", "in_flight", "paces", "_units", "_shares", "_clients"):
+        for name in ("_state", "_requests", "in_flight", "crowds", "paces", "_units", "_shares", "_clients"):
             setattr(self, name, change(getattr(self, name)))

@@ -127,7 +127,9 @@ class Definition:
         turns = sum(min(queue(g), m * WEIGHTS[g] / weight) for g in WEIGHTS if g != request.client)
         n = sum(w == worker for _, w, _, _ in self.flights) / CAPACITIES[worker]
         again = max(match.of(w) for w in workers) - match.of(worker)
-        return m + turns + (1 + self.delayed * n) * again
+        crowd = sum(min(8, sum((r.client, w) == (g, worker) for r, w, _, _ in self.flights)) for g in WEIGHTS)
+        own = request.input_tokens - match.of(worker)
+        return m + turns + (1 + self.delayed * n) * again + self.delayed * crowd / CAPACITIES[worker] * own
 
     def place(self, request: Request, worker: str, match: Match) -> None:
         key, units = (request.client, worker), self.price(request, worker, match)
