@@ -97,6 +97,12 @@ class Engine:
         self._scheduler.init_schedule_policy()
         self._watch()
 
+    def stop_clock(self) -> None:
+        """For the overlay no time passes until the next `use`: no step takes long, and prompts always go first."""
+        from sglang_fair.overlay.clock import Clock
+
+        self._scheduler.clock = Clock(is_shared=False, read=lambda: 0.0)
+
     def limit_pool(self, tokens: int) -> None:
         """Leaves `tokens` free in the pool and occupies the rest until the next `use`."""
         allocator = self._scheduler.token_to_kv_pool_allocator

@@ -174,6 +174,8 @@ def measure(
         options=contender.options,
         match_limit=contender.match_limit,
     )
+    if contender.overlay:
+        engine.stop_clock()  # or steps for those that run would stand between those that we measure
     engine.limit_pool(shape.free_tokens)
     prompts = Prompts(shape, seed)
     draw = iter(prompts)
