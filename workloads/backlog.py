@@ -153,11 +153,13 @@ def _from_records(run: Run, names: Sequence[str], margin_s: float = 0.0) -> Mapp
 
 
 def _sampled_bound(run: Run) -> float | None:
-    """The sum of what each replica last stated. None if one states nothing."""
-    last: dict[str, float | None] = {}
+    """The sum of the largest that each replica stated: what it states holds for intervals that end then. None if one
+    states nothing."""
+    largest: dict[str, float | None] = {}
     for sample in run.samples:
-        last[sample.worker] = sample.bound
-    bounds = [bound for bound in last.values() if bound is not None]
-    if not last or len(bounds) < max(len(last), run.manifest.workers or 0):
+        known = [bound for bound in (largest.get(sample.worker), sample.bound) if bound is not None]
+        largest[sample.worker] = max(known, default=None)
+    bounds = [bound for bound in largest.values() if bound is not None]
+    if not largest or len(bounds) < max(len(largest), run.manifest.workers or 0):
         return None
     return sum(bounds)

@@ -13,11 +13,12 @@ bounds are made of.
 """
 
 from collections import defaultdict
-from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sglang_fair.core.cost import Cost, Linear
 from sglang_fair.core.job import Job
+from sglang_fair.core.largest import Extremes, Largest
 from sglang_fair.core.ledger import SYSTEM, Ledger
 from sglang_fair.core.payers import Payers, Swing
 from sglang_fair.core.policy import Policy
@@ -33,20 +34,13 @@ class Account:
     """Splits the price of a prefix among the clients that share it. None: whoever computes it pays it all."""
     present: Container[str] = ()
     """Clients with a waiting or running request; kept by the queue. The policy may forget all others."""
+    backlogs: Callable[[], tuple[int, int]] = lambda: (1, 0)
+    """The numbers of the oldest backlog that lasts and of the latest that has begun; kept by the queue."""
     ledger: Ledger = field(default_factory=Ledger)
     running: dict[str, Job] = field(default_factory=dict, init=False)
     """The requests that are being served, by id."""
 
-    largest_input_tokens: int = field(default=0, init=False)
-    """Most extend tokens charged to one request: L_input of the theorems, as seen so far."""
-    largest_prompt_tokens: int = field(default=0, init=False)
-    """Most extend and cached tokens of one request. A cost may depend on a token's position in the prompt."""
-    dearest_input_units: float = field(default=0.0, init=False)
-    """Cost of the dearest prompt."""
-    largest_output_tokens: int = field(default=0, init=False)
-    """Largest output limit of one request."""
-    largest_owed_tokens: int = field(default=0, init=False)
-    """Most output tokens owed at once to one client's running requests: M of the theorems, as seen so far."""
+    largest: Largest = field(default_factory=Largest, init=False)
 
     _owed_tokens: defaultdict[str, int] = field(
         default_factory=lambda: defaultdict(int), init=False, repr=False
@@ -68,8 +62,10 @@ class Account:
             owed = self._owed_tokens[job.client] = (
                 self._owed_tokens[job.client] + job.max_output_tokens - job.output_tokens
             )
-            self.largest_output_tokens = max(self.largest_output_tokens, job.max_output_tokens)
-            self.largest_owed_tokens = max(self.largest_owed_tokens, owed)
+            found = Extremes(output_tokens=job.max_output_tokens, owed_tokens=owed)
+            self.largest.admitted(job.client, found, owes=self.policy.owes(job.client))
+            if self.largest.is_due():
+                self._settle_largest()
         job.path, job.reached_tokens = path, cached_tokens
         if job.repeating:
             self._find_again(job, cached_tokens)
@@ -83,7 +79,8 @@ class Account:
         predicted = self._predict(job)
         self._share(job, cached_tokens)
         self._compute(job, extend_tokens, predicted)
-        self.policy.admitted(job, self.dearest_input_units, self._dearest_output_units())
+        recent = self.largest.recent
+        self.policy.admitted(job, recent.input_units, self._dearest_output_units(recent))
 
     def extend(self, job: Job, tokens: int) -> None:
         """The engine computes `tokens` more of the prompt."""
@@ -175,14 +172,28 @@ class Account:
     # ---- what people read
 
     def bound(self) -> float | None:
-        """The policy's guarantee, with the largest prompt and the largest owed output seen so far. None: it has none.
+        """The policy's guarantee for every interval since the start, with the largest prompt and the largest owed
+        output that were ever seen. None: it has none.
 
         Where prices are shared it holds for charged service, and includes how far transfers have moved a counter.
         """
-        if self.payers is not None and not self.policy.keeps_bound_with_transfers:
-            return None
-        input_units = self.dearest_input_units + self._swing.most_units
-        return self.policy.bound(input_units, self._dearest_output_units())
+        return self._bound(self.policy.bound, self.largest.ever)
+
+    def recent_bound(self) -> float | None:
+        """The same for every interval that ends now: for two clients that wait now, since both began to. It knows the
+        requests that still matter to such an interval (`largest`)."""
+        self._settle_largest()
+        return self._bound(self.policy.recent_bound, self.largest.recent)
+
+    @property
+    def largest_input_tokens(self) -> int:
+        """Most extend tokens of one request of late."""
+        return self.largest.recent.input_tokens
+
+    @property
+    def largest_owed_tokens(self) -> int:
+        """Most output tokens owed at once to one client's running requests of late."""
+        return self.largest.recent.owed_tokens
 
     # ---- inside
 
@@ -200,10 +211,9 @@ class Account:
             job.unpriced_units = self.payers.computed(
                 job.client, job.path, start + again, job.reached_tokens, units, job.unpriced_units
             )
-        self.largest_input_tokens = max(self.largest_input_tokens, job.extend_tokens)
-        self.largest_prompt_tokens = max(self.largest_prompt_tokens, job.extend_tokens + job.cached_tokens)
         input_units = self.cost(job.extend_tokens, 0, job.cached_tokens)
-        self.dearest_input_units = max(self.dearest_input_units, input_units)
+        prompt_tokens = job.extend_tokens + job.cached_tokens
+        self.largest.include(job.client, Extremes(job.extend_tokens, prompt_tokens, input_units))
 
     def _again(self, job: Job, start: int) -> int:
         """How many of the tokens from `start` to `job.reached_tokens` are the server's: all of its own work, and of a
@@ -270,11 +280,19 @@ class Account:
             return 0.0
         return self.cost(job.extend_tokens, job.predicted_tokens, job.cached_tokens) - self._cost(job)
 
-    def _dearest_output_units(self) -> float:
-        _, output_units = self.cost.dearest(
-            self.largest_prompt_tokens, self.largest_output_tokens, self.largest_owed_tokens
-        )
+    def _bound(self, of: Callable[[float, float], float | None], largest: Extremes) -> float | None:
+        if self.payers is not None and not self.policy.keeps_bound_with_transfers:
+            return None
+        return of(largest.input_units + self._swing.most_units, self._dearest_output_units(largest))
+
+    def _dearest_output_units(self, largest: Extremes) -> float:
+        _, output_units = self.cost.dearest(largest.prompt_tokens, largest.output_tokens, largest.owed_tokens)
         return output_units
+
+    def _settle_largest(self) -> None:
+        runs = {job.client for job in self.running.values() if not job.system}
+        if self.largest.settle(lambda client: client in runs or self.policy.owes(client), *self.backlogs()):
+            self.policy.all_waited_anew()
 
     def _stop(self, job: Job) -> None:
         del self.running[job.id]

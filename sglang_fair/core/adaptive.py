@@ -3,7 +3,7 @@
 Rule: as DLPM. At each refill, before any client gets a quantum, Q^u is set anew within `min_quantum` and `max_quantum`:
 
     target_gap         the largest quantum with 2·(U + Q^u) / smallest weight <= target_gap, where U is the
-                       dearest prompt and the dearest owed output so far
+                       dearest prompt and the dearest owed output of late (`largest`)
     target_hit_rate    the smallest quantum that reaches it; if none does, the one beyond which a larger one does not
                        help. The quantum is raised by a quarter while the share of cached tokens in admitted prompts
                        is below the target and rises by `GAIN` for each doubling; else it is lowered by a fifth. One
@@ -19,8 +19,10 @@ there. Credit above the new quantum is kept until it is spent.
 
 Unit of fairness: service units. Bound: let C(t) be the larger of the quantum and of the largest credit of any client at
 t. Two clients that both wait during [s, t] differ by at most 2·U + C(s) + C(t), because a counter lies in (-U, C] and
-clients that wait are granted the same in each round, whatever the quantum is. `bound` returns 2·(U + C) of now. It
-holds for every interval that began with no larger C; for others take the larger C, with the present U.
+clients that wait are granted the same in each round, whatever the quantum is. `bound` returns 2·(U + C) with the
+largest C since the start, `recent_bound` with the largest since the oldest of those who wait began to, or a little
+before: what is read holds for every interval that ends with the reading, with whatever quantum it began. So after the
+quantum has fallen the bound follows when all who waited then have stopped waiting once.
 
 Knobs: one target (default: a hit rate of 0.5), the limits, `horizon_tokens`, and DLPM's; `quantum` is the first value.
 Trade-offs: it reacts, so the first dear request and the first hot hour meet the old quantum. A target that any quantum
@@ -79,6 +81,10 @@ class DlpmAdaptive(Dlpm):
     """Below the target: quantum and hit rate where the present direction began, or last gained. Else None."""
     _above: list[tuple[float, str]] = field(default_factory=list, init=False, repr=False)
     """Heap of (-refund, client) of clients that had credit above the quantum when it was changed."""
+    _most_credit: float = field(default=0.0, init=False, repr=False)
+    """The largest C since the start."""
+    _recent_credits: tuple[float, float] = field(default=(0.0, 0.0), init=False, repr=False)
+    """The largest C between the last two calls of `all_waited_anew`, and since."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -97,6 +103,7 @@ class DlpmAdaptive(Dlpm):
         if self.horizon_tokens < 1:
             raise ValueError(f"horizon_tokens must be at least 1, not {self.horizon_tokens!r}")
         self.quantum = self._within_limits(self.quantum)
+        self._note_credit()
 
     def admitted(self, job: Job, input_units: float, output_units: float) -> None:
         super().admitted(job, input_units, output_units)
@@ -157,14 +164,32 @@ class DlpmAdaptive(Dlpm):
     def _within_limits(self, quantum: float) -> float:
         return min(max(quantum, self.min_quantum), self.max_quantum)
 
+    def recent_bound(self, input_units: float, output_units: float) -> float | None:
+        """2·(U + C) / min weight, with the largest C that an interval which ends now may have begun with."""
+        return self._bound(input_units, output_units, max(*self._recent_credits, self._credit()))
+
+    def all_waited_anew(self) -> None:
+        self._recent_credits = self._recent_credits[1], self._credit()
+
     def _change_quantum(self, quantum: float) -> None:
         super()._change_quantum(quantum)
         self._above = [
             (-account.refund, client) for client, account in self._deficits.items() if account.refund > 0
         ]
         heapify(self._above)
+        self._note_credit()
+
+    def _note_credit(self) -> None:
+        """Until the next change C does not grow."""
+        credit, (before, since) = self._credit(), self._recent_credits
+        self._most_credit = max(self._most_credit, credit)
+        self._recent_credits = before, max(since, credit)
 
     def _largest_credit(self) -> float:
+        return max(self._most_credit, self._credit())
+
+    def _credit(self) -> float:
+        """C: the larger of the quantum and of the largest credit that is left from a larger one."""
         while self._above:
             above, client = self._above[0]
             account = self._deficits.get(client)

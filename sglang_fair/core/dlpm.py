@@ -229,13 +229,15 @@ class Dlpm(Policy):
     def bound(self, input_units: float, output_units: float) -> float | None:
         """2·(U + Q^u) / min weight (Theorem 4.1). With a predictor w_q·M is added to U + Q^u, whatever it predicts, and
         with `borrow` Q^u."""
+        return self._bound(input_units, output_units, self._largest_credit())
+
+    def _bound(self, input_units: float, output_units: float, credit: float) -> float:
         charged_ahead = 0 if self.predictor is None else output_units
-        borrowed = self._largest_credit() if self.borrow else 0
-        return (
-            2
-            * (input_units + output_units + charged_ahead + self._largest_credit() + borrowed)
-            / self.weights.smallest()
-        )
+        borrowed = credit if self.borrow else 0
+        return 2 * (input_units + output_units + charged_ahead + credit + borrowed) / self.weights.smallest()
+
+    def owes(self, client: str) -> bool:
+        return self.deficit(client) < 0
 
     def _before_refill(self) -> None:
         """A refill is due. For policies that change the quantum."""

@@ -118,6 +118,9 @@ class Drr(Policy):
         """(2·(U + Q^d) + Q^d) / min weight."""
         return (2 * (input_units + output_units) + 3 * self.quantum) / self.weights.smallest()
 
+    def owes(self, client: str) -> bool:
+        return client in self._credits and self._units(client) < 0
+
     def _visits(self, client: str) -> int:
         """The round in which `client` was last visited."""
         credit, (now, place) = self._credits[client], self._visit

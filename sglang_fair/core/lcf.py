@@ -34,5 +34,9 @@ class Lcf(Vtc):
         """None: there is no limit to what a client is owed for its absence."""
         return None
 
+    def owes(self, client: str) -> bool:
+        """False: there is no bound that would want to know."""
+        return False
+
     def _floor(self) -> float:
         return 0.0

@@ -117,6 +117,18 @@ class Policy(ABC):
         """
         return None
 
+    def recent_bound(self, input_units: float, output_units: float) -> float | None:
+        """The same for intervals in which a client waits that waits now; the units are those that still matter to one
+        of these. Differs from `bound` if that remembers more, of a policy that changes."""
+        return self.bound(input_units, output_units)
+
+    def owes(self, client: str) -> bool:
+        """Whether what `client` was charged is not paid back yet, so that its counter may be far from others'."""
+        return False
+
+    def all_waited_anew(self) -> None:
+        """Everybody who waits has begun to since the last call."""
+
 
 DEFAULT_QUANTUM = 2000.0
 """Service units that a client gets at a time where nobody says otherwise."""

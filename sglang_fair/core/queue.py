@@ -45,7 +45,7 @@ class FairQueue:
         self.policy = policy
         self._clients: dict[str, Presence] = {}
         policy.cost = cost or Linear()
-        self.account = Account(policy, policy.cost, payers, self._clients)
+        self.account = Account(policy, policy.cost, payers, self._clients, self._open_backlogs)
         self._jobs: dict[str, Job] = {}
         self._first: LazyHeap[Job] = LazyHeap()
         """Waiting requests that go before all others."""
@@ -200,7 +200,8 @@ class FairQueue:
             },
             "conservation": {name: getattr(conservation, name) for name in conservation.__slots__},
             "payer": FIRST if account.payers is None else account.payers.rule,
-            "bound": account.bound(),
+            "bound": account.recent_bound(),
+            "bound_since_start": account.bound(),
             "largest_input_tokens": account.largest_input_tokens,
             "largest_owed_tokens": account.largest_owed_tokens,
         }
@@ -213,6 +214,11 @@ class FairQueue:
         if presence.waiting == 1:
             self._backlogs += 1
             presence.backlog = self._backlogs
+
+    def _open_backlogs(self) -> tuple[int, int]:
+        """The number of the oldest backlog that lasts, one after the latest if there is none, and of the latest."""
+        lasting = (presence.backlog for presence in self._clients.values() if presence.waiting)
+        return min(lasting, default=self._backlogs + 1), self._backlogs
 
     def _stop_waiting(self, job: Job) -> None:
         del self._jobs[job.id]

@@ -95,6 +95,11 @@ class Vtc(Policy):
             return None
         return 2 * (input_units + output_units) / self.weights.smallest()
 
+    def owes(self, client: str) -> bool:
+        """Its counter is above the smallest of those who wait."""
+        counter = self._counter.get(client)
+        return counter is not None and counter > self._floor()
+
     def _floor(self) -> float:
         """The counter to which a client that joins the queue is lifted (Algorithm 2, lines 8-13)."""
         queued = [self._counter[client] for client in self._queues.held_clients()]

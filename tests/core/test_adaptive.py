@@ -46,13 +46,13 @@ class Live(Trace):
         queue = self.replica.queue
         policy = queue.policy
         assert isinstance(policy, DlpmAdaptive)
-        credit = policy._largest_credit()
+        credit = policy._credit()
         if policy.predictor is None:
             held = [account.units + account.refund for account in policy._deficits.values()]
             assert credit == max([policy.quantum, *held])
         bound = queue.account.bound()
         assert bound is not None
-        self.debts.append(bound * policy.weights.smallest() / 2 - credit)
+        self.debts.append(bound * policy.weights.smallest() / 2 - policy._largest_credit())
         self.credits.append(credit)
 
     def starts_of(self, f: int, g: int | None) -> Iterator[tuple[int, bool]]:
@@ -153,7 +153,7 @@ def test_credit_from_a_larger_quantum_counts_in_the_bound():
     while policy.quantum > 1:
         arrive("a")
         serve()
-    assert policy.bound(10, 0) == 2 * (10 + 990)
+    assert anew(policy).recent_bound(10, 0) == 2 * (10 + 990)
     arrive("x")
     arrive("a")
     before = dict(served)
@@ -165,7 +165,16 @@ def test_credit_from_a_larger_quantum_counts_in_the_bound():
     assert 2 * (10 + 1) < lead <= 2 * (10 + 990)
     for _ in range(3):
         serve()
-    assert policy.bound(10, 0) == 2 * (10 + 1), "the credit is spent"
+    assert policy.recent_bound(10, 0) == 2 * (10 + 990), "an interval may have begun before"
+    assert anew(policy).recent_bound(10, 0) == 2 * (10 + 1), "the credit is spent"
+    assert policy.bound(10, 0) == 2 * (10 + 1000), "since the start"
+
+
+def anew(policy: DlpmAdaptive) -> DlpmAdaptive:
+    """Everybody who waited has stopped waiting."""
+    policy.all_waited_anew()
+    policy.all_waited_anew()
+    return policy
 
 
 def test_a_debt_is_kept_for_longer_when_the_quantum_shrinks():
@@ -313,9 +322,9 @@ def test_the_quantum_is_the_largest_that_keeps_the_gap():
     target, policy = 700.0, DlpmAdaptive(quantum=300, min_quantum=5, max_quantum=2000, target_gap=700)
     live = lived(CROWDED, policy)
     queue = live.replica.queue
-    u = queue.account.dearest_input_units + 2 * queue.account.largest_owed_tokens
+    u = queue.account.largest.ever.input_units + 2 * queue.account.largest.ever.owed_tokens
     assert policy.quantum == target / 2 - u
-    assert queue.account.bound() == target
+    assert anew(policy).recent_bound(u, 0) == target
     settled = next(now for now, credit in enumerate(live.credits) if credit + live.debts[now] == target / 2)
     assert settled < len(live.rows) / 2
     live.rows = live.rows[settled:]
@@ -336,7 +345,7 @@ def test_weights_narrow_the_quantum_for_a_gap():
     policy.arrive(Job("2", "a", arrival=1))
     policy.pick()
     assert policy.quantum == 1000 / 4 - 60
-    assert policy.bound(20, 40) == 1000
+    assert anew(policy).recent_bound(20, 40) == 1000
 
 
 def test_what_is_charged_ahead_narrows_the_quantum_for_a_gap():
@@ -345,7 +354,7 @@ def test_what_is_charged_ahead_narrows_the_quantum_for_a_gap():
     policy.arrive(Job("2", "a", arrival=1))
     policy.pick()
     assert policy.quantum == 1000 / 2 - 100
-    assert policy.bound(20, 40) == 1000
+    assert anew(policy).recent_bound(20, 40) == 1000
 
 
 def test_it_works_without_options_and_takes_them_by_name():

@@ -255,7 +255,7 @@ def test_a_prompt_retracted_between_its_chunks_is_paid_for_by_its_client():
     assert (system.extend_tokens, usage.extend_tokens) == (20 + 25 + 52, 30 + 15 + 10 + 15)
     assert (usage.cached_tokens, usage.requests) == (10 + 20, 1)
     assert queue.policy.counters()["a"] == pytest.approx(Quadratic(d=100.0)(70, 2, 30))
-    assert queue.account.largest_prompt_tokens == 100
+    assert queue.account.largest.ever.prompt_tokens == 100
 
 
 def test_retracted_requests_wait_in_order_of_arrival():
@@ -445,6 +445,63 @@ def test_the_bound_follows_what_was_seen():
     admit(queue, arrive(queue, "4", max_output_tokens=25), extend=10)
     assert queue.account.largest_owed_tokens == 50
     assert new_queue().account.bound() is None
+
+
+def test_one_huge_limit_loosens_the_bound_for_a_while():
+    """Regression: for ever. Here its request ends at once, and others wait one after the other, so that somebody
+    always does. What is read holds for intervals that end then, so it falls when b1 and the next one have left."""
+    queue = new_queue(Dlpm(quantum=7))
+    arrive(queue, "b0", "b0")
+    assert queue.account.recent_bound() == 2 * 7
+    arrive(queue, "b1", "b1")
+    queue.leave("b0")
+    huge = admit(queue, arrive(queue, "huge", max_output_tokens=10**6), extend=5)
+    queue.account.emit(huge, 1)
+    queue.finish("huge")
+    seen = [queue.account.recent_bound()]
+    loose = 2 * (5 + 2 * 10**6 + 7)
+    for number in range(2, 7):
+        arrive(queue, f"b{number}", f"b{number}")
+        seen.append(queue.account.recent_bound())
+        queue.leave(f"b{number - 1}")
+    assert seen[:2] == [loose, loose], "b1 waited while it ran"
+    assert seen == sorted(seen, reverse=True)
+    assert seen[-1] == 2 * 7
+    assert (queue.account.largest_owed_tokens, queue.account.largest.ever.owed_tokens) == (0, 10**6)
+    status = queue.status()
+    assert (status["bound"], status["bound_since_start"]) == (2 * 7, loose)
+
+
+def test_a_debt_keeps_the_bound_loose_until_it_is_paid():
+    """The request is over, everybody waits anew, and its client has still to wait for its own service to be matched."""
+    queue = new_queue(Dlpm(quantum=7, newcomers=0))
+    big = arrive(queue, "big")
+    queue.begin_pass()
+    assert queue.next() is big
+    admit(queue, big, extend=100)
+    queue.finish("big")
+    for number in range(40):
+        queue.begin_pass()
+        job = arrive(queue, str(number), "b", max_output_tokens=1)
+        assert queue.next() is job
+        owes = queue.policy.deficit("a") < 0
+        assert (queue.account.largest_input_tokens == 100) or not owes
+        admit(queue, job, extend=10)
+        queue.finish(job.id)
+        queue.account.recent_bound()
+    assert queue.account.recent_bound() == 2 * (10 + 2 * 1 + 7)
+
+
+def test_what_the_bound_remembers_is_bounded():
+    """Three thousand clients with one request each, and nobody reads."""
+    queue = new_queue(Dlpm(quantum=7, remembered_clients=10))
+    for number in range(3000):
+        job = arrive(queue, str(number), f"client {number}")
+        queue.begin_pass()
+        assert queue.next() is job
+        admit(queue, job, extend=10)
+        queue.finish(str(number))
+    assert len(queue.account.largest._alive) < 200
 
 
 def test_the_largest_owed_output_shrinks_with_what_was_made():

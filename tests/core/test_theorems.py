@@ -5,7 +5,9 @@ search is driven towards the largest part of the bound; a printed theorem that i
 the form of it that holds.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import permutations
 from statistics import median
 
 import pytest
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 
 from sglang_fair.common.weights import Weights
 from sglang_fair.core import POLICIES, make_policy
+from sglang_fair.core.adaptive import DlpmAdaptive
 from sglang_fair.core.cost import Cost, Flops, Linear, Profiled, Quadratic, Tiered
 from sglang_fair.core.dlpm import Dlpm
 from sglang_fair.core.drr import Drr
@@ -113,7 +116,12 @@ def schedules(*, whole_prompts: bool = False, aborts: bool = True) -> st.SearchS
     )
 
 
-def carry_out(schedule: Schedule, queue: FairQueue, replica_type: type[EngineModel] = EngineModel) -> Trace:
+def carry_out(
+    schedule: Schedule,
+    queue: FairQueue,
+    replica_type: type[EngineModel] = EngineModel,
+    trace_type: type[Trace] = Trace,
+) -> Trace:
     replica = replica_type(
         queue,
         pool_tokens=schedule.pool_tokens,
@@ -121,7 +129,7 @@ def carry_out(schedule: Schedule, queue: FairQueue, replica_type: type[EngineMod
         step_tokens=schedule.step_tokens,
     )
     weights = queue.policy.weights
-    trace = Trace(replica, schedule.clients, dict(weights.items()) if weights is not None else {})
+    trace = trace_type(replica, schedule.clients, dict(weights.items()) if weights is not None else {})
     replica.watchers.append(trace)
     requests = [(burst, burst.requests(number)) for number, burst in enumerate(schedule.bursts)]
     for step in range(schedule.steps):
@@ -186,6 +194,77 @@ def test_the_bounds_hold_for_any_cost(cost, schedule, quantum):
         bound = trace.replica.queue.account.bound()
         assert trace.gap_between_backlogged() <= bound * (1 + 1e-9)
         assert trace.lag_of_backlogged() <= lag * bound * (1 + 1e-9)
+
+
+# ---- what is read
+
+
+@dataclass
+class Readings(Trace):
+    """The bound that is read after every event, beside the service."""
+
+    bounds: list[float] = field(default_factory=list)
+
+    def __call__(self) -> None:
+        super().__call__()
+        bound = self.replica.queue.account.recent_bound()
+        assert bound is not None
+        self.bounds.append(bound)
+
+    def exceeds(self, *, both: bool) -> float:
+        """The largest W_g - W_f beside the bound that is read at its end, over all intervals in which f waits, and g
+        too if `both`."""
+        worst = 0.0
+        for f, g in permutations(range(len(self.clients)), 2):
+            least = None
+            for row, bound in zip(self.rows, self.bounds, strict=True):
+                if not row.waiting[f] or (both and not row.waiting[g]):
+                    least = None
+                    continue
+                lead = row.service[g] - row.service[f]
+                least = lead if least is None else min(least, lead)
+                worst = max(worst, (lead - least) / max(bound, 1e-9))
+        return worst
+
+
+@dataclass
+class Wandering(DlpmAdaptive):
+    """Its quantum is the next of `path`, over and over, from each refill on."""
+
+    path: tuple[int, ...] = (1, 200, 5)
+    refilled: int = 0
+
+    def _wanted(self) -> float:
+        self.refilled += 1
+        return self.path[self.refilled % len(self.path)]
+
+
+READ: dict[str, tuple[Callable[[Weights], Policy], float]] = {
+    "vtc": (lambda weights: Vtc(weights=weights), 2.0),
+    "dlpm": (lambda weights: Dlpm(quantum=10, weights=weights), 1.0),
+    "dlpm-predict": (lambda weights: DlpmPredict(quantum=10, weights=weights), 1.0),
+    "drr": (lambda weights: Drr(quantum=10, weights=weights), 1.0),
+    "dlpm-adaptive": (lambda weights: Wandering(quantum=100, min_quantum=1, weights=weights), 1.0),
+}
+"""Each policy, and how far a client that waits may fall behind any other, in units of its bound."""
+
+
+@pytest.mark.parametrize("name", sorted(READ))
+@settings(THEOREMS, max_examples=30)
+@given(schedule=schedules(), weights=WEIGHTS, huge=st.integers(0, 25))
+def test_what_is_read_holds_for_every_interval_that_ends_then(name, schedule, weights, huge):
+    """Whatever the quantum was when the interval began, and however large the requests were before it: one of them may
+    make thirty times as much as any other."""
+    make, lag = READ[name]
+    pool = max(schedule.pool_tokens, 70)
+    one = Burst(huge, "a", 1, prompt_tokens=1, output_tokens=60)
+    schedule = replace(schedule, bursts=(*schedule.bursts, one), pool_tokens=pool, steps=120)
+    readings = carry_out(schedule, FairQueue(make(Weights(weights))), trace_type=Readings)
+    assert isinstance(readings, Readings)
+    gap, behind = readings.exceeds(both=True), readings.exceeds(both=False)
+    target(max(gap, behind / lag))
+    assert gap <= 1 + 1e-9
+    assert behind <= lag + 1e-9
 
 
 # ---- forgetting
