@@ -3,7 +3,8 @@
     policies      `policy` is their interface; fcfs, rpm, lpm, lcf, vtc, drr, dlpm and their variants
     admission     forming a batch: who is asked next, who waits for a prefix (`admission`, `lookups`)
     queue         who waits and who goes first (`queue`, `job`)
-    account       what requests cost and whom it is charged to (`account`, `cost`, `ledger`, `payers`, `predictor`)
+    account       what requests cost and whom it is charged to (`account`, `cost`, `ledger`, `payers`, `predictor`); the
+                  largest of them, of which bounds are made (`largest`)
     fairness      measures of what each client received
 
 `POLICIES` is the registry. A new policy is one file with the algorithm and one line here.

@@ -8,7 +8,8 @@ Unit of fairness: service units (tokens by the cost function), whatever they wer
 that both have requests waiting never differ by more than 2·max(w_e·L_input, w_q·M) (Theorem 4.4).
 Knobs: the weights. Trade-off: clients are interleaved without regard to the prefix cache, which costs hit rate.
 Known leak: output is charged while it is made, so a client can start a pool full of long answers before the first of
-them is charged (`predicted` charges ahead).
+them is charged (`predicted` charges ahead). And new names: each is lifted to the smallest counter of those who wait, so
+while two of them wait, the next one comes in below every client that was served before.
 """
 
 from collections.abc import Mapping

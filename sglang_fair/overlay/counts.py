@@ -6,7 +6,9 @@
               outputs                                    request is finished, taken back, or inside its prompt
 
 Rows that the engine may drop after the model has answered (sampling masks, beams, diffusion blocks) are counted by
-the growth of their lists. O(rows of the batch).
+the growth of their lists. In a mixed step each decoding row makes one token, with speculative decoding too: SGLang
+0.5.23 drafts and verifies in steps that only decode (`mix_with_running`, `process_batch_result_prefill`). O(rows of the
+batch).
 """
 
 from dataclasses import dataclass

@@ -759,10 +759,10 @@ def test_new_names_starve_nobody():
 
 @dataclass
 class Flood:
-    """A known client that always waits, and new names, `waiting` of them at any time, one request each. `slots`
-    requests run at once; each is charged its prompt when it is admitted and then 2 units a step."""
+    """Under any policy: a known client that always waits, and new names, `waiting` of them at any time, one request
+    each. `slots` requests run at once; each is charged its prompt when it is admitted and then 2 units a step."""
 
-    policy: Dlpm
+    policy: Policy
     prompt: int = 500
     output: int = 1000
     slots: int = 1

@@ -19,6 +19,7 @@ from sglang_fair.core.predicted import DlpmPredict, VtcNoisy, VtcOracle, VtcPred
 from sglang_fair.core.predictor import MeanOfLast, Noisy, Oracle
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.vtc import Vtc
+from tests.core.test_dlpm import Flood
 from tests.support.engine_model import ClientHabit, EngineCase, EngineModel, Watcher, cases, run, traced
 from tests.support.twins import Literal, Twins
 
@@ -200,6 +201,39 @@ def test_new_names_do_not_stretch_a_round():
         policy.leave(job)
         policy.charge(job.client, 25)
     assert order.count("a") >= 2
+
+
+@FAMILY
+@given(
+    quantum=st.integers(5, 60),
+    prompt=st.integers(4, 20),
+    output=st.integers(1, 30),
+    slots=st.integers(1, 12),
+    waiting=st.integers(1, 4),
+    aborts=st.booleans(),
+)
+def test_names_that_are_charged_token_by_token_get_a_quantum_a_round(
+    quantum, prompt, output, slots, waiting, aborts
+):
+    """The bound is `dlpm`'s without an allowance: in each round the known client gets a quantum, and each name that
+    waits a quantum with an overdraft. So it keeps 1 / (1 + k·c / Q^d), and only so many accounts are kept."""
+    flood = Flood(Drr(quantum=quantum), prompt, output, slots, waiting, aborts)
+    flood.run(150 + 100 * quantum // flood.cost)
+    rounds = (flood.service["known"] + slots * flood.cost) / quantum + 2
+    assert flood.service["name"] <= (waiting + slots) * flood.cost * rounds
+    assert flood.most_accounts <= 2 + (waiting + slots) * (flood.cost / quantum + 3)
+
+
+def test_new_names_starve_a_client_under_vtc():
+    """As printed: a name is lifted to the smallest counter of those who wait, so as long as two of them do, the next
+    one comes in below a client that was served once. Its lag behind each of them is bounded, behind all it is not."""
+    shares = {}
+    for waiting in (1, 4):
+        flood = Flood(Vtc(), prompt=50, output=100, waiting=waiting)
+        flood.run(400)
+        shares[waiting] = flood.service["known"] / sum(flood.service.values())
+    assert shares[1] == pytest.approx(1 / 2, abs=0.01)
+    assert shares[4] < 0.01
 
 
 def test_credit_is_not_saved_up():
