@@ -126,7 +126,10 @@ class TestSpeculation:
         from sglang_fair.overlay.hooks import process_batch_result
 
         mode = SimpleNamespace(is_extend=lambda: not decode, is_decode=lambda: decode)
-        batch = SimpleNamespace(reqs=requests, forward_mode=mode, is_dllm=lambda: False)
+        batch = SimpleNamespace(
+            reqs=requests, forward_mode=mode, is_dllm=lambda: False, decoding_reqs=None,
+            extend_lens=[len(request.origin_input_ids) for request in requests],
+        )  # fmt: skip
         accepted = torch.tensor(runs) if decode else None
         result = SimpleNamespace(accept_lens=accepted, grammar_retained_tokens=None)
 
