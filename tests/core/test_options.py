@@ -78,7 +78,7 @@ def test_they_reach_each_replicas_server() -> None:
     machine = Machine(cores=2, available_bytes=2**40, gpus=(), cuda_build=False, python="python")
     plan = build(options, "cpu", machine, Model(Path("tiny"), "tiny", 0), ports)
     for process in plan.of("replica"):
-        own = replica.parse(process.argv[3:])
+        own = replica.parse(process.argv)
         found = models.ServedModel("tiny", "/models/tiny", "tiny")
         words = replica.server_arguments(own, found)
         assert words[words.index("--fair-options") + 1] == "limit=5,excess=delay"

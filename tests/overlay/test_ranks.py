@@ -12,8 +12,7 @@ import aiohttp
 import pytest
 
 from tests.overlay.test_charges import idle, prompt
-from tests.support import ranks_replica
-from tests.support.live import Replica
+from tests.support.live import REPORTS, Replica
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.engine
@@ -53,7 +52,7 @@ class Ranks:
 @contextmanager
 def ranks(directory: Path, *arguments: str) -> Iterator[Ranks]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(ranks_replica.REPORTS, str(directory))
+        patch.setenv(REPORTS, str(directory))
         patch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|0")  # on a CPU SGLang binds each rank to a core
         with Replica(*arguments, module="tests.support.ranks_replica", forked=False) as replica:
             yield Ranks(replica, directory)

@@ -26,6 +26,9 @@ from tests.support.waiting import wait_until
 START_S = 240.0
 STEP_S = 120.0
 
+REPORTS = "SGLANG_FAIR_TEST_REPORTS"
+"""Names the directory that the ranks of `ranks_replica` report to."""
+
 
 def check_conservation(*books: dict[str, Any]) -> None:
     """Each of these GET /fair compared charges with the engine's counters, and they never differed; and nobody came,

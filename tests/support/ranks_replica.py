@@ -16,8 +16,7 @@ from typing import Any
 from sglang_fair import overlay
 from sglang_fair.engines import replica
 from tests.support import odd_replica
-
-REPORTS = "SGLANG_FAIR_TEST_REPORTS"
+from tests.support.live import REPORTS
 
 GOLDEN = 0.618
 """Processes with numbers next to each other get clocks far from each other, within a minute of the policy."""

@@ -28,6 +28,12 @@ CHAT_RATE_PER_S = 0.2
 EVERY_S = CONVERSATIONS / CHAT_RATE_PER_S
 """How often a conversation goes on."""
 STREAM_TOKENS, STREAM_RATE_PER_S = 8_000, 0.8
+
+KEPT = 0.95
+"""Part of its hit rate alone that a client must keep beside the stream."""
+
+TOTAL, NEARLY = 0.98, 0.95
+"""Parts of LRU's hit rate that all clients together must keep, and that count as nearly so."""
 LENGTH_S = 900.0
 
 MOONCAKE_POOLS = {"large": 3_200_000, "middle": 2_300_000, "small": 1_500_000}
