@@ -402,6 +402,7 @@ def fingerprints() -> dict[str, str]:
     return {name: hashlib.sha256(lines.encode()).hexdigest() for name, lines in made.items()}
 
 
+@pytest.mark.slow
 def test_schedulers_that_are_fed_alike_decide_alike():
     """The ranks of one replica are processes of their own, and all must form the same batches. Sets and dictionaries of
     strings are laid out differently in each, objects lie at other addresses, and clocks show other times."""

@@ -232,6 +232,7 @@ def test_a_trickle_of_prompts_does_not_stop_those_who_run() -> None:
     assert made.prefills_s == pytest.approx(made.now_s / 2, rel=0.1)
 
 
+@pytest.mark.slow
 def test_new_names_do_not_dilute_the_share_of_those_who_run() -> None:
     """Each request of the flood is another client, ten thousand of them from the start."""
     made = engine([VICTIM]).run(2)

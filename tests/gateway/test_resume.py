@@ -313,6 +313,7 @@ DRAWN = 5
 """Tokens of an answer of which the distribution is known."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sampled_stream_that_was_cut_is_a_true_sample(tokenizer: Path, kind: str) -> None:
     """Pairs of neighbours, before, across and behind the cuts, come as often as in streams that nobody cuts.

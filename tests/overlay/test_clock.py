@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.usefixtures("sglang")
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("sglang")]
 
 
 def ticking(start: float, by: float = 1.0) -> Any:

@@ -188,6 +188,7 @@ def commands(page: str) -> Iterator[Sequence[str]]:
             yield shlex.split(line, comments=True)[1:]
 
 
+@pytest.mark.slow
 def test_commands_are_accepted() -> None:
     """Each is a command that there is, and has the options that are shown. One test: each --help is asked for once."""
     shown_on = [(page, words) for page in WRITTEN for words in commands(page)]

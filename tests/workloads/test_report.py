@@ -391,6 +391,7 @@ def test_report_prints_tables_and_draws_plots(tmp_path, capsys):
     assert report.main([str(tmp_path / "nothing.jsonl")]) == 2
 
 
+@pytest.mark.slow
 def test_of_a_thousand_clients_those_with_most_service_are_drawn_and_the_others_as_one_line(tmp_path):
     """A warning is an error here: matplotlib warns of a layout that collapses."""
     names = [f"client-{place:04}" for place in range(1000)]
