@@ -274,7 +274,7 @@ class Dlpm(Policy):
         account = self._account(client)
         if self._for_new > 0:
             account.units = min(self.quantum, self._least_dropped)
-            account.welcome = account.units * self.weights.of(client)
+            account.welcome = self.quantum * self.weights.of(client)  # however little it starts with
             self._for_new -= account.welcome
 
     def _count(self, account: Deficit, units: float) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sglang_fair.common.weights import Weights
 from sglang_fair.core import POLICIES, make_policy, options_of
 from sglang_fair.core.cost import Linear, Quadratic
-from sglang_fair.core.dlpm import Dlpm
+from sglang_fair.core.dlpm import NEWCOMERS_AT_ONCE, Dlpm
 from sglang_fair.core.job import Job
 from sglang_fair.core.ledger import SYSTEM
 from sglang_fair.core.payers import EQUAL, FIRST, PER_USE, Payers, Swing, make_payers, path_of
@@ -353,7 +353,7 @@ def test_who_is_gone_stays_forgotten_when_it_is_refunded(name, rule):
         queue.tick(60.0 * number)
         serve(queue, f"client{number}", 64 if number % 10 else 0)
         assert queue.account.ledger.total.transferred_units == pytest.approx(0, abs=1e-9)
-    assert len(queue.policy.counters()) <= 13
+    assert len(queue.policy.counters()) <= 2 + NEWCOMERS_AT_ONCE
     assert queue._clients == {}
 
 
@@ -452,7 +452,8 @@ def test_counters_stay_within_what_the_bound_counts(rule, case, quantum):
     def watch(replica):
         def look() -> None:
             queue = replica.queue
-            u = queue.account.dearest_input_units + queue.account._dearest_output_units()
+            largest = queue.account.largest.recent
+            u = largest.input_units + queue.account._dearest_output_units(largest)
             for account in queue.policy._deficits.values():
                 assert account.units >= -(u + queue.account._swing.most_charged) - 1e-6
                 assert account.refund <= queue.account._swing.most_refunded + 1e-6
@@ -484,7 +485,8 @@ def test_the_theorems_own_u_is_not_enough():
         send("b", path, 10)
     while queue.policy.deficit("b") <= 0:
         send("others", [])
-    plain = queue.policy.bound(queue.account.dearest_input_units, queue.account._dearest_output_units())
+    largest = queue.account.largest.ever
+    plain = queue.policy.bound(largest.input_units, queue.account._dearest_output_units(largest))
     for number in range(100):
         for client in "ab":
             queue.arrive(Job(f"{client}{number}", client))
