@@ -85,6 +85,7 @@ class FairPrefillAdder(PrefillAdder):
         """`cut_tokens`: a prompt is cut at multiples of it."""
         super().__init__(*args, **kwargs)
         self.fair = fair
+        self._beside_cut = False
         if (most := fair.chunk_tokens()) is not None:
             budget: Any = self
             most = max(most // cut_tokens, 1) * cut_tokens
@@ -93,14 +94,32 @@ class FairPrefillAdder(PrefillAdder):
                 budget.rem_chunk_tokens = min(budget.rem_chunk_tokens, most)
         fair.arm()
 
-    def add_one_req(self, req: Any, *args: Any, **kwargs: Any) -> AddReqResult:
+    def add_one_req(self, req: Any, has_chunked_req: bool, *args: Any, **kwargs: Any) -> AddReqResult:
         if not self.fair.may_admit(req):
             return AddReqResult.CONTINUE
         before = len(self.can_run_list)
-        verdict = super().add_one_req(req, *args, **kwargs)
+        self._beside_cut = has_chunked_req
+        verdict = super().add_one_req(req, has_chunked_req, *args, **kwargs)
         if len(self.can_run_list) > before:
             self.fair.admitted(req)
         return verdict
+
+    def add_one_req_ignore_eos(self, req: Any) -> AddReqResult:
+        """SGLang's rule without a cache."""
+        limit = self.rem_chunk_tokens
+        if (
+            self._beside_cut
+            and limit is not None
+            and len(req.full_untruncated_fill_ids) - req.prefix_len > limit
+        ):
+            return AddReqResult.OTHER
+        return super().add_one_req_ignore_eos(req)
+
+    def _select_prefill_admission(self, req: Any, *args: Any, **kwargs: Any) -> Any:
+        """SGLang has room for one cut prompt, and sees to it by giving that all that is left of a step. We leave room
+        beside it (`Admission.chunk_of`), for prompts that fit whole."""
+        verdict = super()._select_prefill_admission(req, *args, **kwargs)
+        return AddReqResult.OTHER if self._beside_cut and getattr(verdict, "is_chunked", False) else verdict
 
     def add_chunked_req(self, req: Any) -> Any:
         if self.fair.goes_on(req) is False:

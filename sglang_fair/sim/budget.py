@@ -134,12 +134,12 @@ class Budget:
         return Verdict.GO_ON
 
     def admit(
-        self, cached_tokens: int, tokens: int, output_tokens: int, room: int, *, first: bool
+        self, cached_tokens: int, tokens: int, output_tokens: int, room: int, *, first: bool, cut: bool
     ) -> int | Verdict:
         """How many tokens of a prompt are computed, or why it does not fit.
 
         The prompt has `tokens`, of which the first `cached_tokens` are in the cache. `output_tokens` is its output
-        limit; `first`: the batch is empty.
+        limit; `first`: the batch is empty; `cut`: the prompt may be cut. An engine has one cut prompt at a time.
         """
         extend = tokens - cached_tokens
         needed = extend + min(output_tokens, LONGEST_RESERVATION) + self._page
@@ -150,6 +150,8 @@ class Budget:
             return Verdict.FULL if not first and paged >= self._prompt_left else extend
         if paged <= self._chunk_left:
             return extend
+        if not cut:
+            return Verdict.FULL
         end = (cached_tokens + self._chunk_left // self._page * self._page) // self._page * self._page
         return end - cached_tokens if end > cached_tokens else Verdict.FULL
 

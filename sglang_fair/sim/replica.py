@@ -375,6 +375,7 @@ class Replica:
                 job.max_output_tokens - task.output,
                 pool.room_tokens() - self.cache.unlocked_tokens(node),
                 first=not batch,
+                cut=self._chunked is None,
             )
             if not isinstance(verdict, Verdict):
                 self.cache.use(job.client, node)

@@ -17,6 +17,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from sglang_fair.core import make_policy
+from sglang_fair.core.admission import BLOCK_TOKENS
 from sglang_fair.core.cost import Linear, Quadratic
 from sglang_fair.core.dlpm import Dlpm
 from sglang_fair.core.fcfs import Fcfs
@@ -24,6 +25,7 @@ from sglang_fair.core.payers import Payers
 from sglang_fair.core.predicted import VtcOracle
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.rpm import Rpm
+from sglang_fair.core.steps import Steps
 from sglang_fair.core.vtc import Vtc
 from sglang_fair.sim.answers import answer
 from sglang_fair.sim.replica import (
@@ -145,6 +147,24 @@ def test_a_long_prompt_is_computed_in_chunks_and_others_join_its_last_one():
     ended = finished(drain(replica))
     assert (ended["long"].t_s, ended["short"].t_s) == (3.0, 3.0)
     assert replica.meters.prefill_steps == 3
+
+
+def test_an_engine_cuts_one_prompt_at_a_time():
+    """A step has room for a short prompt beside a long one. When that is not taken, because the short one waits for
+    what the long one computes, it is not for the beginning of a second long one."""
+    chunk = 4 * BLOCK_TOKENS
+    replica = Replica(
+        FairQueue(Dlpm()), STEP, replace(SMALL, chunked_prefill_tokens=chunk), steps=Steps(100.0)
+    )
+    first = request("first", 3 * chunk, 1, "a")
+    told = replica.arrive(first, 0.0)
+    told += drain(replica, 0.5)
+    part = first.tokens[: 4 * (chunk + BLOCK_TOKENS)]
+    for one in (request("short", part, 1, "b"), request("second", 2 * chunk, 1, "c")):
+        told += replica.arrive(one, 0.5)
+    told += drain(replica)
+    replica.check_pool()
+    assert [event.id for event in told if isinstance(event, Finished)] == ["short", "first", "second"]
 
 
 def test_prompts_are_never_cut_without_chunks():
@@ -357,6 +377,7 @@ CASES = st.fixed_dictionaries(
         "ignore_eos": st.booleans(),
         "gap_s": st.sampled_from([0.0, 0.01, 0.08]),
         "longest": st.sampled_from([3, 60, 200]),
+        "stall_s": st.sampled_from([None, 0.001, 0.1]),
     }
 )
 
@@ -367,13 +388,15 @@ def play(
     """Random requests and aborts at random times, to the end; memory is audited at each event."""
     random = Random(case["seed"])
     settings = Settings(
-        **{key: value for key, value in case.items() if key not in ("seed", "gap_s", "longest")},
+        **{key: value for key, value in case.items() if key not in ("seed", "gap_s", "longest", "stall_s")},
         progress_steps=progress_steps,
         new_token_ratio=0.9,
         least_new_token_ratio=0.0,
         ratio_decay_steps=3,
     )
-    replica = Replica(FairQueue(policy, cost or Linear(), payers=payers), Seconds(), settings)
+    queue = FairQueue(policy, cost or Linear(), payers=payers)
+    steps = Steps(stall_s) if (stall_s := case.get("stall_s")) and policy.shares_steps else None
+    replica = Replica(queue, Seconds(), settings, steps=steps)
     told: list[Event] = []
     now_s = 0.0
     families = [[random.randrange(9) for _ in range(40)] for _ in range(3)]
