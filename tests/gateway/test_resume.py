@@ -503,6 +503,8 @@ def test_text_of_a_chat_waits_for_its_token_ids(tokenizer: Path) -> None:
         ("completions", {"temperature": 1, "max_tokens": None}, None),
         ("completions", {"temperature": 1, "min_tokens": "4"}, None),
         ("completions", {"temperature": 1, "logit_bias": [5]}, None),
+        ("completions", {"temperature": 1, "logit_bias": {"5": "1.5"}}, "sample"),
+        ("completions", {"temperature": 1, "logit_bias": {"5": "1.5"}, "frequency_penalty": 0.5}, None),
         ("completions", {"temperature": 1, "regex": "a*"}, None),
         ("completions", {"temperature": 1, "stop_regex": "a*"}, None),
         ("completions", {"temperature": 1, "response_format": {"type": "json_object"}}, None),

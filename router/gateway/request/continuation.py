@@ -105,8 +105,11 @@ def _goes_on_by_tokens(kind: Kind, sampling: Mapping[str, Any], both: Mapping[st
         return False
     if type(both.get(FREQUENCY)) not in (int, float, type(None)):
         return False
-    if not isinstance(both.get("logit_bias") or {}, Mapping):
+    bias = both.get("logit_bias") or {}
+    if not isinstance(bias, Mapping):
         return False
+    if sampling.get(FREQUENCY) and not all(type(value) in (int, float) for value in bias.values()):
+        return False  # it is added to
     known = {*_MEMORYLESS, *_NOT_SAMPLING, *OUTPUT_LIMITS[kind], OUTPUT_FLOOR[kind], FREQUENCY}
     if kind == "chat":
         if not all(_is_text(message) for message in both["messages"]):
