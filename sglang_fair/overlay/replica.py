@@ -113,7 +113,7 @@ class ReplicaFairness:
         self._requests: dict[str, Any] = {}
         """SGLang's requests, by the ids of their jobs."""
         self._given_tokens: dict[str, int] = {}
-        """Output that a request had when it was found running, by the id of its job."""
+        """Output that a request had when it was entered, by the id of its job."""
 
     def begin_anew(self, where: str) -> None:
         """Give the books up after an error in `where`, which is being handled. What was charged stays in the ledger;
@@ -218,6 +218,8 @@ class ReplicaFairness:
             job = job_of(request)
             job.id = self._free_id(request.rid)
             self._requests[job.id] = request
+            if request.output_ids:  # the books are younger than it is
+                self._given_tokens[job.id] = len(request.output_ids)
             setattr(request, JOB_ATTRIBUTE, job)
             self._admission.arrive(job)
         elif not self.queue.is_waiting(job.id):

@@ -71,3 +71,9 @@ def test_a_policy_that_fails_loses_its_counters_and_nothing_else(books: dict[str
     found = books["a_policy_that_fails"]
     assert given(found) == {"a": (40, 40, OUTPUT_TOKENS), "b": (40, 0, OUTPUT_TOKENS)}
     assert found["corrections"] >= 1
+
+
+def test_output_that_was_charged_is_not_charged_again_by_new_books(books: dict[str, Any]) -> None:
+    found = books["books_that_begin_anew_before_a_retraction"]
+    assert given(found)["a"][2] == OUTPUT_TOKENS
+    assert found["corrections"] == 1

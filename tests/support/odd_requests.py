@@ -97,6 +97,23 @@ class Odd:
         self.engine.arrive([self.request("waits", "b", first=60)])
         return self.finish()
 
+    def books_that_begin_anew_before_a_retraction(self) -> dict[str, Any]:
+        """What the request had made of its output is charged already."""
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+        self.engine.use("dlpm", overlay=True)
+        fair = self.scheduler.fair
+        self.engine.arrive([self.request("runs", "a")])
+        for _ in range(4):
+            self.engine.step()
+        try:
+            raise KeyError("nobody")
+        except KeyError:
+            fair.begin_anew("a test")
+        self.scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
+        self.scheduler._engine_paused = False
+        return self.finish()
+
 
 SCENARIOS: tuple[Callable[[Odd], dict[str, Any]], ...] = (
     Odd.two_requests_with_one_id,
@@ -105,6 +122,7 @@ SCENARIOS: tuple[Callable[[Odd], dict[str, Any]], ...] = (
     Odd.requests_that_join_a_fair_queue_unseen,
     Odd.requests_whose_prompt_another_server_computed,
     Odd.a_policy_that_fails,
+    Odd.books_that_begin_anew_before_a_retraction,
 )
 
 
