@@ -189,7 +189,10 @@ class Steps:
         present.requests -= 1
         if not present.requests:
             del self._present[client]
-            self._weight = self._weight - present.weight if self._present else 0.0
+            if present.weight < self._weight - present.weight:
+                self._weight -= present.weight
+            else:  # it outweighed all others together: of a difference, rounding would leave nothing right
+                self._sum_weights()
             self._left[client] = self._now_s, min(present.lag_s, self.patience_s)
             self._left.move_to_end(client)
 
@@ -215,7 +218,7 @@ class Steps:
         """Weights have changed. O(clients)."""
         for client, present in self._present.items():
             present.weight = self._weights.of(client)
-        self._weight = sum(present.weight for present in self._present.values())
+        self._sum_weights()
 
     # ---- the decisions
 
@@ -278,13 +281,16 @@ class Steps:
 
     def _learn(self, tokens: int, duration_s: float) -> None:
         """Adjust the bound of a chunk: at once if a step took too long, otherwise by those that are nearly as large,
-        for a small one says little about a large one's time per token."""
+        for a small one says little about a large one's time per token. One that no bound would have made shorter
+        halves it at most: else short prompts that take long (an image) would make everybody's steps short."""
         if not duration_s:
             return
         stall_s = max(
             self.stall_s, 2 * self._decode_s
         )  # on an engine so slow, short chunks would help nobody
         fits = tokens * stall_s / duration_s
+        if tokens <= LEAST_CHUNK_TOKENS:
+            fits = max(fits, self._chunk_tokens / 2)
         if duration_s > stall_s or 2 * tokens >= self._chunk_tokens:
             self._chunk_tokens = max(LEAST_CHUNK_TOKENS, min(fits, 2 * self._chunk_tokens))
 
@@ -312,6 +318,9 @@ class Steps:
         }
 
     # ---- inside
+
+    def _sum_weights(self) -> None:
+        self._weight = sum((present.weight for present in self._present.values()), 0.0)
 
     def _share(self, present: Present) -> float:
         if present.weight >= self._weight:

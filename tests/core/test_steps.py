@@ -257,6 +257,22 @@ def test_weights_are_shares_of_the_time() -> None:
     assert made.prefills_s - prefilled_s == pytest.approx((made.now_s - before_s) / 2, rel=0.1)
 
 
+def test_a_heavy_client_that_was_here_leaves_the_others_their_shares() -> None:
+    """Its weight is larger than a sum that has theirs as well can show."""
+    steps = Steps(STALL_S, Weights({"gold": 1e17}))
+    for client in ("runs", "sends", "gold"):
+        steps.arrive(client)
+    steps.leave("gold")
+    steps.decode("runs")
+    steps.step(0.0)
+    while steps.may_prefill("sends"):
+        steps.step(STALL_S, {"sends": 1000})
+    behind_s = steps.lag_s("runs")
+    steps.step(2 * behind_s, decoded=1)
+    assert steps.lag_s("runs") == pytest.approx(0, abs=SLACK_S), "half of the time is due to it"
+    assert steps.may_prefill("sends")
+
+
 def test_a_client_s_own_prompts_are_not_held_for_itself() -> None:
     """But for another one that is behind they are."""
     steps = beside()
@@ -425,6 +441,19 @@ def test_a_step_that_once_took_too_long_is_forgotten_in_a_few() -> None:
 
 
 # ---- where it applies
+
+
+def test_short_prompts_that_take_long_do_not_make_all_steps_short() -> None:
+    """One client's, in every fourth step: each has an image, say. The others' steps stay at half of what fits."""
+    steps, computed = shared(), 0
+    for number in range(400):
+        tokens = steps.chunk_tokens()
+        assert tokens is not None
+        steps.step(tokens * 1e-5, {"b": tokens})
+        computed += tokens
+        if number % 4 == 0:
+            steps.step(5 * STALL_S, {"a": 20})
+    assert computed / 400 > STALL_S / 1e-5 / 2
 
 
 def test_the_policies_that_share_service_share_steps() -> None:
