@@ -8,6 +8,8 @@ are the engine's to judge. Everything else about a candidate is decided here:
                   are a cache hit. Only for policies that allow it (`Policy.waits_for_prefixes`)
     corrections   a candidate that lost cached tokens since its look-up is offered again only if it is still first
     steps         whether the step is for prompts at all, or for those that run, and how long it may be (`steps`)
+    target        all requests of a client above its share of those that run are passed over while these would take
+                  longer than the target (`Steps.holds_back`); the server's own and retracted ones never are
 
 The engine is reached through one function, `match`. The engine, or what models it, calls:
 
@@ -114,7 +116,7 @@ class Admission:
 
     def retract(self, job: Job) -> None:
         """The engine took a running request back: it waits, first in line."""
-        self._stop_decoding(job)
+        self._stop_running(job)
         self._stop_computing(job)
         self.queue.retract(job)
         self._look_ups.arrive(job)
@@ -188,6 +190,8 @@ class Admission:
         self.queue.admit(job, extend_tokens=extend_tokens, cached_tokens=cached_tokens, path=path)
         self._start_computing(job)
         self._look_ups.leave(job)
+        if self.steps is not None and not job.system:
+            self.steps.admit(job.client)
 
     # ---- prompts that are being computed
 
@@ -218,7 +222,7 @@ class Admission:
 
     def finish(self, job: Job) -> None:
         """A running request ended, by itself or by abort."""
-        self._stop_decoding(job)
+        self._stop_running(job)
         self._stop_computing(job)
         self.queue.finish(job.id)
         self._gone(job)
@@ -263,10 +267,13 @@ class Admission:
             job.decoding = True
             self.steps.decode(job.client)
 
-    def _stop_decoding(self, job: Job) -> None:
-        if self.steps is not None and job.decoding:
+    def _stop_running(self, job: Job) -> None:
+        if self.steps is None or job.system:
+            return
+        if job.decoding:
             job.decoding = False
             self.steps.stop(job.client)
+        self.steps.release(job.client)
 
     def _gone(self, job: Job) -> None:
         if self.steps is not None and not job.system:
@@ -275,10 +282,23 @@ class Admission:
     def _next(self) -> Job | None:
         while self._deferrals_left:
             job = self.queue.next()
-            if job is None or not self.is_being_computed(job):
+            if job is None:
+                return None
+            if self._holds_back(job):
+                self.queue.set_aside(job.client)
+            elif self.is_being_computed(job):
+                self._defer(job)
+            else:
                 return job
-            self._defer(job)
         return None
+
+    def _holds_back(self, job: Job) -> bool:
+        if self.steps is None or job.system or job.repeating:
+            return False
+        if not self.steps.holds_back(job.client) or not self._can_decode():
+            return False
+        self.steps.held_back += 1
+        return True
 
     def _defer(self, job: Job) -> None:
         """Pass `job` over because its prefix is being computed."""

@@ -64,6 +64,7 @@ class ClientQueues:
         self._patience = patience
         self._queues: dict[str, ClientQueue] = {}
         self._with_held: dict[str, None] = {}
+        self._aside: dict[str, None] = {}
 
     def put(self, job: Job) -> None:
         """`job` waits, or its key has changed. A held job remains held."""
@@ -82,6 +83,7 @@ class ClientQueues:
         if not queue.held:
             self._with_held.pop(job.client, None)
         if not len(queue):
+            self._aside.pop(job.client, None)
             del self._queues[job.client]
 
     def hold(self, job: Job) -> None:
@@ -90,9 +92,14 @@ class ClientQueues:
         queue.held[job] = None
         self._with_held[job.client] = None
 
+    def set_aside(self, client: str) -> None:
+        """None of the jobs of `client`, which waits, is its head until `release`. O(1)."""
+        self._aside[client] = None
+
     def release(self) -> Iterable[str]:
-        """Held jobs may be picked again. Returns the clients that had held jobs."""
-        clients = list(self._with_held)
+        """Held jobs may be picked again. Returns the clients that had held jobs, or were set aside."""
+        clients = list(self._with_held | self._aside)
+        self._aside.clear()
         for client in clients:
             queue = self._queues[client]
             for job in queue.held:
@@ -102,9 +109,9 @@ class ClientQueues:
         return clients
 
     def head(self, client: str) -> Job | None:
-        """The client's first job that is not held, if any."""
+        """The client's first job that is not held, if any; None if it is set aside."""
         queue = self._queues.get(client)
-        if queue is None:
+        if queue is None or client in self._aside:
             return None
         return queue.overdue(self._patience) or queue.ready.first()
 
@@ -112,8 +119,12 @@ class ClientQueues:
         return (-job.unblocks, self._key(job))
 
     def held_clients(self) -> Iterable[str]:
-        """Clients with at least one held job."""
-        return self._with_held
+        """Clients with at least one held job that are not set aside."""
+        return [client for client in self._with_held if client not in self._aside]
+
+    def aside(self) -> Iterable[str]:
+        """Clients that are set aside."""
+        return self._aside
 
     def __contains__(self, client: str) -> bool:
         return client in self._queues

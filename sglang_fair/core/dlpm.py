@@ -183,6 +183,10 @@ class Dlpm(Policy):
         self._queues.hold(job)
         self._seat(job.client)
 
+    def set_aside(self, client: str) -> None:
+        self._queues.set_aside(client)
+        self._seat(client)
+
     def release(self) -> None:
         for client in self._queues.release():
             self._seat(client)

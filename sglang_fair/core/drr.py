@@ -94,6 +94,10 @@ class Drr(Policy):
         self._queues.hold(job)
         self._seat(job.client)
 
+    def set_aside(self, client: str) -> None:
+        self._queues.set_aside(client)
+        self._seat(client)
+
     def release(self) -> None:
         for client in self._queues.release():
             self._seat(client)
@@ -160,7 +164,8 @@ class Drr(Policy):
         elif credit.place != self._visit[1]:
             visit = (self._visits(client) + 1, credit.place)
         if self._queues.head(client) is None:
-            self._passed_over.put(client, visit)
+            if client not in self._queues.aside():
+                self._passed_over.put(client, visit)
             return
         self._turn.put(client, visit)
         if rich:

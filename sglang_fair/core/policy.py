@@ -23,12 +23,13 @@ class Policy(ABC):
     - `refuses` and then `arrive` before any other call about a job;
     - `leave` exactly once, when the job stops waiting because it was admitted or aborted;
     - `charge` as soon as service was given, so that the next `pick` sees it;
-    - `hold` only for the job that `pick` returned, and `release` before the next pass;
+    - `hold` only for the job that `pick` returned, `set_aside` only for its client, and `release` before the next pass;
     - times that never go back.
 
     The policy promises:
-    - `pick` returns a waiting job that is not held. It returns None only if no job waits, or it is the turn of clients
-      whose jobs are held, or all have to wait for a later `tick`. Calling it again changes nothing;
+    - `pick` returns a waiting job that is not held, of a client that is not set aside. It returns None only if no such
+      client waits, or it is the turn of clients whose jobs are held, or all have to wait for a later `tick`. Calling it
+      again changes nothing;
     - orders are total: the same calls give the same picks;
     - memory is O(waiting jobs + clients with a debt).
     """
@@ -84,6 +85,11 @@ class Policy(ABC):
     @abstractmethod
     def hold(self, job: Job) -> None:
         """Pass `job` over until `release`: it still waits, but cannot be admitted in this pass."""
+
+    def set_aside(self, client: str) -> None:
+        """Pass all jobs of `client`, which waits, over until `release`, as if none of them waited: no turn is kept for
+        it, and others go on. Only for policies that share steps."""
+        raise NotImplementedError(f"{self.name} sets nobody aside")
 
     @abstractmethod
     def release(self) -> None:

@@ -111,6 +111,11 @@ class FairQueue:
         else:
             self.policy.hold(job)
 
+    def set_aside(self, client: str) -> None:
+        """Pass all requests of `client`, one of which `next` returned, over until the next pass; but not those that go
+        before all others."""
+        self.policy.set_aside(client)
+
     # ---- who runs
 
     def admit(

@@ -28,6 +28,26 @@ The patience is `LEAST_SHARE` of `stall_s`, so that prefill steps in a row take 
 the share. No step takes longer than `stall_s` while another client is here, or was lately: whoever comes during a step
 waits for its end. How many tokens that is, is learnt from the steps: `chunk_tokens`.
 
+**A target for those below their share.** A token of those that run takes a decode step, the longer the more they are,
+and the prompts that are computed in between. With `target_s`, a client's prompts are held back (`holds_back`) while
+three things are true:
+
+    over        with one request more a token is expected to take longer than the target. Expected is the time of those
+                made lately, of decode steps and prompts of clients above their share, times the requests that would
+                run over those that ran, if these are fewer. For decode steps of n requests that take a + b·n that is
+                never too little, whatever n was: the mean length is that of the mean n. So the engine comes to the
+                target from below
+    above       the client has more of the requests that run than its share of them, by the weights of who runs
+    below       another client that runs has fewer: it follows from the one before, as the shares sum to the whole
+
+So whoever has no more than its share of those that run, or runs alone, or runs nothing, is never held back, and nobody
+is while nothing runs. While a client is held back, every decode step gives it more than its share of the tokens. No
+request of it starves: those that run end, and with its share of the rest the client is held back no more. What runs
+already is left alone, so steps become shorter no faster than requests end; and a target that even few requests exceed
+is not met, but costs the clients above their share all that they have beyond it. Prompts of clients that are not above
+their share come on top, or whoever sends many could hold back those that only run. k names are k clients here too: who
+splits itself is above its share under none of them, and the target is not kept against it.
+
 A client that leaves keeps its lag for `RECENT_S`, at most the patience: who sends one request after the other is not
 shortened each time, and who comes with ten thousand names at once gains nothing by having been here before.
 
@@ -59,6 +79,9 @@ LEAST_CHUNK_TOKENS = 128
 FIRST_CHUNK_TOKENS = 2048
 """The bound of a chunk before any step was measured."""
 
+ROUNDING = 1e-9
+"""A client that has its share exactly is not above it by an error of rounding."""
+
 LONGEST_STEP_S = 10.0
 """A longer step counts as so long: then the machine stood still, and no client made it."""
 
@@ -70,11 +93,23 @@ def checked_stall_ms(stall_ms: float) -> float:
     return stall_ms
 
 
-def make_steps(policy: Policy, stall_ms: float, *, unseen: int = 0) -> "Steps | None":
+def checked_target_tpot_ms(target_tpot_ms: float, stall_ms: float) -> float:
+    """`target_tpot_ms`; ValueError unless it is a finite number from 0 on, and 0 where `stall_ms` is."""
+    if not 0 <= target_tpot_ms < inf:
+        raise ValueError(f"target_tpot_ms must be a number of milliseconds from 0 on, not {target_tpot_ms!r}")
+    if target_tpot_ms and not stall_ms:
+        raise ValueError("target_tpot_ms is part of the rule that stall_ms 0 switches off")
+    return target_tpot_ms
+
+
+def make_steps(
+    policy: Policy, stall_ms: float, target_tpot_ms: float = 0.0, *, unseen: int = 0
+) -> "Steps | None":
     """The rule beside `policy`. None if that shares nothing among clients, and if `stall_ms` is 0."""
+    checked_target_tpot_ms(target_tpot_ms, stall_ms)
     if not policy.shares_steps or not checked_stall_ms(stall_ms):
         return None
-    return Steps(stall_ms / 1000, policy.weights, unseen=unseen)
+    return Steps(stall_ms / 1000, policy.weights, target_s=target_tpot_ms / 1000, unseen=unseen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,19 +166,29 @@ class Present:
     """Of them: those whose prompt is computed."""
     joined: int = 0
     """The number of steps that were over when it began to decode."""
+    running: int = 0
+    """Of its requests: those that were admitted."""
 
 
 class Steps:
     """The rule and what it needs to know. All times are seconds of the caller's clock.
 
     `weights` are the clients' shares, None: equal ones. `stall_s` is the longest prefill step while others are here.
+    `target_s` is the time of a token from which on those above their share are held back; 0: none is.
     `unseen`: how many steps may be under way, unseen, when the next one is decided.
     """
 
-    def __init__(self, stall_s: float, weights: Weights | None = None, *, unseen: int = 0) -> None:
+    def __init__(
+        self, stall_s: float, weights: Weights | None = None, *, target_s: float = 0.0, unseen: int = 0
+    ) -> None:
         if not 0 < stall_s < inf:
             raise ValueError(f"stall_s must be a positive number of seconds, not {stall_s!r}")
+        if not 0 <= target_s < inf:
+            raise ValueError(f"target_s must be a number of seconds from 0 on, not {target_s!r}")
         self.stall_s = stall_s
+        self.target_s = target_s
+        self.held_back = 0
+        """How often a client's prompts were held back for a pass, for the target."""
         self.patience_s = LEAST_SHARE * stall_s
         self.held = 0
         """How often a prefill was put off."""
@@ -165,6 +210,17 @@ class Steps:
         self._steps = 0
         self._decode_s = 0.0
         """Length of a decode step, lately."""
+        self._running = 0
+        """Requests that were admitted, of all clients."""
+        self._runners: dict[str, Present] = {}
+        """The clients that have such requests."""
+        self._running_weight = 0.0
+        """Of them."""
+        self._decoding_requests = 0
+        self._recent = 0.0, 0.0
+        """The requests in a decode step and the time of a token, lately."""
+        self._between_s = 0.0
+        """Since the last decode step, for prompts of clients above their share."""
         self._chunk_tokens = float(FIRST_CHUNK_TOKENS)
 
     # ---- who is here
@@ -196,9 +252,31 @@ class Steps:
             self._left[client] = self._now_s, min(present.lag_s, self.patience_s)
             self._left.move_to_end(client)
 
+    def admit(self, client: str) -> None:
+        """One of its requests was admitted."""
+        present = self._present[client]
+        present.running += 1
+        self._running += 1
+        if present.running == 1:
+            self._runners[client] = present
+            self._running_weight += present.weight
+
+    def release(self, client: str) -> None:
+        """One of its requests that were admitted runs no more: it ended, or it waits again."""
+        present = self._present[client]
+        present.running -= 1
+        self._running -= 1
+        if not present.running:
+            del self._runners[client]
+            if present.weight < self._running_weight - present.weight:
+                self._running_weight -= present.weight
+            else:  # see `leave`
+                self._sum_running_weights()
+
     def decode(self, client: str) -> None:
         """The prompt of one of its requests is computed: decode steps serve it from the next step on."""
         present = self._present[client]
+        self._decoding_requests += 1
         present.decoding += 1
         if present.decoding == 1:
             present.joined = self._steps
@@ -208,6 +286,7 @@ class Steps:
     def stop(self, client: str) -> None:
         """One of its requests that decoded does so no more."""
         present = self._present[client]
+        self._decoding_requests -= 1
         present.decoding -= 1
         if not present.decoding:
             del self._decoding[client]
@@ -219,6 +298,7 @@ class Steps:
         for client, present in self._present.items():
             present.weight = self._weights.of(client)
         self._sum_weights()
+        self._sum_running_weights()
 
     # ---- the decisions
 
@@ -226,6 +306,18 @@ class Steps:
         """Whether a prefill step may be formed for, or joined by, a prompt of `client` or `SYSTEM`."""
         behind = self._behind
         return not behind or client == SYSTEM or (len(behind) == 1 and client in behind)
+
+    def holds_back(self, client: str) -> bool:
+        """Whether a prompt of `client` may not be admitted now, for the target; not to be asked for the server's own.
+        O(1)."""
+        if not self.target_s:
+            return False
+        return self._is_above(client) and self.expected_s(self._running + 1) > self.target_s
+
+    def expected_s(self, requests: int) -> float:
+        """How long a token is expected to take beside so many requests; 0 before any was measured."""
+        recent_requests, recent_s = self._recent
+        return recent_s * max(1.0, requests / recent_requests) if recent_requests else 0.0
 
     def chunk_tokens(self) -> int | None:
         """Most prompt tokens of a prefill step that is formed now; None: as many as the engine will."""
@@ -253,6 +345,7 @@ class Steps:
 
     def _decoded(self, duration_s: float, steps: int) -> None:
         self._decode_s += (duration_s / steps - self._decode_s) * (0.1 if self._decode_s else 1)
+        self._gave_tokens(duration_s, steps)
         if self._lagging:
             for client, present in list(self._lagging.items()):
                 if present.joined != self._steps:
@@ -264,9 +357,14 @@ class Steps:
         if not tokens:
             return
         self._learn(tokens, duration_s)
+        token_s = min(duration_s, self._decode_s)
         duration_s *= 1 - extended.get(SYSTEM, 0) / tokens
         tokens -= extended.get(SYSTEM, 0)
+        above = sum(extended[client] for client in extended if client != SYSTEM and self._is_above(client))
         decoded_s = min(duration_s, self._decode_s) if mixed else 0.0
+        self._between_s += (duration_s - decoded_s) * above / max(1, tokens)
+        if mixed:
+            self._gave_tokens(token_s, 1)
         for client, present in self._decoding.items():
             if present.joined == self._steps:
                 continue
@@ -278,6 +376,16 @@ class Steps:
             present.lag_s = max(0.0, present.lag_s + due_s - served_s)
             self.largest_lag_s = max(self.largest_lag_s, present.lag_s)
             self._sort(client, present)
+
+    def _gave_tokens(self, duration_s: float, steps: int) -> None:
+        """Those that decode got so many tokens each, for which `duration_s` was needed."""
+        if self._decoding_requests:
+            (requests, token_s), part = self._recent, 1 - 0.9**steps if self._recent[0] else 1.0
+            self._recent = (
+                requests + (self._decoding_requests - requests) * part,
+                token_s + ((duration_s + self._between_s) / steps - token_s) * part,
+            )
+        self._between_s = 0.0
 
     def _learn(self, tokens: int, duration_s: float) -> None:
         """Adjust the bound of a chunk: at once if a step took too long, otherwise by those that are nearly as large,
@@ -312,6 +420,9 @@ class Steps:
             "stall_ms": round(1000 * self.stall_s, 3),
             "steps": self._steps,
             "held": self.held,
+            "target_tpot_ms": round(1000 * self.target_s, 3),
+            "held_back": self.held_back,
+            "token_s": self._recent[1],
             "chunk_tokens": int(self._chunk_tokens),
             "largest_lag_s": self.largest_lag_s,
             "bound_s": self.bound_s,
@@ -321,6 +432,17 @@ class Steps:
 
     def _sum_weights(self) -> None:
         self._weight = sum((present.weight for present in self._present.values()), 0.0)
+
+    def _sum_running_weights(self) -> None:
+        self._running_weight = sum((present.weight for present in self._runners.values()), 0.0)
+
+    def _is_above(self, client: str) -> bool:
+        """It has more of the requests that run than its share of them."""
+        present = self._present.get(client)
+        if present is None or not present.running:
+            return False
+        fair = self._running * present.weight / self._running_weight
+        return present.running > fair * (1 + ROUNDING)
 
     def _share(self, present: Present) -> float:
         if present.weight >= self._weight:

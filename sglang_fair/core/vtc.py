@@ -66,6 +66,10 @@ class Vtc(Policy):
         self._queues.hold(job)
         self._seat(job.client)
 
+    def set_aside(self, client: str) -> None:
+        self._queues.set_aside(client)
+        self._seat(client)
+
     def release(self) -> None:
         for client in self._queues.release():
             self._seat(client)
@@ -103,7 +107,7 @@ class Vtc(Policy):
 
     def _floor(self) -> float:
         """The counter to which a client that joins the queue is lifted (Algorithm 2, lines 8-13)."""
-        queued = [self._counter[client] for client in self._queues.held_clients()]
+        queued = [self._counter[client] for client in (*self._queues.held_clients(), *self._queues.aside())]
         first = self._turn.first()
         if first is not None:
             queued.append(self._counter[first])

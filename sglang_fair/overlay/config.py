@@ -17,7 +17,7 @@ from sglang_fair.core import options as policy_options
 from sglang_fair.core.cost import Cost, Linear, describe, make_cost
 from sglang_fair.core.payers import FIRST, make_payers
 from sglang_fair.core.policy import DEFAULT_QUANTUM, Policy, checked_quantum
-from sglang_fair.core.steps import DEFAULT_STALL_MS, checked_stall_ms
+from sglang_fair.core.steps import DEFAULT_STALL_MS, checked_stall_ms, checked_target_tpot_ms
 from sglang_fair.settings.setting import Setting, help_text, settings_of
 from sglang_fair.settings.table import Fairness
 
@@ -57,6 +57,7 @@ class Config:
     payer: str = FIRST
     stall_ms: float = DEFAULT_STALL_MS
     """0: prompts go first, whoever runs."""
+    target_tpot_ms: float = 0.0
     identity: tuple[str, ...] = DEFAULT_ORDER
     cache_share: bool = False
 
@@ -113,6 +114,7 @@ def read(environ: Mapping[str, str] = os.environ) -> Config:
         if (text := environ.get(setting.variable))
     }
     make_payers(payer := given.get("payer", FIRST))
+    stall_ms = checked_stall_ms(given.get("stall_ms", Config.stall_ms))
     return Config(
         quantum=checked_quantum(given.get("quantum", Config.quantum)),
         options=given.get("policy_options", ""),
@@ -124,7 +126,8 @@ def read(environ: Mapping[str, str] = os.environ) -> Config:
         ),
         client_weights=checked_weights(given.get("client_weights", {})),
         payer=payer,
-        stall_ms=checked_stall_ms(given.get("stall_ms", Config.stall_ms)),
+        stall_ms=stall_ms,
+        target_tpot_ms=checked_target_tpot_ms(given.get("target_tpot_ms", Config.target_tpot_ms), stall_ms),
         identity=read_identity(environ),
         cache_share=given.get("cache_share", "off") == "on",
     )

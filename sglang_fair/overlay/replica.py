@@ -97,8 +97,12 @@ class ReplicaFairness:
         self._armed = False
         self._overlaps = overlaps
         self._stall_ms = config.stall_ms if orders and steps_in_order else 0.0
+        self._target_tpot_ms = config.target_tpot_ms if self._stall_ms else 0.0
         if config.stall_ms and orders and not steps_in_order:
-            logger.info("sglang-fair: with pipeline parallelism or multiplexing --stall-ms has no effect")
+            logger.info(
+                "sglang-fair: with pipeline parallelism or multiplexing --stall-ms and --target-tpot-ms "
+                "have no effect"
+            )
         self._begin()
         self.now_s = 0.0
         """The time of this iteration (`clock.Clock`); whatever is decided in it, is decided by this."""
@@ -108,7 +112,7 @@ class ReplicaFairness:
         """Empty books."""
         policy = self.config.policy(self._policy)
         self.queue = FairQueue(policy, self.config.cost, payers=make_payers(self.config.payer))
-        steps = make_steps(policy, self._stall_ms, unseen=int(self._overlaps))
+        steps = make_steps(policy, self._stall_ms, self._target_tpot_ms, unseen=int(self._overlaps))
         self._admission = Admission(self.queue, self._match, steps)
         self._requests: dict[str, Any] = {}
         """SGLang's requests, by the ids of their jobs."""
@@ -429,6 +433,7 @@ class ReplicaFairness:
                 "output_weight": self.config.cost.output_weight,
                 "client_weights": dict(self.config.client_weights or {}),
                 "stall_ms": self._stall_ms,
+                "target_tpot_ms": self._target_tpot_ms,
             },
             "refills": getattr(policy, "refills", None),
             "refused": self._refused,

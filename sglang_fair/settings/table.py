@@ -102,6 +102,17 @@ class Fairness:
             at_least=0,
         ),
     ] = DEFAULT_STALL_MS
+    target_tpot_ms: Annotated[
+        float,
+        About(
+            "Time of an output token of those that run: while it would be longer, requests of clients above their "
+            "share of what runs wait, if others run. 0: no target.",
+            unit="milliseconds",
+            metavar="MS",
+            fair="target-tpot-ms",
+            at_least=0,
+        ),
+    ] = 0.0
     payer: Annotated[
         str,
         About(

@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import inf
 from pathlib import Path
 from random import Random
@@ -534,6 +535,38 @@ def test_backlogged_clients_differ_by_no_more_than_the_bound(policy, seed):
 
 
 # ---- the real scheduler
+
+
+def beside_a_flood(target_s: float) -> tuple[float, float]:
+    """A client that writes one long answer beside 400 requests of another, each followed by the next when it ends: the
+    median time between its later tokens, and the tokens per second of both."""
+    policy = make_policy("dlpm")
+    roomy = Settings(kv_tokens=400_000, page_tokens=16, max_running=512, ignore_eos=True, progress_steps=1)
+    cost = Seconds(base_s=0.005, extend_token_s=1e-6, request_s=1e-4, context_token_s=0.0)
+    replica = new(roomy, policy, cost, steps=Steps(0.1, policy.weights, target_s=target_s), events=False)
+    random, times = Random(0), list[float]()
+    for number in range(400):
+        replica.arrive(request(f"flood {number}", 20, random.randint(1, 200), "flood"), 0.0)
+    replica.arrive(request("light", 20, 600, "light"), 0.0)
+    while len(times) < 600 and replica.next_s < inf:
+        for event in replica.advance(now_s := replica.next_s):
+            if isinstance(event, Progress) and event.id == "light":
+                times.append(event.t_s)
+            if isinstance(event, Finished) and event.id == "light":
+                times += [event.t_s] * (600 - len(times))
+            elif isinstance(event, Finished):
+                number += 1
+                replica.arrive(request(f"flood {number}", 20, random.randint(100, 200), "flood"), now_s)
+    gaps = sorted(later - earlier for earlier, later in pairwise(times[200:]))
+    return gaps[len(gaps) // 2], replica.meters.output_tokens / now_s
+
+
+def test_a_light_client_s_tokens_come_in_the_target_s_time_beside_400_requests():
+    """A step with all of them takes 45 ms, one with half of them the target. The price is the flood's throughput."""
+    (free_s, free_rate), (held_s, held_rate) = beside_a_flood(0.0), beside_a_flood(0.025)
+    assert free_s > 0.04
+    assert held_s <= 0.025
+    assert free_rate > held_rate > 0.7 * free_rate
 
 
 @pytest.mark.engine

@@ -39,6 +39,7 @@ LOADS = (
     "steps",
     "steps retracted",
     "steps vtc",
+    "target",
 )
 STALL_MS, SHORT_STALL_MS = 2000.0, 300.0
 """Where those that run have their turn. A step takes a second: half of the one, too long for the other."""
@@ -71,6 +72,7 @@ class TraceLoad:
     ratio: float = 0.7
     steps: int = 600
     stall_ms: float = 0.0
+    target_tpot_ms: float = 0.0
 
 
 def load(name: str) -> TraceLoad:
@@ -97,6 +99,8 @@ def load(name: str) -> TraceLoad:
             return TraceLoad(crowd, kv_tokens=6000, chunked_prefill_tokens=480, stall_ms=SHORT_STALL_MS)
         case "steps vtc":
             return TraceLoad(crowd, policy="vtc", chunked_prefill_tokens=256, stall_ms=STALL_MS)
+        case "target":  # no step takes less, so all above their share are held back
+            return TraceLoad(crowd, stall_ms=STALL_MS, target_tpot_ms=STALL_MS / 4)
         case "steps retracted":
             writers = tuple(_arrivals(name, requests=40, until_step=200, longest_answer=400))
             return TraceLoad(
@@ -154,7 +158,8 @@ class Traced:
         )
         queue = FairQueue(make_policy(load.policy, quantum=QUANTUM))
         trace = calls(queue)
-        replica = Replica(queue, _Second(), settings, steps=make_steps(queue.policy, load.stall_ms))
+        steps = make_steps(queue.policy, load.stall_ms, load.target_tpot_ms)
+        replica = Replica(queue, _Second(), settings, steps=steps)
         answer, task.answer = task.answer, lambda prompt, tokens: bytes(4 * tokens)
         try:
             for step in range(load.steps):
@@ -180,6 +185,7 @@ class Traced:
 
         load, scheduler, now_s = self.load, engine._scheduler, 0.0
         os.environ["SGLANG_FAIR_STALL_MS"] = str(load.stall_ms)
+        os.environ["SGLANG_FAIR_TARGET_TPOT_MS"] = str(load.target_tpot_ms)
         engine.use(load.policy, overlay=True)
         scheduler.clock = Clock(is_shared=False, read=lambda: now_s)
         engine.limit_pool(load.kv_tokens)

@@ -12,10 +12,11 @@ from sglang_fair.settings.table import SECTIONS
 
 PROGRAMS = {
     "cluster": "replicas device engine model gpu cost-model time-scale policy placement host port quantum "
-    "policy-options payer identity worker-quantum placement-options cost extend-weight output-weight "
-    "client-weights gateway-workers gateway-options json quiet-replicas log-level start-timeout",
+    "policy-options stall-ms target-tpot-ms payer identity worker-quantum placement-options cost extend-weight "
+    "output-weight client-weights gateway-workers gateway-options json quiet-replicas log-level start-timeout",
     "replica": "device engine model gpu cost-model time-scale host port name policy quantum policy-options payer cost "
-    "extend-weight output-weight client-weights identity kv-port page-size kv-tokens max-running",
+    "stall-ms target-tpot-ms extend-weight output-weight client-weights identity kv-port page-size kv-tokens "
+    "max-running",
     "router": "bind placement worker worker-quantum quantum extend-weight output-weight client-weights parameter "
     "page-size max-tree-tokens peer-timeout log-level outlive-parent",
     "gateway": "host port router model-name tokenizer workers router-timeout max-in-flight max-connections "
@@ -25,7 +26,8 @@ PROGRAMS = {
     "engine gpu cost-model time-scale replicas quantum worker-quantum good-clients question-tokens thought-tokens "
     "article-tokens judgement-tokens paper-scale json out resume",
     "simulate": "gpu model cost-model kv-tokens max-running chunked-prefill replicas schedulers quantum "
-    "worker-quantum policy-options placement-options cost payer client-weights hop workloads trace rate load cv "
+    "worker-quantum policy-options placement-options cost payer stall-ms target-tpot-ms "
+    "client-weights hop workloads trace rate load cv "
     "duration drain good-clients question-tokens thought-tokens article-tokens judgement-tokens repeats seed jobs "
     "out json",
     "reproduce": "quick jobs out again list page publish",
@@ -48,12 +50,14 @@ DEFAULTS = {
     "cluster": {
         "replicas": 2, "device": "auto", "engine": "auto", "model": "default", "time_scale": 1.0, "policy": "dlpm",
         "placement": "d2lpm", "host": "127.0.0.1", "port": 8000, "quantum": 2000.0, "payer": "first",
+        "stall_ms": 100.0, "target_tpot_ms": 0.0,
         "worker_quantum": None, "extend_weight": None, "output_weight": None, "gateway_workers": 1,
         "log_level": "info", "start_timeout_s": None,
     },
     "replica": {
         "device": "cpu", "engine": "auto", "model": "default", "time_scale": 1.0, "host": "127.0.0.1",
         "port": 30000, "name": "r0", "policy": "dlpm", "quantum": 2000.0, "policy_options": "", "payer": "first",
+        "stall_ms": 100.0, "target_tpot_ms": 0.0,
         "cost": None, "extend_weight": None, "output_weight": None, "identity": None, "kv_port": None,
         "page_size": 16, "kv_tokens": None, "max_running": None,
     },

@@ -230,7 +230,11 @@ def our_settings(base: Cluster, words: Sequence[str]) -> Cluster:
     Times are the engine's: they take as long as its steps.
     """
     given: Cluster = parse("cluster", (*words, *command_line(Cluster, changed(base))))
-    return replace(given, stall_ms=given.stall_ms * base.time_scale)
+    return replace(
+        given,
+        stall_ms=given.stall_ms * base.time_scale,
+        target_tpot_ms=given.target_tpot_ms * base.time_scale,
+    )
 
 
 def _policies(text: str) -> tuple[str, ...]:

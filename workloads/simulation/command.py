@@ -95,6 +95,7 @@ def simulate(
     cost: Annotated[str, cluster_setting("cost")] = SITE.cost,
     payer: Annotated[str, cluster_setting("payer")] = SITE.payer,
     stall_ms: Annotated[float, cluster_setting("stall_ms")] = SITE.stall_ms,
+    target_tpot_ms: Annotated[float, cluster_setting("target_tpot_ms")] = SITE.target_tpot_ms,
     client_weights: Annotated[Mapping[str, float] | None, cluster_setting("client_weights")] = None,
     hop: Annotated[
         float | None, ClusterOption(metavar="S", help="Network time of a request, both ways.")
@@ -153,6 +154,7 @@ def simulate(
         "cost": cost,
         "payer": payer,
         "stall_ms": stall_ms,
+        "target_tpot_ms": target_tpot_ms,
         "kv_tokens": kv_tokens,
         "max_running": max_running,
         "chunked_prefill_tokens": chunked_prefill,

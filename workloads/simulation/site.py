@@ -21,7 +21,7 @@ from sglang_fair.core.cost import Cost, make_cost
 from sglang_fair.core.payers import make_payers
 from sglang_fair.core.policy import Policy, checked_quantum
 from sglang_fair.core.queue import FairQueue
-from sglang_fair.core.steps import checked_stall_ms, make_steps
+from sglang_fair.core.steps import checked_stall_ms, checked_target_tpot_ms, make_steps
 from sglang_fair.settings import table
 from sglang_fair.sim.cost_model import CostModel, Scaled, kv_tokens, make_cost_model
 from sglang_fair.sim.gpus import GPUS
@@ -58,6 +58,8 @@ class Site:
     payer: str = table.Cluster.payer
     stall_ms: float = table.Cluster.stall_ms
     """Longest prefill step while others have requests, under the policies that share steps; 0: prompts go first."""
+    target_tpot_ms: float = table.Cluster.target_tpot_ms
+    """Time of an output token from which on clients above their share are held back; 0: none is."""
     kv_tokens: int | None = None
     """Tokens that one replica's cache holds. None: what is left on the GPU beside the model."""
     page_tokens: int = 16
@@ -92,7 +94,7 @@ class Site:
             raise ValueError(f"a replica's capacity is a positive number, not one of {self.capacities}")
         if not self.ingress or min(self.ingress) < 0 or not sum(self.ingress) > 0:
             raise ValueError(f"the routers' parts of the programs must be positive numbers: {self.ingress}")
-        checked_stall_ms(self.stall_ms)
+        checked_target_tpot_ms(self.target_tpot_ms, checked_stall_ms(self.stall_ms))
         if self.hop_s < 0 or self.events_lag_s < 0:
             raise ValueError("hop_s and events_lag_s cannot be negative")
 
@@ -170,7 +172,7 @@ class Site:
             queue,
             scaled,
             self.settings(),
-            steps=make_steps(queue.policy, self.stall_ms),
+            steps=make_steps(queue.policy, self.stall_ms, self.target_tpot_ms),
             events=events,
             place=place,
             places=self.replicas,

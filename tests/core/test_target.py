@@ -1,0 +1,374 @@
+"""The target for those below their share: who is held back, who never is, and what it promises, under adversaries."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_fair.common.weights import Weights
+from sglang_fair.core import POLICIES, make_policy
+from sglang_fair.core.admission import Admission
+from sglang_fair.core.job import Job
+from sglang_fair.core.ledger import SYSTEM
+from sglang_fair.core.queue import FairQueue
+from sglang_fair.core.steps import Steps, make_steps
+
+SHARING = [name for name in POLICIES if make_policy(name).shares_steps]
+STALL_S, TARGET_S = 0.1, 0.03
+BASE_S, REQUEST_S = 0.01, 0.001
+"""A decode step of n requests takes BASE_S + n * REQUEST_S: 20 requests are within the target."""
+
+
+def step_s(requests: int) -> float:
+    return BASE_S + requests * REQUEST_S
+
+
+@dataclass(frozen=True)
+class Sender:
+    """One client's habit: it keeps `waiting` requests waiting, and `under_way` waiting or running at most."""
+
+    name: str
+    waiting: int = 1
+    under_way: int = 10**6
+    weight: float = 1.0
+    names: int = 1
+    """Its requests come under so many names in turn."""
+    output_steps: tuple[int, int] = (1, 40)
+    aborts: float = 0.0
+    """In each step, for each of its requests, whether it waits or runs."""
+    sends: float = 1.0
+
+
+@dataclass
+class Engine:
+    """An engine that takes whoever is offered, and checks each decision by its own count of who runs."""
+
+    senders: list[Sender]
+    policy: str = "dlpm"
+    seed: int = 0
+    target_s: float = TARGET_S
+    retracts: float = 0.0
+    most: int = 10**6
+    """Requests that run at most."""
+    waiting: dict[str, Job] = field(default_factory=dict)
+    running: dict[str, Job] = field(default_factory=dict)
+    left: dict[str, int] = field(default_factory=dict)
+    now_s: float = 0.0
+    sent: int = 0
+    measured: bool = False
+    set_aside: list[str] = field(default_factory=list)
+    """In this pass."""
+
+    def __post_init__(self) -> None:
+        self.random = Random(self.seed)
+        weights = Weights({name: sender.weight for sender in self.senders for name in names(sender)})
+        self.weights = weights
+        self.steps = Steps(STALL_S, weights, target_s=self.target_s)
+        policy = make_policy(self.policy, quantum=50, weights=weights)
+        self.queue = FairQueue(policy)
+        self.admission = Admission(self.queue, lambda job: (0, None), self.steps)
+        original = self.queue.set_aside
+
+        def set_aside(client: str) -> None:
+            assert self.above(client), f"{client} is not above its share"
+            assert self.measured
+            self.set_aside.append(client)
+            original(client)
+
+        self.queue.set_aside = set_aside  # type: ignore[method-assign]
+
+    def above(self, client: str) -> bool:
+        """More than its share of those that run, by this engine's count; then another has less."""
+        run = Counter(job.client for job in self.running.values())
+        if not run[client]:
+            return False
+        whole = sum(self.weights.of(name) for name in run)
+        share = {name: len(self.running) * self.weights.of(name) / whole for name in run}
+        is_above = run[client] > share[client] * (1 + 1e-9)
+        assert not is_above or any(run[name] < share[name] for name in run)
+        return is_above
+
+    def run(self, steps: int) -> "Engine":
+        for _ in range(steps):
+            self.step()
+        return self
+
+    def step(self) -> None:
+        self.admission.tick(self.now_s)
+        for sender in self.senders:
+            self.send(sender)
+        self.form()
+        self.decode()
+
+    def send(self, sender: Sender) -> None:
+        own = names(sender)
+        mine = sum(job.client in own for job in self.waiting.values())
+        run = sum(job.client in own for job in self.running.values())
+        while mine < sender.waiting and mine + run < sender.under_way and self.random.random() < sender.sends:
+            mine += 1
+            self.sent += 1
+            job = Job(str(self.sent), own[self.sent % len(own)], prompt_tokens=5, max_output_tokens=50)
+            self.left[job.id] = self.random.randint(*sender.output_steps)
+            self.waiting[job.id] = job
+            self.admission.arrive(job)
+        for job in [job for job in (*self.waiting.values(), *self.running.values()) if job.client in own]:
+            if self.random.random() < sender.aborts:
+                if job.id in self.waiting:
+                    del self.waiting[job.id]
+                    self.admission.leave(job)
+                else:
+                    self.end(job)
+
+    def form(self) -> None:
+        self.set_aside.clear()
+        self.admission.begin_pass(self.sent, lambda: bool(self.running))
+        room = self.most - len(self.running)
+        batch: list[Job] = []
+        for job in self.admission.candidates():
+            if len(batch) >= room:
+                break
+            if self.measured and self.target_s and not job.repeating and self.above(job.client):
+                assert step_s(len(self.running) + 1) <= self.target_s + 1e-9, (
+                    "it pushes others over the target"
+                )
+            self.admission.admit(job, extend_tokens=5, cached_tokens=0)
+            self.running[job.id] = self.waiting.pop(job.id)
+            batch.append(job)
+        else:
+            left = {job.client for job in self.waiting.values() if not job.repeating}
+            assert left <= set(self.set_aside), "somebody was passed over who was not held back"
+        if batch:
+            for job in batch:
+                self.queue.account.emit(job, 1)
+            self.admission.computed(batch)
+
+    def decode(self) -> None:
+        if not self.running:
+            assert not self.waiting, "the engine would stand still although somebody waits"
+            self.now_s += BASE_S
+            return
+        self.now_s += step_s(len(self.running))
+        self.admission.step(step_s(len(self.running)), decoded=1)
+        self.measured = True
+        for job in list(self.running.values()):
+            self.queue.account.emit(job, 1)
+            self.left[job.id] -= 1
+            if self.left[job.id] <= 0:
+                self.end(job)
+            elif self.random.random() < self.retracts:
+                self.waiting[job.id] = self.running.pop(job.id)
+                self.admission.retract(job)
+
+    def end(self, job: Job) -> None:
+        del self.running[job.id]
+        self.admission.finish(job)
+
+    def count(self, name: str) -> int:
+        return sum(job.client.startswith(name) for job in self.running.values())
+
+
+def names(sender: Sender) -> list[str]:
+    return (
+        [sender.name] if sender.names == 1 else [f"{sender.name}.{number}" for number in range(sender.names)]
+    )
+
+
+LIGHT = Sender("light", output_steps=(40, 40), sends=0.05)
+FLOOD = Sender("flood", waiting=100, under_way=100)
+
+
+@st.composite
+def senders(draw: st.DrawFn) -> list[Sender]:
+    return [
+        Sender(
+            name,
+            waiting=draw(st.sampled_from([1, 1, 3, 30])),
+            weight=draw(st.sampled_from([1.0, 1.0, 0.3, 4.0])),
+            names=draw(st.sampled_from([1, 1, 7, 50])),
+            output_steps=(1, draw(st.sampled_from([1, 5, 40]))),
+            aborts=draw(st.sampled_from([0.0, 0.0, 0.02, 0.5])),
+            sends=draw(st.sampled_from([1.0, 0.3, 0.02])),
+        )
+        for name in "abcde"[: draw(st.integers(1, 5))]
+    ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(senders(), st.sampled_from(SHARING), st.integers(0, 2**20), st.sampled_from([0.0, 0.02]))
+def test_only_those_above_their_share_are_held_back(
+    senders: list[Sender], policy: str, seed: int, retracts: float
+) -> None:
+    """Floods, many names, aborts, retractions. `Engine` asserts in each pass: only clients above their share are set
+    aside, everybody else who waits is offered, and nobody above its share makes a step longer than the target."""
+    made = Engine(senders, policy, seed, retracts=retracts).run(60)
+    made.senders = []
+    made.retracts = 0.0
+    made.run(4000 if made.waiting else 60)
+    assert not made.waiting, "a request starved"
+    assert not made.running
+
+
+@pytest.mark.parametrize("policy", SHARING)
+def test_a_flood_comes_down_to_the_target_and_light_clients_run_at_once(policy: str) -> None:
+    made = Engine([FLOOD, LIGHT], policy).run(1)
+    assert len(made.running) > 50, "before a step was measured nobody is held back"
+    beside, waited = [], 0
+    for _ in range(400):
+        made.step()
+        waited += any(job.client == "light" for job in made.waiting.values())
+        if made.count("light"):
+            beside.append(len(made.running))
+    assert not waited
+    assert made.steps.held_back > 100
+    off = Engine([FLOOD, LIGHT], policy, target_s=0.0).run(400)
+    assert len(off.running) >= 95
+    assert off.steps.held_back == 0
+    assert sum(beside) / len(beside) < 40, "although it refills whenever no light client runs"
+
+
+def test_beside_a_client_that_always_runs_the_target_is_kept() -> None:
+    """And nearly used up: the flood is not held back further than the target asks."""
+    always = Sender("light", output_steps=(10**6, 10**6), waiting=1, sends=1.0)
+    made = Engine([FLOOD]).run(1)
+    made.senders = [FLOOD, always]
+    made.step()
+    made.senders = [FLOOD]
+    made.run(200)
+    lengths = []
+    for _ in range(300):
+        made.step()
+        lengths.append(step_s(len(made.running)))
+    assert max(lengths) <= TARGET_S + 1e-9
+    assert sum(lengths) / len(lengths) > 0.8 * TARGET_S
+
+
+def test_a_client_alone_is_never_held_back() -> None:
+    made = Engine([FLOOD]).run(200)
+    assert made.steps.held_back == 0
+    assert not made.waiting
+
+
+def test_a_target_that_no_step_can_meet_leaves_everybody_its_share() -> None:
+    always = Sender("light", output_steps=(400, 400), sends=1.0)
+    made = Engine([FLOOD, always], target_s=BASE_S / 2, most=40).run(3000)
+    flood, light = made.count("flood"), made.count("light")
+    assert flood + light >= 36, "some have just ended"
+    assert abs(flood - light) <= 4
+
+
+def test_names_are_clients() -> None:
+    """Who splits itself into names that run as much as others do is not held back: none of them is above its share."""
+    split = Sender("x", waiting=200, names=200, output_steps=(10**6, 10**6))
+    one = Sender("light", output_steps=(10**6, 10**6))
+    made = Engine([split, one]).run(1)
+    made.senders = []
+    made.run(50)
+    assert made.steps.held_back == 0
+    assert made.count("x") == 200
+
+
+def test_weights_are_shares_of_those_that_run() -> None:
+    steps = Steps(STALL_S, weights := Weights({"a": 3.0}), target_s=TARGET_S)
+    for client in "aaab":
+        steps.arrive(client)
+        steps.admit(client)
+        steps.decode(client)
+    steps.step(2 * TARGET_S, decoded=1)
+    assert not steps.holds_back("a")
+    assert not steps.holds_back("b")
+    weights.set("a", 1.0)
+    steps.reweigh()
+    assert steps.holds_back("a")
+    assert not steps.holds_back("b")
+    steps.arrive("c")
+    assert not steps.holds_back("c"), "it runs nothing"
+    for _ in range(2):
+        steps.stop("a")
+        steps.release("a")
+    assert not steps.holds_back("a")
+
+
+def test_weights_of_any_size_end_nothing() -> None:
+    """Nothing is left of a small weight in a sum that a huge one was taken from."""
+    steps = Steps(STALL_S, Weights({"huge": 1e17}), target_s=TARGET_S)
+    for client in ("huge", "small", "small"):
+        steps.arrive(client)
+        steps.admit(client)
+    steps.release("huge")
+    steps.leave("huge")
+    assert not steps.holds_back("small"), "it runs alone"
+
+
+def test_a_token_takes_a_step_and_the_prompts_of_those_above_their_share_before_it() -> None:
+    def new() -> Steps:
+        steps = Steps(STALL_S, target_s=TARGET_S)
+        for client in ("many", "many", "one"):
+            steps.arrive(client)
+            steps.admit(client)
+            steps.decode(client)
+        steps.step(0.010, decoded=1)
+        assert steps.expected_s(1) == pytest.approx(0.010)
+        return steps
+
+    between, own, mixed, probed = new(), new(), new(), new()
+    for _ in range(100):
+        between.step(0.040, {"many": 60, "one": 20})
+        between.step(0.010, decoded=1)
+        own.step(0.040, {"one": 80})
+        own.step(0.010, decoded=1)
+        mixed.step(0.040, {"many": 60, "one": 20}, decoded=1)
+        probed.step(0.040, {SYSTEM: 80}, decoded=1)
+    assert between.expected_s(1) == pytest.approx(0.040, rel=1e-3)
+    assert own.expected_s(1) == pytest.approx(0.010)
+    assert mixed.expected_s(1) == pytest.approx(0.010 + 0.75 * 0.030, rel=1e-3)
+    assert probed.expected_s(1) == pytest.approx(0.010), "the server's own"
+
+
+def test_ten_thousand_waiting_requests_are_passed_over_in_one_go() -> None:
+    """So the cost of a pass is that of its clients, however many requests each of them has."""
+    always = Sender("light", output_steps=(10**6, 10**6))
+    made = Engine([Sender("flood", waiting=100, output_steps=(10**6, 10**6)), always]).run(1)
+    made.senders = [Sender("flood", waiting=10_000)]
+    made.send(made.senders[0])
+    asked, original = 0, made.queue.next
+
+    def counted() -> Job | None:
+        nonlocal asked
+        asked += 1
+        return original()
+
+    made.queue.next = counted  # type: ignore[method-assign]
+    made.form()
+    assert made.set_aside == ["flood"]
+    assert len(made.waiting) == 10_000
+    assert asked <= 3
+
+
+def test_the_server_s_own_and_retracted_requests_are_not_held_back() -> None:
+    made = Engine([FLOOD, Sender("light", output_steps=(500, 500))]).run(2)
+    flooding = next(job for job in made.running.values() if job.client == "flood")
+    made.waiting[flooding.id] = made.running.pop(flooding.id)
+    made.admission.retract(flooding)
+    own = Job("own", "(probe)", prompt_tokens=5, max_output_tokens=1, system=True)
+    made.admission.arrive(own)
+    made.admission.begin_pass(0)
+    offered = list(made.admission.candidates())
+    assert flooding in offered
+    assert own in offered
+    assert not any(job.client == "flood" and job is not flooding for job in offered)
+
+
+def test_a_target_is_a_number_of_milliseconds_beside_a_bound_on_steps() -> None:
+    policy = make_policy("dlpm")
+    for bad in (-1.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="target_tpot_ms"):
+            make_steps(policy, 100.0, bad)
+    with pytest.raises(ValueError, match="stall_ms"):
+        make_steps(policy, 0.0, 30.0)
+    made = make_steps(policy, 100.0, 30.0)
+    assert made is not None
+    assert made.target_s == 0.03
+    assert make_steps(make_policy("fcfs"), 100.0, 30.0) is None
