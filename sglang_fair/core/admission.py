@@ -146,15 +146,17 @@ class Admission:
         """Most prompt tokens of this step; None: as many as the engine will."""
         return None if self.steps is None else self.steps.chunk_tokens()
 
-    def chunk_of(self, job: Job, tokens: int) -> int:
-        """Of the `tokens` that the step may have, how many the prompt `job`, which was cut, may have: all, or what is
-        left beside the prompt that is next, if that is another client's and takes half of them at most. So a short
-        prompt does not wait for the end of a long one, which has half of each step."""
+    def chunk_of(self, job: Job, tokens: int, block: Hashable | None = None) -> int:
+        """Of the `tokens` that the step may have, how many the prompt `job`, which was cut, may have from `block` on:
+        all, or what is left beside the prompt that is next, if that is another client's and takes half of them at most.
+        So a short prompt does not wait for the end of a long one, which has half of each step."""
         if self.chunk_tokens() is None:
             return tokens
         other = self._next()
         if other is None or other.client == job.client or not self._may_join(other):
             return tokens
+        if block is not None and other.block == block and self.queue.policy.waits_for_prefixes:
+            return tokens  # it will wait for what this very step computes
         needed = other.prompt_tokens + other.output_tokens - other.prefix_tokens
         return tokens - needed if needed <= tokens // 2 else tokens
 

@@ -274,7 +274,9 @@ class ReplicaFairness:
     def chunk_of(self, request: Any, tokens: int) -> int | None:
         """Most prompt tokens for the next chunk of `request`, if that is less than the batch may have."""
         job = self._job(request)
-        most = tokens if job is None else self._admission.chunk_of(job, tokens)
+        if job is None:
+            return None
+        most = self._admission.chunk_of(job, tokens, self._block(request, request.prefix_len))
         return most if most < tokens else None
 
     def arm(self) -> None:

@@ -353,7 +353,8 @@ class Replica:
         batch: list[Task] = []
         if chunked is not None:
             rest = chunked.length - chunked.computed
-            most_tokens = self._admission.chunk_of(chunked.job, budget.chunk_tokens)
+            block = _block(chunked.request, chunked.computed)
+            most_tokens = self._admission.chunk_of(chunked.job, budget.chunk_tokens, block)
             self._compute(chunked, budget.next_chunk(rest, pool.room_tokens(), most_tokens), budget)
             self._continued(chunked)
             batch.append(chunked)

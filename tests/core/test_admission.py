@@ -81,6 +81,22 @@ def test_a_prompt_that_was_cut_leaves_room_for_a_short_one_of_another_client() -
     assert admission.chunk_of(long, 198) == 198, "half of the step does not do for it"
 
 
+def test_no_room_is_left_for_a_prompt_that_waits_for_what_the_cut_one_computes() -> None:
+    """It is passed over in the same pass; the room would be lost."""
+    admission = Admission(FairQueue(make_policy("dlpm")), lambda job: (0, "first"), Steps(0.1))
+    long = Job("long", "a", prompt_tokens=10_000, max_output_tokens=10)
+    admission.arrive(long)
+    admission.begin_pass(1)
+    admission.admit(long, extend_tokens=2048, cached_tokens=0)
+    admission.computed([long])
+    admission.arrive(Job("short", "b", prompt_tokens=100, max_output_tokens=10))
+    admission.begin_pass(2)
+    assert admission.chunk_of(long, 2048, "another") == 1948
+    assert admission.chunk_of(long, 2048, "first") == 2048
+    admission.extend(long, 2048, "first")
+    assert list(admission.candidates()) == []
+
+
 def test_a_prompt_that_was_cut_waits_while_those_that_run_have_their_turn() -> None:
     """And nobody is offered in that pass, unless those that run could not decode."""
     steps = Steps(0.1)
