@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from math import lcm
 from typing import Any
 
 from sglang.srt.disaggregation.utils import DisaggregationMode
@@ -39,9 +40,9 @@ class FairSchedulePolicy(SchedulePolicy):
     def shortest_prefill_chunk_limit(
         self, chunked_req: Any, waiting_queue: list[Any], budget: int, page_size: int
     ) -> int | None:
-        """SGLang asks how much of the step the prompt that was cut may have."""
-        most = self.fair.chunk_of(chunked_req, budget)
-        return None if most is None else most // page_size * page_size or None
+        """SGLang asks how much of the step the prompt that was cut may have. It is cut where it can be, by
+        `FairPrefillAdder`."""
+        return self.fair.chunk_of(chunked_req, budget)
 
     def _determine_active_policy(self, waiting_queue: list[Any]) -> Any:
         return self.policy
@@ -85,6 +86,7 @@ class FairPrefillAdder(PrefillAdder):
         """`cut_tokens`: a prompt is cut at multiples of it."""
         super().__init__(*args, **kwargs)
         self.fair = fair
+        self._cut_tokens = cut_tokens
         self._beside_cut = False
         if (most := fair.chunk_tokens()) is not None:
             budget: Any = self
@@ -124,6 +126,9 @@ class FairPrefillAdder(PrefillAdder):
     def add_chunked_req(self, req: Any) -> Any:
         if self.fair.goes_on(req) is False:
             return req  # it stays where it is, as where SGLang itself finds no room for its next chunk
+        budget: Any = self
+        if budget.chunked_req_limit is not None:
+            budget.chunked_req_limit = budget.chunked_req_limit // self._cut_tokens * self._cut_tokens or None
         before = len(self.can_run_list)
         unfinished = super().add_chunked_req(req)
         if len(self.can_run_list) > before:
@@ -199,7 +204,7 @@ def run_batch(scheduler: Any, *args: Any, **kwargs: Any) -> None:
 def get_prefill_adder_class(result: type[PrefillAdder], scheduler: Any) -> Any:
     if result is not PrefillAdder:
         raise SystemExit(f"sglang-fair: another plugin replaced the prefill adder by {result.__name__}")
-    cut_tokens = max(scheduler.page_size, scheduler.truncation_align_size or 0)
+    cut_tokens = lcm(scheduler.page_size, scheduler.truncation_align_size or 1)
     return partial(FairPrefillAdder, fair=scheduler.fair, cut_tokens=cut_tokens)
 
 

@@ -77,3 +77,10 @@ def test_output_that_was_charged_is_not_charged_again_by_new_books(books: dict[s
     found = books["books_that_begin_anew_before_a_retraction"]
     assert given(found)["a"][2] == OUTPUT_TOKENS
     assert found["corrections"] == 1
+
+
+def test_a_cut_prompt_is_cut_where_the_kernels_want_it_beside_short_ones_too(books: dict[str, Any]) -> None:
+    """SGLang asserts so for some models, in the scheduler's process."""
+    cuts = books["a_cut_prompt_beside_short_ones"]["cuts"]
+    assert all(cut % 64 == 0 for cut in cuts)
+    assert cuts != list(range(512, 2000, 512)), "no room was left for the short ones"

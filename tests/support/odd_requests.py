@@ -114,6 +114,22 @@ class Odd:
         self.scheduler._engine_paused = False
         return self.finish()
 
+    def a_cut_prompt_beside_short_ones(self) -> dict[str, Any]:
+        """An attention kernel wants prompts to be cut at multiples of 64. `cuts` has where the long one was."""
+        self.engine.use("dlpm", overlay=True)
+        align, chunk = self.scheduler.truncation_align_size, self.scheduler.chunked_prefill_size
+        self.scheduler.truncation_align_size, self.scheduler.chunked_prefill_size = 64, 512
+        long = self.request("long", "a", tokens=2000)
+        self.engine.arrive([long])
+        cuts = []
+        for number in range(STEPS):
+            self.engine.step()
+            if self.scheduler.chunked_req is long and long.extend_end not in cuts:
+                cuts.append(long.extend_end)
+                self.engine.arrive([self.request(f"short {number}", "b", first=60 * number)])
+        self.scheduler.truncation_align_size, self.scheduler.chunked_prefill_size = align, chunk
+        return {**self.finish(), "cuts": cuts}
+
 
 SCENARIOS: tuple[Callable[[Odd], dict[str, Any]], ...] = (
     Odd.two_requests_with_one_id,
@@ -123,6 +139,7 @@ SCENARIOS: tuple[Callable[[Odd], dict[str, Any]], ...] = (
     Odd.requests_whose_prompt_another_server_computed,
     Odd.a_policy_that_fails,
     Odd.books_that_begin_anew_before_a_retraction,
+    Odd.a_cut_prompt_beside_short_ones,
 )
 
 
