@@ -15,6 +15,7 @@ from router.placement import build, parameters, parse_value
 from router.shell import Shell
 from sglang_fair.common.pairs import split_pairs
 from sglang_fair.common.processes import die_with_parent
+from sglang_fair.common.weights import Weights
 from sglang_fair.settings import table
 from sglang_fair.settings.commands import Mistake
 from sglang_fair.settings.program import run_program
@@ -87,6 +88,7 @@ def make_router(settings: table.Router) -> Router:
             name=settings.placement,
             page_size=settings.page_size,
             max_tree_tokens=settings.max_tree_tokens,
+            shares=Weights(settings.client_weights) if settings.cache_share == "on" else None,
         )
     except SettingError:
         raise

@@ -46,6 +46,7 @@ from router.placement.outputs import ExpectedOutputs
 from router.radix import Hold, Match, RadixTree
 from router.shared_limit import SharedLimit
 from router.workers import Flight, Worker, WorkerTable
+from sglang_fair.common.weights import Weights
 
 MAX_LISTED_CLIENTS = 100
 """Clients in a snapshot."""
@@ -64,7 +65,7 @@ class Router:
     """Places requests by `placement`. Single-threaded; the caller passes the time, which never goes back.
 
     If a request ends before its worker's KV events have confirmed its prefix, the prefix is taken to be cached for
-    `linger_s` more.
+    `linger_s` more. `shares`: the clients' weights, if what they use is evicted from the tree fairly among them.
     """
 
     def __init__(
@@ -75,10 +76,11 @@ class Router:
         page_size: int = 16,
         max_tree_tokens: int = 8_000_000,
         linger_s: float = 1.0,
+        shares: Weights | None = None,
     ) -> None:
         if not linger_s >= 0:
             raise ValueError(f"linger_s is {linger_s}: it cannot be negative")
-        self.tree = RadixTree(page_size, max_tree_tokens, max_tree_tokens // MAX_HOLD_PART)
+        self.tree = RadixTree(page_size, max_tree_tokens, max_tree_tokens // MAX_HOLD_PART, shares)
         self._placement = placement
         self._name = name or type(placement).__name__
         self._linger_s = linger_s
@@ -214,7 +216,7 @@ class Router:
     def _begin(self, request: Request, worker: Worker, match: Match, peer: bytes, now_s: float) -> Flight:
         """Puts a request in flight. Nothing else does."""
         self._placement.placed(request, worker.name, match, now_s)
-        hold = self.tree.hold(worker.name, request.tokens, request.namespace, match)
+        hold = self.tree.hold(worker.name, request.tokens, request.namespace, match, request.client)
         self._matches.clear()
         flight = Flight(request, worker, peer, match.of(worker.name), hold)
         self._flights[request.id] = flight

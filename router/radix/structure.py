@@ -20,13 +20,13 @@ _FIRST_PIECE = 1024
 class Structure:
     """The nodes, and their number and tokens. It keeps the nodes that no request refers to in the eviction order."""
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, evictable: EvictionOrder) -> None:
         self.page_size = page_size
         self.page_bytes = page_size * TOKEN_BYTES
         self.tokens = 0
         self.nodes = 0
         self.roots: dict[str, Root] = {}
-        self.evictable = EvictionOrder()
+        self.evictable = evictable
 
     def root(self, namespace: str) -> Root:
         """The root of `namespace`, made if missing."""
@@ -87,25 +87,29 @@ class Structure:
         upper.confirmed, upper.held = node.confirmed, node.held
         if node.refs:
             upper.refs = dict(node.refs)
-        else:
-            self.evictable.add(upper)
         parent.children[node.key[: self.page_bytes]] = upper
         node.key = node.key[cut:]
         node.start = depth
         node.parent = upper
         upper.children = {node.key[: self.page_bytes]: node}
         self.nodes += 1
+        self.evictable.divided(upper, node)
         return upper
 
     def tidy(self, node: Node) -> None:
-        """Removes a node without holders, and joins one to its only child if their holders are the same."""
+        """Removes a node without holders, and joins one to its only child if their holders are the same, and the
+        clients that claim them."""
         if not node.attached or node.parent is None:
             return
         if not node.confirmed and not node.refs:
             self._detach(node)
         elif len(node.children) == 1:
             (child,) = node.children.values()
-            if child.confirmed == node.confirmed and child.refs == node.refs:
+            if (
+                child.confirmed == node.confirmed
+                and child.refs == node.refs
+                and (not self.evictable.fair or self.evictable.are_alike(node, child))
+            ):
                 self._join(node, child)
 
     def tidy_upwards(self, node: Node) -> None:
@@ -130,7 +134,7 @@ class Structure:
         assert parent is not None
         assert not node.children
         parent.remove_child(node.key[: self.page_bytes])
-        self.evictable.discard(node)
+        self.evictable.gone(node)
         self.nodes -= 1
         self.tokens -= node.end - node.start
         node.leave()
@@ -143,6 +147,6 @@ class Structure:
         child.key = node.key + child.key
         child.start = node.start
         child.parent = parent
-        self.evictable.discard(node)
+        self.evictable.joined(node, child)
         node.leave(alias=child)
         self.nodes -= 1

@@ -19,9 +19,11 @@ import numpy as np
 
 from router.events import TOKEN_BYTES
 from router.radix.blocks import BlockIndex, Run
+from router.radix.eviction import EvictionOrder, FairOrder
 from router.radix.masks import WorkerBits, bits
 from router.radix.node import NO_CHILDREN, NO_REFS, Node, Root, live, spanning, upwards
 from router.radix.structure import Structure
+from sglang_fair.common.weights import Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +49,12 @@ class Match:
 class Hold:
     """One request in flight holds its prompt's prefix at one worker. Releasing it twice is harmless."""
 
-    __slots__ = ("bit", "leaf")
+    __slots__ = ("bit", "client", "leaf")
 
-    def __init__(self, bit: int, leaf: Node | None) -> None:
+    def __init__(self, bit: int, leaf: Node | None, client: str | None = None) -> None:
         self.bit = bit
         self.leaf = leaf
+        self.client = client
 
 
 @dataclass(slots=True, eq=False)
@@ -71,11 +74,16 @@ class RadixTree:
     Memory is bounded by `max_tree_tokens` plus the prompts in flight. Beyond, leaves are evicted that no request in
     flight refers to: first those that no event has confirmed, then the least recently used. That happens when a
     request ends and when an event comes, not while a request waits for its placement. One request adds at most
-    `max_hold_tokens` to the tree, so that a long prompt does not push out what others have cached.
+    `max_hold_tokens` to the tree, so that a long prompt does not push out what others have cached. With `shares`, the
+    clients' weights, that goes first which clients above their share of the tree claim (`eviction.FairOrder`).
     """
 
     def __init__(
-        self, page_size: int = 16, max_tree_tokens: int = 8_000_000, max_hold_tokens: int | None = None
+        self,
+        page_size: int = 16,
+        max_tree_tokens: int = 8_000_000,
+        max_hold_tokens: int | None = None,
+        shares: Weights | None = None,
     ) -> None:
         if page_size < 1:
             raise ValueError(f"page_size is {page_size}: a page has at least one token")
@@ -88,8 +96,8 @@ class RadixTree:
         self.misfits = 0
         self.evicted_tokens = 0
         self._max_hold_tokens = max_hold_tokens
-        self._structure = Structure(page_size)
-        self._evictable = self._structure.evictable
+        self._evictable = EvictionOrder() if shares is None else FairOrder(max_tree_tokens, shares)
+        self._structure = Structure(page_size, self._evictable)
         self._blocks = BlockIndex()
         self._workers = WorkerBits()
         self._holdings: dict[int, _Holdings] = {}
@@ -166,8 +174,15 @@ class RadixTree:
                 holders |= mask
         return Match(depth, longest, lengths, tuple(branches), (node, part))
 
-    def hold(self, worker: str, tokens: bytes, namespace: str = "", match: Match | None = None) -> Hold:
-        """`worker` holds the whole pages of this prompt until the `Hold` is released.
+    def hold(
+        self,
+        worker: str,
+        tokens: bytes,
+        namespace: str = "",
+        match: Match | None = None,
+        client: str | None = None,
+    ) -> Hold:
+        """`worker` holds the whole pages of this prompt of `client` until the `Hold` is released.
 
         If the prompt is longer than one request may add, its head is held, and whatever the tree has of it already.
         `match`, if given, must be the result of `match` for this prompt on the tree as it is.
@@ -192,7 +207,9 @@ class RadixTree:
             else:
                 node.refs[bit] = node.refs.get(bit, 0) + 1
                 node.held |= bit
-        hold = Hold(bit, leaf)
+        if client is not None and self._evictable.fair:
+            self._evictable.sent(client, leaf)
+        hold = Hold(bit, leaf, client)
         self._holdings[bit].holds.add(hold)
         return hold
 
@@ -218,6 +235,8 @@ class RadixTree:
             if not node.refs:
                 node.refs = NO_REFS
                 self._evictable.add(node)
+        if served and hold.client is not None and self._evictable.fair:
+            self._evictable.served(hold.client, [node for node in upwards(leaf) if node.confirmed])
         self._structure.tidy_upwards(leaf)
         self._shrink()
 
@@ -250,6 +269,7 @@ class RadixTree:
         fill the blocks. A worker with such a block size is taken to keep what it serves from then on.
         """
         bit, structure = self._workers.of[worker], self._structure
+        before = structure.tokens
         if block_tokens % self.page_size:
             self.misfits += 1
             self._evictable.assumed |= bit
@@ -269,6 +289,8 @@ class RadixTree:
                 return
             anchor, depth = above
             leaf = structure.claim(anchor, depth, tokens, len(tokens))
+        if self._evictable.fair and structure.tokens > before:
+            self._evictable.grew(leaf)
         settled: list[Hold] = []
         for node in upwards(leaf):
             if node.start >= depth:
@@ -346,7 +368,8 @@ class RadixTree:
     def check(self) -> None:
         """Asserts every invariant of the tree, by a walk over all of it. For tests."""
         page_bytes, roots = self._structure.page_bytes, self._structure.roots
-        tokens = nodes = 0
+        tokens = 0
+        nodes: set[Node] = set()
         held_tokens = dict.fromkeys(self._workers, 0)
         refs = dict.fromkeys(self._workers, 0)
         stack: list[Node] = list(roots.values())
@@ -366,15 +389,14 @@ class RadixTree:
                     assert not child.held & ~node.held, "a held prefix with a hole"
                 assert child.held == sum(child.refs)
                 assert all(count > 0 for count in child.refs.values())
-                listed = (child in self._evictable.guessed) + (child in self._evictable.confirmed)
-                assert listed == (not child.refs), "what is not in flight can be evicted, and nothing else"
-                nodes += 1
+                nodes.add(child)
                 tokens += child.end - child.start
                 for bit in held_tokens:
                     held_tokens[bit] += child.end - child.start if child.confirmed & bit else 0
                     refs[bit] += child.refs.get(bit, 0)
                 stack.append(child)
-        assert (tokens, nodes) == (self.tokens, self.nodes)
+        assert (tokens, len(nodes)) == (self.tokens, self.nodes)
+        self._evictable.check(nodes)
         assert held_tokens == {bit: holdings.tokens for bit, holdings in self._holdings.items()}
         assert not NO_CHILDREN
         assert not NO_REFS

@@ -32,6 +32,8 @@ half. So a client that uses less than its share of the cache keeps what it used 
     name that holds as much as the greatest shares with it as an equal, as in fair queueing.
   - Who uses what others use makes their parts smaller or leaves them as they are. A part is never more than the piece,
     which is what the client would hold if it were alone. And what a client below the level claims is safe for all.
+    The last `MAX_CLAIMS` users of a piece claim it: an earlier one loses its claim to names that are below the level
+    themselves, or to so many clients above it that its share is less than a `MAX_CLAIMS`-th.
   - Who uses its own again and again makes that recent among the pieces of clients above the level, as with plain LRU.
     It takes nothing from those below.
   - A look-up claims nothing. Only a request that is served does, and its client has been charged for that.
@@ -61,6 +63,13 @@ MEMORY = 8.0
 REFRESH = 1 / 64
 """The level is computed anew when so much of the capacity has been stored."""
 
+MAX_CLAIMS = 64
+"""Claims on one piece: those of the clients that used it last. Without this, names that all use one cached prompt would
+fill the memory: that stores nothing, so no claim lapses."""
+
+MOMENTS = 4096
+"""Last uses are told apart by so many parts of the capacity that were stored between them."""
+
 
 class Piece:
     """A run of tokens in a cache, as the rule knows it. A tree's own node derives from it."""
@@ -73,6 +82,7 @@ class Piece:
         self.leaves: LeafOrder | None = None
         """The order of leaves that it is in."""
         self.claims: dict[_Holder, _Claim] = NO_CLAIMS
+        """The latest use last."""
 
     @property
     def size(self) -> int:
@@ -116,6 +126,10 @@ class LeastRecentlyUsed:
 
     def divided(self, upper: Piece, lower: Piece) -> None:
         """`lower` has been divided: `upper`, which is new, is its first part now."""
+
+    def joined(self, upper: Piece, lower: Piece) -> None:
+        """`lower` begins with `upper` now, which is gone. The same clients claimed both."""
+        self.forget(upper)
 
     def forget(self, piece: Piece) -> None:
         """`piece` has left the tree."""
@@ -204,7 +218,7 @@ class FairEviction(LeastRecentlyUsed):
         self._capacity, self._memory = capacity, MEMORY * capacity
         self._lately = float(capacity)
         """The share of the clients below the level, tokens."""
-        self._refresh = REFRESH * capacity
+        self._refresh, self._between = REFRESH * capacity, capacity / MOMENTS
         self._stored = self._stored_below = 0
         self._holders: dict[str, _Holder] = {}
         self._moments: deque[_Moment] = deque([_Moment(0, 0)])
@@ -241,7 +255,7 @@ class FairEviction(LeastRecentlyUsed):
         if (holder.held + stored) / holder.weight <= self._fair_level:
             self._stored_below += stored
         now = self._moments[-1]
-        if (now.stored, now.stored_below) != (self._stored, self._stored_below):
+        if self._stored - now.stored > self._between:
             now = _Moment(self._stored, self._stored_below)
             self._moments.append(now)
         for piece in pieces:
@@ -249,11 +263,16 @@ class FairEviction(LeastRecentlyUsed):
                 piece.claims = {}
             claim = piece.claims.get(holder)
             if claim is None:
+                while len(piece.claims) >= MAX_CLAIMS:
+                    self._lose(next(iter(piece.claims.values())))
                 _Claim(holder, piece, piece.size / (len(piece.claims) + 1), now)
+                if piece.leaves is self._leaves:
+                    self._move(piece)
                 continue
             part = piece.size / len(piece.claims)
             holder.held += part - claim.part
             claim.part = part
+            piece.claims[holder] = piece.claims.pop(holder)  # the last one is the latest
             if claim.moment is not now:
                 del claim.moment.claims[claim]
                 claim.moment = now
@@ -271,6 +290,17 @@ class FairEviction(LeastRecentlyUsed):
             claim.part -= above
             holder.held -= above
             _Claim(holder, upper, above, claim.moment)
+
+    def joined(self, upper: Piece, lower: Piece) -> None:
+        for holder, claim in list(upper.claims.items()):
+            joined = lower.claims[holder]
+            holder.held += claim.part
+            joined.part += claim.part
+            if claim.moment.stored > joined.moment.stored:
+                del joined.moment.claims[joined]
+                joined.moment = claim.moment
+                claim.moment.claims[joined] = None
+        self.forget(upper)
 
     def take(self) -> Piece | None:
         piece = self._choose()
@@ -295,13 +325,17 @@ class FairEviction(LeastRecentlyUsed):
                 return
             self._moments.popleft()
             for claim in list(moment.claims):
-                self._end(claim)
-                self._share_out(claim.piece)
-                if claim.piece.leaves is claim.holder.leaves:
-                    self._move(claim.piece)
+                self._lose(claim)
+
+    def _lose(self, claim: _Claim) -> None:
+        """End a claim on a piece that stays."""
+        self._end(claim)
+        self._share_out(claim.piece)
+        if claim.piece.leaves is claim.holder.leaves:
+            self._move(claim.piece)
 
     def _share_out(self, piece: Piece) -> None:
-        """A claim on `piece` has lapsed. The others' parts become equal when a power of two of them are left, which
+        """A claim on `piece` has ended. The others' parts become equal when a power of two of them are left, which
         costs O(1) for each claim."""
         left = len(piece.claims)
         if left & (left - 1) == 0:

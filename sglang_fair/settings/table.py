@@ -154,8 +154,9 @@ class Fairness:
     cache_share: Annotated[
         str,
         About(
-            "Evict first what belongs to clients above their share of a replica's cache. Where SGLang's cache does not "
-            "allow that, and for policies without shares, a replica evicts as SGLang does.",
+            "Evict first what belongs to clients above their share of a replica's cache, and of the router's tree. "
+            "Where SGLang's cache does not allow that, and for policies without shares, a replica evicts as SGLang "
+            "does.",
             choices=ON_OFF,
             fair="cache-share",
         ),
@@ -316,6 +317,10 @@ class Router:
     max_tree_tokens: Annotated[
         int, About("Most tokens that the prefix tree holds.", unit="tokens", metavar="N")
     ] = 8_000_000
+    cache_share: Annotated[
+        str,
+        About("Evict first what belongs to clients above their share of the prefix tree.", choices=ON_OFF),
+    ] = "off"
     peer_timeout_s: Annotated[
         float,
         About(

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -98,6 +99,35 @@ def test_a_short_run_ends_with_one_line_of_json(tmp_path: Path):
         assert row["steps"] == 10
     shares = {(row["policy"], row["queued"]): row["cached_tokens_share"] for row in result["rows"]}
     assert shares["dlpm", 200] > 0.3
+
+
+# ---- eviction
+
+
+def eviction(*arguments: str) -> dict[str, Any]:
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", BENCHES["eviction"].module, "--nodes", "1000", *arguments],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    told: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return told
+
+
+@pytest.mark.parametrize("rule", ["lru", "rule"])
+def test_the_rule_of_eviction_is_timed_alone(rule: str) -> None:
+    row = eviction("--row", rule, "--clients", "50")
+    assert (row["core"], row["nodes"], row["clients"]) == (rule, 1000, 50)
+    assert 0 < row["evict_prefill_ms"] <= row["evict_prefill_max_ms"]
+    assert row["match_us"] > 0 < row["insert_us"]
+
+
+@pytest.mark.engine
+def test_eviction_is_timed_on_each_tree(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    told = eviction("--json", str(file))
+    assert told == json.loads(file.read_text())
+    assert [row["core"] for row in told["rows"]] == ["rust", "python", "fair", "lru", "rule"]
 
 
 # ---- how a bench ends

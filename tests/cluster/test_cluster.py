@@ -207,6 +207,7 @@ class TestPlan:
             placement_options="cache_threshold=0.3, charge=extend",
             identity="api-key",
             gateway_options="max-in-flight=100,body_timeout=2.5",
+            cache_share="on",
             extra=("--page-size", "32"),
         )
         plan = build(options, "cpu", MACHINE, MODEL, PORTS)
@@ -225,6 +226,7 @@ class TestPlan:
         assert plan.router == after(router.argv, "--bind") == after(gateway.argv, "--router")
         assert router.ready == RouterReady("tcp://127.0.0.1:30000")
         assert after(router.argv, "--page-size") == "32"
+        assert after(router.argv, "--cache-share") == after(r0.argv, "--cache-share") == "on"
         assert after(router.argv, "--worker-quantum") == "500.0"
         assert after(router.argv, "--quantum") == after(r0.argv, "--quantum")
         told = [router.argv[i + 1] for i, word in enumerate(router.argv) if word == "--parameter"]

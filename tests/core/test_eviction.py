@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_fair.common.weights import Weights
-from sglang_fair.core.eviction import SLACK, FairEviction, LeastRecentlyUsed, Piece
+from sglang_fair.core.eviction import MAX_CLAIMS, MOMENTS, SLACK, FairEviction, LeastRecentlyUsed, Piece
 from sglang_fair.sim.cache import Node, PrefixCache
 
 
@@ -128,6 +128,42 @@ def test_ten_thousand_names_take_what_they_hold_and_no_more():
         if name % 1000 == 0:
             for client, prompt in documents:
                 assert cache.serve(client, prompt) == 1.0
+
+
+def test_names_without_number_that_use_one_cached_prompt_are_not_all_remembered():
+    words, order = fresh_words(), FairEviction(CAPACITY)
+    cache, prompt = Cache(CAPACITY, order), document(words, 100)
+    for name in range(10_000):
+        cache.serve(f"name {name}", prompt)
+    assert len(order.held()) == MAX_CLAIMS
+    assert sum(order.held().values()) == pytest.approx(100)
+
+
+@pytest.mark.parametrize("names", [MAX_CLAIMS - 1, MAX_CLAIMS, 3 * MAX_CLAIMS])
+def test_names_that_use_what_a_small_client_uses_take_it_from_nobody(names):
+    """Neither while they come nor when they are gone."""
+    words = fresh_words()
+    cache, prompt = Cache(CAPACITY, FairEviction(CAPACITY)), document(words, 100)
+    fresh = count()
+    cache.serve("small", prompt)
+    for _ in range(20):
+        assert cache.serve("small", prompt) == 1.0
+        for _ in range(names):
+            cache.serve(f"name {next(fresh)}", prompt)
+        for _ in range(10):
+            cache.serve("flood", document(words, 100))
+    for _ in range(20):
+        assert cache.serve("small", prompt) == 1.0
+        for _ in range(10):
+            cache.serve("flood", document(words, 100))
+
+
+def test_last_uses_are_kept_in_bounded_memory():
+    words, order = fresh_words(), FairEviction(10**6)
+    cache = Cache(10**6, order)
+    for _ in range(20_000):
+        cache.serve("a", document(words, 1))
+    assert len(order._moments) <= 20_000 / (10**6 / MOMENTS) + 1
 
 
 def test_a_name_that_only_looks_up_holds_nothing():

@@ -626,6 +626,19 @@ def test_options_reach_policy_and_placement(monkeypatch):
     assert (second.policy_options, second.placement_options) == ("patience=5", {})
 
 
+@pytest.mark.parametrize(
+    ("line", "fair"),
+    [([], False), (["--cache-share", "off"], False), (["--cache-share", "on"], True)],
+)
+def test_replicas_and_router_evict_as_the_command_says(line, fair, monkeypatch):
+    cases = []
+    monkeypatch.setattr("workloads.simulation.command.compare", lambda case, *_: cases.append(case))
+    assert main(line) == 0
+    site = cases[0].site
+    assert site.make_router().tree._evictable.fair == fair
+    assert site.make_replica(0).cache.order.fair == fair
+
+
 def test_a_trace_is_replayed(tmp_path, capsys):
     trace = tmp_path / "mine.jsonl"
     lines = [
@@ -677,6 +690,7 @@ def test_processes_find_the_same(capsys):
         ["--placement-options", "cache_threshold=0.3"],
         ["--placement-options", "cache_aware:cache_threshold=0.3"],
         ["--placement-options", "d2lpm:cache_threshold=3"],
+        ["--cache-share", "maybe"],
         ["--client-weights", "[]"],
         ["--client-weights", "{"],
         ["--client-weights", '{"bad": -1}'],

@@ -97,6 +97,7 @@ def simulate(
     stall_ms: Annotated[float, cluster_setting("stall_ms")] = SITE.stall_ms,
     target_tpot_ms: Annotated[float, cluster_setting("target_tpot_ms")] = SITE.target_tpot_ms,
     client_weights: Annotated[Mapping[str, float] | None, cluster_setting("client_weights")] = None,
+    cache_share: Annotated[str, cluster_setting("cache_share")] = "off",
     hop: Annotated[
         float | None, ClusterOption(metavar="S", help="Network time of a request, both ways.")
     ] = None,
@@ -155,6 +156,7 @@ def simulate(
         "payer": payer,
         "stall_ms": stall_ms,
         "target_tpot_ms": target_tpot_ms,
+        "cache_share": cache_share == "on",
         "kv_tokens": kv_tokens,
         "max_running": max_running,
         "chunked_prefill_tokens": chunked_prefill,

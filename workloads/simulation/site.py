@@ -66,8 +66,8 @@ class Site:
     max_running: int | None = None
     chunked_prefill_tokens: int | None = None
     cache_share: bool = False
-    """Replicas evict fairly among clients, where the policy has shares (--cache-share). False: by plain LRU, as in the
-    papers."""
+    """Replicas evict fairly among clients, where the policy has shares, and so does the router (--cache-share). False:
+    by plain LRU, as in the papers."""
     ignore_eos: bool = True
     """Every answer runs to its limit, and memory is reserved for that. False where answers may be shorter."""
     capacities: tuple[float, ...] = ()
@@ -205,7 +205,8 @@ class Site:
         }
         values = {name: value for name, value in given.items() if value is not None and name in known}
         placement = build(self.placement, **(values | dict(self.placement_options)))
-        router = Router(placement, name=self.placement, page_size=self.page_tokens)
+        shares = Weights(self.client_weights) if self.cache_share else None
+        router = Router(placement, name=self.placement, page_size=self.page_tokens, shares=shares)
         for place, worker in enumerate(self.workers):
             up = WorkerUp(worker, "", kv="simulated", capacity=self.capacity(place))
             router.handle(up, 0.0)
