@@ -98,6 +98,7 @@ class FairPrefillAdder(PrefillAdder):
 
     def add_one_req(self, req: Any, has_chunked_req: bool, *args: Any, **kwargs: Any) -> AddReqResult:
         if not self.fair.may_admit(req):
+            self._give_back(req)
             return AddReqResult.CONTINUE
         before = len(self.can_run_list)
         self._beside_cut = has_chunked_req
@@ -105,6 +106,14 @@ class FairPrefillAdder(PrefillAdder):
         if len(self.can_run_list) > before:
             self.fair.admitted(req)
         return verdict
+
+    def _give_back(self, req: Any) -> None:
+        """What the look-up of a Mamba model's request took, as SGLang does for the last candidate of a pass."""
+        kv = req.kv
+        kv.mamba_cow_src_index, kv.mamba_needs_clear = None, False
+        if kv.holds_mamba and not req.session:
+            self.tree_cache.req_to_token_pool.mamba_allocator.free(kv.mamba_pool_idx.unsqueeze(-1))
+            kv.mamba_pool_idx = None
 
     def add_one_req_ignore_eos(self, req: Any) -> AddReqResult:
         """SGLang's rule without a cache."""

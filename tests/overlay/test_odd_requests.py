@@ -84,3 +84,12 @@ def test_a_cut_prompt_is_cut_where_the_kernels_want_it_beside_short_ones_too(boo
     cuts = books["a_cut_prompt_beside_short_ones"]["cuts"]
     assert all(cut % 64 == 0 for cut in cuts)
     assert cuts != list(range(512, 2000, 512)), "no room was left for the short ones"
+
+
+def test_a_request_that_is_passed_over_gives_back_what_its_match_took(books: dict[str, Any]) -> None:
+    """SGLang asserts that a slot is left for the next one. A stale state would be copied to who has another prefix."""
+    found = books["twins_that_take_a_state_when_they_are_matched"]
+    assert "killed" not in found, found["killed"]
+    taken, back, stale = found["slots"]
+    assert taken > 0
+    assert (back, stale) == (taken, 0)

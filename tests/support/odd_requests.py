@@ -130,6 +130,37 @@ class Odd:
         self.scheduler.truncation_align_size, self.scheduler.chunked_prefill_size = align, chunk
         return {**self.finish(), "cuts": cuts}
 
+    def twins_that_take_a_state_when_they_are_matched(self) -> dict[str, Any]:
+        """As requests of a Mamba model do: what they are matched with is copied to a slot of theirs. More come at once
+        than are looked up before a pass. `slots` are those that are taken, and those that are back, after the pass."""
+        from sglang.srt.mem_cache.allocator.mamba import MambaSlotAllocator
+
+        self.engine.use("dlpm", overlay=True)
+        pool, taken = self.scheduler.req_to_token_pool, 0
+        slots = pool.mamba_allocator = MambaSlotAllocator(100, "cpu")
+        twins = [self.request(f"twin {number}", "b", tokens=100) for number in range(80)]
+
+        def takes_a_slot(request: Any) -> Callable[..., None]:
+            def match(*args: Any) -> None:
+                nonlocal taken
+                type(request).init_next_round_input(request, *args)
+                request.kv.mamba_pool_idx = request.kv.mamba_cow_src_index = slots.alloc(1)[0]
+                taken += 1
+
+            return match
+
+        for twin in twins:
+            twin.init_next_round_input = takes_a_slot(twin)
+        self.engine.arrive([self.request("first", "a", tokens=100), *twins])
+        self.engine.step()
+        back = taken - (slots.size - slots.available_size())
+        stale = sum(twin.kv.mamba_cow_src_index is not None for twin in twins)
+        del pool.mamba_allocator
+        for twin in twins:
+            twin.kv.mamba_pool_idx = twin.kv.mamba_cow_src_index = None
+            del twin.init_next_round_input
+        return {**self.finish(), "slots": (taken, back, stale)}
+
 
 SCENARIOS: tuple[Callable[[Odd], dict[str, Any]], ...] = (
     Odd.two_requests_with_one_id,
@@ -140,6 +171,7 @@ SCENARIOS: tuple[Callable[[Odd], dict[str, Any]], ...] = (
     Odd.a_policy_that_fails,
     Odd.books_that_begin_anew_before_a_retraction,
     Odd.a_cut_prompt_beside_short_ones,
+    Odd.twins_that_take_a_state_when_they_are_matched,
 )
 
 
