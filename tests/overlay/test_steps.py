@@ -1,14 +1,19 @@
 """The rule for steps inside SGLang's real scheduler: whoever runs is not stopped by whoever sends prompts."""
 
+import asyncio
 import json
+import random
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 from sglang_fair.core.steps import LEAST_SHARE
+from tests.support.live import Answer, Replica
 from tests.support.step_attack import DECODE_S, PREFILL_S, RUNNING, STEPS, VICTIMS
 
 pytestmark = pytest.mark.engine
@@ -56,3 +61,75 @@ def test_with_prompts_first_they_get_nothing(attacks: dict[str, Any], policy: st
     assert set(found["output"].values()) == {0}
     assert found["trickle"] == STEPS
     assert found["steps"] is None
+
+
+# ---- in the loop that a GPU has
+
+
+STALL_MS = 1.0
+"""So short that every step for prompts puts those that run behind."""
+
+
+@pytest.fixture(scope="module", params=["alone", "mixed"])
+def overlapping(request: pytest.FixtureRequest) -> Iterator[Replica]:
+    """A real server whose loop forms a step before it has seen the last one's end; "mixed": steps of both kinds."""
+    mixed = ["--enable-mixed-chunk"] if request.param == "mixed" else []
+    with Replica(
+        "--policy", "dlpm", "--stall-ms", str(STALL_MS), "--kv-tokens", "8192",
+        "--", "--chunked-prefill-size", "256", *mixed, module="tests.support.odd_replica",
+    ) as replica:  # fmt: skip
+        yield replica
+
+
+def test_prompts_that_are_cut_parked_aborted_and_left_end_no_scheduler(overlapping: Replica) -> None:
+    """Two clients' long prompts and a third one's short ones beside three that run. What is not aborted or left is
+    answered whole, nothing is kept in memory, and nobody was further behind than the bound."""
+    answers = asyncio.run(_cuts(overlapping))
+    books = overlapping.fair()
+    assert {(answer.finish, answer.output_tokens) for answer in answers} == {("length", OUTPUT_TOKENS)}
+    steps = books["steps"]
+    assert steps["held"] > 0
+    assert steps["largest_lag_s"] <= steps["bound_s"]
+    overlapping.flush()
+
+
+OUTPUT_TOKENS = 60
+
+
+async def _cuts(replica: Replica) -> list[Answer]:
+    """The answers of those that are neither aborted nor left."""
+    rng = random.Random(1)
+
+    def prompt(tokens: int) -> list[int]:
+        return [rng.randrange(250) for _ in range(tokens)]
+
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True)) as session:
+
+        async def ask(client: str, tokens: int, rounds: int) -> list[Answer]:
+            return [
+                await replica.ask(client, prompt(tokens), OUTPUT_TOKENS, session=session)
+                for _ in range(rounds)
+            ]
+
+        async def leaves(client: str) -> list[Answer]:
+            for number in range(6):
+                await replica.ask(client, prompt(1500), session=session, leave_after_s=0.05 + 0.1 * number)
+            return []
+
+        async def is_aborted(client: str) -> list[Answer]:
+            for number in range(6):
+                rid = f"{client} {number}"
+                asked = asyncio.create_task(replica.ask(client, prompt(1500), session=session, rid=rid))
+                await asyncio.sleep(0.05 + 0.1 * number)
+                async with session.post(f"{replica.url}/abort_request", json={"rid": rid}):
+                    pass
+                await asked
+            return []
+
+        found = await asyncio.gather(
+            *(ask(f"runs {number}", 30, 4) for number in range(3)),
+            *(ask(client, 1000, 2) for client in ("long 1", "long 2")),
+            ask("short", 40, 4),
+            *(wait(client) for wait in (leaves, is_aborted) for client in ("long 1", "long 2")),
+        )
+    return [answer for answers in found for answer in answers]
