@@ -58,7 +58,7 @@ def emulation(options: Replica) -> Emulation | None:
 
 def server_arguments(options: Replica, model: ServedModel) -> list[str]:
     """SGLang's command line for these options. ValueError for an unknown policy or cost."""
-    from sglang_fair.overlay.config import SERVER_POLICIES, STOCK_POLICIES, server_name
+    from sglang_fair.overlay.config import SERVER_POLICIES, SETTINGS, STOCK_POLICIES, server_name
 
     stock = options.policy.removeprefix("sglang:")
     if options.policy.startswith("sglang:"):
@@ -81,22 +81,13 @@ def server_arguments(options: Replica, model: ServedModel) -> list[str]:
         "--port", str(options.port),
         "--page-size", str(options.page_size),
         "--schedule-policy", policy,
-        "--fair-quantum", str(options.quantum),
-        "--fair-options", options.policy_options,
-        "--fair-payer", options.payer,
-        "--fair-cache-share", options.cache_share,
-        "--fair-client-weights", json.dumps(dict(options.client_weights)),
         "--enable-cache-report",
         "--log-level-http", "warning",
     ]  # fmt: skip
-    for argument, value in (
-        ("--fair-cost", options.cost),
-        ("--fair-extend-weight", options.extend_weight),
-        ("--fair-output-weight", options.output_weight),
-        ("--fair-identity", options.identity),
-    ):
+    for setting in SETTINGS.values():
+        value = getattr(options, setting.field)
         if value is not None:
-            arguments += [argument, str(value)]
+            arguments += [setting.argument, json.dumps(dict(value)) if setting.is_mapping else str(value)]
     if options.kv_port is not None:
         events = {
             "publisher": "zmq",

@@ -12,6 +12,7 @@ from sglang_fair.core import POLICIES, options_of
 from sglang_fair.core.options import make, parse, shown
 from sglang_fair.engines import replica
 from sglang_fair.models import catalog as models
+from sglang_fair.overlay.config import SETTINGS
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -82,3 +83,24 @@ def test_they_reach_each_replicas_server() -> None:
         found = models.ServedModel("tiny", "/models/tiny", "tiny")
         words = replica.server_arguments(own, found)
         assert words[words.index("--fair-options") + 1] == "limit=5,excess=delay"
+
+
+def test_every_setting_of_fairness_reaches_sglang_s_server() -> None:
+    given = {
+        "--fair-quantum": "500.0",
+        "--fair-options": "patience=3",
+        "--fair-stall-ms": "50.0",
+        "--fair-target-tpot-ms": "20.0",
+        "--fair-payer": "equal",
+        "--fair-cost": "linear",
+        "--fair-extend-weight": "2.0",
+        "--fair-output-weight": "3.0",
+        "--fair-client-weights": '{"gold": 2.0}',
+        "--fair-identity": "user,key",
+        "--fair-cache-share": "on",
+    }
+    assert set(given) == {setting.argument for setting in SETTINGS.values()}, "a setting without a value here"
+    flags = {setting.argument: setting.flag for setting in SETTINGS.values()}
+    own = replica.parse([word for name, text in given.items() for word in (flags[name], text)])
+    words = replica.server_arguments(own, models.ServedModel("tiny", "/models/tiny", "tiny"))
+    assert {name: words[words.index(name) + 1] for name in given if name in words} == given

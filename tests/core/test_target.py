@@ -327,6 +327,20 @@ def test_a_token_takes_a_step_and_the_prompts_of_those_above_their_share_before_
     assert probed.expected_s(1) == pytest.approx(0.010), "the server's own"
 
 
+@pytest.mark.parametrize(
+    ("step_s", "is_held"), [(0.0284, False), (0.0287, True), (0.030, True), (0.031, True)]
+)
+def test_what_counts_is_the_token_beside_one_request_more(step_s: float, is_held: bool) -> None:
+    steps = Steps(STALL_S, target_s=TARGET_S)
+    for client in 19 * ["many"] + ["one"]:
+        steps.arrive(client)
+        steps.admit(client)
+        steps.decode(client)
+    steps.step(step_s, decoded=1)
+    assert steps.holds_back("many") == is_held
+    assert not steps.holds_back("one")
+
+
 def test_ten_thousand_waiting_requests_are_passed_over_in_one_go() -> None:
     """So the cost of a pass is that of its clients, however many requests each of them has."""
     always = Sender("light", output_steps=(10**6, 10**6))
