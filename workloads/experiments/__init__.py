@@ -17,6 +17,7 @@ from workloads.experiments.beyond_isolation import Isolation as BesideFloods
 from workloads.experiments.beyond_payers import Payers
 from workloads.experiments.beyond_production import Production
 from workloads.experiments.beyond_routers import Routers
+from workloads.experiments.beyond_target import Target
 from workloads.experiments.beyond_tokens import Placements
 from workloads.experiments.contract import Experiment
 from workloads.experiments.cost_functions import CostFunctions
@@ -46,6 +47,6 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         Pools(), Weighted(), Prediction(), Profiled(), CostFunctions(),
         Table2(), Figure7(), Sensitivity(),
         Figure1(), Figure4(), Figure8(), Figure9(), Figure10(), Figure11(), Figure12(),
-        Placements(), Routers(), Payers(), Adaptive(), Production(), Cache(), BesideFloods(),
+        Placements(), Routers(), Payers(), Adaptive(), Production(), Cache(), BesideFloods(), Target(),
     )
 }  # fmt: skip

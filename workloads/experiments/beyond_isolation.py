@@ -53,9 +53,9 @@ class Isolation(Simulated):
         full = size == "full"
         attacks = tuple(ATTACKS) if full else (TRICKLE,)
         found = [
-            _cell(
+            cell_of(
                 f"{name}.{scene.name}",
-                _site(stack),
+                site_of(stack),
                 scene,
                 size,
                 SHORT_SECONDS if scene.attack in SHORT else SECONDS,
@@ -68,12 +68,14 @@ class Isolation(Simulated):
         if not full:
             bounds = {BASE: 0.0, "stall-100": 100.0}
         found.append(
-            _cell("light", _site(STACKS["dlpm"]), Scene(light=SEVERAL), size, FLOOD_SECONDS, FLOOD_PERIOD_S)
+            cell_of(
+                "light", site_of(STACKS["dlpm"]), Scene(light=SEVERAL), size, FLOOD_SECONDS, FLOOD_PERIOD_S
+            )
         )
         for name, stall_ms in bounds.items():
-            site = _site(STACKS["dlpm"], stall_ms=stall_ms)
+            site = site_of(STACKS["dlpm"], stall_ms=stall_ms)
             found += [
-                _cell(
+                cell_of(
                     f"{name}.{flood}",
                     site,
                     Scene(f"{FLOOD}{flood}", SEVERAL),
@@ -93,12 +95,12 @@ class Isolation(Simulated):
 
     def values(self, results: Mapping[str, Result]) -> Mapping[str, Json]:
         table = {(_name(row), row.attack, row.clients): row for row in rows(_runs(results))}
-        solo = results["light"].number("ttft_p99_s"), _slowest(results["light"])
+        solo = results["light"].number("ttft_p99_s"), slowest_program_s(results["light"])
         flood = {
             name: {
                 "tokens": result.number("tokens_per_s") / results[f"{BASE}.{count}"].number("tokens_per_s"),
                 "ttft": result.number("ttft_p99_s") / solo[0],
-                "slowdown": _slowest(result) / solo[1] / (SEVERAL + 1),
+                "slowdown": slowest_program_s(result) / solo[1] / (SEVERAL + 1),
             }
             for name, result in results.items()
             if (count := name.rpartition(".")[2]).isdecimal()
@@ -138,7 +140,7 @@ class Isolation(Simulated):
         return {"trade": Drawing(lambda canvas: _draw(canvas, self.values(results)["flood"]), (10.0, 3.6))}
 
 
-def _site(stack: Stack, **others: float) -> Site:
+def site_of(stack: Stack, **others: float) -> Site:
     """Stock's policy forms prompts first, whatever the bound."""
     return Site(
         replicas=REPLICAS,
@@ -150,7 +152,7 @@ def _site(stack: Stack, **others: float) -> Site:
     )
 
 
-def _cell(name: str, site: Site, scene: Scene, size: Size, seconds: float, period_s: float) -> Cell:
+def cell_of(name: str, site: Site, scene: Scene, size: Size, seconds: float, period_s: float) -> Cell:
     """One scene; light clients begin a conversation every `period_s`."""
     full = size == "full"
     traffic = {"scene": asdict(scene), "period_s": period_s if full else QUICK_PERIOD_S}
@@ -187,7 +189,7 @@ def _name(row: IsolationRow) -> str:
     return "stock" if row.stack == STOCK else row.policy
 
 
-def _slowest(result: Result) -> float:
+def slowest_program_s(result: Result) -> float:
     """Mean time of a program of the light client that fares worst."""
     return max(result.number(f"program_s/{name}") for name in result.first["program_s"])
 
