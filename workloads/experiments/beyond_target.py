@@ -58,7 +58,7 @@ class Target(Isolation):
 
     def values(self, results: Mapping[str, Result]) -> Mapping[str, Json]:
         solo_s = slowest_program_s(results["light"])
-        lines = []
+        lines: list[dict[str, Json]] = []
         for key, result in results.items():
             name, _, flood = key.partition(".")
             if flood:
