@@ -88,6 +88,7 @@ def test_prompts_that_are_cut_parked_aborted_and_left_end_no_scheduler(overlappi
     books = overlapping.fair()
     assert {(answer.finish, answer.output_tokens) for answer in answers} == {("length", OUTPUT_TOKENS)}
     steps = books["steps"]
+    assert steps["stall_ms"] == STALL_MS
     assert steps["held"] > 0
     assert steps["largest_lag_s"] <= steps["bound_s"]
     overlapping.flush()
