@@ -8,7 +8,7 @@ TORCH_INDEX ?=
 REPLICAS ?= 2
 MODEL ?= default
 POLICY ?= dlpm
-PLACEMENT ?= d2lpm
+PLACEMENT ?= d2lpm-queue
 PORT ?= 8000
 ARGS ?=
 PYTEST_ARGS ?=
@@ -37,7 +37,7 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  \033[1m%-10s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
 	@echo 'Variables: DEVICE=cpu|cuda|auto REPLICAS=2 MODEL=default|tiny|bench|<hf id>|<folder> POLICY=dlpm'
-	@echo '  PLACEMENT=d2lpm PORT=8000 ARGS="more arguments"  VENV=.venv PYTHON=python3.11 TORCH_INDEX=<url>'
+	@echo '  PLACEMENT=d2lpm-queue PORT=8000 ARGS="more arguments"  VENV=.venv PYTHON=python3.11 TORCH_INDEX=<url>'
 
 setup: $(READY) ## install everything into .venv (DEVICE=cuda: with the GPU kernels; TORCH_INDEX: where torch comes from)
 

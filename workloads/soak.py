@@ -233,7 +233,7 @@ def soak_cluster(
     small = ("--max-total-tokens", "16384")
     spawn = SpawnCluster(settings.Cluster(replicas=replicas, model="tiny", device="cpu", extra=small), logs)
     show(f"starting {replicas} replicas, router and gateway; logs in {logs}")
-    with spawn("d2lpm", "dlpm") as cluster:
+    with spawn(settings.Cluster.placement, settings.Cluster.policy) as cluster:
         load = SteadyLoad(cluster.gateway, rate, Random(seed))
         samples = asyncio.run(soak(cluster, load, 60 * minutes, every_s, show))
         books = [get_json(f"{replica}/fair") for replica in cluster.replicas]

@@ -89,6 +89,8 @@ class Admission:
         self._deferrals_left = DEFERRALS_PER_PASS
         self._passed_over: Job | None = None
         """The last candidate, if `confirm` said no."""
+        self._gave_way = False
+        """The prompt that was cut did not go on in the last pass, for another one."""
         self._held = False
         """Those that run have their turn: this pass has no candidates."""
         self._can_decode: Callable[[], bool] = lambda: True
@@ -139,8 +141,18 @@ class Admission:
         self._can_decode = can_decode
 
     def goes_on(self, job: Job) -> bool:
-        """Whether the prompt that was cut goes on now; if not, those that run have their turn."""
-        return self._may_prefill(job)
+        """Whether the prompt that was cut goes on now. If not, those that run have their turn, or another client's
+        prompt that is next and has room in this step only without it. Never twice in a row for that."""
+        if not self._may_prefill(job):
+            return False
+        if (most := self.chunk_tokens()) is None:
+            return True
+        needed = self._needed_beside(job)
+        if needed <= most and self._holds_back(job):  # a longer one would wait for the end of this one
+            return False
+        # If the other one is not admitted after all, the engine must have something else to do.
+        self._gave_way = not self._gave_way and most // 2 < needed <= most and self._can_decode()
+        return not self._gave_way
 
     def chunk_tokens(self) -> int | None:
         """Most prompt tokens of this step; None: as many as the engine will."""
@@ -152,12 +164,7 @@ class Admission:
         So a short prompt does not wait for the end of a long one, which has half of each step."""
         if self.chunk_tokens() is None:
             return tokens
-        other = self._next()
-        if other is None or other.client == job.client or not self._may_join(other):
-            return tokens
-        if block is not None and other.block == block and self.queue.policy.waits_for_prefixes:
-            return tokens  # it will wait for what this very step computes
-        needed = other.prompt_tokens + other.output_tokens - other.prefix_tokens
+        needed = self._needed_beside(job, block)
         return tokens - needed if needed <= tokens // 2 else tokens
 
     def candidates(self) -> Iterator[Job]:
@@ -251,6 +258,16 @@ class Admission:
         if computation is None or computation.job is job:
             return False
         return computation is job.waited_for or job.prefix_tokens > job.waited_at_tokens
+
+    def _needed_beside(self, job: Job, block: Hashable | None = None) -> int:
+        """Tokens of the prompt that is next, if it is another client's than that of `job` and may be computed beside it
+        or in its place; else 0. `block`: what `job` is about to compute."""
+        other = self._next()
+        if other is None or other.client == job.client or not self._may_join(other):
+            return 0
+        if block is not None and other.block == block and self.queue.policy.waits_for_prefixes:
+            return 0  # it will wait for what this very step computes
+        return other.prompt_tokens + other.output_tokens - other.prefix_tokens
 
     def _may_join(self, job: Job) -> bool:
         return self.steps is None or self.steps.may_prefill(SYSTEM if job.system else job.client)

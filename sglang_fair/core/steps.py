@@ -25,8 +25,9 @@ of length P together are paid for with share / (1 - share) · P of decode steps,
 own prompts (health probes) are never put off, and are nobody's lag.
 
 The patience is `LEAST_SHARE` of `stall_s`, so that prefill steps in a row take `stall_s` and one step at most, whatever
-the share. No step takes longer than `stall_s` while another client is here, or was lately: whoever comes during a step
-waits for its end. How many tokens that is, is learnt from the steps: `chunk_tokens`.
+the share. No step takes longer than `stall_s` while another client is here, or was lately, and none `ALONE` times as
+long otherwise: whoever comes during a step waits for its end. How many tokens that is, is learnt from the steps:
+`chunk_tokens`.
 
 **A target for those below their share.** A token of those that run takes a decode step, the longer the more they are,
 and the prompts that are computed in between. With `target_s`, a client's prompts are held back (`holds_back`) while
@@ -39,6 +40,11 @@ three things are true:
                 target from below
     above       the client has more of the requests that run than its share of them, by the weights of who runs
     below       another client that runs has fewer: it follows from the one before, as the shares sum to the whole
+
+Without a number as the target, it is `PACE` times what a token would take on an engine of its own that is as fast as
+its client's share of this one: a step for one request, over the share. The client is the heaviest that runs below its
+share. What a step for one request takes is the least mean length of decode steps, by the size of their batch; SGLang's
+server makes some when it starts.
 
 So whoever has no more than its share of those that run, or runs alone, or runs nothing, is never held back, and nobody
 is while nothing runs. While a client is held back, every decode step gives it more than its share of the tokens. No
@@ -70,8 +76,17 @@ DEFAULT_STALL_MS = 100.0
 LEAST_SHARE = 1 / 8
 """Part of the time that decode steps get at least, if somebody runs and somebody else has prompts."""
 
-RECENT_S = 10.0
+PACE = 1.25
+"""A token may take so many times as long as its client's share of the engine would need for it alone."""
+
+RECENT_S = 60.0
 """A client that left so long ago may come back at any time."""
+
+ALONE = 3
+"""A client that is alone may have prefill steps this many times as long."""
+
+FEW_STEPS = 4
+"""Fewer decode steps say nothing about their length: the first of a kind may compile something."""
 
 LEAST_CHUNK_TOKENS = 128
 """Smaller chunks do not shorten a step by much: reading the weights takes as long."""
@@ -93,9 +108,10 @@ def checked_stall_ms(stall_ms: float) -> float:
     return stall_ms
 
 
-def checked_target_tpot_ms(target_tpot_ms: float, stall_ms: float) -> float:
-    """`target_tpot_ms`; ValueError unless it is a finite number from 0 on, and 0 where `stall_ms` is."""
-    if not 0 <= target_tpot_ms < inf:
+def checked_target_tpot_ms(target_tpot_ms: float | None, stall_ms: float) -> float | None:
+    """`target_tpot_ms`; ValueError unless it is None or a finite number from 0 on, and 0 or None where `stall_ms` is
+    0."""
+    if target_tpot_ms is not None and not 0 <= target_tpot_ms < inf:
         raise ValueError(f"target_tpot_ms must be a number of milliseconds from 0 on, not {target_tpot_ms!r}")
     if target_tpot_ms and not stall_ms:
         raise ValueError("target_tpot_ms is part of the rule that stall_ms 0 switches off")
@@ -103,13 +119,14 @@ def checked_target_tpot_ms(target_tpot_ms: float, stall_ms: float) -> float:
 
 
 def make_steps(
-    policy: Policy, stall_ms: float, target_tpot_ms: float = 0.0, *, unseen: int = 0
+    policy: Policy, stall_ms: float, target_tpot_ms: float | None = None, *, unseen: int = 0
 ) -> "Steps | None":
     """The rule beside `policy`. None if that shares nothing among clients, and if `stall_ms` is 0."""
     checked_target_tpot_ms(target_tpot_ms, stall_ms)
     if not policy.shares_steps or not checked_stall_ms(stall_ms):
         return None
-    return Steps(stall_ms / 1000, policy.weights, target_s=target_tpot_ms / 1000, unseen=unseen)
+    target_s = None if target_tpot_ms is None else target_tpot_ms / 1000
+    return Steps(stall_ms / 1000, policy.weights, target_s=target_s, unseen=unseen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,16 +191,22 @@ class Steps:
     """The rule and what it needs to know. All times are seconds of the caller's clock.
 
     `weights` are the clients' shares, None: equal ones. `stall_s` is the longest prefill step while others are here.
-    `target_s` is the time of a token from which on those above their share are held back; 0: none is.
+    `target_s` is the time of a token from which on those above their share are held back; 0: none is, None: it follows
+    from the shares.
     `unseen`: how many steps may be under way, unseen, when the next one is decided.
     """
 
     def __init__(
-        self, stall_s: float, weights: Weights | None = None, *, target_s: float = 0.0, unseen: int = 0
+        self,
+        stall_s: float,
+        weights: Weights | None = None,
+        *,
+        target_s: float | None = None,
+        unseen: int = 0,
     ) -> None:
         if not 0 < stall_s < inf:
             raise ValueError(f"stall_s must be a positive number of seconds, not {stall_s!r}")
-        if not 0 <= target_s < inf:
+        if target_s is not None and not 0 <= target_s < inf:
             raise ValueError(f"target_s must be a number of seconds from 0 on, not {target_s!r}")
         self.stall_s = stall_s
         self.target_s = target_s
@@ -210,6 +233,10 @@ class Steps:
         self._steps = 0
         self._decode_s = 0.0
         """Length of a decode step, lately."""
+        self._lengths: dict[int, tuple[int, float]] = {}
+        """The same by the size of the batch, in bits: how many steps were seen, and their mean length of late."""
+        self._solo_s = 0.0
+        """A decode step for one request: the least of these lengths. 0: not known."""
         self._running = 0
         """Requests that were admitted, of all clients."""
         self._runners: dict[str, Present] = {}
@@ -309,22 +336,25 @@ class Steps:
 
     def holds_back(self, client: str) -> bool:
         """Whether a prompt of `client` may not be admitted now, for the target; not to be asked for the server's own.
-        O(1)."""
-        if not self.target_s:
+        O(1), and O(clients that run) if the target follows from the shares and tokens take long."""
+        if self.target_s == 0 or not self._is_above(client):
             return False
-        return self._is_above(client) and self.expected_s(self._running + 1) > self.target_s
+        expected_s = self.expected_s(self._running + 1)
+        if self.target_s is not None:
+            return expected_s > self.target_s
+        return expected_s > PACE * self._solo_s and expected_s > self._longest_s()
 
     def expected_s(self, requests: int) -> float:
         """How long a token is expected to take beside so many requests; 0 before any was measured."""
         recent_requests, recent_s = self._recent
         return recent_s * max(1.0, requests / recent_requests) if recent_requests else 0.0
 
-    def chunk_tokens(self) -> int | None:
-        """Most prompt tokens of a prefill step that is formed now; None: as many as the engine will."""
+    def chunk_tokens(self) -> int:
+        """Most prompt tokens of a prefill step that is formed now."""
         if len(self._present) < 2:
             self._forget_old()
             if not self._left:
-                return None
+                return ALONE * int(self._chunk_tokens)
         return int(self._chunk_tokens)
 
     # ---- what was done
@@ -346,6 +376,7 @@ class Steps:
     def _decoded(self, duration_s: float, steps: int) -> None:
         self._decode_s += (duration_s / steps - self._decode_s) * (0.1 if self._decode_s else 1)
         self._gave_tokens(duration_s, steps)
+        self._measure(duration_s, steps)
         if self._lagging:
             for client, present in list(self._lagging.items()):
                 if present.joined != self._steps:
@@ -387,6 +418,17 @@ class Steps:
             )
         self._between_s = 0.0
 
+    def _measure(self, duration_s: float, steps: int) -> None:
+        """What decode steps for so many requests take."""
+        size = self._decoding_requests.bit_length()
+        seen, mean_s = self._lengths.get(size, (0, 0.0))
+        seen += steps
+        mean_s += (duration_s / steps - mean_s) * max(1 - 0.9**steps, steps / seen)
+        self._lengths[size] = seen, mean_s
+        self._solo_s = min(
+            (mean_s for seen, mean_s in self._lengths.values() if seen >= FEW_STEPS), default=0.0
+        )
+
     def _learn(self, tokens: int, duration_s: float) -> None:
         """Adjust the bound of a chunk: at once if a step took too long, otherwise by those that are nearly as large,
         for a small one says little about a large one's time per token. One that no bound would have made shorter
@@ -420,7 +462,8 @@ class Steps:
             "stall_ms": round(1000 * self.stall_s, 3),
             "steps": self._steps,
             "held": self.held,
-            "target_tpot_ms": round(1000 * self.target_s, 3),
+            "target_tpot_ms": None if self.target_s is None else round(1000 * self.target_s, 3),
+            "solo_s": self._solo_s,
             "held_back": self.held_back,
             "token_s": self._recent[1],
             "chunk_tokens": int(self._chunk_tokens),
@@ -443,6 +486,13 @@ class Steps:
             return False
         fair = self._running * present.weight / self._running_weight
         return present.running > fair * (1 + ROUNDING)
+
+    def _longest_s(self) -> float:
+        """How long a token may take, if the target follows from the shares."""
+        if not self._solo_s:
+            return inf
+        below = max((p.weight for c, p in self._runners.items() if not self._is_above(c)), default=0.0)
+        return PACE * self._solo_s * self._weight / below if below else inf
 
     def _share(self, present: Present) -> float:
         if present.weight >= self._weight:

@@ -57,7 +57,7 @@ class Config:
     payer: str = FIRST
     stall_ms: float = DEFAULT_STALL_MS
     """0: prompts go first, whoever runs."""
-    target_tpot_ms: float = 0.0
+    target_tpot_ms: float | None = None
     identity: tuple[str, ...] = DEFAULT_ORDER
     cache_share: bool = False
 

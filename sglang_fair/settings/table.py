@@ -103,16 +103,17 @@ class Fairness:
         ),
     ] = DEFAULT_STALL_MS
     target_tpot_ms: Annotated[
-        float,
+        float | None,
         About(
             "Time of an output token of those that run: while it would be longer, requests of clients above their "
             "share of what runs wait, if others run. 0: no target.",
             unit="milliseconds",
             metavar="MS",
+            unset="1.25 times what a client's share of the engine would take",
             fair="target-tpot-ms",
             at_least=0,
         ),
-    ] = 0.0
+    ] = None
     payer: Annotated[
         str,
         About(
@@ -182,7 +183,7 @@ class Cluster(Fairness, Engine):
     ] = "auto"
     placement: Annotated[
         str, About("Which replica serves a request.", registry="router.placement:PLACEMENTS")
-    ] = "d2lpm"
+    ] = "d2lpm-queue"
     worker_quantum: Annotated[
         float | None,
         About(
@@ -275,7 +276,7 @@ class Router:
     bind: Annotated[str, About("Where peers connect; port * takes a free one.", metavar="tcp://HOST:PORT")]
     placement: Annotated[
         str, About("Which replica serves a request.", registry="router.placement:PLACEMENTS")
-    ] = "d2lpm"
+    ] = "d2lpm-queue"
     worker: Annotated[
         tuple[str, ...],
         About(

@@ -53,6 +53,9 @@ __all__ = [
     "Stored",
 ]
 
+WARM_UP_STEPS, WARM_UP_TOKENS = 8, 8
+"""SGLang's server answers a short request of its own before the first client's: its decode steps, and its prompt."""
+
 
 @dataclass(slots=True)
 class _Run:
@@ -94,6 +97,7 @@ class Replica:
         self.cache = PrefixCache(settings.page_tokens, order, events=events, place=place, places=places)
         self._pool = Pool(settings, self.cache)
         self._admission = Admission(queue, self._match_waiting, steps)
+        self._admission.step(WARM_UP_STEPS * cost.decode_s(1, WARM_UP_TOKENS), decoded=WARM_UP_STEPS)
         self._tasks: dict[str, Task] = {}
         self._events: list[Event] = []
         self._next_s = inf
@@ -346,12 +350,10 @@ class Replica:
                 return []
         self._admission.tick(now_s)
         self._admission.begin_pass(self.cache.tokens, self._can_decode)
-        if chunked is not None and not self._admission.goes_on(chunked.job):
-            return []
         reserved_tokens = self._decoding.reservable_tokens() * self._ratio.now
         budget = Budget(settings, reserved_tokens, self._admission.chunk_tokens())
         batch: list[Task] = []
-        if chunked is not None:
+        if chunked is not None and self._admission.goes_on(chunked.job):
             rest = chunked.length - chunked.computed
             block = _block(chunked.request, chunked.computed)
             most_tokens = self._admission.chunk_of(chunked.job, budget.chunk_tokens, block)

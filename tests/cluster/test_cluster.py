@@ -106,8 +106,8 @@ class TestOptions:
             (Options(client_weights={"gold": 0.0}), "gold"),
             (Options(payer="nobody"), "unknown payer 'nobody'"),
             (Options(policy_options="quanta=3"), "no option 'quanta'"),
-            (Options(placement_options="threshold=3"), "placement d2lpm has no parameter threshold"),
-            (Options(placement_options="cache_threshold=3"), "cache_threshold is 3"),
+            (Options(placement_options="threshold=3"), "placement d2lpm-queue has no parameter threshold"),
+            (Options(placement="d2lpm", placement_options="cache_threshold=3"), "cache_threshold is 3"),
             (Options(placement_options="charge"), "KEY=VALUE, separated by commas, and 'charge' is not one"),
             (Options(extra=("tiny",)), "unexpected argument 'tiny'"),
             (

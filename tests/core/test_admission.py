@@ -17,7 +17,7 @@ from sglang_fair.core.job import Job
 from sglang_fair.core.lpm import Lpm
 from sglang_fair.core.policy import Policy
 from sglang_fair.core.queue import FairQueue
-from sglang_fair.core.steps import Steps
+from sglang_fair.core.steps import FIRST_CHUNK_TOKENS, Steps
 
 
 class Engine:
@@ -79,6 +79,61 @@ def test_a_prompt_that_was_cut_leaves_room_for_a_short_one_of_another_client() -
     assert admission.chunk_of(long, 2048) == 1948
     assert admission.chunk_of(long, 200) == 100
     assert admission.chunk_of(long, 198) == 198, "half of the step does not do for it"
+
+
+def cut_prompt(prompt_tokens: int) -> tuple[Admission, Job]:
+    """`a`'s prompt was cut, a request of `b` decodes, and a prompt of `c` waits."""
+    admission = Admission(FairQueue(make_policy("dlpm")), lambda job: (0, None), Steps(0.1))
+    long, runs = (Job(client, client, prompt_tokens=10_000, max_output_tokens=10) for client in "ab")
+    admission.arrive(long)
+    admission.arrive(runs)
+    admission.admit(runs, extend_tokens=10_000, cached_tokens=0)
+    admission.computed([runs])
+    admission.admit(long, extend_tokens=100, cached_tokens=0)
+    admission.computed([long])
+    admission.arrive(Job("c", "c", prompt_tokens=prompt_tokens, max_output_tokens=10))
+    return admission, long
+
+
+@pytest.mark.parametrize(
+    ("tokens", "can_decode", "goes_on"),
+    [
+        (FIRST_CHUNK_TOKENS // 2 + 1, True, False),
+        (FIRST_CHUNK_TOKENS, True, False),
+        (FIRST_CHUNK_TOKENS // 2, True, True),  # there is room beside it
+        (FIRST_CHUNK_TOKENS + 1, True, True),  # there is no room without it either
+        (FIRST_CHUNK_TOKENS, False, True),  # the engine would do nothing, should `c` not be admitted
+    ],
+)
+def test_a_prompt_that_was_cut_gives_way_to_another_client_s_that_has_room_without_it(
+    tokens: int, can_decode: bool, goes_on: bool
+) -> None:
+    """In every second step at most."""
+    admission, long = cut_prompt(tokens)
+    for number in range(4):
+        admission.begin_pass(number, lambda: can_decode)
+        assert admission.goes_on(long) == (goes_on or number % 2 == 1)
+        assert [job.id for job in admission.candidates()] == ["c"]
+
+
+@pytest.mark.parametrize(("tokens", "goes_on"), [(FIRST_CHUNK_TOKENS, False), (FIRST_CHUNK_TOKENS + 1, True)])
+def test_a_prompt_that_was_cut_waits_for_the_target_unless_a_long_one_waits_for_its_end(
+    tokens: int, goes_on: bool
+) -> None:
+    admission, long = cut_prompt(tokens)
+    assert admission.steps is not None
+    for number in range(2):  # `a` runs more than `b`
+        admission.arrive(more := Job(f"more {number}", "a", prompt_tokens=10, max_output_tokens=10))
+        admission.admit(more, extend_tokens=10, cached_tokens=0)
+        admission.computed([more])
+    admission.step(0.08, decoded=8)
+    admission.begin_pass(0)
+    assert not admission.steps.holds_back("a")
+    for _ in range(30):
+        admission.step(0.05, decoded=1)
+    for number in range(4):
+        admission.begin_pass(number)
+        assert admission.goes_on(long) == goes_on
 
 
 def test_no_room_is_left_for_a_prompt_that_waits_for_what_the_cut_one_computes() -> None:

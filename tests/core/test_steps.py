@@ -13,6 +13,7 @@ from sglang_fair.common.weights import Weights
 from sglang_fair.core import POLICIES, make_policy
 from sglang_fair.core.ledger import SYSTEM
 from sglang_fair.core.steps import (
+    ALONE,
     FIRST_CHUNK_TOKENS,
     LEAST_CHUNK_TOKENS,
     LEAST_SHARE,
@@ -288,10 +289,9 @@ def test_a_client_s_own_prompts_are_not_held_for_itself() -> None:
 
 
 def test_without_anybody_else_prompts_go_first() -> None:
-    """A client holds itself up as it likes, and its chunks are the engine's."""
+    """A client holds itself up as it likes."""
     made = engine([Sender("a", waiting=4, output_steps=(50, 50))]).run(500)
     assert made.held_s == 0
-    assert made.steps.chunk_tokens() is None
 
 
 def beside() -> Steps:
@@ -418,16 +418,16 @@ def test_chunks_come_to_take_the_stall_time(base_s: float, token_s: float, trick
 
 def test_chunks_are_bounded_while_another_client_is_here_or_was_lately() -> None:
     steps = Steps(STALL_S)
-    assert steps.chunk_tokens() is None
+    assert steps.chunk_tokens() == ALONE * FIRST_CHUNK_TOKENS
     steps.arrive("a")
-    assert steps.chunk_tokens() is None
+    assert steps.chunk_tokens() == ALONE * FIRST_CHUNK_TOKENS
     steps.arrive("b")
     assert steps.chunk_tokens() == FIRST_CHUNK_TOKENS
     steps.leave("b")
     steps.tick(RECENT_S / 2)
     assert steps.chunk_tokens() == FIRST_CHUNK_TOKENS
     steps.tick(RECENT_S * 1.1)
-    assert steps.chunk_tokens() is None
+    assert steps.chunk_tokens() == ALONE * FIRST_CHUNK_TOKENS
 
 
 def test_a_step_that_once_took_too_long_is_forgotten_in_a_few() -> None:

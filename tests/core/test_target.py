@@ -14,7 +14,7 @@ from sglang_fair.core.admission import Admission
 from sglang_fair.core.job import Job
 from sglang_fair.core.ledger import SYSTEM
 from sglang_fair.core.queue import FairQueue
-from sglang_fair.core.steps import Steps, make_steps
+from sglang_fair.core.steps import PACE, Steps, make_steps
 
 SHARING = [name for name in POLICIES if make_policy(name).shares_steps]
 STALL_S, TARGET_S = 0.1, 0.03
@@ -49,7 +49,7 @@ class Engine:
     senders: list[Sender]
     policy: str = "dlpm"
     seed: int = 0
-    target_s: float = TARGET_S
+    target_s: float | None = TARGET_S
     retracts: float = 0.0
     most: int = 10**6
     """Requests that run at most."""
@@ -197,13 +197,19 @@ def senders(draw: st.DrawFn) -> list[Sender]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(senders(), st.sampled_from(SHARING), st.integers(0, 2**20), st.sampled_from([0.0, 0.02]))
+@given(
+    senders(),
+    st.sampled_from(SHARING),
+    st.integers(0, 2**20),
+    st.sampled_from([0.0, 0.02]),
+    st.sampled_from([TARGET_S, None]),
+)
 def test_only_those_above_their_share_are_held_back(
-    senders: list[Sender], policy: str, seed: int, retracts: float
+    senders: list[Sender], policy: str, seed: int, retracts: float, target_s: float | None
 ) -> None:
     """Floods, many names, aborts, retractions. `Engine` asserts in each pass: only clients above their share are set
     aside, everybody else who waits is offered, and nobody above its share makes a step longer than the target."""
-    made = Engine(senders, policy, seed, retracts=retracts).run(60)
+    made = Engine(senders, policy, seed, target_s, retracts=retracts).run(60)
     made.senders = []
     made.retracts = 0.0
     made.run(4000 if made.waiting else 60)
@@ -243,6 +249,41 @@ def test_beside_a_client_that_always_runs_the_target_is_kept() -> None:
         lengths.append(step_s(len(made.running)))
     assert max(lengths) <= TARGET_S + 1e-9
     assert sum(lengths) / len(lengths) > 0.8 * TARGET_S
+
+
+def flooded(others: int = 1, weight: float = 1.0, *, is_warm: bool = True) -> list[float]:
+    """Lengths of steps beside a flood of 100 and `others` with one request each, all of which run for long."""
+    one = [
+        Sender(f"light {n}", output_steps=(10**6, 10**6), under_way=1, weight=weight) for n in range(others)
+    ]
+    made = Engine([FLOOD, *one], target_s=None)
+    if is_warm:
+        made.steps.step(8 * step_s(1), decoded=8)
+    made.run(2)
+    made.senders = [FLOOD]
+    made.run(200)
+    lengths = []
+    for _ in range(300):
+        made.step()
+        lengths.append(step_s(len(made.running)))
+    return lengths
+
+
+def test_without_a_number_a_token_takes_little_longer_than_on_an_engine_of_its_client_s_share() -> None:
+    """A step for one request is known from the server's warm-up."""
+    alone_s = step_s(1)
+    for others, weight, share in ((1, 1.0, 1 / 2), (3, 1.0, 1 / 4), (1, 2.0, 2 / 3)):
+        lengths = flooded(others, weight)
+        assert max(lengths) <= PACE * alone_s / share + 1e-9
+        assert sum(lengths) / len(lengths) > 0.8 * PACE * alone_s / share
+    assert max(flooded(9)) == step_s(109), (
+        "ten share the engine, and no step takes ten times as long as one of its own"
+    )
+
+
+def test_without_a_number_nobody_is_held_back_before_short_steps_were_seen() -> None:
+    """How long a token takes on an engine of one's own is not guessed from steps with a hundred requests."""
+    assert max(flooded(is_warm=False)) == step_s(101)
 
 
 def test_a_client_alone_is_never_held_back() -> None:

@@ -61,7 +61,7 @@ async def _admission_order(replica: Replica, requests: list[tuple[str, str, list
     """Queue `requests` in this order behind a running one, let go, and see in which order they ran."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         blocker = asyncio.create_task(
-            replica.ask(f"before {requests[0][0]}", [5] * 16, 4000, session=session, rid="b" * 32)
+            replica.ask(f"before {requests[0][0]}", [5] * 16, 20_000, session=session, rid="b" * 32)
         )
         await asyncio.to_thread(wait_until, lambda: replica.fair()["totals"]["running"] == 1, "the blocker")
         tasks: list[asyncio.Task[Answer]] = []

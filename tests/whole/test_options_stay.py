@@ -49,20 +49,20 @@ BENCHES = {
 DEFAULTS = {
     "cluster": {
         "replicas": 2, "device": "auto", "engine": "auto", "model": "default", "time_scale": 1.0, "policy": "dlpm",
-        "placement": "d2lpm", "host": "127.0.0.1", "port": 8000, "quantum": 2000.0, "payer": "first",
-        "stall_ms": 100.0, "target_tpot_ms": 0.0,
+        "placement": "d2lpm-queue", "host": "127.0.0.1", "port": 8000, "quantum": 2000.0, "payer": "first",
+        "stall_ms": 100.0, "target_tpot_ms": None,
         "worker_quantum": None, "extend_weight": None, "output_weight": None, "gateway_workers": 1,
         "log_level": "info", "start_timeout_s": None,
     },
     "replica": {
         "device": "cpu", "engine": "auto", "model": "default", "time_scale": 1.0, "host": "127.0.0.1",
         "port": 30000, "name": "r0", "policy": "dlpm", "quantum": 2000.0, "policy_options": "", "payer": "first",
-        "stall_ms": 100.0, "target_tpot_ms": 0.0,
+        "stall_ms": 100.0, "target_tpot_ms": None,
         "cost": None, "extend_weight": None, "output_weight": None, "identity": None, "kv_port": None,
         "page_size": 16, "kv_tokens": None, "max_running": None,
     },
     "router": {
-        "placement": "d2lpm", "worker_quantum": None, "quantum": None, "extend_weight": None,
+        "placement": "d2lpm-queue", "worker_quantum": None, "quantum": None, "extend_weight": None,
         "output_weight": None, "client_weights": None, "page_size": 16, "max_tree_tokens": 8_000_000,
         "peer_timeout_s": 10.0, "log_level": "info", "outlive_parent": False,
     },

@@ -29,8 +29,8 @@ HOP_S = 0.002
 TOKEN_STEP_S = 0.25
 STACKS = {
     "stock": Stack(STOCK, "cache_aware", "fcfs"),
-    "dlpm": Stack(OURS, "d2lpm", "dlpm"),
-    "vtc": Stack(OURS, "d2lpm", "vtc"),
+    "dlpm": Stack(OURS, "d2lpm-queue", "dlpm"),
+    "vtc": Stack(OURS, "d2lpm-queue", "vtc"),
 }
 SEVERAL = 3
 """Light clients beside a flood."""
@@ -55,7 +55,7 @@ class Isolation(Simulated):
         found = [
             cell_of(
                 f"{name}.{scene.name}",
-                site_of(stack),
+                site_of(stack, target_tpot_ms=None),
                 scene,
                 size,
                 SHORT_SECONDS if scene.attack in SHORT else SECONDS,
@@ -140,7 +140,7 @@ class Isolation(Simulated):
         return {"trade": Drawing(lambda canvas: _draw(canvas, self.values(results)["flood"]), (10.0, 3.6))}
 
 
-def site_of(stack: Stack, **others: float) -> Site:
+def site_of(stack: Stack, **others: float | None) -> Site:
     """Stock's policy forms prompts first, whatever the bound."""
     return Site(
         replicas=REPLICAS,

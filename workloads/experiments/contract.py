@@ -108,7 +108,7 @@ class Cell:
         del found["seeds"], found["label"]
         if not self.site.stall_ms:  # see `Site.from_json`
             del found["site"]["stall_ms"]
-        if not self.site.target_tpot_ms:  # as before there was such a field
+        if self.site.target_tpot_ms == 0:  # as before there was such a field
             del found["site"]["target_tpot_ms"]
         if not self.site.cache_share:  # plain LRU, as before there was such a field
             del found["site"]["cache_share"]

@@ -157,7 +157,7 @@ def isolation(
     policies: Annotated[
         str, Option(metavar="POLICY,...", help="Ours, comma separated; stock SGLang is always there.")
     ] = "dlpm,vtc",
-    placement: Annotated[str, choices(list(PLACEMENTS), "Before our policies.")] = "d2lpm",
+    placement: Annotated[str, choices(list(PLACEMENTS), "Before our policies.")] = Cluster.placement,
     light: Annotated[int, Option(metavar="N", help="Light clients beside the one that floods.")] = 1,
     replicas: Annotated[int, Option(metavar="N", help="In each cluster.")] = 4,
     gpu: Annotated[str, Option(help="The emulated GPU.")] = "a100-80g",
@@ -230,10 +230,11 @@ def our_settings(base: Cluster, words: Sequence[str]) -> Cluster:
     Times are the engine's: they take as long as its steps.
     """
     given: Cluster = parse("cluster", (*words, *command_line(Cluster, changed(base))))
+    target_ms = given.target_tpot_ms
     return replace(
         given,
         stall_ms=given.stall_ms * base.time_scale,
-        target_tpot_ms=given.target_tpot_ms * base.time_scale,
+        target_tpot_ms=None if target_ms is None else target_ms * base.time_scale,
     )
 
 

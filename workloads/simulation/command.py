@@ -95,7 +95,7 @@ def simulate(
     cost: Annotated[str, cluster_setting("cost")] = SITE.cost,
     payer: Annotated[str, cluster_setting("payer")] = SITE.payer,
     stall_ms: Annotated[float, cluster_setting("stall_ms")] = SITE.stall_ms,
-    target_tpot_ms: Annotated[float, cluster_setting("target_tpot_ms")] = SITE.target_tpot_ms,
+    target_tpot_ms: Annotated[float | None, cluster_setting("target_tpot_ms")] = table.Cluster.target_tpot_ms,
     client_weights: Annotated[Mapping[str, float] | None, cluster_setting("client_weights")] = None,
     cache_share: Annotated[str, cluster_setting("cache_share")] = "off",
     hop: Annotated[

@@ -44,7 +44,7 @@ class Site:
     cost_model: str | None = None
     """How long an engine's step takes, as `make_cost_model` reads it. None: by `gpu` and `model`."""
     replicas: int = 1
-    placement: str = table.Cluster.placement
+    placement: str = "d2lpm"
     placement_options: Mapping[str, Any] = field(default_factory=dict)
     """Other parameters of the placement, by name."""
     policy: str = table.Cluster.policy
@@ -58,7 +58,7 @@ class Site:
     payer: str = table.Cluster.payer
     stall_ms: float = table.Cluster.stall_ms
     """Longest prefill step while others have requests, under the policies that share steps; 0: prompts go first."""
-    target_tpot_ms: float = table.Cluster.target_tpot_ms
+    target_tpot_ms: float | None = 0.0
     """Time of an output token from which on clients above their share are held back; 0: none is."""
     kv_tokens: int | None = None
     """Tokens that one replica's cache holds. None: what is left on the GPU beside the model."""
