@@ -122,15 +122,15 @@ def test_a_prompt_that_was_cut_waits_for_the_target_unless_a_long_one_waits_for_
 ) -> None:
     admission, long = cut_prompt(tokens)
     assert admission.steps is not None
+    admission.step(0.08, decoded=8)  # for one request
     for number in range(2):  # `a` runs more than `b`
         admission.arrive(more := Job(f"more {number}", "a", prompt_tokens=10, max_output_tokens=10))
         admission.admit(more, extend_tokens=10, cached_tokens=0)
         admission.computed([more])
-    admission.step(0.08, decoded=8)
-    admission.begin_pass(0)
-    assert not admission.steps.holds_back("a")
-    for _ in range(30):
-        admission.step(0.05, decoded=1)
+    for step_s, is_held in ((0.01, False), (0.05, True)):
+        for _ in range(30):
+            admission.step(step_s, decoded=1)
+        assert admission.steps.holds_back("a") == is_held
     for number in range(4):
         admission.begin_pass(number)
         assert admission.goes_on(long) == goes_on
