@@ -15,6 +15,7 @@ from workloads.experiments.beyond_adaptive import Adaptive
 from workloads.experiments.beyond_cache import Cache
 from workloads.experiments.beyond_isolation import Isolation as BesideFloods
 from workloads.experiments.beyond_payers import Payers
+from workloads.experiments.beyond_placement import Contest
 from workloads.experiments.beyond_production import Production
 from workloads.experiments.beyond_routers import Routers
 from workloads.experiments.beyond_target import Target
@@ -47,6 +48,6 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         Pools(), Weighted(), Prediction(), Profiled(), CostFunctions(),
         Table2(), Figure7(), Sensitivity(),
         Figure1(), Figure4(), Figure8(), Figure9(), Figure10(), Figure11(), Figure12(),
-        Placements(), Routers(), Payers(), Adaptive(), Production(), Cache(), BesideFloods(), Target(),
+        Placements(), Routers(), Payers(), Adaptive(), Production(), Cache(), BesideFloods(), Contest(), Target(),
     )
 }  # fmt: skip
