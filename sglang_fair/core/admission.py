@@ -224,10 +224,17 @@ class Admission:
             if not job.decoding and job.reached_tokens >= job.prompt_tokens:
                 self._start_decoding(job)
 
-    def step(self, duration_s: float, extended: Mapping[str, int] | None = None, *, decoded: int = 0) -> None:
+    def step(
+        self,
+        duration_s: float,
+        extended: Mapping[str, int] | None = None,
+        *,
+        decoded: int = 0,
+        requests: int = 0,
+    ) -> None:
         """A step is over, `computed` included; the arguments are those of `Steps.step`."""
         if self.steps is not None:
-            self.steps.step(duration_s, extended, decoded=decoded)
+            self.steps.step(duration_s, extended, decoded=decoded, requests=requests)
 
     def finish(self, job: Job) -> None:
         """A running request ended, by itself or by abort."""

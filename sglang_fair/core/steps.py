@@ -43,8 +43,8 @@ three things are true:
 
 Without a number as the target, it is `PACE` times what a token would take on an engine of its own that is as fast as
 its client's share of this one: a step for one request, over the share. The client is the heaviest that runs below its
-share. What a step for one request takes is the least mean length of decode steps, by the size of their batch; SGLang's
-server makes some when it starts.
+share. What a step for one request takes is the least of the usual lengths of decode steps, by the size of their batch;
+SGLang's server makes some when it starts.
 
 So whoever has no more than its share of those that run, or runs alone, or runs nothing, is never held back, and nobody
 is while nothing runs. While a client is held back, every decode step gives it more than its share of the tokens. No
@@ -61,10 +61,11 @@ Ours. The lag is that of generalized processor sharing. It needs no logarithm of
 of many cups one by one does, because a decode step empties all of them together.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
+from statistics import median
 from typing import Any
 
 from sglang_fair.common.weights import Weights
@@ -85,8 +86,8 @@ RECENT_S = 60.0
 ALONE = 3
 """A client that is alone may have prefill steps this many times as long."""
 
-FEW_STEPS = 4
-"""Fewer decode steps say nothing about their length: the first of a kind may compile something."""
+USUAL_OF = 9
+"""The usual length of a decode step is the median of so many: the first of a kind may compile something."""
 
 LEAST_CHUNK_TOKENS = 128
 """Smaller chunks do not shorten a step by much: reading the weights takes as long."""
@@ -135,6 +136,8 @@ class Step:
 
     extended: Mapping[str, int] | None = None
     decoded: bool = False
+    requests: int = 0
+    """That were decoded; 0: how long it took says nothing about such steps."""
 
 
 class StepTimes:
@@ -142,7 +145,8 @@ class StepTimes:
 
     A step that was done in an iteration took as long as that; in an overlapped loop, where it was launched in an
     earlier one, as long as the iteration that waited for its end, and those before in which none was done. An iteration
-    without any step is the engine's rest, and counts for nothing.
+    without any step is the engine's rest, and counts for nothing. Where none was launched, an overlapped loop only
+    waited for the end of one that was counted in part before.
     """
 
     def __init__(self) -> None:
@@ -167,7 +171,7 @@ class StepTimes:
         if steps:
             each_s = (self._since_s + elapsed_s) / len(steps)
             self._since_s = 0.0
-            return [(step, each_s) for step in steps]
+            return [(step if launched else replace(step, requests=0), each_s) for step in steps]
         self._since_s = self._since_s + elapsed_s if launched else 0.0
         return []
 
@@ -233,10 +237,11 @@ class Steps:
         self._steps = 0
         self._decode_s = 0.0
         """Length of a decode step, lately."""
-        self._lengths: dict[int, tuple[int, float]] = {}
-        """The same by the size of the batch, in bits: how many steps were seen, and their mean length of late."""
+        self._lengths: dict[int, deque[float]] = {}
+        """Of decode steps, the last ones, by the size of the batch in bits."""
+        self._usual_s: dict[int, float] = {}
         self._solo_s = 0.0
-        """A decode step for one request: the least of these lengths. 0: not known."""
+        """A decode step for one request: the least of the usual lengths. 0: not known."""
         self._running = 0
         """Requests that were admitted, of all clients."""
         self._runners: dict[str, Present] = {}
@@ -359,8 +364,16 @@ class Steps:
 
     # ---- what was done
 
-    def step(self, duration_s: float, extended: Mapping[str, int] | None = None, *, decoded: int = 0) -> None:
-        """A step is over, or as many decode steps as `decoded`; they took `duration_s` together.
+    def step(
+        self,
+        duration_s: float,
+        extended: Mapping[str, int] | None = None,
+        *,
+        decoded: int = 0,
+        requests: int = 0,
+    ) -> None:
+        """A step is over, or as many decode steps as `decoded`, for `requests` each (0: not to be measured); they took
+        `duration_s` together.
 
         `extended` has the prompt tokens that it computed, by client; the server's own are `SYSTEM`'s. Call `decode` for
         the prompts that it completed before this, so that they do not count as having been held up. O(clients with a
@@ -371,12 +384,13 @@ class Steps:
             self._prefilled(duration_s, extended, mixed=decoded > 0)
         elif decoded:
             self._decoded(duration_s, decoded)
+            if requests:
+                self._measure(duration_s, decoded, requests)
         self._steps += 1
 
     def _decoded(self, duration_s: float, steps: int) -> None:
         self._decode_s += (duration_s / steps - self._decode_s) * (0.1 if self._decode_s else 1)
         self._gave_tokens(duration_s, steps)
-        self._measure(duration_s, steps)
         if self._lagging:
             for client, present in list(self._lagging.items()):
                 if present.joined != self._steps:
@@ -418,16 +432,13 @@ class Steps:
             )
         self._between_s = 0.0
 
-    def _measure(self, duration_s: float, steps: int) -> None:
+    def _measure(self, duration_s: float, steps: int, requests: int) -> None:
         """What decode steps for so many requests take."""
-        size = self._decoding_requests.bit_length()
-        seen, mean_s = self._lengths.get(size, (0, 0.0))
-        seen += steps
-        mean_s += (duration_s / steps - mean_s) * max(1 - 0.9**steps, steps / seen)
-        self._lengths[size] = seen, mean_s
-        self._solo_s = min(
-            (mean_s for seen, mean_s in self._lengths.values() if seen >= FEW_STEPS), default=0.0
-        )
+        size = requests.bit_length()
+        lengths = self._lengths.setdefault(size, deque(maxlen=USUAL_OF))
+        lengths.extend([duration_s / steps] * min(steps, USUAL_OF))
+        self._usual_s[size] = median(lengths)
+        self._solo_s = min(self._usual_s.values())
 
     def _learn(self, tokens: int, duration_s: float) -> None:
         """Adjust the bound of a chunk: at once if a step took too long, otherwise by those that are nearly as large,

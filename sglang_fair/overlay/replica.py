@@ -136,7 +136,7 @@ class ReplicaFairness:
     def tick(self, now_s: float) -> None:
         """An iteration of the scheduler begins."""
         for step, duration_s in self._times.tick(now_s):
-            self._admission.step(duration_s, step.extended, decoded=int(step.decoded))
+            self._admission.step(duration_s, step.extended, decoded=int(step.decoded), requests=step.requests)
         self.now_s = now_s
         self._admission.tick(now_s)
 
@@ -368,7 +368,7 @@ class ReplicaFairness:
         """What a batch was, whose results are in."""
         mode = batch.forward_mode
         if not mode.is_extend():
-            return Step(decoded=mode.is_decode())
+            return Step(decoded=mode.is_decode(), requests=len(batch.reqs))
         mixed = len(batch.decoding_reqs or ())
         extended: Counter[str] = Counter()
         for request, tokens in zip(batch.reqs[: len(batch.reqs) - mixed], batch.extend_lens, strict=False):

@@ -97,7 +97,8 @@ class Replica:
         self.cache = PrefixCache(settings.page_tokens, order, events=events, place=place, places=places)
         self._pool = Pool(settings, self.cache)
         self._admission = Admission(queue, self._match_waiting, steps)
-        self._admission.step(WARM_UP_STEPS * cost.decode_s(1, WARM_UP_TOKENS), decoded=WARM_UP_STEPS)
+        warm_up_s = WARM_UP_STEPS * cost.decode_s(1, WARM_UP_TOKENS)
+        self._admission.step(warm_up_s, decoded=WARM_UP_STEPS, requests=1)
         self._tasks: dict[str, Task] = {}
         self._events: list[Event] = []
         self._next_s = inf
@@ -300,7 +301,8 @@ class Replica:
                 self._events += self.cache.drain(self._ends_at(step + 1))
             pool.free_pages -= new_pages[step % page_tokens]
         assert pool.free_pages >= 0
-        self._admission.step(self._ends_at(to) - self._ends_at(decoding.step), decoded=steps)
+        length_s = self._ends_at(to) - self._ends_at(decoding.step)
+        self._admission.step(length_s, decoded=steps, requests=count)
         decoding.advance(steps)
         self._ratio.decoded(steps)
         self.queue.account.emit_each(decoding.jobs.values(), steps)

@@ -122,7 +122,7 @@ def test_a_prompt_that_was_cut_waits_for_the_target_unless_a_long_one_waits_for_
 ) -> None:
     admission, long = cut_prompt(tokens)
     assert admission.steps is not None
-    admission.step(0.08, decoded=8)  # for one request
+    admission.step(0.08, decoded=8, requests=1)
     for number in range(2):  # `a` runs more than `b`
         admission.arrive(more := Job(f"more {number}", "a", prompt_tokens=10, max_output_tokens=10))
         admission.admit(more, extend_tokens=10, cached_tokens=0)

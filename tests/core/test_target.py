@@ -14,7 +14,7 @@ from sglang_fair.core.admission import Admission
 from sglang_fair.core.job import Job
 from sglang_fair.core.ledger import SYSTEM
 from sglang_fair.core.queue import FairQueue
-from sglang_fair.core.steps import PACE, Steps, make_steps
+from sglang_fair.core.steps import PACE, USUAL_OF, Steps, make_steps
 
 SHARING = [name for name in POLICIES if make_policy(name).shares_steps]
 STALL_S, TARGET_S = 0.1, 0.03
@@ -151,7 +151,7 @@ class Engine:
             self.now_s += BASE_S
             return
         self.now_s += step_s(len(self.running))
-        self.admission.step(step_s(len(self.running)), decoded=1)
+        self.admission.step(step_s(len(self.running)), decoded=1, requests=len(self.running))
         self.measured = True
         for job in list(self.running.values()):
             self.queue.account.emit(job, 1)
@@ -258,7 +258,7 @@ def flooded(others: int = 1, weight: float = 1.0, *, is_warm: bool = True) -> li
     ]
     made = Engine([FLOOD, *one], target_s=None)
     if is_warm:
-        made.steps.step(8 * step_s(1), decoded=8)
+        made.steps.step(8 * step_s(1), decoded=8, requests=1)
     made.run(2)
     made.senders = [FLOOD]
     made.run(200)
@@ -279,6 +279,18 @@ def test_without_a_number_a_token_takes_little_longer_than_on_an_engine_of_its_c
     assert max(flooded(9)) == step_s(109), (
         "ten share the engine, and no step takes ten times as long as one of its own"
     )
+
+
+def test_the_usual_length_of_a_step_counts_and_a_rare_one_does_not() -> None:
+    """The first step of a kind may compile something, and the last one in an overlapped loop is only waited for."""
+    steps = Steps(STALL_S)
+    for length_s in (1.0, 0.01, 0.011, 0.01, 0.0001, 0.01, 0.0, 0.01):
+        steps.step(length_s, decoded=1, requests=1)
+    steps.step(0.000_1, decoded=1, requests=0)
+    assert steps.status()["solo_s"] == 0.01
+    for _ in range(USUAL_OF):
+        steps.step(0.02, decoded=1, requests=1)
+    assert steps.status()["solo_s"] == 0.02, "another model, longer contexts"
 
 
 def test_without_a_number_nobody_is_held_back_before_short_steps_were_seen() -> None:
