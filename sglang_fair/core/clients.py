@@ -119,12 +119,8 @@ class ClientQueues:
         return (-job.unblocks, self._key(job))
 
     def held_clients(self) -> Iterable[str]:
-        """Clients with at least one held job that are not set aside."""
-        return [client for client in self._with_held if client not in self._aside]
-
-    def aside(self) -> Iterable[str]:
-        """Clients that are set aside."""
-        return self._aside
+        """Clients with at least one held job, or set aside."""
+        return self._with_held | self._aside
 
     def __contains__(self, client: str) -> bool:
         return client in self._queues

@@ -164,8 +164,7 @@ class Drr(Policy):
         elif credit.place != self._visit[1]:
             visit = (self._visits(client) + 1, credit.place)
         if self._queues.head(client) is None:
-            if client not in self._queues.aside():
-                self._passed_over.put(client, visit)
+            self._passed_over.put(client, visit)
             return
         self._turn.put(client, visit)
         if rich:

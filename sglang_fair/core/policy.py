@@ -87,8 +87,8 @@ class Policy(ABC):
         """Pass `job` over until `release`: it still waits, but cannot be admitted in this pass."""
 
     def set_aside(self, client: str) -> None:
-        """Pass all jobs of `client`, which waits, over until `release`, as if none of them waited: no turn is kept for
-        it, and others go on. Only for policies that share steps."""
+        """Pass all jobs of `client`, which waits, over until `release`. It keeps its turn, so that the bound holds:
+        others go on as far as they might while all its jobs are held. Only for policies that share steps."""
         raise NotImplementedError(f"{self.name} sets nobody aside")
 
     @abstractmethod

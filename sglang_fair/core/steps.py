@@ -47,12 +47,13 @@ share. What a step for one request takes is the least of the usual lengths of de
 SGLang's server makes some when it starts.
 
 So whoever has no more than its share of those that run, or runs alone, or runs nothing, is never held back, and nobody
-is while nothing runs. While a client is held back, every decode step gives it more than its share of the tokens. No
-request of it starves: those that run end, and with its share of the rest the client is held back no more. What runs
-already is left alone, so steps become shorter no faster than requests end; and a target that even few requests exceed
-is not met, but costs the clients above their share all that they have beyond it. Prompts of clients that are not above
-their share come on top, or whoever sends many could hold back those that only run. k names are k clients here too: who
-splits itself is above its share under none of them, and the target is not kept against it.
+is while nothing runs. A client that is held back keeps its turn in the policy's order: others are admitted beside it
+that have had no more than they are due, and the policy's bound holds (`Policy.set_aside`). They wait no longer than its
+requests that run need to use up its credit. No request of it starves: those that run end, and with its share of the
+rest the client is held back no more. What runs already is left alone, so steps become shorter no faster than requests
+end; and a target that even few requests exceed is not met, and only costs throughput. Prompts of clients that are not
+above their share come on top, or whoever sends many could hold back those that only run. k names are k clients here
+too: who splits itself is above its share under none of them, and the target is not kept against it.
 
 A client that leaves keeps its lag for `RECENT_S`, at most the patience: who sends one request after the other is not
 shortened each time, and who comes with ten thousand names at once gains nothing by having been here before.

@@ -14,6 +14,7 @@ while two of them wait, the next one comes in below every client that was served
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import ClassVar
 
 from sglang_fair.common.weights import Weights
@@ -59,8 +60,14 @@ class Vtc(Policy):
         self._seat(job.client)
 
     def pick(self) -> Job | None:
+        """The first request of the client with the smallest counter. While that is set aside, nobody is offered whose
+        counter is larger: its own grows as its requests run."""
         client = self._turn.first()
-        return None if client is None else self._queues.head(client)
+        if client is None or self._counter[client] > min(
+            (self._counter[other] for other in self._queues.held_clients()), default=inf
+        ):
+            return None
+        return self._queues.head(client)
 
     def hold(self, job: Job) -> None:
         self._queues.hold(job)
@@ -107,7 +114,7 @@ class Vtc(Policy):
 
     def _floor(self) -> float:
         """The counter to which a client that joins the queue is lifted (Algorithm 2, lines 8-13)."""
-        queued = [self._counter[client] for client in (*self._queues.held_clients(), *self._queues.aside())]
+        queued = [self._counter[client] for client in self._queues.held_clients()]
         first = self._turn.first()
         if first is not None:
             queued.append(self._counter[first])
