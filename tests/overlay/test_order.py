@@ -1,6 +1,7 @@
 """DLPM in the real scheduler: who is admitted when, request by request."""
 
 import asyncio
+from uuid import uuid4
 
 import aiohttp
 import pytest
@@ -60,8 +61,9 @@ def test_arrival_order_does_not_matter_between_clients(one_at_a_time: Replica) -
 async def _admission_order(replica: Replica, requests: list[tuple[str, str, list[int]]]) -> list[str]:
     """Queue `requests` in this order behind a running one, let go, and see in which order they ran."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        blocks = uuid4().hex
         blocker = asyncio.create_task(
-            replica.ask(f"before {requests[0][0]}", [5] * 16, 20_000, session=session, rid="b" * 32)
+            replica.ask(f"before {requests[0][0]}", [5] * 16, 20_000, session=session, rid=blocks)
         )
         await asyncio.to_thread(wait_until, lambda: replica.fair()["totals"]["running"] == 1, "the blocker")
         tasks: list[asyncio.Task[Answer]] = []
@@ -73,7 +75,7 @@ async def _admission_order(replica: Replica, requests: list[tuple[str, str, list
                 lambda count=count: replica.fair()["totals"]["waiting"] == count,
                 f"{count} waiting",
             )
-        await asyncio.to_thread(replica.abort, "b" * 32)
+        await asyncio.to_thread(replica.abort, blocks)
         answers = await asyncio.gather(*tasks)
         await blocker
     assert [answer.output_tokens for answer in answers] == [1] * len(requests)
