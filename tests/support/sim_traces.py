@@ -22,7 +22,7 @@ from sglang_fair.core import make_policy
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.steps import make_steps
 from sglang_fair.sim import task
-from sglang_fair.sim.replica import Replica, Settings, SimRequest
+from sglang_fair.sim.replica import WARM_UP_STEPS, Replica, Settings, SimRequest
 
 PAGE_TOKENS = 16
 MOST_RUNNING = 128
@@ -194,6 +194,8 @@ class Traced:
         ratio = scheduler.new_token_ratio_tracker
         ratio.init = ratio.current = load.ratio
         ratio.min, ratio.decay = 0.0, load.ratio / RATIO_DECAY_STEPS
+        # This engine has no server that answers a request of its own first.
+        scheduler.fair._admission.step(float(WARM_UP_STEPS), decoded=WARM_UP_STEPS, requests=1)
         trace = calls(scheduler.fair.queue)
         for step in range(load.steps):
             now_s = float(step)
