@@ -92,7 +92,8 @@ class Site:
         self.router_address = f"tcp://127.0.0.1:{free_port()}"
         workers = [f"--worker={name},http={url}" for name, url in self.urls.items()]
         self.router = Process(
-            "router", "router", "--bind", self.router_address, "--worker-quantum", str(QUANTUM),
+            "router", "router", "--bind", self.router_address,
+            "--placement", "d2lpm", "--worker-quantum", str(QUANTUM),
             *workers, *router_options,
         )  # fmt: skip
         self.gateways: list[Process] = []
