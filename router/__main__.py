@@ -10,7 +10,7 @@ import zmq
 from router.collector import collect_young_only
 from router.core import Router
 from router.descriptors import raise_limit
-from router.events import WorkerUp
+from router.events import LARGEST_CAPACITY, LEAST_CAPACITY, WorkerUp
 from router.placement import build, parameters, parse_value
 from router.shell import Shell
 from sglang_fair.common.pairs import split_pairs
@@ -48,8 +48,8 @@ def _capacity(values: dict[str, str]) -> float:
         capacity = float(text)
     except ValueError:
         capacity = 0.0
-    if not capacity > 0:
-        raise _refused(f"capacity={text} is not a positive number")
+    if not LEAST_CAPACITY <= capacity <= LARGEST_CAPACITY:
+        raise _refused(f"capacity={text} is no number from {LEAST_CAPACITY:g} to {LARGEST_CAPACITY:g}")
     return capacity
 
 

@@ -65,6 +65,11 @@ class Done(Message, frozen=True):
     tpot_s: Seconds | None = None
 
 
+LEAST_CAPACITY, LARGEST_CAPACITY = 1e-3, 1e3
+"""Loads are divided by capacities, and by their sums: beyond these numbers nothing would be left of the others."""
+Capacity = Annotated[float, msgspec.Meta(ge=LEAST_CAPACITY, le=LARGEST_CAPACITY)]
+
+
 class WorkerUp(Message, frozen=True):
     """Worker `worker` serves at `url` and publishes its KV events at `kv` and `replay`, if these are given.
 
@@ -75,7 +80,7 @@ class WorkerUp(Message, frozen=True):
     url: str
     kv: str | None = None
     replay: str | None = None
-    capacity: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    capacity: Capacity = 1.0
 
 
 class WorkerDown(Message, frozen=True):

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
-from router.events import WorkerDrain, Workers, WorkerUp
+from router.events import Capacity, WorkerDrain, Workers, WorkerUp
 from router.gateway.errors import RETRY_AFTER_S, ApiError, describe
 from router.gateway.pages import json_response
 from router.gateway.replicas.pool import Replicas
@@ -50,7 +50,7 @@ class NewWorker(msgspec.Struct, forbid_unknown_fields=True):
     name: Annotated[str, _matching(NAME_PATTERN)] | None = None
     kv: Annotated[str, _matching(_ADDRESS_PATTERN, "ZMQ address of its KV events.")] | None = None
     replay: Annotated[str, _matching(_ADDRESS_PATTERN, "ZMQ address that replays them.")] | None = None
-    capacity: Annotated[float, Meta(gt=0)] = 1.0
+    capacity: Capacity = 1.0
 
 
 class WorkerState(msgspec.Struct):
@@ -61,7 +61,7 @@ class WorkerState(msgspec.Struct):
     url: str | UnsetType = UNSET
     kv: str | UnsetType | None = UNSET
     replay: str | UnsetType | None = UNSET
-    capacity: Annotated[float, Meta(gt=0)] | UnsetType = UNSET
+    capacity: Capacity | UnsetType = UNSET
 
 
 class WorkerList(msgspec.Struct):

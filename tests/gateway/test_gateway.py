@@ -697,6 +697,8 @@ def test_workers_are_changed_from_this_machine_or_with_the_key(
         ({"url": "http://127.0.0.1:1", "name": "a b"}, 400, "invalid_worker"),
         ({"url": "http://127.0.0.1:1", "replay": "tcp://x:1"}, 400, "invalid_worker"),
         ({"url": "http://127.0.0.1:1", "capacity": 0}, 400, "invalid_worker"),
+        ({"url": "http://127.0.0.1:1", "capacity": 5e-324}, 400, "invalid_worker"),
+        ({"url": "http://127.0.0.1:1", "capacity": 1e30}, 400, "invalid_worker"),
         ({"url": "http://127.0.0.1:1"}, 400, "worker_not_ready"),
         (b" " * 5000, 413, "body_too_large"),
     ],

@@ -1,6 +1,7 @@
 """The router's state machine: what it answers, and that every request is accounted exactly once."""
 
 import gc
+import json
 import random
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from hypothesis import strategies as st
 
 from router.core import Router
 from router.events import (
+    LARGEST_CAPACITY,
+    LEAST_CAPACITY,
     Arrive,
     Cleared,
     Difference,
@@ -39,7 +42,7 @@ from router.events import (
     decode_event,
     encode,
 )
-from router.placement import build
+from router.placement import PLACEMENTS, build
 from router.placement.d2lpm import D2lpm
 from router.wire import pack_tokens
 
@@ -565,6 +568,20 @@ def test_capacity_divides_the_load():
         tokens = np.full(32, number, "<u4").tobytes()
         made.handle(Arrive(str(number), "c", tokens), 0.0)
     assert [worker["in_flight"] for worker in made.state()["workers"].values()] == [30, 10]
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+@pytest.mark.filterwarnings("error")
+def test_any_capacity_that_may_be_given_leaves_finite_numbers(name: str):
+    """POST /workers takes it from anybody who may call it."""
+    made = Router(build(name), page_size=16)
+    for worker, capacity in (("a", LEAST_CAPACITY), ("b", LARGEST_CAPACITY), ("c", 1.0)):
+        made.handle(WorkerUp(worker, "", capacity=capacity), 0.0)
+    for number in range(60):
+        made.handle(Arrive(str(number), f"c{number % 3}", PROMPT), float(number))
+        if number == 30:
+            made.handle(WorkerUp("b", "", capacity=LEAST_CAPACITY), 30.0)
+    json.dumps(made.state(), allow_nan=False)
 
 
 def test_a_changed_capacity_changes_load_and_quantum():
