@@ -122,6 +122,10 @@ class ClientQueues:
         """Clients with at least one held job, or set aside."""
         return self._with_held | self._aside
 
+    def aside(self) -> Iterable[str]:
+        """Clients that are set aside."""
+        return self._aside
+
     def __contains__(self, client: str) -> bool:
         return client in self._queues
 

@@ -64,7 +64,7 @@ class Vtc(Policy):
         counter is larger: its own grows as its requests run."""
         client = self._turn.first()
         if client is None or self._counter[client] > min(
-            (self._counter[other] for other in self._queues.held_clients()), default=inf
+            (self._counter[other] for other in self._queues.aside()), default=inf
         ):
             return None
         return self._queues.head(client)
