@@ -266,7 +266,7 @@ def test_beside_a_client_that_always_runs_the_target_is_kept() -> None:
             st.just(""),
             waiting=st.just(45),  # more than may run: all wait all the time
             under_way=st.just(10**6),
-            prompt_tokens=st.sampled_from([1, 10, 100]),
+            prompt_tokens=st.sampled_from([1, 10, 100, 1000]),
             output_steps=st.sampled_from([(1, 1), (1, 3), (20, 50), (50, 50)]),
         ),
         min_size=2,
