@@ -1,5 +1,8 @@
 """The platform class that SGLang instantiates. It is not in `cpu` because importing it imports SGLang."""
 
+from typing import Any
+
+import torch
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
@@ -11,6 +14,14 @@ class PlainTorchPlatform(CpuDeviceMixin, SRTPlatform):
     _enum = PlatformEnum.OOT
     capabilities = PlatformCapabilities()
 
+    def apply_server_args_defaults(self, server_args: Any) -> None:
+        """Computes in float32, unless `--dtype` is given, where the CPU has no vector instructions for bfloat16.
+
+        There oneDNN multiplies bfloat16 one number at a time: nine times slower at 512 tokens on an AMD EPYC with AVX2.
+        """
+        if server_args.dtype == "auto" and not _multiplies_bfloat16():
+            server_args.dtype = "float32"
+
     def is_pin_memory_available(self, device: object = None) -> bool:
         return False
 
@@ -19,3 +30,7 @@ class PlainTorchPlatform(CpuDeviceMixin, SRTPlatform):
 
     def get_dispatch_key_name(self) -> str:
         return "native"
+
+
+def _multiplies_bfloat16() -> bool:
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

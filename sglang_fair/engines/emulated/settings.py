@@ -38,6 +38,7 @@ def server_arguments(emulation: Emulation) -> tuple[str, ...]:
     on_cpu = [argument for argument in cpu.SERVER_ARGUMENTS if argument != "--disable-overlap-schedule"]
     return (
         *on_cpu,
+        "--dtype", "bfloat16",
         "--grammar-backend", "none",
         "--chunked-prefill-size", str(emulation.chunked_prefill_tokens),
         "--stream-interval", str(STREAM_INTERVAL_TOKENS),
