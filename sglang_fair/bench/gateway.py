@@ -354,9 +354,8 @@ def start_theirs(
     children: Children, program: str, port: int, metrics_port: int, engines: Sequence[int]
 ) -> list[Child]:
     """The Rust router."""
-    launch = ["launch"] if Path(program).name == "smg" else []
     command = [
-        program, *launch, "--host", "127.0.0.1", "--port", str(port), "--policy", "cache_aware",
+        program, "launch", "--host", "127.0.0.1", "--port", str(port), "--policy", "cache_aware",
         "--prometheus-port", str(metrics_port), "--log-level", "error",
         "--worker-urls", *(f"http://127.0.0.1:{engine}" for engine in engines),
     ]  # fmt: skip

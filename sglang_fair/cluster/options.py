@@ -41,6 +41,7 @@ NOT_HERE: Mapping[str, str] = {
     "--nnodes": "all replicas of a cluster run on this machine; start those that span several by themselves",
     "--node-rank": "all replicas of a cluster run on this machine; start those that span several by themselves",
     "--dist-init-addr": "all replicas would listen there; each finds an address of its own",
+    "--nccl-port": "all replicas would listen there; each has a port of its own",
     "--pp": "several of SGLang's arguments begin so; write --pp-size",
 }
 """SGLang arguments that no replica of a cluster can be given, and why."""

@@ -12,7 +12,7 @@ from router.gateway import limits
 from router.placement import parse_options
 from sglang_fair.cluster.gpus import Gpu, environment
 from sglang_fair.cluster.options import ConfigError, Device, Options, page_tokens
-from sglang_fair.cluster.ports import Ports
+from sglang_fair.cluster.ports import Ports, ReplicaPorts
 from sglang_fair.core.cost import Cost, Linear, describe
 from sglang_fair.settings import table
 from sglang_fair.settings.setting import command_line, shared
@@ -194,8 +194,8 @@ def build(
         processes=(
             *((_fork_server(options, machine, fork_server),) if fork_server else ()),
             *(
-                _replica(options, device, machine, model, worker, ports.replicas[index].http,
-                         ports.replicas[index].kv, gpus[index] if gpus else (), fork_server)
+                _replica(options, device, machine, model, worker, ports.replicas[index],
+                         gpus[index] if gpus else (), fork_server)
                 for index, worker in enumerate(workers)
             ),
             _router(options, machine, router, workers),
@@ -252,8 +252,7 @@ def _replica(
     machine: Machine,
     model: Model,
     worker: Worker,
-    http_port: int,
-    kv_port: int,
+    ports: ReplicaPorts,
     gpus: tuple[Gpu, ...],
     fork_server: str | None,
 ) -> Process:
@@ -262,9 +261,9 @@ def _replica(
         **shared(options, table.Replica),
         "device": device,
         "host": LOCAL,
-        "port": http_port,
-        "kv_port": kv_port,
-        "extra": ("--log-level", options.log_level, *options.extra),
+        "port": ports.http,
+        "kv_port": ports.kv,
+        "extra": ("--log-level", options.log_level, "--nccl-port", str(ports.rendezvous), *options.extra),
         **_cost(options.service_cost()),
         "identity": None,  # the gateway has put the name into a header
     }

@@ -24,10 +24,12 @@ class PortTaken(RuntimeError):
 
 @dataclass(frozen=True)
 class ReplicaPorts:
-    """A replica's ports: `http`, `kv` for KV events, and `kv + 1` for their replay."""
+    """A replica's ports: `http`, `kv` for KV events, `kv + 1` for their replay, and `rendezvous`, where the model's
+    ranks meet. SGLang would draw the last one, and two replicas that start together may draw the same."""
 
     http: int
     kv: int
+    rendezvous: int
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,11 @@ def choose_replica(reserve: Callable[[int], bool]) -> ReplicaPorts:
 
 
 def _replica(candidates: Iterator[int], reserve: Callable[[int], bool]) -> ReplicaPorts:
-    return ReplicaPorts(http=_run_of(1, candidates, reserve), kv=_run_of(2, candidates, reserve))
+    return ReplicaPorts(
+        http=_run_of(1, candidates, reserve),
+        kv=_run_of(2, candidates, reserve),
+        rendezvous=_run_of(1, candidates, reserve),
+    )
 
 
 def _run_of(count: int, candidates: Iterator[int], reserve: Callable[[int], bool]) -> int:
@@ -91,7 +97,7 @@ class Reservations:
 
     def give_back(self, ports: ReplicaPorts) -> None:
         """Frees the ports of a replica that is gone for good."""
-        self._marks.give_back(*map(str, (ports.http, ports.kv, ports.kv + 1)))
+        self._marks.give_back(*map(str, (ports.http, ports.kv, ports.kv + 1, ports.rendezvous)))
 
     def close(self) -> None:
         """Frees all of them."""

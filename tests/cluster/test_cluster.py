@@ -67,7 +67,11 @@ GPU_MACHINE = Machine(
     python="python",
 )
 MODEL = Model(Path("/models/tiny"), "tiny", 1_000_000)
-PORTS = Ports(gateway=8000, router=30000, replicas=(ReplicaPorts(30001, 30002), ReplicaPorts(30004, 30005)))
+PORTS = Ports(
+    gateway=8000,
+    router=30000,
+    replicas=(ReplicaPorts(30001, 30002, 30004), ReplicaPorts(30005, 30006, 30008)),
+)
 
 
 def after(argv: Sequence[str], option: str) -> str:
@@ -151,8 +155,8 @@ class TestPorts:
         ports = choose(gateway, replicas, reserve)
         used = [ports.gateway, ports.router]
         for replica in ports.replicas:
-            used += [replica.http, replica.kv, replica.kv + 1]
-        assert len(set(used)) == len(used) == 2 + 3 * replicas
+            used += [replica.http, replica.kv, replica.kv + 1, replica.rendezvous]
+        assert len(set(used)) == len(used) == 2 + 4 * replicas
         assert not taken & set(used)
         assert set(used) - {gateway} <= reserved
 
@@ -217,12 +221,20 @@ class TestPlan:
         assert fork_server.argv[:3] == ("python", "-m", "sglang_fair.engines.fork_server")
         assert r0.fork_server == r1.fork_server == fork_server.argv[3]
         assert parse("replica", fork_server.argv[4:]).device == "cpu"
-        assert (after(r0.argv, "--port"), after(r1.argv, "--port")) == ("30001", "30004")
-        assert after(r1.argv, "--kv-port") == "30005"
+        assert (after(r0.argv, "--port"), after(r1.argv, "--port")) == ("30001", "30005")
+        assert (after(r1.argv, "--kv-port"), after(r1.argv, "--nccl-port")) == ("30006", "30008")
         assert json.loads(after(r0.argv, "--client-weights")) == {"gold": 2.0}
         assert (after(r0.argv, "--payer"), after(r0.argv, "--policy-options")) == ("equal", "patience=9")
-        assert r0.argv[list(r0.argv).index("--") :] == ("--", "--log-level", "info", "--page-size", "32")
-        assert r1.ready == HttpReady("http://127.0.0.1:30004/ready")
+        assert r0.argv[list(r0.argv).index("--") :] == (
+            "--",
+            "--log-level",
+            "info",
+            "--nccl-port",
+            "30004",
+            "--page-size",
+            "32",
+        )
+        assert r1.ready == HttpReady("http://127.0.0.1:30005/ready")
         assert plan.router == after(router.argv, "--bind") == after(gateway.argv, "--router")
         assert router.ready == RouterReady("tcp://127.0.0.1:30000")
         assert after(router.argv, "--page-size") == "32"
@@ -234,7 +246,7 @@ class TestPlan:
         assert json.loads(after(router.argv, "--client-weights")) == {"gold": 2.0}
         workers = [router.argv[i + 1] for i, word in enumerate(router.argv) if word == "--worker"]
         assert workers[1] == (
-            "r1,http=http://127.0.0.1:30004,kv=tcp://127.0.0.1:30005,replay=tcp://127.0.0.1:30006"
+            "r1,http=http://127.0.0.1:30005,kv=tcp://127.0.0.1:30006,replay=tcp://127.0.0.1:30007"
         )
         assert after(gateway.argv, "--model-name") == "tiny"
         assert after(gateway.argv, "--tokenizer") == "/models/tiny"

@@ -127,7 +127,7 @@ class Cluster:
     def __init__(self, kind: str, machine: Machine, each: int, reservations: Reservations) -> None:
         self.marks = Marks(kind)
         options = Options(extra=("--tp", str(each)))
-        ports = Ports(1, 2, (ReplicaPorts(3, 4),))
+        ports = Ports(1, 2, (ReplicaPorts(3, 4, 6),))
         self.more = AddedReplicas(options, "cuda", MODEL, ports, reservations, self.marks, lambda: machine)
         self.specs: dict[int, Any] = {}
 
@@ -358,6 +358,7 @@ def test_the_words_behind_the_dashes_that_would_move_gpus() -> None:
         (("--pp", "2"), "write --pp-size"),
         (("--node-rank=1",), "all replicas of a cluster run on this machine"),
         (("--dist-init-addr", "h:1"), "each finds an address of its own"),
+        (("--nccl-port", "9000"), "each has a port of its own"),
         (("--base-gpu", "2"), "write --base-gpu-id in full, not --base-gpu"),
         (("--nnode", "2"), "write --nnodes in full"),
         (("--tensor-parallel=2",), "write --tensor-parallel-size in full"),

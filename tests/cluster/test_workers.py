@@ -241,13 +241,13 @@ def test_a_further_replica_is_planned_like_the_first_ones(monkeypatch: pytest.Mo
         plan = build(options, "cpu", MACHINE, TINY, ports)
         more = AddedReplicas(options, "cpu", TINY, ports, reservations, Marks("gpu-test"), lambda: MACHINE)
         r1, r2 = plan.of("replica")[1], more.plan(2)
-        own = {"--name", "--port", "--kv-port"}
+        own = {"--name", "--port", "--kv-port", "--nccl-port"}
         assert [word for word in r2.argv if word not in after_all(r2, own)] == [
             word for word in r1.argv if word not in after_all(r1, own)
         ]
         assert (r2.name, r2.worker and r2.worker.name, after(r2.argv, "--name")) == ("r2", "r2", "r2")
         used = {ports.gateway, ports.router}
-        used |= {port for one in ports.replicas for port in (one.http, one.kv, one.kv + 1)}
+        used |= {port for one in ports.replicas for port in (one.http, one.kv, one.kv + 1, one.rendezvous)}
         new = {int(after(r2.argv, "--port")), int(after(r2.argv, "--kv-port"))}
         assert not used & new
         more.freed(r2)
@@ -267,7 +267,7 @@ def test_a_further_replica_needs_room(monkeypatch: pytest.MonkeyPatch) -> None:
         contextlib.closing(Reservations("127.0.0.1")) as reservations,
         contextlib.closing(Marks(f"gpu-test-{os.getpid()}")) as marks,
     ):
-        ports = Ports(8000, 30_000, (ReplicaPorts(30_001, 30_002),))
+        ports = Ports(8000, 30_000, (ReplicaPorts(30_001, 30_002, 30_004),))
         with pytest.raises(ConfigError, match="too little memory"):
             AddedReplicas(Options(), "cpu", TINY, ports, reservations, marks, lambda: small).plan(2)
         on_gpus = AddedReplicas(Options(), "cuda", TINY, ports, reservations, marks, lambda: gpus)
@@ -283,7 +283,7 @@ def test_a_further_replica_needs_room(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_new_router_is_told_of_other_workers() -> None:
-    ports = Ports(8000, 30_000, (ReplicaPorts(30_001, 30_002), ReplicaPorts(30_004, 30_005)))
+    ports = Ports(8000, 30_000, (ReplicaPorts(30_001, 30_002, 30_004), ReplicaPorts(30_005, 30_006, 30_008)))
     plan = build(Options(worker_quantum=9.0), "cpu", MACHINE, TINY, ports)
     [router] = plan.of("router")
     workers = [spec.worker for spec in plan.of("replica") if spec.worker]

@@ -74,7 +74,9 @@ def test_a_cluster_takes_what_its_policy_has() -> None:
 
 def test_they_reach_each_replicas_server() -> None:
     """From the cluster's options over the replica's command line to SGLang's."""
-    ports = Ports(20_000, 20_001, (ReplicaPorts(20_002, 20_003), ReplicaPorts(20_005, 20_006)))
+    ports = Ports(
+        20_000, 20_001, (ReplicaPorts(20_002, 20_003, 20_005), ReplicaPorts(20_006, 20_007, 20_009))
+    )
     options = Options(policy="rpm", policy_options="limit=5,excess=delay")
     machine = Machine(cores=2, available_bytes=2**40, gpus=(), cuda_build=False, python="python")
     plan = build(options, "cpu", machine, Model(Path("tiny"), "tiny", 0), ports)

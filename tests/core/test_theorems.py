@@ -25,9 +25,12 @@ from sglang_fair.core.lpm import Lpm
 from sglang_fair.core.policy import Policy
 from sglang_fair.core.predicted import DlpmPredict
 from sglang_fair.core.queue import FairQueue
+from sglang_fair.core.steps import Steps
 from sglang_fair.core.vtc import Vtc
 from tests.core.test_dlpm import BURSTS
 from tests.support.engine_model import (
+    BASE_S,
+    REQUEST_S,
     ClientHabit,
     EngineCase,
     EngineModel,
@@ -121,9 +124,11 @@ def carry_out(
     queue: FairQueue,
     replica_type: type[EngineModel] = EngineModel,
     trace_type: type[Trace] = Trace,
+    shared: Steps | None = None,
 ) -> Trace:
     replica = replica_type(
         queue,
+        shared=shared,
         pool_tokens=schedule.pool_tokens,
         cache_tokens=schedule.cache_tokens,
         step_tokens=schedule.step_tokens,
@@ -148,12 +153,21 @@ SERVED = {"vtc": (2.0, 0.5), "dlpm": (1.0, 0.0), "dlpm-predict": (1.0, 0.0), "dr
 together get before a newcomer's first dispatch, beyond one bound each."""
 
 
+TARGETS_S = (None, 0, BASE_S + 3 * REQUEST_S)
+"""Of the rule of steps: by the shares, none, and one that three requests meet."""
+
+
+@pytest.mark.parametrize("is_shared", [False, True], ids=["prompts first", "steps shared"])
 @pytest.mark.parametrize("name", sorted(SERVED))
 @THEOREMS
-@given(schedule=schedules(), weights=WEIGHTS, quantum=st.sampled_from([1, 10, 40, 200]))
-def test_no_schedule_breaks_a_guarantee(name, schedule, weights, quantum):
+@given(
+    schedule=schedules(), weights=WEIGHTS, quantum=st.sampled_from([1, 10, 40, 200]), which=st.integers(0, 2)
+)
+def test_no_schedule_breaks_a_guarantee(name, is_shared, schedule, weights, quantum, which):
     """Weighted clients, chunks, aborts, hot prefixes: T1 or T2 (both wait), T3 (one waits), T4 (a newcomer)."""
-    trace = carry_out(schedule, FairQueue(make_policy(name, quantum=quantum, weights=Weights(weights))))
+    policy = make_policy(name, quantum=quantum, weights=Weights(weights))
+    shared = Steps(BASE_S, policy.weights, target_s=TARGETS_S[which]) if is_shared else None
+    trace = carry_out(schedule, FairQueue(policy), shared=shared)
     bound, (lag, more) = trace.replica.queue.account.bound(), SERVED[name]
     assert bound is not None
     gap, behind = trace.gap_between_backlogged(), trace.lag_of_backlogged()
@@ -162,6 +176,8 @@ def test_no_schedule_breaks_a_guarantee(name, schedule, weights, quantum):
     assert gap <= bound + 1e-6
     assert behind <= lag * bound + 1e-6
     assert trace.service_before_dispatch() <= (others + more) * bound + 1e-6
+    if shared is not None:
+        assert shared.largest_lag_s <= shared.bound_s + 1e-9
 
 
 @THEOREMS

@@ -73,7 +73,7 @@ class TestReplicaArguments:
 class TestPlan:
     machine = Machine(2, 16 * 10**9, (), False, "python")
     model = Model(Path("/m"), "llama-3.1-8b-emulated", 350_000_000)
-    ports = Ports(gateway=8000, router=30000, replicas=(ReplicaPorts(30001, 30002),) * 2)
+    ports = Ports(gateway=8000, router=30000, replicas=(ReplicaPorts(30001, 30002, 30004),) * 2)
     options = Options(engine="emulated", gpu="a100-80g", model="llama-3.1-8b", time_scale=0.5)
 
     def test_the_fork_server_comes_first_and_forks_the_replicas(self) -> None:

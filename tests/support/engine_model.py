@@ -7,11 +7,14 @@ theorems). A prompt
 longer than what is left of the step's token budget is computed in chunks; one request at most is in chunks.
 For policies that look at a clock, a step takes a second.
 
+With the rule of steps (`Steps`) a step is for prompts or for those that run, as in SGLang without mixed chunks, and
+takes as long as what it computes.
+
 Service is metered here a second time, from what the engine computed, so that the books can be checked.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from random import Random
@@ -21,11 +24,16 @@ from hypothesis import strategies as st
 from sglang_fair.core.admission import Admission
 from sglang_fair.core.cost import Cost, Linear
 from sglang_fair.core.job import Job
+from sglang_fair.core.ledger import SYSTEM
 from sglang_fair.core.payers import Payers, path_of
 from sglang_fair.core.policy import Policy
 from sglang_fair.core.queue import FairQueue
+from sglang_fair.core.steps import Steps
 
 Tokens = tuple[int, ...]
+
+BASE_S, PROMPT_TOKEN_S, REQUEST_S = 0.01, 0.001, 0.0005
+"""With the rule of steps: how long a step takes at least, and for each prompt token or each request that decodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +101,14 @@ class PrefixCache:
 
 @dataclass(slots=True)
 class Running:
-    """An admitted request: `computed` prompt tokens are in the batch or in the cache, `pinned` in the cache."""
+    """An admitted request: `computed` prompt tokens are in the batch or in the cache, `pinned` in the cache. The last
+    `extended` of them were computed by its last step for prompts."""
 
     request: Request
     job: Job
     computed: int
     pinned: Tokens = ()
+    extended: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +127,8 @@ Watcher = Callable[[], None]
 
 class EngineModel:
     """`pool_tokens` is M. `block_tokens` is how many uncached tokens two requests must share to be taken for
-    the same prefix; None switches the queue's deferral off. `step_tokens` None: prompts are never cut."""
+    the same prefix; None switches the queue's deferral off. `step_tokens` None: prompts are never cut. `shared` is the
+    rule of steps; None: prompts go first, and those that run get a token in every step."""
 
     def __init__(
         self,
@@ -128,9 +139,10 @@ class EngineModel:
         page_tokens: int = 1,
         step_tokens: int | None = None,
         block_tokens: int | None = 1,
+        shared: Steps | None = None,
     ) -> None:
         self.queue = queue
-        self.admission = Admission(queue, self._look_up)
+        self.admission = Admission(queue, self._look_up, shared)
         self.cache = PrefixCache(cache_tokens, page_tokens)
         self.pool_tokens = pool_tokens
         self.step_tokens = step_tokens
@@ -199,16 +211,34 @@ class EngineModel:
         self.steps += 1
         for job in list(self.queue.waiting()):
             self.admission.looked_up(job, *self._look_up(job))
-        self.queue.tick(self.steps)
-        self.admission.begin_pass(self.cache.changes)
+        self.admission.tick(self.steps)
+        self.admission.begin_pass(self.cache.changes, lambda: any(self._decoding()))
         batch = self._form_batch()
+        served = list(self._decoding())
         for running in batch:
             self._pin(running, running.request.tokens[: running.computed])
         self.admission.computed(running.job for running in batch)
-        for running in list(self._running.values()):
-            if running is self._chunked:
-                continue
+        if self.admission.steps is not None:
+            served = self._take_time(batch, served)
+        for running in served:
             self._emit(running)
+
+    def _take_time(self, batch: Sequence[Running], served: list[Running]) -> list[Running]:
+        """The step is over. Returns those that get a token by it."""
+        if not batch:
+            if served:
+                length_s = BASE_S + REQUEST_S * len(served)
+                self.admission.step(length_s, decoded=1, requests=len(served))
+            return served
+        extended: Counter[str] = Counter()
+        for running in batch:
+            extended[SYSTEM if running.request.system else running.request.client] += running.extended
+        self.admission.step(BASE_S + PROMPT_TOKEN_S * extended.total(), extended)
+        return [running for running in batch if running is not self._chunked]
+
+    def _decoding(self) -> Iterator[Running]:
+        """Those whose prompt is computed."""
+        return (running for running in self._running.values() if running is not self._chunked)
 
     def retract(self, request_id: str) -> None:
         """Memory ran out after all: the request gives up what was computed for it and waits again."""
@@ -236,15 +266,20 @@ class EngineModel:
         return self._requests[request_id].output_tokens
 
     def _form_batch(self) -> list[Running]:
-        left = self.step_tokens if self.step_tokens is not None else 1 << 60
+        most = self.admission.chunk_tokens()
+        left = min(each for each in (self.step_tokens, most, 1 << 60) if each is not None)
         self.candidate, self.out_of_budget, self.passed_over = None, False, []
         batch: list[Running] = []
-        if self._chunked is not None:
-            running = self._chunked
-            left -= self._compute(running, left, first=False)
+        if (running := self._chunked) is not None and self.admission.goes_on(running.job):
+            tokens = self.admission.chunk_of(
+                running.job, left, self._block(running.request, running.computed)
+            )
+            left -= self._compute(running, tokens, first=False)
             batch.append(running)
         candidates = self.admission.candidates()
-        while left > 0 and self._chunked is None and (job := next(candidates, None)) is not None:
+        while left > 0 and (self._chunked is None or most is not None):
+            if (job := next(candidates, None)) is None:
+                break
             request = self._requests[job.id]
             if not self.fits(request):
                 self.candidate = job
@@ -252,6 +287,8 @@ class EngineModel:
             matched, block = self._look_up(job)
             if not self.admission.confirm(job, matched, block):
                 continue
+            if self._chunked is not None and len(request.tokens) + job.output_tokens - matched > left:
+                break  # one prompt at a time is cut
             running = Running(request, job, matched)
             left -= self._compute(running, left, first=True)
             batch.append(running)
@@ -276,7 +313,7 @@ class EngineModel:
             self.admission.admit(job, extend_tokens=extend, cached_tokens=cached, path=path)
         else:
             self.admission.extend(job, extend, self._block(request, cached))
-        running.computed += extend
+        running.computed, running.extended = cached + extend, extend
         self._chunked = running if running.computed < prompt_tokens else None
         self._meter(request, reached=cached + extend, cached=cached)
         self.queue.account.ledger.engine_counted(extend=extend)
