@@ -13,7 +13,8 @@ bounds are made of.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from sglang_fair.core.cost import Cost, Linear
@@ -161,13 +162,21 @@ class Account:
         own = self.policy.weights
         if own is None:
             return
-        ahead = [(job, self._ahead(job)) for job in self.running.values() if job.client in weights]
-        for job, units in ahead:
-            self._charge_ahead(job, -units)
-        for client, weight in weights.items():
-            own.set(client, weight)
-        for job, units in ahead:
-            self._charge_ahead(job, units)
+        with self._charged_ahead_anew(weights):
+            for client, weight in weights.items():
+                own.set(client, weight)
+
+    def tell_weight(self, client: str, weight: float, version: int) -> bool:
+        """A request says that its client has `weight` (`Weights.tell`). Returns whether that changes it; then it is as
+        after `set_weights`. O(1), and O(running requests) for a change where outputs are predicted."""
+        own = self.policy.weights
+        if own is None or not own.is_news(client, weight, version):
+            return False
+        with self._charged_ahead_anew((client,)):
+            changed = own.tell(client, weight, version)
+        if own.are_many:
+            own.forget(lambda name: name in self.present or self.policy.owes(name))
+        return changed
 
     # ---- what people read
 
@@ -260,6 +269,18 @@ class Account:
         self.policy.charge(job.client, served + self._ahead(job) - ahead)
         return served
 
+    @contextmanager
+    def _charged_ahead_anew(self, clients: Container[str]) -> Iterator[None]:
+        """Their weights change within."""
+        ahead = []
+        if self.policy.predictor is not None:
+            ahead = [(job, self._ahead(job)) for job in self.running.values() if job.client in clients]
+        for job, units in ahead:
+            self._charge_ahead(job, -units)
+        yield
+        for job, units in ahead:
+            self._charge_ahead(job, units)
+
     def _charge_ahead(self, job: Job, units: float) -> None:
         if units:
             self.policy.charge(job.client, units)
@@ -291,7 +312,14 @@ class Account:
 
     def _settle_largest(self) -> None:
         runs = {job.client for job in self.running.values() if not job.system}
-        if self.largest.settle(lambda client: client in runs or self.policy.owes(client), *self.backlogs()):
+
+        def matters(client: str) -> bool:
+            return client in runs or self.policy.owes(client)
+
+        anew = self.largest.settle(matters, *self.backlogs())
+        if self.policy.weights is not None:
+            self.policy.weights.settle(matters, anew)
+        if anew:
             self.policy.all_waited_anew()
 
     def _stop(self, job: Job) -> None:

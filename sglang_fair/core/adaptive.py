@@ -166,7 +166,9 @@ class DlpmAdaptive(Dlpm):
 
     def recent_bound(self, input_units: float, output_units: float) -> float | None:
         """2·(U + C) / min weight, with the largest C that an interval which ends now may have begun with."""
-        return self._bound(input_units, output_units, max(*self._recent_credits, self._credit()))
+        return self._by_recent_weights(
+            self._bound(input_units, output_units, max(*self._recent_credits, self._credit()))
+        )
 
     def all_waited_anew(self) -> None:
         self._recent_credits = self._recent_credits[1], self._credit()

@@ -80,6 +80,8 @@ class Admission:
     def __init__(self, queue: FairQueue, match: Callable[[Job], Match], steps: Steps | None = None) -> None:
         self.queue = queue
         self.steps = steps
+        if steps is not None:
+            queue.reweighed.append(steps.reweigh)
         self._match = match
         self._look_ups = LookUps()
         self._cached_tokens = 0

@@ -120,7 +120,7 @@ class Drr(Policy):
 
     def bound(self, input_units: float, output_units: float) -> float | None:
         """(2·(U + Q^d) + Q^d) / min weight."""
-        return (2 * (input_units + output_units) + 3 * self.quantum) / self.weights.smallest()
+        return (2 * (input_units + output_units) + 3 * self.quantum) / self.weights.smallest_ever()
 
     def owes(self, client: str) -> bool:
         return client in self._credits and self._units(client) < 0

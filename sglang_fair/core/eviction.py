@@ -234,11 +234,18 @@ class FairEviction(LeastRecentlyUsed):
         """What each client that claims something holds, tokens."""
         return {client: holder.held for client, holder in self._holders.items()}
 
-    def reweigh(self) -> None:
-        """The weights have changed."""
-        for holder in self._holders.values():
-            holder.weight = self._weights.of(holder.client)
-        self._valid_until = 0.0
+    def follow(self, weights: Weights) -> None:
+        """The clients' weights are these from now on. O(clients)."""
+        self._weights = weights
+        for client in self._holders:
+            self.reweigh(client)
+
+    def reweigh(self, client: str) -> None:
+        """The weight of `client` has changed. O(1); the level is computed anew when it is needed."""
+        holder = self._holders.get(client)
+        if holder is not None:
+            holder.weight = self._weights.of(client)
+            self._valid_until = 0.0
 
     def add(self, piece: Piece) -> None:
         if piece.leaves is None:

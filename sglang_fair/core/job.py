@@ -23,6 +23,10 @@ class Job:
     """The output that its sender announced; None: it announced none."""
     unblocks: int = 0
     """Requests of its program that its sender holds back until this one is answered."""
+    weight: float | None = None
+    """Its client's weight, by the tenants' file; None: it says none."""
+    weight_version: int = 0
+    """Of that file: the latest says what holds."""
 
     # `FairQueue`.
     arrival: int = 0

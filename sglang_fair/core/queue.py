@@ -13,10 +13,11 @@ and retracted requests, which no deficit may hold back. What is computed and emi
 reported to `account` directly. Which of those that wait would compute the same prefix is `admission`'s business.
 """
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_fair.common.weights import Weights
 from sglang_fair.core.account import Account
 from sglang_fair.core.cost import Cost, Linear
 from sglang_fair.core.heap import LazyHeap
@@ -52,6 +53,8 @@ class FairQueue:
         self._first_held: list[Job] = []
         self._arrivals = 0
         self._backlogs = 0
+        self.reweighed: list[Callable[[str], None]] = []
+        """Called with each client whose weight has changed: for what remembers weights besides the policy."""
 
     # ---- who waits
 
@@ -61,6 +64,7 @@ class FairQueue:
 
     def refuses(self, job: Job) -> str | None:
         """Why a new request may not wait here, for its sender; None: it may, and `arrive` follows at once."""
+        self._hear(job)
         return None if job.system else self.policy.refuses(job)
 
     def arrive(self, job: Job) -> None:
@@ -74,6 +78,7 @@ class FairQueue:
             self._first.put(job, job.arrival)
             return
         self._wait(job.client)
+        self._hear(job)
         self.policy.arrive(job)
 
     def leave(self, job_id: str) -> None:
@@ -89,6 +94,25 @@ class FairQueue:
         """`job.prefix_tokens` of a waiting request has changed."""
         if not (job.system or job.repeating):
             self.policy.rematch(job)
+
+    # ---- what clients are entitled to
+
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        """Somebody sets clients' weights by hand; see `Account.set_weights`. A weight that requests tell stays."""
+        self.account.set_weights(weights)
+        for client in weights:
+            self._reweighed(client)
+
+    def _hear(self, job: Job) -> None:
+        """What the newest tenants' file says of its client, holds for all of that client's requests."""
+        if job.weight is None or job.system:
+            return
+        if self.account.tell_weight(job.client, job.weight, job.weight_version):
+            self._reweighed(job.client)
+
+    def _reweighed(self, client: str) -> None:
+        for tell in self.reweighed:
+            tell(client)
 
     # ---- who goes next
 
@@ -171,7 +195,7 @@ class FairQueue:
     def status(self, most: int = 1000) -> Mapping[str, Any]:
         """State for people and programs, JSON-ready; the `most` clients with the most service are listed."""
         account, ledger = self.account, self.account.ledger
-        counters = self.policy.counters()
+        counters, weights = self.policy.counters(), self.policy.weights or Weights()
         accounts = ledger.accounts()
         busiest = sorted(accounts, key=lambda name: -accounts[name].service)[:most]
         names = dict.fromkeys([*busiest, *list(self._clients)[:most]])
@@ -181,6 +205,7 @@ class FairQueue:
             usage, presence = ledger.usage(name), self._clients.get(name, Presence())
             clients[name] = {
                 "counter": counters.get(name),
+                "weight": weights.of(name),
                 "extend_tokens": usage.extend_tokens,
                 "output_tokens": usage.output_tokens,
                 "cached_tokens": usage.cached_tokens,

@@ -326,12 +326,13 @@ class Steps:
             self._lagging.pop(client, None)
             self._behind.discard(client)
 
-    def reweigh(self) -> None:
-        """Weights have changed. O(clients)."""
-        for client, present in self._present.items():
+    def reweigh(self, client: str) -> None:
+        """The weight of `client` has changed. O(clients), and O(1) if it is not here."""
+        present = self._present.get(client)
+        if present is not None:
             present.weight = self._weights.of(client)
-        self._sum_weights()
-        self._sum_running_weights()
+            self._sum_weights()
+            self._sum_running_weights()
 
     # ---- the decisions
 

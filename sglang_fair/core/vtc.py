@@ -105,7 +105,7 @@ class Vtc(Policy):
         """
         if not isinstance(self.predictor, Oracle | None):
             return None
-        return 2 * (input_units + output_units) / self.weights.smallest()
+        return 2 * (input_units + output_units) / self.weights.smallest_ever()
 
     def owes(self, client: str) -> bool:
         """Its counter is above the smallest of those who wait."""

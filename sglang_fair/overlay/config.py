@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from sglang_fair.common.files import read_json
 from sglang_fair.common.identity import DEFAULT_ORDER, MAX_NAME_CHARS, bounded
-from sglang_fair.common.weights import Weights
+from sglang_fair.common.weights import MOST_WEIGHT, Weights
 from sglang_fair.core import POLICIES
 from sglang_fair.core import options as policy_options
 from sglang_fair.core.cost import Cost, Linear, describe, make_cost
@@ -71,9 +71,6 @@ class Config:
         """With these weights in place of the same clients' old ones. ValueError for a bad one."""
         return replace(self, client_weights={**(self.client_weights or {}), **checked_weights(weights)})
 
-
-MOST_WEIGHT = 1e6
-"""Largest client weight, and one over the smallest: farther apart, the smaller share is none."""
 
 REQUEST_KEYS = ("client_weights",)
 """What `POST /fair` can change while the server runs."""

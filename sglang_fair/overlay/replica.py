@@ -15,7 +15,7 @@ SGLang says (`guarded`).
 import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from functools import wraps
+from functools import partial, wraps
 from hashlib import blake2b
 from heapq import nlargest
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -32,7 +32,7 @@ from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.steps import Step, StepTimes, make_steps
 from sglang_fair.overlay.config import Config
 from sglang_fair.overlay.counts import BatchRow
-from sglang_fair.overlay.tree_core import held, served, weigh
+from sglang_fair.overlay import tree_core
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +114,8 @@ class ReplicaFairness:
         self.queue = FairQueue(policy, self.config.cost, payers=make_payers(self.config.payer))
         steps = make_steps(policy, self._stall_ms, self._target_tpot_ms, unseen=int(self._overlaps))
         self._admission = Admission(self.queue, self._match, steps)
+        tree_core.follow(self._tree_cache, policy.weights)
+        self.queue.reweighed.append(partial(tree_core.reweigh, self._tree_cache))
         self._requests: dict[str, Any] = {}
         """SGLang's requests, by the ids of their jobs."""
         self._given_tokens: dict[str, int] = {}
@@ -149,12 +151,10 @@ class ReplicaFairness:
         return len(self.queue) > 0 or bool(self.queue.running())
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
-        """Change clients' weights from the next charge on; what was counted stays. ValueError for a bad one."""
+        """Change clients' weights from the next charge on; what was counted stays, and a weight by the tenants' file,
+        which requests bring along, holds beside it. ValueError for a bad one."""
         self.config = self.config.with_weights(weights)
-        self.queue.account.set_weights(weights)
-        if self._admission.steps is not None:
-            self._admission.steps.reweigh()
-        weigh(self._tree_cache, weights)
+        self.queue.set_weights(weights)
 
     # ---- who waits
 
@@ -316,7 +316,7 @@ class ReplicaFairness:
             root = (request.extra_key, request.cache_salt)
             path = path_of(root, memoryview(request.origin_input_ids), payers.block_tokens)
         job = self._enter(request)
-        served(self._tree_cache, request, job)
+        tree_core.served(self._tree_cache, request, job)
         self._admission.admit(
             job,
             extend_tokens=request.extend_end - request.prefix_len,
@@ -439,7 +439,7 @@ class ReplicaFairness:
             },
             "refills": getattr(policy, "refills", None),
             "refused": self._refused,
-            "cache_tokens": None if (of := held(self._tree_cache)) is None else largest(of),
+            "cache_tokens": None if (of := tree_core.held(self._tree_cache)) is None else largest(of),
             "corrections": self.corrections,
             "steps": None if self._admission.steps is None else dict(self._admission.steps.status()),
             **self.queue.status(),
@@ -490,4 +490,6 @@ def job_of(request: Any) -> Job:
         system=said.get("system") is True,
         expected_output_tokens=said.get("expected_output_tokens"),
         unblocks=said.get("unblocks", 0),
+        weight=said.get("weight"),
+        weight_version=said.get("weight_version", 0),
     )

@@ -71,11 +71,10 @@ class FairTreeCore(UnifiedTreeCore):
         self._stored = 0
         super().reset()
 
-    def set_weights(self, weights: Mapping[str, float]) -> None:
-        """Change clients' weights from the next eviction on."""
-        for client, weight in weights.items():
-            self._weights.set(client, weight)
-        self.order.reweigh()
+    def follow(self, weights: Weights) -> None:
+        """The clients' weights are these from now on; `order.reweigh` is to be called for one that changes."""
+        self._weights = weights
+        self.order.follow(weights)
 
     def use(self, client: str | None, node_id: int) -> None:
         """A request of `client` is served, with the path to this node; None: one of the server's own."""
@@ -179,11 +178,18 @@ def served(cache: Any, request: Any, job: Job | None) -> None:
         core.use(None if job is None or job.system else job.client, request.last_node)
 
 
-def weigh(cache: Any, weights: Mapping[str, float]) -> None:
-    """Change clients' weights from the next eviction on."""
+def follow(cache: Any, weights: Weights | None) -> None:
+    """Share the cache out by these weights, where it is shared out."""
+    core = getattr(cache, "tree_core", None)
+    if isinstance(core, FairTreeCore) and weights is not None:
+        core.follow(weights)
+
+
+def reweigh(cache: Any, client: str) -> None:
+    """The weight of `client` has changed."""
     core = getattr(cache, "tree_core", None)
     if isinstance(core, FairTreeCore):
-        core.set_weights(weights)
+        core.order.reweigh(client)
 
 
 def held(cache: Any) -> Mapping[str, float] | None:

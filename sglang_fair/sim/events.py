@@ -17,6 +17,9 @@ class SimRequest(NamedTuple):
     expected_output_tokens: int | None = None
     unblocks: int = 0
     namespace: str = ""
+    weight: float | None = None
+    """Its client's, as in `Job`."""
+    weight_version: int = 0
 
 
 class Progress(NamedTuple):

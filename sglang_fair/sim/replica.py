@@ -89,11 +89,10 @@ class Replica:
         self.cost = cost
         self.settings = settings
         self.meters = Meters()
-        order = (
-            FairEviction(settings.pages * settings.page_tokens, queue.policy.weights)
-            if settings.cache_share and queue.policy.weights is not None
-            else LeastRecentlyUsed()
-        )
+        order: Eviction = LeastRecentlyUsed()
+        if settings.cache_share and queue.policy.weights is not None:
+            order = fair = FairEviction(settings.pages * settings.page_tokens, queue.policy.weights)
+            queue.reweighed.append(fair.reweigh)
         self.cache = PrefixCache(settings.page_tokens, order, events=events, place=place, places=places)
         self._pool = Pool(settings, self.cache)
         self._admission = Admission(queue, self._match_waiting, steps)
@@ -544,6 +543,8 @@ class Replica:
             max_output_tokens=most,
             expected_output_tokens=request.expected_output_tokens,
             unblocks=request.unblocks,
+            weight=request.weight,
+            weight_version=request.weight_version,
         )
         limit = max(1, min(request.output_tokens, most)) if fits else 0
         return Task(request, job, prompt_tokens, limit, request.tokens, prompt_tokens)

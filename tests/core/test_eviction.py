@@ -184,7 +184,7 @@ def gold_holds(weights: Weights, order: FairEviction, *, later: float | None = N
         cache.serve("stream", document(words, 50))
         if round == 500 and later is not None:
             weights.set("gold", later)
-            order.reweigh()
+            order.reweigh("gold")
     return order.held()["gold"]
 
 

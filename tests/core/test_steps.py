@@ -254,7 +254,7 @@ def test_weights_are_shares_of_the_time() -> None:
     made = Engine(Steps(STALL_S, weights), [replace(VICTIM, weight=3.0), TRICKLE], seed=0).run(1500)
     assert made.prefills_s == pytest.approx(made.now_s / 4, rel=0.15)
     weights.set("victim", 1.0)
-    made.steps.reweigh()
+    made.steps.reweigh("victim")
     before_s, prefilled_s = made.now_s, made.prefills_s
     made.run(1500)
     assert made.prefills_s - prefilled_s == pytest.approx((made.now_s - before_s) / 2, rel=0.1)

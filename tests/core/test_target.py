@@ -387,7 +387,7 @@ def test_weights_are_shares_of_those_that_run() -> None:
     assert not steps.holds_back("a")
     assert not steps.holds_back("b")
     weights.set("a", 1.0)
-    steps.reweigh()
+    steps.reweigh("a")
     assert steps.holds_back("a")
     assert not steps.holds_back("b")
     steps.arrive("c")
