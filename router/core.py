@@ -81,6 +81,15 @@ class Router:
         if not linger_s >= 0:
             raise ValueError(f"linger_s is {linger_s}: it cannot be negative")
         self.tree = RadixTree(page_size, max_tree_tokens, max_tree_tokens // MAX_HOLD_PART, shares)
+        self._weights = [
+            (weights, reweighed)
+            for weights, reweighed in (
+                (placement.weights, placement.reweighed),
+                (shares, self.tree.reweigh),
+            )
+            if weights is not None
+        ]
+        """Each with what is to know of a client whose weight has changed."""
         self._placement = placement
         self._name = name or type(placement).__name__
         self._linger_s = linger_s
@@ -182,6 +191,7 @@ class Router:
             reason = f"too many requests wait for a worker: {self._waiting_limit.held(event.client)} of this client"
             return self._refuse(event.id, reason, retry=True, is_full=True)
 
+        self._hear(event)
         request = self._request(event, event.exclude)
         match = self.tree.match(event.tokens, event.namespace)
         name = self._placement.place(request, match, allowed, now_s)
@@ -235,6 +245,18 @@ class Router:
             exclude,
         )
 
+    def _hear(self, event: Arrive | Running) -> None:
+        """What the newest tenants' file says of its client, holds for all of that client's requests."""
+        if event.weight is None:
+            return
+        for weights, reweighed in self._weights:
+            if weights.tell(event.client, event.weight, event.weight_version):
+                reweighed(event.client)
+            if weights.are_many:
+                present = {flight.request.client for flight in self._flights.values()}
+                present.update(request.client for request, _ in self._waiting.values())
+                weights.forget(present.__contains__)
+
     def _running(self, event: Running, now_s: float, peer: bytes) -> None:
         """Takes over a request that another router, or a gateway without a router, has placed."""
         worker = self._workers.get(event.worker)
@@ -242,6 +264,7 @@ class Router:
             self._counts["running ignored"] += 1
             return
         self._give_up(event.id)
+        self._hear(event)
         match = self.tree.match(event.tokens, event.namespace)
         self._begin(self._request(event), worker, match, peer, now_s).produce(event.output_tokens)
         self._counts["taken over"] += 1

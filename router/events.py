@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from sglang_fair.common.weights import MOST_WEIGHT
+
 TOKEN_BYTES = 4
 """Bytes of one token id: `numpy.dtype('<u4')`."""
 
@@ -15,6 +17,7 @@ Outcome = Literal["ok", "aborted", "failed"]
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
+Weight = Annotated[float, msgspec.Meta(ge=1 / MOST_WEIGHT, le=MOST_WEIGHT)]
 
 
 class ProtocolError(ValueError):
@@ -41,6 +44,10 @@ class Arrive(Message, frozen=True):
     exclude: tuple[str, ...] = ()
     may_hold: bool = False
     """The gateway understands `Held`. One that does not gives the question up when its time is over."""
+    weight: Weight | None = None
+    """The client's, by the tenants' file; None: it says none."""
+    weight_version: int = 0
+    """Of that file: the latest says what holds."""
 
     def __post_init__(self) -> None:
         """Raises ValueError for an incomplete token id."""
@@ -116,6 +123,9 @@ class Running(Message, frozen=True):
     max_output_tokens: Count = 0
     namespace: str = ""
     output_tokens: Count = 0
+    weight: Weight | None = None
+    weight_version: int = 0
+    """Both as in `Arrive`."""
 
     def __post_init__(self) -> None:
         """Raises ValueError for an incomplete token id."""

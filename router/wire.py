@@ -93,7 +93,12 @@ def namespace(adapter: str | None = None, cache_salt: str | None = None, extra_k
     to be cached without one.
     """
     parts = (adapter or "", cache_salt or "", extra_key or "")
-    return "\x1f".join(parts) if any(parts) else ""
+    return "\x1f".join(map(_escaped, parts)) if any(parts) else ""
+
+
+def _escaped(part: str) -> str:
+    """Without the separator, so that no two different triples make one namespace."""
+    return part.replace("\\", "\\\\").replace("\x1f", "\\s") if "\x1f" in part or "\\" in part else part
 
 
 def decode_sequence(frame: bytes) -> int:

@@ -50,6 +50,7 @@ from router.gateway.routing.placer import Placer
 from router.gateway.sharing.allowance import Allowance, Capacity
 from router.wire import pack_tokens, unpack_tokens
 from sglang_fair.common import token_ids
+from sglang_fair.common.caller import Caller
 from sglang_fair.common.identity import (
     ANNOUNCEMENTS,
     ANONYMOUS,
@@ -120,6 +121,7 @@ class _Exchange:
         self._send = send
         self._allowance = Allowance(services.capacity)
         self._client = self._worker = "-"
+        self._caller = Caller(self._client)
         self._arrived_s = time.monotonic()
 
     async def run(self, scope: Scope) -> None:
@@ -128,6 +130,7 @@ class _Exchange:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         try:
             self._client = header_safe(identify(headers, None, services.identity))
+            self._caller = Caller(self._client)
             # The body may still name the client. Until it is read, an unknown client counts by its address.
             is_unnamed = self._client == ANONYMOUS and USER in services.identity
             self._allowance.enter(address_share(scope.get("client")) if is_unnamed else self._client)
@@ -186,7 +189,9 @@ class _Exchange:
 
         watching = asyncio.create_task(watch())
         try:
-            call = await self._services.intake.parsed(self._kind, raw, self._allowance.share)
+            call = await self._services.intake.parsed(
+                self._kind, raw, self._allowance.share, self._caller.group
+            )
             self._name_client(call, headers)
             await self._serve(call, self._headers_for_replica(headers), reply)
         except asyncio.CancelledError:
@@ -206,7 +211,8 @@ class _Exchange:
 
     def _headers_for_replica(self, headers: Mapping[str, str]) -> dict[str, str]:
         passed_on = {name: header_safe(headers[name]) for name in PASSED_THROUGH if headers.get(name)}
-        return {"content-type": "application/json", HEADER_CLIENT: self._client} | passed_on
+        own = {"content-type": "application/json", HEADER_CLIENT: self._client} | self._caller.headers()
+        return own | passed_on
 
     # -- serving
 
@@ -265,6 +271,8 @@ class _Exchange:
             max_output_tokens=leg.call.max_output_tokens,
             namespace=leg.call.namespace,
             exclude=excluded,
+            weight=self._caller.weight,
+            weight_version=self._caller.version,
         )
         try:
             place = await services.placer.place(arrive)

@@ -104,6 +104,11 @@ class CentralizedDlpm(Memoryless):
             self._dlpm.charge(client, -self._price(ended.request, ended.matched_tokens))
         self._ended(client)
 
+    @property
+    def weights(self) -> Weights:
+        """Those of the policy."""
+        return self._dlpm.weights
+
     def _pull(self, worker: str, match: Callable[[Request], Match]) -> Request | None:
         for request, job in self._waiting.values():
             prefix_tokens = match(request).of(worker)

@@ -12,6 +12,7 @@ from typing import ClassVar, Protocol, TypeVar, runtime_checkable
 
 from router.events import Outcome
 from router.radix import Match
+from sglang_fair.common.weights import Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +128,15 @@ class Placement(Protocol):
         """`worker` is gone."""
         ...
 
+    @property
+    def weights(self) -> Weights | None:
+        """The clients' shares, which the core keeps up to date; None: it has no shares."""
+        ...
+
+    def reweighed(self, client: str) -> None:
+        """The weight of `client` has changed."""
+        ...
+
     def credits(self, limit: int) -> dict[str, dict[str, float]]:
         """Client -> worker -> credit, for at most `limit` clients, the latest first. Empty if there are no credits."""
         ...
@@ -166,6 +176,13 @@ class Memoryless:
     def worker_changed(self, worker: str, capacity: float) -> None: ...
 
     def worker_down(self, worker: str) -> None: ...
+
+    @property
+    def weights(self) -> Weights | None:
+        """None: nobody has a share."""
+        return None
+
+    def reweighed(self, client: str) -> None: ...
 
     def credits(self, limit: int) -> dict[str, dict[str, float]]:
         """Empty: there are no credits."""

@@ -47,7 +47,7 @@ class Credits:
         if max_clients < 1:
             raise ValueError(f"max_clients is {max_clients}: at least one is needed")
         self._quantum = quantum
-        self._weights = weights
+        self.weights = weights
         self._max_clients = max_clients
         self._capacity: dict[str, float] = {}
         self._accounts: dict[str, _Account] = {}
@@ -97,6 +97,13 @@ class Credits:
                 limit = self._quantum_of(client, worker)
                 account.credit[worker] = min(limit, account.credit[worker])
 
+    def reweighed(self, client: str) -> None:
+        """Its weight has changed: no credit is above the new quantum; debts stay."""
+        account = self._accounts.get(client)
+        if account is not None:
+            for worker, amount in account.credit.items():
+                account.credit[worker] = min(self._quantum_of(client, worker), amount)
+
     def worker_down(self, worker: str) -> None:
         """Drops all credit there."""
         del self._capacity[worker]
@@ -114,7 +121,7 @@ class Credits:
         return {client: {w: self._of(client, row, w) for w in workers} for client, row in rows.items()}
 
     def _quantum_of(self, client: str, worker: str) -> float:
-        return self._quantum * self._weights.of(client) * self._capacity[worker]
+        return self._quantum * self.weights.of(client) * self._capacity[worker]
 
     def _of(self, client: str, credit: dict[str, float], worker: str) -> float:
         known = credit.get(worker)
@@ -122,7 +129,7 @@ class Credits:
 
     def _refill(self, client: str, credit: dict[str, float], workers: Sequence[WorkerView]) -> None:
         """Applies as many rounds as make the credit at one of `workers` positive. It is positive at none of them."""
-        unit = self._quantum * self._weights.of(client)
+        unit = self._quantum * self.weights.of(client)
         quanta = {worker: unit * capacity for worker, capacity in self._capacity.items()}
         rounds = min(math.floor(-credit[worker.name] / quanta[worker.name]) + 1 for worker in workers)
         for worker, quantum in quanta.items():

@@ -87,6 +87,15 @@ class Credited:
         """Drops all credit there."""
         self._credits.worker_down(worker)
 
+    @property
+    def weights(self) -> Weights:
+        """A client's quantum is in proportion to its weight."""
+        return self._credits.weights
+
+    def reweighed(self, client: str) -> None:
+        """Its quanta follow."""
+        self._credits.reweighed(client)
+
     def credits(self, limit: int) -> dict[str, dict[str, float]]:
         """q[i,w] of the latest clients."""
         return self._credits.latest(limit)

@@ -150,6 +150,15 @@ class D2lpmQueue:
         """Forgets what was sent there."""
         self._queues.worker_down(worker)
 
+    @property
+    def weights(self) -> Weights:
+        """How fast a client's queue is served beside others, and how far it may be ahead at a worker."""
+        return self._queues.weights
+
+    def reweighed(self, client: str) -> None:
+        """Its queues are served at another pace."""
+        self._queues.reweighed(client)
+
     def credits(self, limit: int) -> dict[str, dict[str, float]]:
         """How many units each of the latest clients may be sent at each worker before rule 2 keeps it away."""
         queues, found = self._queues, dict[str, dict[str, float]]()

@@ -139,6 +139,14 @@ class Preble:
         """Prefixes that were used there alone get a new worker when they are next asked for."""
         self._window.remove_worker(worker)
 
+    @property
+    def weights(self) -> None:
+        """None: nobody has a share."""
+        return None
+
+    def reweighed(self, client: str) -> None:
+        """Nothing follows from it."""
+
     def credits(self, limit: int) -> dict[str, dict[str, float]]:
         """Empty: Preble has no credits."""
         return {}

@@ -68,7 +68,7 @@ class Queues:
         """The same, of each client at most `_COUNTED`."""
         self.paces: Floats = np.zeros(0)
         """One over the capacity, by column."""
-        self._weights = weights
+        self.weights = weights
         self._max_clients = max_clients
         self._accounts: dict[str, Account] = {}
         self._idle: OrderedDict[str, None] = OrderedDict()
@@ -93,7 +93,7 @@ class Queues:
                 self._state = np.concatenate([self._state, np.zeros_like(self._state)])
                 self._requests = np.concatenate([self._requests, np.zeros_like(self._requests)])
                 self._free = list(range(rows, 2 * rows))
-            account = self._accounts[client] = Account(client, self._free.pop(), self._weights.of(client))
+            account = self._accounts[client] = Account(client, self._free.pop(), self.weights.of(client))
             self._idle[client] = None
         return account
 
@@ -144,6 +144,18 @@ class Queues:
         column = self.columns[worker]
         self._change_columns(lambda matrix: np.delete(matrix, column, axis=-1))
         self.columns = {name: number for number, name in enumerate(n for n in self.columns if n != worker)}
+
+    def reweighed(self, client: str) -> None:
+        """Its weight has changed: its queues go to other buckets. O(workers)."""
+        account = self._accounts.get(client)
+        if account is None:
+            return
+        queues = [(column, units) for column, units in enumerate(self.queue(account).tolist()) if units]
+        for column, units in queues:
+            self._count(account.weight, column, units, -1)
+        account.weight = self.weights.of(client)
+        for column, units in queues:
+            self._count(account.weight, column, units, 1)
 
     def latest(self, limit: int) -> list[Account]:
         """At most `limit` clients, those with requests in flight first, then the latest."""

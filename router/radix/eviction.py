@@ -70,6 +70,9 @@ class EvictionOrder:
     def grew(self, leaf: Node) -> None:
         """An event has added `leaf` to the tree."""
 
+    def reweigh(self, client: str) -> None:
+        """The weight of `client` has changed."""
+
     def unconfirm(self, node: Node) -> None:
         """A worker does not hold `node` any more: without another's event it is only a guess."""
         if node in self.confirmed and not node.confirmed & ~self.assumed:
@@ -135,6 +138,9 @@ class FairOrder(EvictionOrder):
     def held(self) -> Mapping[str, float]:
         """What each client that claims something holds, tokens."""
         return self._order.held()
+
+    def reweigh(self, client: str) -> None:
+        self._order.reweigh(client)
 
     def __contains__(self, node: Node) -> bool:
         piece = self._pieces.get(node)

@@ -335,6 +335,10 @@ class RadixTree:
                     self._clear_below(child, bit)
         self._blocks.look_after_all()
 
+    def reweigh(self, client: str) -> None:
+        """The weight of `client` has changed."""
+        self._evictable.reweigh(client)
+
     # -- looking in
 
     def holdings(self, worker: str) -> set[tuple[str, tuple[int, ...]]]:

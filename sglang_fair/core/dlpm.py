@@ -238,7 +238,11 @@ class Dlpm(Policy):
     def _bound(self, input_units: float, output_units: float, credit: float) -> float:
         charged_ahead = 0 if self.predictor is None else output_units
         borrowed = credit if self.borrow else 0
-        return 2 * (input_units + output_units + charged_ahead + credit + borrowed) / self.weights.smallest_ever()
+        return (
+            2
+            * (input_units + output_units + charged_ahead + credit + borrowed)
+            / self.weights.smallest_ever()
+        )
 
     def owes(self, client: str) -> bool:
         return self.deficit(client) < 0

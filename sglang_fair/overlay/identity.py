@@ -1,15 +1,19 @@
 """Carries the client's name and its announcements from the HTTP request to the scheduler.
 
 They travel in `sampling_params.custom_params`, which survives every endpoint, streaming, batches and n > 1. A `fair`
-entry in a client's own body is dropped: only the server says who a client is, and which requests are its own.
+entry in a client's own body is dropped: only the server says who a client is, and which requests are its own. A
+client's weight and cache group are believed where its name is the gateway's.
 """
 
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sglang_fair.common.caller import HEADER_WEIGHT, read_weight, salted
 from sglang_fair.common.identity import (
     ANONYMOUS,
     HEADER_APP,
+    HEADER_CLIENT,
     HEADER_INTERACTION,
     HEADER_STAGE,
     announced,
@@ -25,15 +29,22 @@ CARRIED_HEADERS = {"app": HEADER_APP, "interaction": HEADER_INTERACTION, "stage"
 
 def carry_client(obj: Any, request: Any) -> None:
     """Write the sender into `obj`, SGLang's generate or embedding input. `request` is the HTTP request."""
-    carried: dict[str, str | int | bool] = {"client": ANONYMOUS}
+    carried: dict[str, str | float | bool] = {"client": ANONYMOUS}
+    believed = False
     if request is not None:
-        carried["client"] = identify(request.headers, user_of(request), config.read_identity())
+        order, user = config.read_identity(), user_of(request)
+        believed = _names_client(request.headers, user, order)
+        if believed and (told := read_weight(request.headers.get(HEADER_WEIGHT, ""))) is not None:
+            carried["weight"], carried["weight_version"] = told
+        carried["client"] = identify(request.headers, user, order)
         carried |= announced(request.headers)
         for key, header in CARRIED_HEADERS.items():
             if header in request.headers:
                 carried[key] = bounded(request.headers[header])
         if is_health_check(request):
             carried["system"] = True
+    if not believed:
+        _keep_out_of_groups(obj)
     if obj.sampling_params is None:
         obj.sampling_params = {}
     each = obj.sampling_params if isinstance(obj.sampling_params, list) else [obj.sampling_params]
@@ -41,6 +52,23 @@ def carry_client(obj: Any, request: Any) -> None:
         custom = dict(parameters.get("custom_params") or {})
         custom[CUSTOM_PARAMS_KEY] = carried
         parameters["custom_params"] = custom
+
+
+def _names_client(headers: Mapping[str, str], user: str | None, order: Sequence[str]) -> bool:
+    """Whether the client's name comes from `HEADER_CLIENT`, where the gateway puts it."""
+    if HEADER_CLIENT not in order or not headers.get(HEADER_CLIENT, "").strip():
+        return False
+    before = order[: order.index(HEADER_CLIENT)]
+    return not before or identify(headers, user, before) == ANONYMOUS
+
+
+def _keep_out_of_groups(obj: Any) -> None:
+    """Only the gateway says which cache group a request is of: what looks like a group's salt becomes another one."""
+    salt = getattr(obj, "cache_salt", None)
+    if isinstance(salt, str):
+        obj.cache_salt = salted(None, salt)
+    elif isinstance(salt, list):
+        obj.cache_salt = [salted(None, one) or "" if isinstance(one, str) else one for one in salt]
 
 
 def is_health_check(request: Any) -> bool:

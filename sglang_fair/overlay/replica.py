@@ -30,9 +30,9 @@ from sglang_fair.core.options import shown
 from sglang_fair.core.payers import make_payers, path_of
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.steps import Step, StepTimes, make_steps
+from sglang_fair.overlay import tree_core
 from sglang_fair.overlay.config import Config
 from sglang_fair.overlay.counts import BatchRow
-from sglang_fair.overlay import tree_core
 
 logger = logging.getLogger(__name__)
 

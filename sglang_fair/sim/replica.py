@@ -89,7 +89,7 @@ class Replica:
         self.cost = cost
         self.settings = settings
         self.meters = Meters()
-        order: Eviction = LeastRecentlyUsed()
+        order = LeastRecentlyUsed()
         if settings.cache_share and queue.policy.weights is not None:
             order = fair = FairEviction(settings.pages * settings.page_tokens, queue.policy.weights)
             queue.reweighed.append(fair.reweigh)

@@ -46,6 +46,8 @@ class Request:
     output_tokens: int
     max_output_tokens: int
     system: bool = False
+    weight: float | None = None
+    weight_version: int = 0
 
     @property
     def reserved_tokens(self) -> int:
@@ -184,6 +186,8 @@ class EngineModel:
             max_output_tokens=request.max_output_tokens,
             expected_output_tokens=request.output_tokens,
             system=request.system,
+            weight=request.weight,
+            weight_version=request.weight_version,
         )
         self.queue.tick(self.steps)
         if self.queue.refuses(job) is not None:

@@ -2,7 +2,8 @@
 
 The replica gets the client's own body, except for `rid` (ours, to cancel by), the model's name when it was "default",
 `stream_options.include_usage` (to learn a stream's usage), `return_token_ids` (to continue a stream elsewhere) and
-`custom_params.fair`, which names a client inside a replica and which nobody outside may set.
+`custom_params.fair`, which names a client inside a replica and which nobody outside may set. Its `cache_salt` becomes
+that of its caller's cache group, with its own inside (`common.caller`).
 """
 
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ from router.gateway.request.schema import (
     check_prompts,
 )
 from router.wire import namespace
+from sglang_fair.common.caller import salted
 
 BY_TOKENS = ("tokens", "sample")
 """The ways to continue a stream for which its token ids must be known."""
@@ -121,8 +123,8 @@ def check_size(raw: bytes, max_prompt_tokens: int) -> None:
     raise ApiError(400, "the body holds too many values", code="too_many_values")
 
 
-def parse(kind: Kind, raw: bytes, model_name: str) -> Call:
-    """The request in `raw`. Raises `ApiError` with the reason if it is not one."""
+def parse(kind: Kind, raw: bytes, model_name: str, group: str | None = None) -> Call:
+    """The request in `raw`, of a caller of this cache group. Raises `ApiError` with the reason if it is not one."""
     try:
         body = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -131,11 +133,11 @@ def parse(kind: Kind, raw: bytes, model_name: str) -> Call:
         raise ApiError(400, "the body must be a JSON object", code="invalid_json")
     match kind:
         case "chat":
-            return _chat(body, model_name)
+            return _chat(body, model_name, group)
         case "completions":
-            return _completion(body, model_name)
+            return _completion(body, model_name, group)
         case "generate":
-            return _generate(body, model_name)
+            return _generate(body, model_name, group)
 
 
 def encode_body(kind: Kind, body: dict[str, Any], resume: Way | None) -> bytes:
@@ -148,7 +150,7 @@ def encode_body(kind: Kind, body: dict[str, Any], resume: Way | None) -> bytes:
     return msgspec.json.encode(sent)
 
 
-def _chat(body: dict[str, Any], model_name: str) -> Call:
+def _chat(body: dict[str, Any], model_name: str, group: str | None) -> Call:
     request = check(body, ChatRequest)
     if len(request.messages) > MAX_MESSAGES:
         raise ApiError(
@@ -159,15 +161,15 @@ def _chat(body: dict[str, Any], model_name: str) -> Call:
         )
     prompts: tuple[Prompt, ...] = () if request.input_ids is None else (request.input_ids,)
     limit = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-    return _openai("chat", body, request, model_name, prompts, False, limit)
+    return _openai("chat", body, request, model_name, group, prompts, False, limit)
 
 
-def _completion(body: dict[str, Any], model_name: str) -> Call:
+def _completion(body: dict[str, Any], model_name: str, group: str | None) -> Call:
     request = check(body, CompletionRequest)
     if request.prompt is None:
         raise ApiError(400, "`prompt` is missing", code="invalid_prompt")
     prompts, is_batch = check_prompts(request.prompt, "prompt")
-    return _openai("completions", body, request, model_name, prompts, is_batch, request.max_tokens)
+    return _openai("completions", body, request, model_name, group, prompts, is_batch, request.max_tokens)
 
 
 def _openai(
@@ -175,16 +177,17 @@ def _openai(
     body: dict[str, Any],
     request: OpenAIRequest,
     model_name: str,
+    group: str | None,
     prompts: tuple[Prompt, ...],
     is_batch: bool,
     limit: int | None,
 ) -> Call:
     body = body | {"model": _model(request.model, model_name)}
     sampling = [SamplingParams(max_new_tokens=limit, n=request.n)]
-    return _call(kind, body, request, model_name, prompts, is_batch, sampling)
+    return _call(kind, body, request, model_name, group, prompts, is_batch, sampling)
 
 
-def _generate(body: dict[str, Any], model_name: str) -> Call:
+def _generate(body: dict[str, Any], model_name: str, group: str | None) -> Call:
     request = check(body, GenerateRequest)
     if request.text is not None:
         prompts, is_batch = check_prompts(request.text, "text")
@@ -194,7 +197,7 @@ def _generate(body: dict[str, Any], model_name: str) -> Call:
         raise ApiError(400, "`text` or `input_ids` must be given", code="invalid_prompt")
     given = request.sampling_params
     sampling = given if isinstance(given, list) else [given or SamplingParams()]
-    return _call("generate", body, request, model_name, prompts, is_batch, sampling)
+    return _call("generate", body, request, model_name, group, prompts, is_batch, sampling)
 
 
 def _call(
@@ -202,12 +205,16 @@ def _call(
     body: dict[str, Any],
     request: Common,
     model_name: str,
+    group: str | None,
     prompts: tuple[Prompt, ...],
     is_batch: bool,
     sampling: Sequence[SamplingParams],
 ) -> Call:
     """`sampling` is one for all prompts or one for each."""
     body = _without_identity(body)
+    salt = _salted(group, request.cache_salt)
+    if salt is not None:
+        body["cache_salt"] = salt
     each = [1 if one.n is None else one.n for one in sampling]
     samples = sum(each) if len(sampling) > 1 else each[0] * max(1, len(prompts))
     limit = sum(one.max_new_tokens or 0 for one in sampling) * (samples // len(sampling))
@@ -222,7 +229,7 @@ def _call(
         is_batch=is_batch,
         wants_usage=bool((request.stream_options or {}).get("include_usage")),
         max_output_tokens=limit,
-        namespace=_namespace(body, request, model_name),
+        namespace=_namespace(body, request, model_name, group),
         user=request.user,
         resume=resume,
     )
@@ -267,12 +274,22 @@ def _without_fair(custom: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in custom.items() if key != "fair"}
 
 
-def _namespace(body: dict[str, Any], request: Common, model_name: str) -> str:
+def _salted(group: str | None, salt: Any) -> Any:
+    """The `cache_salt` for the replica: of a text, or of each in a list. Raises `ApiError` for anything else of a
+    caller with a group."""
+    if isinstance(salt, list) and all(isinstance(one, str) for one in salt):
+        return [salted(group, one) or "" for one in salt]
+    if group is not None and not (salt is None or isinstance(salt, str)):
+        raise ApiError(400, "`cache_salt` must be a text or a list of texts", param="cache_salt")
+    return salted(group, salt) if salt is None or isinstance(salt, str) else salt
+
+
+def _namespace(body: dict[str, Any], request: Common, model_name: str, group: str | None) -> str:
     """What distinguishes cached prefixes besides their tokens: adapter, salt and extra key."""
     adapter = request.lora_path
     if not adapter and str(body.get("model", "")).startswith(f"{model_name}:"):
         adapter = str(body["model"])[len(model_name) + 1 :]
-    return namespace(_text(adapter), _text(request.cache_salt), _text(request.extra_key))
+    return namespace(_text(adapter), salted(group, _text(request.cache_salt)), _text(request.extra_key))
 
 
 def _text(value: Any) -> str | None:

@@ -40,15 +40,16 @@ class Intake:
         """Drops the work that waits for a thread."""
         self._threads.close()
 
-    async def parsed(self, kind: Kind, raw: bytes, share: str) -> Call:
-        """The request in `raw`. A large body takes its turn as work of `share`. Raises `ApiError`."""
+    async def parsed(self, kind: Kind, raw: bytes, share: str, group: str | None = None) -> Call:
+        """The request in `raw`, of a caller of cache group `group`. A large body takes its turn as work of `share`.
+        Raises `ApiError`."""
         if len(raw) <= LARGE_BODY_BYTES:
-            return parse(kind, raw, self._model_name)
+            return parse(kind, raw, self._model_name, group)
 
         def steps() -> Iterator[Call | None]:
             check_size(raw, self._most_tokens)
             yield None
-            yield parse(kind, raw, self._model_name)
+            yield parse(kind, raw, self._model_name, group)
 
         _, call = await self._threads.run(share, steps())
         assert call is not None

@@ -59,6 +59,8 @@ class Fleet:
             arrive.tokens,
             arrive.max_output_tokens,
             arrive.namespace,
+            weight=arrive.weight,
+            weight_version=arrive.weight_version,
         )
         if not told:
             self._untold.add(arrive.id)
