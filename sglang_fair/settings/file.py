@@ -19,6 +19,7 @@ from typing import Any
 
 import yaml
 
+from sglang_fair.settings.places import entries, is_null, opened, place_of
 from sglang_fair.settings.setting import SettingError, settings_of
 from sglang_fair.settings.table import SECTIONS
 
@@ -35,31 +36,15 @@ class Section:
 
 def read_file(path: Path) -> dict[str, Section]:
     """The sections of the file, by name. Raises SettingError for anything in it that is wrong."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise SettingError(f"cannot read {path}: {reason}") from None
-    loader = yaml.SafeLoader(text)
-    try:
-        root = loader.get_single_node()
+    with opened(path) as (loader, root):
         if root is None:
             return {}
         found: dict[str, Section] = {}
-        for key, node in _entries(path, root, "the file", loader):
+        for key, node in entries(path, root, "the file", loader):
             if key.value not in SECTIONS:
-                raise SettingError(f"{_place(path, key)}: {_unknown('section', key.value, SECTIONS)}")
+                raise SettingError(f"{place_of(path, key)}: {_unknown('section', key.value, SECTIONS)}")
             found[key.value] = _read_section(path, key.value, node, loader)
         return found
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        place = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
-        problem = " ".join(str(error.problem or error.context).split())
-        raise SettingError(f"{place}: not YAML: {problem}") from None
-    except yaml.YAMLError as error:
-        raise SettingError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
-    finally:
-        loader.dispose()
 
 
 def dump(section: str, values: Any) -> str:
@@ -75,13 +60,13 @@ def dump(section: str, values: Any) -> str:
 def _read_section(path: Path, name: str, node: yaml.Node, loader: yaml.SafeLoader) -> Section:
     known = {setting.key: setting for setting in settings_of(SECTIONS[name]).values()}
     section = Section(path)
-    if isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:null":
+    if is_null(node):
         return section
-    for key, value in _entries(path, node, f"section {name}", loader):
+    for key, value in entries(path, node, f"section {name}", loader):
         setting = known.get(key.value.replace("-", "_"))
         if setting is None:
-            raise SettingError(f"{_place(path, key)}: {_unknown(f'setting in {name}', key.value, known)}")
-        place = _place(path, value)
+            raise SettingError(f"{place_of(path, key)}: {_unknown(f'setting in {name}', key.value, known)}")
+        place = place_of(path, value)
         raw = loader.construct_object(value, deep=True)
         if raw is None and setting.default is MISSING:
             raise SettingError(f"{place}: {name}.{setting.key} must {setting.expected()}")
@@ -93,31 +78,10 @@ def _read_section(path: Path, name: str, node: yaml.Node, loader: yaml.SafeLoade
     return section
 
 
-def _entries(
-    path: Path, node: yaml.Node, what: str, loader: yaml.SafeLoader
-) -> list[tuple[yaml.ScalarNode, yaml.Node]]:
-    """The keys and values of a mapping, each key a text that stands there once."""
-    if not isinstance(node, yaml.MappingNode):
-        raise SettingError(f"{_place(path, node)}: {what} must be a mapping of names to values")
-    loader.flatten_mapping(node)
-    seen = set()
-    for key, _ in node.value:
-        if not isinstance(key, yaml.ScalarNode):
-            raise SettingError(f"{_place(path, key)}: a name must be a text")
-        if key.value in seen:
-            raise SettingError(f"{_place(path, key)}: {key.value} is given twice")
-        seen.add(key.value)
-    return list(node.value)
-
-
 def _unknown(what: str, name: str, known: Mapping[str, Any]) -> str:
     near = get_close_matches(name.replace("-", "_"), known, 1)
     hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(known)}"
     return f"there is no {what} called {name!r:.80}{hint}"
-
-
-def _place(path: Path, node: yaml.Node) -> str:
-    return f"{path}:{node.start_mark.line + 1}:{node.start_mark.column + 1}"
 
 
 def _plain(value: Any) -> Any:
