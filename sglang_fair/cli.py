@@ -35,6 +35,9 @@ PROGRAMS = {
     "replica": Program("sglang_fair.engines.replica", "Run one SGLang server with the fair scheduler."),
     "router": Program("router", "Run the router alone."),
     "gateway": Program("router.gateway", "Run a gateway alone."),
+    "tenants": Program(
+        "sglang_fair.tenants", "Who may ask: make, list, rotate and remove tenants and their keys."
+    ),
     "compare": Program("workloads.compare", "Compare schedulers and placements on workload programs."),
     "simulate": Program(
         "workloads.simulation",

@@ -6,6 +6,7 @@
     answer/                server-sent events, and the continuation of a broken stream
     routing/               the connection to the router, and what replaces it while it is away
     request/               the checked body and its tokens
+    access/                who may ask, and in whose name
     sharing/               how clients share what the gateway has
 
 Each imports only those below it.

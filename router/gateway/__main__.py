@@ -1,6 +1,7 @@
 """`python -m router.gateway`: the gateway process, from command line to clean exit."""
 
 import gc
+import ipaddress
 import logging
 import os
 import signal
@@ -12,7 +13,9 @@ from typing import Any
 import uvicorn
 
 from router.descriptors import raise_limit
+from router.gateway.access import proxies
 from router.gateway.app import CONFIG_VARIABLE, Config, create_app
+from router.gateway.guard import KEY_VARIABLE
 from router.gateway.limits import fit
 from router.gateway.listener import Listener
 from router.gateway.request.tokens import TokenizerError, Tokens
@@ -20,7 +23,8 @@ from sglang_fair.common.processes import die_with_parent
 from sglang_fair.settings import table
 from sglang_fair.settings.commands import Mistake
 from sglang_fair.settings.program import run_program
-from sglang_fair.settings.setting import shared
+from sglang_fair.settings.setting import SettingError, shared
+from sglang_fair.tenants import file
 
 FACTORY = "router.gateway.app:create_app_from_environment"
 
@@ -36,8 +40,48 @@ def configure(settings: table.Gateway) -> Config:
         )  # fmt: skip
     places = tuple(place.strip().lower() for place in settings.identity.split(",") if place.strip())
     return Config(
-        settings.router, settings.model_name, settings.tokenizer, settings.router_timeout_s, limits, places
+        settings.router,
+        settings.model_name,
+        settings.tokenizer,
+        settings.router_timeout_s,
+        limits,
+        places,
+        **shared(settings, table.Access),
+        processes=settings.workers,
     )
+
+
+def check(settings: table.Gateway) -> None:
+    """Raises SettingError for what is wrong with tenants and proxies."""
+    if settings.trusted_proxies is not None:
+        proxies.parse(settings.trusted_proxies)
+    if settings.tenants is not None:
+        file.read(Path(settings.tenants))
+
+
+def warn(settings: table.Gateway) -> None:
+    """Says loudly what an operator would not want to find out later."""
+    log = logging.getLogger("gateway")
+    if settings.tenants is None and not is_loopback(settings.host):
+        log.warning(
+            "ANYBODY WHO REACHES %s MAY ASK, AND AS WHOM THEY LIKE: k made-up names get k shares. "
+            "Make keys with `sglang-fair tenants add NAME` and start with --tenants FILE.",
+            settings.host or "this machine",
+        )
+    if settings.tenants is not None and settings.admin_port is None:
+        log.warning(
+            "/status and /workers are served nowhere: --admin-port gives them an address of their own"
+        )
+    if settings.tenants is not None and not os.environ.get(KEY_VARIABLE):
+        log.warning("nobody may ask for /status and /workers: there is no admin key in %s", KEY_VARIABLE)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a server that listens there. A name that is not localhost may be anything."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def serve(settings: table.Gateway) -> int:
@@ -48,6 +92,7 @@ def serve(settings: table.Gateway) -> int:
     if not settings.outlive_parent:
         die_with_parent()
     config = configure(settings)
+    warn(settings)
     options: dict[str, Any] = {
         "host": settings.host,
         "port": settings.port,
@@ -70,12 +115,12 @@ def serve(settings: table.Gateway) -> int:
             Tokens(Path(config.tokenizer))  # fail here, not over and over in the workers
             os.environ[CONFIG_VARIABLE] = config.to_json()
             uvicorn.run(FACTORY, factory=True, workers=settings.workers, **options)
-    except TokenizerError as error:
+    except (TokenizerError, SettingError) as error:
         raise Mistake(str(error)) from None
     return 0
 
 
-main = partial(run_program, "gateway", serve)
+main = partial(run_program, "gateway", serve, check=check)
 """The command; it takes a command line and returns the exit code."""
 
 if __name__ == "__main__":

@@ -2,10 +2,9 @@
 
 A replica that is added gets requests from the router's next decision on. One that is drained gets no new ones and
 is forgotten when its last has ended. Whoever may call this can send everybody's prompts to an address of their
-choice, so it is for this machine alone, or for whoever has the key in `KEY_VARIABLE`.
+choice, so it is guarded (`guard`).
 """
 
-import hmac
 import os
 from typing import Annotated, Literal
 
@@ -20,12 +19,10 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from router.events import Capacity, WorkerDrain, Workers, WorkerUp
 from router.gateway.errors import RETRY_AFTER_S, ApiError, describe
+from router.gateway.guard import Guard
 from router.gateway.pages import json_response
 from router.gateway.replicas.pool import Replicas
 from router.gateway.routing.link import Link, RouterGone
-
-KEY_VARIABLE = "SGLANG_FAIR_ADMIN_KEY"
-"""Environment variable. If it is set, calls need `Authorization: Bearer` and its value, wherever they come from."""
 
 MAX_BODY_BYTES = 4096
 ANSWER_TIMEOUT_S = 5.0
@@ -70,20 +67,19 @@ class WorkerList(msgspec.Struct):
     workers: list[WorkerState]
 
 
-def routes(link: Link, replicas: Replicas) -> list[Route]:
+def routes(link: Link, replicas: Replicas, guard: Guard) -> list[Route]:
     """The three routes. They raise `ApiError`."""
-    key = os.environ.get(KEY_VARIABLE, "")
     # A proxy on this machine is not the caller: its headers say who is.
     proxies = os.environ.get("FORWARDED_ALLOW_IPS", "127.0.0.1")
     behind_proxy = [Middleware(ProxyHeadersMiddleware, trusted_hosts=proxies)]
 
     async def workers(request: Request) -> Response:
-        _authorize(request, key)
+        guard.check(request)
         known = await _known(link)
         return json_response(WorkerList([_state(known, up.worker) for up in known.workers]))
 
     async def add(request: Request) -> Response:
-        _authorize(request, key)
+        guard.check(request)
         asked = _parse(await _read(request))
         await _check_ready(replicas, asked.url)
         known = {up.worker: up for up in (await _known(link)).workers}
@@ -97,7 +93,7 @@ def routes(link: Link, replicas: Replicas) -> list[Route]:
         return json_response(_state(await _known(link), name), 201)
 
     async def drain(request: Request) -> Response:
-        _authorize(request, key)
+        guard.check(request)
         name = request.path_params["name"]
         if name not in {up.worker for up in (await _known(link)).workers}:
             raise ApiError(404, f"there is no worker {name[:100]!r}", code="worker_not_found")
@@ -109,15 +105,6 @@ def routes(link: Link, replicas: Replicas) -> list[Route]:
         Route("/workers", add, methods=["POST"], middleware=behind_proxy),
         Route("/workers/{name}", drain, methods=["DELETE"], middleware=behind_proxy),
     ]
-
-
-def _authorize(request: Request, key: str) -> None:
-    if key:
-        given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
-        if not hmac.compare_digest(given, key.encode()):
-            raise ApiError(401, "this needs the admin key", code="unauthorized")
-    elif request.client is None or request.client.host not in ("127.0.0.1", "::1"):
-        raise ApiError(403, f"this is for the machine itself; set {KEY_VARIABLE}", code="forbidden")
 
 
 async def _read(request: Request) -> bytes:

@@ -1,7 +1,7 @@
 """The routes of the gateway, and the configuration from which a process builds them."""
 
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
@@ -15,8 +15,11 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Mount, Route, Router
 
 from router.gateway import admin, pages
+from router.gateway.access import proxies
+from router.gateway.address import Address
 from router.gateway.errors import ApiError
 from router.gateway.gateway import Gateway
+from router.gateway.guard import Guard
 from router.gateway.limits import Limits
 from router.gateway.listener import STATE, ConnectionBounds
 from router.gateway.openapi import describe
@@ -39,6 +42,11 @@ class Config:
     router_timeout_s: float = 5.0
     limits: Limits = field(default_factory=Limits)
     identity: tuple[str, ...] = DEFAULT_ORDER
+    tenants: str | None = None
+    trusted_proxies: str | None = None
+    admin_host: str = "127.0.0.1"
+    admin_port: int | None = None
+    processes: int = 1
 
     def to_json(self) -> str:
         """For `CONFIG_VARIABLE`."""
@@ -53,9 +61,27 @@ class Config:
 class Pages(FastAPI):
     """What the gateway answers itself, and its documentation at /docs and /openapi.json."""
 
+    def __init__(self, gateway: Gateway, routes: Sequence[Route], relayed: Sequence[str]) -> None:
+        """`relayed` are paths of the same address that replicas answer."""
+
+        async def refuse(_: Request, error: Exception) -> Response:
+            if isinstance(error, HTTPException):  # no such route, or not with this method
+                error = ApiError(error.status_code, str(error.detail))
+            assert isinstance(error, ApiError)
+            gateway.counters.refusals[error.status] += 1
+            return Response(error.body(), error.status, error.headers, "application/json")
+
+        super().__init__(
+            routes=list(routes),
+            exception_handlers={ApiError: refuse, HTTPException: refuse},
+            title="sglang-fair gateway",
+            version=metadata.version("sglang-fair"),
+        )
+        self._paths = {*relayed, *(route.path.replace(":path", "") for route in routes)}
+
     def openapi(self) -> dict[str, Any]:
-        """The document, which is made from our own types."""
-        return describe(self.version)
+        """The document of this address, which is made from our own types."""
+        return describe(self.version, self._paths)
 
 
 class App(Router):
@@ -63,13 +89,19 @@ class App(Router):
     for each, and they answer their errors themselves.
     """
 
-    def __init__(self, gateway: Gateway, pages: Pages) -> None:
+    def __init__(self, gateway: Gateway, pages: Pages, admin: Address | None = None) -> None:
+        """`admin` is where operators ask, if that is an address of its own."""
+
         @asynccontextmanager
         async def lifespan(_: Router) -> AsyncIterator[dict[str, ConnectionBounds]]:
             await gateway.start()
             try:
+                if admin is not None:
+                    await admin.start()
                 yield {STATE: gateway.connection_bounds}
             finally:
+                if admin is not None:
+                    await admin.close()
                 await gateway.close()
 
         relays = [Route(path, gateway.relay(kind), methods=["POST"]) for kind, path in PATHS.items()]
@@ -82,27 +114,29 @@ class App(Router):
 
 
 def create_app(config: Config) -> App:
-    """The application. Reads the tokenizer at once, and raises `TokenizerError` if it cannot."""
+    """The application. Reads tokenizer and tenants at once; raises `TokenizerError` and SettingError if it cannot."""
     tokens = Tokens(Path(config.tokenizer))
     gateway = Gateway(
-        config.model_name, config.router, config.router_timeout_s, tokens, config.limits, config.identity
+        config.model_name,
+        config.router,
+        config.router_timeout_s,
+        tokens,
+        config.limits,
+        config.identity,
+        None if config.tenants is None else Path(config.tenants),
+        None if config.trusted_proxies is None else proxies.parse(config.trusted_proxies),
     )
-
-    async def refuse(_: Request, error: Exception) -> Response:
-        if isinstance(error, HTTPException):  # no such route, or not with this method
-            error = ApiError(error.status_code, str(error.detail))
-        assert isinstance(error, ApiError)
-        gateway.counters.refusals[error.status] += 1
-        headers = {} if error.retry_after_s is None else {"retry-after": str(error.retry_after_s)}
-        return Response(error.body(), error.status, headers, "application/json")
-
-    own = Pages(
-        routes=[*pages.routes(gateway), *admin.routes(gateway.link, gateway.replicas)],
-        exception_handlers={ApiError: refuse, HTTPException: refuse},
-        title="sglang-fair gateway",
-        version=metadata.version("sglang-fair"),
-    )
-    return App(gateway, own)
+    guard = Guard(has_tenants=config.tenants is not None)
+    workers = admin.routes(gateway.link, gateway.replicas, guard)
+    relayed = tuple(PATHS.values())
+    if config.tenants is None and config.admin_port is None:
+        own = [*pages.public(gateway), *pages.private(gateway), *workers]
+        return App(gateway, Pages(gateway, own, relayed))
+    address = None
+    if config.admin_port is not None:
+        operators = Pages(gateway, [*pages.private(gateway, guard.check), *workers], ())
+        address = Address(operators, config.admin_host, config.admin_port, shared=config.processes > 1)
+    return App(gateway, Pages(gateway, pages.public(gateway), relayed), address)
 
 
 def create_app_from_environment() -> App:

@@ -8,6 +8,8 @@ class Counters:
 
     def __init__(self) -> None:
         self.refusals: Counter[int] = Counter()
+        self.ignored_headers: Counter[str] = Counter()
+        """Headers that name a client and came from elsewhere than a trusted proxy, by name."""
         self.requests = 0
         self.retried = 0
         """Attempts after one that failed before the client had anything."""
@@ -23,6 +25,7 @@ class Counters:
         """As `/status` shows them."""
         return {
             "refusals": {str(status): count for status, count in sorted(self.refusals.items())},
+            "ignored headers": dict(sorted(self.ignored_headers.items())),
             "requests": self.requests,
             "retried": self.retried,
             "resumed": self.resumed,

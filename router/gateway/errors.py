@@ -1,5 +1,7 @@
 """Errors as OpenAI's API reports them."""
 
+from collections.abc import Mapping
+
 import msgspec
 
 RETRY_AFTER_S = 1
@@ -16,13 +18,17 @@ class ApiError(Exception):
         code: str | None = None,
         param: str | None = None,
         retry_after_s: int | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.code = code
         self.param = param
-        self.retry_after_s = retry_after_s
+        self.headers = dict(headers or {})
+        """Of the answer."""
+        if retry_after_s is not None:
+            self.headers["retry-after"] = str(retry_after_s)
 
     @property
     def type(self) -> str:

@@ -1,7 +1,12 @@
 """Assembles the parts of a gateway process."""
 
+import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 
+from router.gateway.access.directory import Directory
+from router.gateway.access.identity import Headers, Identity, Peer
+from router.gateway.access.proxies import Network
 from router.gateway.counters import Counters
 from router.gateway.limits import Limits
 from router.gateway.listener import ConnectionBounds
@@ -32,10 +37,17 @@ class Gateway:
         tokens: Tokens,
         limits: Limits,
         identity: Sequence[str] = DEFAULT_ORDER,
+        tenants: Path | None = None,
+        trusted: Sequence[Network] | None = None,
     ) -> None:
-        """`router` is its address, `identity` where a client's name is looked for. `start` opens connections."""
+        """`router` is its address, `identity` where a client's name is looked for. `start` opens connections.
+
+        Reads the tenants' file at once, and raises SettingError if it cannot. `trusted` are the networks of proxies.
+        """
         self.model_name = model_name
         self.counters = Counters()
+        self.directory = None if tenants is None else Directory(tenants)
+        self.identity = Identity(identity, self.counters, self.directory, trusted)
         self.capacity = Capacity(limits.max_in_flight, limits.max_held_bytes, limits.max_body_bytes)
         self.connection_bounds = ConnectionBounds(
             SharedLimit(limits.max_connections), limits.head_timeout_s, self.counters
@@ -48,20 +60,35 @@ class Gateway:
         )
         placer = Placer(self.link, self.fleet, self.counters)
         self._services = Services(
-            limits, identity, self.counters, self.capacity, self._intake, placer, self.replicas
+            limits, self.identity, self.counters, self.capacity, self._intake, placer, self.replicas
         )
+
+        self._following: asyncio.Task[None] | None = None
 
     def relay(self, kind: Kind) -> Relay:
         """The endpoint for requests of one kind."""
         return Relay(kind, self._services)
 
+    def models(self, headers: Headers, peer: Peer) -> list[str]:
+        """The names of models that the sender may ask for. Raises `ApiError` for who may not ask at all."""
+        if self.directory is None:
+            return [self.model_name]
+        tenant = self.identity.of(headers, peer).tenant
+        if tenant is None or tenant.models is None:
+            return [self.model_name]
+        return [name for name in tenant.models if name.split(":")[0] == self.model_name]
+
     async def start(self) -> None:
         """Opens what belongs to the running loop."""
         await self.replicas.start()
         await self.link.start()
+        if self.directory is not None:
+            self._following = asyncio.create_task(self.directory.run())
 
     async def close(self) -> None:
         """Closes everything; cancellations and ends under way still leave."""
+        if self._following is not None:
+            self._following.cancel()
         await self.replicas.close()
         await self.link.close()
         self._intake.close()
@@ -77,6 +104,7 @@ class Gateway:
             "workers": len(self.fleet.workers),
             "sick": self.replicas.health.sick(),
             **self.counters.state(),
+            **({} if self.directory is None else {"tenants": self.directory.state()}),
         }
 
     def _report_health(self) -> None:

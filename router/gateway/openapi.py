@@ -3,7 +3,7 @@
 Fields that a type does not name go to the replica, which judges them; its errors (any 4xx) are passed on as they come.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -43,8 +43,8 @@ REQUESTS: dict[Kind, tuple[Any, str]] = {
 
 ERRORS = {
     "400": "what was sent cannot be understood",
-    "401": "the admin key is missing",
-    "403": "this is for the gateway's own machine",
+    "401": "the key is missing or unknown: a tenant's, where the gateway has tenants, or the admin's",
+    "403": "this is for the gateway's own machine, or for nobody, because there is no admin key",
     "404": "there is no such model or worker",
     "408": "the body did not arrive in time",
     "409": "the name or the address is another worker's",
@@ -53,7 +53,7 @@ ERRORS = {
     "502": "no replica could serve it to the end",
     "503": "no router answers, or it has no replica to send it to",
 }
-RELAY_ERRORS = ("400", "404", "408", "413", "429", "502", "503")
+RELAY_ERRORS = ("400", "401", "404", "408", "413", "429", "502", "503")
 ADMIN_ERRORS = ("400", "401", "403", "404", "409", "413", "503")
 
 ANSWER = (
@@ -65,15 +65,18 @@ ANSWER = (
 )
 
 
-def describe(version: str) -> Schema:
-    """The document of a gateway of this version."""
+def describe(version: str, paths: Collection[str] | None = None) -> Schema:
+    """The document of a gateway of this version; of `paths` alone, if they are given."""
     types = (
         *(request for request, _ in REQUESTS.values()),
         DocumentedNewWorker,
         *(WorkerState, WorkerList, Model, Models, HealthReport, StatusReport, ErrorBody),
     )
     references, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
-    return _Document(dict(zip(types, references, strict=True))).assemble(version, components)
+    document = _Document(dict(zip(types, references, strict=True))).assemble(version, components)
+    if paths is not None:
+        document["paths"] = {path: one for path, one in document["paths"].items() if path in paths}
+    return document
 
 
 class _Document:
@@ -92,13 +95,19 @@ class _Document:
             "components": {"schemas": components},
             "paths": {
                 **{PATHS[kind]: {"post": self._relayed(*REQUESTS[kind])} for kind in PATHS},
-                "/v1/models": {"get": self._answered("The one model that is served.", Models)},
+                "/v1/models": {
+                    "get": self._answered("The models that the sender may ask for.", Models, ("401",))
+                },
                 "/v1/models/{id}": {
-                    "get": self._answered("A model by its name.", Model, ("404",), parameters=[model_id])
+                    "get": self._answered(
+                        "A model by its name.", Model, ("401", "404"), parameters=[model_id]
+                    )
                 },
                 "/health": {"get": self._health()},
                 "/status": {
-                    "get": self._answered("The router's snapshot, and this gateway's counters.", StatusReport)
+                    "get": self._answered(
+                        "The router's snapshot, and this gateway's counters.", StatusReport, ("401", "403")
+                    )
                 },
                 "/workers": {
                     "get": self._answered("The replicas.", WorkerList, ADMIN_ERRORS),

@@ -1,5 +1,6 @@
 """What the gateway itself tells: its model, its health, its state."""
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import msgspec
@@ -46,18 +47,21 @@ class StatusReport(msgspec.Struct):
     gateway: dict[str, Any]
 
 
-def routes(gateway: Gateway) -> list[Route]:
-    """Their routes."""
-    model = Model(gateway.model_name)
+def public(gateway: Gateway) -> list[Route]:
+    """The routes for clients. They raise `ApiError`."""
 
-    async def models(_: Request) -> Response:
-        return json_response(Models([model]))
+    def allowed(request: Request) -> list[Model]:
+        return [Model(name) for name in gateway.models(request.headers, request.scope.get("client"))]
+
+    async def models(request: Request) -> Response:
+        return json_response(Models(allowed(request)))
 
     async def one_model(request: Request) -> Response:
         asked = request.path_params["id"]
-        if asked != model.id:
+        found = next((model for model in allowed(request) if model.id == asked), None)
+        if found is None:
             raise model_not_found(asked)
-        return json_response(model)
+        return json_response(found)
 
     async def health(_: Request) -> Response:
         if gateway.link.alive:
@@ -66,7 +70,18 @@ def routes(gateway: Gateway) -> list[Route]:
             return json_response(HealthReport("fallback", gateway.model_name))
         return json_response(HealthReport("no router", gateway.model_name), 503)
 
-    async def status(_: Request) -> Response:
+    return [
+        Route("/v1/models", models, methods=["GET"]),
+        Route("/v1/models/{id:path}", one_model, methods=["GET"]),
+        Route("/health", health, methods=["GET"]),
+    ]
+
+
+def private(gateway: Gateway, check: Callable[[Request], None] = lambda _: None) -> list[Route]:
+    """The route for operators. `check` raises `ApiError` for everybody else."""
+
+    async def status(request: Request) -> Response:
+        check(request)
         try:
             snapshot, is_fallback = await gateway.link.snapshot(), False
         except RouterGone as error:
@@ -79,12 +94,7 @@ def routes(gateway: Gateway) -> list[Route]:
             }
         return JSONResponse({**snapshot, "gateway": gateway.state() | {"fallback": is_fallback}})
 
-    return [
-        Route("/v1/models", models, methods=["GET"]),
-        Route("/v1/models/{id:path}", one_model, methods=["GET"]),
-        Route("/health", health, methods=["GET"]),
-        Route("/status", status, methods=["GET"]),
-    ]
+    return [Route("/status", status, methods=["GET"])]
 
 
 def json_response(content: msgspec.Struct, status: int = 200) -> Response:

@@ -13,13 +13,13 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
 from starlette.types import Receive, Scope, Send
 
 from router.events import Arrive, Refuse
+from router.gateway.access.identity import Headers, Identity, Peer
 from router.gateway.answer.reply import ClientGone, Reply
 from router.gateway.answer.resume import Diverged, Resumable
 from router.gateway.answer.sse import DONE
@@ -58,8 +58,6 @@ from sglang_fair.common.identity import (
     HEADER_CLIENT,
     HEADER_INTERACTION,
     HEADER_STAGE,
-    USER,
-    identify,
 )
 
 log = logging.getLogger("gateway")
@@ -80,8 +78,7 @@ class Services:
     """What it takes to serve a request, shared by all of them."""
 
     limits: Limits
-    identity: Sequence[str]
-    """Where a client's name is looked for (`common.identity`)."""
+    identity: Identity
     counters: Counters
     capacity: Capacity
     intake: Intake
@@ -120,8 +117,9 @@ class _Exchange:
         self._receive = receive
         self._send = send
         self._allowance = Allowance(services.capacity)
-        self._client = self._worker = "-"
-        self._caller = Caller(self._client)
+        self._caller = Caller("-")
+        """As whom it is served; nobody until that is known."""
+        self._worker = "-"
         self._arrived_s = time.monotonic()
 
     async def run(self, scope: Scope) -> None:
@@ -129,13 +127,13 @@ class _Exchange:
         services.counters.requests += 1
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         try:
-            self._client = header_safe(identify(headers, None, services.identity))
-            self._caller = Caller(self._client)
+            peer = scope.get("client")
+            self._caller = services.identity.of(headers, peer).caller
             # The body may still name the client. Until it is read, an unknown client counts by its address.
-            is_unnamed = self._client == ANONYMOUS and USER in services.identity
-            self._allowance.enter(address_share(scope.get("client")) if is_unnamed else self._client)
+            is_unnamed = self._client == ANONYMOUS and services.identity.reads_user
+            self._allowance.enter(address_share(peer) if is_unnamed else self._client)
             raw = await self._read_body(headers)
-            await self._while_client_listens(raw, headers)
+            await self._while_client_listens(raw, headers, peer)
         except ClientGone:
             services.counters.left += 1
         except ApiError as error:
@@ -147,9 +145,13 @@ class _Exchange:
         finally:
             self._allowance.release()
 
+    @property
+    def _client(self) -> str:
+        return self._caller.client
+
     # -- reading
 
-    async def _read_body(self, headers: Mapping[str, str]) -> bytes:
+    async def _read_body(self, headers: Headers) -> bytes:
         limits = self._services.limits
         announced = headers.get("content-length", "")
         self._allowance.hold(min(int(announced), limits.max_body_bytes + 1) if announced.isdecimal() else 0)
@@ -173,7 +175,7 @@ class _Exchange:
         except TimeoutError as error:
             raise ApiError(408, "the body did not arrive in time", code="body_timeout") from error
 
-    async def _while_client_listens(self, raw: bytes, headers: Mapping[str, str]) -> None:
+    async def _while_client_listens(self, raw: bytes, headers: Headers, peer: Peer) -> None:
         """Serves the request; cancels that and raises `ClientGone` when the client disconnects."""
         reply = Reply(self._send, self._services.limits.idle_timeout_s)
         serving, has_left = asyncio.current_task(), False
@@ -192,7 +194,7 @@ class _Exchange:
             call = await self._services.intake.parsed(
                 self._kind, raw, self._allowance.share, self._caller.group
             )
-            self._name_client(call, headers)
+            self._name_client(call, headers, peer)
             await self._serve(call, self._headers_for_replica(headers), reply)
         except asyncio.CancelledError:
             if not has_left:
@@ -203,13 +205,14 @@ class _Exchange:
             watching.cancel()
             reply.close()
 
-    def _name_client(self, call: Call, headers: Mapping[str, str]) -> None:
-        if call.user:
-            self._client = header_safe(identify(headers, call.user, self._services.identity))
+    def _name_client(self, call: Call, headers: Headers, peer: Peer) -> None:
+        identity = self._services.identity
+        if call.user and identity.reads_user:
+            self._caller = identity.of(headers, peer, call.user).caller
         if self._client != self._allowance.share:
             self._allowance.move(self._client)
 
-    def _headers_for_replica(self, headers: Mapping[str, str]) -> dict[str, str]:
+    def _headers_for_replica(self, headers: Headers) -> dict[str, str]:
         passed_on = {name: header_safe(headers[name]) for name in PASSED_THROUGH if headers.get(name)}
         own = {"content-type": "application/json", HEADER_CLIENT: self._client} | self._caller.headers()
         return own | passed_on
@@ -315,8 +318,7 @@ class _Exchange:
         )
         self._services.counters.refusals[error.status] += 1
         headers = [(b"content-type", b"application/json"), (b"x-fair-client", self._client.encode("latin-1"))]
-        if error.retry_after_s is not None:
-            headers.append((b"retry-after", str(error.retry_after_s).encode()))
+        headers += [(name.encode(), value.encode()) for name, value in error.headers.items()]
         body = error.body()
         headers.append((b"content-length", str(len(body)).encode()))
         await self._send({"type": "http.response.start", "status": error.status, "headers": headers})

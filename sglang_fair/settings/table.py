@@ -174,7 +174,40 @@ class Fairness:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cluster(Fairness, Engine):
+class Access:
+    """Who may ask a gateway, and where operators ask it."""
+
+    tenants: Annotated[
+        str | None,
+        About(
+            "Who may ask, with which keys, and for how much; read again when it changes (sglang-fair tenants).",
+            metavar="FILE",
+            unset="everybody",
+        ),
+    ] = None
+    trusted_proxies: Annotated[
+        str | None,
+        About(
+            "Networks of proxies whose headers name the client, as 10.0.0.0/8,fd00::/8; others are ignored.",
+            metavar="NETWORKS",
+            unset="none with --tenants, else all",
+        ),
+    ] = None
+    admin_host: Annotated[str, About("Address for operators, with --admin-port.")] = "127.0.0.1"
+    admin_port: Annotated[
+        int | None,
+        About(
+            "Port for operators: /status and /workers, with the key in SGLANG_FAIR_ADMIN_KEY.",
+            metavar="PORT",
+            unset="none with --tenants, else that of clients",
+            at_least=1,
+            at_most=65535,
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster(Access, Fairness, Engine):
     """Start replicas, router and gateway on this machine, and keep them running until Ctrl-C."""
 
     replicas: Annotated[int, About("SGLang servers to start.", at_least=1)] = 2
@@ -399,7 +432,7 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gateway(Limits):
+class Gateway(Access, Limits):
     """Run a gateway alone: the OpenAI API and /generate in front of the replicas; the router says which one."""
 
     host: Annotated[str, About("Address to listen on.")] = "127.0.0.1"
@@ -441,7 +474,8 @@ SECTIONS: Mapping[str, type] = {
 
 VARIABLES: Mapping[str, str] = {
     "SGLANG_FAIR_POLICY": "The policy, where no --schedule-policy can be given to SGLang; the names are the same.",
-    "SGLANG_FAIR_ADMIN_KEY": "The gateway's /workers routes ask for this bearer token; unset: for this machine only.",
+    "SGLANG_FAIR_ADMIN_KEY": "The bearer token of the gateway's operators; unset: with --tenants nobody is one, else "
+    "/workers is for this machine only.",
     "SGLANG_FAIR_CACHE": "Folder in which prepared models are kept; by default sglang-fair in the user's cache folder.",
     "SGLANG_FAIR_DISABLE": "1: SGLang serves without the overlay.",
     "SGLANG_FAIR_ANY_VERSION": "1: attach the overlay to another version of SGLang than it was tested with.",

@@ -20,12 +20,12 @@ from aiohttp import web
 
 from router.core import Router
 from router.events import Arrive, WorkerUp
-from router.gateway.admin import KEY_VARIABLE
 from router.gateway.answer.sse import Stream, Usage, usage_of
 from router.gateway.app import Config, create_app
 from router.gateway.clients import header_safe
 from router.gateway.errors import ApiError
 from router.gateway.gateway import Gateway
+from router.gateway.guard import KEY_VARIABLE
 from router.gateway.limits import Limits
 from router.gateway.listener import Listener
 from router.gateway.request.call import parse

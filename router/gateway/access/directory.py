@@ -1,0 +1,122 @@
+"""The tenants of the file, as one gateway process knows them; the file is read again when it changes.
+
+Rule. The file is looked at every `LOOK_S`, and read when two looks in a row have found the same new state of it, so
+that one that is being written is left alone. If it cannot be read, or is wrong, what was known stays, and the failure
+is counted once for each state of the file. Leak: a writer that pauses for longer than `LOOK_S` may leave a beginning
+that is right by itself; `sglang-fair tenants` replaces the file at once, and so should everybody.
+"""
+
+import asyncio
+import hmac
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from sglang_fair.common.caller import Caller
+from sglang_fair.tenants import file, keys
+from sglang_fair.tenants.model import Tenant, Tenants
+
+log = logging.getLogger("gateway")
+
+LOOK_S = 0.5
+"""Between two looks at the file."""
+
+_State = tuple[int, int, int, int] | str
+
+
+class Known(NamedTuple):
+    """Somebody who asks: the caller that each of its requests has, and its tenant, None where there is no file."""
+
+    tenant: Tenant | None
+    caller: Caller
+
+
+class Directory:
+    """Belongs to one event loop. Reading happens in a thread."""
+
+    def __init__(self, path: Path) -> None:
+        """Reads the file at once. Raises SettingError if it cannot."""
+        self._path = path
+        self._seen = self._read_state = _state(path)
+        self._by_name: Mapping[str, Known] = {}
+        self._digests: Mapping[bytes, tuple[bytes, Known]] = {}
+        self.reloads = 0
+        self.failures = 0
+        """States of the file that could not be used."""
+        self.error = ""
+        """Why the newest state cannot be used; "" if it is in force."""
+        self._take(file.read(path))
+
+    def by_name(self, name: str) -> Known | None:
+        """The tenant of this name."""
+        return self._by_name.get(name)
+
+    def by_key(self, key: str) -> Known | None:
+        """The tenant that has this key.
+
+        Found by its digest, so the time tells nothing of any other key: whoever could steer the digest had broken
+        SHA-256. The comparison that decides takes the same time wherever two digests begin to differ.
+        """
+        given = keys.digest(key)
+        stored, known = self._digests.get(given, (_NOBODYS, None))
+        return known if hmac.compare_digest(stored, given) else None
+
+    def state(self) -> dict[str, object]:
+        """As `/status` shows it."""
+        return {
+            "tenants": len(self._by_name),
+            "reloads": self.reloads,
+            "failures": self.failures,
+            "error": self.error,
+        }
+
+    async def run(self) -> None:
+        """Follows the file until it is cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            await self.look()
+
+    async def look(self) -> None:
+        """One look at the file."""
+        seen = await asyncio.to_thread(_state, self._path)
+        if seen != self._seen:
+            self._seen = seen
+        elif seen != self._read_state:
+            self._read_state = seen
+            await self._read()
+
+    async def _read(self) -> None:
+        try:
+            found = await asyncio.to_thread(file.read, self._path)
+        except Exception as error:  # whatever a file may hold
+            self.failures += 1
+            self.error = str(error)
+            log.error("the tenants stay as they were: %s", error)
+            return
+        self.reloads += 1
+        self.error = ""
+        self._take(found)
+        log.info("%s: %d tenants", self._path, len(found.tenants))
+
+    def _take(self, found: Tenants) -> None:
+        by_name, digests = dict[str, Known](), dict[bytes, tuple[bytes, Known]]()
+        for name, tenant in found.tenants.items():
+            known = by_name[name] = Known(tenant, Caller(name, tenant.weight, tenant.cache_group))
+            for digest in map(keys.read, tenant.keys):
+                digests[digest] = digest, known
+        self._by_name, self._digests = by_name, digests
+
+
+_NOBODYS = bytes(32)
+"""What an unknown key is compared with."""
+
+
+def _state(path: Path) -> _State:
+    """What changes when the file does."""
+    try:
+        found = os.stat(path)
+    except OSError as error:
+        return f"{error.strerror or error}"
+    return found.st_mtime_ns, found.st_ino, found.st_dev, found.st_size

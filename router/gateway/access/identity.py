@@ -1,0 +1,85 @@
+"""From a request's key and headers to its caller.
+
+Rule. With a tenants' file, a request's caller is the tenant whose key it has, or, from a trusted proxy, the tenant that
+the first identity header names; anything else is refused with 401. Without one, `common.identity` says who the client
+is. A header from elsewhere than a trusted proxy is ignored and counted; without a file and without `--trusted-proxies`
+every header is believed.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from router.gateway.access.directory import Directory, Known
+from router.gateway.access.proxies import Network, is_trusted
+from router.gateway.clients import header_safe
+from router.gateway.counters import Counters
+from router.gateway.errors import ApiError
+from sglang_fair.common.caller import Caller
+from sglang_fair.common.identity import API_KEY, DEFAULT_ORDER, USER, identify
+
+Headers = Mapping[str, str]
+Peer = Sequence[Any] | None
+
+
+class Identity:
+    """Who asks. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        order: Sequence[str],
+        counters: Counters,
+        directory: Directory | None = None,
+        trusted: Sequence[Network] | None = None,
+    ) -> None:
+        """`order` is where a name is looked for (`common.identity`); `trusted` is None where nothing was said."""
+        self.directory = directory
+        self._counters = counters
+        self._order = order
+        self._unheaded = [place for place in order if place in (API_KEY, USER)]
+        self._headers = [place for place in order if place not in (API_KEY, USER)]
+        self._counted = {one for one in (*order, *DEFAULT_ORDER) if one not in (API_KEY, USER)}
+        self._trusted = trusted
+        self._believes_all = directory is None and trusted is None
+
+    @property
+    def reads_user(self) -> bool:
+        """Whether the body may name the client."""
+        return self.directory is None and USER in self._order
+
+    def of(self, headers: Headers, peer: Peer, user: str | None = None) -> Known:
+        """The caller of a request from `peer`, and its tenant. Raises `ApiError` 401. Call it once with `user`, the
+        body's field, and once without where that is not known yet; what is ignored is counted without only.
+        """
+        if self._believes_all:
+            return _client(headers, user, self._order)
+        is_believed = is_trusted(self._trusted or (), peer)
+        if not is_believed and user is None:
+            self._counters.ignored_headers.update(self._counted & headers.keys())
+        if self.directory is None:
+            return _client(headers, user, self._order if is_believed else self._unheaded)
+        if is_believed and (named := next((headers[one] for one in self._headers if headers.get(one)), None)):
+            found = self.directory.by_name(named.strip())
+            if found is None:
+                raise _refused("the proxy names no tenant", "unknown_tenant")
+            return found
+        key = bearer(headers)
+        if not key:
+            raise _refused("no API key: send it as `Authorization: Bearer KEY`", "missing_api_key")
+        found = self.directory.by_key(key)
+        if found is None:
+            raise _refused("this API key is not known here", "invalid_api_key")
+        return found
+
+
+def bearer(headers: Headers) -> str:
+    """The key in `Authorization: Bearer`, "" if there is none."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
+
+
+def _client(headers: Headers, user: str | None, order: Sequence[str]) -> Known:
+    return Known(None, Caller(header_safe(identify(headers, user, order))))
+
+
+def _refused(message: str, code: str) -> ApiError:
+    return ApiError(401, message, code=code, headers={"www-authenticate": "Bearer"})

@@ -1,0 +1,40 @@
+"""Who may see and change the cluster: whoever has the admin key, which no tenant's key replaces.
+
+Without a key in `KEY_VARIABLE` and without tenants it is this machine alone: a connection from loopback. With tenants
+it is nobody, because a tenant may have a process here too.
+"""
+
+import hmac
+import os
+
+from starlette.requests import Request
+
+from router.gateway.errors import ApiError
+
+KEY_VARIABLE = "SGLANG_FAIR_ADMIN_KEY"
+"""Environment variable. If it is set, calls need `Authorization: Bearer` and its value, wherever they come from."""
+
+
+class Guard:
+    """Reads the key when it is made."""
+
+    def __init__(self, *, has_tenants: bool) -> None:
+        self._key = os.environ.get(KEY_VARIABLE, "").encode()
+        self._has_tenants = has_tenants
+
+    def check(self, request: Request) -> None:
+        """Raises `ApiError` 401 or 403 for who may not."""
+        if self._key:
+            scheme, _, given = request.headers.get("authorization", "").partition(" ")
+            is_right = hmac.compare_digest(given.strip().encode("utf-8", "surrogatepass"), self._key)
+            if not (is_right and scheme.lower() == "bearer"):
+                raise ApiError(
+                    401,
+                    "this needs the admin key",
+                    code="unauthorized",
+                    headers={"www-authenticate": "Bearer"},
+                )
+        elif self._has_tenants:
+            raise ApiError(403, f"there is no admin key; set {KEY_VARIABLE}", code="forbidden")
+        elif request.client is None or request.client.host not in ("127.0.0.1", "::1"):
+            raise ApiError(403, f"this is for the machine itself; set {KEY_VARIABLE}", code="forbidden")

@@ -1,0 +1,95 @@
+"""The tenants' file: what it may say, and that a mistake names its line and column."""
+
+from pathlib import Path
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from sglang_fair.settings.setting import SettingError
+from sglang_fair.tenants import file, keys
+from sglang_fair.tenants.model import Tenants, json_schema
+
+DIGEST = keys.written(keys.digest("a"))
+
+MISTAKES = [
+    ("", "1:1: the file is empty"),
+    ("tenants:\n", "1:9: tenants: this must be a mapping"),
+    ("tenants: [1]", "1:10: tenants: this must be a mapping"),
+    ("tenant: {}", "1:1: tenant: there is no 'tenant' here"),
+    ("tenants: {}\ntenant: {}", "2:1: tenant: there is no 'tenant' here"),
+    ("{}", "1:1: tenants is missing"),
+    ("{x: 1}", "1:2: x: there is no 'x' here"),
+    ("[", "1:2: not YAML"),
+    (
+        "tenants:\n  a:\n    weight: -1",
+        "3:13: tenants.a.weight: input should be greater than or equal to 0.000001",
+    ),
+    ("tenants:\n  a: {weight: yes}", "2:15: tenants.a.weight: input should be a valid number"),
+    ("tenants:\n  a: {weight: .nan}", "2:15: tenants.a.weight"),
+    ("tenants:\n  a: {weigth: 1}", "2:7: tenants.a.weigth: there is no 'weigth' here"),
+    ("tenants:\n  'a b': {}", "2:3: tenants.a b: string should match pattern"),
+    ("tenants:\n  anonymous: {}", "2:3: tenants.anonymous: 'anonymous' is the client"),
+    ("tenants:\n  a: {}\n  b: {}\n  a: {}", "4:3: a is given twice"),
+    ("tenants:\n  a: {keys: [x]}", "2:14: tenants.a.keys.0: string should match"),
+    (
+        f"tenants:\n  a: {{keys: ['{DIGEST}']}}\n  b:\n    keys:\n      - {DIGEST}",
+        "5:9: tenants.b.keys.0: tenant a has",
+    ),
+    ("tenants: {a: {limits: {concurrency: 1.5}}}", "1:37: tenants.a.limits.concurrency"),
+    ("tenants: {a: {limits: {concurrency: 0}}}", "1:37: tenants.a.limits.concurrency"),
+    ("tenants: {a: {weight: !!int x}}", "1:23: "),
+    ("tenants: {a: {weight: 2001-99-99}}", "1:23: "),
+    ("tenants: {a: !!python/object:os.system x}", "1:14: not YAML"),
+    ("a: &x [*x]", "1:4: nested too deeply"),
+    ("\x00", " not YAML"),
+]
+
+
+@pytest.mark.parametrize(("text", "error"), MISTAKES, ids=range(len(MISTAKES)))
+def test_a_mistake_is_one_line_with_its_place(tmp_path: Path, text: str, error: str) -> None:
+    path = tmp_path / "t.yaml"
+    path.write_text(text)
+    with pytest.raises(SettingError) as found:
+        file.read(path)
+    assert str(found.value).startswith(f"{path}:{error}")
+    assert "\n" not in str(found.value)
+
+
+def test_aliases_that_multiply_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "t.yaml"
+    rows = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    rows += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9)]
+    path.write_text("\n".join(rows))
+    with pytest.raises(SettingError, match="too much of it"):
+        file.read(path)
+
+
+def test_a_file_that_is_not_there_or_no_text(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match="No such file"):
+        file.read(tmp_path / "none.yaml")
+    (tmp_path / "t.yaml").write_bytes(b"\xff\xfe\xff")
+    with pytest.raises(SettingError, match="it is not UTF-8"):
+        file.read(tmp_path / "t.yaml")
+
+
+def test_the_schema_says_what_the_reader_accepts(tmp_path: Path) -> None:
+    Draft202012Validator.check_schema(json_schema())
+    judge, path = Draft202012Validator(json_schema()), tmp_path / "t.yaml"
+    good = {
+        "tenants": {
+            "gold": {
+                "keys": [DIGEST],
+                "weight": 3,
+                "models": ["m", "m:a"],
+                "cache_group": "g",
+                "limits": {"requests_per_minute": 1, "tokens_per_day": 9, "output_tokens": 4},
+            },
+            "12": {},
+        }
+    }
+    path.write_text(Tenants.model_validate(good).model_dump_json(exclude_none=True))
+    assert file.read(path) == Tenants.model_validate(good)
+    assert judge.is_valid(good)
+    assert not judge.is_valid({"tenants": {"a": {"weigth": 1}}})
+    assert not judge.is_valid({"tenants": {"a": {"keys": ["x"]}}})
+    assert not judge.is_valid({"tenants": {"a": {"limits": {"concurrency": 0}}}})
