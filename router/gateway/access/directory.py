@@ -47,6 +47,8 @@ class Directory:
         """States of the file that could not be used."""
         self.error = ""
         """Why the newest state cannot be used; "" if it is in force."""
+        self._version = 0
+        """Of what is in force, by which routers and replicas know the newer of two weights."""
         self._take(file.read(path))
 
     def by_name(self, name: str) -> Known | None:
@@ -101,9 +103,14 @@ class Directory:
         log.info("%s: %d tenants", self._path, len(found.tenants))
 
     def _take(self, found: Tenants) -> None:
+        # A file that was put back has an older time, and counts all the same.
+        written_ns = self._read_state[0] if isinstance(self._read_state, tuple) else 0
+        self._version = max(written_ns, self._version + 1)
         by_name, digests = dict[str, Known](), dict[bytes, tuple[bytes, Known]]()
         for name, tenant in found.tenants.items():
-            known = by_name[name] = Known(tenant, Caller(name, tenant.weight, tenant.cache_group))
+            known = by_name[name] = Known(
+                tenant, Caller(name, tenant.weight, tenant.cache_group, self._version)
+            )
             for digest in map(keys.read, tenant.keys):
                 digests[digest] = digest, known
         self._by_name, self._digests = by_name, digests

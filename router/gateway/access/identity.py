@@ -54,7 +54,7 @@ class Identity:
             return _client(headers, user, self._order)
         is_believed = is_trusted(self._trusted or (), peer)
         if not is_believed and user is None:
-            self._counters.ignored_headers.update(self._counted & headers.keys())
+            self._counters.ignored_headers.update(self._counted.intersection(headers))
         if self.directory is None:
             return _client(headers, user, self._order if is_believed else self._unheaded)
         if is_believed and (named := next((headers[one] for one in self._headers if headers.get(one)), None)):

@@ -1,0 +1,392 @@
+"""Who may ask: identity from keys and trusted proxies, a tenants' file that changes, and what each key opens."""
+
+import asyncio
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.gateway.access import proxies
+from router.gateway.access.directory import Directory
+from router.gateway.access.identity import Identity
+from router.gateway.app import App, Config, create_app
+from router.gateway.counters import Counters
+from router.gateway.errors import ApiError
+from router.gateway.guard import KEY_VARIABLE
+from router.gateway.openapi import describe
+from sglang_fair.common.identity import API_KEY, DEFAULT_ORDER, USER
+from sglang_fair.settings.setting import SettingError
+from sglang_fair.tenants import edit, keys
+from sglang_fair.tenants.model import Tenant
+from tests.support.ports import free_port
+from tests.support.stand_in import MODEL, make_tokenizer
+
+GOLD, SILVER, ADMIN, INVENTED = "key of gold", "key of silver", "the admin's key", "sk-fair-invented"
+PROXY, ELSEWHERE = ("10.1.2.3", 1), ("192.0.2.1", 1)
+HEADERS = [place for place in DEFAULT_ORDER if place not in (API_KEY, USER)]
+
+
+def tenant(key: str, **more: Any) -> Tenant:
+    return Tenant(keys=[keys.written(keys.digest(key))], **more)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("tenants") / "t.yaml"
+    edit.add(made, "gold", tenant(GOLD, weight=3.0, cache_group="g"))
+    edit.add(made, "silver", tenant(SILVER, models=["other", f"{MODEL}:a"]))
+    return made
+
+
+def identity(path: Path | None, trusted: str | None = None) -> tuple[Identity, Counters]:
+    counters = Counters()
+    directory = None if path is None else Directory(path)
+    return Identity(
+        DEFAULT_ORDER, counters, directory, None if trusted is None else proxies.parse(trusted)
+    ), counters
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+# -- proxies
+
+
+@pytest.mark.parametrize(
+    ("networks", "peer", "trusted"),
+    [
+        ("10.0.0.0/8", "10.1.2.3", True),
+        ("10.0.0.0/8", "11.1.2.3", False),
+        ("10.0.0.0/8", "::ffff:10.1.2.3", True),
+        ("10.1.2.3", "10.1.2.3", True),
+        ("fd00::/8, 10.0.0.0/8", "fd00::1", True),
+        ("fd00::/8", "fe80::1%eth0", False),
+        ("10.0.0.0/8", "::10.1.2.3", False),
+        ("0.0.0.0/0", "name", False),
+        ("", "10.1.2.3", False),
+    ],
+)
+def test_networks(networks: str, peer: str, trusted: bool) -> None:
+    assert proxies.is_trusted(proxies.parse(networks), (peer, 1)) is trusted
+    assert not proxies.is_trusted(proxies.parse(networks), None)
+
+
+@pytest.mark.parametrize("text", ["10.0.0.1/8", "x", "10.0.0.0/33", "10.0.0.0 /8,y"])
+def test_what_is_no_network(text: str) -> None:
+    with pytest.raises(SettingError, match="--trusted-proxies: "):
+        proxies.parse(text)
+
+
+# -- identity
+
+
+def test_the_key_says_who_asks(path: Path) -> None:
+    who, counters = identity(path)
+    found = who.of(bearer(GOLD), ELSEWHERE)
+    assert (found.caller.client, found.caller.weight, found.caller.group) == ("gold", 3.0, "g")
+    assert who.of({"authorization": f"bearer  {SILVER} "}, ELSEWHERE).caller.client == "silver"
+    assert who.of(bearer(GOLD), ELSEWHERE, "somebody").caller.client == "gold"
+    assert counters.ignored_headers == {}
+
+
+@given(
+    headers=st.dictionaries(st.sampled_from([*HEADERS, "x-forwarded-for", "x-real-ip"]), st.text(max_size=9)),
+    key=st.one_of(st.none(), st.text(max_size=60), st.sampled_from([GOLD, SILVER])),
+    scheme=st.sampled_from(["Bearer", "Basic", ""]),
+    user=st.one_of(st.none(), st.text(max_size=9)),
+)
+def test_no_header_from_elsewhere_changes_who_asks(
+    path: Path, headers: dict[str, str], key: str | None, scheme: str, user: str | None
+) -> None:
+    """The adversary may send any headers: it is the tenant of its key, or nobody, and each header is counted."""
+    who, counters = identity(path, "10.0.0.0/8")
+    sent = headers | ({} if key is None else {"authorization": f"{scheme} {key}"})
+    expected = {GOLD: "gold", SILVER: "silver"}.get((key or "").strip()) if scheme == "Bearer" else None
+    try:
+        found: object = who.of(sent, ELSEWHERE, None).caller.client
+        assert who.of(sent, ELSEWHERE, user).caller.client == found
+    except ApiError as error:
+        found = error.status, error.headers
+    assert found == (expected or (401, {"www-authenticate": "Bearer"}))
+    assert counters.ignored_headers == {name: 1 for name in headers if name in HEADERS}
+
+
+def test_a_trusted_proxy_names_a_tenant(path: Path) -> None:
+    who, counters = identity(path, "10.0.0.0/8")
+    assert who.of({"x-fair-client": "silver"}, PROXY).caller.client == "silver"
+    assert who.of({"x-tenant-id": "silver"} | bearer(GOLD), PROXY).caller.client == "silver"
+    assert who.of(bearer(GOLD), PROXY).caller.client == "gold"
+    for headers in ({"x-fair-client": "bronze"}, {"x-fair-client": "gold2"} | bearer(GOLD), {}):
+        with pytest.raises(ApiError):
+            who.of(headers, PROXY)
+    assert counters.ignored_headers == {}
+
+
+def test_without_a_file_headers_count_from_everywhere_or_from_proxies_alone() -> None:
+    who, counters = identity(None)
+    assert who.of({"x-fair-client": "me"}, ELSEWHERE).caller.client == "me"
+    assert who.of(bearer("k"), ELSEWHERE).caller.client.startswith("key:")
+    assert counters.ignored_headers == {}
+    who, counters = identity(None, "10.0.0.0/8")
+    assert who.of({"x-fair-client": "me"}, PROXY).caller.client == "me"
+    assert who.of({"x-fair-client": "me"}, ELSEWHERE).caller.client == "anonymous"
+    assert who.of({"x-fair-client": "me"} | bearer("k"), ELSEWHERE).caller.client.startswith("key:")
+    assert counters.ignored_headers == {"x-fair-client": 2}
+
+
+# -- the file changes
+
+
+@pytest.fixture
+def changing(tmp_path: Path) -> Path:
+    made = tmp_path / "t.yaml"
+    edit.add(made, "gold", tenant(GOLD))
+    return made
+
+
+async def looks(directory: Directory) -> None:
+    for _ in range(2):
+        await directory.look()
+
+
+def later(path: Path) -> None:
+    """As if it were written later: clocks of files are coarse."""
+    found = path.stat()
+    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns + 5_000_000))
+
+
+def _garbage(path: Path, whole: str) -> None:
+    path.write_bytes(b"\xff\x00\xfe")
+
+
+def _half(path: Path, whole: str) -> None:
+    path.write_text(whole[: len(whole) - 30])
+
+
+def _empty(path: Path, whole: str) -> None:
+    path.write_text("")
+
+
+def _wrong(path: Path, whole: str) -> None:
+    path.write_text(whole.replace("keys", "kyes"))
+
+
+def _gone(path: Path, whole: str) -> None:
+    path.unlink()
+
+
+def _folder(path: Path, whole: str) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def _circle(path: Path, whole: str) -> None:
+    path.write_text("tenants: &a {b: *a}\n")
+
+
+@pytest.mark.parametrize("spoil", [_garbage, _half, _empty, _wrong, _gone, _folder, _circle])
+def test_a_bad_file_changes_nothing_and_is_counted_once(
+    changing: Path, spoil: Callable[[Path, str], None]
+) -> None:
+    async def main() -> None:
+        directory, whole = Directory(changing), changing.read_text()
+        before = directory.by_key(GOLD)
+        spoil(changing, whole)
+        for _ in range(3):
+            await looks(directory)
+        assert directory.by_key(GOLD) == before
+        assert (directory.failures, directory.reloads) == (1, 0)
+        assert str(changing) in directory.error
+        if changing.is_dir():
+            changing.rmdir()
+        changing.unlink(missing_ok=True)
+        changing.write_text(whole)
+        later(changing)
+        edit.add(changing, "silver", tenant(SILVER))
+        await looks(directory)
+        assert directory.by_key(SILVER) is not None
+        assert (directory.failures, directory.reloads, directory.error) == (1, 1, "")
+
+    asyncio.run(main())
+
+
+def test_a_file_that_is_being_written_is_left_alone(changing: Path) -> None:
+    async def main() -> None:
+        directory = Directory(changing)
+        whole = changing.read_text()
+        with changing.open("w") as out:
+            for character in whole:  # a look between any two writes
+                out.write(character)
+                out.flush()
+                later(changing)
+                await directory.look()
+        await looks(directory)
+        assert directory.failures == 0
+        assert directory.by_key(GOLD) is not None
+
+    asyncio.run(main())
+
+
+def test_keys_and_weights_follow_the_file(changing: Path) -> None:
+    async def main() -> None:
+        directory = Directory(changing)
+        first = directory.by_key(GOLD)
+        assert first is not None
+        edit.set_keys(changing, "gold", lambda old: [keys.written(keys.digest("new"))])
+        await looks(directory)
+        assert directory.by_key(GOLD) is None
+        second = directory.by_key("new")
+        assert second is not None
+        assert second.caller.version > first.caller.version
+        os.utime(changing, ns=(0, 0))  # put back from an archive
+        await looks(directory)
+        third = directory.by_key("new")
+        assert third is not None
+        assert third.caller.version > second.caller.version
+        edit.remove(changing, "gold")
+        await looks(directory)
+        assert directory.by_key("new") is None
+        assert directory.by_name("gold") is None
+
+    asyncio.run(main())
+
+
+# -- what each key opens
+
+KEYS = {"none": None, "invented": INVENTED, "tenant": GOLD, "admin": ADMIN}
+CHAT = {"messages": [{"role": "user", "content": "x"}]}
+BODIES: dict[str, Any] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": {"prompt": "x"},
+    "/generate": {"text": "x"},
+    "/workers": {"url": "http://127.0.0.1:1"},
+}
+# By route: with no key, an invented one, a tenant's, the admin's. There is no router: 503 is what gets through.
+CLIENTS_ADDRESS = {
+    ("post", "/v1/chat/completions"): (401, 401, 503, 401),
+    ("post", "/v1/completions"): (401, 401, 503, 401),
+    ("post", "/generate"): (401, 401, 503, 401),
+    ("get", "/v1/models"): (401, 401, 200, 401),
+    ("get", "/v1/models/{id}"): (401, 401, 200, 401),
+    ("get", "/health"): (503, 503, 503, 503),
+    ("get", "/status"): (404, 404, 404, 404),
+    ("get", "/workers"): (404, 404, 404, 404),
+    ("post", "/workers"): (404, 404, 404, 404),
+    ("delete", "/workers/{name}"): (404, 404, 404, 404),
+}
+OPERATORS_ADDRESS = {
+    ("post", "/v1/chat/completions"): (404, 404, 404, 404),
+    ("post", "/v1/completions"): (404, 404, 404, 404),
+    ("post", "/generate"): (404, 404, 404, 404),
+    ("get", "/v1/models"): (404, 404, 404, 404),
+    ("get", "/v1/models/{id}"): (404, 404, 404, 404),
+    ("get", "/health"): (404, 404, 404, 404),
+    ("get", "/status"): (401, 401, 401, 200),
+    ("get", "/workers"): (401, 401, 401, 503),
+    ("post", "/workers"): (401, 401, 401, 400),
+    ("delete", "/workers/{name}"): (401, 401, 401, 503),
+}
+ROUTES = [(method, route) for route, found in describe("1")["paths"].items() for method in found]
+
+
+@pytest.fixture
+def with_admin_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, ADMIN)
+
+
+async def ask(base: str, app: App | None, method: str, route: str, key: str | None) -> int:
+    transport = None if app is None else httpx.ASGITransport(app, client=("127.0.0.1", 1))
+    async with httpx.AsyncClient(transport=transport, base_url=base) as http:
+        target = route.replace("{id}", MODEL).replace("{name}", "r0")
+        headers = bearer(key) if key is not None else {}
+        body = BODIES.get(route) if method == "post" else None
+        return (await http.request(method, target, headers=headers, json=body)).status_code
+
+
+def made(tmp_path: Path, **config: Any) -> App:
+    return create_app(Config("tcp://127.0.0.1:17998", MODEL, str(make_tokenizer(tmp_path)), 0.1, **config))
+
+
+def test_the_tables_have_every_route() -> None:
+    assert set(CLIENTS_ADDRESS) == set(OPERATORS_ADDRESS) == set(ROUTES)
+
+
+@pytest.mark.usefixtures("with_admin_key")
+def test_what_each_key_opens(path: Path, tmp_path: Path) -> None:
+    async def main() -> None:
+        port = free_port()
+        app = made(tmp_path, tenants=str(path), admin_port=port)
+        async with app.lifespan_context(app):
+            for address, base, table in (
+                (app, "http://gateway", CLIENTS_ADDRESS),
+                (None, f"http://127.0.0.1:{port}", OPERATORS_ADDRESS),
+            ):
+                for (method, route), expected in table.items():
+                    got = tuple([await ask(base, address, method, route, key) for key in KEYS.values()])
+                    assert got == expected, (base, method, route)
+
+    asyncio.run(main())
+
+
+def test_without_an_admin_key_nobody_is_an_operator(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+
+    async def main() -> None:
+        port = free_port()
+        app = made(tmp_path, tenants=str(path), admin_port=port)
+        async with app.lifespan_context(app):
+            for method, route in (("get", "/status"), ("get", "/workers"), ("delete", "/workers/{name}")):
+                for key in (None, "x", GOLD, ADMIN):
+                    assert await ask(f"http://127.0.0.1:{port}", None, method, route, key) == 403
+
+    asyncio.run(main())
+
+
+def test_without_tenants_all_is_at_one_address_as_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+
+    async def main() -> None:
+        app = made(tmp_path)
+        async with app.lifespan_context(app):
+            got = {
+                (method, route): await ask("http://gateway", app, method, route, None)
+                for method, route in ROUTES
+            }
+        assert 401 not in got.values()
+        assert 404 not in got.values()
+        assert got["get", "/status"] == 200
+
+    asyncio.run(main())
+
+
+def test_a_tenant_sees_the_models_that_it_may_ask_for(path: Path, tmp_path: Path) -> None:
+    async def main() -> None:
+        app = made(tmp_path, tenants=str(path))
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
+            seen = {
+                key: [one["id"] for one in (await http.get("/v1/models", headers=bearer(key))).json()["data"]]
+                for key in (GOLD, SILVER)
+            }
+            assert seen == {GOLD: [MODEL], SILVER: [f"{MODEL}:a"]}
+            answer = await http.get(f"/v1/models/{MODEL}", headers=bearer(SILVER))
+            assert answer.status_code == 404
+
+    asyncio.run(main())
+
+
+def test_an_address_documents_what_it_has(path: Path, tmp_path: Path) -> None:
+    app = made(tmp_path, tenants=str(path), admin_port=free_port())
+    assert set(app.pages.openapi()["paths"]) == {
+        *("/v1/chat/completions", "/v1/completions", "/generate", "/v1/models", "/v1/models/{id}", "/health")
+    }
