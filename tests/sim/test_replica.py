@@ -384,7 +384,7 @@ CASES = st.fixed_dictionaries(
 
 
 def play(
-    case: dict, policy, progress_steps: int, cost=None, payers=None, weights=None
+    case: dict, policy, progress_steps: int, cost=None, payers=None, says_weights=False
 ) -> tuple[Replica, list[Event]]:
     """Random requests and aborts at random times, to the end; memory is audited at each event."""
     random = Random(case["seed"])
@@ -407,10 +407,12 @@ def play(
         head = random.choice(families)[: random.randrange(41)]
         tokens = packed(*head, *(random.randrange(1000) for _ in range(random.randint(1, 40))))
         most = random.randint(1, case["longest"])
-        told += replica.arrive(
-            request(str(number), tokens, random.randint(1, most), "abc"[number % 3], max_output_tokens=most),
-            now_s,
-        )
+        one = request(str(number), tokens, random.randint(1, most), "abc"[number % 3], max_output_tokens=most)
+        if says_weights:
+            one = one._replace(
+                weight=random.choice([None, 0.5, 1.0, 4.0]), weight_version=number + random.randrange(9)
+            )
+        told += replica.arrive(one, now_s)
         if random.random() < 0.15:
             told += replica.abort(str(random.randrange(number + 1)), now_s)
         replica.check_pool()
@@ -421,16 +423,60 @@ def play(
 
 
 @hypothesis_settings(deadline=None, max_examples=25)
-@given(CASES, st.sampled_from(POLICIES), st.sampled_from([None, Quadratic(d=64.0)]))
-def test_a_jump_is_the_same_as_its_steps(case, policy, cost):
-    """Same events at the same times, same charges, same meters, whether 50 steps are taken at once, or each alone."""
-    (jumping, jumps), (stepping, steps) = (play(case, policy(), most, cost) for most in (50, 1))
+@given(CASES, st.sampled_from(POLICIES), st.sampled_from([None, Quadratic(d=64.0)]), st.booleans())
+def test_a_jump_is_the_same_as_its_steps(case, policy, cost, says_weights):
+    """Same events at the same times, same charges, same meters, whether 50 steps are taken at once, or each alone; and
+    whatever weights the requests bring."""
+    (jumping, jumps), (stepping, steps) = (
+        play(case, policy(), most, cost, says_weights=says_weights) for most in (50, 1)
+    )
     assert told(jumps) == told(steps)
     assert jumping.queue.account.ledger.accounts() == stepping.queue.account.ledger.accounts()
     assert jumping.queue.policy.counters() == pytest.approx(stepping.queue.policy.counters())
     for replica in (jumping, stepping):
         replica.meters.decode_s = round(replica.meters.decode_s, 9)
     assert jumping.meters == stepping.meters
+
+
+def served_by_weight(
+    policy: str, weights: Sequence[float], cache_share: bool
+) -> list[tuple[float, float, float]]:
+    """Two clients with 30 requests here at any time, and a weight of "b" that is the next one every 200 s. Of the last
+    120 s of each: what "a" and "b" got, and the bound at its end."""
+    settings = replace(SMALL, cache_share=cache_share)
+    policy = make_policy(policy, quantum=200)
+    replica = Replica(FairQueue(policy), Seconds(), settings, steps=Steps(0.1, policy.weights))
+    number, here, found = 0, {"a": 0, "b": 0}, []
+    ledger = replica.queue.account.ledger
+    for version, weight in enumerate(weights):
+        for second in range(200):
+            if second == 80:
+                before = ledger.usage("a").service, ledger.usage("b").service
+            for tenth in range(10):
+                now_s = 200.0 * version + second + tenth / 10
+                for event in replica.advance(now_s):
+                    if isinstance(event, Finished):
+                        here[event.id[0]] -= 1
+                for client, told in (("a", 1.0), ("b", weight)):
+                    while here[client] < 30:
+                        number, here[client] = number + 1, here[client] + 1
+                        id = f"{client}{number}"
+                        replica.arrive(
+                            request(id, 40, 20, client, weight=told, weight_version=version), now_s
+                        )
+        got = ledger.usage("a").service - before[0], ledger.usage("b").service - before[1]
+        bound = replica.queue.account.recent_bound()
+        found.append((*got, bound))
+    return found
+
+
+@pytest.mark.parametrize("cache_share", [False, True])
+@pytest.mark.parametrize("policy", ["dlpm", "vtc", "drr"])
+def test_new_service_is_by_the_weight_that_requests_bring(policy, cache_share):
+    weights = (1.0, 3.0, 0.5)
+    for weight, (a, b, bound) in zip(weights, served_by_weight(policy, weights, cache_share), strict=True):
+        assert abs(a - b / weight) <= bound, (weight, a, b, bound)
+        assert b / a == pytest.approx(weight, rel=0.15)
 
 
 def told(events: Sequence[Event]) -> list[Event]:
