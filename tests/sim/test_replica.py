@@ -441,19 +441,20 @@ def test_a_jump_is_the_same_as_its_steps(case, policy, cost, says_weights):
 def served_by_weight(
     policy: str, weights: Sequence[float], cache_share: bool
 ) -> list[tuple[float, float, float]]:
-    """Two clients with 30 requests here at any time, and a weight of "b" that is the next one every 200 s. Of the last
-    120 s of each: what "a" and "b" got, and the bound at its end."""
+    """Two clients with 30 requests here at any time, and a weight of "b" that is the next one every 40 s. Of the last
+    30 s of each: what "a" and "b" got, and the bound at its end."""
     settings = replace(SMALL, cache_share=cache_share)
     policy = make_policy(policy, quantum=200)
-    replica = Replica(FairQueue(policy), Seconds(), settings, steps=Steps(0.1, policy.weights))
+    steps = None if policy.name == "drr" else Steps(0.1, policy.weights)
+    replica = Replica(FairQueue(policy), Seconds(), settings, steps=steps)
     number, here, found = 0, {"a": 0, "b": 0}, []
     ledger = replica.queue.account.ledger
     for version, weight in enumerate(weights):
-        for second in range(200):
-            if second == 80:
+        for second in range(40):
+            if second == 10:
                 before = ledger.usage("a").service, ledger.usage("b").service
             for tenth in range(10):
-                now_s = 200.0 * version + second + tenth / 10
+                now_s = 40.0 * version + second + tenth / 10
                 for event in replica.advance(now_s):
                     if isinstance(event, Finished):
                         here[event.id[0]] -= 1
@@ -470,8 +471,9 @@ def served_by_weight(
     return found
 
 
-@pytest.mark.parametrize("cache_share", [False, True])
-@pytest.mark.parametrize("policy", ["dlpm", "vtc", "drr"])
+@pytest.mark.parametrize(
+    ("policy", "cache_share"), [("dlpm", False), ("dlpm", True), ("vtc", False), ("drr", False)]
+)
 def test_new_service_is_by_the_weight_that_requests_bring(policy, cache_share):
     weights = (1.0, 3.0, 0.5)
     for weight, (a, b, bound) in zip(weights, served_by_weight(policy, weights, cache_share), strict=True):
