@@ -317,6 +317,7 @@ async def cluster(
     replicas: int = 1,
     router_timeout_s: float = DEADLINE_S,
     context_tokens: int | None = None,
+    tenants: Path | None = None,
     **limits: object,
 ) -> AsyncIterator[Cluster]:
     async with contextlib.AsyncExitStack() as stack:
@@ -327,7 +328,11 @@ async def cluster(
             stack.push_async_callback(fake.close)
         router = RouterThread(fakes)
         stack.callback(router.close)
-        app = create_app(Config(router.endpoint, MODEL, str(tokenizer), router_timeout_s, Limits(**limits)))
+        path = None if tenants is None else str(tenants)
+        bounds = Limits(**limits)
+        app = create_app(
+            Config(router.endpoint, MODEL, str(tokenizer), router_timeout_s, bounds, tenants=path)
+        )
         server = QuietServer(
             uvicorn.Config(app, port=0, http=Listener, log_level="warning", timeout_graceful_shutdown=1)
         )

@@ -6,6 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
+from sglang_fair.common.caller import HEADER_WEIGHT, salted
 from sglang_fair.overlay.status import from_settings, to_settings
 from tests.overlay.test_charges import idle, prompt
 from tests.support.live import Replica
@@ -85,3 +86,114 @@ def test_sglangs_own_settings_still_go_through(under_pressure: Replica) -> None:
     assert "by-the-back-door" not in under_pressure.fair()["config"]["client_weights"]
     assert set_state({**weight, "pp_max_micro_batch_size": 9}) == [True]
     assert under_pressure.fair()["config"]["client_weights"]["by-the-back-door"] == 2.0
+
+
+def weight_of(replica: Replica, client: str) -> float:
+    weight: float = replica.fair()["clients"][client]["weight"]
+    return weight
+
+
+def test_requests_bring_the_weight_and_the_later_file_wins(under_pressure: Replica) -> None:
+    replica, rng = under_pressure, random.Random(6)
+    for told, weight in (
+        ("3.0@5", 3.0),
+        ("9.0@4", 3.0),
+        ("0.5@6", 0.5),
+        ("nonsense", 0.5),
+        ("7.0", 0.5),
+        ("-7.0@9", 0.5),
+        ("1e9@9", 0.5),
+        ("4.0@7", 4.0),
+    ):
+        replica.generate("brought", prompt(rng, 20), headers={HEADER_WEIGHT: told})
+        assert weight_of(replica, "brought") == weight, told
+    replica.generate("brought", prompt(rng, 20))
+    assert weight_of(replica, "brought") == 4.0, "who says nothing changes nothing"
+    before = idle(replica)
+    replica.generate("brought", prompt(rng, 1800), 5, headers={HEADER_WEIGHT: "4.0@7"})
+    after = idle(replica)
+    quantum, clients = after["config"]["quantum"], (before["clients"]["brought"], after["clients"]["brought"])
+    assert clients[1]["service"] - clients[0]["service"] == 1810
+    assert (clients[0]["counter"] - clients[1]["counter"]) % quantum == pytest.approx(1810 / 4 % quantum)
+    assert "brought" not in after["config"]["client_weights"], "nobody has set it"
+
+
+def test_a_weight_that_is_set_gives_way_to_the_tenants_file(under_pressure: Replica) -> None:
+    replica, rng = under_pressure, random.Random(7)
+    replica.generate("both", prompt(rng, 20), headers={HEADER_WEIGHT: "3.0@5"})
+    assert post(replica, {"client_weights": {"both": 8}}).status_code == 200
+    assert weight_of(replica, "both") == 3.0
+    assert post(replica, {"client_weights": {"both": 1}}).status_code == 200
+
+
+def test_no_body_brings_a_weight(under_pressure: Replica) -> None:
+    replica, rng = under_pressure, random.Random(8)
+    fair = {"client": "somebody", "weight": 99.0, "weight_version": 99}
+    for body in (
+        {"sampling_params": {"max_new_tokens": 1, "custom_params": {"fair": fair}}},
+        {"custom_params": {"fair": fair}, "weight": 99.0, "x-fair-weight": "99.0@99"},
+    ):
+        replica.generate("greedy", prompt(rng, 20), **body)
+        assert weight_of(replica, "greedy") == 1.0
+    asked = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": 1,
+        "custom_params": {"fair": fair},
+    }
+    url, named = f"{replica.url}/v1/chat/completions", {"x-fair-client": "greedy"}
+    assert httpx.post(url, json=asked, headers=named, timeout=60).status_code == 200
+    assert weight_of(replica, "greedy") == 1.0
+
+
+def test_who_is_not_named_by_a_gateway_brings_none(under_pressure: Replica) -> None:
+    """A key or a user's name is the sender's own, and the header beside it then is too."""
+    url = f"{under_pressure.url}/generate"
+    asked = {"input_ids": [5] * 20, "sampling_params": {"max_new_tokens": 1}}
+    for headers in ({"x-tenant-id": "own name"}, {}):
+        answer = httpx.post(url, json=asked, headers={HEADER_WEIGHT: "99.0@99", **headers}, timeout=60)
+        assert answer.status_code == 200
+        assert weight_of(under_pressure, headers.get("x-tenant-id", "anonymous")) == 1.0
+
+
+# ---- cache groups
+
+
+def test_groups_share_no_prefix_and_count_none_as_shared(under_pressure: Replica) -> None:
+    replica, rng = under_pressure, random.Random(9)
+    replica.flush()
+    tokens = prompt(rng, 200)
+
+    def cached(client: str, salt: str | None, **body: object) -> int:
+        return replica.generate(client, tokens, 1, cache_salt=salt, **body).cached_tokens
+
+    assert cached("a", salted("one", None)) == 0
+    assert cached("b", salted("one", None)) >= 190, "the other tenant of the group"
+    for salt in (salted("two", None), None, salted("one", "own"), salted(None, "one"), salted(None, "other")):
+        assert cached("c", salt) == 0, salt
+        assert cached("c", salt) >= 190, salt
+    books = idle(replica)
+    assert books["conservation"]["ok"]
+
+
+def test_no_body_straight_to_a_replica_reaches_into_a_group(under_pressure: Replica) -> None:
+    replica, rng = under_pressure, random.Random(10)
+    replica.flush()
+    tokens = prompt(rng, 200)
+    assert replica.generate("a", tokens, 1, cache_salt=salted("one", None)).cached_tokens == 0
+    asked = {"input_ids": tokens, "sampling_params": {"max_new_tokens": 1}}
+    forged = salted("one", None)
+    for number, body in enumerate(
+        (
+            {"cache_salt": forged},
+            {"input_ids": [tokens], "cache_salt": [forged]},
+            {"cache_salt": forged, "extra_key": "k"},
+        )
+    ):
+        named = {"x-tenant-id": f"thief {number}"}
+        answer = httpx.post(f"{replica.url}/generate", json=asked | body, headers=named, timeout=60)
+        assert answer.status_code == 200, answer.text
+        thieves = replica.fair()["clients"]
+        hits = thieves[f"thief {number}"]["cached_tokens"]
+        assert hits < 190 if number != 1 else hits >= 190, "the second finds what the first had computed"
+    assert replica.generate("b", tokens, 1, cache_salt=salted("one", None)).cached_tokens >= 190

@@ -1,0 +1,177 @@
+"""What goes to router and replica with a tenant's request, and what a sender cannot put there."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.events import Arrive
+from router.gateway.errors import ApiError
+from router.gateway.request.call import Call, parse
+from router.gateway.request.schema import PATHS
+from router.wire import namespace
+from sglang_fair.common.caller import GROUP_MARK, HEADER_WEIGHT, read_weight, salted
+from sglang_fair.tenants import edit, keys
+from sglang_fair.tenants.model import Tenant
+from tests.gateway.test_gateway import CHAT, COMPLETION, GENERATE, MODEL, Cluster, run
+from tests.support.stand_in import make_tokenizer
+from tests.support.waiting import eventually
+
+GOLD, SILVER = "key of gold", "key of silver"
+SALT = f"{GROUP_MARK}team{GROUP_MARK}"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def tenants(tmp_path: Path) -> Path:
+    path = tmp_path / "tenants.yaml"
+    for name, key, more in (("gold", GOLD, {"weight": 3.0, "cache_group": "team"}), ("silver", SILVER, {})):
+        edit.add(path, name, Tenant(keys=[keys.written(keys.digest(key))], **more))
+    return path
+
+
+def listening(c: Cluster) -> list[Arrive]:
+    arrived: list[Arrive] = []
+    tell = c.router.shell.tell
+    c.router.shell.tell = lambda event, peer=b"": (  # type: ignore[method-assign]
+        arrived.append(event) if isinstance(event, Arrive) else None,
+        tell(event, peer),
+    )[1]
+    return arrived
+
+
+def test_weight_and_group_go_with_each_request(tokenizer: Path, tenants: Path) -> None:
+    async def body(c: Cluster) -> None:
+        arrived = listening(c)
+        liar = {HEADER_WEIGHT: "9@99", "x-fair-client": "silver", "x-fair-group": "other"}
+        for path, asked in (
+            ("/v1/chat/completions", CHAT | {"custom_params": {"fair": {"weight": 9, "weight_version": 99}}}),
+            ("/v1/completions", COMPLETION | {"cache_salt": "mine", "weight": 9}),
+            ("/generate", GENERATE | {"cache_salt": ""}),
+        ):
+            for key, client, weight, group in ((GOLD, "gold", 3.0, "team"), (SILVER, "silver", 1.0, None)):
+                bearer = {"authorization": f"Bearer {key}"}
+                status, headers, _ = await c.post(path, asked, headers=liar | bearer)
+                assert (status, headers["x-fair-client"]) == (200, client)
+                _, seen, sent = c.replicas[0].requests[-1]
+                assert seen["x-fair-client"] == client
+                told = read_weight(seen[HEADER_WEIGHT])
+                assert told is not None
+                assert told[0] == weight
+                salt = salted(group, asked.get("cache_salt"))
+                assert (sent.get("cache_salt") or None) == salt
+                assert "fair" not in (sent.get("custom_params") or {})
+                assert arrived[-1].namespace == namespace(None, salt, None)
+                assert (arrived[-1].client, arrived[-1].weight, arrived[-1].weight_version) == (client, *told)
+        assert len({one.weight_version for one in arrived}) == 1
+
+    run(body, tokenizer, tenants=tenants)
+
+
+def test_a_new_file_holds_for_the_next_request_and_counts_as_newer(tokenizer: Path, tenants: Path) -> None:
+    async def body(c: Cluster) -> None:
+        async def told() -> tuple[float, int]:
+            await c.post("/generate", GENERATE, headers={"authorization": f"Bearer {GOLD}"})
+            found = read_weight(c.replicas[0].requests[-1][1][HEADER_WEIGHT])
+            assert found is not None
+            return found
+
+        before = await told()
+        text = tenants.read_text()
+        tenants.write_text(text.replace("weight: 3.0", "weight: 0.5"))
+
+        async def follows() -> bool:
+            return (await told())[0] == 0.5
+
+        await eventually(follows, "the new weight")
+        after = await told()
+        assert after[1] > before[1]
+        tenants.write_text("tenants: {gold: {weight: -1}}")
+        await asyncio.sleep(1.5)
+        assert await told() == after
+
+    run(body, tokenizer, tenants=tenants)
+
+
+def test_the_rest_of_a_stream_is_in_the_same_group(tokenizer: Path, tenants: Path) -> None:
+    async def body(c: Cluster) -> None:
+        c.replicas[0].mode = c.replicas[1].mode = "die midway"
+        asked = COMPLETION | {"stream": True, "temperature": 0, "cache_salt": "mine"}
+        await c.post("/v1/completions", asked, headers={"authorization": f"Bearer {GOLD}"})
+        sent = [one for replica in c.replicas for one in replica.requests]
+        assert len(sent) > 1
+        for _, seen, request in sent:
+            assert request["cache_salt"] == salted("team", "mine")
+            assert seen[HEADER_WEIGHT].startswith("3.0@")
+
+    run(body, tokenizer, replicas=2, tenants=tenants)
+
+
+# ---- bodies
+
+
+def parsed(kind: Any, group: str | None, **more: object) -> Call:
+    asked = {"chat": CHAT, "completions": COMPLETION, "generate": GENERATE}[kind]
+    return parse(kind, json.dumps(asked | more).encode(), MODEL, group)
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-9, 9)
+    | st.sampled_from(["", "s", SALT, SALT + "s", "\x1d", "\x1f"]),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["a", "fair"]), inner, max_size=2)
+    ),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    kind=st.sampled_from(sorted(PATHS)),
+    salt=JSON,
+    extra_key=JSON,
+    lora=JSON,
+    group=st.sampled_from([None, "other"]),
+)
+def test_no_body_reaches_into_a_group(kind, salt, extra_key, lora, group) -> None:
+    """Neither of somebody without a group nor of another one's: not at the replica, not in the router's tree."""
+    try:
+        call = parsed(kind, group, cache_salt=salt, extra_key=extra_key, lora_path=lora)
+    except ApiError:
+        return
+    salts = call.body.get("cache_salt")
+    for one in salts if isinstance(salts, list) else [salts]:
+        assert not (isinstance(one, str) and one.startswith(SALT))
+        if group is not None:
+            assert isinstance(one, str)
+            assert one.startswith(f"{GROUP_MARK}other{GROUP_MARK}")
+    assert json.loads(call.encoded).get("cache_salt") == salts
+    for mine in (None, "s", SALT):
+        assert call.namespace != namespace(None, salted("team", mine), None)
+
+
+@pytest.mark.parametrize("kind", sorted(PATHS))
+def test_each_salt_of_a_batch_is_put_into_the_group(kind) -> None:
+    call = parsed(kind, "team", cache_salt=["", "s"])
+    assert call.body["cache_salt"] == [salted("team", None), salted("team", "s")]
+    for wrong in (3, {"a": 1}, [1], ["s", None], True):
+        with pytest.raises(ApiError) as caught:
+            parsed(kind, "team", cache_salt=wrong)
+        assert caught.value.status == 400
+
+
+@pytest.mark.parametrize("kind", sorted(PATHS))
+def test_without_a_group_a_body_is_passed_on_as_it_is(kind) -> None:
+    for salt in (None, "", "s", ["a", ""], 3):
+        assert parsed(kind, None, cache_salt=salt).body["cache_salt"] == salt
+    assert "cache_salt" not in parsed(kind, None).body
