@@ -34,8 +34,11 @@ TIMES_THE_BOUND = 14
 
 
 @contextlib.contextmanager
-def front(replicas: list[Replica], ports: Iterator[int], logs: Path) -> Iterator[str]:
-    """A router and a gateway of its own over `replicas`; the gateway's address."""
+def front(
+    replicas: list[Replica], ports: Iterator[int], logs: Path, tenants: Path | None = None
+) -> Iterator[str]:
+    """A router and a gateway of its own over `replicas`; the gateway's address. With a tenants' file the router knows
+    no weights of its own."""
     router, gateway = f"tcp://127.0.0.1:{next(ports)}", next(ports)
     workers = [
         word
@@ -46,15 +49,19 @@ def front(replicas: list[Replica], ports: Iterator[int], logs: Path) -> Iterator
             f"replay=tcp://127.0.0.1:{(replica.kv_port or 0) + 1}",
         )
     ]
+    weights = ["--client-weights", WEIGHTS] if tenants is None else []
+    keys = [] if tenants is None else ["--tenants", str(tenants)]
     commands = [
-        ["router", "--bind", router, "--placement", "d2lpm", "--client-weights", WEIGHTS, *workers],
+        ["router", "--bind", router, "--placement", "d2lpm", *weights, *workers],
         ["router.gateway", "--port", str(gateway), "--router", router, "--model-name", "tiny",
-         "--tokenizer", str(resolve("tiny"))],
+         "--tokenizer", str(resolve("tiny")), *keys],
     ]  # fmt: skip
     url = f"http://127.0.0.1:{gateway}"
 
     def ready() -> bool:
         with contextlib.suppress(httpx.TransportError):
+            if tenants is not None:  # its status is for operators
+                return httpx.get(f"{url}/health", timeout=5).status_code == 200
             return len(httpx.get(f"{url}/status", timeout=5).json().get("workers", ())) == len(replicas)
         return False
 

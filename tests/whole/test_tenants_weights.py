@@ -1,0 +1,204 @@
+"""Two gateways with a router each over two replicas: all obey the newest tenants' file, and nobody keeps a copy."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import aiohttp
+import pytest
+
+from sglang_fair.cluster.ports import Reservations
+from sglang_fair.common.caller import GROUP_MARK
+from sglang_fair.tenants import edit, keys
+from sglang_fair.tenants.model import Tenant
+from tests.support.live import Replica
+from tests.support.waiting import eventually
+from tests.whole.test_two_routers import OUTPUT_TOKENS, PROMPT_TOKENS, front
+
+pytestmark = pytest.mark.e2e
+
+KEYS = {"gold": "key of gold", "silver": "key of silver"}
+CONNECTIONS = {"gold": 48, "silver": 40}
+"""Enough that both always wait at both replicas."""
+WITHIN_S = 5.0
+TIMES_THE_BOUND = 14
+
+
+@dataclass
+class Site:
+    urls: list[str]
+    replicas: list[Replica]
+    tenants: Path
+
+    def headers(self, client: str) -> dict[str, str]:
+        return {"authorization": f"Bearer {KEYS[client]}"}
+
+    def weigh(self, client: str, before: float, after: float) -> None:
+        """As an editor does it: another file in place of the old one."""
+        text = self.tenants.read_text()
+        head, name, entry = text.partition(f"{client}:")
+        assert f"weight: {before}" in entry
+        made = self.tenants.with_suffix(".new")
+        made.write_text(head + name + entry.replace(f"weight: {before}", f"weight: {after}", 1))
+        made.replace(self.tenants)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    folder = tmp_path_factory.mktemp("tenants")
+    path = folder / "tenants.yaml"
+    for name, group in (("gold", "one"), ("silver", "two")):
+        made = Tenant(keys=[keys.written(keys.digest(KEYS[name]))], weight=1.5, cache_group=group)
+        edit.add(path, name, made)
+    arguments = ("--quantum", "100", "--max-running", "4")
+    reservations = Reservations("127.0.0.1")
+    ports = (port for port in range(20_000, 30_000) if reservations.take(port))
+    with (
+        contextlib.closing(reservations),
+        Replica(*arguments, kv_events=True) as r0,
+        Replica(*arguments, kv_events=True) as r1,
+        front([r0, r1], ports, folder, path) as first,
+        front([r0, r1], ports, folder, path) as second,
+    ):
+        yield Site([first, second], [r0, r1], path)
+
+
+async def post(
+    session: aiohttp.ClientSession, url: str, headers: dict[str, str], tokens: list[int], **body: Any
+) -> Any:
+    asked = {
+        "input_ids": tokens,
+        "sampling_params": {"max_new_tokens": OUTPUT_TOKENS, "ignore_eos": True, "temperature": 0},
+        **body,
+    }
+    async with session.post(f"{url}/generate", json=asked, headers=headers) as answer:
+        return answer.status, answer.headers, await answer.json()
+
+
+async def flood(site: Site, client: str, stop: asyncio.Event) -> None:
+    """As many requests at any time as the client has connections, spread over both gateways, until `stop`."""
+    random, headers = Random(client), site.headers(client)
+    liar = headers | {"x-fair-weight": "1000.0@9999999999999999999", "x-fair-client": "gold"}
+
+    async def one_after_another(session: aiohttp.ClientSession, number: int) -> None:
+        fair = {"fair": {"client": client, "weight": 1000.0, "weight_version": 1 << 62}}
+        while not stop.is_set():
+            tokens = [random.randrange(3, 250) for _ in range(PROMPT_TOKENS)]
+            status, _, answer = await post(
+                session, site.urls[number % 2], liar if number % 3 else headers, tokens, custom_params=fair
+            )
+            assert status == 200, answer
+
+    async with (
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session,
+        asyncio.TaskGroup() as group,
+    ):
+        for number in range(CONNECTIONS[client]):
+            group.create_task(one_after_another(session, number))
+
+
+async def books(replica: Replica) -> dict[str, Any]:
+    found: dict[str, Any] = await asyncio.to_thread(replica.fair)
+    return found
+
+
+async def weighs(replica: Replica, client: str, weight: float) -> bool:
+    return bool((await books(replica))["clients"].get(client, {}).get("weight") == weight)
+
+
+async def shares(replica: Replica, weights: dict[str, float]) -> dict[str, float]:
+    """What both got in a time in which both waited at `replica` without a break; inside the bound that it reports."""
+    begin: dict[str, tuple[float, int | None]] = {}
+    while True:
+        book = await books(replica)
+        assert book["conservation"]["ok"]
+        clients = book["clients"]
+        if weights.keys() <= clients.keys():
+            now = {name: (clients[name]["service"], clients[name]["backlog"]) for name in weights}
+            waiting = all(backlog is not None for _, backlog in now.values())
+            if not begin or any(now[name][1] != begin[name][1] for name in now):
+                begin = now if waiting else {}
+            got = {name: now[name][0] - begin[name][0] for name in begin}
+            if got and min(got.values()) > TIMES_THE_BOUND * book["bound"]:
+                by_weight = [got[name] / weight for name, weight in weights.items()]
+                assert max(by_weight) - min(by_weight) <= book["bound"], (got, book["bound"])
+                return got
+        await asyncio.sleep(0.2)
+
+
+async def both(site: Site, weights: dict[str, float]) -> None:
+    """New service is by these weights, at each replica inside its bound."""
+    async with asyncio.timeout(200):
+        got = await asyncio.gather(*(shares(replica, weights) for replica in site.replicas))
+    gold, silver = (sum(one[name] for one in got) for name in weights)
+    assert gold / silver == pytest.approx(weights["gold"] / weights["silver"], rel=0.05), got
+
+
+def test_new_service_is_by_the_newest_file_at_every_gateway_router_and_replica(site: Site) -> None:
+    """1:1, then 3:1 after one line of the file has changed, and after a replica was killed; whatever clients claim."""
+
+    async def obeyed(replica: Replica, client: str, weight: float) -> None:
+        await eventually(lambda: weighs(replica, client, weight), f"weight {weight} at {replica.url}")
+
+    async def run() -> float:
+        stop = asyncio.Event()
+        floods = [asyncio.create_task(flood(site, client, stop)) for client in CONNECTIONS]
+        try:
+            for replica in site.replicas:
+                await obeyed(replica, "gold", 1.5)
+            await both(site, {"gold": 1.5, "silver": 1.5})
+            site.weigh("gold", 1.5, 4.5)
+            changed_s = time.monotonic()
+            for replica in site.replicas:
+                await obeyed(replica, "gold", 4.5)
+            took_s = time.monotonic() - changed_s
+            await both(site, {"gold": 4.5, "silver": 1.5})
+
+            killed = site.replicas[0]
+            assert killed.process is not None
+            os.killpg(killed.process.pid, signal.SIGKILL)
+            killed.process.wait()
+            await asyncio.to_thread(killed.__enter__)
+            for client, weight in (("gold", 4.5), ("silver", 1.5)):
+                await obeyed(killed, client, weight)
+            await both(site, {"gold": 4.5, "silver": 1.5})
+            return took_s
+        finally:
+            stop.set()
+            await asyncio.gather(*floods)
+
+    took_s = asyncio.run(run())
+    assert took_s <= WITHIN_S, "both replicas have heard of it"
+
+
+def test_groups_neither_hit_nor_are_expected_to(site: Site) -> None:
+    """What one group has at every replica is unknown to another one's first request, whatever salt that names."""
+    random = Random(5)
+    tokens = [random.randrange(3, 250) for _ in range(200)]
+
+    async def run() -> None:
+        async with aiohttp.ClientSession() as session:
+
+            async def ask(client: str, url: str, **body: Any) -> tuple[int, int]:
+                """Expected and found in the cache, tokens."""
+                status, headers, answer = await post(session, url, site.headers(client), tokens, **body)
+                assert status == 200, answer
+                return int(headers["x-fair-matched-tokens"]), int(answer["meta_info"]["cached_tokens"])
+
+            for url in site.urls:
+
+                async def is_known(url: str = url) -> bool:
+                    return min(await ask("gold", url)) >= 150
+
+                await eventually(is_known, "the prompt of the first group")
+            for url, salt in zip(site.urls, (None, f"{GROUP_MARK}one{GROUP_MARK}"), strict=True):
+                assert await ask("silver", url, cache_salt=salt) == (0, 0)
+
+    asyncio.run(run())
