@@ -243,8 +243,8 @@ class FairEviction(LeastRecentlyUsed):
     def reweigh(self, client: str) -> None:
         """The weight of `client` has changed. O(1); the level is computed anew when it is needed."""
         holder = self._holders.get(client)
-        if holder is not None:
-            holder.weight = self._weights.of(client)
+        if holder is not None and holder.weight != (weight := self._weights.of(client)):
+            holder.weight = weight
             self._valid_until = 0.0
 
     def add(self, piece: Piece) -> None:

@@ -40,6 +40,8 @@ def test_new_weights_charge_from_then_on_and_lose_nothing(under_pressure: Replic
     assert answer.status_code == 200, answer.text
     changed = answer.json()
     assert changed["config"]["client_weights"] == {client: 4.0, "elsewhere": 0.5}
+    assert changed["clients"][client].pop("weight") == 4.0
+    assert first["clients"][client].pop("weight") == 1.0
     for what in ("clients", "totals", "conservation", "policy"):
         assert changed[what] == first[what], "only the weights differ"
 

@@ -23,7 +23,7 @@ log = logging.getLogger("gateway")
 LOOK_S = 0.5
 """Between two looks at the file."""
 
-_State = tuple[int, int, int, int] | str
+_State = tuple[int, int, int, int, int] | str
 
 
 class Known(NamedTuple):
@@ -103,9 +103,10 @@ class Directory:
         log.info("%s: %d tenants", self._path, len(found.tenants))
 
     def _take(self, found: Tenants) -> None:
-        # A file that was put back has an older time, and counts all the same.
-        written_ns = self._read_state[0] if isinstance(self._read_state, tuple) else 0
-        self._version = max(written_ns, self._version + 1)
+        # Of a shared file all gateways see the same time. A copy that was put back with the time when it was written
+        # has a new time of change all the same.
+        changed_ns = self._read_state[0] if isinstance(self._read_state, tuple) else 0
+        self._version = max(changed_ns, self._version + 1)
         by_name, digests = dict[str, Known](), dict[bytes, tuple[bytes, Known]]()
         for name, tenant in found.tenants.items():
             known = by_name[name] = Known(
@@ -126,4 +127,4 @@ def _state(path: Path) -> _State:
         found = os.stat(path)
     except OSError as error:
         return f"{error.strerror or error}"
-    return found.st_mtime_ns, found.st_ino, found.st_dev, found.st_size
+    return found.st_ctime_ns, found.st_mtime_ns, found.st_ino, found.st_dev, found.st_size
