@@ -87,17 +87,21 @@ class Weights:
         each client that is told, if it is called when they `are_many`."""
         for client in [client for client in self._told if not is_needed(client)]:
             del self._told[client]
+        self._end_former(is_needed)
         self._many = max(KEPT, 2 * len(self._told))
         self._least = None
 
     def settle(self, matters: Callable[[str], bool], anew: bool) -> None:
         """`matters`: whether a client runs or owes. `anew`: everybody who waits has begun to since it was last True."""
-        for client in [client for client in self._former if not matters(client)]:
-            self._ended = min(self._ended, self._former.pop(client))
+        self._end_former(matters)
         if anew:
             self._ended_before, self._ended = self._ended, inf
 
     # ---- inside
+
+    def _end_former(self, matters: Callable[[str], bool]) -> None:
+        for client in [client for client in self._former if not matters(client)]:
+            self._ended = min(self._ended, self._former.pop(client))
 
     def _changed(self, client: str, before: float) -> bool:
         """The weight of `client` was `before`. Whether it is another one now."""
