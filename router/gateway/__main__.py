@@ -14,6 +14,7 @@ import uvicorn
 
 from router.descriptors import raise_limit
 from router.gateway.access import proxies
+from router.gateway.access.quota import check_store
 from router.gateway.app import CONFIG_VARIABLE, Config, create_app
 from router.gateway.guard import KEY_VARIABLE
 from router.gateway.limits import fit
@@ -55,6 +56,7 @@ def check(settings: table.Gateway) -> None:
     """Raises SettingError for what is wrong with tenants and proxies."""
     if settings.trusted_proxies is not None:
         proxies.parse(settings.trusted_proxies)
+    check_store(settings.limit_store)
     if settings.tenants is not None:
         file.read(Path(settings.tenants))
 

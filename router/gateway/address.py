@@ -47,6 +47,8 @@ class Address:
         self._serving = asyncio.create_task(self._server.serve([listener]))
         while not self._server.started and not self._serving.done():
             await asyncio.sleep(0.01)
+        if self._serving.done():
+            await self._serving  # raises what is wrong
 
     async def close(self) -> None:
         """Stops; what is being answered is dropped."""

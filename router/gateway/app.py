@@ -16,6 +16,7 @@ from starlette.routing import Mount, Route, Router
 
 from router.gateway import admin, pages
 from router.gateway.access import proxies
+from router.gateway.access.quota import MEMORY
 from router.gateway.address import Address
 from router.gateway.errors import ApiError
 from router.gateway.gateway import Gateway
@@ -46,6 +47,7 @@ class Config:
     trusted_proxies: str | None = None
     admin_host: str = "127.0.0.1"
     admin_port: int | None = None
+    limit_store: str = MEMORY
     processes: int = 1
 
     def to_json(self) -> str:
@@ -125,6 +127,7 @@ def create_app(config: Config) -> App:
         config.identity,
         None if config.tenants is None else Path(config.tenants),
         None if config.trusted_proxies is None else proxies.parse(config.trusted_proxies),
+        config.limit_store,
     )
     guard = Guard(has_tenants=config.tenants is not None)
     workers = admin.routes(gateway.link, gateway.replicas, guard)

@@ -7,6 +7,7 @@ from pathlib import Path
 from router.gateway.access.directory import Directory
 from router.gateway.access.identity import Headers, Identity, Peer
 from router.gateway.access.proxies import Network
+from router.gateway.access.quota import MEMORY, Quotas
 from router.gateway.counters import Counters
 from router.gateway.limits import Limits
 from router.gateway.listener import ConnectionBounds
@@ -39,14 +40,17 @@ class Gateway:
         identity: Sequence[str] = DEFAULT_ORDER,
         tenants: Path | None = None,
         trusted: Sequence[Network] | None = None,
+        limit_store: str = MEMORY,
     ) -> None:
         """`router` is its address, `identity` where a client's name is looked for. `start` opens connections.
 
-        Reads the tenants' file at once, and raises SettingError if it cannot. `trusted` are the networks of proxies.
+        Reads the tenants' file at once, and raises SettingError if it cannot. `trusted` are the networks of proxies,
+        `limit_store` is where tenants' limits are counted.
         """
         self.model_name = model_name
         self.counters = Counters()
         self.directory = None if tenants is None else Directory(tenants)
+        self.quotas = Quotas(limit_store)
         self.identity = Identity(identity, self.counters, self.directory, trusted)
         self.capacity = Capacity(limits.max_in_flight, limits.max_held_bytes, limits.max_body_bytes)
         self.connection_bounds = ConnectionBounds(
@@ -60,10 +64,18 @@ class Gateway:
         )
         placer = Placer(self.link, self.fleet, self.counters)
         self._services = Services(
-            limits, self.identity, self.counters, self.capacity, self._intake, placer, self.replicas
+            limits,
+            model_name,
+            self.identity,
+            self.quotas,
+            self.counters,
+            self.capacity,
+            self._intake,
+            placer,
+            self.replicas,
         )
 
-        self._following: asyncio.Task[None] | None = None
+        self._following: list[asyncio.Task[None]] = []
 
     def relay(self, kind: Kind) -> Relay:
         """The endpoint for requests of one kind."""
@@ -83,12 +95,16 @@ class Gateway:
         await self.replicas.start()
         await self.link.start()
         if self.directory is not None:
-            self._following = asyncio.create_task(self.directory.run())
+            self._following = [
+                asyncio.create_task(self.directory.run()),
+                asyncio.create_task(self.quotas.run()),
+            ]
 
     async def close(self) -> None:
         """Closes everything; cancellations and ends under way still leave."""
-        if self._following is not None:
-            self._following.cancel()
+        for task in self._following:
+            task.cancel()
+        await self.quotas.close()
         await self.replicas.close()
         await self.link.close()
         self._intake.close()
@@ -104,7 +120,11 @@ class Gateway:
             "workers": len(self.fleet.workers),
             "sick": self.replicas.health.sick(),
             **self.counters.state(),
-            **({} if self.directory is None else {"tenants": self.directory.state()}),
+            **(
+                {}
+                if self.directory is None
+                else {"tenants": self.directory.state(), "limits": self.quotas.state()}
+            ),
         }
 
     def _report_health(self) -> None:

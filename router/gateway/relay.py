@@ -18,8 +18,9 @@ from typing import assert_never
 
 from starlette.types import Receive, Scope, Send
 
-from router.events import Arrive, Refuse
+from router.events import TOKEN_BYTES, Arrive, Refuse
 from router.gateway.access.identity import Headers, Identity, Peer
+from router.gateway.access.quota import Quotas, Ticket
 from router.gateway.answer.reply import ClientGone, Reply
 from router.gateway.answer.resume import Diverged, Resumable
 from router.gateway.answer.sse import DONE
@@ -39,10 +40,11 @@ from router.gateway.replicas.retries import (
     Outcome,
     Retries,
     Sent,
+    Served,
     TryAnother,
     Unplaced,
 )
-from router.gateway.request.call import Call
+from router.gateway.request.call import Call, check_models
 from router.gateway.request.intake import MAX_ROUTED_TOKENS, Intake
 from router.gateway.request.schema import PATHS, Kind
 from router.gateway.routing.link import RouterGone
@@ -59,6 +61,7 @@ from sglang_fair.common.identity import (
     HEADER_INTERACTION,
     HEADER_STAGE,
 )
+from sglang_fair.tenants.model import Tenant
 
 log = logging.getLogger("gateway")
 
@@ -78,7 +81,9 @@ class Services:
     """What it takes to serve a request, shared by all of them."""
 
     limits: Limits
+    model_name: str
     identity: Identity
+    quotas: Quotas
     counters: Counters
     capacity: Capacity
     intake: Intake
@@ -119,6 +124,13 @@ class _Exchange:
         self._allowance = Allowance(services.capacity)
         self._caller = Caller("-")
         """As whom it is served; nobody until that is known."""
+        self._tenant: Tenant | None = None
+        self._ticket: Ticket | None = None
+        """What is charged to its tenant; None: there are no limits."""
+        self._attempting: Attempt | None = None
+        self._answered_before = 0
+        """Output tokens of earlier attempts that the client has."""
+        self._rate_headers: dict[str, str] = {}
         self._worker = "-"
         self._arrived_s = time.monotonic()
 
@@ -128,7 +140,11 @@ class _Exchange:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         try:
             peer = scope.get("client")
-            self._caller = services.identity.of(headers, peer).caller
+            known = services.identity.of(headers, peer)
+            self._caller, self._tenant = known.caller, known.tenant
+            self._ticket = await services.quotas.enter(known)
+            if self._ticket is not None:
+                self._rate_headers, self._ticket.answered = self._ticket.headers, self._answered
             # The body may still name the client. Until it is read, an unknown client counts by its address.
             is_unnamed = self._client == ANONYMOUS and services.identity.reads_user
             self._allowance.enter(address_share(peer) if is_unnamed else self._client)
@@ -144,6 +160,17 @@ class _Exchange:
             await self._refuse(error)
         finally:
             self._allowance.release()
+            if self._ticket is not None:
+                self._close(self._ticket)
+
+    def _answered(self) -> int:
+        """Output tokens that the client has."""
+        return self._answered_before + (self._attempting.output_tokens if self._attempting is not None else 0)
+
+    def _close(self, ticket: Ticket) -> None:
+        """The end of what its tenant is charged."""
+        is_known = self._attempting is None or not self._attempting.is_uncounted
+        ticket.close(self._answered() if is_known else None, was_taken=self._worker != "-")
 
     @property
     def _client(self) -> str:
@@ -177,7 +204,7 @@ class _Exchange:
 
     async def _while_client_listens(self, raw: bytes, headers: Headers, peer: Peer) -> None:
         """Serves the request; cancels that and raises `ClientGone` when the client disconnects."""
-        reply = Reply(self._send, self._services.limits.idle_timeout_s)
+        reply = Reply(self._send, self._services.limits.idle_timeout_s, self._rate_headers)
         serving, has_left = asyncio.current_task(), False
         assert serving is not None
 
@@ -192,8 +219,9 @@ class _Exchange:
         watching = asyncio.create_task(watch())
         try:
             call = await self._services.intake.parsed(
-                self._kind, raw, self._allowance.share, self._caller.group
+                self._kind, raw, self._allowance.share, self._caller.group, self._longest_answer()
             )
+            self._check_model(call)
             self._name_client(call, headers, peer)
             await self._serve(call, self._headers_for_replica(headers), reply)
         except asyncio.CancelledError:
@@ -204,6 +232,13 @@ class _Exchange:
         finally:
             watching.cancel()
             reply.close()
+
+    def _longest_answer(self) -> int | None:
+        return None if self._tenant is None else self._tenant.limits.output_tokens
+
+    def _check_model(self, call: Call) -> None:
+        if self._tenant is not None and self._tenant.models is not None:
+            check_models(call, self._services.model_name, self._tenant.models)
 
     def _name_client(self, call: Call, headers: Headers, peer: Peer) -> None:
         identity = self._services.identity
@@ -223,6 +258,8 @@ class _Exchange:
         """Makes attempts until the client has an outcome. Raises `ApiError` while it has nothing."""
         services = self._services
         tokens = await services.intake.routed_tokens(call, self._allowance.share)
+        if self._ticket is not None:
+            await self._ticket.admit(len(tokens) // TOKEN_BYTES, call.max_output_tokens)
         resumable = Resumable(call) if call.resume else None
         if call.asks_for_token_ids:
             headers |= {token_ids.HEADER: "1"}
@@ -284,7 +321,7 @@ class _Exchange:
         if isinstance(place, Refuse):
             return place
         self._worker = place.worker
-        attempt = Attempt(
+        attempt = self._attempting = Attempt(
             services.replicas,
             services.placer,
             leg.call,
@@ -294,6 +331,9 @@ class _Exchange:
             progress_interval_s=services.limits.progress_interval_s,
         )
         outcome = await attempt.run(headers, reply, resumable)
+        if isinstance(outcome, Served) or reply.started:
+            self._answered_before += attempt.output_tokens
+        self._attempting = None
         if isinstance(outcome, Lost):
             log.warning(
                 "request %s client=%s worker %s: %s", place.id, self._client, outcome.worker, outcome.reason
@@ -318,7 +358,8 @@ class _Exchange:
         )
         self._services.counters.refusals[error.status] += 1
         headers = [(b"content-type", b"application/json"), (b"x-fair-client", self._client.encode("latin-1"))]
-        headers += [(name.encode(), value.encode()) for name, value in error.headers.items()]
+        more = {**self._rate_headers, **error.headers}
+        headers += [(name.encode(), value.encode()) for name, value in more.items()]
         body = error.body()
         headers.append((b"content-length", str(len(body)).encode()))
         await self._send({"type": "http.response.start", "status": error.status, "headers": headers})

@@ -121,13 +121,13 @@ def make_console(to_stderr: bool) -> Console:
     return Console(file=stream, width=None if stream.isatty() else 140)
 
 
-def addresses(plan: Plan, gateway: str, title: str, pids: dict[str, int]) -> Table:
-    """A table of the processes' addresses and what each is for."""
+def addresses(plan: Plan, gateway: str, admin: str | None, title: str, pids: dict[str, int]) -> Table:
+    """A table of the processes' addresses and what each is for. `admin` is the operators', if it is another one."""
     table = Table(title=title, title_style="bold", title_justify="left", show_edge=False, pad_edge=False)
     for heading in ("", "address", "pid", "for"):
         table.add_column(heading, no_wrap=True, overflow="fold")
     purposes = {
-        "gateway": "send requests here; /status shows the placement",
+        "gateway": "send requests here" + ("" if admin else "; /status shows the placement"),
         "router": "gateways (ZMQ)",
         "replica": "/fair shows each client's service and deficit",
     }
@@ -139,9 +139,11 @@ def addresses(plan: Plan, gateway: str, title: str, pids: dict[str, int]) -> Tab
         table.add_row(
             process.name, Text(address, style), str(pids.get(process.name, "")), purposes[process.role]
         )
+        if process.role == "gateway" and admin is not None:
+            table.add_row("", Text(admin), "", "for operators: /status and /workers")
     return table
 
 
-def example(gateway: str) -> str:
+def example(gateway: str, *, has_tenants: bool = False) -> str:
     """A first request to paste into a shell."""
-    return f"\nTry it:\n\n{curl_example(gateway)}\n\nCtrl-C stops everything.\n"
+    return f"\nTry it:\n\n{curl_example(gateway, has_tenants=has_tenants)}\n\nCtrl-C stops everything.\n"

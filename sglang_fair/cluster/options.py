@@ -4,9 +4,12 @@ Pure, except that a cost or a cost model may be read from a file.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Literal
 
 from router.gateway import limits
+from router.gateway.access import proxies
+from router.gateway.access.quota import check_store
 from router.placement import build, parse_options
 from sglang_fair.common.files import read_json
 from sglang_fair.common.weights import Weights
@@ -18,6 +21,7 @@ from sglang_fair.settings import setting
 from sglang_fair.settings.setting import SettingError as ConfigError
 from sglang_fair.settings.table import STOCK_PREFIX, Cluster
 from sglang_fair.sim.emulation import Emulation
+from sglang_fair.tenants.file import read as read_tenants
 
 __all__ = ["ConfigError", "Device", "Options", "check"]
 
@@ -104,6 +108,9 @@ def check(options: Options) -> None:
         ("payer", lambda: make_payers(options.payer)),
         ("placement_options", lambda: build(options.placement, **parse_options(options.placement_options))),
         ("gateway_options", lambda: limits.parse(options.gateway_options)),
+        ("trusted_proxies", lambda: proxies.parse(options.trusted_proxies or "")),
+        ("limit_store", lambda: check_store(options.limit_store)),
+        ("tenants", lambda: options.tenants and read_tenants(Path(options.tenants))),
     )
     for field, make in checks:
         try:

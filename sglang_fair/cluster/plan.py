@@ -231,8 +231,9 @@ def gateway_url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def curl_example(url: str) -> str:
+def curl_example(url: str, *, has_tenants: bool = False) -> str:
     """A request to paste into a shell."""
+    who = "authorization: Bearer KEY" if has_tenants else "x-fair-client: alice"
     body = json.dumps(
         {
             "model": "default",
@@ -242,7 +243,7 @@ def curl_example(url: str) -> str:
     )
     return (
         f"curl -s {url}/v1/chat/completions -H 'content-type: application/json' \\\n"
-        f"  -H 'x-fair-client: alice' -d {shlex.quote(body)}"
+        f"  -H '{who}' -d {shlex.quote(body)}"
     )
 
 
@@ -355,6 +356,8 @@ def _gateway(options: Options, machine: Machine, model: Model, router: str, port
         "drain_s": GATEWAY_DRAIN_S,
         "log_level": options.log_level,
         "identity": options.identity,
+        **shared(options, table.Access),
+        "tenants": None if options.tenants is None else str(Path(options.tenants).absolute()),
         **limits.parse(options.gateway_options),
     }
     return Process(

@@ -60,6 +60,15 @@ def choose(gateway: int, replicas: int, reserve: Callable[[int], bool]) -> Ports
     )
 
 
+def choose_admin(asked: int | None, reserve: Callable[[int], bool]) -> int:
+    """The port for operators: the one that was asked for, or a free one. Raises `PortTaken`."""
+    if asked is None:
+        return _run_of(1, iter(range(FIRST_PORT, LAST_PORT)), reserve)
+    if not reserve(asked):
+        raise PortTaken(f"port {asked} is in use; choose another with --admin-port")
+    return asked
+
+
 def choose_replica(reserve: Callable[[int], bool]) -> ReplicaPorts:
     """The ports of one more replica, as `choose` would take them. Raises `PortTaken`."""
     return _replica(iter(range(FIRST_PORT, LAST_PORT)), reserve)

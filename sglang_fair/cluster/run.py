@@ -4,11 +4,11 @@ import asyncio
 import contextlib
 import json
 import os
+import secrets
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
-
-from rich.console import Console
 
 from sglang_fair.cluster import gpus
 from sglang_fair.cluster import machine as machines
@@ -21,9 +21,10 @@ from sglang_fair.cluster.link import RouterLink
 from sglang_fair.cluster.marks import Marks
 from sglang_fair.cluster.options import ConfigError, Device, Options, check
 from sglang_fair.cluster.plan import Machine, Model, Plan, build, check_memory, choose_device, gateway_url
-from sglang_fair.cluster.ports import PortTaken, Reservations, choose, claim
+from sglang_fair.cluster.ports import PortTaken, Reservations, choose, choose_admin, claim
 from sglang_fair.cluster.supervisor import StartFailed, Supervisor
 from sglang_fair.cluster.workers import Workers
+from sglang_fair.common import replica_key
 from sglang_fair.common.files import read_json
 from sglang_fair.common.processes import child_environment
 from sglang_fair.models.catalog import EMULATED
@@ -75,6 +76,11 @@ async def _run(options: Options) -> int:
     ):
         if options.port:
             claim(options.port, reservations.take)
+        if options.tenants is not None or options.admin_port is not None:
+            options = replace(options, admin_port=choose_admin(options.admin_port, reservations.take))
+        if options.tenants is not None and not replica_key.key():
+            # So that nobody asks a replica past the gateway. All processes that are started get it.
+            os.environ[replica_key.VARIABLE] = secrets.token_urlsafe(32)
         taken = gpus.take(options, device, machine.gpus, gpu_marks)
         name = options.model if emulation is None else EMULATED + options.model
         model = await _find_model(name, machine, stop)
@@ -92,7 +98,9 @@ async def _run(options: Options) -> int:
             if options.json:
                 _print_json(describe(options, device, model, plan, gateway, pids))
             else:
-                _print_addresses(console, plan, gateway, title, pids)
+                show(console, "")
+                show(console, addresses(plan, gateway, admin_url(options), title, pids))
+                show(console, example(gateway, has_tenants=options.tenants is not None))
 
         reporter = ConsoleReporter(
             console, plan, quiet=Replicas() if options.quiet_replicas else (), when_up=when_up
@@ -181,6 +189,11 @@ async def _find_model(name: str, machine: Machine, stop: asyncio.Event) -> Model
     return Model(Path(facts["folder"]), facts["served_name"], facts["weights_bytes"])
 
 
+def admin_url(options: Options) -> str | None:
+    """Where operators ask; None: where clients do."""
+    return None if options.admin_port is None else gateway_url(options.admin_host, options.admin_port)
+
+
 def describe(
     options: Options, device: Device, model: Model, plan: Plan, gateway: str, pids: dict[str, int]
 ) -> dict[str, object]:
@@ -188,6 +201,7 @@ def describe(
     emulation = options.emulation()
     return {
         "gateway": gateway,
+        "admin": admin_url(options),
         "router": plan.router,
         "replicas": [process.worker.url for process in plan.of("replica") if process.worker],
         "pids": {"cluster": os.getpid(), **pids},
@@ -202,9 +216,3 @@ def describe(
 def _print_json(facts: dict[str, object]) -> None:
     with contextlib.suppress(BrokenPipeError):
         print(json.dumps(facts), flush=True)
-
-
-def _print_addresses(console: Console, plan: Plan, gateway: str, title: str, pids: dict[str, int]) -> None:
-    show(console, "")
-    show(console, addresses(plan, gateway, title, pids))
-    show(console, example(gateway))

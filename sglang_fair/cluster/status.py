@@ -1,6 +1,7 @@
 """`sglang-fair status`: what each client got, added up over the replicas, and what each replica does."""
 
 import json
+import os
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
@@ -10,6 +11,9 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
+
+from router.gateway.guard import KEY_VARIABLE
+from sglang_fair.common import replica_key
 
 TIMEOUT_S = 10.0
 Report = Mapping[str, Any]
@@ -35,11 +39,11 @@ class ClientTotal:
 
 def read(gateway: str) -> dict[str, Any]:
     """`{"gateway": /status, "replicas": {name: /fair or None}}`. Raises `Unreachable` for the gateway."""
-    front = _get(f"{gateway.rstrip('/')}/status")
+    front = _get(f"{gateway.rstrip('/')}/status", _admin())
     replicas: dict[str, Any] = {}
     for name, worker in front.get("workers", {}).items():
         try:
-            replicas[name] = _get(f"{worker['url']}/fair")
+            replicas[name] = _get(f"{worker['url']}/fair", replica_key.headers())
         except Unreachable:
             replicas[name] = None
     return {"gateway": front, "replicas": replicas}
@@ -155,9 +159,15 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:,.0f}"
 
 
-def _get(url: str) -> dict[str, Any]:
+def _admin() -> dict[str, str]:
+    key = os.environ.get(KEY_VARIABLE, "")
+    return {"authorization": f"Bearer {key}"} if key else {}
+
+
+def _get(url: str, headers: Mapping[str, str]) -> dict[str, Any]:
     try:
-        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as response:
+        request = urllib.request.Request(url, headers=dict(headers))
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
             answer = json.load(response)
     except urllib.error.HTTPError as error:
         raise Unreachable(f"{url} answers {error.code} {error.reason}") from error

@@ -21,6 +21,7 @@ from sglang_fair.cluster.options import ConfigError
 from sglang_fair.cluster.plan import Process, Worker, with_workers
 from sglang_fair.cluster.ports import PortTaken
 from sglang_fair.cluster.supervisor import StartFailed, Supervisor
+from sglang_fair.common import replica_key
 
 POLL_S = 0.2
 KNOWN_S = 5.0
@@ -175,7 +176,8 @@ async def _is_at_work(url: str) -> bool:
     """Whether a replica reports waiting or running requests. False when it does not answer."""
     timeout = aiohttp.ClientTimeout(total=CHECK_TIMEOUT_S)
     try:
-        async with aiohttp.ClientSession(timeout=timeout) as session, session.get(f"{url}/fair") as response:
+        session = aiohttp.ClientSession(timeout=timeout, headers=replica_key.headers())
+        async with session, session.get(f"{url}/fair") as response:
             totals = (await response.json()).get("totals", {})
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError, AttributeError):
         return False

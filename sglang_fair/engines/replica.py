@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
+from sglang_fair.common import replica_key
 from sglang_fair.common.files import read_json
 from sglang_fair.common.processes import die_with_supervisor
 from sglang_fair.core.cost import make_cost
@@ -111,6 +112,8 @@ def server_arguments(options: Replica, model: ServedModel) -> list[str]:
         arguments += ["--max-total-tokens", str(kv_tokens)]
     if max_running:
         arguments += ["--max-running-requests", str(max_running)]
+    if replica_key.key():
+        arguments += ["--api-key", replica_key.key()]
     return [*arguments, *options.extra]
 
 

@@ -193,6 +193,13 @@ class Access:
             unset="none with --tenants, else all",
         ),
     ] = None
+    limit_store: Annotated[
+        str,
+        About(
+            "Where tenants' limits are counted: memory, each process for itself, or redis://HOST:PORT/DB.",
+            metavar="ADDRESS",
+        ),
+    ] = "memory"
     admin_host: Annotated[str, About("Address for operators, with --admin-port.")] = "127.0.0.1"
     admin_port: Annotated[
         int | None,
@@ -476,6 +483,8 @@ VARIABLES: Mapping[str, str] = {
     "SGLANG_FAIR_POLICY": "The policy, where no --schedule-policy can be given to SGLang; the names are the same.",
     "SGLANG_FAIR_ADMIN_KEY": "The bearer token of the gateway's operators; unset: with --tenants nobody is one, else "
     "/workers is for this machine only.",
+    "SGLANG_FAIR_REPLICA_KEY": "SGLang's --api-key, which replicas that we start ask for and gateways send; unset: a "
+    "cluster with --tenants makes one up, others have none.",
     "SGLANG_FAIR_CACHE": "Folder in which prepared models are kept; by default sglang-fair in the user's cache folder.",
     "SGLANG_FAIR_DISABLE": "1: SGLang serves without the overlay.",
     "SGLANG_FAIR_ANY_VERSION": "1: attach the overlay to another version of SGLang than it was tested with.",

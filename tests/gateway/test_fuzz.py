@@ -43,6 +43,9 @@ from router.gateway.limits import Limits
 from router.gateway.request.call import Call, parse
 from router.placement import PLACEMENTS, build
 from router.wire import decode_kv_batch
+from sglang_fair.tenants import edit, keys
+from sglang_fair.tenants.model import Limits as TenantLimits
+from sglang_fair.tenants.model import Tenant
 from tests.support.stand_in import MODEL, make_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -229,9 +232,10 @@ def test_whatever_a_replica_streams_is_passed_on_or_given_up(
 class Http:
     """A gateway without sockets, and without a router: what is not refused cannot be placed."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, tenants: Path | None = None) -> None:
         limits = Limits(max_body_bytes=500)
-        self.app = create_app(Config("tcp://127.0.0.1:17999", MODEL, str(folder), 0.1, limits))
+        found = None if tenants is None else str(tenants)
+        self.app = create_app(Config("tcp://127.0.0.1:17999", MODEL, str(folder), 0.1, limits, tenants=found))
         self.gateway = self.app.gateway
         self._runner = asyncio.Runner()
         self._runner.run(self.gateway.start())
@@ -276,6 +280,66 @@ def test_every_request_is_answered(
     if answer.status_code >= 400 and method != "HEAD":
         assert answer.json() if path == "/health" else answer.json()["error"]["message"]
     assert (http.gateway.capacity.requests.taken, http.gateway.capacity.body_bytes.taken) == (0, 0)
+
+
+@pytest.fixture(scope="module")
+def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Http]:
+    folder = tmp_path_factory.mktemp("tenants")
+    limits = TenantLimits(requests_per_minute=1 << 40, tokens_per_day=1 << 40, concurrency=4, output_tokens=9)
+    gold = Tenant(keys=[keys.written(keys.digest("gold"))], models=[MODEL, "x"], limits=limits)
+    edit.add(folder / "t.yaml", "gold", gold)
+    made = Http(make_tokenizer(folder), folder / "t.yaml")
+    yield made
+    made.close()
+
+
+@settings(max_examples=300)
+@given(
+    method=st.sampled_from(["GET", "POST", "DELETE", "PUT", "HEAD"]),
+    path=paths,
+    body=bodies | st.binary(min_size=600, max_size=700),
+    client=st.none() | st.text(st.characters(min_codepoint=32, max_codepoint=255), max_size=200),
+    given_key=st.none()
+    | st.just("Bearer gold")
+    | st.text(st.characters(min_codepoint=32, max_codepoint=255), max_size=80),
+)
+def test_every_request_is_answered_where_keys_are_asked_for(
+    keyed: Http, method: str, path: str, body: bytes, client: str | None, given_key: str | None
+) -> None:
+    headers = {} if client is None else {"x-fair-client": client.encode("latin-1")}
+    if given_key is not None:
+        headers["authorization"] = given_key.encode("latin-1")
+    answer = keyed.ask(method, path, content=body, headers=headers)
+    assert answer.status_code in (200, 307, 400, 401, 404, 405, 413, 503)
+    if given_key != "Bearer gold" and method == "POST" and path in PATHS[:3]:
+        assert answer.status_code == 401
+    if answer.status_code >= 400 and method != "HEAD":
+        assert answer.json() if path == "/health" else answer.json()["error"]["message"]
+    gateway = keyed.gateway
+    assert (gateway.capacity.requests.taken, gateway.capacity.body_bytes.taken) == (0, 0)
+    assert gateway.quotas.state()["at once"] == {}
+
+
+@settings(max_examples=300)
+@given(kind=st.sampled_from(["chat", "completions", "generate"]), raw=bodies)
+def test_no_body_asks_for_a_longer_answer_than_it_may(kind: Any, raw: bytes) -> None:
+    """What SGLang would make of the body, by its own rules, is at most the longest answer."""
+    try:
+        body = json.loads(parse(kind, raw, MODEL, most_output_tokens=9).encoded)
+    except ApiError:
+        return
+    match kind:
+        case "chat":
+            asked = [body.get("max_completion_tokens") or body.get("max_tokens")]
+        case "completions":
+            asked = [body.get("max_tokens", 16)]
+            if asked == [None]:  # which SGLang refuses
+                return
+        case _:
+            given = body.get("sampling_params")
+            every = given if isinstance(given, list) else [given or {}]
+            asked = [one.get("max_new_tokens", 128) for one in every]
+    assert all(one is not None and one <= 9 for one in asked)
 
 
 def test_what_is_refused_is_counted(http: Http) -> None:

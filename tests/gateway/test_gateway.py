@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import socket
 import subprocess
 import sys
@@ -108,7 +109,7 @@ class FakeReplica:
         if self.mode == "die":
             request.transport.abort()
             return web.Response()
-        if self.mode in ("503", "400", "500"):
+        if self.mode in ("503", "400", "401", "500"):
             return web.json_response({"object": "error", "message": "as told"}, status=int(self.mode))
         if self.mode == "silent":
             await asyncio.sleep(DEADLINE_S)
@@ -281,6 +282,7 @@ class Cluster:
         self.gateway = gateway
         self.url = url
         self.http = http
+        self.status_url, self.status_headers = url + "/status", dict[str, str]()
 
     async def post(self, path: str, body: object = None, **options: object) -> tuple[int, dict, bytes]:
         """Status, headers in lower case, and body."""
@@ -291,7 +293,7 @@ class Cluster:
             return response.status, headers, await response.read()
 
     async def state(self) -> dict:
-        async with self.http.get(self.url + "/status") as response:
+        async with self.http.get(self.status_url, headers=self.status_headers) as response:
             return await response.json()
 
     async def ended(self, **outcomes: int) -> dict:
@@ -318,8 +320,10 @@ async def cluster(
     router_timeout_s: float = DEADLINE_S,
     context_tokens: int | None = None,
     tenants: Path | None = None,
+    access: dict | None = None,
     **limits: object,
 ) -> AsyncIterator[Cluster]:
+    """`access` are fields of `Config`. With an address for operators /status is there, with the admin key."""
     async with contextlib.AsyncExitStack() as stack:
         fakes = [FakeReplica() for _ in range(replicas)]
         for fake in fakes:
@@ -328,10 +332,9 @@ async def cluster(
             stack.push_async_callback(fake.close)
         router = RouterThread(fakes)
         stack.callback(router.close)
-        path = None if tenants is None else str(tenants)
-        bounds = Limits(**limits)
+        access = ({} if tenants is None else {"tenants": str(tenants)}) | (access or {})
         app = create_app(
-            Config(router.endpoint, MODEL, str(tokenizer), router_timeout_s, bounds, tenants=path)
+            Config(router.endpoint, MODEL, str(tokenizer), router_timeout_s, Limits(**limits), **access)
         )
         server = QuietServer(
             uvicorn.Config(app, port=0, http=Listener, log_level="warning", timeout_graceful_shutdown=1)
@@ -347,6 +350,9 @@ async def cluster(
         url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
         http = await stack.enter_async_context(aiohttp.ClientSession())
         made = Cluster(fakes, router, app.gateway, url, http)
+        if "admin_port" in access:
+            made.status_url = f"http://127.0.0.1:{access['admin_port']}/status"
+            made.status_headers = {"authorization": f"Bearer {os.environ[KEY_VARIABLE]}"}
         await eventually(lambda: app.gateway.link.alive, "the gateway hears the router")
         yield made
 

@@ -19,6 +19,8 @@ from schemathesis.specs.openapi import checks
 
 from router.gateway.app import Config, create_app
 from router.gateway.openapi import describe
+from sglang_fair.tenants import edit, keys
+from sglang_fair.tenants.model import Tenant
 from tests.support.site import Site
 from tests.support.stand_in import MODEL, make_tokenizer
 from tests.support.waiting import DEADLINE_S
@@ -35,6 +37,7 @@ CONFORMS = (
 EXAMPLES = 25
 LIMITS = ("max_tokens", "max_completion_tokens", "max_new_tokens")
 MOST_TOKENS = 4
+KEY, ADMIN_KEY = "the key of gold", "the admin's key"
 URL = re.compile("https?://[!-.0-~]+/?")
 
 
@@ -54,9 +57,12 @@ def test_the_document_has_every_route(tmp_path: Path) -> None:
 class Gateway:
     """A gateway before two stand-ins, asked from a thread that has no event loop."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, has_tenants: bool) -> None:
         self._runner = asyncio.Runner()
-        self._site = Site(make_tokenizer(folder), step_s=0.0)
+        tenants = folder / "tenants.yaml" if has_tenants else None
+        if tenants is not None:
+            edit.add(tenants, "gold", Tenant(keys=[keys.written(keys.digest(KEY))]))
+        self._site = Site(make_tokenizer(folder), step_s=0.0, tenants=tenants, admin_key=ADMIN_KEY)
         self._runner.run(self._site.__aenter__())
         self._runner.run(self._site.start())
 
@@ -66,7 +72,11 @@ class Gateway:
             case.body = self._harmless(case.body)
         elif case.operation.path == "/workers/{name}" and case.path_parameters["name"] in self._site.urls:
             case.path_parameters["name"] += "-"
-        answer = case.call(base_url=self._site.gateway_urls[0], timeout=DEADLINE_S)
+        case.headers = {name: one for name, one in case.headers.items() if name.lower() != "authorization"}
+        is_for_operators = case.operation.path.startswith(("/status", "/workers"))
+        urls = self._site.admin_urls if is_for_operators else self._site.gateway_urls
+        headers = {"authorization": f"Bearer {ADMIN_KEY if is_for_operators else KEY}"}
+        answer = case.call(base_url=urls[0], timeout=DEADLINE_S, headers=headers)
         judged = checks.negative_data_rejection if refused else checks.positive_data_acceptance
         case.validate_response(answer, checks=[*CONFORMS, judged])
 
@@ -105,9 +115,9 @@ def whole(value: Any) -> Any:
     return value
 
 
-@pytest.fixture(scope="module")
-def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    made = Gateway(tmp_path_factory.mktemp("tokenizer"))
+@pytest.fixture(scope="module", params=[False, True], ids=["open", "with keys"])
+def gateway(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Gateway]:
+    made = Gateway(tmp_path_factory.mktemp("tokenizer"), request.param)
     yield made
     made.close()
 

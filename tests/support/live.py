@@ -18,6 +18,8 @@ import aiohttp
 import httpx
 import psutil
 
+from router.gateway.guard import KEY_VARIABLE
+from sglang_fair.common import replica_key
 from sglang_fair.common.processes import child_environment
 from tests.support.fork_server import Forked, fork_server_of
 from tests.support.ports import free_port
@@ -215,9 +217,15 @@ def _split(arguments: list[str]) -> tuple[list[str], str, list[str]]:
 
 
 class Cluster:
-    """`sglang-fair cluster --model tiny --json …` as a context manager: two replicas, router, gateway."""
+    """`sglang-fair cluster --model tiny --json …` as a context manager: two replicas, router, gateway.
 
-    def __init__(self, *arguments: str) -> None:
+    With tenants, `environment` has the keys for operators and replicas.
+    """
+
+    def __init__(self, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
+        self._environment = {**os.environ, **(environment or {})}
+        self._admin = _bearer(self._environment.get(KEY_VARIABLE, ""))
+        self._operator = _bearer(self._environment.get(replica_key.VARIABLE, ""))
         own, _, engine = _split(list(arguments))
         self._command = [
             sys.executable, "-m", "sglang_fair.cli", "cluster",
@@ -231,7 +239,11 @@ class Cluster:
         """Does not wait; several clusters can start at once."""
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                self._command, stdout=subprocess.PIPE, stderr=log, start_new_session=True
+                self._command,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+                env=self._environment,
             )
         return self
 
@@ -269,7 +281,7 @@ class Cluster:
         """The books of the replicas that no test has killed just now."""
         for url in self.addresses["replicas"]:
             with contextlib.suppress(httpx.TransportError):
-                yield httpx.get(f"{url}/fair", timeout=30).json()
+                yield httpx.get(f"{url}/fair", timeout=30, headers=self._operator).json()
 
     @property
     def url(self) -> str:
@@ -278,9 +290,15 @@ class Cluster:
 
     def status(self) -> dict[str, Any]:
         """GET /status of the gateway: the router's snapshot."""
-        state: dict[str, Any] = httpx.get(f"{self.url}/status", timeout=30).json()
+        url = self.addresses["admin"] or self.url
+        state: dict[str, Any] = httpx.get(f"{url}/status", timeout=30, headers=self._admin).json()
         return state
 
     def books(self) -> list[dict[str, Any]]:
         """GET /fair of each replica."""
-        return [httpx.get(f"{url}/fair", timeout=30).json() for url in self.addresses["replicas"]]
+        urls = self.addresses["replicas"]
+        return [httpx.get(f"{url}/fair", timeout=30, headers=self._operator).json() for url in urls]
+
+
+def _bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"} if key else {}

@@ -6,12 +6,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
+from router.gateway.guard import KEY_VARIABLE
 from tests.support.ports import free_port
 from tests.support.stand_in import MODEL, Engine
 from tests.support.waiting import DEADLINE_S, eventually
@@ -23,15 +25,16 @@ QUANTUM = 1e9
 class Process:
     """One process; `start` may be called again after `kill`."""
 
-    def __init__(self, name: str, *arguments: str) -> None:
+    def __init__(self, name: str, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
         self.name = name
+        self._environment = {**os.environ, **(environment or {})}
         self.command = [sys.executable, "-m", *arguments]
         self.log = Path(tempfile.mkstemp(prefix=f"{name}-", suffix=".log")[1])
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen(self.command, stdout=log, stderr=log)
+            self._process = subprocess.Popen(self.command, stdout=log, stderr=log, env=self._environment)
 
     def kill(self) -> None:
         """kill -9, and reaped."""
@@ -81,7 +84,10 @@ class Site:
         step_s: float = 0.02,
         router_options: tuple[str, ...] = (),
         gateway_options: tuple[str, ...] = (),
+        tenants: Path | None = None,
+        admin_key: str = "",
     ) -> None:
+        """With `tenants`, a file, gateways have an address for operators, which `admin_key` opens."""
         self.engine = Engine(tokenizer)
         self.tokenizer = tokenizer
         self.step_s = step_s
@@ -98,9 +104,17 @@ class Site:
         )  # fmt: skip
         self.gateways: list[Process] = []
         self.gateway_urls: list[str] = []
+        self.admin_urls = self.gateway_urls if tenants is None else []
+        self.admin_headers = {"authorization": f"Bearer {admin_key}"} if tenants is not None else {}
+        environment = {KEY_VARIABLE: admin_key}
         for index in range(gateways):
             port = free_port()
             self.gateway_urls.append(f"http://127.0.0.1:{port}")
+            access: tuple[str, ...] = ()
+            if tenants is not None:
+                admin_port = free_port()
+                self.admin_urls.append(f"http://127.0.0.1:{admin_port}")
+                access = ("--tenants", str(tenants), "--admin-port", str(admin_port))
             self.gateways.append(
                 Process(
                     f"gateway{index}",
@@ -113,7 +127,9 @@ class Site:
                     MODEL,
                     "--tokenizer",
                     str(tokenizer),
+                    *access,
                     *gateway_options,
+                    environment=environment if tenants is not None else {},
                 )
             )
         self.http: aiohttp.ClientSession
@@ -167,7 +183,9 @@ class Site:
         )
 
     async def state(self, gateway: int = 0) -> dict[str, Any]:
-        async with self.http.get(f"{self.gateway_urls[gateway]}/status") as response:
+        async with self.http.get(
+            f"{self.admin_urls[gateway]}/status", headers=self.admin_headers
+        ) as response:
             return await response.json()
 
     async def work(self, name: str) -> dict[str, Any]:

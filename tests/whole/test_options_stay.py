@@ -33,6 +33,9 @@ PROGRAMS = {
     "reproduce": "quick jobs out again list page publish",
     "calibrate": "out context quick seed",
 }
+ACCESS = "tenants trusted-proxies limit-store admin-host admin-port"
+for _name in ("cluster", "gateway"):
+    PROGRAMS[_name] += f" {ACCESS}"
 BENCHES = {
     "scheduler": "json quick policies queued clients prompt-tokens steps seed",
     "router": "json quick placements prompt-tokens workers tree-tokens decisions seed",

@@ -193,7 +193,7 @@ def test_commands_are_accepted() -> None:
     """Each is a command that there is, and has the options that are shown. One test: each --help is asked for once."""
     shown_on = [(page, words) for page in WRITTEN for words in commands(page)]
     for page, words in shown_on:
-        name = tuple(words[:2] if words[0] in ("bench", "workers") else words[:1])
+        name = tuple(words[:2] if words[0] in ("bench", "workers", "tenants") else words[:1])
         if name[0].startswith("-"):
             continue
         shown = help_of(*name)

@@ -2,5 +2,6 @@
 
 proxies     the networks whose headers count
 directory   the tenants' file, read again when it changes
+quota       what tenants have used of their limits
 identity    from a request's key and headers to its caller
 """

@@ -15,11 +15,13 @@ class ClientGone(Exception):
 class Reply:
     """The answer to one client, over whatever replicas it comes from. One timer serves all its pieces."""
 
-    def __init__(self, send: Send, idle_timeout_s: float) -> None:
-        """`idle_timeout_s` bounds the sending of each piece. Methods that send raise `ClientGone`."""
+    def __init__(self, send: Send, idle_timeout_s: float, headers: Mapping[str, str] | None = None) -> None:
+        """`idle_timeout_s` bounds the sending of each piece. `headers` go with any answer, as they are when it
+        starts. Methods that send raise `ClientGone`."""
         self.started = False
         self.ended = False
         self._send_raw = send
+        self._own_headers = {} if headers is None else headers
         self._idle_timeout_s = idle_timeout_s
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
@@ -31,7 +33,8 @@ class Reply:
         """Sends status and headers. Call it once."""
         assert not self.started
         self.started = True
-        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        named = {**headers, **self._own_headers}
+        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in named.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
 
     async def piece(self, body: bytes) -> None:

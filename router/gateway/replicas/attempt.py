@@ -58,9 +58,22 @@ class Attempt:
         self._may_be_working = False
         """The replica has, or may have, the request and has not finished it."""
         self._is_settled = False
+        self._was_asked = self._is_whole = False
+        self._ended: Usage | None = None
+        """What it came to."""
         self._first_s: float | None = None
         """When the first bytes of the answer came, and the latest: for streams only."""
         self._last_s = waiting_since_s
+
+    @property
+    def output_tokens(self) -> int:
+        """Of its answer, so far."""
+        return self._stream.usage.output_tokens if self._ended is None else self._ended.output_tokens
+
+    @property
+    def is_uncounted(self) -> bool:
+        """It has ended, and how much was computed is not known: an answer in one piece did not come to its end."""
+        return self._was_asked and self._ended is not None and not (self._call.stream or self._is_whole)
 
     async def run(self, headers: dict[str, str], reply: Reply, resumable: Resumable | None) -> AttemptOutcome:
         """Has the replica serve the request and passes its answer on. Raises `ClientGone` if the client leaves."""
@@ -88,7 +101,7 @@ class Attempt:
 
     async def _carry(self, headers: dict[str, str], reply: Reply, resumable: Resumable | None) -> None:
         await self._replicas.window(self._url).reserve(self._client, len(self._call.encoded))
-        self._may_be_working = True
+        self._may_be_working = self._was_asked = True
         body = self._call.forwarded(self._place.id)
         self._asking = self._replicas.post(self._url, PATHS[self._call.kind], headers, body)
         # A replica that falls silent is given up at once, wherever in here its answer is waited for.
@@ -97,6 +110,9 @@ class Attempt:
                 if answer.status == 503:
                     self._may_be_working = False
                     raise _NotServed("it answered 503")
+                if answer.status == 401:  # not the client's key, which stays here, but the gateway's own
+                    self._may_be_working = False
+                    raise _NotServed("it does not accept this gateway's key")
                 if answer.status == 200 and _content_type(answer) == "text/event-stream":
                     await self._pass_stream(answer, reply, resumable)
                 elif reply.started:
@@ -107,6 +123,7 @@ class Attempt:
 
     async def _pass_whole(self, answer: Connection, reply: Reply) -> None:
         body = await answer.read()
+        self._is_whole = True
         self._replicas.health.heard(self._place.worker, time.monotonic())
         if answer.status < 400:
             self._settle("ok", usage_of(self._call.kind, body) or Usage())
@@ -171,6 +188,7 @@ class Attempt:
         if self._is_settled:
             return
         self._is_settled = True
+        self._ended = usage
         ttft_s = tpot_s = None
         if self._first_s is not None:
             ttft_s = self._first_s - self._waiting_since_s

@@ -15,6 +15,7 @@ from router.gateway.replicas.connections import Asking, Connections
 from router.gateway.replicas.context import Contexts
 from router.gateway.replicas.flow_control import SendWindow
 from router.gateway.replicas.health import Health
+from sglang_fair.common import replica_key
 
 log = logging.getLogger("gateway")
 
@@ -42,10 +43,12 @@ class Replicas:
         self._background: set[asyncio.Task[None]] = set()
         self._asking: list[asyncio.Task[None]] = []
         self._session: aiohttp.ClientSession | None = None
+        self._key = replica_key.headers()
 
     async def start(self) -> None:
         """Begins to ask the replicas how they are."""
         self._session = aiohttp.ClientSession(
+            headers=self._key,
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
             timeout=aiohttp.ClientTimeout(
                 total=None,
@@ -83,7 +86,7 @@ class Replicas:
 
     def post(self, url: str, path: str, headers: Mapping[str, str], body: bytes) -> Asking:
         """`async with` it: a client's request on its way to the replica at `url`."""
-        return self.connections.post(url, path, headers, body)
+        return self.connections.post(url, path, {**headers, **self._key} if self._key else headers, body)
 
     def window(self, url: str) -> SendWindow:
         """The send window of the replica at `url`."""

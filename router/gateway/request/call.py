@@ -6,13 +6,14 @@ The replica gets the client's own body, except for `rid` (ours, to cancel by), t
 that of its caller's cache group, with its own inside (`common.caller`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from router.gateway.errors import ApiError
+from router.gateway.request.cap import capped
 from router.gateway.request.continuation import Way, continuation
 from router.gateway.request.schema import (
     MAX_MESSAGES,
@@ -123,14 +124,23 @@ def check_size(raw: bytes, max_prompt_tokens: int) -> None:
     raise ApiError(400, "the body holds too many values", code="too_many_values")
 
 
-def parse(kind: Kind, raw: bytes, model_name: str, group: str | None = None) -> Call:
-    """The request in `raw`, of a caller of this cache group. Raises `ApiError` with the reason if it is not one."""
+def parse(
+    kind: Kind,
+    raw: bytes,
+    model_name: str,
+    group: str | None = None,
+    most_output_tokens: int | None = None,
+) -> Call:
+    """The request in `raw`, of a caller of this cache group, who may have answers of so many tokens. Raises `ApiError`
+    with the reason if it is not one."""
     try:
         body = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object", code="invalid_json")
+    if most_output_tokens is not None:
+        body = capped(kind, body, most_output_tokens)
     match kind:
         case "chat":
             return _chat(body, model_name, group)
@@ -241,6 +251,17 @@ def _model(asked: str | None, model_name: str) -> str:
     if asked.startswith(f"{model_name}:"):  # SGLang's base-model:adapter
         return asked
     raise model_not_found(asked)
+
+
+def check_models(call: Call, model_name: str, models: Collection[str]) -> None:
+    """Raises `ApiError` 404 if the request is for a model, or an adapter, that is not among `models`."""
+    model, adapters = str(call.body.get("model") or model_name), call.body.get("lora_path")
+    each = adapters if isinstance(adapters, list) and adapters else [adapters]
+    asked = {f"{model_name}:{adapter}" if adapter else model for adapter in each}
+    if model != model_name:
+        asked.add(model)
+    if others := asked - set(models):
+        raise model_not_found(min(others))
 
 
 def model_not_found(asked: str) -> ApiError:

@@ -40,16 +40,23 @@ class Intake:
         """Drops the work that waits for a thread."""
         self._threads.close()
 
-    async def parsed(self, kind: Kind, raw: bytes, share: str, group: str | None = None) -> Call:
-        """The request in `raw`, of a caller of cache group `group`. A large body takes its turn as work of `share`.
-        Raises `ApiError`."""
+    async def parsed(
+        self,
+        kind: Kind,
+        raw: bytes,
+        share: str,
+        group: str | None = None,
+        most_output_tokens: int | None = None,
+    ) -> Call:
+        """The request in `raw`, of a caller of this cache group, who may have answers of so many tokens. A large
+        body takes its turn as work of `share`. Raises `ApiError`."""
         if len(raw) <= LARGE_BODY_BYTES:
-            return parse(kind, raw, self._model_name, group)
+            return parse(kind, raw, self._model_name, group, most_output_tokens)
 
         def steps() -> Iterator[Call | None]:
             check_size(raw, self._most_tokens)
             yield None
-            yield parse(kind, raw, self._model_name, group)
+            yield parse(kind, raw, self._model_name, group, most_output_tokens)
 
         _, call = await self._threads.run(share, steps())
         assert call is not None

@@ -1,0 +1,53 @@
+"""The longest answer that a caller may have, in a request's body.
+
+A request that names a longer one is refused. One that names none, and would get more by SGLang's default, gets this
+one. SGLang 0.5.23 has 16 for completions, 128 for /generate, and the rest of the context for chats, where 0 counts as
+left out; there `max_completion_tokens` wins over `max_tokens`.
+"""
+
+from typing import Any
+
+from router.gateway.errors import ApiError
+from router.gateway.request.schema import Kind
+
+COMPLETION_DEFAULT, GENERATE_DEFAULT = 16, 128
+
+
+def capped(kind: Kind, body: dict[str, Any], most: int) -> dict[str, Any]:
+    """`body` with answers of at most `most` tokens each. What has another type is left to the checks of types.
+
+    Raises `ApiError` 400 if it asks for more.
+    """
+    match kind:
+        case "chat":
+            names = ("max_completion_tokens", "max_tokens")
+            for name in names:
+                _check(body.get(name), most, name)
+            named = next((body[name] for name in names if body.get(name)), None)
+            return body if named is not None else body | {"max_completion_tokens": most}
+        case "completions":
+            _check(body.get("max_tokens"), most, "max_tokens")
+            is_longer = body.get("max_tokens") is None and most < COMPLETION_DEFAULT
+            return body | {"max_tokens": most} if is_longer else body
+        case "generate":
+            given = body.get("sampling_params")
+            if given is None:
+                given = {}
+            if isinstance(given, list):
+                return body | {"sampling_params": [_sampling(one, most) for one in given]}
+            return body | {"sampling_params": _sampling(given, most)}
+
+
+def _sampling(given: Any, most: int) -> Any:
+    if not isinstance(given, dict):
+        return given
+    name = "max_new_tokens"
+    _check(given.get(name), most, name)
+    if given.get(name, GENERATE_DEFAULT) is None or (name not in given and most < GENERATE_DEFAULT):
+        return given | {name: most}
+    return given
+
+
+def _check(named: Any, most: int, name: str) -> None:
+    if isinstance(named, int) and named > most:
+        raise ApiError(400, f"`{name}` is {named}; you may have {most}", code="output_too_long", param=name)

@@ -1,0 +1,335 @@
+"""Tenants' limits: every token is charged once, whatever becomes of the request, and no limit is exceeded by many."""
+
+import asyncio
+import shutil
+import subprocess
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.gateway.access.directory import Known
+from router.gateway.access.quota import Quotas, Ticket, check_store
+from router.gateway.errors import ApiError
+from sglang_fair.common.caller import Caller
+from sglang_fair.settings.setting import SettingError
+from sglang_fair.tenants.model import Limits, Tenant
+from tests.support.ports import free_port
+from tests.support.waiting import eventually
+
+LIMIT = 1000
+
+
+class Clock:
+    """The time, which tests move."""
+
+    def __init__(self) -> None:
+        self.now_s = 1_700_000_040.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def known(name: str = "gold", **limits: int) -> Known:
+    return Known(Tenant(limits=Limits(**limits)), Caller(name))
+
+
+async def opened(quotas: Quotas, **limits: int) -> Ticket:
+    ticket = await quotas.enter(known(**limits))
+    assert ticket is not None
+    return ticket
+
+
+async def refused(work: Awaitable[object]) -> ApiError:
+    with pytest.raises(ApiError) as found:
+        await work
+    return found.value
+
+
+async def used(quotas: Quotas, name: str = "tokens") -> int:
+    """What the present window has been charged."""
+    window = {"tokens": 60, "tokens-day": 86400, "requests": 60}[name]
+    number = int(quotas._clock_s() // window)
+    return await quotas._local.get(f"sglang-fair/{name}/gold/{number}")
+
+
+def run(body: Callable[[Quotas, Clock], Awaitable[None]]) -> None:
+    async def main() -> None:
+        clock = Clock()
+        quotas = Quotas(clock_s=clock)
+        await body(quotas, clock)
+        await quotas.close()
+        assert not quotas._open
+        assert quotas.state()["at once"] == {}
+
+    asyncio.run(main())
+
+
+def test_requests_in_a_minute() -> None:
+    async def body(quotas: Quotas, clock: Clock) -> None:
+        for left in (2, 1, 0):
+            ticket = await opened(quotas, requests_per_minute=3)
+            assert ticket.headers["x-ratelimit-remaining-requests"] == str(left)
+            ticket.close(0)
+        clock.now_s += 20
+        error = await refused(quotas.enter(known(requests_per_minute=3)))
+        left_s = str(int(60 - clock.now_s % 60))
+        assert (error.status, error.code, error.headers["retry-after"]) == (
+            429,
+            "rate_limit_exceeded",
+            left_s,
+        )
+        assert error.headers["x-ratelimit-reset-requests"] == f"{left_s}s"
+        assert quotas.state()["refused"] == {"requests": 1}
+        other = await quotas.enter(known("silver", requests_per_minute=3))
+        assert other is not None
+        other.close(0)
+        clock.now_s += 60
+        (await opened(quotas, requests_per_minute=3)).close(0)
+
+    run(body)
+
+
+def test_requests_at_a_time() -> None:
+    async def body(quotas: Quotas, clock: Clock) -> None:
+        first, second = [await opened(quotas, concurrency=2) for _ in range(2)]
+        assert (await refused(quotas.enter(known(concurrency=2)))).headers["retry-after"] == "1"
+        first.close(0)
+        first.close(0)  # once is enough
+        third = await opened(quotas, concurrency=2)
+        assert (await refused(quotas.enter(known(concurrency=2)))).status == 429
+        second.close(None)
+        third.close(0)
+
+    run(body)
+
+
+def test_the_longest_prompt_and_what_never_fits() -> None:
+    async def body(quotas: Quotas, clock: Clock) -> None:
+        ticket = await opened(quotas, prompt_tokens=10)
+        assert (await refused(ticket.admit(11, 0))).code == "prompt_too_large"
+        ticket.close(0)
+        ticket = await opened(quotas, tokens_per_minute=LIMIT, tokens_per_day=2 * LIMIT)
+        error = await refused(ticket.admit(LIMIT + 1, 0))
+        assert (error.status, error.code) == (400, "prompt_too_large")  # to try again would be in vain
+        ticket.close(0)
+        await quotas.close()
+        assert await used(quotas) == await used(quotas, "tokens-day") == 0
+
+    run(body)
+
+
+def test_a_refusal_charges_nothing() -> None:
+    async def body(quotas: Quotas, clock: Clock) -> None:
+        limits = {"tokens_per_minute": LIMIT, "tokens_per_day": 10 * LIMIT}
+        first = await opened(quotas, **limits)
+        await first.admit(900, 50)
+        for _ in range(20):
+            ticket = await opened(quotas, **limits)
+            assert (await refused(ticket.admit(51, 0))).status == 429
+            ticket.close(0)
+        await quotas.close()
+        assert await used(quotas) == await used(quotas, "tokens-day") == 950
+        assert quotas.state()["refused"] == {"tokens": 20}
+        first.close(20)
+        await quotas.close()
+        assert await used(quotas) == await used(quotas, "tokens-day") == 920
+
+    run(body)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    requests=st.lists(
+        st.tuples(
+            st.integers(0, 400),  # prompt
+            st.integers(0, 400),  # longest answer that it names, 0: none
+            st.integers(0, 400),  # answered
+            st.integers(0, 5),  # looks while it runs
+            st.sampled_from(["ends", "unknown", "not taken", "cancelled"]),
+        ),
+        max_size=12,
+    )
+)
+def test_every_token_is_charged_once(requests: list[tuple[int, int, int, int, str]]) -> None:
+    """Within one window the charge is the prompts and the answers, of those that were admitted, to the token."""
+
+    async def body(quotas: Quotas, clock: Clock) -> None:
+        limits = {"tokens_per_minute": LIMIT, "tokens_per_day": 3 * LIMIT}
+        due = 0
+        for prompt, named, answered, looks, end in requests:
+            answered = min(answered, named) if named else answered
+            ticket = await opened(quotas, **limits)
+            admitting = asyncio.create_task(ticket.admit(prompt, named))
+            if end == "cancelled":
+                await asyncio.sleep(0)
+                admitting.cancel()
+                await asyncio.gather(admitting, return_exceptions=True)
+                ticket.close(0, was_taken=False)
+                await quotas.close()
+            else:
+                try:
+                    await admitting
+                except ApiError:
+                    ticket.close(0)
+                    await quotas.close()
+                    assert await used(quotas) == due
+                    continue
+                held = min(named, LIMIT - prompt)
+                assert await used(quotas) == due + prompt + held
+                counting = []
+                for look in range(1, looks + 1):
+                    if end != "unknown":
+                        ticket.answered = lambda share=answered * look // looks: share
+                    counting.append(asyncio.create_task(ticket.count()))
+                    await asyncio.sleep(0)
+                if end == "not taken":
+                    ticket.answered = lambda: 0
+                    await asyncio.gather(*counting)
+                    counting = []
+                    answered = ticket._charged
+                ticket.close(None if end == "unknown" else answered, was_taken=end != "not taken")
+                ticket.close(answered)
+                await asyncio.gather(*counting)
+                await quotas.close()
+                if end == "ends":
+                    due += prompt + answered
+                elif end == "unknown":
+                    due += prompt + held
+                else:
+                    due += answered
+            assert await used(quotas) == await used(quotas, "tokens-day") == due
+
+    run(body)
+
+
+def test_a_limit_holds_against_many_at_once() -> None:
+    """The adversary sends a thousand at the same moment, each with a longest answer."""
+
+    async def body(quotas: Quotas, clock: Clock) -> None:
+        async def one() -> Ticket | None:
+            ticket = await opened(quotas, tokens_per_minute=LIMIT)
+            try:
+                await ticket.admit(7, 30)
+            except ApiError:
+                ticket.close(0)
+                return None
+            return ticket
+
+        admitted = [one for one in await asyncio.gather(*[one() for _ in range(1000)]) if one is not None]
+        assert len(admitted) == LIMIT // 37
+        for ticket in admitted:
+            ticket.answered = lambda: 30
+            ticket.close(30)
+        await quotas.close()
+        assert await used(quotas) == LIMIT // 37 * 37
+
+    run(body)
+
+
+def test_a_trickle_is_charged_as_it_comes() -> None:
+    """The adversary names no longest answer and keeps streams open: new ones wait as soon as the minute is used."""
+
+    async def body(quotas: Quotas, clock: Clock) -> None:
+        stream = await opened(quotas, tokens_per_minute=LIMIT)
+        await stream.admit(10, 0)
+        for so_far in range(0, 1100, 100):
+            stream.answered = lambda so_far=so_far: so_far
+            await stream.count()
+        second = await opened(quotas, tokens_per_minute=LIMIT)
+        assert (await refused(second.admit(1, 0))).status == 429
+        second.close(0)
+        clock.now_s += 60  # what comes now belongs to the new minute
+        stream.close(1300)
+        await quotas.close()
+        assert await used(quotas) == 300
+
+    run(body)
+
+
+def test_an_answer_over_two_minutes() -> None:
+    async def body(quotas: Quotas, clock: Clock) -> None:
+        ticket = await opened(quotas, tokens_per_minute=LIMIT)
+        await ticket.admit(100, 500)
+        ticket.answered = lambda: 200
+        await ticket.count()
+        assert await used(quotas) == 600
+        clock.now_s += 60
+        ticket.close(450)
+        await quotas.close()
+        assert await used(quotas) == 250
+        clock.now_s -= 60
+        assert await used(quotas) == 600  # that minute is over: nothing is given back
+
+    run(body)
+
+
+@pytest.mark.parametrize("address", ["redis:/x", "file:x", "", "redis://h:port"])
+def test_what_is_no_store(address: str) -> None:
+    with pytest.raises(SettingError, match="--limit-store"):
+        check_store(address)
+
+
+def test_a_store_that_is_not_there_leaves_each_process_to_itself() -> None:
+    pytest.importorskip("redis", reason="the client library of Redis is not installed")
+
+    async def main() -> None:
+        quotas = Quotas(f"redis://127.0.0.1:{free_port()}/0")
+        (await opened(quotas, requests_per_minute=1)).close(0)
+        assert (await refused(quotas.enter(known(requests_per_minute=1)))).status == 429
+        assert quotas.state()["store failures"] == 1
+        await quotas.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.skipif(shutil.which("redis-server") is None, reason="Debian's redis-server is not installed")
+def test_two_gateways_count_together_in_redis(tmp_path: Path) -> None:
+    pytest.importorskip("redis", reason="the client library of Redis is not installed")
+
+    async def body(address: str) -> None:
+        one, other = Quotas(address), Quotas(address)
+        limits: dict[str, Any] = {"tokens_per_day": LIMIT}
+        first = await opened(one, **limits)
+        await eventually(lambda: admitted(first), "Redis answers")
+        second = await opened(other, **limits)
+        assert (await refused(second.admit(500, 0))).status == 429
+        second.close(0)
+        first.close(100)
+        await asyncio.gather(one.close(), other.close())
+        third = await opened(other, **limits)
+        await third.admit(500, 0)
+        assert third.headers["x-ratelimit-remaining-tokens-day"] == str(LIMIT - 500 - 100 - 500 + 100)
+        third.close(0)
+        await other.close()
+        assert one.store_failures == other.store_failures == 0
+
+    async def admitted(ticket: Ticket) -> bool:
+        await ticket.admit(500, 400)
+        return True
+
+    port = free_port()
+    server = subprocess.Popen(
+        ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(tmp_path)],
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+
+        async def main() -> None:
+            async def connects() -> bool:
+                try:
+                    (await asyncio.open_connection("127.0.0.1", port))[1].close()
+                except OSError:
+                    return False
+                return True
+
+            await eventually(connects, "Redis listens")
+            await body(f"redis://127.0.0.1:{port}/0")
+
+        asyncio.run(main())
+    finally:
+        server.kill()
+        server.wait()
