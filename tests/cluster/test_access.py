@@ -71,7 +71,7 @@ def test_what_is_wrong_is_one_line(
     said = capsys.readouterr().err.strip()
     assert len(said.splitlines()) == 1
     assert error.replace("BAD", str(bad)) in said
-    with pytest.raises(SettingError):
+    with pytest.raises((SettingError, SystemExit)):
         check_gateway(parse("gateway", [f"--{k.replace('_', '-')}={v}" for k, v in GATEWAY.items()] + words))
 
 
