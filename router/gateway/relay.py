@@ -130,6 +130,8 @@ class _Exchange:
         self._attempting: Attempt | None = None
         self._answered_before = 0
         """Output tokens of earlier attempts that the client has."""
+        self._was_taken = False
+        """A replica has, or may have, computed something for it."""
         self._rate_headers: dict[str, str] = {}
         self._worker = "-"
         self._arrived_s = time.monotonic()
@@ -169,8 +171,10 @@ class _Exchange:
 
     def _close(self, ticket: Ticket) -> None:
         """The end of what its tenant is charged."""
-        is_known = self._attempting is None or not self._attempting.is_uncounted
-        ticket.close(self._answered() if is_known else None, was_taken=self._worker != "-")
+        attempt = self._attempting
+        is_known = attempt is None or not attempt.is_uncounted
+        was_taken = self._was_taken or (attempt is not None and attempt.was_taken)
+        ticket.close(self._answered() if is_known else None, was_taken=was_taken)
 
     @property
     def _client(self) -> str:
@@ -333,6 +337,7 @@ class _Exchange:
         outcome = await attempt.run(headers, reply, resumable)
         if isinstance(outcome, Served) or reply.started:
             self._answered_before += attempt.output_tokens
+        self._was_taken |= attempt.was_taken
         self._attempting = None
         if isinstance(outcome, Lost):
             log.warning(

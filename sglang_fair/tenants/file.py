@@ -1,5 +1,8 @@
 """Reading a tenants' file. A mistake is a SettingError that begins with `FILE:LINE:COLUMN:`."""
 
+import errno
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,8 @@ from sglang_fair.settings.places import entries, is_null, opened, place_of
 from sglang_fair.settings.setting import SettingError
 from sglang_fair.tenants.model import Tenants
 
+MAX_BYTES = 16 << 20
+"""Of the file: a hundred thousand tenants."""
 MAX_DEPTH = 16
 MAX_NODES = 1_000_000
 """Bound what aliases can blow up, or lead in a circle."""
@@ -19,6 +24,28 @@ _Path = tuple[str | int, ...]
 
 def read(path: Path) -> Tenants:
     """The file's content. Raises SettingError, in one line, for the first thing in it that is wrong."""
+    try:
+        _check_size(path)
+        return _read(path)
+    except RecursionError:
+        raise SettingError(f"{path}: nested too deeply") from None
+
+
+def _check_size(path: Path) -> None:
+    """Reading a pipe or a device might never end."""
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise SettingError(f"cannot read {path}: {error.strerror}") from None
+    if stat.S_ISDIR(found.st_mode):
+        raise SettingError(f"cannot read {path}: {os.strerror(errno.EISDIR)}")
+    if not stat.S_ISREG(found.st_mode):
+        raise SettingError(f"cannot read {path}: it is not a file, which could be read again when it changes")
+    if found.st_size > MAX_BYTES:
+        raise SettingError(f"{path} has {found.st_size} bytes; at most {MAX_BYTES} are read")
+
+
+def _read(path: Path) -> Tenants:
     with opened(path) as (loader, root):
         if root is None:
             raise SettingError(f"{path}:1:1: the file is empty; without tenants it says `tenants: {{}}`")

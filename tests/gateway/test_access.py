@@ -19,6 +19,7 @@ from router.gateway.counters import Counters
 from router.gateway.errors import ApiError
 from router.gateway.guard import KEY_VARIABLE
 from router.gateway.openapi import describe
+from sglang_fair.common.caller import HEADER_WEIGHT
 from sglang_fair.common.identity import API_KEY, DEFAULT_ORDER, USER
 from sglang_fair.settings.setting import SettingError
 from sglang_fair.tenants import edit, keys
@@ -28,7 +29,7 @@ from tests.support.stand_in import MODEL, make_tokenizer
 
 GOLD, SILVER, ADMIN, INVENTED = "key of gold", "key of silver", "the admin's key", "sk-fair-invented"
 PROXY, ELSEWHERE = ("10.1.2.3", 1), ("192.0.2.1", 1)
-HEADERS = [place for place in DEFAULT_ORDER if place not in (API_KEY, USER)]
+HEADERS = [*(place for place in DEFAULT_ORDER if place not in (API_KEY, USER)), HEADER_WEIGHT]
 
 
 def tenant(key: str, **more: Any) -> Tenant:
@@ -110,7 +111,8 @@ def test_no_header_from_elsewhere_changes_who_asks(
     expected = {GOLD: "gold", SILVER: "silver"}.get((key or "").strip()) if scheme == "Bearer" else None
     try:
         found: object = who.of(sent, ELSEWHERE, None).caller.client
-        assert who.of(sent, ELSEWHERE, user).caller.client == found
+        if user is not None:
+            assert who.of(sent, ELSEWHERE, user).caller.client == found
     except ApiError as error:
         found = error.status, error.headers
     assert found == (expected or (401, {"www-authenticate": "Bearer"}))
@@ -186,11 +188,26 @@ def _folder(path: Path, whole: str) -> None:
     path.mkdir()
 
 
+def _pipe(path: Path, whole: str) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def _huge(path: Path, whole: str) -> None:
+    os.truncate(path, 1 << 40)
+
+
+def _twice(path: Path, whole: str) -> None:
+    path.write_text(whole + whole.partition("\n")[2].partition("tenants:\n")[2])
+
+
 def _circle(path: Path, whole: str) -> None:
     path.write_text("tenants: &a {b: *a}\n")
 
 
-@pytest.mark.parametrize("spoil", [_garbage, _half, _empty, _wrong, _gone, _folder, _circle])
+@pytest.mark.parametrize(
+    "spoil", [_garbage, _half, _empty, _wrong, _gone, _folder, _pipe, _huge, _twice, _circle]
+)
 def test_a_bad_file_changes_nothing_and_is_counted_once(
     changing: Path, spoil: Callable[[Path, str], None]
 ) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import shutil
 import subprocess
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -281,6 +282,51 @@ def test_a_store_that_is_not_there_leaves_each_process_to_itself() -> None:
         (await opened(quotas, requests_per_minute=1)).close(0)
         assert (await refused(quotas.enter(known(requests_per_minute=1)))).status == 429
         assert quotas.state()["store failures"] == 1
+        await quotas.close()
+
+    asyncio.run(main())
+
+
+def test_what_was_charged_here_is_given_back_here() -> None:
+    """A store that comes back between a charge and its end is not given what it never had."""
+    pytest.importorskip("redis", reason="the client library of Redis is not installed")
+
+    class Store:
+        def __init__(self) -> None:
+            self.is_there, self.counts = False, Counter[str]()
+
+        async def incr(self, key: str, expiry_s: int, amount: int) -> int:
+            if not self.is_there:
+                raise OSError("away")
+            self.counts[key] += amount
+            return self.counts[key]
+
+        async def close(self) -> None:
+            pass
+
+    async def main() -> None:
+        quotas = Quotas(f"redis://127.0.0.1:{free_port()}/0")
+        store = Store()
+        quotas._remote = store  # type: ignore[assignment]
+
+        async def request(*, there_at_first: bool, there_at_last: bool) -> Counter[str]:
+            before = Counter(store.counts)
+            store.is_there, quotas._silent_until_s = there_at_first, 0.0
+            ticket = await opened(quotas, tokens_per_day=10 * LIMIT)
+            await ticket.admit(100, 500)
+            store.is_there, quotas._silent_until_s = there_at_last, 0.0
+            ticket.close(200)
+            while quotas._settling:
+                await asyncio.wait(quotas._settling)
+            store.counts.subtract(before)
+            changed, store.counts = store.counts, store.counts + before
+            return changed
+
+        assert set((await request(there_at_first=False, there_at_last=True)).values()) <= {0}
+        assert await used(quotas, "tokens-day") == 300
+        assert set((await request(there_at_first=True, there_at_last=False)).values()) == {600}
+        assert await used(quotas, "tokens-day") == 300
+        assert set((await request(there_at_first=True, there_at_last=True)).values()) == {300}
         await quotas.close()
 
     asyncio.run(main())

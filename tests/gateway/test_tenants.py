@@ -119,7 +119,12 @@ def test_a_forged_header_changes_nothing_and_is_counted(tokenizer: Path, path: P
         assert seen["x-fair-weight"].startswith("1.0@")
         assert "x-tenant-id" not in seen
         assert "fair" not in sent["custom_params"]
-        assert (await c.state())["gateway"]["ignored headers"] == {"x-fair-client": 1, "x-tenant-id": 1}
+        ignored = (await c.state())["gateway"]["ignored headers"]
+        assert ignored == {
+            "x-fair-client": 1,
+            "x-tenant-id": 1,
+            "x-fair-weight": 1,
+        }
 
     run(body, tokenizer, path)
 
@@ -316,6 +321,22 @@ def test_a_client_that_leaves_an_answer_in_one_piece_pays_what_it_asked_for(
         assert await used(c) == PROMPT + 500
 
     run(body, tokenizer, path)
+
+
+@pytest.mark.parametrize("mode", ["503", "401", "refuse"])
+def test_what_every_replica_turned_away_costs_no_tokens(tokenizer: Path, path: Path, mode: str) -> None:
+    limited(path, tokens_per_day=100_000)
+
+    async def body(c: Cluster) -> None:
+        for replica in c.replicas:
+            if mode == "refuse":
+                await replica.close()
+            replica.mode = mode
+        for kind in ENDPOINTS:
+            assert (await c.post(kind, ENDPOINTS[kind], **as_("thrifty")))[0] in (502, 503)
+        assert await used(c) == 0
+
+    run(body, tokenizer, path, replicas=2)
 
 
 def test_what_nobody_could_serve_costs_no_tokens(tokenizer: Path, path: Path) -> None:

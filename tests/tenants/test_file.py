@@ -1,5 +1,6 @@
 """The tenants' file: what it may say, and that a mistake names its line and column."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,24 @@ def test_a_file_that_is_not_there_or_no_text(tmp_path: Path) -> None:
     (tmp_path / "t.yaml").write_bytes(b"\xff\xfe\xff")
     with pytest.raises(SettingError, match="it is not UTF-8"):
         file.read(tmp_path / "t.yaml")
+
+
+def test_what_might_never_end_is_not_read(tmp_path: Path) -> None:
+    pipe, huge, deep = tmp_path / "pipe", tmp_path / "huge.yaml", tmp_path / "deep.yaml"
+    os.mkfifo(pipe)
+    with huge.open("wb") as out:
+        out.truncate(1 << 40)
+    deep.write_text("[" * 5000)
+    for path, error in (
+        (pipe, "it is not a file"),
+        (Path("/dev/zero"), "it is not a file"),
+        (tmp_path, "Is a directory"),
+        (huge, "bytes; at most"),
+        (deep, "nested too deeply"),
+    ):
+        with pytest.raises(SettingError, match=error) as found:
+            file.read(path)
+        assert str(path) in str(found.value)
 
 
 def test_the_schema_says_what_the_reader_accepts(tmp_path: Path) -> None:

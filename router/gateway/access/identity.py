@@ -14,7 +14,7 @@ from router.gateway.access.proxies import Network, is_trusted
 from router.gateway.clients import header_safe
 from router.gateway.counters import Counters
 from router.gateway.errors import ApiError
-from sglang_fair.common.caller import Caller
+from sglang_fair.common.caller import HEADER_WEIGHT, Caller
 from sglang_fair.common.identity import API_KEY, DEFAULT_ORDER, USER, identify
 
 Headers = Mapping[str, str]
@@ -37,7 +37,7 @@ class Identity:
         self._order = order
         self._unheaded = [place for place in order if place in (API_KEY, USER)]
         self._headers = [place for place in order if place not in (API_KEY, USER)]
-        self._counted = {one for one in (*order, *DEFAULT_ORDER) if one not in (API_KEY, USER)}
+        self._counted = {one for one in (*order, *DEFAULT_ORDER, HEADER_WEIGHT) if one not in (API_KEY, USER)}
         self._trusted = trusted
         self._believes_all = directory is None and trusted is None
 

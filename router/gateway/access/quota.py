@@ -11,7 +11,9 @@ Bound. What a window is charged exceeds its limit by no more than what requests 
 answer when it is reached: a running answer is not cut off. With `output_tokens` nothing exceeds it.
 Leaks. At the turn of a window its limit begins anew, so two windows' worth may fall close together. An answer in one
 piece without a longest one, whose client leaves, is charged its prompt alone here (its share is charged exactly, by
-the replica). Requests at a time are of one process. While the store does not answer, each process counts by itself.
+the replica). Requests at a time are of one process. While the store does not answer, each process counts by itself;
+what is given back goes to the counts that were charged, and is lost if those do not answer. A store that has lost its
+counts is given back all the same what requests under way held.
 """
 
 import asyncio
@@ -161,18 +163,37 @@ class Quotas:
         """Until it ends; at least one second."""
         return max(1, ceil(window.seconds - self._clock_s() % window.seconds))
 
-    async def add(self, tenant: str, window: _Window, number: int, amount: int) -> int:
-        """Charges, and returns what the window has been charged in all."""
-        key, expiry_s = f"sglang-fair/{window.name}/{tenant}/{number}", 2 * window.seconds
-        if self._remote is not None and time.monotonic() >= self._silent_until_s:
-            try:
-                async with asyncio.timeout(STORE_TIMEOUT_S):
-                    return await self._remote.incr(key, expiry_s, amount)
-            except Exception as error:  # the client library has errors of its own
-                self.store_failures += 1
-                self._silent_until_s = time.monotonic() + RETRY_S
-                log.error("limits are counted by each process: the store does not answer: %r", error)
-        return int(await self._local.incr(key, expiry_s, amount))
+    async def charge(self, tenant: str, window: _Window, number: int, amount: int) -> "_Charged":
+        """What the window has been charged in all, and where."""
+        key, expiry_s = _key(tenant, window, number), 2 * window.seconds
+        if self._remote is not None:
+            used = await self._ask(self._remote, key, expiry_s, amount)
+            if used is not None:
+                return _Charged(used, True)
+        return _Charged(int(await self._local.incr(key, expiry_s, amount)), False)
+
+    async def give_back(
+        self, tenant: str, window: _Window, number: int, amount: int, is_remote: bool
+    ) -> int | None:
+        """Undoes a charge where it was made. What the window has been charged since; None: it could not be undone."""
+        key, expiry_s = _key(tenant, window, number), 2 * window.seconds
+        if not is_remote:
+            return int(await self._local.incr(key, expiry_s, -amount))
+        assert self._remote is not None
+        return await self._ask(self._remote, key, expiry_s, -amount)
+
+    async def _ask(self, store: _Remote, key: str, expiry_s: int, amount: int) -> int | None:
+        """None: it does not answer, or has not lately."""
+        if time.monotonic() < self._silent_until_s:
+            return None
+        try:
+            async with asyncio.timeout(STORE_TIMEOUT_S):
+                return await store.incr(key, expiry_s, amount)
+        except Exception as error:  # the client library has errors of its own
+            self.store_failures += 1
+            self._silent_until_s = time.monotonic() + RETRY_S
+            log.error("limits are counted by each process: the store does not answer: %r", error)
+            return None
 
     def opened(self, ticket: "Ticket") -> None:
         """It is to be looked at now and then."""
@@ -192,6 +213,15 @@ class Quotas:
 _NONE = Limits()
 
 
+class _Charged(NamedTuple):
+    used: int
+    is_remote: bool
+
+
+def _key(tenant: str, window: _Window, number: int) -> str:
+    return f"sglang-fair/{window.name}/{tenant}/{number}"
+
+
 @dataclass
 class _Account:
     """What one request has been charged in one kind of window."""
@@ -201,6 +231,8 @@ class _Account:
     number: int = 0
     """The window in which it was admitted."""
     held: int = 0
+    is_remote: bool = False
+    """Where it was charged when it was admitted."""
 
 
 @dataclass(eq=False)
@@ -273,7 +305,7 @@ class Ticket:
         for account in self._accounts:
             amount = back[account.window] + (0 if self._was_taken else self._prompt_tokens)
             if amount and account.number == self.quotas.window(account.window):
-                await self._add(account, account.number, -amount)
+                await self._give_back(account, amount)
 
     def _held(self) -> dict[_Window, int]:
         """What is still held, which is let go by that."""
@@ -313,17 +345,18 @@ class Ticket:
         """Gives back what other windows were charged."""
         accounts, self._accounts = self._accounts, []
         for account in accounts:
-            await self._add(account, account.number, -(self._prompt_tokens + account.held))
+            await self._give_back(account, self._prompt_tokens + account.held)
         return error
 
     async def _take(self, account: _Account, amount: int) -> None:
         """Charges `amount`, or raises 429 and charges nothing."""
         window, limit = account.window, account.limit
         account.number = self.quotas.window(window)
-        used = await self._add(account, account.number, amount)
+        used, account.is_remote = await self.quotas.charge(self.tenant, window, account.number, amount)
         is_over = used > limit
         if is_over:
-            used = await self._add(account, account.number, -amount)
+            given_back = await self._give_back(account, amount)
+            used = used - amount if given_back is None else given_back
         self.headers |= {
             f"x-ratelimit-limit-{window.name}": str(limit),
             f"x-ratelimit-remaining-{window.name}": str(max(0, limit - used)),
@@ -348,10 +381,12 @@ class Ticket:
             charges.append((account, number, more - taken))
         for account, number, amount in charges:
             if amount:
-                await self._add(account, number, amount)
+                await self.quotas.charge(self.tenant, account.window, number, amount)
 
-    async def _add(self, account: _Account, number: int, amount: int) -> int:
-        return await self.quotas.add(self.tenant, account.window, number, amount)
+    async def _give_back(self, account: _Account, amount: int) -> int | None:
+        return await self.quotas.give_back(
+            self.tenant, account.window, account.number, amount, account.is_remote
+        )
 
     def _refusal(self, limit: str, text: str, retry_after_s: int) -> ApiError:
         self.quotas.refused[limit] += 1

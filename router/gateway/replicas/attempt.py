@@ -58,7 +58,7 @@ class Attempt:
         self._may_be_working = False
         """The replica has, or may have, the request and has not finished it."""
         self._is_settled = False
-        self._was_asked = self._is_whole = False
+        self._was_asked = self._was_accepted = self._is_whole = False
         self._ended: Usage | None = None
         """What it came to."""
         self._first_s: float | None = None
@@ -69,6 +69,11 @@ class Attempt:
     def output_tokens(self) -> int:
         """Of its answer, so far."""
         return self._stream.usage.output_tokens if self._ended is None else self._ended.output_tokens
+
+    @property
+    def was_taken(self) -> bool:
+        """The replica has, or may have, computed something for it."""
+        return self._was_accepted or self._may_be_working
 
     @property
     def is_uncounted(self) -> bool:
@@ -113,6 +118,7 @@ class Attempt:
                 if answer.status == 401:  # not the client's key, which stays here, but the gateway's own
                     self._may_be_working = False
                     raise _NotServed("it does not accept this gateway's key")
+                self._was_accepted = True
                 if answer.status == 200 and _content_type(answer) == "text/event-stream":
                     await self._pass_stream(answer, reply, resumable)
                 elif reply.started:

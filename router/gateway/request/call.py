@@ -170,7 +170,7 @@ def _chat(body: dict[str, Any], model_name: str, group: str | None) -> Call:
             param="messages",
         )
     prompts: tuple[Prompt, ...] = () if request.input_ids is None else (request.input_ids,)
-    limit = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    limit = request.max_completion_tokens or request.max_tokens  # as SGLang reads them
     return _openai("chat", body, request, model_name, group, prompts, False, limit)
 
 

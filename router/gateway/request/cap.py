@@ -1,8 +1,9 @@
 """The longest answer that a caller may have, in a request's body.
 
-A request that names a longer one is refused. One that names none, and would get more by SGLang's default, gets this
-one. SGLang 0.5.23 has 16 for completions, 128 for /generate, and the rest of the context for chats, where 0 counts as
-left out; there `max_completion_tokens` wins over `max_tokens`.
+A request that names a longer one is refused. One that names none gets SGLang's default, or this one if that is
+shorter, in so many words: what is held for it (`access.quota`) is read from the body. SGLang 0.5.23 has 16 for
+completions, 128 for /generate, and the rest of the context for chats, where 0 counts as left out; there
+`max_completion_tokens` wins over `max_tokens`.
 """
 
 from typing import Any
@@ -27,8 +28,8 @@ def capped(kind: Kind, body: dict[str, Any], most: int) -> dict[str, Any]:
             return body if named is not None else body | {"max_completion_tokens": most}
         case "completions":
             _check(body.get("max_tokens"), most, "max_tokens")
-            is_longer = body.get("max_tokens") is None and most < COMPLETION_DEFAULT
-            return body | {"max_tokens": most} if is_longer else body
+            named = body.get("max_tokens")
+            return body if named is not None else body | {"max_tokens": min(most, COMPLETION_DEFAULT)}
         case "generate":
             given = body.get("sampling_params")
             if given is None:
@@ -43,9 +44,9 @@ def _sampling(given: Any, most: int) -> Any:
         return given
     name = "max_new_tokens"
     _check(given.get(name), most, name)
-    if given.get(name, GENERATE_DEFAULT) is None or (name not in given and most < GENERATE_DEFAULT):
-        return given | {name: most}
-    return given
+    if name not in given:
+        return given | {name: min(most, GENERATE_DEFAULT)}
+    return given if given[name] is not None else given | {name: most}
 
 
 def _check(named: Any, most: int, name: str) -> None:
