@@ -14,7 +14,7 @@ import uvicorn
 
 from router.descriptors import raise_limit
 from router.gateway.access import proxies
-from router.gateway.access.quota import check_store
+from router.gateway.access.quota import MEMORY, check_store
 from router.gateway.app import CONFIG_VARIABLE, Config, create_app
 from router.gateway.guard import KEY_VARIABLE
 from router.gateway.limits import fit
@@ -76,6 +76,11 @@ def warn(settings: table.Gateway) -> None:
         )
     if settings.tenants is not None and not os.environ.get(KEY_VARIABLE):
         log.warning("nobody may ask for /status and /workers: there is no admin key in %s", KEY_VARIABLE)
+    if settings.tenants is not None and settings.workers > 1 and settings.limit_store == MEMORY:
+        log.warning(
+            "each of the %d processes counts tenants' limits by itself: --limit-store redis://… has one count",
+            settings.workers,
+        )
 
 
 def is_loopback(host: str) -> bool:

@@ -5,21 +5,18 @@ is forgotten when its last has ended. Whoever may call this can send everybody's
 choice, so it is guarded (`guard`).
 """
 
-import os
 from typing import Annotated, Literal
 
 import aiohttp
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from router.events import Capacity, WorkerDrain, Workers, WorkerUp
 from router.gateway.errors import RETRY_AFTER_S, ApiError, describe
-from router.gateway.guard import Guard
+from router.gateway.guard import Guard, behind_proxy
 from router.gateway.pages import json_response
 from router.gateway.replicas.pool import Replicas
 from router.gateway.routing.link import Link, RouterGone
@@ -69,9 +66,7 @@ class WorkerList(msgspec.Struct):
 
 def routes(link: Link, replicas: Replicas, guard: Guard) -> list[Route]:
     """The three routes. They raise `ApiError`."""
-    # A proxy on this machine is not the caller: its headers say who is.
-    proxies = os.environ.get("FORWARDED_ALLOW_IPS", "127.0.0.1")
-    behind_proxy = [Middleware(ProxyHeadersMiddleware, trusted_hosts=proxies)]
+    behind = behind_proxy()
 
     async def workers(request: Request) -> Response:
         guard.check(request)
@@ -101,9 +96,9 @@ def routes(link: Link, replicas: Replicas, guard: Guard) -> list[Route]:
         return json_response(_state(await _known(link), name))
 
     return [
-        Route("/workers", workers, methods=["GET"], middleware=behind_proxy),
-        Route("/workers", add, methods=["POST"], middleware=behind_proxy),
-        Route("/workers/{name}", drain, methods=["DELETE"], middleware=behind_proxy),
+        Route("/workers", workers, methods=["GET"], middleware=behind),
+        Route("/workers", add, methods=["POST"], middleware=behind),
+        Route("/workers/{name}", drain, methods=["DELETE"], middleware=behind),
     ]
 
 

@@ -7,12 +7,21 @@ it is nobody, because a tenant may have a process here too.
 import hmac
 import os
 
+from starlette.middleware import Middleware
 from starlette.requests import Request
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from router.gateway.errors import ApiError
 
 KEY_VARIABLE = "SGLANG_FAIR_ADMIN_KEY"
 """Environment variable. If it is set, calls need `Authorization: Bearer` and its value, wherever they come from."""
+
+
+def behind_proxy() -> list[Middleware]:
+    """For the routes that are guarded: a proxy on this machine is not the caller, its headers say who is."""
+    return [
+        Middleware(ProxyHeadersMiddleware, trusted_hosts=os.environ.get("FORWARDED_ALLOW_IPS", "127.0.0.1"))
+    ]
 
 
 class Guard:

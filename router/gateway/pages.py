@@ -9,6 +9,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from router.gateway.gateway import Gateway
+from router.gateway.guard import behind_proxy
 from router.gateway.request.call import model_not_found
 from router.gateway.routing.link import RouterGone
 
@@ -94,7 +95,7 @@ def private(gateway: Gateway, check: Callable[[Request], None] = lambda _: None)
             }
         return JSONResponse({**snapshot, "gateway": gateway.state() | {"fallback": is_fallback}})
 
-    return [Route("/status", status, methods=["GET"])]
+    return [Route("/status", status, methods=["GET"], middleware=behind_proxy())]
 
 
 def json_response(content: msgspec.Struct, status: int = 200) -> Response:

@@ -100,6 +100,15 @@ def test_a_gateway_that_operators_cannot_ask_says_so(
         warn(Gateway(tenants=str(path), **GATEWAY))
     assert "--admin-port" in caplog.text
     assert KEY_VARIABLE in caplog.text
+    assert "--limit-store" not in caplog.text
+
+
+def test_processes_that_count_by_themselves_say_so(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        warn(Gateway(tenants=str(path), workers=2, limit_store="redis://127.0.0.1:1/0", **GATEWAY))
+        assert "--limit-store" not in caplog.text
+        warn(Gateway(tenants=str(path), workers=2, **GATEWAY))
+        assert "each of the 2 processes" in caplog.text
 
 
 def test_the_replica_s_key_is_in_no_command_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -367,6 +367,24 @@ def test_without_an_admin_key_nobody_is_an_operator(
     asyncio.run(main())
 
 
+def test_a_proxy_on_this_machine_is_not_an_operator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+
+    async def main() -> None:
+        port = free_port()
+        app = made(tmp_path, admin_port=port)
+        async with (
+            app.lifespan_context(app),
+            httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http,
+        ):
+            for route in ("/status", "/workers"):
+                far = await http.get(route, headers={"x-forwarded-for": "192.0.2.1"})
+                assert far.status_code == 403
+                assert (await http.get(route)).status_code != 403
+
+    asyncio.run(main())
+
+
 def test_without_tenants_all_is_at_one_address_as_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
