@@ -14,6 +14,7 @@ import pytest
 
 from router.gateway.guard import KEY_VARIABLE
 from sglang_fair.common import replica_key
+from sglang_fair.common.identity import identify
 from sglang_fair.tenants import edit, keys
 from sglang_fair.tenants.model import Limits, Tenant
 from tests.support.live import Cluster
@@ -21,12 +22,21 @@ from tests.support.live import Cluster
 pytestmark = pytest.mark.e2e
 
 ENVIRONMENT = {KEY_VARIABLE: "the admin's key", replica_key.VARIABLE: "the replicas' key"}
+ALLOWED = {
+    "honest",
+    "adversary",
+    "thrifty",
+    identify({"authorization": "Bearer the replicas' key"}),
+    "(system)",
+}
+"""The fourth is SGLang's, which asks itself with its key when it starts."""
 CONNECTIONS = 24
 """Of each tenant, over both replicas: more than run at a time, so that some always wait."""
 INVENTED = 50
 PROMPT_TOKENS, OUTPUT_TOKENS = 24, 16
-TIMES_THE_BOUND = 25
-LIMIT_S = 200
+TIMES_THE_BOUND = 8
+LIMIT_S = 400
+"""For a busy machine; an idle one needs a tenth."""
 
 
 @pytest.fixture(scope="module")
@@ -65,12 +75,12 @@ async def flood(
 
 
 async def shares(cluster: Cluster, number: int) -> dict[str, float]:
-    """Service of both over a time in which both wait at this replica without a break."""
+    """Service of both over a time in which both wait at this replica without a break; inside its bound."""
     begin: dict[str, Any] = {}
     while True:
         book = (await asyncio.to_thread(cluster.books))[number]
         clients = book["clients"]
-        assert set(clients) <= {"honest", "adversary", "(system)", "thrifty"}, clients.keys()
+        assert set(clients) <= ALLOWED, clients.keys()
         if {"honest", "adversary"} <= set(clients):
             now = {
                 name: (clients[name]["service"], clients[name]["backlog"]) for name in ("honest", "adversary")
@@ -83,9 +93,10 @@ async def shares(cluster: Cluster, number: int) -> dict[str, float]:
                 assert abs(got["honest"] - got["adversary"]) <= book["bound"]
                 if got["honest"] > TIMES_THE_BOUND * book["bound"]:
                     return got
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.5)
 
 
+@pytest.mark.timeout(2 * LIMIT_S)
 def test_fifty_invented_keys_and_forged_headers_get_no_share(cluster: Cluster) -> None:
     forged = {"x-fair-client": "honest", "x-tenant-id": "somebody", "x-fair-weight": "99@9223372036854775807"}
     before = cluster.status()["gateway"]["ignored headers"]

@@ -28,7 +28,9 @@ KEYS = {"gold": "key of gold", "silver": "key of silver"}
 CONNECTIONS = {"gold": 48, "silver": 40}
 """Enough that both always wait at both replicas."""
 WITHIN_S = 5.0
-TIMES_THE_BOUND = 14
+TIMES_THE_BOUND = 8
+PHASE_S = 300
+"""Three of them, on a busy machine; an idle one needs a tenth."""
 
 
 @dataclass
@@ -130,17 +132,18 @@ async def shares(replica: Replica, weights: dict[str, float]) -> dict[str, float
                 by_weight = [got[name] / weight for name, weight in weights.items()]
                 assert max(by_weight) - min(by_weight) <= book["bound"], (got, book["bound"])
                 return got
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.5)
 
 
 async def both(site: Site, weights: dict[str, float]) -> None:
     """New service is by these weights, at each replica inside its bound."""
-    async with asyncio.timeout(200):
+    async with asyncio.timeout(PHASE_S):
         got = await asyncio.gather(*(shares(replica, weights) for replica in site.replicas))
     gold, silver = (sum(one[name] for one in got) for name in weights)
-    assert gold / silver == pytest.approx(weights["gold"] / weights["silver"], rel=0.05), got
+    assert gold / silver == pytest.approx(weights["gold"] / weights["silver"], rel=0.1), got
 
 
+@pytest.mark.timeout(4 * PHASE_S)
 def test_new_service_is_by_the_newest_file_at_every_gateway_router_and_replica(site: Site) -> None:
     """1:1, then 3:1 after one line of the file has changed, and after a replica was killed; whatever clients claim."""
 
