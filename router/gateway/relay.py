@@ -353,7 +353,9 @@ class _Exchange:
         return _Leg(following.call, tokens, time.monotonic())
 
     async def _refuse(self, error: ApiError) -> None:
-        log.warning(
+        log.log(
+            # Of these anybody can cause any number; they are counted.
+            logging.DEBUG if error.status == 401 else logging.WARNING,
             "%s %d client=%s worker=%s: %s",
             PATHS[self._kind],
             error.status,

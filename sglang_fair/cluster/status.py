@@ -4,7 +4,7 @@ import json
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,10 @@ class Unreachable(RuntimeError):
     """An address does not answer, or not as it should; the text says which."""
 
 
+class _KeyNeeded(Unreachable):
+    """It answers 401."""
+
+
 @dataclass
 class ClientTotal:
     """One client over all replicas. Tokens and service as `core.ledger` counts them."""
@@ -38,15 +42,22 @@ class ClientTotal:
 
 
 def read(gateway: str) -> dict[str, Any]:
-    """`{"gateway": /status, "replicas": {name: /fair or None}}`. Raises `Unreachable` for the gateway."""
-    front = _get(f"{gateway.rstrip('/')}/status", _admin())
+    """`{"gateway": /status, "replicas": {name: /fair or None}, "locked": [name]}`; locked are replicas that ask for
+    another key than ours. Raises `Unreachable` for the gateway."""
+    try:
+        front = _get(f"{gateway.rstrip('/')}/status", _admin())
+    except _KeyNeeded as error:
+        raise Unreachable(f"{error}; {KEY_VARIABLE} must be the admin key") from error
     replicas: dict[str, Any] = {}
+    locked = []
     for name, worker in front.get("workers", {}).items():
         try:
             replicas[name] = _get(f"{worker['url']}/fair", replica_key.headers())
-        except Unreachable:
+        except Unreachable as error:
             replicas[name] = None
-    return {"gateway": front, "replicas": replicas}
+            if isinstance(error, _KeyNeeded):
+                locked.append(name)
+    return {"gateway": front, "replicas": replicas, "locked": locked}
 
 
 def by_client(replicas: Mapping[str, Report | None]) -> dict[str, ClientTotal]:
@@ -65,7 +76,13 @@ def by_client(replicas: Mapping[str, Report | None]) -> dict[str, ClientTotal]:
 def render(status: Mapping[str, Any]) -> RenderableType:
     """Tables: clients and what they got, replicas and what they do, emulated GPUs and their timing."""
     replicas: Mapping[str, Report | None] = status["replicas"]
-    tables: list[RenderableType] = [_clients(replicas), Text(""), _workers(status["gateway"], replicas)]
+    locked: Collection[str] = status.get("locked", ())
+    workers = _workers(status["gateway"], replicas, locked)
+    tables: list[RenderableType] = [_clients(replicas), Text(""), workers]
+    if locked:
+        tables.append(
+            Text(f"What clients got is not known: replicas ask for the key in {replica_key.VARIABLE}.")
+        )
     emulated = {
         name: report["emulated"] for name, report in replicas.items() if report and "emulated" in report
     }
@@ -93,15 +110,16 @@ def _clients(replicas: Mapping[str, Report | None]) -> Table:
     return table
 
 
-def _workers(front: Report, replicas: Mapping[str, Report | None]) -> Table:
+def _workers(front: Report, replicas: Mapping[str, Report | None], locked: Collection[str]) -> Table:
     headings = ("replica", "in flight", "placed", "tokens in tree", "policy", "books", "address")
     table = _table(f"replicas, placement {front.get('placement', '?')}", *headings)
     for name, worker in front.get("workers", {}).items():
         report = replicas.get(name)
         books = report.get("conservation", {}) if report else {}
-        state = (
-            "does not answer" if report is None else "balance" if books.get("ok", True) else "DO NOT BALANCE"
-        )
+        if report is None:
+            state = "asks for its key" if name in locked else "does not answer"
+        else:
+            state = "balance" if books.get("ok", True) else "DO NOT BALANCE"
         table.add_row(
             name,
             _number(worker.get("in_flight")),
@@ -170,7 +188,8 @@ def _get(url: str, headers: Mapping[str, str]) -> dict[str, Any]:
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
             answer = json.load(response)
     except urllib.error.HTTPError as error:
-        raise Unreachable(f"{url} answers {error.code} {error.reason}") from error
+        kind = _KeyNeeded if error.code == 401 else Unreachable
+        raise kind(f"{url} answers {error.code} {error.reason}") from error
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
         raise Unreachable(f"{url} does not answer: {reason}") from error

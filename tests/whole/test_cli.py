@@ -7,16 +7,18 @@ import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
+from router.gateway.guard import KEY_VARIABLE
 from sglang_fair import cli
 from sglang_fair.cluster import __main__ as cluster_command
 from sglang_fair.cluster import run, status
 from sglang_fair.cluster.options import Options
+from sglang_fair.common import replica_key
 from sglang_fair.models import catalog as models
 
 
@@ -225,7 +227,14 @@ FAIR = {
 class Answers(BaseHTTPRequestHandler):
     """A gateway and a replica on one port."""
 
+    keys: ClassVar[dict[str, str]] = {}
+    """What a path asks for."""
+
     def do_GET(self) -> None:
+        key = self.keys.get(self.path)
+        if key is not None and self.headers["authorization"] != f"Bearer {key}":
+            self.send_error(401)
+            return
         own = f"http://{self.headers['host']}"
         answers: dict[str, Any] = {
             "/status": {
@@ -279,6 +288,22 @@ class TestStatus:
         assert rows["bob"] == ["50", "25%", "30", "64", "10", "2", "1", "-12"]
         assert rows["r0"][:5] == ["1", "5", "160", "dlpm", "balance"]
         assert "does not answer" in shown
+
+    def test_keys(self, gateway: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Answers, "keys", {"/status": "admin's", "/fair": "replicas'"})
+        for name in (KEY_VARIABLE, replica_key.VARIABLE):
+            monkeypatch.delenv(name, raising=False)
+        refused = invoke("status", gateway)
+        assert refused.exit_code == 1
+        assert KEY_VARIABLE in refused.output
+        monkeypatch.setenv(KEY_VARIABLE, "admin's")
+        shown = invoke("status", gateway).output
+        assert "asks for its key" in shown
+        assert replica_key.VARIABLE in shown
+        monkeypatch.setenv(replica_key.VARIABLE, "replicas'")
+        shown = invoke("status", gateway).output
+        assert "alice" in shown
+        assert replica_key.VARIABLE not in shown
 
     def test_json_and_silence(self, gateway: str) -> None:
         assert json.loads(invoke("status", gateway, "--json").output)["replicas"]["r0"]["policy"] == "dlpm"
