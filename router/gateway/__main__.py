@@ -15,6 +15,7 @@ import uvicorn
 from router.descriptors import raise_limit
 from router.gateway.access import proxies
 from router.gateway.access.quota import MEMORY, check_store
+from router.gateway.address import check_free
 from router.gateway.app import CONFIG_VARIABLE, Config, create_app
 from router.gateway.guard import KEY_VARIABLE
 from router.gateway.limits import fit
@@ -100,6 +101,11 @@ def serve(settings: table.Gateway) -> int:
         die_with_parent()
     config = configure(settings)
     warn(settings)
+    if settings.admin_port is not None:
+        try:
+            check_free(settings.admin_host, settings.admin_port, shared=settings.workers > 1)
+        except OSError as error:  # a line now, and no traceback later
+            raise Mistake(str(error)) from None
     options: dict[str, Any] = {
         "host": settings.host,
         "port": settings.port,

@@ -57,6 +57,11 @@ class Address:
             await self._serving
 
 
+def check_free(host: str, port: int, *, shared: bool) -> None:
+    """Raises OSError if nobody can listen there."""
+    _bound(host, port, shared).close()
+
+
 def _bound(host: str, port: int, shared: bool) -> socket.socket:
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     made = socket.socket(family, kind)
@@ -67,5 +72,5 @@ def _bound(host: str, port: int, shared: bool) -> socket.socket:
         made.bind(address)
     except OSError as error:
         made.close()
-        raise OSError(error.errno, f"--admin-port: {host}:{port}: {error.strerror}") from None
+        raise OSError(f"--admin-port: {host}:{port}: {error.strerror}") from None
     return made

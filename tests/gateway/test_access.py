@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from router.gateway.access import proxies
 from router.gateway.access.directory import Directory
 from router.gateway.access.identity import Identity
+from router.gateway.address import check_free
 from router.gateway.app import App, Config, create_app
 from router.gateway.counters import Counters
 from router.gateway.errors import ApiError
@@ -365,6 +367,14 @@ def test_without_an_admin_key_nobody_is_an_operator(
                     assert await ask(f"http://127.0.0.1:{port}", None, method, route, key) == 403
 
     asyncio.run(main())
+
+
+def test_an_address_that_is_taken_is_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match=f"^--admin-port: 127.0.0.1:{port}: Address already in use$"):
+            check_free("127.0.0.1", port, shared=False)
+    check_free("127.0.0.1", port, shared=False)
 
 
 def test_a_proxy_on_this_machine_is_not_an_operator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -320,14 +320,27 @@ def test_every_request_is_answered_where_keys_are_asked_for(
     assert gateway.quotas.state()["at once"] == {}
 
 
+LENGTHS = ("max_tokens", "max_completion_tokens", "max_new_tokens", "n")
+
+
+def limits_in_a_body(named: dict[str, int]) -> bytes:
+    body = {"prompt": "x", "text": "x", "messages": [{"role": "user"}], "sampling_params": named}
+    return json.dumps(body | named).encode()
+
+
 @settings(max_examples=300)
-@given(kind=st.sampled_from(["chat", "completions", "generate"]), raw=bodies)
-def test_no_body_asks_for_a_longer_answer_than_it_may(kind: Any, raw: bytes) -> None:
-    """What SGLang would make of the body, by its own rules, is at most the longest answer."""
+@given(
+    kind=st.sampled_from(["chat", "completions", "generate"]),
+    raw=bodies | st.dictionaries(st.sampled_from(LENGTHS), st.integers(0, 400)).map(limits_in_a_body),
+    most=st.sampled_from([9, 300]),
+)
+def test_no_body_asks_for_a_longer_answer_than_it_may(kind: Any, raw: bytes, most: int) -> None:
+    """What SGLang would make of the body, by its own rules, is at most the longest answer, and is what is held."""
     try:
-        body = json.loads(parse(kind, raw, MODEL, most_output_tokens=9).encoded)
+        call = parse(kind, raw, MODEL, most_output_tokens=most)
     except ApiError:
         return
+    body = json.loads(call.encoded)
     match kind:
         case "chat":
             asked = [body.get("max_completion_tokens") or body.get("max_tokens")]
@@ -339,7 +352,10 @@ def test_no_body_asks_for_a_longer_answer_than_it_may(kind: Any, raw: bytes) -> 
             given = body.get("sampling_params")
             every = given if isinstance(given, list) else [given or {}]
             asked = [one.get("max_new_tokens", 128) for one in every]
-    assert all(one is not None and one <= 9 for one in asked)
+    assert all(one is not None and one <= most for one in asked)
+    assert call.max_output_tokens >= sum(asked)
+    if len(asked) == 1:
+        assert call.max_output_tokens == asked[0] * call.samples
 
 
 def test_what_is_refused_is_counted(http: Http) -> None:
