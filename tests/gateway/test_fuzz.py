@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from router.core import Router
@@ -334,6 +334,7 @@ def limits_in_a_body(named: dict[str, int]) -> bytes:
     raw=bodies | st.dictionaries(st.sampled_from(LENGTHS), st.integers(0, 400)).map(limits_in_a_body),
     most=st.sampled_from([9, 300]),
 )
+@example(kind="chat", raw=limits_in_a_body({"max_completion_tokens": 0, "max_tokens": 5}), most=9)
 def test_no_body_asks_for_a_longer_answer_than_it_may(kind: Any, raw: bytes, most: int) -> None:
     """What SGLang would make of the body, by its own rules, is at most the longest answer, and is what is held."""
     try:
