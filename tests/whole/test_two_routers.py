@@ -123,6 +123,7 @@ async def shares(replica: Replica) -> tuple[float, float]:
         await asyncio.sleep(0.2)
 
 
+@pytest.mark.timeout(900)
 def test_shares_hold_whichever_router_the_traffic_enters_by(tmp_path: Path) -> None:
     """4:1 within 5 %, with all of the heavy client's requests at one router and the light one's at both."""
 
@@ -133,7 +134,7 @@ def test_shares_hold_whichever_router_the_traffic_enters_by(tmp_path: Path) -> N
             asyncio.create_task(flood("light", [first, second], stop)),
         ]
         try:
-            async with asyncio.timeout(150):
+            async with asyncio.timeout(600):
                 return list(await asyncio.gather(*(shares(replica) for replica in replicas)))
         finally:
             stop.set()
