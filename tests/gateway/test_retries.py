@@ -33,7 +33,9 @@ def after(outcome: Outcome, sent: Sent, tries: int = 3, max_silenced: int = 2) -
 
 def gave_up(step: Step) -> tuple[int, object, int | None, str]:
     assert isinstance(step, GiveUp)
-    return step.error.status, step.error.code, step.error.retry_after_s, step.error.message
+    retry_after = step.error.headers.get("retry-after")
+    retry_after_s = None if retry_after is None else int(retry_after)
+    return step.error.status, step.error.code, retry_after_s, step.error.message
 
 
 @pytest.mark.parametrize("sent", list(Sent))
