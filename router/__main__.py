@@ -3,6 +3,7 @@
 import logging
 import signal
 import sys
+from contextlib import nullcontext
 from functools import partial
 
 import zmq
@@ -11,6 +12,7 @@ from router.collector import collect_young_only
 from router.core import Router
 from router.descriptors import raise_limit
 from router.events import LARGEST_CAPACITY, LEAST_CAPACITY, WorkerUp
+from router.http import listen, serving
 from router.placement import build, parameters, parse_value
 from router.shell import Shell
 from sglang_fair.common.pairs import split_pairs
@@ -111,6 +113,12 @@ def serve(settings: table.Router) -> int:
         die_with_parent()
     raise_limit()
     try:
+        listener = None if settings.http_port is None else listen(settings.http_host, settings.http_port)
+    except OSError as error:
+        raise Mistake(
+            f"--http-port: cannot listen on {settings.http_host}:{settings.http_port}: {error}"
+        ) from None
+    try:
         shell = Shell(make_router(settings), settings.bind, peer_timeout_s=settings.peer_timeout_s)
     except (ValueError, zmq.ZMQError) as error:
         raise Mistake(f"cannot bind {settings.bind}: {error}") from None
@@ -120,8 +128,9 @@ def serve(settings: table.Router) -> int:
     try:
         for up in workers(settings):
             shell.tell(up)
-        print(f"router ready on {shell.endpoint}", file=sys.stderr, flush=True)
-        shell.run()
+        with serving(listener, shell.context) if listener is not None else nullcontext():
+            print(f"router ready on {shell.endpoint}", file=sys.stderr, flush=True)
+            shell.run()
     finally:
         shell.close()
     return 0

@@ -10,6 +10,7 @@ counted and ignored.
 """
 
 from collections import Counter, OrderedDict, deque
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from math import isfinite
 from typing import assert_never
@@ -203,7 +204,7 @@ class Router:
             self._waiting_limit.give(event.client)
         worker = self._workers.by_name[name]
         assert worker in allowed, worker.name
-        return self._place(request, worker, match, peer, now_s)
+        return self._place(request, worker, match, allowed, peer, now_s)
 
     def _why_nobody(self) -> str:
         if not self._workers.by_name:
@@ -216,7 +217,16 @@ class Router:
         self._counts["refused"] += 1
         return Refuse(request, reason, retry, is_full)
 
-    def _place(self, request: Request, worker: Worker, match: Match, peer: bytes, now_s: float) -> Place:
+    def _place(
+        self,
+        request: Request,
+        worker: Worker,
+        match: Match,
+        allowed: Sequence[Worker],
+        peer: bytes,
+        now_s: float,
+    ) -> Place:
+        worker.placed[placement_reason(request, worker, match, allowed)] += 1
         matched_tokens = self._begin(request, worker, match, peer, now_s).matched_tokens
         self._counts["placed"] += 1
         self._counts["input_tokens"] += request.input_tokens
@@ -318,7 +328,9 @@ class Router:
             _, peer = self._waiting.pop(request.id)
             self._waiting_limit.give(request.client)
             match = self._match(request)
-            actions.append((peer, self._place(request, self._workers.by_name[worker], match, peer, now_s)))
+            allowed = [one for one in self._workers.taking if one.name not in request.exclude]
+            place = self._place(request, self._workers.by_name[worker], match, allowed, peer, now_s)
+            actions.append((peer, place))
         return actions
 
     def _match(self, request: Request) -> Match:
@@ -516,6 +528,7 @@ class Router:
                     "dispatched": worker.dispatched,
                     "dispatched_tokens": worker.dispatched_tokens,
                     "tree_tokens": self.tree.worker_tokens(worker.name),
+                    "placed": dict(worker.placed),
                 }
                 for worker in self._workers
             },
@@ -540,6 +553,22 @@ class Router:
             },
             "counts": dict(sorted(counts.items())),
         }
+
+
+def placement_reason(request: Request, worker: Worker, match: Match, allowed: Sequence[Worker]) -> str:
+    """Why `request` goes to `worker`, in a word; `allowed` are those that it could have gone to.
+
+    retry: a replica failed it before. only: there was no other. prefix: none of them has more of its prompt. new: none
+    has any of it. load: another one has more of it, but the placement preferred this one.
+    """
+    if request.exclude:
+        return "retry"
+    if len(allowed) == 1:
+        return "only"
+    longest = max(match.of(one.name) for one in allowed) if match.lengths else 0
+    if not longest:
+        return "new"
+    return "prefix" if match.of(worker.name) == longest else "load"
 
 
 def _parameters(placement: Placement) -> dict[str, object]:

@@ -50,6 +50,9 @@ MAX_MESSAGE_BYTES = 64 << 20
 MESSAGES_PER_TURN = 256
 """Messages read from one socket before the others get their turn."""
 
+INSIDE = "inproc://router"
+"""The address for peers in this process."""
+
 TURN_MS = 250
 """Deadlines are checked at least this often."""
 
@@ -102,8 +105,9 @@ class Shell:
         self._waker, self._wake = socket.socketpair()
         self._waker.setblocking(False)
         self._wake.setblocking(False)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._peers = self._context.socket(zmq.ROUTER)
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        """Of all sockets; peers in this process find us there under `INSIDE`."""
+        self._peers = self.context.socket(zmq.ROUTER)
         try:
             for option, value in (
                 (zmq.LINGER, 200),
@@ -115,10 +119,11 @@ class Shell:
             ):
                 self._peers.setsockopt(option, value)
             self._peers.bind(bind)
+            self.endpoint = self._peers.getsockopt_string(zmq.LAST_ENDPOINT)
+            self._peers.bind(INSIDE)
         except zmq.ZMQError:
             self.close()
             raise
-        self.endpoint = self._peers.getsockopt_string(zmq.LAST_ENDPOINT)
         self._poller = zmq.Poller()
         self._poller.register(self._peers, zmq.POLLIN)
         self._poller.register(self._wake.fileno(), zmq.POLLIN)
@@ -140,7 +145,7 @@ class Shell:
             replica.close()
         self._replicas.clear()
         self._peers.close()
-        self._context.term()
+        self.context.term()
         self._waker.close()
         self._wake.close()
 
@@ -260,7 +265,7 @@ class Shell:
         if up.kv is None:
             return
         try:
-            replica = Replica(self._context, up.worker, up.kv, up.replay)
+            replica = Replica(self.context, up.worker, up.kv, up.replay)
         except zmq.ZMQError as error:
             self._note("worker address", f"worker {up.worker}: {up.kv}, {up.replay}: {error}")
             return

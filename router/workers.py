@@ -4,6 +4,7 @@ A worker takes no new requests while it drains or is sick. It is sick as long as
 answer, so each peer has a vote, which it changes or which is dropped with the peer.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -31,6 +32,8 @@ class Worker:
     decode_tokens: float = 0.0
     dispatched: int = 0
     dispatched_tokens: int = 0
+    placed: Counter[str] = field(default_factory=Counter)
+    """Requests that it was given, by the reason."""
 
     @property
     def sick(self) -> bool:

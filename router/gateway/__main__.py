@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from router.gateway.app import CONFIG_VARIABLE, Config, create_app
 from router.gateway.guard import KEY_VARIABLE
 from router.gateway.limits import fit
 from router.gateway.listener import Listener
+from router.gateway.metrics import FOLDER_VARIABLE
 from router.gateway.request.tokens import TokenizerError, Tokens
 from sglang_fair.common.processes import die_with_parent
 from sglang_fair.settings import table
@@ -49,6 +51,7 @@ def configure(settings: table.Gateway) -> Config:
         limits,
         places,
         **shared(settings, table.Access),
+        metrics_clients=settings.metrics_clients,
         processes=settings.workers,
     )
 
@@ -127,7 +130,9 @@ def serve(settings: table.Gateway) -> int:
         else:
             Tokens(Path(config.tokenizer))  # fail here, not over and over in the workers
             os.environ[CONFIG_VARIABLE] = config.to_json()
-            uvicorn.run(FACTORY, factory=True, workers=settings.workers, **options)
+            with tempfile.TemporaryDirectory(prefix="sglang-fair-metrics-") as folder:
+                os.environ[FOLDER_VARIABLE] = folder
+                uvicorn.run(FACTORY, factory=True, workers=settings.workers, **options)
     except (TokenizerError, SettingError) as error:
         raise Mistake(str(error)) from None
     return 0

@@ -28,6 +28,7 @@ from router.gateway.request.schema import PATHS
 from router.gateway.request.tokens import Tokens
 from sglang_fair.common.identity import DEFAULT_ORDER
 from sglang_fair.common.processes import die_with_parent
+from sglang_fair.settings.table import METRICS_CLIENTS
 
 CONFIG_VARIABLE = "SGLANG_FAIR_GATEWAY"
 """Where uvicorn's worker processes find their configuration: they are started by import string."""
@@ -48,6 +49,7 @@ class Config:
     admin_host: str = "127.0.0.1"
     admin_port: int | None = None
     limit_store: str = MEMORY
+    metrics_clients: int = METRICS_CLIENTS
     processes: int = 1
 
     def to_json(self) -> str:
@@ -128,6 +130,8 @@ def create_app(config: Config) -> App:
         None if config.tenants is None else Path(config.tenants),
         None if config.trusted_proxies is None else proxies.parse(config.trusted_proxies),
         config.limit_store,
+        config.metrics_clients,
+        config.processes,
     )
     guard = Guard(has_tenants=config.tenants is not None)
     workers = admin.routes(gateway.link, gateway.replicas, guard)

@@ -11,6 +11,7 @@ from router.gateway.access.quota import MEMORY, Quotas
 from router.gateway.counters import Counters
 from router.gateway.limits import Limits
 from router.gateway.listener import ConnectionBounds
+from router.gateway.metrics import GatewayMetrics
 from router.gateway.relay import Relay, Services
 from router.gateway.replicas.pool import Replicas
 from router.gateway.request.intake import Intake
@@ -22,6 +23,7 @@ from router.gateway.routing.placer import Placer
 from router.gateway.sharing.allowance import Capacity
 from router.shared_limit import SharedLimit
 from sglang_fair.common.identity import DEFAULT_ORDER
+from sglang_fair.settings.table import METRICS_CLIENTS
 
 LISTED_CLIENTS = 10
 """`/status` names this many clients, those with most requests in flight."""
@@ -41,11 +43,14 @@ class Gateway:
         tenants: Path | None = None,
         trusted: Sequence[Network] | None = None,
         limit_store: str = MEMORY,
+        metrics_clients: int = METRICS_CLIENTS,
+        processes: int = 1,
     ) -> None:
         """`router` is its address, `identity` where a client's name is looked for. `start` opens connections.
 
         Reads the tenants' file at once, and raises SettingError if it cannot. `trusted` are the networks of proxies,
-        `limit_store` is where tenants' limits are counted.
+        `limit_store` is where tenants' limits are counted. `metrics_clients` who are no tenants have labels of their
+        own; `processes` of this gateway count together.
         """
         self.model_name = model_name
         self.counters = Counters()
@@ -62,6 +67,7 @@ class Gateway:
         self._intake = Intake(
             model_name, tokens, limits.max_prompt_tokens, lambda: self.replicas.context_tokens
         )
+        self.metrics = GatewayMetrics(metrics_clients, self.counters, self._gauges, shared=processes > 1)
         placer = Placer(self.link, self.fleet, self.counters)
         self._services = Services(
             limits,
@@ -73,6 +79,7 @@ class Gateway:
             self._intake,
             placer,
             self.replicas,
+            self.metrics,
         )
 
         self._following: list[asyncio.Task[None]] = []
@@ -94,8 +101,9 @@ class Gateway:
         """Opens what belongs to the running loop."""
         await self.replicas.start()
         await self.link.start()
+        self._following = [asyncio.create_task(self.metrics.run())]
         if self.directory is not None:
-            self._following = [
+            self._following += [
                 asyncio.create_task(self.directory.run()),
                 asyncio.create_task(self.quotas.run()),
             ]
@@ -125,6 +133,15 @@ class Gateway:
                 if self.directory is None
                 else {"tenants": self.directory.state(), "limits": self.quotas.state()}
             ),
+        }
+
+    def _gauges(self) -> dict[str, float]:
+        return {
+            "gateway_requests_in_flight": self.capacity.requests.taken,
+            "gateway_connections": self.connection_bounds.open.taken,
+            "gateway_held_bytes": self.capacity.body_bytes.taken,
+            "gateway_router_up": self.link.alive,
+            "gateway_tenants_ok": self.directory is None or not self.directory.error,
         }
 
     def _report_health(self) -> None:

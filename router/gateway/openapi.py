@@ -109,6 +109,7 @@ class _Document:
                         "The router's snapshot, and this gateway's counters.", StatusReport, ("401", "403")
                     )
                 },
+                "/metrics": {"get": self._metrics()},
                 "/workers": {
                     "get": self._answered("The replicas.", WorkerList, ADMIN_ERRORS),
                     "post": add_worker | {"requestBody": self._body(DocumentedNewWorker)},
@@ -151,6 +152,10 @@ class _Document:
         operation = self._answered("Whether requests can be placed.", HealthReport)
         operation["responses"]["503"] = self._json("requests cannot be placed", HealthReport)
         return operation
+
+    def _metrics(self) -> Schema:
+        page = {"description": "Numbers for Prometheus.", "content": {"text/plain": {"schema": _text()}}}
+        return {"summary": page["description"], "responses": {"200": page, **self._errors(("401", "403"))}}
 
     def _body(self, request: Any) -> Schema:
         return {"required": True, "content": {"application/json": {"schema": self._schemas[request]}}}

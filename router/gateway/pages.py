@@ -10,6 +10,7 @@ from starlette.routing import Route
 
 from router.gateway.gateway import Gateway
 from router.gateway.guard import behind_proxy
+from router.gateway.metrics import CONTENT_TYPE
 from router.gateway.request.call import model_not_found
 from router.gateway.routing.link import RouterGone
 
@@ -79,7 +80,7 @@ def public(gateway: Gateway) -> list[Route]:
 
 
 def private(gateway: Gateway, check: Callable[[Request], None] = lambda _: None) -> list[Route]:
-    """The route for operators. `check` raises `ApiError` for everybody else."""
+    """The routes for operators. `check` raises `ApiError` for everybody else."""
 
     async def status(request: Request) -> Response:
         check(request)
@@ -95,7 +96,14 @@ def private(gateway: Gateway, check: Callable[[Request], None] = lambda _: None)
             }
         return JSONResponse({**snapshot, "gateway": gateway.state() | {"fallback": is_fallback}})
 
-    return [Route("/status", status, methods=["GET"], middleware=behind_proxy())]
+    async def metrics(request: Request) -> Response:
+        check(request)
+        return Response(await gateway.metrics.page(), headers={"content-type": CONTENT_TYPE})
+
+    return [
+        Route("/status", status, methods=["GET"], middleware=behind_proxy()),
+        Route("/metrics", metrics, methods=["GET"], middleware=behind_proxy()),
+    ]
 
 
 def json_response(content: msgspec.Struct, status: int = 200) -> Response:

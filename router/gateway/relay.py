@@ -14,7 +14,7 @@ import logging
 import time
 import uuid
 from dataclasses import dataclass
-from typing import assert_never
+from typing import Literal, assert_never
 
 from starlette.types import Receive, Scope, Send
 
@@ -28,6 +28,7 @@ from router.gateway.clients import address_share, header_safe
 from router.gateway.counters import Counters
 from router.gateway.errors import ApiError
 from router.gateway.limits import Limits
+from router.gateway.metrics import GatewayMetrics
 from router.gateway.replicas.attempt import Attempt
 from router.gateway.replicas.pool import Replicas
 from router.gateway.replicas.retries import (
@@ -65,6 +66,9 @@ from sglang_fair.tenants.model import Tenant
 
 log = logging.getLogger("gateway")
 
+Outcomes = Literal["ok", "refused", "failed", "left"]
+"""How a request ends (`sglang_fair.metrics.table.OUTCOMES`)."""
+
 PASSED_THROUGH = (HEADER_APP, HEADER_INTERACTION, HEADER_STAGE, *ANNOUNCEMENTS)
 """A client's headers that its replica gets too."""
 BODY_TIMEOUT_S = 60.0
@@ -89,6 +93,7 @@ class Services:
     intake: Intake
     placer: Placer
     replicas: Replicas
+    metrics: GatewayMetrics
 
 
 class Relay:
@@ -135,6 +140,12 @@ class _Exchange:
         self._rate_headers: dict[str, str] = {}
         self._worker = "-"
         self._arrived_s = time.monotonic()
+        self._is_known = False
+        """Its client may ask."""
+        self._outcome: Outcomes = "failed"
+        self._prompt_tokens = 0
+        self._first_s: float | None = None
+        """When the first piece of a stream went out."""
 
     async def run(self, scope: Scope) -> None:
         services = self._services
@@ -143,7 +154,7 @@ class _Exchange:
         try:
             peer = scope.get("client")
             known = services.identity.of(headers, peer)
-            self._caller, self._tenant = known.caller, known.tenant
+            self._caller, self._tenant, self._is_known = known.caller, known.tenant, True
             self._ticket = await services.quotas.enter(known)
             if self._ticket is not None:
                 self._rate_headers, self._ticket.answered = self._ticket.headers, self._answered
@@ -153,9 +164,11 @@ class _Exchange:
             raw = await self._read_body(headers)
             await self._while_client_listens(raw, headers, peer)
         except ClientGone:
+            self._outcome = "left"
             services.counters.left += 1
         except ApiError as error:
             if error.status < 500:
+                self._outcome = "refused"
                 services.counters.refused += 1
             else:
                 services.counters.failed += 1
@@ -164,6 +177,7 @@ class _Exchange:
             self._allowance.release()
             if self._ticket is not None:
                 self._close(self._ticket)
+            self._count()
 
     def _answered(self) -> int:
         """Output tokens that the client has."""
@@ -175,6 +189,17 @@ class _Exchange:
         is_known = attempt is None or not attempt.is_uncounted
         was_taken = self._was_taken or (attempt is not None and attempt.was_taken)
         ticket.close(self._answered() if is_known else None, was_taken=was_taken)
+
+    def _count(self) -> None:
+        """For the metrics."""
+        self._services.metrics.ended(
+            self._client if self._is_known else None,
+            self._outcome,
+            is_tenant=self._tenant is not None,
+            tokens=self._prompt_tokens + self._answered(),
+            duration_s=time.monotonic() - self._arrived_s,
+            ttft_s=None if self._first_s is None else self._first_s - self._arrived_s,
+        )
 
     @property
     def _client(self) -> str:
@@ -236,6 +261,8 @@ class _Exchange:
         finally:
             watching.cancel()
             reply.close()
+            if reply.started and reply.is_stream:
+                self._first_s = reply.started_s
 
     def _longest_answer(self) -> int | None:
         return None if self._tenant is None else self._tenant.limits.output_tokens
@@ -262,8 +289,9 @@ class _Exchange:
         """Makes attempts until the client has an outcome. Raises `ApiError` while it has nothing."""
         services = self._services
         tokens = await services.intake.routed_tokens(call, self._allowance.share)
+        self._prompt_tokens = len(tokens) // TOKEN_BYTES
         if self._ticket is not None:
-            await self._ticket.admit(len(tokens) // TOKEN_BYTES, call.max_output_tokens)
+            await self._ticket.admit(self._prompt_tokens, call.max_output_tokens)
         resumable = Resumable(call) if call.resume else None
         if call.asks_for_token_ids:
             headers |= {token_ids.HEADER: "1"}
@@ -274,6 +302,9 @@ class _Exchange:
         while True:
             match retries.after(outcome, _sent(reply, resumable)):
                 case Finish():
+                    self._outcome = (
+                        "ok" if reply.status < 400 else "refused" if reply.status < 500 else "failed"
+                    )
                     return
                 case TryAnother():
                     services.counters.retried += 1
@@ -287,6 +318,7 @@ class _Exchange:
                         continue
                 case EndStream():
                     await reply.end((resumable.closing() if resumable is not None else b"") + DONE)
+                    self._outcome = "ok"
                     return
                 case GiveUp(error):
                     if not reply.started:

@@ -140,7 +140,9 @@ def addresses(plan: Plan, gateway: str, admin: str | None, title: str, pids: dic
             process.name, Text(address, style), str(pids.get(process.name, "")), purposes[process.role]
         )
         if process.role == "gateway" and admin is not None:
-            table.add_row("", Text(admin), "", "for operators: /status and /workers")
+            table.add_row("", Text(admin), "", "for operators: /status, /workers and /metrics")
+        if process.role == "router" and plan.router_http is not None:
+            table.add_row("", Text(plan.router_http), "", "/healthz, /readyz and /metrics")
     return table
 
 

@@ -130,10 +130,12 @@ class Process:
 
 @dataclass(frozen=True)
 class Plan:
-    """All processes of a cluster. `router` is the router's address; None in a plan without one."""
+    """All processes of a cluster. `router` is the router's address, `router_http` that of its HTTP server; None in a
+    plan without one."""
 
     processes: tuple[Process, ...]
     router: str | None = None
+    router_http: str | None = None
 
     def of(self, *roles: Role) -> tuple[Process, ...]:
         """The processes of these roles, in the plan's order."""
@@ -202,6 +204,7 @@ def build(
             _gateway(options, machine, model, router, ports.gateway),
         ),
         router=router,
+        router_http=None if (port := options.router_http_port) is None else f"http://{LOCAL}:{port}",
     )  # fmt: skip
 
 
@@ -322,6 +325,8 @@ def _router(options: Options, machine: Machine, router: str, workers: tuple[Work
             f"{name}={json.dumps(value)}" for name, value in parse_options(options.placement_options).items()
         ],
         "page_size": page_tokens(options.extra),
+        "http_host": LOCAL,
+        "http_port": options.router_http_port,
     }
     return Process(
         name="router",
@@ -356,6 +361,7 @@ def _gateway(options: Options, machine: Machine, model: Model, router: str, port
         "drain_s": GATEWAY_DRAIN_S,
         "log_level": options.log_level,
         "identity": options.identity,
+        "metrics_clients": options.metrics_clients,
         **shared(options, table.Access),
         "tenants": None if options.tenants is None else str(Path(options.tenants).absolute()),
         **limits.parse(options.gateway_options),

@@ -60,12 +60,12 @@ def choose(gateway: int, replicas: int, reserve: Callable[[int], bool]) -> Ports
     )
 
 
-def choose_admin(asked: int | None, reserve: Callable[[int], bool]) -> int:
-    """The port for operators: the one that was asked for, or a free one. Raises `PortTaken`."""
+def choose_one(asked: int | None, option: str, reserve: Callable[[int], bool]) -> int:
+    """The port that was asked for with `option`, or a free one. Raises `PortTaken`."""
     if asked is None:
         return _run_of(1, iter(range(FIRST_PORT, LAST_PORT)), reserve)
     if not reserve(asked):
-        raise PortTaken(f"port {asked} is in use; choose another with --admin-port")
+        raise PortTaken(f"port {asked} is in use; choose another with {option}")
     return asked
 
 

@@ -21,7 +21,7 @@ from sglang_fair.cluster.link import RouterLink
 from sglang_fair.cluster.marks import Marks
 from sglang_fair.cluster.options import ConfigError, Device, Options, check
 from sglang_fair.cluster.plan import Machine, Model, Plan, build, check_memory, choose_device, gateway_url
-from sglang_fair.cluster.ports import PortTaken, Reservations, choose, choose_admin, claim
+from sglang_fair.cluster.ports import PortTaken, Reservations, choose, choose_one, claim
 from sglang_fair.cluster.supervisor import StartFailed, Supervisor
 from sglang_fair.cluster.workers import Workers
 from sglang_fair.common import replica_key
@@ -77,7 +77,10 @@ async def _run(options: Options) -> int:
         if options.port:
             claim(options.port, reservations.take)
         if options.tenants is not None or options.admin_port is not None:
-            options = replace(options, admin_port=choose_admin(options.admin_port, reservations.take))
+            admin_port = choose_one(options.admin_port, "--admin-port", reservations.take)
+            options = replace(options, admin_port=admin_port)
+        router_port = choose_one(options.router_http_port, "--router-http-port", reservations.take)
+        options = replace(options, router_http_port=router_port)
         if options.tenants is not None and not replica_key.key():
             # So that nobody asks a replica past the gateway. All processes that are started get it.
             os.environ[replica_key.VARIABLE] = secrets.token_urlsafe(32)
@@ -203,6 +206,7 @@ def describe(
         "gateway": gateway,
         "admin": admin_url(options),
         "router": plan.router,
+        "router_http": plan.router_http,
         "replicas": [process.worker.url for process in plan.of("replica") if process.worker],
         "pids": {"cluster": os.getpid(), **pids},
         "policy": options.policy,

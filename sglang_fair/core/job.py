@@ -27,6 +27,8 @@ class Job:
     """Its client's weight, by the tenants' file; None: it says none."""
     weight_version: int = 0
     """Of that file: the latest says what holds."""
+    arrived_s: float = 0.0
+    """By the clock of the engine."""
 
     # `FairQueue`.
     arrival: int = 0

@@ -60,7 +60,8 @@ class Conservation:
 
 @dataclass
 class Ledger:
-    """Usage per account. At most `max_clients` are kept by name; the longest unused are added up in `OTHERS`."""
+    """Usage per account. At most `max_clients` are kept by name; of those that nobody asked to `keep`, the longest
+    unused are added up in `OTHERS`."""
 
     max_clients: int = 10_000
     total: Usage = field(default_factory=Usage)
@@ -70,6 +71,7 @@ class Ledger:
     mismatches: int = field(default=0, init=False)
     first_mismatch: Mapping[str, int] | None = field(default=None, init=False)
     _accounts: OrderedDict[str, Usage] = field(default_factory=OrderedDict, repr=False)
+    _kept: set[str] = field(default_factory=set, repr=False)
 
     def record(
         self,
@@ -98,6 +100,10 @@ class Ledger:
         """Enter tokens that the engine counted, from another source than the charges."""
         self.engine_extend_tokens += extend
         self.engine_output_tokens += output
+
+    def keep(self, account: str) -> None:
+        """Keep `account` by name for good. For far fewer than `max_clients`."""
+        self._kept.add(account)
 
     def usage(self, account: str) -> Usage:
         """The usage of `account`; zeros for an unknown one."""
@@ -156,8 +162,10 @@ class Ledger:
 
     def _fold_oldest(self) -> None:
         others = self._accounts.pop(OTHERS, None) or Usage()
-        for account in self._accounts:
-            if account != SYSTEM:
-                others.add(self._accounts.pop(account))
+        for _ in range(len(self._accounts)):
+            oldest = next(iter(self._accounts))
+            if oldest != SYSTEM and oldest not in self._kept:
+                others.add(self._accounts.pop(oldest))
                 break
+            self._accounts.move_to_end(oldest)  # so that the next search does not pass it again
         self._accounts[OTHERS] = others

@@ -39,6 +39,9 @@ class Presence:
     running: int = 0
 
 
+_ABSENT = Presence()
+
+
 class FairQueue:
     """Orders the waiting requests by `policy` and keeps its `account`. Single-threaded; the caller brings the clock."""
 
@@ -176,6 +179,14 @@ class FairQueue:
     def waiting(self) -> Iterable[Job]:
         """In order of arrival."""
         return sorted(self._jobs.values(), key=lambda job: job.arrival)
+
+    def jobs(self) -> Iterable[Job]:
+        """Those that wait, in no order."""
+        return self._jobs.values()
+
+    def presence(self, client: str) -> Presence:
+        """What `client` has here. Not to be changed."""
+        return self._clients.get(client, _ABSENT)
 
     def running(self) -> Iterable[Job]:
         """In order of admission."""

@@ -19,7 +19,7 @@ from sglang_fair.core.payers import FIRST, make_payers
 from sglang_fair.core.policy import DEFAULT_QUANTUM, Policy, checked_quantum
 from sglang_fair.core.steps import DEFAULT_STALL_MS, checked_stall_ms, checked_target_tpot_ms
 from sglang_fair.settings.setting import Setting, help_text, settings_of
-from sglang_fair.settings.table import Fairness
+from sglang_fair.settings.table import METRICS_CLIENTS, Fairness
 
 STOCK_POLICIES = ("lpm", "random", "fcfs", "dfs-weight", "lof", "priority", "routing-key", "hrrn")
 """Names that keep SGLang's own meaning after --schedule-policy."""
@@ -60,6 +60,7 @@ class Config:
     target_tpot_ms: float | None = None
     identity: tuple[str, ...] = DEFAULT_ORDER
     cache_share: bool = False
+    metrics_clients: int = METRICS_CLIENTS
 
     def policy(self, name: str) -> Policy:
         """A new policy object. ValueError for an unknown name, an option that it has not, or a bad value."""
@@ -127,6 +128,7 @@ def read(environ: Mapping[str, str] = os.environ) -> Config:
         target_tpot_ms=checked_target_tpot_ms(given.get("target_tpot_ms", Config.target_tpot_ms), stall_ms),
         identity=read_identity(environ),
         cache_share=given.get("cache_share", "off") == "on",
+        metrics_clients=given.get("metrics_clients", METRICS_CLIENTS),
     )
 
 

@@ -15,7 +15,17 @@ from sglang.srt.runtime_context import get_disagg, get_parallel
 
 from sglang_fair.core.admission import DELAYED_POLL_S
 from sglang_fair.core.cost import describe
-from sglang_fair.overlay import config, counts, heartbeat, kv_events, load_file, refusal, token_ids, tree_core
+from sglang_fair.overlay import (
+    config,
+    counts,
+    heartbeat,
+    kv_events,
+    load_file,
+    metrics,
+    refusal,
+    token_ids,
+    tree_core,
+)
 from sglang_fair.overlay.clock import Clock, TimedReceiver
 from sglang_fair.overlay.identity import carry_client
 from sglang_fair.overlay.replica import JOB_ATTRIBUTE, ReplicaFairness
@@ -268,6 +278,7 @@ def get_internal_state(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -
     state = scheduler.fair.status(scheduler.waiting_queue)
     state["config"]["cost"] = describe(scheduler.fair.config.cost)
     result.internal_state["fair"] = state
+    result.internal_state[metrics.STATE] = scheduler.fair.metrics(scheduler.waiting_queue)
 
 
 def set_internal_state(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:

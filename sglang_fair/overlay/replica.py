@@ -30,6 +30,7 @@ from sglang_fair.core.options import shown
 from sglang_fair.core.payers import make_payers, path_of
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.steps import Step, StepTimes, make_steps
+from sglang_fair.metrics.replica import ReplicaCounts
 from sglang_fair.overlay import tree_core
 from sglang_fair.overlay.config import Config
 from sglang_fair.overlay.counts import BatchRow
@@ -103,6 +104,7 @@ class ReplicaFairness:
                 "sglang-fair: with pipeline parallelism or multiplexing --stall-ms and --target-tpot-ms "
                 "have no effect"
             )
+        self._counts = ReplicaCounts(config.metrics_clients)
         self._begin()
         self.now_s = 0.0
         """The time of this iteration (`clock.Clock`); whatever is decided in it, is decided by this."""
@@ -220,11 +222,12 @@ class ReplicaFairness:
         job = self._job(request)
         if job is None:
             job = job_of(request)
-            job.id = self._free_id(request.rid)
+            job.id, job.arrived_s = self._free_id(request.rid), self.now_s
             self._requests[job.id] = request
             if request.output_ids:  # the books are younger than it is
                 self._given_tokens[job.id] = len(request.output_ids)
             setattr(request, JOB_ATTRIBUTE, job)
+            self._counts.arrived(job, self.queue)
             self._admission.arrive(job)
         elif not self.queue.is_waiting(job.id):
             self._emit(request, job)
@@ -317,6 +320,8 @@ class ReplicaFairness:
             path = path_of(root, memoryview(request.origin_input_ids), payers.block_tokens)
         job = self._enter(request)
         tree_core.served(self._tree_cache, request, job)
+        if not job.retractions:
+            self._counts.admitted(job, self.now_s - job.arrived_s)
         self._admission.admit(
             job,
             extend_tokens=request.extend_end - request.prefix_len,
@@ -421,6 +426,12 @@ class ReplicaFairness:
         return job if job is not None and self._requests.get(job.id) is request else None
 
     # ---- what people read
+
+    def metrics(self, waiting: list[Any]) -> dict[str, Any]:
+        """What `GET /metrics` is made of; JSON-ready."""
+        self.follow(waiting)
+        more = {"refused": self._refused, "corrections": self.corrections, "now_s": self.now_s}
+        return self._counts.read(self.queue) | more
 
     def status(self, waiting: list[Any]) -> dict[str, Any]:
         """JSON-ready; SGLang's /server_info and our /fair carry it."""

@@ -1,5 +1,6 @@
 """`/fair` on a replica: GET reads from the scheduler the active policy and each client's counter and service;
-POST changes the clients' weights in it. And `/ready`, which says also when the scheduler last moved (`heartbeat.py`):
+POST changes the clients' weights in it. `/metrics` is described in `metrics.py`. And `/ready`, which says also when the
+scheduler last moved (`heartbeat.py`):
 
     {"in_flight": 3, "schedulers": [{"ran_s_ago": 0.2, "passed_s_ago": 4.1, "computes": true}]}
 
@@ -14,7 +15,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from sglang_fair.overlay import config
+from sglang_fair.overlay import config, metrics
 from sglang_fair.overlay.heartbeat import Heartbeats
 
 WEIGHT_PREFIX = "sglang_fair.client_weight:"
@@ -65,6 +66,7 @@ def add_routes(manager: Any) -> None:
 
     server.app.add_api_route("/fair", fair, methods=["GET"])
     server.app.add_api_route("/fair", auth_level(AuthLevel.ADMIN_OPTIONAL)(change), methods=["POST"])
+    server.app.add_api_route("/metrics", metrics.Page(manager, server.app).answer, methods=["GET"])
     _add_heartbeats(server.app, manager)
 
 

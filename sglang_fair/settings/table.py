@@ -25,6 +25,8 @@ STOCK_PREFIX = "sglang:"
 
 ON_OFF = ("on", "off")
 
+METRICS_CLIENTS = 20
+
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 OutliveParent = Annotated[bool, About("Go on when the process that started this one dies.")]
@@ -171,6 +173,16 @@ class Fairness:
             fair="identity",
         ),
     ] = None
+    metrics_clients: Annotated[
+        int,
+        About(
+            "Clients with a label of their own on /metrics, besides tenants: those that get most. The others are "
+            "counted together.",
+            metavar="K",
+            fair="metrics-clients",
+            at_least=0,
+        ),
+    ] = METRICS_CLIENTS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +216,7 @@ class Access:
     admin_port: Annotated[
         int | None,
         About(
-            "Port for operators: /status and /workers, with the key in SGLANG_FAIR_ADMIN_KEY.",
+            "Port for operators: /status, /workers and /metrics, with the key in SGLANG_FAIR_ADMIN_KEY.",
             metavar="PORT",
             unset="none with --tenants, else that of clients",
             at_least=1,
@@ -248,6 +260,16 @@ class Cluster(Access, Fairness, Engine):
     ] = "127.0.0.1"
     port: Annotated[int, About("Port of the gateway; 0 takes a free one.", at_least=0, at_most=65535)] = 8000
     gateway_workers: Annotated[int, About("Processes of the gateway.", at_least=1)] = 1
+    router_http_port: Annotated[
+        int | None,
+        About(
+            "Port of the router's /healthz, /readyz and /metrics, on this machine alone.",
+            metavar="PORT",
+            unset="a free one",
+            at_least=1,
+            at_most=65535,
+        ),
+    ] = None
     gateway_options: Annotated[
         str,
         About(
@@ -371,6 +393,17 @@ class Router:
             above=0,
         ),
     ] = 10.0
+    http_host: Annotated[str, About("Address of the router's HTTP server, with --http-port.")] = "127.0.0.1"
+    http_port: Annotated[
+        int | None,
+        About(
+            "Port of an HTTP server with /healthz, /readyz and /metrics.",
+            metavar="PORT",
+            unset="none",
+            at_least=1,
+            at_most=65535,
+        ),
+    ] = None
     log_level: LogLevel = "info"
     outlive_parent: OutliveParent = False
 
@@ -468,6 +501,15 @@ class Gateway(Access, Limits):
             metavar="PLACES",
         ),
     ] = ",".join(DEFAULT_ORDER)
+    metrics_clients: Annotated[
+        int,
+        About(
+            "Clients with a label of their own on /metrics, besides tenants: those that get most. The others are "
+            "counted together.",
+            metavar="K",
+            at_least=0,
+        ),
+    ] = METRICS_CLIENTS
     outlive_parent: OutliveParent = False
 
 

@@ -11,7 +11,7 @@ from router.gateway.guard import KEY_VARIABLE
 from sglang_fair.cluster import __main__ as cluster_command
 from sglang_fair.cluster.options import Options
 from sglang_fair.cluster.plan import build, curl_example
-from sglang_fair.cluster.ports import PortTaken, choose_admin
+from sglang_fair.cluster.ports import PortTaken, choose_one
 from sglang_fair.common import replica_key
 from sglang_fair.engines.replica import server_arguments
 from sglang_fair.models.catalog import ServedModel
@@ -45,10 +45,10 @@ def test_the_gateway_is_told(path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_operators_get_the_port_they_ask_for_or_a_free_one() -> None:
-    assert choose_admin(9001, lambda port: True) == 9001
-    assert choose_admin(None, lambda port: port > 30_010) == 30_011
+    assert choose_one(9001, "--admin-port", lambda port: True) == 9001
+    assert choose_one(None, "--admin-port", lambda port: port > 30_010) == 30_011
     with pytest.raises(PortTaken, match="--admin-port"):
-        choose_admin(9001, lambda port: False)
+        choose_one(9001, "--admin-port", lambda port: False)
 
 
 @pytest.mark.parametrize(

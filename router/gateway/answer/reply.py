@@ -20,6 +20,10 @@ class Reply:
         starts. Methods that send raise `ClientGone`."""
         self.started = False
         self.ended = False
+        self.status = 0
+        self.is_stream = False
+        self.started_s = 0.0
+        """When it started, on the monotonic clock."""
         self._send_raw = send
         self._own_headers = {} if headers is None else headers
         self._idle_timeout_s = idle_timeout_s
@@ -33,12 +37,14 @@ class Reply:
         """Sends status and headers. Call it once."""
         assert not self.started
         self.started = True
+        self.status, self.started_s = status, self._loop.time()
         named = {**headers, **self._own_headers}
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in named.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
 
     async def piece(self, body: bytes) -> None:
         """Sends a piece of the body; more follows."""
+        self.is_stream = True
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
     async def end(self, body: bytes = b"") -> None:

@@ -1,0 +1,142 @@
+"""What a gateway tells Prometheus. With several processes each scrape has the sum of all, whichever of them answers.
+
+Requests are counted here as they end, by client (`Counted`). What `Counters` counts, and what can be read at any time,
+is copied when a page is asked for; with several processes also every `COPY_S`, because a page is made from what each
+of them has last written into files that they share (prometheus-client's multiprocess mode).
+"""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import psutil
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+    multiprocess,
+)
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4 as CONTENT_TYPE
+
+from router.gateway.counters import Counters
+from sglang_fair.metrics import table
+from sglang_fair.metrics.labels import OTHER, Counted
+from sglang_fair.metrics.waits import SECONDS
+
+__all__ = ["CONTENT_TYPE", "COPY_S", "FOLDER_VARIABLE", "GatewayMetrics"]
+
+FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+"""Prometheus-client's own: the folder of those files. It must be set before that is imported."""
+
+COPY_S = 1.0
+
+_LEAST = ("gateway_router_up", "gateway_tenants_ok")
+"""Of several processes the least counts; of other gauges the sum."""
+
+
+class GatewayMetrics:
+    """One process's. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        most_clients: int,
+        counters: Counters,
+        gauges: Callable[[], Mapping[str, float]],
+        *,
+        shared: bool,
+    ) -> None:
+        """`gauges` reads them, by name. `shared`: other processes count too, and `FOLDER_VARIABLE` is set."""
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self._registry = CollectorRegistry()
+        self._counted = Counted(most_clients)
+        self._counters = counters
+        self._read_gauges = gauges
+        self._shared = shared
+        self._copied: dict[tuple[str, ...], float] = {}
+        """What `Counters` had at the last copy, by metric and label."""
+        self._counts = {one.name: Counter(one.full_name, one.help, one.labels, registry=self._registry)
+                        for one in _of("counter")}  # fmt: skip
+        self._gauges = {
+            one.name: Gauge(one.full_name, one.help, one.labels, registry=self._registry,
+                            multiprocess_mode="livemin" if one.name in _LEAST else "livesum")
+            for one in _of("gauge")
+        }  # fmt: skip
+        self._times = {
+            one.name: Histogram(one.full_name, one.help, one.labels, registry=self._registry, buckets=SECONDS)
+            for one in _of("histogram")
+        }
+        for metric in _of("counter"):
+            if not metric.labels:
+                self._counts[metric.name].inc(0)
+
+    def ended(
+        self,
+        client: str | None,
+        outcome: str,
+        *,
+        is_tenant: bool,
+        tokens: int,
+        duration_s: float,
+        ttft_s: float | None,
+    ) -> None:
+        """A request of `client` has ended, None for one that nobody may send. `tokens`: of its prompt and answer."""
+        label = OTHER if client is None else self._counted.count(client, tokens, is_tenant=is_tenant)
+        self._counts["requests_total"].labels(label, outcome).inc()
+        if outcome == "ok":
+            self._times["request_seconds"].labels(label).observe(duration_s)
+        if ttft_s is not None:
+            self._times["ttft_seconds"].labels(label).observe(ttft_s)
+
+    async def run(self) -> None:
+        """With several processes: writes what the others cannot see, until it is cancelled."""
+        while self._shared:
+            self._copy()
+            await asyncio.sleep(COPY_S)
+
+    async def page(self) -> bytes:
+        """All of it, of all processes. Made in a thread."""
+        self._copy()
+        return await asyncio.to_thread(self._page)
+
+    def _page(self) -> bytes:
+        if not self._shared:
+            return generate_latest(self._registry)
+        folder = Path(os.environ[FOLDER_VARIABLE])
+        _forget_dead(folder)
+        everybody = CollectorRegistry()
+        multiprocess.MultiProcessCollector(everybody, str(folder))  # type: ignore[no-untyped-call]
+        return generate_latest(everybody)
+
+    def _copy(self) -> None:
+        counters = self._counters
+        plain: dict[tuple[str, ...], int] = {
+            ("retries_total",): counters.retried,
+            ("resumes_total",): counters.resumed,
+            ("fallback_placements_total",): counters.placed_in_fallback,
+            **{("refusals_total", str(status)): count for status, count in counters.refusals.items()},
+            **{("ignored_headers_total", name): count for name, count in counters.ignored_headers.items()},
+        }
+        for (name, *labels), count in plain.items():
+            metric = self._counts[name].labels(*labels) if labels else self._counts[name]
+            metric.inc(count - self._copied.get((name, *labels), 0.0))
+        self._copied.update(plain)
+        for name, value in self._read_gauges().items():
+            self._gauges[name].set(value)
+
+
+def _of(kind: table.Kind) -> Iterable[table.Metric]:
+    return (one for one in table.of("gateway") if one.kind == kind)
+
+
+def _forget_dead(folder: Path) -> None:
+    """The gauges of processes that are gone. What they have counted stays."""
+    for file in folder.glob("gauge_live*_*.db"):
+        pid = int(file.stem.rpartition("_")[2])
+        if not psutil.pid_exists(pid):
+            with contextlib.suppress(FileNotFoundError):
+                multiprocess.mark_process_dead(pid, str(folder))  # type: ignore[no-untyped-call]

@@ -1,0 +1,156 @@
+"""The router's HTTP server: whether it lives, whether it can place, and its numbers for Prometheus.
+
+    GET /healthz    200: the loop that places requests answers; 503: it has not for `ANSWER_S`
+    GET /readyz     200: and there is a replica that takes requests
+    GET /metrics
+
+It names no client, so it needs no key. It runs in a thread of its own and asks the loop as any peer does, so the loop
+has nothing to wait for, and a loop that hangs is seen to.
+"""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, get_args
+
+import zmq
+import zmq.asyncio
+from aiohttp import web
+
+from router.events import (
+    Answer,
+    Event,
+    Follow,
+    Outcome,
+    ProtocolError,
+    Query,
+    Snapshot,
+    Workers,
+    decode_answer,
+    encode,
+)
+from router.shell import INSIDE
+from sglang_fair.metrics import exposition
+from sglang_fair.metrics.table import REASONS, STATES
+
+ANSWER_S = 2.0
+
+MOST_CONNECTIONS = 64
+"""Waiting for `accept`."""
+
+ENDINGS = get_args(Outcome)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """The server's socket. Raises OSError."""
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    return socket.create_server((host, port), family=family, backlog=MOST_CONNECTIONS)
+
+
+@contextmanager
+def serving(listener: socket.socket, context: "zmq.Context[zmq.Socket[bytes]]") -> Iterator[None]:
+    """Serves at `listener`, which is closed at the end, what the router whose sockets are `context`'s answers."""
+    loop, stop = asyncio.new_event_loop(), asyncio.Event()
+    thread = threading.Thread(
+        target=lambda: loop.run_until_complete(_serve(listener, context, stop)), name="http", daemon=True
+    )
+    thread.start()
+    try:
+        yield
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join()
+        loop.close()
+
+
+async def _serve(
+    listener: socket.socket, context: "zmq.Context[zmq.Socket[bytes]]", stop: asyncio.Event
+) -> None:
+    pages = Pages(zmq.asyncio.Context.shadow(context.underlying))
+    app = web.Application()
+    app.add_routes(
+        [
+            web.get("/healthz", pages.healthz),
+            web.get("/readyz", pages.readyz),
+            web.get("/metrics", pages.metrics),
+        ]
+    )
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    try:
+        await web.SockSite(runner, listener).start()
+        await stop.wait()
+    finally:
+        await runner.cleanup()
+
+
+class Pages:
+    """The answers."""
+
+    def __init__(self, context: zmq.asyncio.Context) -> None:
+        self._context = context
+
+    async def healthz(self, _: web.Request) -> web.Response:
+        """Whether the loop answers."""
+        return _short(await self._ask(Follow("healthz")) is not None, "the router does not answer")
+
+    async def readyz(self, _: web.Request) -> web.Response:
+        """Whether it can place."""
+        known = await self._ask(Follow("readyz"))
+        if not isinstance(known, Workers):
+            return _short(False, "the router does not answer")
+        out = {*known.draining, *known.sick}
+        return _short(
+            any(up.worker not in out for up in known.workers), "there is no replica that takes requests"
+        )
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        """The page; 503 if the loop does not answer."""
+        found = await self._ask(Query("metrics"))
+        if not isinstance(found, Snapshot):
+            return _short(False, "the router does not answer")
+        page = exposition.text(rows(found.state))
+        return web.Response(body=page, headers={"content-type": exposition.CONTENT_TYPE})
+
+    async def _ask(self, question: Event) -> Answer | None:
+        """The loop's answer; None if there is none in time. A socket for each question: no answer can be another's."""
+        with self._context.socket(zmq.DEALER, zmq.asyncio.Socket) as peer:
+            peer.setsockopt(zmq.LINGER, 0)
+            peer.connect(INSIDE)
+            await peer.send(encode(question))
+            try:
+                return decode_answer(await asyncio.wait_for(peer.recv(), ANSWER_S))
+            except (TimeoutError, ProtocolError):
+                return None
+
+
+def _short(is_ok: bool, otherwise: str) -> web.Response:
+    return web.json_response(
+        {"status": "ok"} if is_ok else {"status": otherwise}, status=200 if is_ok else 503
+    )
+
+
+def rows(state: Mapping[str, Any]) -> Iterator[exposition.Row]:
+    """The numbers in a snapshot of the router."""
+    counts, workers, hits = state["counts"], state["workers"], state["hits"]
+    for worker, one in workers.items():
+        for reason in REASONS:
+            yield "router_placements_total", (worker, reason), one["placed"].get(reason, 0)
+        yield "router_requests_in_flight", (worker,), one["in_flight"]
+        yield "router_prefill_tokens_left", (worker,), one["prefill_tokens"]
+        yield "router_decode_tokens_left", (worker,), one["decode_tokens"]
+        yield "router_tree_tokens", (worker,), one["tree_tokens"]
+    for name in STATES:
+        yield "router_workers", (name,), sum(one["state"] == name for one in workers.values())
+    for outcome in ENDINGS:
+        yield "router_ended_total", (outcome,), counts.get(f"ended {outcome}", 0)
+    yield "router_refusals_total", (), counts.get("refused", 0)
+    yield "router_prompt_tokens_total", (), hits["input_tokens"]
+    yield "router_predicted_hit_tokens_total", (), hits["predicted_tokens"]
+    yield "router_measured_prompt_tokens_total", (), hits["measured_input_tokens"]
+    yield "router_measured_predicted_tokens_total", (), hits["measured_predicted_tokens"]
+    yield "router_measured_hit_tokens_total", (), hits["measured_cached_tokens"]
+    yield "router_requests_waiting", (), state["waiting"]
+    yield "router_peers", (), state["wire"]["peers"]

@@ -1,0 +1,132 @@
+"""The table of metrics: name, kind, labels, meaning, once. What is exported, and docs/metrics.md, are made from it."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from sglang_fair.metrics.labels import OTHER
+
+Kind = Literal["counter", "gauge", "histogram"]
+Place = Literal["gateway", "router", "replica"]
+
+PREFIX = "sglang_fair_"
+
+TOKEN_KINDS = ("extend", "cached", "output")
+OUTCOMES = ("ok", "refused", "failed", "left")
+REASONS = ("prefix", "new", "load", "only", "retry")
+STATES = ("up", "draining", "sick")
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One family of series. Its unit is in its name; counters end in `_total`."""
+
+    name: str
+    place: Place
+    kind: Kind
+    help: str
+    labels: tuple[str, ...] = ()
+
+    @property
+    def full_name(self) -> str:
+        """As Prometheus knows it."""
+        return PREFIX + self.name
+
+    @property
+    def series(self) -> str:
+        """A name that has samples of its own."""
+        return self.full_name + ("_count" if self.kind == "histogram" else "")
+
+
+CLIENT = ("client",)
+
+METRICS: tuple[Metric, ...] = (
+    # ---- gateway
+    Metric("requests_total", "gateway", "counter",
+           "Requests that have ended: answered (ok); refused, by the gateway or the replica (4xx); failed, of the "
+           "server's fault (5xx, or a stream that broke off); left by their client.", ("client", "outcome")),
+    Metric("ttft_seconds", "gateway", "histogram",
+           "From a request's arrival to the first piece of its answer, of streams.", CLIENT),
+    Metric("request_seconds", "gateway", "histogram",
+           "From arrival to the end of an answer, of requests with the outcome ok.", CLIENT),
+    Metric("retries_total", "gateway", "counter",
+           "Further attempts at another replica before the client had anything."),
+    Metric("resumes_total", "gateway", "counter", "Streams that went on from another replica."),
+    Metric("fallback_placements_total", "gateway", "counter",
+           "Requests that the gateway placed by itself, because no router answered."),
+    Metric("refusals_total", "gateway", "counter", "Error answers of the gateway itself.", ("status",)),
+    Metric("ignored_headers_total", "gateway", "counter",
+           "Headers that name a client and came from elsewhere than a trusted proxy.", ("header",)),
+    Metric("gateway_requests_in_flight", "gateway", "gauge", "Requests that are being served."),
+    Metric("gateway_connections", "gateway", "gauge", "Open connections of clients."),
+    Metric("gateway_held_bytes", "gateway", "gauge", "Request bodies in memory."),
+    Metric("gateway_router_up", "gateway", "gauge", "1: the router answers; 0: requests are placed by hashing."),
+    Metric("gateway_tenants_ok", "gateway", "gauge",
+           "1: the newest tenants' file is in force, or there is none; 0: it cannot be used."),
+    # ---- router
+    Metric("router_placements_total", "router", "counter",
+           "Requests that were given to a replica, because: it has the longest cached prefix (prefix); nobody has any "
+           "of it (new); another one has more of it but more to do (load); there was no other (only); the attempt "
+           "before failed (retry).", ("worker", "reason")),
+    Metric("router_ended_total", "router", "counter", "Placed requests that have ended: ok, aborted, failed.",
+           ("outcome",)),
+    Metric("router_refusals_total", "router", "counter", "Requests for which there was no replica, or no room."),
+    Metric("router_prompt_tokens_total", "router", "counter", "Prompt tokens of placed requests."),
+    Metric("router_predicted_hit_tokens_total", "router", "counter",
+           "Of these, what the router expected to be cached at the replica."),
+    Metric("router_measured_prompt_tokens_total", "router", "counter",
+           "Prompt tokens of requests whose replica said how many were cached."),
+    Metric("router_measured_predicted_tokens_total", "router", "counter", "Of these, what the router had expected."),
+    Metric("router_measured_hit_tokens_total", "router", "counter", "Of these, what was cached."),
+    Metric("router_workers", "router", "gauge", "Replicas: up, draining, or sick (they do not answer a gateway).",
+           ("state",)),
+    Metric("router_requests_in_flight", "router", "gauge", "Requests that a replica has.", ("worker",)),
+    Metric("router_requests_waiting", "router", "gauge", "Requests that the placement holds until a replica has room."),
+    Metric("router_prefill_tokens_left", "router", "gauge",
+           "Prompt tokens of the requests that a replica has, still to be computed: waiting work.", ("worker",)),
+    Metric("router_decode_tokens_left", "router", "gauge",
+           "Output tokens that the requests of a replica are expected to make yet.", ("worker",)),
+    Metric("router_tree_tokens", "router", "gauge", "Tokens that the router takes to be cached.", ("worker",)),
+    Metric("router_peers", "router", "gauge", "Gateways that are connected."),
+    # ---- replica
+    Metric("tokens_total", "replica", "counter",
+           "Tokens that a client was given: computed input (extend), input from the cache (cached), output.",
+           ("client", "kind")),
+    Metric("service_units_total", "replica", "counter", "Service by the cost function.", CLIENT),
+    Metric("admitted_requests_total", "replica", "counter", "Requests that have begun to run.", CLIENT),
+    Metric("queue_wait_seconds", "replica", "histogram",
+           "From a request's arrival at the replica to its first admission into a batch.", CLIENT),
+    Metric("deficit_units", "replica", "gauge",
+           "The policy's counter of a client: under DLPM its deficit, who is above 0 may be served.", CLIENT),
+    Metric("weight", "replica", "gauge", "A client's share beside the others'.", CLIENT),
+    Metric("requests_waiting", "replica", "gauge", "Requests in the queue.", CLIENT),
+    Metric("requests_running", "replica", "gauge", "Requests in the batch.", CLIENT),
+    Metric("waiting_tokens", "replica", "gauge",
+           "Prompt tokens of waiting requests that are not cached: waiting work, for autoscalers."),
+    Metric("refills_total", "replica", "counter", "How often all waiting clients had used up their quanta."),
+    Metric("policy_refusals_total", "replica", "counter", "Requests that the policy refused (429)."),
+    Metric("difference_units", "replica", "gauge",
+           "Largest difference of the service, divided by weight, of two labelled clients that wait, since a reading "
+           "in the last minute at which both did; 0 if no two have waited. Compare with the bound."),
+    Metric("bound_units", "replica", "gauge", "What the policy guarantees that difference to be at most."),
+    Metric("jain_index", "replica", "gauge",
+           "Jain's index of the service, divided by weight, of the labelled clients that have waited for the last "
+           "minute: 1 is equal; 1 too if no two have."),
+    Metric("books_balanced", "replica", "gauge",
+           "1: all that was charged to clients is what the engine has counted, after every batch so far."),
+    Metric("books_corrections_total", "replica", "counter",
+           "How often the books were corrected because they did not agree with SGLang."),
+    Metric("scheduler_answers", "replica", "gauge",
+           "1: these numbers are the scheduler's; 0: it has not answered in time, and all others are left out."),
+)  # fmt: skip
+
+BY_NAME = {metric.name: metric for metric in METRICS}
+
+CLIENT_LABEL = (
+    f"Label `client`: tenants of the tenants' file, of all others those that get most, then `{OTHER}`; "
+    "`(system)` is the server's own work."
+)
+
+
+def of(place: Place) -> tuple[Metric, ...]:
+    """Those that are exported there."""
+    return tuple(metric for metric in METRICS if metric.place == place)
