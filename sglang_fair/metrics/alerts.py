@@ -47,13 +47,15 @@ ALERTS: tuple[Alert, ...] = (
         "replica's scheduler. The client's own requests wait longer and longer.",
         "Compare its share with its fair share on the dashboard. If it may have more, raise its weight or add "
         "replicas; if it should send less, give it limits in the tenants' file (`requests_per_minute`, "
-        "`concurrency`). `other` as the client means many small clients, or one that invents names: start the gateway with `--tenants`.",
+        "`concurrency`). `other` as the client means many small clients, or one that invents names: start the gateway "
+        "with `--tenants`.",
     ),
     Alert(
         "SglangFairBoundExceeded", "critical",
         "max by (instance) (sglang_fair_difference_units / sglang_fair_bound_units)", ">", 1, 0,
         "The service of two waiting clients at {{ $labels.instance }} is further apart than the policy guarantees",
-        "The guarantee of the policy is broken: a defect of ours, or SGLang does something that the overlay does not see.",
+        "The guarantee of the policy is broken: a defect of ours, or SGLang does something that the overlay does not "
+        "see.",
         "Keep the output of `GET /fair` and the replica's log, restart the replica, and report it.",
     ),
     Alert(
@@ -120,7 +122,8 @@ ALERTS: tuple[Alert, ...] = (
         "{{ $value | humanize }} prompt tokens wait at {{ $labels.instance }}",
         "The replica cannot keep up: at 10,000 tokens a second the last of them waits for 20 s.",
         "Add replicas (`sglang-fair workers add`), or have an autoscaler follow this number. If one replica has much "
-        "more than the others, look at placements by reason: clients with one long shared prefix stay where it is cached.",
+        "more than the others, look at placements by reason: clients with one long shared prefix stay where it "
+        "is cached.",
     ),
     Alert(
         "SglangFairHitsOverestimated", "info",

@@ -52,6 +52,8 @@ PANELS: tuple[Panel, ...] = (
           ((f"sum by (client) (sglang_fair_requests_waiting{{{CLIENT}}})", "{{client}}"),)),
     Panel("Clients", "Running requests", "short",
           ((f"sum by (client) (sglang_fair_requests_running{{{CLIENT}}})", "{{client}}"),)),
+    Panel("Clients", "Requests admitted", "reqps",
+          ((_rate("admitted_requests_total", "client", CLIENT), "{{client}}"),)),
     Panel("Fairness", "Difference beside bound", "short",
           (("sglang_fair_difference_units", "difference {{instance}}"),
            ("sglang_fair_bound_units", "bound {{instance}}")),
@@ -72,7 +74,9 @@ PANELS: tuple[Panel, ...] = (
           (("sum(rate(sglang_fair_router_measured_predicted_tokens_total[$__rate_interval])) / "
             "sum(rate(sglang_fair_router_measured_prompt_tokens_total[$__rate_interval]))", "predicted"),
            ("sum(rate(sglang_fair_router_measured_hit_tokens_total[$__rate_interval])) / "
-            "sum(rate(sglang_fair_router_measured_prompt_tokens_total[$__rate_interval]))", "measured"))),
+            "sum(rate(sglang_fair_router_measured_prompt_tokens_total[$__rate_interval]))", "measured"),
+           ("sum(rate(sglang_fair_router_predicted_hit_tokens_total[$__rate_interval])) / "
+            "sum(rate(sglang_fair_router_prompt_tokens_total[$__rate_interval]))", "predicted, of all"))),
     Panel("Replicas and router", "Placements by reason", "reqps",
           ((_rate("router_placements_total", "reason"), "{{reason}}"),),
           "prefix: it has the longest; new: nobody has any; load: another has more but is busier; only: there is one; "

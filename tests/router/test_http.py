@@ -1,0 +1,140 @@
+"""The router's HTTP server over real sockets: who is alive, who is ready, and numbers that add up."""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from router.core import Router, placement_reason
+from router.events import Arrive, Done, WorkerDrain, WorkerHealth, WorkerUp
+from router.http import listen, serving
+from router.placement import build
+from router.placement.contract import Request
+from router.radix import Match
+from router.wire import pack_tokens
+from router.workers import Worker
+from sglang_fair.metrics.table import REASONS, of
+from tests.router.test_shell import Wire
+from tests.support.waiting import wait_until
+
+
+@contextlib.contextmanager
+def site(*, runs: bool = True) -> Iterator[tuple[Wire, str]]:
+    wire = Wire(Router(build("d2lpm"), name="d2lpm", page_size=4, linger_s=0.0))
+    listener = listen("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    try:
+        with serving(listener, wire.shell.context):
+            if runs:
+                wire.start()
+            yield wire, url
+            wire.shell.stop()
+    finally:
+        wire.close()
+
+
+def numbers(url: str) -> dict[tuple[str, ...], float]:
+    """Each sample, by name and the values of its labels, which stand in the order of their names."""
+    answer = httpx.get(f"{url}/metrics", timeout=30)
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    return {
+        (sample.name.removeprefix("sglang_fair_router_"), *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(answer.text)
+        for sample in family.samples
+    }
+
+
+def test_ready_while_somebody_takes_requests() -> None:
+    with site() as (wire, url):
+        assert httpx.get(f"{url}/healthz").json() == {"status": "ok"}
+        assert httpx.get(f"{url}/readyz").status_code == 503
+        wire.peer.tell(WorkerUp("r0", "http://r0"))
+        wire.peer.tell(WorkerUp("r1", "http://r1"))
+        wait_until(lambda: httpx.get(f"{url}/readyz").status_code == 200, "ready")
+        wire.peer.ask(Arrive("q", "c", pack_tokens([1, 2, 3, 4]), exclude=("r1",)))
+        wire.peer.tell(WorkerDrain("r0"))
+        assert httpx.get(f"{url}/readyz").status_code == 200
+        wire.peer.tell(WorkerHealth("r1", ok=False))
+        wait_until(lambda: httpx.get(f"{url}/readyz").status_code == 503, "nobody is left")
+        found = numbers(url)
+        assert [found["workers", state] for state in ("up", "draining", "sick")] == [0, 1, 1]
+        assert httpx.get(f"{url}/healthz").status_code == 200
+        assert httpx.get(f"{url}/nothing").status_code == 404
+        assert httpx.post(f"{url}/metrics").status_code == 405
+
+
+def test_a_loop_that_hangs_is_not_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.http.ANSWER_S", 0.2)
+    with site(runs=False) as (wire, url):
+        for path in ("/healthz", "/readyz", "/metrics"):
+            answer = httpx.get(url + path, timeout=30)
+            assert (answer.status_code, answer.json()) == (503, {"status": "the router does not answer"})
+        wire.start()
+        monkeypatch.setattr("router.http.ANSWER_S", 60.0)
+        assert httpx.get(f"{url}/healthz", timeout=60).status_code == 200
+
+
+def test_numbers() -> None:
+    with site() as (wire, url):
+        wire.peer.tell(WorkerUp("r0", "http://r0"))
+        tokens = pack_tokens(list(range(40)))
+        wire.peer.ask(Arrive("1", "c", tokens))
+        wire.peer.tell(Done("1", output_tokens=5, cached_tokens=0))
+        wire.peer.tell(WorkerUp("r1", "http://r1"))
+        wire.peer.ask(Arrive("2", "c", tokens, max_output_tokens=10))
+        wire.peer.ask(Arrive("3", "c", tokens, exclude=("r0", "r1")))
+        found = numbers(url)
+        placed = {
+            (worker, reason): found["placements_total", reason, worker]
+            for worker in ("r0", "r1")
+            for reason in REASONS
+        }
+        assert sum(placed.values()) == 2
+        assert placed["r0", "only"] == 1
+        assert (found["ended_total", "ok"], found["refusals_total",]) == (1, 1)
+        assert found["prompt_tokens_total",] == 80
+        assert (found["measured_prompt_tokens_total",], found["measured_hit_tokens_total",]) == (40, 0)
+        assert sum(found["requests_in_flight", worker] for worker in ("r0", "r1")) == 1
+        names = {metric.name.removeprefix("router_") for metric in of("router")}
+        assert {name for name, *_ in found} == names
+
+
+def test_many_ask_at_once_and_each_gets_its_answer() -> None:
+    async def ask(url: str) -> list[httpx.Response]:
+        async with httpx.AsyncClient(timeout=60) as client:
+            paths = ["/healthz", "/readyz", "/metrics"] * 20
+            return await asyncio.gather(*(client.get(url + path) for path in paths))
+
+    with site() as (wire, url):
+        wire.peer.tell(WorkerUp("r0", "http://r0"))
+        wait_until(lambda: httpx.get(f"{url}/readyz").status_code == 200, "ready")
+        answers = asyncio.run(ask(url))
+        assert [one.status_code for one in answers] == [200] * 60
+        assert all(("sglang_fair" in one.text) == ("metrics" in str(one.url)) for one in answers)
+
+
+def test_nothing_is_left_of_it() -> None:
+    before = threading.active_count()
+    with site():
+        assert threading.active_count() > before
+    assert threading.active_count() == before
+
+
+def test_why_a_replica_was_chosen() -> None:
+    workers = [Worker(name, "", None, None, 1.0) for name in ("r0", "r1", "r2")]
+    request = Request("q", "c", b"", 0, 0, 0.0)
+    match = Match(8, ("r0", "r1"), {"r0": 8, "r1": 8, "r2": 4})
+
+    def reason(at: int, match: Match = match, allowed: list[Worker] = workers, **more: object) -> str:
+        asked = Request("q", "c", b"", 0, 0, 0.0, **more) if more else request
+        return placement_reason(asked, workers[at], match, allowed)
+
+    assert [reason(at) for at in range(3)] == ["prefix", "prefix", "load"]
+    assert reason(0, Match()) == "new"
+    assert reason(2, Match(8, ("r9",), {"r9": 8})) == "new", "who has it takes nothing"
+    assert reason(2, allowed=workers[2:]) == "only"
+    assert reason(2, exclude=("r9",)) == "retry"
