@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Annotated, Any
 
 import yaml
@@ -33,6 +34,19 @@ PLACES: Mapping[Place, str] = {
     "replica": "each replica, with SGLang's `--api-key` (`SGLANG_FAIR_REPLICA_KEY`), as `/fair`",
 }
 
+LABELS = (
+    "How many others: `--metrics-clients` (20). A label is kept while the process lives, and a client without one that "
+    "comes to have twice as much as they gets one too: the number of labels grows with the logarithm of what clients "
+    "are served, and not with their number. What a client was counted as before it had a label stays with `other`: no "
+    "counter falls, and nothing counts twice. With tenants nobody else is served, so `other` is 0 but for refused "
+    "requests. With several processes of a gateway each scrape has the sum of all, at most a second old."
+)
+
+
+def _wrapped(text: str) -> str:
+    return fill(text, 120, break_long_words=False, break_on_hyphens=False)
+
+
 HEAD = f"""\
 # Metrics, dashboard and alerts
 
@@ -51,11 +65,7 @@ requests.
 
 ## Who has a label
 
-{CLIENT_LABEL} How many others: `--metrics-clients` (20). A label is kept while the process lives, and a client without
-one that comes to have twice as much as they gets one too: the number of labels grows with the logarithm of what
-clients are served, and not with their number. What a client was counted as before it had a label stays with `other`:
-no counter falls, and nothing counts twice. With tenants nobody else is served, so `other` is 0 but for refused
-requests. With several processes of a gateway each scrape has the sum of all, at most a second old.
+{_wrapped(CLIENT_LABEL + " " + LABELS)}
 
 Histograms have the buckets {", ".join(f"{one:g}" for one in SECONDS)} s.
 
@@ -85,8 +95,8 @@ def _body() -> Iterator[str]:
         yield f"| {link} | {alert.severity} | `{_one_line(alert)}`{after} |"
     for alert in ALERTS:
         yield f"\n### {alert.name}\n"
-        yield f"**What it means.** {alert.means}\n"
-        yield f"**What to do.** {alert.do}"
+        yield _wrapped(f"**What it means.** {alert.means}") + "\n"
+        yield _wrapped(f"**What to do.** {alert.do}")
 
 
 def _one_line(alert: Alert) -> str:
