@@ -1,0 +1,178 @@
+"""/metrics of a gateway over real sockets: outcomes, invented names, and several processes that add up."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from router.gateway.counters import Counters
+from router.gateway.metrics import FOLDER_VARIABLE, GatewayMetrics
+from sglang_fair.metrics.labels import OTHER
+from sglang_fair.metrics.table import OUTCOMES, of
+from sglang_fair.metrics.waits import SECONDS
+from tests.gateway.test_gateway import COMPLETION, GENERATE, Cluster, run
+from tests.support.stand_in import make_tokenizer
+from tests.support.waiting import eventually
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def samples(page: str) -> dict[tuple[str, ...], float]:
+    """By name and the values of the labels, in the order of the labels' names. No row may stand there twice."""
+    found: dict[tuple[str, ...], float] = {}
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            key = (sample.name.removeprefix("sglang_fair_"), *sample.labels.values())
+            assert key not in found
+            found[key] = sample.value
+    return found
+
+
+async def metrics(c: Cluster) -> dict[tuple[str, ...], float]:
+    async with c.http.get(f"{c.url}/metrics") as response:
+        assert response.status == 200
+        assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+        return samples(await response.text())
+
+
+def outcomes(found: dict[tuple[str, ...], float], client: str) -> dict[str, float]:
+    return {
+        one: found[("requests_total", client, one)]
+        for one in OUTCOMES
+        if ("requests_total", client, one) in found
+    }
+
+
+def as_(client: str, **more: Any) -> dict[str, Any]:
+    return {"headers": {"x-fair-client": client}, **more}
+
+
+def test_how_requests_end(tokenizer: Path) -> None:
+    async def body(c: Cluster) -> None:
+        async def counted(outcome: str, count: int) -> None:
+            async def done() -> bool:
+                return outcomes(await metrics(c), "a").get(outcome) == count
+
+            await eventually(done, f"{count} {outcome}")
+
+        await c.post("/generate", GENERATE, **as_("a"))
+        await c.post("/v1/completions", COMPLETION | {"stream": True}, **as_("a"))
+        await counted("ok", 2)
+        await c.post("/v1/completions", COMPLETION | {"model": "none"}, **as_("a"))
+        await counted("refused", 1)
+        c.replicas[0].mode = "die midway"
+        await c.post("/v1/completions", COMPLETION | {"stream": True, "logprobs": 1}, **as_("a"))
+        await counted("failed", 1)
+        c.replicas[0].mode = "endless"
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await c.post("/v1/completions", COMPLETION | {"stream": True}, **as_("a"))
+        await counted("left", 1)
+        found = await metrics(c)
+        assert sum(outcomes(found, "a").values()) == 5
+        assert found[("request_seconds_count", "a")] == 2
+        assert found[("ttft_seconds_count", "a")] == 3, "each stream that had begun"
+        assert found[("request_seconds_bucket", "a", "+Inf")] == 2
+        assert found[("gateway_router_up",)] == found[("gateway_tenants_ok",)] == 1
+        assert found[("refusals_total", "404")] == 1
+        ends = ("_bucket", "_count", "_sum", "")
+        names = {metric.name + end for metric in of("gateway") for end in ends}
+        assert {name for name, *_ in found} <= names
+
+    run(body, tokenizer)
+
+
+def test_five_thousand_invented_names(tokenizer: Path) -> None:
+    """Each asks once, and is refused or served: the number of series stays what it was after the first hundred."""
+
+    async def body(c: Cluster) -> None:
+        async def ask(at: int) -> None:
+            await c.post("/generate", GENERATE if at % 50 == 0 else {"text": 5}, **as_(f"invented-{at}"))
+
+        series = []
+        for start in range(0, 5000, 500):
+            await asyncio.gather(*(ask(at) for at in range(start, start + 500)))
+            series.append(len(await metrics(c)))
+        found = await metrics(c)
+        total = sum(count for (name, *_), count in found.items() if name == "requests_total")
+        assert total == 5000
+        clients = {labels[0] for name, *labels in found if name == "requests_total"}
+        assert OTHER in clients
+        assert len(clients) <= 3 + 1
+        assert max(series) <= 3 * (len(OUTCOMES) + 2 * (len(SECONDS) + 3)) + 4 * (len(OUTCOMES) + 40)
+        assert series[-1] == series[1]
+
+    run(body, tokenizer, access={"metrics_clients": 3}, max_in_flight=4096)
+
+
+def test_processes_add_up_and_a_dead_one_has_no_gauges(tmp_path: Path) -> None:
+    """Three processes with one folder, as those of `--workers 3`: sums of counts, of gauges of those that live."""
+    code = """
+import asyncio, os, sys
+from router.gateway.counters import Counters
+from router.gateway.metrics import GatewayMetrics
+counters = Counters()
+gauges = {"gateway_requests_in_flight": 7, "gateway_router_up": float(sys.argv[1])}
+metrics = GatewayMetrics(5, counters, lambda: gauges, shared=True)
+for at in range(3):
+    metrics.ended("a", "ok", is_tenant=False, tokens=10, duration_s=0.5, ttft_s=None)
+counters.retried += 2
+counters.refusals[429] += 1
+async def main():
+    page = (await metrics.page()).decode()
+    print(page.replace("\\n", "|"), flush=True)
+    sys.stdin.readline()
+asyncio.run(main())
+"""
+    environment = {**os.environ, FOLDER_VARIABLE: str(tmp_path)}
+
+    def start(up: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-c", code, up], env=environment, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+
+    def page(process: subprocess.Popen[str]) -> dict[tuple[str, ...], float]:
+        assert process.stdout is not None
+        return samples(process.stdout.readline().replace("|", "\n"))
+
+    first, second = start("1"), None
+    try:
+        page(first)
+        second = start("0")
+        found = page(second)
+        assert found["requests_total", "a", "ok"] == 6
+        assert found["request_seconds_count", "a"] == 6
+        assert (found["retries_total",], found["refusals_total", "429"]) == (4, 2)
+        assert (found["gateway_requests_in_flight",], found["gateway_router_up",]) == (14, 0)
+    finally:
+        for process in (first, second):
+            if process is not None:
+                process.kill()
+                process.communicate()
+    third = start("1")
+    found = page(third)
+    third.communicate("\n")
+    assert found["requests_total", "a", "ok"] == 9, "what the dead have counted stays"
+    assert (found["gateway_requests_in_flight",], found["gateway_router_up",]) == (7, 1)
+
+
+def test_what_is_copied_is_copied_once() -> None:
+    counters, sums = Counters(), Counter[str]()
+    metrics = GatewayMetrics(5, counters, dict, shared=False)
+    for step in range(1, 5):
+        counters.retried += step
+        counters.ignored_headers["x-tenant-id"] += 1
+        sums["retries"] += step
+        found = samples(asyncio.run(metrics.page()).decode())
+        assert found["retries_total",] == sums["retries"]
+        assert found["ignored_headers_total", "x-tenant-id"] == step
