@@ -24,15 +24,14 @@ Row = tuple[str, Sequence[str], Any]
 class Page:
     """The page of one HTTP process."""
 
-    def __init__(self, manager: Any, app: Any) -> None:
-        """`manager` is SGLang's tokenizer manager, `app` its HTTP application."""
+    def __init__(self, manager: Any) -> None:
+        """`manager` is SGLang's tokenizer manager."""
         self._manager = manager
-        self._app = app
         self._differences: dict[int, Differences] = {}
         self._asking: asyncio.Task[Any] | None = None
 
-    async def answer(self, request: Any) -> Any:
-        """The answer to `GET /metrics`."""
+    async def answer(self, authorization: str | None) -> Any:
+        """The answer to `GET /metrics` with this header."""
         from fastapi import Response
         from sglang.srt.utils.auth import AuthLevel, decide_request_auth
 
@@ -42,7 +41,7 @@ class Page:
         verdict = decide_request_auth(
             method="GET",
             path="/fair",  # SGLang lets everybody see /metrics
-            authorization_header=request.headers.get("authorization"),
+            authorization_header=authorization,
             api_key=arguments.api_key,
             admin_api_key=arguments.admin_api_key,
             auth_level=AuthLevel.NORMAL,

@@ -64,9 +64,14 @@ def add_routes(manager: Any) -> None:
             raise HTTPException(500, "a scheduler refused the weights")
         return await fair()
 
+    page = metrics.Page(manager)
+
+    async def show_metrics(request: Request) -> Any:
+        return await page.answer(request.headers.get("authorization"))
+
     server.app.add_api_route("/fair", fair, methods=["GET"])
     server.app.add_api_route("/fair", auth_level(AuthLevel.ADMIN_OPTIONAL)(change), methods=["POST"])
-    server.app.add_api_route("/metrics", metrics.Page(manager, server.app).answer, methods=["GET"])
+    server.app.add_api_route("/metrics", show_metrics, methods=["GET"])
     _add_heartbeats(server.app, manager)
 
 
