@@ -295,6 +295,7 @@ CLIENTS_ADDRESS = {
     ("get", "/v1/models/{id}"): (401, 401, 200, 401),
     ("get", "/health"): (503, 503, 503, 503),
     ("get", "/status"): (404, 404, 404, 404),
+    ("get", "/metrics"): (404, 404, 404, 404),
     ("get", "/workers"): (404, 404, 404, 404),
     ("post", "/workers"): (404, 404, 404, 404),
     ("delete", "/workers/{name}"): (404, 404, 404, 404),
@@ -307,6 +308,7 @@ OPERATORS_ADDRESS = {
     ("get", "/v1/models/{id}"): (404, 404, 404, 404),
     ("get", "/health"): (404, 404, 404, 404),
     ("get", "/status"): (401, 401, 401, 200),
+    ("get", "/metrics"): (401, 401, 401, 200),
     ("get", "/workers"): (401, 401, 401, 503),
     ("post", "/workers"): (401, 401, 401, 400),
     ("delete", "/workers/{name}"): (401, 401, 401, 503),
@@ -387,7 +389,7 @@ def test_a_proxy_on_this_machine_is_not_an_operator(tmp_path: Path, monkeypatch:
             app.lifespan_context(app),
             httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http,
         ):
-            for route in ("/status", "/workers"):
+            for route in ("/status", "/metrics", "/workers"):
                 far = await http.get(route, headers={"x-forwarded-for": "192.0.2.1"})
                 assert far.status_code == 403
                 assert (await http.get(route)).status_code != 403

@@ -1,0 +1,199 @@
+"""Debian's Prometheus scrapes a cluster with emulated GPUs that one tenant floods.
+
+Every query of every panel and alert has samples, the flood's alert fires and ends, and no critical one fires at all.
+"""
+
+import asyncio
+import contextlib
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import httpx
+import pytest
+import yaml
+
+from router.gateway.guard import KEY_VARIABLE
+from sglang_fair.common import replica_key
+from sglang_fair.metrics.alerts import ALERTS, WINDOW_MINUTES, rules
+from sglang_fair.metrics.files import scrapes
+from sglang_fair.metrics.panels import PANELS
+from sglang_fair.tenants import edit, keys
+from sglang_fair.tenants.model import Tenant
+from tests.support.live import Cluster
+from tests.support.ports import free_port
+from tests.support.waiting import wait_until
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(
+        not (shutil.which("prometheus") and shutil.which("promtool")),
+        reason="prometheus and promtool are not installed (Debian: apt-get install prometheus)",
+    ),
+]
+
+ENVIRONMENT = {KEY_VARIABLE: "the admin's key", replica_key.VARIABLE: "the replicas' key"}
+MINUTE_S = 2.0
+"""So long a minute of the rules takes here."""
+WINDOW = f"{WINDOW_MINUTES * MINUTE_S:.0f}s"
+LIMIT_S = 120.0
+FLOOD, LIGHT = 60, 2
+"""Requests at a time."""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    path = tmp_path_factory.mktemp("tenants") / "tenants.yaml"
+    for name in ("flood", "light"):
+        edit.add(path, name, Tenant(keys=[keys.written(keys.digest(name))]))
+    arguments = (
+        "--engine", "emulated", "--gpu", "a100-80g", "--model", "llama-3.1-8b", "--quantum", "500",
+        "--gateway-workers", "2", "--tenants", str(path), "--", "--max-running-requests", "8",
+    )  # fmt: skip
+    with Cluster(*arguments, environment=ENVIRONMENT) as made:
+        yield made
+
+
+class Prometheus:
+    """Debian's, with our rules, on what the cluster has to tell."""
+
+    def __init__(self, cluster: Cluster, folder: Path) -> None:
+        def at(url: str) -> str:
+            return urlsplit(url).netloc
+
+        for name, key in (("admin", KEY_VARIABLE), ("replica", replica_key.VARIABLE)):
+            (folder / f"{name}.key").write_text(ENVIRONMENT[key])
+        (folder / "alerts.yaml").write_text(yaml.safe_dump(rules(MINUTE_S)))
+        configuration = scrapes(
+            [at(cluster.addresses["admin"])], [at(cluster.addresses["router_http"])],
+            [at(url) for url in cluster.addresses["replicas"]],
+            admin_key=str(folder / "admin.key"), replica_key=str(folder / "replica.key"), interval_s=1.0,
+        )  # fmt: skip
+        (folder / "prometheus.yaml").write_text(yaml.safe_dump(configuration))
+        self._folder, self._port = folder, free_port()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> "Prometheus":
+        with (self._folder / "log").open("wb") as log:
+            self._process = subprocess.Popen(
+                [
+                    "prometheus", f"--config.file={self._folder / 'prometheus.yaml'}",
+                    f"--storage.tsdb.path={self._folder / 'data'}", f"--web.listen-address=127.0.0.1:{self._port}",
+                ],
+                stdout=log, stderr=log,
+            )  # fmt: skip
+        wait_until(self._is_ready, "Prometheus", LIMIT_S)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process is not None
+        self._process.terminate()
+        self._process.wait()
+
+    def _is_ready(self) -> bool:
+        assert self._process is not None
+        assert self._process.poll() is None, (self._folder / "log").read_text()[-3000:]
+        with contextlib.suppress(httpx.TransportError):
+            return httpx.get(f"http://127.0.0.1:{self._port}/-/ready").status_code == 200
+        return False
+
+    def _get(self, path: str, **parameters: str) -> Any:
+        answer = httpx.get(f"http://127.0.0.1:{self._port}/api/v1/{path}", params=parameters, timeout=30)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["data"]
+
+    def samples(self, query: str) -> list[dict[str, Any]]:
+        """What an instant query has."""
+        found: list[dict[str, Any]] = self._get("query", query=query)["result"]
+        return found
+
+    def firing(self, name: str) -> list[dict[str, str]]:
+        """The labels of this alert, for each that fires."""
+        return [one["labels"] for one in self._get("alerts")["alerts"]
+                if one["state"] == "firing" and one["labels"]["alertname"] == name]  # fmt: skip
+
+
+@contextlib.asynccontextmanager
+async def traffic(url: str, tenant: str, count: int) -> Any:
+    """`count` requests of a tenant at a time, half of them streams, with a forged header that changes nothing."""
+    stop = asyncio.Event()
+
+    async def ask(number: int, http: aiohttp.ClientSession) -> None:
+        random = Random(f"{tenant} {number}")
+        while not stop.is_set():
+            body = {
+                "input_ids": [7] * 128 + [random.randrange(3, 30_000) for _ in range(200)],
+                "sampling_params": {"max_new_tokens": 40, "ignore_eos": True},
+                "stream": number % 2 == 0,
+            }
+            async with http.post(f"{url}/generate", json=body) as answer:
+                assert answer.status == 200
+                await answer.read()
+
+    headers = {"authorization": f"Bearer {tenant}", "x-tenant-id": "forged"}
+    async with aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0)) as http:
+        asking = [asyncio.create_task(ask(number, http)) for number in range(count)]
+        try:
+            yield
+        finally:
+            stop.set()
+            await asyncio.gather(*asking)
+
+
+async def eventually(condition: Callable[[], bool], what: str) -> None:
+    """Like `wait_until`, beside the traffic."""
+    await asyncio.to_thread(wait_until, condition, what, LIMIT_S)
+
+
+def test_what_prometheus_sees_of_a_flood(cluster: Cluster, tmp_path: Path) -> None:
+    queries = {query.replace("$__rate_interval", WINDOW).replace("$client", ".*")
+               for panel in PANELS for query, _ in panel.queries}  # fmt: skip
+    queries |= {alert.asked(WINDOW) for alert in ALERTS}
+
+    async def main(prometheus: Prometheus) -> None:
+        def unanswered() -> list[str]:
+            return [query for query in queries if not prometheus.samples(query)]
+
+        async with traffic(cluster.url, "light", LIGHT):
+            async with traffic(cluster.url, "flood", FLOOD):
+                refused = await asyncio.to_thread(
+                    httpx.get, f"{cluster.url}/v1/models/none", headers={"authorization": "Bearer light"}
+                )
+                assert refused.status_code == 404
+                try:
+                    await eventually(lambda: not unanswered(), "samples for every query")
+                except AssertionError:
+                    raise AssertionError(f"no samples: {unanswered()}") from None
+                await eventually(lambda: bool(prometheus.firing("SglangFairFlood")), "the flood's alert")
+                assert [one["client"] for one in prometheus.firing("SglangFairFlood")] == ["flood"]
+                [waits] = prometheus.samples(
+                    f"sum(rate(sglang_fair_queue_wait_seconds_sum{{client='light'}}[{WINDOW}])) / "
+                    f"sum(rate(sglang_fair_queue_wait_seconds_sum{{client='flood'}}[{WINDOW}]))"
+                )
+                assert float(waits["value"][1]) < 1, "the light tenant waits less in all"
+            await eventually(lambda: not prometheus.firing("SglangFairFlood"), "the end of the alert")
+        critical = prometheus.samples(f'count_over_time(ALERTS{{severity="critical"}}[{LIMIT_S * 4:.0f}s])')
+        assert critical == []
+
+    with Prometheus(cluster, tmp_path) as prometheus:
+        asyncio.run(main(prometheus))
+
+
+def test_promtool_finds_nothing_to_complain_of(cluster: Cluster, tmp_path: Path) -> None:
+    """In the pages as they are, and in the configuration that is written for users."""
+    admin = {"authorization": f"Bearer {ENVIRONMENT[KEY_VARIABLE]}"}
+    operator = {"authorization": f"Bearer {ENVIRONMENT[replica_key.VARIABLE]}"}
+    for url, headers in (
+        (cluster.addresses["admin"], admin),
+        (cluster.addresses["router_http"], {}),
+        (cluster.addresses["replicas"][0], operator),
+    ):
+        page = httpx.get(f"{url}/metrics", headers=headers, timeout=30)
+        assert page.status_code == 200
+        done = subprocess.run(["promtool", "check", "metrics"], input=page.content, capture_output=True)
+        assert (done.returncode, done.stdout + done.stderr) == (0, b"")
