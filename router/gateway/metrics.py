@@ -10,6 +10,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 from prometheus_client import (
@@ -39,6 +40,14 @@ _LEAST = ("gateway_router_up", "gateway_tenants_ok")
 """Of several processes the least counts; of other gauges the sum."""
 
 
+class _Series(NamedTuple):
+    """Those of one label; to find them anew would take longer than to count."""
+
+    ends: Mapping[str, Counter]
+    durations: Histogram
+    first_tokens: Histogram
+
+
 class GatewayMetrics:
     """One process's. Belongs to one event loop."""
 
@@ -57,6 +66,7 @@ class GatewayMetrics:
         self._counters = counters
         self._read_gauges = gauges
         self._shared = shared
+        self._series: dict[str, _Series] = {}
         self._copied: dict[tuple[str, ...], float] = {}
         """What `Counters` had at the last copy, by metric and label."""
         self._counts = {one.name: Counter(one.full_name, one.help, one.labels, registry=self._registry)
@@ -86,11 +96,18 @@ class GatewayMetrics:
     ) -> None:
         """A request of `client` has ended, None for one that nobody may send. `tokens`: of its prompt and answer."""
         label = OTHER if client is None else self._counted.count(client, tokens, is_tenant=is_tenant)
-        self._counts["requests_total"].labels(label, outcome).inc()
+        series = self._series.get(label)
+        if series is None:
+            series = self._series[label] = _Series(
+                {one: self._counts["requests_total"].labels(label, one) for one in table.OUTCOMES},
+                self._times["request_seconds"].labels(label),
+                self._times["ttft_seconds"].labels(label),
+            )
+        series.ends[outcome].inc()
         if outcome == "ok":
-            self._times["request_seconds"].labels(label).observe(duration_s)
+            series.durations.observe(duration_s)
         if ttft_s is not None:
-            self._times["ttft_seconds"].labels(label).observe(ttft_s)
+            series.first_tokens.observe(ttft_s)
 
     async def run(self) -> None:
         """With several processes: writes what the others cannot see, until it is cancelled."""

@@ -53,7 +53,7 @@ class ReplicaCounts:
 
     def read(self, queue: FairQueue) -> dict[str, Any]:
         """Everything, JSON-ready. Gives labels to those that have earned one since the last reading."""
-        ledger, account = queue.account.ledger, queue.account
+        ledger = queue.account.ledger
         accounts = ledger.accounts()
         for client in self._clients:
             self._labels.offer(client, ledger.usage(client).service)
@@ -83,9 +83,7 @@ class ReplicaCounts:
             "clients": clients,
             "waits": {label: waits.plain() for label, waits in self._waits.items()},
             "waiting_tokens": sum(job.prompt_tokens - job.prefix_tokens for job in queue.jobs()),
-            "bound": account.recent_bound(),
             "books_ok": ledger.conservation().ok,
-            "refills": getattr(queue.policy, "refills", None),
         }
 
     def _other(self, queue: FairQueue, named: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -278,7 +278,7 @@ def get_internal_state(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -
     state = scheduler.fair.status(scheduler.waiting_queue)
     state["config"]["cost"] = describe(scheduler.fair.config.cost)
     result.internal_state["fair"] = state
-    result.internal_state[metrics.STATE] = scheduler.fair.metrics(scheduler.waiting_queue)
+    result.internal_state[metrics.STATE] = scheduler.fair.metrics(state)
 
 
 def set_internal_state(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:

@@ -427,11 +427,10 @@ class ReplicaFairness:
 
     # ---- what people read
 
-    def metrics(self, waiting: list[Any]) -> dict[str, Any]:
-        """What `GET /metrics` is made of; JSON-ready."""
-        self.follow(waiting)
-        more = {"refused": self._refused, "corrections": self.corrections, "now_s": self.now_s}
-        return self._counts.read(self.queue) | more
+    def metrics(self, status: Mapping[str, Any]) -> dict[str, Any]:
+        """What `GET /metrics` is made of, beside `status` of the same moment; JSON-ready."""
+        same = {name: status[name] for name in ("bound", "refills", "refused", "corrections")}
+        return self._counts.read(self.queue) | same
 
     def status(self, waiting: list[Any]) -> dict[str, Any]:
         """JSON-ready; SGLang's /server_info and our /fair carry it."""
