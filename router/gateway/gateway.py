@@ -53,6 +53,7 @@ class Gateway:
         own; `processes` of this gateway count together.
         """
         self.model_name = model_name
+        self.processes = processes
         self.counters = Counters()
         self.directory = None if tenants is None else Directory(tenants)
         self.quotas = Quotas(limit_store)
@@ -128,6 +129,8 @@ class Gateway:
             "workers": len(self.fleet.workers),
             "sick": self.replicas.health.sick(),
             **self.counters.state(),
+            **(self.metrics.status() if self.processes > 1 else {}),
+            "processes": self.processes,
             **(
                 {}
                 if self.directory is None

@@ -120,14 +120,45 @@ class GatewayMetrics:
         self._copy()
         return await asyncio.to_thread(self._page)
 
+    def status(self) -> dict[str, object]:
+        """What `/status` shows of this process, or of all where there are several: those of `Counters`, with the same
+        names, and what is open now. A request counts there when it ends."""
+        self._copy()
+        found: dict[str, dict[str, float]] = {}
+        for family in self._everybody().collect():
+            for sample in family.samples:
+                of = found.setdefault(sample.name.removeprefix(table.PREFIX), {})
+                key = sample.labels.get("outcome") or next(iter(sample.labels.values()), "")
+                of[key] = of.get(key, 0) + int(sample.value)
+
+        def one(name: str, key: str = "") -> float:
+            return found.get(name, {}).get(key, 0)
+
+        ends, in_flight = found.get("requests_total", {}), one("gateway_requests_in_flight")
+        return {
+            "refusals": dict(sorted(found.get("refusals_total", {}).items())),
+            "ignored headers": dict(sorted(found.get("ignored_headers_total", {}).items())),
+            "requests": sum(ends.values()) + in_flight,
+            "retried": one("retries_total"),
+            "resumed": one("resumes_total"),
+            "placed in fallback": one("fallback_placements_total"),
+            **{outcome: ends.get(outcome, 0) for outcome in ("failed", "left", "refused")},
+            "in_flight": in_flight,
+            "held_bytes": one("gateway_held_bytes"),
+            "connections": one("gateway_connections"),
+        }
+
     def _page(self) -> bytes:
+        return generate_latest(self._everybody())
+
+    def _everybody(self) -> CollectorRegistry:
         if not self._shared:
-            return generate_latest(self._registry)
+            return self._registry
         folder = Path(os.environ[FOLDER_VARIABLE])
         _forget_dead(folder)
         everybody = CollectorRegistry()
         multiprocess.MultiProcessCollector(everybody, str(folder))  # type: ignore[no-untyped-call]
-        return generate_latest(everybody)
+        return everybody
 
     def _copy(self) -> None:
         counters = self._counters

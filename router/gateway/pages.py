@@ -39,7 +39,7 @@ class HealthReport(msgspec.Struct):
 
 
 class StatusReport(msgspec.Struct):
-    """`GET /status`: the router's snapshot and, under `gateway`, this process's own counters.
+    """`GET /status`: the router's snapshot and, under `gateway`, its counters, of all its processes.
 
     While no router answers it holds only what this process knows itself.
     """

@@ -1,5 +1,6 @@
 """/metrics of a gateway over real sockets: outcomes, invented names, and several processes that add up."""
 
+import ast
 import asyncio
 import os
 import subprocess
@@ -129,6 +130,7 @@ counters.retried += 2
 counters.refusals[429] += 1
 async def main():
     page = (await metrics.page()).decode()
+    print(metrics.status(), flush=True)
     print(page.replace("\\n", "|"), flush=True)
     sys.stdin.readline()
 asyncio.run(main())
@@ -143,8 +145,10 @@ asyncio.run(main())
 
     def page(process: subprocess.Popen[str]) -> dict[tuple[str, ...], float]:
         assert process.stdout is not None
+        status.update(ast.literal_eval(process.stdout.readline()))
         return samples(process.stdout.readline().replace("|", "\n"))
 
+    status: dict[str, Any] = {}
     first, second = start("1"), None
     try:
         page(first)
@@ -154,6 +158,9 @@ asyncio.run(main())
         assert found["request_seconds_count", "a"] == 6
         assert (found["retries_total",], found["refusals_total", "429"]) == (4, 2)
         assert (found["gateway_requests_in_flight",], found["gateway_router_up",]) == (14, 0)
+        assert (status["requests"], status["in_flight"], status["retried"]) == (20, 14, 4)
+        assert (status["refusals"], status["failed"]) == ({"429": 2}, 0)
+        assert status.keys() > Counters().state().keys()
     finally:
         for process in (first, second):
             if process is not None:
