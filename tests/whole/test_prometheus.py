@@ -7,7 +7,8 @@ import asyncio
 import contextlib
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -119,7 +120,7 @@ class Prometheus:
 
 
 @contextlib.asynccontextmanager
-async def traffic(url: str, tenant: str, count: int) -> Any:
+async def traffic(url: str, tenant: str, count: int, answered: Counter[str]) -> AsyncIterator[None]:
     """`count` requests of a tenant at a time, half of them streams, with a forged header that changes nothing."""
     stop = asyncio.Event()
 
@@ -134,6 +135,7 @@ async def traffic(url: str, tenant: str, count: int) -> Any:
             async with http.post(f"{url}/generate", json=body) as answer:
                 assert answer.status == 200
                 await answer.read()
+                answered[tenant] += 1
 
     headers = {"authorization": f"Bearer {tenant}", "x-tenant-id": "forged"}
     async with aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0)) as http:
@@ -159,8 +161,9 @@ def test_what_prometheus_sees_of_a_flood(cluster: Cluster, tmp_path: Path) -> No
         def unanswered() -> list[str]:
             return [query for query in queries if not prometheus.samples(query)]
 
-        async with traffic(cluster.url, "light", LIGHT):
-            async with traffic(cluster.url, "flood", FLOOD):
+        answered: Counter[str] = Counter()
+        async with traffic(cluster.url, "light", LIGHT, answered):
+            async with traffic(cluster.url, "flood", FLOOD, answered):
                 refused = await asyncio.to_thread(
                     httpx.get, f"{cluster.url}/v1/models/none", headers={"authorization": "Bearer light"}
                 )
@@ -177,6 +180,17 @@ def test_what_prometheus_sees_of_a_flood(cluster: Cluster, tmp_path: Path) -> No
                 )
                 assert float(waits["value"][1]) < 1, "the light tenant waits less in all"
             await eventually(lambda: not prometheus.firing("SglangFairFlood"), "the end of the alert")
+        for tenant, count in answered.items():
+            query = f"sum(sglang_fair_requests_total{{client='{tenant}', outcome='ok'}})"
+
+            def is_counted(query: str = query, count: int = count) -> bool:
+                return float(prometheus.samples(query)[0]["value"][1]) == count
+
+            await eventually(is_counted, f"all {count} answers of {tenant}, whichever process gave them")
+        fallen = prometheus.samples(
+            f'resets({{__name__=~"sglang_fair_.*(_total|_count|_bucket)"}}[{LIMIT_S * 4:.0f}s]) > 0'
+        )
+        assert fallen == []
         critical = prometheus.samples(f'count_over_time(ALERTS{{severity="critical"}}[{LIMIT_S * 4:.0f}s])')
         assert critical == []
 
