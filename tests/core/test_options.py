@@ -100,6 +100,7 @@ def test_every_setting_of_fairness_reaches_sglang_s_server() -> None:
         "--fair-client-weights": '{"gold": 2.0}',
         "--fair-identity": "user,key",
         "--fair-cache-share": "on",
+        "--fair-metrics-clients": "7",
     }
     assert set(given) == {setting.argument for setting in SETTINGS.values()}, "a setting without a value here"
     flags = {setting.argument: setting.flag for setting in SETTINGS.values()}

@@ -24,6 +24,7 @@ from sglang_fair.common import replica_key
 from sglang_fair.metrics.alerts import ALERTS, WINDOW_MINUTES, rules
 from sglang_fair.metrics.files import scrapes
 from sglang_fair.metrics.panels import PANELS
+from sglang_fair.metrics.table import METRICS
 from sglang_fair.tenants import edit, keys
 from sglang_fair.tenants.model import Tenant
 from tests.support.live import Cluster
@@ -187,10 +188,10 @@ def test_what_prometheus_sees_of_a_flood(cluster: Cluster, tmp_path: Path) -> No
                 return float(prometheus.samples(query)[0]["value"][1]) == count
 
             await eventually(is_counted, f"all {count} answers of {tenant}, whichever process gave them")
-        fallen = prometheus.samples(
-            f'resets({{__name__=~"sglang_fair_.*(_total|_count|_bucket)"}}[{LIMIT_S * 4:.0f}s]) > 0'
-        )
-        assert fallen == []
+        for metric in METRICS:
+            if metric.kind != "gauge":
+                fallen = prometheus.samples(f"resets({metric.series}[{LIMIT_S * 4:.0f}s]) > 0")
+                assert fallen == [], f"{metric.name} falls"
         critical = prometheus.samples(f'count_over_time(ALERTS{{severity="critical"}}[{LIMIT_S * 4:.0f}s])')
         assert critical == []
 
