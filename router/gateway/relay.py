@@ -69,7 +69,10 @@ log = logging.getLogger("gateway")
 Outcomes = Literal["ok", "refused", "failed", "left"]
 """How a request ends (`sglang_fair.metrics.table.OUTCOMES`)."""
 
-PASSED_THROUGH = (HEADER_APP, HEADER_INTERACTION, HEADER_STAGE, *ANNOUNCEMENTS)
+TRACE_CONTEXT = ("traceparent", "tracestate")
+"""W3C Trace Context: SGLang's own spans (`--enable-trace`) become part of the client's trace."""
+
+PASSED_THROUGH = (HEADER_APP, HEADER_INTERACTION, HEADER_STAGE, *ANNOUNCEMENTS, *TRACE_CONTEXT)
 """A client's headers that its replica gets too."""
 BODY_TIMEOUT_S = 60.0
 """Longest pause of a client between two pieces of its body."""

@@ -175,3 +175,16 @@ def test_without_a_group_a_body_is_passed_on_as_it_is(kind) -> None:
     for salt in (None, "", "s", ["a", ""], 3):
         assert parsed(kind, None, cache_salt=salt).body["cache_salt"] == salt
     assert "cache_salt" not in parsed(kind, None).body
+
+
+def test_a_client_s_trace_goes_on_at_the_replica(tokenizer: Path) -> None:
+    async def body(c: Cluster) -> None:
+        trace = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01", "tracestate": "a=1"}
+        for path, asked in (("/v1/chat/completions", CHAT), ("/generate", GENERATE)):
+            await c.post(path, asked, headers=trace)
+            _, seen, _ = c.replicas[0].requests[-1]
+            assert {name: seen[name] for name in trace} == trace
+        await c.post("/generate", GENERATE)
+        assert not trace.keys() & c.replicas[0].requests[-1][1].keys()
+
+    run(body, tokenizer)
