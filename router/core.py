@@ -24,6 +24,8 @@ from router.events import (
     Difference,
     Done,
     Event,
+    Explain,
+    Explained,
     Follow,
     Held,
     PeerGone,
@@ -42,9 +44,10 @@ from router.events import (
     WorkerHealth,
     WorkerUp,
 )
-from router.placement.contract import Ended, Holding, Placement, Request
+from router.placement.contract import Ended, Holding, Placement, Request, Weighing
 from router.placement.outputs import ExpectedOutputs
 from router.radix import Hold, Match, RadixTree
+from router.record import PlacementRecord
 from router.shared_limit import SharedLimit
 from router.workers import Flight, Worker, WorkerTable
 from sglang_fair.common.weights import Weights
@@ -101,6 +104,8 @@ class Router:
         """Requests that were lost with their worker -> the peer whose `Done` is still expected."""
         self._lingering: deque[tuple[float, Hold]] = deque()
         self._holding = placement if isinstance(placement, Holding) else None
+        self._weighing = placement if isinstance(placement, Weighing) else None
+        self._record = PlacementRecord()
         self._waiting: dict[str, tuple[Request, bytes]] = {}
         """Requests that the placement holds, each with the peer that asked."""
         self._offered: list[Worker] = []
@@ -117,7 +122,7 @@ class Router:
         self._matches.clear()
         actions = self._dispatch(event, now_s, peer)
         if self._waiting:
-            actions += self._refuse_hopeless()
+            actions += self._refuse_hopeless(now_s)
             actions += self._place_waiting(now_s)
             if isinstance(event, Arrive) and event.may_hold and self._holds(event.id, peer):
                 actions.append((peer, Held(event.id)))
@@ -152,6 +157,9 @@ class Router:
                 self._undelivered(event, now_s, peer)
             case Follow():
                 return [(peer, self._workers.listing(event.id))]
+            case Explain():
+                found = self._record.find(event.request, event.client, now_s)
+                return [(peer, Explained(event.id, found))]
             case Query():
                 return [(peer, Snapshot(event.id, self.state()))]
             case _:
@@ -186,18 +194,20 @@ class Router:
         allowed = self._workers.taking
         if event.exclude:
             allowed = [worker for worker in allowed if worker.name not in event.exclude]
+        request = self._request(event, event.exclude)
+        self._record.came(request, event.request, now_s)
         if not allowed:
-            return self._refuse(event.id, self._why_nobody(), retry=True)
+            return self._refuse(event.id, self._why_nobody(), retry=True, now_s=now_s)
         if self._holding is not None and not self._waiting_limit.take(event.client):
             reason = f"too many requests wait for a worker: {self._waiting_limit.held(event.client)} of this client"
-            return self._refuse(event.id, reason, retry=True, is_full=True)
+            return self._refuse(event.id, reason, retry=True, is_full=True, now_s=now_s)
 
         self._hear(event)
-        request = self._request(event, event.exclude)
         match = self.tree.match(event.tokens, event.namespace)
         name = self._placement.place(request, match, allowed, now_s)
         if name is None:
             self._waiting[event.id] = request, peer
+            self._record.held(request.id, "every worker has as many requests as the placement allows")
             self._matches[event.id] = match
             return None
         if self._holding is not None:
@@ -213,8 +223,13 @@ class Router:
             return "no worker takes requests: each drains or does not answer"
         return "every worker that is up is excluded"
 
-    def _refuse(self, request: str, reason: str, *, retry: bool, is_full: bool = False) -> Refuse:
+    def _refuse(
+        self, request: str, reason: str, *, retry: bool, is_full: bool = False, now_s: float | None = None
+    ) -> Refuse:
+        """`now_s`: it is to be recorded."""
         self._counts["refused"] += 1
+        if now_s is not None:
+            self._record.refused(request, reason, now_s)
         return Refuse(request, reason, retry, is_full)
 
     def _place(
@@ -226,7 +241,10 @@ class Router:
         peer: bytes,
         now_s: float,
     ) -> Place:
-        worker.placed[placement_reason(request, worker, match, allowed)] += 1
+        why = placement_reason(request, worker, match, allowed)
+        worker.placed[why] += 1
+        costs = None if self._weighing is None else self._weighing.costs()
+        self._record.placed(request, worker, why, match, allowed, costs, now_s)
         matched_tokens = self._begin(request, worker, match, peer, now_s).matched_tokens
         self._counts["placed"] += 1
         self._counts["input_tokens"] += request.input_tokens
@@ -276,7 +294,9 @@ class Router:
         self._give_up(event.id)
         self._hear(event)
         match = self.tree.match(event.tokens, event.namespace)
-        self._begin(self._request(event), worker, match, peer, now_s).produce(event.output_tokens)
+        request = self._request(event)
+        self._record.told(request, worker, match, now_s)
+        self._begin(request, worker, match, peer, now_s).produce(event.output_tokens)
         self._counts["taken over"] += 1
 
     def _difference(self, event: Table, peer: bytes) -> Difference:
@@ -306,7 +326,7 @@ class Router:
         waiting = self._waiting.get(name)
         return waiting is not None and waiting[1] == peer
 
-    def _refuse_hopeless(self) -> list[Action]:
+    def _refuse_hopeless(self, now_s: float) -> list[Action]:
         """Refuses what waits and excludes every worker that is left, as an `Arrive` would be refused."""
         if self._workers.taking is self._offered:
             return []
@@ -317,7 +337,8 @@ class Router:
         ]
         for name, _ in hopeless:
             self._give_up(name)
-        return [(peer, self._refuse(name, self._why_nobody(), retry=True)) for name, peer in hopeless]
+        why = self._why_nobody()
+        return [(peer, self._refuse(name, why, retry=True, now_s=now_s)) for name, peer in hopeless]
 
     def _place_waiting(self, now_s: float) -> list[Action]:
         """Places the waiting requests for which a worker is ready."""
@@ -400,6 +421,7 @@ class Router:
         request, worker = flight.request, flight.worker
         del self._flights[request.id]
         flight.end()
+        self._record.ended(request.id, done.outcome, done.cached_tokens, now_s)
         if done.outcome == "failed":
             self.tree.release(flight.hold, served=False)
         elif self._linger_s and worker.kv is not None and not self.tree.is_confirmed(flight.hold):

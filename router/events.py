@@ -48,6 +48,8 @@ class Arrive(Message, frozen=True):
     """The client's, by the tenants' file; None: it says none."""
     weight_version: int = 0
     """Of that file: the latest says what holds."""
+    request: str = ""
+    """What its gateway calls the request, of which this is one attempt."""
 
     def __post_init__(self) -> None:
         """Raises ValueError for an incomplete token id."""
@@ -149,6 +151,17 @@ class Query(Message, frozen=True):
     """Asks for a `Snapshot`."""
 
     id: str
+
+
+class Explain(Message, frozen=True):
+    """Asks what is remembered of a request, by the id of an `Arrive` or by its `request`. The answer is `Explained`.
+
+    `client`: only of its requests.
+    """
+
+    id: str
+    request: str
+    client: str | None = None
 
 
 class Stored(Message, frozen=True):
@@ -256,6 +269,13 @@ class Snapshot(Message, frozen=True):
     state: dict[str, object]
 
 
+class Explained(Message, frozen=True):
+    """The placements that were asked for, the latest first, as `record.PlacementRecord` shows them."""
+
+    id: str
+    placements: tuple[dict[str, object], ...]
+
+
 PeerEvent = (
     Arrive
     | Progress
@@ -268,6 +288,7 @@ PeerEvent = (
     | WorkerHealth
     | Follow
     | Query
+    | Explain
 )
 """What gateways and the supervisor may send."""
 
@@ -279,7 +300,7 @@ LinkEvent = PeerGone | Undelivered
 
 Event = PeerEvent | CacheEvent | LinkEvent
 
-Answer = Place | Refuse | Held | Difference | Workers | Snapshot
+Answer = Place | Refuse | Held | Difference | Workers | Snapshot | Explained
 
 Action = tuple[bytes, Answer]
 """(peer, answer): send `answer` to `peer`, whose question it answers."""

@@ -201,6 +201,26 @@ def status(
 
 
 @app.command()
+def explain(
+    request: Annotated[str, typer.Argument(help="The id in its answer: x-request-id or x-fair-request-id.")],
+    gateway: Annotated[
+        str, typer.Option(metavar="URL", help="Address of a gateway.")
+    ] = "http://127.0.0.1:8000",
+    as_json: Annotated[bool, typer.Option("--json", help="One line of JSON.")] = False,
+) -> None:
+    """Say why a request waited, and why it was served where it was. Tenants ask with their key in OPENAI_API_KEY,
+    operators with theirs."""
+    from sglang_fair.cluster import explain as explained
+    from sglang_fair.cluster.status import Unreachable
+
+    try:
+        found = explained.read(gateway, request)
+    except Unreachable as error:
+        _fail(str(error), 1)
+    print(json.dumps(found) if as_json else explained.told(found))
+
+
+@app.command()
 def models(
     name: Annotated[
         str | None, typer.Argument(help="Prepare this model and print its folder; without a name, list them.")

@@ -14,6 +14,7 @@ from typing import Any
 import uvicorn
 
 from router.descriptors import raise_limit
+from router.gateway import logs
 from router.gateway.access import proxies
 from router.gateway.access.quota import MEMORY, check_store
 from router.gateway.address import check_free
@@ -53,6 +54,7 @@ def configure(settings: table.Gateway) -> Config:
         **shared(settings, table.Access),
         metrics_clients=settings.metrics_clients,
         processes=settings.workers,
+        log_format=settings.log_format,
     )
 
 
@@ -97,9 +99,7 @@ def is_loopback(host: str) -> bool:
 
 def serve(settings: table.Gateway) -> int:
     """Serves until SIGTERM or SIGINT; the exit code."""
-    logging.basicConfig(
-        level=settings.log_level.upper(), format="%(asctime)s %(name)s %(levelname)s %(message)s"
-    )
+    logs.configure(settings.log_level, settings.log_format)
     if not settings.outlive_parent:
         die_with_parent()
     config = configure(settings)

@@ -14,7 +14,7 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.routing import Mount, Route, Router
 
-from router.gateway import admin, pages
+from router.gateway import admin, logs, pages
 from router.gateway.access import proxies
 from router.gateway.access.quota import MEMORY
 from router.gateway.address import Address
@@ -51,6 +51,7 @@ class Config:
     limit_store: str = MEMORY
     metrics_clients: int = METRICS_CLIENTS
     processes: int = 1
+    log_format: str = "text"
 
     def to_json(self) -> str:
         """For `CONFIG_VARIABLE`."""
@@ -132,6 +133,7 @@ def create_app(config: Config) -> App:
         config.limit_store,
         config.metrics_clients,
         config.processes,
+        config.log_format,
     )
     guard = Guard(has_tenants=config.tenants is not None)
     workers = admin.routes(gateway.link, gateway.replicas, guard)
@@ -149,4 +151,7 @@ def create_app(config: Config) -> App:
 def create_app_from_environment() -> App:
     """The factory for uvicorn's worker processes."""
     die_with_parent()
-    return create_app(Config.from_json(os.environ[CONFIG_VARIABLE]))
+    config = Config.from_json(os.environ[CONFIG_VARIABLE])
+    if config.log_format == "json":
+        logs.configure("info", config.log_format)
+    return create_app(config)

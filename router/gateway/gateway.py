@@ -9,9 +9,12 @@ from router.gateway.access.identity import Headers, Identity, Peer
 from router.gateway.access.proxies import Network
 from router.gateway.access.quota import MEMORY, Quotas
 from router.gateway.counters import Counters
+from router.gateway.explain import Explainer
 from router.gateway.limits import Limits
 from router.gateway.listener import ConnectionBounds
+from router.gateway.logs import request_ended
 from router.gateway.metrics import GatewayMetrics
+from router.gateway.record import RequestRecord
 from router.gateway.relay import Relay, Services
 from router.gateway.replicas.pool import Replicas
 from router.gateway.request.intake import Intake
@@ -21,6 +24,7 @@ from router.gateway.routing.fleet import Fleet
 from router.gateway.routing.link import Link
 from router.gateway.routing.placer import Placer
 from router.gateway.sharing.allowance import Capacity
+from router.gateway.usage import Books, Usage
 from router.shared_limit import SharedLimit
 from sglang_fair.common.identity import DEFAULT_ORDER
 from sglang_fair.settings.table import METRICS_CLIENTS
@@ -45,12 +49,13 @@ class Gateway:
         limit_store: str = MEMORY,
         metrics_clients: int = METRICS_CLIENTS,
         processes: int = 1,
+        log_format: str = "text",
     ) -> None:
         """`router` is its address, `identity` where a client's name is looked for. `start` opens connections.
 
         Reads the tenants' file at once, and raises SettingError if it cannot. `trusted` are the networks of proxies,
         `limit_store` is where tenants' limits are counted. `metrics_clients` who are no tenants have labels of their
-        own; `processes` of this gateway count together.
+        own; `processes` of this gateway count together. With `log_format` "json" each request is logged.
         """
         self.model_name = model_name
         self.processes = processes
@@ -69,6 +74,9 @@ class Gateway:
             model_name, tokens, limits.max_prompt_tokens, lambda: self.replicas.context_tokens
         )
         self.metrics = GatewayMetrics(metrics_clients, self.counters, self._gauges, shared=processes > 1)
+        self.record = RequestRecord(log=request_ended if log_format == "json" else None)
+        self.explainer = Explainer(self.record, self.link, self.fleet, self.replicas)
+        self.usage = Usage(Books(self.fleet, self.replicas), self.quotas)
         placer = Placer(self.link, self.fleet, self.counters)
         self._services = Services(
             limits,
@@ -81,6 +89,7 @@ class Gateway:
             placer,
             self.replicas,
             self.metrics,
+            self.record,
         )
 
         self._following: list[asyncio.Task[None]] = []

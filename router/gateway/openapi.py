@@ -11,7 +11,9 @@ from msgspec import Meta
 
 from router.gateway.admin import NAME_PATTERN, NewWorker, WorkerList, WorkerState
 from router.gateway.errors import ErrorBody
+from router.gateway.explain import Explained
 from router.gateway.pages import HealthReport, Model, Models, StatusReport
+from router.gateway.record import REQUEST_ID
 from router.gateway.request.schema import (
     PATHS,
     ChatRequest,
@@ -19,6 +21,7 @@ from router.gateway.request.schema import (
     DocumentedGenerateRequest,
     Kind,
 )
+from router.gateway.usage import UsageReport
 
 Schema = dict[str, Any]
 
@@ -45,7 +48,7 @@ ERRORS = {
     "400": "what was sent cannot be understood",
     "401": "the key is missing or unknown: a tenant's, where the gateway has tenants, or the admin's",
     "403": "this is for the gateway's own machine, or for nobody, because there is no admin key",
-    "404": "there is no such model or worker",
+    "404": "there is no such model, worker, or request that is remembered",
     "408": "the body did not arrive in time",
     "409": "the name or the address is another worker's",
     "413": "the body is too large",
@@ -70,7 +73,17 @@ def describe(version: str, paths: Collection[str] | None = None) -> Schema:
     types = (
         *(request for request, _ in REQUESTS.values()),
         DocumentedNewWorker,
-        *(WorkerState, WorkerList, Model, Models, HealthReport, StatusReport, ErrorBody),
+        *(
+            WorkerState,
+            WorkerList,
+            Model,
+            Models,
+            HealthReport,
+            StatusReport,
+            UsageReport,
+            Explained,
+            ErrorBody,
+        ),
     )
     references, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     document = _Document(dict(zip(types, references, strict=True))).assemble(version, components)
@@ -88,6 +101,7 @@ class _Document:
     def assemble(self, version: str, components: Schema) -> Schema:
         name = {"name": "name", "in": "path", "required": True, "schema": _text(NAME_PATTERN)}
         model_id = {"name": "id", "in": "path", "required": True, "schema": _text()}
+        request_id = {"name": "id", "in": "path", "required": True, "schema": _text()}
         add_worker = self._answered("Add a replica.", WorkerState, ADMIN_ERRORS, status="201")
         return {
             "openapi": "3.1.0",
@@ -101,6 +115,20 @@ class _Document:
                 "/v1/models/{id}": {
                     "get": self._answered(
                         "A model by its name.", Model, ("401", "404"), parameters=[model_id]
+                    )
+                },
+                "/v1/usage": {
+                    "get": self._answered(
+                        "What the sender has had, what it may have, and what is left.", UsageReport, ("401",)
+                    )
+                },
+                "/explain/{id}": {
+                    "get": self._answered(
+                        "Why a request was served as it was: what gateway, router and replica remember. By the "
+                        "id in its answer, x-request-id or x-fair-request-id; a tenant sees its own.",
+                        Explained,
+                        ("401", "403", "404"),
+                        parameters=[request_id],
                     )
                 },
                 "/health": {"get": self._health()},
@@ -124,7 +152,7 @@ class _Document:
 
     def _relayed(self, request: Any, summary: str) -> Schema:
         """An operation that a replica answers."""
-        headers = ("x-fair-worker", "x-fair-client", "x-fair-request-id", "x-fair-matched-tokens")
+        headers = ("x-fair-worker", "x-fair-client", "x-fair-request-id", "x-fair-matched-tokens", REQUEST_ID)
         answer: Schema = {
             "description": ANSWER,
             "headers": {name: {"schema": _text(), "required": True} for name in headers},
@@ -134,9 +162,15 @@ class _Document:
             },
         }
         client = {"name": "x-fair-client", "in": "header", "schema": _text(), "description": "Who asks."}
+        name = {
+            "name": REQUEST_ID,
+            "in": "header",
+            "schema": _text(),
+            "description": "The sender's name for the request; without one it gets one.",
+        }
         return {
             "summary": summary,
-            "parameters": [client],
+            "parameters": [client, name],
             "requestBody": self._body(request),
             "responses": {"200": answer, **self._errors(RELAY_ERRORS)},
         }

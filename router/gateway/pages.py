@@ -14,6 +14,8 @@ from router.gateway.metrics import CONTENT_TYPE
 from router.gateway.request.call import model_not_found
 from router.gateway.routing.link import RouterGone
 
+EXPLAIN = "/explain/{id:path}"
+
 
 class Model(msgspec.Struct):
     """A model, as OpenAI describes one."""
@@ -50,7 +52,16 @@ class StatusReport(msgspec.Struct):
 
 
 def public(gateway: Gateway) -> list[Route]:
-    """The routes for clients. They raise `ApiError`."""
+    """The routes for clients. They raise `ApiError`. Tenants are told of their own requests; where there are none,
+    nobody can be told from others, and only operators are told."""
+
+    async def usage(request: Request) -> Response:
+        known = gateway.identity.of(request.headers, request.scope.get("client"))
+        return json_response(await gateway.usage.of(known))
+
+    async def explain(request: Request) -> Response:
+        client = gateway.identity.of(request.headers, request.scope.get("client")).caller.client
+        return json_response(await gateway.explainer.explain(request.path_params["id"], client))
 
     def allowed(request: Request) -> list[Model]:
         return [Model(name) for name in gateway.models(request.headers, request.scope.get("client"))]
@@ -75,12 +86,18 @@ def public(gateway: Gateway) -> list[Route]:
     return [
         Route("/v1/models", models, methods=["GET"]),
         Route("/v1/models/{id:path}", one_model, methods=["GET"]),
+        Route("/v1/usage", usage, methods=["GET"]),
         Route("/health", health, methods=["GET"]),
+        *([] if gateway.directory is None else [Route(EXPLAIN, explain, methods=["GET"])]),
     ]
 
 
 def private(gateway: Gateway, check: Callable[[Request], None] = lambda _: None) -> list[Route]:
     """The routes for operators. `check` raises `ApiError` for everybody else."""
+
+    async def explain(request: Request) -> Response:
+        check(request)
+        return json_response(await gateway.explainer.explain(request.path_params["id"], None))
 
     async def status(request: Request) -> Response:
         check(request)
@@ -103,6 +120,7 @@ def private(gateway: Gateway, check: Callable[[Request], None] = lambda _: None)
     return [
         Route("/status", status, methods=["GET"], middleware=behind_proxy()),
         Route("/metrics", metrics, methods=["GET"], middleware=behind_proxy()),
+        Route(EXPLAIN, explain, methods=["GET"], middleware=behind_proxy()),
     ]
 
 

@@ -29,6 +29,7 @@ from router.gateway.counters import Counters
 from router.gateway.errors import ApiError
 from router.gateway.limits import Limits
 from router.gateway.metrics import GatewayMetrics
+from router.gateway.record import MOST_NAME, REQUEST_ID, RequestRecord, Try
 from router.gateway.replicas.attempt import Attempt
 from router.gateway.replicas.pool import Replicas
 from router.gateway.replicas.retries import (
@@ -97,6 +98,7 @@ class Services:
     placer: Placer
     replicas: Replicas
     metrics: GatewayMetrics
+    record: RequestRecord
 
 
 class Relay:
@@ -140,7 +142,8 @@ class _Exchange:
         """Output tokens of earlier attempts that the client has."""
         self._was_taken = False
         """A replica has, or may have, computed something for it."""
-        self._rate_headers: dict[str, str] = {}
+        self._own_headers: dict[str, str] = {}
+        """Of every answer: the request's name, and what is left of its tenant's limits."""
         self._worker = "-"
         self._arrived_s = time.monotonic()
         self._is_known = False
@@ -154,13 +157,19 @@ class _Exchange:
         services = self._services
         services.counters.requests += 1
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        self._noted = services.record.came(self._kind, headers.get(REQUEST_ID))
+        self._own_headers[REQUEST_ID] = self._noted.name
         try:
             peer = scope.get("client")
             known = services.identity.of(headers, peer)
             self._caller, self._tenant, self._is_known = known.caller, known.tenant, True
+            self._noted.client = self._client
+            services.record.enter(self._noted)
             self._ticket = await services.quotas.enter(known)
             if self._ticket is not None:
-                self._rate_headers, self._ticket.answered = self._ticket.headers, self._answered
+                self._ticket.answered = self._answered
+                self._ticket.headers[REQUEST_ID] = self._noted.name
+                self._own_headers = self._ticket.headers
             # The body may still name the client. Until it is read, an unknown client counts by its address.
             is_unnamed = self._client == ANONYMOUS and services.identity.reads_user
             self._allowance.enter(address_share(peer) if is_unnamed else self._client)
@@ -170,6 +179,8 @@ class _Exchange:
             self._outcome = "left"
             services.counters.left += 1
         except ApiError as error:
+            self._noted.error = f"{error.code or error.status}: {error.message}"
+            self._noted.status = error.status
             if error.status < 500:
                 self._outcome = "refused"
                 services.counters.refused += 1
@@ -181,6 +192,8 @@ class _Exchange:
             if self._ticket is not None:
                 self._close(self._ticket)
             self._count()
+            self._noted.output_tokens = self._answered()
+            services.record.ended(self._noted, self._outcome)
 
     def _answered(self) -> int:
         """Output tokens that the client has."""
@@ -236,7 +249,7 @@ class _Exchange:
 
     async def _while_client_listens(self, raw: bytes, headers: Headers, peer: Peer) -> None:
         """Serves the request; cancels that and raises `ClientGone` when the client disconnects."""
-        reply = Reply(self._send, self._services.limits.idle_timeout_s, self._rate_headers)
+        reply = Reply(self._send, self._services.limits.idle_timeout_s, self._own_headers)
         serving, has_left = asyncio.current_task(), False
         assert serving is not None
 
@@ -262,6 +275,7 @@ class _Exchange:
             serving.uncancel()
             raise ClientGone from None
         finally:
+            self._noted.status = self._noted.status or reply.status or None
             watching.cancel()
             reply.close()
             if reply.started and reply.is_stream:
@@ -278,12 +292,14 @@ class _Exchange:
         identity = self._services.identity
         if call.user and identity.reads_user:
             self._caller = identity.of(headers, peer, call.user).caller
+        self._noted.client = self._client
         if self._client != self._allowance.share:
             self._allowance.move(self._client)
 
     def _headers_for_replica(self, headers: Headers) -> dict[str, str]:
         passed_on = {name: header_safe(headers[name]) for name in PASSED_THROUGH if headers.get(name)}
         own = {"content-type": "application/json", HEADER_CLIENT: self._client} | self._caller.headers()
+        own[REQUEST_ID] = self._noted.name
         return own | passed_on
 
     # -- serving
@@ -292,7 +308,8 @@ class _Exchange:
         """Makes attempts until the client has an outcome. Raises `ApiError` while it has nothing."""
         services = self._services
         tokens = await services.intake.routed_tokens(call, self._allowance.share)
-        self._prompt_tokens = len(tokens) // TOKEN_BYTES
+        self._prompt_tokens = self._noted.input_tokens = len(tokens) // TOKEN_BYTES
+        self._noted.model = str(call.body.get("model") or services.model_name)[:MOST_NAME]
         if self._ticket is not None:
             await self._ticket.admit(self._prompt_tokens, call.max_output_tokens)
         resumable = Resumable(call) if call.resume else None
@@ -313,6 +330,7 @@ class _Exchange:
                     services.counters.retried += 1
                 case ContinueElsewhere():
                     services.counters.resumed += 1
+                    self._noted.resumed += 1
                     assert resumable is not None
                     try:
                         leg = self._next_leg(resumable, tokens)
@@ -327,6 +345,8 @@ class _Exchange:
                     if not reply.started:
                         raise error
                     services.counters.failed += 1
+                    self._noted.error = f"{error.code or error.status}: {error.message}"
+                    self._noted.status = error.status
                     await reply.break_off(error)
                     return
                 case step:
@@ -352,13 +372,18 @@ class _Exchange:
             exclude=excluded,
             weight=self._caller.weight,
             weight_version=self._caller.version,
+            request=self._noted.name,
         )
+        noted = services.record.tried(self._noted, arrive.id)
         try:
             place = await services.placer.place(arrive)
         except RouterGone as error:
+            noted.outcome, noted.reason = "unplaced", str(error)
             return Unplaced(str(error))
         if isinstance(place, Refuse):
+            noted.outcome, noted.reason = "refused", place.reason
             return place
+        services.record.placed(self._noted, noted, place, itself=services.placer.placed_itself(place.id))
         self._worker = place.worker
         attempt = self._attempting = Attempt(
             services.replicas,
@@ -369,7 +394,13 @@ class _Exchange:
             waiting_since_s=leg.waiting_since_s,
             progress_interval_s=services.limits.progress_interval_s,
         )
-        outcome = await attempt.run(headers, reply, resumable)
+        try:
+            outcome = await attempt.run(headers, reply, resumable)
+        finally:
+            noted.first_s, noted.outcome = attempt.first_s, "left"
+            if attempt.usage.cached_tokens is not None:
+                self._noted.cached_tokens = attempt.usage.cached_tokens
+        _note(noted, outcome)
         if isinstance(outcome, Served) or reply.started:
             self._answered_before += attempt.output_tokens
         self._was_taken |= attempt.was_taken
@@ -400,12 +431,18 @@ class _Exchange:
         )
         self._services.counters.refusals[error.status] += 1
         headers = [(b"content-type", b"application/json"), (b"x-fair-client", self._client.encode("latin-1"))]
-        more = {**self._rate_headers, **error.headers}
+        more = {**self._own_headers, **error.headers}
         headers += [(name.encode(), value.encode()) for name, value in more.items()]
         body = error.body()
         headers.append((b"content-length", str(len(body)).encode()))
         await self._send({"type": "http.response.start", "status": error.status, "headers": headers})
         await self._send({"type": "http.response.body", "body": body})
+
+
+def _note(noted: Try, outcome: Outcome) -> None:
+    """How an attempt ended."""
+    noted.outcome = "ok" if isinstance(outcome, Served) else "failed"
+    noted.reason = getattr(outcome, "reason", "")
 
 
 def _sent(reply: Reply, resumable: Resumable | None) -> Sent:

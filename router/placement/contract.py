@@ -5,7 +5,7 @@ track of caches: loads come with `workers` and cached prefixes with `match`, bot
 keeps (credits, pointers, costs) is its own, and bounded in the number of clients and requests.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import ClassVar, Protocol, TypeVar, runtime_checkable
@@ -158,6 +158,15 @@ class Holding(Protocol):
 
     def give_up(self, request: Request) -> None:
         """`request` leaves the queue: its gateway is gone or has withdrawn it, or it was served elsewhere."""
+        ...
+
+
+@runtime_checkable
+class Weighing(Protocol):
+    """What a placement adds that weighs the workers by one number each."""
+
+    def costs(self) -> Mapping[str, float]:
+        """What its last `place` weighed, by worker: less is better, inf is out of the question."""
         ...
 
 

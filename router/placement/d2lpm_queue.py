@@ -79,6 +79,8 @@ class D2lpmQueue:
     max_clients: int = 50_000
 
     _queues: Queues = field(init=False, repr=False)
+    _weighed: tuple[Sequence[str], Sequence[float]] = field(default=((), ()), init=False, repr=False)
+    """Workers and their costs, for the last request."""
 
     def __post_init__(self) -> None:
         check_prices(self.extend_weight, self.output_weight)
@@ -111,14 +113,21 @@ class D2lpmQueue:
 
         reach = self.worker_quantum * account.weight
         if at is None:
-            chosen = least(workers, costs.tolist()).name
+            weighed = costs.tolist()
+            self._weighed = tuple(columns), weighed
+            chosen = least(workers, weighed).name
             if queues.may_have(account, columns[chosen], reach):
                 return chosen
             at = list(range(len(columns)))
         else:
             queues.leave_out(account, at)
-        costs = np.where(queues.allowed(account, at, reach), costs[at], np.inf)
-        return least(workers, costs.tolist()).name
+        weighed = np.where(queues.allowed(account, at, reach), costs[at], np.inf).tolist()
+        self._weighed = [worker.name for worker in workers], weighed
+        return least(workers, weighed).name
+
+    def costs(self) -> Mapping[str, float]:
+        """Units; inf where the client has been sent too much beside another worker (rule 2)."""
+        return dict(zip(*self._weighed, strict=True))
 
     def placed(self, request: Request, worker: str, match: Match, now_s: float) -> None:
         """It is in the client's queue at `worker` from now on."""

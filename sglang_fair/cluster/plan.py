@@ -360,6 +360,7 @@ def _gateway(options: Options, machine: Machine, model: Model, router: str, port
         "workers": options.gateway_workers,
         "drain_s": GATEWAY_DRAIN_S,
         "log_level": options.log_level,
+        "log_format": options.log_format,
         "identity": options.identity,
         "metrics_clients": options.metrics_clients,
         **shared(options, table.Access),

@@ -45,14 +45,14 @@ def read(gateway: str) -> dict[str, Any]:
     """`{"gateway": /status, "replicas": {name: /fair or None}, "locked": [name]}`; locked are replicas that ask for
     another key than ours. Raises `Unreachable` for the gateway."""
     try:
-        front = _get(f"{gateway.rstrip('/')}/status", _admin())
+        front = fetch(f"{gateway.rstrip('/')}/status", _admin())
     except _KeyNeeded as error:
         raise Unreachable(f"{error}; {KEY_VARIABLE} must be the admin key") from error
     replicas: dict[str, Any] = {}
     locked = []
     for name, worker in front.get("workers", {}).items():
         try:
-            replicas[name] = _get(f"{worker['url']}/fair", replica_key.headers())
+            replicas[name] = fetch(f"{worker['url']}/fair", replica_key.headers())
         except Unreachable as error:
             replicas[name] = None
             if isinstance(error, _KeyNeeded):
@@ -182,7 +182,8 @@ def _admin() -> dict[str, str]:
     return {"authorization": f"Bearer {key}"} if key else {}
 
 
-def _get(url: str, headers: Mapping[str, str]) -> dict[str, Any]:
+def fetch(url: str, headers: Mapping[str, str]) -> dict[str, Any]:
+    """The JSON object that a server answers with. Raises `Unreachable`."""
     try:
         request = urllib.request.Request(url, headers=dict(headers))
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:

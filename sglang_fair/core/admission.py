@@ -15,6 +15,7 @@ The engine is reached through one function, `match`. The engine, or what models 
 
     arrive, leave, retract      as requests come and go
     begin_pass                  a batch is formed
+    refuses                     may a new request wait here? `arrive` follows at once
     chunk_tokens                how many prompt tokens the step may have
     goes_on                     may the prompt that was cut go on now?
       chunk_of                    with how many of these tokens?
@@ -22,6 +23,7 @@ The engine is reached through one function, `match`. The engine, or what models 
     candidates                  for each of them
       confirm                     the engine matched it: is it still the one to admit?
       admit                       it fits: it is in the batch
+    end_pass                    nobody else is: because of what?
     computed                    the batch is done: its tokens are in the cache
     step                        a step is over: how long it took
     finish                      a running request ended
@@ -34,7 +36,9 @@ from sglang_fair.core.job import Job
 from sglang_fair.core.ledger import SYSTEM
 from sglang_fair.core.lookups import LookUps
 from sglang_fair.core.queue import FairQueue
+from sglang_fair.core.record import Outcome, Record
 from sglang_fair.core.steps import Steps
+from sglang_fair.core.waits import ENGINE, PREFIX, RUNNING, STEP
 
 Match = tuple[int, Hashable | None]
 """Cached tokens of a prompt, and a name for the tokens behind them (`Job.block`)."""
@@ -82,6 +86,7 @@ class Admission:
         self.steps = steps
         if steps is not None:
             queue.reweighed.append(steps.reweigh)
+        self.record = Record(queue.policy)
         self._match = match
         self._look_ups = LookUps()
         self._cached_tokens = 0
@@ -102,18 +107,28 @@ class Admission:
     def tick(self, now_s: float) -> None:
         """It is `now_s`; see `FairQueue.tick`."""
         self.queue.tick(now_s)
+        self.record.tick(now_s)
         if self.steps is not None:
             self.steps.tick(now_s)
+
+    def refuses(self, job: Job) -> str | None:
+        """Why a new request may not wait here, for its sender; None: it may, and `arrive` follows at once."""
+        reason = self.queue.refuses(job)
+        if reason is not None:
+            self.record.refused(job, reason)
+        return reason
 
     def arrive(self, job: Job) -> None:
         """A request joined the queue. ValueError if its id is already here."""
         self.queue.arrive(job)
+        self.record.arrive(job)
         self._look_ups.arrive(job)
         if self.steps is not None and not job.system:
             self.steps.arrive(job.client)
 
     def leave(self, job: Job) -> None:
         """A waiting request was aborted."""
+        self.record.leave(job)
         self.queue.leave(job.id)
         self._look_ups.leave(job)
         self._gone(job)
@@ -123,6 +138,7 @@ class Admission:
         self._stop_running(job)
         self._stop_computing(job)
         self.queue.retract(job)
+        self.record.retract(job)
         self._look_ups.arrive(job)
 
     # ---- one pass
@@ -176,6 +192,7 @@ class Admission:
             self._passed_over = None
             yield job
             if self._passed_over is not job and self.queue.is_waiting(job.id):
+                self.record.waits.hold(job, ENGINE)
                 self.queue.hold(job)
 
     def confirm(self, job: Job, prefix_tokens: int, block: Hashable | None) -> bool:
@@ -198,11 +215,17 @@ class Admission:
         self, job: Job, *, extend_tokens: int, cached_tokens: int, path: Sequence[Hashable] = ()
     ) -> None:
         """`job` is in the batch; the arguments are those of `Account.begin`."""
+        self.record.admit(job)
         self.queue.admit(job, extend_tokens=extend_tokens, cached_tokens=cached_tokens, path=path)
         self._start_computing(job)
         self._look_ups.leave(job)
         if self.steps is not None and not job.system:
             self.steps.admit(job.client)
+
+    def end_pass(self, cause: str | None) -> None:
+        """A batch was formed, or could not be. `cause` is why the engine admitted nobody else (`waits`); None: it was
+        offered nobody else."""
+        self.record.end_pass(cause or (RUNNING if self._held else STEP if self._deferrals_left else PREFIX))
 
     # ---- prompts that are being computed
 
@@ -224,6 +247,7 @@ class Admission:
                 self._look_ups.inserted(job.block)
             self._stop_computing(job)
             if not job.decoding and job.reached_tokens >= job.prompt_tokens:
+                self.record.computed(job)
                 self._start_decoding(job)
 
     def step(
@@ -238,8 +262,9 @@ class Admission:
         if self.steps is not None:
             self.steps.step(duration_s, extended, decoded=decoded, requests=requests)
 
-    def finish(self, job: Job) -> None:
+    def finish(self, job: Job, outcome: Outcome = "finished") -> None:
         """A running request ended, by itself or by abort."""
+        self.record.finish(job, outcome)
         self._stop_running(job)
         self._stop_computing(job)
         self.queue.finish(job.id)
@@ -313,6 +338,7 @@ class Admission:
             if job is None:
                 return None
             if self._holds_back(job):
+                self.record.waits.set_aside(job.client)
                 self.queue.set_aside(job.client)
             elif self.is_being_computed(job):
                 self._defer(job)
@@ -333,6 +359,7 @@ class Admission:
         if job.block is not None and (computation := self._computing.get(job.block)) is not job.waited_for:
             job.waited_for, job.waited_at_tokens = computation, job.prefix_tokens
         self._deferrals_left -= 1
+        self.record.waits.hold(job, PREFIX)
         self.queue.hold(job)
 
     def _start_computing(self, job: Job) -> None:

@@ -132,6 +132,8 @@ class Dlpm(Policy):
     """The allowance: service left for new clients; negative if the last ones took more than their quanta."""
     _least_dropped: float = field(default=inf, init=False, repr=False)
     """The least credit that was forgotten with a client."""
+    _turns: dict[str, bool] = field(default_factory=dict, init=False, repr=False)
+    """Clients that wait and were seated since the last `turns`: whether they may be served."""
 
     def __post_init__(self) -> None:
         self.quantum = checked_quantum(self.quantum)
@@ -229,6 +231,21 @@ class Dlpm(Policy):
 
     def counters(self) -> Mapping[str, float]:
         return {client: self._units(account) for client, account in self._deficits.items()}
+
+    def counter(self, client: str) -> float | None:
+        account = self._deficits.get(client)
+        return None if account is None else self._units(account)
+
+    def turns(self) -> Mapping[str, bool]:
+        """A client has its turn while it is positive, or may borrow."""
+        turns, self._turns = self._turns, {}
+        return turns
+
+    def has_turns(self) -> bool:
+        """False if every client that waits has used up its credit: the next `pick` refills them."""
+        return len(self._ready) > 0 or any(
+            self._eligible_from(client) <= self._round for client in self._queues.held_clients()
+        )
 
     def bound(self, input_units: float, output_units: float) -> float | None:
         """2·(U + Q^u) / min weight (Theorem 4.1). With a predictor w_q·M is added to U + Q^u, whatever it predicts, and
@@ -352,11 +369,15 @@ class Dlpm(Policy):
         if head is None:
             self._ready.discard(client)
             self._parked.discard(client)
+            if client not in self._queues:
+                self._turns.pop(client, None)
         elif (eligible_from := self._eligible_from(client)) <= self._round or self._may_borrow(client, head):
             account = self._deficits[client]
             is_new = account.welcome > 0 and not account.charged
             self._ready.put(client, (not is_new, *longest_prefix(head)))
             self._parked.discard(client)
+            self._turns[client] = True
         else:
             self._parked.put(client, (eligible_from, head.arrival))
             self._ready.discard(client)
+            self._turns[client] = False

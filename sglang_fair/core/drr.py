@@ -64,6 +64,10 @@ class Drr(Policy):
     _passed_over: LazyHeap[str] = field(default_factory=LazyHeap, init=False, repr=False)
     """Clients all of whose waiting requests are held, by the visit at which they may be served."""
     _idle: LazyHeap[str] = field(default_factory=LazyHeap, init=False, repr=False)
+    _turns: dict[str, bool] = field(default_factory=dict, init=False, repr=False)
+    """Clients that have begun to wait since the last `turns`."""
+    _has_turn: str | None = field(default=None, init=False, repr=False)
+    """The client that was visited at that time."""
 
     def __post_init__(self) -> None:
         self.quantum = checked_quantum(self.quantum)
@@ -72,12 +76,16 @@ class Drr(Policy):
     def arrive(self, job: Job) -> None:
         self._idle.discard(job.client)
         self._settle(job.client)
+        if job.client not in self._queues:
+            self._turns[job.client] = False
         self._queues.put(job)
         self._seat(job.client)
 
     def leave(self, job: Job) -> None:
         self._settle(job.client)
         self._queues.leave(job)
+        if job.client not in self._queues:
+            self._turns.pop(job.client, None)
         self._seat(job.client)
 
     def pick(self) -> Job | None:
@@ -117,6 +125,20 @@ class Drr(Policy):
 
     def counters(self) -> Mapping[str, float]:
         return {client: self._units(client) for client in self._credits}
+
+    def counter(self, client: str) -> float | None:
+        return self._units(client) if client in self._credits else None
+
+    def turns(self) -> Mapping[str, bool]:
+        """One client has its turn: that whose visit comes first."""
+        turns, self._turns = self._turns, {}
+        before, first = self._has_turn, self._turn.first()
+        if before is not None and before != first:
+            turns[before] = False
+        if first is not None:
+            turns[first] = True
+        self._has_turn = first
+        return turns
 
     def bound(self, input_units: float, output_units: float) -> float | None:
         """(2·(U + Q^d) + Q^d) / min weight."""

@@ -14,6 +14,7 @@ from sglang_fair.common.weights import Weights
 from sglang_fair.core.cost import Cost, Linear
 from sglang_fair.core.job import Job
 from sglang_fair.core.predictor import Predictor
+from sglang_fair.core.waits import DEFICIT
 
 
 class Policy(ABC):
@@ -50,6 +51,12 @@ class Policy(ABC):
     shares_steps: ClassVar[bool] = False
     """Clients that run have a share of the engine's time beside those whose prompts are computed (`steps`). Not for the
     baselines, under which whoever sends most gets most."""
+
+    turn_cause: ClassVar[str] = DEFICIT
+    """What a client waits for that has not its turn (`waits`)."""
+
+    refills: int | None = None
+    """How often rounds had to pass because no client that waits had credit. None: there are no rounds."""
 
     weights: Weights | None = None
     """The clients' shares. None: the policy has no shares."""
@@ -114,6 +121,19 @@ class Policy(ABC):
     def counters(self) -> Mapping[str, float]:
         """Each known client's counter, for people: a deficit (larger is better off) or a virtual counter."""
         return {}
+
+    def counter(self, client: str) -> float | None:
+        """The same of one client, in O(1). None: it is not known, or the policy keeps none that is so cheap."""
+        return None
+
+    def turns(self) -> Mapping[str, bool]:
+        """Of the clients that wait, those whose turn has come (True) or is no more (False) since the last call. A
+        client has its turn unless this has said otherwise since it began to wait. O(what changed)."""
+        return {}
+
+    def has_turns(self) -> bool:
+        """Whether a client without its turn waits for others' turns, and not only for the next `pick`."""
+        return True
 
     def bound(self, input_units: float, output_units: float) -> float | None:
         """The guarantee: how far the service, divided by weight, of two clients that both wait can differ.

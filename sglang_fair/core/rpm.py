@@ -29,6 +29,7 @@ from sglang_fair.core.clients import ClientQueues
 from sglang_fair.core.heap import LazyHeap
 from sglang_fair.core.job import Job
 from sglang_fair.core.policy import Policy
+from sglang_fair.core.waits import RATE
 
 MINUTE_S = 60.0
 
@@ -117,6 +118,7 @@ class Rpm(Policy):
 
     name: ClassVar[str] = "rpm"
     may_refuse: ClassVar[bool] = True
+    turn_cause: ClassVar[str] = RATE
     limit: int = 30
     excess: str = "refuse"
     window: str = "sliding"
@@ -129,6 +131,8 @@ class Rpm(Policy):
     """Clients that may be served, by the arrival of their first request."""
     _delayed: LazyHeap[str] = field(default_factory=LazyHeap, init=False, repr=False)
     """Clients at their limit, by when their window opens."""
+    _turns: dict[str, bool] = field(default_factory=dict, init=False, repr=False)
+    """Clients that wait and were seated since the last `turns`: whether they may be served."""
 
     def __post_init__(self) -> None:
         if self.limit < 1:
@@ -186,6 +190,11 @@ class Rpm(Policy):
         """The requests of the last minute that counted."""
         return self._window.counts()
 
+    def turns(self) -> Mapping[str, bool]:
+        """A client has its turn while it is below its limit."""
+        turns, self._turns = self._turns, {}
+        return turns
+
     def _limit_of(self, client: str) -> int:
         return max(1, floor(self.limit * self.weights.of(client) + 0.5))
 
@@ -201,8 +210,11 @@ class Rpm(Policy):
         self._open.discard(client)
         self._delayed.discard(client)
         if head is None:
+            if client not in self._queues:
+                self._turns.pop(client, None)
             return
-        if self._is_open(client):
+        self._turns[client] = self._is_open(client)
+        if self._turns[client]:
             self._open.put(client, head.arrival)
         else:
             self._delayed.put(client, (self._opens_s(client), head.arrival))

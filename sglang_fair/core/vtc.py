@@ -41,6 +41,10 @@ class Vtc(Policy):
     _left_last: str = field(default="", init=False, repr=False)
     _left_counter: float = field(default=0.0, init=False, repr=False)
     """Its counter, once it was forgotten."""
+    _turns: dict[str, bool] = field(default_factory=dict, init=False, repr=False)
+    """Clients that have begun to wait since the last `turns`."""
+    _has_turn: str | None = field(default=None, init=False, repr=False)
+    """The client that was next at that time."""
 
     def __post_init__(self) -> None:
         self._queues = ClientQueues()
@@ -50,6 +54,7 @@ class Vtc(Policy):
         if client not in self._queues:
             self._idle.discard(client)
             self._counter[client] = max(self._counter.get(client, 0.0), self._floor())
+            self._turns[client] = False
         self._queues.put(job)
         self._seat(client)
 
@@ -57,6 +62,7 @@ class Vtc(Policy):
         self._queues.leave(job)
         if job.client not in self._queues:
             self._left_last, self._left_counter = job.client, 0.0
+            self._turns.pop(job.client, None)
         self._seat(job.client)
 
     def pick(self) -> Job | None:
@@ -95,6 +101,20 @@ class Vtc(Policy):
 
     def counters(self) -> Mapping[str, float]:
         return self._counter
+
+    def counter(self, client: str) -> float | None:
+        return self._counter.get(client)
+
+    def turns(self) -> Mapping[str, bool]:
+        """One client has its turn: that with the smallest counter."""
+        turns, self._turns = self._turns, {}
+        before, first = self._has_turn, self._turn.first()
+        if before is not None and before != first:
+            turns[before] = False
+        if first is not None:
+            turns[first] = True
+        self._has_turn = first
+        return turns
 
     def bound(self, input_units: float, output_units: float) -> float | None:
         """2·max(w_p·L_input, w_q·M) / min weight (Theorem 4.4), if an output token is not cheaper than an input token.

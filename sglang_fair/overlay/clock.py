@@ -41,6 +41,11 @@ class Clock:
         """What the leading rank sends along."""
         return Reading(self._read())
 
+    def latest(self) -> float:
+        """A reading for records, by which nothing is decided: a later one than `now_s`, where no other rank has to
+        agree."""
+        return self.now_s if self.is_shared else self._read()
+
     def advance(self, received: list[Any]) -> list[Any]:
         """An iteration begins with what was `received`; returns the requests in it."""
         if not self.is_shared:

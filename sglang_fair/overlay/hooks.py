@@ -8,16 +8,18 @@ from math import lcm
 from typing import Any
 
 from sglang.srt.disaggregation.utils import DisaggregationMode
-from sglang.srt.managers.io_struct import SetInternalStateReq
+from sglang.srt.managers.io_struct import GetInternalStateReqOutput, SetInternalStateReq
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder, SchedulePolicy
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_disagg, get_parallel
 
 from sglang_fair.core.admission import DELAYED_POLL_S
 from sglang_fair.core.cost import describe
+from sglang_fair.core.waits import MEMORY, PROMPTS
 from sglang_fair.overlay import (
     config,
     counts,
+    explain,
     heartbeat,
     kv_events,
     load_file,
@@ -115,6 +117,8 @@ class FairPrefillAdder(PrefillAdder):
         verdict = super().add_one_req(req, has_chunked_req, *args, **kwargs)
         if len(self.can_run_list) > before:
             self.fair.admitted(req)
+        if verdict is not AddReqResult.CONTINUE:
+            self.fair.stopped(MEMORY if verdict is AddReqResult.NO_TOKEN else PROMPTS)
         return verdict
 
     def _give_back(self, req: Any) -> None:
@@ -227,10 +231,17 @@ def get_prefill_adder_class(result: type[PrefillAdder], scheduler: Any) -> Any:
     return partial(FairPrefillAdder, fair=scheduler.fair, cut_tokens=cut_tokens)
 
 
-def form_prefill_batch(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+def form_prefill_batch(
+    original: Callable[..., Any],
+    scheduler: Any,
+    prefill_delayer_single_pass: Any,
+    running_batch: Any,
+) -> Any:
     queue = scheduler.waiting_queue = Candidates(scheduler.waiting_queue, scheduler.fair)
+    was_full = running_batch.batch_is_full
     try:
-        batch, running_batch = original(scheduler, *args, **kwargs)
+        batch, running_batch = original(scheduler, prefill_delayer_single_pass, running_batch)
+        scheduler.fair.end_pass(is_full=running_batch.batch_is_full, was_full=was_full)
         if batch is not None:
             scheduler.fair.computed(counts.input_tokens(batch))
         return batch, running_batch
@@ -265,6 +276,7 @@ def process_batch_result(
     rows = counts.rows(batch)
     scheduler.heartbeat.computes()
     original(scheduler, batch, result, *args, **kwargs)
+    scheduler.fair.note_time(scheduler.clock.latest())
     scheduler.fair.processed(batch, counts.output_tokens(batch, result, rows), rows)
     # Stock publishes only every --decode-log-interval steps; a router wants to know now.
     scheduler.kv_events_publisher.publish_kv_events()
@@ -274,11 +286,17 @@ def checkpoint_into_tree(result: None, cache: Any, request: Any, *args: Any, **k
     tree_core.served(cache, request, getattr(request, JOB_ATTRIBUTE, None))
 
 
-def get_internal_state(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+def get_internal_state(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
+    if (asked := explain.asked(request.rid)) is not None:
+        return GetInternalStateReqOutput(
+            internal_state={explain.STATE_KEY: scheduler.fair.explain(*asked) or []}
+        )
+    result = original(scheduler, request)
     state = scheduler.fair.status(scheduler.waiting_queue)
     state["config"]["cost"] = describe(scheduler.fair.config.cost)
     result.internal_state["fair"] = state
     result.internal_state[metrics.STATE] = scheduler.fair.metrics(state)
+    return result
 
 
 def set_internal_state(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
@@ -358,6 +376,6 @@ HOOKS: tuple[Hook, ...] = (
     Hook(_CACHE + "tree_core_registry.select_tree_core_backend", tree_core.select_tree_core_backend, HookType.AFTER),
     Hook(_RADIX + "checkpoint_into_tree", checkpoint_into_tree, HookType.AFTER),
     Hook(_SCHEDULER + "on_idle", on_idle, HookType.AFTER),
-    Hook(_SCHEDULER + "get_internal_state", get_internal_state, HookType.AFTER),
+    Hook(_SCHEDULER + "get_internal_state", get_internal_state, HookType.AROUND),
     Hook(_SCHEDULER + "set_internal_state", set_internal_state, HookType.AROUND),
 )  # fmt: skip

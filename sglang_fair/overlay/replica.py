@@ -20,6 +20,7 @@ from hashlib import blake2b
 from heapq import nlargest
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.common import match_kv_cache
 
 from sglang_fair.common.identity import ANONYMOUS
@@ -29,7 +30,9 @@ from sglang_fair.core.ledger import SYSTEM
 from sglang_fair.core.options import shown
 from sglang_fair.core.payers import make_payers, path_of
 from sglang_fair.core.queue import FairQueue
+from sglang_fair.core.record import Outcome
 from sglang_fair.core.steps import Step, StepTimes, make_steps
+from sglang_fair.core.waits import BATCH, PROMPTS
 from sglang_fair.metrics.replica import ReplicaCounts
 from sglang_fair.overlay import tree_core
 from sglang_fair.overlay.config import Config
@@ -96,6 +99,12 @@ class ReplicaFairness:
         self._tree_cache = tree_cache
         self._refused = 0
         self._armed = False
+        self._passes = False
+        """SGLang forms a batch."""
+        self._offered = False
+        """It has been offered a request and has not tried it yet."""
+        self._stopped: str | None = None
+        """Why it tries no other one."""
         self._overlaps = overlaps
         self._stall_ms = config.stall_ms if orders and steps_in_order else 0.0
         self._target_tpot_ms = config.target_tpot_ms if self._stall_ms else 0.0
@@ -169,7 +178,7 @@ class ReplicaFairness:
         """
         if not self.orders or request.to_finish or self._job(request) is not None:
             return None
-        reason = self.queue.refuses(job_of(request))
+        reason = self._admission.refuses(job_of(request))
         self._refused += reason is not None
         return reason
 
@@ -182,6 +191,7 @@ class ReplicaFairness:
     def begin_pass(self, waiting: list[Any], decoding: Any = None) -> None:
         """A batch is about to be formed from `waiting`; if it is not, the batch `decoding` goes on."""
         self._follow(waiting)
+        self._passes, self._offered, self._stopped = True, False, None
         if self.orders:
             cached_tokens = self._tree_cache.evictable_size() + self._tree_cache.protected_size()
             self._admission.begin_pass(cached_tokens, lambda: _can_decode(decoding))
@@ -294,7 +304,9 @@ class ReplicaFairness:
         """Candidates in the policy's order."""
         candidates = self._admission.candidates()
         while (request := self._next(candidates)) is not None:
+            self._offered = True
             yield request
+            self._offered = False
 
     @guarded
     def _next(self, candidates: Iterator[Job]) -> Any:
@@ -304,10 +316,29 @@ class ReplicaFairness:
     @guarded
     def may_admit(self, request: Any) -> bool:
         """Whether `request`, which the engine has just matched against its cache, is to be admitted if it fits."""
+        self._offered = False
         if not self.orders:
             return True
         job = self._job(request)
         return job is not None and self._admission.confirm(job, *self._matched(request))
+
+    def stopped(self, cause: str) -> None:
+        """The engine tries no other request in this pass, because of `cause`."""
+        self._stopped = cause
+
+    @guarded
+    def end_pass(self, *, is_full: bool, was_full: bool) -> None:
+        """The engine has formed a batch, or none. It tries nobody while its batch `is_full`: of requests, or for want
+        of memory. If it came to that without a look at any of them, it is of requests."""
+        passes, self._passes = self._passes, False
+        if not passes:
+            if is_full and not was_full:
+                self._admission.end_pass(BATCH)
+            return
+        cause = self._stopped
+        if cause is None and (self._offered or not self.orders):
+            cause = BATCH if is_full else PROMPTS
+        self._admission.end_pass(cause)
 
     # ---- what they got
 
@@ -345,6 +376,10 @@ class ReplicaFairness:
         """An extend batch was formed, which by the engine's own count computes `tokens` prompt tokens."""
         self.queue.account.ledger.engine_counted(extend=tokens)
         self._check("a batch was formed")
+
+    def note_time(self, now_s: float) -> None:
+        """It is `now_s` for what is recorded; decisions go by `tick`."""
+        self._admission.record.tick(now_s)
 
     @guarded
     def processed(self, batch: Any, tokens: int, before: Sequence[BatchRow]) -> None:
@@ -413,7 +448,7 @@ class ReplicaFairness:
 
     def _finish(self, request: Any, job: Job) -> None:
         self._emit(request, job)
-        self._admission.finish(job)
+        self._admission.finish(job, _outcome(request))
         self._forget(job)
 
     def _forget(self, job: Job) -> None:
@@ -455,6 +490,11 @@ class ReplicaFairness:
             **self.queue.status(),
         }
 
+    @guarded
+    def explain(self, id: str, client: str | None) -> list[dict[str, Any]]:
+        """The requests with this id that are remembered, of all clients if none is given; JSON-ready."""
+        return self._admission.record.find(id, client)
+
     def _block(self, request: Any, prefix_tokens: int) -> Hashable | None:
         """Equal for two requests that would compute the same behind their cached prefix."""
         if self._tree_cache.disable:
@@ -467,6 +507,11 @@ class ReplicaFairness:
         for start in starts:
             digest.update(view[start : start + BLOCK_TOKENS])
         return prefix_tokens, request.extra_key, request.cache_salt, digest.digest()
+
+
+def _outcome(request: Any) -> Outcome:
+    reason = request.finished_reason
+    return "aborted" if reason is None or isinstance(reason, FINISH_ABORT) else "finished"
 
 
 def _can_decode(batch: Any) -> bool:

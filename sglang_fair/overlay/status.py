@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from sglang_fair.overlay import config, metrics
+from sglang_fair.overlay import config, explain, metrics
 from sglang_fair.overlay.heartbeat import Heartbeats
 
 WEIGHT_PREFIX = "sglang_fair.client_weight:"
@@ -72,6 +72,7 @@ def add_routes(manager: Any) -> None:
     server.app.add_api_route("/fair", fair, methods=["GET"])
     server.app.add_api_route("/fair", auth_level(AuthLevel.ADMIN_OPTIONAL)(change), methods=["POST"])
     server.app.add_api_route("/metrics", show_metrics, methods=["GET"])
+    explain.add_route(manager)
     _add_heartbeats(server.app, manager)
 
 

@@ -31,6 +31,13 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 OutliveParent = Annotated[bool, About("Go on when the process that started this one dies.")]
 LogLevel = Annotated[str, About("Least important messages that are logged.", choices=LOG_LEVELS)]
+LogFormat = Annotated[
+    str,
+    About(
+        "How a gateway logs: text, or json: an object a line, and one for each request that has ended.",
+        choices=("text", "json"),
+    ),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,6 +291,7 @@ class Cluster(Access, Fairness, Engine):
     )
     quiet_replicas: Annotated[bool, About("Of the replicas' output show only warnings and errors.")] = False
     log_level: LogLevel = "info"
+    log_format: LogFormat = "text"
     start_timeout_s: Annotated[
         float | None,
         About(
@@ -494,6 +502,7 @@ class Gateway(Access, Limits):
         int, About("Time for open requests after SIGTERM.", unit="seconds", metavar="S", at_least=0)
     ] = 30
     log_level: LogLevel = "info"
+    log_format: LogFormat = "text"
     identity: Annotated[
         str,
         About(

@@ -30,7 +30,9 @@ from sglang_fair.core.eviction import FairEviction, LeastRecentlyUsed
 from sglang_fair.core.job import Job
 from sglang_fair.core.payers import path_of
 from sglang_fair.core.queue import FairQueue
+from sglang_fair.core.record import Record
 from sglang_fair.core.steps import Steps
+from sglang_fair.core.waits import BATCH, MEMORY, PROMPTS
 from sglang_fair.sim.answers import TOKEN_BYTES
 from sglang_fair.sim.budget import Budget, NewTokenRatio, Settings, Verdict
 from sglang_fair.sim.cache import Node, PrefixCache, Removed, Stored
@@ -127,7 +129,7 @@ class Replica:
         self._catch_up(now_s)
         self._admission.tick(now_s)
         task = self._task(request)
-        reason = self.queue.refuses(task.job) if task.output_limit else "longer than the KV cache"
+        reason = self._admission.refuses(task.job) if task.output_limit else "longer than the KV cache"
         if reason is not None:
             self._events.append(Refused(request.id, now_s, reason))
             return self._take_events()
@@ -158,6 +160,11 @@ class Replica:
         else:
             task.aborted = True
         return self._take_events()
+
+    @property
+    def record(self) -> Record:
+        """What its last requests waited for."""
+        return self._admission.record
 
     @property
     def next_s(self) -> float:
@@ -200,6 +207,7 @@ class Replica:
 
     def _complete(self, t_s: float) -> None:
         """The batch or the run that was under way has ended."""
+        self._admission.record.tick(t_s)
         if self._batch:
             self._computed(t_s)
         elif self._run is not None:
@@ -316,7 +324,7 @@ class Replica:
             written = task.written(decoding.step)
             decoding.leave(task)
             self._pool.release(task, task.held(decoding.step), written, keep=True)
-            self._admission.finish(task.job)
+            self._admission.finish(task.job, "aborted" if task.aborted else "finished")
             events.append(self._finished(task, written, t_s))
         if ended:
             self._is_full = False
@@ -348,12 +356,14 @@ class Replica:
                 return []
             if len(self._decoding) >= settings.max_running:
                 self._is_full = True
+                self._admission.end_pass(BATCH)
                 return []
         self._admission.tick(now_s)
         self._admission.begin_pass(self.cache.tokens, self._can_decode)
         reserved_tokens = self._decoding.reservable_tokens() * self._ratio.now
         budget = Budget(settings, reserved_tokens, self._admission.chunk_tokens())
         batch: list[Task] = []
+        stopped: str | None = None
         if chunked is not None and self._admission.goes_on(chunked.job):
             rest = chunked.length - chunked.computed
             block = _block(chunked.request, chunked.computed)
@@ -364,10 +374,12 @@ class Replica:
         for job in self._admission.candidates():
             task = self._tasks[job.id]
             if budget.verdict(pool.room_tokens()) is Verdict.FULL:
+                stopped = PROMPTS
                 break
             if len(batch) >= settings.max_running - len(self._decoding):
                 self._is_full = True
             if self._is_full:
+                stopped = BATCH
                 break
             node = self._match(task)
             if not self._admission.confirm(job, node.end, _block(task.request, node.end)):
@@ -390,9 +402,12 @@ class Replica:
                 batch.append(task)
                 verdict = budget.verdict(pool.room_tokens())
             if verdict is not Verdict.GO_ON:
+                stopped = PROMPTS
                 if verdict is Verdict.NO_MEMORY:
+                    stopped = MEMORY
                     self._is_full = bool(batch or self._decoding)
                 break
+        self._admission.end_pass(stopped)
         if batch:
             pool.take(batch)
             extend_tokens = sum(task.computed - task.start for task in batch)
@@ -459,7 +474,7 @@ class Replica:
         """An aborted request ends inside its prompt. What the last chunk computed is not cached."""
         self._chunked = None
         self._pool.release(task, task.computed, task.output, keep=False)
-        self._admission.finish(task.job)
+        self._admission.finish(task.job, "aborted")
         return self._finished(task, task.output, t_s)
 
     # ---- retraction

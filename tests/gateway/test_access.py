@@ -293,6 +293,8 @@ CLIENTS_ADDRESS = {
     ("post", "/generate"): (401, 401, 503, 401),
     ("get", "/v1/models"): (401, 401, 200, 401),
     ("get", "/v1/models/{id}"): (401, 401, 200, 401),
+    ("get", "/v1/usage"): (401, 401, 200, 401),
+    ("get", "/explain/{id}"): (401, 401, 404, 401),
     ("get", "/health"): (503, 503, 503, 503),
     ("get", "/status"): (404, 404, 404, 404),
     ("get", "/metrics"): (404, 404, 404, 404),
@@ -306,6 +308,8 @@ OPERATORS_ADDRESS = {
     ("post", "/generate"): (404, 404, 404, 404),
     ("get", "/v1/models"): (404, 404, 404, 404),
     ("get", "/v1/models/{id}"): (404, 404, 404, 404),
+    ("get", "/v1/usage"): (404, 404, 404, 404),
+    ("get", "/explain/{id}"): (401, 401, 401, 404),
     ("get", "/health"): (404, 404, 404, 404),
     ("get", "/status"): (401, 401, 401, 200),
     ("get", "/metrics"): (401, 401, 401, 200),
@@ -410,7 +414,7 @@ def test_without_tenants_all_is_at_one_address_as_ever(
                 for method, route in ROUTES
             }
         assert 401 not in got.values()
-        assert 404 not in got.values()
+        assert [route for route, status in got.items() if status == 404] == [("get", "/explain/{id}")]
         assert got["get", "/status"] == 200
 
     asyncio.run(main())
@@ -435,5 +439,6 @@ def test_a_tenant_sees_the_models_that_it_may_ask_for(path: Path, tmp_path: Path
 def test_an_address_documents_what_it_has(path: Path, tmp_path: Path) -> None:
     app = made(tmp_path, tenants=str(path), admin_port=free_port())
     assert set(app.pages.openapi()["paths"]) == {
-        *("/v1/chat/completions", "/v1/completions", "/generate", "/v1/models", "/v1/models/{id}", "/health")
+        *("/v1/chat/completions", "/v1/completions", "/generate", "/v1/models", "/v1/models/{id}", "/health"),
+        *("/v1/usage", "/explain/{id}"),
     }

@@ -29,6 +29,7 @@ from sglang_fair.core.payers import Payers, path_of
 from sglang_fair.core.policy import Policy
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.steps import Steps
+from sglang_fair.core.waits import MEMORY, PROMPTS
 
 Tokens = tuple[int, ...]
 
@@ -189,8 +190,8 @@ class EngineModel:
             weight=request.weight,
             weight_version=request.weight_version,
         )
-        self.queue.tick(self.steps)
-        if self.queue.refuses(job) is not None:
+        self.admission.tick(self.steps)
+        if self.admission.refuses(job) is not None:
             self.refused.append(request.id)
             return
         self._requests[request.id] = request
@@ -297,6 +298,7 @@ class EngineModel:
             left -= self._compute(running, left, first=True)
             batch.append(running)
         self.out_of_budget = left <= 0 or self._chunked is not None
+        self.admission.end_pass(MEMORY if self.candidate else PROMPTS if self.out_of_budget else None)
         if self.candidate is None and not self.out_of_budget:
             self.passed_over = list(self.queue.waiting())
         return batch

@@ -195,6 +195,25 @@ class Quotas:
             log.error("limits are counted by each process: the store does not answer: %r", error)
             return None
 
+    async def left(self, tenant: str, limits: Limits) -> list[tuple[str, int, int | None, int | None]]:
+        """The limits that there are: name, limit, what is left of it, and the seconds until it begins anew."""
+        found: list[tuple[str, int, int | None, int | None]] = []
+        for window, limit in (
+            (REQUESTS, limits.requests_per_minute),
+            (TOKENS, limits.tokens_per_minute),
+            (TOKENS_OF_DAY, limits.tokens_per_day),
+        ):
+            if limit is not None:
+                used = (await self.charge(tenant, window, self.window(window), 0)).used
+                found.append((window.name, limit, max(0, limit - used), self.left_s(window)))
+        if limits.concurrency is not None:
+            left = max(0, limits.concurrency - self._at_once[tenant])
+            found.append(("concurrency", limits.concurrency, left, None))
+        for name, most in (("prompt-tokens", limits.prompt_tokens), ("output-tokens", limits.output_tokens)):
+            if most is not None:
+                found.append((name, most, None, None))
+        return found
+
     def opened(self, ticket: "Ticket") -> None:
         """It is to be looked at now and then."""
         self._open.add(ticket)

@@ -66,9 +66,19 @@ class Attempt:
         self._last_s = waiting_since_s
 
     @property
+    def first_s(self) -> float | None:
+        """When the first piece of a streamed answer came, on the monotonic clock."""
+        return self._first_s
+
+    @property
+    def usage(self) -> Usage:
+        """Of its answer, so far."""
+        return self._stream.usage if self._ended is None else self._ended
+
+    @property
     def output_tokens(self) -> int:
         """Of its answer, so far."""
-        return self._stream.usage.output_tokens if self._ended is None else self._ended.output_tokens
+        return self.usage.output_tokens
 
     @property
     def was_taken(self) -> bool:

@@ -66,6 +66,10 @@ class Fleet:
             self._untold.add(arrive.id)
         self.in_flight[place.worker] += 1
 
+    def placed_itself(self, request: str) -> bool:
+        """Whether the gateway has placed it, without a router."""
+        return request in self._untold
+
     def end(self, done: Done) -> bool:
         """A request has ended, or will not be sent. True if the router must be told."""
         self._asked.pop(done.id, None)

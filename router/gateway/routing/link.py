@@ -27,6 +27,8 @@ from router.events import (
     Arrive,
     Difference,
     Event,
+    Explain,
+    Explained,
     Follow,
     Held,
     Place,
@@ -184,6 +186,14 @@ class Link:
         if not isinstance(answer, Snapshot):
             raise RouterGone("the router answered something else than was asked")
         return answer.state
+
+    async def explain(self, request: str, client: str | None) -> tuple[dict[str, object], ...]:
+        """What the router remembers of a request, by its name or an attempt's id. Raises `RouterGone`."""
+        name = uuid.uuid4().hex
+        answer = await self._ask(name, Explain(name, request, client))
+        if not isinstance(answer, Explained):
+            raise RouterGone("the router answered something else than was asked")
+        return answer.placements
 
     async def workers(self) -> Workers:
         """The workers, as they are after every event told before. Raises `RouterGone`."""

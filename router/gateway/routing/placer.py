@@ -51,6 +51,10 @@ class Placer:
         self._fleet.begin(arrive, place, told=False)
         return place
 
+    def placed_itself(self, request: str) -> bool:
+        """Whether this request, which is in flight, was placed without a router."""
+        return self._fleet.placed_itself(request)
+
     def progress(self, progress: Progress) -> None:
         """Tells the router how far a request has come."""
         self._link.tell(progress)

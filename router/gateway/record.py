@@ -1,0 +1,211 @@
+"""The latest requests of a gateway process: who asked, what was tried, what it came to.
+
+Bounded: those that are under way, and the last `most` of those that are not. Names that a client chose are cut; they
+may be anybody's, and come again. No text of a request or an answer is in it.
+"""
+
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from router.events import Place
+
+REQUEST_ID = "x-request-id"
+"""The header in which a client names its request, and every answer too."""
+
+MOST_ENDED = 4096
+MOST_FOUND = 16
+"""Requests that are shown of one name."""
+MOST_NAME = 128
+"""Characters of a client's own name for a request."""
+
+
+def own_name(given: str | None) -> str:
+    """What a request is called: by its client, in `x-request-id`, if that can stand in a header and in a log, else a
+    name of ours."""
+    if given and len(given) <= MOST_NAME and given.isascii() and given.isprintable() and " " not in given:
+        return given
+    return uuid.uuid4().hex
+
+
+@dataclass(slots=True)
+class Try:
+    """One attempt at a replica, or at getting one. Times are monotonic."""
+
+    id: str
+    asked_s: float
+    worker: str = ""
+    placed_s: float | None = None
+    first_s: float | None = None
+    """The first piece of the answer."""
+    matched_tokens: int = 0
+    is_fallback: bool = False
+    """No router answered; the gateway placed it by itself."""
+    outcome: str = ""
+    reason: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class Exchange:
+    """One request of a client."""
+
+    name: str
+    kind: str
+    came_s: float
+    came_at_s: float
+    """By the machine's clock."""
+    client: str = "-"
+    model: str = ""
+    tries: list[Try] = field(default_factory=list)
+    status: int | None = None
+    error: str = ""
+    """Code and text of what it was refused or failed for."""
+    outcome: str = ""
+    resumed: int = 0
+    input_tokens: int | None = None
+    cached_tokens: int | None = None
+    output_tokens: int = 0
+    ended_s: float | None = None
+    is_entered: bool = False
+
+    def shown(self, now_s: float) -> dict[str, Any]:
+        """JSON-ready."""
+        until_s = now_s if self.ended_s is None else self.ended_s
+        first_s = next((one.first_s for one in self.tries if one.first_s is not None), None)
+        return {
+            "request": self.name,
+            "kind": self.kind,
+            "client": self.client,
+            "model": self.model,
+            "came_at_s": self.came_at_s,
+            "outcome": self.outcome or None,
+            "status": self.status,
+            "error": self.error,
+            "retries": max(0, len(self.tries) - 1 - self.resumed),
+            "resumes": self.resumed,
+            "fallback": any(one.is_fallback for one in self.tries),
+            "ttft_s": None if first_s is None else first_s - self.came_s,
+            "duration_s": until_s - self.came_s,
+            "tokens": {
+                "input": self.input_tokens,
+                "cached": self.cached_tokens,
+                "output": self.output_tokens,
+            },
+            "tries": [_try(one, now_s) for one in self.tries],
+        }
+
+    def line(self) -> dict[str, Any]:
+        """The same for a log: one flat object."""
+        last = self.tries[-1] if self.tries else None
+        shown = self.shown(self.ended_s or self.came_s)
+        placed_s = None if last is None else last.placed_s
+        first_s = None if last is None else last.first_s
+        return {
+            "request": self.name,
+            "id": "" if last is None else last.id,
+            "client": self.client,
+            "model": self.model,
+            "kind": self.kind,
+            "replica": "" if last is None else last.worker,
+            "reason": self.error or ("" if last is None else last.reason),
+            "outcome": self.outcome,
+            "status": self.status,
+            "gateway_wait_s": None if last is None else round(last.asked_s - self.came_s, 6),
+            "router_wait_s": None if last is None or placed_s is None else round(placed_s - last.asked_s, 6),
+            "replica_wait_s": None if first_s is None or placed_s is None else round(first_s - placed_s, 6),
+            "duration_s": round(shown["duration_s"], 6),
+            "input_tokens": self.input_tokens,
+            "cached_tokens": self.cached_tokens,
+            "output_tokens": self.output_tokens,
+            "retries": shown["retries"],
+            "resumes": self.resumed,
+            "fallback": shown["fallback"],
+        }
+
+
+def _try(one: Try, now_s: float) -> dict[str, Any]:
+    placed_s = now_s if one.placed_s is None else one.placed_s
+    return {
+        "id": one.id,
+        "worker": one.worker,
+        "matched_tokens": one.matched_tokens,
+        "fallback": one.is_fallback,
+        "router_wait_s": placed_s - one.asked_s,
+        "replica_wait_s": None if one.first_s is None else one.first_s - placed_s,
+        "outcome": one.outcome or None,
+        "reason": one.reason,
+    }
+
+
+class RequestRecord:
+    """Is told of requests, and finds them again by their own names and by those of their attempts."""
+
+    def __init__(
+        self, most: int = MOST_ENDED, log: Callable[[Mapping[str, Any]], None] | None = None
+    ) -> None:
+        """`log` gets a line for each request that has ended."""
+        self._most = most
+        self._log = log
+        self._ended: deque[Exchange] = deque()
+        self._by_name: dict[str, dict[Exchange, None]] = {}
+
+    def came(self, kind: str, given: str | None) -> Exchange:
+        """A request came, which its client calls `given`. Nobody finds it before `enter`."""
+        return Exchange(own_name(given), kind, time.monotonic(), time.time())
+
+    def enter(self, exchange: Exchange) -> None:
+        """Its client is known. Of those who may not ask nothing is remembered: they are as many as they like."""
+        exchange.is_entered = True
+        self._enter(exchange.name, exchange)
+
+    def tried(self, exchange: Exchange, id: str) -> Try:
+        """An attempt begins."""
+        one = Try(id, time.monotonic())
+        exchange.tries.append(one)
+        self._enter(id, exchange)
+        return one
+
+    def placed(self, exchange: Exchange, one: Try, place: Place, *, itself: bool) -> None:
+        """The attempt goes to a replica, perhaps under another id than it was asked with; the gateway chose it
+        `itself`, or the router did."""
+        one.worker, one.matched_tokens = place.worker, place.matched_tokens
+        one.placed_s, one.is_fallback = time.monotonic(), itself
+        if place.id != one.id:
+            self._drop(one.id, exchange)
+            one.id = place.id
+            self._enter(place.id, exchange)
+
+    def ended(self, exchange: Exchange, outcome: str) -> None:
+        """It is over. Only the first call counts."""
+        if exchange.ended_s is not None:
+            return
+        exchange.ended_s, exchange.outcome = time.monotonic(), outcome
+        if exchange.is_entered:
+            self._ended.append(exchange)
+        if len(self._ended) > self._most:
+            gone = self._ended.popleft()
+            for name in {gone.name, *(one.id for one in gone.tries)}:
+                self._drop(name, gone)
+        if self._log is not None:
+            self._log(exchange.line())
+
+    def find(self, name: str, client: str | None = None) -> list[Exchange]:
+        """Those of this name, the latest first; of `client` only, if one is given."""
+        same = reversed(self._by_name.get(name, {}))
+        return [one for one in same if client in (None, one.client)][:MOST_FOUND]
+
+    def __len__(self) -> int:
+        return len({one for same in self._by_name.values() for one in same})
+
+    def _enter(self, name: str, exchange: Exchange) -> None:
+        self._by_name.setdefault(name, {})[exchange] = None
+
+    def _drop(self, name: str, exchange: Exchange) -> None:
+        same = self._by_name.get(name)
+        if same is not None:
+            same.pop(exchange, None)
+            if not same:
+                del self._by_name[name]

@@ -1,0 +1,148 @@
+"""`GET /v1/usage`: what the holder of a key has had, what it may have, and what is left.
+
+Tokens are those of the replicas' books, from which clients are charged; so they are the same from every gateway, and
+begin anew with a replica. The books are read every `FRESH_S` at most, however often somebody asks.
+"""
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from router.gateway.access.directory import Known
+from router.gateway.access.quota import Quotas
+from router.gateway.replicas.pool import Replicas
+from router.gateway.routing.fleet import Fleet
+
+FRESH_S = 2.0
+TIMEOUT_S = 5.0
+
+Book = Mapping[str, Mapping[str, Any]]
+"""A replica's clients."""
+
+
+class TokensUsed(msgspec.Struct):
+    """Prompt tokens that were computed, and that the cache had; output tokens."""
+
+    computed: int = 0
+    cached: int = 0
+    output: int = 0
+
+
+class LimitUsed(msgspec.Struct):
+    """One of the tenant's limits. `remaining` and `resets_s` are of the window that it is."""
+
+    name: str
+    limit: int
+    remaining: int | None = None
+    resets_s: int | None = None
+
+
+class UsageReport(msgspec.Struct):
+    """`GET /v1/usage`."""
+
+    client: str
+    tokens: TokensUsed
+    service: float
+    """Units of the cost function, which is what shares are of."""
+    share: float | None
+    """Of all service that the replicas have given; None: there was none."""
+    fair_share: float
+    """What its weight entitles it to beside those who have requests at this moment."""
+    weight: float
+    requests: int
+    waiting: int
+    running: int
+    limits: list[LimitUsed]
+    replicas: int
+    """Replicas whose books are in this."""
+
+
+class Books:
+    """The replicas' books, as one gateway process reads them. Belongs to one event loop."""
+
+    def __init__(self, fleet: Fleet, replicas: Replicas) -> None:
+        self._fleet = fleet
+        self._replicas = replicas
+        self._read_s = float("-inf")
+        self._books: list[Book] = []
+        self._reading: asyncio.Task[None] | None = None
+
+    async def read(self) -> list[Book]:
+        """Those of the replicas that answer."""
+        if self._reading is None and time.monotonic() - self._read_s >= FRESH_S:
+            self._reading = asyncio.create_task(self._read_all())
+        if self._reading is not None:
+            await asyncio.shield(self._reading)
+        return self._books
+
+    async def _read_all(self) -> None:
+        try:
+            urls = [up.url for up in self._fleet.workers.values()]
+            found = await asyncio.gather(*(self._read(url) for url in urls))
+            self._books = [book for books in found for book in books]
+            self._read_s = time.monotonic()
+        finally:
+            self._reading = None
+
+    async def _read(self, url: str) -> list[Book]:
+        try:
+            timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
+            async with self._replicas.session.get(f"{url.rstrip('/')}/fair", timeout=timeout) as answer:
+                if answer.status != 200:
+                    return []
+                report = await answer.json()
+                ranks = report.get("data_parallel", [report])
+                return [rank["clients"] for rank in ranks]
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError, KeyError, AttributeError):
+            return []
+
+
+class Usage:
+    """Answers for one client at a time."""
+
+    def __init__(self, books: Books, quotas: Quotas) -> None:
+        self._books = books
+        self._quotas = quotas
+
+    async def of(self, known: Known) -> UsageReport:
+        """What `known` has had, may have, and has left."""
+        client = known.caller.client
+        books = await self._books.read()
+        own = [book[client] for book in books if client in book]
+        limits = [] if known.tenant is None else await self._quotas.left(client, known.tenant.limits)
+        service = sum(row["service"] for row in own)
+        whole = sum(row["service"] for book in books for row in book.values())
+        weight = known.caller.weight
+        if weight is None:
+            weight = max((row["weight"] for row in own), default=1.0)
+        return UsageReport(
+            client,
+            TokensUsed(
+                sum(row["extend_tokens"] for row in own),
+                sum(row["cached_tokens"] for row in own),
+                sum(row["output_tokens"] for row in own),
+            ),
+            service,
+            service / whole if whole else None,
+            weight / (weight + _others_weight(books, client)),
+            weight,
+            sum(row["requests"] for row in own),
+            sum(row["waiting"] for row in own),
+            sum(row["running"] for row in own),
+            [LimitUsed(name, limit, left, resets_s) for name, limit, left, resets_s in limits],
+            len(books),
+        )
+
+
+def _others_weight(books: list[Book], client: str) -> float:
+    """Of all others that have a request at a replica."""
+    present: dict[str, float] = {}
+    for book in books:
+        for name, row in book.items():
+            if name != client and (row["waiting"] or row["running"]):
+                present[name] = max(present.get(name, 0.0), row["weight"])
+    return sum(present.values())

@@ -1,0 +1,176 @@
+"""The latest placements: which worker, why that one, what the next best would have been, and what was waited for.
+
+    why       the worker that was chosen
+    told      had the request already: another router, or a gateway without one, placed it
+    others    as `core.placement_reason` says
+
+Of the two workers the figures are kept by which they can be compared. No prompt is in it, and no other client.
+Bounded: the last `most` requests. O(workers) for a placement.
+"""
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Any
+
+from router.placement.contract import Request, WorkerView
+from router.radix import Match
+
+MOST = 4096
+MOST_FOUND = 16
+"""Placements that are shown of one name."""
+MOST_NAME = 128
+"""Characters of a name that a client may have chosen."""
+
+Figures = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Placed:
+    """What is known of one placement. Times are by the router's clock."""
+
+    id: str
+    name: str
+    """What its gateway, or its client, calls the request; several attempts at one share it."""
+    client: str
+    input_tokens: int
+    came_s: float
+    decided_s: float | None = None
+    why: str = ""
+    worker: Figures | None = None
+    next_best: Figures | None = None
+    candidates: int = 0
+    excluded: tuple[str, ...] = ()
+    held: str = ""
+    """Why it had to wait here; "": it did not."""
+    refused: str = ""
+    outcome: str = ""
+    cached_tokens: int | None = None
+    ended_s: float | None = None
+
+
+@dataclass
+class PlacementRecord:
+    """Is told what becomes of requests, and tells it again."""
+
+    most: int = MOST
+    _by_id: OrderedDict[str, Placed] = field(default_factory=OrderedDict, init=False, repr=False)
+    _by_name: dict[str, dict[str, None]] = field(default_factory=dict, init=False, repr=False)
+
+    def came(self, request: Request, name: str, now_s: float) -> None:
+        """A gateway asks for a worker."""
+        known = self._by_id.get(request.id)
+        if known is not None:
+            return
+        placed = Placed(request.id, name[:MOST_NAME], request.client, request.input_tokens, now_s)
+        placed.excluded = request.exclude
+        self._by_id[request.id] = placed
+        if placed.name:
+            self._by_name.setdefault(placed.name, {})[request.id] = None
+        while len(self._by_id) > self.most:
+            self._forget()
+
+    def held(self, id: str, why: str) -> None:
+        """It waits here."""
+        if (placed := self._by_id.get(id)) is not None:
+            placed.held = why
+
+    def refused(self, id: str, reason: str, now_s: float) -> None:
+        """It gets no worker."""
+        if (placed := self._by_id.get(id)) is not None:
+            placed.decided_s = placed.ended_s = now_s
+            placed.refused, placed.outcome = reason, "refused"
+
+    def placed(
+        self,
+        request: Request,
+        chosen: WorkerView,
+        why: str,
+        match: Match,
+        workers: Sequence[WorkerView],
+        costs: Mapping[str, float] | None,
+        now_s: float,
+    ) -> None:
+        """It goes to `chosen`, one of `workers`, because of `why`. `costs`: what the placement weighed, less is
+        better; None: it has no such number."""
+        placed = self._by_id.get(request.id)
+        if placed is None:
+            return
+        placed.decided_s = now_s
+        placed.candidates = len(workers)
+        placed.why = why
+        others = [worker for worker in workers if worker.name != chosen.name]
+
+        def order(worker: WorkerView) -> tuple[float, float, float, str]:
+            cost = 0.0 if costs is None else costs.get(worker.name, 0.0)
+            return cost, -match.of(worker.name), worker.load, worker.name
+
+        placed.worker = _figures(chosen, match, costs)
+        placed.next_best = _figures(min(others, key=order), match, costs) if others else None
+
+    def told(self, request: Request, worker: WorkerView, match: Match, now_s: float) -> None:
+        """It was placed elsewhere, at `worker`."""
+        self.came(request, "", now_s)
+        placed = self._by_id[request.id]
+        placed.decided_s, placed.why, placed.worker = now_s, "told", _figures(worker, match, None)
+
+    def ended(self, id: str, outcome: str, cached_tokens: int | None, now_s: float) -> None:
+        """It is over at its worker."""
+        if (placed := self._by_id.get(id)) is not None and not placed.outcome:
+            placed.outcome, placed.cached_tokens, placed.ended_s = outcome, cached_tokens, now_s
+
+    def find(self, name: str, client: str | None, now_s: float) -> tuple[dict[str, Any], ...]:
+        """The placements of this id, or of requests of this name, the latest first; of `client` only, if one is
+        given."""
+        ids = [name, *reversed(self._by_name.get(name[:MOST_NAME], {}))]
+        found = (self._by_id[id] for id in dict.fromkeys(ids) if id in self._by_id)
+        shown = [_shown(placed, now_s) for placed in found if client in (None, placed.client)]
+        return tuple(shown[:MOST_FOUND])
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def _forget(self) -> None:
+        id, placed = self._by_id.popitem(last=False)
+        if placed.name:
+            same = self._by_name[placed.name]
+            del same[id]
+            if not same:
+                del self._by_name[placed.name]
+
+
+def _figures(worker: WorkerView, match: Match, costs: Mapping[str, float] | None) -> Figures:
+    figures: Figures = {
+        "worker": worker.name,
+        "matched_tokens": match.of(worker.name),
+        "load": round(worker.load, 3),
+        "prefill_tokens": round(worker.prefill_tokens),
+        "decode_tokens": round(worker.decode_tokens),
+    }
+    if costs is not None:
+        cost = costs.get(worker.name)
+        # None: the placement's rules ruled it out
+        figures["cost"] = None if cost is None or not isfinite(cost) else round(cost, 1)
+    return figures
+
+
+def _shown(placed: Placed, now_s: float) -> dict[str, Any]:
+    decided_s = now_s if placed.decided_s is None else placed.decided_s
+    return {
+        "id": placed.id,
+        "request": placed.name,
+        "client": placed.client,
+        "came_s_ago": now_s - placed.came_s,
+        "input_tokens": placed.input_tokens,
+        "waited_s": decided_s - placed.came_s,
+        "waited_for": placed.held,
+        "why": placed.why,
+        "worker": placed.worker,
+        "next_best": placed.next_best,
+        "candidates": placed.candidates,
+        "excluded": list(placed.excluded),
+        "refused": placed.refused,
+        "outcome": placed.outcome or None,
+        "cached_tokens": placed.cached_tokens,
+    }

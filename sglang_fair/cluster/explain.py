@@ -1,0 +1,139 @@
+"""`sglang-fair explain ID`: what gateway, router and replica remember of a request, in words."""
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+from urllib.parse import quote
+
+from router.gateway.guard import KEY_VARIABLE
+from sglang_fair.cluster.status import fetch
+
+TENANT_KEY_VARIABLE = "OPENAI_API_KEY"
+"""Where OpenAI's clients have their key."""
+
+CAUSES = {
+    "step": "a step that was under way",
+    "running": "those that run, whose turn it was",
+    "prompts": "room among the prompts of a step",
+    "batch": "a place among those that run",
+    "memory": "memory in the KV cache",
+    "deficit": "its client's turn: the client had used up what it was due",
+    "rate": "its client's next minute: its requests of this one were used up",
+    "target": "its client's share: it had more of those that run, and tokens took longer than the target",
+    "prefix": "a prefix that another request was computing",
+    "engine": "SGLang, which passed it over for a reason of its own",
+}
+
+WHY = {
+    "retry": "another replica had failed it",
+    "only": "no other replica could take it",
+    "prefix": "none has more of the prompt cached",
+    "new": "nobody has any of the prompt cached, and the placement preferred it",
+    "load": "another one has more of the prompt cached, and the placement preferred it all the same",
+    "told": "it had the request already when this router came to know of it",
+}
+
+
+def read(gateway: str, request: str) -> dict[str, Any]:
+    """The gateway's answer. Raises `Unreachable`."""
+    key = os.environ.get(KEY_VARIABLE) or os.environ.get(TENANT_KEY_VARIABLE) or ""
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    return fetch(f"{gateway.rstrip('/')}/explain/{quote(request, safe='')}", headers)
+
+
+def told(answer: Mapping[str, Any]) -> str:
+    """For a person."""
+    parts = ["\n".join(_request(request)) for request in answer["requests"]]
+    if answer.get("router"):
+        parts.append(f"The router could not be asked: {answer['router']}.")
+    return "\n\n".join(parts)
+
+
+def _request(request: Mapping[str, Any]) -> Iterator[str]:
+    head = f"request {request['request'] or '?'} of client {request['client']}"
+    if not request["gateway"]:
+        yield head + "; this gateway process knows nothing of it, others may"
+    else:
+        yield f"{head}, {request['kind']}, model {request['model'] or '?'}: {request['outcome'] or 'under way'}"
+        if request["error"]:
+            yield f"  {request['error']}"
+        tokens = request["tokens"]
+        yield (
+            f"  {_seconds(request['duration_s'])} in all, first token after {_seconds(request['ttft_s'])}; tokens: "
+            f"{_count(tokens['input'])} in, {_count(tokens['cached'])} of them cached, {_count(tokens['output'])} out; "
+            f"{request['retries']} retries, {request['resumes']} resumes"
+            + (", placed without a router" if request["fallback"] else "")
+        )
+    for attempt in request["attempts"]:
+        yield from _attempt(attempt)
+
+
+def _attempt(attempt: Mapping[str, Any]) -> Iterator[str]:
+    outcome = attempt.get("outcome")
+    yield (
+        f"  attempt {attempt['id']} at {attempt['worker'] or 'no replica'}"
+        + (f": {outcome}" if outcome else "")
+        + (f", {attempt['reason']}" if attempt.get("reason") else "")
+    )
+    if attempt["router"] is not None:
+        yield from _placement(attempt["router"])
+    if attempt["replica_error"]:
+        yield f"    {attempt['replica_error']}"
+    for record in attempt["replica"] or ():
+        yield from _record(record)
+
+
+def _placement(placement: Mapping[str, Any]) -> Iterator[str]:
+    if placement["refused"]:
+        yield f"    router: refused, {placement['refused']}"
+        return
+    if placement["waited_for"]:
+        yield f"    router: held for {_seconds(placement['waited_s'])}, because {placement['waited_for']}"
+    if placement["worker"] is None:
+        return
+    yield f"    router: {_figures(placement['worker'])}, because {WHY.get(placement['why'], placement['why'])}"
+    if placement["next_best"] is not None:
+        yield f"    next best: {_figures(placement['next_best'])}"
+
+
+def _figures(worker: Mapping[str, Any]) -> str:
+    cost = worker.get("cost")
+    return (
+        f"{worker['worker']} with {worker['matched_tokens']:,} tokens of the prompt and {worker['load']:g} requests "
+        f"for its capacity" + ("" if cost is None else f", cost {cost:,.0f}")
+    )
+
+
+def _record(record: Mapping[str, Any]) -> Iterator[str]:
+    state = record["outcome"] or record["state"]
+    yield f"    replica: waited {_seconds(record['waited_s'])}, {state}" + (
+        f": {record['reason']}" if record["reason"] else ""
+    )
+    for cause, spent_s in record["waited_for_s"].items():
+        yield f"      {_seconds(spent_s):>9} for {CAUSES.get(cause, cause)}"
+    yield (
+        f"      when it came {record['waiting_at_arrival']:,} waited and {record['running_at_arrival']:,} ran; "
+        f"{record['overtaken_by']:,} later ones went first, in {record['overtaken_in_batches']:,} batches"
+    )
+    if record["counter_at_arrival"] is not None or record["counter_at_admission"] is not None:
+        refills = "" if record["refills"] is None else f", {record['refills']:,} refills between"
+        yield (
+            f"      its client's counter: {_count(record['counter_at_arrival'])} when it came, "
+            f"{_count(record['counter_at_admission'])} when it was admitted{refills}"
+        )
+    if record["prefill_s"] is not None:
+        yield (
+            f"      prompt computed in {_seconds(record['prefill_s'])} ({record['extend_tokens']:,} tokens, "
+            f"{record['cached_tokens']:,} more from the cache), answer in {_seconds(record['decode_s'])} "
+            f"({record['output_tokens']:,} tokens), taken back {record['retractions']} times"
+        )
+
+
+def _seconds(seconds: float | None) -> str:
+    if seconds is None:
+        return "?"
+    return f"{1e3 * seconds:,.1f} ms" if seconds < 1 else f"{seconds:,.2f} s"
+
+
+def _count(count: float | None) -> str:
+    return "?" if count is None else f"{count:,.0f}"

@@ -1,0 +1,370 @@
+"""The record of a replica's last requests, on a whole engine and against what can be counted from outside."""
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_fair.core import POLICIES, make_policy
+from sglang_fair.core.job import Job
+from sglang_fair.core.policy import Policy
+from sglang_fair.core.queue import FairQueue
+from sglang_fair.core.record import MOST_FOUND, MOST_ID, NS, Record
+from sglang_fair.core.steps import Steps
+from sglang_fair.core.waits import BATCH, CAUSES, DEFICIT, MEMORY, PREFIX, PROMPTS, RATE, STEP, TARGET
+from tests.core.test_admission import Engine
+from tests.support.engine_model import EngineCase, EngineModel, Request, Traffic, cases
+
+ON_THE_ENGINE = settings(max_examples=5, deadline=None, derandomize=True)
+every_policy = pytest.mark.parametrize("name", sorted(POLICIES))
+
+
+def only(record: Record, id: str) -> dict[str, Any]:
+    found = record.find(id)
+    assert len(found) == 1, found
+    return found[0]
+
+
+@dataclass
+class Seen:
+    """What can be seen of the requests from outside: in which order they came, and in which step they were admitted."""
+
+    replica: EngineModel
+    came: dict[str, int] = field(default_factory=dict)
+    """Request -> the step after which it came; in order of arrival."""
+
+    def note(self) -> None:
+        for job in self.replica.queue.waiting():
+            self.came.setdefault(job.id, self.replica.steps)
+
+    def admitted(self) -> dict[str, int]:
+        return {line.id: line.step for line in self.replica.admissions}
+
+    def overtaken(self, id: str, until: int) -> tuple[int, int]:
+        order, admitted = list(self.came), self.admitted()
+        later = [admitted[other] for other in order[order.index(id) + 1 :] if other in admitted]
+        return len([step for step in later if step < until]), len({step for step in later if step < until})
+
+
+@every_policy
+@given(case=cases())
+@ON_THE_ENGINE
+def test_waits_and_overtakes_are_what_can_be_counted(name: str, case: EngineCase) -> None:
+    """For every request that was admitted, that still waits, and that was given up while it waited."""
+    replica, seen = _run(name, case)
+    record, admitted = replica.admission.record, seen.admitted()
+    assert seen.came
+    waiting = {job.id for job in replica.queue.waiting()}
+    for id, came in seen.came.items():
+        found = only(record, id)
+        assert sum(found["waited_for_s"].values()) == pytest.approx(found["waited_s"], abs=1e-9)
+        assert all(spent > 0 for spent in found["waited_for_s"].values())
+        assert found["waited_for_s"].keys() <= set(CAUSES)
+        if id in admitted:
+            assert found["waited_s"] == admitted[id] - came
+            assert (found["overtaken_by"], found["overtaken_in_batches"]) == seen.overtaken(id, admitted[id])
+        elif id in waiting:
+            assert found["state"] == "waiting"
+            assert found["waited_s"] == replica.steps - came
+            assert (found["overtaken_by"], found["overtaken_in_batches"]) == seen.overtaken(
+                id, replica.steps + 1
+            )
+        else:
+            assert found["outcome"] == "aborted"
+    assert len(record) >= len(seen.came) + len(replica.refused)
+
+
+def _run(name: str, case: EngineCase) -> tuple[EngineModel, Seen]:
+    replica = EngineModel(
+        FairQueue(make_policy(name, quantum=20)),
+        pool_tokens=case.pool_tokens,
+        cache_tokens=case.cache_tokens,
+        page_tokens=case.page_tokens,
+        step_tokens=case.step_tokens,
+        block_tokens=case.block_tokens,
+    )
+    seen, traffic = Seen(replica), Traffic(case)
+    for _ in range(case.steps):
+        traffic.step(replica)
+        seen.note()
+        replica.step()
+    return replica, seen
+
+
+@every_policy
+def test_counters_and_refills_are_the_policys(name: str) -> None:
+    replica = EngineModel(FairQueue(make_policy(name, quantum=20)), pool_tokens=60)
+    policy, record = replica.queue.policy, replica.admission.record
+    for number in range(30):
+        client = "ab"[number % 2]
+        _arrive(replica, str(number), client, prompt=9, output=4)
+        refills = policy.refills
+        if not replica.queue.is_waiting(str(number)):
+            continue
+        counter = policy.counters().get(client) if name not in ("rpm", "fcfs", "lpm") else None
+        assert only(record, str(number))["counter_at_arrival"] == counter
+        replica.step()
+        found = only(record, str(number))
+        if found["state"] == "waiting":
+            assert found["refills"] == (None if refills is None else (policy.refills or 0) - refills)
+    assert all(policy.counter(client) in (None, counter) for client, counter in policy.counters().items())
+
+
+# ---- each cause
+
+
+def test_memory_is_the_cause_if_the_pool_is_full() -> None:
+    replica = EngineModel(FairQueue(make_policy("dlpm", quantum=100)), pool_tokens=20)
+    _arrive(replica, "runs", "a", prompt=5, output=15)
+    replica.step()
+    _arrive(replica, "waits", "b", prompt=5, output=5)
+    _steps(replica, 14)
+    assert only(replica.admission.record, "waits")["waited_for_s"] == {STEP: 1, MEMORY: 13}
+    replica.step()
+    replica.step()
+    found = only(replica.admission.record, "waits")
+    assert found["state"] == "running"
+    assert found["waited_for_s"] == {STEP: 1, MEMORY: 14}
+
+
+def test_prompts_are_the_cause_if_a_long_one_is_computed_in_parts() -> None:
+    replica = EngineModel(FairQueue(make_policy("fcfs")), pool_tokens=100, step_tokens=4)
+    _arrive(replica, "long", "a", prompt=20, output=1)
+    _arrive(replica, "waits", "b", prompt=2, output=1)
+    _steps(replica, 6)
+    found = only(replica.admission.record, "waits")
+    assert found["waited_for_s"] == {STEP: 1, PROMPTS: 5}
+    assert only(replica.admission.record, "long")["prefill_s"] == 4
+
+
+@pytest.mark.parametrize("name", ["dlpm", "vtc", "drr", "lcf"])
+def test_the_deficit_is_the_cause_if_others_have_had_less(name: str) -> None:
+    """There is room for one. With its first request the flooder has had more than its due: others go first, although
+    they came later than its second one."""
+    replica = EngineModel(FairQueue(make_policy(name, quantum=5)), pool_tokens=12, block_tokens=None)
+    for id in ("first", "waits"):
+        _arrive(replica, id, "flood", prompt=10, output=2)
+    for number in range(3):
+        _arrive(replica, f"light {number}", f"light {number}", prompt=10, output=2)
+    _steps(replica, 10)
+    found = only(replica.admission.record, "waits")
+    assert found["outcome"] == "finished"
+    assert found["overtaken_by"] == found["overtaken_in_batches"] == 3
+    assert found["waited_for_s"][DEFICIT] >= 4
+    assert found["counter_at_arrival"] != found["counter_at_admission"]
+    assert DEFICIT not in only(replica.admission.record, "light 0")["waited_for_s"]
+
+
+def test_alone_nobody_waits_for_its_own_deficit() -> None:
+    replica = EngineModel(FairQueue(make_policy("dlpm", quantum=1)), pool_tokens=12)
+    for number in range(3):
+        _arrive(replica, str(number), "alone", prompt=10, output=2)
+    _steps(replica, 5)
+    assert only(replica.admission.record, "2")["waited_for_s"] == {STEP: 1, MEMORY: 4}
+
+
+def test_the_rate_is_the_cause_if_the_minute_is_used_up() -> None:
+    replica = EngineModel(FairQueue(make_policy("rpm", limit=1, excess="delay")), pool_tokens=100)
+    _arrive(replica, "first", "a", prompt=1, output=1)
+    _arrive(replica, "waits", "a", prompt=1, output=1)
+    _steps(replica, 70)
+    assert only(replica.admission.record, "waits")["waited_for_s"] == {STEP: 1, RATE: 60}
+
+
+def test_a_prefix_that_another_computes_is_the_cause() -> None:
+    engine = Engine(make_policy("dlpm", quantum=100))
+    engine.admission.tick(1.0)
+    first, twin = engine.arrive("first", block="p"), engine.arrive("twin", "b", block="p")
+    for job in engine.begin_pass():
+        assert engine.confirm(job)
+        engine.admit(job)
+    engine.admission.end_pass(None)
+    engine.admission.tick(3.0)
+    engine.admission.computed([first])
+    engine.matches["twin"] = 50, None
+    for job in engine.begin_pass():
+        engine.admit(job)
+    engine.admission.end_pass(None)
+    assert only(engine.admission.record, "twin")["waited_for_s"] == {PREFIX: 2}
+    assert twin.id in engine.queue.account.running
+
+
+def test_one_that_was_taken_back_waits_for_memory() -> None:
+    engine = Engine(make_policy("dlpm", quantum=100))
+    job = engine.arrive("job")
+    for found in engine.begin_pass():
+        engine.admit(found)
+    engine.admission.end_pass(None)
+    engine.admission.tick(2.0)
+    engine.admission.retract(job)
+    engine.admission.tick(5.0)
+    shown = only(engine.admission.record, "job")
+    assert (shown["state"], shown["retractions"]) == ("waiting", 1)
+    assert (shown["waited_s"], shown["waited_again_s"]) == (3, 3)
+    assert shown["waited_for_s"] == {MEMORY: 3}
+
+
+def test_the_target_is_the_cause_if_others_tokens_take_too_long() -> None:
+    policy = make_policy("dlpm", quantum=1000)
+    queue = FairQueue(policy)
+    engine = Engine(policy)
+    engine.queue = queue
+    engine.admission = type(engine.admission)(queue, engine.match, Steps(0.1, policy.weights, target_s=0.010))
+    for number in range(4):
+        engine.arrive(f"flood {number}", "flood")
+    engine.arrive("light", "light")
+    running = []
+    for job in engine.begin_pass():
+        engine.admit(job)
+        running.append(job)
+    engine.admission.end_pass(None)
+    engine.admission.computed(running)
+    for number in range(20):
+        engine.admission.tick(number * 0.05)
+        engine.admission.step(0.05, decoded=1, requests=5)
+    waits = engine.arrive("waits", "flood")
+    engine.admission.begin_pass(99, lambda: True)
+    assert list(engine.admission.candidates()) == []
+    engine.admission.end_pass(None)
+    engine.admission.tick(3.0)
+    assert only(engine.admission.record, waits.id)["waited_for_s"] == {TARGET: pytest.approx(3.0 - 0.95)}
+
+
+# ---- who lies
+
+
+def _record(policy: Policy | None = None, most: int = 100) -> Record:
+    return Record(policy or make_policy("dlpm"), most)
+
+
+def _serve(record: Record, job: Job) -> None:
+    record.arrive(job)
+    record.admit(job)
+    record.end_pass(BATCH)
+    record.computed(job)
+    record.finish(job, "finished")
+
+
+def test_ten_thousand_names_and_ids_are_not_remembered() -> None:
+    record = _record()
+    for number in range(10_000):
+        record.tick(number)
+        _serve(record, Job(f"{number}" + "x" * 10_000, f"name {number}"))
+        record.refused(Job(f"refused {number}", f"name {number}"), "no")
+    assert len(record) == 100
+    assert len(record._by_id) == 100
+    assert max(len(id) for id in record._by_id) <= MOST_ID
+    assert len(record.waits) == len(record._overtakes) == 0
+
+
+def test_an_id_that_comes_again_hides_nobody() -> None:
+    """Somebody sends the id of another one's request a thousand times, while that waits."""
+    record = _record()
+    record.arrive(Job("id", "victim"))
+    for _ in range(1000):
+        _serve(record, Job("id", "liar"))
+    assert [found["client"] for found in record.find("id", "victim")] == ["victim"]
+    assert len(record.find("id")) == MOST_FOUND
+    assert {found["client"] for found in record.find("id", "liar")} == {"liar"}
+    assert len(record) == 101
+    assert record.find("id", "nobody") == record.find("another") == []
+
+
+@every_policy
+def test_a_client_sees_no_others_name(name: str) -> None:
+    replica = EngineModel(FairQueue(make_policy(name)), pool_tokens=40)
+    for number in range(6):
+        _arrive(replica, str(number), f"secret {number}", prompt=10, output=4)
+    _steps(replica, 3)
+    for number in range(6):
+        text = repr(replica.admission.record.find(str(number), f"secret {number}"))
+        assert f"secret {number}" in text
+        assert text.count("secret") == 1
+
+
+def test_the_servers_own_requests_are_not_in_it() -> None:
+    record = _record()
+    _serve(record, Job("probe", "(system)", system=True))
+    assert len(record) == 0
+    assert record._running == 0
+
+
+def test_what_is_known_of_one_that_has_ended() -> None:
+    record = _record()
+    record.tick(10)
+    job = Job("id", "a", prompt_tokens=30, max_output_tokens=9)
+    record.arrive(job)
+    record.end_pass(MEMORY)
+    record.tick(12)
+    record.admit(job)
+    record.end_pass(BATCH)
+    record.tick(13.5)
+    record.computed(job)
+    job.extend_tokens, job.cached_tokens, job.output_tokens = 20, 10, 7
+    record.tick(20)
+    record.finish(job, "aborted")
+    record.tick(100)
+    assert only(record, "id") == {
+        "id": "id",
+        "client": "a",
+        "state": "ended",
+        "outcome": "aborted",
+        "reason": "",
+        "came_s_ago": 90,
+        "waiting_at_arrival": 0,
+        "running_at_arrival": 0,
+        "waited_s": 2,
+        "waited_again_s": 0,
+        "waited_for_s": {MEMORY: 2},
+        "overtaken_by": 0,
+        "overtaken_in_batches": 0,
+        "counter_at_arrival": None,
+        "counter_at_admission": None,
+        "refills": 0,
+        "prefill_s": 1.5,
+        "decode_s": 6.5,
+        "prompt_tokens": 30,
+        "max_output_tokens": 9,
+        "extend_tokens": 20,
+        "cached_tokens": 10,
+        "output_tokens": 7,
+        "retractions": 0,
+    }
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1))
+def test_time_does_not_go_back(times_s: list[float]) -> None:
+    record = _record()
+    for time_s in times_s:
+        record.tick(time_s)
+        assert record.waits.now_ns >= round(time_s * NS)
+
+
+def _arrive(replica: EngineModel, id: str, client: str, *, prompt: int, output: int) -> None:
+    serial = sum(map(ord, id)) * 1000
+    tokens = tuple(range(serial, serial + prompt))
+    replica.arrive(Request(id, client, tokens, output, output))
+
+
+def _steps(replica: EngineModel, steps: int) -> None:
+    for _ in range(steps):
+        replica.step()
+
+
+def test_requests_count_as_running_until_they_end() -> None:
+    counts: Counter[str] = Counter()
+    found = defaultdict(list)
+    replica = EngineModel(FairQueue(make_policy("dlpm")), pool_tokens=60)
+    for number in range(30):
+        _arrive(replica, str(number), "a", prompt=10, output=3)
+        shown = only(replica.admission.record, str(number))
+        found["running"].append(shown["running_at_arrival"])
+        counts["waiting"] += shown["waiting_at_arrival"]
+        assert shown["running_at_arrival"] == len(list(replica.queue.running()))
+        replica.step()
+    assert replica.admission.record._running == len(list(replica.queue.running()))
+    assert max(found["running"]) > 0
+    assert counts["waiting"] >= 0

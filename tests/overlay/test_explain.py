@@ -1,0 +1,94 @@
+"""Why a request waited, on SGLang's real scheduler: the cause that is told is the one that made it wait."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import httpx
+import pytest
+
+from sglang_fair.core.waits import BATCH, DEFICIT, ENGINE, MEMORY, PREFIX, PROMPTS, RATE, RUNNING, TARGET
+from tests.support.live import Replica
+from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    ended = subprocess.run(
+        [sys.executable, "-m", "tests.support.waiting_causes"],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    records: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return records
+
+
+@pytest.mark.parametrize("cause", [MEMORY, BATCH, PROMPTS, PREFIX, RUNNING, TARGET, RATE, ENGINE])
+def test_the_cause_that_is_told_is_the_one_that_made_it_wait(found: dict[str, Any], cause: str) -> None:
+    record = found[cause]
+    assert record["waited_s"] > 0
+    assert record["waited_for_s"] == {cause: pytest.approx(record["waited_s"])}
+
+
+def test_who_waits_for_its_clients_deficit_is_overtaken_by_those_who_came_later(
+    found: dict[str, Any],
+) -> None:
+    """Nine requests of others in three steps. In the last of them its client has its turn, and the step is full."""
+    record = found["deficit"]
+    assert record["waited_for_s"] == {DEFICIT: 2, PROMPTS: 1}
+    assert record["overtaken_by"] == 9
+    assert record["overtaken_in_batches"] == 3
+    assert record["counter_at_arrival"] < 0 < record["counter_at_admission"]
+    assert record["refills"] > 0
+
+
+def test_under_sglangs_own_order_too(found: dict[str, Any]) -> None:
+    record = found["memory, in SGLang's own order"]
+    assert record["waited_for_s"] == {MEMORY: record["waited_s"]}
+
+
+def ask(replica: Replica, id: str, **parameters: str) -> httpx.Response:
+    return httpx.get(f"{replica.url}/explain/{id}", params=parameters, timeout=30)
+
+
+def test_a_replica_explains_its_requests(one_at_a_time: Replica) -> None:
+    """One waits until another one is aborted."""
+    replica, blocks, waits = one_at_a_time, "b10c" + "0" * 28, "3a17" + "0" * 28
+
+    async def scenario() -> None:
+        async with aiohttp.ClientSession() as session:
+            first = asyncio.create_task(replica.ask("blocks", [5] * 16, 20_000, session=session, rid=blocks))
+            await asyncio.to_thread(
+                wait_until, lambda: replica.fair()["totals"]["running"] == 1, "the blocker"
+            )
+            second = asyncio.create_task(replica.ask("waits", [6] * 16, 3, session=session, rid=waits))
+            await asyncio.to_thread(
+                wait_until, lambda: ask(replica, waits).status_code == 200, "the one that waits"
+            )
+            [now] = ask(replica, waits).json()["requests"]
+            assert (now["state"], now["outcome"], now["running_at_arrival"]) == ("waiting", None, 1)
+            await asyncio.to_thread(replica.abort, blocks)
+            await asyncio.gather(first, second)
+
+    asyncio.run(scenario())
+    [waited] = ask(replica, waits, client="waits").json()["requests"]
+    assert waited["state"] == "ended"
+    assert waited["outcome"] == "finished"
+    assert max(waited["waited_for_s"], key=waited["waited_for_s"].get) == BATCH
+    assert sum(waited["waited_for_s"].values()) == pytest.approx(waited["waited_s"])
+    assert (waited["extend_tokens"] + waited["cached_tokens"], waited["output_tokens"]) == (16, 3)
+    assert waited["prefill_s"] > 0
+    assert waited["decode_s"] > 0
+    [blocked] = ask(replica, blocks).json()["requests"]
+    assert blocked["outcome"] == "aborted"
+    assert "waits" not in json.dumps(blocked)
+    assert ask(replica, waits, client="blocks").status_code == 404
+    assert ask(replica, "nobody").status_code == 404
