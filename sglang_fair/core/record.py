@@ -13,7 +13,8 @@ a request, O(what changed) for a pass. What a wait was made of is added up when 
 """
 
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
 
@@ -50,8 +51,11 @@ class Entry:
     refills_at_arrival: int | None
     waiting_at_arrival: int
     running_at_arrival: int
-    waits: list[Wait] = field(default_factory=list)
+    waits: tuple[Wait, ...] = ()
     """One, and one more for each time that it was taken back."""
+    before: "Entry | None" = None
+    after: "Entry | None" = None
+    """Those that have its id too."""
     overtaken: Overtaken | None = None
     counter_at_admission: float | None = None
     refills: int | None = None
@@ -61,7 +65,7 @@ class Entry:
     ended_ns: int | None = None
     outcome: Outcome | None = None
     reason: str = ""
-    numbers: tuple[int, int, int, int, int, int] = (0, 0, 0, 0, 0, 0)
+    numbers: tuple[int, ...] = ()
     """Of the job, when it ended."""
 
 
@@ -75,7 +79,7 @@ _NUMBERS = (
 )
 
 
-def _numbers(job: Job) -> tuple[int, int, int, int, int, int]:
+def _numbers(job: Job) -> tuple[int, ...]:
     return (
         job.prompt_tokens,
         job.max_output_tokens,
@@ -96,8 +100,8 @@ class Record:
         self._most = most
         self._here: dict[Job, Entry] = {}
         self._ended: deque[Entry] = deque()
-        self._by_id: dict[str, dict[Entry, None]] = {}
-        """In order of arrival."""
+        self._by_id: dict[str, Entry] = {}
+        """The latest of each id."""
         self._running = 0
 
     # ---- what happens
@@ -111,7 +115,7 @@ class Record:
         if job.system:
             return
         entry = self._enter(job)
-        entry.waits.append(self.waits.begin(job))
+        entry.waits = (self.waits.begin(job),)
         self._overtakes.arrive(job)
         self._here[job] = entry
 
@@ -145,7 +149,7 @@ class Record:
         if entry is not None:
             self._running -= 1
             self.waits.stop(MEMORY)
-            entry.waits.append(self.waits.begin(job, first=True))
+            entry.waits += (self.waits.begin(job, first=True),)
 
     def leave(self, job: Job) -> None:
         """`job`, which waited, was given up."""
@@ -177,14 +181,19 @@ class Record:
     def find(self, id: str, client: str | None = None) -> list[dict[str, Any]]:
         """The requests that have or had this id, the latest first, `MOST_FOUND` at most; of `client` only, if one is
         given. JSON-ready, times in seconds."""
-        same = reversed(self._by_id.get(id[:MOST_ID], {}))
-        found = (entry for entry in same if client in (None, entry.client))
+        found = (entry for entry in self._same(id[:MOST_ID]) if client in (None, entry.client))
         return [self._shown(entry) for entry in islice(found, MOST_FOUND)]
 
     def __len__(self) -> int:
         return len(self._here) + len(self._ended)
 
     # ---- inside
+
+    def _same(self, id: str) -> Iterator[Entry]:
+        entry = self._by_id.get(id)
+        while entry is not None:
+            yield entry
+            entry = entry.before
 
     def _enter(self, job: Job) -> Entry:
         policy = self._policy
@@ -198,7 +207,9 @@ class Record:
             len(self.waits),
             self._running,
         )
-        self._by_id.setdefault(entry.id, {})[entry] = None
+        if (before := self._by_id.get(entry.id)) is not None:
+            entry.before, before.after = before, entry
+        self._by_id[entry.id] = entry
         return entry
 
     def _end(self, entry: Entry, outcome: Outcome, reason: str = "") -> None:
@@ -214,10 +225,16 @@ class Record:
         return None if now is None or before is None else now - before
 
     def _forget(self, entry: Entry) -> None:
-        same = self._by_id[entry.id]
-        del same[entry]
-        if not same:
+        before, after = entry.before, entry.after
+        if before is not None:
+            before.after = after
+        if after is not None:
+            after.before = before
+        elif before is not None:
+            self._by_id[entry.id] = before
+        else:
             del self._by_id[entry.id]
+        entry.before = entry.after = None
 
     def _shown(self, entry: Entry) -> dict[str, Any]:
         now_ns, job = self.waits.now_ns, entry.job
