@@ -5,15 +5,15 @@ it is nobody, because a tenant may have a process here too.
 """
 
 import hmac
-import os
 
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from router.gateway.errors import ApiError
+from sglang_fair.common import admin_key
 
-KEY_VARIABLE = "SGLANG_FAIR_ADMIN_KEY"
+KEY_VARIABLE = admin_key.VARIABLE
 """Environment variable. If it is set, calls need `Authorization: Bearer` and its value, wherever they come from."""
 
 
@@ -28,7 +28,7 @@ class Guard:
     """Reads the key when it is made."""
 
     def __init__(self, *, has_tenants: bool) -> None:
-        self._key = os.environ.get(KEY_VARIABLE, "").encode()
+        self._key = admin_key.key().encode()
         self._has_tenants = has_tenants
 
     def check(self, request: Request) -> None:

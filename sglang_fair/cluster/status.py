@@ -1,7 +1,6 @@
 """`sglang-fair status`: what each client got, added up over the replicas, and what each replica does."""
 
 import json
-import os
 import urllib.error
 import urllib.request
 from collections.abc import Collection, Mapping
@@ -12,8 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from router.gateway.guard import KEY_VARIABLE
-from sglang_fair.common import replica_key
+from sglang_fair.common import admin_key, replica_key
 
 TIMEOUT_S = 10.0
 Report = Mapping[str, Any]
@@ -45,9 +43,9 @@ def read(gateway: str) -> dict[str, Any]:
     """`{"gateway": /status, "replicas": {name: /fair or None}, "locked": [name]}`; locked are replicas that ask for
     another key than ours. Raises `Unreachable` for the gateway."""
     try:
-        front = fetch(f"{gateway.rstrip('/')}/status", _admin())
+        front = fetch(f"{gateway.rstrip('/')}/status", admin_key.headers())
     except _KeyNeeded as error:
-        raise Unreachable(f"{error}; {KEY_VARIABLE} must be the admin key") from error
+        raise Unreachable(f"{error}; {admin_key.VARIABLE} must be the admin key") from error
     replicas: dict[str, Any] = {}
     locked = []
     for name, worker in front.get("workers", {}).items():
@@ -175,11 +173,6 @@ TEXT_COLUMNS = ("policy", "books", "address", "gpu", "model")
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:,.0f}"
-
-
-def _admin() -> dict[str, str]:
-    key = os.environ.get(KEY_VARIABLE, "")
-    return {"authorization": f"Bearer {key}"} if key else {}
 
 
 def fetch(url: str, headers: Mapping[str, str]) -> dict[str, Any]:

@@ -286,6 +286,12 @@ class Cluster(Access, Fairness, Engine):
             pairs=True,
         ),
     ] = ""
+    dashboard: Annotated[
+        str, About("The page for operators, in a process of its own (sglang-fair dashboard).", choices=ON_OFF)
+    ] = "on"
+    dashboard_port: Annotated[
+        int | None, About("Its port.", metavar="PORT", unset="a free one", at_least=1, at_most=65535)
+    ] = None
     json: Annotated[bool, About("Print one line of JSON with the addresses; all else goes to stderr.")] = (
         False
     )
@@ -522,17 +528,35 @@ class Gateway(Access, Limits):
     outlive_parent: OutliveParent = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class Dashboard:
+    """Serve the page for operators: what each client got, who waits and why. One process for any number of viewers."""
+
+    gateway: Annotated[
+        str, About("The gateway's address for operators: that of --admin-port, if it has one.", metavar="URL")
+    ] = "http://127.0.0.1:8000"
+    host: Annotated[
+        str, About("Address to listen on; another than this machine's own needs SGLANG_FAIR_ADMIN_KEY.")
+    ] = "127.0.0.1"
+    port: Annotated[int, About("Port to listen on.", at_least=1, at_most=65535)] = 8002
+    every_s: Annotated[
+        float, About("Time between two looks at the cluster.", unit="seconds", metavar="S", at_least=0.2)
+    ] = 2.0
+    outlive_parent: OutliveParent = False
+
+
 SECTIONS: Mapping[str, type] = {
     "cluster": Cluster,
     "replica": Replica,
     "router": Router,
     "gateway": Gateway,
+    "dashboard": Dashboard,
 }
 """The programs, by command and by section of a configuration file."""
 
 VARIABLES: Mapping[str, str] = {
     "SGLANG_FAIR_POLICY": "The policy, where no --schedule-policy can be given to SGLang; the names are the same.",
-    "SGLANG_FAIR_ADMIN_KEY": "The bearer token of the gateway's operators; unset: with --tenants nobody is one, else "
+    "SGLANG_FAIR_ADMIN_KEY": "The bearer token of the gateway's operators, which also opens the page; unset: with --tenants nobody is one, else "
     "/workers is for this machine only.",
     "SGLANG_FAIR_REPLICA_KEY": "SGLang's --api-key, which replicas that we start ask for and gateways send; unset: a "
     "cluster with --tenants makes one up, others have none.",

@@ -1,0 +1,66 @@
+"""`sglang-fair dashboard`: the page for operators."""
+
+import ipaddress
+import logging
+import sys
+from functools import partial
+from urllib.parse import urlsplit
+
+from sglang_fair.common import admin_key
+from sglang_fair.common.processes import die_with_parent
+from sglang_fair.settings.program import run_program
+from sglang_fair.settings.setting import SettingError
+from sglang_fair.settings.table import Dashboard
+
+
+def check(settings: Dashboard) -> None:
+    """Raises SettingError for an address that is none."""
+    try:
+        parts = urlsplit(settings.gateway)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_address = False
+    if not is_address:
+        raise SettingError(
+            f"--gateway must be an address as http://127.0.0.1:8001, not {settings.gateway!r:.80}", "gateway"
+        )
+    if not admin_key.key() and not _is_loopback(settings.host):
+        raise SettingError(
+            f"--host {settings.host}: without {admin_key.VARIABLE} the page is for this machine alone", "host"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def serve(settings: Dashboard) -> int:
+    """Serves until SIGTERM or SIGINT; the exit code."""
+    from aiohttp import web
+
+    from sglang_fair.dashboard.server import application
+    from sglang_fair.dashboard.session import Session
+
+    logging.basicConfig(level="INFO", format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    if not settings.outlive_parent:
+        die_with_parent()
+    session = Session(admin_key.key(), settings.port)
+    app = application(settings.gateway, settings.every_s, session)
+    try:
+        web.run_app(
+            app, host=settings.host, port=settings.port, print=None, access_log=None, shutdown_timeout=1.0
+        )
+    except OSError as error:
+        print(f"sglang-fair dashboard: {settings.host}:{settings.port}: {error.strerror}", file=sys.stderr)
+        return 1
+    return 0
+
+
+main = partial(run_program, "dashboard", serve, check=check)
+"""The command; it takes a command line and returns the exit code."""
+
+if __name__ == "__main__":
+    sys.exit(main())

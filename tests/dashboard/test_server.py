@@ -1,0 +1,309 @@
+"""Who may open the page, what it answers, and how it asks the cluster. The cluster is a stand-in that says what it is told."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
+from sglang_fair.dashboard.top import Top
+
+from sglang_fair.common import admin_key, replica_key
+from sglang_fair.dashboard import session as sessions
+from sglang_fair.dashboard.__main__ import main
+from sglang_fair.dashboard.server import application
+from sglang_fair.dashboard.session import HOLDS_S, Session
+from tests.support.ports import free_port
+
+KEY = "the admin's key"
+ROW = {
+    "service": 10.0,
+    "extend_tokens": 10,
+    "requests": 1,
+    "weight": 1.0,
+    "waiting": 2,
+    "backlog": 1,
+    "counter": -5.0,
+}
+
+
+class StandIn:
+    """A gateway and a replica."""
+
+    def __init__(self) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.front: dict[str, Any] = {"fallback": False}
+        self.refuses = False
+        self.asked: list[tuple[str, str, str | None, Any]] = []
+
+    async def answer(self, request: web.Request) -> web.Response:
+        body = await request.json() if request.can_read_body else None
+        self.asked.append((request.method, request.path, request.headers.get("authorization"), body))
+        if self.refuses:
+            return web.json_response({"error": {"message": "no"}}, status=409)
+        match request.method, request.path:
+            case "GET", "/status":
+                return web.json_response({"gateway": self.front, "workers": {"r0": {"url": self.url}}})
+            case _, "/fair":
+                report = {
+                    "policy": "dlpm",
+                    "clients": {"<b>gold</b>": ROW},
+                    "totals": {"extend_tokens": 10},
+                    "bound": 9.0,
+                }
+                return web.json_response(report)
+            case "GET", "/explain":
+                return web.json_response({"requests": [{"id": "a/b", "client": request.query.get("client")}]})
+            case _:
+                return web.json_response({"path": request.path})
+
+
+@asynccontextmanager
+async def served(app: web.Application, port: int) -> AsyncIterator[None]:
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    try:
+        yield
+    finally:
+        await runner.cleanup()
+
+
+Ask = Callable[..., Awaitable[tuple[int, Any]]]
+
+
+@asynccontextmanager
+async def page(key: str = "") -> AsyncIterator[tuple[StandIn, Ask]]:
+    """The page before a stand-in, and how to ask it: method, path and aiohttp's arguments."""
+    stand_in, port = StandIn(), free_port()
+    cluster = web.Application()
+    cluster.router.add_route("*", "/{path:.*}", stand_in.answer)
+    async with (
+        served(cluster, stand_in.port),
+        served(application(stand_in.url, 0.2, Session(key, port)), port),
+        aiohttp.ClientSession(f"http://127.0.0.1:{port}", cookie_jar=aiohttp.CookieJar(unsafe=True)) as http,
+    ):
+
+        async def ask(method: str, path: str, **more: Any) -> tuple[int, Any]:
+            async with http.request(method, path, allow_redirects=False, **more) as answer:
+                raw = await answer.read()
+                assert "default-src 'none'" in answer.headers["content-security-policy"]
+                return answer.status, json.loads(raw) if answer.content_type == "application/json" else raw
+
+        yield stand_in, ask
+
+
+def running(test: Callable[[StandIn, Ask], Awaitable[None]], key: str = "") -> None:
+    async def whole() -> None:
+        async with page(key) as (stand_in, ask):
+            await test(stand_in, ask)
+
+    asyncio.run(whole())
+
+
+async def seen(ask: Ask, health: str) -> dict[str, Any]:
+    """The view, once it says that."""
+    while True:
+        status, view = await ask("GET", "/view")
+        assert status == 200
+        if view["health"] == health:
+            return view
+        await asyncio.sleep(0.05)
+
+
+def test_the_page_shows_the_cluster_and_what_becomes_of_it() -> None:
+    async def test(stand_in: StandIn, ask: Ask) -> None:
+        view = await seen(ask, "ok")
+        assert view["clients"][0]["name"] == "<b>gold</b>"
+        assert view["clients"][0]["deficits"] == {"r0": -5.0}
+        stand_in.front["fallback"] = True
+        await seen(ask, "router down")
+        stand_in.refuses = True
+        view = await seen(ask, "gateway down")
+        assert view["replicas"][0]["state"] == "silent"
+
+    running(test)
+
+
+def test_one_look_is_enough_for_any_number_of_viewers() -> None:
+    async def test(stand_in: StandIn, ask: Ask) -> None:
+        await seen(ask, "ok")
+        await asyncio.gather(*(ask("GET", "/view") for _ in range(200)))
+        before = len(stand_in.asked)
+        for _ in range(200):
+            await ask("GET", "/view")
+        looks = [path for _, path, _, _ in stand_in.asked[before:] if path == "/status"]
+        assert len(looks) < 40, "the viewers asked the gateway"
+
+    running(test)
+
+
+def test_a_weight_goes_to_the_replicas_or_into_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(admin_key.VARIABLE, "admin")
+    monkeypatch.setenv(replica_key.VARIABLE, "replica")
+
+    async def test(stand_in: StandIn, ask: Ask) -> None:
+        await seen(ask, "ok")
+        assert await ask("PATCH", "/clients/a%2Fb", json={"weight": 3}) == (200, {"weight": 3.0})
+        assert ("POST", "/fair", "Bearer replica", {"client_weights": {"a/b": 3.0}}) in stand_in.asked
+        stand_in.front["tenants"] = {"tenants": 1}
+        while (await ask("GET", "/view"))[1]["weights"] != "file":
+            await asyncio.sleep(0.05)
+        assert (await ask("PATCH", "/clients/a%2Fb", json={"weight": 0.5}))[0] == 200
+        assert ("PATCH", "/tenants/a/b", "Bearer admin", {"weight": 0.5}) in stand_in.asked
+        stand_in.refuses = True
+        status, said = await ask("PATCH", "/clients/gold", json={"weight": 2})
+        assert (status, said["error"]["message"]) == (409, "no")
+
+    running(test)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"[]", b"3", b'{"weight": "3"}', b'{"weight": true}', b'{"weight": 0}', b'{"weight": -1}', b'{"weight": 1e9}',
+     b'{"weight": NaN}', b'{"weight": Infinity}', b"[" * 4000],
+)  # fmt: skip
+def test_what_is_no_weight_is_refused_and_nobody_is_asked(body: bytes) -> None:
+    async def test(stand_in: StandIn, ask: Ask) -> None:
+        assert (await ask("PATCH", "/clients/gold", data=body))[0] == 400
+        assert all(method == "GET" for method, *_ in stand_in.asked)
+
+    running(test)
+
+
+def test_requests_are_asked_for_and_explained() -> None:
+    async def test(stand_in: StandIn, ask: Ask) -> None:
+        assert await ask("GET", "/requests?client=a%26b") == (
+            200,
+            {"requests": [{"id": "a/b", "client": "a&b"}]},
+        )
+        assert await ask("GET", "/requests/a%2Fb") == (200, {"path": "/explain/a/b"})
+
+    running(test)
+
+
+def test_a_span_that_there_is_not() -> None:
+    async def test(_: StandIn, ask: Ask) -> None:
+        assert (await ask("GET", "/view?span=24+h"))[0] == 200
+        assert (await ask("GET", "/view?span=x"))[0] == 400
+
+    running(test)
+
+
+# -- who may
+
+PRIVATE = [
+    ("GET", "/view"),
+    ("GET", "/requests"),
+    ("GET", "/requests/1"),
+    ("PATCH", "/clients/a"),
+    ("GET", "/app.js"),
+]
+
+
+def test_with_a_key_nothing_opens_without_it() -> None:
+    async def test(stand_in: StandIn, ask: Ask) -> None:
+        for method, path in PRIVATE:
+            for headers in ({}, {"authorization": "Bearer wrong"}, {"cookie": "sglang-fair=1.2"}):
+                assert (await ask(method, path, headers=headers))[0] == 401, path
+        assert (await ask("GET", "/"))[0] == 303
+        assert (await ask("GET", "/login"))[0] == 200
+        assert (await ask("POST", "/login", data={"key": "wrong"}))[0] == 303
+        assert (await ask("GET", "/view"))[0] == 401
+        assert (await ask("GET", "/view", headers={"authorization": f"Bearer {KEY}"}))[0] == 200
+        assert (await ask("POST", "/login", data={"key": KEY}))[0] == 303
+        assert (await ask("GET", "/view"))[0] == 200
+        assert (await ask("GET", "/"))[0] == 200
+        assert (await ask("POST", "/logout"))[0] == 303
+        assert (await ask("GET", "/view"))[0] == 401
+
+    running(test, KEY)
+
+
+def test_another_sites_page_changes_nothing() -> None:
+    async def test(stand_in: StandIn, ask: Ask) -> None:
+        await seen(ask, "ok")
+        for site in ("cross-site", "same-site"):
+            headers = {"sec-fetch-site": site}
+            assert (await ask("PATCH", "/clients/a", json={"weight": 2}, headers=headers))[0] == 403
+        assert all(method == "GET" for method, *_ in stand_in.asked)
+
+    running(test)
+
+
+def test_without_a_key_a_name_that_is_not_this_machines_opens_nothing() -> None:
+    async def test(_: StandIn, ask: Ask) -> None:
+        for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "[::2]", "[", ""):
+            assert (await ask("GET", "/view", headers={"host": host}))[0] in (400, 403), host
+        for host in ("localhost:1", "127.0.0.1", "[::1]:80"):
+            assert (await ask("GET", "/view", headers={"host": host}))[0] == 200
+
+    running(test)
+
+
+@given(cookie=st.text(max_size=90), host=st.text(max_size=20))
+def test_no_invented_cookie_is_ours(cookie: str, host: str) -> None:
+    session = Session(KEY, 1)
+    assert not session.may("127.0.0.1", {"host": host}, {session.cookie: cookie})
+
+
+def test_a_cookie_holds_for_a_day_and_for_its_key_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = Session(KEY, 1)
+    issued, now_s = session.issue(), sessions.time.time()
+    cookies = {session.cookie: issued}
+    assert session.may("10.0.0.1", {}, cookies)
+    assert not Session("another", 1).may("10.0.0.1", {}, cookies)
+    later = issued.replace(issued.partition(".")[0], str(int(now_s) + 9 * HOLDS_S))
+    assert not session.may("10.0.0.1", {}, {session.cookie: later})
+    monkeypatch.setattr(sessions.time, "time", lambda: now_s + HOLDS_S + 1)
+    assert not session.may("10.0.0.1", {}, cookies)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--gateway", "127.0.0.1:8000"], "--gateway must be an address"),
+        (["--gateway", "http://[:1"], "--gateway must be an address"),
+        (["--host", "0.0.0.0"], "this machine alone"),
+        (["--every", "0"], "--every"),
+    ],
+)
+def test_what_cannot_be_served_is_said(
+    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(admin_key.VARIABLE, raising=False)
+    assert main(arguments) == 2
+    assert said in capsys.readouterr().err
+
+
+# -- the terminal
+
+
+def test_top_shows_the_same() -> None:
+    async def whole() -> None:
+        stand_in = StandIn()
+        cluster = web.Application()
+        cluster.router.add_route("*", "/{path:.*}", stand_in.answer)
+        async with served(cluster, stand_in.port):
+            app = Top(stand_in.url, 0.2)
+            async with app.run_test(size=(140, 40)) as pilot:
+                table = app.query_one("#clients")
+                while not table.row_count:
+                    await pilot.pause(0.05)
+                assert [str(cell) for cell in table.get_row_at(0)][:2] == ["<b>gold</b>", "1"]
+                assert str(table.get_row_at(0)[-1]) == "-5"
+                assert app.sub_title == "all well"
+                stand_in.front["fallback"] = True
+                while app.sub_title != "router down":
+                    await pilot.pause(0.05)
+                await pilot.press("s")
+                await pilot.pause()
+                await pilot.press("q")
+
+    asyncio.run(whole())
