@@ -35,6 +35,10 @@ PROGRAMS = {
     "replica": Program("sglang_fair.engines.replica", "Run one SGLang server with the fair scheduler."),
     "router": Program("router", "Run the router alone."),
     "gateway": Program("router.gateway", "Run a gateway alone."),
+    "dashboard": Program(
+        "sglang_fair.dashboard", "Serve the page for operators; a cluster starts one by itself."
+    ),
+    "top": Program("sglang_fair.dashboard.top", "Show on the terminal what each client gets, and who waits."),
     "tenants": Program(
         "sglang_fair.tenants", "Who may ask: make, list, rotate and remove tenants and their keys."
     ),

@@ -75,7 +75,7 @@ def routes(link: Link, replicas: Replicas, guard: Guard) -> list[Route]:
 
     async def add(request: Request) -> Response:
         guard.check(request)
-        asked = _parse(await _read(request))
+        asked = _parse(await read_body(request))
         await _check_ready(replicas, asked.url)
         known = {up.worker: up for up in (await _known(link)).workers}
         name = asked.name or _free_name(known)
@@ -102,7 +102,8 @@ def routes(link: Link, replicas: Replicas, guard: Guard) -> list[Route]:
     ]
 
 
-async def _read(request: Request) -> bytes:
+async def read_body(request: Request) -> bytes:
+    """A body of at most `MAX_BODY_BYTES`. Raises `ApiError`."""
     raw = b""
     async for piece in request.stream():
         raw += piece

@@ -14,7 +14,7 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.routing import Mount, Route, Router
 
-from router.gateway import admin, logs, pages
+from router.gateway import admin, logs, pages, tenants
 from router.gateway.access import proxies
 from router.gateway.access.quota import MEMORY
 from router.gateway.address import Address
@@ -143,7 +143,8 @@ def create_app(config: Config) -> App:
         return App(gateway, Pages(gateway, own, relayed))
     address = None
     if config.admin_port is not None:
-        operators = Pages(gateway, [*pages.private(gateway, guard.check), *workers], ())
+        changes = [] if config.tenants is None else tenants.routes(Path(config.tenants), guard)
+        operators = Pages(gateway, [*pages.private(gateway, guard.check), *workers, *changes], ())
         address = Address(operators, config.admin_host, config.admin_port, shared=config.processes > 1)
     return App(gateway, Pages(gateway, pages.public(gateway), relayed), address)
 

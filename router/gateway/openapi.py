@@ -21,7 +21,9 @@ from router.gateway.request.schema import (
     DocumentedGenerateRequest,
     Kind,
 )
+from router.gateway.tenants import TenantChange, TenantState
 from router.gateway.usage import UsageReport
+from sglang_fair.tenants.model import NAME_PATTERN as TENANT_PATTERN
 
 Schema = dict[str, Any]
 
@@ -48,15 +50,16 @@ ERRORS = {
     "400": "what was sent cannot be understood",
     "401": "the key is missing or unknown: a tenant's, where the gateway has tenants, or the admin's",
     "403": "this is for the gateway's own machine, or for nobody, because there is no admin key",
-    "404": "there is no such model, worker, or request that is remembered",
+    "404": "there is no such model, worker, tenant, or request that is remembered",
     "408": "the body did not arrive in time",
-    "409": "the name or the address is another worker's",
+    "409": "the name or the address is another worker's; or the tenants' file cannot be changed as asked",
     "413": "the body is too large",
     "429": "too much is in flight, of this client or of all; or the replica's policy refuses",
     "502": "no replica could serve it to the end",
     "503": "no router answers, or it has no replica to send it to",
 }
 RELAY_ERRORS = ("400", "401", "404", "408", "413", "429", "502", "503")
+TENANT_ERRORS = ("400", "401", "403", "404", "409", "413")
 ADMIN_ERRORS = ("400", "401", "403", "404", "409", "413", "503")
 
 ANSWER = (
@@ -83,6 +86,8 @@ def describe(version: str, paths: Collection[str] | None = None) -> Schema:
             UsageReport,
             Explained,
             ErrorBody,
+            TenantChange,
+            TenantState,
         ),
     )
     references, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
@@ -103,6 +108,10 @@ class _Document:
         model_id = {"name": "id", "in": "path", "required": True, "schema": _text()}
         request_id = {"name": "id", "in": "path", "required": True, "schema": _text()}
         add_worker = self._answered("Add a replica.", WorkerState, ADMIN_ERRORS, status="201")
+        tenant = {"name": "name", "in": "path", "required": True, "schema": _text(TENANT_PATTERN)}
+        change_tenant = self._answered(
+            "Change a tenant's weight, in the tenants' file.", TenantState, TENANT_ERRORS, parameters=[tenant]
+        )
         return {
             "openapi": "3.1.0",
             "info": {"title": "sglang-fair gateway", "version": version},
@@ -147,6 +156,7 @@ class _Document:
                         "Drain a replica, then forget it.", WorkerState, ADMIN_ERRORS, parameters=[name]
                     )
                 },
+                "/tenants/{name}": {"patch": change_tenant | {"requestBody": self._body(TenantChange)}},
             },
         }
 

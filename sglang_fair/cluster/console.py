@@ -121,7 +121,9 @@ def make_console(to_stderr: bool) -> Console:
     return Console(file=stream, width=None if stream.isatty() else 140)
 
 
-def addresses(plan: Plan, gateway: str, admin: str | None, title: str, pids: dict[str, int]) -> Table:
+def addresses(
+    plan: Plan, gateway: str, admin: str | None, dashboard: str | None, title: str, pids: dict[str, int]
+) -> Table:
     """A table of the processes' addresses and what each is for. `admin` is the operators', if it is another one."""
     table = Table(title=title, title_style="bold", title_justify="left", show_edge=False, pad_edge=False)
     for heading in ("", "address", "pid", "for"):
@@ -129,10 +131,12 @@ def addresses(plan: Plan, gateway: str, admin: str | None, title: str, pids: dic
     purposes = {
         "gateway": "send requests here" + ("" if admin else "; /status shows the placement"),
         "router": "gateways (ZMQ)",
+        "dashboard": "open this in a browser",
         "replica": "/fair shows each client's service and deficit",
     }
-    for process in (*plan.of("gateway"), *plan.of("replica"), *plan.of("router")):
-        address = {"gateway": gateway, "router": plan.router or ""}.get(process.role)
+    for process in (*plan.of("gateway", "dashboard"), *plan.of("replica"), *plan.of("router")):
+        known = {"gateway": gateway, "router": plan.router or "", "dashboard": dashboard or ""}
+        address = known.get(process.role)
         if address is None:
             address = process.worker.url if process.worker else ""
         style = "bold green" if process.role == "gateway" else ""

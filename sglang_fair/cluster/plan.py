@@ -17,12 +17,24 @@ from sglang_fair.core.cost import Cost, Linear, describe
 from sglang_fair.settings import table
 from sglang_fair.settings.setting import command_line, shared
 
-Role = Literal["fork-server", "replica", "router", "gateway"]
+Role = Literal["fork-server", "replica", "router", "gateway", "dashboard"]
 
-START_ORDER: tuple[tuple[Role, ...], ...] = (("fork-server",), ("replica", "router"), ("gateway",))
+START_ORDER: tuple[tuple[Role, ...], ...] = (
+    ("fork-server",),
+    ("replica", "router"),
+    ("gateway", "dashboard"),
+)
 """The gateway comes last, so that its port opens only when there is something behind it."""
 
-STOP_ORDER: tuple[tuple[Role, ...], ...] = (("gateway",), ("router",), ("replica",), ("fork-server",))
+STOP_ORDER: tuple[tuple[Role, ...], ...] = (
+    ("gateway", "dashboard"),
+    ("router",),
+    ("replica",),
+    ("fork-server",),
+)
+
+DISPENSABLE: tuple[Role, ...] = ("dashboard",)
+"""Without these a cluster goes on."""
 
 LOCAL = "127.0.0.1"
 """Replicas and router listen here only: they believe the names that a gateway gives clients."""
@@ -202,6 +214,7 @@ def build(
             ),
             _router(options, machine, router, workers),
             _gateway(options, machine, model, router, ports.gateway),
+            *((_dashboard(options, machine, ports.gateway),) if options.dashboard_port else ()),
         ),
         router=router,
         router_http=None if (port := options.router_http_port) is None else f"http://{LOCAL}:{port}",
@@ -376,6 +389,34 @@ def _gateway(options: Options, machine: Machine, model: Model, router: str, port
         stop_grace_s=GATEWAY_DRAIN_S + 2.0,
         env={"PYTHONUNBUFFERED": "1"},
     )
+
+
+def _dashboard(options: Options, machine: Machine, gateway_port: int) -> Process:
+    """Listens on this machine: whoever shows the page to others does so with a key, by itself."""
+    assert options.dashboard_port is not None
+    values = {
+        "gateway": admin_url(options) or gateway_url(options.host, gateway_port),
+        "port": options.dashboard_port,
+    }
+    return Process(
+        name="dashboard",
+        role="dashboard",
+        argv=(machine.python, "-m", "sglang_fair.dashboard", *command_line(table.Dashboard, values)),
+        ready=HttpReady(f"{gateway_url(LOCAL, options.dashboard_port)}/health"),
+        ready_timeout_s=options.start_timeout_s or 120.0,
+        stop_grace_s=3.0,
+        env={"PYTHONUNBUFFERED": "1"},
+    )
+
+
+def admin_url(options: Options) -> str | None:
+    """Where operators ask; None: where clients do."""
+    return None if options.admin_port is None else gateway_url(options.admin_host, options.admin_port)
+
+
+def dashboard_url(options: Options) -> str | None:
+    """Where the page is; None: nowhere."""
+    return None if options.dashboard_port is None else gateway_url(LOCAL, options.dashboard_port)
 
 
 def _gb(count: int) -> str:

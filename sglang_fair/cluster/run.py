@@ -20,7 +20,17 @@ from sglang_fair.cluster.gpus import GpusTaken
 from sglang_fair.cluster.link import RouterLink
 from sglang_fair.cluster.marks import Marks
 from sglang_fair.cluster.options import ConfigError, Device, Options, check
-from sglang_fair.cluster.plan import Machine, Model, Plan, build, check_memory, choose_device, gateway_url
+from sglang_fair.cluster.plan import (
+    Machine,
+    Model,
+    Plan,
+    admin_url,
+    build,
+    check_memory,
+    choose_device,
+    dashboard_url,
+    gateway_url,
+)
 from sglang_fair.cluster.ports import PortTaken, Reservations, choose, choose_one, claim
 from sglang_fair.cluster.supervisor import StartFailed, Supervisor
 from sglang_fair.cluster.workers import Workers
@@ -81,6 +91,10 @@ async def _run(options: Options) -> int:
             options = replace(options, admin_port=admin_port)
         router_port = choose_one(options.router_http_port, "--router-http-port", reservations.take)
         options = replace(options, router_http_port=router_port)
+        dashboard = None
+        if options.dashboard == "on":
+            dashboard = choose_one(options.dashboard_port, "--dashboard-port", reservations.take)
+        options = replace(options, dashboard_port=dashboard)
         if options.tenants is not None and not replica_key.key():
             # So that nobody asks a replica past the gateway. All processes that are started get it.
             os.environ[replica_key.VARIABLE] = secrets.token_urlsafe(32)
@@ -102,7 +116,9 @@ async def _run(options: Options) -> int:
                 _print_json(describe(options, device, model, plan, gateway, pids))
             else:
                 show(console, "")
-                show(console, addresses(plan, gateway, admin_url(options), title, pids))
+                show(
+                    console, addresses(plan, gateway, admin_url(options), dashboard_url(options), title, pids)
+                )
                 show(console, example(gateway, has_tenants=options.tenants is not None))
 
         reporter = ConsoleReporter(
@@ -192,11 +208,6 @@ async def _find_model(name: str, machine: Machine, stop: asyncio.Event) -> Model
     return Model(Path(facts["folder"]), facts["served_name"], facts["weights_bytes"])
 
 
-def admin_url(options: Options) -> str | None:
-    """Where operators ask; None: where clients do."""
-    return None if options.admin_port is None else gateway_url(options.admin_host, options.admin_port)
-
-
 def describe(
     options: Options, device: Device, model: Model, plan: Plan, gateway: str, pids: dict[str, int]
 ) -> dict[str, object]:
@@ -205,6 +216,7 @@ def describe(
     return {
         "gateway": gateway,
         "admin": admin_url(options),
+        "dashboard": dashboard_url(options),
         "router": plan.router,
         "router_http": plan.router_http,
         "replicas": [process.worker.url for process in plan.of("replica") if process.worker],

@@ -14,6 +14,7 @@ from typing import Protocol, assert_never
 from sglang_fair.cluster.child import Child
 from sglang_fair.cluster.link import Link, router_answers
 from sglang_fair.cluster.plan import (
+    DISPENSABLE,
     START_ORDER,
     STOP_ORDER,
     HttpReady,
@@ -219,7 +220,8 @@ class Supervisor:
     def _is_lost(self) -> bool:
         """Whether nothing can be served any more: the gateway, the router or the last replica was given up."""
         replicas = {process.name for process in self._plan.of("replica")}
-        return bool(self._given_up - replicas) or (bool(replicas) and replicas <= self._given_up)
+        others = {process.name for process in self._plan.of(*DISPENSABLE)}
+        return bool(self._given_up - replicas - others) or (bool(replicas) and replicas <= self._given_up)
 
     async def _start_all(self, specs: Sequence[Process]) -> None:
         """Starts `specs` side by side and waits until all are ready. Raises `StartFailed`."""

@@ -17,10 +17,12 @@ MOST_STARTS = 32
 
 
 class _Run:
-    __slots__ = ("last", "since", "units")
+    __slots__ = ("last", "since", "units", "waits_since_s")
 
-    def __init__(self, last: ClientReading, since: int) -> None:
+    def __init__(self, last: ClientReading, since: int, waits_since_s: float) -> None:
         self.last = last
+        self.waits_since_s = waits_since_s
+        """Also under another weight."""
         self.since = since
         """The look that is its start."""
         self.units = 0.0
@@ -36,7 +38,9 @@ class Backlogs:
         """By look, in order: the units that each run had then."""
         self._looks = 0
 
-    def take(self, clients: Mapping[str, ClientReading], *, restarted: bool = False) -> None:
+    def take(
+        self, clients: Mapping[str, ClientReading], now_s: float = 0.0, *, restarted: bool = False
+    ) -> None:
         """One look. `restarted`: nothing from before counts."""
         if restarted:
             self._runs.clear()
@@ -47,7 +51,8 @@ class Backlogs:
                 continue
             run = self._runs.get(name)
             if run is None or not _goes_on(run.last, row):
-                run = _Run(row, self._looks)
+                is_same = run is not None and run.last.backlog == row.backlog
+                run = _Run(row, self._looks, run.waits_since_s if run is not None and is_same else now_s)
             run.units += (row.service - run.last.service) / row.weight
             run.last = row
             runs[name] = run
@@ -58,6 +63,10 @@ class Backlogs:
         self._starts = {look: units for look, units in self._starts.items() if look in used}
         while len(self._starts) > MOST_STARTS:
             self._move_oldest()
+
+    def lasting(self, since_s: float) -> list[str]:
+        """Those who have waited without a break since then or longer."""
+        return [name for name, run in self._runs.items() if run.waits_since_s <= since_s]
 
     def difference(self) -> float | None:
         """The largest between two that wait, in units of service by weight; None if fewer than two wait."""

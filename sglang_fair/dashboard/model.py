@@ -48,6 +48,10 @@ class Followed:
         """In units of service by weight, between two clients that wait there."""
         return self.backlogs.difference() if self.report is not None else None
 
+    def lasting(self, since_s: float) -> list[str]:
+        """Those who have waited there without a break since then or longer."""
+        return self.backlogs.lasting(since_s) if self.report is not None else []
+
     def of_bound(self) -> float | None:
         """The difference divided by the bound."""
         difference = self.difference()
@@ -117,7 +121,7 @@ class Model:
         since_s, replica.answered_s = replica.answered_s, look.at_s
         gain = replica.counters.take(report)
         clients = replica.clients()
-        replica.backlogs.take(clients, restarted=gain is not None and gain.restarted)
+        replica.backlogs.take(clients, look.at_s, restarted=gain is not None and gain.restarted)
         for client, row in clients.items():
             look.waiting[client] += row.waiting
         if gain is None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 
 import msgspec
 
@@ -13,13 +14,13 @@ from sglang_fair.dashboard.view import View
 class Poller:
     """`run` it. Belongs to one event loop."""
 
-    def __init__(self, peers: Peers, every_s: float) -> None:
+    def __init__(self, peers: Peers, every_s: float, looked: Callable[[], None] = lambda: None) -> None:
+        """`looked` is called after each look."""
         self._peers = peers
         self._every_s = every_s
         self._model = Model(every_s)
         self._encoded: dict[str, bytes] = {}
-        self.looked = asyncio.Event()
-        """Set by the first look."""
+        self._looked = looked
 
     async def run(self) -> None:
         """Looks until it is cancelled. A look that takes longer than the time between two delays the next."""
@@ -33,7 +34,7 @@ class Poller:
         reading = await self._peers.look()
         self._model.take(reading, time.time())
         self._encoded.clear()
-        self.looked.set()
+        self._looked()
 
     def view(self, span: str) -> View:
         """What is to be shown."""

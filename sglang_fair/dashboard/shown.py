@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from math import inf
 from typing import TYPE_CHECKING
 
 from sglang_fair.dashboard.history import Bucket, History
@@ -91,7 +90,8 @@ def _clients(
             if row.waiting or row.running or name not in weights:  # where it asks, its newest weight is known
                 weights[name] = row.weight
     served = sum(sums.service.values()) + sums.others
-    wanted = {**sums.service, OTHERS: sums.others} | dict.fromkeys(sums.hungry(), inf)
+    hungry = {name for one in followed.values() for name in one.lasting(sums.at_s - sums.lasted_s / 2)}
+    wanted = {**sums.wanted(hungry), OTHERS: sums.others}
     due = fair_shares(served, wanted, weights)
     clients = []
     for name, slot in slots.items():

@@ -1,11 +1,13 @@
 """The last minute: sums over the looks in it. Pure.
 
-A client is hungry if it waited at more than half of the looks: it could have used more than it got.
+What a client wanted, on which its fair share depends: without limit, if it has waited without a break for half of the
+time; those are told. Else what it got, and what waited on average, at what its requests cost on average.
 """
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
+from math import inf
 
 Amount = defaultdict[str, float]
 """By client."""
@@ -64,9 +66,6 @@ class Sums(Look):
 
     def __init__(self, looks: "deque[Look]") -> None:
         super().__init__(looks[-1].at_s if looks else 0.0, sum(look.lasted_s for look in looks))
-        self._looks = len(looks)
-        self._waited: Counter[str] = Counter()
-        """Looks at which a client waited."""
         self._waiting_s = amount()
         """Seconds, times the requests that waited."""
         for look in looks:
@@ -77,16 +76,23 @@ class Sums(Look):
             add(self.cached_tokens, look.cached_tokens)
             for client, count in look.waiting.items():
                 if count:
-                    self._waited[client] += 1
                     self._waiting_s[client] += count * look.lasted_s
             for replica, amounts in look.by_replica.items():
                 before = self.by_replica.get(replica, (0.0, 0.0, 0.0))
                 units, prompt, cached = (one + two for one, two in zip(before, amounts, strict=True))
                 self.by_replica[replica] = units, prompt, cached
 
-    def hungry(self) -> Iterator[str]:
-        """The clients that could have used more."""
-        return (name for name, looks in self._waited.items() if 2 * looks > self._looks)
+    def wanted(self, hungry: Container[str]) -> dict[str, float]:
+        """The service that each client could have used; inf: any, as those who are `hungry`."""
+        wanted = dict[str, float]()
+        for client in {*self.service, *self._waiting_s}:
+            waiting_s, admitted = self._waiting_s[client], self.admitted[client]
+            if client in hungry or (waiting_s and not admitted):
+                wanted[client] = inf
+            else:
+                requests = waiting_s / self.lasted_s if self.lasted_s else 0.0
+                wanted[client] = self.service[client] * (1 + requests / max(1, admitted))
+        return wanted
 
     def rate(self, units: float) -> float:
         """Units a second."""

@@ -556,8 +556,8 @@ SECTIONS: Mapping[str, type] = {
 
 VARIABLES: Mapping[str, str] = {
     "SGLANG_FAIR_POLICY": "The policy, where no --schedule-policy can be given to SGLang; the names are the same.",
-    "SGLANG_FAIR_ADMIN_KEY": "The bearer token of the gateway's operators, which also opens the page; unset: with --tenants nobody is one, else "
-    "/workers is for this machine only.",
+    "SGLANG_FAIR_ADMIN_KEY": "The bearer token of the gateway's operators, which also opens the page; unset: with "
+    "--tenants nobody is one, else /workers and the page are for this machine only.",
     "SGLANG_FAIR_REPLICA_KEY": "SGLang's --api-key, which replicas that we start ask for and gateways send; unset: a "
     "cluster with --tenants makes one up, others have none.",
     "SGLANG_FAIR_CACHE": "Folder in which prepared models are kept; by default sglang-fair in the user's cache folder.",

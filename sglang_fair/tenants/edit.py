@@ -30,6 +30,10 @@ class CannotEdit(ValueError):
     """The file cannot be changed as asked; the text is one line."""
 
 
+class NoSuchTenant(CannotEdit):
+    """There is no tenant of that name."""
+
+
 def add(path: Path, name: str, tenant: Tenant) -> None:
     """Adds a tenant, in a new file if there is none. Raises `CannotEdit`, SettingError for a bad file, OSError."""
 
@@ -48,7 +52,19 @@ def set_keys(path: Path, name: str, keys: Callable[[list[str]], list[str]]) -> N
     def put(known: Tenants, lines: "_Lines") -> Tenants:
         tenant = _tenant(known, name)
         changed = tenant.model_copy(update={"keys": keys(tenant.keys)})
-        lines.set_keys(name, changed)
+        lines.set_field(name, changed, "keys")
+        return Tenants(tenants={**known.tenants, name: changed})
+
+    _change(path, put)
+
+
+def set_weight(path: Path, name: str, weight: float) -> None:
+    """Changes a tenant's weight. Raises as `add`, and ValueError for a weight that there cannot be."""
+
+    def put(known: Tenants, lines: "_Lines") -> Tenants:
+        tenant = _tenant(known, name)
+        changed = Tenant.model_validate({**tenant.model_dump(), "weight": weight})
+        lines.set_field(name, changed, "weight")
         return Tenants(tenants={**known.tenants, name: changed})
 
     _change(path, put)
@@ -67,7 +83,7 @@ def remove(path: Path, name: str) -> None:
 
 def _tenant(known: Tenants, name: str) -> Tenant:
     if name not in known.tenants:
-        raise CannotEdit(f"there is no tenant {name!r:.80}")
+        raise NoSuchTenant(f"there is no tenant {name!r:.80}")
     return known.tenants[name]
 
 
@@ -160,16 +176,16 @@ class _Lines:
         if len(self._entries) == 1:
             self._put_value(" {}")
 
-    def set_keys(self, name: str, tenant: Tenant) -> None:
+    def set_field(self, name: str, tenant: Tenant, field: str) -> None:
         key, node = self._entries[name]
         first, column = key.start_mark.line, key.start_mark.column
         if not isinstance(node, yaml.MappingNode) or node.flow_style or not node.value:
             self._splice(first, _last_line(node) + 1 - first, self._entry(name, tenant, column))
             return
         column = node.value[0][0].start_mark.column
-        made = _dumped({"keys": tenant.keys}, column)
+        made = _dumped({field: getattr(tenant, field)}, column)
         for inner, value in node.value:
-            if inner.value == "keys":
+            if inner.value == field:
                 first = inner.start_mark.line
                 self._splice(first, _last_line(value) + 1 - first, made)
                 return

@@ -285,6 +285,7 @@ BODIES: dict[str, Any] = {
     "/v1/completions": {"prompt": "x"},
     "/generate": {"text": "x"},
     "/workers": {"url": "http://127.0.0.1:1"},
+    "/tenants/{name}": {"weight": 2},
 }
 # By route: with no key, an invented one, a tenant's, the admin's. There is no router: 503 is what gets through.
 CLIENTS_ADDRESS = {
@@ -301,6 +302,7 @@ CLIENTS_ADDRESS = {
     ("get", "/workers"): (404, 404, 404, 404),
     ("post", "/workers"): (404, 404, 404, 404),
     ("delete", "/workers/{name}"): (404, 404, 404, 404),
+    ("patch", "/tenants/{name}"): (404, 404, 404, 404),
 }
 OPERATORS_ADDRESS = {
     ("post", "/v1/chat/completions"): (404, 404, 404, 404),
@@ -316,6 +318,7 @@ OPERATORS_ADDRESS = {
     ("get", "/workers"): (401, 401, 401, 503),
     ("post", "/workers"): (401, 401, 401, 400),
     ("delete", "/workers/{name}"): (401, 401, 401, 503),
+    ("patch", "/tenants/{name}"): (401, 401, 401, 404),
 }
 ROUTES = [(method, route) for route, found in describe("1")["paths"].items() for method in found]
 
@@ -330,7 +333,7 @@ async def ask(base: str, app: App | None, method: str, route: str, key: str | No
     async with httpx.AsyncClient(transport=transport, base_url=base) as http:
         target = route.replace("{id}", MODEL).replace("{name}", "r0")
         headers = bearer(key) if key is not None else {}
-        body = BODIES.get(route) if method == "post" else None
+        body = BODIES.get(route) if method in ("post", "patch") else None
         return (await http.request(method, target, headers=headers, json=body)).status_code
 
 
@@ -412,6 +415,7 @@ def test_without_tenants_all_is_at_one_address_as_ever(
             got = {
                 (method, route): await ask("http://gateway", app, method, route, None)
                 for method, route in ROUTES
+                if not route.startswith("/tenants")  # of which there are none
             }
         assert 401 not in got.values()
         assert [route for route, status in got.items() if status == 404] == [("get", "/explain/{id}")]

@@ -219,7 +219,7 @@ def _split(arguments: list[str]) -> tuple[list[str], str, list[str]]:
 class Cluster:
     """`sglang-fair cluster --model tiny --json …` as a context manager: two replicas, router, gateway.
 
-    With tenants, `environment` has the keys for operators and replicas.
+    With tenants, `environment` has the keys for operators and replicas. It has a page only with --dashboard-port.
     """
 
     def __init__(self, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
@@ -229,7 +229,8 @@ class Cluster:
         own, _, engine = _split(list(arguments))
         self._command = [
             sys.executable, "-m", "sglang_fair.cli", "cluster",
-            "--device", "cpu", "--model", "tiny", "--port", "0", "--json", "--quiet-replicas", *own, "--", *engine,
+            "--device", "cpu", "--model", "tiny", "--port", "0", "--json", "--quiet-replicas",
+            *(() if "--dashboard-port" in own else ("--dashboard", "off")), *own, "--", *engine,
         ]  # fmt: skip
         self.log = Path(tempfile.mkstemp(prefix="cluster-", suffix=".log")[1])
         self.addresses: dict[str, Any] = {}

@@ -13,7 +13,8 @@ from sglang_fair.settings.table import SECTIONS
 PROGRAMS = {
     "cluster": "replicas device engine model gpu cost-model time-scale policy placement host port quantum "
     "policy-options stall-ms target-tpot-ms payer identity worker-quantum placement-options cost extend-weight "
-    "output-weight client-weights gateway-workers gateway-options json quiet-replicas log-level start-timeout",
+    "output-weight client-weights gateway-workers gateway-options dashboard dashboard-port json quiet-replicas "
+    "log-level start-timeout",
     "replica": "device engine model gpu cost-model time-scale host port name policy quantum policy-options payer cost "
     "stall-ms target-tpot-ms extend-weight output-weight client-weights identity kv-port page-size kv-tokens "
     "max-running",
@@ -22,6 +23,7 @@ PROGRAMS = {
     "gateway": "host port router model-name tokenizer workers router-timeout max-in-flight max-connections "
     "max-body-bytes max-held-bytes max-prompt-tokens max-context-tokens tries connect-timeout head-timeout "
     "body-timeout idle-timeout health-timeout progress-interval drain log-level identity outlive-parent",
+    "dashboard": "gateway host port every outlive-parent",
     "compare": "workloads s2 schedulers placements duration drain repeats seed load rates model tokenizer device "
     "engine gpu cost-model time-scale replicas quantum worker-quantum good-clients question-tokens thought-tokens "
     "article-tokens judgement-tokens paper-scale json out resume",

@@ -55,7 +55,7 @@ class SpawnCluster:
 
     def arguments(self, placement: str, policy: str) -> list[str]:
         """The whole command line."""
-        asked = replace(self.settings, placement=placement, policy=policy, port=0, json=True)
+        asked = replace(self.settings, placement=placement, policy=policy, port=0, json=True, dashboard="off")
         return [*self.command, "cluster", *command_line(table.Cluster, changed(asked))]
 
     @contextmanager

@@ -6,7 +6,9 @@ const $ = (selector) => document.querySelector(selector);
 const colour = (slot) => `var(--c${slot % 8})`;
 const OTHERS = "var(--others)";
 const NONE = "–";
+const ROWS = 12; // of requests
 
+const exact = new Intl.NumberFormat("en", { maximumSignificantDigits: 6 });
 const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 const short = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
 const number = (value) => (value === null || value === undefined ? NONE : whole.format(value));
@@ -14,6 +16,8 @@ const rate = (value) => (value === null || value === undefined ? NONE : value < 
 const percent = (part) => (part === null || part === undefined ? NONE : `${Math.round(100 * part)} %`);
 const seconds = (value) =>
   value === null || value === undefined ? NONE : value < 1 ? `${Math.round(1000 * value)} ms` : value < 100 ? `${value.toFixed(1)} s` : `${Math.round(value / 60)} min`;
+
+const clock = (time) => new Date(1000 * time).toLocaleTimeString([], { hourCycle: "h23" });
 
 const HEALTH = {
   "no data": "No data yet", "ok": "All well", "trouble": "Needs attention", "router down": "Router down",
@@ -204,7 +208,7 @@ function drawClients(view) {
 function weightCell(cell, one) {
   if (one.weight === undefined) return put(cell, NONE);
   if (!cell.firstChild) {
-    cell.append(make("button", { type: "button", class: "link" }));
+    cell.append(make("button", { type: "button", class: "edit" }));
     cell.firstChild.addEventListener("click", () => openWeight(cell.dataset.client, cell.dataset.weight));
   }
   Object.assign(cell.dataset, { client: one.name, weight: one.weight });
@@ -245,7 +249,7 @@ async function drawRequests() {
   const columns = [
     { name: "request", words: true, fill: requestCell },
     { name: "client", words: true, text: (one) => one.client ?? NONE },
-    { name: "came", text: (one) => (one.arrived ? new Date(1000 * one.arrived).toLocaleTimeString() : NONE) },
+    { name: "came", text: (one) => (one.arrived ? clock(one.arrived) : NONE) },
     { name: "state", words: true, fill: (cell, one) => badge(cell, one.state ?? NONE) },
     { name: "waited", text: (one) => seconds(one.waited_s) },
     { name: "for", words: true, text: (one) => one.cause ?? NONE },
@@ -254,7 +258,7 @@ async function drawRequests() {
     { name: "cached", text: (one) => number(one.cached_tokens) },
     { name: "output", text: (one) => number(one.output_tokens) },
   ];
-  table($("#requests"), columns, found.slice(0, 25), (one) => one.id, (one) => ({ request: one.id, client: one.client ?? "" }));
+  table($("#requests"), columns, found.slice(0, ROWS), (one) => one.id, (one) => ({ request: one.id, client: one.client ?? "" }));
   $("#no-requests").hidden = found.length > 0;
   put($("#no-requests"), said);
 }
@@ -283,28 +287,35 @@ async function openExplanation(id) {
   }
 }
 
-/** Any JSON object, as lists of names and values. */
+/** Any JSON object: what is simple as a list of names and values, lists of objects as tables. */
 function explained(facts, title = "") {
   const list = make("dl", { class: "facts" }), below = [];
   for (const [name, value] of Object.entries(facts)) {
-    const words = name.replaceAll("_", " ").replace(/ s$/, " (s)");
-    if (value !== null && typeof value === "object" && !isFlat(value)) {
-      const parts = Array.isArray(value) ? value.map((one, at) => [`${words} ${at + 1}`, one]) : [[words, value]];
-      for (const [heading, part] of parts) below.push(...explained(typeof part === "object" && part ? part : { value: part }, heading));
-      continue;
-    }
-    list.append(make("dt", {}, words), make("dd", {}, shown(value)));
+    if (Array.isArray(value) && value.length && value.every(isObject)) below.push(make("h3", {}, words(name)), steps(value));
+    else if (isObject(value)) below.push(...explained(value, words(name)));
+    else list.append(make("dt", {}, words(name)), make("dd", {}, shown(name, value)));
   }
   const head = title ? [make("h3", {}, title)] : [];
-  return [...(list.children.length ? [...head, list] : head), ...below];
+  return [...head, ...(list.children.length ? [list] : []), ...below];
 }
 
-const isFlat = (value) => Array.isArray(value) && value.every((one) => one === null || typeof one !== "object");
+function steps(items) {
+  const node = make("table", { role: "table", class: "steps" });
+  node.append(make("thead", { role: "rowgroup" }), make("tbody", { role: "rowgroup" }));
+  const names = [...new Set(items.flatMap((item) => Object.keys(item)))];
+  table(node, names.map((name) => ({ name: words(name), text: (item) => shown(name, item[name]) })), items, (item) => items.indexOf(item));
+  return node;
+}
 
-function shown(value) {
-  if (Array.isArray(value)) return value.map(shown).join(", ") || NONE;
+const isObject = (value) => value !== null && typeof value === "object" && !Array.isArray(value);
+const words = (name) => name.replace(/_s$/, " (s)").replaceAll("_", " ");
+
+function shown(name, value) {
+  if (Array.isArray(value)) return value.map((one) => shown(name, one)).join(", ") || NONE;
   if (value === null || value === undefined || value === "") return NONE;
-  return typeof value === "number" ? `${+value.toPrecision(6)}` : String(value);
+  if (isObject(value)) return Object.entries(value).map(([key, one]) => `${words(key)} ${shown(key, one)}`).join(", ");
+  if (typeof value !== "number") return String(value);
+  return value > 1.5e9 && value < 1e10 ? clock(value) : exact.format(value);
 }
 
 // ---- weights
@@ -366,7 +377,7 @@ async function look() {
     drawClients(view);
     drawReplicas(view);
     keyed($("#of"), [{ name: "" }, ...view.clients], (one) => one.name, (one) => make("option", { value: one.name }, one.name || "everybody"), () => {});
-    put($("#at"), view.at ? `As of ${new Date(1000 * view.at).toLocaleTimeString()}` : "");
+    put($("#at"), view.at ? `As of ${clock(view.at)}` : "");
   } catch (error) {
     if (error.status === undefined) throw error;
     if (last) drawHealth(last, "lost");

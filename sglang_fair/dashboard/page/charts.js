@@ -25,8 +25,8 @@ export function niceStep(most, count) {
   return [1, 2, 5, 10].map((factor) => factor * power).find((step) => step >= rough);
 }
 
-const clock = (seconds, withDate) =>
-  new Date(1000 * seconds).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", ...withDate });
+const clock = (seconds, more = {}) =>
+  new Date(1000 * seconds).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", hourCycle: "h23", ...more });
 
 /** Draws into one element, again whenever it is told or its size changes. */
 export class Chart {
@@ -71,11 +71,12 @@ export class Chart {
       svg.append(make("svg:text", { x: LEFT - 8, y: y(value) + 4, "text-anchor": "end" }, format(value)));
     }
     if (times.length > 1) {
-      const marks = Math.max(2, Math.min(6, Math.floor((right - LEFT) / 90)));
+      const marks = Math.max(2, Math.min(6, Math.floor((right - LEFT) / 110)));
       for (let mark = 0; mark < marks; mark++) {
         const time = first + ((last - first) * mark) / (marks - 1);
         const anchor = mark === 0 ? "start" : mark === marks - 1 ? "end" : "middle";
-        svg.append(make("svg:text", { x: x(time), y: height - 4, "text-anchor": anchor }, clock(time)));
+        const seconds = last - first < 60 * marks ? { second: "2-digit" } : {};
+        svg.append(make("svg:text", { x: x(time), y: height - 4, "text-anchor": anchor }, clock(time, seconds)));
       }
     }
     if (limit) {
