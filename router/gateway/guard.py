@@ -5,6 +5,7 @@ it is nobody, because a tenant may have a process here too.
 """
 
 import hmac
+import os
 
 from starlette.middleware import Middleware
 from starlette.requests import Request

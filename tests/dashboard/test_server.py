@@ -1,4 +1,4 @@
-"""Who may open the page, what it answers, and how it asks the cluster. The cluster is a stand-in that says what it is told."""
+"""Who may open the page, what it answers, and how it asks the cluster, which is a stand-in here."""
 
 import asyncio
 import json
@@ -11,13 +11,13 @@ import pytest
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
-from sglang_fair.dashboard.top import Top
 
 from sglang_fair.common import admin_key, replica_key
 from sglang_fair.dashboard import session as sessions
 from sglang_fair.dashboard.__main__ import main
 from sglang_fair.dashboard.server import application
 from sglang_fair.dashboard.session import HOLDS_S, Session
+from sglang_fair.dashboard.top import Top
 from tests.support.ports import free_port
 
 KEY = "the admin's key"
