@@ -80,7 +80,12 @@ def application(gateway: str, every_s: float, session: Session) -> web.Applicati
         return web.Response(text="ok")
 
     async def requests(request: web.Request) -> web.Response:
-        return web.json_response(await pollers[0][1].requests(request.query.get("client"), MOST_REQUESTS))
+        try:
+            found = await pollers[0][1].requests(request.query.get("client"), MOST_REQUESTS)
+        except Refused as error:  # a state to show, as others: no error of this page
+            said = "This gateway keeps no record of requests." if error.status == 404 else f"No data: {error}."
+            found = {"requests": [], "said": said}
+        return web.json_response(found)
 
     async def explain(request: web.Request) -> web.Response:
         return web.json_response(await pollers[0][1].explain(request.match_info["id"]))

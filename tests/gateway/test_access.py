@@ -446,3 +446,33 @@ def test_an_address_documents_what_it_has(path: Path, tmp_path: Path) -> None:
         *("/v1/chat/completions", "/v1/completions", "/generate", "/v1/models", "/v1/models/{id}", "/health"),
         *("/v1/usage", "/explain/{id}"),
     }
+
+
+@pytest.mark.usefixtures("with_admin_key")
+def test_an_operator_changes_a_weight_and_the_gateway_follows(changing: Path, tmp_path: Path) -> None:
+    async def main() -> None:
+        port = free_port()
+        app = made(tmp_path, tenants=str(changing), admin_port=port)
+        base = f"http://127.0.0.1:{port}"
+        async with app.lifespan_context(app), httpx.AsyncClient(base_url=base, headers=bearer(ADMIN)) as http:
+            directory = app.gateway.directory
+            assert directory is not None
+            for body in (
+                b"",
+                b'{"weight": 0}',
+                b'{"weight": "2"}',
+                b'{"weight": 2, "keys": []}',
+                b"[" * 4000,
+            ):
+                assert (await http.patch("/tenants/gold", content=body)).status_code == 400
+            assert (await http.patch("/tenants/gold", content=b" " * 5000)).status_code == 413
+            answer = await http.patch("/tenants/gold", json={"weight": 2.5})
+            assert (answer.status_code, answer.json()) == (200, {"name": "gold", "weight": 2.5})
+            await looks(directory)
+            known = directory.by_key(GOLD)
+            assert known is not None
+            assert known.caller.weight == 2.5
+            changing.write_text("tenants: {gold: {weight: 1}, gold: {}}")
+            assert (await http.patch("/tenants/gold", json={"weight": 3})).status_code == 409
+
+    asyncio.run(main())

@@ -184,3 +184,21 @@ def test_the_command_is_there() -> None:
         check=True,
     )
     assert all(word in said.stdout for word in ("add", "list", "rotate", "remove", "schema"))
+
+
+def test_a_weight_is_changed_and_nothing_else(path: Path) -> None:
+    before = file.read(path).tenants
+    for name, weight in (("gold", 0.5), ("silver", 7.0), ("bronze", 2.0), ("gold", 3.25)):
+        edit.set_weight(path, name, weight)
+        before = {**before, name: before[name].model_copy(update={"weight": weight})}
+        assert file.read(path).tenants == before
+    assert comments(TEXT) <= comments(path.read_text())
+
+
+@pytest.mark.parametrize(
+    ("name", "weight"), [("gold", 0.0), ("gold", float("nan")), ("gold", 1e7), ("nobody", 1.0)]
+)
+def test_a_weight_that_cannot_be_changes_nothing(path: Path, name: str, weight: float) -> None:
+    with pytest.raises(ValueError, match=r"weight|no tenant"):
+        edit.set_weight(path, name, weight)
+    assert path.read_text() == TEXT

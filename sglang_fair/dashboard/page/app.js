@@ -242,9 +242,11 @@ async function drawRequests() {
   const client = $("#of").value;
   let found = [], said = "No request yet.";
   try {
-    found = (await ask(`/requests${client ? `?client=${encodeURIComponent(client)}` : ""}`)).requests ?? [];
+    const answer = await ask(`/requests${client ? `?client=${encodeURIComponent(client)}` : ""}`);
+    found = answer.requests ?? [];
+    said = answer.said ?? said;
   } catch (error) {
-    said = error.status === 404 ? "This gateway keeps no record of requests." : `No data: ${error.message}`;
+    said = `No data: ${error.message}`;
   }
   const columns = [
     { name: "request", words: true, fill: requestCell },

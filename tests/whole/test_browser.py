@@ -1,0 +1,294 @@
+"""The page in a browser, before an emulated cluster with tenants, one of which floods.
+
+Needs Chromium as a distribution packages it (Debian: `apt-get install chromium`); without one the tests are skipped.
+"""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import pytest
+
+from router.gateway.guard import KEY_VARIABLE
+from sglang_fair.common import replica_key
+from sglang_fair.tenants import edit, file, keys
+from sglang_fair.tenants.model import Tenant
+from tests.support.live import Cluster
+from tests.support.waiting import wait_until
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(
+        CHROMIUM is None and not os.environ.get("CI"),
+        reason="there is no chromium here (Debian: apt-get install chromium)",
+    ),
+]
+
+ADMIN = "the admin's key"
+ENVIRONMENT = {KEY_VARIABLE: ADMIN, replica_key.VARIABLE: "the replicas' key"}
+FLOOD, LIGHT, RIVAL = 48, 1, 48
+"""Requests of each at a time."""
+PROMPT_TOKENS, OUTPUT_TOKENS = 600, 60
+EMULATED = ("--engine", "emulated", "--gpu", "a100-80g", "--model", "llama-3.1-8b")
+SIZES = {"1280": (1280, 900), "390": (390, 844)}
+PICTURES = "SGLANG_FAIR_TEST_PICTURES"
+"""Names a folder in which to leave pictures of the page."""
+
+
+@pytest.fixture(scope="module")
+def tenants(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("tenants") / "tenants.yaml"
+    for name in ("flood", "light", "rival"):
+        edit.add(path, name, Tenant(keys=[keys.written(keys.digest(name))]))
+    return path
+
+
+class Load:
+    """Clients that ask without a pause, in a thread of its own; a request that fails is asked again."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._stop = threading.Event()
+        self._at_a_time = {"flood": FLOOD, "light": LIGHT, "rival": 0}
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+        self._rival = threading.Event()
+
+    def __enter__(self) -> "Load":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._rival.set()
+        self._thread.join()
+
+    def rival(self) -> None:
+        """A second one begins to flood."""
+        self._rival.set()
+
+    async def _run(self) -> None:
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector) as http, asyncio.TaskGroup() as group:
+            for name, count in (("flood", FLOOD), ("light", LIGHT), ("rival", RIVAL)):
+                for number in range(count):
+                    group.create_task(self._client(http, name, Random(f"{name} {number}")))
+
+    async def _client(self, http: aiohttp.ClientSession, name: str, random: Random) -> None:
+        prefix = [random.randrange(3, 30_000) for _ in range(PROMPT_TOKENS // 2)]
+        while not self._stop.is_set():
+            if name == "rival" and not self._rival.is_set():
+                await asyncio.sleep(0.1)
+                continue
+            tail = [random.randrange(3, 30_000) for _ in range(PROMPT_TOKENS // 2)]
+            body = {
+                "input_ids": prefix + tail,
+                "sampling_params": {"max_new_tokens": OUTPUT_TOKENS, "ignore_eos": True, "temperature": 0},
+            }
+            with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+                async with http.post(
+                    f"{self._url}/generate", json=body, headers={"authorization": f"Bearer {name}"}
+                ) as answer:
+                    await answer.read()
+            if name == "light":
+                await asyncio.sleep(0.5)
+
+
+@pytest.fixture(scope="module")
+def cluster(tenants: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    from tests.support.ports import free_port
+
+    arguments = (
+        *EMULATED, "--tenants", str(tenants), "--dashboard-port", str(free_port()),
+        "--quantum", "4000", "--", "--max-running-requests", "8",
+    )  # fmt: skip
+    with Cluster(*arguments, environment=ENVIRONMENT) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def load(cluster: Cluster) -> Iterator[Load]:
+    with Load(cluster.url) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    assert CHROMIUM is not None, "CI has no chromium"
+    with sync_playwright() as playwright:
+        made = playwright.chromium.launch(
+            executable_path=CHROMIUM, headless=True, args=["--no-sandbox", "--disable-background-networking"]
+        )
+        yield made
+        made.close()
+
+
+class Page:
+    """One page in a context of its own. `trouble` is whatever must not happen on it."""
+
+    def __init__(self, browser: Any, url: str, size: str = "1280", scheme: str = "light") -> None:
+        width, height = SIZES[size]
+        # For axe, which is put into the page, the page's own policy is off; the policy has a test of its own.
+        self._context = browser.new_context(
+            viewport={"width": width, "height": height}, color_scheme=scheme, bypass_csp=True
+        )
+        self.trouble: list[str] = []
+        self.page = self._context.new_page()
+        self.page.set_default_timeout(120_000)
+        self.page.on("console", lambda message: message.type == "error" and self.trouble.append(message.text))
+        self.page.on("pageerror", lambda error: self.trouble.append(str(error)))
+        self.page.on("request", lambda request: self._asked(request.url))
+        self.page.goto(url)
+        self.page.fill("#key", ADMIN)
+        self.page.click("button.main")
+        self.page.wait_for_selector("#replicas tbody tr")
+
+    def __enter__(self) -> "Page":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._context.close()
+
+    def _asked(self, url: str) -> None:
+        if urlsplit(url).hostname != "127.0.0.1" and not url.startswith("data:"):
+            self.trouble.append(f"asked {url}")
+
+    def client(self, name: str) -> dict[str, float | None]:
+        """What the row of a client says."""
+        row = self.page.query_selector(f"#clients tr[data-client={name}]")
+        values = {} if row is None else row.evaluate("row => ({...row.dataset})")
+        return {
+            one: float(values[one]) if values.get(one) else None
+            for one in ("share", "fair", "wait", "weight")
+        }
+
+    def until(self, condition: Callable[[], Any], what: str) -> Any:
+        """Waits, while the page goes on."""
+
+        def check() -> Any:
+            self.page.wait_for_timeout(200)
+            return condition()
+
+        return wait_until(check, what, 180)
+
+    def health(self) -> str:
+        return self.page.get_attribute("#health", "data-health")
+
+    def axe(self) -> list[str]:
+        """Findings that matter."""
+        from axe_playwright_python.base import AXE_FILE_PATH
+
+        self.page.evaluate(AXE_FILE_PATH.read_text())
+        found = self.page.evaluate("axe.run()")["violations"]
+        return [
+            f"{one['id']}: {one['nodes'][0]['html']}"
+            for one in found
+            if one["impact"] in ("serious", "critical")
+        ]
+
+    def picture(self, name: str, *, whole: bool = False) -> None:
+        if folder := os.environ.get(PICTURES):
+            self.page.screenshot(path=f"{folder}/{name}.png", full_page=whole)
+
+
+@pytest.fixture
+def page(browser: Any, cluster: Cluster, load: Load) -> Iterator[Page]:
+    with Page(browser, cluster.addresses["dashboard"]) as made:
+        yield made
+        assert made.trouble == []
+
+
+def test_the_light_tenant_waits_less_than_the_one_that_floods(page: Page) -> None:
+    def waits() -> bool:
+        light, flood = page.client("light")["wait"], page.client("flood")["wait"]
+        return light is not None and flood is not None and light < flood
+
+    page.until(waits, "the light tenant's wait is below the flooder's")
+    rows = page.page.eval_on_selector_all("#clients tbody tr", "rows => rows.map(row => row.dataset.client)")
+    assert set(rows) == {"light", "flood"}
+
+
+def test_a_weight_raised_in_the_page_raises_the_share(page: Page, load: Load, tenants: Path) -> None:
+    load.rival()
+
+    def halves() -> bool:
+        shares = [page.client(name)["share"] for name in ("flood", "rival")]
+        return all(share is not None and 0.38 < share < 0.62 for share in shares)
+
+    page.until(halves, "two that flood have equal shares")
+    for one in page.page.query_selector_all("#replicas tbody tr"):
+        said = one.evaluate("row => ({...row.dataset})")
+        assert float(said["difference"]) <= float(said["bound"])
+    page.page.click("#clients tr[data-client=rival] button")
+    page.picture("weight")
+    page.page.fill("#weight-value", "3")
+    page.page.click("#weight-form button.main")
+    page.page.wait_for_selector("#weight", state="hidden")
+    assert file.read(tenants).tenants["rival"].weight == 3
+    page.until(lambda: page.client("rival")["weight"] == 3, "the replicas have the new weight")
+
+    def three_to_one() -> bool:
+        flood, rival = page.client("flood")["share"], page.client("rival")["share"]
+        return flood is not None and rival is not None and rival > 2.2 * flood
+
+    page.until(three_to_one, "the share follows")
+    assert page.client("rival")["fair"] > 2 * page.client("flood")["fair"]
+
+
+def test_a_click_on_a_request_shows_why_it_waited(page: Page) -> None:
+    page.page.click("#requests tbody button")
+    page.page.wait_for_selector("#explanation .said, #explanation .facts")
+    page.picture("explained")
+    assert not page.page.query_selector("#explanation .wrong")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", SIZES)
+def test_it_fits_and_everybody_can_read_it(
+    browser: Any, cluster: Cluster, load: Load, size: str, scheme: str
+) -> None:
+    with Page(browser, cluster.addresses["dashboard"], size, scheme) as made:
+        made.until(lambda: made.client("flood")["share"], "shares")
+        made.page.wait_for_timeout(1000)
+        made.picture(f"dashboard-{size}-{scheme}")
+        made.picture(f"whole-{size}-{scheme}", whole=True)
+        assert made.page.evaluate("document.documentElement.scrollWidth") <= SIZES[size][0]
+        assert made.axe() == []
+        made.page.click("#clients tr[data-client=flood] button")
+        made.page.wait_for_selector("#weight[open]")
+        assert made.axe() == []
+        assert made.page.evaluate("document.documentElement.scrollWidth") <= SIZES[size][0]
+        assert made.trouble == []
+
+
+def test_a_router_that_is_killed_is_said_and_comes_back(page: Page, cluster: Cluster) -> None:
+    assert page.health() == "ok"
+    router = cluster.addresses["pids"]["router"]
+    os.kill(router, signal.SIGSTOP)  # the cluster starts a dead one again at once: this one is slow to die
+    try:
+        page.until(lambda: page.health() == "router down", "the page says that the router is down")
+        assert "router" in page.page.inner_text("#notes").lower()
+        page.picture("router-down")
+    finally:
+        os.kill(router, signal.SIGKILL)
+    page.until(lambda: page.health() == "ok", "all is well again")
+    assert page.page.inner_text("#notes") == ""
+
+
+def test_a_page_whose_server_is_gone_says_so(browser: Any, cluster: Cluster, load: Load) -> None:
+    with Page(browser, cluster.addresses["dashboard"]) as made:
+        made.page.route("**/view*", lambda route: route.abort())
+        made.until(lambda: made.health() == "lost", "the page says that its server is gone")
+        made.page.unroute("**/view*")
+        made.until(lambda: made.health() == "ok", "and that it is back")
