@@ -11,7 +11,7 @@ from sglang_fair.dashboard.gains import Counters
 from sglang_fair.dashboard.history import History
 from sglang_fair.dashboard.reading import OTHERS, SYSTEM, ClientReading, Reading, ReplicaReport
 from sglang_fair.dashboard.view import View
-from sglang_fair.dashboard.window import Look, Sums, Window, add, amount
+from sglang_fair.dashboard.window import Look, Window, add, amount
 
 WINDOW_S = 60.0
 """Rates, shares, waits and hits are of so long."""
@@ -110,7 +110,7 @@ class Model:
             followed,
             sums,
             history,
-            self._shown(history, sums, followed),
+            self._shown(history, followed),
             at_s=self._at_s,
             every_s=self._every_s,
             window_s=WINDOW_S,
@@ -143,13 +143,16 @@ class Model:
         for history in self._histories.values():
             history.gained(since_s, look.at_s, service, gain.others.service, prompt_tokens, cached_tokens)
 
-    def _shown(self, history: History, sums: Sums, followed: Mapping[str, Followed]) -> dict[str, int]:
-        """The clients with a row, most served first, and each one's colour: one that is shown keeps it."""
+    def _shown(self, history: History, followed: Mapping[str, Followed]) -> dict[str, int]:
+        """The clients with a row, most served first, and each one's colour, which it keeps while it is shown. Who
+        got nothing in that time and asks for nothing has none."""
         served = amount()
         for bucket in history.buckets():
             add(served, bucket.service)
-        for name in {name for one in followed.values() for name in one.clients()}:
-            served[name] += sums.waiting[name]
+        for one in followed.values():
+            for name, row in one.clients().items():
+                if row.waiting or row.running:
+                    served[name] += 0.0  # who has only just come
         names = nlargest(ROWS, served, key=lambda name: (served[name], name))
         kept = {name: slot for name, slot in self._slots.items() if name in names}
         free = (slot for slot in range(ROWS) if slot not in kept.values())

@@ -83,7 +83,9 @@ def application(gateway: str, every_s: float, session: Session) -> web.Applicati
         try:
             found = await pollers[0][1].requests(request.query.get("client"), MOST_REQUESTS)
         except Refused as error:  # a state to show, as others: no error of this page
-            said = "This gateway keeps no record of requests." if error.status == 404 else f"No data: {error}."
+            said = (
+                "This gateway keeps no record of requests." if error.status == 404 else f"No data: {error}."
+            )
             found = {"requests": [], "said": said}
         return web.json_response(found)
 

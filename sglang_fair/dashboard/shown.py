@@ -64,7 +64,7 @@ def view(
         of_bound=max(
             (part for one in followed.values() if (part := one.of_bound()) is not None), default=None
         ),
-        clients_seen=len(clients) + (others.clients if others is not None else 0),
+        clients_seen=len(_active(followed, sums)),
         times=[bucket.number * history.step_s for bucket in buckets],
         clients=clients,
         others=others,
@@ -114,7 +114,7 @@ def _clients(
                 rates=[_rate(bucket, bucket.service.get(name, 0.0)) for bucket in buckets],
             )
         )
-    rest = {*waiting, *sums.service} - {*slots}
+    rest = _active(followed, sums) - {*slots}
     rest_served = [_of_rest(bucket, slots) for bucket in buckets]
     if not rest and not any(rest_served):
         return clients, None
@@ -128,6 +128,14 @@ def _clients(
         rates=[_rate(bucket, one) for bucket, one in zip(buckets, rest_served, strict=True)],
     )
     return clients, others
+
+
+def _active(followed: Mapping[str, "Followed"], sums: Sums) -> set[str]:
+    """The clients that got something in the window, or have requests now."""
+    names = {name for name, units in sums.service.items() if units}
+    for one in followed.values():
+        names.update(name for name, row in one.clients().items() if row.waiting or row.running)
+    return names
 
 
 def _replica(
