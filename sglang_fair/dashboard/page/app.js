@@ -293,7 +293,10 @@ async function openExplanation(id) {
 function explained(facts, title = "") {
   const list = make("dl", { class: "facts" }), below = [];
   for (const [name, value] of Object.entries(facts)) {
-    if (Array.isArray(value) && value.length && value.every(isObject)) below.push(make("h3", {}, words(name)), steps(value));
+    if (Array.isArray(value) && value.length && value.every(isObject)) {
+      if (value.every((one) => Object.values(one).every((part) => part === null || typeof part !== "object"))) below.push(make("h3", {}, words(name)), steps(value));
+      else value.forEach((one, at) => below.push(...explained(one, value.length > 1 ? `${words(name)} ${at + 1}` : words(name).replace(/s$/, ""))));
+    }
     else if (isObject(value)) below.push(...explained(value, words(name)));
     else list.append(make("dt", {}, words(name)), make("dd", {}, shown(name, value)));
   }
