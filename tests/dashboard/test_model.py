@@ -110,6 +110,27 @@ def test_what_was_gained_is_what_the_totals_say_whatever_is_named(events, most):
     assert gained >= 0
 
 
+REPORTS = st.builds(
+    lambda clients, total: ReplicaReport("x", clients, total),
+    st.dictionaries(
+        NAMES, st.builds(ClientReading, extend_tokens=st.integers(0, 99), service=st.floats(0, 99))
+    ),
+    st.builds(Totals, extend_tokens=st.integers(0, 99), service=st.floats(0, 99)),
+)
+
+
+@given(reports=st.lists(REPORTS, max_size=6))
+def test_a_report_that_contradicts_itself_gains_nobody_more_than_its_totals(reports):
+    counters, before = Counters(), None
+    for report in reports:
+        gain, now = counters.take(report), report.totals.extend_tokens
+        if gain is not None:
+            parts = [*gain.clients.values(), gain.others]
+            assert all(amount >= 0 for part in parts for amount in part)
+            assert sum(part.extend_tokens for part in parts) == (now if now < before else now - before)
+        before = now
+
+
 @given(gifts=st.lists(st.tuples(NAMES, st.integers(1, 100)), max_size=40))
 def test_every_client_gains_what_it_was_given_where_all_are_named(gifts):
     source, counters, gained = Source(most=100), Counters(), Counter()
