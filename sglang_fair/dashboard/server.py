@@ -83,10 +83,7 @@ def application(gateway: str, every_s: float, session: Session) -> web.Applicati
         try:
             found = await pollers[0][1].requests(request.query.get("client"), MOST_REQUESTS)
         except Refused as error:  # a state to show, as others: no error of this page
-            said = (
-                "This gateway keeps no record of requests." if error.status == 404 else f"No data: {error}."
-            )
-            found = {"requests": [], "said": said}
+            found = {"requests": [], "kept": error.status != 404, "said": f"No data: {error}."}
         return web.json_response(found)
 
     async def explain(request: web.Request) -> web.Response:

@@ -246,13 +246,6 @@ def test_a_weight_raised_in_the_page_raises_the_share(page: Page, load: Load, te
     assert page.client("rival")["fair"] > 2 * page.client("flood")["fair"]
 
 
-def test_a_click_on_a_request_shows_why_it_waited(page: Page) -> None:
-    page.page.click("#requests tbody button")
-    page.page.wait_for_selector("#explanation .said, #explanation .facts")
-    page.picture("explained")
-    assert not page.page.query_selector("#explanation .wrong")
-
-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", SIZES)
 def test_it_fits_and_everybody_can_read_it(

@@ -245,6 +245,7 @@ async function drawRequests() {
     const answer = await ask(`/requests${client ? `?client=${encodeURIComponent(client)}` : ""}`);
     found = answer.requests ?? [];
     said = answer.said ?? said;
+    $("#last").hidden = answer.kept === false;
   } catch (error) {
     said = `No data: ${error.message}`;
   }
