@@ -31,6 +31,12 @@ class Explained(msgspec.Struct):
     """Why the router could not be asked; "" if it could."""
 
 
+class Latest(msgspec.Struct):
+    """`GET /explain`: the requests that came last to this process, the latest first, each in a line."""
+
+    requests: list[dict[str, Any]]
+
+
 class Explainer:
     """Asks everybody."""
 
@@ -39,6 +45,11 @@ class Explainer:
         self._link = link
         self._fleet = fleet
         self._replicas = replicas
+
+    def latest(self, client: str | None, most: int) -> Latest:
+        """The latest `most`, of `client` only if one is given."""
+        now_s = time.monotonic()
+        return Latest([one.row(now_s) for one in self._record.latest(client, most)])
 
     async def explain(self, name: str, client: str | None) -> Explained:
         """The requests of this name, or with an attempt of this id; of `client` only, if one is given. Raises

@@ -11,8 +11,8 @@ from msgspec import Meta
 
 from router.gateway.admin import NAME_PATTERN, NewWorker, WorkerList, WorkerState
 from router.gateway.errors import ErrorBody
-from router.gateway.explain import Explained
-from router.gateway.pages import HealthReport, Model, Models, StatusReport
+from router.gateway.explain import Explained, Latest
+from router.gateway.pages import MOST_LATEST, HealthReport, Model, Models, StatusReport
 from router.gateway.record import REQUEST_ID
 from router.gateway.request.schema import (
     PATHS,
@@ -85,6 +85,7 @@ def describe(version: str, paths: Collection[str] | None = None) -> Schema:
             StatusReport,
             UsageReport,
             Explained,
+            Latest,
             ErrorBody,
             TenantChange,
             TenantState,
@@ -129,6 +130,21 @@ class _Document:
                 "/v1/usage": {
                     "get": self._answered(
                         "What the sender has had, what it may have, and what is left.", UsageReport, ("401",)
+                    )
+                },
+                "/explain": {
+                    "get": self._answered(
+                        "The requests that came last to this process, the latest first.",
+                        Latest,
+                        ("400", "401", "403"),
+                        parameters=[
+                            {"name": "client", "in": "query", "schema": _text()},
+                            {
+                                "name": "limit",
+                                "in": "query",
+                                "schema": {"type": "integer", "minimum": 1, "maximum": MOST_LATEST},
+                            },
+                        ],
                     )
                 },
                 "/explain/{id}": {

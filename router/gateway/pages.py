@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from router.gateway.errors import ApiError
 from router.gateway.gateway import Gateway
 from router.gateway.guard import behind_proxy
 from router.gateway.metrics import CONTENT_TYPE
@@ -15,6 +16,7 @@ from router.gateway.request.call import model_not_found
 from router.gateway.routing.link import RouterGone
 
 EXPLAIN = "/explain/{id:path}"
+MOST_LATEST = 1000
 
 
 class Model(msgspec.Struct):
@@ -99,6 +101,13 @@ def private(gateway: Gateway, check: Callable[[Request], None] = lambda _: None)
         check(request)
         return json_response(await gateway.explainer.explain(request.path_params["id"], None))
 
+    async def latest(request: Request) -> Response:
+        check(request)
+        asked = request.query_params.get("limit", "100")
+        if not (asked.isascii() and asked.isdecimal() and len(asked) < 5 and 1 <= int(asked) <= MOST_LATEST):
+            raise ApiError(400, f"limit is a number from 1 to {MOST_LATEST}", code="invalid_limit")
+        return json_response(gateway.explainer.latest(request.query_params.get("client"), int(asked)))
+
     async def status(request: Request) -> Response:
         check(request)
         try:
@@ -120,6 +129,7 @@ def private(gateway: Gateway, check: Callable[[Request], None] = lambda _: None)
     return [
         Route("/status", status, methods=["GET"], middleware=behind_proxy()),
         Route("/metrics", metrics, methods=["GET"], middleware=behind_proxy()),
+        Route("/explain", latest, methods=["GET"], middleware=behind_proxy()),
         Route(EXPLAIN, explain, methods=["GET"], middleware=behind_proxy()),
     ]
 

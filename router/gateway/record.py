@@ -9,6 +9,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from router.events import Place
@@ -97,6 +98,23 @@ class Exchange:
             "tries": [_try(one, now_s) for one in self.tries],
         }
 
+    def row(self, now_s: float) -> dict[str, Any]:
+        """The same for a list of many. Seconds are until the first piece of the answer."""
+        last = self.tries[-1] if self.tries else None
+        first_s = next((one.first_s for one in self.tries if one.first_s is not None), None)
+        until_s = next(time_s for time_s in (first_s, self.ended_s, now_s) if time_s is not None)
+        return {
+            "id": self.name,
+            "client": self.client,
+            "replica": "" if last is None else last.worker,
+            "arrived": self.came_at_s,
+            "state": self.outcome or ("waiting" if first_s is None else "running"),
+            "waited_s": until_s - self.came_s,
+            "prompt_tokens": self.input_tokens,
+            "cached_tokens": self.cached_tokens,
+            "output_tokens": self.output_tokens,
+        }
+
     def line(self) -> dict[str, Any]:
         """The same for a log: one flat object."""
         last = self.tries[-1] if self.tries else None
@@ -151,6 +169,7 @@ class RequestRecord:
         self._log = log
         self._ended: deque[Exchange] = deque()
         self._by_name: dict[str, dict[Exchange, None]] = {}
+        self._in_order: dict[Exchange, None] = {}
 
     def came(self, kind: str, given: str | None) -> Exchange:
         """A request came, which its client calls `given`. Nobody finds it before `enter`."""
@@ -159,6 +178,7 @@ class RequestRecord:
     def enter(self, exchange: Exchange) -> None:
         """Its client is known. Of those who may not ask nothing is remembered: they are as many as they like."""
         exchange.is_entered = True
+        self._in_order[exchange] = None
         self._enter(exchange.name, exchange)
 
     def tried(self, exchange: Exchange, id: str) -> Try:
@@ -187,6 +207,7 @@ class RequestRecord:
             self._ended.append(exchange)
         if len(self._ended) > self._most:
             gone = self._ended.popleft()
+            self._in_order.pop(gone, None)
             for name in {gone.name, *(one.id for one in gone.tries)}:
                 self._drop(name, gone)
         if self._log is not None:
@@ -196,6 +217,11 @@ class RequestRecord:
         """Those of this name, the latest first; of `client` only, if one is given."""
         same = reversed(self._by_name.get(name, {}))
         return [one for one in same if client in (None, one.client)][:MOST_FOUND]
+
+    def latest(self, client: str | None, most: int) -> list[Exchange]:
+        """Those that came last, the latest first; of `client` only, if one is given."""
+        same = (one for one in reversed(self._in_order) if client in (None, one.client))
+        return list(islice(same, most))
 
     def __len__(self) -> int:
         return len({one for same in self._by_name.values() for one in same})

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import quote
 
-from router.gateway.guard import KEY_VARIABLE
 from sglang_fair.cluster.status import fetch
+from sglang_fair.common import admin_key
 
 TENANT_KEY_VARIABLE = "OPENAI_API_KEY"
 """Where OpenAI's clients have their key."""
@@ -36,7 +36,7 @@ WHY = {
 
 def read(gateway: str, request: str) -> dict[str, Any]:
     """The gateway's answer. Raises `Unreachable`."""
-    key = os.environ.get(KEY_VARIABLE) or os.environ.get(TENANT_KEY_VARIABLE) or ""
+    key = admin_key.key() or os.environ.get(TENANT_KEY_VARIABLE) or ""
     headers = {"authorization": f"Bearer {key}"} if key else {}
     return fetch(f"{gateway.rstrip('/')}/explain/{quote(request, safe='')}", headers)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from aiohttp import web
 
+from sglang_fair.cluster.explain import told
 from sglang_fair.dashboard.model import SPANS
 from sglang_fair.dashboard.peers import Peers, Refused
 from sglang_fair.dashboard.poller import Poller
@@ -87,7 +88,8 @@ def application(gateway: str, every_s: float, session: Session) -> web.Applicati
         return web.json_response(found)
 
     async def explain(request: web.Request) -> web.Response:
-        return web.json_response(await pollers[0][1].explain(request.match_info["id"]))
+        answer = await pollers[0][1].explain(request.match_info["id"])
+        return web.json_response({"text": told(answer)})
 
     async def change(request: web.Request) -> web.Response:
         weight = _weight(await request.read())

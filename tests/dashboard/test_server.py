@@ -60,6 +60,8 @@ class StandIn:
                 return web.json_response(report)
             case "GET", "/explain":
                 return web.json_response({"requests": [{"id": "a/b", "client": request.query.get("client")}]})
+            case "GET", "/explain/a/b":
+                return web.json_response({"requests": [], "router": "gone"})
             case _:
                 return web.json_response({"path": request.path})
 
@@ -183,7 +185,9 @@ def test_requests_are_asked_for_and_explained() -> None:
             200,
             {"requests": [{"id": "a/b", "client": "a&b"}]},
         )
-        assert await ask("GET", "/requests/a%2Fb") == (200, {"path": "/explain/a/b"})
+        status, said = await ask("GET", "/requests/a%2Fb")
+        assert (status, said["text"]) == (200, "The router could not be asked: gone.")
+        assert ("GET", "/explain/a/b") in [(method, path) for method, path, *_ in stand_in.asked]
 
     running(test)
 

@@ -246,6 +246,24 @@ def test_a_weight_raised_in_the_page_raises_the_share(page: Page, load: Load, te
     assert page.client("rival")["fair"] > 2 * page.client("flood")["fair"]
 
 
+def test_a_click_on_a_request_shows_why_it_waited(page: Page) -> None:
+    page.page.select_option("#of", "flood")
+    page.page.wait_for_selector("#requests tbody tr[data-client=flood]")
+    page.until(
+        lambda: page.page.query_selector(
+            "#requests tbody .badge[data-state=ok], #requests tbody .badge[data-state=running]"
+        ),
+        "one of them has been served",
+    )
+    page.page.click("#requests tbody tr:has(.badge:not([data-state=waiting])) button")
+    page.page.wait_for_selector("#explanation .said")
+    page.picture("explained")
+    said = page.page.inner_text("#explanation")
+    assert "replica: waited" in said
+    assert "router: " in said
+    assert "its client's counter" in said
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", SIZES)
 def test_it_fits_and_everybody_can_read_it(

@@ -8,7 +8,6 @@ const OTHERS = "var(--others)";
 const NONE = "–";
 const ROWS = 12; // of requests
 
-const exact = new Intl.NumberFormat("en", { maximumSignificantDigits: 6 });
 const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 const short = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
 const number = (value) => (value === null || value === undefined ? NONE : whole.format(value));
@@ -254,8 +253,7 @@ async function drawRequests() {
     { name: "client", words: true, text: (one) => one.client ?? NONE },
     { name: "came", text: (one) => (one.arrived ? clock(one.arrived) : NONE) },
     { name: "state", words: true, fill: (cell, one) => badge(cell, one.state ?? NONE) },
-    { name: "waited", text: (one) => seconds(one.waited_s) },
-    { name: "for", words: true, text: (one) => one.cause ?? NONE },
+    { name: "first token after", text: (one) => (one.state === "waiting" ? `over ${seconds(one.waited_s)}` : seconds(one.waited_s)) },
     { name: "replica", words: true, text: (one) => one.replica ?? NONE },
     { name: "prompt", text: (one) => number(one.prompt_tokens) },
     { name: "cached", text: (one) => number(one.cached_tokens) },
@@ -281,47 +279,17 @@ async function openExplanation(id) {
   room.replaceChildren(make("p", { class: "quiet" }, "Asking…"));
   $("#explain").showModal();
   try {
-    const { summary, ...facts } = await ask(`/requests/${encodeURIComponent(id)}`);
-    const said = make("div", { class: "said" });
-    for (const sentence of [summary ?? []].flat()) said.append(make("p", {}, sentence));
-    room.replaceChildren(make("p", { class: "quiet name" }, id), ...(said.children.length ? [said] : []), ...explained(facts));
+    const { text } = await ask(`/requests/${encodeURIComponent(id)}`);
+    room.replaceChildren(...text.split("\n").map(sentence));
   } catch (error) {
     room.replaceChildren(make("p", { class: "wrong" }, error.message));
   }
 }
 
-/** Any JSON object: what is simple as a list of names and values, lists of objects as tables. */
-function explained(facts, title = "") {
-  const list = make("dl", { class: "facts" }), below = [];
-  for (const [name, value] of Object.entries(facts)) {
-    if (Array.isArray(value) && value.length && value.every(isObject)) {
-      if (value.every((one) => Object.values(one).every((part) => part === null || typeof part !== "object"))) below.push(make("h3", {}, words(name)), steps(value));
-      else value.forEach((one, at) => below.push(...explained(one, value.length > 1 ? `${words(name)} ${at + 1}` : words(name).replace(/s$/, ""))));
-    }
-    else if (isObject(value)) below.push(...explained(value, words(name)));
-    else list.append(make("dt", {}, words(name)), make("dd", {}, shown(name, value)));
-  }
-  const head = title ? [make("h3", {}, title)] : [];
-  return [...head, ...(list.children.length ? [list] : []), ...below];
-}
-
-function steps(items) {
-  const node = make("table", { role: "table", class: "steps" });
-  node.append(make("thead", { role: "rowgroup" }), make("tbody", { role: "rowgroup" }));
-  const names = [...new Set(items.flatMap((item) => Object.keys(item)))];
-  table(node, names.map((name) => ({ name: words(name), text: (item) => shown(name, item[name]) })), items, (item) => items.indexOf(item));
-  return node;
-}
-
-const isObject = (value) => value !== null && typeof value === "object" && !Array.isArray(value);
-const words = (name) => name.replace(/_s$/, " (s)").replaceAll("_", " ");
-
-function shown(name, value) {
-  if (Array.isArray(value)) return value.map((one) => shown(name, one)).join(", ") || NONE;
-  if (value === null || value === undefined || value === "") return NONE;
-  if (isObject(value)) return Object.entries(value).map(([key, one]) => `${words(key)} ${shown(key, one)}`).join(", ");
-  if (typeof value !== "number") return String(value);
-  return value > 1.5e9 && value < 1e10 ? clock(value) : exact.format(value);
+/** A line of the explanation; the farther it is indented, the closer it looks. */
+function sentence(line) {
+  const depth = Math.floor(line.search(/\S|$/) / 2);
+  return make("p", { class: depth === 0 ? "said" : `told told-${Math.min(depth, 3)}` }, line.trim());
 }
 
 // ---- weights
