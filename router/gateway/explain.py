@@ -32,7 +32,7 @@ class Explained(msgspec.Struct):
 
 
 class Latest(msgspec.Struct):
-    """`GET /explain`: the requests that came last to this process, the latest first, each in a line."""
+    """`GET /requests`: those that came last to this process, the latest first, each in a line."""
 
     requests: list[dict[str, Any]]
 

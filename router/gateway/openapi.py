@@ -132,7 +132,7 @@ class _Document:
                         "What the sender has had, what it may have, and what is left.", UsageReport, ("401",)
                     )
                 },
-                "/explain": {
+                "/requests": {
                     "get": self._answered(
                         "The requests that came last to this process, the latest first.",
                         Latest,

@@ -129,7 +129,7 @@ def private(gateway: Gateway, check: Callable[[Request], None] = lambda _: None)
     return [
         Route("/status", status, methods=["GET"], middleware=behind_proxy()),
         Route("/metrics", metrics, methods=["GET"], middleware=behind_proxy()),
-        Route("/explain", latest, methods=["GET"], middleware=behind_proxy()),
+        Route("/requests", latest, methods=["GET"], middleware=behind_proxy()),
         Route(EXPLAIN, explain, methods=["GET"], middleware=behind_proxy()),
     ]
 

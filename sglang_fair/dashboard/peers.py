@@ -64,7 +64,7 @@ class Peers:
     async def requests(self, client: str | None, most: int) -> Any:
         """The last requests, newest first, as the gateway tells them. Raises `Refused`."""
         wanted = f"limit={most}" + (f"&client={quote(client, safe='')}" if client else "")
-        return self._read(*await self._get(f"{self._gateway}/explain?{wanted}", admin_key.headers()))
+        return self._read(*await self._get(f"{self._gateway}/requests?{wanted}", admin_key.headers()))
 
     async def explain(self, request_id: str) -> Any:
         """Why a request waited, as the gateway tells it. Raises `Refused`."""

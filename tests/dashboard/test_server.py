@@ -58,7 +58,7 @@ class StandIn:
                     "bound": 9.0,
                 }
                 return web.json_response(report)
-            case "GET", "/explain":
+            case "GET", "/requests":
                 return web.json_response({"requests": [{"id": "a/b", "client": request.query.get("client")}]})
             case "GET", "/explain/a/b":
                 return web.json_response({"requests": [], "router": "gone"})

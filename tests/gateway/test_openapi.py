@@ -73,7 +73,9 @@ class Gateway:
         elif case.operation.path == "/workers/{name}" and case.path_parameters["name"] in self._site.urls:
             case.path_parameters["name"] += "-"
         case.headers = {name: one for name, one in case.headers.items() if name.lower() != "authorization"}
-        is_for_operators = case.operation.path.startswith(("/status", "/metrics", "/workers", "/tenants"))
+        is_for_operators = case.operation.path.startswith(
+            ("/status", "/metrics", "/workers", "/tenants", "/requests")
+        )
         urls = self._site.admin_urls if is_for_operators else self._site.gateway_urls
         headers = {"authorization": f"Bearer {ADMIN_KEY if is_for_operators else KEY}"}
         answer = case.call(base_url=urls[0], timeout=DEADLINE_S, headers=headers)

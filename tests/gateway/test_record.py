@@ -59,6 +59,21 @@ def test_names_that_lie_hide_nobody_and_cost_no_memory() -> None:
     assert len(record._by_name) <= 201
 
 
+def test_the_latest_come_first_and_the_forgotten_not_at_all() -> None:
+    record = RequestRecord(most=3)
+    for number in range(6):
+        served(record, f"n{number}", "ab"[number % 2])
+    waits = record.came("chat", "waits")
+    waits.client = "a"
+    record.enter(waits)
+    assert [one.name for one in record.latest(None, 10)] == ["waits", "n5", "n4", "n3"]
+    assert [one.name for one in record.latest("a", 10)] == ["waits", "n4"]
+    assert [one.name for one in record.latest(None, 2)] == ["waits", "n5"]
+    assert record.latest("nobody", 10) == []
+    row = waits.row(waits.came_s + 7)
+    assert (row["id"], row["client"], row["state"], row["waited_s"]) == ("waits", "a", "waiting", 7)
+
+
 def test_of_those_who_may_not_ask_nothing_is_remembered() -> None:
     """Ten thousand invented keys push nobody out."""
     record = RequestRecord(most=10)
