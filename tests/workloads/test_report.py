@@ -460,7 +460,9 @@ def test_the_command_that_starts_a_cluster():
     )
     program, command, *words = SpawnCluster(settings, Path("logs"), command=("x",)).arguments("preble", "lpm")
     assert (program, command) == ("x", "cluster")
-    assert parse("cluster", words) == replace(settings, placement="preble", policy="lpm", port=0, json=True)
+    assert parse("cluster", words) == replace(
+        settings, placement="preble", policy="lpm", port=0, json=True, dashboard="off"
+    )
 
 
 def test_a_case_s_settings_reach_its_clusters(tmp_path):
