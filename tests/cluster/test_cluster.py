@@ -202,6 +202,16 @@ def of_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TestPlan:
+    def test_the_page_asks_where_operators_do(self) -> None:
+        page = build(Options(dashboard_port=9002), "cpu", MACHINE, MODEL, PORTS).processes[-1]
+        settings = parse("dashboard", page.argv[3:])
+        gateway = f"http://127.0.0.1:{PORTS.gateway}"
+        assert (page.role, settings.port, settings.gateway) == ("dashboard", 9002, gateway)
+        page = build(Options(dashboard_port=9002, admin_port=9001), "cpu", MACHINE, MODEL, PORTS).processes[
+            -1
+        ]
+        assert parse("dashboard", page.argv[3:]).gateway == "http://127.0.0.1:9001"
+
     def test_the_processes_know_each_other_s_addresses(self) -> None:
         options = Options(
             worker_quantum=500.0,
@@ -682,6 +692,19 @@ class TestSupervisor:
         )
         assert outcome is False
         assert record.said[-1].startswith(f"{role} is given up: it died 2 times in a row")
+
+    def test_without_its_page_it_goes_on(self) -> None:
+        dies_soon = "import time; print('ready', flush=True); time.sleep(0.1)"
+
+        async def watch(supervisor: Supervisor, record: Record) -> None:
+            await until(lambda: any("dashboard is given up" in text for text in record.said))
+            await asyncio.sleep(0.3)  # in which a cluster that cannot go on would end
+            assert supervisor.state("gateway") == "up"
+            supervisor.stop()
+
+        plan = cluster(program("gateway", SERVES, "gateway"), program("dashboard", dies_soon, "dashboard"))
+        outcome, _ = supervise(plan, watch, rule=RestartRule(first_delay_s=0.01, give_up_after=2))
+        assert outcome is True
 
     def test_long_lines_and_progress_bars(self) -> None:
         talks = """
