@@ -22,8 +22,8 @@ from sglang_fair.dashboard.poller import Poller
 from sglang_fair.dashboard.session import HOLDS_S, Session, is_same_site
 
 MAX_BODY_BYTES = 4096
-MOST_REQUESTS = 50
-"""In the list of the last ones."""
+MOST_REQUESTS = 200
+"""That are asked for: of a flood most are still waiting."""
 
 LEAST_WEIGHT, MOST_WEIGHT = 1e-6, 1e6
 

@@ -7,6 +7,7 @@ const colour = (slot) => `var(--c${slot % 8})`;
 const OTHERS = "var(--others)";
 const NONE = "–";
 const ROWS = 12; // of requests
+const OPEN_ROWS = 4; // of them that wait or run: of a flood all others do
 
 const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 const short = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
@@ -248,18 +249,21 @@ async function drawRequests() {
   } catch (error) {
     said = `No data: ${error.message}`;
   }
+  const isOpen = (one) => one.state === "waiting" || one.state === "running";
+  const open = found.filter(isOpen), ended = found.filter((one) => !isOpen(one));
+  const rows = [...open.slice(0, Math.max(OPEN_ROWS, ROWS - ended.length)), ...ended].slice(0, ROWS);
   const columns = [
     { name: "request", words: true, fill: requestCell },
     { name: "client", words: true, text: (one) => one.client ?? NONE },
     { name: "came", text: (one) => (one.arrived ? clock(one.arrived) : NONE) },
     { name: "state", words: true, fill: (cell, one) => badge(cell, one.state ?? NONE) },
-    { name: "first token after", text: (one) => (one.state === "waiting" ? `over ${seconds(one.waited_s)}` : seconds(one.waited_s)) },
+    { name: "answered after", text: (one) => (one.state === "waiting" ? `over ${seconds(one.waited_s)}` : seconds(one.waited_s)) },
     { name: "replica", words: true, text: (one) => one.replica ?? NONE },
     { name: "prompt", text: (one) => number(one.prompt_tokens) },
     { name: "cached", text: (one) => number(one.cached_tokens) },
     { name: "output", text: (one) => number(one.output_tokens) },
   ];
-  table($("#requests"), columns, found.slice(0, ROWS), (one) => one.id, (one) => ({ request: one.id, client: one.client ?? "" }));
+  table($("#requests"), columns, rows, (one) => one.id, (one) => ({ request: one.id, client: one.client ?? "" }));
   $("#no-requests").hidden = found.length > 0;
   put($("#no-requests"), said);
 }
