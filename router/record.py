@@ -71,14 +71,14 @@ class PlacementRecord:
         while len(self._by_id) > self.most:
             self._forget()
 
-    def held(self, id: str, why: str) -> None:
+    def held(self, request_id: str, why: str) -> None:
         """It waits here."""
-        if (placed := self._by_id.get(id)) is not None:
+        if (placed := self._by_id.get(request_id)) is not None:
             placed.held = why
 
-    def refused(self, id: str, reason: str, now_s: float) -> None:
+    def refused(self, request_id: str, reason: str, now_s: float) -> None:
         """It gets no worker."""
-        if (placed := self._by_id.get(id)) is not None:
+        if (placed := self._by_id.get(request_id)) is not None:
             placed.decided_s = placed.ended_s = now_s
             placed.refused, placed.outcome = reason, "refused"
 
@@ -115,16 +115,16 @@ class PlacementRecord:
         placed = self._by_id[request.id]
         placed.decided_s, placed.why, placed.worker = now_s, "told", _figures(worker, match, None)
 
-    def ended(self, id: str, outcome: str, cached_tokens: int | None, now_s: float) -> None:
+    def ended(self, request_id: str, outcome: str, cached_tokens: int | None, now_s: float) -> None:
         """It is over at its worker."""
-        if (placed := self._by_id.get(id)) is not None and not placed.outcome:
+        if (placed := self._by_id.get(request_id)) is not None and not placed.outcome:
             placed.outcome, placed.cached_tokens, placed.ended_s = outcome, cached_tokens, now_s
 
     def find(self, name: str, client: str | None, now_s: float) -> tuple[dict[str, Any], ...]:
         """The placements of this id, or of requests of this name, the latest first; of `client` only, if one is
         given."""
         ids = [name, *reversed(self._by_name.get(name[:MOST_NAME], {}))]
-        found = (self._by_id[id] for id in dict.fromkeys(ids) if id in self._by_id)
+        found = (self._by_id[one] for one in dict.fromkeys(ids) if one in self._by_id)
         shown = [_shown(placed, now_s) for placed in found if client in (None, placed.client)]
         return tuple(shown[:MOST_FOUND])
 
@@ -132,10 +132,10 @@ class PlacementRecord:
         return len(self._by_id)
 
     def _forget(self) -> None:
-        id, placed = self._by_id.popitem(last=False)
+        request_id, placed = self._by_id.popitem(last=False)
         if placed.name:
             same = self._by_name[placed.name]
-            del same[id]
+            del same[request_id]
             if not same:
                 del self._by_name[placed.name]
 

@@ -178,10 +178,10 @@ class Record:
 
     # ---- who asks
 
-    def find(self, id: str, client: str | None = None) -> list[dict[str, Any]]:
+    def find(self, request_id: str, client: str | None = None) -> list[dict[str, Any]]:
         """The requests that have or had this id, the latest first, `MOST_FOUND` at most; of `client` only, if one is
         given. JSON-ready, times in seconds."""
-        found = (entry for entry in self._same(id[:MOST_ID]) if client in (None, entry.client))
+        found = (entry for entry in self._same(request_id[:MOST_ID]) if client in (None, entry.client))
         return [self._shown(entry) for entry in islice(found, MOST_FOUND)]
 
     def __len__(self) -> int:
@@ -189,8 +189,8 @@ class Record:
 
     # ---- inside
 
-    def _same(self, id: str) -> Iterator[Entry]:
-        entry = self._by_id.get(id)
+    def _same(self, request_id: str) -> Iterator[Entry]:
+        entry = self._by_id.get(request_id)
         while entry is not None:
             yield entry
             entry = entry.before
