@@ -28,6 +28,7 @@ from sglang_fair.tenants import edit, keys
 from sglang_fair.tenants.model import Tenant
 from tests.support.ports import free_port
 from tests.support.stand_in import MODEL, make_tokenizer
+from tests.support.waiting import eventually
 
 GOLD, SILVER, ADMIN, INVENTED = "key of gold", "key of silver", "the admin's key", "sk-fair-invented"
 PROXY, ELSEWHERE = ("10.1.2.3", 1), ("192.0.2.1", 1)
@@ -470,10 +471,13 @@ def test_an_operator_changes_a_weight_and_the_gateway_follows(changing: Path, tm
             assert (await http.patch("/tenants/gold", content=b" " * 5000)).status_code == 413
             answer = await http.patch("/tenants/gold", json={"weight": 2.5})
             assert (answer.status_code, answer.json()) == (200, {"name": "gold", "weight": 2.5})
-            await looks(directory)
-            known = directory.by_key(GOLD)
-            assert known is not None
-            assert known.caller.weight == 2.5
+
+            def weight() -> float:
+                known = directory.by_key(GOLD)
+                assert known is not None
+                return known.caller.weight
+
+            await eventually(lambda: weight() == 2.5, "the gateway has read the file again")
             changing.write_text("tenants: {gold: {weight: 1}, gold: {}}")
             assert (await http.patch("/tenants/gold", json={"weight": 3})).status_code == 409
 
