@@ -174,7 +174,7 @@ class TestImage:
         )
         assert done.returncode == 1
         assert done.stderr == (
-            "setup: not installed, or of another version: httptools>=0.6, rich>=13 (found 0.1)\n"
+            "setup: not installed, or of another version: httptools>=0.6, rich>=14.2 (found 0.1)\n"
         )
 
     def test_it_is_checked_where_it_is_built(self) -> None:
