@@ -16,6 +16,7 @@ from sglang_fair.common.processes import child_environment
 from sglang_fair.tenants import edit, keys
 from sglang_fair.tenants.model import Limits, Tenant
 from tests.support.live import Cluster
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -126,8 +127,12 @@ def test_a_key_holder_sees_what_it_has_had_and_has_left(cluster: Cluster) -> Non
 
 def test_each_request_is_a_line_of_json_in_the_log(cluster: Cluster) -> None:
     ask(cluster, "light", "in-the-log")
-    lines = [line[line.index("{") :] for line in _log(cluster).splitlines() if '"in-the-log"' in line]
-    [line] = [json.loads(one) for one in lines]
+
+    def lines() -> list[str]:
+        return [line[line.index("{") :] for line in _log(cluster).splitlines() if '"in-the-log"' in line]
+
+    wait_until(lines, "the line, which comes behind the answer")
+    [line] = [json.loads(one) for one in lines()]
     assert (line["client"], line["replica"], line["outcome"], line["output_tokens"]) == (
         "light",
         "r0",
