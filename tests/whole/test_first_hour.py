@@ -156,8 +156,9 @@ def test_why_the_greedy_one_waits_and_the_calm_one_does_not(
     waits = [median(one["waited_s"] for one in records) for records in (of_calm, of_greedy)]
     assert waits[0] < waits[1], "the flood waits for itself"
     assert any(one["overtaken_by"] for one in of_greedy), "calm's later requests went before greedy's"
-    said = run("explain", greedy.ids[-1], "--gateway", cluster.url, OPENAI_API_KEY=greedy.key)
-    assert greedy.ids[-1] in said
+    request = greedy.ids[-1]
+    said = run("explain", request, "--gateway", cluster.url, OPENAI_API_KEY=greedy.key)
+    assert request in said
     assert "waited" in said
 
 
