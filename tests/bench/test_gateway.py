@@ -60,5 +60,5 @@ def test_a_router_that_does_not_start_is_shown_with_its_last_words(tmp_path: Pat
     assert done.returncode == 2
     assert not done.stdout
     *_, said = done.stderr.split("sglang-fair bench gateway: ")
-    assert said.startswith(f"{program} --host 127.0.0.1 --port ")
+    assert said.startswith(f"{program} launch --host 127.0.0.1 --port ")
     assert ": ended with exit code 3\n    starting\n    error: no such policy\n" in said

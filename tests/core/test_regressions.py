@@ -101,7 +101,10 @@ class TestSpeculation:
 
         fair = ReplicaFairness(Config(), "fcfs", orders=True, tree_cache=SimpleNamespace(disable=True))
         events = SimpleNamespace(publish_kv_events=lambda: None)
-        return SimpleNamespace(fair=fair, kv_events_publisher=events, heartbeat=Heartbeat([0.0] * 3))
+        clock = SimpleNamespace(latest=lambda: 0.0)
+        return SimpleNamespace(
+            fair=fair, kv_events_publisher=events, heartbeat=Heartbeat([0.0] * 3), clock=clock
+        )
 
     @staticmethod
     def request(rid: str, max_new_tokens: int, stop: int | None = None) -> Any:
