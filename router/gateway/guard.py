@@ -12,9 +12,9 @@ from starlette.requests import Request
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from router.gateway.errors import ApiError
-from sglang_fair.common import admin_key
+from sglang_fair.common.service_keys import admin_key
 
-KEY_VARIABLE = admin_key.VARIABLE
+KEY_VARIABLE = admin_key.variable
 """Environment variable. If it is set, calls need `Authorization: Bearer` and its value, wherever they come from."""
 
 

@@ -34,9 +34,9 @@ from sglang_fair.cluster.plan import (
 from sglang_fair.cluster.ports import PortTaken, Reservations, choose, choose_one, claim
 from sglang_fair.cluster.supervisor import StartFailed, Supervisor
 from sglang_fair.cluster.workers import Workers
-from sglang_fair.common import replica_key
 from sglang_fair.common.files import read_json
 from sglang_fair.common.processes import child_environment
+from sglang_fair.common.service_keys import replica_key
 from sglang_fair.models.catalog import EMULATED
 
 STOPPED, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
@@ -97,7 +97,7 @@ async def _run(options: Options) -> int:
         options = replace(options, dashboard_port=dashboard)
         if options.tenants is not None and not replica_key.key():
             # So that nobody asks a replica past the gateway. All processes that are started get it.
-            os.environ[replica_key.VARIABLE] = secrets.token_urlsafe(32)
+            os.environ[replica_key.variable] = secrets.token_urlsafe(32)
         taken = gpus.take(options, device, machine.gpus, gpu_marks)
         name = options.model if emulation is None else EMULATED + options.model
         model = await _find_model(name, machine, stop)

@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from sglang_fair.common import admin_key, replica_key
+from sglang_fair.common.service_keys import admin_key, replica_key
 
 TIMEOUT_S = 10.0
 Report = Mapping[str, Any]
@@ -45,7 +45,7 @@ def read(gateway: str) -> dict[str, Any]:
     try:
         front = fetch(f"{gateway.rstrip('/')}/status", admin_key.headers())
     except _KeyNeeded as error:
-        raise Unreachable(f"{error}; {admin_key.VARIABLE} must be the admin key") from error
+        raise Unreachable(f"{error}; {admin_key.variable} must be the admin key") from error
     replicas: dict[str, Any] = {}
     locked = []
     for name, worker in front.get("workers", {}).items():
@@ -79,7 +79,7 @@ def render(status: Mapping[str, Any]) -> RenderableType:
     tables: list[RenderableType] = [_clients(replicas), Text(""), workers]
     if locked:
         tables.append(
-            Text(f"What clients got is not known: replicas ask for the key in {replica_key.VARIABLE}.")
+            Text(f"What clients got is not known: replicas ask for the key in {replica_key.variable}.")
         )
     emulated = {
         name: report["emulated"] for name, report in replicas.items() if report and "emulated" in report

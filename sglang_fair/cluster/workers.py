@@ -21,7 +21,7 @@ from sglang_fair.cluster.options import ConfigError
 from sglang_fair.cluster.plan import Process, Worker, with_workers
 from sglang_fair.cluster.ports import PortTaken
 from sglang_fair.cluster.supervisor import StartFailed, Supervisor
-from sglang_fair.common import replica_key
+from sglang_fair.common.service_keys import replica_key
 
 POLL_S = 0.2
 KNOWN_S = 5.0

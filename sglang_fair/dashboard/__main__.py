@@ -6,8 +6,8 @@ import sys
 from functools import partial
 from urllib.parse import urlsplit
 
-from sglang_fair.common import admin_key
 from sglang_fair.common.processes import die_with_parent
+from sglang_fair.common.service_keys import admin_key
 from sglang_fair.settings.program import run_program
 from sglang_fair.settings.setting import SettingError
 from sglang_fair.settings.table import Dashboard
@@ -26,7 +26,7 @@ def check(settings: Dashboard) -> None:
         )
     if not admin_key.key() and not _is_loopback(settings.host):
         raise SettingError(
-            f"--host {settings.host}: without {admin_key.VARIABLE} the page is for this machine alone", "host"
+            f"--host {settings.host}: without {admin_key.variable} the page is for this machine alone", "host"
         )
 
 

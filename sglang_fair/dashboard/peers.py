@@ -13,7 +13,7 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 
-from sglang_fair.common import admin_key, replica_key
+from sglang_fair.common.service_keys import admin_key, replica_key
 from sglang_fair.dashboard.reading import (
     GatewayReading,
     Ranks,

@@ -14,9 +14,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from sglang_fair.common import replica_key
 from sglang_fair.common.files import read_json
 from sglang_fair.common.processes import die_with_supervisor
+from sglang_fair.common.service_keys import replica_key
 from sglang_fair.core.cost import make_cost
 from sglang_fair.engines import cpu
 from sglang_fair.engines.emulated import settings as emulated

@@ -12,7 +12,7 @@ from sglang_fair.cluster import __main__ as cluster_command
 from sglang_fair.cluster.options import Options
 from sglang_fair.cluster.plan import build, curl_example
 from sglang_fair.cluster.ports import PortTaken, choose_one
-from sglang_fair.common import replica_key
+from sglang_fair.common.service_keys import replica_key
 from sglang_fair.engines.replica import server_arguments
 from sglang_fair.models.catalog import ServedModel
 from sglang_fair.settings.program import parse
@@ -112,13 +112,13 @@ def test_processes_that_count_by_themselves_say_so(path: Path, caplog: pytest.Lo
 
 
 def test_the_replica_s_key_is_in_no_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(replica_key.VARIABLE, "the key")
+    monkeypatch.setenv(replica_key.variable, "the key")
     plan = build(Options(), "cpu", MACHINE, MODEL, PORTS)
     assert not any("the key" in word for process in plan.processes for word in process.argv)
     model = ServedModel("tiny", "/m", "tiny", "dummy", 1, 131_072)
     argv = server_arguments(Replica(), model)
     assert argv[argv.index("--api-key") + 1] == "the key"
-    monkeypatch.delenv(replica_key.VARIABLE)
+    monkeypatch.delenv(replica_key.variable)
     assert "--api-key" not in server_arguments(Replica(), model)
 
 

@@ -12,7 +12,7 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_fair.common import admin_key, replica_key
+from sglang_fair.common.service_keys import admin_key, replica_key
 from sglang_fair.dashboard import session as sessions
 from sglang_fair.dashboard.__main__ import main
 from sglang_fair.dashboard.server import application
@@ -147,8 +147,8 @@ def test_one_look_is_enough_for_any_number_of_viewers() -> None:
 
 
 def test_a_weight_goes_to_the_replicas_or_into_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(admin_key.VARIABLE, "admin")
-    monkeypatch.setenv(replica_key.VARIABLE, "replica")
+    monkeypatch.setenv(admin_key.variable, "admin")
+    monkeypatch.setenv(replica_key.variable, "replica")
 
     async def test(stand_in: StandIn, ask: Ask) -> None:
         await seen(ask, "ok")
@@ -281,7 +281,7 @@ def test_a_cookie_holds_for_a_day_and_for_its_key_alone(monkeypatch: pytest.Monk
 def test_what_cannot_be_served_is_said(
     arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delenv(admin_key.VARIABLE, raising=False)
+    monkeypatch.delenv(admin_key.variable, raising=False)
     assert main(arguments) == 2
     assert said in capsys.readouterr().err
 

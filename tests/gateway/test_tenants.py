@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from router.gateway.guard import KEY_VARIABLE
-from sglang_fair.common import replica_key
+from sglang_fair.common.service_keys import replica_key
 from sglang_fair.tenants import edit, keys
 from sglang_fair.tenants.model import Limits, Tenant
 from tests.gateway.test_gateway import CHAT, COMPLETION, ENDPOINTS, GENERATE, MODEL, Cluster
@@ -31,7 +31,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv(KEY_VARIABLE, "the admin's")
-    monkeypatch.setenv(replica_key.VARIABLE, "the replicas'")
+    monkeypatch.setenv(replica_key.variable, "the replicas'")
     made = tmp_path / "t.yaml"
     for name in ("gold", "silver"):
         edit.add(made, name, tenant(name))

@@ -19,8 +19,8 @@ import httpx
 import psutil
 
 from router.gateway.guard import KEY_VARIABLE
-from sglang_fair.common import replica_key
 from sglang_fair.common.processes import child_environment
+from sglang_fair.common.service_keys import bearer, replica_key
 from tests.support.fork_server import Forked, fork_server_of
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until
@@ -224,8 +224,8 @@ class Cluster:
 
     def __init__(self, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
         self._environment = {**os.environ, **(environment or {})}
-        self._admin = _bearer(self._environment.get(KEY_VARIABLE, ""))
-        self._operator = _bearer(self._environment.get(replica_key.VARIABLE, ""))
+        self._admin = bearer(self._environment.get(KEY_VARIABLE, ""))
+        self._operator = bearer(self._environment.get(replica_key.variable, ""))
         own, _, engine = _split(list(arguments))
         self._command = [
             sys.executable, "-m", "sglang_fair.cli", "cluster",
@@ -299,7 +299,3 @@ class Cluster:
         """GET /fair of each replica."""
         urls = self.addresses["replicas"]
         return [httpx.get(f"{url}/fair", timeout=30, headers=self._operator).json() for url in urls]
-
-
-def _bearer(key: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {key}"} if key else {}

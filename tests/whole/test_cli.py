@@ -18,7 +18,7 @@ from sglang_fair import cli
 from sglang_fair.cluster import __main__ as cluster_command
 from sglang_fair.cluster import run, status
 from sglang_fair.cluster.options import Options
-from sglang_fair.common import replica_key
+from sglang_fair.common.service_keys import replica_key
 from sglang_fair.models import catalog as models
 
 
@@ -291,7 +291,7 @@ class TestStatus:
 
     def test_keys(self, gateway: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Answers, "keys", {"/status": "admin's", "/fair": "replicas'"})
-        for name in (KEY_VARIABLE, replica_key.VARIABLE):
+        for name in (KEY_VARIABLE, replica_key.variable):
             monkeypatch.delenv(name, raising=False)
         refused = invoke("status", gateway)
         assert refused.exit_code == 1
@@ -299,11 +299,11 @@ class TestStatus:
         monkeypatch.setenv(KEY_VARIABLE, "admin's")
         shown = invoke("status", gateway).output
         assert "asks for its key" in shown
-        assert replica_key.VARIABLE in shown
-        monkeypatch.setenv(replica_key.VARIABLE, "replicas'")
+        assert replica_key.variable in shown
+        monkeypatch.setenv(replica_key.variable, "replicas'")
         shown = invoke("status", gateway).output
         assert "alice" in shown
-        assert replica_key.VARIABLE not in shown
+        assert replica_key.variable not in shown
 
     def test_json_and_silence(self, gateway: str) -> None:
         assert json.loads(invoke("status", gateway, "--json").output)["replicas"]["r0"]["policy"] == "dlpm"

@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from router.gateway.guard import KEY_VARIABLE
-from sglang_fair.common import replica_key
 from sglang_fair.common.processes import child_environment
+from sglang_fair.common.service_keys import replica_key
 from sglang_fair.tenants import edit, keys
 from sglang_fair.tenants.model import Limits, Tenant
 from tests.support.live import Cluster
@@ -28,7 +28,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     file = tmp_path_factory.mktemp("tenants") / "tenants.yaml"
     for name, limits in (("light", Limits(requests_per_minute=1000)), ("heavy", Limits())):
         edit.add(file, name, Tenant(keys=[keys.written(keys.digest(name))], weight=3.0, limits=limits))
-    environment = {KEY_VARIABLE: "the admin's key", replica_key.VARIABLE: "the replicas' key"}
+    environment = {KEY_VARIABLE: "the admin's key", replica_key.variable: "the replicas' key"}
     arguments = ("--replicas", "1", "--tenants", str(file), "--log-format", "json")
     with Cluster(*arguments, environment=environment) as started:
         yield started

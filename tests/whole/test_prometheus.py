@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from router.gateway.guard import KEY_VARIABLE
-from sglang_fair.common import replica_key
+from sglang_fair.common.service_keys import replica_key
 from sglang_fair.metrics.alerts import ALERTS, WINDOW_MINUTES, rules
 from sglang_fair.metrics.files import scrapes
 from sglang_fair.metrics.panels import PANELS
@@ -39,7 +39,7 @@ pytestmark = [
     ),
 ]
 
-ENVIRONMENT = {KEY_VARIABLE: "the admin's key", replica_key.VARIABLE: "the replicas' key"}
+ENVIRONMENT = {KEY_VARIABLE: "the admin's key", replica_key.variable: "the replicas' key"}
 MINUTE_S = 2.0
 """So long a minute of the rules takes here."""
 WINDOW = f"{WINDOW_MINUTES * MINUTE_S:.0f}s"
@@ -68,7 +68,7 @@ class Prometheus:
         def at(url: str) -> str:
             return urlsplit(url).netloc
 
-        for name, key in (("admin", KEY_VARIABLE), ("replica", replica_key.VARIABLE)):
+        for name, key in (("admin", KEY_VARIABLE), ("replica", replica_key.variable)):
             (folder / f"{name}.key").write_text(ENVIRONMENT[key])
         (folder / "alerts.yaml").write_text(yaml.safe_dump(rules(MINUTE_S)))
         configuration = scrapes(
@@ -202,7 +202,7 @@ def test_what_prometheus_sees_of_a_flood(cluster: Cluster, tmp_path: Path) -> No
 def test_promtool_finds_nothing_to_complain_of(cluster: Cluster, tmp_path: Path) -> None:
     """In the pages as they are, and in the configuration that is written for users."""
     admin = {"authorization": f"Bearer {ENVIRONMENT[KEY_VARIABLE]}"}
-    operator = {"authorization": f"Bearer {ENVIRONMENT[replica_key.VARIABLE]}"}
+    operator = {"authorization": f"Bearer {ENVIRONMENT[replica_key.variable]}"}
     for url, headers in (
         (cluster.addresses["admin"], admin),
         (cluster.addresses["router_http"], {}),

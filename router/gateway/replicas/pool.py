@@ -15,7 +15,7 @@ from router.gateway.replicas.connections import Asking, Connections
 from router.gateway.replicas.context import Contexts
 from router.gateway.replicas.flow_control import SendWindow
 from router.gateway.replicas.health import Health
-from sglang_fair.common import replica_key
+from sglang_fair.common.service_keys import replica_key
 
 log = logging.getLogger("gateway")
 

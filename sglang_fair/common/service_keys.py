@@ -1,0 +1,32 @@
+"""Keys that a cluster's processes and its operators have in their environment, for everybody on a machine sees command
+lines."""
+
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceKey:
+    """The key that is in the environment variable `variable`, read anew at each call."""
+
+    variable: str
+
+    def key(self) -> str:
+        """The key; "" where there is none."""
+        return os.environ.get(self.variable, "")
+
+    def headers(self) -> dict[str, str]:
+        """What a request with this key needs besides."""
+        return bearer(self.key())
+
+
+def bearer(key: str) -> dict[str, str]:
+    """The header of a request with `key`; none without."""
+    return {"authorization": f"Bearer {key}"} if key else {}
+
+
+admin_key = ServiceKey("SGLANG_FAIR_ADMIN_KEY")
+"""With which operators ask a gateway, and open its page."""
+
+replica_key = ServiceKey("SGLANG_FAIR_REPLICA_KEY")
+"""With which gateway, cluster and operators ask replicas: SGLang's `--api-key`."""
