@@ -1,10 +1,13 @@
 """Fair scheduling as pure code, without engine, clock or global randomness.
 
-    policies      `policy` is their interface; fcfs, rpm, lpm, lcf, vtc, drr, dlpm and their variants
-    admission     forming a batch: who is asked next, who waits for a prefix (`admission`, `lookups`)
-    queue         who waits and who goes first (`queue`, `job`)
+    policies      `policy` is their interface; fcfs, rpm, lpm, lcf, vtc, drr, dlpm and their variants; their `options`
+    queue         who waits and who goes first (`queue`, `job`, `clients`, `heap`); whose turn it is (`turns`)
+    admission     forming a batch: who is asked next, who waits for a prefix (`admission`, `lookups`); prompts or
+                  tokens for those that run (`steps`)
     account       what requests cost and whom it is charged to (`account`, `cost`, `ledger`, `payers`, `predictor`); the
                   largest of them, of which bounds are made (`largest`)
+    eviction      whose prefixes the cache gives up
+    record        what each request waited for and by whom it was overtaken (`record`, `waits`, `overtakes`)
     fairness      measures of what each client received
 
 `POLICIES` is the registry. A new policy is one file with the algorithm and one line here.

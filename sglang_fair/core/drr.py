@@ -29,6 +29,7 @@ from sglang_fair.core.clients import ClientQueues
 from sglang_fair.core.heap import LazyHeap
 from sglang_fair.core.job import Job
 from sglang_fair.core.policy import DEFAULT_QUANTUM, Policy, checked_quantum
+from sglang_fair.core.turns import OneTurn
 
 Visit = tuple[int, int]
 """(round, place in the ring)."""
@@ -64,10 +65,7 @@ class Drr(Policy):
     _passed_over: LazyHeap[str] = field(default_factory=LazyHeap, init=False, repr=False)
     """Clients all of whose waiting requests are held, by the visit at which they may be served."""
     _idle: LazyHeap[str] = field(default_factory=LazyHeap, init=False, repr=False)
-    _turns: dict[str, bool] = field(default_factory=dict, init=False, repr=False)
-    """Clients that have begun to wait since the last `turns`."""
-    _has_turn: str | None = field(default=None, init=False, repr=False)
-    """The client that was visited at that time."""
+    _turns: OneTurn = field(default_factory=OneTurn, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.quantum = checked_quantum(self.quantum)
@@ -77,7 +75,7 @@ class Drr(Policy):
         self._idle.discard(job.client)
         self._settle(job.client)
         if job.client not in self._queues:
-            self._turns[job.client] = False
+            self._turns.begins(job.client)
         self._queues.put(job)
         self._seat(job.client)
 
@@ -85,7 +83,7 @@ class Drr(Policy):
         self._settle(job.client)
         self._queues.leave(job)
         if job.client not in self._queues:
-            self._turns.pop(job.client, None)
+            self._turns.ends(job.client)
         self._seat(job.client)
 
     def pick(self) -> Job | None:
@@ -131,14 +129,7 @@ class Drr(Policy):
 
     def turns(self) -> Mapping[str, bool]:
         """One client has its turn: that whose visit comes first."""
-        turns, self._turns = self._turns, {}
-        before, first = self._has_turn, self._turn.first()
-        if before is not None and before != first:
-            turns[before] = False
-        if first is not None:
-            turns[first] = True
-        self._has_turn = first
-        return turns
+        return self._turns.changes(self._turn.first())
 
     def bound(self, input_units: float, output_units: float) -> float | None:
         """(2·(U + Q^d) + Q^d) / min weight."""

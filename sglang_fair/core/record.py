@@ -13,9 +13,10 @@ a request, O(what changed) for a pass. What a wait was made of is added up when 
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from operator import attrgetter
 from typing import Any, Literal
 
 from sglang_fair.core.job import Job
@@ -79,15 +80,7 @@ _NUMBERS = (
 )
 
 
-def _numbers(job: Job) -> tuple[int, ...]:
-    return (
-        job.prompt_tokens,
-        job.max_output_tokens,
-        job.extend_tokens,
-        job.cached_tokens,
-        job.output_tokens,
-        job.retractions,
-    )
+_numbers: Callable[[Job], tuple[int, ...]] = attrgetter(*_NUMBERS)
 
 
 class Record:

@@ -23,6 +23,7 @@ from sglang_fair.core.heap import LazyHeap
 from sglang_fair.core.job import Job
 from sglang_fair.core.policy import Policy
 from sglang_fair.core.predictor import Oracle, Predictor
+from sglang_fair.core.turns import OneTurn
 
 
 @dataclass
@@ -41,10 +42,7 @@ class Vtc(Policy):
     _left_last: str = field(default="", init=False, repr=False)
     _left_counter: float = field(default=0.0, init=False, repr=False)
     """Its counter, once it was forgotten."""
-    _turns: dict[str, bool] = field(default_factory=dict, init=False, repr=False)
-    """Clients that have begun to wait since the last `turns`."""
-    _has_turn: str | None = field(default=None, init=False, repr=False)
-    """The client that was next at that time."""
+    _turns: OneTurn = field(default_factory=OneTurn, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._queues = ClientQueues()
@@ -54,7 +52,7 @@ class Vtc(Policy):
         if client not in self._queues:
             self._idle.discard(client)
             self._counter[client] = max(self._counter.get(client, 0.0), self._floor())
-            self._turns[client] = False
+            self._turns.begins(client)
         self._queues.put(job)
         self._seat(client)
 
@@ -62,7 +60,7 @@ class Vtc(Policy):
         self._queues.leave(job)
         if job.client not in self._queues:
             self._left_last, self._left_counter = job.client, 0.0
-            self._turns.pop(job.client, None)
+            self._turns.ends(job.client)
         self._seat(job.client)
 
     def pick(self) -> Job | None:
@@ -107,14 +105,7 @@ class Vtc(Policy):
 
     def turns(self) -> Mapping[str, bool]:
         """One client has its turn: that with the smallest counter."""
-        turns, self._turns = self._turns, {}
-        before, first = self._has_turn, self._turn.first()
-        if before is not None and before != first:
-            turns[before] = False
-        if first is not None:
-            turns[first] = True
-        self._has_turn = first
-        return turns
+        return self._turns.changes(self._turn.first())
 
     def bound(self, input_units: float, output_units: float) -> float | None:
         """2·max(w_p·L_input, w_q·M) / min weight (Theorem 4.4), if an output token is not cheaper than an input token.
