@@ -6,7 +6,7 @@ from typing import Any
 from urllib.parse import quote
 
 from sglang_fair.cluster.status import fetch
-from sglang_fair.common import admin_key
+from sglang_fair.common.service_keys import admin_key, bearer
 
 TENANT_KEY_VARIABLE = "OPENAI_API_KEY"
 """Where OpenAI's clients have their key."""
@@ -37,8 +37,7 @@ WHY = {
 def read(gateway: str, request: str) -> dict[str, Any]:
     """The gateway's answer. Raises `Unreachable`."""
     key = admin_key.key() or os.environ.get(TENANT_KEY_VARIABLE) or ""
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    return fetch(f"{gateway.rstrip('/')}/explain/{quote(request, safe='')}", headers)
+    return fetch(f"{gateway.rstrip('/')}/explain/{quote(request, safe='')}", bearer(key))
 
 
 def told(answer: Mapping[str, Any]) -> str:
