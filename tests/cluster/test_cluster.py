@@ -702,7 +702,7 @@ class TestSupervisor:
             assert supervisor.state("gateway") == "up"
             supervisor.stop()
 
-        plan = cluster(program("gateway", SERVES, "gateway"), program("dashboard", dies_soon, "dashboard"))
+        plan = cluster(program("r0", SERVES), program("dashboard", dies_soon, "dashboard"))
         outcome, _ = supervise(plan, watch, rule=RestartRule(first_delay_s=0.01, give_up_after=2))
         assert outcome is True
 
