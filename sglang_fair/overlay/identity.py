@@ -12,6 +12,7 @@ from typing import Any
 from sglang_fair.common.caller import HEADER_WEIGHT, read_weight, salted
 from sglang_fair.common.identity import (
     ANONYMOUS,
+    API_KEY,
     HEADER_APP,
     HEADER_CLIENT,
     HEADER_INTERACTION,
@@ -32,7 +33,7 @@ def carry_client(obj: Any, request: Any) -> None:
     carried: dict[str, str | float | bool] = {"client": ANONYMOUS}
     believed = False
     if request is not None:
-        order, user = config.read_identity(), user_of(request)
+        order, user = _places(request), user_of(request)
         believed = _names_client(request.headers, user, order)
         if believed and (told := read_weight(request.headers.get(HEADER_WEIGHT, ""))) is not None:
             carried["weight"], carried["weight_version"] = told
@@ -52,6 +53,16 @@ def carry_client(obj: Any, request: Any) -> None:
         custom = dict(parameters.get("custom_params") or {})
         custom[CUSTOM_PARAMS_KEY] = carried
         parameters["custom_params"] = custom
+
+
+def _places(request: Any) -> tuple[str, ...]:
+    """Where a client's name is looked for. Where the server asks for a key, all who may ask have the same one, SGLang's
+    own warm-up too: it names nobody."""
+    order = config.read_identity()
+    server = sys.modules.get("sglang.srt.entrypoints.http_server")
+    if server is None or "app" not in request.scope or not server.get_serving().api_key:
+        return order
+    return tuple(place for place in order if place != API_KEY)
 
 
 def _names_client(headers: Mapping[str, str], user: str | None, order: Sequence[str]) -> bool:

@@ -145,4 +145,8 @@ def test_a_key_that_opens_fair_opens_metrics_and_nothing_else_does() -> None:
                 answer = httpx.get(f"{replica.url}{path}", headers=headers, timeout=30)
                 assert answer.status_code == status, path
                 assert ("client" in answer.text) == (status == 200)
+        headers = {"authorization": f"Bearer {KEY}"}
+        named = httpx.get(f"{replica.url}/fair", headers=headers, timeout=30).json()["clients"]
+        assert "anonymous" in named, "SGLang's warm-up"
+        assert not any(name.startswith("key:") for name in named), "a key that all have names nobody"
         replica.fair = lambda: {}  # type: ignore[method-assign]  # it does not send the key

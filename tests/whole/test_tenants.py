@@ -13,23 +13,17 @@ import httpx
 import pytest
 
 from router.gateway.guard import KEY_VARIABLE
-from sglang_fair.common import replica_key
-from sglang_fair.common.identity import identify
+from sglang_fair.common.identity import ANONYMOUS
+from sglang_fair.common.service_keys import replica_key
 from sglang_fair.tenants import edit, keys
 from sglang_fair.tenants.model import Limits, Tenant
 from tests.support.live import Cluster
 
 pytestmark = pytest.mark.e2e
 
-ENVIRONMENT = {KEY_VARIABLE: "the admin's key", replica_key.VARIABLE: "the replicas' key"}
-ALLOWED = {
-    "honest",
-    "adversary",
-    "thrifty",
-    identify({"authorization": "Bearer the replicas' key"}),
-    "(system)",
-}
-"""The fourth is SGLang's, which asks itself with its key when it starts."""
+ENVIRONMENT = {KEY_VARIABLE: "the admin's key", replica_key.variable: "the replicas' key"}
+ALLOWED = {"honest", "adversary", "thrifty", ANONYMOUS, "(system)"}
+"""SGLang asks itself, without a name, when it starts."""
 CONNECTIONS = 24
 """Of each tenant, over both replicas: more than run at a time, so that some always wait."""
 INVENTED = 50
@@ -71,7 +65,7 @@ async def flood(
                 await answer.read()
                 found[answer.status] += 1
             if answer.status == 401:
-                await asyncio.sleep(0.05)  # so many keys leave the machine's two cores to the engines
+                await asyncio.sleep(0.5)  # so many keys leave the machine's two cores to the engines
 
 
 async def shares(cluster: Cluster, number: int) -> dict[str, float]:
