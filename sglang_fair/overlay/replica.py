@@ -30,7 +30,7 @@ from sglang_fair.core.ledger import SYSTEM
 from sglang_fair.core.options import shown
 from sglang_fair.core.payers import make_payers, path_of
 from sglang_fair.core.queue import FairQueue
-from sglang_fair.core.record import Outcome
+from sglang_fair.core.record import Outcome, Record
 from sglang_fair.core.steps import Step, StepTimes, make_steps
 from sglang_fair.core.waits import BATCH, PROMPTS
 from sglang_fair.metrics.replica import ReplicaCounts
@@ -377,9 +377,14 @@ class ReplicaFairness:
         self.queue.account.ledger.engine_counted(extend=tokens)
         self._check("a batch was formed")
 
+    @property
+    def record(self) -> Record:
+        """The last requests; another object after `begin_anew`."""
+        return self._admission.record
+
     def note_time(self, now_s: float) -> None:
         """It is `now_s` for what is recorded; decisions go by `tick`."""
-        self._admission.record.tick(now_s)
+        self.record.tick(now_s)
 
     @guarded
     def processed(self, batch: Any, tokens: int, before: Sequence[BatchRow]) -> None:
@@ -493,7 +498,7 @@ class ReplicaFairness:
     @guarded
     def explain(self, id: str, client: str | None) -> list[dict[str, Any]]:
         """The requests with this id that are remembered, of all clients if none is given; JSON-ready."""
-        return self._admission.record.find(id, client)
+        return self.record.find(id, client)
 
     def _block(self, request: Any, prefix_tokens: int) -> Hashable | None:
         """Equal for two requests that would compute the same behind their cached prefix."""

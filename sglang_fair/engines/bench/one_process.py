@@ -12,7 +12,7 @@ import os
 import pkgutil
 import time
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +33,10 @@ SMALLEST_MODEL = {
     "intermediate_size": 16,
 }
 """128 bytes of KV cache per token, so that a pool as large as a GPU's fits into a few megabytes."""
+
+RECORDED = ("tick", "arrive", "admit", "computed", "finish", "leave", "retract", "refused", "end_pass")
+RECORDED_WAITS = ("hold", "set_aside")
+"""What `core.admission` tells the record, and its waits."""
 
 
 @dataclass(slots=True)
@@ -74,6 +78,8 @@ class Engine:
         self._scheduler = _scheduler(admit_per_step, seed, policy, pool_tokens)
         self._step: Step | None = None
         self._ballast: Any = None
+        self.recorded_us = 0.0
+        """Wall-clock time, the watch's own included; see `time_record`."""
         self._watch()
 
     # ---- the state before a run
@@ -102,6 +108,21 @@ class Engine:
         from sglang_fair.overlay.clock import Clock
 
         self._scheduler.clock = Clock(is_shared=False, read=lambda: 0.0)
+
+    def time_record(self) -> None:
+        """Counts in `recorded_us`, until the next `use`, how long the overlay keeps its record of the requests."""
+        record = self._scheduler.fair.record
+        for keeper, names in ((record, RECORDED), (record.waits, RECORDED_WAITS)):
+            for name in names:
+                setattr(keeper, name, self._timed(getattr(keeper, name)))
+
+    def _timed(self, function: Callable[..., None]) -> Callable[..., None]:
+        def timed(*args: Any) -> None:
+            started = time.perf_counter_ns()
+            function(*args)
+            self.recorded_us += (time.perf_counter_ns() - started) / 1e3
+
+        return timed
 
     def limit_pool(self, tokens: int) -> None:
         """Leaves `tokens` free in the pool and occupies the rest until the next `use`."""

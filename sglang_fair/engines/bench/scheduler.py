@@ -10,6 +10,9 @@ which is also shown separately) and the overlay's hooks around all of that. It d
 tensors, arrivals (shown separately), SGLang's count of the waiting tokens, the model, or the processing of results.
 Times are CPU time of the scheduler's thread; `wall_ms_p50` is wall-clock time.
 
+The record from which requests are explained is timed in further steps behind these. It is kept when requests come, in
+a step, and when results are processed, so its time is set against all three: a turn of the scheduler.
+
 The queue keeps its length: each step admits four requests, which end with their first token, and four new ones
 arrive, so the tree changes in every step. Half of each prompt is one of 64 shared prefixes, all of them cached at
 first; the other half is the request's own. The pool is too small for everything, so prefixes are evicted and
@@ -98,7 +101,8 @@ class StepTimes:
     """One row of the result: what a step costs one policy with one queue.
 
     Times are per step, `arrival_us` per request. `filter_ms` is part of a step, `build_ms_p50` is not.
-    `cached_tokens_share` is the part of the admitted prompts' tokens that the cache had.
+    `cached_tokens_share` is the part of the admitted prompts' tokens that the cache had. `record_us_p50` is a part of
+    `turn_ms_p50` (a step, its results, and four arrivals), None without our hooks.
     """
 
     policy: str
@@ -114,6 +118,15 @@ class StepTimes:
     build_ms_p50: float
     cached_tokens_share: float
     steps: int
+    turn_ms_p50: float | None = None
+    record_us_p50: float | None = None
+
+    @property
+    def record_share(self) -> float | None:
+        """What the record takes of a turn."""
+        if self.record_us_p50 is None or not self.turn_ms_p50:
+            return None
+        return self.record_us_p50 / (1e3 * self.turn_ms_p50)
 
 
 OPTIONS = {"rpm": f"limit={UNLIMITED}"}
@@ -207,6 +220,16 @@ def measure(
         arrivals_ms += engine.arrive(requests(left))
         arrived += left
     times_ms = sorted(step.order_ms for step in taken)
+    turns_ms, recorded_us = list[float](), list[float]()
+    if contender.overlay:
+        engine.time_record()
+        until = time.perf_counter() + limit_s
+        while len(turns_ms) < steps and (len(turns_ms) < 5 or time.perf_counter() < until):
+            before_us, started = engine.recorded_us, time.thread_time()
+            _, left = _turn(engine)
+            turn_ms = 1e3 * (time.thread_time() - started)
+            turns_ms.append(turn_ms + engine.arrive(requests(left)))
+            recorded_us.append(engine.recorded_us - before_us)
     return StepTimes(
         policy=contender.label,
         queued=shape.queued,
@@ -221,6 +244,8 @@ def measure(
         build_ms_p50=round(statistics.median(step.build_ms for step in taken), 4),
         cached_tokens_share=round(hits / max(1, tokens), 4),
         steps=len(taken),
+        turn_ms_p50=round(statistics.median(turns_ms), 4) if turns_ms else None,
+        record_us_p50=round(statistics.median(recorded_us), 2) if recorded_us else None,
     )
 
 
@@ -268,6 +293,13 @@ def table(rows: Sequence[StepTimes]) -> str:
         if group:
             name = "with our books" if ours else "stock"
             lines.append(f"one arrival, {name}: {statistics.median(group):.1f} µs")
+    for q in sorted({row.queued for row in rows}):
+        shares = [row.record_share for row in rows if row.queued == q and row.record_share is not None]
+        if shares:
+            lines.append(
+                f"the record for `explain`, of a turn with {q:,} queued: median {statistics.median(shares):.1%}, "
+                f"at most {max(shares):.1%}"
+            )
     return "\n".join(lines)
 
 
