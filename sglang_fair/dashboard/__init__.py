@@ -2,6 +2,6 @@
 
 poller    asks the gateway and the replicas, every two seconds, however many people look
 reading   what one look at the cluster found
-model     pure: turns readings into what is shown (`view`), with `gains`, `backlogs`, `shares` and `history`
+model     pure: turns readings into what is shown (`view`), with `gains`, `shares` and `history`
 server    serves the page in `page/`; `top` draws on a terminal
 """

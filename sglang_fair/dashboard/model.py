@@ -6,12 +6,12 @@ from heapq import nlargest
 from math import inf
 
 from sglang_fair.dashboard import shown
-from sglang_fair.dashboard.backlogs import Backlogs
 from sglang_fair.dashboard.gains import Counters
 from sglang_fair.dashboard.history import History
 from sglang_fair.dashboard.reading import OTHERS, SYSTEM, ClientReading, Reading, ReplicaReport
 from sglang_fair.dashboard.view import View
 from sglang_fair.dashboard.window import Look, Window, add, amount
+from sglang_fair.metrics.differences import Differences, Waiting
 
 WINDOW_S = 60.0
 """Rates, shares, waits and hits are of so long."""
@@ -31,7 +31,9 @@ class Followed:
     """One scheduler of a replica, over time."""
 
     counters: Counters = field(default_factory=Counters)
-    backlogs: Backlogs = field(default_factory=Backlogs)
+    differences: Differences = field(default_factory=Differences)
+    waits_since: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """The number of each waiting client's backlog, and when it was first seen."""
     report: ReplicaReport | None = None
     """Its last one; None while its state is another than "ok"."""
     state: str = "silent"
@@ -44,13 +46,30 @@ class Followed:
         rows = self.report.clients if self.report is not None else {}
         return {name: row for name, row in rows.items() if name not in (SYSTEM, OTHERS)}
 
+    def note_waits(self, now_s: float, *, restarted: bool = False) -> None:
+        """Who waits there, of its last report. `restarted`: nothing from before counts."""
+        if restarted:
+            self.differences, self.waits_since = Differences(), {}
+        waiting = {
+            name: Waiting(row.backlog, (row.service + row.transferred_units) / row.weight, row.weight)
+            for name, row in self.clients().items()
+            if row.backlog is not None
+        }
+        self.differences.read(now_s, waiting)
+        before, self.waits_since = self.waits_since, {}
+        for name, one in waiting.items():
+            backlog, since_s = before.get(name, (None, now_s))
+            self.waits_since[name] = one.backlog, since_s if backlog == one.backlog else now_s
+
     def difference(self) -> float | None:
-        """In units of service by weight, between two clients that wait there."""
-        return self.backlogs.difference() if self.report is not None else None
+        """In units of charges by weight, between two clients that wait there; None: no two have, for two looks."""
+        return self.differences.difference if self.report is not None else None
 
     def lasting(self, since_s: float) -> list[str]:
         """Those who have waited there without a break since then or longer."""
-        return self.backlogs.lasting(since_s) if self.report is not None else []
+        if self.report is None:
+            return []
+        return [name for name, (_, began_s) in self.waits_since.items() if began_s <= since_s]
 
     def of_bound(self) -> float | None:
         """The difference divided by the bound."""
@@ -121,7 +140,7 @@ class Model:
         since_s, replica.answered_s = replica.answered_s, look.at_s
         gain = replica.counters.take(report)
         clients = replica.clients()
-        replica.backlogs.take(clients, look.at_s, restarted=gain is not None and gain.restarted)
+        replica.note_waits(look.at_s, restarted=gain is not None and gain.restarted)
         for client, row in clients.items():
             look.waiting[client] += row.waiting
         if gain is None:

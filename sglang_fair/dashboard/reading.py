@@ -25,6 +25,8 @@ class ClientReading:
     cached_tokens: int = 0
     output_tokens: int = 0
     service: float = 0.0
+    transferred_units: float = 0.0
+    """What it paid for others' prefixes less what others paid for its own. It is charged this and its service."""
     requests: int = 0
     """Admitted ones."""
     backlog: int | None = None

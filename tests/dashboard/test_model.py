@@ -3,7 +3,6 @@
 from collections import Counter
 from dataclasses import replace
 from math import inf
-from random import Random
 
 import msgspec
 import pytest
@@ -13,10 +12,9 @@ from hypothesis import strategies as st
 from sglang_fair.common.weights import Weights
 from sglang_fair.core.dlpm import Dlpm
 from sglang_fair.core.queue import FairQueue
-from sglang_fair.dashboard.backlogs import MOST_STARTS, Backlogs
 from sglang_fair.dashboard.gains import Counters
 from sglang_fair.dashboard.history import MOST_NAMED, History
-from sglang_fair.dashboard.model import FORGOTTEN_AFTER_S, ROWS, SPANS, WINDOW_S, Model
+from sglang_fair.dashboard.model import FORGOTTEN_AFTER_S, ROWS, SPANS, WINDOW_S, Followed, Model
 from sglang_fair.dashboard.peers import gateway_reading, replica_reading
 from sglang_fair.dashboard.reading import (
     OTHERS,
@@ -188,14 +186,14 @@ def test_the_difference_that_is_shown_never_passes_the_bound_of_a_queue_that_kee
     engine = EngineModel(
         queue, pool_tokens=case.pool_tokens, cache_tokens=case.cache_tokens, step_tokens=case.step_tokens
     )
-    traffic, backlogs, largest = Traffic(case), Backlogs(), 0.0
+    traffic, followed, largest = Traffic(case), Followed(), 0.0
     for step in range(case.steps):
         traffic.step(engine)
         engine.step()
         if step % every == 0:
-            report = report_of(queue)
-            backlogs.take(report.clients)
-            difference = backlogs.difference()
+            followed.report = report = report_of(queue)
+            followed.note_waits(2.0 * step)
+            difference = followed.difference()
             if difference is not None:
                 assert report.bound is not None
                 assert difference <= report.bound + 1e-6
@@ -203,71 +201,28 @@ def test_the_difference_that_is_shown_never_passes_the_bound_of_a_queue_that_kee
     target(largest)
 
 
-@st.composite
-def looks(draw):
-    """Readings of clients that come, wait and go, with every service a whole number."""
-    service, backlog = Counter[str](), dict[str, int | None]()
-    number, found = 0, []
-    for _ in range(draw(st.integers(1, 25))):
-        for name in draw(st.sets(NAMES)):
-            if backlog.get(name) is None or draw(st.booleans()):
-                number += 1
-                backlog[name] = number if draw(st.integers(0, 4)) else None
-        for name in draw(st.sets(NAMES)):
-            service[name] += draw(st.integers(0, 50))
-        found.append(
-            {name: ClientReading(service=float(service[name]), backlog=backlog[name]) for name in backlog}
-        )
-    return found
+def test_who_lasts_and_what_is_compared_after_a_restart_and_a_new_weight():
+    def look(at_s, **rows):
+        one.report = replace(report_of(FairQueue(Dlpm(quantum=20))), clients=rows)
+        one.note_waits(at_s, restarted=at_s == 30)
 
-
-@given(found=looks())
-def test_the_difference_is_that_of_all_pairs_since_both_began_to_wait(found):
-    backlogs = Backlogs()
-    for at, clients in enumerate(found):
-        backlogs.take(clients)
-        waiting = [name for name, row in clients.items() if row.backlog is not None]
-        differences = []
-        for one in waiting:
-            for two in waiting:
-                if one >= two:
-                    continue
-                since = at
-                while since > 0 and all(
-                    (earlier := found[since - 1].get(name)) is not None
-                    and earlier.backlog == clients[name].backlog
-                    for name in (one, two)
-                ):
-                    since -= 1
-                first, second = (clients[name].service - found[since][name].service for name in (one, two))
-                differences.append(abs(first - second))
-        assert backlogs.difference() == (max(differences) if differences else None)
-
-
-def test_more_starts_than_are_kept_make_the_difference_smaller_never_larger():
-    random, backlogs = Random(1), Backlogs()
-    service = Counter[str]()
-    for look in range(4 * MOST_STARTS):
-        for name in range(look + 1):
-            service[str(name)] += random.randrange(10)
-        clients = {name: ClientReading(service=float(units), backlog=1) for name, units in service.items()}
-        backlogs.take(clients)
-        largest = max(service.values()) - min(service.values())
-        assert (backlogs.difference() or 0) <= largest + 10 * (look + 1)
-    assert len(backlogs._starts) <= MOST_STARTS
-    assert backlogs.difference() > 0
-
-
-def test_a_weight_that_changes_begins_a_new_comparison():
-    backlogs = Backlogs()
-    backlogs.take({"a": ClientReading(backlog=1), "b": ClientReading(backlog=2)})
-    backlogs.take({"a": ClientReading(backlog=1, service=90.0), "b": ClientReading(backlog=2, service=10.0)})
-    assert backlogs.difference() == 80
+    one = Followed()
+    look(0, a=ClientReading(backlog=1), b=ClientReading(backlog=2))
+    assert one.difference() is None
+    look(10, a=ClientReading(backlog=1, service=90.0), b=ClientReading(backlog=2, service=10.0))
+    assert one.difference() == 80
+    shared = ClientReading(backlog=2, service=10.0, transferred_units=30.0)
+    look(11, a=ClientReading(backlog=1, service=90.0, transferred_units=-30.0), b=shared)
+    assert one.difference() == 60, "since 10: what counts is what was charged"
     heavier = ClientReading(backlog=1, service=100.0, weight=3.0)
-    backlogs.take({"a": heavier, "b": ClientReading(backlog=2, service=10.0)})
-    assert backlogs.difference() == 0
-    backlogs.take({"a": replace(heavier, service=160.0), "b": ClientReading(backlog=2, service=25.0)})
-    assert backlogs.difference() == 5
+    look(20, a=heavier, b=ClientReading(backlog=3, service=10.0))
+    assert one.difference() is None
+    assert one.lasting(0) == ["a"]
+    assert one.lasting(20) == ["a", "b"]
+    look(30, a=ClientReading(backlog=1), b=ClientReading(backlog=3))
+    assert (one.difference(), one.lasting(29)) == (None, [])
+    one.report = None
+    assert (one.difference(), one.lasting(31)) == (None, [])
 
 
 # ---- fair shares
