@@ -1,48 +1,33 @@
-"""The page in a browser, before an emulated cluster with tenants, one of which floods.
-
-Needs Chromium as a distribution packages it (Debian: `apt-get install chromium`); without one the tests are skipped.
-"""
+"""The page in a browser, before an emulated cluster with tenants, one of which floods."""
 
 import asyncio
 import contextlib
 import os
-import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
-from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
 
 from router.gateway.guard import KEY_VARIABLE
-from sglang_fair.common import replica_key
+from sglang_fair.common.service_keys import replica_key
 from sglang_fair.tenants import edit, file, keys
 from sglang_fair.tenants.model import Tenant
+from tests.support.browser import IN_A_BROWSER, SIZES, Page, chromium
 from tests.support.live import Cluster
-from tests.support.waiting import wait_until
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(
-        CHROMIUM is None and not os.environ.get("CI"),
-        reason="there is no chromium here (Debian: apt-get install chromium)",
-    ),
-]
+pytestmark = list(IN_A_BROWSER)
 
 ADMIN = "the admin's key"
-ENVIRONMENT = {KEY_VARIABLE: ADMIN, replica_key.VARIABLE: "the replicas' key"}
+ENVIRONMENT = {KEY_VARIABLE: ADMIN, replica_key.variable: "the replicas' key"}
 FLOOD, LIGHT, RIVAL = 48, 1, 48
 """Requests of each at a time."""
 PROMPT_TOKENS, OUTPUT_TOKENS = 600, 60
 EMULATED = ("--engine", "emulated", "--gpu", "a100-80g", "--model", "llama-3.1-8b")
-SIZES = {"1280": (1280, 900), "390": (390, 844)}
-PICTURES = "SGLANG_FAIR_TEST_PICTURES"
-"""Names a folder in which to leave pictures of the page."""
 
 
 @pytest.fixture(scope="module")
@@ -123,88 +108,13 @@ def load(cluster: Cluster) -> Iterator[Load]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    from playwright.sync_api import sync_playwright
-
-    assert CHROMIUM is not None, "CI has no chromium"
-    with sync_playwright() as playwright:
-        made = playwright.chromium.launch(
-            executable_path=CHROMIUM, headless=True, args=["--no-sandbox", "--disable-background-networking"]
-        )
+    with chromium() as made:
         yield made
-        made.close()
-
-
-class Page:
-    """One page in a context of its own. `trouble` is whatever must not happen on it."""
-
-    def __init__(self, browser: Any, url: str, size: str = "1280", scheme: str = "light") -> None:
-        width, height = SIZES[size]
-        # For axe, which is put into the page, the page's own policy is off; the policy has a test of its own.
-        self._context = browser.new_context(
-            viewport={"width": width, "height": height}, color_scheme=scheme, bypass_csp=True
-        )
-        self.trouble: list[str] = []
-        self.page = self._context.new_page()
-        self.page.set_default_timeout(120_000)
-        self.page.on("console", lambda message: message.type == "error" and self.trouble.append(message.text))
-        self.page.on("pageerror", lambda error: self.trouble.append(str(error)))
-        self.page.on("request", lambda request: self._asked(request.url))
-        self.page.goto(url)
-        self.page.fill("#key", ADMIN)
-        self.page.click("button.main")
-        self.page.wait_for_selector("#replicas tbody tr")
-
-    def __enter__(self) -> "Page":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._context.close()
-
-    def _asked(self, url: str) -> None:
-        if urlsplit(url).hostname != "127.0.0.1" and not url.startswith("data:"):
-            self.trouble.append(f"asked {url}")
-
-    def client(self, name: str) -> dict[str, float | None]:
-        """What the row of a client says."""
-        row = self.page.query_selector(f"#clients tr[data-client={name}]")
-        values = {} if row is None else row.evaluate("row => ({...row.dataset})")
-        return {
-            one: float(values[one]) if values.get(one) else None
-            for one in ("share", "fair", "wait", "weight")
-        }
-
-    def until(self, condition: Callable[[], Any], what: str) -> Any:
-        """Waits, while the page goes on."""
-
-        def check() -> Any:
-            self.page.wait_for_timeout(200)
-            return condition()
-
-        return wait_until(check, what, 180)
-
-    def health(self) -> str:
-        return self.page.get_attribute("#health", "data-health")
-
-    def axe(self) -> list[str]:
-        """Findings that matter."""
-        from axe_playwright_python.base import AXE_FILE_PATH
-
-        self.page.evaluate(AXE_FILE_PATH.read_text())
-        found = self.page.evaluate("axe.run()")["violations"]
-        return [
-            f"{one['id']}: {one['nodes'][0]['html']}"
-            for one in found
-            if one["impact"] in ("serious", "critical")
-        ]
-
-    def picture(self, name: str, *, whole: bool = False) -> None:
-        if folder := os.environ.get(PICTURES):
-            self.page.screenshot(path=f"{folder}/{name}.png", full_page=whole)
 
 
 @pytest.fixture
 def page(browser: Any, cluster: Cluster, load: Load) -> Iterator[Page]:
-    with Page(browser, cluster.addresses["dashboard"]) as made:
+    with Page(browser, cluster.addresses["dashboard"], ADMIN) as made:
         yield made
         assert made.trouble == []
 
@@ -263,7 +173,7 @@ def test_a_click_on_a_request_shows_why_it_waited(page: Page) -> None:
 def test_it_fits_and_everybody_can_read_it(
     browser: Any, cluster: Cluster, load: Load, size: str, scheme: str
 ) -> None:
-    with Page(browser, cluster.addresses["dashboard"], size, scheme) as made:
+    with Page(browser, cluster.addresses["dashboard"], ADMIN, size, scheme) as made:
         made.until(lambda: made.client("flood")["share"], "shares")
         made.page.wait_for_timeout(1000)
         made.picture(f"dashboard-{size}-{scheme}")
@@ -292,7 +202,7 @@ def test_a_router_that_is_killed_is_said_and_comes_back(page: Page, cluster: Clu
 
 
 def test_a_page_whose_server_is_gone_says_so(browser: Any, cluster: Cluster, load: Load) -> None:
-    with Page(browser, cluster.addresses["dashboard"]) as made:
+    with Page(browser, cluster.addresses["dashboard"], ADMIN) as made:
         made.page.route("**/view*", lambda route: route.abort())
         made.until(lambda: made.health() == "lost", "the page says that its server is gone")
         made.page.unroute("**/view*")

@@ -1,5 +1,6 @@
 """The first hour with a cluster, by the commands of docs/operating.md: keys for two tenants, a flood, why its requests
-waited and the other's did not, a larger weight in the file, and the share that follows."""
+waited and the other's did not, a larger weight in the file, and the share that follows. All of it is also seen and done
+on the page."""
 
 import asyncio
 import contextlib
@@ -8,7 +9,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -19,12 +20,22 @@ import httpx
 import pytest
 
 from router.gateway.guard import KEY_VARIABLE
-from sglang_fair.common import replica_key
+from sglang_fair.common.service_keys import replica_key
+from sglang_fair.tenants.file import read
+from tests.support.browser import IN_A_BROWSER, Page, chromium
 from tests.support.live import Cluster
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+
+def in_a_browser(test: Callable[..., None]) -> Callable[..., None]:
+    """Marks a test that opens the page."""
+    for mark in IN_A_BROWSER:
+        test = mark(test)
+    return test
+
 
 EMULATED = ("--engine", "emulated", "--gpu", "a100-80g", "--model", "llama-3.1-8b")
 ADMIN = "the admin's key"
@@ -108,8 +119,11 @@ def keys(file: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def cluster(file: Path, keys: dict[str, str]) -> Iterator[Cluster]:
-    environment = {KEY_VARIABLE: ADMIN, replica_key.VARIABLE: "the replicas' key"}
-    arguments = ("--tenants", str(file), "--admin-port", str(free_port()), "--quantum", "2000")
+    environment = {KEY_VARIABLE: ADMIN, replica_key.variable: "the replicas' key"}
+    arguments = (
+        "--tenants", str(file), "--admin-port", str(free_port()), "--dashboard-port", str(free_port()),
+        "--quantum", "2000",
+    )  # fmt: skip
     with Cluster(*EMULATED, *arguments, "--", "--max-running-requests", "8", environment=environment) as made:
         yield made
 
@@ -121,6 +135,13 @@ def tenants(cluster: Cluster, keys: dict[str, str]) -> Iterator[tuple[Tenant, Te
         Tenant("greedy", keys["greedy"], cluster.url) as greedy,
     ):
         yield calm, greedy
+
+
+@pytest.fixture
+def page(cluster: Cluster, tenants: tuple[Tenant, Tenant]) -> Iterator[Page]:
+    with chromium() as browser, Page(browser, cluster.addresses["dashboard"], ADMIN) as made:
+        yield made
+        assert made.trouble == []
 
 
 def explained(cluster: Cluster, request: str, key: str) -> dict[str, Any]:
@@ -177,6 +198,20 @@ def test_neither_is_told_of_the_other(cluster: Cluster, tenants: tuple[Tenant, T
     assert "greedy" not in usage.text
 
 
+@in_a_browser
+def test_the_page_says_why_too(page: Page) -> None:
+    def waits() -> bool:
+        calm, greedy = page.client("calm")["wait"], page.client("greedy")["wait"]
+        return calm is not None and greedy is not None and calm < greedy
+
+    page.until(waits, "the calm one's wait is below the greedy one's")
+    for name in ("calm", "greedy"):
+        page.page.select_option("#of", name)
+        page.page.click(f"#requests tbody tr[data-client={name}]:has(.badge[data-state=ok]) button")
+        page.page.wait_for_selector(f"#explanation .said:has-text('of client {name}')")
+        assert "replica: waited" in page.page.inner_text("#explanation")
+
+
 def test_a_larger_weight_in_the_file_and_the_share_follows(
     cluster: Cluster, tenants: tuple[Tenant, Tenant], file: Path
 ) -> None:
@@ -207,3 +242,21 @@ def test_a_larger_weight_in_the_file_and_the_share_follows(
         SGLANG_FAIR_REPLICA_KEY="the replicas' key",
     )
     assert "greedy" in said
+
+
+@in_a_browser
+def test_the_page_shows_the_weight_and_takes_it_back(page: Page, file: Path) -> None:
+    def ratio() -> float:
+        """Greedy's share over calm's; 0 before the page has any."""
+        calm, greedy = page.client("calm")["share"], page.client("greedy")["share"]
+        return greedy / calm if calm and greedy else 0.0
+
+    page.until(
+        lambda: page.client("greedy")["weight"] == 3 and ratio() > 2.2, "three quarters of the service"
+    )
+    page.page.click("#clients tr[data-client=greedy] button")
+    page.page.fill("#weight-value", "1")
+    page.page.click("#weight-form button.main")
+    page.page.wait_for_selector("#weight", state="hidden")
+    assert read(file).tenants["greedy"].weight == 1
+    page.until(lambda: page.client("greedy")["weight"] == 1 and 0.6 < ratio() < 1.6, "equal shares again")
