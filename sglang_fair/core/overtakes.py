@@ -2,8 +2,8 @@
 
 A request is overtaken by every one that came later and was admitted in an earlier batch. Each waiting request has a
 slot, in order of arrival. A Fenwick tree counts at each slot who was admitted from it, so whoever came later than slot
-s and was admitted is a sum over the slots behind s. A second tree counts each batch at the slot of the latest arrival
-that it admitted: that batch overtook exactly those who came before it.
+s and was admitted is a sum over the slots behind s. Batches are counted in the same tree, above the requests' bits,
+each at the slot of the latest arrival that it admitted: it overtook exactly those who came before that one.
 
 Slots are given out in order; when they are used up, those of requests that are gone are dropped, and what they count
 goes to the last slot before them that is still in use. Nobody between the two would be asked about it.
@@ -12,17 +12,20 @@ Cost: O(log waiting) for an admission, O(1) for an arrival, amortised. Memory is
 """
 
 from collections.abc import Hashable
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 Item = TypeVar("Item", bound=Hashable)
 
 LEAST_SLOTS = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Overtaken:
+REQUEST_BITS = 40
+"""Of a sum; those above count batches."""
+REQUEST, BATCH = 1, 1 << REQUEST_BITS
+
+
+class Overtaken(NamedTuple):
     """By `requests` later ones, in `batches`."""
 
     requests: int
@@ -42,11 +45,11 @@ class _Tree:
                 sums[above] += sums[at]
         self._sums, self._total = sums, sum(counts)
 
-    def add(self, slot: int) -> None:
+    def add(self, slot: int, amount: int) -> None:
         sums, at, size = self._sums, slot + 1, len(self._sums)
-        self._total += 1
+        self._total += amount
         while at < size:
-            sums[at] += 1
+            sums[at] += amount
             at += at & -at
 
     def before(self, slot: int) -> int:
@@ -71,14 +74,13 @@ class Overtakes(Generic[Item]):
         self._slots: dict[Item, int] = {}
         """Of those that wait, in order of arrival."""
         self._next = 0
-        self._requests = _Tree([0] * LEAST_SLOTS)
-        self._batches = _Tree([0] * LEAST_SLOTS)
+        self._tree = _Tree([0] * LEAST_SLOTS)
         self._admitted: list[int] = []
         """The slots of those whom this batch has admitted."""
 
     def arrive(self, item: Item) -> None:
         """`item` waits; it came after all others."""
-        if self._next == len(self._requests):
+        if self._next == len(self._tree):
             self._drop_unused()
         self._slots[item] = self._next
         self._next += 1
@@ -100,13 +102,14 @@ class Overtakes(Generic[Item]):
     def end_batch(self) -> None:
         """A batch was formed: whom it admitted has overtaken those who came before and still wait."""
         if self._admitted:
+            latest = max(self._admitted)
             for slot in self._admitted:
-                self._requests.add(slot)
-            self._batches.add(max(self._admitted))
+                self._tree.add(slot, REQUEST | BATCH if slot == latest else REQUEST)
             self._admitted.clear()
 
     def _behind(self, slot: int) -> Overtaken:
-        return Overtaken(self._requests.since(slot), self._batches.since(slot))
+        found = self._tree.since(slot)
+        return Overtaken(found & (BATCH - 1), found >> REQUEST_BITS)
 
     def _drop_unused(self) -> None:
         kept = list(self._slots.values())
@@ -114,9 +117,7 @@ class Overtakes(Generic[Item]):
         # Slots of the batch that is being formed are counted when it ends: until then they are in use.
         used = sorted([*kept, *self._admitted]) if self._admitted else kept
         places = {slot: place for place, slot in enumerate(used)}
-        self._requests, self._batches = (
-            _Tree(_moved(tree, used, self._next, size)) for tree in (self._requests, self._batches)
-        )
+        self._tree = _Tree(_moved(self._tree, used, self._next, size))
         self._slots = {item: places[slot] for item, slot in self._slots.items()}
         self._admitted = [places[slot] for slot in self._admitted]
         self._next = len(used)

@@ -25,6 +25,7 @@ reading can be made later, O(1). Time is counted in whole nanoseconds: the cause
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from sglang_fair.core.job import Job
 
@@ -44,8 +45,7 @@ FIRST = ""
 """Whose requests go before all others: retracted ones. No client has this name."""
 
 
-@dataclass(frozen=True, slots=True)
-class Hands:
+class Hands(NamedTuple):
     """A clock: its reading at `since_ns`, from when on the hand `moving` moves."""
 
     reading: Reading
@@ -164,12 +164,13 @@ class Waits:
     def end(self, job: Job) -> None:
         """`job` waits no more."""
         wait = self._waits.pop(job)
-        wait.ended = self.stamp(wait)
+        client = self._clients[wait.client]
+        wait.ended = client.offset, self._clocks[client.clock], self.now_ns
         if wait.held is not None:
             self._held_before.pop(job, None)
             self._release(wait)
-        self._held.pop(job, None)
-        client = self._clients[wait.client]
+        if self._held:
+            self._held.pop(job, None)
         client.waiting -= 1
         if not client.waiting:
             del self._clients[wait.client]

@@ -58,7 +58,7 @@ def test_one_that_waits_for_ever_costs_no_memory() -> None:
         overtakes.admit(number)
         overtakes.end_batch()
     assert overtakes.of(0) == Overtaken(19_999, 19_999)
-    assert len(overtakes._requests) == LEAST_SLOTS
+    assert len(overtakes._tree) == LEAST_SLOTS
 
 
 def test_those_of_one_batch_do_not_overtake_each_other() -> None:
