@@ -1,9 +1,10 @@
 """How far apart the service of clients that wait has come, from readings of a replica's accounts.
 
 A reading has, of each client that waits, the number of its backlog (`core.queue.Presence`) and what it was charged
-divided by its weight (its service, where nobody else pays for it). Two readings with the same number say that the client was backlogged all the time between, which is what the
-policies' bounds are about: they hold for every interval that ends with the latest reading and in which both clients
-wait throughout. Here the intervals are those that begin with one of the kept readings.
+divided by its weight; that is its service, where nobody else pays for it. Two readings with the same number say that
+the client was backlogged all the time between, which is what the policies' bounds are about: they hold for every
+interval that ends with the latest reading and in which both clients wait throughout. Here the intervals are those that
+begin with one of the kept readings.
 
 A client whose weight changes counts as one that begins to wait. O(readings · clients) for each reading.
 """
