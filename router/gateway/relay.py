@@ -59,6 +59,7 @@ from sglang_fair.common.identity import (
     ANNOUNCEMENTS,
     ANONYMOUS,
     HEADER_APP,
+    HEADER_ATTEMPT,
     HEADER_CLIENT,
     HEADER_INTERACTION,
     HEADER_STAGE,
@@ -395,7 +396,7 @@ class _Exchange:
             progress_interval_s=services.limits.progress_interval_s,
         )
         try:
-            outcome = await attempt.run(headers, reply, resumable)
+            outcome = await attempt.run(headers | {HEADER_ATTEMPT: arrive.id}, reply, resumable)
         finally:
             noted.first_s, noted.outcome = attempt.first_s, "left"
             if attempt.usage.cached_tokens is not None:

@@ -14,6 +14,8 @@ HEADER_INTERACTION = "x-fair-interaction"
 HEADER_STAGE = "x-fair-stage"
 HEADER_EXPECTED_OUTPUT = "x-fair-expected-output-tokens"
 HEADER_UNBLOCKS = "x-fair-unblocks"
+HEADER_ATTEMPT = "x-fair-attempt"
+"""The gateway's id of what it sends to a replica, where SGLang makes several requests of it, with ids of their own."""
 
 ANNOUNCEMENTS: Mapping[str, str] = {
     HEADER_EXPECTED_OUTPUT: "expected_output_tokens",

@@ -29,6 +29,9 @@ class Job:
     """Of that file: the latest says what holds."""
     arrived_s: float = 0.0
     """By the clock of the engine."""
+    attempt: str = ""
+    """What it is one of, as the gateway calls it: of several answers to a prompt, or of several prompts. Who asks why
+    that waited is told of them all. Empty: only itself."""
 
     # `FairQueue`.
     arrival: int = 0

@@ -191,7 +191,7 @@ class Record:
     def _enter(self, job: Job) -> Entry:
         policy = self._policy
         entry = Entry(
-            job.id[:MOST_ID],
+            (job.attempt or job.id)[:MOST_ID],
             job,
             job.client,
             self.waits.now_ns,

@@ -14,6 +14,7 @@ from sglang_fair.common.identity import (
     ANONYMOUS,
     API_KEY,
     HEADER_APP,
+    HEADER_ATTEMPT,
     HEADER_CLIENT,
     HEADER_INTERACTION,
     HEADER_STAGE,
@@ -24,8 +25,13 @@ from sglang_fair.common.identity import (
 from sglang_fair.overlay import config
 from sglang_fair.overlay.replica import CUSTOM_PARAMS_KEY
 
-CARRIED_HEADERS = {"app": HEADER_APP, "interaction": HEADER_INTERACTION, "stage": HEADER_STAGE}
-"""Headers that are carried with the client's name, for policies that know applications."""
+CARRIED_HEADERS = {
+    "app": HEADER_APP,
+    "interaction": HEADER_INTERACTION,
+    "stage": HEADER_STAGE,
+    "attempt": HEADER_ATTEMPT,
+}
+"""Headers that are carried with the client's name: for policies that know applications, and for the record."""
 
 
 def carry_client(obj: Any, request: Any) -> None:

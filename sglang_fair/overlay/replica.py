@@ -552,4 +552,5 @@ def job_of(request: Any) -> Job:
         unblocks=said.get("unblocks", 0),
         weight=said.get("weight"),
         weight_version=said.get("weight_version", 0),
+        attempt=said.get("attempt", ""),
     )

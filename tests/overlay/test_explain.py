@@ -92,3 +92,30 @@ def test_a_replica_explains_its_requests(one_at_a_time: Replica) -> None:
     assert "waits" not in json.dumps(blocked)
     assert ask(replica, waits, client="blocks").status_code == 404
     assert ask(replica, "nobody").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("body", "number"),
+    [
+        ({"input_ids": [7] * 16, "rid": "a" * 32, "sampling_params": {"n": 3, "max_new_tokens": 3}}, 4),
+        (
+            {
+                "input_ids": [[8] * 16, [9] * 16],
+                "rid": ["b" * 32, "c" * 32],
+                "sampling_params": {"max_new_tokens": 3},
+            },
+            2,
+        ),
+    ],
+)
+def test_all_that_sglang_makes_of_one_attempt_is_told(
+    one_at_a_time: Replica, body: dict[str, Any], number: int
+) -> None:
+    """Of n answers SGLang makes n requests, and one that computes the prompt."""
+    attempt = f"attempt-{number}"
+    headers = {"x-fair-client": "several", "x-fair-attempt": attempt}
+    answer = httpx.post(f"{one_at_a_time.url}/generate", json=body, headers=headers, timeout=60)
+    assert answer.status_code == 200, answer.text
+    records = ask(one_at_a_time, attempt, client="several").json()["requests"]
+    assert [one["outcome"] for one in records] == ["finished"] * number
+    assert sum(one["output_tokens"] for one in records) >= 3 * len(answer.json())

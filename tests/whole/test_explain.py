@@ -69,6 +69,15 @@ def test_a_request_is_explained_by_all_three(cluster: Cluster) -> None:
             assert sum(record["waited_for_s"].values()) == pytest.approx(record["waited_s"])
 
 
+def test_of_several_answers_and_prompts_each_is_explained(cluster: Cluster) -> None:
+    for name, more, least in (("answers", {"n": 3}, 3), ("prompts", {"prompt": ["some words", "others"]}, 2)):
+        assert ask(cluster, "light", name, **more).status_code == 200
+        [request] = explained(cluster.url, "light", name).json()["requests"]
+        [attempt] = request["attempts"]
+        assert len(attempt["replica"]) >= least
+        assert {one["outcome"] for one in attempt["replica"]} == {"finished"}
+
+
 def test_a_tenant_sees_only_its_own(cluster: Cluster) -> None:
     """Both call a request by one name."""
     for key in ("light", "heavy"):
