@@ -54,9 +54,13 @@ def test_the_table_has_a_line_per_policy_and_marks_what_was_not_measured():
 
 
 def test_the_record_s_part_of_a_turn():
-    rows = [replace(row("dlpm", 128, 0.5), turn_ms_p50=2.0, record_us_p50=us) for us in (20.0, 40.0, 50.0)]
-    text = table([*rows, row("sglang:lpm", 128, 2.0)])
-    assert text.endswith("of a turn with 128 queued: median 2.0%, at most 2.5%")
+    rows = [
+        replace(row("dlpm", 128, 0.5), turn_ms_p50=2.0, record_us_p50=us, step_record_us_p50=us / 2)
+        for us in (20.0, 40.0, 50.0)
+    ]
+    *_, of_step, of_turn = table([*rows, row("sglang:lpm", 128, 2.0)]).splitlines()
+    assert of_step.endswith("of a step with 128 queued: median 4.0%, at most 5.0%")
+    assert of_turn.endswith("of a turn of the scheduler with 128 queued: median 2.0%, at most 2.5%")
 
 
 def test_policies_are_chosen_by_name():
@@ -107,8 +111,8 @@ def test_a_short_run_ends_with_one_line_of_json(tmp_path: Path):
         if row["policy"].startswith("sglang:"):
             assert row["record_us_p50"] is row["turn_ms_p50"] is None
         else:
-            assert 0 < row["record_us_p50"] < 1e3 * row["turn_ms_p50"]
-    assert "the record for `explain`, of a turn with 200 queued" in ended.stderr
+            assert 0 < row["step_record_us_p50"] < row["record_us_p50"] < 1e3 * row["turn_ms_p50"]
+    assert "the record for `explain`, of a step with 200 queued" in ended.stderr
     shares = {(row["policy"], row["queued"]): row["cached_tokens_share"] for row in result["rows"]}
     assert shares["dlpm", 200] > 0.3
 

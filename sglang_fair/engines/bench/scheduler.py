@@ -101,8 +101,9 @@ class StepTimes:
     """One row of the result: what a step costs one policy with one queue.
 
     Times are per step, `arrival_us` per request. `filter_ms` is part of a step, `build_ms_p50` is not.
-    `cached_tokens_share` is the part of the admitted prompts' tokens that the cache had. `record_us_p50` is a part of
-    `turn_ms_p50` (a step, its results, and four arrivals), None without our hooks.
+    `cached_tokens_share` is the part of the admitted prompts' tokens that the cache had. Of a step the record takes
+    `step_record_us_p50`; of a turn (`turn_ms_p50`: a step, its results, and four arrivals) `record_us_p50`. These three
+    are None without our hooks.
     """
 
     policy: str
@@ -120,13 +121,16 @@ class StepTimes:
     steps: int
     turn_ms_p50: float | None = None
     record_us_p50: float | None = None
+    step_record_us_p50: float | None = None
 
     @property
-    def record_share(self) -> float | None:
-        """What the record takes of a turn."""
-        if self.record_us_p50 is None or not self.turn_ms_p50:
+    def record_shares(self) -> tuple[float, float] | None:
+        """What the record takes of a step, and of a turn."""
+        if self.record_us_p50 is None or self.step_record_us_p50 is None or not self.turn_ms_p50:
             return None
-        return self.record_us_p50 / (1e3 * self.turn_ms_p50)
+        return self.step_record_us_p50 / (1e3 * self.step_ms_p50), self.record_us_p50 / (
+            1e3 * self.turn_ms_p50
+        )
 
 
 OPTIONS = {"rpm": f"limit={UNLIMITED}"}
@@ -220,13 +224,14 @@ def measure(
         arrivals_ms += engine.arrive(requests(left))
         arrived += left
     times_ms = sorted(step.order_ms for step in taken)
-    turns_ms, recorded_us = list[float](), list[float]()
+    turns_ms, recorded_us, step_recorded_us = list[float](), list[float](), list[float]()
     if contender.overlay:
         engine.time_record()
         until = time.perf_counter() + limit_s
         while len(turns_ms) < steps and (len(turns_ms) < 5 or time.perf_counter() < until):
             before_us, started = engine.recorded_us, time.thread_time()
-            _, left = _turn(engine)
+            step, left = _turn(engine)
+            step_recorded_us.append(step.recorded_us)
             turn_ms = 1e3 * (time.thread_time() - started)
             turns_ms.append(turn_ms + engine.arrive(requests(left)))
             recorded_us.append(engine.recorded_us - before_us)
@@ -246,6 +251,7 @@ def measure(
         steps=len(taken),
         turn_ms_p50=round(statistics.median(turns_ms), 4) if turns_ms else None,
         record_us_p50=round(statistics.median(recorded_us), 2) if recorded_us else None,
+        step_record_us_p50=round(statistics.median(step_recorded_us), 2) if step_recorded_us else None,
     )
 
 
@@ -294,11 +300,11 @@ def table(rows: Sequence[StepTimes]) -> str:
             name = "with our books" if ours else "stock"
             lines.append(f"one arrival, {name}: {statistics.median(group):.1f} µs")
     for q in sorted({row.queued for row in rows}):
-        shares = [row.record_share for row in rows if row.queued == q and row.record_share is not None]
-        if shares:
+        shares = [row.record_shares for row in rows if row.queued == q and row.record_shares is not None]
+        for what, parts in zip(("step", "turn of the scheduler"), zip(*shares, strict=True), strict=False):
             lines.append(
-                f"the record for `explain`, of a turn with {q:,} queued: median {statistics.median(shares):.1%}, "
-                f"at most {max(shares):.1%}"
+                f"the record for `explain`, of a {what} with {q:,} queued: median {statistics.median(parts):.1%}, "
+                f"at most {max(parts):.1%}"
             )
     return "\n".join(lines)
 
