@@ -210,6 +210,8 @@ def test_the_page_says_why_too(page: Page) -> None:
         page.page.click(f"#requests tbody tr[data-client={name}]:has(.badge[data-state=ok]) button")
         page.page.wait_for_selector(f"#explanation .said:has-text('of client {name}')")
         assert "replica: waited" in page.page.inner_text("#explanation")
+        page.page.keyboard.press("Escape")
+        page.page.wait_for_selector("#explain", state="hidden")
 
 
 def test_a_larger_weight_in_the_file_and_the_share_follows(

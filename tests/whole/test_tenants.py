@@ -27,6 +27,8 @@ ALLOWED = {"honest", "adversary", "thrifty", ANONYMOUS, "(system)"}
 CONNECTIONS = 24
 """Of each tenant, over both replicas: more than run at a time, so that some always wait."""
 INVENTED = 50
+EMULATED = ("--engine", "emulated", "--gpu", "a100-80g", "--model", "llama-3.1-8b")
+"""The scheduler is SGLang's; the model's steps take an A100's time and none of this machine's."""
 PROMPT_TOKENS, OUTPUT_TOKENS = 24, 16
 TIMES_THE_BOUND = 8
 LIMIT_S = 400
@@ -41,7 +43,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     edit.add(
         path, "thrifty", Tenant(keys=[keys.written(keys.digest("thrifty"))], limits=Limits(output_tokens=4))
     )
-    arguments = ("--quantum", "100", "--tenants", str(path), "--", "--max-running-requests", "4")
+    arguments = (*EMULATED, "--quantum", "100", "--tenants", str(path), "--", "--max-running-requests", "4")
     with Cluster(*arguments, environment=ENVIRONMENT) as made:
         yield made
 
