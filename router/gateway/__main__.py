@@ -14,7 +14,7 @@ from typing import Any
 import uvicorn
 
 from router.descriptors import raise_limit
-from router.gateway import logs
+from router.gateway import logs, otlp
 from router.gateway.access import proxies
 from router.gateway.access.quota import MEMORY, check_store
 from router.gateway.address import check_free
@@ -55,14 +55,16 @@ def configure(settings: table.Gateway) -> Config:
         metrics_clients=settings.metrics_clients,
         processes=settings.workers,
         log_format=settings.log_format,
+        **shared(settings, table.Tracing),
     )
 
 
 def check(settings: table.Gateway) -> None:
-    """Raises SettingError for what is wrong with tenants and proxies."""
+    """Raises SettingError for what is wrong with tenants, proxies and where spans go."""
     if settings.trusted_proxies is not None:
         proxies.parse(settings.trusted_proxies)
     check_store(settings.limit_store)
+    otlp.check(settings.otlp_traces_endpoint)
     if settings.tenants is not None:
         file.read(Path(settings.tenants))
 

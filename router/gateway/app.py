@@ -52,6 +52,7 @@ class Config:
     metrics_clients: int = METRICS_CLIENTS
     processes: int = 1
     log_format: str = "text"
+    otlp_traces_endpoint: str | None = None
 
     def to_json(self) -> str:
         """For `CONFIG_VARIABLE`."""
@@ -134,6 +135,7 @@ def create_app(config: Config) -> App:
         config.metrics_clients,
         config.processes,
         config.log_format,
+        config.otlp_traces_endpoint,
     )
     guard = Guard(has_tenants=config.tenants is not None)
     workers = admin.routes(gateway.link, gateway.replicas, guard)

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from router.gateway.access.directory import Directory
 from router.gateway.access.identity import Headers, Identity, Peer
@@ -29,6 +30,9 @@ from router.shared_limit import SharedLimit
 from sglang_fair.common.identity import DEFAULT_ORDER
 from sglang_fair.settings.table import METRICS_CLIENTS
 
+if TYPE_CHECKING:
+    from router.gateway.tracing import Tracing
+
 LISTED_CLIENTS = 10
 """`/status` names this many clients, those with most requests in flight."""
 
@@ -50,12 +54,14 @@ class Gateway:
         metrics_clients: int = METRICS_CLIENTS,
         processes: int = 1,
         log_format: str = "text",
+        otlp_traces_endpoint: str | None = None,
     ) -> None:
         """`router` is its address, `identity` where a client's name is looked for. `start` opens connections.
 
         Reads the tenants' file at once, and raises SettingError if it cannot. `trusted` are the networks of proxies,
         `limit_store` is where tenants' limits are counted. `metrics_clients` who are no tenants have labels of their
         own; `processes` of this gateway count together. With `log_format` "json" each request is logged.
+        Spans go to `otlp_traces_endpoint`; None: none are made.
         """
         self.model_name = model_name
         self.processes = processes
@@ -76,6 +82,7 @@ class Gateway:
         self.metrics = GatewayMetrics(metrics_clients, self.counters, self._gauges, shared=processes > 1)
         self.record = RequestRecord(log=request_ended if log_format == "json" else None)
         self.explainer = Explainer(self.record, self.link, self.fleet, self.replicas)
+        self.tracing = None if otlp_traces_endpoint is None else self._traced(otlp_traces_endpoint)
         self.usage = Usage(Books(self.fleet, self.replicas), self.quotas)
         placer = Placer(self.link, self.fleet, self.counters)
         self._services = Services(
@@ -90,6 +97,7 @@ class Gateway:
             self.replicas,
             self.metrics,
             self.record,
+            self.tracing,
         )
 
         self._following: list[asyncio.Task[None]] = []
@@ -122,6 +130,8 @@ class Gateway:
         """Closes everything; cancellations and ends under way still leave."""
         for task in self._following:
             task.cancel()
+        if self.tracing is not None:
+            await self.tracing.close()
         await self.quotas.close()
         await self.replicas.close()
         await self.link.close()
@@ -139,6 +149,7 @@ class Gateway:
             "sick": self.replicas.health.sick(),
             **self.counters.state(),
             **(self.metrics.status() if self.processes > 1 else {}),
+            **({} if self.tracing is None else {"spans": self.tracing.state()}),
             "processes": self.processes,
             **(
                 {}
@@ -155,6 +166,11 @@ class Gateway:
             "gateway_router_up": self.link.alive,
             "gateway_tenants_ok": self.directory is None or not self.directory.error,
         }
+
+    def _traced(self, endpoint: str) -> "Tracing":
+        from router.gateway import tracing  # the SDK takes memory and time to import
+
+        return tracing.Tracing(tracing.otlp(endpoint), self.explainer.attempts)
 
     def _report_health(self) -> None:
         for event in self.fleet.health():

@@ -42,6 +42,7 @@ class Try:
     placed_s: float | None = None
     first_s: float | None = None
     """The first piece of the answer."""
+    ended_s: float | None = None
     matched_tokens: int = 0
     is_fallback: bool = False
     """No router answered; the gateway placed it by itself."""
@@ -71,6 +72,8 @@ class Exchange:
     output_tokens: int = 0
     ended_s: float | None = None
     is_entered: bool = False
+    trace: str = ""
+    """Its trace, where there are spans of it."""
 
     def shown(self, now_s: float) -> dict[str, Any]:
         """JSON-ready."""
@@ -95,7 +98,8 @@ class Exchange:
                 "cached": self.cached_tokens,
                 "output": self.output_tokens,
             },
-            "tries": [_try(one, now_s) for one in self.tries],
+            "tries": [shown_try(one, now_s) for one in self.tries],
+            **({"trace_id": self.trace} if self.trace else {}),
         }
 
     def row(self, now_s: float) -> dict[str, Any]:
@@ -141,10 +145,12 @@ class Exchange:
             "retries": shown["retries"],
             "resumes": self.resumed,
             "fallback": shown["fallback"],
+            **({"trace_id": self.trace} if self.trace else {}),
         }
 
 
-def _try(one: Try, now_s: float) -> dict[str, Any]:
+def shown_try(one: Try, now_s: float) -> dict[str, Any]:
+    """JSON-ready."""
     placed_s = now_s if one.placed_s is None else one.placed_s
     return {
         "id": one.id,

@@ -14,7 +14,7 @@ import logging
 import time
 import uuid
 from dataclasses import dataclass
-from typing import Literal, assert_never
+from typing import TYPE_CHECKING, Literal, assert_never
 
 from starlette.types import Receive, Scope, Send
 
@@ -66,15 +66,19 @@ from sglang_fair.common.identity import (
 )
 from sglang_fair.tenants.model import Tenant
 
+if TYPE_CHECKING:  # imported only where spans are made
+    from router.gateway.tracing import Trace, Tracing
+
 log = logging.getLogger("gateway")
 
 Outcomes = Literal["ok", "refused", "failed", "left"]
 """How a request ends (`sglang_fair.metrics.table.OUTCOMES`)."""
 
 TRACE_CONTEXT = ("traceparent", "tracestate")
-"""W3C Trace Context: SGLang's own spans (`--enable-trace`) become part of the client's trace."""
+"""W3C Trace Context: SGLang's own spans (`--enable-trace`) become part of the client's trace. Where the gateway makes
+spans, they are below its own."""
 
-PASSED_THROUGH = (HEADER_APP, HEADER_INTERACTION, HEADER_STAGE, *ANNOUNCEMENTS, *TRACE_CONTEXT)
+PASSED_THROUGH = (HEADER_APP, HEADER_INTERACTION, HEADER_STAGE, *ANNOUNCEMENTS)
 """A client's headers that its replica gets too."""
 BODY_TIMEOUT_S = 60.0
 """Longest pause of a client between two pieces of its body."""
@@ -100,6 +104,8 @@ class Services:
     replicas: Replicas
     metrics: GatewayMetrics
     record: RequestRecord
+    tracing: "Tracing | None" = None
+    """None: no spans are made."""
 
 
 class Relay:
@@ -153,12 +159,15 @@ class _Exchange:
         self._prompt_tokens = 0
         self._first_s: float | None = None
         """When the first piece of a stream went out."""
+        self._trace: Trace | None = None
 
     async def run(self, scope: Scope) -> None:
         services = self._services
         services.counters.requests += 1
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         self._noted = services.record.came(self._kind, headers.get(REQUEST_ID))
+        if services.tracing is not None:
+            self._trace = services.tracing.begin(self._noted, PATHS[self._kind], headers)
         self._own_headers[REQUEST_ID] = self._noted.name
         try:
             peer = scope.get("client")
@@ -195,6 +204,8 @@ class _Exchange:
             self._count()
             self._noted.output_tokens = self._answered()
             services.record.ended(self._noted, self._outcome)
+            if self._trace is not None:
+                self._trace.end()
 
     def _answered(self) -> int:
         """Output tokens that the client has."""
@@ -298,7 +309,8 @@ class _Exchange:
             self._allowance.move(self._client)
 
     def _headers_for_replica(self, headers: Headers) -> dict[str, str]:
-        passed_on = {name: header_safe(headers[name]) for name in PASSED_THROUGH if headers.get(name)}
+        names = PASSED_THROUGH if self._trace is not None else PASSED_THROUGH + TRACE_CONTEXT
+        passed_on = {name: header_safe(headers[name]) for name in names if headers.get(name)}
         own = {"content-type": "application/json", HEADER_CLIENT: self._client} | self._caller.headers()
         own[REQUEST_ID] = self._noted.name
         return own | passed_on
@@ -376,6 +388,24 @@ class _Exchange:
             request=self._noted.name,
         )
         noted = services.record.tried(self._noted, arrive.id)
+        if self._trace is not None:
+            headers = headers | self._trace.attempt(noted)
+        try:
+            return await self._place_and_serve(leg, arrive, noted, headers, reply, resumable)
+        finally:
+            noted.ended_s = time.monotonic()
+            noted.outcome = noted.outcome or "left"
+
+    async def _place_and_serve(
+        self,
+        leg: _Leg,
+        arrive: Arrive,
+        noted: Try,
+        headers: dict[str, str],
+        reply: Reply,
+        resumable: Resumable | None,
+    ) -> Outcome:
+        services = self._services
         try:
             place = await services.placer.place(arrive)
         except RouterGone as error:
@@ -398,7 +428,7 @@ class _Exchange:
         try:
             outcome = await attempt.run(headers | {HEADER_ATTEMPT: arrive.id}, reply, resumable)
         finally:
-            noted.first_s, noted.outcome = attempt.first_s, "left"
+            noted.first_s = attempt.first_s
             if attempt.usage.cached_tokens is not None:
                 self._noted.cached_tokens = attempt.usage.cached_tokens
         _note(noted, outcome)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from router.gateway import limits
+from router.gateway import limits, otlp
 from router.gateway.access import proxies
 from router.gateway.access.quota import check_store
 from router.placement import build, parse_options
@@ -110,6 +110,7 @@ def check(options: Options) -> None:
         ("gateway_options", lambda: limits.parse(options.gateway_options)),
         ("trusted_proxies", lambda: proxies.parse(options.trusted_proxies or "")),
         ("limit_store", lambda: check_store(options.limit_store)),
+        ("otlp_traces_endpoint", lambda: otlp.check(options.otlp_traces_endpoint)),
         ("tenants", lambda: options.tenants and read_tenants(Path(options.tenants))),
     )
     for field, make in checks:

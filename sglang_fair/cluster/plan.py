@@ -382,6 +382,7 @@ def _gateway(options: Options, machine: Machine, model: Model, router: str, port
         "identity": options.identity,
         "metrics_clients": options.metrics_clients,
         **shared(options, table.Access),
+        **shared(options, table.Tracing),
         "tenants": None if options.tenants is None else str(Path(options.tenants).absolute()),
         **limits.parse(options.gateway_options),
     }

@@ -233,7 +233,22 @@ class Access:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cluster(Access, Fairness, Engine):
+class Tracing:
+    """Spans of requests, for OpenTelemetry."""
+
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        About(
+            "A collector of OpenTelemetry, which is sent spans of requests by OTLP over HTTP; OpenTelemetry's own "
+            "variables, OTEL_…, hold too.",
+            metavar="URL",
+            unset="no spans",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster(Tracing, Access, Fairness, Engine):
     """Start replicas, router and gateway on this machine, and keep them running until Ctrl-C."""
 
     replicas: Annotated[int, About("SGLang servers to start.", at_least=1)] = 2
@@ -486,7 +501,7 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gateway(Access, Limits):
+class Gateway(Tracing, Access, Limits):
     """Run a gateway alone: the OpenAI API and /generate in front of the replicas; the router says which one."""
 
     host: Annotated[str, About("Address to listen on.")] = "127.0.0.1"
