@@ -2,6 +2,7 @@
 
     app, admin, listener   HTTP routes and connections of clients
     relay                  one request from arrival to its outcome
+    explain, spans         what is known of a request afterwards, told and as spans (tracing)
     replicas/              connections to replicas, their health, one attempt at serving a request
     answer/                server-sent events, and the continuation of a broken stream
     routing/               the connection to the router, and what replaces it while it is away

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -33,6 +34,9 @@ from router.gateway.request.call import parse
 from router.gateway.request.tokens import TokenizerError, Tokens
 from router.placement import build
 from router.shell import Shell
+from sglang_fair.core import make_policy
+from sglang_fair.core.job import Job
+from sglang_fair.core.record import Record
 from tests.support.stand_in import make_tokenizer
 from tests.support.waiting import eventually
 
@@ -56,10 +60,16 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class FakeReplica:
-    """SGLang's HTTP wire with answers of 3 tokens a sample; `mode` says how the next requests end."""
+    """SGLang's HTTP wire with answers of 3 tokens a sample; `mode` says how the next requests end.
+
+    Beside it stands /explain, over the overlay's own record.
+    """
 
     def __init__(self) -> None:
         self.mode = "ok"
+        self.record = Record(make_policy("fcfs"))
+        self.explained = 0
+        """How often it was asked to explain a request."""
         self.context_tokens: int | None = None
         self.requests: list[tuple[str, dict, dict]] = []
         self.aborted: list[str] = []
@@ -70,6 +80,7 @@ class FakeReplica:
             app.router.add_post(path, self._serve)
         app.router.add_post("/abort_request", self._abort)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/explain/{id}", self._explain)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         self.url = ""
 
@@ -100,10 +111,26 @@ class FakeReplica:
         body = await request.json()
         self.requests.append((request.path, dict(request.headers), body))
         self.working += 1
+        rid = body["rid"][0] if isinstance(body["rid"], list) else body["rid"]
+        job = Job(rid, request.headers["x-fair-client"], 5, extend_tokens=3, cached_tokens=2, output_tokens=3)
+        has_answered = False
         try:
-            return await self._answer(request, body)
+            for note in (self.record.arrive, self.record.admit, self.record.computed):
+                self.record.tick(time.monotonic())
+                note(job)
+            answer = await self._answer(request, body)
+            has_answered = True
+            return answer
         finally:
             self.working -= 1
+            self.record.tick(time.monotonic())
+            self.record.finish(job, "finished" if has_answered else "aborted")
+
+    async def _explain(self, request: web.Request) -> web.Response:
+        self.explained += 1
+        self.record.tick(time.monotonic())
+        found = self.record.find(request.match_info["id"], request.query.get("client"))
+        return web.json_response({"requests": found}, status=200 if found else 404)
 
     async def _answer(self, request: web.Request, body: dict) -> web.StreamResponse:
         if self.mode == "die":

@@ -1,0 +1,95 @@
+"""Spans of a request through a whole cluster: a collector gets one tree, and it says what `GET /explain/ID` says."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from router.gateway.spans import DECODE, END, PLACEMENT, PREFILL, WAITING
+from tests.support.collector import Collector, Node, tree
+from tests.support.live import Cluster
+from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.e2e
+
+TIMEOUT_S = 60.0
+CALLER = "cd" * 8
+
+
+@pytest.fixture(scope="module")
+def collector() -> Iterator[Collector]:
+    with Collector() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def cluster(collector: Collector) -> Iterator[Cluster]:
+    arguments = ("--replicas", "2", "--otlp-traces-endpoint", collector.url)
+    with Cluster(*arguments, environment={"OTEL_BSP_SCHEDULE_DELAY": "20"}) as started:
+        yield started
+
+
+def ask(cluster: Cluster, trace: str, name: str, **body: Any) -> None:
+    headers = {"traceparent": f"00-{trace}-{CALLER}-01", "x-request-id": name, "x-fair-client": "alice"}
+    body = {"prompt": "some words", "max_tokens": 4, **body}
+    answer = httpx.post(f"{cluster.url}/v1/completions", json=body, headers=headers, timeout=TIMEOUT_S)
+    assert answer.status_code == 200, answer.text
+
+
+def said(node: Node, fields: tuple[str, ...], record: dict[str, Any]) -> None:
+    """That a span says what the record says."""
+    own = {
+        key.removeprefix("sglang_fair."): value
+        for key, value in node.attributes.items()
+        if key.startswith("sglang_fair.")
+    }
+    for field in fields:
+        value = record[field]
+        if isinstance(value, dict):
+            assert {
+                f"{field}.{key}": one for key, one in value.items() if one is not None
+            }.items() <= own.items()
+        elif value not in (None, "", []):
+            assert own[field] == value
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_tree_that_says_what_the_explanation_says(
+    cluster: Cluster, collector: Collector, stream: bool
+) -> None:
+    trace = f"{1 + stream:032x}"
+    ask(cluster, trace, f"mine-{stream}", stream=stream)
+    wait_until(lambda: [node for node in collector.of(trace) if node.parent == CALLER], "the root")
+    wait_until(lambda: len(collector.of(trace)) == 6, "all spans")
+    root = tree(collector.of(trace), CALLER)
+    assert root.names() == [
+        "POST /v1/completions", ["attempt", ["placement"], ["waiting"], ["prefill"], ["decode"]]
+    ]  # fmt: skip
+    answer = httpx.get(f"{cluster.url}/explain/mine-{stream}", timeout=TIMEOUT_S).json()
+    [request] = answer["requests"]
+    assert request["trace_id"] == trace
+    [explained] = request["attempts"]
+    [record] = explained["replica"]
+    [attempt] = root.children
+    placement, waiting, prefill, decode = attempt.children
+    assert attempt.attributes["sglang_fair.worker"] == explained["worker"]
+    said(placement, PLACEMENT, explained["router"])
+    said(waiting, WAITING, record)
+    said(prefill, PREFILL, record)
+    said(decode, (*DECODE, *END), record)
+    assert decode.attributes["sglang_fair.outcome"] == "finished"
+    assert root.attributes["gen_ai.usage.output_tokens"] == 4
+    lengths = [(node.ended_ns - node.began_ns) / 1e9 for node in (waiting, prefill, decode)]
+    told = [record["waited_s"], record["prefill_s"], record["decode_s"]]
+    assert lengths == pytest.approx(told, abs=1e-4), "nothing had to be cut to lie within the attempt"
+
+
+def test_each_trace_is_a_tree_of_its_own(cluster: Cluster, collector: Collector) -> None:
+    """Of requests of one name, too."""
+    traces = [f"{10 + number:032x}" for number in range(6)]
+    for trace in traces:
+        ask(cluster, trace, "one-name")
+    for trace in traces:
+        wait_until(lambda trace=trace: len(collector.of(trace)) == 6, "all spans")
+        assert tree(collector.of(trace), CALLER).attributes["sglang_fair.request"] == "one-name"
