@@ -63,6 +63,9 @@ MOST_ENDING = 1024
 MOST_ASKED = 8
 """Of these, those for which router and replicas are asked at a time."""
 
+MOST_UNKNOWN = 10
+"""A second, of those who may not ask: as many as they like may come, and push nobody out of the queue."""
+
 AGAIN_S = (0.1, 0.4, 1.5)
 """Pauses before a replica is asked again that was not done with a request: one whose client has left, say."""
 
@@ -161,7 +164,9 @@ class Tracing:
             REPLICA: self._tracer(resource, "sglang-fair-replica", ALWAYS_ON),
         }
         """Of what is below them, by service."""
-        self._made = self._unexplained = 0
+        self._made = self._unexplained = self._unknown = 0
+        self._second, self._in_second = 0, 0
+        """Of the gateway's clock, and spans of unknown senders in it."""
         self._asking = asyncio.Semaphore(MOST_ASKED)
         self._ending: set[asyncio.Task[None]] = set()
         self._has_complained = False
@@ -181,7 +186,9 @@ class Tracing:
 
     def end(self, trace: "Trace") -> None:
         """A sampled request has ended. Returns at once."""
-        if not trace.attempts:
+        if not (trace.exchange.is_entered or self._has_room_for_unknown(trace.exchange)):
+            self._unknown += 1
+        elif not trace.attempts:
             self._finish(trace, [])
         elif len(self._ending) >= MOST_ENDING:
             self._unexplained += 1
@@ -208,12 +215,14 @@ class Tracing:
         self._delivery.close()
 
     def state(self) -> dict[str, int]:
-        """Spans that were made, sent, and given up by now; and sampled requests of which only the gateway's are."""
+        """Spans that were made, sent, and given up by now; requests of which only the gateway's spans are; requests of
+        unknown senders that got none."""
         return {
             "made": self._made,
             "sent": self._delivery.sent,
             "failed": self._delivery.failed,
             "unexplained": self._unexplained,
+            "unknown": self._unknown,
         }
 
     async def _ask_and_finish(self, trace: "Trace") -> None:
@@ -230,6 +239,13 @@ class Tracing:
         finally:
             self._unexplained += told is None
             self._finish(trace, told)
+
+    def _has_room_for_unknown(self, exchange: Exchange) -> bool:
+        second = int(exchange.ended_s or 0)
+        if second != self._second:
+            self._second, self._in_second = second, 0
+        self._in_second += 1
+        return self._in_second <= MOST_UNKNOWN
 
     def _finish(self, trace: "Trace", told: Sequence[Told] | None) -> None:
         self._made += trace.finish(told, self.below)

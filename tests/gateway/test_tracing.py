@@ -440,6 +440,35 @@ def test_of_a_flood_of_endings_the_gateway_says_what_it_knows(
     traced(body, tokenizer)
 
 
+def test_those_who_may_not_ask_push_nobody_out(tokenizer: Path, memory: Memory) -> None:
+    """A thousand invented keys in three seconds, each with a sampled trace of its own."""
+
+    async def body(c: Cluster) -> None:
+        made = c.gateway.tracing
+        assert made is not None
+        record = c.gateway.record
+        for number in range(1000):
+            exchange = record.came("chat", None)
+            trace = made.begin(
+                exchange, "/v1/chat/completions", {"traceparent": f"00-{number + 1:032x}-{CALLER}-01"}
+            )
+            record.ended(exchange, "refused")
+            exchange.ended_s = exchange.came_s + number // 400
+            trace.end()
+        known = record.came("chat", "known")
+        record.enter(known)
+        trace = made.begin(known, "/v1/chat/completions", {})
+        record.ended(known, "refused")
+        trace.end()
+        most = 4 * tracing.MOST_UNKNOWN  # they may come in the middle of a second
+        assert state(c)["unknown"] >= 1000 - most
+        assert state(c)["made"] == 1001 - state(c)["unknown"]
+        roots = await memory.trees(state(c)["made"])
+        assert [root.attributes["sglang_fair.request"] for root in roots].count("known") == 1
+
+    traced(body, tokenizer)
+
+
 def test_a_gateway_that_ends_sends_what_it_has(tokenizer: Path, memory: Memory) -> None:
     async def body(c: Cluster) -> None:
         assert c.gateway.tracing is not None
@@ -598,7 +627,9 @@ def test_a_collector_gets_them_by_otlp_with_the_headers_of_the_environment(
             await eventually(lambda: len(collector.of(TRACE)) == 6, "all spans have come")
             await eventually(lambda: state(c)["sent"] == 6, "they are counted")
             status = await c.state()
-            assert status["gateway"]["spans"] == {"made": 6, "sent": 6, "failed": 0, "unexplained": 0}
+            assert status["gateway"]["spans"] == {
+                "made": 6, "sent": 6, "failed": 0, "unexplained": 0, "unknown": 0
+            }  # fmt: skip
 
         run(body, tokenizer, access={"otlp_traces_endpoint": collector.url})
         root = tree(collector.of(TRACE), CALLER)

@@ -35,7 +35,7 @@ PROGRAMS = {
     "reproduce": "quick jobs out again list page publish",
     "calibrate": "out context quick seed",
 }
-ACCESS = "tenants trusted-proxies limit-store admin-host admin-port"
+ACCESS = "tenants trusted-proxies limit-store admin-host admin-port otlp-traces-endpoint"
 for _name in ("cluster", "gateway"):
     PROGRAMS[_name] += f" {ACCESS}"
 BENCHES = {
