@@ -71,7 +71,7 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class Child:
     """A span below an attempt's. Times are the gateway's monotonic clock."""
 
     service: str
@@ -121,7 +121,7 @@ def error_of_attempt(one: "Try") -> str | None:
     return (one.reason or one.outcome) if one.outcome in FAILED else None
 
 
-def below(one: "Try", told: Told | None) -> Iterator[Span]:
+def below(one: "Try", told: Told | None) -> Iterator[Child]:
     """The spans below the attempt `one`, which has ended."""
     assert one.ended_s is not None
     yield _placement(one, told)
@@ -130,19 +130,21 @@ def below(one: "Try", told: Told | None) -> Iterator[Span]:
             yield from _served(one.placed_s, one.ended_s, record, told)
 
 
-def _placement(one: "Try", told: Told | None) -> Span:
+def _placement(one: "Try", told: Told | None) -> Child:
     ended_s = one.ended_s if one.placed_s is None else one.placed_s
     assert ended_s is not None
     placement = None if told is None else told.attempt["router"]
     if one.is_fallback or placement is None:
         why = {"why": GATEWAY if one.is_fallback else "", "worker": {"worker": one.worker}}
-        return Span(GATEWAY, "placement", one.asked_s, ended_s, _own(why))
+        return Child(GATEWAY, "placement", one.asked_s, ended_s, _own(why))
     spare_s = max(0.0, ended_s - one.asked_s - _seconds(placement["waited_s"]))
     began_s = one.asked_s + spare_s / 2
-    return Span(ROUTER, "placement", began_s, max(began_s, ended_s - spare_s / 2), _own(placement, PLACEMENT))
+    return Child(
+        ROUTER, "placement", began_s, max(began_s, ended_s - spare_s / 2), _own(placement, PLACEMENT)
+    )
 
 
-def _served(placed_s: float, ended_s: float, record: Mapping[str, Any], told: Told) -> Iterator[Span]:
+def _served(placed_s: float, ended_s: float, record: Mapping[str, Any], told: Told) -> Iterator[Child]:
     """The replica's part, which lies between `placed_s` and `ended_s`."""
     prefill_s, decode_s = record["prefill_s"], record["decode_s"]
     parts = [("waiting", _seconds(record["waited_s"]) - _seconds(record["waited_again_s"]), WAITING)]
@@ -167,7 +169,7 @@ def _served(placed_s: float, ended_s: float, record: Mapping[str, Any], told: To
             attributes["gen_ai.usage.output_tokens"] = record["output_tokens"]
         if number == len(parts) - 1:
             attributes |= _own(record, END)
-        yield Span(REPLICA, name, at_s, until_s, attributes)
+        yield Child(REPLICA, name, at_s, until_s, attributes)
         at_s = until_s
 
 

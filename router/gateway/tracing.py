@@ -46,6 +46,7 @@ from router.gateway.spans import (
     GATEWAY,
     REPLICA,
     ROUTER,
+    Child,
     Told,
     below,
     error_of_attempt,
@@ -70,7 +71,7 @@ AGAIN_S = (0.1, 0.4, 1.5)
 """Pauses before a replica is asked again that was not done with a request: one whose client has left, say."""
 
 CLOSE_S = 0.5
-"""How long a gateway that ends waits for answers; and then as long again for the collector."""
+"""How long a gateway that ends waits for answers, then for the collector, then for the thread that speaks to it."""
 
 EXPORTER_LOG = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
 SILENCED = (
@@ -104,7 +105,7 @@ class Delivery(SpanExporter):
     def export(self, batch: Sequence[ReadableSpan]) -> SpanExportResult:
         """Sends some spans, or fails to."""
         try:
-            result = self._exporter.export(batch)
+            result = SpanExportResult.FAILURE if self._is_shut else self._exporter.export(batch)
         except Exception as error:  # it is called in a loop that must go on
             self._reason, result = f"{type(error).__name__}: {error}", SpanExportResult.FAILURE
         if result is SpanExportResult.SUCCESS:
@@ -208,10 +209,11 @@ class Tracing:
         # It joins a thread, which may be waiting for a collector: nobody waits for longer than this.
         ending = threading.Thread(target=self._processor.shutdown, daemon=True)
         ending.start()
-        until_s = time.monotonic() + CLOSE_S
-        while ending.is_alive() and time.monotonic() < until_s:
-            await asyncio.sleep(0.01)
-        self._delivery.shutdown()
+        for _ in range(2):
+            until_s = time.monotonic() + CLOSE_S
+            while ending.is_alive() and time.monotonic() < until_s:
+                await asyncio.sleep(0.01)
+            self._delivery.shutdown()
         self._delivery.close()
 
     def state(self) -> dict[str, int]:
@@ -300,11 +302,11 @@ class Trace:
         for number, (one, span) in enumerate(self.attempts):
             known = None if told is None else told[number]
             context = set_span_in_context(span, self._context)
+            children: list[Child] = []
             try:
-                children = list(below(one, known))
-            except Exception:  # what a replica of another kind calls a record
+                children.extend(below(one, known))
+            except Exception:  # what a replica of another kind calls a record; the placement is there
                 self._tracing.complain("a request's record could not be read")
-                children = []
             for each in children:
                 child = tracers[each.service].start_span(
                     each.name, context, attributes=each.attributes, start_time=self._at_ns(each.began_s)

@@ -20,7 +20,7 @@ from router.gateway.spans import (
     PREFILL,
     REQUEST,
     WAITING,
-    Span,
+    Child,
     Told,
     below,
     error_of_attempt,
@@ -95,7 +95,7 @@ def told(replica: Any, router: Any = None, **changes: Any) -> Told:
     return Told(**{"attempt": known, "router_error": "", "asked_s": 110.0, "answered_s": 110.5, **changes})
 
 
-def children(one: Try, known: Told | None) -> dict[str, Span]:
+def children(one: Try, known: Told | None) -> dict[str, Child]:
     return {span.name: span for span in below(one, known)}
 
 
