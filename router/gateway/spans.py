@@ -147,7 +147,8 @@ def _placement(one: "Try", told: Told | None) -> Child:
 def _served(placed_s: float, ended_s: float, record: Mapping[str, Any], told: Told) -> Iterator[Child]:
     """The replica's part, which lies between `placed_s` and `ended_s`."""
     prefill_s, decode_s = record["prefill_s"], record["decode_s"]
-    parts = [("waiting", _seconds(record["waited_s"]) - _seconds(record["waited_again_s"]), WAITING)]
+    first_s = _seconds(record["waited_s"]) - _seconds(record["waited_again_s"])
+    parts: list[tuple[str, Any, tuple[str, ...]]] = [("waiting", first_s, WAITING)]
     parts += [("prefill", prefill_s, PREFILL)] if prefill_s is not None else []
     parts += [("decode", decode_s, DECODE)] if decode_s is not None else []
     lengths = [_seconds(length) for _, length, _ in parts]

@@ -2,8 +2,10 @@
 
 import asyncio
 import logging
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -30,6 +32,8 @@ from tests.support.collector import Collector, Node, node_of, tree
 from tests.support.ports import free_port
 from tests.support.stand_in import Engine, Server, make_tokenizer
 from tests.support.waiting import eventually, wait_until
+
+pytestmark = pytest.mark.slow
 
 TRACE, CALLER = "ab" * 16, "cd" * 8
 SAMPLED = {"traceparent": f"00-{TRACE}-{CALLER}-01", "tracestate": "vendor=1"}
@@ -546,9 +550,7 @@ def test_a_gateway_ends_soon_while_its_collector_is_silent(
     """It accepts connections and says nothing."""
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "1")
 
-    async def main() -> None:
-        silent = await asyncio.start_server(lambda *_: asyncio.sleep(3600), "127.0.0.1", 0)
-        url = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}"
+    async def main(url: str) -> None:
         app = create_app(
             Config("tcp://127.0.0.1:17998", MODEL, str(tokenizer), 0.1, otlp_traces_endpoint=url)
         )
@@ -563,9 +565,11 @@ def test_a_gateway_ends_soon_while_its_collector_is_silent(
         done, _ = await asyncio.wait([closing], timeout=10 * tracing.CLOSE_S)
         assert done, "the SDK would wait for thirty seconds"
         await app.gateway.close()
-        silent.close()
 
-    asyncio.run(main())
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        asyncio.run(main(f"http://127.0.0.1:{silent.getsockname()[1]}"))
+    names = "OtelBatchSpanRecordProcessor"
+    wait_until(lambda: names not in {one.name for one in threading.enumerate()}, "the SDK's thread")
 
 
 # ---- off, and on
