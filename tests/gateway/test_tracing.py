@@ -473,7 +473,32 @@ def test_those_who_may_not_ask_push_nobody_out(tokenizer: Path, memory: Memory) 
     traced(body, tokenizer)
 
 
-def test_a_gateway_that_ends_sends_what_it_has(tokenizer: Path, memory: Memory) -> None:
+def test_a_replica_that_is_not_done_is_asked_again(
+    tokenizer: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(c: Cluster) -> None:
+        record = c.replicas[0].record
+        find, answers = record.find, ["running", "running", "ended"]
+
+        def later(*asked: Any) -> list[dict[str, Any]]:
+            state = answers.pop(0)
+            ended = {} if state == "ended" else {"outcome": None}
+            return [{**one, "state": state, **ended} for one in find(*asked)]
+
+        monkeypatch.setattr(record, "find", later)
+        assert (await c.post("/v1/completions", COMPLETION))[0] == 200
+        [root] = await memory.trees(1)
+        assert not answers
+        assert root.children[0].below("decode")[0].attributes["sglang_fair.outcome"] == "finished"
+
+    traced(body, tokenizer)
+
+
+def test_a_gateway_that_ends_sends_what_it_has(
+    tokenizer: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "600000")
+
     async def body(c: Cluster) -> None:
         assert c.gateway.tracing is not None
 
