@@ -58,7 +58,7 @@ from router.gateway.spans import (
 
 log = logging.getLogger("gateway")
 
-MOST_ENDING = 1024
+MOST_ENDING = 256
 """Requests that have ended and whose spans are not made yet."""
 
 MOST_ASKED = 8
