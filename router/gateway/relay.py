@@ -426,7 +426,7 @@ class _Exchange:
             progress_interval_s=services.limits.progress_interval_s,
         )
         try:
-            outcome = await attempt.run(headers | {HEADER_ATTEMPT: arrive.id}, reply, resumable)
+            outcome = await attempt.run(headers | {HEADER_ATTEMPT: place.id}, reply, resumable)
         finally:
             noted.first_s = attempt.first_s
             if attempt.usage.cached_tokens is not None:

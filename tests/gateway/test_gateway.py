@@ -34,6 +34,7 @@ from router.gateway.request.call import parse
 from router.gateway.request.tokens import TokenizerError, Tokens
 from router.placement import build
 from router.shell import Shell
+from sglang_fair.common.identity import HEADER_ATTEMPT
 from sglang_fair.core import make_policy
 from sglang_fair.core.job import Job
 from sglang_fair.core.record import Record
@@ -113,6 +114,7 @@ class FakeReplica:
         self.working += 1
         rid = body["rid"][0] if isinstance(body["rid"], list) else body["rid"]
         job = Job(rid, request.headers["x-fair-client"], 5, extend_tokens=3, cached_tokens=2, output_tokens=3)
+        job.attempt = request.headers[HEADER_ATTEMPT]
         has_answered = False
         try:
             for note in (self.record.arrive, self.record.admit, self.record.computed):

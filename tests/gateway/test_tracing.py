@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from router.events import WorkerUp
+from router.events import Arrive, WorkerUp
 from router.gateway import otlp, tracing
 from router.gateway.__main__ import main as gateway
 from router.gateway.app import Config, create_app
@@ -27,7 +27,15 @@ from sglang_fair.cluster.options import check as check_cluster
 from sglang_fair.settings.setting import SettingError
 from sglang_fair.tenants import edit, keys
 from sglang_fair.tenants.model import Limits, Tenant
-from tests.gateway.test_gateway import COMPLETION, ENDPOINTS, MODEL, Cluster, run
+from tests.gateway.test_gateway import (
+    COMPLETION,
+    DEADLINE_S,
+    ENDPOINTS,
+    MODEL,
+    ROUTER_TIMEOUT_S,
+    Cluster,
+    run,
+)
 from tests.support.collector import Collector, Node, node_of, tree
 from tests.support.ports import free_port
 from tests.support.stand_in import Engine, Server, make_tokenizer
@@ -316,6 +324,30 @@ def test_without_a_router_the_gateway_places(tokenizer: Path, memory: Memory) ->
         assert "router" in attempt.attributes["sglang_fair.router_error"]
 
     traced(body, tokenizer)
+
+
+def test_a_router_that_does_not_answer_in_time(tokenizer: Path, memory: Memory) -> None:
+    """The gateway places under another id, in case the router has placed it all the same."""
+
+    async def body(c: Cluster) -> None:
+        await eventually(lambda: c.gateway.fleet.workers, "the gateway knows the worker")
+        may_go_on = threading.Event()
+        handle = c.router.shell._router.handle
+
+        def slow(event: object, now_s: float, peer: bytes = b"") -> Any:
+            if isinstance(event, Arrive):
+                may_go_on.wait(DEADLINE_S)
+            return handle(event, now_s, peer)
+
+        c.router.shell._router.handle = slow  # type: ignore[method-assign,assignment]
+        assert (await c.post("/v1/completions", COMPLETION))[0] == 200
+        may_go_on.set()
+        [root] = await memory.trees(1)
+        [attempt] = root.children
+        assert attempt.names() == ["attempt", ["placement"], ["waiting"], ["prefill"], ["decode"]]
+        assert attempt.children[0].attributes["sglang_fair.why"] == "gateway"
+
+    traced(body, tokenizer, router_timeout_s=ROUTER_TIMEOUT_S)
 
 
 def test_a_replica_without_the_overlay_or_with_other_records(

@@ -85,6 +85,18 @@ def test_one_tree_that_says_what_the_explanation_says(
     assert lengths == pytest.approx(told, abs=1e-4), "nothing had to be cut to lie within the attempt"
 
 
+def test_of_several_answers_each_is_there(cluster: Cluster, collector: Collector) -> None:
+    trace = f"{3:032x}"
+    ask(cluster, trace, "several", n=2)
+    wait_until(lambda: [node for node in collector.of(trace) if node.parent == CALLER], "the root")
+    [request] = httpx.get(f"{cluster.url}/explain/several", timeout=TIMEOUT_S).json()["requests"]
+    records = len(request["attempts"][0]["replica"])
+    assert records >= 2
+    wait_until(lambda: len(collector.of(trace)) == 3 + 3 * records, "all spans")
+    [attempt] = tree(collector.of(trace), CALLER).children
+    assert len(attempt.below("waiting")) == len(attempt.below("decode")) == records
+
+
 def test_each_trace_is_a_tree_of_its_own(cluster: Cluster, collector: Collector) -> None:
     """Of requests of one name, too."""
     traces = [f"{10 + number:032x}" for number in range(6)]
