@@ -25,6 +25,7 @@ reading can be made later, O(1). Time is counted in whole nanoseconds: the cause
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import add, sub
 from typing import NamedTuple
 
 from sglang_fair.core.job import Job
@@ -224,6 +225,8 @@ class Waits:
     def _sort(self, names: Iterable[str]) -> None:
         """Has clients read the clocks that are theirs."""
         clocks, now_ns = self._clocks, self.now_ns
+        changes: dict[tuple[str, str], Reading] = {}
+        """Of a reading, from one clock to another."""
         for name in names:
             client = self._clients.get(name)
             if client is None:
@@ -231,8 +234,11 @@ class Waits:
             own = TARGET if name in self._aside else _ANYBODY if client.has_turn else _OTHERS
             if own == client.clock:
                 continue
-            before, after = clocks[client.clock].at(now_ns), clocks[own].at(now_ns)
-            client.offset = tuple([o + b - a for o, b, a in zip(client.offset, before, after, strict=True)])
+            changed = changes.get((client.clock, own))
+            if changed is None:
+                before, after = clocks[client.clock].at(now_ns), clocks[own].at(now_ns)
+                changed = changes[client.clock, own] = tuple(map(sub, before, after))
+            client.offset = tuple(map(add, client.offset, changed))
             client.clock = own
 
     def _hold_and_release(self) -> None:
