@@ -53,6 +53,9 @@ END = ("outcome", "reason")
 OPERATIONS = {"chat": "chat", "completions": "text_completion", "generate": "text_completion"}
 """OpenTelemetry's names for the kinds of requests."""
 
+ROUNDING_S = 1e-6
+"""Differences of monotonic clocks are no more exact than that."""
+
 FAILED = ("failed", "unplaced", "refused")
 """Outcomes of an attempt that are errors of the gateway's peer."""
 
@@ -155,7 +158,7 @@ def _served(placed_s: float, ended_s: float, record: Mapping[str, Any], told: To
     age_s = _seconds(record["came_s_ago"])
     low_s = max(placed_s, told.asked_s - age_s)
     high_s = min(ended_s - sum(lengths), told.answered_s - age_s)
-    if low_s > high_s:  # it went on there after its end here: its client had left
+    if low_s > high_s + ROUNDING_S:  # it went on there after its end here: its client had left
         low_s, high_s = told.asked_s - age_s, told.answered_s - age_s
     at_s = _within((low_s + high_s) / 2, placed_s, ended_s)
     for number, ((name, _, fields), length) in enumerate(zip(parts, lengths, strict=True)):

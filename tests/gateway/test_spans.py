@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from router.core import Router
@@ -177,6 +177,7 @@ def test_every_span_lies_within_its_parents_whatever_is_said(
         until_s = span.ended_s
 
 
+@example([1.5735321220671672, 1.05, 16.573532122067167], 9.05, 0.0, 0.0, 0.0, 1.0)  # rounding leaves no room
 @given(
     lengths=st.lists(st.floats(0.001, 100), min_size=3, max_size=3),
     upload_s=st.floats(0, 10),
