@@ -984,21 +984,27 @@ def test_a_router_that_goes_and_comes_back(tokenizer: Path) -> None:
     run(body, tokenizer, replicas=2, router_timeout_s=ROUTER_TIMEOUT_S)
 
 
+def held_router(c: Cluster) -> threading.Event:
+    """From now on the router places nothing, until the event is set."""
+    may_go_on = threading.Event()
+    handle = c.router.shell._router.handle
+
+    def held(event: object, now_s: float, peer: bytes = b"") -> list:
+        if isinstance(event, Arrive):
+            may_go_on.wait(DEADLINE_S)
+        return handle(event, now_s, peer)
+
+    c.router.shell._router.handle = held
+    return may_go_on
+
+
 def test_a_router_that_does_not_answer(tokenizer: Path) -> None:
     async def body(c: Cluster) -> None:
         await eventually(lambda: c.gateway.fleet.workers, "the gateway knows the worker")
-        paused = threading.Event()
-        handle = c.router.shell._router.handle
-
-        def slow(event: object, now_s: float, peer: bytes = b"") -> list:
-            if isinstance(event, Arrive):
-                paused.wait(DEADLINE_S)
-            return handle(event, now_s, peer)
-
-        c.router.shell._router.handle = slow
+        may_go_on = held_router(c)
         status, _, _ = await c.post("/v1/completions", COMPLETION)
         assert status == 200, "the gateway places by itself"
-        paused.set()
+        may_go_on.set()
         await c.ended(failed=1)
         assert len(c.replicas[0].requests) == 1
 

@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from router.events import Arrive, WorkerUp
+from router.events import WorkerUp
 from router.gateway import otlp, tracing
 from router.gateway.__main__ import main as gateway
 from router.gateway.app import Config, create_app
@@ -29,11 +29,11 @@ from sglang_fair.tenants import edit, keys
 from sglang_fair.tenants.model import Limits, Tenant
 from tests.gateway.test_gateway import (
     COMPLETION,
-    DEADLINE_S,
     ENDPOINTS,
     MODEL,
     ROUTER_TIMEOUT_S,
     Cluster,
+    held_router,
     run,
 )
 from tests.support.collector import Collector, Node, node_of, tree
@@ -331,15 +331,7 @@ def test_a_router_that_does_not_answer_in_time(tokenizer: Path, memory: Memory) 
 
     async def body(c: Cluster) -> None:
         await eventually(lambda: c.gateway.fleet.workers, "the gateway knows the worker")
-        may_go_on = threading.Event()
-        handle = c.router.shell._router.handle
-
-        def slow(event: object, now_s: float, peer: bytes = b"") -> Any:
-            if isinstance(event, Arrive):
-                may_go_on.wait(DEADLINE_S)
-            return handle(event, now_s, peer)
-
-        c.router.shell._router.handle = slow  # type: ignore[method-assign,assignment]
+        may_go_on = held_router(c)
         assert (await c.post("/v1/completions", COMPLETION))[0] == 200
         may_go_on.set()
         [root] = await memory.trees(1)

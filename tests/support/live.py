@@ -28,6 +28,9 @@ from tests.support.waiting import wait_until
 START_S = 240.0
 STEP_S = 120.0
 
+EMULATED = ("--engine", "emulated", "--gpu", "a100-80g", "--model", "llama-3.1-8b")
+"""For a cluster: the scheduler is SGLang's, the model's steps take an A100's time and none of this machine's."""
+
 REPORTS = "SGLANG_FAIR_TEST_REPORTS"
 """Names the directory that the ranks of `ranks_replica` report to."""
 

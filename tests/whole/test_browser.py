@@ -18,7 +18,7 @@ from sglang_fair.common.service_keys import replica_key
 from sglang_fair.tenants import edit, file, keys
 from sglang_fair.tenants.model import Tenant
 from tests.support.browser import IN_A_BROWSER, SIZES, Page, chromium
-from tests.support.live import Cluster
+from tests.support.live import EMULATED, Cluster
 
 pytestmark = list(IN_A_BROWSER)
 
@@ -27,7 +27,6 @@ ENVIRONMENT = {KEY_VARIABLE: ADMIN, replica_key.variable: "the replicas' key"}
 FLOOD, LIGHT, RIVAL = 48, 1, 48
 """Requests of each at a time."""
 PROMPT_TOKENS, OUTPUT_TOKENS = 600, 60
-EMULATED = ("--engine", "emulated", "--gpu", "a100-80g", "--model", "llama-3.1-8b")
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from router.gateway.guard import KEY_VARIABLE
 from sglang_fair.common.service_keys import replica_key
 from sglang_fair.tenants.file import read
 from tests.support.browser import IN_A_BROWSER, Page, chromium
-from tests.support.live import Cluster
+from tests.support.live import EMULATED, Cluster
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 
@@ -37,7 +37,6 @@ def in_a_browser(test: Callable[..., None]) -> Callable[..., None]:
     return test
 
 
-EMULATED = ("--engine", "emulated", "--gpu", "a100-80g", "--model", "llama-3.1-8b")
 ADMIN = "the admin's key"
 FLOOD, CALM = 48, 1
 """Requests at a time."""

@@ -14,10 +14,10 @@ import pytest
 
 from router.gateway.guard import KEY_VARIABLE
 from sglang_fair.common.identity import ANONYMOUS
-from sglang_fair.common.service_keys import replica_key
+from sglang_fair.common.service_keys import bearer, replica_key
 from sglang_fair.tenants import edit, keys
 from sglang_fair.tenants.model import Limits, Tenant
-from tests.support.live import Cluster
+from tests.support.live import EMULATED, Cluster
 
 pytestmark = pytest.mark.e2e
 
@@ -27,8 +27,6 @@ ALLOWED = {"honest", "adversary", "thrifty", ANONYMOUS, "(system)"}
 CONNECTIONS = 24
 """Of each tenant, over both replicas: more than run at a time, so that some always wait."""
 INVENTED = 50
-EMULATED = ("--engine", "emulated", "--gpu", "a100-80g", "--model", "llama-3.1-8b")
-"""The scheduler is SGLang's; the model's steps take an A100's time and none of this machine's."""
 PROMPT_TOKENS, OUTPUT_TOKENS = 24, 16
 TIMES_THE_BOUND = 8
 LIMIT_S = 400
@@ -46,10 +44,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     arguments = (*EMULATED, "--quantum", "100", "--tenants", str(path), "--", "--max-running-requests", "4")
     with Cluster(*arguments, environment=ENVIRONMENT) as made:
         yield made
-
-
-def bearer(key: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {key}"}
 
 
 async def flood(
