@@ -172,7 +172,11 @@ def test_the_routers_tree_agrees_with_the_replicas_after_evictions(fair_cluster:
                 )
             await asyncio.to_thread(wait_until, lambda: quiet(fair_cluster), "an idle cluster")
             await asyncio.sleep(1.5)  # the router lets go of what it only hoped for
-            return [await ask(http, fair_cluster.url, "probe", prompt, 1) for prompt in prompts]
+            probes = []
+            for prompt in prompts:
+                probes.append(await ask(http, fair_cluster.url, "probe", prompt, 1))
+                await asyncio.sleep(0.1)  # the router hears of what this one evicted
+            return probes
 
     probes = asyncio.run(scenario())
     assert {seen.worker for seen in probes} == {"r0", "r1"}
