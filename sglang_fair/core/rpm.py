@@ -4,9 +4,7 @@ Rule: a client may have `limit` requests a minute. One more is refused when it c
 requests count), or waits until there is room (`excess` "delay"; admitted requests count). The rest is FCFS over all
 clients, except that a request that unblocks others goes before the others of its client.
 
-    window      a request at t counts in                                    opens again
-    sliding     every 60 s that contain t: never more than `limit` in any   60 s after the oldest that counts
-    calendar    the minute of the caller's clock that contains t            with the next minute
+Which minute a request counts in, and when the next one may come, `windows` says (`window`: "sliding" or "calendar").
 
 Unit of fairness: the request, however large. Bound: none on service. A client below its limit still waits behind what
 all the others may send, and one with long requests gets more than one with short ones.
@@ -18,11 +16,10 @@ twice the limit around the turn of a calendar minute.
 Operations cost O(log clients); memory is O(waiting requests + those that counted in the last minute).
 """
 
-from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import ceil, floor, inf
-from typing import ClassVar, Protocol
+from math import ceil, floor
+from typing import ClassVar
 
 from sglang_fair.common.weights import Weights
 from sglang_fair.core.clients import ClientQueues
@@ -30,85 +27,8 @@ from sglang_fair.core.heap import LazyHeap
 from sglang_fair.core.job import Job
 from sglang_fair.core.policy import Policy
 from sglang_fair.core.waits import RATE
+from sglang_fair.core.windows import WINDOWS, Window
 
-MINUTE_S = 60.0
-
-
-class Window(Protocol):
-    """Counts the requests of each client within a minute. Times never go back."""
-
-    def tick(self, now_s: float) -> None:
-        """It is `now_s`. Forgets requests that no longer count."""
-
-    def count(self, client: str) -> None:
-        """Count one request of `client`, now."""
-
-    def opens_s(self, client: str, limit: int) -> float:
-        """When `client` may have its next request, with `limit` a minute; a time that is past means now."""
-
-    def counts(self) -> Mapping[str, int]:
-        """How many requests count now, for each client that has any."""
-
-
-class Sliding:
-    """The last 60 seconds: a request at t counts until t + 60 s, exclusively."""
-
-    def __init__(self) -> None:
-        self._now_s = 0.0
-        self._times_s: OrderedDict[str, deque[float]] = OrderedDict()
-        """In order of each client's last request, so that clients without one in the last minute come first."""
-
-    def tick(self, now_s: float) -> None:
-        self._now_s = now_s
-        while self._times_s and next(iter(self._times_s.values()))[-1] + MINUTE_S <= now_s:
-            self._times_s.popitem(last=False)
-
-    def count(self, client: str) -> None:
-        times_s = self._times_s.setdefault(client, deque())
-        self._prune(times_s)
-        times_s.append(self._now_s)
-        self._times_s.move_to_end(client)
-
-    def opens_s(self, client: str, limit: int) -> float:
-        times_s = self._times_s.get(client)
-        if times_s is None:
-            return -inf
-        self._prune(times_s)
-        return times_s[-limit] + MINUTE_S if len(times_s) >= limit else -inf
-
-    def counts(self) -> Mapping[str, int]:
-        for times_s in self._times_s.values():
-            self._prune(times_s)
-        return {client: len(times_s) for client, times_s in self._times_s.items()}
-
-    def _prune(self, times_s: deque[float]) -> None:
-        while times_s and times_s[0] + MINUTE_S <= self._now_s:
-            times_s.popleft()
-
-
-class Calendar:
-    """The minute of the clock: all counts start again from 0 every 60 s."""
-
-    def __init__(self) -> None:
-        self._minute = 0
-        self._counts: Counter[str] = Counter()
-
-    def tick(self, now_s: float) -> None:
-        if (minute := floor(now_s / MINUTE_S)) != self._minute:
-            self._minute = minute
-            self._counts.clear()
-
-    def count(self, client: str) -> None:
-        self._counts[client] += 1
-
-    def opens_s(self, client: str, limit: int) -> float:
-        return (self._minute + 1) * MINUTE_S if self._counts[client] >= limit else -inf
-
-    def counts(self) -> Mapping[str, int]:
-        return dict(self._counts)
-
-
-WINDOWS: Mapping[str, type[Sliding] | type[Calendar]] = {"sliding": Sliding, "calendar": Calendar}
 EXCESS = ("refuse", "delay")
 
 
@@ -125,7 +45,7 @@ class Rpm(Policy):
     weights: Weights = field(default_factory=Weights)
 
     _now_s: float = field(default=0.0, init=False, repr=False)
-    _window: Window = field(init=False, repr=False)
+    _window: Window[str] = field(init=False, repr=False)
     _queues: ClientQueues = field(init=False, repr=False)
     _open: LazyHeap[str] = field(default_factory=LazyHeap, init=False, repr=False)
     """Clients that may be served, by the arrival of their first request."""

@@ -1,0 +1,235 @@
+"""OIT: throttling by overload and interaction (FairServe, section 3.1; Algorithm 1, lines 18-24).
+
+Rule, for each call that comes: accepted while the cluster is not overloaded; accepted if its interaction is under way
+(it waits in the queue instead); else refused if its user has had `user` calls within a minute; else refused if its user
+has had as many of its app as the app allows; else accepted.
+
+    overload    reported by the engines, never guessed: the pressure of a replica is its KV tokens in use and the
+                uncached tokens that wait, over the size of its KV cache. A replica is overloaded from `high` until
+                below `low`, and not if it has been silent for `SILENT_S`; a cluster is if all its replicas are
+    counts      calls in a sliding minute. "accepted": those that were let in, so that a client which tries again
+                locks nobody out. "arrivals": all that came, as the paper's text has it
+    siblings    further calls of an interaction whose first call was refused are refused until that might come again,
+                or half an interaction would get in
+
+What is promised: nothing is refused without overload. A call of an interaction under way is never refused. While the
+cluster is overloaded, a client is let in with at most its limit of first calls a minute, whatever it sends. A client
+below its limits is never refused. Other clients' calls count against nobody, unless `app_total` is set.
+
+Each decision costs O(log clients). Pure: the times come from the caller, and never go back.
+"""
+
+from collections import OrderedDict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from math import inf, isfinite
+from typing import Literal
+
+from sglang_fair.core.interactions import Interaction, Interactions
+from sglang_fair.core.windows import Sliding
+
+SILENT_S = 5.0
+"""A replica that has reported nothing for so long counts as not overloaded."""
+
+LEAST_RETRY_S = 1.0
+
+MOST_REFUSED = 100_000
+"""Refused interactions that are remembered."""
+
+EVERY_APP = "*"
+
+Counts = Literal["accepted", "arrivals"]
+COUNTS: tuple[Counts, ...] = ("accepted", "arrivals")
+
+
+class BadLoad(ValueError):
+    """A load that no replica can have."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Calls a minute while overloaded. `user`: of one user over all apps. `apps`: of one user of an app; "*" stands for
+    every app that is not named. None and what is missing: no limit. ValueError for a limit below 1.
+
+    With `app_total`, an app's limit is that of all its users together (the paper's letter, where one user may use up
+    what another needs).
+    """
+
+    user: int | None = None
+    apps: Mapping[str, int] = field(default_factory=dict)
+    app_total: bool = False
+
+    def __post_init__(self) -> None:
+        given = {"user": self.user, **{f"apps.{app}": limit for app, limit in self.apps.items()}}
+        for name, limit in given.items():
+            if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+                raise ValueError(f"{name} must be a whole number of calls from 1 on, not {limit!r}")
+
+    def of_app(self, app: str) -> int | None:
+        return self.apps.get(app, self.apps.get(EVERY_APP))
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a call is refused, and when another may be let in."""
+
+    code: Literal["throttled_user", "throttled_app"]
+    retry_after_s: float
+    reason: str
+
+
+@dataclass(slots=True)
+class _Worker:
+    pressure: float
+    heard_s: float
+    is_overloaded: bool
+
+
+class Overload:
+    """Which replicas are overloaded. ValueError unless 0 < low < high <= 1."""
+
+    def __init__(self, high: float = 0.95, low: float = 0.85) -> None:
+        if not 0 < low < high <= 1:
+            raise ValueError(f"0 < low < high <= 1 does not hold for low {low!r} and high {high!r}")
+        self.high, self.low = high, low
+        self.since_s: float | None = None
+        """When the cluster was first seen overloaded, of this time; None: it is not."""
+        self._workers: dict[str, _Worker] = {}
+
+    def report(
+        self, worker: str, used_tokens: int, waiting_tokens: int, size_tokens: int, now_s: float
+    ) -> None:
+        """`worker` has `used_tokens` of a KV cache of `size_tokens` in use, and `waiting_tokens` wait that are not
+        cached. Raises `BadLoad` for numbers that cannot be."""
+        if size_tokens < 1 or waiting_tokens < 0 or not 0 <= used_tokens <= 2 * size_tokens:
+            raise BadLoad(f"{used_tokens} used and {waiting_tokens} waiting of {size_tokens} tokens")
+        pressure = (used_tokens + waiting_tokens) / size_tokens
+        known = self._workers.get(worker)
+        was = known is not None and known.is_overloaded and now_s - known.heard_s < SILENT_S
+        is_overloaded = pressure >= (self.low if was else self.high)
+        self._workers[worker] = _Worker(pressure, now_s, is_overloaded)
+
+    def forget(self, worker: str) -> None:
+        """`worker` is gone."""
+        self._workers.pop(worker, None)
+
+    def pressure(self, workers: Collection[str], now_s: float) -> float:
+        """The least of `workers`; 0 if one of them is silent, or there are none."""
+        return min((self._pressure(worker, now_s) for worker in workers), default=0.0)
+
+    def is_overloaded(self, workers: Collection[str], now_s: float) -> bool:
+        """Whether all of `workers`, which take requests, are. O(workers)."""
+        found = bool(workers) and all(self._is_overloaded(worker, now_s) for worker in workers)
+        self.since_s = (now_s if self.since_s is None else self.since_s) if found else None
+        return found
+
+    def _is_overloaded(self, worker: str, now_s: float) -> bool:
+        known = self._workers.get(worker)
+        return known is not None and known.is_overloaded and now_s - known.heard_s < SILENT_S
+
+    def _pressure(self, worker: str, now_s: float) -> float:
+        known = self._workers.get(worker)
+        return known.pressure if known is not None and now_s - known.heard_s < SILENT_S else 0.0
+
+
+class Throttle:
+    """Lets calls in or refuses them, by `limits`, which may be replaced at any time."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        interactions: Interactions | None = None,
+        overload: Overload | None = None,
+        *,
+        counts: Counts = "accepted",
+    ) -> None:
+        if counts not in COUNTS:
+            raise ValueError(f"counts is one of {', '.join(COUNTS)}, not {counts!r}")
+        self.limits = limits
+        self.counts = counts
+        self.interactions = interactions or Interactions()
+        self.overload = overload or Overload()
+        self.refused: dict[str, int] = {"throttled_user": 0, "throttled_app": 0}
+        self._now_s = -inf
+        self._users: Sliding[str] = Sliding()
+        self._apps: Sliding[tuple[str, str]] = Sliding()
+        self._siblings: OrderedDict[Interaction, tuple[float, Refusal]] = OrderedDict()
+        """Refused interactions, and until when."""
+
+    def judge(
+        self, name: Interaction, workers: Collection[str], now_s: float, *, begun: int = 0
+    ) -> int | Refusal:
+        """A call came: its number in its interaction, and it is let in; or why it is refused. Not to be asked twice for
+        one call. `workers` are those that take requests."""
+        if not isfinite(now_s):
+            raise ValueError(f"now_s must be a number of seconds, not {now_s!r}")
+        self._tick(now_s)
+        if self.counts == "arrivals":
+            self._count(name)
+        if self.overload.is_overloaded(workers, now_s) and not self.interactions.is_under_way(name, begun):
+            refusal = self._refusal(name, self.overload.pressure(workers, now_s))
+            if refusal is not None:
+                self.refused[refusal.code] += 1
+                return refusal
+        if self.counts == "accepted":
+            self._count(name)
+        self._siblings.pop(name, None)
+        return self.interactions.accept(name, begun)
+
+    def end(self, name: Interaction, now_s: float, *, is_answered: bool = False) -> None:
+        """A call that was let in is over; the arguments are those of `Interactions.end`."""
+        self._tick(now_s)
+        self.interactions.end(name, is_answered=is_answered)
+
+    def nearest(self, most: int = 10) -> list[tuple[str, int]]:
+        """The users with most calls within the last minute, with their number. O(users)."""
+        counts = self._users.counts()
+        return sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:most]
+
+    def _tick(self, now_s: float) -> None:
+        self._now_s = max(self._now_s, now_s)
+        self._users.tick(self._now_s)
+        self._apps.tick(self._now_s)
+        self.interactions.tick(self._now_s)
+        while self._siblings and next(iter(self._siblings.values()))[0] <= self._now_s:
+            self._siblings.popitem(last=False)
+
+    def _count(self, name: Interaction) -> None:
+        self._users.count(name.client)
+        self._apps.count(self._app_key(name))
+
+    def _app_key(self, name: Interaction) -> tuple[str, str]:
+        return ("" if self.limits.app_total else name.client, name.app)
+
+    def _refusal(self, name: Interaction, pressure: float) -> Refusal | None:
+        earlier = self._siblings.get(name)
+        if earlier is not None and earlier[0] > self._now_s:
+            until_s, first = earlier
+            return Refusal(first.code, max(LEAST_RETRY_S, until_s - self._now_s), first.reason)
+        found = self._over(name, pressure)
+        if found is not None and name.id:
+            self._siblings[name] = self._now_s + found.retry_after_s, found
+            self._siblings.move_to_end(name)
+            if len(self._siblings) > MOST_REFUSED:
+                self._siblings.popitem(last=False)
+        return found
+
+    def _over(self, name: Interaction, pressure: float) -> Refusal | None:
+        # With "arrivals" this call has been counted already: it may be the last one within the limit.
+        more = 1 if self.counts == "arrivals" else 0
+        loaded = f"the cluster is overloaded (pressure {pressure:.2f})"
+        if (most := self.limits.user) is not None:
+            opens_s = self._users.opens_s(name.client, most + more)
+            if opens_s > self._now_s:
+                reason = f"{loaded}, and this client has had its {most} calls a minute"
+                return Refusal("throttled_user", self._wait_s(opens_s), reason)
+        if (most := self.limits.of_app(name.app)) is not None:
+            opens_s = self._apps.opens_s(self._app_key(name), most + more)
+            if opens_s > self._now_s:
+                whose = "this app" if self.limits.app_total else "this client in this app"
+                reason = f"{loaded}, and {whose} has had {most} calls a minute"
+                return Refusal("throttled_app", self._wait_s(opens_s), reason)
+        return None
+
+    def _wait_s(self, opens_s: float) -> float:
+        return max(LEAST_RETRY_S, opens_s - self._now_s)

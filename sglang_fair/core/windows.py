@@ -1,0 +1,94 @@
+"""Windows of a minute: how many requests of each key count now, and when the next one may come.
+
+    window      a request at t counts in                                    opens again
+    sliding     every 60 s that contain t: never more than `limit` in any   60 s after the oldest that counts
+    calendar    the minute of the caller's clock that contains t            with the next minute
+
+Memory is O(requests that count).
+"""
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Hashable, Mapping
+from math import floor, inf
+from typing import Generic, Protocol, TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
+
+MINUTE_S = 60.0
+
+
+class Window(Protocol[Key]):
+    """Counts the requests of each key, as a client, within a minute. Times never go back."""
+
+    def tick(self, now_s: float) -> None:
+        """It is `now_s`. Forgets requests that no longer count."""
+
+    def count(self, key: Key) -> None:
+        """Count one request of `key`, now."""
+
+    def opens_s(self, key: Key, limit: int) -> float:
+        """When `key` may have its next request, with `limit` a minute; a time that is past means now."""
+
+    def counts(self) -> Mapping[Key, int]:
+        """How many requests count now, for each key that has any."""
+
+
+class Sliding(Generic[Key]):
+    """The last 60 seconds: a request at t counts until t + 60 s, exclusively."""
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+        self._times_s: OrderedDict[Key, deque[float]] = OrderedDict()
+        """In order of each key's last request, so that those without one in the last minute come first."""
+
+    def tick(self, now_s: float) -> None:
+        self._now_s = now_s
+        while self._times_s and next(iter(self._times_s.values()))[-1] + MINUTE_S <= now_s:
+            self._times_s.popitem(last=False)
+
+    def count(self, key: Key) -> None:
+        times_s = self._times_s.setdefault(key, deque())
+        self._prune(times_s)
+        times_s.append(self._now_s)
+        self._times_s.move_to_end(key)
+
+    def opens_s(self, key: Key, limit: int) -> float:
+        times_s = self._times_s.get(key)
+        if times_s is None:
+            return -inf
+        self._prune(times_s)
+        return times_s[-limit] + MINUTE_S if len(times_s) >= limit else -inf
+
+    def counts(self) -> Mapping[Key, int]:
+        for times_s in self._times_s.values():
+            self._prune(times_s)
+        return {key: len(times_s) for key, times_s in self._times_s.items()}
+
+    def _prune(self, times_s: deque[float]) -> None:
+        while times_s and times_s[0] + MINUTE_S <= self._now_s:
+            times_s.popleft()
+
+
+class Calendar(Generic[Key]):
+    """The minute of the clock: all counts start again from 0 every 60 s."""
+
+    def __init__(self) -> None:
+        self._minute = 0
+        self._counts: Counter[Key] = Counter()
+
+    def tick(self, now_s: float) -> None:
+        if (minute := floor(now_s / MINUTE_S)) != self._minute:
+            self._minute = minute
+            self._counts.clear()
+
+    def count(self, key: Key) -> None:
+        self._counts[key] += 1
+
+    def opens_s(self, key: Key, limit: int) -> float:
+        return (self._minute + 1) * MINUTE_S if self._counts[key] >= limit else -inf
+
+    def counts(self) -> Mapping[Key, int]:
+        return dict(self._counts)
+
+
+WINDOWS: Mapping[str, type[Sliding[str]] | type[Calendar[str]]] = {"sliding": Sliding, "calendar": Calendar}

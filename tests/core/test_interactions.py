@@ -1,0 +1,162 @@
+"""Which calls belong together, against a model that keeps everything in one list."""
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from sglang_fair.core.interactions import Interaction, Interactions
+
+SILENCE_S, MOST_CALLS, MOST_OPEN, MOST = 10.0, 4, 3, 6
+names = st.builds(
+    Interaction, st.sampled_from("abcd"), st.just("chat"), st.sampled_from(["1", "2", "3", "4", "5"])
+)
+
+
+@dataclass
+class Kept:
+    """One open interaction, in the model."""
+
+    name: Interaction
+    calls: int = 0
+    under_way: int = 0
+    silent_s: float = 0.0
+
+
+@dataclass
+class Model:
+    """The rules, one after the other, over a list in order of when each was opened, taken up again or fell silent."""
+
+    now_s: float = 0.0
+    open: list[Kept] = field(default_factory=list)
+
+    def find(self, name: Interaction) -> Kept | None:
+        return next((one for one in self.open if one.name == name), None)
+
+    def tick(self, now_s: float) -> None:
+        self.now_s = now_s
+        self.open = [one for one in self.open if one.under_way or one.silent_s + SILENCE_S > now_s]
+
+    def of(self, client: str) -> list[Kept]:
+        return [one for one in self.open if one.name.client == client]
+
+    def close_one_of(self, client: str) -> None:
+        own = self.of(client)
+        self.open.remove(next((one for one in own if not one.under_way), own[0]))
+
+    def accept(self, name: Interaction, begun: int) -> int:
+        one = self.find(name)
+        if one is None:
+            if len(self.of(name.client)) >= MOST_OPEN:
+                self.close_one_of(name.client)
+            elif len(self.open) >= MOST:
+                clients = {kept.name.client for kept in self.open}
+                self.close_one_of(min(clients, key=lambda client: (-len(self.of(client)), client)))
+            self.open.append(one := Kept(name, begun))
+        elif not one.under_way:
+            self.open.remove(one)
+            self.open.append(one)
+        one.calls = one.calls + 1 if one.calls < MOST_CALLS else 1
+        one.under_way += 1
+        return one.calls
+
+    def end(self, name: Interaction, is_answered: bool) -> None:
+        one = self.find(name)
+        if one is None or not one.under_way:
+            return
+        one.under_way -= 1
+        if is_answered:
+            self.open.remove(one)
+        elif not one.under_way:
+            one.silent_s = self.now_s
+            self.open.remove(one)
+            self.open.append(one)
+
+
+class Against(RuleBasedStateMachine):
+    """The same calls to both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Model()
+        self.made = Interactions(SILENCE_S, most_calls=MOST_CALLS, most_open=MOST_OPEN, most=MOST)
+
+    @rule(seconds=st.sampled_from([0.0, 1.0, 4.0, 11.0]))
+    def time_passes(self, seconds: float) -> None:
+        now_s = self.model.now_s + seconds
+        self.model.tick(now_s)
+        self.made.tick(now_s)
+
+    @rule(name=names, begun=st.sampled_from([0, 0, 0, 2, 4, 9]))
+    def call(self, name: Interaction, begun: int) -> None:
+        one = self.model.find(name)
+        calls = max(one.calls if one else 0, begun)
+        assert self.made.is_under_way(name, begun) == (0 < calls < MOST_CALLS)
+        assert self.made.accept(name, begun) == self.model.accept(name, begun)
+
+    @rule(name=names, is_answered=st.booleans())
+    def ends(self, name: Interaction, is_answered: bool) -> None:
+        self.model.end(name, is_answered)
+        self.made.end(name, is_answered=is_answered)
+
+    @invariant()
+    def they_agree(self) -> None:
+        assert len(self.made) == len(self.model.open)
+        for client in "abcd":
+            for id in "12345":
+                name = Interaction(client, "chat", id)
+                one = self.model.find(name)
+                assert self.made.calls(name) == (one.calls if one else 0)
+
+
+Against.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestAgainstTheModel = Against.TestCase
+
+
+def test_a_call_without_an_id_is_one_by_itself() -> None:
+    made = Interactions()
+    alone = Interaction("a", "chat", "")
+    assert [made.accept(alone) for _ in range(3)] == [1, 1, 1]
+    assert not made.is_under_way(alone, begun=5)
+    made.end(alone)
+    assert len(made) == 0
+
+
+def test_whoever_opens_many_closes_its_own() -> None:
+    """Ten thousand interactions of one client, and ten thousand clients: what another has under way stays open."""
+    made = Interactions(most=1000)
+    own = [Interaction("quiet", "chat", str(id)) for id in range(5)]
+    for name in own:
+        made.accept(name)
+        made.end(name)
+    for id in range(10_000):
+        name = Interaction("flood", "chat", str(id))
+        made.accept(name)
+        made.end(name)
+    assert all(map(made.is_under_way, own))
+    for number in range(10_000):
+        made.accept(Interaction(f"new {number}", "chat", "1"))
+    assert len(made) == 1000
+    # Of clients that have as many, the first by name: five is more than the one of each new name.
+    assert sum(map(made.is_under_way, own)) >= 1
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=200))
+def test_an_endless_interaction_begins_anew(answers: list[bool]) -> None:
+    """A client that never ends an interaction has no more than `most_calls` calls that cannot be refused."""
+    made, name = Interactions(most_calls=7), Interaction("a", "chat", "1")
+    refusable = 0
+    for _ in answers:
+        refusable += not made.is_under_way(name)
+        made.accept(name)
+    assert refusable == -(-len(answers) // 7)
+
+
+@pytest.mark.parametrize(
+    "bad", [{"silence_s": 0}, {"silence_s": float("nan")}, {"most_calls": 0}, {"most_open": -1}, {"most": 0}]
+)
+def test_bounds_that_are_none(bad: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        Interactions(**bad)  # type: ignore[arg-type]

@@ -1,0 +1,153 @@
+"""What is normal for an application: what it learns, and how far one client can move it."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_fair.core import normal
+from sglang_fair.core.normal import ENOUGH, MOST_PAIRS, BadNormal, Normal
+
+
+def price(extend: float, output: float) -> float:
+    return extend + 2 * output
+
+
+def test_the_mean_of_a_pair_s_clients() -> None:
+    made = Normal(price)
+    for _ in range(200):
+        made.learn("a", "chat", "1", 100, 50)
+    made.learn("b", "chat", "1", 200, 50)
+    assert made.weight("chat", "1") == pytest.approx((200 + 300) / 2)
+    assert made.usual() == pytest.approx(250)
+
+
+def test_a_pair_that_is_new_weighs_as_its_app_and_an_app_as_all() -> None:
+    made = Normal(price)
+    assert made.weight("chat", "1") == 1200
+    for _ in range(ENOUGH):
+        made.learn("a", "chat", "1", 10, 5)
+    assert made.weight("chat", "9") == made.weight("chat", "1") == pytest.approx(20)
+    assert made.weight("code", "1") == pytest.approx(20)
+    for _ in range(ENOUGH - 1):
+        made.learn("b", "chat", "9", 40, 0)
+    assert made.weight("chat", "9") == made.weight("chat", "7") != 40
+    made.learn("b", "chat", "9", 40, 0)
+    assert made.weight("chat", "9") == pytest.approx(40)
+
+
+def test_five_tokens_are_half_of_ten_and_a_tenth_of_fifty() -> None:
+    """The example of section 3.2 (FS-P10)."""
+    made = Normal(lambda extend, output: extend + output)
+    for _ in range(ENOUGH):
+        made.learn("a", "short", "1", 8, 2)
+        made.learn("b", "long", "1", 30, 20)
+    assert 5 / made.weight("short", "1") == pytest.approx(0.5)
+    assert 5 / made.weight("long", "1") == pytest.approx(0.1)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    honest=st.lists(st.floats(1, 1000), min_size=3, max_size=normal.PAIR_CLIENTS - 1),
+    lies=st.lists(st.sampled_from([0.0, 1.0, 1e4, 1e9]), min_size=1, max_size=300),
+    spread=st.sampled_from([1.0, 2.0, 8.0]),
+)
+def test_one_client_moves_a_weight_by_its_part_of_the_clamp(
+    honest: list[float], lies: list[float], spread: float
+) -> None:
+    """Its calls may be of any length and as many as it likes."""
+    made = Normal(price, spread)
+    for _ in range(ENOUGH):
+        for number, tokens in enumerate(honest):
+            made.learn(f"c{number}", "chat", "1", tokens, 0)
+    for lie in lies:
+        made.learn("liar", "chat", "1", lie, lie)
+    least, most = made.clamp()
+    assert most <= max(honest) * spread + 1e-6, "the usual is a median: of three clients or more, no liar's"
+    same = [min(most, max(least, tokens)) for tokens in honest]
+    alone = max(1.0, sum(same) / len(same))
+    n = len(honest) + 1
+    assert abs(made.weight("chat", "1") - alone) <= (most - least) / n + max(0.0, 1 - least) + 1e-6
+
+
+def test_a_flood_counts_as_one_client() -> None:
+    """It sends a thousand times as many calls, of the greatest length there is."""
+    made = Normal(price)
+    for _ in range(20):
+        for client in range(9):
+            made.learn(f"c{client}", "chat", "1", 100, 0)
+    for _ in range(20_000):
+        made.learn("flood", "chat", "1", 1e6, 1e6)
+    assert made.usual() == pytest.approx(100)
+    assert made.weight("chat", "1") == pytest.approx((9 * 100 + 800) / 10)
+
+
+def test_ten_thousand_names_of_apps_take_bounded_memory() -> None:
+    made = Normal(price)
+    for number in range(12_000):
+        made.learn("a", f"app {number}", "1", 10, 10)
+        made.learn(f"c{number}", "chat", "1", 10, 10)
+    assert len(made) == MOST_PAIRS
+    assert len(made._pairs["chat", "1"].clients) == normal.PAIR_CLIENTS
+    assert len(made._all.clients) == normal.ALL_CLIENTS
+
+
+def test_an_old_habit_is_forgotten() -> None:
+    made = Normal(price)
+    for _ in range(100):
+        made.learn("a", "chat", "1", 1000, 0)
+    for _ in range(200):
+        made.learn("a", "chat", "1", 10, 0)
+    assert made.weight("chat", "1") == pytest.approx(10, abs=1)
+    assert made._pairs["chat", "1"].clients["a"].extend_variance < 1000
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from("abc"), st.sampled_from(["x", "y"]), st.sampled_from("12"),
+            st.floats(0, 1e6), st.floats(0, 1e6),
+        ),
+        max_size=60,
+    )
+)  # fmt: skip
+def test_what_is_saved_is_restored(calls: list[tuple[str, str, str, float, float]]) -> None:
+    made = Normal(price)
+    for call in calls:
+        made.learn(*call)
+    again = Normal(price)
+    again.restore(json.loads(json.dumps(made.to_json())))
+    assert again.to_json() == made.to_json()
+    for app in ("x", "y", "z"):
+        for stage in "123":
+            assert again.weight(app, stage) == pytest.approx(made.weight(app, stage))
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [
+        None, [], {}, {"pairs": [], "apps": []}, {"pairs": [[1, "2", {}]], "apps": [], "all": {}},
+        {"pairs": [], "apps": [], "all": {"calls": -1, "clients": []}},
+        {"pairs": [], "apps": [], "all": {"calls": 1, "clients": [["a", 1, 1e400, 0, 0, 0]]}},
+        {"pairs": [], "apps": [], "all": {"calls": 9, "clients": []}},
+    ],
+)  # fmt: skip
+def test_what_is_no_such_record_changes_nothing(saved: object) -> None:
+    made = Normal(price)
+    for _ in range(ENOUGH):
+        made.learn("a", "chat", "1", 10, 10)
+    before = made.to_json()
+    with pytest.raises(BadNormal):
+        made.restore(saved)
+    assert made.to_json() == before
+
+
+def test_numbers_that_are_none() -> None:
+    for bad in (0.5, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="spread"):
+            Normal(price, bad)
+    for tokens in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="tokens"):
+            Normal(price).learn("a", "chat", "1", tokens, 0)

@@ -1,0 +1,270 @@
+"""Throttling by overload and interaction: what is promised (FS-P1 to FS-P4), under adversaries."""
+
+from dataclasses import dataclass, field
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_fair.core.interactions import Interaction, Interactions
+from sglang_fair.core.throttle import (
+    COUNTS,
+    SILENT_S,
+    BadLoad,
+    Counts,
+    Limits,
+    Overload,
+    Refusal,
+    Throttle,
+)
+
+USER, APP = 6, 4
+LIMITS = Limits(USER, {"chat": APP, "*": 5})
+
+
+def overloaded(throttle: Throttle, now_s: float, part: float = 1.0) -> None:
+    throttle.overload.report("r0", round(1000 * part), 0, 1000, now_s)
+
+
+@dataclass(frozen=True)
+class Sends:
+    """A client's habit: calls a second, of so many interactions at a time, each of so many calls."""
+
+    client: str
+    rate: float
+    calls: int = 1
+    apps: tuple[str, ...] = ("chat",)
+    retries: bool = False
+
+
+@dataclass
+class Run:
+    """Seconds of traffic at a router that is overloaded in some of them. Every call is noted."""
+
+    senders: list[Sends]
+    counts: Counts
+    seed: int
+    overload: list[bool]
+    """By ten seconds."""
+    firsts: dict[str, list[float]] = field(default_factory=dict)
+    """When first calls were let in while the cluster was overloaded."""
+    cut: int = 0
+    """Calls refused of an interaction of which one was let in."""
+    refused_without: int = 0
+
+    def go(self) -> "Run":
+        random, throttle = Random(self.seed), Throttle(LIMITS, counts=self.counts)
+        under_way: dict[Interaction, int] = {}
+        number = 0
+        for tenth in range(len(self.overload) * 100):
+            now_s = tenth / 10
+            is_over = self.overload[tenth // 100]
+            overloaded(throttle, now_s, 1.0 if is_over else 0.1)
+            for sender in self.senders:
+                if random.random() * 10 >= sender.rate:
+                    continue
+                own = [name for name in under_way if name.client == sender.client]
+                if own and random.random() < 0.5:
+                    name = random.choice(own)
+                else:
+                    number += 1
+                    name = Interaction(sender.client, random.choice(sender.apps), str(number))
+                for _ in range(3 if sender.retries else 1):
+                    if self.call(throttle, name, under_way, now_s, is_over):
+                        break
+                if under_way.get(name, 0) >= sender.calls:
+                    del under_way[name]
+                    throttle.end(name, now_s, is_answered=True)
+                elif name in under_way:
+                    throttle.end(name, now_s)
+            for name in [name for name in under_way if throttle.interactions.calls(name) == 0]:
+                del under_way[name]  # closed, by silence
+        return self
+
+    def call(
+        self,
+        throttle: Throttle,
+        name: Interaction,
+        under_way: dict[Interaction, int],
+        now_s: float,
+        is_over: bool,
+    ) -> bool:
+        is_first = not throttle.interactions.is_under_way(name)
+        found = throttle.judge(name, ["r0"], now_s)
+        if isinstance(found, Refusal):
+            self.refused_without += not is_over
+            self.cut += not is_first
+            assert found.retry_after_s >= 1
+            return False
+        under_way[name] = under_way.get(name, 0) + 1
+        if is_first and is_over:
+            self.firsts.setdefault(name.client, []).append(now_s)
+        return True
+
+    def most_in_a_minute(self, client: str) -> int:
+        times = self.firsts.get(client, [])
+        return max((sum(t <= other < t + 60 for other in times) for t in times), default=0)
+
+
+senders = st.lists(
+    st.builds(
+        Sends,
+        client=st.sampled_from(["b", "c", "d"]),
+        rate=st.sampled_from([0.05, 1.0, 9.0]),
+        calls=st.sampled_from([1, 3, 12]),
+        apps=st.sampled_from([("chat",), ("chat", "code"), ("x", "y", "z")]),
+        retries=st.booleans(),
+    ),
+    min_size=1,
+    max_size=3,
+    unique_by=lambda one: one.client,
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    senders=senders,
+    counts=st.sampled_from(COUNTS),
+    seed=st.integers(0, 2**20),
+    overload=st.lists(st.booleans(), min_size=6, max_size=14),
+)
+def test_the_promises(senders: list[Sends], counts: Counts, seed: int, overload: list[bool]) -> None:
+    """Nothing is refused without overload, no interaction is cut, and nobody is let in with more first calls than its
+    limit."""
+    run = Run(senders, counts, seed, overload).go()
+    assert run.refused_without == 0
+    assert run.cut == 0
+    for sender in run.senders:
+        assert run.most_in_a_minute(sender.client) <= USER
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+def test_who_is_below_its_limits_is_not_refused(counts: Counts) -> None:
+    throttle = Throttle(LIMITS, counts=counts)
+    for minute in range(5):
+        for n in range(APP):
+            now_s = 60.0 * minute + 15.0 * n
+            overloaded(throttle, now_s)
+            for k in range(100):
+                throttle.judge(Interaction("flood", "chat", f"{now_s} {k}"), ["r0"], now_s)
+            assert throttle.judge(Interaction("a", "chat", str(now_s)), ["r0"], now_s) == 1
+    assert throttle.refused["throttled_app"] + throttle.refused["throttled_user"] > 1000
+
+
+def test_the_user_s_limit_is_looked_at_first() -> None:
+    throttle = Throttle(Limits(2, {"chat": 2}))
+    overloaded(throttle, 0.0)
+    for id in "12":
+        assert throttle.judge(Interaction("a", "chat", id), ["r0"], 0.0) == 1
+    found = throttle.judge(Interaction("a", "chat", "3"), ["r0"], 1.0)
+    assert isinstance(found, Refusal)
+    assert (found.code, found.retry_after_s) == ("throttled_user", 59.0)
+    assert "2 calls a minute" in found.reason
+    throttle.limits = Limits(None, {"chat": 2})
+    found = throttle.judge(Interaction("a", "chat", "4"), ["r0"], 1.0)
+    assert isinstance(found, Refusal)
+    assert found.code == "throttled_app"
+    assert throttle.judge(Interaction("a", "code", "4"), ["r0"], 1.0) == 1
+    assert throttle.judge(Interaction("b", "chat", "4"), ["r0"], 1.0) == 1, "b has its own"
+
+
+def test_an_app_s_limit_may_be_that_of_all_together() -> None:
+    throttle = Throttle(Limits(None, {"chat": 2}, app_total=True))
+    overloaded(throttle, 0.0)
+    judged = [throttle.judge(Interaction(client, "chat", ""), ["r0"], 0.0) for client in "abc"]
+    assert judged[:2] == [1, 1]
+    assert isinstance(judged[2], Refusal)
+
+
+def test_retries_lock_nobody_out_unless_arrivals_count() -> None:
+    """Who tries again every second has its limit each minute; by the paper's letter it has nothing ever again."""
+    let_in = {}
+    for counts in COUNTS:
+        throttle = Throttle(Limits(5), counts=counts)
+        let_in[counts] = 0
+        for second in range(600):
+            overloaded(throttle, float(second))
+            found = throttle.judge(Interaction("a", "chat", ""), ["r0"], float(second))
+            let_in[counts] += not isinstance(found, Refusal)
+    assert let_in == {"accepted": 50, "arrivals": 5}
+
+
+def test_siblings_of_a_refused_call_are_refused_until_it_may_come_again() -> None:
+    throttle = Throttle(Limits(1))
+    overloaded(throttle, 0.0)
+    throttle.judge(Interaction("a", "chat", "0"), ["r0"], 0.0)
+    overloaded(throttle, 10.0)
+    first = throttle.judge(Interaction("a", "chat", "1"), ["r0"], 10.0)
+    throttle.limits = Limits(100)
+    assert isinstance(first, Refusal)
+    assert first.retry_after_s == 50
+    overloaded(throttle, 30.0)
+    sibling = throttle.judge(Interaction("a", "chat", "1"), ["r0"], 30.0)
+    assert isinstance(sibling, Refusal)
+    assert sibling.retry_after_s == 30
+    assert throttle.judge(Interaction("a", "chat", "2"), ["r0"], 30.0) == 1
+    overloaded(throttle, 60.0)
+    assert throttle.judge(Interaction("a", "chat", "1"), ["r0"], 60.0) == 1
+
+
+def test_a_restarted_router_cuts_no_interaction() -> None:
+    throttle = Throttle(Limits(1))
+    overloaded(throttle, 0.0)
+    throttle.judge(Interaction("a", "chat", "0"), ["r0"], 0.0)
+    assert isinstance(throttle.judge(Interaction("a", "chat", "1"), ["r0"], 0.0), Refusal)
+    assert throttle.judge(Interaction("a", "chat", "2"), ["r0"], 0.0, begun=3) == 4
+    assert throttle.judge(Interaction("a", "chat", "2"), ["r0"], 0.0) == 5
+
+
+def test_a_hundred_thousand_refused_ids_take_bounded_memory() -> None:
+    throttle = Throttle(Limits(1), Interactions(most=100))
+    overloaded(throttle, 0.0)
+    for id in range(120_000):
+        throttle.judge(Interaction("a", "chat", str(id)), ["r0"], 0.0)
+    assert len(throttle._siblings) == 100_000
+    assert throttle.nearest() == [("a", 1)]
+
+
+def test_overload_begins_high_and_ends_low() -> None:
+    overload = Overload(0.9, 0.5)
+    seen = []
+    for now_s, (used, waiting) in enumerate([(800, 0), (800, 100), (600, 0), (500, 0), (499, 0), (899, 0)]):
+        overload.report("r0", used, waiting, 1000, now_s)
+        seen.append(overload.is_overloaded(["r0"], now_s))
+    assert seen == [False, True, True, True, False, False]
+
+
+def test_a_cluster_is_overloaded_when_all_that_take_requests_are() -> None:
+    overload = Overload()
+    overload.report("r0", 1000, 500, 1000, 0.0)
+    assert overload.is_overloaded(["r0"], 0.0)
+    assert not overload.is_overloaded(["r0", "r1"], 0.0), "r1 has said nothing"
+    assert not overload.is_overloaded([], 0.0)
+    overload.report("r1", 990, 0, 1000, 1.0)
+    assert overload.is_overloaded(["r0", "r1"], 1.0)
+    assert (overload.pressure(["r0", "r1"], 1.0), overload.since_s) == (0.99, 1.0)
+    assert not overload.is_overloaded(["r0", "r1"], SILENT_S), "r0 is silent"
+    assert overload.since_s is None
+    overload.forget("r0")
+    overload.report("r0", 860, 0, 1000, 6.0)
+    assert not overload.is_overloaded(["r0"], 6.0), "it was forgotten, and is below high"
+
+
+@pytest.mark.parametrize("load", [(-1, 0, 10), (0, -1, 10), (21, 0, 10), (0, 0, 0)])
+def test_loads_that_cannot_be(load: tuple[int, int, int]) -> None:
+    with pytest.raises(BadLoad, match="of"):
+        Overload().report("r0", *load, 0.0)
+
+
+def test_bad_settings() -> None:
+    for bad in ({"user": 0}, {"apps": {"chat": 0}}, {"apps": {"chat": True}}, {"user": 1.5}):
+        with pytest.raises(ValueError, match="whole number"):
+            Limits(**bad)  # type: ignore[arg-type]
+    for high, low in ((0.5, 0.5), (1.1, 0.5), (0.5, 0.0), (float("nan"), 0.1)):
+        with pytest.raises(ValueError, match="low"):
+            Overload(high, low)
+    with pytest.raises(ValueError, match="accepted, arrivals"):
+        Throttle(Limits(), counts="all")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="seconds"):
+        Throttle(Limits()).judge(Interaction("a", "b", ""), [], float("nan"))
