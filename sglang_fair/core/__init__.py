@@ -29,11 +29,13 @@ from sglang_fair.core.policy import Policy
 from sglang_fair.core.predicted import DlpmPredict, VtcNoisy, VtcOracle, VtcPredict
 from sglang_fair.core.rpm import Rpm
 from sglang_fair.core.vtc import Vtc
+from sglang_fair.core.wsc import Wsc, WscDlpm
 
 POLICIES: Mapping[str, type[Policy]] = {
     policy.name: policy
     for policy in (
         Fcfs, Rpm, Lpm, Lcf, Vtc, VtcPredict, VtcOracle, VtcNoisy, Drr, Dlpm, DlpmPredict, DlpmAdaptive,
+        Wsc, WscDlpm,
     )
 }  # fmt: skip
 

@@ -24,6 +24,9 @@ from sglang_fair.core.ledger import SYSTEM, Ledger
 from sglang_fair.core.payers import Payers, Swing
 from sglang_fair.core.policy import Policy
 
+ROUNDING = 1e-6
+"""Tokens of which a sum of scaled ones may be off."""
+
 
 @dataclass
 class Account:
@@ -43,10 +46,10 @@ class Account:
 
     largest: Largest = field(default_factory=Largest, init=False)
 
-    _owed_tokens: defaultdict[str, int] = field(
+    _owed_tokens: defaultdict[str, float] = field(
         default_factory=lambda: defaultdict(int), init=False, repr=False
     )
-    """Output that each client's running requests may still make."""
+    """Output that each client's running requests may still make, each times its scale."""
     _swing: Swing = field(default_factory=Swing, init=False, repr=False)
 
     # ---- the life of a running request
@@ -60,10 +63,10 @@ class Account:
         """
         self.running[job.id] = job
         if not job.system:
-            owed = self._owed_tokens[job.client] = (
-                self._owed_tokens[job.client] + job.max_output_tokens - job.output_tokens
-            )
-            found = Extremes(output_tokens=job.max_output_tokens, owed_tokens=owed)
+            if self.policy.scales and not job.repeating:
+                job.scale = self.policy.scale(job)
+            owed = self._owed_tokens[job.client] = self._owed_tokens[job.client] + self._owed(job)
+            found = Extremes(output_tokens=job.max_output_tokens * job.scale, owed_tokens=owed)
             self.largest.admitted(job.client, found, owes=self.policy.owes(job.client))
             if self.largest.is_due():
                 self._settle_largest()
@@ -104,7 +107,7 @@ class Account:
             self.ledger.record(SYSTEM, output=unasked_tokens)
         if asked_for:
             self._charge(job, output=asked_for)
-            self._owed_tokens[job.client] -= asked_for
+            self._owed_tokens[job.client] -= asked_for * job.scale
 
     def emit_each(self, jobs: Iterable[Job], tokens: int) -> None:
         """Each of `jobs`, all running, emitted `tokens` output tokens.
@@ -114,11 +117,13 @@ class Account:
         """
         if tokens <= 0:
             return
-        if not isinstance(self.cost, Linear) or self.policy.predictor is not None:
+        policy = self.policy
+        if not isinstance(self.cost, Linear) or policy.predictor is not None or policy.charges_at_end:
             for job in jobs:
                 self.emit(job, tokens)
             return
         counts: defaultdict[str, int] = defaultdict(int)
+        scaled: defaultdict[str, float] = defaultdict(float)
         for job in jobs:
             output = job.output_tokens + tokens
             if job.system or output > job.max_output_tokens:
@@ -126,12 +131,15 @@ class Account:
             else:
                 job.output_tokens = output
                 counts[job.client] += tokens
+                if policy.scales:
+                    scaled[job.client] += tokens * job.scale
         for client, count in counts.items():
             units = self.cost.output_weight * count
             self.ledger.record(client, output=count, service=units)
             self._swing.charged(client, units)
-            self.policy.charge(client, units)
-            self._owed_tokens[client] -= count
+            told = scaled[client] if policy.scales else count
+            policy.charge(client, self.cost.output_weight * told)
+            self._owed_tokens[client] -= told
 
     def retract(self, job: Job) -> None:
         """The engine took `job` back. What was computed of it will be computed again, at the server's expense; what was
@@ -144,6 +152,11 @@ class Account:
         """`job` ended, by itself or by abort. What it got stays charged."""
         self._stop(job)
         self.settle(job)
+        if not job.system:
+            if job.withheld_units:
+                self.policy.charge(job.client, job.withheld_units)
+                job.withheld_units = 0.0
+            self.policy.ended(job)
 
     def settle(self, job: Job) -> None:
         """Give back what was charged ahead for output that was not made, and let the predictor learn."""
@@ -201,8 +214,8 @@ class Account:
 
     @property
     def largest_owed_tokens(self) -> int:
-        """Most output tokens owed at once to one client's running requests of late."""
-        return self.largest.recent.owed_tokens
+        """Most output tokens owed at once to one client's running requests of late, each times its scale."""
+        return round(self.largest.recent.owed_tokens)
 
     # ---- inside
 
@@ -220,8 +233,8 @@ class Account:
             job.unpriced_units = self.payers.computed(
                 job.client, job.path, start + again, job.reached_tokens, units, job.unpriced_units
             )
-        input_units = self.cost(job.extend_tokens, 0, job.cached_tokens)
-        prompt_tokens = job.extend_tokens + job.cached_tokens
+        input_units = self.cost(job.extend_tokens, 0, job.cached_tokens) * job.scale
+        prompt_tokens = (job.extend_tokens + job.cached_tokens) * job.scale
         self.largest.include(job.client, Extremes(job.extend_tokens, prompt_tokens, input_units))
 
     def _again(self, job: Job, start: int) -> int:
@@ -266,7 +279,7 @@ class Account:
         served = self._cost(job) - cost
         self.ledger.record(job.client, extend=extend, output=output, cached=cached, service=served)
         self._swing.charged(job.client, served)
-        self.policy.charge(job.client, served + self._ahead(job) - ahead)
+        self._tell(job, served + self._ahead(job) - ahead)
         return served
 
     @contextmanager
@@ -281,9 +294,20 @@ class Account:
         for job, units in ahead:
             self._charge_ahead(job, units)
 
+    def _tell(self, job: Job, units: float) -> None:
+        """Charge the policy, in its own units."""
+        if self.policy.charges_at_end:
+            job.withheld_units += units * job.scale
+        else:
+            self.policy.charge(job.client, units * job.scale)
+
+    def _owed(self, job: Job) -> float:
+        """Output that it may still make, times its scale."""
+        return (job.max_output_tokens - job.output_tokens) * job.scale
+
     def _charge_ahead(self, job: Job, units: float) -> None:
         if units:
-            self.policy.charge(job.client, units)
+            self._tell(job, units)
 
     def _predict(self, job: Job) -> int:
         """Output tokens to charge at admission: none without a predictor."""
@@ -326,8 +350,8 @@ class Account:
         del self.running[job.id]
         if not job.system:
             client = job.client
-            owed = self._owed_tokens[client] - (job.max_output_tokens - job.output_tokens)
-            if owed:
+            owed = self._owed_tokens[client] - self._owed(job)
+            if owed > ROUNDING:
                 self._owed_tokens[client] = owed
             else:
                 del self._owed_tokens[client]

@@ -19,7 +19,7 @@ whole prompt. A service unit is another amount of work in each function; scale t
 
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
-from math import isfinite
+from math import ceil, isfinite
 from typing import Any, ClassVar, Protocol
 
 from sglang_fair.common.pairs import typed
@@ -42,7 +42,7 @@ class Cost(Protocol):
     def __call__(self, extend_tokens: int, output_tokens: int, cached_tokens: int = 0) -> float:
         """Zero for (0, 0), whatever is cached; non-decreasing in extend and output tokens."""
 
-    def dearest(self, input_tokens: int, output_tokens: int, owed_tokens: int) -> tuple[float, float]:
+    def dearest(self, input_tokens: float, output_tokens: float, owed_tokens: float) -> tuple[float, float]:
         """The two parts of the theorems' U (VTC §4.2 for a general function): the most that one prompt can cost, and
         the most that `owed_tokens` of output can cost.
 
@@ -65,7 +65,7 @@ class Linear:
     def __call__(self, extend_tokens: int, output_tokens: int, cached_tokens: int = 0) -> float:
         return self.extend_weight * extend_tokens + self.output_weight * output_tokens
 
-    def dearest(self, input_tokens: int, output_tokens: int, owed_tokens: int) -> tuple[float, float]:
+    def dearest(self, input_tokens: float, output_tokens: float, owed_tokens: float) -> tuple[float, float]:
         """w_e·L and w_q·M."""
         return self.extend_weight * input_tokens, self.output_weight * owed_tokens
 
@@ -92,7 +92,7 @@ class Profiled:
         slope = 1.0 + self.CROSS * (cached_tokens + extend_tokens) + self.SQUARE * output_tokens
         return self.CONSTANT + self.extend_weight * extend_tokens + slope * output_tokens
 
-    def dearest(self, input_tokens: int, output_tokens: int, owed_tokens: int) -> tuple[float, float]:
+    def dearest(self, input_tokens: float, output_tokens: float, owed_tokens: float) -> tuple[float, float]:
         """2.1 L + 11.46 and M (1 + 0.04 L + 0.032 (2 L_out - 1))."""
         price = 1.0 + self.CROSS * input_tokens + self.SQUARE * max(0, 2 * output_tokens - 1)
         return self.CONSTANT + self.extend_weight * input_tokens, price * owed_tokens
@@ -125,7 +125,7 @@ class Quadratic:
         before = (output_tokens + 1) / 2 + (prompt_tokens if self.context else 0)
         return self.extend_weight * extend + self.output_weight * output_tokens * (1.0 + before / self.d)
 
-    def dearest(self, input_tokens: int, output_tokens: int, owed_tokens: int) -> tuple[float, float]:
+    def dearest(self, input_tokens: float, output_tokens: float, owed_tokens: float) -> tuple[float, float]:
         """w_i L (1 + L/d) and w_o M (1 + L_out/d), with `context` w_o M (1 + (L + L_out)/d)."""
         before = output_tokens + (input_tokens if self.context else 0)
         return (
@@ -161,7 +161,7 @@ class Tiered:
         units = self.extend_weight * extend_tokens + self.output_weight * output_tokens
         return self.factor * units if cached_tokens + extend_tokens > self.threshold else units
 
-    def dearest(self, input_tokens: int, output_tokens: int, owed_tokens: int) -> tuple[float, float]:
+    def dearest(self, input_tokens: float, output_tokens: float, owed_tokens: float) -> tuple[float, float]:
         """m w_e·L and m w_q·M with the m of the longest prompt."""
         factor = self.factor if input_tokens > self.threshold else 1.0
         return factor * self.extend_weight * input_tokens, factor * self.output_weight * owed_tokens
@@ -212,10 +212,10 @@ class Flops:
         positions = tokens * cached_tokens + tokens * (tokens - 1) // 2
         return tokens + self._slope() * positions
 
-    def dearest(self, input_tokens: int, output_tokens: int, owed_tokens: int) -> tuple[float, float]:
+    def dearest(self, input_tokens: float, output_tokens: float, owed_tokens: float) -> tuple[float, float]:
         """L + s L (L - 1)/2 and M (1 + s (L + L_out - 1)), s = 2·layers·hidden/parameters."""
         last = max(0, input_tokens + output_tokens - 1)
-        return self(input_tokens, 0), owed_tokens * (1.0 + self._slope() * last)
+        return self(ceil(input_tokens), 0), owed_tokens * (1.0 + self._slope() * last)
 
     def _slope(self) -> float:
         """Units that one more token to attend to adds to a token."""

@@ -51,7 +51,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import floor, inf
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from sglang_fair.common.weights import Weights
 from sglang_fair.core.clients import PATIENCE, ClientQueues
@@ -363,6 +363,10 @@ class Dlpm(Policy):
         own = self.cost(max(0, job.prompt_tokens - cached_tokens), job.max_output_tokens, cached_tokens)
         return own, self.cost(cached_tokens, 0)
 
+    def _order(self, head: Job) -> Any:
+        """Among clients with credit, the one whose first job has the smallest goes first."""
+        return longest_prefix(head)
+
     def _seat(self, client: str) -> None:
         """Put `client` where `pick` looks for it: ready, parked until a round, or nowhere."""
         head = self._queues.head(client)
@@ -374,7 +378,7 @@ class Dlpm(Policy):
         elif (eligible_from := self._eligible_from(client)) <= self._round or self._may_borrow(client, head):
             account = self._deficits[client]
             is_new = account.welcome > 0 and not account.charged
-            self._ready.put(client, (not is_new, *longest_prefix(head)))
+            self._ready.put(client, (not is_new, *self._order(head)))
             self._parked.discard(client)
             self._turns[client] = True
         else:

@@ -32,6 +32,10 @@ class Job:
     attempt: str = ""
     """What it is one of, as the gateway calls it: of several answers to a prompt, or of several prompts. Who asks why
     that waited is told of them all. Empty: only itself."""
+    app: str = ""
+    stage: str = ""
+    call: int = 1
+    """Its number in its interaction, from 1 (`interactions`)."""
 
     # `FairQueue`.
     arrival: int = 0
@@ -50,6 +54,10 @@ class Job:
     """It runs, and its prompt is computed."""
 
     # `Account`: what the engine did for it so far.
+    scale: float = 1.0
+    """What the policy is told of its cost is multiplied by this (`Policy.scale`)."""
+    withheld_units: float = 0.0
+    """Charges that the policy is told at its end (`Policy.charges_at_end`)."""
     path: Sequence[Hashable] = ()
     """The blocks of its prompt (`payers.path_of`), known from its admission on where clients share prices."""
     extend_tokens: int = 0

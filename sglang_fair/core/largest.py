@@ -29,13 +29,14 @@ class Extremes:
 
     input_tokens: int = 0
     """Extend tokens charged to one request: L_input of the theorems."""
-    prompt_tokens: int = 0
-    """Extend and cached tokens of one request. A cost may depend on a token's position in the prompt."""
+    prompt_tokens: float = 0
+    """Extend and cached tokens of one request. A cost may depend on a token's position in the prompt. This and what
+    follows is times the request's scale."""
     input_units: float = 0.0
     """Cost of one prompt."""
-    output_tokens: int = 0
+    output_tokens: float = 0
     """Output limit of one request."""
-    owed_tokens: int = 0
+    owed_tokens: float = 0
     """Output owed at once to one client's running requests: M of the theorems."""
 
     def include(self, other: "Extremes") -> None:

@@ -58,6 +58,12 @@ class Policy(ABC):
     refills: int | None = None
     """How often rounds had to pass because no client that waits had credit. None: there are no rounds."""
 
+    scales: ClassVar[bool] = False
+    """`scale` may be other than 1."""
+
+    charges_at_end: bool = False
+    """All charges of a request come together, when it ends."""
+
     weights: Weights | None = None
     """The clients' shares. None: the policy has no shares."""
 
@@ -107,6 +113,14 @@ class Policy(ABC):
 
         Negative if something that was charged ahead is given back. The charges of a request sum to its cost.
         """
+
+    def scale(self, job: Job) -> float:
+        """Units of this policy for each unit of the cost function; asked once, when `job` is admitted. The books stay
+        in units of the cost function."""
+        return 1.0
+
+    def ended(self, job: Job) -> None:
+        """`job`, which had been admitted, has ended, by itself or by abort; all its charges were told."""
 
     def admitted(self, job: Job, input_units: float, output_units: float) -> None:
         """`job` was admitted and its first chunk was charged. The units are those that `bound` takes."""
