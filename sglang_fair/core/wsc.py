@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any, ClassVar
 
-from sglang_fair.core.clients import ClientQueues
+from sglang_fair.core.clients import ClientQueues, by_arrival
 from sglang_fair.core.dlpm import Dlpm
 from sglang_fair.core.heap import LazyHeap
 from sglang_fair.core.job import Job
@@ -74,8 +74,11 @@ class Wsc(Vtc):
         if self.charge_when not in CHARGES:
             raise ValueError(f"charge_when is one of {', '.join(CHARGES)}, not {self.charge_when!r}")
         self.charges_at_end = self.charge_when == "on_finish"
-        self._queues = ClientQueues(started_first if self.lead else lambda job: job.arrival)
-        self.normal = Normal(lambda extend, output: self.cost(round(extend), round(output), 0), self.spread)
+        self._queues = ClientQueues(started_first if self.lead else by_arrival)
+        self.normal = Normal(self._price, self.spread)
+
+    def _price(self, extend: float, output: float) -> float:
+        return self.cost(round(extend), round(output), 0)
 
     def scale(self, job: Job) -> float:
         return 1 / self.normal.weight(job.app, job.stage)
@@ -92,9 +95,10 @@ class Wsc(Vtc):
         return super().pick()
 
     def bound(self, input_units: float, output_units: float) -> float | None:
-        """2·(U + lead) in normalised units, U over the least weight; None for an infinite lead."""
+        """2·(U + lead) in normalised units, U over the least weight. None for an infinite lead, and if requests are
+        charged when they end: U then has all prompts of a batch, which are not counted."""
         of_vtc = super().bound(input_units, output_units)
-        return None if of_vtc is None or self.lead == inf else of_vtc + 2 * self.lead
+        return None if of_vtc is None or self.lead == inf or self.charges_at_end else of_vtc + 2 * self.lead
 
     def _seat(self, client: str) -> None:
         super()._seat(client)
@@ -114,6 +118,7 @@ class WscDlpm(Dlpm):
 
     name: ClassVar[str] = "wsc-dlpm"
     scales: ClassVar[bool] = True
+    keeps_bound_with_transfers: ClassVar[bool] = False
     quantum: float = 2.0
     spread: float = 8.0
     normal: Normal = field(init=False, repr=False)
@@ -121,7 +126,10 @@ class WscDlpm(Dlpm):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._queues = ClientQueues(started_then_longest_prefix, self.patience)
-        self.normal = Normal(lambda extend, output: self.cost(round(extend), round(output), 0), self.spread)
+        self.normal = Normal(self._price, self.spread)
+
+    def _price(self, extend: float, output: float) -> float:
+        return self.cost(round(extend), round(output), 0)
 
     def scale(self, job: Job) -> float:
         return 1 / self.normal.weight(job.app, job.stage)
