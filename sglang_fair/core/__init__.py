@@ -1,6 +1,6 @@
 """Fair scheduling as pure code, without engine, clock or global randomness.
 
-    policies      `policy` is their interface; fcfs, rpm, lpm, lcf, vtc, drr, dlpm and their variants; their `options`
+    policies      `policy` is their interface; fcfs, rpm, lpm, lcf, vtc, drr, dlpm, wsc and their variants; their `options`
     queue         who waits and who goes first (`queue`, `job`, `clients`, `heap`); whose turn it is (`turns`)
     admission     forming a batch: who is asked next, who waits for a prefix (`admission`, `lookups`); prompts or
                   tokens for those that run (`steps`)
@@ -8,13 +8,15 @@
                   largest of them, of which bounds are made (`largest`)
     eviction      whose prefixes the cache gives up
     record        what each request waited for and by whom it was overtaken (`record`, `waits`, `overtakes`)
+    throttle      who is let in while the cluster is overloaded (`throttle`, `interactions`, `windows`); what a call of
+                  an application normally needs (`normal`)
     fairness      measures of what each client received
 
 `POLICIES` is the registry. A new policy is one file with the algorithm and one line here.
 """
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import Field, fields
 from types import NoneType
 from typing import Any, get_args
 
@@ -25,7 +27,7 @@ from sglang_fair.core.drr import Drr
 from sglang_fair.core.fcfs import Fcfs
 from sglang_fair.core.lcf import Lcf
 from sglang_fair.core.lpm import Lpm
-from sglang_fair.core.policy import Policy
+from sglang_fair.core.policy import OPTION, Policy
 from sglang_fair.core.predicted import DlpmPredict, VtcNoisy, VtcOracle, VtcPredict
 from sglang_fair.core.rpm import Rpm
 from sglang_fair.core.vtc import Vtc
@@ -48,7 +50,7 @@ def make_policy(
 
     Raises ValueError for an unknown name, an unknown option, and a bad value.
     """
-    known = options_of(name)
+    known = _option_fields(name)
     for option in options:
         if option not in known:
             has = f"there are {', '.join(known)}" if known else "it has none"
@@ -56,16 +58,29 @@ def make_policy(
     parameters = {field.name for field in fields(POLICIES[name])}  # type: ignore[arg-type]
     common = {"quantum": quantum, "weights": weights}
     given = {key: value for key, value in common.items() if value is not None and key in parameters}
-    return POLICIES[name](**given, **options)
+    return POLICIES[name](**given, **{known[option].name: value for option, value in options.items()})
 
 
 def options_of(name: str) -> Mapping[str, type]:
     """The options of a policy and their types, `int`, `float`, `str` or `bool`. ValueError for an unknown policy."""
+    return {option: _value_type(field.type) for option, field in _option_fields(name).items()}
+
+
+def option_values(policy: Policy) -> Mapping[str, Any]:
+    """All options of `policy` with their current values."""
+    return {option: getattr(policy, field.name) for option, field in _option_fields(policy.name).items()}
+
+
+def _option_fields(name: str) -> "Mapping[str, Field[Any]]":
+    """The field of each option. ValueError for an unknown policy."""
     policy = POLICIES.get(name)
     if policy is None:
         raise ValueError(f"unknown policy {name!r}; there are {', '.join(sorted(POLICIES))}")
-    known = {field.name: _value_type(field.type) for field in fields(policy) if field.init}  # type: ignore[arg-type]
-    return {key: kind for key, kind in known.items() if key != "quantum" and kind in (int, float, str, bool)}
+    return {
+        field.metadata.get(OPTION, field.name): field
+        for field in fields(policy)  # type: ignore[arg-type]
+        if field.init and field.name != "quantum" and _value_type(field.type) in (int, float, str, bool)
+    }
 
 
 def _value_type(kind: Any) -> Any:

@@ -51,6 +51,13 @@ class Account:
     )
     """Output that each client's running requests may still make, each times its scale."""
     _swing: Swing = field(default_factory=Swing, init=False, repr=False)
+    _has_prices: bool = field(init=False, repr=False)
+    _price: Cost = field(init=False, repr=False)
+    """In whose units the policy is told of service, before a request's scale."""
+
+    def __post_init__(self) -> None:
+        self._has_prices = self.policy.price is not None
+        self._price = self.policy.price or self.cost
 
     # ---- the life of a running request
 
@@ -117,8 +124,12 @@ class Account:
         """
         if tokens <= 0:
             return
-        policy = self.policy
-        if not isinstance(self.cost, Linear) or policy.predictor is not None or policy.charges_at_end:
+        policy, price = self.policy, self._price
+        if (
+            not (isinstance(self.cost, Linear) and isinstance(price, Linear))
+            or policy.predictor is not None
+            or policy.charges_at_end
+        ):
             for job in jobs:
                 self.emit(job, tokens)
             return
@@ -138,7 +149,7 @@ class Account:
             self.ledger.record(client, output=count, service=units)
             self._swing.charged(client, units)
             told = scaled[client] if policy.scales else count
-            policy.charge(client, self.cost.output_weight * told)
+            policy.charge(client, price.output_weight * told)
             self._owed_tokens[client] -= told
 
     def retract(self, job: Job) -> None:
@@ -228,12 +239,14 @@ class Account:
                 self.payers.lost(job.path, start, start + again)
         if job.system or (job.repeating and again == tokens):
             return
-        units = self._charge(job, extend=tokens - again, predicted=predicted)
+        of_system = max(0, min(job.reached_tokens, job.system_tokens) - start - again)
+        units = self._charge(job, extend=tokens - again, predicted=predicted, of_system=of_system)
         if self.payers is not None:
             job.unpriced_units = self.payers.computed(
                 job.client, job.path, start + again, job.reached_tokens, units, job.unpriced_units
             )
-        input_units = self.cost(job.extend_tokens, 0, job.cached_tokens) * job.scale
+        input_units = self._price(job.extend_tokens, 0, job.cached_tokens)
+        input_units = (input_units + self.policy.system_surcharge * job.system_extend_tokens) * job.scale
         prompt_tokens = (job.extend_tokens + job.cached_tokens) * job.scale
         self.largest.include(job.client, Extremes(job.extend_tokens, prompt_tokens, input_units))
 
@@ -266,21 +279,37 @@ class Account:
                 self.policy.idle(client)
 
     def _charge(
-        self, job: Job, *, extend: int = 0, output: int = 0, predicted: int = 0, cached: int = 0
+        self,
+        job: Job,
+        *,
+        extend: int = 0,
+        output: int = 0,
+        predicted: int = 0,
+        cached: int = 0,
+        of_system: int = 0,
     ) -> float:
         """Enter what was served and return its cost. The policy is charged that, corrected by what the predicted
         output changes: the sum of its charges is always the cost after the prediction, or after the output if that
-        is longer."""
+        is longer. A policy with prices of its own is charged those, and does not predict."""
         cost, ahead = self._cost(job), self._ahead(job)
+        priced = self._priced(job)
         job.extend_tokens += extend
+        job.system_extend_tokens += of_system
         job.output_tokens += output
         job.predicted_tokens += predicted
         job.cached_tokens += cached
         served = self._cost(job) - cost
         self.ledger.record(job.client, extend=extend, output=output, cached=cached, service=served)
         self._swing.charged(job.client, served)
-        self._tell(job, served + self._ahead(job) - ahead)
+        self._tell(job, self._priced(job) - priced if self._has_prices else served + self._ahead(job) - ahead)
         return served
+
+    def _priced(self, job: Job) -> float:
+        """What a policy with prices of its own counts for what was served of `job`."""
+        if not self._has_prices:
+            return 0.0
+        units = self._price(job.extend_tokens, job.output_tokens, job.cached_tokens)
+        return units + self.policy.system_surcharge * job.system_extend_tokens
 
     @contextmanager
     def _charged_ahead_anew(self, clients: Container[str]) -> Iterator[None]:
@@ -331,7 +360,9 @@ class Account:
         return of(largest.input_units + self._swing.most_units, self._dearest_output_units(largest))
 
     def _dearest_output_units(self, largest: Extremes) -> float:
-        _, output_units = self.cost.dearest(largest.prompt_tokens, largest.output_tokens, largest.owed_tokens)
+        _, output_units = self._price.dearest(
+            largest.prompt_tokens, largest.output_tokens, largest.owed_tokens
+        )
         return output_units
 
     def _settle_largest(self) -> None:

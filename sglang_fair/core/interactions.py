@@ -114,6 +114,17 @@ class Interactions:
         """A call of it was accepted; its number, from 1. After `most_calls` it begins anew."""
         if not name.id:
             return 1
+        open_ = self._join(name, begun)
+        open_.calls = open_.calls + 1 if open_.calls < self.most_calls else 1
+        return open_.calls
+
+    def again(self, name: Interaction, begun: int = 1) -> int:
+        """A call that was accepted before waits or runs once more, at another replica say; it is not counted again.
+        How many were accepted."""
+        return self._join(name, max(1, begun)).calls if name.id else 1
+
+    def _join(self, name: Interaction, begun: int) -> Open:
+        """One more call of it is under way."""
         client = self._clients.setdefault(name.client, _Client())
         open_ = client.get(name)
         if open_ is None:
@@ -124,10 +135,9 @@ class Interactions:
         client.silent.pop(name, None)
         self._silent.pop(name, None)
         client.busy[name] = open_
-        open_.calls = open_.calls + 1 if open_.calls < self.most_calls else 1
         open_.under_way += 1
         self._largest.put(name.client, (-len(client), name.client))
-        return open_.calls
+        return open_
 
     def end(self, name: Interaction, *, is_answered: bool = False) -> None:
         """A call that was accepted waits and runs no more. `is_answered`: it was the last, and its user has the answer.

@@ -33,9 +33,14 @@ class Job:
     """What it is one of, as the gateway calls it: of several answers to a prompt, or of several prompts. Who asks why
     that waited is told of them all. Empty: only itself."""
     app: str = ""
+    interaction: str = ""
     stage: str = ""
+    is_last: bool = False
+    """Its interaction ends with its answer."""
     call: int = 1
     """Its number in its interaction, from 1 (`interactions`)."""
+    system_tokens: int = 0
+    """Of its prompt, from its beginning: those of the system prompt, as far as its sender says."""
 
     # `FairQueue`.
     arrival: int = 0
@@ -64,6 +69,8 @@ class Job:
     """Prompt tokens computed and charged; what is computed again after a retraction is not among them."""
     cached_tokens: int = 0
     """Prompt tokens that its first admission found in the cache."""
+    system_extend_tokens: int = 0
+    """Of `extend_tokens`: those of the system prompt."""
     output_tokens: int = 0
     unasked_tokens: int = 0
     """Output beyond its limit or its end, on the server's account."""

@@ -145,6 +145,11 @@ class Normal:
             raise BadNormal(f"more than {MOST_PAIRS} pairs or apps")
         self._pairs, self._apps, self._all, self._usual = pairs, apps, everything, None
 
+    @property
+    def calls(self) -> int:
+        """How many were learnt."""
+        return self._all.calls
+
     def __len__(self) -> int:
         """Pairs that are kept."""
         return len(self._pairs)

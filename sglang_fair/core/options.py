@@ -7,7 +7,9 @@ from collections.abc import Mapping
 
 from sglang_fair.common.pairs import split_pairs, typed
 from sglang_fair.common.weights import Weights
-from sglang_fair.core import make_policy, options_of
+from sglang_fair.core import make_policy, option_values, options_of
+from sglang_fair.core.cost import Cost, Linear, describe
+from sglang_fair.core.payers import FIRST
 from sglang_fair.core.policy import Policy
 
 Option = int | float | str | bool
@@ -38,4 +40,18 @@ def make(policy: str, text: str, *, quantum: float | None, weights: Weights) -> 
 
 def shown(policy: Policy) -> Mapping[str, Option]:
     """All options of `policy` with their current values."""
-    return {option: getattr(policy, option) for option in options_of(policy.name)}
+    return option_values(policy)
+
+
+def check_together(policy: Policy, cost: Cost, payer: str) -> None:
+    """ValueError, in one line, if requests under this policy cannot have this cost or payer."""
+    if not policy.scales:
+        return
+    if not isinstance(cost, Linear):
+        raise ValueError(
+            f"policy {policy.name} divides by what is normal, so the cost must be linear, not {describe(cost):.80}"
+        )
+    if payer != FIRST:
+        raise ValueError(
+            f"policy {policy.name} needs payer {FIRST}, not {payer}: what a call costs is its own"
+        )

@@ -8,13 +8,16 @@ the same policy object runs in SGLang's scheduler, in the simulator and in a pro
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from math import inf
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from sglang_fair.common.weights import Weights
 from sglang_fair.core.cost import Cost, Linear
 from sglang_fair.core.job import Job
 from sglang_fair.core.predictor import Predictor
 from sglang_fair.core.waits import DEFICIT
+
+OPTION = "option"
+"""Key of a dataclass field's metadata: the name of the option, where that differs from the field's."""
 
 
 class Policy(ABC):
@@ -59,7 +62,13 @@ class Policy(ABC):
     """How often rounds had to pass because no client that waits had credit. None: there are no rounds."""
 
     scales: ClassVar[bool] = False
-    """`scale` may be other than 1."""
+    """`scale` may be other than 1. The account then tells it prices, not costs."""
+
+    price: Cost | None = None
+    """What this policy counts for service, before the scale. None: its cost. The books are in costs."""
+
+    system_surcharge: float = 0.0
+    """What a computed token of a system prompt counts more than another one, before the scale."""
 
     charges_at_end: bool = False
     """All charges of a request come together, when it ends."""
@@ -121,6 +130,17 @@ class Policy(ABC):
 
     def ended(self, job: Job) -> None:
         """`job`, which had been admitted, has ended, by itself or by abort; all its charges were told."""
+
+    def has_learnt(self) -> bool:
+        """Whether it knows more than at the last call of `learnt`."""
+        return False
+
+    def learnt(self) -> Mapping[str, Any] | None:
+        """What it has learnt of requests and should know again after a restart, JSON-ready. None: nothing."""
+        return None
+
+    def recall(self, learnt: object) -> None:
+        """Goes on from what `learnt` gave. ValueError if that is something else; then nothing has changed."""
 
     def admitted(self, job: Job, input_units: float, output_units: float) -> None:
         """`job` was admitted and its first chunk was charged. The units are those that `bound` takes."""

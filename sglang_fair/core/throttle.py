@@ -17,14 +17,17 @@ cluster is overloaded, a client is let in with at most its limit of first calls 
 below its limits is never refused. Other clients' calls count against nobody, unless `app_total` is set.
 
 Each decision costs O(log clients). Pure: the times come from the caller, and never go back.
+
+With `always`, limits hold whether or not there is overload, and for every call: RPM, which the paper compares with.
 """
 
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from math import inf, isfinite
-from typing import Literal
+from typing import Any, Literal
 
+from sglang_fair.common.identity import bounded
 from sglang_fair.core.interactions import Interaction, Interactions
 from sglang_fair.core.windows import Sliding
 
@@ -33,8 +36,8 @@ SILENT_S = 5.0
 
 LEAST_RETRY_S = 1.0
 
-MOST_REFUSED = 100_000
-"""Refused interactions that are remembered."""
+MOST_REMEMBERED = 100_000
+"""Refused interactions that are remembered, and users with limits of their own."""
 
 EVERY_APP = "*"
 
@@ -63,10 +66,69 @@ class Limits:
         given = {"user": self.user, **{f"apps.{app}": limit for app, limit in self.apps.items()}}
         for name, limit in given.items():
             if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-                raise ValueError(f"{name} must be a whole number of calls from 1 on, not {limit!r}")
+                raise ValueError(f"{name:.80} must be a whole number of calls from 1 on, not {limit!r:.80}")
 
     def of_app(self, app: str) -> int | None:
         return self.apps.get(app, self.apps.get(EVERY_APP))
+
+
+HIGH, LOW = 0.95, 0.85
+"""Pressure from which a replica is overloaded, and below which it no longer is."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Everything that an operator may set. ValueError unless 0 < low < high <= 1, and for an unknown `counts`."""
+
+    limits: Limits = field(default_factory=Limits)
+    counts: Counts = "accepted"
+    high: float = HIGH
+    low: float = LOW
+
+    def __post_init__(self) -> None:
+        if self.counts not in COUNTS:
+            raise ValueError(f"counts is one of {', '.join(COUNTS)}, not {self.counts!r:.80}")
+        for name in ("high", "low"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+                raise ValueError(f"{name} must be a number above 0, at most 1, not {value!r:.80}")
+        if not self.low < self.high:
+            raise ValueError(f"low must be below high, and {self.low!r} is not below {self.high!r}")
+
+    def to_json(self) -> dict[str, Any]:
+        """As `make_rules` reads it."""
+        limits = self.limits
+        return {
+            "user": limits.user,
+            "apps": dict(limits.apps),
+            "app_total": limits.app_total,
+            "counts": self.counts,
+            "high": self.high,
+            "low": self.low,
+        }
+
+
+def make_rules(content: Any, where: str) -> Rules:
+    """The rules in the JSON `content` of `where`: `{"user": 60, "apps": {"chat": 30, "*": 60}}`, and `app_total`,
+    `counts`, `high`, `low` where they differ from the defaults. ValueError, in one line that names `where` and the key,
+    for anything else."""
+    known = ("user", "apps", "app_total", "counts", "high", "low")
+    if not isinstance(content, Mapping):
+        raise ValueError(f"{where} must be an object with {', '.join(known)}")
+    for key in content:
+        if key not in known:
+            raise ValueError(f"{where}: there is no {key!r:.80}; there are {', '.join(known)}")
+    apps, app_total = content.get("apps", {}), content.get("app_total", False)
+    if not isinstance(apps, Mapping):
+        raise ValueError(f"{where}: apps must map applications to numbers of calls, not {apps!r:.80}")
+    if not isinstance(app_total, bool):
+        raise ValueError(f"{where}: app_total must be true or false, not {app_total!r:.80}")
+    others = {key: content[key] for key in ("counts", "high", "low") if key in content}
+    try:
+        limits = Limits(content.get("user"), {bounded(app): limit for app, limit in apps.items()}, app_total)
+        return Rules(limits, **others)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +150,7 @@ class _Worker:
 class Overload:
     """Which replicas are overloaded. ValueError unless 0 < low < high <= 1."""
 
-    def __init__(self, high: float = 0.95, low: float = 0.85) -> None:
+    def __init__(self, high: float = HIGH, low: float = LOW) -> None:
         if not 0 < low < high <= 1:
             raise ValueError(f"0 < low < high <= 1 does not hold for low {low!r} and high {high!r}")
         self.high, self.low = high, low
@@ -142,32 +204,55 @@ class Throttle:
         overload: Overload | None = None,
         *,
         counts: Counts = "accepted",
+        always: bool = False,
     ) -> None:
         if counts not in COUNTS:
             raise ValueError(f"counts is one of {', '.join(COUNTS)}, not {counts!r}")
         self.limits = limits
-        self.counts = counts
-        self.interactions = interactions or Interactions()
-        self.overload = overload or Overload()
+        self.counts: Counts = counts
+        self.always = always
+        self.interactions = Interactions() if interactions is None else interactions
+        self.overload = Overload() if overload is None else overload
         self.refused: dict[str, int] = {"throttled_user": 0, "throttled_app": 0}
         self._now_s = -inf
         self._users: Sliding[str] = Sliding()
         self._apps: Sliding[tuple[str, str]] = Sliding()
         self._siblings: OrderedDict[Interaction, tuple[float, Refusal]] = OrderedDict()
         """Refused interactions, and until when."""
+        self._own: OrderedDict[str, int] = OrderedDict()
+        """Users' own limits, as last heard; the latest `MOST_REMEMBERED`."""
+
+    def follow(self, rules: Rules) -> None:
+        """From now on these hold. What was counted stays."""
+        self.limits, self.counts = rules.limits, rules.counts
+        self.overload.high, self.overload.low = rules.high, rules.low
 
     def judge(
-        self, name: Interaction, workers: Collection[str], now_s: float, *, begun: int = 0
+        self,
+        name: Interaction,
+        workers: Collection[str],
+        now_s: float,
+        *,
+        begun: int = 0,
+        own: tuple[int | None, int | None] = (None, None),
     ) -> int | Refusal:
         """A call came: its number in its interaction, and it is let in; or why it is refused. Not to be asked twice for
-        one call. `workers` are those that take requests."""
+        one call. `workers` are those that take requests. `own` are limits of this client, in place of those for
+        everybody: of all its calls, and of those of the app."""
         if not isfinite(now_s):
             raise ValueError(f"now_s must be a number of seconds, not {now_s!r}")
         self._tick(now_s)
+        if own[0] is not None:
+            self._own[name.client] = own[0]
+            self._own.move_to_end(name.client)
+            if len(self._own) > MOST_REMEMBERED:
+                self._own.popitem(last=False)
         if self.counts == "arrivals":
             self._count(name)
-        if self.overload.is_overloaded(workers, now_s) and not self.interactions.is_under_way(name, begun):
-            refusal = self._refusal(name, self.overload.pressure(workers, now_s))
+        if self.always or (
+            self.overload.is_overloaded(workers, now_s) and not self.interactions.is_under_way(name, begun)
+        ):
+            refusal = self._refusal(name, self.overload.pressure(workers, now_s), own)
             if refusal is not None:
                 self.refused[refusal.code] += 1
                 return refusal
@@ -181,10 +266,11 @@ class Throttle:
         self._tick(now_s)
         self.interactions.end(name, is_answered=is_answered)
 
-    def nearest(self, most: int = 10) -> list[tuple[str, int]]:
-        """The users with most calls within the last minute, with their number. O(users)."""
-        counts = self._users.counts()
-        return sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:most]
+    def nearest(self, most: int = 10) -> list[tuple[str, int, int | None]]:
+        """The users nearest their limit: their calls within the last minute, and the limit. O(users)."""
+        counts = self._users.counts().items()
+        found = [(user, calls, self._own.get(user, self.limits.user)) for user, calls in counts]
+        return sorted(found, key=lambda row: (-row[1] / (row[2] or inf), -row[1], row[0]))[:most]
 
     def _tick(self, now_s: float) -> None:
         self._now_s = max(self._now_s, now_s)
@@ -201,33 +287,39 @@ class Throttle:
     def _app_key(self, name: Interaction) -> tuple[str, str]:
         return ("" if self.limits.app_total else name.client, name.app)
 
-    def _refusal(self, name: Interaction, pressure: float) -> Refusal | None:
-        earlier = self._siblings.get(name)
+    def _refusal(
+        self, name: Interaction, pressure: float, own: tuple[int | None, int | None]
+    ) -> Refusal | None:
+        earlier = None if self.always else self._siblings.get(name)
         if earlier is not None and earlier[0] > self._now_s:
             until_s, first = earlier
             return Refusal(first.code, max(LEAST_RETRY_S, until_s - self._now_s), first.reason)
-        found = self._over(name, pressure)
-        if found is not None and name.id:
+        found = self._over(name, pressure, own)
+        if found is not None and name.id and not self.always:
             self._siblings[name] = self._now_s + found.retry_after_s, found
             self._siblings.move_to_end(name)
-            if len(self._siblings) > MOST_REFUSED:
+            if len(self._siblings) > MOST_REMEMBERED:
                 self._siblings.popitem(last=False)
         return found
 
-    def _over(self, name: Interaction, pressure: float) -> Refusal | None:
+    def _over(self, name: Interaction, pressure: float, own: tuple[int | None, int | None]) -> Refusal | None:
         # With "arrivals" this call has been counted already: it may be the last one within the limit.
         more = 1 if self.counts == "arrivals" else 0
-        loaded = f"the cluster is overloaded (pressure {pressure:.2f})"
-        if (most := self.limits.user) is not None:
-            opens_s = self._users.opens_s(name.client, most + more)
+        loaded = "" if self.always else f"the cluster is overloaded (pressure {pressure:.2f}), and "
+        of_user = self.limits.user if own[0] is None else own[0]
+        if of_user is not None:
+            opens_s = self._users.opens_s(name.client, of_user + more)
             if opens_s > self._now_s:
-                reason = f"{loaded}, and this client has had its {most} calls a minute"
+                had = self._users.count_of(name.client)
+                reason = f"{loaded}this client has had {had} calls within a minute; its limit is {of_user}"
                 return Refusal("throttled_user", self._wait_s(opens_s), reason)
-        if (most := self.limits.of_app(name.app)) is not None:
-            opens_s = self._apps.opens_s(self._app_key(name), most + more)
+        of_app = self.limits.of_app(name.app) if own[1] is None else own[1]
+        if of_app is not None:
+            opens_s = self._apps.opens_s(self._app_key(name), of_app + more)
             if opens_s > self._now_s:
                 whose = "this app" if self.limits.app_total else "this client in this app"
-                reason = f"{loaded}, and {whose} has had {most} calls a minute"
+                had = self._apps.count_of(self._app_key(name))
+                reason = f"{loaded}{whose} has had {had} calls within a minute; the limit is {of_app}"
                 return Refusal("throttled_app", self._wait_s(opens_s), reason)
         return None
 

@@ -105,7 +105,11 @@ class Vtc(Policy):
 
     def turns(self) -> Mapping[str, bool]:
         """One client has its turn: that with the smallest counter."""
-        return self._turns.changes(self._turn.first())
+        return self._turns.changes(self._next())
+
+    def _next(self) -> str | None:
+        """Whose request goes next."""
+        return self._turn.first()
 
     def bound(self, input_units: float, output_units: float) -> float | None:
         """2·max(w_p·L_input, w_q·M) / min weight (Theorem 4.4), if an output token is not cheaper than an input token.

@@ -59,6 +59,14 @@ class Sliding(Generic[Key]):
         self._prune(times_s)
         return times_s[-limit] + MINUTE_S if len(times_s) >= limit else -inf
 
+    def count_of(self, key: Key) -> int:
+        """How many requests of `key` count now."""
+        times_s = self._times_s.get(key)
+        if times_s is None:
+            return 0
+        self._prune(times_s)
+        return len(times_s)
+
     def counts(self) -> Mapping[Key, int]:
         for times_s in self._times_s.values():
             self._prune(times_s)

@@ -17,7 +17,6 @@ from dataclasses import replace
 from sglang_fair.common.files import read_json
 from sglang_fair.common.processes import die_with_supervisor
 from sglang_fair.common.service_keys import replica_key
-from sglang_fair.core.cost import make_cost
 from sglang_fair.engines import cpu
 from sglang_fair.engines.emulated import settings as emulated
 from sglang_fair.models.catalog import EMULATED, ServedModel, find
@@ -59,7 +58,7 @@ def emulation(options: Replica) -> Emulation | None:
 
 def server_arguments(options: Replica, model: ServedModel) -> list[str]:
     """SGLang's command line for these options. ValueError for an unknown policy or cost."""
-    from sglang_fair.overlay.config import SERVER_POLICIES, SETTINGS, STOCK_POLICIES, server_name
+    from sglang_fair.overlay.config import SERVER_POLICIES, SETTINGS, STOCK_POLICIES, check, read, server_name
 
     stock = options.policy.removeprefix("sglang:")
     if options.policy.startswith("sglang:"):
@@ -73,7 +72,12 @@ def server_arguments(options: Replica, model: ServedModel) -> list[str]:
                 f"unknown policy {options.policy!r}; there are {', '.join(SERVER_POLICIES.values())}, "
                 "and sglang:NAME for SGLang's own"
             )
-    make_cost(options.cost or "linear", options.extend_weight, options.output_weight, read=read_json)
+    fair = {
+        name: json.dumps(dict(value)) if setting.is_mapping else str(value)
+        for name, setting in SETTINGS.items()
+        if (value := getattr(options, name)) is not None
+    }
+    check(read({SETTINGS[name].variable: text for name, text in fair.items()}), policy)
     arguments = [
         "--model-path", model.path,
         "--served-model-name", model.served_name,
@@ -85,10 +89,8 @@ def server_arguments(options: Replica, model: ServedModel) -> list[str]:
         "--enable-cache-report",
         "--log-level-http", "warning",
     ]  # fmt: skip
-    for setting in SETTINGS.values():
-        value = getattr(options, setting.field)
-        if value is not None:
-            arguments += [setting.argument, json.dumps(dict(value)) if setting.is_mapping else str(value)]
+    for name, text in fair.items():
+        arguments += [SETTINGS[name].argument, text]
     if options.kv_port is not None:
         events = {
             "publisher": "zmq",
@@ -98,6 +100,11 @@ def server_arguments(options: Replica, model: ServedModel) -> list[str]:
             "replay_endpoint": f"tcp://{options.host}:{options.kv_port + 1}",
         }
         arguments += ["--kv-events-config", json.dumps(events)]
+    if options.load_port is not None:
+        if options.kv_port is None:
+            raise ValueError("--load-port needs --kv-port")
+        # SGLang takes no other address for this than all of them.
+        arguments += ["--load-publish-endpoint", f"tcp://*:{options.load_port}"]
     kv_tokens, max_running = options.kv_tokens, options.max_running
     if emulates := emulation(options):
         emulates.make_cost(read_json)
@@ -172,7 +179,7 @@ def serve(options: Replica) -> int:
 
 def _refuse_taken_ports(options: Replica) -> None:
     ports = [options.port, *((options.kv_port, options.kv_port + 1) if options.kv_port is not None else ())]
-    for port in ports:
+    for port in (*ports, *((options.load_port,) if options.load_port is not None else ())):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:

@@ -11,13 +11,15 @@ from dataclasses import dataclass, field, replace
 
 from sglang_fair.common.files import read_json
 from sglang_fair.common.identity import DEFAULT_ORDER, MAX_NAME_CHARS, bounded
+from sglang_fair.common.interaction import Apps, make_apps
 from sglang_fair.common.weights import MOST_WEIGHT, Weights
 from sglang_fair.core import POLICIES
 from sglang_fair.core import options as policy_options
 from sglang_fair.core.cost import Cost, Linear, describe, make_cost
 from sglang_fair.core.payers import FIRST, make_payers
-from sglang_fair.core.policy import DEFAULT_QUANTUM, Policy, checked_quantum
+from sglang_fair.core.policy import Policy, checked_quantum
 from sglang_fair.core.steps import DEFAULT_STALL_MS, checked_stall_ms, checked_target_tpot_ms
+from sglang_fair.overlay import normal
 from sglang_fair.settings.setting import Setting, help_text, settings_of
 from sglang_fair.settings.table import METRICS_CLIENTS, Fairness
 
@@ -49,7 +51,8 @@ POLICY_VARIABLE = "SGLANG_FAIR_POLICY"
 class Config:
     """Settings as the scheduler uses them."""
 
-    quantum: float = DEFAULT_QUANTUM
+    quantum: float | None = None
+    """None: the policy's own."""
     options: str = ""
     """The policy's own, as they were written; which there are depends on the policy."""
     cost: Cost = field(default_factory=Linear)
@@ -61,6 +64,9 @@ class Config:
     identity: tuple[str, ...] = DEFAULT_ORDER
     cache_share: bool = False
     metrics_clients: int = METRICS_CLIENTS
+    normal: str | None = None
+    """The file of what is normal (`overlay.normal`)."""
+    apps: Apps = field(default_factory=Apps)
 
     def policy(self, name: str) -> Policy:
         """A new policy object. ValueError for an unknown name, an option that it has not, or a bad value."""
@@ -114,7 +120,7 @@ def read(environ: Mapping[str, str] = os.environ) -> Config:
     make_payers(payer := given.get("payer", FIRST))
     stall_ms = checked_stall_ms(given.get("stall_ms", Config.stall_ms))
     return Config(
-        quantum=checked_quantum(given.get("quantum", Config.quantum)),
+        quantum=checked_quantum(given["quantum"]) if "quantum" in given else None,
         options=given.get("policy_options", ""),
         cost=make_cost(
             given.get("cost", Linear.name),
@@ -129,6 +135,8 @@ def read(environ: Mapping[str, str] = os.environ) -> Config:
         identity=read_identity(environ),
         cache_share=given.get("cache_share", "off") == "on",
         metrics_clients=given.get("metrics_clients", METRICS_CLIENTS),
+        normal=given.get("normal"),
+        apps=make_apps(read_json(path), path) if (path := given.get("apps")) else Apps(),
     )
 
 
@@ -176,7 +184,10 @@ def adopt_arguments(arguments: argparse.Namespace, environ: MutableMapping[str, 
 def check(config: Config, chosen: str | None) -> Config:
     """`config`, if the policy `chosen` by --schedule-policy can run with it; ValueError otherwise."""
     if chosen is not None and chosen in SERVER_POLICIES:
-        config.policy(SERVER_POLICIES[chosen])
+        policy = config.policy(SERVER_POLICIES[chosen])
+        policy_options.check_together(policy, config.cost, config.payer)
+        if config.normal is not None:
+            normal.restore(policy, config.normal)
     elif config.options:
         raise ValueError(f"--fair-options are for a fair policy; {chosen} is SGLang's own")
     return config

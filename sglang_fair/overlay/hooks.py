@@ -177,6 +177,7 @@ def init_schedule_policy(original: Callable[..., None], scheduler: Any) -> None:
         sees_all=get_disagg().disaggregation_mode == DisaggregationMode.NULL.value,
         steps_in_order=get_parallel().pp_size == 1 and not scheduler.enable_pdmux,
         overlaps=scheduler.enable_overlap,
+        leads=_leads(get_parallel()),
     )
     scheduler.policy = (FairSchedulePolicy if ours is not None else BookkeepingPolicy)(
         scheduler.schedule_policy,

@@ -2,7 +2,8 @@
 
 They travel in `sampling_params.custom_params`, which survives every endpoint, streaming, batches and n > 1. A `fair`
 entry in a client's own body is dropped: only the server says who a client is, and which requests are its own. A
-client's weight and cache group are believed where its name is the gateway's.
+client's weight and cache group, and the number of a call in its interaction, are believed where its name is the
+gateway's.
 """
 
 import sys
@@ -13,25 +14,16 @@ from sglang_fair.common.caller import HEADER_WEIGHT, read_weight, salted
 from sglang_fair.common.identity import (
     ANONYMOUS,
     API_KEY,
-    HEADER_APP,
     HEADER_ATTEMPT,
+    HEADER_CALL,
     HEADER_CLIENT,
-    HEADER_INTERACTION,
-    HEADER_STAGE,
     announced,
     bounded,
     identify,
 )
+from sglang_fair.common.interaction import part_of, read_call
 from sglang_fair.overlay import config
 from sglang_fair.overlay.replica import CUSTOM_PARAMS_KEY
-
-CARRIED_HEADERS = {
-    "app": HEADER_APP,
-    "interaction": HEADER_INTERACTION,
-    "stage": HEADER_STAGE,
-    "attempt": HEADER_ATTEMPT,
-}
-"""Headers that are carried with the client's name: for policies that know applications, and for the record."""
 
 
 def carry_client(obj: Any, request: Any) -> None:
@@ -45,9 +37,12 @@ def carry_client(obj: Any, request: Any) -> None:
             carried["weight"], carried["weight_version"] = told
         carried["client"] = identify(request.headers, user, order)
         carried |= announced(request.headers)
-        for key, header in CARRIED_HEADERS.items():
-            if header in request.headers:
-                carried[key] = bounded(request.headers[header])
+        part = part_of(request.headers, metadata_of(request))
+        carried |= {key: value for key, value in part._asdict().items() if value}
+        if HEADER_ATTEMPT in request.headers:
+            carried["attempt"] = bounded(request.headers[HEADER_ATTEMPT])
+        if believed and (call := read_call(request.headers.get(HEADER_CALL, ""))) is not None:
+            carried["call"] = call
         if is_health_check(request):
             carried["system"] = True
     if not believed:
@@ -96,7 +91,17 @@ def is_health_check(request: Any) -> bool:
 
 
 def user_of(request: Any) -> str | None:
-    """The OpenAI `user` field, from the body that the server has already parsed."""
-    body = getattr(request, "_json", None)
-    user = body.get("user") if isinstance(body, dict) else None
+    """The OpenAI `user` field."""
+    user = _body(request).get("user")
     return user if isinstance(user, str) else None
+
+
+def metadata_of(request: Any) -> Any:
+    """The OpenAI `metadata` field, whatever it is."""
+    return _body(request).get("metadata")
+
+
+def _body(request: Any) -> Mapping[str, Any]:
+    """What the server has already parsed."""
+    body = getattr(request, "_json", None)
+    return body if isinstance(body, dict) else {}

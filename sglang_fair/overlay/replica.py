@@ -15,6 +15,7 @@ SGLang says (`guarded`).
 import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial, wraps
 from hashlib import blake2b
 from heapq import nlargest
@@ -24,7 +25,9 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.common import match_kv_cache
 
 from sglang_fair.common.identity import ANONYMOUS
+from sglang_fair.common.interaction import Apps
 from sglang_fair.core.admission import BLOCK_TOKENS, Admission, Match, samples
+from sglang_fair.core.interactions import Interaction, Interactions
 from sglang_fair.core.job import Job
 from sglang_fair.core.ledger import SYSTEM
 from sglang_fair.core.options import shown
@@ -34,7 +37,7 @@ from sglang_fair.core.record import Outcome, Record
 from sglang_fair.core.steps import Step, StepTimes, make_steps
 from sglang_fair.core.waits import BATCH, PROMPTS
 from sglang_fair.metrics.replica import ReplicaCounts
-from sglang_fair.overlay import tree_core
+from sglang_fair.overlay import normal, tree_core
 from sglang_fair.overlay.config import Config
 from sglang_fair.overlay.counts import BatchRow
 
@@ -73,7 +76,8 @@ class ReplicaFairness:
     `generates`: the model emits tokens. An embedding model does not, though SGLang notes one for each request.
     `sees_all`: every request joins the waiting queue by way of `arrive`.
     `steps_in_order`: one step is computed after the other, so that each one's time can be told. Otherwise prompts go
-    first, whoever runs. `overlaps`: a step is formed before the results of the last one are in.
+    first, whoever runs. `overlaps`: a step is formed before the results of the last one are in. `leads`: of the ranks
+    that decide the same, it is the one that writes what was learnt.
     """
 
     def __init__(
@@ -87,6 +91,7 @@ class ReplicaFairness:
         sees_all: bool = True,
         steps_in_order: bool = True,
         overlaps: bool = False,
+        leads: bool = True,
     ) -> None:
         self.config = config
         self.orders = orders
@@ -114,7 +119,10 @@ class ReplicaFairness:
                 "have no effect"
             )
         self._counts = ReplicaCounts(config.metrics_clients)
+        self._normal = normal.NormalFile(config.normal) if config.normal is not None and leads else None
         self._begin()
+        if config.normal is not None:
+            normal.restore(self.queue.policy, config.normal)
         self.now_s = 0.0
         """The time of this iteration (`clock.Clock`); whatever is decided in it, is decided by this."""
         self._times = StepTimes()
@@ -129,6 +137,10 @@ class ReplicaFairness:
         self.queue.reweighed.append(partial(tree_core.reweigh, self._tree_cache))
         self._requests: dict[str, Any] = {}
         """SGLang's requests, by the ids of their jobs."""
+        self._interactions = Interactions()
+        """Those whose calls no gateway has numbered."""
+        self._numbered: set[str] = set()
+        """Ids of the jobs of such calls."""
         self._given_tokens: dict[str, int] = {}
         """Output that a request had when it was entered, by the id of its job."""
 
@@ -136,9 +148,12 @@ class ReplicaFairness:
         """Give the books up after an error in `where`, which is being handled. What was charged stays in the ledger;
         the policy starts as at the start of the server, and every request is entered when it is next seen."""
         self._corrected("%s failed, and the books begin anew", where, trace=True)
-        ledger = self.queue.account.ledger
+        ledger, old = self.queue.account.ledger, self.queue.policy
         self._begin()
         self.queue.account.ledger = ledger
+        with suppress(Exception):  # what was learnt may be what is broken
+            if (learnt := old.learnt()) is not None:
+                self.queue.policy.recall(learnt)
 
     def _corrected(self, what: str, *args: object, trace: bool = False) -> None:
         self.corrections += 1
@@ -152,6 +167,9 @@ class ReplicaFairness:
             self._admission.step(duration_s, step.extended, decoded=int(step.decoded), requests=step.requests)
         self.now_s = now_s
         self._admission.tick(now_s)
+        self._interactions.tick(now_s)
+        if self._normal is not None:
+            self._normal.tick(self.queue.policy, now_s, is_busy=self.is_busy())
 
     def runs(self) -> None:
         """A batch is launched."""
@@ -178,7 +196,7 @@ class ReplicaFairness:
         """
         if not self.orders or request.to_finish or self._job(request) is not None:
             return None
-        reason = self._admission.refuses(job_of(request))
+        reason = self._admission.refuses(job_of(request, self.config.apps))
         self._refused += reason is not None
         return reason
 
@@ -231,8 +249,11 @@ class ReplicaFairness:
         """`request` waits from now on."""
         job = self._job(request)
         if job is None:
-            job = job_of(request)
+            job = job_of(request, self.config.apps)
             job.id, job.arrived_s = self._free_id(request.rid), self.now_s
+            if not job.call:
+                self._numbered.add(job.id)
+                job.call = self._interactions.accept(_interaction(job))
             self._requests[job.id] = request
             if request.output_ids:  # the books are younger than it is
                 self._given_tokens[job.id] = len(request.output_ids)
@@ -457,8 +478,12 @@ class ReplicaFairness:
         self._forget(job)
 
     def _forget(self, job: Job) -> None:
-        del self._requests[job.id]
+        request = self._requests.pop(job.id)
         self._given_tokens.pop(job.id, None)
+        if job.id in self._numbered:
+            self._numbered.remove(job.id)
+            is_answered = job.is_last and _outcome(request) == "finished"
+            self._interactions.end(_interaction(job), is_answered=is_answered)
 
     def _job(self, request: Any) -> Job | None:
         """The job of `request`; None if it is not in the books."""
@@ -538,13 +563,15 @@ def largest(held: Mapping[str, float]) -> dict[str, int]:
     return {client: round(held[client]) for client in nlargest(MOST_SHOWN, held, key=held.__getitem__)}
 
 
-def job_of(request: Any) -> Job:
-    """A new request as a job, with what the HTTP side noted about its sender."""
+def job_of(request: Any, apps: Apps) -> Job:
+    """A new request as a job, with what the HTTP side noted about its sender. `apps` says which applications it may
+    name. `call` is 0 if no gateway has numbered it."""
     carried = (request.sampling_params.custom_params or {}).get(CUSTOM_PARAMS_KEY)
     said = carried if isinstance(carried, dict) else {}
+    client = said.get("client", ANONYMOUS)
     return Job(
         id=request.rid,
-        client=said.get("client", ANONYMOUS),
+        client=client,
         prompt_tokens=len(request.origin_input_ids),
         max_output_tokens=request.sampling_params.max_new_tokens or 0,
         system=said.get("system") is True,
@@ -553,4 +580,13 @@ def job_of(request: Any) -> Job:
         weight=said.get("weight"),
         weight_version=said.get("weight_version", 0),
         attempt=said.get("attempt", ""),
+        app=apps.of(client, said.get("app", "")),
+        interaction=said.get("interaction", ""),
+        stage=said.get("stage", ""),
+        is_last=said.get("is_last", False),
+        call=said.get("call", 0),
     )
+
+
+def _interaction(job: Job) -> Interaction:
+    return Interaction(job.client, job.app, job.interaction)

@@ -14,7 +14,6 @@ from typing import Annotated
 
 from sglang_fair.common.identity import DEFAULT_ORDER
 from sglang_fair.core.payers import FIRST, RULES
-from sglang_fair.core.policy import DEFAULT_QUANTUM
 from sglang_fair.core.steps import DEFAULT_STALL_MS
 from sglang_fair.settings.setting import About
 from sglang_fair.sim.gpus import GPUS
@@ -85,11 +84,15 @@ class Fairness:
         ),
     ] = "dlpm"
     quantum: Annotated[
-        float,
+        float | None,
         About(
-            "Quantum per client of DLPM (Q^u) and DRR.", unit="service units", metavar="UNITS", fair="quantum"
+            "Quantum per client of DLPM (Q^u) and DRR; of wsc-dlpm in average calls.",
+            unit="service units",
+            metavar="UNITS",
+            unset="2000, and 2 average calls for wsc-dlpm",
+            fair="quantum",
         ),
-    ] = DEFAULT_QUANTUM
+    ] = None
     policy_options: Annotated[
         str,
         About(
@@ -171,6 +174,26 @@ class Fairness:
             fair="cache-share",
         ),
     ] = "off"
+    normal: Annotated[
+        str | None,
+        About(
+            "Where wsc and wsc-dlpm keep what a call of each application normally needs: read at the start, and "
+            "written every minute. A cluster adds the replica's name.",
+            metavar="FILE",
+            unset="learnt anew after each start",
+            fair="normal",
+            flag="--fair-normal",
+        ),
+    ] = None
+    apps: Annotated[
+        str | None,
+        About(
+            "Which applications each client may name, as JSON: client to list. Any other one counts as (other).",
+            metavar="FILE",
+            unset="any",
+            fair="apps",
+        ),
+    ] = None
     identity: Annotated[
         str | None,
         About(
@@ -232,6 +255,9 @@ class Access:
     ] = None
 
 
+THROTTLES = ("none", "oit", "rpm")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Tracing:
     """Spans of requests, for OpenTelemetry."""
@@ -248,7 +274,30 @@ class Tracing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cluster(Tracing, Access, Fairness, Engine):
+class Throttling:
+    """Whom the router refuses."""
+
+    throttle: Annotated[
+        str,
+        About(
+            "Which calls are refused. oit: first calls of interactions beyond a limit, while all replicas are "
+            "overloaded; rpm: all calls beyond it, always.",
+            choices=THROTTLES,
+        ),
+    ] = "none"
+    limits: Annotated[
+        str | None,
+        About(
+            'Calls a minute of one client, as JSON: {"user": 60, "apps": {"chat": 30, "*": 60}} (sglang-fair limits '
+            "makes one from records); POST /limits replaces it.",
+            metavar="FILE",
+            unset="none but those of the tenants' file",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster(Tracing, Access, Throttling, Fairness, Engine):
     """Start replicas, router and gateway on this machine, and keep them running until Ctrl-C."""
 
     replicas: Annotated[int, About("SGLang servers to start.", at_least=1)] = 2
@@ -346,6 +395,15 @@ class Replica(Fairness, Engine):
         ),
     ] = None
     page_size: Annotated[int, About("Size of a block of the cache.", unit="tokens", at_least=1)] = 16
+    load_port: Annotated[
+        int | None,
+        About(
+            "Publish on this port, of every address of the machine, how full the KV pool is and how much waits; "
+            "needs --kv-port.",
+            metavar="PORT",
+            unset="not published",
+        ),
+    ] = None
     kv_tokens: Annotated[
         int | None,
         About("Size of the KV pool.", unit="tokens", unset="SGLang's choice on a GPU, 24576 on a CPU"),
@@ -361,7 +419,7 @@ class Replica(Fairness, Engine):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Router:
+class Router(Throttling):
     """Run the router alone: it decides which replica serves each request. Gateways and the cluster connect to it."""
 
     bind: Annotated[str, About("Where peers connect; port * takes a free one.", metavar="tcp://HOST:PORT")]
@@ -371,7 +429,7 @@ class Router:
     worker: Annotated[
         tuple[str, ...],
         About(
-            "A replica: NAME,http=URL[,kv=ADDRESS][,replay=ADDRESS][,capacity=NUMBER]. Repeatable.",
+            "A replica: NAME,http=URL[,kv=ADDRESS][,replay=ADDRESS][,load=ADDRESS][,capacity=NUMBER]. Repeatable.",
             metavar="SPEC",
         ),
     ] = ()
@@ -531,6 +589,14 @@ class Gateway(Tracing, Access, Limits):
             metavar="PLACES",
         ),
     ] = ",".join(DEFAULT_ORDER)
+    apps: Annotated[
+        str | None,
+        About(
+            "Which applications each client may name, as JSON: client to list. Any other one counts as (other).",
+            metavar="FILE",
+            unset="any",
+        ),
+    ] = None
     metrics_clients: Annotated[
         int,
         About(

@@ -20,6 +20,13 @@ class SimRequest(NamedTuple):
     weight: float | None = None
     """Its client's, as in `Job`."""
     weight_version: int = 0
+    app: str = ""
+    interaction: str = ""
+    stage: str = ""
+    is_last: bool = False
+    call: int = 1
+    system_tokens: int = 0
+    """These six as in `Job`."""
 
 
 class Progress(NamedTuple):

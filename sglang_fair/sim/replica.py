@@ -166,6 +166,16 @@ class Replica:
         """What its last requests waited for."""
         return self._admission.record
 
+    def load(self) -> tuple[int, int, int]:
+        """What SGLang reports of its load: tokens of the pool that requests use, uncached tokens that wait, and the
+        pool's size. O(waiting)."""
+        page_tokens = self.settings.page_tokens
+        free = self._pool.free_pages + self.cache.evictable_tokens // page_tokens
+        waiting = sum(max(0, job.prompt_tokens - job.prefix_tokens) for job in self.queue.jobs())
+        if self._chunked is not None:
+            waiting += self._chunked.length - self._chunked.computed
+        return (self.settings.pages - free) * page_tokens, waiting, self.settings.pages * page_tokens
+
     @property
     def next_s(self) -> float:
         """When `advance` is to be called; inf while nothing runs and nobody waits."""
@@ -560,6 +570,12 @@ class Replica:
             unblocks=request.unblocks,
             weight=request.weight,
             weight_version=request.weight_version,
+            app=request.app,
+            interaction=request.interaction,
+            stage=request.stage,
+            is_last=request.is_last,
+            call=request.call,
+            system_tokens=request.system_tokens,
         )
         limit = max(1, min(request.output_tokens, most)) if fits else 0
         return Task(request, job, prompt_tokens, limit, request.tokens, prompt_tokens)

@@ -87,7 +87,8 @@ def test_they_reach_each_replicas_server() -> None:
         assert words[words.index("--fair-options") + 1] == "limit=5,excess=delay"
 
 
-def test_every_setting_of_fairness_reaches_sglang_s_server() -> None:
+def test_every_setting_of_fairness_reaches_sglang_s_server(tmp_path: Path) -> None:
+    (apps := tmp_path / "apps.json").write_text("{}")
     given = {
         "--fair-quantum": "500.0",
         "--fair-options": "patience=3",
@@ -101,6 +102,8 @@ def test_every_setting_of_fairness_reaches_sglang_s_server() -> None:
         "--fair-identity": "user,key",
         "--fair-cache-share": "on",
         "--fair-metrics-clients": "7",
+        "--fair-normal": str(tmp_path / "normal.json"),
+        "--fair-apps": str(apps),
     }
     assert set(given) == {setting.argument for setting in SETTINGS.values()}, "a setting without a value here"
     flags = {setting.argument: setting.flag for setting in SETTINGS.values()}

@@ -160,7 +160,7 @@ def test_the_user_s_limit_is_looked_at_first() -> None:
     found = throttle.judge(Interaction("a", "chat", "3"), ["r0"], 1.0)
     assert isinstance(found, Refusal)
     assert (found.code, found.retry_after_s) == ("throttled_user", 59.0)
-    assert "2 calls a minute" in found.reason
+    assert "its limit is 2" in found.reason
     throttle.limits = Limits(None, {"chat": 2})
     found = throttle.judge(Interaction("a", "chat", "4"), ["r0"], 1.0)
     assert isinstance(found, Refusal)
@@ -223,7 +223,7 @@ def test_a_hundred_thousand_refused_ids_take_bounded_memory() -> None:
     for id in range(120_000):
         throttle.judge(Interaction("a", "chat", str(id)), ["r0"], 0.0)
     assert len(throttle._siblings) == 100_000
-    assert throttle.nearest() == [("a", 1)]
+    assert throttle.nearest() == [("a", 1, 1)]
 
 
 def test_overload_begins_high_and_ends_low() -> None:

@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_fair.core import make_policy
+from sglang_fair.core.cost import make_cost
 from sglang_fair.core.interactions import Interaction, Interactions
 from sglang_fair.core.job import Job
+from sglang_fair.core.options import check_together, parse, shown
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.wsc import Wsc
 
@@ -228,6 +230,95 @@ def test_dlpm_with_normalised_charges_keeps_its_bound() -> None:
 
 
 def test_bad_settings() -> None:
-    for bad in ({"lead": -1.0}, {"lead": float("nan")}, {"spread": 0.5}, {"charge_when": "never"}):
+    for bad in (
+        {"lead": -1.0},
+        {"lead": float("nan")},
+        {"spread": 0.5},
+        {"charge": "never"},
+        {"input_price": 0.0},
+        {"output_price": -1.0},
+        {"system_price": inf},
+    ):
         with pytest.raises(ValueError, match=next(iter(bad))):
             make_policy("wsc", **bad)  # type: ignore[arg-type]
+
+
+# ---- prices, options, what is learnt
+
+
+def charged(system_tokens: int, **options: object) -> float:
+    """What a policy counts, before the scale, for 60 prompt tokens of which 40 are computed and 5 output tokens."""
+    policy = make_policy("wsc", **options)
+    queue = FairQueue(policy)
+    queue.arrive(job := Job("1", "a", 60, 5, system_tokens=system_tokens))
+    queue.arrive(Job("2", "a", 1, 1))  # or its client would be forgotten
+    queue.admit(job, extend_tokens=30, cached_tokens=20)
+    queue.account.extend(job, 10)
+    queue.account.emit_each([job], 2)
+    queue.account.emit(job, 3)
+    queue.finish("1")
+    assert queue.account.ledger.usage("a").service == 40 + 2 * 5, "the books stay in plain units"
+    return policy.counters()["a"] / job.scale
+
+
+@pytest.mark.parametrize("charge", ["incremental", "on_finish"])
+def test_prices_are_the_policy_s_own(charge: str) -> None:
+    assert charged(0, charge=charge) == pytest.approx(40 + 2 * 5)
+    assert charged(0, charge=charge, input_price=3.0, output_price=1.0) == pytest.approx(3 * 40 + 5)
+    assert charged(30, charge=charge, literal=True) == pytest.approx(40 + 10 + 5), (
+        "10 of the 30 were not cached"
+    )
+    assert charged(55, charge=charge, system_price=0.0) == pytest.approx(40 - 35 + 2 * 5)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 2**20), st.sampled_from(["wsc", "wsc-dlpm"]))
+def test_with_prices_of_its_own_the_bound_holds(seed: int, name: str) -> None:
+    """The engine counts what clients received by 1 and 2 a token; here the policy's counters must stay together."""
+    policy = make_policy(name, input_price=0.5, output_price=3.0, quantum=2.0)
+    habits = {"a": Habit(open=3, calls=4, prompt=(1, 300)), "b": Habit(app="code")}
+    made = Engine(policy, habits, seed).run(200)  # type: ignore[arg-type]
+    bound = made.queue.account.bound()
+    assert bound is not None
+    assert made.worst_gap <= bound
+
+
+def test_a_weight_of_long_ago_loosens_the_bound_no_more_but_the_lead_stays() -> None:
+    policy = Wsc(lead=2.0)
+    policy.weights.set("a", 0.25)
+    assert policy.bound(1, 1) == 2 * 2 / 0.25 + 2 * 2.0
+    assert policy.recent_bound(1, 1) == 2 * 2 / policy.weights.smallest() + 2 * 2.0
+
+
+def test_what_was_learnt_goes_on_in_another_policy() -> None:
+    old, new = make_policy("wsc"), make_policy("wsc-dlpm")
+    assert not old.has_learnt()
+    for number in range(20):
+        job = Job(str(number), "a", app="chat", stage="plan")
+        job.extend_tokens, job.output_tokens = 50, 10
+        old.ended(job)
+    assert old.has_learnt()
+    new.recall(old.learnt())
+    assert not old.has_learnt()
+    assert new.scale(Job("x", "b", app="chat", stage="plan")) == pytest.approx(1 / 70)
+    for bad in (None, [], {"pairs": 3}, {"pairs": [], "apps": [], "all": {"calls": -1, "clients": []}}):
+        with pytest.raises(ValueError, match="normal"):
+            new.recall(bad)
+    assert new.scale(Job("x", "b", app="chat", stage="plan")) == pytest.approx(1 / 70)
+
+
+def test_costs_and_payers_that_do_not_go_with_it_are_refused() -> None:
+    for name in ("wsc", "wsc-dlpm"):
+        policy = make_policy(name)
+        check_together(policy, make_cost("linear:1,3"), "first")
+        with pytest.raises(ValueError, match="must be linear, not profiled"):
+            check_together(policy, make_cost("profiled"), "first")
+        with pytest.raises(ValueError, match="payer first"):
+            check_together(policy, make_cost("linear"), "equal")
+    check_together(make_policy("vtc"), make_cost("profiled"), "equal")
+
+
+def test_the_option_is_called_charge() -> None:
+    assert parse("wsc", "charge=on_finish,lead=inf") == {"charge": "on_finish", "lead": inf}
+    assert shown(make_policy("wsc", charge="on_finish"))["charge"] == "on_finish"
+    assert make_policy("wsc-dlpm").quantum == 2.0  # type: ignore[attr-defined]

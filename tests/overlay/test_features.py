@@ -279,6 +279,7 @@ class TestAnnouncements:
     def test_what_the_headers_say_reaches_the_policy(self) -> None:
         from types import SimpleNamespace
 
+        from sglang_fair.common.interaction import Apps
         from sglang_fair.overlay.identity import carry_client
         from sglang_fair.overlay.replica import job_of
 
@@ -287,5 +288,5 @@ class TestAnnouncements:
         carry_client(obj, SimpleNamespace(headers=headers, scope={}))
         assert obj.sampling_params["custom_params"]["mine"] == 1
         sampling = SimpleNamespace(**obj.sampling_params, max_new_tokens=9)
-        job = job_of(SimpleNamespace(rid="1", origin_input_ids=[1, 2], sampling_params=sampling))
+        job = job_of(SimpleNamespace(rid="1", origin_input_ids=[1, 2], sampling_params=sampling), Apps())
         assert (job.client, job.expected_output_tokens, job.unblocks) == ("me", 250, 3)

@@ -105,7 +105,7 @@ def test_the_table_of_placements_names_each_of_them():
 @every_policy
 def test_knobs_are_the_policys_with_their_defaults(name):
     policy = make_policy(name)
-    expected = {option: written(getattr(policy, option)) for option in options_of(name)}
+    expected = {option: written(value) for option, value in options.shown(policy).items()}
     if "quantum" in {field.name for field in fields(policy)}:
         expected["quantum"] = written(policy.quantum)
     if policy.weights is not None:

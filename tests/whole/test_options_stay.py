@@ -54,14 +54,14 @@ BENCHES = {
 DEFAULTS = {
     "cluster": {
         "replicas": 2, "device": "auto", "engine": "auto", "model": "default", "time_scale": 1.0, "policy": "dlpm",
-        "placement": "d2lpm-queue", "host": "127.0.0.1", "port": 8000, "quantum": 2000.0, "payer": "first",
+        "placement": "d2lpm-queue", "host": "127.0.0.1", "port": 8000, "quantum": None, "payer": "first",
         "stall_ms": 100.0, "target_tpot_ms": None,
         "worker_quantum": None, "extend_weight": None, "output_weight": None, "gateway_workers": 1,
         "log_level": "info", "start_timeout_s": None,
     },
     "replica": {
         "device": "cpu", "engine": "auto", "model": "default", "time_scale": 1.0, "host": "127.0.0.1",
-        "port": 30000, "name": "r0", "policy": "dlpm", "quantum": 2000.0, "policy_options": "", "payer": "first",
+        "port": 30000, "name": "r0", "policy": "dlpm", "quantum": None, "policy_options": "", "payer": "first",
         "stall_ms": 100.0, "target_tpot_ms": None,
         "cost": None, "extend_weight": None, "output_weight": None, "identity": None, "kv_port": None,
         "page_size": 16, "kv_tokens": None, "max_running": None,
