@@ -5,6 +5,7 @@ import signal
 import sys
 from contextlib import nullcontext
 from functools import partial
+from typing import cast
 
 import zmq
 
@@ -15,9 +16,12 @@ from router.events import LARGEST_CAPACITY, LEAST_CAPACITY, WorkerUp
 from router.http import listen, serving
 from router.placement import build, parameters, parse_value
 from router.shell import Shell
+from router.throttling import Kind, Throttling
+from sglang_fair.common.files import read_json
 from sglang_fair.common.pairs import split_pairs
 from sglang_fair.common.processes import die_with_parent
 from sglang_fair.common.weights import Weights
+from sglang_fair.core.throttle import make_rules
 from sglang_fair.settings import table
 from sglang_fair.settings.commands import Mistake
 from sglang_fair.settings.program import run_program
@@ -25,23 +29,27 @@ from sglang_fair.settings.setting import SettingError
 
 
 def worker(text: str) -> WorkerUp:
-    """`r0,http=URL[,kv=ADDRESS][,replay=ADDRESS][,capacity=NUMBER]` as an event. Raises SettingError."""
+    """`r0,http=URL[,kv=ADDRESS][,replay=ADDRESS][,load=ADDRESS][,capacity=NUMBER]` as an event. Raises SettingError."""
     name, _, rest = text.partition(",")
     try:
         values = dict(split_pairs(rest, "field"))
     except ValueError as error:
         raise _refused(f"worker {name}: {error}") from None
-    unknown = set(values) - {"http", "kv", "replay", "capacity"}
+    unknown = set(values) - {"http", "kv", "replay", "load", "capacity"}
     if not name or "=" in name or not values.get("http") or unknown or not all(values.values()):
-        raise _refused(f"{text!r} is not NAME,http=URL[,kv=ADDRESS][,replay=ADDRESS][,capacity=NUMBER]")
+        raise _refused(
+            f"{text!r} is not NAME,http=URL[,kv=ADDRESS][,replay=ADDRESS][,load=ADDRESS][,capacity=NUMBER]"
+        )
     if not values["http"].startswith(("http://", "https://")):
         raise _refused(f"worker {name}: http={values['http']} is no URL")
     if "replay" in values and "kv" not in values:
         raise _refused(f"worker {name}: replay= is of no use without kv=")
-    for key in ("kv", "replay"):
+    for key in ("kv", "replay", "load"):
         if key in values and "://" not in values[key]:
             raise _refused(f"worker {name}: {key}={values[key]} is no ZMQ address")
-    return WorkerUp(name, values["http"], values.get("kv"), values.get("replay"), _capacity(values))
+    return WorkerUp(
+        name, values["http"], values.get("kv"), values.get("replay"), _capacity(values), values.get("load")
+    )
 
 
 def _capacity(values: dict[str, str]) -> float:
@@ -91,11 +99,25 @@ def make_router(settings: table.Router) -> Router:
             page_size=settings.page_size,
             max_tree_tokens=settings.max_tree_tokens,
             shares=Weights(settings.client_weights) if settings.cache_share == "on" else None,
+            throttling=make_throttling(settings),
         )
     except SettingError:
         raise
     except ValueError as error:
         raise SettingError(str(error)) from None
+
+
+def make_throttling(settings: table.Throttling) -> Throttling:
+    """Raises SettingError."""
+    kind = cast(Kind, settings.throttle)
+    if settings.limits is None:
+        return Throttling(kind)
+    if kind == "none":
+        raise SettingError("--limits are for --throttle oit or rpm", "limits")
+    try:
+        return Throttling(kind, make_rules(read_json(settings.limits), f"--limits {settings.limits}"))
+    except ValueError as error:
+        raise SettingError(str(error), "limits") from None
 
 
 def check(settings: table.Router) -> None:

@@ -15,6 +15,8 @@ from dataclasses import fields, is_dataclass
 from math import isfinite
 from typing import assert_never
 
+import msgspec
+
 from router.events import (
     TOKEN_BYTES,
     Action,
@@ -28,6 +30,7 @@ from router.events import (
     Explained,
     Follow,
     Held,
+    Load,
     PeerGone,
     Place,
     Progress,
@@ -35,6 +38,7 @@ from router.events import (
     Refuse,
     Removed,
     Running,
+    SetLimits,
     Snapshot,
     Stored,
     Table,
@@ -49,8 +53,10 @@ from router.placement.outputs import ExpectedOutputs
 from router.radix import Hold, Match, RadixTree
 from router.record import PlacementRecord
 from router.shared_limit import SharedLimit
+from router.throttling import BAD_LIMITS, NO_THROTTLE, Throttling
 from router.workers import Flight, Worker, WorkerTable
 from sglang_fair.common.weights import Weights
+from sglang_fair.core.throttle import Refusal, make_rules
 
 MAX_LISTED_CLIENTS = 100
 """Clients in a snapshot."""
@@ -70,6 +76,7 @@ class Router:
 
     If a request ends before its worker's KV events have confirmed its prefix, the prefix is taken to be cached for
     `linger_s` more. `shares`: the clients' weights, if what they use is evicted from the tree fairly among them.
+    `throttling` refuses calls while the workers are overloaded; by default none.
     """
 
     def __init__(
@@ -81,6 +88,7 @@ class Router:
         max_tree_tokens: int = 8_000_000,
         linger_s: float = 1.0,
         shares: Weights | None = None,
+        throttling: Throttling | None = None,
     ) -> None:
         if not linger_s >= 0:
             raise ValueError(f"linger_s is {linger_s}: it cannot be negative")
@@ -110,6 +118,8 @@ class Router:
         """Requests that the placement holds, each with the peer that asked."""
         self._offered: list[Worker] = []
         """The workers among which each waiting request has one that it may go to."""
+        self._throttling = Throttling() if throttling is None else throttling
+        self._now_s = 0.0
         self._waiting_limit = SharedLimit(MAX_WAITING)
         self._matches: dict[str, Match] = {}
         """What the waiting requests match. Valid until the tree changes."""
@@ -117,6 +127,7 @@ class Router:
 
     def handle(self, event: Event, now_s: float, peer: bytes = b"") -> list[Action]:
         """The answers to `event`, which came from `peer` at `now_s`. Nothing that a peer sends makes it raise."""
+        self._now_s = now_s
         while self._lingering and self._lingering[0][0] <= now_s:
             self.tree.release(self._lingering.popleft()[1])
         self._matches.clear()
@@ -137,6 +148,8 @@ class Router:
                 self._done(event, now_s)
             case Stored() | Removed() | Cleared():
                 self._cache_changed(event)
+            case Load():
+                self._load(event, now_s)
             case Progress():
                 self._progress(event)
             case Running():
@@ -162,6 +175,8 @@ class Router:
                 return [(peer, Explained(event.id, found))]
             case Query():
                 return [(peer, Snapshot(event.id, self.state()))]
+            case SetLimits():
+                return [(peer, self._set_limits(event))]
             case _:
                 assert_never(event)
         return []
@@ -184,7 +199,9 @@ class Router:
         if known is not None:
             self._counts["asked again"] += 1
             if known.worker.takes_requests and known.worker.name not in event.exclude:
-                return Place(event.id, known.worker.name, known.worker.url, known.matched_tokens)
+                return Place(
+                    event.id, known.worker.name, known.worker.url, known.matched_tokens, known.request.call
+                )
             self._end(known, Done(event.id, outcome="failed"), now_s)
         if waiting is not None and waiting[0].exclude == event.exclude:
             self._counts["asked again"] += 1
@@ -194,8 +211,12 @@ class Router:
         allowed = self._workers.taking
         if event.exclude:
             allowed = [worker for worker in allowed if worker.name not in event.exclude]
-        request = self._request(event, event.exclude)
+        verdict = self._throttling.judge(event, self._workers.taking, now_s)
+        call = verdict if event.interaction and not isinstance(verdict, Refusal) else 0
+        request = self._request(event, event.exclude, call)
         self._record.came(request, event.request, now_s)
+        if isinstance(verdict, Refusal):
+            return self._refuse(event.id, verdict.reason, retry=True, now_s=now_s, throttled=verdict)
         if not allowed:
             return self._refuse(event.id, self._why_nobody(), retry=True, now_s=now_s)
         if self._holding is not None and not self._waiting_limit.take(event.client):
@@ -224,13 +245,34 @@ class Router:
         return "every worker that is up is excluded"
 
     def _refuse(
-        self, request: str, reason: str, *, retry: bool, is_full: bool = False, now_s: float | None = None
+        self,
+        request: str,
+        reason: str,
+        *,
+        retry: bool,
+        is_full: bool = False,
+        now_s: float | None = None,
+        throttled: Refusal | None = None,
     ) -> Refuse:
         """`now_s`: it is to be recorded."""
         self._counts["refused"] += 1
         if now_s is not None:
+            self._throttling.ended(request, now_s)
             self._record.refused(request, reason, now_s)
-        return Refuse(request, reason, retry, is_full)
+        if throttled is None:
+            return Refuse(request, reason, retry, is_full)
+        self._counts[throttled.code] += 1
+        return Refuse(request, reason, retry, code=throttled.code, retry_after_s=throttled.retry_after_s)
+
+    def _set_limits(self, event: SetLimits) -> Snapshot | Refuse:
+        if self._throttling.kind == "none":
+            reason = "the router was started without --throttle"
+            return Refuse(event.id, reason, retry=False, code=NO_THROTTLE)
+        try:
+            self._throttling.follow(make_rules(msgspec.json.decode(event.rules), "limits"))
+        except (ValueError, msgspec.MsgspecError, RecursionError) as error:
+            return Refuse(event.id, str(error), retry=False, code=BAD_LIMITS)
+        return Snapshot(event.id, self.state())
 
     def _place(
         self,
@@ -249,7 +291,7 @@ class Router:
         self._counts["placed"] += 1
         self._counts["input_tokens"] += request.input_tokens
         self._counts["predicted_tokens"] += matched_tokens
-        return Place(request.id, worker.name, worker.url, matched_tokens)
+        return Place(request.id, worker.name, worker.url, matched_tokens, request.call)
 
     def _begin(self, request: Request, worker: Worker, match: Match, peer: bytes, now_s: float) -> Flight:
         """Puts a request in flight. Nothing else does."""
@@ -261,7 +303,7 @@ class Router:
         flight.begin()
         return flight
 
-    def _request(self, event: Arrive | Running, exclude: tuple[str, ...] = ()) -> Request:
+    def _request(self, event: Arrive | Running, exclude: tuple[str, ...] = (), call: int = 0) -> Request:
         return Request(
             event.id,
             event.client,
@@ -271,6 +313,7 @@ class Router:
             self._outputs.of(event.client, event.max_output_tokens),
             event.namespace,
             exclude,
+            call,
         )
 
     def _hear(self, event: Arrive | Running) -> None:
@@ -293,6 +336,7 @@ class Router:
             return
         self._give_up(event.id)
         self._hear(event)
+        self._throttling.running(event, now_s)
         match = self.tree.match(event.tokens, event.namespace)
         request = self._request(event)
         self._record.told(request, worker, match, now_s)
@@ -368,6 +412,7 @@ class Router:
         assert self._holding is not None
         self._waiting_limit.give(waiting[0].client)
         self._holding.give_up(waiting[0])
+        self._throttling.ended(name, self._now_s)
         self._counts["given up"] += 1
         return True
 
@@ -421,6 +466,7 @@ class Router:
         request, worker = flight.request, flight.worker
         del self._flights[request.id]
         flight.end()
+        self._throttling.ended(request.id, now_s, is_served=done.outcome == "ok")
         self._record.ended(request.id, done.outcome, done.cached_tokens, now_s)
         if done.outcome == "failed":
             self.tree.release(flight.hold, served=False)
@@ -454,7 +500,7 @@ class Router:
     def _worker_up(self, event: WorkerUp, now_s: float) -> None:
         known = self._workers.get(event.worker)
         if known is not None and (known.url, known.kv) == (event.url, event.kv):
-            known.replay = event.replay
+            known.replay, known.load_address = event.replay, event.load
             self._workers.set_draining(known, False)
             if known.capacity != event.capacity:
                 known.capacity = event.capacity
@@ -480,6 +526,7 @@ class Router:
         while len(self._orphans) > _MAX_ORPHANS:
             self._orphans.popitem(last=False)
         self._workers.remove(name)
+        self._throttling.worker_gone(name)
         self._placement.worker_down(name)
         self.tree.remove_worker(name)
         self._counts["workers down"] += 1
@@ -499,6 +546,12 @@ class Router:
             self._counts["worker health ignored"] += 1
         elif self._workers.vote(peer, worker, ok=event.ok):
             self._health_changed(worker)
+
+    def _load(self, event: Load, now_s: float) -> None:
+        if event.worker in self._workers.by_name:
+            self._throttling.load(event, now_s)
+        else:
+            self._counts["load ignored"] += 1
 
     def _health_changed(self, worker: Worker) -> None:
         """A worker that did not answer may have restarted: what it caches is learnt anew."""
@@ -573,6 +626,7 @@ class Router:
                 "lingering": len(self._lingering),
                 **self.tree.counters(),
             },
+            "throttle": self._throttling.state(self._workers.taking, self._now_s),
             "counts": dict(sorted(counts.items())),
         }
 

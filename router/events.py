@@ -18,6 +18,7 @@ Outcome = Literal["ok", "aborted", "failed"]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 Weight = Annotated[float, msgspec.Meta(ge=1 / MOST_WEIGHT, le=MOST_WEIGHT)]
+Limit = Annotated[int, msgspec.Meta(ge=1)] | None
 
 
 class ProtocolError(ValueError):
@@ -50,6 +51,19 @@ class Arrive(Message, frozen=True):
     """Of that file: the latest says what holds."""
     request: str = ""
     """What its gateway calls the request, of which this is one attempt."""
+    app: str = ""
+    interaction: str = ""
+    stage: str = ""
+    last: bool = False
+    """These four as `common.interaction.Part` has them."""
+    attempt: Count = 0
+    """0 for the first one at a call. Further ones, and later parts of a stream, are the same call."""
+    begun: Count = 0
+    """How many calls of its interaction the gateway has seen accepted before."""
+    most_calls: Limit = None
+    app_calls: Limit = None
+    """The client's own limits while the cluster is overloaded, by the tenants' file: calls a minute in all, and of this
+    app. None: those for everybody."""
 
     def __post_init__(self) -> None:
         """Raises ValueError for an incomplete token id."""
@@ -80,7 +94,8 @@ Capacity = Annotated[float, msgspec.Meta(ge=LEAST_CAPACITY, le=LARGEST_CAPACITY)
 
 
 class WorkerUp(Message, frozen=True):
-    """Worker `worker` serves at `url` and publishes its KV events at `kv` and `replay`, if these are given.
+    """Worker `worker` serves at `url` and publishes its KV events at `kv` and `replay`, and how much it has to do at
+    `load`, if these are given.
 
     `capacity` is its speed relative to a worker of capacity 1; loads are divided by it.
     """
@@ -90,6 +105,7 @@ class WorkerUp(Message, frozen=True):
     kv: str | None = None
     replay: str | None = None
     capacity: Capacity = 1.0
+    load: str | None = None
 
 
 class WorkerDown(Message, frozen=True):
@@ -127,7 +143,12 @@ class Running(Message, frozen=True):
     output_tokens: Count = 0
     weight: Weight | None = None
     weight_version: int = 0
-    """Both as in `Arrive`."""
+    app: str = ""
+    interaction: str = ""
+    last: bool = False
+    """All as in `Arrive`."""
+    begun: Count = 0
+    """As in `Arrive`, this call included."""
 
     def __post_init__(self) -> None:
         """Raises ValueError for an incomplete token id."""
@@ -162,6 +183,26 @@ class Explain(Message, frozen=True):
     id: str
     request: str
     client: str | None = None
+
+
+class SetLimits(Message, frozen=True):
+    """An operator replaces the rules of throttling: `rules` is JSON, as `core.throttle.make_rules` reads it. The answer
+    is a `Snapshot`, or a `Refuse` that says what is wrong."""
+
+    id: str
+    rules: bytes
+
+
+class Load(Message, frozen=True):
+    """Of the `size_tokens` of its KV cache `worker` uses `used_tokens`, and `waiting_tokens` that are not cached wait.
+
+    Whatever the numbers are: the core counts and ignores those that cannot be.
+    """
+
+    worker: str
+    used_tokens: int
+    waiting_tokens: int
+    size_tokens: int
 
 
 class Stored(Message, frozen=True):
@@ -212,18 +253,23 @@ class Place(Message, frozen=True):
     worker: str
     url: str
     matched_tokens: int
+    call: Count = 0
+    """The number of the call in its interaction, from 1; 0: it names none."""
 
 
 class Refuse(Message, frozen=True):
     """Request `id` gets no worker because of `reason`. With `retry`, asking again later may succeed.
 
-    `is_full`: too many requests of its client are waiting.
+    `is_full`: too many requests of its client are waiting. `code`: the client is throttled, as
+    `core.throttle.Refusal` says, and may ask again after `retry_after_s`.
     """
 
     id: str
     reason: str
     retry: bool
     is_full: bool = False
+    code: str = ""
+    retry_after_s: Seconds | None = None
 
 
 class Held(Message, frozen=True):
@@ -289,16 +335,20 @@ PeerEvent = (
     | Follow
     | Query
     | Explain
+    | SetLimits
 )
 """What gateways and the supervisor may send."""
 
 CacheEvent = Stored | Removed | Cleared
 """What the router reads from the KV events of a replica."""
 
+ReplicaEvent = CacheEvent | Load
+"""What the router hears from replicas."""
+
 LinkEvent = PeerGone | Undelivered
 """What the router's own shell notices of its peers."""
 
-Event = PeerEvent | CacheEvent | LinkEvent
+Event = PeerEvent | ReplicaEvent | LinkEvent
 
 Answer = Place | Refuse | Held | Difference | Workers | Snapshot | Explained
 

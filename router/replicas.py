@@ -18,10 +18,11 @@ from dataclasses import dataclass
 
 import zmq
 
-from router.events import CacheEvent, Cleared, ProtocolError
+from router.events import CacheEvent, Cleared, Load, ProtocolError
 from router.wire import (
     END_OF_REPLAY,
     decode_kv_batch,
+    decode_load,
     decode_sequence,
     encode_sequence,
     published_s,
@@ -183,6 +184,42 @@ class Follower:
             self._published_s = max(self._published_s, batch.published_s)
             events += batch.events
         return events
+
+
+class LoadFeed:
+    """The socket to what one replica says of its load. Of what has come only the latest matters."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], worker: str, address: str) -> None:
+        """Connects. Raises `zmq.ZMQError` for a malformed address."""
+        self.address = address
+        self._worker = worker
+        self.socket = context.socket(zmq.SUB)
+        try:
+            for option, value in (
+                (zmq.LINGER, 0),
+                (zmq.RCVHWM, 1000),
+                (zmq.HEARTBEAT_IVL, 5_000),
+                (zmq.RECONNECT_IVL_MAX, RECONNECT_MS),
+            ):
+                self.socket.setsockopt(option, value)
+            self.socket.setsockopt(zmq.SUBSCRIBE, b"")
+            self.socket.connect(address)
+        except zmq.ZMQError:
+            self.close()
+            raise
+
+    def latest(self) -> Load | None:
+        """The latest load that has come, if any. Raises `ProtocolError` if it cannot be read."""
+        frames = None
+        try:
+            while True:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None if frames is None else decode_load(self._worker, frames)
+
+    def close(self) -> None:
+        """Calling it twice is harmless."""
+        self.socket.close(0)
 
 
 class Replica:

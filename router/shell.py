@@ -41,7 +41,7 @@ from router.events import (
     decode_event,
     encode,
 )
-from router.replicas import Replica
+from router.replicas import LoadFeed, Replica
 from router.wire import HEARTBEAT, HEARTBEAT_ANSWER
 
 log = logging.getLogger("router")
@@ -96,6 +96,7 @@ class Shell:
         self._replay_timeout_s = replay_timeout_s
         self._name = uuid.uuid4().hex
         self._replicas: dict[str, Replica] = {}
+        self._loads: dict[str, LoadFeed] = {}
         self._workers = Workers("", (), router=self._name)
         """As the peers were last told."""
         self._heard_s: dict[bytes, float] = {}
@@ -144,6 +145,9 @@ class Shell:
         for replica in self._replicas.values():
             replica.close()
         self._replicas.clear()
+        for feed in self._loads.values():
+            feed.close()
+        self._loads.clear()
         self._peers.close()
         self.context.term()
         self._waker.close()
@@ -193,6 +197,9 @@ class Shell:
                 self._drain(replica, replay)
             self._take(replica.follower.give_up_after(self._replay_timeout_s, self._clock()))
             self._ask_replay(replica)
+        for worker, feed in list(self._loads.items()):
+            if feed.socket in ready:
+                self._hear_load(worker, feed)
 
     def _drain_peers(self) -> bool:
         """Whether all has been read."""
@@ -245,6 +252,15 @@ class Shell:
                 self._note("kv event", f"worker {replica.follower.worker}: an event cannot be read")
             self._ask_replay(replica)
 
+    def _hear_load(self, worker: str, feed: LoadFeed) -> None:
+        try:
+            load = feed.latest()
+        except ProtocolError as error:
+            self._note("load", f"worker {worker}: {error}")
+            return
+        if load is not None:
+            self.tell(load)
+
     def _take(self, events: list[CacheEvent]) -> None:
         for event in events:
             self.tell(event)
@@ -257,7 +273,29 @@ class Shell:
             if replica.replay_socket is not None:
                 self._poller.register(replica.replay_socket, zmq.POLLIN)
 
+    def _follow_load(self, up: WorkerUp) -> None:
+        known = self._loads.get(up.worker)
+        if known is not None and known.address == up.load:
+            return
+        self._drop_load(up.worker)
+        if up.load is None:
+            return
+        try:
+            feed = LoadFeed(self.context, up.worker, up.load)
+        except zmq.ZMQError as error:
+            self._note("worker address", f"worker {up.worker}: {up.load}: {error}")
+            return
+        self._loads[up.worker] = feed
+        self._poller.register(feed.socket, zmq.POLLIN)
+
+    def _drop_load(self, worker: str) -> None:
+        feed = self._loads.pop(worker, None)
+        if feed is not None:
+            self._poller.unregister(feed.socket)
+            feed.close()
+
     def _follow(self, up: WorkerUp) -> None:
+        self._follow_load(up)
         known = self._replicas.get(up.worker)
         if known is not None and (known.kv, known.replay) == (up.kv, up.replay):
             return
@@ -294,6 +332,8 @@ class Shell:
         before, self._workers = self._workers, workers
         for worker in self._replicas.keys() - {up.worker for up in workers.workers}:
             self._drop(worker)
+        for worker in self._loads.keys() - {up.worker for up in workers.workers}:
+            self._drop_load(worker)
         for up in workers.workers:
             if up.worker in before.sick and up.worker not in workers.sick:
                 self._drop(up.worker)

@@ -2,6 +2,7 @@
 
 SGLang publishes a KV batch as the msgpack array `[ts, [event, ...], dp_rank]`, each event a map tagged with its `type`
 (`sglang/srt/disaggregation/kv_events.py`). An unreadable event is skipped and counted; the rest of its batch is used.
+How much a replica has to do comes as a `LoadStat` (`managers/scheduler_components/load_publisher.py`).
 """
 
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from router.events import CacheEvent, Cleared, ProtocolError, Removed, Stored
+from router.events import CacheEvent, Cleared, Load, ProtocolError, Removed, Stored
 
 GPU = "GPU"
 """The storage medium from whose blocks a request can start. Blocks on other media are not followed."""
@@ -59,6 +60,17 @@ class _Batch(msgspec.Struct, array_like=True, gc=False):
     events: list[msgspec.Raw]
 
 
+class LoadStat(msgspec.Struct, array_like=True, tag=True, gc=False):
+    """What a replica has to do, in tokens of its KV cache. SGLang appends fields that are not read here."""
+
+    num_running_reqs: int
+    num_waiting_reqs: int
+    num_tokens: int
+    max_total_num_tokens: int
+    attn_dp_rank: int | None = None
+    num_waiting_uncached_tokens: int = 0
+
+
 class KvBatch(msgspec.Struct, frozen=True, gc=False):
     """One published batch. `published_s` is by the replica's clock."""
 
@@ -70,6 +82,7 @@ class KvBatch(msgspec.Struct, frozen=True, gc=False):
 
 _BATCHES = msgspec.msgpack.Decoder(_Batch)
 _EVENTS = msgspec.msgpack.Decoder(BlockStored | BlockRemoved | AllBlocksCleared)
+_LOADS = msgspec.msgpack.Decoder(LoadStat)
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError, OverflowError)
 
 
@@ -138,6 +151,17 @@ def decode_kv_batch(worker: str, payload: bytes) -> KvBatch:
         if event is not None:
             events.append(event)
     return KvBatch(batch.ts, tuple(events), skipped)
+
+
+def decode_load(worker: str, frames: Sequence[bytes]) -> Load:
+    """The load in a message of `worker`, `[topic, number, load]`. Raises `ProtocolError` for anything else."""
+    if len(frames) != 3:
+        raise ProtocolError(f"a load has 3 frames, not {len(frames)}")
+    try:
+        stat = _LOADS.decode(frames[2])
+    except _UNREADABLE as error:
+        raise ProtocolError(f"not a load: {error}") from error
+    return Load(worker, stat.num_tokens, stat.num_waiting_uncached_tokens, stat.max_total_num_tokens)
 
 
 def _cache_event(worker: str, event: BlockStored | BlockRemoved | AllBlocksCleared) -> CacheEvent | None:

@@ -22,6 +22,8 @@ class Worker:
     kv: str | None
     replay: str | None
     capacity: float
+    load_address: str | None = None
+    """Where it says how much it has to do."""
     draining: bool = False
     sick_votes: set[bytes] = field(default_factory=set)
     """The peers that it does not answer."""
@@ -119,7 +121,7 @@ class WorkerTable:
     def add(self, up: WorkerUp) -> None:
         """A worker that was not up before."""
         assert up.worker not in self.by_name, up.worker
-        worker = Worker(up.worker, up.url, up.kv, up.replay, up.capacity)
+        worker = Worker(up.worker, up.url, up.kv, up.replay, up.capacity, up.load)
         # Ties go to the worker that was sent fewer tokens: a newcomer must not win all of them.
         worker.dispatched_tokens = min((other.dispatched_tokens for other in self), default=0)
         self.by_name = dict(sorted({**self.by_name, up.worker: worker}.items()))
@@ -153,7 +155,7 @@ class WorkerTable:
         """The answer to `Follow`."""
         return Workers(
             request_id,
-            tuple(WorkerUp(w.name, w.url, w.kv, w.replay, w.capacity) for w in self),
+            tuple(WorkerUp(w.name, w.url, w.kv, w.replay, w.capacity, w.load_address) for w in self),
             draining=tuple(w.name for w in self if w.draining),
             sick=tuple(w.name for w in self if w.sick),
         )

@@ -24,6 +24,8 @@ from router.gateway.limits import fit
 from router.gateway.listener import Listener
 from router.gateway.metrics import FOLDER_VARIABLE
 from router.gateway.request.tokens import TokenizerError, Tokens
+from sglang_fair.common.files import read_json
+from sglang_fair.common.interaction import make_apps
 from sglang_fair.common.processes import die_with_parent
 from sglang_fair.settings import table
 from sglang_fair.settings.commands import Mistake
@@ -56,17 +58,23 @@ def configure(settings: table.Gateway) -> Config:
         processes=settings.workers,
         log_format=settings.log_format,
         **shared(settings, table.Tracing),
+        apps=settings.apps,
     )
 
 
 def check(settings: table.Gateway) -> None:
-    """Raises SettingError for what is wrong with tenants, proxies and where spans go."""
+    """Raises SettingError for what is wrong with tenants, proxies, applications and where spans go."""
     if settings.trusted_proxies is not None:
         proxies.parse(settings.trusted_proxies)
     check_store(settings.limit_store)
     otlp.check(settings.otlp_traces_endpoint)
     if settings.tenants is not None:
         file.read(Path(settings.tenants))
+    if settings.apps is not None:
+        try:
+            make_apps(read_json(settings.apps), f"--apps {settings.apps}")
+        except ValueError as error:
+            raise SettingError(str(error), "apps") from None
 
 
 def warn(settings: table.Gateway) -> None:

@@ -1,11 +1,12 @@
-"""Add and drain replicas while the cluster runs: `GET`, `POST /workers` and `DELETE /workers/NAME`.
+"""Change a running cluster: `GET`, `POST /workers` and `DELETE /workers/NAME`, `GET` and `POST /limits`.
 
 A replica that is added gets requests from the router's next decision on. One that is drained gets no new ones and
 is forgotten when its last has ended. Whoever may call this can send everybody's prompts to an address of their
-choice, so it is guarded (`guard`).
+choice, so it is guarded (`guard`). The limits of throttling hold for all gateways until the router is restarted, which
+reads its own file.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import aiohttp
 import msgspec
@@ -14,14 +15,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from router.events import Capacity, WorkerDrain, Workers, WorkerUp
+from router.events import Capacity, Refuse, WorkerDrain, Workers, WorkerUp
 from router.gateway.errors import RETRY_AFTER_S, ApiError, describe
 from router.gateway.guard import Guard, behind_proxy
 from router.gateway.pages import json_response
 from router.gateway.replicas.pool import Replicas
 from router.gateway.routing.link import Link, RouterGone
+from router.throttling import NO_THROTTLE
+from sglang_fair.core.throttle import HIGH, LOW
 
 MAX_BODY_BYTES = 4096
+MAX_LIMITS_BYTES = 1 << 20
 ANSWER_TIMEOUT_S = 5.0
 
 NAME_PATTERN = "^[A-Za-z0-9._:-]{1,64}$"
@@ -44,6 +48,10 @@ class NewWorker(msgspec.Struct, forbid_unknown_fields=True):
     name: Annotated[str, _matching(NAME_PATTERN)] | None = None
     kv: Annotated[str, _matching(_ADDRESS_PATTERN, "ZMQ address of its KV events.")] | None = None
     replay: Annotated[str, _matching(_ADDRESS_PATTERN, "ZMQ address that replays them.")] | None = None
+    load: (
+        Annotated[str, _matching(_ADDRESS_PATTERN, "ZMQ address at which it says how much it has to do.")]
+        | None
+    ) = None
     capacity: Capacity = 1.0
 
 
@@ -64,8 +72,37 @@ class WorkerList(msgspec.Struct):
     workers: list[WorkerState]
 
 
+PressurePart = Annotated[float, Meta(gt=0, le=1)]
+
+
+class NewLimits(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of `POST /limits`: it takes the place of all that held before."""
+
+    user: (
+        Annotated[int, Meta(ge=1, description="Calls a minute of one client, over all applications.")] | None
+    ) = None
+    apps: Annotated[
+        dict[str, Annotated[int, Meta(ge=1)]],
+        Meta(description='The same of one client in an application; "*" is each one that is not named.'),
+    ] = {}
+    app_total: Annotated[bool, Meta(description="An application's limit is of all its clients together.")] = (
+        False
+    )
+    counts: Annotated[
+        Literal["accepted", "arrivals"], Meta(description="Which calls count: those let in, or all.")
+    ] = "accepted"
+    high: Annotated[PressurePart, Meta(description="Pressure from which a replica is overloaded.")] = HIGH
+    low: Annotated[PressurePart, Meta(description="And below which it no longer is; less than `high`.")] = LOW
+
+
+class ThrottleReport(msgspec.Struct):
+    """How the router throttles: its rules, the pressure, and whom it refuses."""
+
+    throttle: dict[str, Any]
+
+
 def routes(link: Link, replicas: Replicas, guard: Guard) -> list[Route]:
-    """The three routes. They raise `ApiError`."""
+    """The routes. They raise `ApiError`."""
     behind = behind_proxy()
 
     async def workers(request: Request) -> Response:
@@ -84,7 +121,7 @@ def routes(link: Link, replicas: Replicas, guard: Guard) -> list[Route]:
             raise ApiError(409, f"{asked.url} is worker {owner}", code="worker_exists")
         if name in known and known[name].url != asked.url:
             raise ApiError(409, f"worker {name} is at {known[name].url}", code="worker_exists")
-        link.tell(WorkerUp(name, asked.url, asked.kv, asked.replay, asked.capacity))
+        link.tell(WorkerUp(name, asked.url, asked.kv, asked.replay, asked.capacity, asked.load))
         return json_response(_state(await _known(link), name), 201)
 
     async def drain(request: Request) -> Response:
@@ -95,20 +132,42 @@ def routes(link: Link, replicas: Replicas, guard: Guard) -> list[Route]:
         link.tell(WorkerDrain(name))
         return json_response(_state(await _known(link), name))
 
+    async def limits(request: Request) -> Response:
+        guard.check(request)
+        try:
+            return json_response(_throttle(await link.snapshot()))
+        except RouterGone as error:
+            raise _unavailable(error) from error
+
+    async def set_limits(request: Request) -> Response:
+        guard.check(request)
+        try:
+            asked = msgspec.json.decode(await read_body(request, MAX_LIMITS_BYTES), type=NewLimits)
+            answer = await link.set_limits(msgspec.json.encode(asked))
+        except RouterGone as error:
+            raise _unavailable(error) from error
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise ApiError(400, f"not limits: {error}", code="invalid_limits") from error
+        if isinstance(answer, Refuse):
+            raise ApiError(409 if answer.code == NO_THROTTLE else 400, answer.reason, code=answer.code)
+        return json_response(_throttle(answer.state))
+
     return [
+        Route("/limits", limits, methods=["GET"], middleware=behind),
+        Route("/limits", set_limits, methods=["POST"], middleware=behind),
         Route("/workers", workers, methods=["GET"], middleware=behind),
         Route("/workers", add, methods=["POST"], middleware=behind),
         Route("/workers/{name}", drain, methods=["DELETE"], middleware=behind),
     ]
 
 
-async def read_body(request: Request) -> bytes:
-    """A body of at most `MAX_BODY_BYTES`. Raises `ApiError`."""
+async def read_body(request: Request, most_bytes: int = MAX_BODY_BYTES) -> bytes:
+    """A body of at most `most_bytes`. Raises `ApiError`."""
     raw = b""
     async for piece in request.stream():
         raw += piece
-        if len(raw) > MAX_BODY_BYTES:
-            raise ApiError(413, f"the body is larger than {MAX_BODY_BYTES} bytes", code="body_too_large")
+        if len(raw) > most_bytes:
+            raise ApiError(413, f"the body is larger than {most_bytes} bytes", code="body_too_large")
     return raw
 
 
@@ -138,7 +197,16 @@ async def _known(link: Link) -> Workers:
     try:
         return await link.workers()
     except RouterGone as error:
-        raise ApiError(503, str(error), code="router_unavailable", retry_after_s=RETRY_AFTER_S) from error
+        raise _unavailable(error) from error
+
+
+def _throttle(state: dict[str, Any]) -> ThrottleReport:
+    """Of a router's snapshot."""
+    return ThrottleReport(state.get("throttle", {}))
+
+
+def _unavailable(error: RouterGone) -> ApiError:
+    return ApiError(503, str(error), code="router_unavailable", retry_after_s=RETRY_AFTER_S)
 
 
 def _free_name(known: dict[str, WorkerUp]) -> str:

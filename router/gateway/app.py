@@ -26,7 +26,9 @@ from router.gateway.listener import STATE, ConnectionBounds
 from router.gateway.openapi import describe
 from router.gateway.request.schema import PATHS
 from router.gateway.request.tokens import Tokens
+from sglang_fair.common.files import read_json
 from sglang_fair.common.identity import DEFAULT_ORDER
+from sglang_fair.common.interaction import make_apps
 from sglang_fair.common.processes import die_with_parent
 from sglang_fair.settings.table import METRICS_CLIENTS
 
@@ -53,6 +55,7 @@ class Config:
     processes: int = 1
     log_format: str = "text"
     otlp_traces_endpoint: str | None = None
+    apps: str | None = None
 
     def to_json(self) -> str:
         """For `CONFIG_VARIABLE`."""
@@ -136,6 +139,7 @@ def create_app(config: Config) -> App:
         config.processes,
         config.log_format,
         config.otlp_traces_endpoint,
+        None if config.apps is None else make_apps(read_json(config.apps), config.apps),
     )
     guard = Guard(has_tenants=config.tenants is not None)
     workers = admin.routes(gateway.link, gateway.replicas, guard)

@@ -16,7 +16,7 @@ from router.gateway.listener import ConnectionBounds
 from router.gateway.logs import request_ended
 from router.gateway.metrics import GatewayMetrics
 from router.gateway.record import RequestRecord
-from router.gateway.relay import Relay, Services
+from router.gateway.relay import REMEMBERED_INTERACTIONS, Relay, Services
 from router.gateway.replicas.pool import Replicas
 from router.gateway.request.intake import Intake
 from router.gateway.request.schema import Kind
@@ -28,6 +28,8 @@ from router.gateway.sharing.allowance import Capacity
 from router.gateway.usage import Books, Usage
 from router.shared_limit import SharedLimit
 from sglang_fair.common.identity import DEFAULT_ORDER
+from sglang_fair.common.interaction import Apps
+from sglang_fair.core.interactions import Interactions
 from sglang_fair.settings.table import METRICS_CLIENTS
 
 if TYPE_CHECKING:
@@ -55,12 +57,14 @@ class Gateway:
         processes: int = 1,
         log_format: str = "text",
         otlp_traces_endpoint: str | None = None,
+        apps: Apps | None = None,
     ) -> None:
         """`router` is its address, `identity` where a client's name is looked for. `start` opens connections.
 
         Reads the tenants' file at once, and raises SettingError if it cannot. `trusted` are the networks of proxies,
         `limit_store` is where tenants' limits are counted. `metrics_clients` who are no tenants have labels of their
-        own; `processes` of this gateway count together. With `log_format` "json" each request is logged.
+        own; `processes` of this gateway count together. With `log_format` "json" each request is logged. `apps` says
+        which applications clients may name.
         Spans go to `otlp_traces_endpoint`; None: none are made.
         """
         self.model_name = model_name
@@ -97,6 +101,8 @@ class Gateway:
             self.replicas,
             self.metrics,
             self.record,
+            apps or Apps(),
+            Interactions(most=REMEMBERED_INTERACTIONS),
             self.tracing,
         )
 
@@ -145,6 +151,7 @@ class Gateway:
             "held_bytes": self.capacity.body_bytes.taken,
             "connections": self.connection_bounds.open.taken,
             "context_tokens": self.replicas.context_tokens,
+            "interactions": len(self._services.interactions),
             "workers": len(self.fleet.workers),
             "sick": self.replicas.health.sick(),
             **self.counters.state(),

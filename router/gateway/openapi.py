@@ -9,7 +9,14 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from router.gateway.admin import NAME_PATTERN, NewWorker, WorkerList, WorkerState
+from router.gateway.admin import (
+    NAME_PATTERN,
+    NewLimits,
+    NewWorker,
+    ThrottleReport,
+    WorkerList,
+    WorkerState,
+)
 from router.gateway.errors import ErrorBody
 from router.gateway.explain import Explained, Latest
 from router.gateway.pages import MOST_LATEST, HealthReport, Model, Models, StatusReport
@@ -52,9 +59,11 @@ ERRORS = {
     "403": "this is for the gateway's own machine, or for nobody, because there is no admin key",
     "404": "there is no such model, worker, tenant, or request that is remembered",
     "408": "the body did not arrive in time",
-    "409": "the name or the address is another worker's; or the tenants' file cannot be changed as asked",
+    "409": "the name or the address is another worker's; the tenants' file cannot be changed as asked; or the router "
+    "does not throttle",
     "413": "the body is too large",
-    "429": "too much is in flight, of this client or of all; or the replica's policy refuses",
+    "429": "too much is in flight, of this client or of all; the cluster is overloaded and the client at its limit "
+    "(`throttled_user`, `throttled_app`); or the replica's policy refuses",
     "502": "no replica could serve it to the end",
     "503": "no router answers, or it has no replica to send it to",
 }
@@ -79,6 +88,8 @@ def describe(version: str, paths: Collection[str] | None = None) -> Schema:
         *(
             WorkerState,
             WorkerList,
+            NewLimits,
+            ThrottleReport,
             Model,
             Models,
             HealthReport,
@@ -163,6 +174,11 @@ class _Document:
                     )
                 },
                 "/metrics": {"get": self._metrics()},
+                "/limits": {
+                    "get": self._answered("How calls are throttled.", ThrottleReport, ADMIN_ERRORS),
+                    "post": self._answered("Replace the limits of throttling.", ThrottleReport, ADMIN_ERRORS)
+                    | {"requestBody": self._body(NewLimits)},
+                },
                 "/workers": {
                     "get": self._answered("The replicas.", WorkerList, ADMIN_ERRORS),
                     "post": add_worker | {"requestBody": self._body(DocumentedNewWorker)},

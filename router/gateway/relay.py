@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal, assert_never
 
 from starlette.types import Receive, Scope, Send
 
-from router.events import TOKEN_BYTES, Arrive, Refuse
+from router.events import TOKEN_BYTES, Arrive, Place, Refuse
 from router.gateway.access.identity import Headers, Identity, Peer
 from router.gateway.access.quota import Quotas, Ticket
 from router.gateway.answer.reply import ClientGone, Reply
@@ -58,12 +58,12 @@ from sglang_fair.common.caller import Caller
 from sglang_fair.common.identity import (
     ANNOUNCEMENTS,
     ANONYMOUS,
-    HEADER_APP,
     HEADER_ATTEMPT,
+    HEADER_CALL,
     HEADER_CLIENT,
-    HEADER_INTERACTION,
-    HEADER_STAGE,
 )
+from sglang_fair.common.interaction import Apps, Part, part_of
+from sglang_fair.core.interactions import Interaction, Interactions
 from sglang_fair.tenants.model import Tenant
 
 if TYPE_CHECKING:  # imported only where spans are made
@@ -78,8 +78,10 @@ TRACE_CONTEXT = ("traceparent", "tracestate")
 """W3C Trace Context: SGLang's own spans (`--enable-trace`) become part of the client's trace. Where the gateway makes
 spans, they are below its own."""
 
-PASSED_THROUGH = (HEADER_APP, HEADER_INTERACTION, HEADER_STAGE, *ANNOUNCEMENTS)
+PASSED_THROUGH = tuple(ANNOUNCEMENTS)
 """A client's headers that its replica gets too."""
+REMEMBERED_INTERACTIONS = 50_000
+"""That a router which was restarted hears of with their next call."""
 BODY_TIMEOUT_S = 60.0
 """Longest pause of a client between two pieces of its body."""
 MAX_SILENCED = 2
@@ -104,6 +106,9 @@ class Services:
     replicas: Replicas
     metrics: GatewayMetrics
     record: RequestRecord
+    apps: Apps
+    interactions: Interactions
+    """Those of which calls were served here."""
     tracing: "Tracing | None" = None
     """None: no spans are made."""
 
@@ -155,6 +160,13 @@ class _Exchange:
         self._arrived_s = time.monotonic()
         self._is_known = False
         """Its client may ask."""
+        self._part = Part()
+        """What it says of its interaction."""
+        self._call_number = 0
+        """In that, from the router; 0: not known yet."""
+        self._is_open = False
+        """The gateway counts it as under way in its interaction."""
+        self._attempts = 0
         self._outcome: Outcomes = "failed"
         self._prompt_tokens = 0
         self._first_s: float | None = None
@@ -201,6 +213,9 @@ class _Exchange:
             self._allowance.release()
             if self._ticket is not None:
                 self._close(self._ticket)
+            if self._is_open:
+                is_answered = self._part.is_last and self._outcome == "ok"
+                services.interactions.end(self._interaction(), is_answered=is_answered)
             self._count()
             self._noted.output_tokens = self._answered()
             services.record.ended(self._noted, self._outcome)
@@ -280,6 +295,7 @@ class _Exchange:
             )
             self._check_model(call)
             self._name_client(call, headers, peer)
+            self._part = self._part_of(call, headers)
             await self._serve(call, self._headers_for_replica(headers), reply)
         except asyncio.CancelledError:
             if not has_left:
@@ -308,12 +324,23 @@ class _Exchange:
         if self._client != self._allowance.share:
             self._allowance.move(self._client)
 
+    def _part_of(self, call: Call, headers: Headers) -> Part:
+        """With an application that its client may name."""
+        part = part_of(headers, call.body.get("metadata"))
+        apps = self._services.apps
+        if self._tenant is not None and self._tenant.apps is not None:
+            apps = Apps({self._client: self._tenant.apps})
+        return part._replace(app=apps.of(self._client, part.app))
+
+    def _interaction(self) -> Interaction:
+        return Interaction(self._client, self._part.app, self._part.interaction)
+
     def _headers_for_replica(self, headers: Headers) -> dict[str, str]:
         names = PASSED_THROUGH if self._trace is not None else PASSED_THROUGH + TRACE_CONTEXT
         passed_on = {name: header_safe(headers[name]) for name in names if headers.get(name)}
         own = {"content-type": "application/json", HEADER_CLIENT: self._client} | self._caller.headers()
         own[REQUEST_ID] = self._noted.name
-        return own | passed_on
+        return own | passed_on | self._part.headers()
 
     # -- serving
 
@@ -376,6 +403,9 @@ class _Exchange:
     ) -> Outcome:
         """Has the leg placed and, if it is, served."""
         services = self._services
+        part, name = self._part, self._interaction()
+        services.interactions.tick(time.monotonic())
+        limits = None if self._tenant is None else self._tenant.overload
         arrive = Arrive(
             id=uuid.uuid4().hex,
             client=self._client,
@@ -386,7 +416,16 @@ class _Exchange:
             weight=self._caller.weight,
             weight_version=self._caller.version,
             request=self._noted.name,
+            app=part.app,
+            interaction=part.interaction,
+            stage=part.stage,
+            last=part.is_last,
+            attempt=self._attempts,
+            begun=services.interactions.calls(name) if part.interaction else 0,
+            most_calls=None if limits is None else limits.calls_per_minute,
+            app_calls=None if limits is None else limits.of_app(part.app),
         )
+        self._attempts += 1
         noted = services.record.tried(self._noted, arrive.id)
         if self._trace is not None:
             headers = headers | self._trace.attempt(noted)
@@ -414,6 +453,9 @@ class _Exchange:
         if isinstance(place, Refuse):
             noted.outcome, noted.reason = "refused", place.reason
             return place
+        self._note_call(place)
+        if self._call_number:
+            headers |= {HEADER_CALL: str(self._call_number)}
         services.record.placed(self._noted, noted, place, itself=services.placer.placed_itself(place.id))
         self._worker = place.worker
         attempt = self._attempting = Attempt(
@@ -441,6 +483,15 @@ class _Exchange:
                 "request %s client=%s worker %s: %s", place.id, self._client, outcome.worker, outcome.reason
             )
         return outcome
+
+    def _note_call(self, place: Place) -> None:
+        """The first attempt at the call was let in."""
+        if self._attempts > 1:
+            return
+        self._call_number = place.call
+        if self._part.interaction:
+            self._is_open = True
+            self._services.interactions.accept(self._interaction(), max(0, place.call - 1))
 
     def _next_leg(self, resumable: Resumable, tokens: bytes) -> _Leg:
         """The rest of the stream. Raises `Diverged` if nobody can continue it."""

@@ -29,6 +29,8 @@ class Request:
     namespace: str = ""
     exclude: tuple[str, ...] = ()
     """Workers that must not get it. `workers` never has them; a placement that holds requests must look here."""
+    call: int = 0
+    """Its number in its interaction, from 1; 0: it names none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ class AddedReplicas:
         """The replica with this number. Raises `ConfigError`, `PortTaken` or `GpusTaken` if there is no room for it."""
         machine = self._look()
         check_memory(replace(self._options, replicas=1), self._device, machine, self._model)
-        ports = choose_replica(self._reservations.take)
+        ports = choose_replica(self._reservations.take, loads=self._options.throttle == "oit")
         as_many = replace(self._options, replicas=number + 1)
         all_ports = replace(self._first, replicas=(ports,) * (number + 1))
         try:

@@ -53,7 +53,7 @@ class RouterLink:
 
     def up(self, worker: Worker) -> None:
         """`worker` serves again, with an empty cache."""
-        self._send(encode(WorkerUp(worker.name, worker.url, worker.kv, worker.replay)))
+        self._send(encode(WorkerUp(worker.name, worker.url, worker.kv, worker.replay, load=worker.load)))
 
     def down(self, worker: Worker) -> None:
         """`worker` is gone."""

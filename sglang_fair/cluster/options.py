@@ -12,11 +12,13 @@ from router.gateway.access import proxies
 from router.gateway.access.quota import check_store
 from router.placement import build, parse_options
 from sglang_fair.common.files import read_json
+from sglang_fair.common.interaction import make_apps
 from sglang_fair.common.weights import Weights
 from sglang_fair.core import make_policy
 from sglang_fair.core import options as policy_options
 from sglang_fair.core.cost import Cost, make_cost
 from sglang_fair.core.payers import make_payers
+from sglang_fair.core.throttle import make_rules
 from sglang_fair.settings import setting
 from sglang_fair.settings.setting import SettingError as ConfigError
 from sglang_fair.settings.table import STOCK_PREFIX, Cluster
@@ -104,6 +106,8 @@ def check(options: Options) -> None:
         # Whether or not the policy uses them:
         ("client_weights", lambda: make_policy("dlpm", weights=Weights(options.client_weights))),
         ("quantum", lambda: make_policy("dlpm", quantum=options.quantum)),
+        ("limits", lambda: _check_limits(options)),
+        ("apps", lambda: options.apps and make_apps(read_json(options.apps), options.apps)),
         ("policy_options", lambda: _check_policy(options)),
         ("payer", lambda: make_payers(options.payer)),
         ("placement_options", lambda: build(options.placement, **parse_options(options.placement_options))),
@@ -121,10 +125,21 @@ def check(options: Options) -> None:
     _check_extra(options.extra)
 
 
+def _check_limits(options: Options) -> None:
+    if options.limits is None:
+        return
+    if options.throttle == "none":
+        raise ConfigError("--limits are for --throttle oit or rpm")
+    make_rules(read_json(options.limits), f"--limits {options.limits}")
+
+
 def _check_policy(options: Options) -> None:
     if not options.policy.startswith(STOCK_PREFIX):
         weights = Weights(options.client_weights)
-        policy_options.make(options.policy, options.policy_options, quantum=options.quantum, weights=weights)
+        policy = policy_options.make(
+            options.policy, options.policy_options, quantum=options.quantum, weights=weights
+        )
+        policy_options.check_together(policy, options.service_cost(), options.payer)
     elif options.policy_options:
         raise ConfigError(f"--policy-options are for a fair policy; {options.policy} is SGLang's own")
 

@@ -117,6 +117,8 @@ class Worker:
     url: str
     kv: str
     replay: str
+    load: str | None = None
+    """Where it says how much it has to do, if the router wants to know."""
 
 
 @dataclass(frozen=True)
@@ -206,6 +208,7 @@ def build(
             url=f"http://{LOCAL}:{port.http}",
             kv=f"tcp://{LOCAL}:{port.kv}",
             replay=f"tcp://{LOCAL}:{port.kv + 1}",
+            load=None if port.load is None else f"tcp://{LOCAL}:{port.load}",
         )
         for index, port in enumerate(ports.replicas)
     )
@@ -285,9 +288,12 @@ def _replica(
         "host": LOCAL,
         "port": ports.http,
         "kv_port": ports.kv,
+        "load_port": ports.load,
         "extra": ("--log-level", options.log_level, "--nccl-port", str(ports.rendezvous), *options.extra),
         **_cost(options.service_cost()),
         "identity": None,  # the gateway has put the name into a header
+        "normal": None if options.normal is None else f"{Path(options.normal).absolute()}.{worker.name}",
+        "apps": None,  # the gateway has put that into a header, too
     }
     command = () if fork_server else (machine.python, "-m", "sglang_fair.engines.replica")
     argv = (*command, *command_line(table.Replica, values))
@@ -343,6 +349,7 @@ def _router(options: Options, machine: Machine, router: str, workers: tuple[Work
             f"{name}={json.dumps(value)}" for name, value in parse_options(options.placement_options).items()
         ],
         "page_size": page_tokens(options.extra),
+        "limits": None if options.limits is None else str(Path(options.limits).absolute()),
         "http_host": LOCAL,
         "http_port": options.router_http_port,
     }
@@ -364,7 +371,11 @@ def _router(options: Options, machine: Machine, router: str, workers: tuple[Work
 
 
 def _worker_arguments(workers: Sequence[Worker]) -> list[str]:
-    specs = [f"{worker.name},http={worker.url},kv={worker.kv},replay={worker.replay}" for worker in workers]
+    specs = [
+        f"{worker.name},http={worker.url},kv={worker.kv},replay={worker.replay}"
+        + (f",load={worker.load}" if worker.load else "")
+        for worker in workers
+    ]
     return command_line(table.Router, {"worker": specs})
 
 
@@ -381,6 +392,7 @@ def _gateway(options: Options, machine: Machine, model: Model, router: str, port
         "log_format": options.log_format,
         "identity": options.identity,
         "metrics_clients": options.metrics_clients,
+        "apps": None if options.apps is None else str(Path(options.apps).absolute()),
         **shared(options, table.Access),
         **shared(options, table.Tracing),
         "tenants": None if options.tenants is None else str(Path(options.tenants).absolute()),

@@ -24,12 +24,14 @@ class PortTaken(RuntimeError):
 
 @dataclass(frozen=True)
 class ReplicaPorts:
-    """A replica's ports: `http`, `kv` for KV events, `kv + 1` for their replay, and `rendezvous`, where the model's
-    ranks meet. SGLang would draw the last one, and two replicas that start together may draw the same."""
+    """A replica's ports: `http`, `kv` for KV events, `kv + 1` for their replay, `load` for how much it has to do (None:
+    nobody wants to know), and `rendezvous`, where the model's ranks meet. SGLang would draw the last one, and two
+    replicas that start together may draw the same."""
 
     http: int
     kv: int
     rendezvous: int
+    load: int | None = None
 
 
 @dataclass(frozen=True)
@@ -47,16 +49,17 @@ def claim(port: int, reserve: Callable[[int], bool]) -> None:
         raise PortTaken(f"port {port} is in use; choose another with --port, or --port 0 for a free one")
 
 
-def choose(gateway: int, replicas: int, reserve: Callable[[int], bool]) -> Ports:
+def choose(gateway: int, replicas: int, reserve: Callable[[int], bool], *, loads: bool = False) -> Ports:
     """Ports from `FIRST_PORT` up, each reserved with `reserve`, which returns False for a port in use.
 
-    `gateway` has been claimed; 0 takes a port like the others. Raises `PortTaken` when there are too few.
+    `gateway` has been claimed; 0 takes a port like the others. `loads`: replicas have a port for how much they have to
+    do. Raises `PortTaken` when there are too few.
     """
     candidates = iter(range(FIRST_PORT, LAST_PORT))
     return Ports(
         gateway=gateway or _run_of(1, candidates, reserve),
         router=_run_of(1, candidates, reserve),
-        replicas=tuple(_replica(candidates, reserve) for _ in range(replicas)),
+        replicas=tuple(_replica(candidates, reserve, loads) for _ in range(replicas)),
     )
 
 
@@ -69,16 +72,17 @@ def choose_one(asked: int | None, option: str, reserve: Callable[[int], bool]) -
     return asked
 
 
-def choose_replica(reserve: Callable[[int], bool]) -> ReplicaPorts:
+def choose_replica(reserve: Callable[[int], bool], *, loads: bool = False) -> ReplicaPorts:
     """The ports of one more replica, as `choose` would take them. Raises `PortTaken`."""
-    return _replica(iter(range(FIRST_PORT, LAST_PORT)), reserve)
+    return _replica(iter(range(FIRST_PORT, LAST_PORT)), reserve, loads)
 
 
-def _replica(candidates: Iterator[int], reserve: Callable[[int], bool]) -> ReplicaPorts:
+def _replica(candidates: Iterator[int], reserve: Callable[[int], bool], loads: bool) -> ReplicaPorts:
     return ReplicaPorts(
         http=_run_of(1, candidates, reserve),
         kv=_run_of(2, candidates, reserve),
         rendezvous=_run_of(1, candidates, reserve),
+        load=_run_of(1, candidates, reserve) if loads else None,
     )
 
 
@@ -106,7 +110,8 @@ class Reservations:
 
     def give_back(self, ports: ReplicaPorts) -> None:
         """Frees the ports of a replica that is gone for good."""
-        self._marks.give_back(*map(str, (ports.http, ports.kv, ports.kv + 1, ports.rendezvous)))
+        taken = (ports.http, ports.kv, ports.kv + 1, ports.rendezvous, ports.load)
+        self._marks.give_back(*(str(port) for port in taken if port is not None))
 
     def close(self) -> None:
         """Frees all of them."""

@@ -102,7 +102,8 @@ async def _run(options: Options) -> int:
         name = options.model if emulation is None else EMULATED + options.model
         model = await _find_model(name, machine, stop)
         check_memory(options, device, machine, model)
-        ports = choose(options.port, options.replicas, reservations.take)
+        loads = options.throttle == "oit"
+        ports = choose(options.port, options.replicas, reservations.take, loads=loads)
         plan = build(options, device, machine, model, ports, taken)
         gateway = gateway_url(options.host, ports.gateway)
         title = (

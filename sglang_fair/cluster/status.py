@@ -72,11 +72,15 @@ def by_client(replicas: Mapping[str, Report | None]) -> dict[str, ClientTotal]:
 
 
 def render(status: Mapping[str, Any]) -> RenderableType:
-    """Tables: clients and what they got, replicas and what they do, emulated GPUs and their timing."""
+    """Tables: clients and what they got, whom the router refuses, replicas and what they do, emulated GPUs and their
+    timing."""
     replicas: Mapping[str, Report | None] = status["replicas"]
     locked: Collection[str] = status.get("locked", ())
     workers = _workers(status["gateway"], replicas, locked)
     tables: list[RenderableType] = [_clients(replicas), Text(""), workers]
+    throttle = status["gateway"].get("throttle", {})
+    if throttle.get("kind", "none") != "none":
+        tables[2:2] = [_throttle(throttle), Text("")]
     if locked:
         tables.append(
             Text(f"What clients got is not known: replicas ask for the key in {replica_key.variable}.")
@@ -106,6 +110,24 @@ def _clients(replicas: Mapping[str, Report | None]) -> Table:
             *(_number(total.counters.get(name)) for name in replicas),
         )
     return table
+
+
+def _throttle(throttle: Report) -> RenderableType:
+    """Whether the cluster is overloaded, and whom the router refuses for that."""
+    for_s, refused = throttle.get("overloaded_for_s"), throttle.get("refused", {})
+    state = "not overloaded" if for_s is None else f"overloaded for {for_s:,.0f} s"
+    words = ", ".join(f"{count:,} {code}" for code, count in refused.items() if count) or "nobody"
+    lines = Text(
+        f"throttle {throttle['kind']}: {state}, pressure {throttle.get('pressure', 0):.2f}, "
+        f"{throttle.get('open_interactions', 0):,} interactions open; refused: {words}"
+    )
+    nearest = throttle.get("nearest", ())
+    if not nearest:
+        return lines
+    table = _table("nearest their limit", "client", "calls in 60 s", "limit")
+    for row in nearest:
+        table.add_row(Text(str(row["client"])), _number(row["calls"]), _number(row["limit"]))
+    return Group(lines, table)
 
 
 def _workers(front: Report, replicas: Mapping[str, Report | None], locked: Collection[str]) -> Table:

@@ -7,6 +7,8 @@
         models: [llama, "llama:support"]
         cache_group: team-a
         limits: {requests_per_minute: 600, tokens_per_minute: 200000, concurrency: 32}
+        apps: [chat, agent]
+        overload: {calls_per_minute: 60, apps: {chat: 30}}
 
 Limits are a group of their own: the same group can stand below an application or a class of requests later.
 """
@@ -65,6 +67,20 @@ class Limits(Part):
     )
 
 
+class Overload(Part):
+    """What one tenant may ask while the cluster is overloaded, where the router throttles (`--throttle oit`). Calls of
+    interactions that have begun are never refused. What is left out is as for everybody (`--limits`)."""
+
+    calls_per_minute: Count | None = Field(default=None, description="First calls in any 60 seconds.")
+    apps: dict[str, Count] = Field(
+        default={}, description='The same by application; "*" stands for each one that is not named.'
+    )
+
+    def of_app(self, app: str) -> int | None:
+        """Calls a minute of `app`; None: nothing is said of it."""
+        return self.apps.get(app, self.apps.get("*"))
+
+
 class Tenant(Part):
     """Somebody who may ask."""
 
@@ -83,6 +99,11 @@ class Tenant(Part):
         description="Tenants of one group share cached prefixes, those of different groups none.",
     )
     limits: Limits = Limits()
+    overload: Overload = Overload()
+    apps: list[Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]] | None = Field(
+        default=None,
+        description="Applications that it may name; any other one counts as (other). Left out: any.",
+    )
 
 
 class Tenants(Part):

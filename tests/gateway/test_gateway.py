@@ -34,6 +34,7 @@ from router.gateway.request.call import parse
 from router.gateway.request.tokens import TokenizerError, Tokens
 from router.placement import build
 from router.shell import Shell
+from router.throttling import Throttling
 from sglang_fair.common.identity import HEADER_ATTEMPT
 from sglang_fair.core import make_policy
 from sglang_fair.core.job import Job
@@ -277,8 +278,14 @@ class QuietServer(uvicorn.Server):
 class RouterThread:
     """A router in a thread, which can be taken away."""
 
-    def __init__(self, replicas: list[FakeReplica]) -> None:
-        self.shell = Shell(Router(build("round_robin"), name="round_robin"), "tcp://127.0.0.1:*")
+    def __init__(
+        self,
+        replicas: list[FakeReplica],
+        throttling: Throttling | None = None,
+        endpoint: str = "tcp://127.0.0.1:*",
+    ) -> None:
+        router = Router(build("round_robin"), name="round_robin", throttling=throttling)
+        self.shell = Shell(router, endpoint)
         for index, replica in enumerate(replicas):
             self.shell.tell(WorkerUp(f"r{index}", replica.url))
         self.endpoint = self.shell.endpoint
@@ -350,6 +357,7 @@ async def cluster(
     context_tokens: int | None = None,
     tenants: Path | None = None,
     access: dict | None = None,
+    throttling: Throttling | None = None,
     **limits: object,
 ) -> AsyncIterator[Cluster]:
     """`access` are fields of `Config`. With an address for operators /status is there, with the admin key."""
@@ -359,7 +367,7 @@ async def cluster(
             fake.context_tokens = context_tokens
             await fake.start()
             stack.push_async_callback(fake.close)
-        router = RouterThread(fakes)
+        router = RouterThread(fakes, throttling)
         stack.callback(router.close)
         access = ({} if tenants is None else {"tenants": str(tenants)}) | (access or {})
         app = create_app(

@@ -74,7 +74,7 @@ class Gateway:
             case.path_parameters["name"] += "-"
         case.headers = {name: one for name, one in case.headers.items() if name.lower() != "authorization"}
         is_for_operators = case.operation.path.startswith(
-            ("/status", "/metrics", "/workers", "/tenants", "/requests")
+            ("/status", "/metrics", "/workers", "/tenants", "/requests", "/limits")
         )
         urls = self._site.admin_urls if is_for_operators else self._site.gateway_urls
         headers = {"authorization": f"Bearer {ADMIN_KEY if is_for_operators else KEY}"}

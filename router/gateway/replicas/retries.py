@@ -19,6 +19,7 @@ Pure: no clocks, no I/O.
 
 from dataclasses import dataclass
 from enum import Enum, auto
+from math import ceil
 from typing import assert_never
 
 from router.events import Refuse
@@ -192,6 +193,9 @@ def _unavailable(reason: str) -> ApiError:
 
 
 def _refusal(refuse: Refuse) -> ApiError:
+    if refuse.code:
+        wait_s = ceil(refuse.retry_after_s or RETRY_AFTER_S)
+        return ApiError(429, refuse.reason, code=refuse.code, retry_after_s=wait_s)
     if refuse.is_full:
         return overloaded(f"the router refused: {refuse.reason}")
     retry_after_s = RETRY_AFTER_S if refuse.retry else None

@@ -61,6 +61,10 @@ class Fleet:
             arrive.namespace,
             weight=arrive.weight,
             weight_version=arrive.weight_version,
+            app=arrive.app,
+            interaction=arrive.interaction,
+            last=arrive.last,
+            begun=(place.call or arrive.begun + 1) if arrive.interaction else 0,
         )
         if not told:
             self._untold.add(arrive.id)
@@ -101,7 +105,8 @@ class Fleet:
             return None
         capacity = {name: self.workers[name].capacity for name in able}
         worker = choose(arrive.client, {name: self.in_flight[name] for name in able}, capacity)
-        return Place(arrive.id, worker, self.workers[worker].url, 0)
+        call = arrive.begun + (arrive.attempt == 0) if arrive.interaction else 0
+        return Place(arrive.id, worker, self.workers[worker].url, 0, call)
 
     # -- comparing with the router
 

@@ -35,6 +35,7 @@ from router.events import (
     ProtocolError,
     Query,
     Refuse,
+    SetLimits,
     Snapshot,
     Workers,
     decode_answer,
@@ -194,6 +195,15 @@ class Link:
         if not isinstance(answer, Explained):
             raise RouterGone("the router answered something else than was asked")
         return answer.placements
+
+    async def set_limits(self, rules: bytes) -> Snapshot | Refuse:
+        """Replaces the rules of throttling, in JSON. The router's state then, or what it has against them. Raises
+        `RouterGone`."""
+        name = uuid.uuid4().hex
+        answer = await self._ask(name, SetLimits(name, rules))
+        if not isinstance(answer, Snapshot | Refuse):
+            raise RouterGone("the router answered something else than was asked")
+        return answer
 
     async def workers(self) -> Workers:
         """The workers, as they are after every event told before. Raises `RouterGone`."""

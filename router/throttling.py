@@ -1,0 +1,143 @@
+"""The throttle as the router applies it: one decision for all gateways, for each call once.
+
+A call is judged with its first `Arrive`. What was decided is remembered by the message's id, so that a question that is
+asked again gets the same answer; further attempts at a call, and later parts of its stream, only join their
+interaction. `core.throttle` decides; without a throttle the calls of interactions are numbered all the same, because
+replicas put calls of interactions first that have begun.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from router.events import Arrive, Load, Running
+from router.workers import Worker
+from sglang_fair.core.interactions import Interaction, Interactions
+from sglang_fair.core.throttle import BadLoad, Overload, Refusal, Rules, Throttle
+
+Kind = Literal["none", "oit", "rpm"]
+KINDS: tuple[Kind, ...] = ("none", "oit", "rpm")
+
+NO_THROTTLE, BAD_LIMITS = "no_throttle", "invalid_limits"
+"""Why limits that an operator has set do not hold (`events.SetLimits`)."""
+
+MOST_JUDGED = 10_000
+"""Decisions that are remembered for questions that come again."""
+
+
+@dataclass
+class Throttling:
+    """`kind`: whether and how calls are refused. ValueError for an unknown one."""
+
+    kind: Kind = "none"
+    rules: Rules = field(default_factory=Rules)
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"throttle is one of {', '.join(KINDS)}, not {self.kind!r}")
+        self.bad_loads = 0
+        self._overload = Overload(self.rules.high, self.rules.low)
+        self._interactions = Interactions()
+        self._throttle = Throttle(
+            self.rules.limits,
+            self._interactions,
+            self._overload,
+            counts=self.rules.counts,
+            always=self.kind == "rpm",
+        )
+        self._judged: OrderedDict[str, int | Refusal] = OrderedDict()
+        self._under_way: dict[str, tuple[Interaction, bool]] = {}
+        """Calls that wait or run, by id; whether each is the last of its interaction."""
+
+    # ---- what the router does
+
+    def judge(self, event: Arrive, workers: Sequence[Worker], now_s: float) -> int | Refusal:
+        """The number of a call that came, which is under way from now on, or why it is refused. `workers` are those
+        that take requests."""
+        name = Interaction(event.client, event.app, event.interaction)
+        if self.kind == "none" and not name.id:
+            return 1
+        known = self._judged.get(event.id)
+        if isinstance(known, Refusal):
+            return known
+        if event.attempt or known is not None:
+            self._interactions.tick(now_s)
+            verdict: int | Refusal = self._interactions.again(name, max(event.begun, known or 0))
+        elif self.kind == "none":
+            self._interactions.tick(now_s)
+            verdict = self._interactions.accept(name, event.begun)
+        else:
+            names = [worker.name for worker in workers]
+            own = event.most_calls, event.app_calls
+            verdict = self._throttle.judge(name, names, now_s, begun=event.begun, own=own)
+        self._remember(event.id, verdict)
+        if not isinstance(verdict, Refusal):
+            self._begin(event.id, name, event.last)
+        return verdict
+
+    def running(self, event: Running, now_s: float) -> None:
+        """A gateway has a call at a worker that this router has not placed."""
+        if event.interaction:
+            name = Interaction(event.client, event.app, event.interaction)
+            self._interactions.tick(now_s)
+            self._interactions.again(name, event.begun)
+            self._begin(event.id, name, event.last)
+
+    def ended(self, request: str, now_s: float, *, is_served: bool = False) -> None:
+        """A call waits and runs no more, if it did."""
+        known = self._under_way.pop(request, None)
+        if known is not None:
+            name, is_last = known
+            self._throttle.end(name, now_s, is_answered=is_last and is_served)
+
+    def load(self, event: Load, now_s: float) -> None:
+        """A worker says how much it has to do."""
+        try:
+            self._overload.report(
+                event.worker, event.used_tokens, event.waiting_tokens, event.size_tokens, now_s
+            )
+        except BadLoad:
+            self.bad_loads += 1
+
+    def worker_gone(self, worker: str) -> None:
+        """What it has said holds no more."""
+        self._overload.forget(worker)
+
+    def follow(self, rules: Rules) -> None:
+        """From now on these hold."""
+        self.rules = rules
+        self._throttle.follow(rules)
+
+    # ---- what people read
+
+    def state(self, workers: Sequence[Worker], now_s: float) -> dict[str, object]:
+        """JSON-ready. `workers` are those that take requests."""
+        names = [worker.name for worker in workers]
+        is_overloaded = self._overload.is_overloaded(names, now_s)
+        since_s = self._overload.since_s
+        return {
+            "kind": self.kind,
+            "rules": self.rules.to_json(),
+            "pressure": round(self._overload.pressure(names, now_s), 4),
+            "pressures": {name: round(self._overload.pressure([name], now_s), 4) for name in names},
+            "overloaded_for_s": round(now_s - since_s, 3) if is_overloaded and since_s is not None else None,
+            "open_interactions": len(self._interactions),
+            "refused": dict(self._throttle.refused),
+            "nearest": [
+                {"client": user, "calls": calls, "limit": limit}
+                for user, calls, limit in ([] if self.kind == "none" else self._throttle.nearest())
+            ],
+            "bad_loads": self.bad_loads,
+        }
+
+    # ---- inside
+
+    def _begin(self, request: str, name: Interaction, is_last: bool) -> None:
+        if name.id:
+            self._under_way[request] = name, is_last
+
+    def _remember(self, request: str, verdict: int | Refusal) -> None:
+        self._judged[request] = verdict
+        if len(self._judged) > MOST_JUDGED:
+            self._judged.popitem(last=False)

@@ -1,0 +1,165 @@
+"""What the gateway passes on of interactions, what it remembers of them, and what a refused client is told."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from router.events import Arrive, Load
+from router.throttling import Throttling
+from sglang_fair.core.throttle import Limits, Rules
+from sglang_fair.tenants import edit, keys
+from sglang_fair.tenants.model import Overload, Tenant
+from tests.gateway.test_callers import listening
+from tests.gateway.test_gateway import CHAT, COMPLETION, GENERATE, Cluster, RouterThread, run
+from tests.support.stand_in import make_tokenizer
+from tests.support.waiting import eventually
+
+NAMED = {"x-fair-client": "c", "x-fair-app": "chat", "x-fair-interaction": "7", "x-fair-stage": "plan"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def fair_headers(c: Cluster) -> dict[str, str]:
+    """Those of ours that the replica got with the last request."""
+    _, seen, _ = c.replicas[0].requests[-1]
+    return {name.lower(): value for name, value in seen.items() if name.lower().startswith("x-fair-")}
+
+
+def full(c: Cluster) -> None:
+    """The only replica says that it is."""
+    c.router.shell.tell(Load("r0", 1000, 0, 1000))
+
+
+def test_a_call_s_place_in_its_interaction_goes_to_router_and_replica(tokenizer: Path) -> None:
+    async def body(c: Cluster) -> None:
+        arrived = listening(c)
+        for number in (1, 2):
+            assert (await c.post("/generate", GENERATE, headers=NAMED | {"x-fair-call": "99"}))[0] == 200
+            assert fair_headers(c) == NAMED | {"x-fair-call": str(number)}
+        assert [one.begun for one in arrived] == [0, 1]
+        said = {"metadata": {"app": "chat", "interaction": "7", "stage": "m\u00e9rge", "last": "1"}}
+        for path, asked in (("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)):
+            assert (await c.post(path, asked | said, headers={"x-fair-client": "c"}))[0] == 200
+        assert arrived[-1].stage == "m%C3%A9rge"
+        assert (arrived[-2].begun, arrived[-2].last, arrived[-1].begun) == (2, True, 0), (
+            "it ended with its last call"
+        )
+        assert fair_headers(c)["x-fair-last"] == "1"
+        bare = {"x-fair-client": "c", "x-fair-call": "5"}
+        assert (await c.post("/generate", GENERATE, headers=bare))[0] == 200
+        assert fair_headers(c) == {"x-fair-client": "c"}
+
+    run(body, tokenizer)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"x-fair-last": "yes"},
+        {"x-fair-app": "x" * 5000},
+        {"x-fair-interaction": "\u65e5\u672c".encode().decode("latin-1")},
+        {"x-fair-interaction": "(system)", "x-fair-stage": "  "},
+    ],
+)
+def test_no_request_fails_for_what_it_says(tokenizer: Path, headers: dict[str, str]) -> None:
+    async def body(c: Cluster) -> None:
+        for metadata in ({}, [], None, {"app": 3, "last": True}, {"interaction": "x" * 10_000}):
+            status, _, _ = await c.post(
+                "/v1/completions", COMPLETION | {"metadata": metadata}, headers=headers
+            )
+            assert status == 200
+
+    run(body, tokenizer)
+
+
+def test_a_throttled_client_is_told_why_and_when_to_come_back(tokenizer: Path) -> None:
+    async def body(c: Cluster) -> None:
+        assert (await c.post("/generate", GENERATE, headers=NAMED))[0] == 200
+        full(c)
+        status, headers, told = await c.post(
+            "/generate", GENERATE, headers=NAMED | {"x-fair-interaction": "8"}
+        )
+        error = json.loads(told)["error"]
+        assert (status, error["code"], error["type"]) == (429, "throttled_user", "rate_limit_error")
+        assert 1 <= int(headers["retry-after"]) <= 60
+        assert "limit is 1" in error["message"]
+        assert "pressure 1.00" in error["message"]
+        assert (await c.post("/generate", GENERATE, headers=NAMED))[0] == 200, "its interaction goes on"
+        other = NAMED | {"x-fair-client": "other"}
+        assert (await c.post("/generate", GENERATE, headers=other))[0] == 200
+        state = (await c.state())["throttle"]
+        assert state["refused"]["throttled_user"] == 1
+        assert state["open_interactions"] == 2
+        async with c.http.post(c.url + "/limits", json={"user": 5}) as answer:
+            assert (answer.status, (await answer.json())["throttle"]["rules"]["user"]) == (200, 5)
+        again = NAMED | {"x-fair-interaction": "9"}
+        assert (await c.post("/generate", GENERATE, headers=again))[0] == 200
+        for bad in ({"user": 0}, {"low": 0.9, "high": 0.5}, {"users": 3}, [], {"apps": {"chat": "many"}}):
+            async with c.http.post(c.url + "/limits", json=bad) as answer:
+                assert answer.status == 400
+        async with c.http.get(c.url + "/limits") as answer:
+            assert (await answer.json())["throttle"]["rules"]["user"] == 5
+
+    run(body, tokenizer, throttling=Throttling("oit", Rules(Limits(1))))
+
+
+def test_a_router_that_is_restarted_cuts_no_interaction(tokenizer: Path) -> None:
+    async def body(c: Cluster) -> None:
+        assert (await c.post("/generate", GENERATE, headers=NAMED))[0] == 200
+        endpoint = c.router.endpoint
+        c.router.close()
+        await eventually(lambda: not c.gateway.link.alive, "the gateway misses the router")
+        assert (await c.post("/generate", GENERATE, headers=NAMED))[0] == 200
+        assert fair_headers(c)["x-fair-call"] == "2", "numbered without a router"
+        again = RouterThread(c.replicas, Throttling("oit", Rules(Limits(1))), endpoint)
+        try:
+            await eventually(lambda: c.gateway.link.alive, "the gateway hears the new router")
+            again.shell.tell(Load("r0", 1000, 0, 1000))
+            assert (await c.post("/generate", GENERATE, headers=NAMED | {"x-fair-interaction": "8"}))[
+                0
+            ] == 200
+            assert (await c.post("/generate", GENERATE, headers=NAMED | {"x-fair-interaction": "9"}))[
+                0
+            ] == 429
+            assert (await c.post("/generate", GENERATE, headers=NAMED))[0] == 200
+            assert fair_headers(c)["x-fair-call"] == "3"
+        finally:
+            again.close()
+
+    run(body, tokenizer, throttling=Throttling("oit", Rules(Limits(1))), router_timeout_s=2.0)
+
+
+def test_a_retry_is_the_same_call(tokenizer: Path) -> None:
+    async def body(c: Cluster) -> None:
+        arrived: list[Arrive] = listening(c)
+        c.replicas[0].mode = "die"
+        assert (await c.post("/generate", GENERATE, headers=NAMED))[0] == 200
+        assert [(one.attempt, one.begun) for one in arrived] == [(0, 0), (1, 1)]
+        _, seen, _ = c.replicas[1].requests[-1]
+        assert {name.lower(): value for name, value in seen.items()}["x-fair-call"] == "1"
+        [row] = (await c.state())["throttle"]["nearest"]
+        assert row == {"client": "c", "calls": 1, "limit": 9}
+
+    run(body, tokenizer, replicas=2, throttling=Throttling("oit", Rules(Limits(9))))
+
+
+def test_tenants_have_applications_and_limits_of_their_own(tokenizer: Path, tmp_path: Path) -> None:
+    path, key = tmp_path / "tenants.yaml", "key of gold"
+    own = Overload(calls_per_minute=5, apps={"chat": 2, "*": 1})
+    edit.add(path, "gold", Tenant(keys=[keys.written(keys.digest(key))], apps=["chat"], overload=own))
+
+    async def body(c: Cluster) -> None:
+        arrived = listening(c)
+        for app in ("chat", "code"):
+            headers = NAMED | {"x-fair-app": app, "authorization": f"Bearer {key}"}
+            assert (await c.post("/generate", GENERATE, headers=headers))[0] == 200
+        assert [(one.app, one.most_calls, one.app_calls) for one in arrived] == [
+            ("chat", 5, 2),
+            ("(other)", 5, 1),
+        ]
+
+    run(body, tokenizer, tenants=path)

@@ -1,0 +1,213 @@
+"""The throttle in the router: each call is judged once, whoever asks how often and whatever restarts."""
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.core import Router
+from router.events import (
+    Arrive,
+    Done,
+    Load,
+    PeerGone,
+    Place,
+    Query,
+    Refuse,
+    Running,
+    SetLimits,
+    Snapshot,
+    WorkerDown,
+    WorkerUp,
+)
+from router.placement.d2lpm import D2lpm
+from router.throttling import Kind, Throttling
+from sglang_fair.core.throttle import Limits, Rules
+
+PROMPT = bytes(64)
+LIMIT = 3
+
+
+def router(kind: Kind = "oit", user: int | None = LIMIT, workers: str = "ab", **more: object) -> Router:
+    made = Router(D2lpm(worker_quantum=1e9), throttling=Throttling(kind, Rules(Limits(user, **more))))  # type: ignore[arg-type]
+    for worker in workers:
+        made.handle(WorkerUp(worker, f"http://{worker}"), 0.0)
+    return made
+
+
+def fill(made: Router, now_s: float, part: float = 1.0, workers: str = "ab") -> None:
+    for worker in workers:
+        made.handle(Load(worker, round(1000 * part), 0, 1000), now_s)
+
+
+def ask(
+    made: Router, request: str, interaction: str = "", now_s: float = 0.0, **more: object
+) -> Place | Refuse:
+    arrive = Arrive(request, str(more.pop("client", "c")), PROMPT, interaction=interaction, **more)  # type: ignore[arg-type]
+    ((_, answer),) = made.handle(arrive, now_s, b"g")
+    assert isinstance(answer, Place | Refuse)
+    return answer
+
+
+def throttle(made: Router, now_s: float) -> dict:
+    ((_, answer),) = made.handle(Query("q"), now_s)
+    assert isinstance(answer, Snapshot)
+    return answer.state["throttle"]  # type: ignore[return-value]
+
+
+def test_only_first_calls_beyond_the_limit_are_refused_while_all_replicas_are_full() -> None:
+    made = router()
+    for number in range(10):
+        assert isinstance(ask(made, f"before{number}", now_s=1.0), Place)
+    fill(made, 2.0, workers="a")
+    assert isinstance(ask(made, "one of two", now_s=2.0), Place)
+    assert isinstance(ask(made, "other", "i", 2.0, client="d"), Place)
+    fill(made, 3.0)
+    refused = ask(made, "full", "j", 3.0)
+    assert isinstance(refused, Refuse)
+    assert (refused.code, refused.retry) == ("throttled_user", True)
+    assert refused.retry_after_s == pytest.approx(58, abs=1.5)
+    assert "limit is 3" in refused.reason
+    assert "pressure 1.00" in refused.reason
+    assert ask(made, "started", "i", 3.0, client="d").call == 2  # type: ignore[union-attr]
+    seen = throttle(made, 4.0)
+    assert seen["overloaded_for_s"] == pytest.approx(1.0)
+    assert seen["refused"] == {"throttled_user": 1, "throttled_app": 0}
+    assert seen["nearest"][0] == {"client": "c", "calls": 11, "limit": 3}
+    assert throttle(made, 9.1)["overloaded_for_s"] is None, "replicas that say nothing are not overloaded"
+
+
+def test_a_question_that_comes_again_and_further_attempts_are_the_same_call() -> None:
+    made = router(workers="a")
+    fill(made, 0.0, workers="a")
+    for _ in range(3):
+        assert ask(made, "1", "i") == Place("1", "a", "http://a", 0, 1)
+    made.handle(Done("1", outcome="failed"), 0.1)
+    for attempt in (1, 2):
+        again = ask(made, f"1.{attempt}", "i", 0.2, attempt=attempt, begun=1)
+        assert isinstance(again, Place)
+        made.handle(Done(again.id), 0.3)
+    assert throttle(made, 0.4)["nearest"] == [{"client": "c", "calls": 1, "limit": 3}]
+    for number in (2, 3):
+        ask(made, f"{number}", f"j{number}", 0.5)
+    first = ask(made, "4", "k", 0.6)
+    assert first == ask(made, "4", "k", 0.7), "the same answer, and not refused twice"
+    assert throttle(made, 0.8)["refused"]["throttled_user"] == 1
+
+
+def test_an_interaction_ends_with_its_last_answer() -> None:
+    made = router("none")
+    assert ask(made, "1", "i").call == 1  # type: ignore[union-attr]
+    assert ask(made, "2", "i", last=True).call == 2  # type: ignore[union-attr]
+    made.handle(Done("2", outcome="aborted"), 0.1)
+    assert throttle(made, 0.1)["open_interactions"] == 1, "its user has no answer"
+    ask(made, "3", "i", 0.2, last=True)
+    made.handle(Done("3"), 0.3)
+    assert throttle(made, 0.3)["open_interactions"] == 0
+    assert ask(made, "4").call == 0, "one without a name has no number"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("lost", ["worker", "gateway", "no worker"])
+def test_a_call_that_is_lost_leaves_its_interaction_silent(lost: str) -> None:
+    made = router(workers="" if lost == "no worker" else "a")
+    ask(made, "1", "i")
+    made.handle(WorkerDown("a") if lost == "worker" else PeerGone(), 1.0, b"g")
+    assert throttle(made, 60.5)["open_interactions"] == 1
+    made.handle(Arrive("2", "d", PROMPT, interaction="x"), 62.0, b"g")
+    assert throttle(made, 62.0)["open_interactions"] == 1, "of the other client"
+
+
+def test_a_router_that_was_restarted_cuts_nothing() -> None:
+    made = router()
+    fill(made, 0.0)
+    for number in range(LIMIT):
+        made.handle(Arrive(f"{number}", "c", PROMPT), 0.0)
+    assert isinstance(ask(made, "new", "new"), Refuse)
+    assert ask(made, "2nd", "served before", begun=1).call == 2  # type: ignore[union-attr]
+    made.handle(Running("r", "c", "a", PROMPT, interaction="in flight", begun=4), 0.1)
+    assert ask(made, "5th", "in flight", 0.2).call == 5  # type: ignore[union-attr]
+
+
+def test_rpm_refuses_whatever_there_is_to_do() -> None:
+    made = router("rpm")
+    assert [type(ask(made, f"{n}", "i", float(n))) for n in range(5)] == [Place] * 3 + [Refuse] * 2
+    assert isinstance(ask(made, "later", "i", 60.0), Place)
+
+
+def test_tenants_have_limits_of_their_own() -> None:
+    made = router(user=1)
+    fill(made, 0.0)
+    found = [
+        ask(made, f"{n}", now_s=0.0, client="gold", most_calls=2, app="chat", app_calls=9) for n in range(3)
+    ]
+    assert [type(one) for one in found] == [Place, Place, Refuse]
+    code = ask(made, "app", app="chat", client="x", most_calls=9, app_calls=1)
+    assert isinstance(code, Place)
+    code = ask(made, "app2", app="chat", client="x", most_calls=9, app_calls=1)
+    assert isinstance(code, Refuse)
+    assert code.code == "throttled_app"
+    assert {"client": "gold", "calls": 2, "limit": 2} in throttle(made, 0.0)["nearest"]
+
+
+def test_limits_are_replaced_while_it_runs() -> None:
+    made = router(user=1)
+    fill(made, 0.0)
+    ask(made, "1")
+    assert isinstance(ask(made, "2"), Refuse)
+    ((_, answer),) = made.handle(SetLimits("l", b'{"user": 2, "high": 0.5, "low": 0.4}'), 0.0)
+    assert isinstance(answer, Snapshot)
+    assert answer.state["throttle"]["rules"]["user"] == 2  # type: ignore[index]
+    assert isinstance(ask(made, "3"), Place)
+    for bad, words in (
+        (b"{", "truncated"),
+        (b'{"user": 0}', "user"),
+        (b'{"high": 2}', "high"),
+        (b"[1]", "object"),
+    ):
+        ((_, answer),) = made.handle(SetLimits("l", bad), 0.0)
+        assert isinstance(answer, Refuse)
+        assert words in answer.reason
+    assert throttle(made, 0.0)["rules"]["user"] == 2, "the old ones stay"
+    ((_, answer),) = router("none").handle(SetLimits("l", b"{}"), 0.0)
+    assert isinstance(answer, Refuse)
+
+
+def test_a_load_that_cannot_be_is_counted_and_ignored() -> None:
+    made = router()
+    fill(made, 0.0)
+    for used, waiting, size in ((-1, 0, 10), (21, 0, 10), (1, -1, 10), (0, 0, 0)):
+        made.handle(Load("a", used, waiting, size), 0.0)
+    seen = throttle(made, 0.1)
+    assert seen["bad_loads"] == 4
+    assert seen["overloaded_for_s"] is not None, "what was said before holds"
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32))
+def test_no_call_of_an_open_interaction_is_refused_whatever_restarts(seed: int) -> None:
+    """Two gateways, replicas that die, a router that is restarted: each gateway says what it has seen of each."""
+    random = Random(seed)
+    made, begun = router(), {}
+    known: dict[tuple[str, str, bytes], int] = {}
+    running: list[str] = []
+    for step in range(200):
+        now_s = step * 0.25
+        if random.random() < 0.02:
+            made, running = router(), []
+        fill(made, now_s)
+        if running and random.random() < 0.5:
+            made.handle(Done(running.pop(random.randrange(len(running)))), now_s)
+        if random.random() < 0.03:
+            worker = random.choice("ab")
+            made.handle(WorkerDown(worker), now_s)
+            made.handle(WorkerUp(worker, f"http://{worker}"), now_s)
+        client, name, peer = random.choice("xyz"), str(random.randrange(4)), random.choice([b"g", b"h"])
+        seen = known.get((client, name, peer), 0)
+        arrive = Arrive(str(step), client, PROMPT, interaction=name, begun=seen)
+        ((_, answer),) = made.handle(arrive, now_s, peer)
+        if isinstance(answer, Refuse):
+            assert not seen, "this gateway has served it before"
+        else:
+            known[client, name, peer] = begun[client, name] = begun.get((client, name), 0) + 1
+            running.append(answer.id)

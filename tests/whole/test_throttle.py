@@ -1,0 +1,126 @@
+"""A real cluster with --throttle oit: a flood, an interaction beside it, a router that is killed, and who is told."""
+
+import asyncio
+import json
+import random
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import aiohttp
+import httpx
+import psutil
+import pytest
+
+from tests.support.live import Cluster
+from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.e2e
+
+LIMIT = 5
+POOL_TOKENS = 2048
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    limits = tmp_path_factory.mktemp("limits") / "limits.json"
+    limits.write_text(json.dumps({"user": LIMIT}))
+    made = Cluster(
+        "--policy", "wsc-dlpm", "--throttle", "oit", "--limits", str(limits), "--",
+        "--max-total-tokens", str(POOL_TOKENS), "--max-running-requests", "4",
+    )  # fmt: skip
+    with made:
+        yield made
+
+
+async def ask(
+    http: aiohttp.ClientSession, url: str, client: str, output: int = 4, **said: str
+) -> dict[str, Any]:
+    """One request of 200 tokens: its status, headers and body."""
+    tokens = [random.randrange(250) for _ in range(200)]
+    body = {"input_ids": tokens, "sampling_params": {"max_new_tokens": output, "ignore_eos": True}}
+    headers = {"x-fair-client": client} | {f"x-fair-{key}": value for key, value in said.items()}
+    async with http.post(f"{url}/generate", json=body, headers=headers) as answer:
+        return {"status": answer.status, "headers": dict(answer.headers), "body": await answer.json()}
+
+
+def throttle(cluster: Cluster) -> dict[str, Any]:
+    found: dict[str, Any] = cluster.status()["throttle"]
+    return found
+
+
+def router_of(cluster: Cluster) -> psutil.Process:
+    assert cluster._process is not None
+    [found] = [
+        one
+        for one in psutil.Process(cluster._process.pid).children(recursive=True)
+        if "-m" in one.cmdline() and "router" in one.cmdline()
+    ]
+    return found
+
+
+def test_a_flood_is_throttled_and_an_interaction_beside_it_loses_nothing(cluster: Cluster) -> None:
+    async def scenario() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        timeout = aiohttp.ClientTimeout(total=240)
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as http:
+            mine = [await ask(http, cluster.url, "light", interaction="i", app="agent", stage="plan")]
+            flood = [asyncio.create_task(ask(http, cluster.url, "flood", 300)) for _ in range(120)]
+            await asyncio.to_thread(
+                wait_until, lambda: throttle(cluster)["overloaded_for_s"] is not None, "overload"
+            )
+            more = [await ask(http, cluster.url, "flood") for _ in range(3)]
+            again = asyncio.create_task(
+                ask(http, cluster.url, "light", interaction="i", app="agent", stage="work")
+            )
+            router_of(cluster).send_signal(signal.SIGKILL)
+            mine.append(await again)
+            await asyncio.to_thread(
+                wait_until,
+                lambda: throttle(cluster)["overloaded_for_s"] is not None,
+                "overload, to the new router",
+            )
+            last = {"interaction": "i", "app": "agent", "stage": "merge", "last": "1"}
+            mine.append(await ask(http, cluster.url, "light", **last))
+            for one in flood:
+                one.cancel()
+            await asyncio.gather(*flood, return_exceptions=True)
+            return mine, more
+
+    mine, more = asyncio.run(scenario())
+    assert [one["status"] for one in mine] == [200] * 3
+    for one in more:
+        assert one["status"] == 429
+        assert one["body"]["error"]["code"] == "throttled_user"
+        assert 1 <= int(one["headers"]["Retry-After"]) <= 60
+
+
+def test_the_openai_client_says_what_a_call_belongs_to(cluster: Cluster) -> None:
+    import openai  # takes as long as many tests, and is for this one
+
+    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="sk-test") as client:
+        before = throttle(cluster)["open_interactions"]
+        asked = {"model": "default", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+        client.chat.completions.create(
+            **asked, extra_headers={"x-fair-interaction": "o", "x-fair-app": "chat"}
+        )
+        assert throttle(cluster)["open_interactions"] == before + 1
+        client.chat.completions.create(**asked, metadata={"interaction": "o", "app": "chat", "last": "1"})
+        wait_until(lambda: throttle(cluster)["open_interactions"] == before, "the interaction's end")
+
+
+def test_status_says_whom_the_router_refuses(cluster: Cluster) -> None:
+    from io import StringIO
+
+    from rich.console import Console
+
+    from sglang_fair.cluster import status
+
+    page = Console(file=StringIO(), width=200)
+    page.print(status.render(status.read(cluster.url)))
+    text = page.file.getvalue()  # type: ignore[attr-defined]
+    assert "throttle oit" in text
+    answer = httpx.post(f"{cluster.url}/limits", json={"user": 7}, timeout=30)
+    assert answer.status_code == 200
+    assert throttle(cluster)["rules"]["user"] == 7
+    assert httpx.post(f"{cluster.url}/limits", json={"user": 0}, timeout=30).status_code == 400
+    assert throttle(cluster)["rules"]["user"] == 7
