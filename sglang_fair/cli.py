@@ -51,6 +51,10 @@ PROGRAMS = {
         "workloads.experiments",
         "Run the papers' experiments in the simulator: tables and figures beside the published ones.",
     ),
+    "limits": Program(
+        "workloads.limits",
+        "Print limits for --throttle, from the records of a run: what users need in a busy minute.",
+    ),
     "calibrate": Program(
         "sglang_fair.calibration",
         "Measure a replica and fit the cost model that emulated and simulated replicas use.",

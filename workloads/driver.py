@@ -16,14 +16,22 @@ from typing import Any, assert_never
 import aiohttp
 import msgspec
 
-from sglang_fair.common.identity import HEADER_APP, HEADER_CLIENT, HEADER_INTERACTION, HEADER_STAGE
+from sglang_fair.common.identity import (
+    HEADER_APP,
+    HEADER_CLIENT,
+    HEADER_INTERACTION,
+    HEADER_LAST,
+    HEADER_STAGE,
+)
 from workloads import wire
 from workloads.clients import Client
 from workloads.programs import Call, Outcome, Reply
 from workloads.records import METERS, End, Records, Sample
 from workloads.session import (
     RUN_ENDED,
+    TIMED_OUT,
     Action,
+    Cancel,
     Ending,
     Plan,
     Record,
@@ -49,6 +57,7 @@ class Headers:
     app: str = HEADER_APP
     interaction: str = HEADER_INTERACTION
     stage: str = HEADER_STAGE
+    last: str = HEADER_LAST
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +83,16 @@ class Endpoint:
         if self.kind not in wire.PATHS:
             raise ValueError(f"unknown kind of endpoint {self.kind!r}; there are {', '.join(wire.PATHS)}")
 
-    def header(self, client: str, app: str, interaction: str, stage: str, *, tag: str = "") -> dict[str, str]:
+    def header(
+        self, client: str, app: str, interaction: str, stage: str, *, last: bool = False, tag: str = ""
+    ) -> dict[str, str]:
         """The HTTP headers of one request; `tag` follows the client's name."""
         named = {
             self.headers.client: client + tag,
             self.headers.app: app,
             self.headers.interaction: interaction,
             self.headers.stage: stage,
+            self.headers.last if self.headers.interaction else "": "1" if last else "",
         }
         key = self.api_keys.get(client, self.api_key)
         if key is not None:
@@ -186,6 +198,9 @@ class Driver:
                 case Send(request):
                     self._exchanges[request] = self._exchange_for(request)
                     self._spawn(self._request(request))
+                case Cancel(request):
+                    if request in self._exchanges:
+                        self._exchanges[request].give_up()
                 case Record(row):
                     self._records.add(row)
                 case _:
@@ -239,11 +254,15 @@ class Driver:
             user=request.client + self._tag if endpoint.user_field else None,
         )
         try:
-            await self._exchange(request, body, exchange)
+            async with asyncio.timeout(None) as exchange.limit:
+                if not exchange.is_given_up:
+                    await self._exchange(request, body, exchange)
         except TimeoutError:
             exchange.error = f"no answer within {endpoint.timeout_s:g} s"
         except (aiohttp.ClientError, OSError, ValueError, KeyError, TypeError) as error:
             exchange.error = f"{type(error).__name__}: {error}"
+        if exchange.is_given_up and (exchange.error is not None or not exchange.done):
+            exchange.error = TIMED_OUT
         if exchange.error is None:
             exchange.outcome = Outcome.OK
         del self._exchanges[request]
@@ -260,6 +279,7 @@ class Driver:
             program.client.app,
             f"{request.client}{self._tag}-{program.index}",
             request.call.stage,
+            last=request.call.last,
             tag=self._tag,
         )
         url = endpoint.url.rstrip("/") + wire.PATHS[endpoint.kind]
@@ -317,6 +337,15 @@ class _Exchange:
     status: int | None = None
     error: str | None = None
     done: bool = False
+    limit: asyncio.Timeout | None = None
+    """What interrupts it; None: it has not begun."""
+    is_given_up: bool = False
+
+    def give_up(self) -> None:
+        """Hang up."""
+        self.is_given_up = True
+        if self.limit is not None:
+            self.limit.reschedule(asyncio.get_running_loop().time())
 
     def take(self, data: bytes, now_s: float, step_s: float = 0.0) -> None:
         """One event of the stream. Of tokens less than `step_s` apart only the last are recorded."""

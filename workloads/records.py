@@ -66,6 +66,8 @@ class RequestRecord:
     worker: str | None = None
     status: int | None = None
     error: str | None = None
+    waited_s: float | None = None
+    """In the replica, before it was admitted or given up; None: nobody says."""
 
     @property
     def extend_tokens(self) -> int | None:

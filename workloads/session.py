@@ -33,6 +33,9 @@ once is not flooded."""
 RUN_ENDED = "the run ended"
 """The error in the records of requests that the end of the run cut off."""
 
+TIMED_OUT = "the program took too long"
+"""The error in the records of requests whose program was given up."""
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -52,10 +55,16 @@ class Plan:
     token_step_s: float = 0.0
     """Minimum interval between the recorded tokens of an answer, so that long runs fit into memory. The first and the
     last token are always recorded."""
+    program_timeout_s: float | None = None
+    """A program that takes longer is given up: its requests are cancelled, and it has failed."""
+    waits: bool = False
+    """Record how long each request waited in its replica, where that is known."""
 
     def __post_init__(self) -> None:
         if self.duration_s <= 0 or self.connections_per_client < 1 or self.sample_s <= 0:
             raise ValueError(f"durations and connections must be positive: {self}")
+        if self.program_timeout_s is not None and not self.program_timeout_s > 0:
+            raise ValueError(f"a program's time-out must be positive, not {self.program_timeout_s!r}")
         if any(places < 1 for places in self.at_once.values()):
             raise ValueError(f"a closed loop needs at least 1 program under way: {dict(self.at_once)}")
 
@@ -88,6 +97,9 @@ class ActiveProgram:
     t_intended_s: float
     execution: Execution
     failed: int = 0
+    requests: dict["Request", None] = field(default_factory=dict)
+    """Those whose time has come and that have not ended."""
+    timed_out: bool = False
 
     def record(self, t_done_s: float | None, outcome: Outcome) -> ProgramRecord:
         """Its record; `t_done_s` is None where the run ended first."""
@@ -138,6 +150,13 @@ class Refill:
 
 
 @dataclass(frozen=True, slots=True)
+class TimeUp:
+    """Timer: this program has taken too long, if it is still under way."""
+
+    program: ActiveProgram
+
+
+@dataclass(frozen=True, slots=True)
 class Connected:
     """Timer: one of the client's connections has become free for this request."""
 
@@ -152,7 +171,7 @@ class Deadline(Enum):
     DRAIN = "the wait for programs under way is over"
 
 
-Timer: TypeAlias = Arrival | Refill | Request | Connected | Deadline
+Timer: TypeAlias = Arrival | Refill | Request | Connected | TimeUp | Deadline
 
 
 class Wait(NamedTuple):
@@ -168,13 +187,19 @@ class Send(NamedTuple):
     request: Request
 
 
+class Cancel(NamedTuple):
+    """Action: give this request up, which was sent. `ended` follows, at once or when it has."""
+
+    request: Request
+
+
 class Record(NamedTuple):
     """Action: keep this record."""
 
     row: RequestRecord | ProgramRecord
 
 
-Action: TypeAlias = Wait | Send | Record
+Action: TypeAlias = Wait | Send | Cancel | Record
 
 
 @dataclass(slots=True)
@@ -189,6 +214,7 @@ class Ending:
     worker: str | None = None
     status: int | None = None
     error: str | None = None
+    waited_s: float | None = None
 
 
 class Session:
@@ -249,12 +275,16 @@ class Session:
         a record."""
         actions: list[Action] = []
         match what:
+            case Request(program=program) if program.timed_out:
+                pass
             case Request():
                 self._connect(what, now_s, actions)
             case _ if self._over:
                 pass
             case Connected(request):
                 _send(request, now_s, actions)
+            case TimeUp(program):
+                self._time_out(program, now_s, actions)
             case Arrival(client, index, t_s):
                 self._begin(client, index, t_s, now_s, actions)
             case Refill(client):
@@ -275,11 +305,14 @@ class Session:
         """A request has ended: its record, and what may be sent because of it, unless the session is over."""
         del self.under_way[request]
         outcome, program = how.reply.outcome, request.program
+        del program.requests[request]
         self._count(outcome, how.output_tokens, now_s)
         actions: list[Action] = [Record(_request_record(request, how, now_s))]
         self._free_connection(request.client, now_s, actions)
         program.failed += outcome is Outcome.FAILED
-        if not self._over:
+        if program.timed_out:
+            self._give_up(program, now_s, actions)
+        elif not self._over:
             self._launch(program, program.execution.reply(request.number, how.reply), now_s, actions)
             self._settle(program, now_s, actions)
         return actions
@@ -310,7 +343,32 @@ class Session:
         self._programs[program] = None
         self._awaited += self._is_awaited(program)
         self._launch(program, program.execution.start(), t_intended_s, actions)
+        if self._plan.program_timeout_s is not None:
+            actions.append(Wait(t_intended_s + self._plan.program_timeout_s, TimeUp(program)))
         self._settle(program, now_s, actions)
+
+    def _time_out(self, program: ActiveProgram, now_s: float, actions: list[Action]) -> None:
+        """Cancel what was sent, end what waits for a connection, and begin nothing more."""
+        if program not in self._programs:
+            return
+        program.timed_out = True
+        for request in list(program.requests):
+            if request.t_start_s is None:
+                if request in (queued := self._queued[request.client]):
+                    queued.remove(request)
+                del self.under_way[request], program.requests[request]
+                how = Ending(Reply(outcome=Outcome.FAILED), error=TIMED_OUT)
+                program.failed += 1
+                self._count(how.reply.outcome, 0, now_s)
+                actions.append(Record(_request_record(request, how, now_s)))
+            else:
+                actions.append(Cancel(request))
+        self._give_up(program, now_s, actions)
+
+    def _give_up(self, program: ActiveProgram, now_s: float, actions: list[Action]) -> None:
+        """A program that took too long is over when its last request has ended."""
+        if not program.requests and program in self._programs:
+            self._end_program(program, Outcome.FAILED, now_s, actions)
 
     def _refill(self, client: Client, now_s: float, actions: list[Action]) -> None:
         """The next program of a closed-loop client, unless it has had its last."""
@@ -331,8 +389,12 @@ class Session:
     def _settle(self, program: ActiveProgram, now_s: float, actions: list[Action]) -> None:
         """Record the program if it has ended, and let a closed-loop client replace it."""
         outcome = program.execution.outcome
-        if outcome is None or program not in self._programs:
-            return
+        if outcome is not None and program in self._programs:
+            self._end_program(program, outcome, now_s, actions)
+
+    def _end_program(
+        self, program: ActiveProgram, outcome: Outcome, now_s: float, actions: list[Action]
+    ) -> None:
         del self._programs[program]
         actions.append(Record(program.record(now_s, outcome)))
         self.progress.programs_done += 1
@@ -347,7 +409,7 @@ class Session:
     def _connect(self, request: Request, now_s: float, actions: list[Action]) -> None:
         """The request takes one of its client's connections, or waits for one."""
         self.progress.in_flight += 1
-        self.under_way[request] = None
+        self.under_way[request] = request.program.requests[request] = None
         name = request.client
         if self._connections[name] < self._plan.connections_per_client:
             self._connections[name] += 1
@@ -432,4 +494,5 @@ def _request_record(request: Request, how: Ending, now_s: float) -> RequestRecor
         worker=how.worker,
         status=how.status,
         error=how.error,
+        waited_s=how.waited_s,
     )

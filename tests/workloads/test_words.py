@@ -24,6 +24,7 @@ NAMES = re.compile(
   | §\d+(?:\.\d+)?                       # sections
   | \bD2LPM\b | \bP\d\d\b | \b2U\b | \bS[12]\b | \b(?:qa|tot|judge)-s[12]\b
   | \b(?:A100s?|a100|A10G|H100)\b | \bLlama-[\d.]+(?:-\d+B|b)\b | \bLlama-2-\d+b\b | \b8B\ model\b | \b80\ GB\b
+  | \bapp\d+\b                           # applications
   | `[a-z0-9-]+`                         # other experiments
   | \ :\ 1\b | \b1\ :\                   # ratios to one
     """

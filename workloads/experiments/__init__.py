@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 from workloads.experiments.beyond_adaptive import Adaptive
 from workloads.experiments.beyond_cache import Cache
+from workloads.experiments.beyond_equity import Equity
 from workloads.experiments.beyond_isolation import Isolation as BesideFloods
 from workloads.experiments.beyond_payers import Payers
 from workloads.experiments.beyond_placement import Contest
@@ -32,6 +33,10 @@ from workloads.experiments.dlpm_fig10 import Figure10
 from workloads.experiments.dlpm_fig11 import Figure11
 from workloads.experiments.dlpm_fig12 import Figure12
 from workloads.experiments.dlpm_table2 import Table2
+from workloads.experiments.fairserve_abuse import Abuse
+from workloads.experiments.fairserve_delay import Delay
+from workloads.experiments.fairserve_table3 import Table3
+from workloads.experiments.fairserve_table4 import Table4
 from workloads.experiments.vtc_lengths import Lengths
 from workloads.experiments.vtc_overload import Overload
 from workloads.experiments.vtc_pools import Pools
@@ -48,6 +53,7 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         Pools(), Weighted(), Prediction(), Profiled(), CostFunctions(),
         Table2(), Figure7(), Sensitivity(),
         Figure1(), Figure4(), Figure8(), Figure9(), Figure10(), Figure11(), Figure12(),
+        Abuse(), Delay(), Table3(), Table4(), Equity(),
         Placements(), Routers(), Payers(), Adaptive(), Production(), Cache(), BesideFloods(), Contest(), Target(),
     )
 }  # fmt: skip

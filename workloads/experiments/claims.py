@@ -1,13 +1,14 @@
 """What a report is made of: claims with their verdicts, tables, figures."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
 Verdict: TypeAlias = Literal["yes", "partly", "no"]
+VERDICTS: tuple[Verdict, ...] = ("yes", "partly", "no")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,8 @@ class Report:
     tables: Sequence[Table] = ()
     figures: Sequence[Figure] = ()
     notes: Sequence[str] = ()
+    ratios: Mapping[str, float | None] = field(default_factory=dict)
+    """Numbers that others compare with theirs, by name."""
 
 
 def shown(value: str | float | None, digits: int = 3) -> str:

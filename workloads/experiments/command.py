@@ -5,6 +5,7 @@ sglang-fair reproduce vtc-fig3 'dlpm-*' --quick
 sglang-fair reproduce all --publish
 """
 
+import json
 import signal
 import sys
 import time
@@ -22,6 +23,7 @@ from rich.text import Text
 from sglang_fair.common.provenance import cores, machine, versions
 from sglang_fair.settings.commands import Argument, Mistake, Option, run
 from workloads.experiments import EXPERIMENTS, results, runner, store
+from workloads.experiments.claims import VERDICTS
 from workloads.experiments.contract import Experiment, Measured, Size
 from workloads.experiments.model_validation import Validation
 from workloads.experiments.runner import CarryOut, Failed, Job, Made, Watch
@@ -107,6 +109,7 @@ def main(
                 console.print(f"wrote {page}")
             if publish:
                 _publish(reported, experiments, console)
+            print(json.dumps({"reproduce": {one.experiment.id: _verdicts(one) for one in reported}}))
         except (OSError, ValueError) as error:
             raise Mistake(str(error)) from error
         except KeyboardInterrupt:
@@ -163,6 +166,17 @@ def listing(experiments: Mapping[str, Experiment], folder: Path, size: Size) -> 
             f"{took_s:.0f}" if there else "–",
         )
     return view
+
+
+def _verdicts(one: results.Reported) -> Mapping[str, object]:
+    """How many claims hold, and the numbers to compare; nothing of an experiment that is not complete."""
+    if one.report is None:
+        return {}
+    held = [claim.holds for claim in one.report.claims]
+    return {
+        **{verdict: held.count(verdict) for verdict in VERDICTS},
+        "ratios": store.rounded(one.report.ratios),
+    }
 
 
 def _make_records(

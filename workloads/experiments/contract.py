@@ -60,6 +60,14 @@ Json: TypeAlias = Any
 CURVES = "curves"
 """The key of `measure` that is kept for a cell's first seed only: plots show one run, and records stay small."""
 
+LATER: tuple[tuple[str, str, Json], ...] = (
+    ("site", "throttle", "none"),
+    ("site", "limits", {}),
+    ("plan", "program_timeout_s", None),
+    ("plan", "waits", False),
+)
+"""Fields of a site or a plan that older records do not have, and what holds there."""
+
 _FILE_NAME = re.compile(r"[a-z0-9][a-z0-9+._-]*")
 
 
@@ -112,6 +120,9 @@ class Cell:
             del found["site"]["target_tpot_ms"]
         if not self.site.cache_share:  # plain LRU, as before there was such a field
             del found["site"]["cache_share"]
+        for part, name, default in LATER:
+            if found[part][name] == default:
+                del found[part][name]
         return cast("dict[str, Json]", _plain(found))
 
 

@@ -21,6 +21,7 @@ The file is named like the module and holds one document for each experiment in 
       - title: Medians over seeds
         columns: {scheduler: = label, tokens/s: tokens_per_s, "× FCFS": = own.tokens_per_s / cells.fcfs.tokens_per_s}
     figures: {rate: "Service rate in {WINDOW_S:.0f} s windows."}
+    ratios: {tokens_vtc_over_fcfs: ratio}                # numbers for whoever reads them by program
 
 Words can only quote. They are format strings of Python: `{name:spec}` is replaced by a named value, and there is no
 other way to a number, since `tests/workloads/test_words.py` allows no digit outside of braces but in names such as
@@ -47,6 +48,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -123,6 +125,7 @@ class Words(_Strict):
     tables: list[TableWords] = []
     figures: dict[str, str] = {}
     notes: list[str | Note] = []
+    ratios: dict[str, str] = {}
 
 
 def words_file(experiment: Experiment) -> Path:
@@ -190,7 +193,13 @@ def report(experiment: Experiment, results: Mapping[str, Result]) -> Report:
             for note in (Note(text=one) if isinstance(one, str) else one for one in words.notes)
             if evaluate(note.when, names)
         ],
+        ratios={name: _number(value) for name, value in _evaluated(words.ratios, names).items()},
     )
+
+
+def _number(value: Any) -> float | None:
+    """None where there is nothing to compare: by nothing."""
+    return None if value is None or not isfinite(value) else float(value)
 
 
 class RecordFields:

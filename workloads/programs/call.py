@@ -39,6 +39,10 @@ class Call:
     stage: str = ""
     output_tokens: int | None = None
     """Length of the answer, where a modelled engine makes it up. None: as long as it may be."""
+    last: bool = False
+    """Its answer is the one that the user sees."""
+    system_tokens: int = 0
+    """Of the prompt, from its beginning: those of the system prompt."""
     after_s: float = 0.0
     """How long the one who asks thinks first: the driver sends the request so many seconds after the step
     that holds it is taken, and latency counts from then."""

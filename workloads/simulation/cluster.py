@@ -31,7 +31,9 @@ from workloads.programs import Outcome, Reply
 from workloads.records import METERS, End, Manifest, Records, Run, Sample
 from workloads.session import (
     RUN_ENDED,
+    TIMED_OUT,
     Action,
+    Cancel,
     Ending,
     Plan,
     Record,
@@ -46,6 +48,9 @@ from workloads.simulation.site import Site
 
 PROGRESS_S = 1.0
 """How often a gateway tells the router of a running answer, by default."""
+
+LOAD_S = 0.2
+"""How often a replica says how much it has to do, where the router throttles by that."""
 
 TOKEN_STEP_S = 1.0
 """How far apart an answer's tokens are recorded, but for the first and the last, if the plan does not say. They are
@@ -133,6 +138,12 @@ class _Flight:
     token_times: list[tuple[float, int]] = field(default_factory=list)
     reported_s: float = 0.0
     """When the router last heard of its output."""
+    call: int = 1
+    """Its number in its interaction."""
+    given_up: bool = False
+    """Its sender waits for it no more."""
+    is_there: bool = False
+    """Its replica has it."""
 
 
 class Simulation:
@@ -165,6 +176,7 @@ class Simulation:
         self._workers = site.workers
         self._places = {worker: place for place, worker in enumerate(site.workers)}
         self._tells_output = PLACEMENTS[site.placement].uses_progress
+        self._tells_loads = site.throttle == "oit"
         self._events: list[tuple[float, int, Callable[[Any], None], Any]] = []
         self._scheduled = 0
         self._wakes_s = [inf] * site.replicas
@@ -179,6 +191,8 @@ class Simulation:
         self._carry_out(self.session.start())
         self._at(0.0, self._sample, 0)
         self._at(self._step_s, self._look, 1)
+        if self._tells_loads:
+            self._at(LOAD_S, self._tell_loads, 1)
         events, session = self._events, self.session
         while events and not session.over:
             self.now_s, _, action, argument = heappop(events)
@@ -196,8 +210,8 @@ class Simulation:
         heappush(self._events, (time_s, self._scheduled, action, argument))
 
     def _again(self, every_s: float, action: Callable[[int], None], count: int) -> None:
-        """The next of the two actions at even times, unless nothing is to come but the other one."""
-        if len(self._events) > 1:
+        """The next of the actions at even times, unless nothing is to come but the others."""
+        if len(self._events) > 1 + self._tells_loads:
             self._at((count + 1) * every_s, action, count + 1)
 
     # ---- the session
@@ -217,6 +231,8 @@ class Simulation:
                     self._at(until_s, self._due, what)
                 case Send(request):
                     self._send(request)
+                case Cancel(request):
+                    self._give_up(request)
                 case Record(row):
                     self._records.add(row)
                 case _:
@@ -254,7 +270,43 @@ class Simulation:
         if not isinstance(call.prompt, bytes):
             raise ValueError("a modelled engine takes packed tokens: give the programs a PackedCodec")
         self._flights[request.id] = _Flight(request, router)
-        self._tell(router, message.Arrive(request.id, request.client, call.prompt, call.max_output_tokens))
+        arrive = message.Arrive(
+            request.id,
+            request.client,
+            call.prompt,
+            call.max_output_tokens,
+            app=request.program.client.app,
+            interaction=str(request.program.index),
+            stage=call.stage,
+            last=call.last,
+        )
+        self._tell(router, arrive)
+
+    def _give_up(self, request: Request) -> None:
+        """Its sender waits no longer: what a gateway does when a client hangs up."""
+        flight = self._flights.get(request.id)
+        if flight is None or flight.given_up:
+            return
+        flight.given_up = True
+        if flight.is_there and flight.worker is not None:
+            self._take(flight.worker, self.replicas[flight.worker].abort(request.id, self.now_s))
+        elif flight.worker is None:  # it waits at the router
+            self._drop(flight)
+
+    def _drop(self, flight: _Flight, *, cached_tokens: int | None = None, output_tokens: int = 0) -> None:
+        """A request that was given up has ended."""
+        request = flight.request
+        self._flights.pop(request.id, None)
+        self._tell(flight.router, message.Done(request.id, output_tokens=output_tokens, outcome="aborted"))
+        ending = self._ending(
+            request,
+            flight,
+            Reply(outcome=Outcome.FAILED),
+            cached_tokens=cached_tokens,
+            output_tokens=output_tokens,
+            error=TIMED_OUT,
+        )
+        self._end(request, ending)
 
     def _router(self, program: int) -> int:
         """The router of a program: drawn for each in the order in which programs began."""
@@ -269,17 +321,21 @@ class Simulation:
         for _, answer in self.routers[router].handle(event, self.now_s):
             if isinstance(answer, message.Place):
                 flight = self._flights[answer.id]
-                flight.worker = self._places[answer.worker]
+                flight.worker, flight.call = self._places[answer.worker], answer.call
                 self._at(self.now_s + self._site.hop_s, self._deliver, flight)
             else:
                 assert isinstance(answer, message.Refuse), answer
-                self._fail(self._flights.pop(answer.id), 503, answer.reason)
+                self._fail(self._flights.pop(answer.id), 429 if answer.code else 503, answer.reason)
 
     def _deliver(self, flight: _Flight) -> None:
         """The request reaches its replica."""
         request, place = flight.request, flight.worker
         call = request.call
         assert place is not None
+        if flight.given_up:
+            self._drop(flight)
+            return
+        flight.is_there = True
         assert isinstance(call.prompt, bytes)
         output_tokens = call.max_output_tokens if call.output_tokens is None else call.output_tokens
         arrived = SimRequest(
@@ -289,6 +345,12 @@ class Simulation:
             output_tokens,
             call.max_output_tokens,
             expected_output_tokens=output_tokens,
+            app=request.program.client.app,
+            interaction=str(request.program.index),
+            stage=call.stage,
+            is_last=call.last,
+            call=flight.call or 1,
+            system_tokens=call.system_tokens,
         )
         self._take(place, self.replicas[place].arrive(arrived, self.now_s))
 
@@ -317,9 +379,26 @@ class Simulation:
             worker=None if flight is None or flight.worker is None else self._workers[flight.worker],
             status=status,
             error=error,
+            waited_s=self._waited_s(request, flight),
         )
 
+    def _waited_s(self, request: Request, flight: _Flight | None) -> float | None:
+        """Before it was admitted for the first time, or given up."""
+        if not self._plan.waits or flight is None or flight.worker is None or not flight.is_there:
+            return None
+        found = self.replicas[flight.worker].record.find(request.id)
+        return round(found[0]["waited_s"] - found[0]["waited_again_s"], 3) if found else None
+
     # ---- what replicas say
+
+    def _tell_loads(self, count: int) -> None:
+        """Each replica says how much it has to do."""
+        for place, replica in enumerate(self.replicas):
+            self._advance(place)
+            load = message.Load(self._workers[place], *replica.load())
+            for router in range(len(self.routers)):
+                self._tell(router, load)
+        self._again(LOAD_S, self._tell_loads, count)
 
     def _wake(self, place: int) -> None:
         if self.now_s == self._wakes_s[place]:  # else its turn was put off or moved up
@@ -363,6 +442,10 @@ class Simulation:
                 if not flight.token_times:
                     flight.reported_s = event.t_s
                     flight.token_times.append((round(event.t_s, 6), event.output_tokens))
+            case Finished(aborted=True):
+                if event.output_tokens:
+                    _complete(flight.token_times, event.t_s, event.output_tokens)
+                self._drop(flight, cached_tokens=event.cached_tokens, output_tokens=event.output_tokens)
             case Finished():
                 del self._flights[event.id]
                 self._finish(flight, event)

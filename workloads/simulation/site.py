@@ -8,11 +8,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from router.core import Router
 from router.events import WorkerUp
 from router.placement import PLACEMENTS, build, parameters
+from router.throttling import KINDS, Kind, Throttling
 from sglang_fair.common.files import read_json
 from sglang_fair.common.weights import Weights
 from sglang_fair.core import POLICIES
@@ -22,6 +23,7 @@ from sglang_fair.core.payers import make_payers
 from sglang_fair.core.policy import Policy, checked_quantum
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.steps import checked_stall_ms, checked_target_tpot_ms, make_steps
+from sglang_fair.core.throttle import make_rules
 from sglang_fair.settings import table
 from sglang_fair.sim.cost_model import CostModel, Scaled, kv_tokens, make_cost_model
 from sglang_fair.sim.gpus import GPUS
@@ -76,6 +78,9 @@ class Site:
     """One router for each number, which is its share of all programs. Routers do not know each other."""
     hop_s: float = 0.0
     """Network time of a request and its answer between client and replica, all of it before the request arrives."""
+    throttle: str = table.Cluster.throttle
+    limits: Mapping[str, Any] = field(default_factory=dict)
+    """The rules of throttling, as `--limits` has them."""
     events_lag_s: float = 0.0
     """Delay after which the router hears of a change in a cache."""
 
@@ -86,6 +91,9 @@ class Site:
             raise ValueError(f"no placement {self.placement!r}: there are {', '.join(PLACEMENTS)}")
         if self.policy not in POLICIES:
             raise ValueError(f"unknown policy {self.policy!r}; there are {', '.join(sorted(POLICIES))}")
+        if self.throttle not in KINDS:
+            raise ValueError(f"unknown throttle {self.throttle!r}; there are {', '.join(KINDS)}")
+        make_rules(self.limits, "limits")
         if self.replicas < 1:
             raise ValueError(f"a cluster has at least 1 replica, not {self.replicas}")
         if self.capacities and len(self.capacities) != self.replicas:
@@ -155,9 +163,11 @@ class Site:
     def make_policy(self) -> Policy:
         """A new policy object for one replica."""
         quantum = None if self.quantum is None else checked_quantum(self.quantum)
-        return policy_options.make(
+        policy = policy_options.make(
             self.policy, self.policy_options, quantum=quantum, weights=Weights(self.client_weights)
         )
+        policy_options.check_together(policy, self.service_cost(), self.payer)
+        return policy
 
     def make_cost_model(self) -> CostModel:
         """How long a step takes on a replica of capacity 1."""
@@ -206,7 +216,10 @@ class Site:
         values = {name: value for name, value in given.items() if value is not None and name in known}
         placement = build(self.placement, **(values | dict(self.placement_options)))
         shares = Weights(self.client_weights) if self.cache_share else None
-        router = Router(placement, name=self.placement, page_size=self.page_tokens, shares=shares)
+        throttling = Throttling(cast(Kind, self.throttle), make_rules(self.limits, "limits"))
+        router = Router(
+            placement, name=self.placement, page_size=self.page_tokens, shares=shares, throttling=throttling
+        )
         for place, worker in enumerate(self.workers):
             up = WorkerUp(worker, "", kv="simulated", capacity=self.capacity(place))
             router.handle(up, 0.0)

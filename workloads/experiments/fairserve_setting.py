@@ -1,0 +1,146 @@
+"""What FairServe's experiments have in common: the crowd, the schedulers, and what is kept of a run.
+
+The study's volumes are not published, and neither are model, GPU and limits of its evaluation. Here 1,000 users with
+log-normal rates send interactions of six applications to one A100; the limits are what 99 of 100 users need in their
+busiest minute, by a run without throttle.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from workloads.apps import Crowd
+from workloads.clients import Client
+from workloads.experiments.contract import SEEDS, Cell, Json, Simulated, Size, TrafficSpec
+from workloads.records import Run
+from workloads.served import totals
+from workloads.session import Plan
+from workloads.simulation import Site
+
+LENGTH_S = 300.0
+QUICK_S = 40.0
+USERS, QUICK_USERS = 1000, 60
+MEDIAN_RPM = 0.05
+SPREAD = 1.2
+ABUSERS, LEAST_ABUSE, MOST_ABUSE = 5, 100.0, 1000.0
+SURGE, SURGE_FACTOR = 0.1, 10.0
+TIMEOUT_S = 120.0
+"""A user gives an interaction up that takes longer."""
+RPM = 10
+"""The fixed limit of the baseline, in calls a minute."""
+LIMITS: Mapping[str, Json] = {"user": 12, "apps": {"*": 12}}
+WARM_S = 20.0
+
+
+@dataclass(frozen=True)
+class Scheduler:
+    """One of the paper's, or ours."""
+
+    label: str
+    policy: str
+    options: str = ""
+    throttle: str = "none"
+    limits: Mapping[str, Json] = field(default_factory=dict)
+
+
+SCHEDULERS: Mapping[str, Scheduler] = {
+    "rpm": Scheduler("RPM", "fcfs", throttle="rpm", limits={"user": RPM}),
+    "vtc": Scheduler("VTC", "vtc"),
+    "fs-w": Scheduler("FS(W)", "wsc", "lead=0"),
+    "fs": Scheduler("FS(W+I)", "wsc", throttle="oit", limits=LIMITS),
+    "literal": Scheduler(
+        "FS(W+I), by the letter",
+        "wsc",
+        "lead=inf,charge=on_finish,literal=true",
+        throttle="oit",
+        limits={**LIMITS, "counts": "arrivals"},
+    ),
+    "dlpm": Scheduler("WSC-DLPM + OIT", "wsc-dlpm", throttle="oit", limits=LIMITS),
+}
+
+
+def site(name: str, **more: Json) -> Site:
+    """One A100 with Llama-3.1-8B, prompts first as in the paper."""
+    chosen = SCHEDULERS[name]
+    return Site(
+        placement="round_robin",
+        policy=chosen.policy,
+        policy_options=chosen.options,
+        throttle=chosen.throttle,
+        limits=chosen.limits,
+        stall_ms=0.0,
+        **more,
+    )
+
+
+def plan(duration_s: float) -> Plan:
+    """Interactions begin for so long; the run goes on until all have ended or were given up."""
+    return Plan(
+        duration_s,
+        drain_s=None,
+        connections_per_client=1_000_000,
+        sample_s=max(duration_s / 10, 1.0),
+        token_step_s=5.0,
+        program_timeout_s=TIMEOUT_S,
+        waits=True,
+    )
+
+
+def crowd(size: Size, surge: float = SURGE) -> TrafficSpec:
+    """The traffic."""
+    return TrafficSpec("crowd", {"users": USERS if size == "full" else QUICK_USERS, "surge": surge})
+
+
+class Crowded(Simulated):
+    """An experiment with the crowd."""
+
+    schedulers: Sequence[str] = tuple(SCHEDULERS)
+    surges: Sequence[float] = (SURGE,)
+
+    def cells(self, size: Size) -> Sequence[Cell]:
+        length_s, seeds = (LENGTH_S, SEEDS) if size == "full" else (QUICK_S, SEEDS[:1])
+        return [
+            Cell(
+                name if len(self.surges) == 1 else f"{name}.{round(100 * surge)}",
+                site(name),
+                crowd(size, surge),
+                plan(length_s),
+                seeds,
+                SCHEDULERS[name].label,
+            )
+            for surge in self.surges
+            for name in self.schedulers
+        ]
+
+    def clients(self, cell: Cell, seed: str) -> Sequence[Client]:
+        given = cell.traffic.arguments
+        made = Crowd(
+            users=given["users"],
+            median_rpm=MEDIAN_RPM * USERS / given["users"],
+            spread=SPREAD,
+            abusers=ABUSERS,
+            least_abuse=LEAST_ABUSE,
+            most_abuse=MOST_ABUSE,
+            surge=given["surge"],
+            surge_factor=SURGE_FACTOR,
+        )
+        return made.clients(seed, cell.plan.duration_s)
+
+    def measure(self, cell: Cell, run: Run) -> Mapping[str, Json]:
+        facts = run.manifest.clients
+        good = [name for name, one in facts.items() if one["well_behaved"]]
+        bad = [name for name, one in facts.items() if not one["well_behaved"]]
+        everybody = totals(run, [*good, *bad])
+        apps = sorted({str(facts[name]["app"]) for name in good})
+        assert run.end is not None
+        return {
+            "good": totals(run, good).to_json(),
+            "bad": totals(run, bad).to_json(),
+            "all": everybody.to_json(),
+            "apps": {
+                app: totals(run, [name for name in good if facts[name]["app"] == app]).to_json()
+                for app in apps
+            },
+            "end_s": run.end.t_s,
+            "prompt_per_s": everybody.prompt_tokens / run.end.t_s,
+            "decode_per_s": everybody.output_tokens / run.end.t_s,
+        }
