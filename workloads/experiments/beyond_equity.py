@@ -20,8 +20,14 @@ LENGTH_S = 240.0
 OPEN, CALLS = 30, 20
 """Interactions that one client keeps open, and calls of each."""
 LEAD = 2.0
-SYSTEM_TOKENS = 3000
+PREFIXES, READERS = 12, 2
+"""Applications, and clients of each."""
+SYSTEM_TOKENS, OWN_TOKENS, OUTPUT_TOKENS = 4000, 200, 60
+POOL_TOKENS = 32_768
+"""Of the last part: the cache does not hold all prefixes."""
 AT_ONCE = 24
+MAX_RUNNING = 8
+"""So that everybody always waits."""
 
 
 class Watched(Simulation):
@@ -51,13 +57,13 @@ class Equity(Simulated):
             )
             return Cell(name, at, TrafficSpec(traffic, more), plan, seeds)
 
-        def wsc(options: str = "", policy: str = "wsc") -> Site:
-            plain = replace(site("fs"), throttle="none", limits={})
-            return replace(plain, policy=policy, policy_options=options)
+        def wsc(options: str = "", policy: str = "wsc", **more: Json) -> Site:
+            plain = replace(site("fs"), replicas=1, max_running=MAX_RUNNING, throttle="none", limits={})
+            return replace(plain, policy=policy, policy_options=options, **more)
 
         many = {"many": OPEN, "one": AT_ONCE, "another": AT_ONCE}
         liars = {"honest": AT_ONCE, "liar": AT_ONCE, "heavy": AT_ONCE}
-        shared = {f"user{number}": AT_ONCE // 3 for number in range(6)}
+        shared = {f"user{number}": 4 for number in range(PREFIXES * READERS)}
         return [
             cell("lead", wsc(f"lead={LEAD:g}"), "interactions", many),
             cell("paper", wsc("lead=inf"), "interactions", many),
@@ -66,8 +72,8 @@ class Equity(Simulated):
                 for spread in SPREADS
                 for who in ("honest", "liar")
             ),
-            cell("wsc", wsc(), "shared", shared),
-            cell("wsc-dlpm", wsc(policy="wsc-dlpm"), "shared", shared),
+            cell("wsc", wsc(kv_tokens=POOL_TOKENS), "shared", shared),
+            cell("wsc-dlpm", wsc(policy="wsc-dlpm", kv_tokens=POOL_TOKENS), "shared", shared),
         ]
 
     def clients(self, cell: Cell, seed: str) -> Sequence[Client]:
@@ -85,11 +91,15 @@ class Equity(Simulated):
                     _sender("heavy", heavy, seed),
                 ]
             case _:
-                names = list(cell.plan.at_once)
+                length = SYSTEM_TOKENS + OWN_TOKENS
                 apps = [
-                    replace(BY_NAME[name], system_tokens=SYSTEM_TOKENS) for name in ("chat", "app14", "app7")
+                    App(f"app{number}", 1.0, length, OUTPUT_TOKENS, system_tokens=SYSTEM_TOKENS)
+                    for number in range(PREFIXES)
                 ]
-                return [_sender(name, apps[place % len(apps)], seed) for place, name in enumerate(names)]
+                return [
+                    _sender(name, apps[place % PREFIXES], seed)
+                    for place, name in enumerate(cell.plan.at_once)
+                ]
 
     def run(self, cell: Cell, seed: str) -> Measured:
         clients = self.clients(cell, seed)

@@ -445,7 +445,9 @@ class Simulation:
             case Finished(aborted=True):
                 if event.output_tokens:
                     _complete(flight.token_times, event.t_s, event.output_tokens)
-                self._drop(flight, cached_tokens=event.cached_tokens, output_tokens=event.output_tokens)
+                # Without output nobody can tell whether its prompt was computed.
+                cached_tokens = event.cached_tokens if event.output_tokens else None
+                self._drop(flight, cached_tokens=cached_tokens, output_tokens=event.output_tokens)
             case Finished():
                 del self._flights[event.id]
                 self._finish(flight, event)
