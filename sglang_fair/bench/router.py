@@ -19,6 +19,10 @@ other clients has a short request in flight from beginning to end.
 * bytes per token: how much the process's resident memory grows while the tree is built, over the tokens in it, each
   counted once however many workers hold it. Block hashes and nodes are included.
 
+With `--throttle oit` or `rpm` the first placement is measured once more, with the shortest prompts, in turns with and
+without the throttle: with it calls of interactions, all replicas full, limits that refuse nobody. `throttle_ratio` is
+of the decisions/s, `us_p99` of the decisions with it, and `interaction_bytes` what 100,000 open interactions take.
+
 The noise of the machine stands beside them: p50 and p99 of a fixed piece of work, timed in the same way.
 
 Times are CPU time of the thread, of the calls during which no other process took the processor: cold caches after
@@ -33,6 +37,7 @@ import resource
 import statistics
 import sys
 import time
+import tracemalloc
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -41,14 +46,18 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 
 from router.collector import collect_young_only
 from router.core import Router
-from router.events import Arrive, Done, Event, Place, Query, Removed, Stored, WorkerUp
+from router.events import Arrive, Done, Event, Load, Place, Query, Removed, Stored, WorkerUp
 from router.placement import PLACEMENTS, build
+from router.throttling import Kind, Throttling
 from sglang_fair.bench import Show, carry_out
 from sglang_fair.common.provenance import processor
+from sglang_fair.core.interactions import Interaction, Interactions
+from sglang_fair.core.throttle import Limits, Rules
 from sglang_fair.settings import commands
 from sglang_fair.settings.commands import Mistake, Numbers, Option, numbers
 
@@ -60,6 +69,12 @@ CLIENTS = 100
 CROWD_TOKENS = 64
 IN_FLIGHT_PER_WORKER = 4
 VOCABULARY = 128_000
+CALLS = 4
+"""Of an interaction."""
+LOAD_EVERY = 100
+"""Decisions between two loads that replicas report."""
+THROTTLE_ROUNDS = 3
+UNLIMITED = 10**9
 PROMPT_TOKENS, WORKERS = Numbers(1_000, 10_000, 100_000), Numbers(8, 64)
 
 
@@ -76,6 +91,7 @@ class Setting:
     seed: int
     outstanding: int = 0
     """Other clients, each with a request in flight."""
+    throttle: Kind = "none"
 
     def __post_init__(self) -> None:
         if min(self.prompt_tokens) < 4 * PAGE:
@@ -130,7 +146,11 @@ class Head:
 class Traffic:
     """Seeded events and requests for one number of workers."""
 
-    def __init__(self, seed: int, workers: int, prompt_tokens: Sequence[int]) -> None:
+    def __init__(
+        self, seed: int, workers: int, prompt_tokens: Sequence[int], *, interactions: bool = False
+    ) -> None:
+        """`interactions`: a client's requests are calls of them, `CALLS` each."""
+        self._interactions = interactions
         self._rng = np.random.default_rng([seed, workers])
         self.workers = [f"w{number:02}" for number in range(workers)]
         self.heads = {tokens: [self._head(tokens // 2) for _ in range(HEADS)] for tokens in prompt_tokens}
@@ -159,7 +179,11 @@ class Traffic:
         tokens = head.tokens + self._tokens(prompt_tokens - len(head.tokens) // 4)
         self._requests += 1
         client = f"client-{int(self._rng.integers(CLIENTS))}"
-        return Arrive(f"{self._requests:032x}", client, tokens, 128), head
+        arrive = Arrive(f"{self._requests:032x}", client, tokens, 128)
+        if self._interactions:
+            name = str(self._requests // (CALLS * CLIENTS))
+            arrive = msgspec.structs.replace(arrive, app="app", interaction=name, stage="work")
+        return arrive, head
 
     def confirmation(self, arrive: Arrive, head: Head, place: Place) -> Stored:
         """The KV event of a worker that has prefilled the prompt: what it did not cache before."""
@@ -211,9 +235,13 @@ class Clock:
         return len(self.wall_us) - len(self.cpu_us)
 
 
-def filled(placement: str, traffic: Traffic, tree_tokens: int) -> tuple[Router, float]:
+def filled(
+    placement: str, traffic: Traffic, tree_tokens: int, throttling: Throttling | None = None
+) -> tuple[Router, float]:
     """A router whose tree is full, and how many tokens per second of CPU time the events added."""
-    router = Router(build(placement), name=placement, page_size=PAGE, max_tree_tokens=tree_tokens)
+    router = Router(
+        build(placement), name=placement, page_size=PAGE, max_tree_tokens=tree_tokens, throttling=throttling
+    )
     for worker in traffic.workers:
         router.handle(WorkerUp(worker, f"http://{worker}", kv=f"tcp://{worker}"), 0.0)
     clock, tokens = Clock(), 0
@@ -241,6 +269,9 @@ def measure(
             matched = tokens = 0
         now_s = number / 500
         arrive, head = traffic.request(prompt_tokens)
+        if number % LOAD_EVERY == 0:
+            for worker in traffic.workers:
+                router.handle(Load(worker, 1, 0, 1), now_s)
         ((_, place),) = asked.time(router.handle, arrive, now_s)
         assert isinstance(place, Place), place
         matched += place.matched_tokens
@@ -297,6 +328,41 @@ def measure_events(traffic: Traffic, tree_tokens: int, conversations: int) -> Ev
         tree_tokens=router.tree.tokens,
         nodes=router.tree.nodes,
     )
+
+
+def measure_throttle(setting: Setting) -> dict[str, float]:
+    """What the throttle costs a decision, with the first placement and the shortest prompts."""
+    tokens, workers = min(setting.prompt_tokens), min(setting.workers)
+    rows: dict[bool, list[DecisionTimes]] = {False: [], True: []}
+    for _ in range(THROTTLE_ROUNDS):
+        for is_on in (False, True):
+            source = Traffic(setting.seed, workers, setting.prompt_tokens, interactions=is_on)
+            kind: Kind = setting.throttle if is_on else "none"
+            throttling = Throttling(kind, Rules(Limits(UNLIMITED, {"*": UNLIMITED})))
+            router, _ = filled(setting.placements[0], source, setting.tree_tokens, throttling)
+            row = measure(router, source, tokens, decisions=setting.decisions, warm_up=setting.decisions // 5)
+            rows[is_on].append(row)
+    rate = {is_on: statistics.median(row.decisions_per_s for row in found) for is_on, found in rows.items()}
+    return {
+        "throttle_ratio": round(rate[True] / rate[False], 4),
+        "us_p99": statistics.median(row.us_p99 for row in rows[True]),
+        "interaction_bytes": interaction_bytes(),
+    }
+
+
+def interaction_bytes() -> int:
+    """Memory of 100,000 open interactions of 500 clients."""
+    tracemalloc.start()
+    made = Interactions()
+    for client in range(500):
+        for number in range(200):
+            name = Interaction(f"client-{client}", "app", f"{client}-interaction-{number}")
+            made.accept(name)
+            made.end(name)
+    assert len(made) == 100_000
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return taken
 
 
 def bytes_per_token(traffic: Traffic, tree_tokens: int) -> float:
@@ -405,6 +471,12 @@ def run(setting: Setting, show: Show) -> dict[str, Any]:
                     f"{placement:18} {workers:>3} workers  {tokens:>7,} tokens  {row.decisions_per_s:>9,.0f}/s  "
                     f"p50 {row.us_p50:.1f} µs, p99 {row.us_p99:.1f}, max {row.us_max:.1f}"
                 )
+    if setting.throttle != "none":
+        record |= measure_throttle(setting)
+        show(
+            f"throttle {setting.throttle}: {record['throttle_ratio']:.3f} of the decisions/s, "
+            f"p99 {record['us_p99']} µs, {record['interaction_bytes'] / 1e6:.1f} MB for 100,000 open interactions"
+        )
     record["machine"]["noise"] = noise()
     show(f"the machine's noise: fixed work takes {record['machine']['noise']} µs")
     record["machine"]["load_after"] = [round(load, 2) for load in os.getloadavg()]
@@ -449,6 +521,7 @@ def main(
     outstanding: Annotated[
         int, Option(min=0, metavar="N", help="Other clients, each with a request in flight.")
     ] = 0,
+    throttle: Annotated[Kind, Option(help="Also what this throttle costs.")] = "none",
 ) -> None:
     """How long one placement decision takes, by placement, prompt length and workers; the tree's events and memory.
 
@@ -463,6 +536,7 @@ def main(
             decisions or (500 if quick else 3_000),
             seed,
             outstanding,
+            throttle,
         )
     except ValueError as error:
         raise Mistake(str(error)) from None

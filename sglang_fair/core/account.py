@@ -51,6 +51,10 @@ class Account:
     )
     """Output that each client's running requests may still make, each times its scale."""
     _swing: Swing = field(default_factory=Swing, init=False, repr=False)
+    _withheld: defaultdict[str, float] = field(
+        default_factory=lambda: defaultdict(float), init=False, repr=False
+    )
+    """Charges of running requests that the policy is told at their end (`Policy.charges_at_end`)."""
     _has_prices: bool = field(init=False, repr=False)
     _price: Cost = field(init=False, repr=False)
     """In whose units the policy is told of service, before a request's scale."""
@@ -164,9 +168,8 @@ class Account:
         self._stop(job)
         self.settle(job)
         if not job.system:
-            if job.withheld_units:
-                self.policy.charge(job.client, job.withheld_units)
-                job.withheld_units = 0.0
+            if units := self._withheld.pop(job.id, 0.0):
+                self.policy.charge(job.client, units)
             self.policy.ended(job)
 
     def settle(self, job: Job) -> None:
@@ -239,8 +242,7 @@ class Account:
                 self.payers.lost(job.path, start, start + again)
         if job.system or (job.repeating and again == tokens):
             return
-        of_system = max(0, min(job.reached_tokens, job.system_tokens) - start - again)
-        units = self._charge(job, extend=tokens - again, predicted=predicted, of_system=of_system)
+        units = self._charge(job, extend=tokens - again, predicted=predicted)
         if self.payers is not None:
             job.unpriced_units = self.payers.computed(
                 job.client, job.path, start + again, job.reached_tokens, units, job.unpriced_units
@@ -279,14 +281,7 @@ class Account:
                 self.policy.idle(client)
 
     def _charge(
-        self,
-        job: Job,
-        *,
-        extend: int = 0,
-        output: int = 0,
-        predicted: int = 0,
-        cached: int = 0,
-        of_system: int = 0,
+        self, job: Job, *, extend: int = 0, output: int = 0, predicted: int = 0, cached: int = 0
     ) -> float:
         """Enter what was served and return its cost. The policy is charged that, corrected by what the predicted
         output changes: the sum of its charges is always the cost after the prediction, or after the output if that
@@ -294,7 +289,6 @@ class Account:
         cost, ahead = self._cost(job), self._ahead(job)
         priced = self._priced(job)
         job.extend_tokens += extend
-        job.system_extend_tokens += of_system
         job.output_tokens += output
         job.predicted_tokens += predicted
         job.cached_tokens += cached
@@ -326,7 +320,7 @@ class Account:
     def _tell(self, job: Job, units: float) -> None:
         """Charge the policy, in its own units."""
         if self.policy.charges_at_end:
-            job.withheld_units += units * job.scale
+            self._withheld[job.id] += units * job.scale
         else:
             self.policy.charge(job.client, units * job.scale)
 

@@ -86,18 +86,16 @@ class Interactions:
         self._clients: dict[str, _Client] = {}
         self._largest: LazyHeap[str] = LazyHeap()
         """Clients by how many are open, most first."""
-        self._silent: OrderedDict[Interaction, None] = OrderedDict()
-        """All silent ones, the longest silent first."""
+        self._silent: LazyHeap[str] = LazyHeap()
+        """Clients with silent ones, by since when the longest silent one is."""
 
     def tick(self, now_s: float) -> None:
         """It is `now_s`, by a clock that never goes back."""
         self._now_s = now_s
-        while self._silent:
-            name = next(iter(self._silent))
-            open_ = self._clients[name.client].silent[name]
-            if open_.silent_s + self.silence_s > now_s:
+        while (client := self._silent.first()) is not None:
+            if self._silent.key(client)[0] + self.silence_s > now_s:
                 return
-            self._close(name)
+            self._close(next(iter(self._clients[client].silent)))
 
     def is_under_way(self, name: Interaction, begun: int = 0) -> bool:
         """Whether another call of it is none of the first ones. `begun` is how many calls of it the asker has seen
@@ -133,10 +131,9 @@ class Interactions:
             open_ = Open(calls=begun)
             self._open += 1
         client.silent.pop(name, None)
-        self._silent.pop(name, None)
         client.busy[name] = open_
         open_.under_way += 1
-        self._largest.put(name.client, (-len(client), name.client))
+        self._seat(name.client, client)
         return open_
 
     def end(self, name: Interaction, *, is_answered: bool = False) -> None:
@@ -153,7 +150,7 @@ class Interactions:
             open_.silent_s = self._now_s
             del client.busy[name]
             client.silent[name] = open_
-            self._silent[name] = None
+            self._seat(name.client, client)
 
     def __len__(self) -> int:
         """How many are open."""
@@ -171,10 +168,19 @@ class Interactions:
         client = self._clients[name.client]
         if client.silent.pop(name, None) is None:
             del client.busy[name]
-        self._silent.pop(name, None)
         self._open -= 1
-        if len(client):
-            self._largest.put(name.client, (-len(client), name.client))
-        else:
+        if not len(client):
             del self._clients[name.client]
-            self._largest.discard(name.client)
+        self._seat(name.client, client)
+
+    def _seat(self, name: str, client: _Client) -> None:
+        """Put a client where `tick` and `_make_room` look for it."""
+        if len(client):
+            self._largest.put(name, (-len(client), name))
+        else:
+            self._largest.discard(name)
+        first = next(iter(client.silent.values()), None)
+        if first is not None:
+            self._silent.put(name, (first.silent_s, name))
+        else:
+            self._silent.discard(name)

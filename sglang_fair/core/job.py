@@ -35,8 +35,6 @@ class Job:
     app: str = ""
     interaction: str = ""
     stage: str = ""
-    is_last: bool = False
-    """Its interaction ends with its answer."""
     call: int = 1
     """Its number in its interaction, from 1 (`interactions`)."""
     system_tokens: int = 0
@@ -61,16 +59,12 @@ class Job:
     # `Account`: what the engine did for it so far.
     scale: float = 1.0
     """What the policy is told of its cost is multiplied by this (`Policy.scale`)."""
-    withheld_units: float = 0.0
-    """Charges that the policy is told at its end (`Policy.charges_at_end`)."""
     path: Sequence[Hashable] = ()
     """The blocks of its prompt (`payers.path_of`), known from its admission on where clients share prices."""
     extend_tokens: int = 0
     """Prompt tokens computed and charged; what is computed again after a retraction is not among them."""
     cached_tokens: int = 0
     """Prompt tokens that its first admission found in the cache."""
-    system_extend_tokens: int = 0
-    """Of `extend_tokens`: those of the system prompt."""
     output_tokens: int = 0
     unasked_tokens: int = 0
     """Output beyond its limit or its end, on the server's account."""
@@ -83,3 +77,8 @@ class Job:
     retractions: int = 0
     repeating: bool = False
     """It was retracted: what is computed of its prompt again is on the server's account."""
+
+    @property
+    def system_extend_tokens(self) -> int:
+        """Of `extend_tokens`: those of the system prompt. What is cached is the beginning of a prompt."""
+        return max(0, min(self.system_tokens - self.cached_tokens, self.extend_tokens))

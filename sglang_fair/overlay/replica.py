@@ -482,7 +482,7 @@ class ReplicaFairness:
         self._given_tokens.pop(job.id, None)
         if job.id in self._numbered:
             self._numbered.remove(job.id)
-            is_answered = job.is_last and _outcome(request) == "finished"
+            is_answered = _said(request).get("is_last") is True and _outcome(request) == "finished"
             self._interactions.end(_interaction(job), is_answered=is_answered)
 
     def _job(self, request: Any) -> Job | None:
@@ -566,8 +566,7 @@ def largest(held: Mapping[str, float]) -> dict[str, int]:
 def job_of(request: Any, apps: Apps) -> Job:
     """A new request as a job, with what the HTTP side noted about its sender. `apps` says which applications it may
     name. `call` is 0 if no gateway has numbered it."""
-    carried = (request.sampling_params.custom_params or {}).get(CUSTOM_PARAMS_KEY)
-    said = carried if isinstance(carried, dict) else {}
+    said = _said(request)
     client = said.get("client", ANONYMOUS)
     return Job(
         id=request.rid,
@@ -583,9 +582,14 @@ def job_of(request: Any, apps: Apps) -> Job:
         app=apps.of(client, said.get("app", "")),
         interaction=said.get("interaction", ""),
         stage=said.get("stage", ""),
-        is_last=said.get("is_last", False),
         call=said.get("call", 0),
     )
+
+
+def _said(request: Any) -> dict[str, Any]:
+    """What the HTTP side noted about its sender."""
+    carried = (request.sampling_params.custom_params or {}).get(CUSTOM_PARAMS_KEY)
+    return carried if isinstance(carried, dict) else {}
 
 
 def _interaction(job: Job) -> Interaction:

@@ -23,10 +23,9 @@ class SimRequest(NamedTuple):
     app: str = ""
     interaction: str = ""
     stage: str = ""
-    is_last: bool = False
     call: int = 1
     system_tokens: int = 0
-    """These six as in `Job`."""
+    """These five as in `Job`."""
 
 
 class Progress(NamedTuple):

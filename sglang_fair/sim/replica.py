@@ -573,7 +573,6 @@ class Replica:
             app=request.app,
             interaction=request.interaction,
             stage=request.stage,
-            is_last=request.is_last,
             call=request.call,
             system_tokens=request.system_tokens,
         )

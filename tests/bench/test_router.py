@@ -11,12 +11,14 @@ from router.placement import PLACEMENTS
 from sglang_fair.bench.router import (
     PAGE,
     DecisionTimes,
+    Setting,
     Traffic,
     choose,
     filled,
     main,
     measure,
     measure_events,
+    measure_throttle,
     quantile,
     table,
 )
@@ -45,6 +47,14 @@ def test_a_prompt_is_a_cached_head_and_as_much_of_its_own():
         assert arrive.tokens.startswith(head.tokens)
         assert len(head.tokens) // 4 == prompt_tokens // 2 - prompt_tokens // 2 % PAGE
         assert len(head.hashes) * PAGE * 4 == len(head.tokens)
+
+
+def test_the_throttle_is_timed_beside_none():
+    setting = Setting(("round_robin",), LENGTHS, (4,), 60_000, 100, 1, throttle="oit")
+    found = measure_throttle(setting)
+    assert set(found) == {"throttle_ratio", "us_p99", "interaction_bytes"}
+    assert 0 < found["throttle_ratio"] < 10
+    assert 1e6 < found["interaction_bytes"] < 1e8
 
 
 def test_the_tree_is_filled_to_its_size_and_decisions_keep_it_there():

@@ -23,10 +23,12 @@ from sglang_fair.core.admission import Admission
 from sglang_fair.core.cost import COSTS, make_cost
 from sglang_fair.core.dlpm import Dlpm
 from sglang_fair.core.job import Job
+from sglang_fair.core.normal import ALL_CLIENTS
 from sglang_fair.core.payers import FIRST, RULES
 from sglang_fair.core.policy import Policy
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.vtc import Vtc
+from sglang_fair.core.wsc import Normalised
 from sglang_fair.overlay.config import server_name
 from tests.core.test_family import PREDICTABLE
 from tests.support.engine_model import traced
@@ -218,6 +220,9 @@ def absent_bytes(name: str, clients: int) -> float:
     """For each of `clients` that had one request each and are gone, while one that was never served waits."""
     queue = FairQueue(make_policy(name))
     queue.arrive(Job("first", "first", 1000, 500))
+    if isinstance(queue.policy, Normalised):  # what is normal is learnt of so many clients, and not of more
+        for number in range(2 * ALL_CLIENTS):
+            queue.policy.normal.learn(f"{number:032x}", "", "", 1000, 5)
     gc.collect()
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()

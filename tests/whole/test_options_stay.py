@@ -40,7 +40,7 @@ for _name in ("cluster", "gateway"):
     PROGRAMS[_name] += f" {ACCESS}"
 BENCHES = {
     "scheduler": "json quick policies queued clients prompt-tokens steps seed",
-    "router": "json quick placements prompt-tokens workers tree-tokens decisions seed",
+    "router": "json quick placements prompt-tokens workers tree-tokens decisions seed throttle",
     "gateway": "json quick rates seconds sglang-router seed",
     "serve": "url api model api-key identity keys workload clients rate concurrency cv input output prefix "
     "paper-scale questions articles trace tokenizer duration warm-up drain timeout connections cost stop-at-eos "

@@ -348,7 +348,6 @@ class Simulation:
             app=request.program.client.app,
             interaction=str(request.program.index),
             stage=call.stage,
-            is_last=call.last,
             call=flight.call or 1,
             system_tokens=call.system_tokens,
         )
