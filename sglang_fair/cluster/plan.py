@@ -14,6 +14,7 @@ from sglang_fair.cluster.gpus import Gpu, environment
 from sglang_fair.cluster.options import ConfigError, Device, Options, page_tokens
 from sglang_fair.cluster.ports import Ports, ReplicaPorts
 from sglang_fair.core.cost import Cost, Linear, describe
+from sglang_fair.core.policy import DEFAULT_QUANTUM
 from sglang_fair.settings import table
 from sglang_fair.settings.setting import command_line, shared
 
@@ -345,6 +346,7 @@ def _router(options: Options, machine: Machine, router: str, workers: tuple[Work
         "extend_weight": cost.extend_weight,
         "output_weight": cost.output_weight,
         "client_weights": options.client_weights or None,
+        "quantum": DEFAULT_QUANTUM if options.quantum is None else options.quantum,
         "parameter": [
             f"{name}={json.dumps(value)}" for name, value in parse_options(options.placement_options).items()
         ],

@@ -250,7 +250,8 @@ class TestPlan:
         assert after(router.argv, "--page-size") == "32"
         assert after(router.argv, "--cache-share") == after(r0.argv, "--cache-share") == "on"
         assert after(router.argv, "--worker-quantum") == "500.0"
-        assert after(router.argv, "--quantum") == after(r0.argv, "--quantum")
+        assert after(router.argv, "--quantum") == "2000.0"
+        assert "--quantum" not in r0.argv, "the policy has its own"
         told = [router.argv[i + 1] for i, word in enumerate(router.argv) if word == "--parameter"]
         assert told == ["cache_threshold=0.3", 'charge="extend"']
         assert json.loads(after(router.argv, "--client-weights")) == {"gold": 2.0}

@@ -286,6 +286,7 @@ BODIES: dict[str, Any] = {
     "/v1/completions": {"prompt": "x"},
     "/generate": {"text": "x"},
     "/workers": {"url": "http://127.0.0.1:1"},
+    "/limits": {"user": 1},
     "/tenants/{name}": {"weight": 2},
 }
 # By route: with no key, an invented one, a tenant's, the admin's. There is no router: 503 is what gets through.
@@ -304,6 +305,8 @@ CLIENTS_ADDRESS = {
     ("get", "/workers"): (404, 404, 404, 404),
     ("post", "/workers"): (404, 404, 404, 404),
     ("delete", "/workers/{name}"): (404, 404, 404, 404),
+    ("get", "/limits"): (404, 404, 404, 404),
+    ("post", "/limits"): (404, 404, 404, 404),
     ("patch", "/tenants/{name}"): (404, 404, 404, 404),
 }
 OPERATORS_ADDRESS = {
@@ -321,6 +324,8 @@ OPERATORS_ADDRESS = {
     ("get", "/workers"): (401, 401, 401, 503),
     ("post", "/workers"): (401, 401, 401, 400),
     ("delete", "/workers/{name}"): (401, 401, 401, 503),
+    ("get", "/limits"): (401, 401, 401, 503),
+    ("post", "/limits"): (401, 401, 401, 503),
     ("patch", "/tenants/{name}"): (401, 401, 401, 404),
 }
 ROUTES = [(method, route) for route, found in describe("1")["paths"].items() for method in found]
