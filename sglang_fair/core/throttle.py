@@ -252,7 +252,7 @@ class Throttle:
         if self.always or (
             self.overload.is_overloaded(workers, now_s) and not self.interactions.is_under_way(name, begun)
         ):
-            refusal = self._refusal(name, self.overload.pressure(workers, now_s), own)
+            refusal = self._refusal(name, workers, own)
             if refusal is not None:
                 self.refused[refusal.code] += 1
                 return refusal
@@ -288,13 +288,13 @@ class Throttle:
         return ("" if self.limits.app_total else name.client, name.app)
 
     def _refusal(
-        self, name: Interaction, pressure: float, own: tuple[int | None, int | None]
+        self, name: Interaction, workers: Collection[str], own: tuple[int | None, int | None]
     ) -> Refusal | None:
         earlier = None if self.always else self._siblings.get(name)
         if earlier is not None and earlier[0] > self._now_s:
             until_s, first = earlier
             return Refusal(first.code, max(LEAST_RETRY_S, until_s - self._now_s), first.reason)
-        found = self._over(name, pressure, own)
+        found = self._over(name, workers, own)
         if found is not None and name.id and not self.always:
             self._siblings[name] = self._now_s + found.retry_after_s, found
             self._siblings.move_to_end(name)
@@ -302,16 +302,18 @@ class Throttle:
                 self._siblings.popitem(last=False)
         return found
 
-    def _over(self, name: Interaction, pressure: float, own: tuple[int | None, int | None]) -> Refusal | None:
+    def _over(
+        self, name: Interaction, workers: Collection[str], own: tuple[int | None, int | None]
+    ) -> Refusal | None:
         # With "arrivals" this call has been counted already: it may be the last one within the limit.
         more = 1 if self.counts == "arrivals" else 0
-        loaded = "" if self.always else f"the cluster is overloaded (pressure {pressure:.2f}), and "
         of_user = self.limits.user if own[0] is None else own[0]
         if of_user is not None:
             opens_s = self._users.opens_s(name.client, of_user + more)
             if opens_s > self._now_s:
                 had = self._users.count_of(name.client)
-                reason = f"{loaded}this client has had {had} calls within a minute; its limit is {of_user}"
+                reason = f"this client has had {had} calls within a minute; its limit is {of_user}"
+                reason = self._loaded(workers) + reason
                 return Refusal("throttled_user", self._wait_s(opens_s), reason)
         of_app = self.limits.of_app(name.app) if own[1] is None else own[1]
         if of_app is not None:
@@ -319,9 +321,18 @@ class Throttle:
             if opens_s > self._now_s:
                 whose = "this app" if self.limits.app_total else "this client in this app"
                 had = self._apps.count_of(self._app_key(name))
-                reason = f"{loaded}{whose} has had {had} calls within a minute; the limit is {of_app}"
+                reason = f"{whose} has had {had} calls within a minute; the limit is {of_app}"
+                reason = self._loaded(workers) + reason
                 return Refusal("throttled_app", self._wait_s(opens_s), reason)
         return None
+
+    def _loaded(self, workers: Collection[str]) -> str:
+        """The beginning of a reason."""
+        if self.always:
+            return ""
+        return (
+            f"the cluster is overloaded (pressure {self.overload.pressure(workers, self._now_s):.2f}), and "
+        )
 
     def _wait_s(self, opens_s: float) -> float:
         return max(LEAST_RETRY_S, opens_s - self._now_s)

@@ -286,8 +286,12 @@ def test_with_prices_of_its_own_the_bound_holds(seed: int, name: str) -> None:
 def test_a_weight_of_long_ago_loosens_the_bound_no_more_but_the_lead_stays() -> None:
     policy = Wsc(lead=2.0)
     policy.weights.set("a", 0.25)
+    assert policy.bound(1, 1) == policy.recent_bound(1, 1) == 2 * 2 / 0.25 + 2 * 2.0
+    policy.weights.set("a", 1.0)
+    for _ in range(3):  # nothing is left of the time of that weight
+        policy.weights.settle(lambda _: False, True)
     assert policy.bound(1, 1) == 2 * 2 / 0.25 + 2 * 2.0
-    assert policy.recent_bound(1, 1) == 2 * 2 / policy.weights.smallest() + 2 * 2.0
+    assert policy.recent_bound(1, 1) == 2 * 2 + 2 * 2.0
 
 
 def test_what_was_learnt_goes_on_in_another_policy() -> None:

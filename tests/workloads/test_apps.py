@@ -106,6 +106,17 @@ def test_a_program_that_takes_too_long_is_given_up(calls: int) -> None:
     assert found.wasted == {"throttled": 0, "timed out": spent}
 
 
+def test_a_call_that_is_still_thought_about_is_not_made_any_more() -> None:
+    def program(index: int) -> Program:
+        yield Call(bytes(64), 4)
+        yield Call(bytes(64), 4, after_s=10.0)
+
+    thinker = Client("a", program, EvenArrivals(1.0), "s")
+    run = simulate(Site(**SMALL), [thinker], Plan(2.0, drain_s=None, program_timeout_s=3.0))
+    assert {one.call for one in run.requests} == {0}
+    assert {one.outcome for one in run.programs} == {Outcome.FAILED}
+
+
 def test_nothing_is_left_behind_by_what_was_given_up() -> None:
     from workloads.records import Records
     from workloads.simulation import describe
