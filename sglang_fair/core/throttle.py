@@ -263,7 +263,8 @@ class Throttle:
 
     def end(self, name: Interaction, now_s: float, *, is_answered: bool = False) -> None:
         """A call that was let in is over; the arguments are those of `Interactions.end`."""
-        self._tick(now_s)
+        self._now_s = max(self._now_s, now_s)
+        self.interactions.tick(self._now_s)
         self.interactions.end(name, is_answered=is_answered)
 
     def nearest(self, most: int = 10) -> list[tuple[str, int, int | None]]:

@@ -112,7 +112,7 @@ def test_a_call_that_is_still_thought_about_is_not_made_any_more() -> None:
         yield Call(bytes(64), 4, after_s=10.0)
 
     thinker = Client("a", program, EvenArrivals(1.0), "s")
-    run = simulate(Site(**SMALL), [thinker], Plan(2.0, drain_s=None, program_timeout_s=3.0))
+    run = simulate(Site(**SMALL), [thinker], Plan(20.0, drain_s=None, program_timeout_s=3.0))
     assert {one.call for one in run.requests} == {0}
     assert {one.outcome for one in run.programs} == {Outcome.FAILED}
 
