@@ -1,6 +1,7 @@
 """Fair scheduling as pure code, without engine, clock or global randomness.
 
-    policies      `policy` is their interface; fcfs, rpm, lpm, lcf, vtc, drr, dlpm, wsc and their variants; their `options`
+    policies      `policy` is their interface; fcfs, rpm, lpm, lcf, vtc, drr, dlpm, wsc and their variants; their
+                  `options`
     queue         who waits and who goes first (`queue`, `job`, `clients`, `heap`); whose turn it is (`turns`)
     admission     forming a batch: who is asked next, who waits for a prefix (`admission`, `lookups`); prompts or
                   tokens for those that run (`steps`)
