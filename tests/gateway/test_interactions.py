@@ -24,9 +24,11 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def fair_headers(c: Cluster) -> dict[str, str]:
-    """Those of ours that the replica got with the last request."""
+    """Those of ours that the replica got with the last request, but for the attempt's name."""
     _, seen, _ = c.replicas[0].requests[-1]
-    return {name.lower(): value for name, value in seen.items() if name.lower().startswith("x-fair-")}
+    ours = {name.lower(): value for name, value in seen.items() if name.lower().startswith("x-fair-")}
+    del ours["x-fair-attempt"]
+    return ours
 
 
 def full(c: Cluster) -> None:
