@@ -45,7 +45,8 @@ async def ask(
 
 
 def throttle(cluster: Cluster) -> dict[str, Any]:
-    found: dict[str, Any] = cluster.status()["throttle"]
+    """As the router says it, which may have to be started again first."""
+    found: dict[str, Any] = wait_until(lambda: cluster.status().get("throttle"), "a router")
     return found
 
 
