@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from sglang_fair import core
-from sglang_fair.core.rpm import MINUTE_S, Rpm
+from sglang_fair.core.rpm import Rpm
+from sglang_fair.core.windows import MINUTE_S
 from sglang_fair.engines import cpu, replica
 
 HASTY_MINUTE_S = 0.5
