@@ -211,7 +211,7 @@ class Router:
         allowed = self._workers.taking
         if event.exclude:
             allowed = [worker for worker in allowed if worker.name not in event.exclude]
-        verdict = self._throttling.judge(event, self._workers.taking, now_s)
+        verdict = self._throttling.judge(event, self._workers.names_taking, now_s)
         call = verdict if event.interaction and not isinstance(verdict, Refusal) else 0
         request = self._request(event, event.exclude, call)
         self._record.came(request, event.request, now_s)
@@ -626,7 +626,7 @@ class Router:
                 "lingering": len(self._lingering),
                 **self.tree.counters(),
             },
-            "throttle": self._throttling.state(self._workers.taking, self._now_s),
+            "throttle": self._throttling.state(self._workers.names_taking, self._now_s),
             "counts": dict(sorted(counts.items())),
         }
 

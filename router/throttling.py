@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from router.events import Arrive, Load, Running
-from router.workers import Worker
 from sglang_fair.core.interactions import Interaction, Interactions
 from sglang_fair.core.throttle import BadLoad, Overload, Refusal, Rules, Throttle
 
@@ -52,12 +51,12 @@ class Throttling:
 
     # ---- what the router does
 
-    def judge(self, event: Arrive, workers: Sequence[Worker], now_s: float) -> int | Refusal:
+    def judge(self, event: Arrive, workers: Sequence[str], now_s: float) -> int | Refusal:
         """The number of a call that came, which is under way from now on, or why it is refused. `workers` are those
-        that take requests."""
-        name = Interaction(event.client, event.app, event.interaction)
-        if self.kind == "none" and not name.id:
+        that take requests, by name."""
+        if self.kind == "none" and not event.interaction:
             return 1
+        name = Interaction(event.client, event.app, event.interaction)
         known = self._judged.get(event.id)
         if isinstance(known, Refusal):
             return known
@@ -68,12 +67,13 @@ class Throttling:
             self._interactions.tick(now_s)
             verdict = self._interactions.accept(name, event.begun)
         else:
-            names = [worker.name for worker in workers]
             own = event.most_calls, event.app_calls
-            verdict = self._throttle.judge(name, names, now_s, begun=event.begun, own=own)
-        self._remember(event.id, verdict)
-        if not isinstance(verdict, Refusal):
-            self._begin(event.id, name, event.last)
+            verdict = self._throttle.judge(name, workers, now_s, begun=event.begun, own=own)
+        self._judged[event.id] = verdict
+        if len(self._judged) > MOST_JUDGED:
+            self._judged.popitem(last=False)
+        if name.id and not isinstance(verdict, Refusal):
+            self._under_way[event.id] = name, event.last
         return verdict
 
     def running(self, event: Running, now_s: float) -> None:
@@ -82,14 +82,15 @@ class Throttling:
             name = Interaction(event.client, event.app, event.interaction)
             self._interactions.tick(now_s)
             self._interactions.again(name, event.begun)
-            self._begin(event.id, name, event.last)
+            self._under_way[event.id] = name, event.last
 
     def ended(self, request: str, now_s: float, *, is_served: bool = False) -> None:
         """A call waits and runs no more, if it did."""
         known = self._under_way.pop(request, None)
         if known is not None:
             name, is_last = known
-            self._throttle.end(name, now_s, is_answered=is_last and is_served)
+            self._interactions.tick(now_s)
+            self._interactions.end(name, is_answered=is_last and is_served)
 
     def load(self, event: Load, now_s: float) -> None:
         """A worker says how much it has to do."""
@@ -111,16 +112,15 @@ class Throttling:
 
     # ---- what people read
 
-    def state(self, workers: Sequence[Worker], now_s: float) -> dict[str, object]:
-        """JSON-ready. `workers` are those that take requests."""
-        names = [worker.name for worker in workers]
-        is_overloaded = self._overload.is_overloaded(names, now_s)
+    def state(self, workers: Sequence[str], now_s: float) -> dict[str, object]:
+        """JSON-ready. `workers` are those that take requests, by name."""
+        is_overloaded = self._overload.is_overloaded(workers, now_s)
         since_s = self._overload.since_s
         return {
             "kind": self.kind,
             "rules": self.rules.to_json(),
-            "pressure": round(self._overload.pressure(names, now_s), 4),
-            "pressures": {name: round(self._overload.pressure([name], now_s), 4) for name in names},
+            "pressure": round(self._overload.pressure(workers, now_s), 4),
+            "pressures": {name: round(self._overload.pressure([name], now_s), 4) for name in workers},
             "overloaded_for_s": round(now_s - since_s, 3) if is_overloaded and since_s is not None else None,
             "open_interactions": len(self._interactions),
             "refused": dict(self._throttle.refused),
@@ -130,14 +130,3 @@ class Throttling:
             ],
             "bad_loads": self.bad_loads,
         }
-
-    # ---- inside
-
-    def _begin(self, request: str, name: Interaction, is_last: bool) -> None:
-        if name.id:
-            self._under_way[request] = name, is_last
-
-    def _remember(self, request: str, verdict: int | Refusal) -> None:
-        self._judged[request] = verdict
-        if len(self._judged) > MOST_JUDGED:
-            self._judged.popitem(last=False)

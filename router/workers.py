@@ -110,6 +110,7 @@ class WorkerTable:
         """In the order of names."""
         self.taking: list[Worker] = []
         """Those that take new requests, in the order of names."""
+        self.names_taking: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(self.by_name.values())
@@ -162,3 +163,4 @@ class WorkerTable:
 
     def _list_taking(self) -> None:
         self.taking = [worker for worker in self if worker.takes_requests]
+        self.names_taking = tuple(worker.name for worker in self.taking)

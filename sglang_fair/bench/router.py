@@ -20,8 +20,10 @@ other clients has a short request in flight from beginning to end.
   counted once however many workers hold it. Block hashes and nodes are included.
 
 With `--throttle oit` or `rpm` the first placement is measured once more, with the shortest prompts, in turns with and
-without the throttle: with it calls of interactions, all replicas full, limits that refuse nobody. `throttle_ratio` is
-of the decisions/s, `us_p99` of the decisions with it, and `interaction_bytes` what 100,000 open interactions take.
+without the throttle. With it comes what costs most: each request is a call of an interaction of four, which half of the
+clients end with `last` and the others by silence; all replicas are full, and the limits refuse nobody. Without it no
+request names an interaction. `throttle_ratio` is of the decisions/s, the median over the turns, `us_p99` of the
+decisions with it, and `interaction_bytes` what 100,000 open interactions take.
 
 The noise of the machine stands beside them: p50 and p99 of a fixed piece of work, timed in the same way.
 
@@ -38,7 +40,7 @@ import statistics
 import sys
 import time
 import tracemalloc
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -69,11 +71,13 @@ CLIENTS = 100
 CROWD_TOKENS = 64
 IN_FLIGHT_PER_WORKER = 4
 VOCABULARY = 128_000
+DECISIONS_PER_S = 500
+"""By the router's clock."""
 CALLS = 4
 """Of an interaction."""
 LOAD_EVERY = 100
 """Decisions between two loads that replicas report."""
-THROTTLE_ROUNDS = 3
+THROTTLE_TURNS = 9
 UNLIMITED = 10**9
 PROMPT_TOKENS, WORKERS = Numbers(1_000, 10_000, 100_000), Numbers(8, 64)
 
@@ -156,6 +160,8 @@ class Traffic:
         self.heads = {tokens: [self._head(tokens // 2) for _ in range(HEADS)] for tokens in prompt_tokens}
         self._all = [head for heads in self.heads.values() for head in heads]
         self._requests = 0
+        self._calls: Counter[int] = Counter()
+        """By client."""
 
     def heads_stored(self) -> Iterator[Stored]:
         for head in self._all:
@@ -178,12 +184,17 @@ class Traffic:
         head = heads[int(self._rng.integers(len(heads)))]
         tokens = head.tokens + self._tokens(prompt_tokens - len(head.tokens) // 4)
         self._requests += 1
-        client = f"client-{int(self._rng.integers(CLIENTS))}"
-        arrive = Arrive(f"{self._requests:032x}", client, tokens, 128)
-        if self._interactions:
-            name = str(self._requests // (CALLS * CLIENTS))
-            arrive = msgspec.structs.replace(arrive, app="app", interaction=name, stage="work")
-        return arrive, head
+        client = int(self._rng.integers(CLIENTS))
+        arrive = Arrive(f"{self._requests:032x}", f"client-{client}", tokens, 128)
+        return self._in_its_interaction(arrive, client) if self._interactions else arrive, head
+
+    def _in_its_interaction(self, arrive: Arrive, client: int) -> Arrive:
+        number, call = divmod(self._calls[client], CALLS)
+        self._calls[client] += 1
+        is_last = client % 2 == 0 and call == CALLS - 1
+        return msgspec.structs.replace(
+            arrive, app="app", interaction=str(number), stage="work", last=is_last, begun=call
+        )
 
     def confirmation(self, arrive: Arrive, head: Head, place: Place) -> Stored:
         """The KV event of a worker that has prefilled the prompt: what it did not cache before."""
@@ -256,9 +267,9 @@ def filled(
 
 
 def measure(
-    router: Router, traffic: Traffic, prompt_tokens: int, *, decisions: int, warm_up: int
+    router: Router, traffic: Traffic, prompt_tokens: int, *, decisions: int, warm_up: int, begun_s: float = 0.0
 ) -> DecisionTimes:
-    """Times `decisions` decisions, after `warm_up` others."""
+    """Times `decisions` decisions, after `warm_up` others. By the router's clock it is `begun_s` at first."""
     asked, ended = Clock(), Clock()
     flights: deque[str] = deque()
     matched = tokens = 0
@@ -267,7 +278,7 @@ def measure(
         if number == warm_up:
             asked, ended = Clock(), Clock()
             matched = tokens = 0
-        now_s = number / 500
+        now_s = begun_s + number / DECISIONS_PER_S
         arrive, head = traffic.request(prompt_tokens)
         if number % LOAD_EVERY == 0:
             for worker in traffic.workers:
@@ -333,19 +344,40 @@ def measure_events(traffic: Traffic, tree_tokens: int, conversations: int) -> Ev
 def measure_throttle(setting: Setting) -> dict[str, float]:
     """What the throttle costs a decision, with the first placement and the shortest prompts."""
     tokens, workers = min(setting.prompt_tokens), min(setting.workers)
-    rows: dict[bool, list[DecisionTimes]] = {False: [], True: []}
-    for _ in range(THROTTLE_ROUNDS):
-        for is_on in (False, True):
-            source = Traffic(setting.seed, workers, setting.prompt_tokens, interactions=is_on)
-            kind: Kind = setting.throttle if is_on else "none"
-            throttling = Throttling(kind, Rules(Limits(UNLIMITED, {"*": UNLIMITED})))
-            router, _ = filled(setting.placements[0], source, setting.tree_tokens, throttling)
-            row = measure(router, source, tokens, decisions=setting.decisions, warm_up=setting.decisions // 5)
-            rows[is_on].append(row)
-    rate = {is_on: statistics.median(row.decisions_per_s for row in found) for is_on, found in rows.items()}
+    sources = {
+        is_on: Traffic(setting.seed, workers, setting.prompt_tokens, interactions=is_on)
+        for is_on in (False, True)
+    }
+    rules = Rules(Limits(UNLIMITED, {"*": UNLIMITED}))
+    routers = {
+        is_on: filled(
+            setting.placements[0],
+            source,
+            setting.tree_tokens,
+            Throttling(setting.throttle if is_on else "none", rules),
+        )[0]
+        for is_on, source in sources.items()
+    }
+    decisions = max(100, setting.decisions // 3)
+    warm_up = decisions // 5
+    ratios, p99s_us = [], []
+    for turn in range(THROTTLE_TURNS):
+        rows = {
+            is_on: measure(
+                routers[is_on],
+                sources[is_on],
+                tokens,
+                decisions=decisions,
+                warm_up=warm_up,
+                begun_s=turn * (decisions + warm_up) / DECISIONS_PER_S,
+            )
+            for is_on in (turn % 2 == 0, turn % 2 == 1)
+        }
+        ratios.append(rows[True].decisions_per_s / rows[False].decisions_per_s)
+        p99s_us.append(rows[True].us_p99)
     return {
-        "throttle_ratio": round(rate[True] / rate[False], 4),
-        "us_p99": statistics.median(row.us_p99 for row in rows[True]),
+        "throttle_ratio": round(statistics.median(ratios), 4),
+        "us_p99": statistics.median(p99s_us),
         "interaction_bytes": interaction_bytes(),
     }
 

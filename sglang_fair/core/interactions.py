@@ -12,11 +12,12 @@ Bounds, because what is open cannot be refused: after `most_calls` a call counts
 interactions `most_open` are open at most, and of all clients' `most`; beyond, the longest silent one is closed, of this
 client or of the one that has most. So a client that opens many closes its own.
 
-Operations cost O(log clients); memory is O(open interactions).
+Operations cost O(log clients), amortised, and O(`most_open`) if one is closed that was not answered; memory is O(open
+interactions).
 """
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
@@ -46,24 +47,6 @@ class Open:
     """Since when none does."""
 
 
-@dataclass(slots=True)
-class _Client:
-    """A client's open interactions: those with a call under way, and the silent ones, the longest silent first."""
-
-    busy: OrderedDict[Interaction, Open] = field(default_factory=OrderedDict)
-    silent: OrderedDict[Interaction, Open] = field(default_factory=OrderedDict)
-
-    def __len__(self) -> int:
-        return len(self.busy) + len(self.silent)
-
-    def get(self, name: Interaction) -> Open | None:
-        return self.busy.get(name) or self.silent.get(name)
-
-    def longest_silent(self) -> Interaction:
-        """If none is silent, the one that has been busy for the longest time."""
-        return next(iter(self.silent or self.busy))
-
-
 class Interactions:
     """Those under way. ValueError for a bound below 1 and a silence that is no positive number of seconds."""
 
@@ -83,30 +66,39 @@ class Interactions:
         self.silence_s, self.most_calls, self.most_open, self.most = silence_s, most_calls, most_open, most
         self._now_s = 0.0
         self._open = 0
-        self._clients: dict[str, _Client] = {}
+        self._clients: dict[str, OrderedDict[Interaction, Open]] = {}
+        """The open ones of each client, in order of when each fell silent, or busy."""
         self._largest: LazyHeap[str] = LazyHeap()
         """Clients by how many are open, most first."""
         self._silent: LazyHeap[str] = LazyHeap()
-        """Clients with silent ones, by since when the longest silent one is."""
+        """Clients with silent ones, by a time before which none of these fell silent. It is put right when it is due,
+        not with every call."""
+        self._due_s = inf
+        """Nothing is to be closed for its silence before."""
 
     def tick(self, now_s: float) -> None:
         """It is `now_s`, by a clock that never goes back."""
         self._now_s = now_s
-        while (client := self._silent.first()) is not None:
-            if self._silent.key(client)[0] + self.silence_s > now_s:
-                return
-            self._close(next(iter(self._clients[client].silent)))
-
-    def is_under_way(self, name: Interaction, begun: int = 0) -> bool:
-        """Whether another call of it is none of the first ones. `begun` is how many calls of it the asker has seen
-        accepted before: what this process has forgotten, it still knows."""
-        return bool(name.id) and 0 < max(self.calls(name), begun) < self.most_calls
+        while self._due_s <= now_s:
+            client = self._silent.first()
+            self._due_s = inf if client is None else self._silent.key(client)[0] + self.silence_s
+            if client is not None and self._due_s <= now_s:
+                self._close_silent(client)
 
     def calls(self, name: Interaction) -> int:
         """How many of its calls were accepted; 0 if it is not open."""
         client = self._clients.get(name.client)
-        open_ = client.get(name) if client is not None else None
+        open_ = None if client is None else client.get(name)
         return 0 if open_ is None else open_.calls
+
+    def go_on(self, name: Interaction, begun: int = 0) -> int:
+        """A call of it came. If it is under way, the call is none of the first ones and is accepted: its number. Else
+        0, and nothing changes. `begun` is how many calls of it the asker has seen accepted before: what this process
+        has forgotten, it still knows."""
+        client = self._clients.get(name.client)
+        open_ = None if client is None else client.get(name)
+        calls = begun if open_ is None or open_.calls < begun else open_.calls
+        return self.accept(name, begun) if name.id and 0 < calls < self.most_calls else 0
 
     def accept(self, name: Interaction, begun: int = 0) -> int:
         """A call of it was accepted; its number, from 1. After `most_calls` it begins anew."""
@@ -121,66 +113,77 @@ class Interactions:
         How many were accepted."""
         return self._join(name, max(1, begun)).calls if name.id else 1
 
-    def _join(self, name: Interaction, begun: int) -> Open:
-        """One more call of it is under way."""
-        client = self._clients.setdefault(name.client, _Client())
-        open_ = client.get(name)
-        if open_ is None:
-            self._make_room(client)
-            self._clients[name.client] = client  # which its last one may have left
-            open_ = Open(calls=begun)
-            self._open += 1
-        client.silent.pop(name, None)
-        client.busy[name] = open_
-        open_.under_way += 1
-        self._seat(name.client, client)
-        return open_
-
     def end(self, name: Interaction, *, is_answered: bool = False) -> None:
         """A call that was accepted waits and runs no more. `is_answered`: it was the last, and its user has the answer.
         Ignored if its interaction was closed meanwhile."""
         client = self._clients.get(name.client)
-        open_ = client.busy.get(name) if client is not None else None
-        if client is None or open_ is None:
+        open_ = None if client is None else client.get(name)
+        if client is None or open_ is None or not open_.under_way:
             return
         open_.under_way -= 1
         if is_answered:
             self._close(name)
         elif not open_.under_way:
             open_.silent_s = self._now_s
-            del client.busy[name]
-            client.silent[name] = open_
-            self._seat(name.client, client)
+            client.move_to_end(name)
+            if name.client not in self._silent:
+                self._silent.put(name.client, (self._now_s, name.client))
+                self._due_s = min(self._due_s, self._now_s + self.silence_s)
 
     def __len__(self) -> int:
         """How many are open."""
         return self._open
 
-    def _make_room(self, client: _Client) -> None:
-        if len(client) >= self.most_open:
-            self._close(client.longest_silent())
+    def _join(self, name: Interaction, begun: int) -> Open:
+        """One more call of it is under way."""
+        client = self._clients.get(name.client)
+        open_ = None if client is None else client.get(name)
+        if client is None or open_ is None:
+            return self._opened(name, begun)
+        if not open_.under_way:
+            client.move_to_end(name)
+        open_.under_way += 1
+        return open_
+
+    def _opened(self, name: Interaction, begun: int) -> Open:
+        self._make_room(name.client)
+        client = self._clients.setdefault(name.client, OrderedDict())
+        open_ = client[name] = Open(begun, under_way=1)
+        self._open += 1
+        self._largest.put(name.client, (-len(client), name.client))
+        return open_
+
+    def _make_room(self, client: str) -> None:
+        """For one more of `client`."""
+        if len(self._clients.get(client, ())) >= self.most_open:
+            self._close(self._longest_silent(client))
         elif self._open >= self.most:
             largest = self._largest.first()
             assert largest is not None
-            self._close(self._clients[largest].longest_silent())
+            self._close(self._longest_silent(largest))
+
+    def _longest_silent(self, client: str) -> Interaction:
+        """If none is silent, the one that has been busy for the longest time."""
+        names = self._clients[client]
+        return next((name for name, open_ in names.items() if not open_.under_way), next(iter(names)))
+
+    def _close_silent(self, client: str) -> None:
+        """Those of `client` whose silence is over; and when it is to be looked at again."""
+        silent = [(name, open_.silent_s) for name, open_ in self._clients[client].items() if not open_.under_way]
+        for name, silent_s in silent:
+            if silent_s + self.silence_s > self._now_s:
+                self._silent.put(client, (silent_s, client))
+                return
+            self._close(name)
+        self._silent.discard(client)
 
     def _close(self, name: Interaction) -> None:
         client = self._clients[name.client]
-        if client.silent.pop(name, None) is None:
-            del client.busy[name]
+        del client[name]
         self._open -= 1
-        if not len(client):
+        if client:
+            self._largest.put(name.client, (-len(client), name.client))
+        else:
             del self._clients[name.client]
-        self._seat(name.client, client)
-
-    def _seat(self, name: str, client: _Client) -> None:
-        """Put a client where `tick` and `_make_room` look for it."""
-        if len(client):
-            self._largest.put(name, (-len(client), name))
-        else:
-            self._largest.discard(name)
-        first = next(iter(client.silent.values()), None)
-        if first is not None:
-            self._silent.put(name, (first.silent_s, name))
-        else:
-            self._silent.discard(name)
+            self._largest.discard(name.client)
+            self._silent.discard(name.client)

@@ -144,7 +144,6 @@ class Refusal:
 class _Worker:
     pressure: float
     heard_s: float
-    is_overloaded: bool
 
 
 class Overload:
@@ -157,6 +156,8 @@ class Overload:
         self.since_s: float | None = None
         """When the cluster was first seen overloaded, of this time; None: it is not."""
         self._workers: dict[str, _Worker] = {}
+        self._overloaded: OrderedDict[str, float] = OrderedDict()
+        """Those that are, and when each was heard; the one that has been silent for longest first."""
 
     def report(
         self, worker: str, used_tokens: int, waiting_tokens: int, size_tokens: int, now_s: float
@@ -166,28 +167,34 @@ class Overload:
         if size_tokens < 1 or waiting_tokens < 0 or not 0 <= used_tokens <= 2 * size_tokens:
             raise BadLoad(f"{used_tokens} used and {waiting_tokens} waiting of {size_tokens} tokens")
         pressure = (used_tokens + waiting_tokens) / size_tokens
-        known = self._workers.get(worker)
-        was = known is not None and known.is_overloaded and now_s - known.heard_s < SILENT_S
-        is_overloaded = pressure >= (self.low if was else self.high)
-        self._workers[worker] = _Worker(pressure, now_s, is_overloaded)
+        self._drop_silent(now_s)
+        was = self._overloaded.pop(worker, None) is not None
+        if pressure >= (self.low if was else self.high):
+            self._overloaded[worker] = now_s
+        self._workers[worker] = _Worker(pressure, now_s)
 
     def forget(self, worker: str) -> None:
         """`worker` is gone."""
         self._workers.pop(worker, None)
+        self._overloaded.pop(worker, None)
 
     def pressure(self, workers: Collection[str], now_s: float) -> float:
         """The least of `workers`; 0 if one of them is silent, or there are none."""
         return min((self._pressure(worker, now_s) for worker in workers), default=0.0)
 
     def is_overloaded(self, workers: Collection[str], now_s: float) -> bool:
-        """Whether all of `workers`, which take requests, are. O(workers)."""
-        found = bool(workers) and all(self._is_overloaded(worker, now_s) for worker in workers)
+        """Whether all of `workers`, which take requests, are. O(workers) at most."""
+        overloaded = self._overloaded
+        if overloaded:
+            self._drop_silent(now_s)
+        found = 0 < len(workers) <= len(overloaded) and all(map(overloaded.__contains__, workers))
         self.since_s = (now_s if self.since_s is None else self.since_s) if found else None
         return found
 
-    def _is_overloaded(self, worker: str, now_s: float) -> bool:
-        known = self._workers.get(worker)
-        return known is not None and known.is_overloaded and now_s - known.heard_s < SILENT_S
+    def _drop_silent(self, now_s: float) -> None:
+        overloaded = self._overloaded
+        while overloaded and now_s - next(iter(overloaded.values())) >= SILENT_S:
+            overloaded.popitem(last=False)
 
     def _pressure(self, worker: str, now_s: float) -> float:
         known = self._workers.get(worker)
@@ -215,8 +222,8 @@ class Throttle:
         self.overload = Overload() if overload is None else overload
         self.refused: dict[str, int] = {"throttled_user": 0, "throttled_app": 0}
         self._now_s = -inf
-        self._users: Sliding[str] = Sliding()
-        self._apps: Sliding[tuple[str, str]] = Sliding()
+        self._had: Sliding[str | tuple[str, str]] = Sliding()
+        """Calls of users, and of each in an app."""
         self._siblings: OrderedDict[Interaction, tuple[float, Refusal]] = OrderedDict()
         """Refused interactions, and until when."""
         self._own: OrderedDict[str, int] = OrderedDict()
@@ -239,8 +246,6 @@ class Throttle:
         """A call came: its number in its interaction, and it is let in; or why it is refused. Not to be asked twice for
         one call. `workers` are those that take requests. `own` are limits of this client, in place of those for
         everybody: of all its calls, and of those of the app."""
-        if not isfinite(now_s):
-            raise ValueError(f"now_s must be a number of seconds, not {now_s!r}")
         self._tick(now_s)
         if own[0] is not None:
             self._own[name.client] = own[0]
@@ -249,41 +254,38 @@ class Throttle:
                 self._own.popitem(last=False)
         if self.counts == "arrivals":
             self._count(name)
-        if self.always or (
-            self.overload.is_overloaded(workers, now_s) and not self.interactions.is_under_way(name, begun)
-        ):
-            refusal = self._refusal(name, workers, own)
-            if refusal is not None:
-                self.refused[refusal.code] += 1
-                return refusal
+        number = 0 if self.always else self.interactions.go_on(name, begun)
+        if not number:
+            if self.always or self.overload.is_overloaded(workers, now_s):
+                refusal = self._refusal(name, workers, own)
+                if refusal is not None:
+                    self.refused[refusal.code] += 1
+                    return refusal
+            number = self.interactions.accept(name, begun)
         if self.counts == "accepted":
             self._count(name)
-        self._siblings.pop(name, None)
-        return self.interactions.accept(name, begun)
-
-    def end(self, name: Interaction, now_s: float, *, is_answered: bool = False) -> None:
-        """A call that was let in is over; the arguments are those of `Interactions.end`."""
-        self._now_s = max(self._now_s, now_s)
-        self.interactions.tick(self._now_s)
-        self.interactions.end(name, is_answered=is_answered)
+        if self._siblings:
+            self._siblings.pop(name, None)
+        return number
 
     def nearest(self, most: int = 10) -> list[tuple[str, int, int | None]]:
         """The users nearest their limit: their calls within the last minute, and the limit. O(users)."""
-        counts = self._users.counts().items()
-        found = [(user, calls, self._own.get(user, self.limits.user)) for user, calls in counts]
+        counts = self._had.counts().items()
+        users = [(user, calls) for user, calls in counts if isinstance(user, str)]
+        found = [(user, calls, self._own.get(user, self.limits.user)) for user, calls in users]
         return sorted(found, key=lambda row: (-row[1] / (row[2] or inf), -row[1], row[0]))[:most]
 
     def _tick(self, now_s: float) -> None:
-        self._now_s = max(self._now_s, now_s)
-        self._users.tick(self._now_s)
-        self._apps.tick(self._now_s)
-        self.interactions.tick(self._now_s)
+        if not isfinite(now_s):
+            raise ValueError(f"now_s must be a number of seconds, not {now_s!r}")
+        self._now_s = now_s = max(self._now_s, now_s)
+        self._had.tick(now_s)
+        self.interactions.tick(now_s)
         while self._siblings and next(iter(self._siblings.values()))[0] <= self._now_s:
             self._siblings.popitem(last=False)
 
     def _count(self, name: Interaction) -> None:
-        self._users.count(name.client)
-        self._apps.count(self._app_key(name))
+        self._had.count(name.client, self._app_key(name))
 
     def _app_key(self, name: Interaction) -> tuple[str, str]:
         return ("" if self.limits.app_total else name.client, name.app)
@@ -310,18 +312,18 @@ class Throttle:
         more = 1 if self.counts == "arrivals" else 0
         of_user = self.limits.user if own[0] is None else own[0]
         if of_user is not None:
-            opens_s = self._users.opens_s(name.client, of_user + more)
+            opens_s = self._had.opens_s(name.client, of_user + more)
             if opens_s > self._now_s:
-                had = self._users.count_of(name.client)
+                had = self._had.count_of(name.client)
                 reason = f"this client has had {had} calls within a minute; its limit is {of_user}"
                 reason = self._loaded(workers) + reason
                 return Refusal("throttled_user", self._wait_s(opens_s), reason)
         of_app = self.limits.of_app(name.app) if own[1] is None else own[1]
         if of_app is not None:
-            opens_s = self._apps.opens_s(self._app_key(name), of_app + more)
+            opens_s = self._had.opens_s(self._app_key(name), of_app + more)
             if opens_s > self._now_s:
                 whose = "this app" if self.limits.app_total else "this client in this app"
-                had = self._apps.count_of(self._app_key(name))
+                had = self._had.count_of(self._app_key(name))
                 reason = f"{whose} has had {had} calls within a minute; the limit is {of_app}"
                 reason = self._loaded(workers) + reason
                 return Refusal("throttled_app", self._wait_s(opens_s), reason)

@@ -23,8 +23,8 @@ class Window(Protocol[Key]):
     def tick(self, now_s: float) -> None:
         """It is `now_s`. Forgets requests that no longer count."""
 
-    def count(self, key: Key) -> None:
-        """Count one request of `key`, now."""
+    def count(self, *keys: Key) -> None:
+        """Count one request of each of `keys`, now."""
 
     def opens_s(self, key: Key, limit: int) -> float:
         """When `key` may have its next request, with `limit` a minute; a time that is past means now."""
@@ -40,21 +40,32 @@ class Sliding(Generic[Key]):
         self._now_s = 0.0
         self._times_s: OrderedDict[Key, deque[float]] = OrderedDict()
         """In order of each key's last request, so that those without one in the last minute come first."""
+        self._due_s = inf
+        """No key is to be forgotten before."""
 
     def tick(self, now_s: float) -> None:
         self._now_s = now_s
-        while self._times_s and next(iter(self._times_s.values()))[-1] + MINUTE_S <= now_s:
-            self._times_s.popitem(last=False)
+        while self._due_s <= now_s:
+            self._due_s = next(iter(self._times_s.values()))[-1] + MINUTE_S if self._times_s else inf
+            if self._due_s <= now_s:
+                self._times_s.popitem(last=False)
 
-    def count(self, key: Key) -> None:
-        times_s = self._times_s.setdefault(key, deque())
-        self._prune(times_s)
-        times_s.append(self._now_s)
-        self._times_s.move_to_end(key)
+    def count(self, *keys: Key) -> None:
+        now_s = self._now_s
+        for key in keys:
+            times_s = self._times_s.get(key)
+            if times_s is None:
+                self._times_s[key] = deque((now_s,))
+                self._due_s = min(self._due_s, now_s + MINUTE_S)
+            else:
+                times_s.append(now_s)
+                while times_s[0] + MINUTE_S <= now_s:
+                    times_s.popleft()
+                self._times_s.move_to_end(key)
 
     def opens_s(self, key: Key, limit: int) -> float:
         times_s = self._times_s.get(key)
-        if times_s is None:
+        if times_s is None or len(times_s) < limit:
             return -inf
         self._prune(times_s)
         return times_s[-limit] + MINUTE_S if len(times_s) >= limit else -inf
@@ -89,8 +100,8 @@ class Calendar(Generic[Key]):
             self._minute = minute
             self._counts.clear()
 
-    def count(self, key: Key) -> None:
-        self._counts[key] += 1
+    def count(self, *keys: Key) -> None:
+        self._counts.update(keys)
 
     def opens_s(self, key: Key, limit: int) -> float:
         return (self._minute + 1) * MINUTE_S if self._counts[key] >= limit else -inf

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_fair.core.interactions import Interaction, Interactions
+from sglang_fair.core.interactions import MOST_CALLS, Interaction, Interactions
 from sglang_fair.core.throttle import (
     COUNTS,
     SILENT_S,
@@ -75,9 +75,9 @@ class Run:
                         break
                 if under_way.get(name, 0) >= sender.calls:
                     del under_way[name]
-                    throttle.end(name, now_s, is_answered=True)
+                    throttle.interactions.end(name, is_answered=True)
                 elif name in under_way:
-                    throttle.end(name, now_s)
+                    throttle.interactions.end(name)
             for name in [name for name in under_way if throttle.interactions.calls(name) == 0]:
                 del under_way[name]  # closed, by silence
         return self
@@ -90,7 +90,8 @@ class Run:
         now_s: float,
         is_over: bool,
     ) -> bool:
-        is_first = not throttle.interactions.is_under_way(name)
+        throttle.interactions.tick(now_s)
+        is_first = not 0 < throttle.interactions.calls(name) < MOST_CALLS
         found = throttle.judge(name, ["r0"], now_s)
         if isinstance(found, Refusal):
             self.refused_without += not is_over
