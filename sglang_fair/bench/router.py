@@ -19,11 +19,12 @@ other clients has a short request in flight from beginning to end.
 * bytes per token: how much the process's resident memory grows while the tree is built, over the tokens in it, each
   counted once however many workers hold it. Block hashes and nodes are included.
 
-With `--throttle oit` or `rpm` the first placement is measured once more, with the shortest prompts, in turns with and
-without the throttle. With it comes what costs most: each request is a call of an interaction of four, which half of the
-clients end with `last` and the others by silence; all replicas are full, and the limits refuse nobody. Without it no
-request names an interaction. `throttle_ratio` is of the decisions/s, the median over the turns, `us_p99` of the
-decisions with it, and `interaction_bytes` what 100,000 open interactions take.
+With `--throttle oit` or `rpm` three routers take turns, with the placement that a cluster has by default (or the first
+of `--placements`) and the shortest prompts. To one come plain requests. To the two others comes what costs most: each
+request is a call of an interaction of four, which half of the clients end with `last` and the others by silence. One of
+these throttles: all replicas are full, and the limits refuse nobody. Of the decisions/s, medians over the turns:
+`throttle_ratio` is with the throttle over the same calls without it, `plain_ratio` with it over plain requests.
+`us_p99` is of the decisions with it, `interaction_bytes` what 100,000 open interactions take.
 
 The noise of the machine stands beside them: p50 and p99 of a fixed piece of work, timed in the same way.
 
@@ -46,7 +47,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import msgspec
 import numpy as np
@@ -62,6 +63,7 @@ from sglang_fair.core.interactions import Interaction, Interactions
 from sglang_fair.core.throttle import Limits, Rules
 from sglang_fair.settings import commands
 from sglang_fair.settings.commands import Mistake, Numbers, Option, numbers
+from sglang_fair.settings.table import Cluster
 
 PAGE = 16
 HEADS = 16
@@ -79,6 +81,7 @@ LOAD_EVERY = 100
 """Decisions between two loads that replicas report."""
 THROTTLE_TURNS = 9
 UNLIMITED = 10**9
+DEFAULT = Cluster.placement
 PROMPT_TOKENS, WORKERS = Numbers(1_000, 10_000, 100_000), Numbers(8, 64)
 
 
@@ -267,7 +270,13 @@ def filled(
 
 
 def measure(
-    router: Router, traffic: Traffic, prompt_tokens: int, *, decisions: int, warm_up: int, begun_s: float = 0.0
+    router: Router,
+    traffic: Traffic,
+    prompt_tokens: int,
+    *,
+    decisions: int,
+    warm_up: int,
+    begun_s: float = 0.0,
 ) -> DecisionTimes:
     """Times `decisions` decisions, after `warm_up` others. By the router's clock it is `begun_s` at first."""
     asked, ended = Clock(), Clock()
@@ -342,42 +351,34 @@ def measure_events(traffic: Traffic, tree_tokens: int, conversations: int) -> Ev
 
 
 def measure_throttle(setting: Setting) -> dict[str, float]:
-    """What the throttle costs a decision, with the first placement and the shortest prompts."""
+    """What the throttle costs a decision, with the shortest prompts."""
     tokens, workers = min(setting.prompt_tokens), min(setting.workers)
-    sources = {
-        is_on: Traffic(setting.seed, workers, setting.prompt_tokens, interactions=is_on)
-        for is_on in (False, True)
-    }
-    rules = Rules(Limits(UNLIMITED, {"*": UNLIMITED}))
-    routers = {
-        is_on: filled(
-            setting.placements[0],
-            source,
-            setting.tree_tokens,
-            Throttling(setting.throttle if is_on else "none", rules),
-        )[0]
-        for is_on, source in sources.items()
-    }
+    placement = DEFAULT if DEFAULT in setting.placements else setting.placements[0]
+    arms: dict[str, tuple[Router, Traffic]] = {}
+    for arm, kind in (("plain", "none"), ("calls", "none"), ("throttled", setting.throttle)):
+        source = Traffic(setting.seed, workers, setting.prompt_tokens, interactions=arm != "plain")
+        throttling = Throttling(cast(Kind, kind), Rules(Limits(UNLIMITED, {"*": UNLIMITED})))
+        arms[arm] = filled(placement, source, setting.tree_tokens, throttling)[0], source
     decisions = max(100, setting.decisions // 3)
     warm_up = decisions // 5
-    ratios, p99s_us = [], []
+    turns = []
     for turn in range(THROTTLE_TURNS):
-        rows = {
-            is_on: measure(
-                routers[is_on],
-                sources[is_on],
-                tokens,
-                decisions=decisions,
-                warm_up=warm_up,
-                begun_s=turn * (decisions + warm_up) / DECISIONS_PER_S,
-            )
-            for is_on in (turn % 2 == 0, turn % 2 == 1)
-        }
-        ratios.append(rows[True].decisions_per_s / rows[False].decisions_per_s)
-        p99s_us.append(rows[True].us_p99)
+        begun_s = turn * (decisions + warm_up) / DECISIONS_PER_S
+        turns.append(
+            {
+                arm: measure(*arms[arm], tokens, decisions=decisions, warm_up=warm_up, begun_s=begun_s)
+                for arm in (list(arms) if turn % 2 else reversed(arms))
+            }
+        )
+
+    def over(arm: str) -> float:
+        ratios = (rows["throttled"].decisions_per_s / rows[arm].decisions_per_s for rows in turns)
+        return round(statistics.median(ratios), 4)
+
     return {
-        "throttle_ratio": round(statistics.median(ratios), 4),
-        "us_p99": statistics.median(p99s_us),
+        "throttle_ratio": over("calls"),
+        "plain_ratio": over("plain"),
+        "us_p99": statistics.median(rows["throttled"].us_p99 for rows in turns),
         "interaction_bytes": interaction_bytes(),
     }
 
@@ -506,7 +507,8 @@ def run(setting: Setting, show: Show) -> dict[str, Any]:
     if setting.throttle != "none":
         record |= measure_throttle(setting)
         show(
-            f"throttle {setting.throttle}: {record['throttle_ratio']:.3f} of the decisions/s, "
+            f"throttle {setting.throttle}: {record['throttle_ratio']:.3f} of the decisions/s without it, "
+            f"{record['plain_ratio']:.3f} of those of requests without interactions, "
             f"p99 {record['us_p99']} µs, {record['interaction_bytes'] / 1e6:.1f} MB for 100,000 open interactions"
         )
     record["machine"]["noise"] = noise()

@@ -98,7 +98,16 @@ class Interactions:
         client = self._clients.get(name.client)
         open_ = None if client is None else client.get(name)
         calls = begun if open_ is None or open_.calls < begun else open_.calls
-        return self.accept(name, begun) if name.id and 0 < calls < self.most_calls else 0
+        if not 0 < calls < self.most_calls or not name.id:
+            return 0
+        if client is None or open_ is None:
+            open_ = self._opened(name, begun)
+        else:
+            if not open_.under_way:
+                client.move_to_end(name)
+            open_.under_way += 1
+        open_.calls += 1
+        return open_.calls
 
     def accept(self, name: Interaction, begun: int = 0) -> int:
         """A call of it was accepted; its number, from 1. After `most_calls` it begins anew."""
@@ -169,7 +178,9 @@ class Interactions:
 
     def _close_silent(self, client: str) -> None:
         """Those of `client` whose silence is over; and when it is to be looked at again."""
-        silent = [(name, open_.silent_s) for name, open_ in self._clients[client].items() if not open_.under_way]
+        silent = [
+            (name, open_.silent_s) for name, open_ in self._clients[client].items() if not open_.under_way
+        ]
         for name, silent_s in silent:
             if silent_s + self.silence_s > self._now_s:
                 self._silent.put(client, (silent_s, client))

@@ -246,24 +246,29 @@ class Throttle:
         """A call came: its number in its interaction, and it is let in; or why it is refused. Not to be asked twice for
         one call. `workers` are those that take requests. `own` are limits of this client, in place of those for
         everybody: of all its calls, and of those of the app."""
-        self._tick(now_s)
+        if not isfinite(now_s):
+            raise ValueError(f"now_s must be a number of seconds, not {now_s!r}")
+        self._now_s = now_s = max(self._now_s, now_s)
+        self._had.tick(now_s)
+        self.interactions.tick(now_s)
         if own[0] is not None:
             self._own[name.client] = own[0]
             self._own.move_to_end(name.client)
             if len(self._own) > MOST_REMEMBERED:
                 self._own.popitem(last=False)
+        app = "" if self.limits.app_total else name.client, name.app
         if self.counts == "arrivals":
-            self._count(name)
+            self._had.count(name.client, app)
         number = 0 if self.always else self.interactions.go_on(name, begun)
         if not number:
             if self.always or self.overload.is_overloaded(workers, now_s):
-                refusal = self._refusal(name, workers, own)
+                refusal = self._refusal(name, app, workers, own)
                 if refusal is not None:
                     self.refused[refusal.code] += 1
                     return refusal
             number = self.interactions.accept(name, begun)
         if self.counts == "accepted":
-            self._count(name)
+            self._had.count(name.client, app)
         if self._siblings:
             self._siblings.pop(name, None)
         return number
@@ -275,29 +280,20 @@ class Throttle:
         found = [(user, calls, self._own.get(user, self.limits.user)) for user, calls in users]
         return sorted(found, key=lambda row: (-row[1] / (row[2] or inf), -row[1], row[0]))[:most]
 
-    def _tick(self, now_s: float) -> None:
-        if not isfinite(now_s):
-            raise ValueError(f"now_s must be a number of seconds, not {now_s!r}")
-        self._now_s = now_s = max(self._now_s, now_s)
-        self._had.tick(now_s)
-        self.interactions.tick(now_s)
+    def _refusal(
+        self,
+        name: Interaction,
+        app: tuple[str, str],
+        workers: Collection[str],
+        own: tuple[int | None, int | None],
+    ) -> Refusal | None:
         while self._siblings and next(iter(self._siblings.values()))[0] <= self._now_s:
             self._siblings.popitem(last=False)
-
-    def _count(self, name: Interaction) -> None:
-        self._had.count(name.client, self._app_key(name))
-
-    def _app_key(self, name: Interaction) -> tuple[str, str]:
-        return ("" if self.limits.app_total else name.client, name.app)
-
-    def _refusal(
-        self, name: Interaction, workers: Collection[str], own: tuple[int | None, int | None]
-    ) -> Refusal | None:
         earlier = None if self.always else self._siblings.get(name)
         if earlier is not None and earlier[0] > self._now_s:
             until_s, first = earlier
             return Refusal(first.code, max(LEAST_RETRY_S, until_s - self._now_s), first.reason)
-        found = self._over(name, workers, own)
+        found = self._over(name, app, workers, own)
         if found is not None and name.id and not self.always:
             self._siblings[name] = self._now_s + found.retry_after_s, found
             self._siblings.move_to_end(name)
@@ -306,7 +302,11 @@ class Throttle:
         return found
 
     def _over(
-        self, name: Interaction, workers: Collection[str], own: tuple[int | None, int | None]
+        self,
+        name: Interaction,
+        app: tuple[str, str],
+        workers: Collection[str],
+        own: tuple[int | None, int | None],
     ) -> Refusal | None:
         # With "arrivals" this call has been counted already: it may be the last one within the limit.
         more = 1 if self.counts == "arrivals" else 0
@@ -320,10 +320,10 @@ class Throttle:
                 return Refusal("throttled_user", self._wait_s(opens_s), reason)
         of_app = self.limits.of_app(name.app) if own[1] is None else own[1]
         if of_app is not None:
-            opens_s = self._had.opens_s(self._app_key(name), of_app + more)
+            opens_s = self._had.opens_s(app, of_app + more)
             if opens_s > self._now_s:
                 whose = "this app" if self.limits.app_total else "this client in this app"
-                had = self._had.count_of(self._app_key(name))
+                had = self._had.count_of(app)
                 reason = f"{whose} has had {had} calls within a minute; the limit is {of_app}"
                 reason = self._loaded(workers) + reason
                 return Refusal("throttled_app", self._wait_s(opens_s), reason)

@@ -9,6 +9,7 @@ import pytest
 
 from router.placement import PLACEMENTS
 from sglang_fair.bench.router import (
+    CALLS,
     PAGE,
     DecisionTimes,
     Setting,
@@ -49,11 +50,24 @@ def test_a_prompt_is_a_cached_head_and_as_much_of_its_own():
         assert len(head.hashes) * PAGE * 4 == len(head.tokens)
 
 
+def test_requests_are_calls_of_interactions_that_half_of_the_clients_end():
+    traffic = Traffic(1, 4, LENGTHS, interactions=True)
+    calls: dict[tuple[str, str], list[bool]] = {}
+    for _ in range(3_000):
+        arrive, _ = traffic.request(LENGTHS[0])
+        known = calls.setdefault((arrive.client, arrive.interaction), [])
+        assert arrive.begun == len(known)
+        known.append(arrive.last)
+    whole = [said for said in calls.values() if len(said) == CALLS]
+    assert {tuple(said) for said in whole} == {(False,) * CALLS, (False,) * (CALLS - 1) + (True,)}
+    assert 0.4 < sum(said[-1] for said in whole) / len(whole) < 0.6
+
+
 def test_the_throttle_is_timed_beside_none():
     setting = Setting(("round_robin",), LENGTHS, (4,), 60_000, 100, 1, throttle="oit")
     found = measure_throttle(setting)
-    assert set(found) == {"throttle_ratio", "us_p99", "interaction_bytes"}
-    assert 0 < found["throttle_ratio"] < 10
+    assert set(found) == {"throttle_ratio", "plain_ratio", "us_p99", "interaction_bytes"}
+    assert all(0 < found[name] < 10 for name in ("throttle_ratio", "plain_ratio"))
     assert 1e6 < found["interaction_bytes"] < 1e8
 
 
