@@ -16,7 +16,7 @@ from router.events import LARGEST_CAPACITY, LEAST_CAPACITY, WorkerUp
 from router.http import listen, serving
 from router.placement import build, parameters, parse_value
 from router.shell import Shell
-from router.throttling import Kind, Throttling
+from router.throttling import SETTLE_S, Kind, Throttling
 from sglang_fair.common.files import read_json
 from sglang_fair.common.pairs import split_pairs
 from sglang_fair.common.processes import die_with_parent
@@ -111,11 +111,12 @@ def make_throttling(settings: table.Throttling) -> Throttling:
     """Raises SettingError."""
     kind = cast(Kind, settings.throttle)
     if settings.limits is None:
-        return Throttling(kind)
+        return Throttling(kind, settle_s=SETTLE_S)
     if kind == "none":
         raise SettingError("--limits are for --throttle oit or rpm", "limits")
     try:
-        return Throttling(kind, make_rules(read_json(settings.limits), f"--limits {settings.limits}"))
+        rules = make_rules(read_json(settings.limits), f"--limits {settings.limits}")
+        return Throttling(kind, rules, SETTLE_S)
     except ValueError as error:
         raise SettingError(str(error), "limits") from None
 

@@ -21,6 +21,7 @@ from router.events import (
     TOKEN_BYTES,
     Action,
     Arrive,
+    Begun,
     CacheEvent,
     Cleared,
     Difference,
@@ -154,6 +155,8 @@ class Router:
                 self._progress(event)
             case Running():
                 self._running(event, now_s, peer)
+            case Begun():
+                self._throttling.begun(event, now_s)
             case Table():
                 return [(peer, self._difference(event, peer))]
             case WorkerUp():

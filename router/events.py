@@ -155,6 +155,17 @@ class Running(Message, frozen=True):
         _check_tokens(self.tokens)
 
 
+MOST_BEGUN = 1_000
+"""Interactions in one `Begun`, so that a router places requests in between."""
+
+
+class Begun(Message, frozen=True):
+    """Interactions under way of which calls were served through this gateway: (client, app, id, calls accepted). A
+    router that was restarted takes up those that it does not know."""
+
+    interactions: Annotated[tuple[tuple[str, str, str, Count], ...], msgspec.Meta(max_length=MOST_BEGUN)]
+
+
 class Table(Message, frozen=True):
     """All requests that a gateway has asked about or has in flight. The answer is a `Difference`."""
 
@@ -327,6 +338,7 @@ PeerEvent = (
     | Progress
     | Done
     | Running
+    | Begun
     | Table
     | WorkerUp
     | WorkerDown

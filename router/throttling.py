@@ -9,9 +9,10 @@ replicas put calls of interactions first that have begun.
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Literal
 
-from router.events import Arrive, Load, Running
+from router.events import Arrive, Begun, Load, Running
 from sglang_fair.core.interactions import Interaction, Interactions
 from sglang_fair.core.throttle import BadLoad, Overload, Refusal, Rules, Throttle
 
@@ -21,21 +22,31 @@ KINDS: tuple[Kind, ...] = ("none", "oit", "rpm")
 NO_THROTTLE, BAD_LIMITS = "no_throttle", "invalid_limits"
 """Why limits that an operator has set do not hold (`events.SetLimits`)."""
 
+SETTLE_S = 10.0
+"""Within that every gateway notices that the router is another one: it compares tables every 5 s
+(`gateway.routing.link`)."""
+
 MOST_JUDGED = 10_000
 """Decisions that are remembered for questions that come again."""
 
 
 @dataclass
 class Throttling:
-    """`kind`: whether and how calls are refused. ValueError for an unknown one."""
+    """`kind`: whether and how calls are refused. ValueError for an unknown one.
+
+    For `settle_s` from the first load on, loads are not believed: gateways tell a router that was restarted which
+    interactions are under way, and a call of another gateway's may come before that.
+    """
 
     kind: Kind = "none"
     rules: Rules = field(default_factory=Rules)
+    settle_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"throttle is one of {', '.join(KINDS)}, not {self.kind!r}")
         self.bad_loads = 0
+        self._believes_s = inf
         self._overload = Overload(self.rules.high, self.rules.low)
         self._interactions = Interactions()
         self._throttle = Throttle(
@@ -68,7 +79,8 @@ class Throttling:
             verdict = self._interactions.accept(name, event.begun)
         else:
             own = event.most_calls, event.app_calls
-            verdict = self._throttle.judge(name, workers, now_s, begun=event.begun, own=own)
+            taking = workers if now_s >= self._believes_s else ()
+            verdict = self._throttle.judge(name, taking, now_s, begun=event.begun, own=own)
         self._judged[event.id] = verdict
         if len(self._judged) > MOST_JUDGED:
             self._judged.popitem(last=False)
@@ -84,6 +96,12 @@ class Throttling:
             self._interactions.again(name, event.begun)
             self._under_way[event.id] = name, event.last
 
+    def begun(self, event: Begun, now_s: float) -> None:
+        """A gateway tells a router that it has not met before what it remembers."""
+        self._interactions.tick(now_s)
+        for client, app, id, calls in event.interactions:
+            self._interactions.resume(Interaction(client, app, id), calls)
+
     def ended(self, request: str, now_s: float, *, is_served: bool = False) -> None:
         """A call waits and runs no more, if it did."""
         known = self._under_way.pop(request, None)
@@ -94,6 +112,7 @@ class Throttling:
 
     def load(self, event: Load, now_s: float) -> None:
         """A worker says how much it has to do."""
+        self._believes_s = min(self._believes_s, now_s + self.settle_s)
         try:
             self._overload.report(
                 event.worker, event.used_tokens, event.waiting_tokens, event.size_tokens, now_s
@@ -114,7 +133,9 @@ class Throttling:
 
     def state(self, workers: Sequence[str], now_s: float) -> dict[str, object]:
         """JSON-ready. `workers` are those that take requests, by name."""
-        is_overloaded = self._overload.is_overloaded(workers, now_s)
+        self._interactions.tick(now_s)
+        taking = workers if now_s >= self._believes_s else ()
+        is_overloaded = self._overload.is_overloaded(taking, now_s)
         since_s = self._overload.since_s
         return {
             "kind": self.kind,

@@ -1,6 +1,7 @@
 """Assembles the parts of a gateway process."""
 
 import asyncio
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -77,7 +78,8 @@ class Gateway:
         self.connection_bounds = ConnectionBounds(
             SharedLimit(limits.max_connections), limits.head_timeout_s, self.counters
         )
-        self.fleet = Fleet(lambda worker: self.replicas.health.is_well(worker))
+        self.interactions = Interactions(most=REMEMBERED_INTERACTIONS)
+        self.fleet = Fleet(lambda worker: self.replicas.health.is_well(worker), self._begun)
         self.link = Link(router, router_timeout_s, self.fleet)
         self.replicas = Replicas(limits, lambda: self.fleet.workers, self._report_health)
         self._intake = Intake(
@@ -102,7 +104,7 @@ class Gateway:
             self.metrics,
             self.record,
             apps or Apps(),
-            Interactions(most=REMEMBERED_INTERACTIONS),
+            self.interactions,
             self.tracing,
         )
 
@@ -151,7 +153,7 @@ class Gateway:
             "held_bytes": self.capacity.body_bytes.taken,
             "connections": self.connection_bounds.open.taken,
             "context_tokens": self.replicas.context_tokens,
-            "interactions": len(self._services.interactions),
+            "interactions": len(self._begun()),
             "workers": len(self.fleet.workers),
             "sick": self.replicas.health.sick(),
             **self.counters.state(),
@@ -178,6 +180,11 @@ class Gateway:
         from router.gateway import tracing  # the SDK takes memory and time to import
 
         return tracing.Tracing(tracing.otlp(endpoint), self.explainer.attempts)
+
+    def _begun(self) -> Interactions:
+        """Those under way of which this gateway knows."""
+        self.interactions.tick(time.monotonic())
+        return self.interactions
 
     def _report_health(self) -> None:
         for event in self.fleet.health():

@@ -81,7 +81,7 @@ spans, they are below its own."""
 PASSED_THROUGH = tuple(ANNOUNCEMENTS)
 """A client's headers that its replica gets too."""
 REMEMBERED_INTERACTIONS = 50_000
-"""That a router which was restarted hears of with their next call."""
+"""That a router which was restarted hears of."""
 BODY_TIMEOUT_S = 60.0
 """Longest pause of a client between two pieces of its body."""
 MAX_SILENCED = 2
@@ -491,7 +491,8 @@ class _Exchange:
         self._call_number = place.call
         if self._part.interaction:
             self._is_open = True
-            self._services.interactions.accept(self._interaction(), max(0, place.call - 1))
+            interactions, name = self._services.interactions, self._interaction()
+            interactions.told(name, place.call or interactions.calls(name) + 1)
 
     def _next_leg(self, resumable: Resumable, tokens: bytes) -> _Leg:
         """The rest of the stream. Raises `Diverged` if nobody can continue it."""

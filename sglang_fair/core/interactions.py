@@ -17,6 +17,7 @@ interactions).
 """
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
@@ -93,11 +94,10 @@ class Interactions:
 
     def go_on(self, name: Interaction, begun: int = 0) -> int:
         """A call of it came. If it is under way, the call is none of the first ones and is accepted: its number. Else
-        0, and nothing changes. `begun` is how many calls of it the asker has seen accepted before: what this process
-        has forgotten, it still knows."""
+        0, and nothing changes. `begun`, if it is not open here: how many calls of it the asker has seen accepted."""
         client = self._clients.get(name.client)
         open_ = None if client is None else client.get(name)
-        calls = begun if open_ is None or open_.calls < begun else open_.calls
+        calls = begun if open_ is None else open_.calls
         if not 0 < calls < self.most_calls or not name.id:
             return 0
         if client is None or open_ is None:
@@ -121,6 +121,29 @@ class Interactions:
         """A call that was accepted before waits or runs once more, at another replica say; it is not counted again.
         How many were accepted."""
         return self._join(name, max(1, begun)).calls if name.id else 1
+
+    def told(self, name: Interaction, number: int) -> None:
+        """Another process has accepted a call of it as number `number`; the call waits or runs."""
+        if name.id:
+            self._join(name, 0).calls = number
+
+    def resume(self, name: Interaction, calls: int) -> None:
+        """It was open in another process, where `calls` of its calls were accepted: it is open here, and silent as of
+        now. Nothing is closed for it: without room it is not taken up."""
+        client = self._clients.get(name.client)
+        open_ = None if client is None else client.get(name)
+        has_room = self._open < self.most and (client is None or len(client) < self.most_open)
+        if open_ is not None:
+            open_.calls = max(open_.calls, calls)
+        elif has_room and name.id and calls > 0:
+            self._opened(name, calls)
+            self.end(name)
+
+    def __iter__(self) -> Iterator[tuple[Interaction, int]]:
+        """Those that are open, and how many of their calls were accepted; of each client the latest last."""
+        for client in self._clients.values():
+            for name, open_ in client.items():
+                yield name, open_.calls
 
     def end(self, name: Interaction, *, is_answered: bool = False) -> None:
         """A call that was accepted waits and runs no more. `is_answered`: it was the last, and its user has the answer.

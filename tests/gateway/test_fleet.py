@@ -6,11 +6,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.core import Router
-from router.events import Arrive, Difference, Done, Follow, Place, Running, WorkerDrain, Workers, WorkerUp
+from router.events import (
+    MOST_BEGUN,
+    Arrive,
+    Begun,
+    Difference,
+    Done,
+    Follow,
+    Place,
+    Running,
+    WorkerDrain,
+    Workers,
+    WorkerUp,
+    decode_event,
+    encode,
+)
 from router.gateway.replicas.health import INTERVAL_S, Watch
 from router.gateway.routing.fallback import SLACK, choose
 from router.gateway.routing.fleet import MAX_ENDED, Fleet
 from router.placement import build
+from sglang_fair.core.interactions import Interaction
 
 clients = st.text("abcdef", min_size=1, max_size=3)
 
@@ -65,6 +80,17 @@ def test_a_router_that_was_started_anew_is_told_of_the_workers_that_answer() -> 
     assert place is not None
     assert place.worker in ("r0", "r3"), "r1 drains"
     assert fleet.place(Arrive("x", "c", b"", exclude=("r0", "r3"))) is None
+
+
+def test_another_router_is_told_of_the_interactions_under_way_in_parts() -> None:
+    under_way = [(Interaction("c", "chat", str(number)), 2) for number in range(2 * MOST_BEGUN + 1)]
+    fleet = Fleet(lambda name: True, lambda: under_way)
+    assert fleet.learn(Workers("", (), router="a")) == [], "nothing was served before the first one"
+    assert fleet.learn(Workers("", (), router="a")) == []
+    told = fleet.learn(Workers("", (), router="b"))
+    assert [len(part.interactions) for part in told if isinstance(part, Begun)] == [MOST_BEGUN, MOST_BEGUN, 1]
+    assert [decode_event(encode(part)) for part in told] == told
+    assert fleet.learn(Workers("", (), router="b")) == []
 
 
 @settings(max_examples=100)

@@ -23,7 +23,7 @@ from aiohttp import web
 from router.core import Router
 from router.events import Arrive, WorkerUp
 from router.gateway.answer.sse import Stream, Usage, usage_of
-from router.gateway.app import Config, create_app
+from router.gateway.app import App, Config, create_app
 from router.gateway.clients import header_safe
 from router.gateway.errors import ApiError
 from router.gateway.gateway import Gateway
@@ -350,6 +350,21 @@ class Cluster:
 
 
 @contextlib.asynccontextmanager
+async def served(app: App) -> AsyncIterator[str]:
+    """The address at which a gateway listens."""
+    server = QuietServer(
+        uvicorn.Config(app, port=0, http=Listener, log_level="warning", timeout_graceful_shutdown=1)
+    )
+    serving = asyncio.create_task(server.serve())
+    try:
+        await eventually(lambda: server.started or serving.done(), "the gateway listens")
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.leave.set()
+        await serving
+
+
+@contextlib.asynccontextmanager
 async def cluster(
     tokenizer: Path,
     replicas: int = 1,
@@ -373,18 +388,7 @@ async def cluster(
         app = create_app(
             Config(router.endpoint, MODEL, str(tokenizer), router_timeout_s, Limits(**limits), **access)
         )
-        server = QuietServer(
-            uvicorn.Config(app, port=0, http=Listener, log_level="warning", timeout_graceful_shutdown=1)
-        )
-        serving = asyncio.create_task(server.serve())
-
-        async def stop() -> None:
-            server.leave.set()
-            await serving
-
-        stack.push_async_callback(stop)
-        await eventually(lambda: server.started or serving.done(), "the gateway listens")
-        url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+        url = await stack.enter_async_context(served(app))
         http = await stack.enter_async_context(aiohttp.ClientSession())
         made = Cluster(fakes, router, app.gateway, url, http)
         if "admin_port" in access:

@@ -7,11 +7,24 @@ import pytest
 
 from router.events import Arrive, Load
 from router.throttling import Throttling
-from sglang_fair.core.throttle import Limits, Rules
+from sglang_fair.core.throttle import Limits as Limited
+from sglang_fair.core.throttle import Rules
+from sglang_fair.settings.table import Limits
 from sglang_fair.tenants import edit, keys
 from sglang_fair.tenants.model import Overload, Tenant
 from tests.gateway.test_callers import listening
-from tests.gateway.test_gateway import CHAT, COMPLETION, GENERATE, Cluster, RouterThread, run
+from tests.gateway.test_gateway import (
+    CHAT,
+    COMPLETION,
+    GENERATE,
+    MODEL,
+    Cluster,
+    Config,
+    RouterThread,
+    create_app,
+    run,
+    served,
+)
 from tests.support.stand_in import make_tokenizer
 from tests.support.waiting import eventually
 
@@ -106,7 +119,7 @@ def test_a_throttled_client_is_told_why_and_when_to_come_back(tokenizer: Path) -
         async with c.http.get(c.url + "/limits") as answer:
             assert (await answer.json())["throttle"]["rules"]["user"] == 5
 
-    run(body, tokenizer, throttling=Throttling("oit", Rules(Limits(1))))
+    run(body, tokenizer, throttling=Throttling("oit", Rules(Limited(1))))
 
 
 def test_a_router_that_is_restarted_cuts_no_interaction(tokenizer: Path) -> None:
@@ -117,7 +130,7 @@ def test_a_router_that_is_restarted_cuts_no_interaction(tokenizer: Path) -> None
         await eventually(lambda: not c.gateway.link.alive, "the gateway misses the router")
         assert (await c.post("/generate", GENERATE, headers=NAMED))[0] == 200
         assert fair_headers(c)["x-fair-call"] == "2", "numbered without a router"
-        again = RouterThread(c.replicas, Throttling("oit", Rules(Limits(1))), endpoint)
+        again = RouterThread(c.replicas, Throttling("oit", Rules(Limited(1))), endpoint)
         try:
             await eventually(lambda: c.gateway.link.alive, "the gateway hears the new router")
             again.shell.tell(Load("r0", 1000, 0, 1000))
@@ -132,7 +145,55 @@ def test_a_router_that_is_restarted_cuts_no_interaction(tokenizer: Path) -> None
         finally:
             again.close()
 
-    run(body, tokenizer, throttling=Throttling("oit", Rules(Limits(1))), router_timeout_s=2.0)
+    run(body, tokenizer, throttling=Throttling("oit", Rules(Limited(1))), router_timeout_s=2.0)
+
+
+def test_a_router_that_is_restarted_hears_from_every_gateway_what_is_under_way(tokenizer: Path) -> None:
+    """The second call of an interaction comes through another gateway than the first, and the router between them is
+    another one."""
+
+    async def body(c: Cluster) -> None:
+        other = create_app(Config(c.router.endpoint, MODEL, str(tokenizer), 2.0, Limits()))
+        async with served(other) as url:
+            await eventually(lambda: other.gateway.link.alive, "the other gateway hears the router")
+            async with c.http.post(url + "/generate", json=GENERATE, headers=NAMED) as answer:
+                assert answer.status == 200
+            endpoint = c.router.endpoint
+            c.router.close()
+            again = RouterThread(c.replicas, Throttling("oit", Rules(Limited(1))), endpoint)
+            try:
+
+                async def is_told() -> bool:
+                    return (await c.state()).get("throttle", {}).get("open_interactions") == 1
+
+                await eventually(is_told, "the new router knows the interaction")
+                again.shell.tell(Load("r0", 1000, 0, 1000))
+                for number in ("1", "2"):
+                    first = NAMED | {"x-fair-interaction": f"new {number}"}
+                    status, _, _ = await c.post("/generate", GENERATE, headers=first)
+                    assert status == (200 if number == "1" else 429)
+                assert (await c.post("/generate", GENERATE, headers=NAMED))[0] == 200
+                assert fair_headers(c)["x-fair-call"] == "2"
+            finally:
+                again.close()
+
+    run(body, tokenizer, throttling=Throttling("oit", Rules(Limited(1))), router_timeout_s=2.0)
+
+
+def test_a_gateway_remembers_the_number_that_the_router_gave(tokenizer: Path) -> None:
+    async def body(c: Cluster) -> None:
+        arrived = listening(c)
+        other = create_app(Config(c.router.endpoint, MODEL, str(tokenizer), 2.0, Limits()))
+        async with served(other) as url:
+            await eventually(lambda: other.gateway.link.alive, "the other gateway hears the router")
+            for _ in range(2):
+                for at in (url, c.url):
+                    async with c.http.post(at + "/generate", json=GENERATE, headers=NAMED) as answer:
+                        assert answer.status == 200
+        assert fair_headers(c)["x-fair-call"] == "4"
+        assert [one.begun for one in arrived] == [0, 0, 1, 2]
+
+    run(body, tokenizer)
 
 
 def test_a_retry_is_the_same_call(tokenizer: Path) -> None:
@@ -146,7 +207,7 @@ def test_a_retry_is_the_same_call(tokenizer: Path) -> None:
         [row] = (await c.state())["throttle"]["nearest"]
         assert row == {"client": "c", "calls": 1, "limit": 9}
 
-    run(body, tokenizer, replicas=2, throttling=Throttling("oit", Rules(Limits(9))))
+    run(body, tokenizer, replicas=2, throttling=Throttling("oit", Rules(Limited(9))))
 
 
 def test_tenants_have_applications_and_limits_of_their_own(tokenizer: Path, tmp_path: Path) -> None:

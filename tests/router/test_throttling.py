@@ -3,26 +3,34 @@
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from router.core import Router
 from router.events import (
+    MOST_BEGUN,
     Arrive,
+    Begun,
     Done,
     Load,
     PeerGone,
     Place,
+    ProtocolError,
     Query,
     Refuse,
     Running,
     SetLimits,
     Snapshot,
     WorkerDown,
+    Workers,
     WorkerUp,
+    decode_event,
+    encode,
 )
+from router.gateway.routing.fleet import Fleet
 from router.placement.d2lpm import D2lpm
-from router.throttling import Kind, Throttling
+from router.throttling import SETTLE_S, Kind, Throttling
+from sglang_fair.core.interactions import MOST_CALLS, MOST_OPEN, SILENCE_S, Interaction, Interactions
 from sglang_fair.core.throttle import Limits, Rules
 
 PROMPT = bytes(64)
@@ -113,7 +121,7 @@ def test_a_call_that_is_lost_leaves_its_interaction_silent(lost: str) -> None:
     made = router(workers="" if lost == "no worker" else "a")
     ask(made, "1", "i")
     made.handle(WorkerDown("a") if lost == "worker" else PeerGone(), 1.0, b"g")
-    assert throttle(made, 60.5)["open_interactions"] == 1
+    assert throttle(made, 59.5)["open_interactions"] == 1
     made.handle(Arrive("2", "d", PROMPT, interaction="x"), 62.0, b"g")
     assert throttle(made, 62.0)["open_interactions"] == 1, "of the other client"
 
@@ -183,31 +191,111 @@ def test_a_load_that_cannot_be_is_counted_and_ignored() -> None:
     assert seen["overloaded_for_s"] is not None, "what was said before holds"
 
 
+class Remembering:
+    """A gateway, without its sockets: what it remembers of interactions, and what it tells of them."""
+
+    def __init__(self, peer: bytes) -> None:
+        self.peer = peer
+        self.interactions = Interactions()
+        self.fleet = Fleet(lambda worker: True, lambda: self.interactions)
+        self.hears_s: float | None = None
+        """When it notices that the router is another one."""
+
+    def meet(self, made: Router, run: int, now_s: float) -> None:
+        self.interactions.tick(now_s)
+        for told in self.fleet.learn(Workers("", (), router=str(run))):
+            made.handle(told, now_s, self.peer)
+        self.hears_s = None
+
+
+def settling() -> Router:
+    made = Router(D2lpm(worker_quantum=1e9), throttling=Throttling("oit", Rules(Limits(LIMIT)), SETTLE_S))
+    for worker in "ab":
+        made.handle(WorkerUp(worker, f"http://{worker}"), 0.0)
+    return made
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32))
 def test_no_call_of_an_open_interaction_is_refused_whatever_restarts(seed: int) -> None:
-    """Two gateways, replicas that die, a router that is restarted: each gateway says what it has seen of each."""
+    """Two gateways, replicas that die, a router that is restarted. A gateway notices that within `SETTLE_S`, and calls
+    come before, of interactions that only the other gateway knows."""
     random = Random(seed)
-    made, begun = router(), {}
-    known: dict[tuple[str, str, bytes], int] = {}
-    running: list[str] = []
-    for step in range(200):
-        now_s = step * 0.25
+    made, gateways = settling(), [Remembering(b"g"), Remembering(b"h")]
+    for gateway in gateways:
+        gateway.meet(made, 0, 0.0)
+    opened: dict[Interaction, int] = {}
+    silent_s: dict[Interaction, float] = {}
+    running: list[tuple[str, Interaction, bool, Remembering]] = []
+    refused = 0
+    for step in range(300):
+        now_s = step * 0.5
         if random.random() < 0.02:
-            made, running = router(), []
+            made, running = settling(), []
+            silent_s |= dict.fromkeys(opened, now_s)
+            for gateway in gateways:
+                gateway.hears_s = now_s + random.random() * SETTLE_S
         fill(made, now_s)
-        if running and random.random() < 0.5:
-            made.handle(Done(running.pop(random.randrange(len(running)))), now_s)
+        for gateway in gateways:
+            if gateway.hears_s is not None and gateway.hears_s <= now_s:
+                gateway.meet(made, step, now_s)
+        if running and random.random() < 0.7:
+            request, name, is_last, gateway = running.pop(random.randrange(len(running)))
+            made.handle(Done(request), now_s, gateway.peer)
+            gateway.interactions.tick(now_s)
+            gateway.interactions.end(name, is_answered=is_last)
+            silent_s[name] = now_s
+            if is_last:
+                opened.pop(name, None)
         if random.random() < 0.03:
             worker = random.choice("ab")
             made.handle(WorkerDown(worker), now_s)
             made.handle(WorkerUp(worker, f"http://{worker}"), now_s)
-        client, name, peer = random.choice("xyz"), str(random.randrange(4)), random.choice([b"g", b"h"])
-        seen = known.get((client, name, peer), 0)
-        arrive = Arrive(str(step), client, PROMPT, interaction=name, begun=seen)
-        ((_, answer),) = made.handle(arrive, now_s, peer)
+        name = Interaction(random.choice("xyz"), "chat", str(random.randrange(step // 25 + 2)))
+        gateway, is_last = random.choice(gateways), random.random() < 0.1
+        gateway.interactions.tick(now_s)
+        begun = gateway.interactions.calls(name)
+        arrive = Arrive(
+            f"{step}", name.client, PROMPT, app="chat", interaction=name.id, last=is_last, begun=begun
+        )
+        ((_, answer),) = made.handle(arrive, now_s, gateway.peer)
         if isinstance(answer, Refuse):
-            assert not seen, "this gateway has served it before"
+            refused += 1
+            is_open = 0 < opened.get(name, 0) < MOST_CALLS and now_s - silent_s.get(name, now_s) < SILENCE_S
+            assert not is_open
         else:
-            known[client, name, peer] = begun[client, name] = begun.get((client, name), 0) + 1
-            running.append(answer.id)
+            opened[name] = opened.get(name, 0) + 1
+            silent_s.pop(name, None)
+            gateway.interactions.told(name, answer.call)
+            running.append((answer.id, name, is_last, gateway))
+    event(f"refused: {refused > 0}")
+
+
+def test_a_router_that_was_restarted_believes_no_load_until_every_gateway_has_told() -> None:
+    made = settling()
+    for second in range(10):
+        fill(made, 5.0 + second)
+        assert isinstance(ask(made, str(second), f"{second}", 5.0 + second), Place)
+        assert throttle(made, 5.0 + second)["overloaded_for_s"] is None
+    fill(made, 15.0)
+    assert isinstance(ask(made, "late", "late", 15.0), Refuse)
+
+
+def test_what_a_gateway_remembers_closes_nothing_and_opens_within_the_bounds() -> None:
+    made = router()
+    fill(made, 0.0)
+    for number in range(MOST_OPEN):
+        assert isinstance(ask(made, f"{number}", f"{number}", 0.0, begun=1), Place)
+        made.handle(Done(f"{number}"), 0.0, b"g")
+    told = [("c", "", f"told {number}", 3) for number in range(MOST_BEGUN - 4)]
+    odd = [("d", "", "", 3), ("d", "", "none", 0), ("d", "", "two", 2), ("d", "", "endless", 10**9)]
+    made.handle(decode_event(encode(Begun((*told, *odd)))), 0.0, b"h")
+    assert throttle(made, 0.0)["open_interactions"] == MOST_OPEN + 2
+    assert ask(made, "again", "7", 0.0).call == 3  # type: ignore[union-attr]
+    assert isinstance(ask(made, "told", "told 1", 0.0), Refuse)
+    assert ask(made, "two", "two", 0.0, client="d").call == 3  # type: ignore[union-attr]
+    with pytest.raises(ProtocolError):
+        decode_event(encode(Begun((*told, *odd, odd[0]))))
+    assert throttle(made, 61.0)["open_interactions"] == 2, (
+        "what is told and never goes on is closed by silence"
+    )

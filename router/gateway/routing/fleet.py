@@ -6,10 +6,12 @@ the workers, too. Messages may be lost or come twice; each names a request, so a
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 
 from router.events import (
+    MOST_BEGUN,
     Arrive,
+    Begun,
     Difference,
     Done,
     Event,
@@ -22,6 +24,7 @@ from router.events import (
     WorkerUp,
 )
 from router.gateway.routing.fallback import choose
+from sglang_fair.core.interactions import Interaction
 
 MAX_ENDED = 8192
 """How many ended requests are remembered, in case the router missed one. Older ones are reported as aborted."""
@@ -30,12 +33,18 @@ MAX_ENDED = 8192
 class Fleet:
     """State and decisions, no I/O: `link` sends the events that the methods return."""
 
-    def __init__(self, is_well: Callable[[str], bool]) -> None:
-        """`is_well` says whether a worker answers this gateway."""
+    def __init__(
+        self,
+        is_well: Callable[[str], bool],
+        begun: Callable[[], Iterable[tuple[Interaction, int]]] = tuple,
+    ) -> None:
+        """`is_well` says whether a worker answers this gateway, `begun` which interactions are under way, and how many
+        calls of each were accepted."""
         self.workers: dict[str, WorkerUp] = {}
         self.draining: frozenset[str] = frozenset()
         self.in_flight: Counter[str] = Counter()
         self._is_well = is_well
+        self._begun = begun
         self._router = ""
         self._sick: frozenset[str] = frozenset()
         self._asked: dict[str, Arrive] = {}
@@ -128,7 +137,8 @@ class Fleet:
     def learn(self, workers: Workers) -> list[Event]:
         """Takes over the router's list of workers. Returns what the router must be told in return.
 
-        A restarted router is told of the workers that it does not know and that answer this gateway.
+        A restarted router is told of the workers that it does not know and that answer this gateway, and of the
+        interactions under way.
         """
         told: list[Event] = []
         known = {up.worker: up for up in workers.workers}
@@ -139,6 +149,7 @@ class Fleet:
                 known[up.worker] = up
                 if up.worker in self.draining:
                     told.append(WorkerDrain(up.worker))
+            told += self._remembered()
             drained = {up.worker for up in lost} & self.draining
         else:
             drained = set()
@@ -147,6 +158,10 @@ class Fleet:
         self.draining = frozenset(workers.draining) | drained
         self._sick = frozenset(workers.sick)
         return told + self.health()
+
+    def _remembered(self) -> list[Event]:
+        rows = [(*name, calls) for name, calls in self._begun()]
+        return [Begun(tuple(rows[at : at + MOST_BEGUN])) for at in range(0, len(rows), MOST_BEGUN)]
 
     def health(self) -> list[Event]:
         """The workers whose health the router sees differently."""
