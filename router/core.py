@@ -34,6 +34,7 @@ from router.events import (
     Load,
     PeerGone,
     Place,
+    Posted,
     Progress,
     Query,
     Refuse,
@@ -57,7 +58,7 @@ from router.shared_limit import SharedLimit
 from router.throttling import BAD_LIMITS, NO_THROTTLE, Throttling
 from router.workers import Flight, Worker, WorkerTable
 from sglang_fair.common.weights import Weights
-from sglang_fair.core.throttle import Refusal, make_rules
+from sglang_fair.core.throttle import Refusal
 
 MAX_LISTED_CLIENTS = 100
 """Clients in a snapshot."""
@@ -172,12 +173,15 @@ class Router:
             case Undelivered():
                 self._undelivered(event, now_s, peer)
             case Follow():
-                return [(peer, self._workers.listing(event.id))]
+                return [(peer, self._workers.listing(event.id, self._throttling.posted))]
             case Explain():
                 found = self._record.find(event.request, event.client, now_s)
                 return [(peer, Explained(event.id, found))]
             case Query():
                 return [(peer, Snapshot(event.id, self.state()))]
+            case Posted():
+                if not self._throttling.resume_limits(event):
+                    self._counts["posted limits ignored"] += 1
             case SetLimits():
                 return [(peer, self._set_limits(event))]
             case _:
@@ -272,7 +276,7 @@ class Router:
             reason = "the router was started without --throttle"
             return Refuse(event.id, reason, retry=False, code=NO_THROTTLE)
         try:
-            self._throttling.follow(make_rules(msgspec.json.decode(event.rules), "limits"))
+            self._throttling.post(event)
         except (ValueError, msgspec.MsgspecError, RecursionError) as error:
             return Refuse(event.id, str(error), retry=False, code=BAD_LIMITS)
         return Snapshot(event.id, self.state())

@@ -202,6 +202,17 @@ class SetLimits(Message, frozen=True):
 
     id: str
     rules: bytes
+    at_s: Seconds = 0.0
+    """Unix time."""
+
+
+class Posted(Message, frozen=True):
+    """Rules of throttling that an operator has set at `at_s`, in a router that was started with rules of digest
+    `start`. Gateways keep them for a router that was restarted. One that was started with other rules keeps its own."""
+
+    rules: bytes
+    at_s: Seconds
+    start: str
 
 
 class Load(Message, frozen=True):
@@ -317,6 +328,8 @@ class Workers(Message, frozen=True):
     draining: tuple[str, ...] = ()
     sick: tuple[str, ...] = ()
     router: str = ""
+    limits: Posted | None = None
+    """None: those that it was started with hold, if it throttles."""
 
 
 class Snapshot(Message, frozen=True):
@@ -339,6 +352,7 @@ PeerEvent = (
     | Done
     | Running
     | Begun
+    | Posted
     | Table
     | WorkerUp
     | WorkerDown

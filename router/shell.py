@@ -30,7 +30,9 @@ from router.events import (
     PeerEvent,
     PeerGone,
     Place,
+    Posted,
     ProtocolError,
+    SetLimits,
     Snapshot,
     Undelivered,
     WorkerDown,
@@ -314,12 +316,14 @@ class Shell:
         self._ask_replay(replica)
 
     def _may_change_workers(self, event: Event) -> bool:
-        if isinstance(event, WorkerUp | WorkerDown | WorkerDrain | WorkerHealth | PeerGone):
+        if isinstance(
+            event, WorkerUp | WorkerDown | WorkerDrain | WorkerHealth | PeerGone | SetLimits | Posted
+        ):
             return True
         return bool(self._workers.draining) and isinstance(event, Done | Undelivered)
 
     def _compare_workers(self) -> None:
-        """If the core's workers have changed: follows the KV events of those that are up, and tells the peers.
+        """If the core's workers or limits have changed: follows the KV events of workers that are up, and tells peers.
 
         The events of a worker that is well again are followed from the beginning, because the core has forgotten
         what it cached.

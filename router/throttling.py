@@ -6,15 +6,19 @@ interaction. `core.throttle` decides; without a throttle the calls of interactio
 replicas put calls of interactions first that have begun.
 """
 
+import hashlib
+import json
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Literal
 
-from router.events import Arrive, Begun, Load, Running
+import msgspec
+
+from router.events import Arrive, Begun, Load, Posted, Running, SetLimits
 from sglang_fair.core.interactions import Interaction, Interactions
-from sglang_fair.core.throttle import BadLoad, Overload, Refusal, Rules, Throttle
+from sglang_fair.core.throttle import BadLoad, Overload, Refusal, Rules, Throttle, make_rules
 
 Kind = Literal["none", "oit", "rpm"]
 KINDS: tuple[Kind, ...] = ("none", "oit", "rpm")
@@ -46,6 +50,11 @@ class Throttling:
         if self.kind not in KINDS:
             raise ValueError(f"throttle is one of {', '.join(KINDS)}, not {self.kind!r}")
         self.bad_loads = 0
+        self.posted: Posted | None = None
+        """What an operator has set while it ran, if anything."""
+        self._start = hashlib.sha256(json.dumps(self.rules.to_json(), sort_keys=True).encode()).hexdigest()[
+            :16
+        ]
         self._believes_s = inf
         self._overload = Overload(self.rules.high, self.rules.low)
         self._interactions = Interactions()
@@ -124,10 +133,24 @@ class Throttling:
         """What it has said holds no more."""
         self._overload.forget(worker)
 
-    def follow(self, rules: Rules) -> None:
-        """From now on these hold."""
-        self.rules = rules
-        self._throttle.follow(rules)
+    def post(self, event: SetLimits) -> None:
+        """An operator sets limits. ValueError, or msgspec's errors, if they are none; then the old ones hold."""
+        at_s = event.at_s if self.posted is None else max(event.at_s, self.posted.at_s + 1e-3)
+        self._follow(Posted(event.rules, at_s, self._start))
+
+    def resume_limits(self, event: Posted) -> bool:
+        """An operator has set limits before a restart. They hold if the router was started as before and nobody has set
+        others later; whether they do."""
+        if self.posted == event:
+            return True
+        is_late = self.posted is not None and self.posted.at_s >= event.at_s
+        if self.kind == "none" or event.start != self._start or is_late:
+            return False
+        try:
+            self._follow(event)
+        except (ValueError, msgspec.MsgspecError, RecursionError):
+            return False
+        return True
 
     # ---- what people read
 
@@ -140,6 +163,7 @@ class Throttling:
         return {
             "kind": self.kind,
             "rules": self.rules.to_json(),
+            "posted_s": None if self.posted is None else self.posted.at_s,
             "pressure": round(self._overload.pressure(workers, now_s), 4),
             "pressures": {name: round(self._overload.pressure([name], now_s), 4) for name in workers},
             "overloaded_for_s": round(now_s - since_s, 3) if is_overloaded and since_s is not None else None,
@@ -151,3 +175,8 @@ class Throttling:
             ],
             "bad_loads": self.bad_loads,
         }
+
+    def _follow(self, posted: Posted) -> None:
+        self.rules = make_rules(msgspec.json.decode(posted.rules), "limits")
+        self._throttle.follow(self.rules)
+        self.posted = posted

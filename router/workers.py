@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from router.events import Workers, WorkerUp
+from router.events import Posted, Workers, WorkerUp
 from router.placement.contract import Request
 from router.radix import Hold
 
@@ -152,13 +152,14 @@ class WorkerTable:
         """Takes back what `peer` has said; the workers that are well again."""
         return [worker for worker in self if self.vote(peer, worker, ok=True)]
 
-    def listing(self, request_id: str) -> Workers:
+    def listing(self, request_id: str, limits: Posted | None) -> Workers:
         """The answer to `Follow`."""
         return Workers(
             request_id,
             tuple(WorkerUp(w.name, w.url, w.kv, w.replay, w.capacity, w.load_address) for w in self),
             draining=tuple(w.name for w in self if w.draining),
             sick=tuple(w.name for w in self if w.sick),
+            limits=limits,
         )
 
     def _list_taking(self) -> None:

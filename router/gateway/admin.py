@@ -2,8 +2,8 @@
 
 A replica that is added gets requests from the router's next decision on. One that is drained gets no new ones and
 is forgotten when its last has ended. Whoever may call this can send everybody's prompts to an address of their
-choice, so it is guarded (`guard`). The limits of throttling hold for all gateways until the router is restarted, which
-reads its own file.
+choice, so it is guarded (`guard`). The limits of throttling hold for all gateways, and in a router that is restarted
+as it was started before.
 """
 
 from typing import Annotated, Any, Literal

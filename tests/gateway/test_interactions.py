@@ -180,6 +180,37 @@ def test_a_router_that_is_restarted_hears_from_every_gateway_what_is_under_way(t
     run(body, tokenizer, throttling=Throttling("oit", Rules(Limited(1))), router_timeout_s=2.0)
 
 
+def test_limits_that_were_posted_hold_in_a_router_that_is_restarted(tokenizer: Path) -> None:
+    async def body(c: Cluster) -> None:
+        async with c.http.post(c.url + "/limits", json={"user": 5}) as answer:
+            assert answer.status == 200
+        router = c.router
+
+        async def user() -> object:
+            return (await c.state()).get("throttle", {}).get("rules", {}).get("user")
+
+        for started_with, expected in ((1, 5), (7, 7), (1, 1)):
+            router.close()
+            router = RouterThread(
+                c.replicas, Throttling("oit", Rules(Limited(started_with))), router.endpoint
+            )
+            try:
+
+                async def holds(expected: int = expected) -> bool:
+                    return await user() == expected
+
+                await eventually(holds, f"a limit of {expected}")
+                for _ in range(2):  # once as those of another router, and once more
+                    await c.gateway.link.workers()
+                assert await holds()
+            except BaseException:
+                router.close()
+                raise
+        router.close()
+
+    run(body, tokenizer, throttling=Throttling("oit", Rules(Limited(1))), router_timeout_s=2.0)
+
+
 def test_a_gateway_remembers_the_number_that_the_router_gave(tokenizer: Path) -> None:
     async def body(c: Cluster) -> None:
         arrived = listening(c)

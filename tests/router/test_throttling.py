@@ -12,9 +12,11 @@ from router.events import (
     Arrive,
     Begun,
     Done,
+    Follow,
     Load,
     PeerGone,
     Place,
+    Posted,
     ProtocolError,
     Query,
     Refuse,
@@ -179,6 +181,44 @@ def test_limits_are_replaced_while_it_runs() -> None:
     assert throttle(made, 0.0)["rules"]["user"] == 2, "the old ones stay"
     ((_, answer),) = router("none").handle(SetLimits("l", b"{}"), 0.0)
     assert isinstance(answer, Refuse)
+
+
+def limits_of(made: Router) -> Posted | None:
+    ((_, workers),) = made.handle(Follow(""), 0.0)
+    assert isinstance(workers, Workers)
+    return workers.limits
+
+
+def test_limits_that_an_operator_has_set_outlive_the_router() -> None:
+    made = router(user=1)
+    assert limits_of(made) is None
+    made.handle(SetLimits("l", b'{"user": 2}', 5.0), 0.0)
+    posted = limits_of(made)
+    assert posted is not None
+    again = router(user=1)
+    for _ in range(2):
+        assert again.handle(decode_event(encode(posted)), 0.0) == []  # type: ignore[comparison-overlap]
+        assert throttle(again, 0.0)["rules"]["user"] == 2
+    assert (limits_of(again), throttle(again, 0.0)["posted_s"]) == (posted, 5.0)
+
+    other = router(user=7)
+    other.handle(posted, 0.0)
+    assert throttle(other, 0.0)["rules"]["user"] == 7, "it was started with other limits on purpose"
+    later = router(user=1)
+    later.handle(SetLimits("l", b'{"user": 3}', 6.0), 0.0)
+    later.handle(posted, 0.0)
+    assert throttle(later, 0.0)["rules"]["user"] == 3, "what was set later holds"
+    later.handle(SetLimits("l", b'{"user": 4}', 0.0), 0.0)
+    assert limits_of(later) == Posted(b'{"user": 4}', pytest.approx(6.001), posted.start), (
+        "in whose clock ever"
+    )
+    bad = router(user=1)
+    for rules in (b"{", b"[]", b'{"user": 0}', b"[" * 100_000):
+        bad.handle(Posted(rules, 9.0, posted.start), 0.0)
+    assert throttle(bad, 0.0)["rules"]["user"] == 1
+    none = router("none", user=1)
+    none.handle(posted, 0.0)
+    assert none.state()["counts"]["posted limits ignored"] == 1  # type: ignore[index]
 
 
 def test_a_load_that_cannot_be_is_counted_and_ignored() -> None:

@@ -16,6 +16,7 @@ from router.events import (
     Done,
     Event,
     Place,
+    Posted,
     Running,
     Table,
     WorkerDrain,
@@ -46,6 +47,8 @@ class Fleet:
         self._is_well = is_well
         self._begun = begun
         self._router = ""
+        self._limits: Posted | None = None
+        """Limits that an operator has set, as the router said last."""
         self._sick: frozenset[str] = frozenset()
         self._asked: dict[str, Arrive] = {}
         self._running: dict[str, Running] = {}
@@ -137,10 +140,12 @@ class Fleet:
     def learn(self, workers: Workers) -> list[Event]:
         """Takes over the router's list of workers. Returns what the router must be told in return.
 
-        A restarted router is told of the workers that it does not know and that answer this gateway, and of the
-        interactions under way.
+        A restarted router is told of the workers that it does not know and that answer this gateway, of the
+        interactions under way, and of limits that an operator has set.
         """
         told: list[Event] = []
+        if self._limits is not None and self._router and workers.router != self._router:
+            told.append(self._limits)  # first, so that all that it answers knows of them
         known = {up.worker: up for up in workers.workers}
         if self._router and workers.router != self._router:
             lost = [up for name, up in self.workers.items() if name not in known and self._is_well(name)]
@@ -153,6 +158,8 @@ class Fleet:
             drained = {up.worker for up in lost} & self.draining
         else:
             drained = set()
+        if workers.router == self._router or workers.limits is not None:
+            self._limits = workers.limits
         self._router = workers.router
         self.workers = dict(sorted(known.items()))
         self.draining = frozenset(workers.draining) | drained

@@ -200,7 +200,7 @@ class Link:
         """Replaces the rules of throttling, in JSON. The router's state then, or what it has against them. Raises
         `RouterGone`."""
         name = uuid.uuid4().hex
-        answer = await self._ask(name, SetLimits(name, rules))
+        answer = await self._ask(name, SetLimits(name, rules, time.time()))
         if not isinstance(answer, Snapshot | Refuse):
             raise RouterGone("the router answered something else than was asked")
         return answer
