@@ -37,7 +37,10 @@ SILENT_S = 5.0
 LEAST_RETRY_S = 1.0
 
 MOST_REMEMBERED = 100_000
-"""Refused interactions that are remembered, and users with limits of their own."""
+"""Refused interactions that are remembered, users with limits of their own, and users and apps of which calls are
+counted."""
+MOST_SHOWN = 10_000
+"""Of so many that called last the nearest to their limits are looked for."""
 
 EVERY_APP = "*"
 
@@ -222,7 +225,7 @@ class Throttle:
         self.overload = Overload() if overload is None else overload
         self.refused: dict[str, int] = {"throttled_user": 0, "throttled_app": 0}
         self._now_s = -inf
-        self._had: Sliding[str | tuple[str, str]] = Sliding()
+        self._had: Sliding[str | tuple[str, str]] = Sliding(MOST_REMEMBERED)
         """Calls of users, and of each in an app."""
         self._siblings: OrderedDict[Interaction, tuple[float, Refusal]] = OrderedDict()
         """Refused interactions, and until when."""
@@ -274,8 +277,8 @@ class Throttle:
         return number
 
     def nearest(self, most: int = 10) -> list[tuple[str, int, int | None]]:
-        """The users nearest their limit: their calls within the last minute, and the limit. O(users)."""
-        counts = self._had.counts().items()
+        """The users nearest their limit: their calls within the last minute, and the limit."""
+        counts = self._had.latest_counts(MOST_SHOWN).items()
         users = [(user, calls) for user, calls in counts if isinstance(user, str)]
         found = [(user, calls, self._own.get(user, self.limits.user)) for user, calls in users]
         return sorted(found, key=lambda row: (-row[1] / (row[2] or inf), -row[1], row[0]))[:most]

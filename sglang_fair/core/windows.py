@@ -9,6 +9,7 @@ Memory is O(requests that count).
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Hashable, Mapping
+from itertools import islice
 from math import floor, inf
 from typing import Generic, Protocol, TypeVar
 
@@ -34,9 +35,11 @@ class Window(Protocol[Key]):
 
 
 class Sliding(Generic[Key]):
-    """The last 60 seconds: a request at t counts until t + 60 s, exclusively."""
+    """The last 60 seconds: a request at t counts until t + 60 s, exclusively. Beyond `most` keys, those without a
+    request for longest are forgotten."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: float = inf) -> None:
+        self._most = most
         self._now_s = 0.0
         self._times_s: OrderedDict[Key, deque[float]] = OrderedDict()
         """In order of each key's last request, so that those without one in the last minute come first."""
@@ -57,6 +60,8 @@ class Sliding(Generic[Key]):
             if times_s is None:
                 self._times_s[key] = deque((now_s,))
                 self._due_s = min(self._due_s, now_s + MINUTE_S)
+                if len(self._times_s) > self._most:
+                    self._times_s.popitem(last=False)
             else:
                 times_s.append(now_s)
                 while times_s[0] + MINUTE_S <= now_s:
@@ -79,9 +84,11 @@ class Sliding(Generic[Key]):
         return len(times_s)
 
     def counts(self) -> Mapping[Key, int]:
-        for times_s in self._times_s.values():
-            self._prune(times_s)
-        return {key: len(times_s) for key, times_s in self._times_s.items()}
+        return self.latest_counts(len(self._times_s))
+
+    def latest_counts(self, most: int) -> Mapping[Key, int]:
+        """The same, of the `most` keys with the latest requests."""
+        return {key: self.count_of(key) for key in islice(reversed(self._times_s), most)}
 
     def _prune(self, times_s: deque[float]) -> None:
         while times_s and times_s[0] + MINUTE_S <= self._now_s:

@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from sglang_fair.core.interactions import Interaction, Interactions
+from sglang_fair.core.interactions import MOST, Interaction, Interactions
+from sglang_fair.core.interactions import MOST_OPEN as MOST_OPEN_OF_ONE
 
-SILENCE_S, MOST_CALLS, MOST_OPEN, MOST = 10.0, 4, 3, 6
+SILENCE_S, MOST_CALLS, MOST_OPEN, FEW = 10.0, 4, 3, 6
 names = st.builds(
     Interaction, st.sampled_from("abcd"), st.just("chat"), st.sampled_from(["1", "2", "3", "4", "5"])
 )
@@ -51,7 +52,7 @@ class Model:
         if one is None:
             if len(self.of(name.client)) >= MOST_OPEN:
                 self.close_one_of(name.client)
-            elif len(self.open) >= MOST:
+            elif len(self.open) >= FEW:
                 clients = {kept.name.client for kept in self.open}
                 self.close_one_of(min(clients, key=lambda client: (-len(self.of(client)), client)))
             self.open.append(one := Kept(name, begun))
@@ -81,7 +82,7 @@ class Against(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.model = Model()
-        self.made = Interactions(SILENCE_S, most_calls=MOST_CALLS, most_open=MOST_OPEN, most=MOST)
+        self.made = Interactions(SILENCE_S, most_calls=MOST_CALLS, most_open=MOST_OPEN, most=FEW)
 
     @rule(seconds=st.sampled_from([0.0, 1.0, 4.0, 11.0]))
     def time_passes(self, seconds: float) -> None:
@@ -142,6 +143,23 @@ def test_whoever_opens_many_closes_its_own() -> None:
     assert len(made) == 1000
     # Of clients that have as many, the first by name: five is more than the one of each new name.
     assert sum(map(made.calls, own)) >= 1
+
+
+def test_invented_clients_close_nothing_of_one_that_has_fewer_open() -> None:
+    """Fifty names that open as many as they may, beside a client with ten."""
+    made = Interactions(most=MOST // 20)
+    own = [Interaction("quiet", "chat", str(id)) for id in range(10)]
+    for name in own:
+        made.accept(name)
+        made.end(name)
+    for id in range(MOST_OPEN_OF_ONE + 20):
+        for number in range(50):
+            name = Interaction(f"new {number}", "chat", str(id))
+            made.accept(name)
+            if id % 8:
+                made.end(name)
+    assert len(made) == MOST // 20
+    assert all(map(made.calls, own))
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=200))

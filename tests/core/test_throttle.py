@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from sglang_fair.core.interactions import MOST_CALLS, Interaction, Interactions
 from sglang_fair.core.throttle import (
     COUNTS,
+    MOST_REMEMBERED,
     SILENT_S,
     BadLoad,
     Counts,
@@ -225,6 +226,17 @@ def test_a_hundred_thousand_refused_ids_take_bounded_memory() -> None:
         throttle.judge(Interaction("a", "chat", str(id)), ["r0"], 0.0)
     assert len(throttle._siblings) == 100_000
     assert throttle.nearest() == [("a", 1, 1)]
+
+
+@pytest.mark.parametrize("invented", ["app", "client"])
+@pytest.mark.parametrize("counts", COUNTS)
+def test_a_hundred_thousand_names_a_minute_take_bounded_memory(counts: Counts, invented: str) -> None:
+    throttle = Throttle(Limits(None, {"*": 1}), counts=counts)
+    for number in range(MOST_REMEMBERED + 2_000):
+        names = {"client": "c", "app": "chat"} | {invented: f"new {number}"}
+        throttle.judge(Interaction(**names, id=""), ["r0"], number / 2_000)
+    assert len(throttle._had.counts()) == MOST_REMEMBERED
+    assert len(throttle.nearest()) == (1 if invented == "app" else 10)
 
 
 def test_overload_begins_high_and_ends_low() -> None:
