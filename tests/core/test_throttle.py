@@ -1,6 +1,7 @@
 """Throttling by overload and interaction: what is promised (FS-P1 to FS-P4), under adversaries."""
 
 from dataclasses import dataclass, field
+from math import inf
 from random import Random
 
 import pytest
@@ -246,6 +247,34 @@ def test_overload_begins_high_and_ends_low() -> None:
         overload.report("r0", used, waiting, 1000, now_s)
         seen.append(overload.is_overloaded(["r0"], now_s))
     assert seen == [False, True, True, True, False, False]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([0.0, 0.5, 2.0, 6.0]), st.sampled_from("abc"), st.sampled_from([80, 88, 96])
+        ),
+        max_size=40,
+    ),
+    st.lists(st.sampled_from("abc"), unique=True),
+)
+def test_overload_is_what_the_rule_says(reports: list[tuple[float, str, int]], workers: list[str]) -> None:
+    """Against the whole history of each replica, read from its beginning every time."""
+    overload, heard, now_s = Overload(), dict[str, list[tuple[float, int]]](), 0.0
+
+    def literal(worker: str) -> bool:
+        found, last_s = False, -inf
+        for at_s, used in heard.get(worker, []):
+            found = used >= (85 if found and at_s - last_s < SILENT_S else 95)
+            last_s = at_s
+        return found and now_s - last_s < SILENT_S
+
+    for seconds, worker, used in reports:
+        now_s += seconds
+        assert overload.is_overloaded(workers, now_s) == (bool(workers) and all(map(literal, workers)))
+        overload.report(worker, used, 0, 100, now_s)
+        heard.setdefault(worker, []).append((now_s, used))
+        assert overload.is_overloaded(workers, now_s) == (bool(workers) and all(map(literal, workers)))
 
 
 def test_a_cluster_is_overloaded_when_all_that_take_requests_are() -> None:
