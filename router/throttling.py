@@ -52,9 +52,7 @@ class Throttling:
         self.bad_loads = 0
         self.posted: Posted | None = None
         """What an operator has set while it ran, if anything."""
-        self._start = hashlib.sha256(json.dumps(self.rules.to_json(), sort_keys=True).encode()).hexdigest()[
-            :16
-        ]
+        self._start = hashlib.sha256(json.dumps(self.rules.to_json(), sort_keys=True).encode()).hexdigest()
         self._believes_s = inf
         self._overload = Overload(self.rules.high, self.rules.low)
         self._interactions = Interactions()
@@ -171,7 +169,7 @@ class Throttling:
             "refused": dict(self._throttle.refused),
             "nearest": [
                 {"client": user, "calls": calls, "limit": limit}
-                for user, calls, limit in ([] if self.kind == "none" else self._throttle.nearest())
+                for user, calls, limit in ([] if self.kind == "none" else self._throttle.nearest(now_s))
             ],
             "bad_loads": self.bad_loads,
         }

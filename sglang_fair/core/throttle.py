@@ -276,8 +276,9 @@ class Throttle:
             self._siblings.pop(name, None)
         return number
 
-    def nearest(self, most: int = 10) -> list[tuple[str, int, int | None]]:
+    def nearest(self, now_s: float, most: int = 10) -> list[tuple[str, int, int | None]]:
         """The users nearest their limit: their calls within the last minute, and the limit."""
+        self._had.tick(now_s)
         counts = self._had.latest_counts(MOST_SHOWN).items()
         users = [(user, calls) for user, calls in counts if isinstance(user, str)]
         found = [(user, calls, self._own.get(user, self.limits.user)) for user, calls in users]

@@ -226,7 +226,8 @@ def test_a_hundred_thousand_refused_ids_take_bounded_memory() -> None:
     for id in range(120_000):
         throttle.judge(Interaction("a", "chat", str(id)), ["r0"], 0.0)
     assert len(throttle._siblings) == 100_000
-    assert throttle.nearest() == [("a", 1, 1)]
+    assert throttle.nearest(59.0) == [("a", 1, 1)]
+    assert throttle.nearest(60.0) == []
 
 
 @pytest.mark.parametrize("invented", ["app", "client"])
@@ -237,7 +238,7 @@ def test_a_hundred_thousand_names_a_minute_take_bounded_memory(counts: Counts, i
         names = {"client": "c", "app": "chat"} | {invented: f"new {number}"}
         throttle.judge(Interaction(**names, id=""), ["r0"], number / 2_000)
     assert len(throttle._had.counts()) == MOST_REMEMBERED
-    assert len(throttle.nearest()) == (1 if invented == "app" else 10)
+    assert len(throttle.nearest(51.0)) == (1 if invented == "app" else 10)
 
 
 def test_overload_begins_high_and_ends_low() -> None:
