@@ -106,8 +106,8 @@ class Throttling:
     def begun(self, event: Begun, now_s: float) -> None:
         """A gateway tells a router that it has not met before what it remembers."""
         self._interactions.tick(now_s)
-        for client, app, id, calls in event.interactions:
-            self._interactions.resume(Interaction(client, app, id), calls)
+        for client, app, interaction, calls in event.interactions:
+            self._interactions.resume(Interaction(client, app, interaction), calls)
 
     def ended(self, request: str, now_s: float, *, is_served: bool = False) -> None:
         """A call waits and runs no more, if it did."""
