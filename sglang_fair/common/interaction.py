@@ -28,8 +28,8 @@ OTHER = "(other)"
 MOST_CHARS = 512
 """OpenAI's own limit for a value in `metadata`. Longer ones are no names."""
 
-MOST_CALLS = 1_000_000
-"""Largest number of a call that is believed."""
+MOST_COUNTED = 10_000_000
+"""Largest number of a gateway's that is believed."""
 
 
 class Part(NamedTuple):
@@ -66,10 +66,10 @@ def part_of(headers: Mapping[str, str], metadata: object = None) -> Part:
     )
 
 
-def read_call(text: str) -> int | None:
-    """The number in a gateway's `HEADER_CALL`; None for anything else."""
-    is_number = text.isascii() and text.isdecimal() and len(text) <= len(str(MOST_CALLS))
-    return int(text) if is_number and 1 <= int(text) <= MOST_CALLS else None
+def read_count(text: str) -> int | None:
+    """The number, from 1, in a gateway's `HEADER_CALL` or `HEADER_SYSTEM_TOKENS`; None for anything else."""
+    is_number = text.isascii() and text.isdecimal() and len(text) <= len(str(MOST_COUNTED))
+    return int(text) if is_number and 1 <= int(text) <= MOST_COUNTED else None
 
 
 class Apps:

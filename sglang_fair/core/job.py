@@ -38,7 +38,7 @@ class Job:
     call: int = 1
     """Its number in its interaction, from 1 (`interactions`)."""
     system_tokens: int = 0
-    """Of its prompt, from its beginning: those of the system prompt, as far as its sender says."""
+    """Of its prompt: those of system messages, which are taken for its beginning. As its sender calls its messages."""
 
     # `FairQueue`.
     arrival: int = 0

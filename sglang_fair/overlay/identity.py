@@ -2,8 +2,8 @@
 
 They travel in `sampling_params.custom_params`, which survives every endpoint, streaming, batches and n > 1. A `fair`
 entry in a client's own body is dropped: only the server says who a client is, and which requests are its own. A
-client's weight and cache group, and the number of a call in its interaction, are believed where its name is the
-gateway's.
+client's weight and cache group, the number of a call in its interaction and the tokens of its system messages are
+believed where its name is the gateway's.
 """
 
 import sys
@@ -17,11 +17,12 @@ from sglang_fair.common.identity import (
     HEADER_ATTEMPT,
     HEADER_CALL,
     HEADER_CLIENT,
+    HEADER_SYSTEM_TOKENS,
     announced,
     bounded,
     identify,
 )
-from sglang_fair.common.interaction import part_of, read_call
+from sglang_fair.common.interaction import part_of, read_count
 from sglang_fair.overlay import config
 from sglang_fair.overlay.replica import CUSTOM_PARAMS_KEY
 
@@ -41,8 +42,10 @@ def carry_client(obj: Any, request: Any) -> None:
         carried |= {key: value for key, value in part._asdict().items() if value}
         if HEADER_ATTEMPT in request.headers:
             carried["attempt"] = bounded(request.headers[HEADER_ATTEMPT])
-        if believed and (call := read_call(request.headers.get(HEADER_CALL, ""))) is not None:
-            carried["call"] = call
+        if believed:
+            counted = {"call": HEADER_CALL, "system_tokens": HEADER_SYSTEM_TOKENS}
+            said = {key: read_count(request.headers.get(header, "")) for key, header in counted.items()}
+            carried |= {key: count for key, count in said.items() if count is not None}
         if is_health_check(request):
             carried["system"] = True
     if not believed:

@@ -583,6 +583,7 @@ def job_of(request: Any, apps: Apps) -> Job:
         interaction=said.get("interaction", ""),
         stage=said.get("stage", ""),
         call=said.get("call", 0),
+        system_tokens=min(said.get("system_tokens", 0), len(request.origin_input_ids)),
     )
 
 

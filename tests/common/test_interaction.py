@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_fair.common.identity import MAX_NAME_CHARS
-from sglang_fair.common.interaction import MOST_CHARS, OTHER, Apps, Part, make_apps, part_of, read_call
+from sglang_fair.common.interaction import MOST_CHARS, OTHER, Apps, Part, make_apps, part_of, read_count
 
 values = st.one_of(
     st.none(), st.booleans(), st.integers(), st.text(), st.text(min_size=MOST_CHARS + 1), st.lists(st.text())
@@ -66,5 +66,5 @@ def test_a_binding_that_is_none_is_refused_in_one_line(content: object, words: s
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "1.0", "١", "9" * 30, "1e3", " 1"])
 def test_a_number_that_no_gateway_says_is_none(text: str) -> None:
-    assert read_call(text) is None
-    assert read_call("12") == 12
+    assert read_count(text) is None
+    assert read_count("12") == 12
