@@ -61,6 +61,7 @@ from sglang_fair.common.identity import (
     HEADER_ATTEMPT,
     HEADER_CALL,
     HEADER_CLIENT,
+    HEADER_SYSTEM_TOKENS,
 )
 from sglang_fair.common.interaction import Apps, Part, part_of
 from sglang_fair.core.interactions import Interaction, Interactions
@@ -355,6 +356,8 @@ class _Exchange:
         resumable = Resumable(call) if call.resume else None
         if call.asks_for_token_ids:
             headers |= {token_ids.HEADER: "1"}
+        if (system_tokens := await services.intake.system_tokens(call, self._allowance.share)) > 0:
+            headers |= {HEADER_SYSTEM_TOKENS: str(min(system_tokens, self._prompt_tokens))}
         max_silenced = 1 if len(call.encoded) > LARGE_BYTES else MAX_SILENCED
         retries = Retries(services.limits.tries, max_silenced)
         leg = _Leg(call, tokens, self._arrived_s)

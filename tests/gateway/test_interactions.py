@@ -257,3 +257,42 @@ def test_tenants_have_applications_and_limits_of_their_own(tokenizer: Path, tmp_
         ]
 
     run(body, tokenizer, tenants=path)
+
+
+@pytest.mark.parametrize("length", [6, 9000])
+def test_the_tokens_of_system_messages_go_to_the_replica(tokenizer: Path, length: int) -> None:
+    """Counted by the gateway, whatever the client says."""
+    system = {"role": "system", "content": "é" + "s" * (length - 2)}  # a token is a byte
+    parts = {"role": "system", "content": [{"type": "text", "text": "more"}]}
+    user = {"role": "user", "content": "hi"}
+    lie = {"x-fair-client": "c", "x-fair-system-tokens": "1"}
+
+    async def counted(c: Cluster, path: str, asked: dict) -> str | None:
+        assert (await c.post(path, asked, headers=lie))[0] == 200
+        return fair_headers(c).get("x-fair-system-tokens")
+
+    async def body(c: Cluster) -> None:
+        path = "/v1/chat/completions"
+        assert await counted(c, path, CHAT | {"messages": [system, user]}) == str(length)
+        assert await counted(c, path, CHAT | {"messages": [system, parts, user]}) == str(length + 1 + 4)
+        assert await counted(c, path, CHAT | {"messages": [system, user], "input_ids": [1, 2]}) is None
+        assert await counted(c, path, CHAT | {"messages": [{"role": "system"}, user]}) is None
+        for others, asked in (("/v1/completions", COMPLETION), ("/generate", GENERATE), (path, CHAT)):
+            assert await counted(c, others, asked | {"system_tokens": 5}) is None
+
+    run(body, tokenizer)
+
+
+def test_system_messages_are_no_more_than_the_prompt(tmp_path: Path) -> None:
+    """Of a template that leaves them out."""
+    folder = make_tokenizer(tmp_path)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["chat_template"] = "{{ messages[-1]['content'] }}"
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+    async def body(c: Cluster) -> None:
+        messages = [{"role": "system", "content": "s" * 100}, {"role": "user", "content": "hi"}]
+        assert (await c.post("/v1/chat/completions", CHAT | {"messages": messages}))[0] == 200
+        assert fair_headers(c)["x-fair-system-tokens"] == "2"
+
+    run(body, folder)

@@ -83,6 +83,17 @@ class Intake:
             raise _too_long(call, context_tokens) from None
         return b"".join(pieces)[: MAX_ROUTED_TOKENS * TOKEN_BYTES]
 
+    async def system_tokens(self, call: Call, share: str) -> int:
+        """Tokens of a chat's system messages, without what the template adds. A long text takes its turn as work of
+        `share`."""
+        text = self._tokens.system_text(call)
+        if not text:
+            return 0
+        counts = self._tokens.counts(text)
+        if len(text) <= LARGE_BODY_BYTES and self._tokens.uncached_chars((text,)) <= LONG_TEXT_CHARS:
+            return sum(counts)
+        return sum(await self._threads.run(share, counts))
+
     def text(self, ids: Sequence[int], hide_special: bool) -> str:
         """The text of token ids."""
         return self._tokens.text(ids, hide_special)

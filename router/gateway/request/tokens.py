@@ -110,6 +110,17 @@ class Tokens:
         if self._after and call.kind != "chat":
             yield self._after
 
+    def system_text(self, call: Call) -> str:
+        """What the chat's messages of role system say. "" where the body brings its prompt's token ids."""
+        if call.kind != "chat" or call.prompts:
+            return ""
+        said = (one.get("content") for one in call.body["messages"] if one.get("role") == "system")
+        return "\n".join(map(_flat, said))
+
+    def counts(self, text: str) -> Iterator[int]:
+        """How many tokens the pieces of `text` have, without what a template adds."""
+        return (len(piece) // TOKEN_BYTES for piece in self._chunks.pieces(text))
+
     def ids(self, call: Call) -> list[int]:
         """The same as a list of ids."""
         return unpack_tokens(b"".join(self.pieces(call, self.prompts(call))))
