@@ -33,6 +33,9 @@ FIRST_EXTEND_TOKENS, FIRST_OUTPUT_TOKENS = 1000.0, 100.0
 LEARN_EVERY = 64
 """Calls after which the usual is computed anew."""
 
+VERSION = 1
+"""Of what `Normal.to_json` gives."""
+
 Price = Callable[[float, float], float]
 """Cost of so many extend and output tokens; not negative, and monotonic."""
 
@@ -124,6 +127,7 @@ class Normal:
     def to_json(self) -> Mapping[str, Any]:
         """All that was learnt, JSON-ready."""
         return {
+            "version": VERSION,
             "pairs": [[app, stage, _saved(group)] for (app, stage), group in self._pairs.items()],
             "apps": [[app, _saved(group)] for app, group in self._apps.items()],
             "all": _saved(self._all),
@@ -133,6 +137,8 @@ class Normal:
         """Goes on from what `to_json` gave. Raises `BadNormal`, and then nothing has changed."""
         try:
             content: Any = saved
+            if content["version"] != VERSION:
+                raise ValueError(f"version {content['version']!r:.20}, and this program reads {VERSION}")
             pairs = OrderedDict(
                 ((_name(app), _name(stage)), _restored(group, PAIR_CLIENTS))
                 for app, stage, group in content["pairs"]

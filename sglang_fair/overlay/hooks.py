@@ -220,6 +220,14 @@ def process_input_requests(original: Callable[..., None], scheduler: Any, receiv
     original(scheduler, requests)
 
 
+def run_event_loop(original: Callable[..., None], scheduler: Any) -> None:
+    """It returns when the server is told to stop, after what is in flight; Ctrl-C raises in it."""
+    try:
+        original(scheduler)
+    finally:
+        scheduler.fair.close()
+
+
 def run_batch(scheduler: Any, *args: Any, **kwargs: Any) -> None:
     scheduler.heartbeat.computes()
     scheduler.fair.runs()
@@ -366,6 +374,7 @@ HOOKS: tuple[Hook, ...] = (
     Hook(_SCHEDULER + "init_schedule_policy", init_schedule_policy, HookType.AROUND),
     Hook(_SCHEDULER + "init_request_receiver", init_request_receiver, HookType.AFTER),
     Hook(_SCHEDULER + "process_input_requests", process_input_requests, HookType.AROUND),
+    Hook(_SCHEDULER + "run_event_loop", run_event_loop, HookType.AROUND),
     Hook(_SCHEDULER + "run_batch", run_batch, HookType.BEFORE),
     Hook(_SCHEDULER + "_abort_on_queued_limit", abort_on_queued_limit, HookType.AFTER),
     Hook(_SCHEDULER + "_add_request_to_queue", add_request_to_queue, HookType.AFTER),

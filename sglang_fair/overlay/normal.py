@@ -1,7 +1,9 @@
-"""The file in which a replica keeps what its policy has learnt: read at the start, written whole every minute.
+"""The file in which a replica keeps what its policy has learnt: read at the start, written whole every minute and at
+the end of the scheduler.
 
 It is also written a few seconds after the replica has become idle: a server is often killed, and seldom while it
-serves. Encoding and writing happen in a thread of their own; the scheduler's makes only the lists.
+serves. Encoding and writing happen in a thread of their own; the scheduler's makes only the lists. The file is replaced
+in one step, so whoever is killed while it writes leaves the one before.
 """
 
 import json
@@ -59,10 +61,20 @@ class NormalFile:
             self._writing = threading.Thread(target=self._write, args=(learnt,), daemon=True)
             self._writing.start()
 
+    def close(self, policy: Policy) -> None:
+        """The scheduler ends: writes what is not written yet."""
+        if self._writing is not None:
+            self._writing.join()
+        if policy.has_learnt() and (learnt := policy.learnt()) is not None:
+            self._write(learnt)
+
     def _write(self, learnt: Mapping[str, Any]) -> None:
         beside = self._path.with_name(f"{self._path.name}.{os.getpid()}.new")
         try:
-            beside.write_text(json.dumps(learnt), encoding="utf-8")
+            with beside.open("w", encoding="utf-8") as file:
+                file.write(json.dumps(learnt))
+                file.flush()
+                os.fsync(file.fileno())
             beside.replace(self._path)
         except OSError as error:
             if not self._has_complained:

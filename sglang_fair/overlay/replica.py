@@ -171,6 +171,12 @@ class ReplicaFairness:
         if self._normal is not None:
             self._normal.tick(self.queue.policy, now_s, is_busy=self.is_busy())
 
+    @guarded
+    def close(self) -> None:
+        """The scheduler ends."""
+        if self._normal is not None:
+            self._normal.close(self.queue.policy)
+
     def runs(self) -> None:
         """A batch is launched."""
         self._times.launched()

@@ -178,7 +178,7 @@ class Fairness:
         str | None,
         About(
             "Where wsc and wsc-dlpm keep what a call of each application normally needs: read at the start, and "
-            "written every minute. A cluster adds the replica's name.",
+            "written every minute and at the end. A cluster adds the replica's name.",
             metavar="FILE",
             unset="learnt anew after each start",
             fair="normal",

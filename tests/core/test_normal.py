@@ -132,9 +132,12 @@ def test_what_is_saved_is_restored(calls: list[tuple[str, str, str, float, float
         {"pairs": [], "apps": [], "all": {"calls": -1, "clients": []}},
         {"pairs": [], "apps": [], "all": {"calls": 1, "clients": [["a", 1, 1e400, 0, 0, 0]]}},
         {"pairs": [], "apps": [], "all": {"calls": 9, "clients": []}},
+        {"version": normal.VERSION + 1}, {"version": None},
     ],
 )  # fmt: skip
 def test_what_is_no_such_record_changes_nothing(saved: object) -> None:
+    if isinstance(saved, dict):
+        saved = {"version": normal.VERSION, **saved}
     made = Normal(price)
     for _ in range(ENOUGH):
         made.learn("a", "chat", "1", 10, 10)
