@@ -19,12 +19,13 @@ Trade-off: no locality (`wsc-dlpm` has it). Known leaks: those of VTC; a call th
 `spread` times less, or `spread`² if the honest weight was at the other end.
 """
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any, ClassVar
 
-from sglang_fair.core.clients import ClientQueues, by_arrival
+from sglang_fair.core.clients import PATIENCE, ClientQueues, by_arrival
 from sglang_fair.core.cost import Linear
 from sglang_fair.core.dlpm import Dlpm
 from sglang_fair.core.heap import LazyHeap
@@ -127,7 +128,9 @@ class Wsc(Normalised, Vtc):
         if self.charge_when not in CHARGES:
             raise ValueError(f"charge is one of {', '.join(CHARGES)}, not {self.charge_when!r}")
         self.charges_at_end = self.charge_when == "on_finish"
-        self._queues = ClientQueues(started_first if self.lead else by_arrival)
+        # The paper's rule is strict: no call waits for so long that it goes before one whose interaction has begun.
+        patience = PATIENCE if self.lead < inf else sys.maxsize
+        self._queues = ClientQueues(started_first if self.lead else by_arrival, patience)
 
     def pick(self) -> Job | None:
         """As VTC, but the client with the smallest counter among those whose next call continues an interaction goes

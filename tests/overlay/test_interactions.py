@@ -2,12 +2,17 @@
 
 import asyncio
 import json
+import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+import httpx
 import pytest
 
-from tests.support.live import Replica
+from tests.support.live import Cluster, Replica
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.engine
@@ -92,3 +97,50 @@ def test_what_is_normal_outlives_the_replica(tmp_path: Path) -> None:
         replica.generate("b", [200] * 100, 10, headers=says("app"))
         used = 1000 - replica.fair()["clients"]["b"]["counter"]
         assert used == pytest.approx(1, rel=0.1), "not the 120 over 1200 of a replica that knows nothing"
+
+
+def test_a_replica_that_is_told_to_stop_writes_what_it_has_learnt(tmp_path: Path) -> None:
+    """It is asked until it is gone, so that the last calls end within the seconds between two writes."""
+    path, served = tmp_path / "normal.json", 0
+    with Replica("--policy", "wsc", "--fair-normal", str(path)) as replica:
+        assert replica.process is not None
+        replica.generate("a", [1] * 100, 2)
+        served += 1
+        os.kill(replica.process.pid, signal.SIGTERM)
+        while True:
+            try:
+                answer = replica.generate("a", [served % 200 + 1] * 100, 2)
+            except (OSError, httpx.TransportError, aiohttp.ClientError):
+                break
+            served += answer.output_tokens == 2
+            time.sleep(0.3)
+        replica.process.wait()
+    assert calls_of("a", path) == served
+
+
+def test_system_messages_cost_what_the_policy_says_from_the_gateway_to_the_charge() -> None:
+    """By the paper's prices, 1, 2 and 1, each of their tokens counts one more. So much credit that none is refilled."""
+    literal = ("--policy", "wsc-dlpm", "--quantum", "1000", "--policy-options", "literal=true")
+    with Cluster(*literal, "--replicas", "1") as cluster:
+
+        def used(client: str, role: str, **more: str) -> float:
+            """Tokens that two chats of one kind counted. While nothing is known, an average call has 1000 + 100."""
+            for number in range(2):
+                messages = [
+                    {"role": role, "content": f"{number} {client}" + "s" * 192},  # a token is a byte
+                    {"role": "user", "content": "hi"},
+                ]
+                asked = {"model": "default", "messages": messages, "max_tokens": 4, "ignore_eos": True}
+                answer = httpx.post(
+                    f"{cluster.url}/v1/chat/completions",
+                    json=asked,
+                    headers={"x-fair-client": client, **more},
+                    timeout=60,
+                )
+                assert answer.status_code == 200
+            return 1100 * (1000 - float(cluster.books()[0]["clients"][client]["counter"]))
+
+        plain = used("plain", "user")
+        assert used("paper", "system") - plain == pytest.approx(2 * 199, rel=0.15), "but for what was cached"
+        lie = {"x-fair-system-tokens": "100000"}
+        assert used("liars", "user", **lie) == pytest.approx(plain, rel=0.05)
