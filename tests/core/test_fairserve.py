@@ -393,6 +393,21 @@ def test_fs_p6_no_counter_ever_decreases(seed: int, charge: str, lead: float) ->
 # ---- bounds
 
 
+@pytest.mark.parametrize("lead", [0.0, 2.0])
+def test_fs_p11_who_comes_back_with_open_interactions_saves_nothing_up(lead: float) -> None:
+    """One client is away for long and comes back with 30 interactions open; another one comes late."""
+    kinds = {
+        "steady": Habit(),
+        "comes back": Habit(open=30, calls=20, comes=1, stays=20, leaves=400),
+        "late": Habit(open=30, calls=20, comes=500),
+    }
+    made = Engine(Wsc(lead=lead), kinds, seed=5).run(900)
+    bound = made.queue.account.bound()
+    assert bound is not None
+    assert made.worst_gap <= made.largest_batch() + lead + 1e-6
+    assert made.difference <= bound + 1e-6
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(habits, min_size=2, max_size=4),
@@ -409,21 +424,6 @@ def test_fs_p7_and_p11_counters_of_who_waits_differ_by_a_batch_and_the_lead(
     bound = made.queue.account.bound()
     assert (bound is None) == (charge == "on_finish")
     assert made.difference <= (bound or 2 * (made.worst_batch + lead)) + 1e-6
-
-
-@pytest.mark.parametrize("lead", [0.0, 2.0])
-def test_fs_p11_who_comes_back_with_open_interactions_saves_nothing_up(lead: float) -> None:
-    """One client is away for long and comes back with 30 interactions open; another one comes late."""
-    kinds = {
-        "steady": Habit(),
-        "comes back": Habit(open=30, calls=20, comes=1, stays=20, leaves=400),
-        "late": Habit(open=30, calls=20, comes=500),
-    }
-    made = Engine(Wsc(lead=lead), kinds, seed=5).run(900)
-    bound = made.queue.account.bound()
-    assert bound is not None
-    assert made.worst_gap <= made.largest_batch() + lead + 1e-6
-    assert made.difference <= bound + 1e-6
 
 
 @settings(max_examples=40, deadline=None)
