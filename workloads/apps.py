@@ -21,8 +21,15 @@ from workloads.programs.prose import seeded
 LENGTH_SPREAD = 0.3
 """Standard deviation of the logarithm of a call's input and output."""
 
+OUTPUT_PRICE = 2.0
+
 RARER = 0.75
 """An interaction of one call more is so many times as frequent: 4.3 calls on average, of those that have 2 to 10."""
+
+
+def service(prompt_tokens: float, output_tokens: float) -> float:
+    """Plain service, by the prices of all policies here; cached tokens count as others do."""
+    return prompt_tokens + OUTPUT_PRICE * output_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +45,11 @@ class App:
     """Fewest and most of an interaction."""
     system_tokens: int = 0
     """All calls of the application begin with these."""
+
+    @property
+    def normal_cost(self) -> float:
+        """Of an average call, in plain service."""
+        return service(self.input_tokens, self.output_tokens)
 
     def size(self, rng: Random) -> int:
         """Calls of one interaction."""

@@ -133,7 +133,16 @@ class Equity(Simulated):
             }
             for spread in SPREADS
         ]
+        rules = [
+            {
+                "label": label,
+                "plain": results[name].number("service/many") / results[name].number("service/one"),
+                "normalised": results[name].number("gap"),
+            }
+            for name, label in (("lead", f"lead {LEAD:g}"), ("paper", "infinite, as the paper has it"))
+        ]
         return {
+            "rules": rules,
             "gains": gains,
             "liar_gain": max(one["gain"] for one in gains),
             "within": all(one["gain"] <= one["most"] for one in gains),

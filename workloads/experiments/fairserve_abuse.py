@@ -25,4 +25,4 @@ class Abuse(Crowded):
             suffix = "" if surge == SURGE else f".{round(100 * surge)}"
             rpm, fs = (results[f"{name}{suffix}"].number("all/throttled") for name in ("rpm", "fs"))
             lines.append({"part": f"{surge:.0%}", "rpm": rpm, "fs": fs, "ratio": rpm / fs if fs else None})
-        return {"over_part": lines, "throttled": lines[0]["ratio"]}
+        return {**super().values(results), "over_part": lines, "throttled": lines[0]["ratio"]}

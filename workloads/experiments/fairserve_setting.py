@@ -6,12 +6,13 @@ and pools are such that the cluster is overloaded in little more than the surge:
 forty seconds of work before it counts as full.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
-from workloads.apps import Crowd
+from workloads.apps import BY_NAME, Crowd, service
 from workloads.clients import Client
-from workloads.experiments.contract import SEEDS, Cell, Json, Simulated, Size, TrafficSpec
+from workloads.experiments.contract import SEEDS, Cell, Json, Result, Simulated, Size, TrafficSpec
 from workloads.records import Run
 from workloads.served import totals
 from workloads.session import Plan
@@ -23,6 +24,8 @@ USERS, QUICK_USERS = 1000, 60
 MEDIAN_RPM = 0.008
 SPREAD = 2.0
 ABUSERS, LEAST_ABUSE, MOST_ABUSE = 5, 150.0, 1500.0
+ABUSED = "app12"
+"""What abusers send."""
 SURGE, SURGE_FACTOR = 0.1, 6.0
 REPLICAS, KV_TOKENS = 8, 65_536
 TIMEOUT_S = 120.0
@@ -93,6 +96,33 @@ def crowd(size: Size, surge: float = SURGE) -> TrafficSpec:
     return TrafficSpec("crowd", {"users": USERS if size == "full" else QUICK_USERS, "surge": surge})
 
 
+def served(apps: Mapping[str, Mapping[str, Json]]) -> dict[str, tuple[float, float]]:
+    """The service of each application's answered calls, plain and in average calls of the application."""
+    plain = {app: service(one["prompt_tokens"], one["output_tokens"]) for app, one in apps.items()}
+    return {app: (units, units / BY_NAME[app].normal_cost) for app, units in plain.items()}
+
+
+def compared(
+    result: Result, ratios: Callable[[Mapping[str, Json]], tuple[float | None, float | None]]
+) -> Mapping[str, Json]:
+    """A row of a table: two ratios, of plain and of normalised service, as medians over seeds. None where a run has
+    nothing to divide by."""
+    plain, normalised = zip(*map(ratios, result.runs), strict=True)
+    return {
+        "label": result.cell.title,
+        "plain": None if None in plain else median(plain),
+        "normalised": None if None in normalised else median(normalised),
+    }
+
+
+def _abuser_over_user(run: Mapping[str, Json]) -> tuple[float | None, float | None]:
+    users, heard = served(run["apps"]).values(), run["good"]["heard_users"]
+    abused = served({ABUSED: run["bad"]})[ABUSED]
+    plain, normalised = (sum(one) / heard if heard else 0.0 for one in zip(*users, strict=True))
+    each = [units / run["bad"]["users"] for units in abused]
+    return each[0] / plain if plain else None, each[1] / normalised if normalised else None
+
+
 class Crowded(Simulated):
     """An experiment with the crowd."""
 
@@ -116,10 +146,15 @@ class Crowded(Simulated):
             abusers=ABUSERS,
             least_abuse=LEAST_ABUSE,
             most_abuse=MOST_ABUSE,
+            abused=ABUSED,
             surge=given["surge"],
             surge_factor=SURGE_FACTOR,
         )
         return made.clients(seed, cell.plan.duration_s)
+
+    def values(self, results: Mapping[str, Result]) -> Mapping[str, Json]:
+        """What an abuser got over what a user got."""
+        return {"fairness": [compared(results[name], _abuser_over_user) for name in self.schedulers]}
 
     def measure(self, cell: Cell, run: Run) -> Mapping[str, Json]:
         facts = run.manifest.clients

@@ -21,4 +21,4 @@ class Table3(Crowded):
             for name in ("fs", "rpm")
         }
         over = [fs / rpm for fs, rpm in zip(tokens["fs"], tokens["rpm"], strict=True) if rpm]
-        return {"worst_app": min(over), "best_app": max(over)}
+        return {**super().values(results), "worst_app": min(over), "best_app": max(over)}

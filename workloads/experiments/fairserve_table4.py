@@ -6,8 +6,8 @@ from dataclasses import replace
 from workloads.apps import BY_NAME, client
 from workloads.arrivals import EvenArrivals, PhasedArrivals
 from workloads.clients import Client
-from workloads.experiments.contract import SEEDS, Cell, Json, Simulated, Size, TrafficSpec
-from workloads.experiments.fairserve_setting import SCHEDULERS, site
+from workloads.experiments.contract import SEEDS, Cell, Json, Result, Simulated, Size, TrafficSpec
+from workloads.experiments.fairserve_setting import SCHEDULERS, compared, served, site
 from workloads.records import Run
 from workloads.served import totals
 from workloads.session import Plan
@@ -58,6 +58,10 @@ class Table4(Simulated):
             made.append(client(name, app, PhasedArrivals(phases), seed))
         return made
 
+    def values(self, results: Mapping[str, Result]) -> Mapping[str, Json]:
+        """What the application that got most got over the one that got least."""
+        return {"fairness": [compared(result, _most_over_least) for result in results.values()]}
+
     def measure(self, cell: Cell, run: Run) -> Mapping[str, Json]:
         assert run.end is not None
         of = {name: totals(run, [name]).to_json() for name in REQUESTS}
@@ -68,3 +72,8 @@ class Table4(Simulated):
             "wasted": sum(one["wasted"]["timed out"] for one in of.values()),
             "end_s": run.end.t_s,
         }
+
+
+def _most_over_least(run: Mapping[str, Json]) -> tuple[float | None, float | None]:
+    plain, normalised = zip(*served(run["apps"]).values(), strict=True)
+    return tuple(max(got) / min(got) if min(got) else None for got in (plain, normalised))  # type: ignore[return-value]
