@@ -86,6 +86,27 @@ def test_ten_thousand_names_of_apps_take_bounded_memory() -> None:
     assert len(made._all.clients) == normal.ALL_CLIENTS
 
 
+def test_of_a_pair_s_clients_those_count_that_ended_a_call_last() -> None:
+    made = Normal(price, spread=1000)
+    made.learn("stays", "chat", "1", 1000, 0)
+    for number in range(normal.PAIR_CLIENTS):
+        made.learn(f"before {number}", "chat", "1", 500, 0)
+    made.learn("stays", "chat", "1", 1000, 0)
+    for number in range(normal.PAIR_CLIENTS - 1):
+        made.learn(f"now {number}", "chat", "1", 10, 0)
+    assert made.weight("chat", "1") == pytest.approx((1000 + 63 * 10) / 64)
+    made.learn("now too", "chat", "1", 10, 0)
+    assert made.weight("chat", "1") == pytest.approx(10)
+
+
+def test_a_weight_is_at_least_one() -> None:
+    made = Normal(price)
+    for _ in range(ENOUGH):
+        made.learn("a", "chat", "1", 0, 0.1)
+    assert made.usual() == pytest.approx(0.2)
+    assert made.weight("chat", "1") == 1
+
+
 def test_an_old_habit_is_forgotten() -> None:
     made = Normal(price)
     for _ in range(100):

@@ -67,13 +67,16 @@ def test_whoever_is_killed_while_it_writes_leaves_a_whole_file(tmp_path: Path) -
         assert again.normal.calls >= 6400
 
 
-@pytest.mark.parametrize("content", ["half", "", "[]", f'{{"version": {VERSION + 1}}}', "\x80"])
+@pytest.mark.parametrize("content", ["half", "later", "", "[]", "\x80"])
 def test_a_file_that_is_something_else_is_refused_in_one_line(tmp_path: Path, content: str) -> None:
     path, policy = tmp_path / "normal.json", Wsc()
     learns(policy, 20)
     NormalFile(str(path)).close(policy)
     whole = path.read_bytes()
-    path.write_bytes(whole[: len(whole) // 2] if content == "half" else content.encode("latin-1"))
+    later = json.dumps(json.loads(whole) | {"version": VERSION + 1}).encode()
+    path.write_bytes(
+        {"half": whole[: len(whole) // 2], "later": later}.get(content, content.encode("latin-1"))
+    )
     fresh = Wsc()
     with pytest.raises(ValueError, match=r"normal\.json") as refusal:
         restore(fresh, str(path))
