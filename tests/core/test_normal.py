@@ -89,7 +89,7 @@ def test_ten_thousand_names_of_apps_take_bounded_memory() -> None:
 def test_of_a_pair_s_clients_those_count_that_ended_a_call_last() -> None:
     made = Normal(price, spread=1000)
     made.learn("stays", "chat", "1", 1000, 0)
-    for number in range(normal.PAIR_CLIENTS):
+    for number in range(normal.PAIR_CLIENTS - 1):
         made.learn(f"before {number}", "chat", "1", 500, 0)
     made.learn("stays", "chat", "1", 1000, 0)
     for number in range(normal.PAIR_CLIENTS - 1):
