@@ -290,3 +290,30 @@ class TestAnnouncements:
         sampling = SimpleNamespace(**obj.sampling_params, max_new_tokens=9)
         job = job_of(SimpleNamespace(rid="1", origin_input_ids=[1, 2], sampling_params=sampling), Apps())
         assert (job.client, job.expected_output_tokens, job.unblocks) == ("me", 250, 3)
+
+    @pytest.mark.usefixtures("sglang")
+    @pytest.mark.parametrize(
+        ("client", "said", "call", "system_tokens"),
+        [
+            ({"x-fair-client": "me"}, ("2", "1"), 2, 1),
+            ({"x-fair-client": "me"}, ("0", "100000"), 0, 2),
+            ({"x-fair-client": "me"}, ("-1", "1e9"), 0, 0),
+            ({"x-tenant-id": "me"}, ("2", "1"), 0, 0),
+        ],
+        ids=["as said", "no more than the prompt", "no numbers", "not from the gateway"],
+    )
+    def test_what_the_gateway_has_counted_is_believed(
+        self, client: dict[str, str], said: tuple[str, str], call: int, system_tokens: int
+    ) -> None:
+        from types import SimpleNamespace
+
+        from sglang_fair.common.interaction import Apps
+        from sglang_fair.overlay.identity import carry_client
+        from sglang_fair.overlay.replica import job_of
+
+        obj = SimpleNamespace(sampling_params={})
+        headers = client | dict(zip(("x-fair-call", "x-fair-system-tokens"), said, strict=True))
+        carry_client(obj, SimpleNamespace(headers=headers, scope={}))
+        sampling = SimpleNamespace(**obj.sampling_params, max_new_tokens=9)
+        job = job_of(SimpleNamespace(rid="1", origin_input_ids=[1, 2], sampling_params=sampling), Apps())
+        assert (job.client, job.call, job.system_tokens) == ("me", call, system_tokens)
