@@ -10,7 +10,8 @@ counted and ignored.
 """
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import fields, is_dataclass
 from math import isfinite
 from typing import assert_never
@@ -26,6 +27,7 @@ from router.events import (
     Cleared,
     Difference,
     Done,
+    Due,
     Event,
     Explain,
     Explained,
@@ -51,12 +53,12 @@ from router.events import (
     WorkerUp,
 )
 from router.placement.contract import Ended, Holding, Placement, Request, Weighing
-from router.placement.outputs import ExpectedOutputs
 from router.radix import Hold, Match, RadixTree
 from router.record import PlacementRecord
 from router.shared_limit import SharedLimit
 from router.throttling import BAD_LIMITS, NO_THROTTLE, Throttling
-from router.workers import Flight, Worker, WorkerTable
+from router.workers import Flight, Pool, Worker, WorkerTable
+from sglang_fair.common.deadlines import Promise
 from sglang_fair.common.weights import Weights
 from sglang_fair.core.throttle import Refusal
 
@@ -95,26 +97,22 @@ class Router:
         if not linger_s >= 0:
             raise ValueError(f"linger_s is {linger_s}: it cannot be negative")
         self.tree = RadixTree(page_size, max_tree_tokens, max_tree_tokens // MAX_HOLD_PART, shares)
-        self._weights = [
-            (weights, reweighed)
-            for weights, reweighed in (
-                (placement.weights, placement.reweighed),
-                (shares, self.tree.reweigh),
-            )
-            if weights is not None
-        ]
+        self._weights: list[tuple[Weights, Callable[[str], None]]] = []
         """Each with what is to know of a client whose weight has changed."""
+        if shares is not None:
+            self._weights.append((shares, self.tree.reweigh))
         self._placement = placement
+        """Of the first model. Each has one of its own, but for one that holds requests: that is the queue of all."""
+        self._holding = placement if isinstance(placement, Holding) else None
+        self._fresh = deepcopy(placement)
+        self._placements: list[Placement] = []
         self._name = name or type(placement).__name__
         self._linger_s = linger_s
-        self._workers = WorkerTable()
-        self._outputs = ExpectedOutputs()
+        self._workers = WorkerTable(self._make_placement)
         self._flights: dict[str, Flight] = {}
         self._orphans: OrderedDict[str, bytes] = OrderedDict()
         """Requests that were lost with their worker -> the peer whose `Done` is still expected."""
         self._lingering: deque[tuple[float, Hold]] = deque()
-        self._holding = placement if isinstance(placement, Holding) else None
-        self._weighing = placement if isinstance(placement, Weighing) else None
         self._record = PlacementRecord()
         self._waiting: dict[str, tuple[Request, bytes]] = {}
         """Requests that the placement holds, each with the peer that asked."""
@@ -126,6 +124,16 @@ class Router:
         self._matches: dict[str, Match] = {}
         """What the waiting requests match. Valid until the tree changes."""
         self._counts: Counter[str] = Counter()
+
+    def _make_placement(self) -> Placement:
+        """For one more model."""
+        if self._placements and self._holding is not None:
+            return self._placement
+        made = deepcopy(self._fresh) if self._placements else self._placement
+        self._placements.append(made)
+        if made.weights is not None:
+            self._weights.append((made.weights, made.reweighed))
+        return made
 
     def handle(self, event: Event, now_s: float, peer: bytes = b"") -> list[Action]:
         """The answers to `event`, which came from `peer` at `now_s`. Nothing that a peer sends makes it raise."""
@@ -203,36 +211,40 @@ class Router:
             return self._refuse(
                 event.id, "a request with this id is in flight from another gateway", retry=False
             )
+        pool = self._workers.pool(event.model)
         if known is not None:
             self._counts["asked again"] += 1
-            if known.worker.takes_requests and known.worker.name not in event.exclude:
-                return Place(
-                    event.id, known.worker.name, known.worker.url, known.matched_tokens, known.request.call
-                )
+            if known.worker in pool.taking and known.worker.name not in event.exclude:
+                return self._placed_at(known.request, known.worker, known.matched_tokens, now_s)
             self._end(known, Done(event.id, outcome="failed"), now_s)
-        if waiting is not None and waiting[0].exclude == event.exclude:
+        if (
+            waiting is not None
+            and waiting[0].exclude == event.exclude
+            and self._workers.pool(waiting[0].model) is pool
+        ):
             self._counts["asked again"] += 1
             return None
         self._give_up(event.id)
         self._orphans.pop(event.id, None)
-        allowed = self._workers.taking
+        allowed = pool.taking
         if event.exclude:
             allowed = [worker for worker in allowed if worker.name not in event.exclude]
-        verdict = self._throttling.judge(event, self._workers.names_taking, now_s)
+        verdict = self._throttling.judge(event, pool.names_taking, now_s)
         call = verdict if event.interaction and not isinstance(verdict, Refusal) else 0
-        request = self._request(event, event.exclude, call)
+        promise = self._throttling.promised(event, now_s)
+        request = self._request(event, pool, event.exclude, call, promise)
         self._record.came(request, event.request, now_s)
         if isinstance(verdict, Refusal):
             return self._refuse(event.id, verdict.reason, retry=True, now_s=now_s, throttled=verdict)
         if not allowed:
-            return self._refuse(event.id, self._why_nobody(), retry=True, now_s=now_s)
+            return self._refuse(event.id, self._why_nobody(event.model), retry=True, now_s=now_s)
         if self._holding is not None and not self._waiting_limit.take(event.client):
             reason = f"too many requests wait for a worker: {self._waiting_limit.held(event.client)} of this client"
             return self._refuse(event.id, reason, retry=True, is_full=True, now_s=now_s)
 
         self._hear(event)
-        match = self.tree.match(event.tokens, event.namespace)
-        name = self._placement.place(request, match, allowed, now_s)
+        match = self.tree.match(event.tokens, request.namespace)
+        name = pool.placement.place(request, match, allowed, now_s)
         if name is None:
             self._waiting[event.id] = request, peer
             self._record.held(request.id, "every worker has as many requests as the placement allows")
@@ -244,12 +256,18 @@ class Router:
         assert worker in allowed, worker.name
         return self._place(request, worker, match, allowed, peer, now_s)
 
-    def _why_nobody(self) -> str:
+    def _why_nobody(self, model: str) -> str:
         if not self._workers.by_name:
             return "no worker is up"
-        if not self._workers.taking:
-            return "no worker takes requests: each drains or does not answer"
-        return "every worker that is up is excluded"
+        pool = self._workers.pool(model)
+        if pool is self._workers.nobody:
+            return f"no worker has model {model}" if model else "there are several models, and it names none"
+        which = f" of model {pool.model}" if len(self._workers.pools) > 1 else ""
+        if not any(worker.pool is pool for worker in self._workers):
+            return f"no worker{which} is up"
+        if not pool.taking:
+            return f"no worker{which} takes requests: each drains or does not answer"
+        return f"every worker{which} that is up is excluded"
 
     def _refuse(
         self,
@@ -292,17 +310,22 @@ class Router:
     ) -> Place:
         why = placement_reason(request, worker, match, allowed)
         worker.placed[why] += 1
-        costs = None if self._weighing is None else self._weighing.costs()
+        placement = worker.pool.placement
+        costs = placement.costs() if isinstance(placement, Weighing) else None
         self._record.placed(request, worker, why, match, allowed, costs, now_s)
         matched_tokens = self._begin(request, worker, match, peer, now_s).matched_tokens
         self._counts["placed"] += 1
         self._counts["input_tokens"] += request.input_tokens
         self._counts["predicted_tokens"] += matched_tokens
-        return Place(request.id, worker.name, worker.url, matched_tokens, request.call)
+        return self._placed_at(request, worker, matched_tokens, now_s)
+
+    def _placed_at(self, request: Request, worker: Worker, matched_tokens: int, now_s: float) -> Place:
+        due = None if request.promise is None else Due.of(request.promise, now_s)
+        return Place(request.id, worker.name, worker.url, matched_tokens, request.call, due)
 
     def _begin(self, request: Request, worker: Worker, match: Match, peer: bytes, now_s: float) -> Flight:
         """Puts a request in flight. Nothing else does."""
-        self._placement.placed(request, worker.name, match, now_s)
+        worker.pool.placement.placed(request, worker.name, match, now_s)
         hold = self.tree.hold(worker.name, request.tokens, request.namespace, match, request.client)
         self._matches.clear()
         flight = Flight(request, worker, peer, match.of(worker.name), hold)
@@ -310,17 +333,26 @@ class Router:
         flight.begin()
         return flight
 
-    def _request(self, event: Arrive | Running, exclude: tuple[str, ...] = (), call: int = 0) -> Request:
+    def _request(
+        self,
+        event: Arrive | Running,
+        pool: Pool,
+        exclude: tuple[str, ...] = (),
+        call: int = 0,
+        promise: Promise | None = None,
+    ) -> Request:
         return Request(
             event.id,
             event.client,
             event.tokens,
             len(event.tokens) // TOKEN_BYTES,
             event.max_output_tokens,
-            self._outputs.of(event.client, event.max_output_tokens),
-            event.namespace,
+            pool.outputs.of(event.client, event.max_output_tokens),
+            pool.key(event.namespace),
             exclude,
             call,
+            pool.model,
+            promise,
         )
 
     def _hear(self, event: Arrive | Running) -> None:
@@ -344,8 +376,8 @@ class Router:
         self._give_up(event.id)
         self._hear(event)
         self._throttling.running(event, now_s)
-        match = self.tree.match(event.tokens, event.namespace)
-        request = self._request(event)
+        request = self._request(event, worker.pool)
+        match = self.tree.match(event.tokens, request.namespace)
         self._record.told(request, worker, match, now_s)
         self._begin(request, worker, match, peer, now_s).produce(event.output_tokens)
         self._counts["taken over"] += 1
@@ -382,28 +414,37 @@ class Router:
         if self._workers.taking is self._offered:
             return []
         self._offered = self._workers.taking
-        names = {worker.name for worker in self._offered}
         hopeless = [
-            (request.id, peer) for request, peer in self._waiting.values() if names.issubset(request.exclude)
+            (request, peer)
+            for request, peer in self._waiting.values()
+            if all(worker.name in request.exclude for worker in self._workers.pool(request.model).taking)
         ]
-        for name, _ in hopeless:
-            self._give_up(name)
-        why = self._why_nobody()
-        return [(peer, self._refuse(name, why, retry=True, now_s=now_s)) for name, peer in hopeless]
+        actions: list[Action] = []
+        for request, peer in hopeless:
+            self._give_up(request.id)
+            why = self._why_nobody(request.model)
+            actions.append((peer, self._refuse(request.id, why, retry=True, now_s=now_s)))
+        return actions
 
     def _place_waiting(self, now_s: float) -> list[Action]:
         """Places the waiting requests for which a worker is ready."""
         assert self._holding is not None
         actions: list[Action] = []
-        while self._waiting and (chosen := self._holding.next(self._workers.taking, self._match)) is not None:
-            request, worker = chosen
+        taking = self._workers.taking
+        while self._waiting and (chosen := self._holding.next(taking, self._match, self._may)) is not None:
+            request, name = chosen
             _, peer = self._waiting.pop(request.id)
             self._waiting_limit.give(request.client)
-            match = self._match(request)
-            allowed = [one for one in self._workers.taking if one.name not in request.exclude]
-            place = self._place(request, self._workers.by_name[worker], match, allowed, peer, now_s)
-            actions.append((peer, place))
+            match, worker = self._match(request), self._workers.by_name[name]
+            allowed = [one for one in worker.pool.taking if one.name not in request.exclude]
+            assert worker in allowed, worker.name
+            actions.append((peer, self._place(request, worker, match, allowed, peer, now_s)))
         return actions
+
+    def _may(self, request: Request, worker: str) -> bool:
+        """Whether `worker`, which takes requests, may get a request that waits."""
+        pool = self._workers.by_name[worker].pool
+        return worker not in request.exclude and self._workers.pool(request.model) is pool
 
     def _match(self, request: Request) -> Match:
         match = self._matches.get(request.id)
@@ -484,7 +525,7 @@ class Router:
             self.tree.release(flight.hold)
         output_tokens = max(flight.output_tokens, done.output_tokens)
         if done.outcome == "ok":
-            self._outputs.learn(request.client, output_tokens)
+            worker.pool.outputs.learn(request.client, output_tokens)
         self._counts[f"ended {done.outcome}"] += 1
         self._counts["output_tokens"] += output_tokens
         if done.cached_tokens is not None:
@@ -500,25 +541,27 @@ class Router:
             done.ttft_s,
             done.tpot_s,
         )
-        self._placement.done(ended, now_s)
+        worker.pool.placement.done(ended, now_s)
 
     # -- workers
 
     def _worker_up(self, event: WorkerUp, now_s: float) -> None:
         known = self._workers.get(event.worker)
-        if known is not None and (known.url, known.kv) == (event.url, event.kv):
+        has_same = known is not None and (not event.models or known.loaded == event.loaded)
+        if known is not None and has_same and (known.url, known.kv) == (event.url, event.kv):
+            known.models = event.models or known.models
             known.replay, known.load_address = event.replay, event.load
             self._workers.set_draining(known, False)
             if known.capacity != event.capacity:
                 known.capacity = event.capacity
                 known.count(0)
-                self._placement.worker_changed(event.worker, event.capacity)
+                known.pool.placement.worker_changed(event.worker, event.capacity)
             return
-        if known is not None:  # another address is another process
+        if known is not None:  # another address is another process, and so is another model
             self._worker_down(event.worker, now_s)
-        self._workers.add(event)
+        worker = self._workers.add(event)
         self.tree.add_worker(event.worker, has_events=event.kv is not None)
-        self._placement.worker_up(event.worker, event.capacity)
+        worker.pool.placement.worker_up(event.worker, event.capacity)
         self._counts["workers up"] += 1
 
     def _worker_down(self, name: str, now_s: float) -> None:
@@ -534,7 +577,7 @@ class Router:
             self._orphans.popitem(last=False)
         self._workers.remove(name)
         self._throttling.worker_gone(name)
-        self._placement.worker_down(name)
+        worker.pool.placement.worker_down(name)
         self.tree.remove_worker(name)
         self._counts["workers down"] += 1
 
@@ -566,7 +609,8 @@ class Router:
         self.tree.clear(worker.name)
 
     def _cache_changed(self, event: CacheEvent) -> None:
-        if event.worker not in self._workers.by_name:
+        worker = self._workers.get(event.worker)
+        if worker is None:
             self._counts["cache event ignored"] += 1
             return
         match event:
@@ -577,7 +621,7 @@ class Router:
                     event.parent,
                     event.tokens,
                     event.block_tokens,
-                    event.namespace,
+                    worker.pool.key(event.namespace),
                 )
             case Removed():
                 self.tree.removed(event.worker, event.hashes)
@@ -603,6 +647,8 @@ class Router:
                     "url": worker.url,
                     "kv": worker.kv,
                     "capacity": worker.capacity,
+                    "model": worker.loaded or worker.pool.model,
+                    "models": list(worker.models),
                     "state": "draining" if worker.draining else "sick" if worker.sick else "up",
                     "in_flight": worker.in_flight,
                     "prefill_tokens": worker.prefill_tokens,
@@ -626,16 +672,29 @@ class Router:
             },
             "deficits": {
                 client: {worker: _plain(credit) for worker, credit in row.items()}
-                for client, row in self._placement.credits(MAX_LISTED_CLIENTS).items()
+                for client, row in self._credits().items()
             },
             "tree": {
                 "page_size": self.tree.page_size,
                 "lingering": len(self._lingering),
                 **self.tree.counters(),
             },
-            "throttle": self._throttling.state(self._workers.names_taking, self._now_s),
+            "throttle": self._throttling.state(
+                [pool.names_taking for pool in self._workers.pools.values()], self._now_s
+            ),
             "counts": dict(sorted(counts.items())),
         }
+
+    def _credits(self) -> dict[str, dict[str, float]]:
+        """Of the latest clients, at the workers of all models."""
+        found: dict[str, dict[str, float]] = {}
+        for placement in self._placements:
+            for client, row in placement.credits(MAX_LISTED_CLIENTS).items():
+                if client in found:
+                    found[client] |= row
+                elif len(found) < MAX_LISTED_CLIENTS:
+                    found[client] = dict(row)
+        return found
 
 
 def placement_reason(request: Request, worker: Worker, match: Match, allowed: Sequence[Worker]) -> str:

@@ -7,10 +7,14 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from sglang_fair.common.deadlines import MOST_SLO_S, Promise
 from sglang_fair.common.weights import MOST_WEIGHT
 
 TOKEN_BYTES = 4
 """Bytes of one token id: `numpy.dtype('<u4')`."""
+
+MOST_SPAN_S = 2 * MOST_SLO_S
+"""Until a deadline, or since."""
 
 Outcome = Literal["ok", "aborted", "failed"]
 """How a request ended: served; given up by its client or the server; never accepted by the worker."""
@@ -19,6 +23,7 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 Weight = Annotated[float, msgspec.Meta(ge=1 / MOST_WEIGHT, le=MOST_WEIGHT)]
 Limit = Annotated[int, msgspec.Meta(ge=1)] | None
+Span = Annotated[float, msgspec.Meta(ge=-MOST_SPAN_S, le=MOST_SPAN_S)]
 
 
 class ProtocolError(ValueError):
@@ -27,6 +32,25 @@ class ProtocolError(ValueError):
 
 class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """One message: a map whose `type` is the name of its class."""
+
+
+class Due(msgspec.Struct, frozen=True, array_like=True):
+    """By when the first token of a request's answer is promised: `left_s` after the message was sent, or before it if
+    that is negative. Peers' clocks differ, so no time of day is told."""
+
+    slo_class: str
+    slo_s: Annotated[float, msgspec.Meta(gt=0, le=MOST_SLO_S)]
+    left_s: Span
+
+    @staticmethod
+    def of(promise: Promise, now_s: float) -> "Due":
+        """`promise`, told at `now_s` of the clock that it is by."""
+        left_s = min(MOST_SPAN_S, max(-MOST_SPAN_S, promise.due_s - now_s))
+        return Due(promise.slo_class, promise.slo_s, left_s)
+
+    def promise(self, now_s: float) -> Promise:
+        """What was told, by the clock of who hears it, where it is `now_s`."""
+        return Promise(self.slo_class, self.slo_s, now_s + self.left_s)
 
 
 class Arrive(Message, frozen=True):
@@ -64,6 +88,10 @@ class Arrive(Message, frozen=True):
     app_calls: Limit = None
     """The client's own limits while the cluster is overloaded, by the tenants' file: calls a minute in all, and of this
     app. None: those for everybody."""
+    model: str = ""
+    """The one that must answer. "": the only one that the cluster has."""
+    due: Due | None = None
+    """None: the gateway promises nothing."""
 
     def __post_init__(self) -> None:
         """Raises ValueError for an incomplete token id."""
@@ -97,7 +125,9 @@ class WorkerUp(Message, frozen=True):
     """Worker `worker` serves at `url` and publishes its KV events at `kv` and `replay`, and how much it has to do at
     `load`, if these are given.
 
-    `capacity` is its speed relative to a worker of capacity 1; loads are divided by it.
+    `capacity` is its speed relative to a worker of capacity 1; loads are divided by it. `models` are those that it can
+    load, `loaded` is the one of them that it has. Who says no models, has the only one that there is; of a worker that
+    is known at this address it says nothing new.
     """
 
     worker: str
@@ -106,6 +136,13 @@ class WorkerUp(Message, frozen=True):
     replay: str | None = None
     capacity: Capacity = 1.0
     load: str | None = None
+    models: tuple[str, ...] = ()
+    loaded: str = ""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError if it has a model that it cannot load."""
+        if self.loaded and self.loaded not in self.models:
+            raise ValueError(f"loaded: {self.loaded!r:.100} is none of its models")
 
 
 class WorkerDown(Message, frozen=True):
@@ -149,6 +186,8 @@ class Running(Message, frozen=True):
     """All as in `Arrive`."""
     begun: Count = 0
     """As in `Arrive`, this call included."""
+    model: str = ""
+    """As in `Arrive`."""
 
     def __post_init__(self) -> None:
         """Raises ValueError for an incomplete token id."""
@@ -277,6 +316,8 @@ class Place(Message, frozen=True):
     matched_tokens: int
     call: Count = 0
     """The number of the call in its interaction, from 1; 0: it names none."""
+    due: Due | None = None
+    """What holds for the call: a later one of an interaction is due when the first was."""
 
 
 class Refuse(Message, frozen=True):

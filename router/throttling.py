@@ -17,6 +17,7 @@ from typing import Literal
 import msgspec
 
 from router.events import Arrive, Begun, Load, Posted, Running, SetLimits
+from sglang_fair.common.deadlines import Promise
 from sglang_fair.core.interactions import Interaction, Interactions
 from sglang_fair.core.throttle import BadLoad, Overload, Refusal, Rules, Throttle, make_rules
 
@@ -95,6 +96,15 @@ class Throttling:
             self._under_way[event.id] = name, event.last
         return verdict
 
+    def promised(self, event: Arrive, now_s: float) -> Promise | None:
+        """What holds for a call that was let in, if its gateway has promised anything."""
+        if event.due is None:
+            return None
+        promise = event.due.promise(now_s)
+        if not event.interaction:
+            return promise
+        return self._interactions.promise(Interaction(event.client, event.app, event.interaction), promise)
+
     def running(self, event: Running, now_s: float) -> None:
         """A gateway has a call at a worker that this router has not placed."""
         if event.interaction:
@@ -152,19 +162,24 @@ class Throttling:
 
     # ---- what people read
 
-    def state(self, workers: Sequence[str], now_s: float) -> dict[str, object]:
-        """JSON-ready. `workers` are those that take requests, by name."""
+    def state(self, pools: Sequence[Sequence[str]], now_s: float) -> dict[str, object]:
+        """JSON-ready. `pools` are those that take requests, by name, of each model; what is said of them all is what
+        holds for the model that is worst off."""
         self._interactions.tick(now_s)
-        taking = workers if now_s >= self._believes_s else ()
-        is_overloaded = self._overload.is_overloaded(taking, now_s)
-        since_s = self._overload.since_s
+        taking = pools if now_s >= self._believes_s else ()
+        of_pools = [self._overload.overloaded_since_s(names, now_s) for names in taking]
+        since_s = min((since_s for since_s in of_pools if since_s is not None), default=None)
         return {
             "kind": self.kind,
             "rules": self.rules.to_json(),
             "posted_s": None if self.posted is None else self.posted.at_s,
-            "pressure": round(self._overload.pressure(workers, now_s), 4),
-            "pressures": {name: round(self._overload.pressure([name], now_s), 4) for name in workers},
-            "overloaded_for_s": round(now_s - since_s, 3) if is_overloaded and since_s is not None else None,
+            "pressure": round(
+                max((self._overload.pressure(names, now_s) for names in pools), default=0.0), 4
+            ),
+            "pressures": {
+                name: round(self._overload.pressure([name], now_s), 4) for names in pools for name in names
+            },
+            "overloaded_for_s": None if since_s is None else round(now_s - since_s, 3),
             "open_interactions": len(self._interactions),
             "refused": dict(self._throttle.refused),
             "nearest": [

@@ -2,15 +2,38 @@
 
 A worker takes no new requests while it drains or is sick. It is sick as long as any peer says that it does not
 answer, so each peer has a vote, which it changes or which is dropped with the peer.
+
+Workers that have one model are a `Pool`. A request is offered to the workers of its model's pool alone, whatever the
+placement: `meant` is the rule.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from router.events import Posted, Workers, WorkerUp
-from router.placement.contract import Request
+from router.models import meant
+from router.placement.contract import Placement, Request
+from router.placement.outputs import ExpectedOutputs
+from router.placement.round_robin import RoundRobin
 from router.radix import Hold
+
+
+@dataclass(slots=True, eq=False)
+class Pool:
+    """The workers of one model, the placement that chooses among them, and what is known of this model's answers."""
+
+    model: str
+    """"" as long as no worker says what it has."""
+    placement: Placement
+    outputs: ExpectedOutputs = field(default_factory=ExpectedOutputs)
+    taking: "list[Worker]" = field(default_factory=list)
+    """Those that take new requests, in the order of names."""
+    names_taking: tuple[str, ...] = ()
+
+    def key(self, namespace: str) -> str:
+        """Under which prefixes of this namespace are cached at its workers."""
+        return f"{self.model}\x1e{namespace}" if self.model else namespace
 
 
 @dataclass(slots=True, eq=False)
@@ -22,8 +45,12 @@ class Worker:
     kv: str | None
     replay: str | None
     capacity: float
+    pool: Pool
     load_address: str | None = None
     """Where it says how much it has to do."""
+    models: tuple[str, ...] = ()
+    """Those that it can load; (): it does not say."""
+    loaded: str = ""
     draining: bool = False
     sick_votes: set[bytes] = field(default_factory=set)
     """The peers that it does not answer."""
@@ -46,6 +73,19 @@ class Worker:
     def takes_requests(self) -> bool:
         """Whether it may get new requests."""
         return not (self.draining or self.sick)
+
+    def told(self) -> WorkerUp:
+        """What its `WorkerUp` has said."""
+        return WorkerUp(
+            self.name,
+            self.url,
+            self.kv,
+            self.replay,
+            self.capacity,
+            self.load_address,
+            self.models,
+            self.loaded,
+        )
 
     def count(self, requests: int) -> None:
         """Adds `requests` (negative: takes away) to those in flight."""
@@ -105,12 +145,27 @@ class Flight:
 class WorkerTable:
     """The workers that are up. Only its methods change who is in it and who takes new requests."""
 
-    def __init__(self) -> None:
+    def __init__(self, make_placement: Callable[[], Placement]) -> None:
+        """Each model has a placement from `make_placement`."""
         self.by_name: dict[str, Worker] = {}
         """In the order of names."""
         self.taking: list[Worker] = []
         """Those that take new requests, in the order of names."""
-        self.names_taking: tuple[str, ...] = ()
+        self.pools: dict[str, Pool] = {}
+        """By model. A pool stays without workers: what its placement knows of clients may be of use again."""
+        self._make_placement = make_placement
+        self._known: frozenset[str] = frozenset()
+        """All models that workers have named so far. One whose workers are gone is still not another one."""
+        first = self._make_pool("")
+        self.nobody = Pool("", RoundRobin())
+        """What no worker is meant by; and who has no model, or none that can be told from the others."""
+        self._asked: dict[str, Pool] = {}
+        """By what a request says; what is not in it means `_otherwise`."""
+        self._otherwise = first
+
+    def pool(self, model: str) -> Pool:
+        """The workers that may be sent a request for `model`."""
+        return self._asked.get(model, self._otherwise)
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(self.by_name.values())
@@ -119,14 +174,19 @@ class WorkerTable:
         """The worker of this name, if it is up."""
         return self.by_name.get(name)
 
-    def add(self, up: WorkerUp) -> None:
+    def add(self, up: WorkerUp) -> Worker:
         """A worker that was not up before."""
         assert up.worker not in self.by_name, up.worker
-        worker = Worker(up.worker, up.url, up.kv, up.replay, up.capacity, up.load)
+        if up.loaded and up.loaded not in self._known:
+            self._learn(up.loaded)
+        model = None if up.models and not up.loaded else meant(up.loaded, self._known)
+        pool = self.nobody if model is None else self.pools[model]
+        worker = Worker(up.worker, up.url, up.kv, up.replay, up.capacity, pool, up.load, up.models, up.loaded)
         # Ties go to the worker that was sent fewer tokens: a newcomer must not win all of them.
         worker.dispatched_tokens = min((other.dispatched_tokens for other in self), default=0)
         self.by_name = dict(sorted({**self.by_name, up.worker: worker}.items()))
         self._list_taking()
+        return worker
 
     def remove(self, name: str) -> None:
         """The worker is gone, and the votes about it."""
@@ -156,12 +216,34 @@ class WorkerTable:
         """The answer to `Follow`."""
         return Workers(
             request_id,
-            tuple(WorkerUp(w.name, w.url, w.kv, w.replay, w.capacity, w.load_address) for w in self),
+            tuple(worker.told() for worker in self),
             draining=tuple(w.name for w in self if w.draining),
             sick=tuple(w.name for w in self if w.sick),
             limits=limits,
         )
 
+    def _learn(self, model: str) -> None:
+        """A worker has named a model for the first time."""
+        first, self._known = not self._known, self._known | {model}
+        if first:  # it is what all workers so far were taken to have
+            pool = self.pools[model] = self.pools.pop("")
+            pool.model = model
+        else:
+            self._make_pool(model)
+        meanings = {said: meant(said, self._known) for said in ("", *self._known)}
+        self._asked = {said: self.pools[found] for said, found in meanings.items() if found is not None}
+        self._otherwise = self.nobody
+
+    def _make_pool(self, model: str) -> Pool:
+        pool = self.pools[model] = Pool(model, self._make_placement())
+        return pool
+
     def _list_taking(self) -> None:
-        self.taking = [worker for worker in self if worker.takes_requests]
-        self.names_taking = tuple(worker.name for worker in self.taking)
+        self.taking = [one for one in self if one.takes_requests and self._is_meant(one)]
+        for pool in self.pools.values():
+            pool.taking = [one for one in self.taking if one.pool is pool]
+            pool.names_taking = tuple(one.name for one in pool.taking)
+
+    def _is_meant(self, worker: Worker) -> bool:
+        """Whether requests for its pool's model can be for it, too; not if it says nothing, and there are others."""
+        return worker.pool is not self.nobody and meant(worker.loaded, self._known) == worker.pool.model

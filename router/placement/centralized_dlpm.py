@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from router.placement.contract import Ended, Memoryless, Request, WorkerView, least_loaded
+from router.placement.contract import Ended, May, Memoryless, Request, WorkerView, least_loaded
 from router.placement.least_tokens import check_prices
 from router.radix import Match
 from sglang_fair.common.weights import Weights
@@ -71,13 +71,13 @@ class CentralizedDlpm(Memoryless):
         self._dlpm.arrive(job)
 
     def next(
-        self, workers: Sequence[WorkerView], match: Callable[[Request], Match]
+        self, workers: Sequence[WorkerView], match: Callable[[Request], Match], may: May
     ) -> tuple[Request, str] | None:
-        """What the least loaded worker with a free slot pulls, unless all waiting requests exclude it."""
+        """What the least loaded worker with a free slot pulls, unless it may have none of the waiting requests."""
         roomy = [worker for worker in workers if worker.load < self.slots]
         while roomy:
             name = least_loaded(roomy)
-            request = self._pull(name, match)
+            request = self._pull(name, match, may)
             if request is not None:
                 return request, name
             roomy = [worker for worker in roomy if worker.name != name]
@@ -109,7 +109,7 @@ class CentralizedDlpm(Memoryless):
         """Those of the policy."""
         return self._dlpm.weights
 
-    def _pull(self, worker: str, match: Callable[[Request], Match]) -> Request | None:
+    def _pull(self, worker: str, match: Callable[[Request], Match], may: May) -> Request | None:
         for request, job in self._waiting.values():
             prefix_tokens = match(request).of(worker)
             if prefix_tokens != job.prefix_tokens:
@@ -118,7 +118,7 @@ class CentralizedDlpm(Memoryless):
         self._dlpm.release()
         while (picked := self._dlpm.pick()) is not None:
             request, job = self._waiting[picked.id]
-            if worker not in request.exclude:
+            if may(request, worker):
                 self._leave(request)
                 self._pulled.add(request.id)
                 return request

@@ -12,6 +12,7 @@ from typing import ClassVar, Protocol, TypeVar, runtime_checkable
 
 from router.events import Outcome
 from router.radix import Match
+from sglang_fair.common.deadlines import Promise
 from sglang_fair.common.weights import Weights
 
 
@@ -28,9 +29,13 @@ class Request:
     """From the client's past answers, never more than the request's own limit."""
     namespace: str = ""
     exclude: tuple[str, ...] = ()
-    """Workers that must not get it. `workers` never has them; a placement that holds requests must look here."""
+    """Workers that must not get it. `workers` never has them."""
     call: int = 0
     """Its number in its interaction, from 1; 0: it names none."""
+    model: str = ""
+    """That must answer it; "" where there is one only."""
+    promise: Promise | None = None
+    """By when its first token is due, by the clock of `now_s`; None: nobody has said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +93,13 @@ class WorkerView(Protocol):
 class Placement(Protocol):
     """Chooses workers. Deterministic: the same calls give the same choices. Every order that it uses is total.
 
+    Where there are several models, each has a placement of its own, which knows of that model's workers only; one that
+    holds requests (`Holding`) has them all.
+
     The core promises:
 
-    * `workers` is never empty, in the order of names, and without those that the request excludes.
+    * `workers` is never empty, in the order of names, and without those that the request excludes, or that do not have
+      its model.
     * `worker_up` comes before a worker is in `workers`; `worker_down` after `done` of all that was placed there.
     * Each `place` that names a worker is followed by `placed` of the same request, each `placed` by one `done`.
     * `placed` without `place` is a request that came to its worker without this router; that may be any worker
@@ -144,6 +153,10 @@ class Placement(Protocol):
         ...
 
 
+May = Callable[[Request, str], bool]
+"""Whether a worker may have a request: it has the request's model, and the request does not exclude it."""
+
+
 @runtime_checkable
 class Holding(Protocol):
     """What a placement adds that lets requests wait until a worker is ready for one.
@@ -153,9 +166,10 @@ class Holding(Protocol):
     """
 
     def next(
-        self, workers: Sequence[WorkerView], match: Callable[[Request], Match]
+        self, workers: Sequence[WorkerView], match: Callable[[Request], Match], may: May
     ) -> tuple[Request, str] | None:
-        """A request that leaves the queue now, and the name of one of `workers`; None if all must wait."""
+        """A request that leaves the queue now, and the name of one of `workers` that may have it; None if all must
+        wait. `workers` have any models."""
         ...
 
     def give_up(self, request: Request) -> None:

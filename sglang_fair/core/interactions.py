@@ -6,6 +6,7 @@ refused. A call without an id is an interaction by itself.
 
     opened     by its first accepted call
     numbered   its calls count from 1, in the order in which they are accepted
+    due        all of them, when its first one is
     closed     when its last call has been answered; after `silence_s` without a call that waits or runs
 
 Bounds, because what is open cannot be refused: after `most_calls` a call counts as a first one. Of a client's
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
+from sglang_fair.common.deadlines import Promise
 from sglang_fair.core.heap import LazyHeap
 
 SILENCE_S = 60.0
@@ -46,6 +48,8 @@ class Open:
     under_way: int = 0
     silent_s: float = 0.0
     """Since when none does."""
+    promise: Promise | None = None
+    """What was promised for its first call."""
 
 
 class Interactions:
@@ -121,6 +125,17 @@ class Interactions:
         """A call that was accepted before waits or runs once more, at another replica say; it is not counted again.
         How many were accepted."""
         return self._join(name, max(1, begun)).calls if name.id else 1
+
+    def promise(self, name: Interaction, promise: Promise) -> Promise:
+        """What holds for a call that was accepted: what was promised for the first one, which `promise` is if none came
+        before it."""
+        client = self._clients.get(name.client)
+        open_ = None if client is None else client.get(name)
+        if open_ is None:
+            return promise
+        if open_.promise is None or open_.calls <= 1:
+            open_.promise = promise
+        return open_.promise
 
     def told(self, name: Interaction, number: int) -> None:
         """Another process has accepted a call of it as number `number`; the call waits or runs."""

@@ -156,8 +156,8 @@ class Overload:
         if not 0 < low < high <= 1:
             raise ValueError(f"0 < low < high <= 1 does not hold for low {low!r} and high {high!r}")
         self.high, self.low = high, low
-        self.since_s: float | None = None
-        """When the cluster was first seen overloaded, of this time; None: it is not."""
+        self._since_s: dict[tuple[str, ...], float] = {}
+        """When replicas that stand in for each other were first seen overloaded together, of this time."""
         self._workers: dict[str, _Worker] = {}
         self._overloaded: OrderedDict[str, float] = OrderedDict()
         """Those that are, and when each was heard; the one that has been silent for longest first."""
@@ -187,12 +187,25 @@ class Overload:
 
     def is_overloaded(self, workers: Collection[str], now_s: float) -> bool:
         """Whether all of `workers`, which take requests, are. O(workers) at most."""
+        return self.overloaded_since_s(workers, now_s) is not None
+
+    def overloaded_since_s(self, workers: Collection[str], now_s: float) -> float | None:
+        """When all of `workers` were first seen overloaded, of this time; None: they are not."""
         overloaded = self._overloaded
         if overloaded:
             self._drop_silent(now_s)
         found = 0 < len(workers) <= len(overloaded) and all(map(overloaded.__contains__, workers))
-        self.since_s = (now_s if self.since_s is None else self.since_s) if found else None
-        return found
+        names = tuple(workers) if found or self._since_s else ()
+        if names in self._since_s and found:
+            return self._since_s[names]
+        # Some of them may have been overloaded with others, of whom one came or went since.
+        before = [
+            self._since_s.pop(others) for others in list(self._since_s) if not set(names).isdisjoint(others)
+        ]
+        if not found:
+            return None
+        self._since_s[names] = min(before, default=now_s)
+        return self._since_s[names]
 
     def _drop_silent(self, now_s: float) -> None:
         overloaded = self._overloaded

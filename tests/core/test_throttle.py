@@ -278,6 +278,22 @@ def test_overload_is_what_the_rule_says(reports: list[tuple[float, str, int]], w
         assert overload.is_overloaded(workers, now_s) == (bool(workers) and all(map(literal, workers)))
 
 
+def test_since_when_is_said_of_each_model_s_replicas() -> None:
+    overload = Overload()
+    for now_s in (0.0, 1.0, 2.0):
+        for name in ("a0", "a1", "b0"):
+            full = name != "a1" or now_s > 0
+            overload.report(name, 1000 if full else 0, 0, 1000, now_s)
+        of_a = overload.overloaded_since_s(["a0", "a1"], now_s)
+        assert of_a == (None if now_s == 0 else 1.0)
+        assert overload.overloaded_since_s(["b0"], now_s) == 0.0
+    assert overload.overloaded_since_s(["a0"], 2.0) == 1.0, "a1 left: the others were overloaded all the time"
+    overload.report("b0", 0, 0, 1000, 2.0)
+    assert overload.overloaded_since_s(["b0"], 2.0) is None
+    overload.report("b0", 1000, 0, 1000, 3.0)
+    assert overload.overloaded_since_s(["b0"], 3.0) == 3.0
+
+
 def test_a_cluster_is_overloaded_when_all_that_take_requests_are() -> None:
     overload = Overload()
     overload.report("r0", 1000, 500, 1000, 0.0)
@@ -286,9 +302,8 @@ def test_a_cluster_is_overloaded_when_all_that_take_requests_are() -> None:
     assert not overload.is_overloaded([], 0.0)
     overload.report("r1", 990, 0, 1000, 1.0)
     assert overload.is_overloaded(["r0", "r1"], 1.0)
-    assert (overload.pressure(["r0", "r1"], 1.0), overload.since_s) == (0.99, 1.0)
+    assert overload.pressure(["r0", "r1"], 1.0) == 0.99
     assert not overload.is_overloaded(["r0", "r1"], SILENT_S), "r0 is silent"
-    assert overload.since_s is None
     overload.forget("r0")
     overload.report("r0", 860, 0, 1000, 6.0)
     assert not overload.is_overloaded(["r0"], 6.0), "it was forgotten, and is below high"

@@ -25,6 +25,7 @@ from router.events import (
     WorkerUp,
 )
 from router.gateway.routing.fallback import choose
+from router.models import meant
 from sglang_fair.core.interactions import Interaction
 
 MAX_ENDED = 8192
@@ -77,6 +78,7 @@ class Fleet:
             interaction=arrive.interaction,
             last=arrive.last,
             begun=(place.call or arrive.begun + 1) if arrive.interaction else 0,
+            model=arrive.model,
         )
         if not told:
             self._untold.add(arrive.id)
@@ -108,17 +110,22 @@ class Fleet:
 
     def place(self, arrive: Arrive) -> Place | None:
         """The gateway's own choice of a worker; None if no known one can take the request."""
+        models = {up.loaded for up in self.workers.values() if up.loaded}
+        model = meant(arrive.model, models)
         able = [
             name
-            for name in self.workers
-            if name not in arrive.exclude and name not in self.draining and self._is_well(name)
+            for name, up in self.workers.items()
+            if name not in arrive.exclude
+            and name not in self.draining
+            and self._is_well(name)
+            and meant(up.loaded, models) == model
         ]
-        if not able:
+        if model is None or not able:
             return None
         capacity = {name: self.workers[name].capacity for name in able}
         worker = choose(arrive.client, {name: self.in_flight[name] for name in able}, capacity)
         call = arrive.begun + (arrive.attempt == 0) if arrive.interaction else 0
-        return Place(arrive.id, worker, self.workers[worker].url, 0, call)
+        return Place(arrive.id, worker, self.workers[worker].url, 0, call, arrive.due)
 
     # -- comparing with the router
 
@@ -183,6 +190,7 @@ class Fleet:
         return {
             name: {
                 "url": up.url,
+                "model": up.loaded,
                 "in_flight": self.in_flight[name],
                 "state": "draining" if name in self.draining else "sick" if name in sick else "up",
             }

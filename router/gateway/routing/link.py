@@ -6,7 +6,8 @@ reports are found by comparing tables with the router: as soon as one answers, a
 
 A question that the router holds (`Held`) waits as long as a router lives, and is not repeated: it carries a whole
 prompt, and thousands may wait. Each comparison says which are still held. Any other one is asked again, because its
-answer was lost, or the router has forgotten it: after a restart, say.
+answer was lost, or the router has forgotten it: after a restart, say. It was let in, so it is then asked as a further
+attempt at the same call, which nobody throttles. What a question says of its deadline is said anew each time.
 
 ZMQ makes the socket's descriptor readable once for any number of messages, and sending may reset it. So the socket is
 read until it is empty, and checked again after each message that is sent.
@@ -26,6 +27,7 @@ from router.events import (
     Answer,
     Arrive,
     Difference,
+    Due,
     Event,
     Explain,
     Explained,
@@ -62,13 +64,14 @@ class RouterGone(Exception):
 class _Question:
     """One question on the wire. It is repeated until it is answered or held, and fails when its time is over."""
 
-    def __init__(self, send: Callable[[bytes], bool], message: bytes, timeout_s: float) -> None:
+    def __init__(self, send: Callable[[bytes], bool], event: Event, timeout_s: float) -> None:
         self._loop = asyncio.get_running_loop()
         self.answer: asyncio.Future[Answer] = self._loop.create_future()
         self.is_held = False
         """The router holds it, so that it need not be repeated."""
         self._send = send
-        self._message = message
+        self._event = event
+        self._made_s = self._loop.time()
         self._timeout_s = timeout_s
         self._until_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -78,7 +81,7 @@ class _Question:
         self.stop()
         self.is_held = False
         self._until_s = self._loop.time() + self._timeout_s
-        is_sent = self._send(self._message)
+        is_sent = self._send(self._message())
         self._timer = self._loop.call_later(min(ASK_AGAIN_S, self._timeout_s), self._again)
         return is_sent
 
@@ -86,6 +89,8 @@ class _Question:
         """The router holds it: nothing is repeated and no time is counted until it is asked again."""
         self.stop()
         self.is_held = True
+        if isinstance(self._event, Arrive):
+            self._event = msgspec.structs.replace(self._event, attempt=max(1, self._event.attempt))
 
     def fail(self, error: RouterGone) -> None:
         """No answer will come."""
@@ -97,6 +102,13 @@ class _Question:
         if self._timer is not None:
             self._timer.cancel()
 
+    def _message(self) -> bytes:
+        event, now_s = self._event, self._loop.time()
+        if isinstance(event, Arrive) and event.due is not None:
+            promise = event.due.promise(self._made_s)
+            event = msgspec.structs.replace(event, due=Due.of(promise, now_s))
+        return encode(event)
+
     def _again(self) -> None:
         left_s = self._until_s - self._loop.time()
         if self.answer.done():
@@ -104,7 +116,7 @@ class _Question:
         if left_s <= 0:
             self.fail(RouterGone(f"no answer from the router within {self._timeout_s:g} s"))
             return
-        self._send(self._message)
+        self._send(self._message())
         self._timer = self._loop.call_later(min(ASK_AGAIN_S, left_s), self._again)
 
 
@@ -220,7 +232,7 @@ class Link:
     async def _ask(self, name: str, event: Event) -> Answer:
         if not self.alive:
             raise RouterGone(f"no router answers at {self._address}")
-        question = _Question(self._send, encode(event), self._timeout_s)
+        question = _Question(self._send, event, self._timeout_s)
         self._waiting[name] = question
         try:
             if not question.ask():
