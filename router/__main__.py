@@ -29,16 +29,17 @@ from sglang_fair.settings.setting import SettingError
 
 
 def worker(text: str) -> WorkerUp:
-    """`r0,http=URL[,kv=ADDRESS][,replay=ADDRESS][,load=ADDRESS][,capacity=NUMBER]` as an event. Raises SettingError."""
+    """`r0,http=URL[,kv=ADDRESS][,replay=ADDRESS][,load=ADDRESS][,capacity=NUMBER][,model=NAME]` as an event. Raises
+    SettingError."""
     name, _, rest = text.partition(",")
     try:
         values = dict(split_pairs(rest, "field"))
     except ValueError as error:
         raise _refused(f"worker {name}: {error}") from None
-    unknown = set(values) - {"http", "kv", "replay", "load", "capacity"}
+    unknown = set(values) - {"http", "kv", "replay", "load", "capacity", "model"}
     if not name or "=" in name or not values.get("http") or unknown or not all(values.values()):
         raise _refused(
-            f"{text!r} is not NAME,http=URL[,kv=ADDRESS][,replay=ADDRESS][,load=ADDRESS][,capacity=NUMBER]"
+            f"{text!r} is not NAME,http=URL[,kv=ADDRESS][,replay=ADDRESS][,load=ADDRESS][,capacity=NUMBER][,model=NAME]"
         )
     if not values["http"].startswith(("http://", "https://")):
         raise _refused(f"worker {name}: http={values['http']} is no URL")
@@ -47,8 +48,16 @@ def worker(text: str) -> WorkerUp:
     for key in ("kv", "replay", "load"):
         if key in values and "://" not in values[key]:
             raise _refused(f"worker {name}: {key}={values[key]} is no ZMQ address")
+    model = values.get("model", "")
     return WorkerUp(
-        name, values["http"], values.get("kv"), values.get("replay"), _capacity(values), values.get("load")
+        name,
+        values["http"],
+        values.get("kv"),
+        values.get("replay"),
+        _capacity(values),
+        values.get("load"),
+        (model,) if model else (),
+        model,
     )
 
 
@@ -81,6 +90,9 @@ def workers(settings: table.Router) -> list[WorkerUp]:
     names = [up.worker for up in found]
     if len(set(names)) < len(names):
         raise SettingError(f"--worker names a worker twice: {', '.join(names)}", "worker")
+    silent = [up.worker for up in found if not up.loaded]
+    if silent and len(silent) < len(found):
+        raise SettingError(f"--worker: say model= of {', '.join(silent)} too, as of the others", "worker")
     return found
 
 

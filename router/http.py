@@ -138,6 +138,7 @@ def rows(state: Mapping[str, Any]) -> Iterator[exposition.Row]:
     for worker, one in workers.items():
         for reason in REASONS:
             yield "router_placements_total", (worker, reason), one["placed"].get(reason, 0)
+        yield "router_worker_info", (worker, one["model"]), 1
         yield "router_requests_in_flight", (worker,), one["in_flight"]
         yield "router_prefill_tokens_left", (worker,), one["prefill_tokens"]
         yield "router_decode_tokens_left", (worker,), one["decode_tokens"]

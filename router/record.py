@@ -16,6 +16,7 @@ from typing import Any
 
 from router.placement.contract import Request, WorkerView
 from router.radix import Match
+from sglang_fair.common.deadlines import Promise
 
 MOST = 4096
 MOST_FOUND = 16
@@ -36,6 +37,8 @@ class Placed:
     client: str
     input_tokens: int
     came_s: float
+    model: str = ""
+    promise: Promise | None = None
     decided_s: float | None = None
     why: str = ""
     worker: Figures | None = None
@@ -64,6 +67,7 @@ class PlacementRecord:
         if known is not None:
             return
         placed = Placed(request.id, name[:MOST_NAME], request.client, request.input_tokens, now_s)
+        placed.model, placed.promise = request.model, request.promise
         placed.excluded = request.exclude
         self._by_id[request.id] = placed
         if placed.name:
@@ -163,6 +167,14 @@ def _shown(placed: Placed, now_s: float) -> dict[str, Any]:
         "client": placed.client,
         "came_s_ago": now_s - placed.came_s,
         "input_tokens": placed.input_tokens,
+        "model": placed.model,
+        "slo": None
+        if placed.promise is None
+        else {
+            "class": placed.promise.slo_class,
+            "slo_s": placed.promise.slo_s,
+            "left_s": placed.promise.due_s - decided_s,  # when it was placed, or now
+        },
         "waited_s": decided_s - placed.came_s,
         "waited_for": placed.held,
         "why": placed.why,

@@ -134,13 +134,21 @@ def workers_list(
         print(json.dumps(replicas))
         return
     for row in replicas:
-        print(f"{row['name']:6} {row['state']:10} {row['url']:28} pid {row['pid'] or '-'}")
+        print(
+            f"{row['name']:6} {row['state']:10} {row['url']:28} pid {row['pid'] or '-':<8} {row['model']}".rstrip()
+        )
 
 
 @workers.command("add")
-def workers_add(cluster: ClusterUrl = "http://127.0.0.1:8000") -> None:
+def workers_add(
+    cluster: ClusterUrl = "http://127.0.0.1:8000",
+    model: Annotated[
+        str | None,
+        typer.Option(help="Which of several models it has; without it, the one that the fewest have."),
+    ] = None,
+) -> None:
     """Start one more replica with the cluster's settings; returns when it gets requests."""
-    row = _change_workers(cluster, {"do": "add"})
+    row = _change_workers(cluster, {"do": "add"} | ({} if model is None else {"model": model}))
     print(f"{row['name']} is up at {row['url']}, pid {row['pid']}")
 
 

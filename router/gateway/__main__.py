@@ -23,9 +23,11 @@ from router.gateway.guard import KEY_VARIABLE
 from router.gateway.limits import fit
 from router.gateway.listener import Listener
 from router.gateway.metrics import FOLDER_VARIABLE
-from router.gateway.request.tokens import TokenizerError, Tokens
+from router.gateway.request.tokens import TokenizerError, read_tokens
+from sglang_fair.common.deadlines import make_classes
 from sglang_fair.common.files import read_json
 from sglang_fair.common.interaction import make_apps
+from sglang_fair.common.pairs import split_pairs
 from sglang_fair.common.processes import die_with_parent
 from sglang_fair.settings import table
 from sglang_fair.settings.commands import Mistake
@@ -59,7 +61,20 @@ def configure(settings: table.Gateway) -> Config:
         log_format=settings.log_format,
         **shared(settings, table.Tracing),
         apps=settings.apps,
+        more_models=more_models(settings),
+        slo_classes=dict(settings.slo_classes),
     )
+
+
+def more_models(settings: table.Gateway) -> dict[str, str]:
+    """The models besides the first, each with the folder of its tokenizer. Raises SettingError."""
+    try:
+        found = dict(split_pairs(settings.more_models, "model"))
+    except ValueError as error:
+        raise SettingError(f"--more-models: {error}", "more_models") from None
+    if settings.model_name in found:
+        raise SettingError(f"--more-models: {settings.model_name} is the first model already", "more_models")
+    return found
 
 
 def check(settings: table.Gateway) -> None:
@@ -70,6 +85,11 @@ def check(settings: table.Gateway) -> None:
     otlp.check(settings.otlp_traces_endpoint)
     if settings.tenants is not None:
         file.read(Path(settings.tenants))
+    more_models(settings)
+    try:
+        make_classes(settings.slo_classes, "--slo-classes")
+    except ValueError as error:
+        raise SettingError(str(error), "slo_classes") from None
     if settings.apps is not None:
         try:
             make_apps(read_json(settings.apps), f"--apps {settings.apps}")
@@ -138,7 +158,7 @@ def serve(settings: table.Gateway) -> int:
             gc.freeze()  # what was made so far stays: no need to look through it again and again
             uvicorn.run(app, **options)
         else:
-            Tokens(Path(config.tokenizer))  # fail here, not over and over in the workers
+            read_tokens(config.folders)  # fail here, not over and over in the workers
             os.environ[CONFIG_VARIABLE] = config.to_json()
             with tempfile.TemporaryDirectory(prefix="sglang-fair-metrics-") as folder:
                 os.environ[FOLDER_VARIABLE] = folder

@@ -6,6 +6,7 @@ choice, so it is guarded (`guard`). The limits of throttling hold for all gatewa
 as it was started before.
 """
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 import aiohttp
@@ -19,7 +20,9 @@ from router.events import Capacity, Refuse, WorkerDrain, Workers, WorkerUp
 from router.gateway.errors import RETRY_AFTER_S, ApiError, describe
 from router.gateway.guard import Guard, behind_proxy
 from router.gateway.pages import json_response
+from router.gateway.replicas.context import names_of
 from router.gateway.replicas.pool import Replicas
+from router.gateway.request.names import Names
 from router.gateway.routing.link import Link, RouterGone
 from router.throttling import NO_THROTTLE
 from sglang_fair.core.throttle import HIGH, LOW
@@ -53,6 +56,13 @@ class NewWorker(msgspec.Struct, forbid_unknown_fields=True):
         | None
     ) = None
     capacity: Capacity = 1.0
+    model: Annotated[
+        str | None,
+        Meta(
+            description="Which of the served models it has; where there are several and none is named, that of its "
+            "own name at its /v1/models."
+        ),
+    ] = None
 
 
 class WorkerState(msgspec.Struct):
@@ -64,6 +74,7 @@ class WorkerState(msgspec.Struct):
     kv: str | UnsetType | None = UNSET
     replay: str | UnsetType | None = UNSET
     capacity: Capacity | UnsetType = UNSET
+    model: str | UnsetType = UNSET
 
 
 class WorkerList(msgspec.Struct):
@@ -101,8 +112,8 @@ class ThrottleReport(msgspec.Struct):
     throttle: dict[str, Any]
 
 
-def routes(link: Link, replicas: Replicas, guard: Guard) -> list[Route]:
-    """The routes. They raise `ApiError`."""
+def routes(link: Link, replicas: Replicas, names: Names, guard: Guard) -> list[Route]:
+    """The routes, of a gateway that serves the models `names`. They raise `ApiError`."""
     behind = behind_proxy()
 
     async def workers(request: Request) -> Response:
@@ -115,13 +126,25 @@ def routes(link: Link, replicas: Replicas, guard: Guard) -> list[Route]:
         asked = _parse(await read_body(request))
         await _check_ready(replicas, asked.url)
         known = {up.worker: up for up in (await _known(link)).workers}
+        model = await _model(replicas, asked, names, known.values())
         name = asked.name or _free_name(known)
         owner = next((up.worker for up in known.values() if up.url == asked.url and up.worker != name), None)
         if owner is not None:
             raise ApiError(409, f"{asked.url} is worker {owner}", code="worker_exists")
         if name in known and known[name].url != asked.url:
             raise ApiError(409, f"worker {name} is at {known[name].url}", code="worker_exists")
-        link.tell(WorkerUp(name, asked.url, asked.kv, asked.replay, asked.capacity, asked.load))
+        link.tell(
+            WorkerUp(
+                name,
+                asked.url,
+                asked.kv,
+                asked.replay,
+                asked.capacity,
+                asked.load,
+                (model,) if model else (),
+                model,
+            )
+        )
         return json_response(_state(await _known(link), name), 201)
 
     async def drain(request: Request) -> Response:
@@ -193,6 +216,31 @@ async def _check_ready(replicas: Replicas, url: str) -> None:
     raise ApiError(400, f"{url} is not ready: {reason}", code="worker_not_ready")
 
 
+async def _model(replicas: Replicas, asked: NewWorker, names: Names, known: Iterable[WorkerUp]) -> str:
+    """Which of `names` a new replica has; "": the only one, and of those that are `known` nobody was told more."""
+    if asked.model is not None:
+        if asked.model not in names:
+            raise ApiError(400, f"{asked.model[:200]!r} is no model of this gateway", code="invalid_worker")
+        return asked.model
+    if len(names) == 1:
+        return names.first if any(up.loaded for up in known) else ""
+    said = [one for one in await _models_of(replicas, asked.url) if one in names]
+    if len(said) != 1:
+        served = ", ".join(names)
+        raise ApiError(400, f"say in `model` which one {asked.url} has: {served}", code="invalid_worker")
+    return said[0]
+
+
+async def _models_of(replicas: Replicas, url: str) -> list[str]:
+    """What a replica calls its models; none if it does not say."""
+    try:
+        timeout = aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S)
+        async with replicas.session.get(f"{url.rstrip('/')}/v1/models", timeout=timeout) as response:
+            return names_of(await response.read()) if response.status == 200 else []
+    except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
+        return []
+
+
 async def _known(link: Link) -> Workers:
     try:
         return await link.workers()
@@ -224,4 +272,4 @@ def _state(workers: Workers, name: str) -> WorkerState:
         state: Literal["draining", "sick", "up"] = "draining"
     else:
         state = "sick" if name in workers.sick else "up"
-    return WorkerState(name, state, up.url, up.kv, up.replay, up.capacity)
+    return WorkerState(name, state, up.url, up.kv, up.replay, up.capacity, up.loaded)

@@ -1,7 +1,7 @@
 """The routes of the gateway, and the configuration from which a process builds them."""
 
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
@@ -25,7 +25,8 @@ from router.gateway.limits import Limits
 from router.gateway.listener import STATE, ConnectionBounds
 from router.gateway.openapi import describe
 from router.gateway.request.schema import PATHS
-from router.gateway.request.tokens import Tokens
+from router.gateway.request.tokens import read_tokens
+from sglang_fair.common.deadlines import DEFAULT_CLASSES, Classes
 from sglang_fair.common.files import read_json
 from sglang_fair.common.identity import DEFAULT_ORDER
 from sglang_fair.common.interaction import make_apps
@@ -56,6 +57,14 @@ class Config:
     log_format: str = "text"
     otlp_traces_endpoint: str | None = None
     apps: str | None = None
+    more_models: Mapping[str, str] = field(default_factory=dict)
+    """Further models, each with the folder of its tokenizer."""
+    slo_classes: Mapping[str, float] = field(default_factory=lambda: dict(DEFAULT_CLASSES))
+
+    @property
+    def folders(self) -> dict[str, str]:
+        """All models, the first one first, each with the folder of its tokenizer."""
+        return {self.model_name: self.tokenizer, **self.more_models}
 
     def to_json(self) -> str:
         """For `CONFIG_VARIABLE`."""
@@ -123,13 +132,11 @@ class App(Router):
 
 
 def create_app(config: Config) -> App:
-    """The application. Reads tokenizer and tenants at once; raises `TokenizerError` and SettingError if it cannot."""
-    tokens = Tokens(Path(config.tokenizer))
+    """The application. Reads tokenizers and tenants at once; raises `TokenizerError` and SettingError if it cannot."""
     gateway = Gateway(
-        config.model_name,
+        read_tokens(config.folders),
         config.router,
         config.router_timeout_s,
-        tokens,
         config.limits,
         config.identity,
         None if config.tenants is None else Path(config.tenants),
@@ -140,9 +147,10 @@ def create_app(config: Config) -> App:
         config.log_format,
         config.otlp_traces_endpoint,
         None if config.apps is None else make_apps(read_json(config.apps), config.apps),
+        Classes(config.slo_classes),
     )
     guard = Guard(has_tenants=config.tenants is not None)
-    workers = admin.routes(gateway.link, gateway.replicas, guard)
+    workers = admin.routes(gateway.link, gateway.replicas, gateway.names, guard)
     relayed = tuple(PATHS.values())
     if config.tenants is None and config.admin_port is None:
         own = [*pages.public(gateway), *pages.private(gateway), *workers]

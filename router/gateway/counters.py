@@ -1,6 +1,9 @@
 """What a gateway process counts, for `GET /status`."""
 
 from collections import Counter
+from collections.abc import Mapping
+
+from sglang_fair.common.deadlines import ATTAINED
 
 
 class Counters:
@@ -10,6 +13,10 @@ class Counters:
         self.refusals: Counter[int] = Counter()
         self.ignored_headers: Counter[str] = Counter()
         """Headers that name a client and came from elsewhere than a trusted proxy, by name."""
+        self.models: Counter[tuple[str, str]] = Counter()
+        """Requests that have ended, by model and outcome."""
+        self.classes: Counter[tuple[str, str]] = Counter()
+        """The same by class and by what was attained of what it promises."""
         self.requests = 0
         self.retried = 0
         """Attempts after one that failed before the client had anything."""
@@ -33,4 +40,23 @@ class Counters:
             "failed": self.failed,
             "left": self.left,
             "refused": self.refused,
+            "models": by_model(self.models),
+            "classes": by_class(self.classes),
         }
+
+
+def by_model(counts: Mapping[tuple[str, str], float]) -> dict[str, dict[str, float]]:
+    """Model -> outcome -> requests that have ended."""
+    found: dict[str, dict[str, float]] = {}
+    for (model, outcome), count in sorted(counts.items()):
+        found.setdefault(model, {})[outcome] = count
+    return found
+
+
+def by_class(counts: Mapping[tuple[str, str], float]) -> dict[str, dict[str, float]]:
+    """Class -> requests that have ended, and of these those that met and missed their time; the others did neither."""
+    found: dict[str, dict[str, float]] = {}
+    for slo_class in sorted({slo_class for slo_class, _ in counts}):
+        of = {attained: counts.get((slo_class, attained), 0) for attained in ATTAINED}
+        found[slo_class] = {"requests": sum(of.values()), "met": of["met"], "missed": of["missed"]}
+    return found

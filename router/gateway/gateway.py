@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,7 @@ from router.gateway.routing.placer import Placer
 from router.gateway.sharing.allowance import Capacity
 from router.gateway.usage import Books, Usage
 from router.shared_limit import SharedLimit
+from sglang_fair.common.deadlines import Classes
 from sglang_fair.common.identity import DEFAULT_ORDER
 from sglang_fair.common.interaction import Apps
 from sglang_fair.core.interactions import Interactions
@@ -45,10 +46,9 @@ class Gateway:
 
     def __init__(
         self,
-        model_name: str,
+        tokens: Mapping[str, Tokens],
         router: str,
         router_timeout_s: float,
-        tokens: Tokens,
         limits: Limits,
         identity: Sequence[str] = DEFAULT_ORDER,
         tenants: Path | None = None,
@@ -59,16 +59,17 @@ class Gateway:
         log_format: str = "text",
         otlp_traces_endpoint: str | None = None,
         apps: Apps | None = None,
+        classes: Classes | None = None,
     ) -> None:
-        """`router` is its address, `identity` where a client's name is looked for. `start` opens connections.
+        """`tokens` are the tokenizers of the models that it serves, the first one first. `router` is its address,
+        `identity` where a client's name is looked for. `start` opens connections.
 
         Reads the tenants' file at once, and raises SettingError if it cannot. `trusted` are the networks of proxies,
         `limit_store` is where tenants' limits are counted. `metrics_clients` who are no tenants have labels of their
         own; `processes` of this gateway count together. With `log_format` "json" each request is logged. `apps` says
-        which applications clients may name.
+        which applications clients may name, `classes` what they may ask to be promised.
         Spans go to `otlp_traces_endpoint`; None: none are made.
         """
-        self.model_name = model_name
         self.processes = processes
         self.counters = Counters()
         self.directory = None if tenants is None else Directory(tenants)
@@ -83,8 +84,9 @@ class Gateway:
         self.link = Link(router, router_timeout_s, self.fleet)
         self.replicas = Replicas(limits, lambda: self.fleet.workers, self._report_health)
         self._intake = Intake(
-            model_name, tokens, limits.max_prompt_tokens, lambda: self.replicas.context_tokens
+            tokens, limits.max_prompt_tokens, lambda model: self.replicas.context_tokens(model)
         )
+        self.names = self._intake.names
         self.metrics = GatewayMetrics(metrics_clients, self.counters, self._gauges, shared=processes > 1)
         self.record = RequestRecord(log=request_ended if log_format == "json" else None)
         self.explainer = Explainer(self.record, self.link, self.fleet, self.replicas)
@@ -93,7 +95,6 @@ class Gateway:
         placer = Placer(self.link, self.fleet, self.counters)
         self._services = Services(
             limits,
-            model_name,
             self.identity,
             self.quotas,
             self.counters,
@@ -105,6 +106,7 @@ class Gateway:
             self.record,
             apps or Apps(),
             self.interactions,
+            classes or Classes(),
             self.tracing,
         )
 
@@ -117,11 +119,11 @@ class Gateway:
     def models(self, headers: Headers, peer: Peer) -> list[str]:
         """The names of models that the sender may ask for. Raises `ApiError` for who may not ask at all."""
         if self.directory is None:
-            return [self.model_name]
+            return list(self.names)
         tenant = self.identity.of(headers, peer).tenant
         if tenant is None or tenant.models is None:
-            return [self.model_name]
-        return [name for name in tenant.models if name.split(":")[0] == self.model_name]
+            return list(self.names)
+        return [name for name in tenant.models if self.names.model_of(name) is not None]
 
     async def start(self) -> None:
         """Opens what belongs to the running loop."""
@@ -152,7 +154,7 @@ class Gateway:
             "in_flight_by_client": self.capacity.requests.most(LISTED_CLIENTS),
             "held_bytes": self.capacity.body_bytes.taken,
             "connections": self.connection_bounds.open.taken,
-            "context_tokens": self.replicas.context_tokens,
+            "context_tokens": self._context_tokens(),
             "interactions": len(self._begun()),
             "workers": len(self.fleet.workers),
             "sick": self.replicas.health.sick(),
@@ -166,6 +168,11 @@ class Gateway:
                 else {"tenants": self.directory.state(), "limits": self.quotas.state()}
             ),
         }
+
+    def _context_tokens(self) -> int | dict[str, int | None] | None:
+        """By model, where there are several."""
+        found = {model: self.replicas.context_tokens(model) for model in self.names}
+        return found if len(found) > 1 else found[self.names.first]
 
     def _gauges(self) -> dict[str, float]:
         return {

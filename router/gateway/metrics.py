@@ -24,7 +24,7 @@ from prometheus_client import (
 )
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4 as CONTENT_TYPE
 
-from router.gateway.counters import Counters
+from router.gateway.counters import Counters, by_class, by_model
 from sglang_fair.metrics import table
 from sglang_fair.metrics.labels import OTHER, Counted
 from sglang_fair.metrics.waits import SECONDS
@@ -38,6 +38,14 @@ COPY_S = 1.0
 
 _LEAST = ("gateway_router_up", "gateway_tenants_ok")
 """Of several processes the least counts; of other gauges the sum."""
+
+
+PAIRS = {
+    metric.name: metric.labels
+    for metric in table.METRICS
+    if metric.name in ("model_requests_total", "slo_requests_total")
+}
+"""Of these `/status` shows both labels."""
 
 
 class _Series(NamedTuple):
@@ -125,11 +133,16 @@ class GatewayMetrics:
         names, and what is open now. A request counts there when it ends."""
         self._copy()
         found: dict[str, dict[str, float]] = {}
+        pairs: dict[str, dict[tuple[str, str], float]] = {}
         for family in self._everybody().collect():
             for sample in family.samples:
                 of = found.setdefault(sample.name.removeprefix(table.PREFIX), {})
                 key = sample.labels.get("outcome") or next(iter(sample.labels.values()), "")
                 of[key] = of.get(key, 0) + int(sample.value)
+                if (labels := PAIRS.get(sample.name.removeprefix(table.PREFIX))) is not None:
+                    pair = sample.labels[labels[0]], sample.labels[labels[1]]
+                    of_pair = pairs.setdefault(sample.name.removeprefix(table.PREFIX), {})
+                    of_pair[pair] = of_pair.get(pair, 0) + int(sample.value)
 
         def one(name: str, key: str = "") -> float:
             return found.get(name, {}).get(key, 0)
@@ -146,6 +159,8 @@ class GatewayMetrics:
             "in_flight": in_flight,
             "held_bytes": one("gateway_held_bytes"),
             "connections": one("gateway_connections"),
+            "models": by_model(pairs.get("model_requests_total", {})),
+            "classes": by_class(pairs.get("slo_requests_total", {})),
         }
 
     def _page(self) -> bytes:
@@ -168,6 +183,8 @@ class GatewayMetrics:
             ("fallback_placements_total",): counters.placed_in_fallback,
             **{("refusals_total", str(status)): count for status, count in counters.refusals.items()},
             **{("ignored_headers_total", name): count for name, count in counters.ignored_headers.items()},
+            **{("model_requests_total", *labels): count for labels, count in counters.models.items()},
+            **{("slo_requests_total", *labels): count for labels, count in counters.classes.items()},
         }
         for (name, *labels), count in plain.items():
             metric = self._counts[name].labels(*labels) if labels else self._counts[name]

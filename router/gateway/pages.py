@@ -12,7 +12,7 @@ from router.gateway.errors import ApiError
 from router.gateway.gateway import Gateway
 from router.gateway.guard import behind_proxy
 from router.gateway.metrics import CONTENT_TYPE
-from router.gateway.request.call import model_not_found
+from router.gateway.request.names import model_not_found
 from router.gateway.routing.link import RouterGone
 
 EXPLAIN = "/explain/{id:path}"
@@ -40,6 +40,8 @@ class HealthReport(msgspec.Struct):
 
     status: Literal["ok", "fallback", "no router"]
     model: str
+    """The first of `models`."""
+    models: list[str]
 
 
 class StatusReport(msgspec.Struct):
@@ -79,11 +81,12 @@ def public(gateway: Gateway) -> list[Route]:
         return json_response(found)
 
     async def health(_: Request) -> Response:
+        names = list(gateway.names)
         if gateway.link.alive:
-            return json_response(HealthReport("ok", gateway.model_name))
+            return json_response(HealthReport("ok", names[0], names))
         if gateway.fleet.workers:
-            return json_response(HealthReport("fallback", gateway.model_name))
-        return json_response(HealthReport("no router", gateway.model_name), 503)
+            return json_response(HealthReport("fallback", names[0], names))
+        return json_response(HealthReport("no router", names[0], names), 503)
 
     return [
         Route("/v1/models", models, methods=["GET"]),

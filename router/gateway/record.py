@@ -13,6 +13,7 @@ from itertools import islice
 from typing import Any
 
 from router.events import Place
+from sglang_fair.common.deadlines import Promise
 
 REQUEST_ID = "x-request-id"
 """The header in which a client names its request, and every answer too."""
@@ -74,6 +75,10 @@ class Exchange:
     is_entered: bool = False
     trace: str = ""
     """Its trace, where there are spans of it."""
+    promise: Promise | None = None
+    """By when its first token was due; None: it did not come so far."""
+    attained: str = ""
+    """Of that, once it has ended (`common.deadlines`)."""
 
     def shown(self, now_s: float) -> dict[str, Any]:
         """JSON-ready."""
@@ -98,8 +103,20 @@ class Exchange:
                 "cached": self.cached_tokens,
                 "output": self.output_tokens,
             },
+            "slo": self._slo(),
             "tries": [shown_try(one, now_s) for one in self.tries],
             **({"trace_id": self.trace} if self.trace else {}),
+        }
+
+    def _slo(self) -> dict[str, Any] | None:
+        promise = self.promise
+        if promise is None:
+            return None
+        return {
+            "class": promise.slo_class,
+            "slo_s": promise.slo_s,
+            "due_s": promise.due_s - self.came_s,  # from its arrival; less than slo_s for a later call
+            "attained": self.attained or None,
         }
 
     def row(self, now_s: float) -> dict[str, Any]:
@@ -117,6 +134,8 @@ class Exchange:
             "prompt_tokens": self.input_tokens,
             "cached_tokens": self.cached_tokens,
             "output_tokens": self.output_tokens,
+            "model": self.model,
+            "slo_class": "" if self.promise is None else self.promise.slo_class,
         }
 
     def line(self) -> dict[str, Any]:
@@ -145,6 +164,9 @@ class Exchange:
             "retries": shown["retries"],
             "resumes": self.resumed,
             "fallback": shown["fallback"],
+            "slo_class": "" if self.promise is None else self.promise.slo_class,
+            "slo_s": None if self.promise is None else self.promise.slo_s,
+            "slo_attained": self.attained,
             **({"trace_id": self.trace} if self.trace else {}),
         }
 

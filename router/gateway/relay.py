@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal, assert_never
 
 from starlette.types import Receive, Scope, Send
 
-from router.events import TOKEN_BYTES, Arrive, Place, Refuse
+from router.events import TOKEN_BYTES, Arrive, Due, Place, Refuse
 from router.gateway.access.identity import Headers, Identity, Peer
 from router.gateway.access.quota import Quotas, Ticket
 from router.gateway.answer.reply import ClientGone, Reply
@@ -55,6 +55,7 @@ from router.gateway.sharing.allowance import Allowance, Capacity
 from router.wire import pack_tokens, unpack_tokens
 from sglang_fair.common import token_ids
 from sglang_fair.common.caller import Caller
+from sglang_fair.common.deadlines import BadDeadline, Classes, Promise, attained
 from sglang_fair.common.identity import (
     ANNOUNCEMENTS,
     ANONYMOUS,
@@ -97,7 +98,6 @@ class Services:
     """What it takes to serve a request, shared by all of them."""
 
     limits: Limits
-    model_name: str
     identity: Identity
     quotas: Quotas
     counters: Counters
@@ -110,6 +110,8 @@ class Services:
     apps: Apps
     interactions: Interactions
     """Those of which calls were served here."""
+    classes: Classes
+    """What clients may ask to be promised."""
     tracing: "Tracing | None" = None
     """None: no spans are made."""
 
@@ -163,6 +165,8 @@ class _Exchange:
         """Its client may ask."""
         self._part = Part()
         """What it says of its interaction."""
+        self._promise: Promise | None = None
+        """By when its first token is due, on the monotonic clock; None while it is not known what it asks for."""
         self._call_number = 0
         """In that, from the router; 0: not known yet."""
         self._is_open = False
@@ -172,6 +176,10 @@ class _Exchange:
         self._prompt_tokens = 0
         self._first_s: float | None = None
         """When the first piece of a stream went out."""
+        self._answered_s: float | None = None
+        """When the first piece of any answer did."""
+        self._model: str | None = None
+        """Which it is for; None: nobody knows yet."""
         self._trace: Trace | None = None
 
     async def run(self, scope: Scope) -> None:
@@ -188,6 +196,7 @@ class _Exchange:
             self._caller, self._tenant, self._is_known = known.caller, known.tenant, True
             self._noted.client = self._client
             services.record.enter(self._noted)
+            promise = self._promised(headers)
             self._ticket = await services.quotas.enter(known)
             if self._ticket is not None:
                 self._ticket.answered = self._answered
@@ -197,7 +206,7 @@ class _Exchange:
             is_unnamed = self._client == ANONYMOUS and services.identity.reads_user
             self._allowance.enter(address_share(peer) if is_unnamed else self._client)
             raw = await self._read_body(headers)
-            await self._while_client_listens(raw, headers, peer)
+            await self._while_client_listens(raw, headers, peer, promise)
         except ClientGone:
             self._outcome = "left"
             services.counters.left += 1
@@ -218,6 +227,7 @@ class _Exchange:
                 is_answered = self._part.is_last and self._outcome == "ok"
                 services.interactions.end(self._interaction(), is_answered=is_answered)
             self._count()
+            self._count_model_and_class()
             self._noted.output_tokens = self._answered()
             services.record.ended(self._noted, self._outcome)
             if self._trace is not None:
@@ -244,6 +254,17 @@ class _Exchange:
             duration_s=time.monotonic() - self._arrived_s,
             ttft_s=None if self._first_s is None else self._first_s - self._arrived_s,
         )
+
+    def _count_model_and_class(self) -> None:
+        """For the metrics and the record."""
+        counters = self._services.counters
+        if self._model is not None:
+            counters.models[self._model, self._outcome] += 1
+        if self._promise is not None:
+            now_s = time.monotonic()
+            found = attained(self._promise, self._arrived_s, self._answered_s, now_s, self._outcome)
+            counters.classes[self._promise.slo_class, found] += 1
+            self._noted.attained = found
 
     @property
     def _client(self) -> str:
@@ -275,7 +296,7 @@ class _Exchange:
         except TimeoutError as error:
             raise ApiError(408, "the body did not arrive in time", code="body_timeout") from error
 
-    async def _while_client_listens(self, raw: bytes, headers: Headers, peer: Peer) -> None:
+    async def _while_client_listens(self, raw: bytes, headers: Headers, peer: Peer, promise: Promise) -> None:
         """Serves the request; cancels that and raises `ClientGone` when the client disconnects."""
         reply = Reply(self._send, self._services.limits.idle_timeout_s, self._own_headers)
         serving, has_left = asyncio.current_task(), False
@@ -296,7 +317,9 @@ class _Exchange:
             )
             self._check_model(call)
             self._name_client(call, headers, peer)
+            self._model = call.model
             self._part = self._part_of(call, headers)
+            self._keep(promise)
             await self._serve(call, self._headers_for_replica(headers), reply)
         except asyncio.CancelledError:
             if not has_left:
@@ -309,13 +332,15 @@ class _Exchange:
             reply.close()
             if reply.started and reply.is_stream:
                 self._first_s = reply.started_s
+            if reply.started and reply.status < 400:
+                self._answered_s = reply.started_s
 
     def _longest_answer(self) -> int | None:
         return None if self._tenant is None else self._tenant.limits.output_tokens
 
     def _check_model(self, call: Call) -> None:
         if self._tenant is not None and self._tenant.models is not None:
-            check_models(call, self._services.model_name, self._tenant.models)
+            check_models(call, self._tenant.models)
 
     def _name_client(self, call: Call, headers: Headers, peer: Peer) -> None:
         identity = self._services.identity
@@ -332,6 +357,20 @@ class _Exchange:
         if self._tenant is not None and self._tenant.apps is not None:
             apps = Apps({self._client: self._tenant.apps})
         return part._replace(app=apps.of(self._client, part.app))
+
+    def _promised(self, headers: Headers) -> Promise:
+        """What its headers ask for. Raises `ApiError` 400, which names the header, for what nobody can promise."""
+        try:
+            return self._services.classes.promise(headers, self._arrived_s)
+        except BadDeadline as error:
+            raise ApiError(400, str(error), code="invalid_deadline", param=error.header) from None
+
+    def _keep(self, promise: Promise) -> None:
+        """What holds for it, as far as is known here: a later call of an interaction is due when the first was."""
+        if self._part.interaction:
+            self._services.interactions.tick(time.monotonic())
+            promise = self._services.interactions.promised(self._interaction()) or promise
+        self._promise = self._noted.promise = promise
 
     def _interaction(self) -> Interaction:
         return Interaction(self._client, self._part.app, self._part.interaction)
@@ -350,7 +389,7 @@ class _Exchange:
         services = self._services
         tokens = await services.intake.routed_tokens(call, self._allowance.share)
         self._prompt_tokens = self._noted.input_tokens = len(tokens) // TOKEN_BYTES
-        self._noted.model = str(call.body.get("model") or services.model_name)[:MOST_NAME]
+        self._noted.model = str(call.body.get("model") or call.model)[:MOST_NAME]
         if self._ticket is not None:
             await self._ticket.admit(self._prompt_tokens, call.max_output_tokens)
         resumable = Resumable(call) if call.resume else None
@@ -376,7 +415,7 @@ class _Exchange:
                     self._noted.resumed += 1
                     assert resumable is not None
                     try:
-                        leg = self._next_leg(resumable, tokens)
+                        leg = self._next_leg(call, resumable, tokens)
                     except Diverged as error:
                         outcome = Mismatch(str(error))
                         continue
@@ -427,6 +466,8 @@ class _Exchange:
             begun=services.interactions.calls(name) if part.interaction else 0,
             most_calls=None if limits is None else limits.calls_per_minute,
             app_calls=None if limits is None else limits.of_app(part.app),
+            model=leg.call.model,
+            due=None if self._promise is None else Due.of(self._promise, time.monotonic()),
         )
         self._attempts += 1
         noted = services.record.tried(self._noted, arrive.id)
@@ -459,6 +500,8 @@ class _Exchange:
         self._note_call(place)
         if self._call_number:
             headers |= {HEADER_CALL: str(self._call_number)}
+        if self._promise is not None:
+            headers = headers | self._promise.headers(time.monotonic())
         services.record.placed(self._noted, noted, place, itself=services.placer.placed_itself(place.id))
         self._worker = place.worker
         attempt = self._attempting = Attempt(
@@ -469,6 +512,7 @@ class _Exchange:
             client=self._client,
             waiting_since_s=leg.waiting_since_s,
             progress_interval_s=services.limits.progress_interval_s,
+            patient_until_s=self._patient_until_s(),
         )
         try:
             outcome = await attempt.run(headers | {HEADER_ATTEMPT: place.id}, reply, resumable)
@@ -487,19 +531,30 @@ class _Exchange:
             )
         return outcome
 
+    def _patient_until_s(self) -> float | None:
+        """Timeouts are made for the first class. Who may be answered later than that may wait longer by so much."""
+        classes = self._services.classes
+        return None if self._promise is None else self._promise.due_s - classes.seconds[classes.default]
+
     def _note_call(self, place: Place) -> None:
         """The first attempt at the call was let in."""
         if self._attempts > 1:
             return
         self._call_number = place.call
+        if place.due is not None and self._promise is not None:
+            told = place.due.promise(time.monotonic())
+            if told.slo_class in self._services.classes.seconds:
+                self._promise = self._noted.promise = told
         if self._part.interaction:
             self._is_open = True
             interactions, name = self._services.interactions, self._interaction()
             interactions.told(name, place.call or interactions.calls(name) + 1)
+            if self._promise is not None:
+                interactions.promise(name, self._promise)
 
-    def _next_leg(self, resumable: Resumable, tokens: bytes) -> _Leg:
+    def _next_leg(self, call: Call, resumable: Resumable, tokens: bytes) -> _Leg:
         """The rest of the stream. Raises `Diverged` if nobody can continue it."""
-        following = resumable.next_leg(unpack_tokens(tokens), self._services.intake.text)
+        following = resumable.next_leg(unpack_tokens(tokens), self._services.intake.decoder(call))
         if following.tokens is not None:
             tokens = pack_tokens(following.tokens[:MAX_ROUTED_TOKENS])
         return _Leg(following.call, tokens, time.monotonic())

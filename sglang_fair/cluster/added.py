@@ -1,13 +1,14 @@
 """Replicas that are added to a running cluster: with its own settings, and with ports and GPUs that are free."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from sglang_fair.cluster import gpus
 from sglang_fair.cluster.gpus import GpusTaken
 from sglang_fair.cluster.marks import Marks
+from sglang_fair.cluster.models import fewest
 from sglang_fair.cluster.options import ConfigError, Device, Options
-from sglang_fair.cluster.plan import Machine, Model, Process, build, check_memory
+from sglang_fair.cluster.plan import Machine, Model, Process, build, check_memory, each_model
 from sglang_fair.cluster.ports import Ports, Reservations, choose_replica
 
 
@@ -18,29 +19,33 @@ class AddedReplicas:
         self,
         options: Options,
         device: Device,
-        model: Model,
+        models: Model | Sequence[Model],
         ports: Ports,
         reservations: Reservations,
         gpu_marks: Marks,
         look: Callable[[], Machine],
     ) -> None:
-        """`ports` are those of the first replicas; `look` returns the machine's resources at the moment.
+        """`models` and `ports` are those of the first replicas; `look` returns the machine's resources at the moment.
 
         The cluster has its ports from `reservations`, and its GPUs from `gpu_marks`.
         """
         self._options = options
         self._device = device
-        self._model = model
+        self._models = {model.served_name: model for model in each_model(options, models)}
         self._first = ports
         self._ports = {f"r{index}": one for index, one in enumerate(ports.replicas)}
         self._reservations = reservations
         self._gpu_marks = gpu_marks
         self._look = look
 
-    def plan(self, number: int) -> Process:
-        """The replica with this number. Raises `ConfigError`, `PortTaken` or `GpusTaken` if there is no room for it."""
+    def plan(self, number: int, model: str | None = None, has: Sequence[str] = ()) -> Process:
+        """The replica with this number, of the model of this name, or of the one that the fewest have, where `has` is
+        what each has. Raises `ConfigError`, `PortTaken` or `GpusTaken` if there is no such model, or no room for it."""
         machine = self._look()
-        check_memory(replace(self._options, replicas=1), self._device, machine, self._model)
+        if model is not None and model not in self._models:
+            raise ConfigError(f"there is no model {model[:100]!r} here; there are {', '.join(self._models)}")
+        chosen = self._models[model or fewest(list(self._models), has)]
+        check_memory(replace(self._options, replicas=1), self._device, machine, [chosen])
         ports = choose_replica(self._reservations.take, loads=self._options.throttle == "oit")
         as_many = replace(self._options, replicas=number + 1)
         all_ports = replace(self._first, replicas=(ports,) * (number + 1))
@@ -49,7 +54,8 @@ class AddedReplicas:
         except (ConfigError, GpusTaken):
             self._reservations.give_back(ports)
             raise
-        specs = build(as_many, self._device, machine, self._model, all_ports, taken * (number + 1))
+        models = [chosen] * (number + 1)
+        specs = build(as_many, self._device, machine, models, all_ports, taken * (number + 1))
         spec = specs.of("replica")[number]
         self._ports[spec.name] = ports
         return spec

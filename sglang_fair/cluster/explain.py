@@ -63,8 +63,17 @@ def _request(request: Mapping[str, Any]) -> Iterator[str]:
             f"{request['retries']} retries, {request['resumes']} resumes"
             + (", placed without a router" if request["fallback"] else "")
         )
+        if request.get("slo"):
+            yield _deadline(request["slo"])
     for attempt in request["attempts"]:
         yield from _attempt(attempt)
+
+
+def _deadline(slo: Mapping[str, Any]) -> str:
+    words = f"  class {slo['class']}: first token within {_seconds(slo['slo_s'])}"
+    if slo["slo_s"] - slo["due_s"] > 0.001:
+        words += f", due after {_seconds(slo['due_s'])} as a later call of its interaction"
+    return words + (f": {slo['attained']}" if slo["attained"] else "")
 
 
 def _attempt(attempt: Mapping[str, Any]) -> Iterator[str]:

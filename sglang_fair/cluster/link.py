@@ -53,7 +53,20 @@ class RouterLink:
 
     def up(self, worker: Worker) -> None:
         """`worker` serves again, with an empty cache."""
-        self._send(encode(WorkerUp(worker.name, worker.url, worker.kv, worker.replay, load=worker.load)))
+        models = (worker.model,) if worker.model else ()
+        self._send(
+            encode(
+                WorkerUp(
+                    worker.name,
+                    worker.url,
+                    worker.kv,
+                    worker.replay,
+                    load=worker.load,
+                    models=models,
+                    loaded=worker.model,
+                )
+            )
+        )
 
     def down(self, worker: Worker) -> None:
         """`worker` is gone."""

@@ -11,6 +11,8 @@ from router.gateway import limits, otlp
 from router.gateway.access import proxies
 from router.gateway.access.quota import check_store
 from router.placement import build, parse_options
+from sglang_fair.cluster import models
+from sglang_fair.common.deadlines import make_classes
 from sglang_fair.common.files import read_json
 from sglang_fair.common.interaction import make_apps
 from sglang_fair.common.weights import Weights
@@ -37,7 +39,7 @@ OURS: Mapping[str, str] = {
     "--model-path": "--model",
     "--schedule-policy": "--policy",
     "--kv-events-config": "",
-    "--served-model-name": "",
+    "--served-model-name": "--models",
 }
 """SGLang arguments that the cluster sets itself -> the option of ours to use instead, "" for none."""
 
@@ -65,8 +67,13 @@ SHORTEST_BEGINNING = len("--base")
 class Options(Cluster):
     """One cluster as asked for. Quanta and weights are in service units (see `core.cost`)."""
 
+    def model_names(self) -> dict[str, str]:
+        """What each model is called, and what --model would be for it; "" is the name of --model itself. Raises
+        ConfigError."""
+        return models.asked_for(self) or {"": self.model}
+
     def emulation(self) -> Emulation | None:
-        """What the replicas emulate, None for a real engine. Raises ConfigError."""
+        """What the replicas emulate, the first of them if they differ; None for a real engine. Raises ConfigError."""
         emulated_only = (
             ("gpu", self.gpu is not None),
             ("cost_model", self.cost_model is not None),
@@ -77,12 +84,18 @@ class Options(Cluster):
                 if given:
                     raise ConfigError(f"--{field.replace('_', '-')} is for --engine emulated", field)
             return None
+        asked = self.model_names().values()
+        if self.cost_model is not None and len(asked) > 1:
+            raise ConfigError("--cost-model is of one model, and --models names several", "cost_model")
         try:
-            emulation = Emulation(self.gpu or "", self.model, self.cost_model, self.time_scale)
-            emulation.make_cost(read_json)
+            emulations = [
+                Emulation(self.gpu or "", model, self.cost_model, self.time_scale) for model in asked
+            ]
+            for emulation in emulations:
+                emulation.make_cost(read_json)
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        return emulation
+        return emulations[0]
 
     def service_cost(self) -> Cost:
         """What service costs in the replicas. Raises ValueError."""
@@ -92,6 +105,7 @@ class Options(Cluster):
 def check(options: Options) -> None:
     """Raises ConfigError for the first thing in `options` that is wrong on any machine."""
     setting.check(options)
+    models.dealt(options)
     options.emulation()
     if options.engine not in ("auto", "emulated") and options.device not in ("auto", options.engine):
         raise ConfigError(
@@ -115,6 +129,7 @@ def check(options: Options) -> None:
         ("trusted_proxies", lambda: proxies.parse(options.trusted_proxies or "")),
         ("limit_store", lambda: check_store(options.limit_store)),
         ("otlp_traces_endpoint", lambda: otlp.check(options.otlp_traces_endpoint)),
+        ("slo_classes", lambda: make_classes(options.slo_classes, "--slo-classes")),
         ("tenants", lambda: options.tenants and read_tenants(Path(options.tenants))),
     )
     for field, make in checks:

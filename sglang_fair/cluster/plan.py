@@ -5,6 +5,7 @@ import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
@@ -84,6 +85,8 @@ class Model:
     folder: Path
     served_name: str
     weights_bytes: int
+    asked: str | None = None
+    """What --model is for a replica that has it; None: as the operator says."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,8 @@ class Worker:
     replay: str
     load: str | None = None
     """Where it says how much it has to do, if the router wants to know."""
+    model: str = ""
+    """The name of the one that it has."""
 
 
 @dataclass(frozen=True)
@@ -177,17 +182,25 @@ def choose_device(wanted: str, machine: Machine) -> Device:
     raise ConfigError("--device cuda: this installation is for CPUs; run: make setup DEVICE=cuda")
 
 
-def check_memory(options: Options, device: Device, machine: Machine, model: Model) -> None:
-    """Raises `ConfigError` when the replicas cannot fit in memory. On GPUs SGLang checks itself."""
+def each_model(options: Options, models: Model | Sequence[Model]) -> tuple[Model, ...]:
+    """Each replica's, where `models` is one for all of them, or is that already."""
+    return (models,) * options.replicas if isinstance(models, Model) else tuple(models)
+
+
+def check_memory(options: Options, device: Device, machine: Machine, models: Model | Sequence[Model]) -> None:
+    """Raises `ConfigError` when the replicas cannot fit in memory. On GPUs SGLang checks itself. `models` as in
+    `each_model`."""
     if device != "cpu":
         return
+    each = each_model(options, models)
     overhead = REPLICA_OVERHEAD_BYTES if options.emulation() is None else 0
-    per_replica, shared = model.weights_bytes + overhead, FRONT_BYTES + FORK_SERVER_BYTES
-    needed = options.replicas * per_replica + shared
+    needs, shared = [model.weights_bytes + overhead for model in each], FRONT_BYTES + FORK_SERVER_BYTES
+    needed = sum(needs) + shared
     if needed > machine.available_bytes:
-        fit = max(0, (machine.available_bytes - shared) // per_replica)
+        fit = sum(total <= machine.available_bytes - shared for total in accumulate(needs))
+        which = ", ".join(dict.fromkeys(model.asked or options.model for model in each))
         raise ConfigError(
-            f"too little memory: {options.replicas} replicas of {options.model} need about {_gb(needed)}, "
+            f"too little memory: {len(each)} replicas of {which} need about {_gb(needed)}, "
             f"{_gb(machine.available_bytes)} are available; {fit} would fit (--replicas)"
         )
 
@@ -196,11 +209,13 @@ def build(
     options: Options,
     device: Device,
     machine: Machine,
-    model: Model,
+    models: Model | Sequence[Model],
     ports: Ports,
     gpus: Sequence[tuple[Gpu, ...]] = (),
 ) -> Plan:
-    """The processes of the cluster. `gpus` are those of each replica, if it computes on any."""
+    """The processes of the cluster. `models` are as in `each_model`, `gpus` those of each replica, if it computes on
+    any."""
+    each = each_model(options, models)
     router = f"tcp://{LOCAL}:{ports.router}"
     fork_server = f"sglang-fair/fork-server/{ports.router}" if device == "cpu" else None
     workers = tuple(
@@ -210,19 +225,20 @@ def build(
             kv=f"tcp://{LOCAL}:{port.kv}",
             replay=f"tcp://{LOCAL}:{port.kv + 1}",
             load=None if port.load is None else f"tcp://{LOCAL}:{port.load}",
+            model=each[index].served_name,
         )
         for index, port in enumerate(ports.replicas)
     )
     return Plan(
         processes=(
-            *((_fork_server(options, machine, fork_server),) if fork_server else ()),
+            *((_fork_server(options, machine, each[0], fork_server),) if fork_server else ()),
             *(
-                _replica(options, device, machine, model, worker, ports.replicas[index],
+                _replica(options, device, machine, each[index], worker, ports.replicas[index],
                          gpus[index] if gpus else (), fork_server)
                 for index, worker in enumerate(workers)
             ),
             _router(options, machine, router, workers),
-            _gateway(options, machine, model, router, ports.gateway),
+            _gateway(options, machine, each, router, ports.gateway),
             *((_dashboard(options, machine, ports.gateway),) if options.dashboard_port else ()),
         ),
         router=router,
@@ -285,6 +301,8 @@ def _replica(
     values = {
         "name": worker.name,
         **shared(options, table.Replica),
+        "model": model.asked or options.model,
+        "served_name": model.served_name if options.models else None,
         "device": device,
         "host": LOCAL,
         "port": ports.http,
@@ -315,8 +333,9 @@ def _replica(
     )
 
 
-def _fork_server(options: Options, machine: Machine, name: str) -> Process:
-    engine = command_line(table.Replica, {**shared(options, table.Engine), "device": "cpu"})
+def _fork_server(options: Options, machine: Machine, model: Model, name: str) -> Process:
+    known = shared(options, table.Engine) | {"device": "cpu", "model": model.asked or options.model}
+    engine = command_line(table.Replica, known)
     return Process(
         name="fork-server",
         role="fork-server",
@@ -376,18 +395,21 @@ def _worker_arguments(workers: Sequence[Worker]) -> list[str]:
     specs = [
         f"{worker.name},http={worker.url},kv={worker.kv},replay={worker.replay}"
         + (f",load={worker.load}" if worker.load else "")
+        + (f",model={worker.model}" if worker.model else "")
         for worker in workers
     ]
     return command_line(table.Router, {"worker": specs})
 
 
-def _gateway(options: Options, machine: Machine, model: Model, router: str, port: int) -> Process:
+def _gateway(options: Options, machine: Machine, models: Sequence[Model], router: str, port: int) -> Process:
+    first, *more = {model.served_name: model for model in models}.values()
     values = {
         "host": options.host,
         "port": port,
         "router": router,
-        "model_name": model.served_name,
-        "tokenizer": str(model.folder),
+        "model_name": first.served_name,
+        "tokenizer": str(first.folder),
+        "more_models": ",".join(f"{one.served_name}={one.folder}" for one in more) or None,
         "workers": options.gateway_workers,
         "drain_s": GATEWAY_DRAIN_S,
         "log_level": options.log_level,
@@ -397,6 +419,7 @@ def _gateway(options: Options, machine: Machine, model: Model, router: str, port
         "apps": None if options.apps is None else str(Path(options.apps).absolute()),
         **shared(options, table.Access),
         **shared(options, table.Tracing),
+        **shared(options, table.Deadlines),
         "tenants": None if options.tenants is None else str(Path(options.tenants).absolute()),
         **limits.parse(options.gateway_options),
     }

@@ -7,10 +7,11 @@ import os
 import secrets
 import signal
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from sglang_fair.cluster import gpus
+from sglang_fair.cluster import gpus, models
 from sglang_fair.cluster import machine as machines
 from sglang_fair.cluster.added import AddedReplicas
 from sglang_fair.cluster.child import kill_session
@@ -98,23 +99,30 @@ async def _run(options: Options) -> int:
         if options.tenants is not None and not replica_key.key():
             # So that nobody asks a replica past the gateway. All processes that are started get it.
             os.environ[replica_key.variable] = secrets.token_urlsafe(32)
+        names = models.dealt(options)
+        options = replace(options, replicas=len(names))
         taken = gpus.take(options, device, machine.gpus, gpu_marks)
-        name = options.model if emulation is None else EMULATED + options.model
-        model = await _find_model(name, machine, stop)
-        check_memory(options, device, machine, model)
+        found: dict[str, Model] = {}
+        for called, asked in options.model_names().items():
+            model = await _find_model(asked if emulation is None else EMULATED + asked, machine, stop)
+            found[called] = replace(model, served_name=called or model.served_name, asked=asked)
+        each = tuple(found[called] for called in names)
+        check_memory(options, device, machine, each)
         loads = options.throttle == "oit"
         ports = choose(options.port, options.replicas, reservations.take, loads=loads)
-        plan = build(options, device, machine, model, ports, taken)
+        plan = build(options, device, machine, each, ports, taken)
         gateway = gateway_url(options.host, ports.gateway)
-        title = (
-            f"{options.replicas} x {emulation or f'{model.served_name} on {device}'}, "
-            f"scheduler {options.policy}, placement {options.placement}"
-        )
+        what = " and ".join(f"{names.count(called)} x {one.served_name}" for called, one in found.items())
+        if emulation is not None and not options.models:
+            what = f"{options.replicas} x {emulation}"
+        else:
+            what += f" on {'emulated ' + emulation.gpu if emulation else device}"
+        title = f"{what}, scheduler {options.policy}, placement {options.placement}"
         console = make_console(to_stderr=options.json)
 
         def when_up(pids: dict[str, int]) -> None:
             if options.json:
-                _print_json(describe(options, device, model, plan, gateway, pids))
+                _print_json(describe(options, device, tuple(found.values()), plan, gateway, pids))
             else:
                 show(console, "")
                 show(
@@ -126,7 +134,7 @@ async def _run(options: Options) -> int:
             console, plan, quiet=Replicas() if options.quiet_replicas else (), when_up=when_up
         )
         reporter.say(f"starting {title}")
-        added = AddedReplicas(options, device, model, ports, reservations, gpu_marks, machines.look)
+        added = AddedReplicas(options, device, each, ports, reservations, gpu_marks, machines.look)
         return await _supervise(plan, reporter, stop, added, gpu_marks, socket_path(ports.gateway))
 
 
@@ -210,7 +218,12 @@ async def _find_model(name: str, machine: Machine, stop: asyncio.Event) -> Model
 
 
 def describe(
-    options: Options, device: Device, model: Model, plan: Plan, gateway: str, pids: dict[str, int]
+    options: Options,
+    device: Device,
+    served: Sequence[Model],
+    plan: Plan,
+    gateway: str,
+    pids: dict[str, int],
 ) -> dict[str, object]:
     """A running cluster for programs: its addresses and what it is."""
     emulation = options.emulation()
@@ -224,7 +237,8 @@ def describe(
         "pids": {"cluster": os.getpid(), **pids},
         "policy": options.policy,
         "placement": options.placement,
-        "model": model.served_name,
+        "model": served[0].served_name,
+        "models": [model.served_name for model in served],
         "device": device,
         "emulated": None if emulation is None else emulation.describe(read_json),
     }

@@ -8,7 +8,7 @@ A router that is restarted gets the replicas of that moment.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,8 +32,9 @@ IDLE_CHECKS_S = 30.0
 """How long a replica that the router no longer lists is asked whether it has finished. While there was no router,
 gateways may have sent it requests on their own."""
 
-Planner = Callable[[int], Process]
-"""The replica with this number, as the cluster would have started it. Raises what `AddedReplicas.plan` does."""
+Planner = Callable[[int, str | None, Sequence[str]], Process]
+"""The replica with this number, as the cluster would have started it; what else it takes and raises is that of
+`AddedReplicas.plan`."""
 
 Freed = Callable[[Process], None]
 
@@ -47,6 +48,7 @@ class ReplicaState:
     pid: int | None
     state: str
     """starting, up, draining, down (being restarted) or given up."""
+    model: str = ""
 
 
 class Workers:
@@ -67,6 +69,8 @@ class Workers:
         match asked:
             case {"do": "list"}:
                 return {"workers": [vars(row) for row in self.rows()]}
+            case {"do": "add", "model": str(model)}:
+                return vars(await self.add(say, model))
             case {"do": "add"}:
                 return vars(await self.add(say))
             case {"do": "drain", "name": str(name)}:
@@ -77,12 +81,14 @@ class Workers:
         """The replicas in the order of their numbers."""
         return [self._row(spec) for spec in sorted(self._specs(), key=lambda spec: _number(spec.name))]
 
-    async def add(self, say: Say) -> ReplicaState:
-        """Starts one more replica and returns when it serves. Raises `Refused`."""
+    async def add(self, say: Say, model: str | None = None) -> ReplicaState:
+        """Starts one more replica, of the model of this name if one is given, and returns when it serves. Raises
+        `Refused`."""
         known = await router_workers(self._router) or {}  # some may have been added by the gateway
         taken = {*known, *self._states, *(spec.name for spec in self._specs())}
         try:
-            spec = self._plan(_free_number({_number(name) for name in taken}))
+            has = [one.worker.model for one in self._specs() if one.worker is not None]
+            spec = self._plan(_free_number({_number(name) for name in taken}), model, has)
         except (ConfigError, PortTaken, GpusTaken) as error:
             raise Refused(str(error)) from None
         say(f"{spec.name} is being started")
@@ -165,7 +171,8 @@ class Workers:
     def _row(self, spec: Process) -> ReplicaState:
         state = self._states.get(spec.name) or self._supervisor.state(spec.name)
         url = spec.worker.url if spec.worker else ""
-        return ReplicaState(spec.name, url, self._supervisor.pids.get(spec.name), state)
+        model = spec.worker.model if spec.worker else ""
+        return ReplicaState(spec.name, url, self._supervisor.pids.get(spec.name), state, model)
 
 
 def _has_left(state: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ header, and how much of the time is left in `HEADER_SLACK`, which no client can 
 import re
 from collections.abc import Mapping
 from math import isfinite
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 HEADER_CLASS = "x-fair-class"
 HEADER_SLACK = "x-fair-slack-ms"
@@ -42,6 +42,26 @@ class Promise(NamedTuple):
     def headers(self, now_s: float) -> dict[str, str]:
         """For the replica, to which the request goes at `now_s`."""
         return {HEADER_CLASS: self.slo_class, HEADER_SLACK: f"{1e3 * (self.due_s - now_s):.1f}"}
+
+
+Attained = Literal["met", "missed", "neither"]
+ATTAINED: tuple[Attained, ...] = ("met", "missed", "neither")
+
+
+def attained(
+    promise: Promise, arrived_s: float, first_s: float | None, ended_s: float, outcome: str
+) -> Attained:
+    """What became of a request's own time to first token: its class's, from its own arrival, also in an interaction.
+
+    `first_s` is when the first piece of its answer came, None: none did, and it ended at `ended_s` with `outcome`. One
+    that failed was missed. One that was refused, or that its client left before the time was over, is neither.
+    """
+    until_s = arrived_s + promise.slo_s
+    if first_s is not None:
+        return "met" if first_s <= until_s else "missed"
+    if outcome == "failed" or (outcome == "left" and ended_s > until_s):
+        return "missed"
+    return "neither"
 
 
 class BadDeadline(ValueError):

@@ -129,13 +129,17 @@ class Interactions:
     def promise(self, name: Interaction, promise: Promise) -> Promise:
         """What holds for a call that was accepted: what was promised for the first one, which `promise` is if none came
         before it."""
-        client = self._clients.get(name.client)
-        open_ = None if client is None else client.get(name)
+        open_ = self._find(name)
         if open_ is None:
             return promise
         if open_.promise is None or open_.calls <= 1:
             open_.promise = promise
         return open_.promise
+
+    def promised(self, name: Interaction) -> Promise | None:
+        """What would hold for another call of it; None: it would be the first, or nobody has promised anything."""
+        open_ = self._find(name)
+        return None if open_ is None or open_.calls >= self.most_calls else open_.promise
 
     def told(self, name: Interaction, number: int) -> None:
         """Another process has accepted a call of it as number `number`; the call waits or runs."""
@@ -180,6 +184,10 @@ class Interactions:
     def __len__(self) -> int:
         """How many are open."""
         return self._open
+
+    def _find(self, name: Interaction) -> Open | None:
+        client = self._clients.get(name.client)
+        return None if client is None else client.get(name)
 
     def _join(self, name: Interaction, begun: int) -> Open:
         """One more call of it is under way."""

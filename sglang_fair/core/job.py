@@ -37,6 +37,10 @@ class Job:
     stage: str = ""
     call: int = 1
     """Its number in its interaction, from 1 (`interactions`)."""
+    deadline_s: float | None = None
+    """When its first token is due, by the clock of the engine; None: nobody has promised anything."""
+    slo_class: str = ""
+    """By which promise (`common.deadlines`)."""
     system_tokens: int = 0
     """Of its prompt: those of system messages, which are taken for its beginning. As its sender calls its messages."""
 

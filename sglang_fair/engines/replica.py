@@ -80,7 +80,7 @@ def server_arguments(options: Replica, model: ServedModel) -> list[str]:
     check(read({SETTINGS[name].variable: text for name, text in fair.items()}), policy)
     arguments = [
         "--model-path", model.path,
-        "--served-model-name", model.served_name,
+        "--served-model-name", options.served_name or model.served_name,
         "--load-format", model.load_format,
         "--host", options.host,
         "--port", str(options.port),

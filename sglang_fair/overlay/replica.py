@@ -257,6 +257,9 @@ class ReplicaFairness:
         if job is None:
             job = job_of(request, self.config.apps)
             job.id, job.arrived_s = self._free_id(request.rid), self.now_s
+            slack_s = _said(request).get("slack_s")
+            if slack_s is not None:
+                job.deadline_s = job.arrived_s + slack_s
             if not job.call:
                 self._numbered.add(job.id)
                 job.call = self._interactions.accept(_interaction(job))
@@ -590,6 +593,7 @@ def job_of(request: Any, apps: Apps) -> Job:
         stage=said.get("stage", ""),
         call=said.get("call", 0),
         system_tokens=min(said.get("system_tokens", 0), len(request.origin_input_ids)),
+        slo_class=said.get("slo_class", ""),
     )
 
 

@@ -106,7 +106,7 @@ class Setting:
     def expected(self) -> str:
         """What a value must be or do, to follow "must"."""
         if self.is_mapping:
-            return "map client names to numbers"
+            return "map names to numbers"
         if self.is_list:
             return "be a list of texts"
         return {
@@ -258,6 +258,8 @@ def shown_default(setting: Setting) -> str:
         return ""
     if setting.default is None or setting.default in ("", (), {}):
         return setting.about.unset
+    if setting.is_mapping:
+        return json.dumps(setting.default)
     return f"{setting.default:g}" if isinstance(setting.default, float) else str(setting.default)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
+from sglang_fair.common.deadlines import DEFAULT_CLASSES
 from sglang_fair.common.identity import DEFAULT_ORDER
 from sglang_fair.core.payers import FIRST, RULES
 from sglang_fair.core.steps import DEFAULT_STALL_MS
@@ -255,6 +256,20 @@ class Access:
     ] = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Deadlines:
+    """What a gateway promises."""
+
+    slo_classes: Annotated[
+        Mapping[str, float],
+        About(
+            "Seconds to the first token by class, which a request names in x-fair-class; the first is that of requests "
+            "that name none.",
+            metavar="JSON",
+        ),
+    ] = field(default_factory=lambda: dict(DEFAULT_CLASSES))
+
+
 THROTTLES = ("none", "oit", "rpm")
 
 
@@ -297,10 +312,22 @@ class Throttling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cluster(Tracing, Access, Throttling, Fairness, Engine):
+class Cluster(Tracing, Access, Deadlines, Throttling, Fairness, Engine):
     """Start replicas, router and gateway on this machine, and keep them running until Ctrl-C."""
 
-    replicas: Annotated[int, About("SGLang servers to start.", at_least=1)] = 2
+    replicas: Annotated[
+        int, About("SGLang servers to start; they are dealt out in turn to several --models.", at_least=1)
+    ] = 2
+    models: Annotated[
+        str,
+        About(
+            "Several models in place of --model, by the names that clients use: each is what --model could be, and :N "
+            "behind it so many replicas of it.",
+            metavar="NAME=MODEL[:N],...",
+            unset="--model alone",
+            pairs=True,
+        ),
+    ] = ""
     device: Annotated[
         str, About("cpu, cuda (a GPU for each replica), or auto.", choices=("auto", "cpu", "cuda"))
     ] = "auto"
@@ -386,6 +413,9 @@ class Replica(Fairness, Engine):
     host: Annotated[str, About("Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, About("Port to listen on.", at_least=0, at_most=65535)] = 30000
     name: Annotated[str, About("The replica's name in logs.")] = "r0"
+    served_name: Annotated[
+        str | None, About("What the model is called.", metavar="NAME", unset="the model's own name")
+    ] = None
     kv_port: Annotated[
         int | None,
         About(
@@ -429,7 +459,8 @@ class Router(Throttling):
     worker: Annotated[
         tuple[str, ...],
         About(
-            "A replica: NAME,http=URL[,kv=ADDRESS][,replay=ADDRESS][,load=ADDRESS][,capacity=NUMBER]. Repeatable.",
+            "A replica: NAME,http=URL[,kv=ADDRESS][,replay=ADDRESS][,load=ADDRESS][,capacity=NUMBER][,model=NAME]. "
+            "Repeatable. Where one has a model=, all must.",
             metavar="SPEC",
         ),
     ] = ()
@@ -544,7 +575,8 @@ class Limits:
     idle_timeout_s: Annotated[
         float,
         About(
-            "Longest silence of a replica, its queue included, and of a client that reads too slowly.",
+            "Longest silence of a replica, its queue included, and of a client that reads too slowly. A request of a "
+            "class may wait longer in that queue, by what its class has beyond the first one.",
             unit="seconds",
             above=0,
         ),
@@ -559,14 +591,25 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gateway(Tracing, Access, Limits):
+class Gateway(Tracing, Access, Deadlines, Limits):
     """Run a gateway alone: the OpenAI API and /generate in front of the replicas; the router says which one."""
 
     host: Annotated[str, About("Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, About("Port to listen on.", at_least=0, at_most=65535)]
     router: Annotated[str, About("The router's address.", metavar="tcp://HOST:PORT")]
-    model_name: Annotated[str, About('The served model; clients may also say "default".')]
+    model_name: Annotated[
+        str, About('The served model, or the first of several; clients may also say "default".')
+    ]
     tokenizer: Annotated[str, About("Folder with tokenizer.json.", metavar="DIR")]
+    more_models: Annotated[
+        str,
+        About(
+            "Further models that are served, each with the folder of its tokenizer.",
+            metavar="NAME=DIR,...",
+            unset="none",
+            pairs=True,
+        ),
+    ] = ""
     workers: Annotated[int, About("Processes.", metavar="N", at_least=1)] = 1
     router_timeout_s: Annotated[
         float,

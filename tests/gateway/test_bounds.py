@@ -15,7 +15,7 @@ from router.gateway.replicas.connections import NoDescriptors
 from router.gateway.request.call import LARGE_BODY_BYTES, parse
 from router.gateway.request.chunks import ChunkedTokenizer
 from tests.gateway.test_gateway import CHAT, COMPLETION, START_S, Cluster, FakeReplica, run
-from tests.support.stand_in import make_tokenizer
+from tests.support.stand_in import MODEL, make_tokenizer
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.slow
@@ -172,7 +172,7 @@ def test_without_a_file_to_open_the_gateway_is_at_fault(tokenizer: Path) -> None
 
 async def knows_context(c: Cluster, tokens: int | None) -> None:
     await eventually(
-        lambda: c.gateway.replicas.context_tokens == tokens, f"a context of {tokens} tokens", START_S
+        lambda: c.gateway.replicas.context_tokens(MODEL) == tokens, f"a context of {tokens} tokens", START_S
     )
 
 
@@ -231,7 +231,7 @@ def test_what_cannot_fit_is_not_tokenized(tokenizer: Path, monkeypatch: pytest.M
 def test_without_a_known_context_the_replica_judges(tokenizer: Path) -> None:
     async def body(c: Cluster) -> None:
         await c.gateway.replicas._contexts._ask(("r0", c.replicas[0].url), c.gateway.replicas.session)
-        assert c.gateway.replicas.context_tokens is None
+        assert c.gateway.replicas.context_tokens(MODEL) is None
         assert (await c.post("/v1/completions", {"prompt": "x" * 9000}))[0] == 200
         status, _, answer = await c.post("/v1/completions", {"prompt": ["x" * 21_000] * 2})
         assert (status, json.loads(answer)["error"]["code"]) == (400, "prompt_too_large")

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from router.events import Arrive
 from router.gateway.errors import ApiError
 from router.gateway.request.call import Call, parse
+from router.gateway.request.names import Names
 from router.gateway.request.schema import PATHS
 from router.wire import namespace
 from sglang_fair.common.caller import GROUP_MARK, HEADER_WEIGHT, read_weight, salted
@@ -120,7 +121,7 @@ def test_the_rest_of_a_stream_is_in_the_same_group(tokenizer: Path, tenants: Pat
 
 def parsed(kind: Any, group: str | None, **more: object) -> Call:
     asked = {"chat": CHAT, "completions": COMPLETION, "generate": GENERATE}[kind]
-    return parse(kind, json.dumps(asked | more).encode(), MODEL, group)
+    return parse(kind, json.dumps(asked | more).encode(), Names(MODEL), group)
 
 
 JSON = st.recursive(

@@ -41,6 +41,7 @@ from router.gateway.app import Config, create_app
 from router.gateway.errors import ApiError
 from router.gateway.limits import Limits
 from router.gateway.request.call import Call, parse
+from router.gateway.request.names import Names
 from router.placement import PLACEMENTS, build
 from router.wire import decode_kv_batch
 from sglang_fair.tenants import edit, keys
@@ -160,7 +161,7 @@ bodies = st.one_of(
 @given(kind=st.sampled_from(["chat", "completions", "generate"]), raw=bodies)
 def test_a_body_is_a_call_or_refused(kind: Any, raw: bytes) -> None:
     try:
-        call = parse(kind, raw, MODEL)
+        call = parse(kind, raw, Names(MODEL))
     except ApiError as error:
         refused = error
     else:
@@ -174,7 +175,7 @@ def test_a_body_is_a_call_or_refused(kind: Any, raw: bytes) -> None:
 def _call(kind: Any) -> Call:
     body = {"prompt": "x", "text": "x", "messages": [{"role": "user"}], "stream": True, "temperature": 0}
     more = {"max_tokens": 5, "sampling_params": {"temperature": 0, "max_new_tokens": 5}}
-    return parse(kind, json.dumps(body | more).encode(), MODEL)
+    return parse(kind, json.dumps(body | more).encode(), Names(MODEL))
 
 
 chunk = st.fixed_dictionaries(
@@ -338,7 +339,7 @@ def limits_in_a_body(named: dict[str, int]) -> bytes:
 def test_no_body_asks_for_a_longer_answer_than_it_may(kind: Any, raw: bytes, most: int) -> None:
     """What SGLang would make of the body, by its own rules, is at most the longest answer, and is what is held."""
     try:
-        call = parse(kind, raw, MODEL, most_output_tokens=most)
+        call = parse(kind, raw, Names(MODEL), most_output_tokens=most)
     except ApiError:
         return
     body = json.loads(call.encoded)

@@ -31,6 +31,7 @@ from router.gateway.guard import KEY_VARIABLE
 from router.gateway.limits import Limits
 from router.gateway.listener import Listener
 from router.gateway.request.call import parse
+from router.gateway.request.names import Names
 from router.gateway.request.tokens import TokenizerError, Tokens
 from router.placement import build
 from router.shell import Shell
@@ -608,7 +609,7 @@ def test_nobody_outside_names_a_client_inside(tokenizer: Path) -> None:
 def test_a_bad_body_is_refused(path: str, body: object, status: int, code: object) -> None:
     kind = {"/v1/chat/completions": "chat", "/v1/completions": "completions", "/generate": "generate"}[path]
     with pytest.raises(ApiError) as caught:
-        parse(kind, body if isinstance(body, bytes) else json.dumps(body).encode(), MODEL)
+        parse(kind, body if isinstance(body, bytes) else json.dumps(body).encode(), Names(MODEL))
     error = json.loads(caught.value.body())["error"]
     assert (caught.value.status, error["code"]) == (status, code)
     assert error["type"] == "invalid_request_error"
@@ -1041,7 +1042,7 @@ def test_without_a_router_and_without_workers_the_client_is_told_to_come_back(to
 
 def call(kind: str, **body: object):
     default = {"chat": CHAT, "completions": COMPLETION, "generate": GENERATE}[kind]
-    return parse(kind, json.dumps(default | body).encode(), MODEL)
+    return parse(kind, json.dumps(default | body).encode(), Names(MODEL))
 
 
 def test_a_stream_may_be_cut_anywhere() -> None:

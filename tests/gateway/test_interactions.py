@@ -37,10 +37,11 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def fair_headers(c: Cluster) -> dict[str, str]:
-    """Those of ours that the replica got with the last request, but for the attempt's name."""
+    """Those of ours that the replica got with the last request, but for the attempt's name and the deadline."""
     _, seen, _ = c.replicas[0].requests[-1]
     ours = {name.lower(): value for name, value in seen.items() if name.lower().startswith("x-fair-")}
-    del ours["x-fair-attempt"]
+    for name in ("x-fair-attempt", "x-fair-class", "x-fair-slack-ms"):
+        del ours[name]
     return ours
 
 

@@ -13,6 +13,7 @@ from router.gateway.limits import OTHER_DESCRIPTORS, Limits, fit
 from router.gateway.limits import parse as parse_limits
 from router.gateway.replicas.context import context_of
 from router.gateway.request.call import MAX_MESSAGES, MAX_VALUES, check_size, parse
+from router.gateway.request.names import Names
 
 JSON = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(0, 9), st.text(alphabet='ab"\\,[{\n')),
@@ -98,9 +99,11 @@ def test_token_ids_and_long_texts_are_no_structure() -> None:
 
 def test_messages_are_bounded() -> None:
     message = {"role": "user", "content": "a"}
-    assert parse("chat", json.dumps({"messages": [message] * MAX_MESSAGES}).encode(), "m").kind == "chat"
+    assert (
+        parse("chat", json.dumps({"messages": [message] * MAX_MESSAGES}).encode(), Names("m")).kind == "chat"
+    )
     with pytest.raises(ApiError, match="at most") as caught:
-        parse("chat", json.dumps({"messages": [message] * (MAX_MESSAGES + 1)}).encode(), "m")
+        parse("chat", json.dumps({"messages": [message] * (MAX_MESSAGES + 1)}).encode(), Names("m"))
     assert caught.value.code == "too_many_messages"
 
 

@@ -16,6 +16,7 @@ from router.gateway.answer.resume import Diverged, Resumable
 from router.gateway.answer.sse import COMMENTS, Stream
 from router.gateway.request.call import Call, parse
 from router.gateway.request.continuation import continuation
+from router.gateway.request.names import Names
 from router.gateway.request.tokens import Tokens
 from sglang_fair.common.token_ids import comment
 from tests.support.stand_in import Engine, make_tokenizer
@@ -65,7 +66,7 @@ class Client:
     """One client's stream, over as many engines as it takes."""
 
     def __init__(self, tokenizer: Path, kind: str, body: dict[str, Any]) -> None:
-        self.call: Call = parse(kind, json.dumps(body).encode(), "tiny")
+        self.call: Call = parse(kind, json.dumps(body).encode(), Names("tiny"))
         self.tokens = tokens_of(tokenizer)
         self.resumable = Resumable(self.call)
         self.leg: Call = self.call
@@ -550,7 +551,7 @@ def test_text_of_a_chat_waits_for_its_token_ids(tokenizer: Path) -> None:
 )
 def test_how_a_stream_can_go_on(kind: str, change: dict[str, Any], way: str | None) -> None:
     body = request(kind, "x", 5) | change
-    assert parse(kind, json.dumps(body).encode(), "tiny").resume == way
+    assert parse(kind, json.dumps(body).encode(), Names("tiny")).resume == way
 
 
 def test_a_list_of_sampling_parameters_is_no_single_answer() -> None:

@@ -42,9 +42,10 @@ class Attempt:
         client: str,
         waiting_since_s: float,
         progress_interval_s: float,
+        patient_until_s: float | None = None,
     ) -> None:
         """`waiting_since_s` is when the client began to wait, on the monotonic clock; the time to first token counts
-        from it."""
+        from it. Until `patient_until_s` the replica may be silent beyond all timeouts, because of its queue."""
         self._replicas = replicas
         self._placer = placer
         self._call = call
@@ -52,6 +53,7 @@ class Attempt:
         self._client = client
         self._url = place.url.rstrip("/")
         self._waiting_since_s = waiting_since_s
+        self._patient_until_s = 0.0 if patient_until_s is None else patient_until_s
         self._progress_interval_s = progress_interval_s
         self._stream = Stream(call)
         self._asking: Asking | None = None
@@ -118,7 +120,8 @@ class Attempt:
         await self._replicas.window(self._url).reserve(self._client, len(self._call.encoded))
         self._may_be_working = self._was_asked = True
         body = self._call.forwarded(self._place.id)
-        self._asking = self._replicas.post(self._url, PATHS[self._call.kind], headers, body)
+        patience_s = max(0.0, self._patient_until_s - time.monotonic())
+        self._asking = self._replicas.post(self._url, PATHS[self._call.kind], headers, body, patience_s)
         # A replica that falls silent is given up at once, wherever in here its answer is waited for.
         with self._replicas.health.while_it_answers(self._place.worker, self._asking.give_up):
             async with self._asking as answer:

@@ -80,6 +80,7 @@ class Connection(asyncio.Protocol):
         self._pieces: list[bytes] = []
         self._buffered_bytes = 0
         self._is_paused = False
+        self._patience_s = 0.0
 
     # -- for the pool and for requests
 
@@ -88,12 +89,14 @@ class Connection(asyncio.Protocol):
         """Its last answer was read to the end, and the server keeps the connection open."""
         return self._is_complete and self._keeps and self._error is None and not self._transport.is_closing()
 
-    async def ask(self, request: bytes) -> None:
-        """Sends a request and waits for status and headers. Raises `Broken`, and TimeoutError after silence."""
+    async def ask(self, request: bytes, patience_s: float = 0.0) -> None:
+        """Sends a request and waits for status and headers. Raises `Broken`, and TimeoutError after silence, which may
+        be `patience_s` longer until the first piece of the answer."""
         self._begin()
         self._is_asked = True
         self._heard_s = self._loop.time()
-        self._timer = self._loop.call_later(self._idle_timeout_s, self._look)
+        self._patience_s = patience_s
+        self._timer = self._loop.call_later(self._most_silence_s, self._look)
         self._transport.write(request)
         while not self._has_head:
             await self._wait()
@@ -150,14 +153,18 @@ class Connection(asyncio.Protocol):
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
+    @property
+    def _most_silence_s(self) -> float:
+        return self._idle_timeout_s + self._patience_s
+
     def _look(self) -> None:
         """Fails if the replica has been silent for too long. While bytes wait to be read, the silence is our own."""
         silent_s = 0.0 if self._is_paused or self._pieces else self._loop.time() - self._heard_s
-        if silent_s >= self._idle_timeout_s:
+        if silent_s >= self._most_silence_s:
             self._timer = None
-            self.fail(TimeoutError(f"nothing came for {self._idle_timeout_s:g} s"))
+            self.fail(TimeoutError(f"nothing came for {self._most_silence_s:g} s"))
         else:
-            self._timer = self._loop.call_later(self._idle_timeout_s - silent_s, self._look)
+            self._timer = self._loop.call_later(self._most_silence_s - silent_s, self._look)
 
     # -- asyncio.Protocol
 
@@ -212,6 +219,15 @@ class Connection(asyncio.Protocol):
         """Keeps a piece of the body for the reader."""
         self._pieces.append(body)
         self._buffered_bytes += len(body)
+        if self._patience_s:
+            self._has_begun()
+
+    def _has_begun(self) -> None:
+        """The answer has: from here on nobody waits in a queue."""
+        self._patience_s = 0.0
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = self._loop.call_later(self._idle_timeout_s, self._look)
 
     def on_message_complete(self) -> None:
         """The answer is complete."""
@@ -222,8 +238,9 @@ class Connection(asyncio.Protocol):
 class Asking:
     """A request from `Connections.post`: `async with` sends it and gives the connection with its answer."""
 
-    def __init__(self, connections: "Connections", origin: Origin, request: bytes) -> None:
+    def __init__(self, connections: "Connections", origin: Origin, request: bytes, patience_s: float) -> None:
         self._connections = connections
+        self._patience_s = patience_s
         self._origin = origin
         self._request = request
         self._connecting: asyncio.Timeout | None = None
@@ -249,7 +266,7 @@ class Asking:
         try:
             if self._error is not None:
                 raise self._error
-            await found.ask(self._request)
+            await found.ask(self._request, self._patience_s)
         except BaseException:
             found.close()
             raise
@@ -281,15 +298,19 @@ class Connections:
         self._origins: dict[str, tuple[Origin, bytes]] = {}
         self._sweeper: asyncio.TimerHandle | None = None
 
-    def post(self, base: str, path: str, headers: Mapping[str, str], body: bytes) -> Asking:
-        """A request for `async with`: `body` goes to `path` below the URL `base`.
+    def post(
+        self, base: str, path: str, headers: Mapping[str, str], body: bytes, patience_s: float = 0.0
+    ) -> Asking:
+        """A request for `async with`: `body` goes to `path` below the URL `base`. The replica may be silent for
+        `patience_s` longer before it begins to answer.
 
         Header names and values must be ASCII without line breaks. Raises `NotConnected` if `base` is no HTTP URL.
         """
         origin, prefix = self._origins.get(base) or self._learn(base)
         lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
         head = f" HTTP/1.1\r\nhost: {origin.name}\r\n{lines}content-length: {len(body)}\r\n\r\n"
-        return Asking(self, origin, b"".join((b"POST ", prefix, path.encode(), head.encode(), body)))
+        request = b"".join((b"POST ", prefix, path.encode(), head.encode(), body))
+        return Asking(self, origin, request, patience_s)
 
     def take(self, origin: Origin) -> Connection | None:
         """An idle connection that can be used again, if there is one."""

@@ -1,8 +1,8 @@
-"""How long a prompt may be: what the replicas say about their model at `GET /v1/models`.
+"""How long a prompt may be, by model: what the replicas say about theirs at `GET /v1/models`.
 
 A replica refuses a prompt that is too long only after its HTTP process has tokenized all of it, and it answers nobody
-meanwhile. So the gateway refuses it first. The longest context of all replicas is the limit, because it is not known
-yet which of them will serve. If any replica does not say, there is no limit, and the replicas judge.
+meanwhile. So the gateway refuses it first. The longest context of all replicas of the model is the limit, because it
+is not known yet which of them will serve. If any of these does not say, there is no limit, and the replicas judge.
 """
 
 import asyncio
@@ -13,6 +13,7 @@ import aiohttp
 import msgspec
 
 from router.events import WorkerUp
+from router.models import meant
 
 LOOK_S = 1.0
 """Between two looks for new replicas."""
@@ -24,6 +25,7 @@ TIMEOUT_S = 5.0
 
 
 class _Model(msgspec.Struct):
+    id: str = ""
     max_model_len: int | None = None
 
 
@@ -40,15 +42,28 @@ def context_of(answer: bytes) -> int | None:
     return max((one.max_model_len or 0 for one in models), default=0) or None
 
 
+def names_of(answer: bytes) -> list[str]:
+    """What the models in an answer are called."""
+    try:
+        return [one.id for one in msgspec.json.decode(answer, type=_Models).data if one.id]
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return []
+
+
 class Contexts:
-    """What each replica says. `tokens` is the limit that follows, None if there is none."""
+    """What each replica says, and the limits that follow."""
 
     def __init__(self, workers: Callable[[], Mapping[str, WorkerUp]]) -> None:
         """`workers` are those that the router names."""
-        self.tokens: int | None = None
+        self._models: frozenset[str] = frozenset()
+        self._limits: dict[str | None, int | None] = {}
         self._workers = workers
         self._said: dict[tuple[str, str], int | None] = {}
         self._asked_s: dict[tuple[str, str], float] = {}
+
+    def tokens(self, model: str) -> int | None:
+        """The limit for prompts of `model`; None if there is none."""
+        return self._limits.get(meant(model, self._models))
 
     async def run(self, session: aiohttp.ClientSession) -> None:
         """Asks new replicas at once and known ones now and then, until it is cancelled."""
@@ -77,5 +92,10 @@ class Contexts:
                 self._asked_s.pop(worker, None)
 
     def _reckon(self) -> None:
-        said = [tokens or 0 for tokens in self._said.values()]
-        self.tokens = max(said) if said and min(said) > 0 else None
+        workers = self._workers()
+        self._models = frozenset(up.loaded for up in workers.values() if up.loaded)
+        said: dict[str | None, list[int]] = {}
+        for (name, _), tokens in self._said.items():
+            if name in workers:
+                said.setdefault(meant(workers[name].loaded, self._models), []).append(tokens or 0)
+        self._limits = {model: max(each) if min(each) > 0 else None for model, each in said.items()}

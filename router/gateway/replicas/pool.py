@@ -79,14 +79,17 @@ class Replicas:
         assert self._session is not None, "the gateway has not been started"
         return self._session
 
-    @property
-    def context_tokens(self) -> int | None:
-        """How long a prompt may be; None while that is unknown."""
-        return self._limits.max_context_tokens or self._contexts.tokens
+    def context_tokens(self, model: str) -> int | None:
+        """How long a prompt for `model` may be; None while that is unknown."""
+        return self._limits.max_context_tokens or self._contexts.tokens(model)
 
-    def post(self, url: str, path: str, headers: Mapping[str, str], body: bytes) -> Asking:
-        """`async with` it: a client's request on its way to the replica at `url`."""
-        return self.connections.post(url, path, {**headers, **self._key} if self._key else headers, body)
+    def post(
+        self, url: str, path: str, headers: Mapping[str, str], body: bytes, patience_s: float = 0.0
+    ) -> Asking:
+        """`async with` it: a client's request on its way to the replica at `url`; `patience_s` as in
+        `Connections.post`."""
+        headers = {**headers, **self._key} if self._key else headers
+        return self.connections.post(url, path, headers, body, patience_s)
 
     def window(self, url: str) -> SendWindow:
         """The send window of the replica at `url`."""

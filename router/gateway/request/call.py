@@ -1,9 +1,10 @@
 """A client's request: what the gateway must know of it, and the body that goes to the replica.
 
 The replica gets the client's own body, except for `rid` (ours, to cancel by), the model's name when it was "default",
-`stream_options.include_usage` (to learn a stream's usage), `return_token_ids` (to continue a stream elsewhere) and
-`custom_params.fair`, which names a client inside a replica and which nobody outside may set. Its `cache_salt` becomes
-that of its caller's cache group, with its own inside (`common.caller`).
+which SGLang's /generate does not know and does not get, `stream_options.include_usage` (to learn a stream's usage),
+`return_token_ids` (to continue a stream elsewhere) and `custom_params.fair`, which names a client inside a replica and
+which nobody outside may set. Its `cache_salt` becomes that of its caller's cache group, with its own inside
+(`common.caller`).
 """
 
 from collections.abc import Collection, Sequence
@@ -15,6 +16,7 @@ import msgspec
 from router.gateway.errors import ApiError
 from router.gateway.request.cap import capped
 from router.gateway.request.continuation import Way, continuation
+from router.gateway.request.names import Names, model_not_found
 from router.gateway.request.schema import (
     MAX_MESSAGES,
     ChatRequest,
@@ -33,9 +35,6 @@ from sglang_fair.common.caller import salted
 
 BY_TOKENS = ("tokens", "sample")
 """The ways to continue a stream for which its token ids must be known."""
-
-DEFAULT_MODEL = "default"
-"""The name by which a client may ask for whatever model is served."""
 
 LARGE_BODY_BYTES = 1 << 16
 """Parsing more than this takes milliseconds."""
@@ -65,6 +64,8 @@ class Call:
     """Over all answers; 0 where the client names no limit."""
     namespace: str
     user: str | None
+    model: str
+    """Which of the served models answers it; `body` may name an adapter of that."""
     resume: Way | None = None
     """How another replica could continue this stream."""
 
@@ -127,12 +128,12 @@ def check_size(raw: bytes, max_prompt_tokens: int) -> None:
 def parse(
     kind: Kind,
     raw: bytes,
-    model_name: str,
+    names: Names,
     group: str | None = None,
     most_output_tokens: int | None = None,
 ) -> Call:
-    """The request in `raw`, of a caller of this cache group, who may have answers of so many tokens. Raises `ApiError`
-    with the reason if it is not one."""
+    """The request in `raw`, for one of the models `names`, of a caller of this cache group, who may have answers of so
+    many tokens. Raises `ApiError` with the reason if it is not one."""
     try:
         body = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -143,16 +144,17 @@ def parse(
         body = capped(kind, body, most_output_tokens)
     match kind:
         case "chat":
-            return _chat(body, model_name, group)
+            return _chat(body, names, group)
         case "completions":
-            return _completion(body, model_name, group)
+            return _completion(body, names, group)
         case "generate":
-            return _generate(body, model_name, group)
+            return _generate(body, names, group)
 
 
 def encode_body(kind: Kind, body: dict[str, Any], resume: Way | None) -> bytes:
     """`body` as replicas get it, without the `rid`."""
-    sent = {key: value for key, value in body.items() if key != "rid"}
+    ours = ("rid", "model") if kind == "generate" else ("rid",)  # /generate of SGLang knows no model
+    sent = {key: value for key, value in body.items() if key not in ours}
     if kind != "generate" and body.get("stream"):
         sent["stream_options"] = (body.get("stream_options") or {}) | {"include_usage": True}
         if kind == "completions" and resume in BY_TOKENS:
@@ -160,7 +162,7 @@ def encode_body(kind: Kind, body: dict[str, Any], resume: Way | None) -> bytes:
     return msgspec.json.encode(sent)
 
 
-def _chat(body: dict[str, Any], model_name: str, group: str | None) -> Call:
+def _chat(body: dict[str, Any], names: Names, group: str | None) -> Call:
     request = check(body, ChatRequest)
     if len(request.messages) > MAX_MESSAGES:
         raise ApiError(
@@ -171,33 +173,33 @@ def _chat(body: dict[str, Any], model_name: str, group: str | None) -> Call:
         )
     prompts: tuple[Prompt, ...] = () if request.input_ids is None else (request.input_ids,)
     limit = request.max_completion_tokens or request.max_tokens  # as SGLang reads them
-    return _openai("chat", body, request, model_name, group, prompts, False, limit)
+    return _openai("chat", body, request, names, group, prompts, False, limit)
 
 
-def _completion(body: dict[str, Any], model_name: str, group: str | None) -> Call:
+def _completion(body: dict[str, Any], names: Names, group: str | None) -> Call:
     request = check(body, CompletionRequest)
     if request.prompt is None:
         raise ApiError(400, "`prompt` is missing", code="invalid_prompt")
     prompts, is_batch = check_prompts(request.prompt, "prompt")
-    return _openai("completions", body, request, model_name, group, prompts, is_batch, request.max_tokens)
+    return _openai("completions", body, request, names, group, prompts, is_batch, request.max_tokens)
 
 
 def _openai(
     kind: Kind,
     body: dict[str, Any],
     request: OpenAIRequest,
-    model_name: str,
+    names: Names,
     group: str | None,
     prompts: tuple[Prompt, ...],
     is_batch: bool,
     limit: int | None,
 ) -> Call:
-    body = body | {"model": _model(request.model, model_name)}
+    body = body | {"model": names.asked_for(request.model)}
     sampling = [SamplingParams(max_new_tokens=limit, n=request.n)]
-    return _call(kind, body, request, model_name, group, prompts, is_batch, sampling)
+    return _call(kind, body, request, names, group, prompts, is_batch, sampling)
 
 
-def _generate(body: dict[str, Any], model_name: str, group: str | None) -> Call:
+def _generate(body: dict[str, Any], names: Names, group: str | None) -> Call:
     request = check(body, GenerateRequest)
     if request.text is not None:
         prompts, is_batch = check_prompts(request.text, "text")
@@ -207,14 +209,18 @@ def _generate(body: dict[str, Any], model_name: str, group: str | None) -> Call:
         raise ApiError(400, "`text` or `input_ids` must be given", code="invalid_prompt")
     given = request.sampling_params
     sampling = given if isinstance(given, list) else [given or SamplingParams()]
-    return _call("generate", body, request, model_name, group, prompts, is_batch, sampling)
+    asked = names.asked_for(request.model)
+    if asked != names.model_of(asked) and not request.lora_path:
+        body = body | {"lora_path": asked.removeprefix(f"{names.model_of(asked)}:")}
+        request = check(body, GenerateRequest)
+    return _call("generate", body, request, names, group, prompts, is_batch, sampling)
 
 
 def _call(
     kind: Kind,
     body: dict[str, Any],
     request: Common,
-    model_name: str,
+    names: Names,
     group: str | None,
     prompts: tuple[Prompt, ...],
     is_batch: bool,
@@ -222,6 +228,7 @@ def _call(
 ) -> Call:
     """`sampling` is one for all prompts or one for each."""
     body = _without_identity(body)
+    model = names.model_of(names.asked_for(request.model)) or names.first
     salt = _salted(group, request.cache_salt)
     if salt is not None:
         body["cache_salt"] = salt
@@ -239,34 +246,22 @@ def _call(
         is_batch=is_batch,
         wants_usage=bool((request.stream_options or {}).get("include_usage")),
         max_output_tokens=limit,
-        namespace=_namespace(body, request, model_name, group),
+        namespace=_namespace(body, request, model, group),
         user=request.user,
+        model=model,
         resume=resume,
     )
 
 
-def _model(asked: str | None, model_name: str) -> str:
-    if asked is None or asked in (DEFAULT_MODEL, model_name):
-        return model_name
-    if asked.startswith(f"{model_name}:"):  # SGLang's base-model:adapter
-        return asked
-    raise model_not_found(asked)
-
-
-def check_models(call: Call, model_name: str, models: Collection[str]) -> None:
+def check_models(call: Call, models: Collection[str]) -> None:
     """Raises `ApiError` 404 if the request is for a model, or an adapter, that is not among `models`."""
-    model, adapters = str(call.body.get("model") or model_name), call.body.get("lora_path")
+    name, adapters = str(call.body.get("model") or call.model), call.body.get("lora_path")
     each = adapters if isinstance(adapters, list) and adapters else [adapters]
-    asked = {f"{model_name}:{adapter}" if adapter else model for adapter in each}
-    if model != model_name:
-        asked.add(model)
+    asked = {f"{call.model}:{adapter}" if adapter else name for adapter in each}
+    if name != call.model:
+        asked.add(name)
     if others := asked - set(models):
         raise model_not_found(min(others))
-
-
-def model_not_found(asked: str) -> ApiError:
-    """OpenAI's error for a model that is not served."""
-    return ApiError(404, f"the model {asked[:200]!r} does not exist here", code="model_not_found")
 
 
 def _without_identity(body: dict[str, Any]) -> dict[str, Any]:
@@ -305,11 +300,11 @@ def _salted(group: str | None, salt: Any) -> Any:
     return salted(group, salt) if salt is None or isinstance(salt, str) else salt
 
 
-def _namespace(body: dict[str, Any], request: Common, model_name: str, group: str | None) -> str:
-    """What distinguishes cached prefixes besides their tokens: adapter, salt and extra key."""
+def _namespace(body: dict[str, Any], request: Common, model: str, group: str | None) -> str:
+    """What distinguishes a model's cached prefixes besides their tokens: adapter, salt and extra key."""
     adapter = request.lora_path
-    if not adapter and str(body.get("model", "")).startswith(f"{model_name}:"):
-        adapter = str(body["model"])[len(model_name) + 1 :]
+    if not adapter and str(body.get("model", "")).startswith(f"{model}:"):
+        adapter = str(body["model"])[len(model) + 1 :]
     return namespace(_text(adapter), salted(group, _text(request.cache_salt)), _text(request.extra_key))
 
 

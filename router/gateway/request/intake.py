@@ -1,10 +1,11 @@
 """From the bytes of a body to a checked request and its tokens; large ones in threads, the clients in turn."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from router.events import TOKEN_BYTES
 from router.gateway.errors import ApiError
 from router.gateway.request.call import LARGE_BODY_BYTES, Call, check_size, parse
+from router.gateway.request.names import Names
 from router.gateway.request.schema import Kind, Prompt
 from router.gateway.request.tokens import Tokens, TooLong
 from router.gateway.sharing.thread_pool import FairThreadPool
@@ -24,13 +25,13 @@ class Intake:
 
     def __init__(
         self,
-        model_name: str,
-        tokens: Tokens,
+        tokens: Mapping[str, Tokens],
         max_prompt_tokens: int,
-        context_tokens: Callable[[], int | None],
+        context_tokens: Callable[[str], int | None],
     ) -> None:
-        """`context_tokens` says how long a prompt may be; None while that is unknown."""
-        self._model_name = model_name
+        """`tokens` are the tokenizers of the models, the first one first. `context_tokens` says how long a prompt for a
+        model may be; None while that is unknown."""
+        self.names = Names(*tokens)
         self._tokens = tokens
         self._max_prompt_tokens = max_prompt_tokens
         self._context_tokens = context_tokens
@@ -51,12 +52,12 @@ class Intake:
         """The request in `raw`, of a caller of this cache group, who may have answers of so many tokens. A large
         body takes its turn as work of `share`. Raises `ApiError`."""
         if len(raw) <= LARGE_BODY_BYTES:
-            return parse(kind, raw, self._model_name, group, most_output_tokens)
+            return parse(kind, raw, self.names, group, most_output_tokens)
 
         def steps() -> Iterator[Call | None]:
-            check_size(raw, self._most_tokens)
+            check_size(raw, self._most_tokens(*self.names))
             yield None
-            yield parse(kind, raw, self._model_name, group, most_output_tokens)
+            yield parse(kind, raw, self.names, group, most_output_tokens)
 
         _, call = await self._threads.run(share, steps())
         assert call is not None
@@ -67,15 +68,15 @@ class Intake:
 
         Raises `ApiError` for a prompt that is too long for the model.
         """
-        context_tokens = self._context_tokens()
+        context_tokens, tokens = self._context_tokens(call.model), self._tokens[call.model]
         try:
             if len(call.encoded) > LARGE_BODY_BYTES:
                 pieces = await self._threads.run(share, self._pieces(call, context_tokens))
             else:
-                prompts = self._tokens.prompts(call)
+                prompts = tokens.prompts(call)
                 self._check_length(call, prompts, context_tokens)
-                made = self._tokens.pieces(call, prompts, context_tokens)
-                if self._tokens.uncached_chars(prompts) <= LONG_TEXT_CHARS:
+                made = tokens.pieces(call, prompts, context_tokens)
+                if tokens.uncached_chars(prompts) <= LONG_TEXT_CHARS:
                     pieces = list(made)
                 else:
                     pieces = await self._threads.run(share, made)
@@ -86,35 +87,35 @@ class Intake:
     async def system_tokens(self, call: Call, share: str) -> int:
         """Tokens of a chat's system messages, without what the template adds. A long text takes its turn as work of
         `share`."""
-        text = self._tokens.system_text(call)
+        tokens = self._tokens[call.model]
+        text = tokens.system_text(call)
         if not text:
             return 0
-        counts = self._tokens.counts(text)
-        if len(text) <= LARGE_BODY_BYTES and self._tokens.uncached_chars((text,)) <= LONG_TEXT_CHARS:
+        counts = tokens.counts(text)
+        if len(text) <= LARGE_BODY_BYTES and tokens.uncached_chars((text,)) <= LONG_TEXT_CHARS:
             return sum(counts)
         return sum(await self._threads.run(share, counts))
 
-    def text(self, ids: Sequence[int], hide_special: bool) -> str:
-        """The text of token ids."""
-        return self._tokens.text(ids, hide_special)
+    def decoder(self, call: Call) -> Callable[[Sequence[int], bool], str]:
+        """Makes text of token ids of the model of `call`; the flag leaves special tokens out."""
+        return self._tokens[call.model].text
 
-    @property
-    def _most_tokens(self) -> int:
-        """Of all prompts of a request together."""
-        return max(self._max_prompt_tokens, 2 * (self._context_tokens() or 0))
+    def _most_tokens(self, *models: str) -> int:
+        """Of all prompts together of a request for one of `models`."""
+        return max(self._max_prompt_tokens, *(2 * (self._context_tokens(model) or 0) for model in models))
 
     def _pieces(self, call: Call, context_tokens: int | None) -> Iterator[bytes]:
-        prompts = self._tokens.prompts(call)
+        tokens = self._tokens[call.model]
+        prompts = tokens.prompts(call)
         self._check_length(call, prompts, context_tokens)
-        yield from self._tokens.pieces(call, prompts, context_tokens)
+        yield from tokens.pieces(call, prompts, context_tokens)
 
     def _check_length(self, call: Call, prompts: tuple[Prompt, ...], context_tokens: int | None) -> None:
         """Refuses what is too long by its length alone, so that it is not tokenized."""
-        if context_tokens is not None and any(
-            self._tokens.least_tokens(one) > context_tokens for one in prompts
-        ):
+        tokens = self._tokens[call.model]
+        if context_tokens is not None and any(tokens.least_tokens(one) > context_tokens for one in prompts):
             raise TooLong
-        most = self._most_tokens
+        most = self._most_tokens(call.model)
         if sum(len(one) / (CHARS_PER_TOKEN if isinstance(one, str) else 1) for one in prompts) > most:
             raise ApiError(
                 400,

@@ -61,6 +61,9 @@ class Common(msgspec.Struct):
     ] = None
     extra_key: Annotated[Any, Meta(description="As `cache_salt`.")] = None
     lora_path: Annotated[Any, Meta(description="The adapter. Each adapter has prefixes of its own.")] = None
+    model: Annotated[
+        str | None, Meta(description="A served model, `default`, or a model, a colon and an adapter.")
+    ] = None
 
 
 _SEED = Meta(
@@ -73,9 +76,6 @@ _SEED = Meta(
 class OpenAIRequest(Common):
     """What OpenAI's two kinds of requests have in common."""
 
-    model: Annotated[
-        str | None, Meta(description="The served model, `default`, or the model, a colon and an adapter.")
-    ] = None
     n: Samples = None
     max_tokens: Count = None
     seed: Annotated[Any, _SEED] = None

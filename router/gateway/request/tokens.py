@@ -8,7 +8,7 @@ the template refuses is routed by its plain text: a wrong guess costs a cache hi
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -40,6 +40,16 @@ class TokenizerError(ValueError):
 
 class TooLong(ValueError):
     """A prompt has more tokens than the model's context."""
+
+
+def read_tokens(folders: Mapping[str, str]) -> dict[str, "Tokens"]:
+    """The tokenizers of models, by name; models with one folder share it. Raises `TokenizerError`."""
+    read: dict[Path, Tokens] = {}
+    for folder in folders.values():
+        path = Path(folder)
+        if path.resolve() not in read:
+            read[path.resolve()] = Tokens(path)
+    return {name: read[Path(folder).resolve()] for name, folder in folders.items()}
 
 
 class Tokens:
