@@ -22,7 +22,7 @@ from router.gateway.guard import Guard, behind_proxy
 from router.gateway.pages import json_response
 from router.gateway.replicas.context import names_of
 from router.gateway.replicas.pool import Replicas
-from router.gateway.request.names import Names
+from router.gateway.request.names import Names, model_not_found
 from router.gateway.routing.link import Link, RouterGone
 from router.throttling import NO_THROTTLE
 from sglang_fair.core.throttle import HIGH, LOW
@@ -220,7 +220,7 @@ async def _model(replicas: Replicas, asked: NewWorker, names: Names, known: Iter
     """Which of `names` a new replica has; "": the only one, and of those that are `known` nobody was told more."""
     if asked.model is not None:
         if asked.model not in names:
-            raise ApiError(400, f"{asked.model[:200]!r} is no model of this gateway", code="invalid_worker")
+            raise model_not_found(asked.model)
         return asked.model
     if len(names) == 1:
         return names.first if any(up.loaded for up in known) else ""

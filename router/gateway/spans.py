@@ -35,11 +35,12 @@ Value = str | bool | int | float | Sequence[str]
 Attributes = dict[str, Value]
 
 REQUEST = (
-    "request", "kind", "client", "outcome", "error", "retries", "resumes", "fallback", "ttft_s"
+    "request", "kind", "client", "outcome", "error", "retries", "resumes", "fallback", "ttft_s", "slo"
 )  # fmt: skip
 ATTEMPT = ("id", "worker", "matched_tokens", "fallback", "outcome", "reason")
 PLACEMENT = (
-    "why", "worker", "next_best", "candidates", "excluded", "waited_for", "waited_s", "refused", "input_tokens"
+    "why", "worker", "next_best", "candidates", "excluded", "waited_for", "waited_s", "refused", "input_tokens",
+    "model", "slo",
 )  # fmt: skip
 WAITING = (
     "waited_s", "waited_again_s", "waited_for_s", "waiting_at_arrival", "running_at_arrival", "overtaken_by",
