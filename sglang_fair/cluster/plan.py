@@ -395,7 +395,7 @@ def _worker_arguments(workers: Sequence[Worker]) -> list[str]:
     specs = [
         f"{worker.name},http={worker.url},kv={worker.kv},replay={worker.replay}"
         + (f",load={worker.load}" if worker.load else "")
-        + (f",model={worker.model}" if worker.model else "")
+        + (f",model={worker.model}" if worker.model and "," not in worker.model else "")
         for worker in workers
     ]
     return command_line(table.Router, {"worker": specs})

@@ -29,7 +29,7 @@ DEFAULT_CLASSES: Mapping[str, float] = {"interactive": 20.0, "batch-1": 60.0, "b
 """Those of the QLM paper (arXiv 2407.00047, section 8): seconds to the first token."""
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_NUMBER = re.compile(r"[+-]?(\d{1,20}(\.\d{0,20})?|\.\d{1,20})([eE][+-]?\d{1,3})?")
+_NUMBER = re.compile(r"[+-]?(\d{1,20}(\.\d{0,20})?|\.\d{1,20})([eE][+-]?\d{1,3})?", re.ASCII)
 
 
 class Promise(NamedTuple):

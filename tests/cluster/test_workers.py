@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -355,7 +355,7 @@ def changing(body: Callable[[Changed, str], Awaitable[None]]) -> None:
                 supervisor,
                 link,
                 endpoint,
-                lambda number: program(f"r{number}", made.next_code),
+                lambda number, model, has: program(f"r{number}", made.next_code),
                 lambda spec: freed.append(spec.name),
             )
             made = Changed(supervisor, record, workers, freed, [])
@@ -500,7 +500,7 @@ def test_no_request_fails_while_replicas_come_go_and_die(
     gateway_port, router_address = free_port(), f"tcp://127.0.0.1:{free_port()}"
     url = f"http://127.0.0.1:{gateway_port}"
 
-    def stand_in(number: int) -> Process:
+    def stand_in(number: int, model: str | None = None, has: Sequence[str] = ()) -> Process:
         port = free_port()
         own = f"http://127.0.0.1:{port}"
         argv = (

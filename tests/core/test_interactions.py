@@ -7,10 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from sglang_fair.common.deadlines import Promise
 from sglang_fair.core.interactions import MOST, Interaction, Interactions
 from sglang_fair.core.interactions import MOST_OPEN as MOST_OPEN_OF_ONE
 
 SILENCE_S, MOST_CALLS, MOST_OPEN, FEW = 10.0, 4, 3, 6
+NAME = Interaction("c", "chat", "1")
 names = st.builds(
     Interaction, st.sampled_from("abcd"), st.just("chat"), st.sampled_from(["1", "2", "3", "4", "5"])
 )
@@ -180,3 +182,37 @@ def test_an_endless_interaction_begins_anew(answers: list[bool]) -> None:
 def test_bounds_that_are_none(bad: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):
         Interactions(**bad)  # type: ignore[arg-type]
+
+
+def test_all_calls_of_an_interaction_are_due_when_its_first_one_is() -> None:
+    made = Interactions(most_calls=3)
+    first, later = Promise("batch", 60.0, 60.0), Promise("interactive", 20.0, 21.0)
+    assert made.promised(NAME) is None
+    assert made.promise(NAME, later) == later, "no call of it was accepted: nothing is kept"
+    made.accept(NAME)
+    assert made.promise(NAME, first) == first
+    assert made.promise(NAME, first) == first, "asked again, or tried again"
+    made.accept(NAME)
+    assert (made.promised(NAME), made.promise(NAME, later)) == (first, first)
+    made.accept(NAME)
+    assert made.promised(NAME) is None, "the next one begins anew"
+    made.accept(NAME)
+    assert made.promise(NAME, later) == later
+
+
+@given(st.lists(st.tuples(st.sampled_from(["call", "end", "tick"]), st.integers(0, 3)), max_size=80))
+def test_no_deadline_is_older_than_its_interaction(steps: list[tuple[str, int]]) -> None:
+    """Whoever goes on with one name for ever gains at most `most_calls` calls, or what `silence_s` allows."""
+    made, now_s, began_s = Interactions(10.0, most_calls=4), 0.0, dict[Interaction, float]()
+    for what, number in steps:
+        name = Interaction("c", "", f"{number}")
+        if what == "call":
+            if made.accept(name) == 1:
+                began_s[name] = now_s
+            kept = made.promise(name, Promise("a", 5.0, now_s + 5.0))
+            assert kept.due_s == began_s[name] + 5.0
+        elif what == "end":
+            made.end(name)
+        else:
+            now_s += number * 4.0
+            made.tick(now_s)

@@ -1,0 +1,171 @@
+"""Several models in one cluster: how replicas are dealt out, and what each process is told."""
+
+import contextlib
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.__main__ import workers as workers_of
+from router.gateway.__main__ import check as check_gateway
+from router.gateway.__main__ import configure
+from router.models import meant
+from sglang_fair.cluster.added import AddedReplicas
+from sglang_fair.cluster.marks import Marks
+from sglang_fair.cluster.models import dealt, fewest, in_turn
+from sglang_fair.cluster.options import ConfigError, Options, check
+from sglang_fair.cluster.plan import Machine, Model, Process, build, check_memory
+from sglang_fair.cluster.ports import Reservations, choose
+from sglang_fair.settings.program import parse
+from sglang_fair.settings.setting import SettingError
+
+MACHINE = Machine(2, 16_000_000_000, (), False, "python")
+A, B = Model(Path("/m/a"), "a", 1_000_000, "tiny"), Model(Path("/m/b"), "b", 3_000_000_000, "/models/b")
+
+
+def after(argv: tuple[str, ...], option: str) -> str:
+    return argv[argv.index(option) + 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (Options(), ["", ""]),
+        (Options(models="a=tiny,b=bench"), ["a", "b"]),
+        (Options(models="a=tiny,b=bench", replicas=5), ["a", "b", "a", "b", "a"]),
+        (Options(models="a=tiny:3,b=/models/b:1"), ["a", "b", "a", "a"]),
+        (Options(models="a=tiny:3,b=/models/b:1", replicas=4), ["a", "b", "a", "a"]),
+        (Options(models="only=/models/x:2:1"), ["only"]),
+    ],
+)
+def test_replicas_are_dealt_out(options: Options, expected: list[str]) -> None:
+    assert list(dealt(options)) == expected
+
+
+@given(st.dictionaries(st.sampled_from("abcd"), st.integers(1, 9), min_size=1))
+def test_each_gets_what_it_asks_for_in_its_turn(counts: dict[str, int]) -> None:
+    found = in_turn(counts, sum(counts.values()))
+    assert Counter(found) == Counter(counts)
+    for at in range(len(found)):
+        so_far = Counter(found[: at + 1])
+        assert all(so_far[name] >= min(counts[name], max(so_far.values()) - 1) for name in counts)
+
+
+@pytest.mark.parametrize(
+    ("options", "wrong"),
+    [
+        (Options(models="a=tiny,b=bench,c=tiny"), "--replicas 2 are too few for 3 models"),
+        (Options(models="a=tiny:2,b=bench"), "say of b too how many replicas"),
+        (Options(models="a=tiny:2,b=bench:1", replicas=7), "asks for 3 replicas, and --replicas for 7"),
+        (Options(models="a=tiny,a=bench"), "model 'a' is given twice"),
+        (Options(models="tiny"), "'tiny' is not one"),
+        (Options(models="a=,b=tiny"), "a= is not NAME=MODEL"),
+        (Options(models="a=tiny:0,b=tiny:1"), "is not NAME=MODEL"),
+        (Options(models="a=:2"), "is not NAME=MODEL"),
+        (Options(models="default=tiny,b=tiny"), "a name is of letters"),
+        (Options(models="a:b=tiny,b=tiny"), "a name is of letters"),
+        (Options(models="a=tiny,b=bench", model="tiny"), "--model and --models: give one of them"),
+        (Options(models="a=tiny,b=llama-3.1-8b", engine="emulated", gpu="h100"), "unknown --model 'tiny'"),
+        (
+            Options(models="a=llama-3.1-8b,b=llama-2-7b", engine="emulated", gpu="h100", cost_model="x"),
+            "--cost-model is of one model",
+        ),
+        (Options(slo_classes={}), "--slo-classes: there must be 1 to 32 classes"),
+        (Options(slo_classes={"a": -1.0}), "--slo-classes: class a: its time must be above 0"),
+    ],
+)
+def test_what_cannot_be_is_said_in_one_line(options: Options, wrong: str) -> None:
+    with pytest.raises(ConfigError, match=wrong) as caught:
+        check(options)
+    assert "\n" not in str(caught.value)
+
+
+def test_every_process_is_told_its_models() -> None:
+    options = Options(models="a=tiny,b=/models/b", replicas=3, slo_classes={"chat": 5.0, "night": 30_000.0})
+    with contextlib.closing(Reservations("127.0.0.1")) as reservations:
+        ports = choose(0, 3, reservations.take)
+    plan = build(options, "cpu", MACHINE, [A, B, A], ports)
+    replicas = [parse("replica", process.argv) for process in plan.of("replica")]
+    assert [(one.model, one.served_name) for one in replicas] == [
+        ("tiny", "a"), ("/models/b", "b"), ("tiny", "a"),
+    ]  # fmt: skip
+    (router,), (gateway,) = plan.of("router"), plan.of("gateway")
+    told = workers_of(parse("router", router.argv[3:]))
+    assert [(up.worker, up.models, up.loaded) for up in told] == [
+        ("r0", ("a",), "a"), ("r1", ("b",), "b"), ("r2", ("a",), "a"),
+    ]  # fmt: skip
+    settings = parse("gateway", gateway.argv[3:])
+    check_gateway(settings)
+    config = configure(settings)
+    assert config.folders == {"a": "/m/a", "b": "/m/b"}
+    assert dict(config.slo_classes) == {"chat": 5.0, "night": 30_000.0}
+    assert type(config).from_json(config.to_json()) == config
+
+
+def test_one_model_is_started_as_ever() -> None:
+    with contextlib.closing(Reservations("127.0.0.1")) as reservations:
+        ports = choose(0, 2, reservations.take)
+    plan = build(Options(), "cpu", MACHINE, Model(Path("/m"), "m", 1), ports)
+    assert all("--served-name" not in process.argv for process in plan.of("replica"))
+    assert "--more-models" not in plan.of("gateway")[0].argv
+    strange = build(Options(), "cpu", MACHINE, Model(Path("/m,n"), "m,n", 1), ports)
+    told = workers_of(parse("router", strange.of("router")[0].argv[3:]))
+    assert {meant(up.loaded, ()) for up in told} == {""}, "a name that no option can hold goes without"
+
+
+def test_memory_is_counted_for_each_model() -> None:
+    options = Options(models="a=tiny,b=/models/b", replicas=4)
+    check_memory(options, "cpu", MACHINE, [A, B, A, B])
+    with pytest.raises(
+        ConfigError, match=r"6 replicas of tiny, /models/b need about 19\.6 GB, .* 5 would fit"
+    ):
+        check_memory(options, "cpu", MACHINE, [A, B, A, B, B, B])
+
+
+def test_a_further_replica_has_the_model_that_is_asked_for() -> None:
+    options = Options(models="a=tiny,b=/models/b", replicas=2)
+    with contextlib.closing(Reservations("127.0.0.1")) as reservations:
+        ports = choose(0, 2, reservations.take)
+        more = AddedReplicas(options, "cpu", [A, B], ports, reservations, Marks("gpu-test"), lambda: MACHINE)
+        assert served(more.plan(2, "b", ["a", "b"])) == ("b", "/models/b")
+        assert served(more.plan(3, None, ["a", "a", "b"])) == ("b", "/models/b")
+        assert served(more.plan(4, None, ["a", "b"])) == ("a", "tiny")
+        with pytest.raises(ConfigError, match="there is no model 'c' here; there are a, b"):
+            more.plan(5, "c", ["a", "b"])
+    assert fewest(["x"], []) == "x"
+
+
+def served(process: Process) -> tuple[str, str]:
+    assert process.worker is not None
+    settings = parse("replica", process.argv)
+    assert settings.served_name == process.worker.model
+    return process.worker.model, settings.model
+
+
+@pytest.mark.parametrize(
+    ("words", "wrong"),
+    [
+        (["--worker", "r0,http=http://x,model=a", "--worker", "r1,http=http://y"], "say model= of r1 too"),
+        (["--worker", "r0,http=http://x,model="], "is not NAME,http=URL"),
+    ],
+)
+def test_workers_name_their_models_all_or_none(words: list[str], wrong: str) -> None:
+    with pytest.raises(SettingError, match=wrong):
+        workers_of(parse("router", ["--bind", "tcp://127.0.0.1:*", *words]))
+
+
+@pytest.mark.parametrize(
+    ("words", "wrong"),
+    [
+        (["--more-models", "a=/x"], "a is the first model already"),
+        (["--more-models", "b"], "models are KEY=VALUE"),
+        (["--slo-classes", json.dumps({"x y": 1})], "a class is called by"),
+    ],
+)
+def test_a_gateway_s_models_and_classes_are_checked(words: list[str], wrong: str) -> None:
+    own = ["--port", "1", "--router", "tcp://x", "--model-name", "a", "--tokenizer", "/x"]
+    with pytest.raises(SettingError, match=wrong):
+        check_gateway(parse("gateway", [*own, *words]))
