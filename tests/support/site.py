@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,8 +86,12 @@ class Site:
         gateway_options: tuple[str, ...] = (),
         tenants: Path | None = None,
         admin_key: str = "",
+        models: Sequence[str] = (),
     ) -> None:
-        """With `tenants`, a file, gateways have an address for operators, which `admin_key` opens."""
+        """With `tenants`, a file, gateways have an address for operators, which `admin_key` opens. `models` are those
+        of the replicas, the first one first; without any, they have one that nobody names."""
+        self._models = list(models)
+        self._salts = {model: salt for salt, model in enumerate(dict.fromkeys(models))}
         self.engine = Engine(tokenizer)
         self.tokenizer = tokenizer
         self.step_s = step_s
@@ -96,7 +100,12 @@ class Site:
         for index in range(replicas):
             self.add_replica(f"r{index}")
         self.router_address = f"tcp://127.0.0.1:{free_port()}"
-        workers = [f"--worker={name},http={url}" for name, url in self.urls.items()]
+        named = [f",model={model}" for model in models] or [""] * replicas
+        workers = [
+            f"--worker={name},http={url}{model}"
+            for (name, url), model in zip(self.urls.items(), named, strict=True)
+        ]
+        more_models = ",".join(f"{model}={tokenizer}" for model in self._salts if model != MODEL)
         self.router = Process(
             "router", "router", "--bind", self.router_address,
             "--placement", "d2lpm", "--worker-quantum", str(QUANTUM),
@@ -127,6 +136,7 @@ class Site:
                     MODEL,
                     "--tokenizer",
                     str(tokenizer),
+                    *(("--more-models", more_models) if more_models else ()),
                     *access,
                     *gateway_options,
                     environment=environment if tenants is not None else {},
@@ -138,10 +148,14 @@ class Site:
         port = free_port()
         made = Process(
             name, "tests.support.stand_in", "--port", str(port), "--tokenizer", str(self.tokenizer),
-            "--step", str(self.step_s),
+            "--step", str(self.step_s), "--salt", str(self._salt(len(self.replicas))),
         )  # fmt: skip
         self.replicas[name], self.urls[name] = made, f"http://127.0.0.1:{port}"
         return made
+
+    def _salt(self, index: int) -> int:
+        """Of the replica's model: stand-ins with another one give other answers."""
+        return self._salts[self._models[index]] if index < len(self._models) else 0
 
     async def __aenter__(self) -> "Site":
         self.http = aiohttp.ClientSession(

@@ -276,9 +276,10 @@ def main() -> None:
     line.add_argument("--port", type=int, required=True)
     line.add_argument("--tokenizer", type=Path, required=True)
     line.add_argument("--step", type=float, default=0.01)
+    line.add_argument("--salt", type=int, default=0)
     options = line.parse_args()
     die_with_parent()
-    server = Server(Engine(options.tokenizer), options.step)
+    server = Server(Engine(options.tokenizer, options.salt), options.step)
     web.run_app(server.app, host="127.0.0.1", port=options.port, print=None, handler_cancellation=True)
 
 
