@@ -81,6 +81,9 @@ def render(status: Mapping[str, Any]) -> RenderableType:
     throttle = status["gateway"].get("throttle", {})
     if throttle.get("kind", "none") != "none":
         tables[2:2] = [_throttle(throttle), Text("")]
+    classes = status["gateway"].get("gateway", {}).get("classes", {})
+    if len(classes) > 1:
+        tables += [Text(""), _classes(classes)]
     if locked:
         tables.append(
             Text(f"What clients got is not known: replicas ask for the key in {replica_key.variable}.")
@@ -131,7 +134,10 @@ def _throttle(throttle: Report) -> RenderableType:
 
 
 def _workers(front: Report, replicas: Mapping[str, Report | None], locked: Collection[str]) -> Table:
-    headings = ("replica", "in flight", "placed", "tokens in tree", "policy", "books", "address")
+    has_several = len({worker.get("model") for worker in front.get("workers", {}).values()}) > 1
+    headings = ["replica", "in flight", "placed", "tokens in tree", "policy", "books", "address"]
+    if has_several:
+        headings.insert(1, "model")
     table = _table(f"replicas, placement {front.get('placement', '?')}", *headings)
     for name, worker in front.get("workers", {}).items():
         report = replicas.get(name)
@@ -142,6 +148,7 @@ def _workers(front: Report, replicas: Mapping[str, Report | None], locked: Colle
             state = "balance" if books.get("ok", True) else "DO NOT BALANCE"
         table.add_row(
             name,
+            *([Text(str(worker.get("model") or ""))] if has_several else []),
             _number(worker.get("in_flight")),
             _number(worker.get("dispatched")),
             _number(worker.get("tree_tokens")),
@@ -149,6 +156,15 @@ def _workers(front: Report, replicas: Mapping[str, Report | None], locked: Colle
             state,
             Text(str(worker.get("url", ""))),
         )
+    return table
+
+
+def _classes(classes: Mapping[str, Report]) -> Table:
+    """What was attained of what each class promises, at the gateway that answers."""
+    table = _table("classes: first tokens in time", "class", "requests", "met", "missed")
+    for name, row in classes.items():
+        counts = (row.get(key) for key in ("requests", "met", "missed"))
+        table.add_row(Text(name), *(_number(count) for count in counts))
     return table
 
 

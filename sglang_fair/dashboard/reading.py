@@ -92,6 +92,7 @@ class Worker:
     state: str = "up"
     in_flight: int = 0
     tree_tokens: int = 0
+    model: str = ""
 
 
 @dataclass(frozen=True, slots=True)

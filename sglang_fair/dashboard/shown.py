@@ -150,6 +150,7 @@ def _replica(
     has_report = report is not None
     return ReplicaView(
         name=name,
+        model=worker.model if worker is not None else "",
         state=state,
         policy=report.policy if report is not None else "",
         in_flight=worker.in_flight if worker is not None else None,

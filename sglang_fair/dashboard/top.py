@@ -164,9 +164,13 @@ def _clients(view: View) -> tuple[list[str], Rows]:
 
 def _replicas(view: View) -> tuple[list[str], Rows]:
     headings = ["replica", "state", "policy", "units/s", "running", "waiting", "hits", "difference", "bound"]
+    has_several = len({one.model for one in view.replicas}) > 1
+    if has_several:
+        headings.insert(1, "model")
     return headings, [
         [
             Text(one.name),
+            *([Text(one.model or NONE)] if has_several else []),
             Text(one.state, "green" if one.state == "ok" else "yellow" if one.state == "draining" else "red"),
             one.policy or NONE,
             _number(one.rate),

@@ -61,6 +61,8 @@ class ReplicaView:
     """A replica, or one scheduler of it."""
 
     name: str
+    model: str
+    """"" where the gateway does not say."""
     state: str
     """ok, starting, silent, denied, no overlay, sick or draining."""
     policy: str

@@ -14,9 +14,10 @@ from router.events import Arrive, Done, WorkerDrain, WorkerHealth, WorkerUp
 from router.http import listen, serving
 from router.placement import build
 from router.placement.contract import Request
+from router.placement.round_robin import RoundRobin
 from router.radix import Match
 from router.wire import pack_tokens
-from router.workers import Worker
+from router.workers import Pool, Worker
 from sglang_fair.metrics.table import REASONS, of
 from tests.router.test_shell import Wire
 from tests.support.waiting import wait_until
@@ -125,7 +126,8 @@ def test_nothing_is_left_of_it() -> None:
 
 
 def test_why_a_replica_was_chosen() -> None:
-    workers = [Worker(name, "", None, None, 1.0) for name in ("r0", "r1", "r2")]
+    pool = Pool("", RoundRobin())
+    workers = [Worker(name, "", None, None, 1.0, pool) for name in ("r0", "r1", "r2")]
     request = Request("q", "c", b"", 0, 0, 0.0)
     match = Match(8, ("r0", "r1"), {"r0": 8, "r1": 8, "r2": 4})
 

@@ -220,7 +220,8 @@ def _split(arguments: list[str]) -> tuple[list[str], str, list[str]]:
 
 
 class Cluster:
-    """`sglang-fair cluster --model tiny --json …` as a context manager: two replicas, router, gateway.
+    """`sglang-fair cluster --model tiny --json …` as a context manager: two replicas, router, gateway. `--models` takes
+    the place of the one model.
 
     With tenants, `environment` has the keys for operators and replicas. It has a page only with --dashboard-port.
     """
@@ -232,7 +233,8 @@ class Cluster:
         own, _, engine = _split(list(arguments))
         self._command = [
             sys.executable, "-m", "sglang_fair.cli", "cluster",
-            "--device", "cpu", "--model", "tiny", "--port", "0", "--json", "--quiet-replicas",
+            "--device", "cpu", *(() if "--models" in own else ("--model", "tiny")),
+            "--port", "0", "--json", "--quiet-replicas",
             *(() if "--dashboard-port" in own else ("--dashboard", "off")), *own, "--", *engine,
         ]  # fmt: skip
         self.log = Path(tempfile.mkstemp(prefix="cluster-", suffix=".log")[1])

@@ -219,6 +219,8 @@ function weightCell(cell, one) {
 function drawReplicas(view) {
   const columns = [
     { name: "replica", words: true, fill: (cell, one) => named(cell, one.name, colour(view.replicas.findIndex((each) => each.name === one.name))) },
+    ...(new Set(view.replicas.map((one) => one.model)).size > 1
+      ? [{ name: "model", words: true, text: (one) => one.model || NONE }] : []),
     { name: "state", words: true, fill: (cell, one) => badge(cell, one.state) },
     { name: "policy", words: true, text: (one) => one.policy || NONE },
     { name: "units/s", text: (one) => rate(one.rate) },
