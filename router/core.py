@@ -52,7 +52,7 @@ from router.events import (
     WorkerHealth,
     WorkerUp,
 )
-from router.placement.contract import Ended, Holding, Placement, Request, Weighing
+from router.placement.contract import Ended, Holding, Placement, Request
 from router.radix import Hold, Match, RadixTree
 from router.record import PlacementRecord
 from router.shared_limit import SharedLimit
@@ -231,7 +231,7 @@ class Router:
             allowed = [worker for worker in allowed if worker.name not in event.exclude]
         verdict = self._throttling.judge(event, pool.names_taking, now_s)
         call = verdict if event.interaction and not isinstance(verdict, Refusal) else 0
-        promise = self._throttling.promised(event, now_s)
+        promise = None if event.due is None else self._throttling.promised(event, event.due, now_s)
         request = self._request(event, pool, event.exclude, call, promise)
         self._record.came(request, event.request, now_s)
         if isinstance(verdict, Refusal):
@@ -310,8 +310,8 @@ class Router:
     ) -> Place:
         why = placement_reason(request, worker, match, allowed)
         worker.placed[why] += 1
-        placement = worker.pool.placement
-        costs = placement.costs() if isinstance(placement, Weighing) else None
+        weighing = worker.pool.weighing
+        costs = None if weighing is None else weighing.costs()
         self._record.placed(request, worker, why, match, allowed, costs, now_s)
         matched_tokens = self._begin(request, worker, match, peer, now_s).matched_tokens
         self._counts["placed"] += 1

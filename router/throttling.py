@@ -16,7 +16,7 @@ from typing import Literal
 
 import msgspec
 
-from router.events import Arrive, Begun, Load, Posted, Running, SetLimits
+from router.events import Arrive, Begun, Due, Load, Posted, Running, SetLimits
 from sglang_fair.common.deadlines import Promise
 from sglang_fair.core.interactions import Interaction, Interactions
 from sglang_fair.core.throttle import BadLoad, Overload, Refusal, Rules, Throttle, make_rules
@@ -96,11 +96,9 @@ class Throttling:
             self._under_way[event.id] = name, event.last
         return verdict
 
-    def promised(self, event: Arrive, now_s: float) -> Promise | None:
-        """What holds for a call that was let in, if its gateway has promised anything."""
-        if event.due is None:
-            return None
-        promise = event.due.promise(now_s)
+    def promised(self, event: Arrive, due: Due, now_s: float) -> Promise:
+        """What holds for a call that was let in, for which its gateway has promised `due`."""
+        promise = due.promise(now_s)
         if not event.interaction:
             return promise
         return self._interactions.promise(Interaction(event.client, event.app, event.interaction), promise)

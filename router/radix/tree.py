@@ -69,7 +69,7 @@ class _Holdings:
 
 
 class RadixTree:
-    """The tree of all workers and namespaces. The workers of a router serve one model.
+    """The tree of all workers and namespaces. What is of several models has several namespaces (`workers.Pool.key`).
 
     Memory is bounded by `max_tree_tokens` plus the prompts in flight. Beyond, leaves are evicted that no request in
     flight refers to: first those that no event has confirmed, then the least recently used. That happens when a
