@@ -203,6 +203,13 @@ class Begun(Message, frozen=True):
     router that was restarted takes up those that it does not know."""
 
     interactions: Annotated[tuple[tuple[str, str, str, Count], ...], msgspec.Meta(max_length=MOST_BEGUN)]
+    dues: Annotated[tuple[Due | None, ...], msgspec.Meta(max_length=MOST_BEGUN)] = ()
+    """By when the calls of each are due, in the same order; (): of none is anything promised."""
+
+    def dues_or_none(self) -> tuple[Due | None, ...]:
+        """One for each of them, however many were told."""
+        missing = len(self.interactions) - len(self.dues)
+        return self.dues[: len(self.interactions)] + (None,) * missing
 
 
 class Table(Message, frozen=True):

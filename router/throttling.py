@@ -114,8 +114,13 @@ class Throttling:
     def begun(self, event: Begun, now_s: float) -> None:
         """A gateway tells a router that it has not met before what it remembers."""
         self._interactions.tick(now_s)
-        for client, app, interaction, calls in event.interactions:
-            self._interactions.resume(Interaction(client, app, interaction), calls)
+        for (client, app, interaction, calls), due in zip(
+            event.interactions, event.dues_or_none(), strict=True
+        ):
+            name = Interaction(client, app, interaction)
+            self._interactions.resume(name, calls)
+            if due is not None and self._interactions.promised(name) is None:
+                self._interactions.promise(name, due.promise(now_s))
 
     def ended(self, request: str, now_s: float, *, is_served: bool = False) -> None:
         """A call waits and runs no more, if it did."""

@@ -17,6 +17,8 @@ class Counters:
         """Requests that have ended, by model and outcome."""
         self.classes: Counter[tuple[str, str]] = Counter()
         """The same by class and by what was attained of what it promises."""
+        self.of_tenants: dict[str, Counter[tuple[str, str]]] = {}
+        """The same for each tenant; of clients there may be any number."""
         self.requests = 0
         self.retried = 0
         """Attempts after one that failed before the client had anything."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from router.events import Due
 from router.gateway.access.directory import Directory
 from router.gateway.access.identity import Headers, Identity, Peer
 from router.gateway.access.proxies import Network
@@ -31,7 +32,7 @@ from router.shared_limit import SharedLimit
 from sglang_fair.common.deadlines import Classes
 from sglang_fair.common.identity import DEFAULT_ORDER
 from sglang_fair.common.interaction import Apps
-from sglang_fair.core.interactions import Interactions
+from sglang_fair.core.interactions import Interaction, Interactions
 from sglang_fair.settings.table import METRICS_CLIENTS
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class Gateway:
             SharedLimit(limits.max_connections), limits.head_timeout_s, self.counters
         )
         self.interactions = Interactions(most=REMEMBERED_INTERACTIONS)
-        self.fleet = Fleet(lambda worker: self.replicas.health.is_well(worker), self._begun)
+        self.fleet = Fleet(lambda worker: self.replicas.health.is_well(worker), self._begun, self._due)
         self.link = Link(router, router_timeout_s, self.fleet)
         self.replicas = Replicas(limits, lambda: self.fleet.workers, self._report_health)
         self._intake = Intake(
@@ -91,7 +92,7 @@ class Gateway:
         self.record = RequestRecord(log=request_ended if log_format == "json" else None)
         self.explainer = Explainer(self.record, self.link, self.fleet, self.replicas)
         self.tracing = None if otlp_traces_endpoint is None else self._traced(otlp_traces_endpoint)
-        self.usage = Usage(Books(self.fleet, self.replicas), self.quotas)
+        self.usage = Usage(Books(self.fleet, self.replicas), self.quotas, self.counters)
         placer = Placer(self.link, self.fleet, self.counters)
         self._services = Services(
             limits,
@@ -187,6 +188,11 @@ class Gateway:
         from router.gateway import tracing  # the SDK takes memory and time to import
 
         return tracing.Tracing(tracing.otlp(endpoint), self.explainer.attempts)
+
+    def _due(self, name: Interaction) -> Due | None:
+        """By when further calls of it are due."""
+        promise = self.interactions.promised(name)
+        return None if promise is None else Due.of(promise, time.monotonic())
 
     def _begun(self) -> Interactions:
         """Those under way of which this gateway knows."""

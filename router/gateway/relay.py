@@ -13,6 +13,7 @@ import asyncio
 import logging
 import time
 import uuid
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, assert_never
 
@@ -264,6 +265,8 @@ class _Exchange:
             now_s = time.monotonic()
             found = attained(self._promise, self._arrived_s, self._answered_s, now_s, self._outcome)
             counters.classes[self._promise.slo_class, found] += 1
+            if self._tenant is not None:
+                counters.of_tenants.setdefault(self._client, Counter())[self._promise.slo_class, found] += 1
             self._noted.attained = found
 
     @property

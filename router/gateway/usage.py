@@ -14,6 +14,7 @@ import msgspec
 
 from router.gateway.access.directory import Known
 from router.gateway.access.quota import Quotas
+from router.gateway.counters import Counters, by_class
 from router.gateway.replicas.pool import Replicas
 from router.gateway.routing.fleet import Fleet
 
@@ -41,6 +42,14 @@ class LimitUsed(msgspec.Struct):
     resets_s: int | None = None
 
 
+class ClassUsed(msgspec.Struct):
+    """Requests of a class that have ended; of these, those whose first token came in time, and those that missed it."""
+
+    requests: int
+    met: int
+    missed: int
+
+
 class UsageReport(msgspec.Struct):
     """`GET /v1/usage`."""
 
@@ -59,6 +68,8 @@ class UsageReport(msgspec.Struct):
     limits: list[LimitUsed]
     replicas: int
     """Replicas whose books are in this."""
+    classes: dict[str, ClassUsed] = {}
+    """What a tenant's requests have attained since the gateway process that answers began, by class."""
 
 
 class Books:
@@ -104,9 +115,10 @@ class Books:
 class Usage:
     """Answers for one client at a time."""
 
-    def __init__(self, books: Books, quotas: Quotas) -> None:
+    def __init__(self, books: Books, quotas: Quotas, counters: Counters) -> None:
         self._books = books
         self._quotas = quotas
+        self._counters = counters
 
     async def of(self, known: Known) -> UsageReport:
         """What `known` has had, may have, and has left."""
@@ -135,6 +147,10 @@ class Usage:
             sum(row["running"] for row in own),
             [LimitUsed(name, limit, left, resets_s) for name, limit, left, resets_s in limits],
             len(books),
+            {
+                name: ClassUsed(int(row["requests"]), int(row["met"]), int(row["missed"]))
+                for name, row in by_class(self._counters.of_tenants.get(client, {})).items()
+            },
         )
 
 

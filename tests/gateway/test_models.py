@@ -10,8 +10,12 @@ import pytest
 
 from router.events import Arrive, WorkerUp
 from router.gateway import logs
+from router.gateway.guard import KEY_VARIABLE
 from router.gateway.request.names import Names
+from sglang_fair.tenants import edit, keys
+from sglang_fair.tenants.model import Tenant
 from tests.gateway.test_gateway import CHAT, COMPLETION, GENERATE, MODEL, Cluster, run
+from tests.support.ports import free_port
 from tests.support.site import Seen, Site
 from tests.support.stand_in import Engine, make_tokenizer
 from tests.support.waiting import eventually
@@ -330,6 +334,32 @@ def test_what_was_attained_is_counted_and_told(tokenizer: Path, monkeypatch: pyt
         ]
 
     run(body, tokenizer, access={"log_format": "json"})
+
+
+def test_a_tenant_sees_what_its_own_requests_attained(
+    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, "the admin's")
+    path = tmp_path / "t.yaml"
+    for name in ("gold", "silver"):
+        edit.add(path, name, Tenant(keys=[keys.written(keys.digest(name))]))
+
+    async def body(c: Cluster) -> None:
+        def bearer(key: str, **more: str) -> dict[str, Any]:
+            return {"headers": {"authorization": f"Bearer {key}", **more}}
+
+        assert (await c.post("/generate", GENERATE, **bearer("gold")))[0] == 200
+        late = bearer("gold", **{"x-fair-class": "batch-1", "x-fair-slo-ms": "0.001"})
+        assert (await c.post("/generate", GENERATE, **late))[0] == 200
+        assert (await c.post("/generate", GENERATE, **bearer("silver")))[0] == 200
+        async with c.http.get(c.url + "/v1/usage", **bearer("gold")) as answer:
+            classes = (await answer.json())["classes"]
+        assert classes == {
+            "batch-1": {"requests": 1, "met": 0, "missed": 1},
+            "interactive": {"requests": 1, "met": 1, "missed": 0},
+        }
+
+    run(body, tokenizer, access={"tenants": str(path), "admin_port": free_port()})
 
 
 def test_a_class_of_hours_waits_longer_for_a_replica_that_is_silent(tokenizer: Path) -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from router.core import Router
 from router.events import (
     Arrive,
+    Begun,
     Done,
     Due,
     Held,
@@ -398,6 +399,19 @@ def test_later_calls_are_due_when_the_first_was() -> None:
     alone = ask(made, "4", due=interactive, now_s=15.0)
     dues = [one.due for one in (first, later, other, alone) if isinstance(one, Place)]
     assert dues == [interactive, Due("interactive", 20.0, 5.0), batch, interactive]
+
+
+def test_a_router_that_was_restarted_hears_when_interactions_are_due() -> None:
+    """From the gateway that served their first calls; the next one may come through another gateway."""
+    made = router("d2lpm-queue", up("w0"))
+    first = Due("batch-1", 60.0, 10.0)
+    rows = (("c", "", "i", 2), ("c", "", "j", 1), ("c", "", "k", 1))
+    made.handle(decode_event(encode(Begun(rows, (first, None)))), 0.0, b"h")
+    fresh = Due("interactive", 20.0, 20.0)
+    asked = [ask(made, name, interaction=name, due=fresh) for name in "ijk"]
+    assert [one.due for one in asked if isinstance(one, Place)] == [first, fresh, fresh]
+    made.handle(Begun(rows[:1], (first, first, first)), 1.0, b"h")
+    made.handle(Begun((), (first,)), 1.0, b"h")
 
 
 def test_a_router_that_was_restarted_takes_the_gateway_s_word() -> None:

@@ -14,6 +14,7 @@ from router.events import (
     Begun,
     Difference,
     Done,
+    Due,
     Event,
     Place,
     Posted,
@@ -39,14 +40,16 @@ class Fleet:
         self,
         is_well: Callable[[str], bool],
         begun: Callable[[], Iterable[tuple[Interaction, int]]] = tuple,
+        due: Callable[[Interaction], Due | None] = lambda name: None,
     ) -> None:
         """`is_well` says whether a worker answers this gateway, `begun` which interactions are under way, and how many
-        calls of each were accepted."""
+        calls of each were accepted, `due` by when further ones are due."""
         self.workers: dict[str, WorkerUp] = {}
         self.draining: frozenset[str] = frozenset()
         self.in_flight: Counter[str] = Counter()
         self._is_well = is_well
         self._begun = begun
+        self._due = due
         self._router = ""
         self._limits: Posted | None = None
         """Limits that an operator has set, as the router said last."""
@@ -174,8 +177,9 @@ class Fleet:
         return told + self.health()
 
     def _remembered(self) -> list[Event]:
-        rows = [(*name, calls) for name, calls in self._begun()]
-        return [Begun(tuple(rows[at : at + MOST_BEGUN])) for at in range(0, len(rows), MOST_BEGUN)]
+        rows = [((*name, calls), self._due(name)) for name, calls in self._begun()]
+        parts = [rows[at : at + MOST_BEGUN] for at in range(0, len(rows), MOST_BEGUN)]
+        return [Begun(tuple(row for row, _ in part), tuple(due for _, due in part)) for part in parts]
 
     def health(self) -> list[Event]:
         """The workers whose health the router sees differently."""
