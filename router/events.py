@@ -186,8 +186,6 @@ class Running(Message, frozen=True):
     """All as in `Arrive`."""
     begun: Count = 0
     """As in `Arrive`, this call included."""
-    model: str = ""
-    """As in `Arrive`."""
 
     def __post_init__(self) -> None:
         """Raises ValueError for an incomplete token id."""
@@ -324,7 +322,8 @@ class Place(Message, frozen=True):
     call: Count = 0
     """The number of the call in its interaction, from 1; 0: it names none."""
     due: Due | None = None
-    """What holds for the call: a later one of an interaction is due when the first was."""
+    """What holds for the call: a later one of an interaction is due when the first was. None: what its gateway has
+    promised."""
 
 
 class Refuse(Message, frozen=True):

@@ -124,7 +124,7 @@ class Worker:
     load: str | None = None
     """Where it says how much it has to do, if the router wants to know."""
     model: str = ""
-    """The name of the one that it has."""
+    """Which of several it has; "": the only one, which gateways may call as they like."""
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ def build(
             kv=f"tcp://{LOCAL}:{port.kv}",
             replay=f"tcp://{LOCAL}:{port.kv + 1}",
             load=None if port.load is None else f"tcp://{LOCAL}:{port.load}",
-            model=each[index].served_name,
+            model=each[index].served_name if options.models else "",
         )
         for index, port in enumerate(ports.replicas)
     )
@@ -395,7 +395,7 @@ def _worker_arguments(workers: Sequence[Worker]) -> list[str]:
     specs = [
         f"{worker.name},http={worker.url},kv={worker.kv},replay={worker.replay}"
         + (f",load={worker.load}" if worker.load else "")
-        + (f",model={worker.model}" if worker.model and "," not in worker.model else "")
+        + (f",model={worker.model}" if worker.model else "")
         for worker in workers
     ]
     return command_line(table.Router, {"worker": specs})

@@ -257,7 +257,7 @@ class TestPlan:
         assert json.loads(after(router.argv, "--client-weights")) == {"gold": 2.0}
         workers = [router.argv[i + 1] for i, word in enumerate(router.argv) if word == "--worker"]
         assert workers[1] == (
-            "r1,http=http://127.0.0.1:30005,kv=tcp://127.0.0.1:30006,replay=tcp://127.0.0.1:30007,model=tiny"
+            "r1,http=http://127.0.0.1:30005,kv=tcp://127.0.0.1:30006,replay=tcp://127.0.0.1:30007"
         )
         assert after(gateway.argv, "--model-name") == "tiny"
         assert after(gateway.argv, "--tokenizer") == "/models/tiny"

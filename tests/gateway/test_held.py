@@ -54,11 +54,13 @@ class Wire:
     heard: list[object] = field(default_factory=list)
     link: "DirectLink | None" = None
     run_name: str = "first"
+    is_silent: bool = False
 
     def send(self, message: bytes) -> None:
         assert self.link is not None
         if message == HEARTBEAT:
-            self.link.later(HEARTBEAT_ANSWER)
+            if not self.is_silent:
+                self.link.later(HEARTBEAT_ANSWER)
             return
         event = decode_event(message)
         if self.loses(event):
@@ -187,6 +189,26 @@ def test_who_was_let_in_is_not_throttled_after_a_restart() -> None:
         await link.close()
         second.cancel()
         await asyncio.gather(second, return_exceptions=True)
+
+    run(main())
+
+
+def test_a_router_that_dies_changes_no_deadline() -> None:
+    """What the gateway places by itself after ten minutes is due when it was."""
+
+    async def main() -> None:
+        wire = Wire(full())
+        placer, link = await gateway(wire)
+        await ask(placer, "1")
+        second = ask(placer, "2", due=HELD_UP)
+        await asyncio.sleep(LONG_S)
+        wire.loses = lambda message: True
+        wire.is_silent = True
+        place = await second
+        assert isinstance(place, Place)
+        assert (place.worker, place.id == "2") == ("r0", False)
+        assert place.due is None, "the gateway has not forgotten what it promised"
+        await link.close()
 
     run(main())
 

@@ -205,7 +205,7 @@ def test_no_placement_sees_a_worker_without_the_request_s_model(
             case "running" if one in has:
                 wanted[f"t{number}"] = has[one]
                 at[f"t{number}"] = one
-                tell(Running(f"t{number}", f"c{index}", one, PROMPT, model=has[one]), now_s)
+                tell(Running(f"t{number}", f"c{index}", one, PROMPT), now_s)
             case _:
                 pass
     state = made.state()

@@ -81,7 +81,6 @@ class Fleet:
             interaction=arrive.interaction,
             last=arrive.last,
             begun=(place.call or arrive.begun + 1) if arrive.interaction else 0,
-            model=arrive.model,
         )
         if not told:
             self._untold.add(arrive.id)
@@ -128,7 +127,7 @@ class Fleet:
         capacity = {name: self.workers[name].capacity for name in able}
         worker = choose(arrive.client, {name: self.in_flight[name] for name in able}, capacity)
         call = arrive.begun + (arrive.attempt == 0) if arrive.interaction else 0
-        return Place(arrive.id, worker, self.workers[worker].url, 0, call, arrive.due)
+        return Place(arrive.id, worker, self.workers[worker].url, 0, call)
 
     # -- comparing with the router
 
