@@ -65,12 +65,24 @@ def test_two_models_on_real_replicas() -> None:
                     assert tokens == alone[model][number], "token for token as the replica by itself"
         assert said(made.url, body_of(PROMPTS[0]))[1:] == (alone["a"][0], "r0"), "the first one, unasked"
         assert said(made.url, body_of(PROMPTS[0], "c"))[0] == 404
+        chats(made)
         asyncio.run(streams(made, alone))
         one_book_for_both(made)
         deadlines(made)
         a_router_that_is_killed(made, alone)
         a_replica_that_is_killed(made, alone)
         one_more(made, alone)
+
+
+def chats(made: Cluster) -> None:
+    """OpenAI's interface, whose answers name the model that was asked for."""
+    asked = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "temperature": 0}
+    for at, model in enumerate("ab"):
+        answer = httpx.post(f"{made.url}/v1/chat/completions", json=asked | {"model": model}, timeout=120)
+        assert (answer.status_code, answer.headers["x-fair-worker"]) == (200, f"r{at}"), answer.text
+        assert answer.json()["model"] == model
+    refused = httpx.post(f"{made.url}/v1/chat/completions", json=asked | {"model": "c"}, timeout=120)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
 
 
 async def streams(made: Cluster, alone: dict[str, list[list[int]]]) -> None:
