@@ -197,7 +197,6 @@ class _Exchange:
             self._caller, self._tenant, self._is_known = known.caller, known.tenant, True
             self._noted.client = self._client
             services.record.enter(self._noted)
-            promise = self._promised(headers)
             self._ticket = await services.quotas.enter(known)
             if self._ticket is not None:
                 self._ticket.answered = self._answered
@@ -206,6 +205,7 @@ class _Exchange:
             # The body may still name the client. Until it is read, an unknown client counts by its address.
             is_unnamed = self._client == ANONYMOUS and services.identity.reads_user
             self._allowance.enter(address_share(peer) if is_unnamed else self._client)
+            promise = self._promised(headers)
             raw = await self._read_body(headers)
             await self._while_client_listens(raw, headers, peer, promise)
         except ClientGone:
@@ -544,12 +544,10 @@ class _Exchange:
         if self._attempts > 1:
             return
         self._call_number = place.call
-        if place.due is not None and self._promise is not None:
-            told = place.due.promise(time.monotonic())
-            if told.slo_class in self._services.classes.seconds:
-                self._promise = self._noted.promise = told
         if self._part.interaction:
             self._is_open = True
+            if place.due is not None and place.due.slo_class in self._services.classes.seconds:
+                self._promise = self._noted.promise = place.due.promise(time.monotonic())
             interactions, name = self._services.interactions, self._interaction()
             interactions.told(name, place.call or interactions.calls(name) + 1)
             if self._promise is not None:
