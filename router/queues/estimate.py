@@ -1,0 +1,311 @@
+"""How long a request waits, and how long a group keeps a worker (QLM, section 5; the request waiting time estimator).
+
+    wait    a · (uncached prompt tokens ahead) + b · (expected output tokens ahead) + z · b · √(variance of those)
+            ahead: of those that wait in front, without those that fit into free memory; who fits there waits 0
+    drain   a · (uncached prompt tokens) + b · (expected output tokens) of a group
+    tail    how long the last of a group still writes when all of it has begun: its prefill, and the 99th percentile of
+            its model's outputs at the measured time per token. A switch to another model waits for that
+
+a and b are measured for each worker and model while requests wait there, so batches are full. With z = 2.33 the wait is
+exceeded once in a hundred times, if lengths are independent; `mean_s` is the one to compare with what happened.
+
+**Two rates from records.** A record says that a worker took so many seconds for so many uncached prompt tokens and so
+many output tokens. An engine's own steps do one or the other; what a router sees of gateways mixes both. So a and b are
+the weighted least squares of seconds = a · prompt + b · output, a record weighted by one over the seconds that it was
+expected to take. For records of one sort that is the ratio of the sums of seconds and of tokens, the estimate that long
+records dominate and that many short ones do not bias; for mixed ones it tells the two apart as far as their mix
+varies. What the mix does not say stays as it was: the last estimate counts like `_KEPT_S` seconds of records. A record
+is believed within a factor `_FAR` of what was expected, so a pause of a minute counts as a slow step, and a first
+guess that is far off is left within some records. Older ones fade by half in `_HALF_LIFE_S` seconds of work. Both
+rates stay positive, whatever is reported.
+
+Trade-offs: linear, so at prompts far longer than those measured attention's square is missing. The share of prefill in
+the time differs with the mix (25 to 38 % in our runs), which is why one rate for both does not do.
+
+With `literal` Eq. 1-5 of the paper hold: wait = outputs ahead / throughput, throughput as measured in output tokens a
+second, nothing is free, and an answer takes as long as the longest possible one.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import inf, isfinite, log2, sqrt
+from typing import NamedTuple
+
+ONE_IN_A_HUNDRED = 2.33
+"""z of the standard normal distribution."""
+
+_HALF_LIFE_S = 120.0
+_GUESS_S = 2.0
+"""Seconds of records that the first guess weighs like."""
+_KEPT_S = 0.5
+_FAR = 4.0
+_LEAST_S, _MOST_S = 1e-9, 10.0
+"""Bounds of both rates, per token."""
+
+PREDICTIONS = 1_000
+"""The last ones, of which R² is."""
+ENOUGH = 20
+"""Samples below which there is no R², and no quantile of outputs."""
+
+
+class Rates:
+    """Seconds per uncached prompt token (a) and per output token (b) of one worker with full batches."""
+
+    __slots__ = ("_gram", "_seconds", "_sums", "output_s", "prompt_s", "throughput")
+
+    def __init__(self, prompt_s: float, output_s: float) -> None:
+        self.prompt_s, self.output_s = _bounded(prompt_s), _bounded(output_s)
+        self._gram = [_GUESS_S / self.prompt_s**2, 0.0, _GUESS_S / self.output_s**2]
+        """Weighted sums of prompt², prompt · output and output²."""
+        self._sums = [_GUESS_S / self.prompt_s, _GUESS_S / self.output_s]
+        """Weighted sums of seconds · prompt and seconds · output."""
+        self._seconds = [_GUESS_S, _GUESS_S / self.output_s]
+        """Decayed seconds and output tokens."""
+        self.throughput = 1 / self.output_s
+        """Output tokens a second, all told: Θ of Eq. 2."""
+
+    def learn(self, seconds: float, prompt_tokens: float, output_tokens: float) -> None:
+        """A record. One that cannot be is ignored."""
+        if not (isfinite(seconds) and seconds > 0 and isfinite(prompt_tokens) and isfinite(output_tokens)):
+            return
+        if prompt_tokens < 0 or output_tokens < 0 or prompt_tokens + output_tokens < 1:
+            return
+        expected_s = self.prompt_s * prompt_tokens + self.output_s * output_tokens
+        believed_s = min(max(seconds, expected_s / _FAR), expected_s * _FAR)
+        fade, weight = 0.5 ** (believed_s / _HALF_LIFE_S), 1 / expected_s
+        prompt, output = weight * prompt_tokens, weight * output_tokens
+        gram, sums, spent = self._gram, self._sums, self._seconds
+        gram[0] = fade * gram[0] + prompt * prompt_tokens
+        gram[1] = fade * gram[1] + prompt * output_tokens
+        gram[2] = fade * gram[2] + output * output_tokens
+        sums[0] = fade * sums[0] + prompt * believed_s
+        sums[1] = fade * sums[1] + output * believed_s
+        spent[0] = fade * spent[0] + believed_s
+        spent[1] = fade * spent[1] + output_tokens
+        self._solve()
+
+    def _solve(self) -> None:
+        """Least squares, with the last estimate as `_KEPT_S` seconds of records of each sort."""
+        kept = _KEPT_S / self.prompt_s**2, _KEPT_S / self.output_s**2
+        p, mixed, o = self._gram[0] + kept[0], self._gram[1], self._gram[2] + kept[1]
+        by_prompt = self._sums[0] + kept[0] * self.prompt_s
+        by_output = self._sums[1] + kept[1] * self.output_s
+        least = self.prompt_s / _FAR, self.output_s / _FAR
+        determinant = p * o - mixed * mixed
+        prompt_s = (by_prompt * o - by_output * mixed) / determinant
+        output_s = (by_output * p - by_prompt * mixed) / determinant
+        if prompt_s < least[0]:  # at the bound the other one is what fits best
+            prompt_s, output_s = least[0], (by_output - mixed * least[0]) / o
+        elif output_s < least[1]:
+            prompt_s, output_s = (by_prompt - mixed * least[1]) / p, least[1]
+        self.prompt_s, self.output_s = _bounded(prompt_s), _bounded(output_s)
+        self.throughput = max(self._seconds[1] / self._seconds[0], 1 / _MOST_S)
+
+
+class Outputs:
+    """How long a model's answers are: counts in buckets a quarter of a power of two wide, of which older ones fade."""
+
+    _FADE = 0.999
+
+    def __init__(self) -> None:
+        self._counts: dict[int, float] = {}
+        self._unit = 1.0
+        self.longest = 1
+
+    def learn(self, tokens: int) -> None:
+        """An answer is complete."""
+        bucket = int(4 * log2(max(1, tokens)))
+        self._unit /= self._FADE
+        self._counts[bucket] = self._counts.get(bucket, 0.0) + self._unit
+        self.longest = max(self.longest, tokens)
+        if self._unit > 1e12:
+            self._counts = {at: count / self._unit for at, count in self._counts.items()}
+            self._unit = 1.0
+
+    def quantile(self, part: float) -> float | None:
+        """Tokens that this part of the answers does not exceed, rounded up to the bucket's end; None until there are
+        `ENOUGH` answers."""
+        total = sum(self._counts.values())
+        if total < ENOUGH * self._unit * self._FADE**ENOUGH:
+            return None
+        reached = 0.0
+        for bucket in sorted(self._counts):
+            reached += self._counts[bucket]
+            if reached >= part * total:
+                return min(2 ** ((bucket + 1) / 4), self.longest)
+        return float(self.longest)
+
+
+class Ahead(NamedTuple):
+    """What is in front of a request: sums over those that wait there."""
+
+    prompt_tokens: float = 0.0
+    """Not cached."""
+    output_tokens: float = 0.0
+    output_variance: float = 0.0
+
+    def beyond(self, free_tokens: float, own_tokens: float) -> "Ahead":
+        """Without those that fit into free memory, of which this request needs `own_tokens`."""
+        need = self.prompt_tokens + self.output_tokens
+        if need + own_tokens <= free_tokens or not need:
+            return Ahead()
+        part = max(0.0, 1 - max(0.0, free_tokens) / need)
+        return Ahead(part * self.prompt_tokens, part * self.output_tokens, part * self.output_variance)
+
+
+class Wait(NamedTuple):
+    """How long until a request is begun: expected, and with what is allowed for chance."""
+
+    mean_s: float
+    likely_s: float
+
+
+@dataclass(slots=True)
+class _Measured:
+    rates: Rates
+    token_s: float
+    """Per output token of one request: d · ε of Eq. 4."""
+    prefill_s: float
+    """P of Eq. 1: to prefill one request."""
+
+
+@dataclass
+class Estimator:
+    """Estimates for all workers and models. The first three are guesses, for what was never measured anywhere."""
+
+    prompt_s: float = 1e-4
+    output_s: float = 1e-3
+    token_s: float = 0.03
+    longest_tokens: int = 2_048
+    """Of an answer, until outputs were measured; with `literal` always."""
+    literal: bool = False
+    z: float = ONE_IN_A_HUNDRED
+
+    _measured: dict[tuple[str, str], _Measured] = field(default_factory=dict, init=False, repr=False)
+    _latest: dict[str, _Measured] = field(default_factory=dict, init=False, repr=False)
+    """By model, the one that learnt last: where another worker starts."""
+    _outputs: dict[str, Outputs] = field(default_factory=dict, init=False, repr=False)
+    _predicted: OrderedDict[str, float] = field(default_factory=OrderedDict, init=False, repr=False)
+    _compared: deque[tuple[float, float]] = field(
+        default_factory=lambda: deque(maxlen=PREDICTIONS), init=False, repr=False
+    )
+
+    def __post_init__(self) -> None:
+        if not all(
+            0 < one < inf for one in (self.prompt_s, self.output_s, self.token_s, self.longest_tokens)
+        ):
+            raise ValueError("first guesses of an estimator are positive numbers")
+
+    # -- what is measured
+
+    def learn(
+        self, worker: str, model: str, seconds: float, prompt_tokens: float, output_tokens: float
+    ) -> None:
+        """A record of a worker with full batches: what it did in so many seconds."""
+        measured = self._of(worker, model)
+        measured.rates.learn(seconds, prompt_tokens, output_tokens)
+        self._latest[model] = measured
+
+    def learn_answer(
+        self,
+        worker: str,
+        model: str,
+        output_tokens: int,
+        token_s: float | None,
+        prefill_s: float | None = None,
+    ) -> None:
+        """An answer is complete: its length, its seconds per token and its own prefill, if they are known."""
+        measured = self._of(worker, model)
+        self._outputs.setdefault(model, Outputs()).learn(output_tokens)
+        if token_s is not None and 0 < token_s < inf:
+            measured.token_s += 0.05 * (min(token_s, _FAR * measured.token_s) - measured.token_s)
+        if prefill_s is not None and 0 < prefill_s < inf:
+            measured.prefill_s += 0.05 * (prefill_s - measured.prefill_s)
+        self._latest[model] = measured
+
+    def forget(self, worker: str) -> None:
+        """`worker` is gone."""
+        for key in [key for key in self._measured if key[0] == worker]:
+            del self._measured[key]
+
+    # -- what is estimated
+
+    def rates(self, worker: str, model: str) -> Rates:
+        """As measured there; else as at the worker that measured this model last; else as guessed."""
+        return self._of(worker, model).rates
+
+    def wait(
+        self, worker: str, model: str, ahead: Ahead, free_tokens: float = 0.0, own_tokens: float = 0.0
+    ) -> Wait:
+        """Of a request that needs `own_tokens` of memory, with `ahead` in front of it and `free_tokens` of the KV
+        cache not promised to anybody."""
+        rates = self.rates(worker, model)
+        if self.literal:
+            mean_s = ahead.output_tokens / rates.throughput
+            return Wait(mean_s, mean_s)
+        beyond = ahead.beyond(free_tokens, own_tokens)
+        mean_s = rates.prompt_s * beyond.prompt_tokens + rates.output_s * beyond.output_tokens
+        return Wait(mean_s, mean_s + self.z * rates.output_s * sqrt(beyond.output_variance))
+
+    def drain_s(self, worker: str, model: str, prompt_tokens: float, output_tokens: float) -> float:
+        """W of a group: how long until those behind it begin."""
+        rates = self.rates(worker, model)
+        if self.literal:
+            return output_tokens / rates.throughput
+        return rates.prompt_s * prompt_tokens + rates.output_s * output_tokens
+
+    def tail_s(self, worker: str, model: str, prompt_tokens: float = 0.0) -> float:
+        """C - W of a group: how long its last request takes, once it is begun."""
+        measured = self._of(worker, model)
+        if self.literal:
+            return measured.prefill_s + self.longest_tokens * measured.token_s
+        outputs = self._outputs.get(model)
+        tokens = None if outputs is None else outputs.quantile(0.99)
+        prefill_s = measured.rates.prompt_s * prompt_tokens
+        return prefill_s + (self.longest_tokens if tokens is None else tokens) * measured.token_s
+
+    # -- how good it was
+
+    def predict(self, request_id: str, mean_s: float) -> None:
+        """This was said of a request's wait. The first one counts."""
+        self._predicted.setdefault(request_id, mean_s)
+        if len(self._predicted) > 100 * PREDICTIONS:
+            self._predicted.popitem(last=False)
+
+    def begun(self, request_id: str, wait_s: float | None) -> None:
+        """It waited so long; None: it was given up, or moved by a new plan, and says nothing."""
+        mean_s = self._predicted.pop(request_id, None)
+        if mean_s is not None and wait_s is not None:
+            self._compared.append((mean_s, wait_s))
+
+    @property
+    def r2(self) -> float | None:
+        """1 - (squared errors) / (squared deviations from the mean) of the last predictions; None while there are few,
+        or all waited alike."""
+        return r2(self._compared) if len(self._compared) >= ENOUGH else None
+
+    def _of(self, worker: str, model: str) -> _Measured:
+        measured = self._measured.get((worker, model))
+        if measured is None:
+            known = self._latest.get(model)
+            if known is None:
+                measured = _Measured(Rates(self.prompt_s, self.output_s), self.token_s, 0.0)
+            else:
+                rates = Rates(known.rates.prompt_s, known.rates.output_s)
+                measured = _Measured(rates, known.token_s, known.prefill_s)
+            self._measured[worker, model] = measured
+        return measured
+
+
+def r2(pairs: Sequence[tuple[float, float]]) -> float | None:
+    """Of (predicted, actual): 1 is perfect, 0 as good as their mean. None if all actual ones are alike."""
+    mean = sum(actual for _, actual in pairs) / len(pairs)
+    deviations = sum((actual - mean) ** 2 for _, actual in pairs)
+    if deviations <= 0:
+        return None
+    return 1 - sum((actual - predicted) ** 2 for predicted, actual in pairs) / deviations
+
+
+def _bounded(rate_s: float) -> float:
+    return min(max(rate_s, _LEAST_S), _MOST_S)
