@@ -4,9 +4,10 @@
     shares         who is within its share (tier 0) and who is ahead of it (tier 1)
     estimate       how long a request waits, and how long a group keeps a worker
     problem        what is planned, and what a plan is worth
-    search, milp   the order of groups at each worker; `plan` chooses between them and says what would do otherwise
+    weigh, search  the order of groups at each worker; `milp` the same, exactly, for a few. `plan` chooses between both
+                   and says what would do if no order is in time
     edf            the order when there is no planner
-    apply          what of a plan still holds
+    virtual        the queues themselves: what a worker pulls next; `apply`: what of a plan still holds
     centres        kinds of requests by their lengths
 
 Source: Patke et al., Queue Management for SLO-Oriented Large Language Model Serving (SoCC 2024). `milp` and `centres`

@@ -54,15 +54,10 @@ def applied(
 def by_tier(order: Sequence[int], groups: Mapping[int, Group]) -> list[int]:
     """The same groups; those of tier 1 that have not begun go behind the last one of tier 0, if one stands before it.
     Else nothing changes."""
-    bound = [is_bound(groups[number]) for number in order]
+    bound = [groups[number].is_bound for number in order]
     last = max((at for at, number in enumerate(order) if not groups[number].kind.tier), default=-1)
     front, back = list(order[: last + 1]), list(order[last + 1 :])
     return [*_keep(front, bound, False), *_keep(front, bound, True), *back]
-
-
-def is_bound(group: Group) -> bool:
-    """Whether it may not stand before a group of tier 0."""
-    return group.kind.tier == 1 and group.begun_on is None
 
 
 def _keep(numbers: Iterable[int], bound: Sequence[bool], kept: bool) -> list[int]:

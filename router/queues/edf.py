@@ -14,7 +14,7 @@ from router.queues.problem import Demand, Problem, Queue, can_serve
 
 def urgency(demand: Demand) -> tuple[bool, float, int]:
     """Begun or of tier 0 before tier 1, then the earliest deadline."""
-    return demand.tier == 1 and demand.begun_on is None, demand.slack_s, demand.number
+    return demand.is_bound, demand.slack_s, demand.number
 
 
 def edf(problem: Problem, *, patient: bool = True) -> dict[str, list[int]]:

@@ -21,6 +21,7 @@ from math import log1p
 from typing import NamedTuple
 
 from router.queues.line import MOST_OVERTAKES, Entry, Key, Line, Queued
+from router.queues.problem import is_bound
 
 MOST_KINDS = 4
 
@@ -64,6 +65,10 @@ class Group:
     _deadlines: list[float] = field(default_factory=list)
     _shared: dict[Hashable, tuple[int, int]] = field(default_factory=dict)
     """Prefix -> how many of those that wait have it, and its tokens."""
+
+    @property
+    def is_bound(self) -> bool:
+        return is_bound(self.kind.tier, self.begun_on)
 
     @property
     def deadline_s(self) -> float:
@@ -175,7 +180,8 @@ class Groups:
         entry.key = (0, *entry.key[1:])
         group.running -= 1
         self._wait(member)
-        return group
+        self._split(group)
+        return member.group
 
     def remove(self, request_id: str) -> Group | None:
         """A request is over or was given up. Returns its group; None if the id is not here."""

@@ -23,11 +23,14 @@ from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
-from router.queues.problem import Problem, can_serve, is_bound
+from router.queues.problem import Problem, can_serve
 
 MOST_GROUPS = 6
 NODES = 200_000
 """Of the search tree, at most; not seconds, so that the result does not depend on the machine."""
+
+KEPT_S = 2e-3
+"""What is late by at most so much more counts as kept: HiGHS takes a millionth for 0, and M times that is seconds."""
 
 
 class _Rows:
@@ -132,7 +135,7 @@ class _Program:
             self.rows.add([(1.0, self.w[i]), (-self.big, self.x[g, i, j]), *start], ahead_s - self.big)
 
     def _keep_tiers(self, g: int, j: int) -> None:
-        bound = [(-1.0, self.x[g, i, j]) for i in range(self.n) if is_bound(self.demands[i])]
+        bound = [(-1.0, self.x[g, i, j]) for i in range(self.n) if self.demands[i].is_bound]
         for k in range(j + 1, self.n) if bound else ():
             free = [(-1.0, self.x[g, i, k]) for i in range(self.n) if self.demands[i].tier == 0]
             self.rows.add(bound + free, -1)
@@ -156,7 +159,7 @@ class _Program:
         )
         if result.status != 0:
             return None
-        self.rows.add([(-1.0, v) for v in goal], -float(result.fun) - 1e-6)
+        self.rows.add([(-1.0, v) for v in goal], -float(result.fun) - KEPT_S)
         found: NDArray[np.float64] = result.x
         return found
 

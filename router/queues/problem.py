@@ -25,6 +25,11 @@ Orders = Mapping[str, Sequence[int]]
 """Worker -> the numbers of its groups, the first one first."""
 
 
+def is_bound(tier: int, begun_on: str | None) -> bool:
+    """Whether a group may not stand before one of tier 0: it is of tier 1 and has not begun."""
+    return tier == 1 and begun_on is None
+
+
 @dataclass(frozen=True, slots=True)
 class Demand:
     """A group as it is planned. It can be served by the workers in `drain_s`."""
@@ -40,6 +45,10 @@ class Demand:
     """Of its last request, which begins when the rest of the group is drained; inf: only the first one counts, as in
     the paper."""
     begun_on: str | None = None
+
+    @property
+    def is_bound(self) -> bool:
+        return is_bound(self.tier, self.begun_on)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +116,7 @@ class Problem:
         for demand in self.demands:
             times = (*demand.drain_s.values(), *demand.tail_s.values())
             if not all(isfinite(one) and one >= 0 for one in times) or not isfinite(demand.slack_s):
-                raise BadProblem(
-                    f"the times of group {demand.number} must be finite, and those that it takes not negative"
-                )
+                raise BadProblem(f"a time of group {demand.number} is not finite, or is negative")
             if demand.tier not in (0, 1):
                 raise BadProblem(f"group {demand.number} is of tier {demand.tier}: there are 0 and 1")
             if not any(can_serve(queue, demand) for queue in self.queues):
@@ -122,11 +129,6 @@ def can_serve(queue: Queue, demand: Demand) -> bool:
         return False
     has_model = demand.model == queue.loaded or demand.model in queue.swap_s
     return queue.worker in demand.drain_s and has_model
-
-
-def is_bound(demand: Demand) -> bool:
-    """Whether it may not stand before a group of tier 0."""
-    return demand.tier == 1 and demand.begun_on is None
 
 
 def slots(queue: Queue, order: Sequence[Demand]) -> Iterator[Slot]:
@@ -177,7 +179,7 @@ def faults(problem: Problem, orders: Orders) -> list[str]:
             demand = demands[number]
             if not can_serve(queues[worker], demand):
                 found.append(f"group {number} cannot be served by {worker}")
-            if is_bound(demand):
+            if demand.is_bound:
                 bound = number
             elif demand.tier == 0 and bound is not None:
                 found.append(f"group {bound} of tier 1 stands before group {number} of tier 0")

@@ -19,7 +19,7 @@ group's own O(log).
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from router.queues.apply import applied, by_tier, is_bound
+from router.queues.apply import applied, by_tier
 from router.queues.estimate import Ahead, Estimator, Wait
 from router.queues.groups import Group, Groups
 from router.queues.line import Queued
@@ -64,6 +64,8 @@ class VirtualQueues:
         self.estimator = estimator
         self._cached = cached
         self._workers: dict[str, Worker] = {}
+        self._pulled: dict[str, str] = {}
+        """Where the requests in flight are."""
         self.stranded: list[int] = []
         self.ignored = 0
         """Entries of plans that named what was not there."""
@@ -112,6 +114,7 @@ class VirtualQueues:
         assert request is not None
         tokens = request.prompt_tokens + request.expected_output_tokens
         worker.in_flight[request.id] = tokens
+        self._pulled[request.id] = name
         worker.in_flight_tokens += tokens
         return request
 
@@ -231,7 +234,7 @@ class VirtualQueues:
 
     def _start_s(self, worker: Worker, group: Group) -> float:
         """When a new group would start at a worker, behind all that may stand before it."""
-        ahead = [one for one in self._waiting(worker) if is_bound(group) or not is_bound(one)]
+        ahead = [one for one in self._waiting(worker) if group.is_bound or not one.is_bound]
         demands = [self._demand(one, 0.0, [worker]) for one in [*ahead, group]]
         *_, last = slots(self._as_queue(worker), demands)
         return last.start_s
@@ -300,7 +303,7 @@ class VirtualQueues:
         return stranded
 
     def _land(self, request_id: str) -> None:
-        for worker in self._workers.values():
-            tokens = worker.in_flight.pop(request_id, None)
-            if tokens is not None:
-                worker.in_flight_tokens = worker.in_flight_tokens - tokens if worker.in_flight else 0.0
+        worker = self._workers.get(self._pulled.pop(request_id, ""))
+        tokens = None if worker is None else worker.in_flight.pop(request_id, None)
+        if worker is not None and tokens is not None:
+            worker.in_flight_tokens = worker.in_flight_tokens - tokens if worker.in_flight else 0.0

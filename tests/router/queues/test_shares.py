@@ -1,0 +1,237 @@
+"""Tags: who is ahead of its share, by the definition written out; and what nobody gains by trying."""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.queues.shares import Shares
+from sglang_fair.common.weights import Weights
+
+WEIGHTS = {"a": 1.0, "b": 2.0, "c": 0.5}
+
+
+@dataclass
+class Written:
+    """The definition, by looking at all requests."""
+
+    ahead: float
+    virtual: float = 0.0
+    finish: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    start: dict[str, float] = field(default_factory=dict)
+    """Of those that wait."""
+    first: set[str] = field(default_factory=set)
+    """Those in tier 0."""
+
+    def arrive(self, name: str, client: str, cost: float) -> None:
+        self.start[name] = max(self.virtual, self.finish[client])
+        self.finish[client] = self.start[name] + cost / WEIGHTS[client]
+        self.go_on()
+
+    def go(self, name: str) -> None:
+        start = self.start.pop(name)
+        if not self.start:
+            self.virtual = max(self.virtual, start)
+        self.go_on()
+
+    def go_on(self) -> None:
+        self.virtual = max([self.virtual, min(self.start.values(), default=0.0)])
+        self.first |= {name for name, start in self.start.items() if start <= self.virtual + self.ahead}
+
+
+@given(st.integers(0, 2**32), st.sampled_from([5.0, 50.0, 1e9]))
+def test_tiers_are_those_of_the_definition(seed: int, ahead: float) -> None:
+    rng, shares, written = Random(seed), Shares(ahead, Weights(WEIGHTS)), Written(ahead)
+    ended: dict[str, tuple[str, float]] = {}
+    promoted: set[str] = set()
+    for number in range(80):
+        name, step = str(number), rng.random()
+        if step < 0.5:
+            client, prompt, output = rng.choice("abc"), rng.randrange(0, 40), rng.randrange(0, 10)
+            cost = max(1.0, prompt + 2 * output)
+            tier = shares.arrive(name, client, rng.choice("mn"), prompt, output)
+            written.arrive(name, client, cost)
+            ended[name] = client, cost
+            assert tier == (name not in written.first)
+        elif step < 0.8 and written.start:
+            name = rng.choice(list(written.start))
+            shares.go(name)
+            written.go(name)
+        elif step < 0.9 and written.start:
+            name = rng.choice(list(written.start))
+            shares.withdraw(name)
+            client, cost = ended[name]
+            written.start.pop(name)
+            written.finish[client] -= cost / WEIGHTS[client]
+            written.go_on()
+        promoted |= set(shares.drain_promoted())
+        assert shares.virtual == pytest.approx(written.virtual)
+        for name in written.start:
+            assert shares.tier(name) == (name not in written.first)
+        for client in WEIGHTS:
+            assert shares.lead(client) == pytest.approx(max(0.0, written.finish[client] - written.virtual))
+    assert all(shares.tier(name) in (0, None) for name in promoted)
+
+
+@given(st.integers(0, 2**32), st.integers(2, 5), st.sampled_from([10.0, 100.0]))
+def test_nobody_starves_and_who_always_waits_is_served_alike(seed: int, clients: int, ahead: float) -> None:
+    """Whatever deadlines say: an adversary picks among those of tier 0, and never the first client's if it can help
+    it. Its request waits for at most `ahead` and one request of each other client."""
+    rng, shares = Random(seed), Shares(ahead)
+    names = [chr(97 + number) for number in range(clients)]
+    waiting: dict[str, tuple[str, float]] = {}
+    served: dict[str, float] = dict.fromkeys(names, 0.0)
+    since: dict[str, float] = dict(served)
+    number, most = 0, 20.0
+
+    def send(client: str) -> None:
+        nonlocal number
+        number += 1
+        cost = rng.uniform(1, most)
+        waiting[str(number)] = client, cost
+        shares.arrive(str(number), client, "m", cost, 0.0)
+
+    for _ in range(4):
+        for client in names:
+            send(client)
+    for _ in range(300):
+        urgent = [name for name in waiting if shares.tier(name) == 0] or list(waiting)
+        others = [name for name in urgent if waiting[name][0] != "a"] or urgent
+        name = rng.choice(others)
+        client, cost = waiting.pop(name)
+        shares.go(name)
+        shares.end(name, cost, 0.0)
+        served[client] += cost
+        if client == "a":
+            since = dict(served)
+        for other in names[1:]:
+            assert served[other] - since[other] <= 2 * (ahead + most), "what a waits for"
+        assert max(served.values()) - min(served.values()) <= ahead + 2 * most
+        send(client)
+
+
+@pytest.mark.parametrize("cost", [1e-9, 1.0, 30.0])
+def test_a_flood_is_ahead_of_its_share_and_the_others_are_not(cost: float) -> None:
+    """10,000 tiny requests, or fewer large ones: beyond `ahead` they are in tier 1, and a call now and then is not."""
+    shares = Shares(ahead=500.0)
+    tiers = [shares.arrive(f"flood{number}", "flood", "m", cost, 0.0) for number in range(10_000)]
+    assert tiers[0] == 0
+    assert sum(tier == 0 for tier in tiers) == 1 + int(500 / max(1.0, cost))
+    for number in range(20):
+        assert shares.arrive(f"light{number}", "light", "m", 20.0, 2.0) == 0
+        shares.go(f"light{number}")
+        shares.end(f"light{number}", 20.0, 2.0)
+    for number in range(10_000):
+        shares.go(f"flood{number}")
+        shares.end(f"flood{number}", cost, 0.0)
+    assert len(shares) == 0
+
+
+def test_leaving_and_coming_back_resets_nothing_and_saves_nothing_up() -> None:
+    shares = Shares(ahead=100.0)
+    shares.arrive("other", "other", "m", 10.0, 0.0)
+    for number in range(5):
+        shares.arrive(str(number), "c", "m", 100.0, 0.0)
+        shares.go(str(number))
+        shares.end(str(number), 100.0, 0.0)
+    assert shares.lead("c") == 500
+    assert shares.arrive("back", "c", "m", 1.0, 0.0) == 1
+    shares.withdraw("back")
+    assert shares.lead("c") == 500, "neither by withdrawing"
+    shares.go("other")
+    for number in range(1000):
+        shares.arrive(f"o{number}", "other", "m", 10.0, 0.0)
+        shares.go(f"o{number}")
+    assert shares.lead("c") == 0, "others have had as much"
+    assert shares.arrive("idle", "idle", "m", 300.0, 0.0) == 0
+    assert shares.arrive("idle2", "idle", "m", 1.0, 0.0) == 1, "a long idle client has no more than a new one"
+
+
+def test_alone_nobody_gets_ahead() -> None:
+    """What nobody else wanted is not held against a client."""
+    shares = Shares(ahead=100.0)
+    for number in range(50):
+        assert shares.arrive(str(number), "c", "m", 90.0, 0.0) == 0
+        shares.go(str(number))
+        shares.end(str(number), 90.0, 0.0)
+    assert shares.arrive("new", "other", "m", 90.0, 0.0) == 0
+
+
+def test_who_says_less_than_it_takes_pays_later_and_who_takes_less_gets_it_back() -> None:
+    shares = Shares(ahead=100.0)
+    shares.arrive("wait", "other", "m", 1.0, 0.0)
+    shares.arrive("liar", "liar", "m", 1.0, 0.0)
+    shares.go("liar")
+    shares.end("liar", 1.0, 400.0)
+    assert shares.lead("liar") == 801
+    assert shares.arrive("more", "liar", "m", 1.0, 0.0) == 1
+    shares.arrive("short", "careful", "m", 1.0, 400.0)
+    shares.go("short")
+    shares.end("short", 1.0, 10.0)
+    assert shares.lead("careful") == 21
+    assert shares.arrive("next", "careful", "m", 1.0, 0.0) == 0
+
+
+def test_ids_that_come_twice_or_never_came() -> None:
+    shares = Shares(ahead=100.0)
+    assert shares.arrive("x", "c", "m", 50.0, 0.0) == shares.arrive("x", "d", "n", 5e6, 0.0) == 0
+    assert (shares.lead("c"), shares.lead("d"), len(shares)) == (50, 0, 1)
+    shares.go("x")
+    shares.go("x")
+    shares.withdraw("x")
+    assert shares.lead("c") == 50, "it is served: nothing comes back"
+    assert shares.arrive("x", "c", "m", 50.0, 0.0) == 0
+    shares.end("x", 50.0, 0.0)
+    for act in (shares.go, shares.withdraw, shares.come_back):
+        act("x")
+    shares.end("x", 1e6, 0.0)
+    assert shares.tier("x") is None
+    assert shares.lead("c") == 50
+
+
+def test_one_that_was_taken_back_keeps_its_tier_and_pays_once() -> None:
+    shares = Shares(ahead=100.0)
+    for name in "wxy":
+        shares.arrive(name, "c", "m", 80.0, 0.0)
+    assert [shares.tier(name) for name in "wxy"] == [0, 0, 1]
+    for name in "wy":
+        shares.go(name)
+        shares.come_back(name)
+    assert (shares.tier("w"), shares.tier("y"), shares.lead("c")) == (0, 1 - int(160 <= 80 + 100), 160)
+
+
+def test_models_that_nobody_serves_do_not_hold_virtual_time_up() -> None:
+    shares = Shares(ahead=100.0)
+    shares.arrive("stuck", "stuck", "n", 10.0, 0.0)
+    shares.serve({"m"})
+    for number in range(50):
+        shares.arrive(str(number), "c", "m", 90.0, 0.0)
+        assert shares.tier(str(number)) == 0
+        shares.go(str(number))
+    assert shares.virtual > 4000
+    shares.serve(None)
+    assert shares.tier("stuck") == 0
+    assert shares.virtual > 4000, "it never falls"
+
+
+def test_only_who_owes_is_remembered() -> None:
+    shares = Shares(ahead=100.0)
+    for number in range(2000):
+        name = str(number)
+        shares.arrive(name, name, "m", 50.0, 0.0)
+        shares.go(name)
+        shares.end(name, 50.0, 0.0)
+    assert shares.clients == 2000, "all have had 50 beyond the time at which nobody had anything"
+    for number in range(3):
+        shares.arrive(f"x{number}", "x", "m", 50.0, 0.0)
+        shares.go(f"x{number}")
+    assert shares.clients == 1
+
+
+@pytest.mark.parametrize("ahead", [0.0, -1.0, float("nan")])
+def test_ahead_is_a_positive_number(ahead: float) -> None:
+    with pytest.raises(ValueError, match="above 0"):
+        Shares(ahead)
