@@ -11,13 +11,14 @@ exceeded once in a hundred times, if lengths are independent; `mean_s` is the on
 
 **Two rates from records.** A record says that a worker took so many seconds for so many uncached prompt tokens and so
 many output tokens. An engine's own steps do one or the other; what a router sees of gateways mixes both. So a and b are
-the weighted least squares of seconds = a · prompt + b · output, a record weighted by one over the seconds that it was
-expected to take. For records of one sort that is the ratio of the sums of seconds and of tokens, the estimate that long
-records dominate and that many short ones do not bias; for mixed ones it tells the two apart as far as their mix
-varies. What the mix does not say stays as it was: the last estimate counts like `_KEPT_S` seconds of records. A record
-is believed within a factor `_FAR` of what was expected, so a pause of a minute counts as a slow step, and a first
-guess that is far off is left within some records. Older ones fade by half in `_HALF_LIFE_S` seconds of work. Both
-rates stay positive, whatever is reported.
+recursive least squares of seconds = a · prompt + b · output, a record weighted by one over the seconds that it was
+expected to take. For records of one sort that is the ratio of the sums of seconds and of tokens: long records dominate,
+and many short ones do not bias it. Mixed ones tell the two apart as far as their mix varies; what it does not say stays
+as it was, so a mix that is always the same is predicted all the same. Older records fade by half in `_HALF_LIFE_S`
+seconds of work. A record is believed within a factor `_FAR` of what was expected, so a pause of a minute counts as a
+slow step. Several in a row that are beyond it on the same side are no noise: then all earlier ones are forgotten, and a
+first guess that is far off, or an engine that was replaced, is a matter of some records. Both rates stay positive,
+whatever is reported.
 
 Trade-offs: linear, so at prompts far longer than those measured attention's square is missing. The share of prefill in
 the time differs with the mix (25 to 38 % in our runs), which is why one rate for both does not do.
@@ -36,10 +37,11 @@ ONE_IN_A_HUNDRED = 2.33
 """z of the standard normal distribution."""
 
 _HALF_LIFE_S = 120.0
-_GUESS_S = 2.0
-"""Seconds of records that the first guess weighs like."""
-_KEPT_S = 0.5
-_FAR = 4.0
+_KEPT = 0.01
+"""Of all records, what the last estimate weighs."""
+_FAR = 3.0
+_DOUBTS, _DOUBTED_S = 3, 1.0
+"""So many records in a row beyond `_FAR`, of so many seconds, are believed."""
 _LEAST_S, _MOST_S = 1e-9, 10.0
 """Bounds of both rates, per token."""
 
@@ -52,18 +54,21 @@ ENOUGH = 20
 class Rates:
     """Seconds per uncached prompt token (a) and per output token (b) of one worker with full batches."""
 
-    __slots__ = ("_gram", "_seconds", "_sums", "output_s", "prompt_s", "throughput")
+    __slots__ = ("_doubted_s", "_doubts", "_gram", "_seconds", "_sums", "_tokens", "output_s", "prompt_s")
 
     def __init__(self, prompt_s: float, output_s: float) -> None:
         self.prompt_s, self.output_s = _bounded(prompt_s), _bounded(output_s)
-        self._gram = [_GUESS_S / self.prompt_s**2, 0.0, _GUESS_S / self.output_s**2]
-        """Weighted sums of prompt², prompt · output and output²."""
-        self._sums = [_GUESS_S / self.prompt_s, _GUESS_S / self.output_s]
-        """Weighted sums of seconds · prompt and seconds · output."""
-        self._seconds = [_GUESS_S, _GUESS_S / self.output_s]
-        """Decayed seconds and output tokens."""
-        self.throughput = 1 / self.output_s
+        self._gram, self._sums = (0.0, 0.0, 0.0), (0.0, 0.0)
+        """Weighted sums of prompt², prompt · output, output²; of seconds · prompt, seconds · output."""
+        self._seconds = self._tokens = 0.0
+        """Decayed, all told; of output tokens."""
+        self._doubts, self._doubted_s = 0, 0.0
+        """Records in a row that took longer than is believed, or if negative shorter; and their seconds."""
+
+    @property
+    def throughput(self) -> float:
         """Output tokens a second, all told: Θ of Eq. 2."""
+        return max(self._tokens / self._seconds, 1 / _MOST_S) if self._tokens else 1 / self.output_s
 
     def learn(self, seconds: float, prompt_tokens: float, output_tokens: float) -> None:
         """A record. One that cannot be is ignored."""
@@ -73,34 +78,55 @@ class Rates:
             return
         expected_s = self.prompt_s * prompt_tokens + self.output_s * output_tokens
         believed_s = min(max(seconds, expected_s / _FAR), expected_s * _FAR)
-        fade, weight = 0.5 ** (believed_s / _HALF_LIFE_S), 1 / expected_s
-        prompt, output = weight * prompt_tokens, weight * output_tokens
-        gram, sums, spent = self._gram, self._sums, self._seconds
-        gram[0] = fade * gram[0] + prompt * prompt_tokens
-        gram[1] = fade * gram[1] + prompt * output_tokens
-        gram[2] = fade * gram[2] + output * output_tokens
-        sums[0] = fade * sums[0] + prompt * believed_s
-        sums[1] = fade * sums[1] + output * believed_s
-        spent[0] = fade * spent[0] + believed_s
-        spent[1] = fade * spent[1] + output_tokens
+        self._doubt(seconds, believed_s)
+        fade = 0.5 ** (believed_s / _HALF_LIFE_S)
+        self._seconds = fade * self._seconds + believed_s
+        self._tokens = fade * self._tokens + output_tokens
+        prompt, output = prompt_tokens / expected_s, output_tokens / expected_s
+        self._gram = (
+            fade * self._gram[0] + prompt * prompt_tokens,
+            fade * self._gram[1] + prompt * output_tokens,
+            fade * self._gram[2] + output * output_tokens,
+        )
+        self._sums = fade * self._sums[0] + prompt * believed_s, fade * self._sums[1] + output * believed_s
         self._solve()
 
+    def _doubt(self, seconds: float, believed_s: float) -> None:
+        """Forget everything if this is one of several that cannot be noise."""
+        side = (seconds > believed_s) - (seconds < believed_s)
+        if not side or side * self._doubts < 0:
+            self._doubts, self._doubted_s = 0, 0.0
+        self._doubts += side
+        self._doubted_s += seconds
+        if abs(self._doubts) >= _DOUBTS and self._doubted_s >= _DOUBTED_S:
+            self._gram, self._sums = (0.0, 0.0, 0.0), (0.0, 0.0)
+            self._seconds = self._tokens = 0.0
+
     def _solve(self) -> None:
-        """Least squares, with the last estimate as `_KEPT_S` seconds of records of each sort."""
-        kept = _KEPT_S / self.prompt_s**2, _KEPT_S / self.output_s**2
-        p, mixed, o = self._gram[0] + kept[0], self._gram[1], self._gram[2] + kept[1]
-        by_prompt = self._sums[0] + kept[0] * self.prompt_s
-        by_output = self._sums[1] + kept[1] * self.output_s
-        least = self.prompt_s / _FAR, self.output_s / _FAR
-        determinant = p * o - mixed * mixed
-        prompt_s = (by_prompt * o - by_output * mixed) / determinant
-        output_s = (by_output * p - by_prompt * mixed) / determinant
-        if prompt_s < least[0]:  # at the bound the other one is what fits best
-            prompt_s, output_s = least[0], (by_output - mixed * least[0]) / o
-        elif output_s < least[1]:
-            prompt_s, output_s = (by_prompt - mixed * least[1]) / p, least[1]
-        self.prompt_s, self.output_s = _bounded(prompt_s), _bounded(output_s)
-        self.throughput = max(self._seconds[1] / self._seconds[0], 1 / _MOST_S)
+        """Least squares, with the last estimate as a small part of the records."""
+        prompts, both, outputs = self._gram[0] * (1 + _KEPT), self._gram[1], self._gram[2] * (1 + _KEPT)
+        by_prompt = self._sums[0] + _KEPT * self._gram[0] * self.prompt_s
+        by_output = self._sums[1] + _KEPT * self._gram[2] * self.output_s
+        prompt_s, output_s = self.prompt_s, self.output_s
+        determinant = prompts * outputs - both * both
+        if determinant > 0:
+            prompt_s = (by_prompt * outputs - by_output * both) / determinant
+            output_s = (by_output * prompts - by_prompt * both) / determinant
+        if determinant <= 0 or not self._is_near(prompt_s, self.prompt_s):
+            prompt_s = self._near(prompt_s, self.prompt_s)
+            output_s = (by_output - both * prompt_s) / outputs if outputs > 0 else self.output_s
+        if determinant <= 0 or not self._is_near(output_s, self.output_s):
+            output_s = self._near(output_s, self.output_s)
+            prompt_s = (by_prompt - both * output_s) / prompts if prompts > 0 else self.prompt_s
+        self.prompt_s = _bounded(self._near(prompt_s, self.prompt_s))
+        self.output_s = _bounded(self._near(output_s, self.output_s))
+
+    @staticmethod
+    def _near(rate_s: float, last_s: float) -> float:
+        return min(max(rate_s, last_s / _FAR), last_s * _FAR)
+
+    def _is_near(self, rate_s: float, last_s: float) -> bool:
+        return last_s / _FAR <= rate_s <= last_s * _FAR
 
 
 class Outputs:
