@@ -1,0 +1,305 @@
+"""Virtual queues: every group is in one, tiers hold whatever a plan says, a worker pulls until its memory is full."""
+
+from collections import Counter
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.queues.apply import applied
+from router.queues.estimate import Estimator
+from router.queues.groups import Groups
+from router.queues.line import Queued
+from router.queues.plan import plan
+from router.queues.problem import faults
+from router.queues.shares import Shares
+from router.queues.virtual import VirtualQueues, Worker
+
+SWAPS = {"a": 10.0, "b": 10.0}
+
+
+def queued(
+    name: str,
+    model: str = "a",
+    *,
+    client: str = "c",
+    tokens: int = 100,
+    output: float = 100.0,
+    now_s: float = 0.0,
+    slo_s: float = 60.0,
+    prefix: str | None = None,
+    exclude: tuple[str, ...] = (),
+) -> Queued:
+    return Queued(
+        name, client, model, "k", tokens, output, now_s, now_s + slo_s, 100.0, prefix, tokens // 2, exclude
+    )
+
+
+def a_site(
+    workers: str = "vw", *, kv_tokens: int = 2_000, delta: float = 4.0, batch: float = 2.0
+) -> VirtualQueues:
+    made = VirtualQueues(Groups(delta, batch), Estimator(output_s=0.01, token_s=0.01, longest_tokens=200))
+    for name in workers:
+        made.worker_up(Worker(name, "a", kv_tokens, 200, SWAPS))
+    return made
+
+
+def add(site: VirtualQueues, request: Queued, tier: int = 0) -> None:
+    site.groups.add(request, tier)
+    site.settle()
+
+
+def check(site: VirtualQueues) -> None:
+    """Each group is in one queue or stranded; nobody of tier 1 that has not begun is before tier 0."""
+    numbers = [number for order in site.orders().values() for number in order] + site.stranded
+    assert Counter(numbers) == Counter(list(site.groups.by_number()))
+    for name, order in site.orders().items():
+        groups = [site.groups.by_number()[number] for number in order]
+        assert all(site.of(name).can_serve(group) for group in groups)
+        bound = [group.is_bound for group in groups]
+        tiers = [group.kind.tier for group in groups]
+        if True in bound:
+            assert 0 not in tiers[bound.index(True) :]
+        held = site.of(name).in_flight
+        assert site.of(name).in_flight_tokens == pytest.approx(sum(held.values()))
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 2**32))
+def test_every_group_is_in_one_queue_and_nobody_of_tier_1_before_tier_0(seed: int) -> None:
+    """Requests come and go, workers come and go, models change, and plans are stale or made up."""
+    rng, site = Random(seed), a_site()
+    running: dict[str, str] = {}
+    waiting: set[str] = set()
+    served: Counter[str] = Counter()
+    stale = dict(site.orders())
+    for number in range(120):
+        step, name = rng.random(), str(number)
+        workers = list(site.orders())
+        if step < 0.45:
+            request = queued(
+                name, rng.choice("ab"), now_s=number, slo_s=rng.choice([5, 60]), output=rng.uniform(1, 300),
+                exclude=rng.choice([(), (), (), ("v",)]),
+            )  # fmt: skip
+            waiting.add(name)
+            add(site, request, rng.randrange(2))
+        elif step < 0.65 and workers:
+            worker = rng.choice(workers)
+            room = site.of(worker).in_flight_tokens < 2_200
+            pulled = site.pull(worker)
+            assert pulled is None or room
+            if pulled is not None:
+                assert pulled.model == site.of(worker).loaded
+                assert worker not in pulled.exclude
+                running[pulled.id] = worker
+                waiting.remove(pulled.id)
+                served[pulled.id] += 1
+        elif step < 0.75 and running:
+            name = rng.choice(list(running))
+            del running[name]
+            site.ended(name)
+        elif step < 0.78 and running:
+            name = rng.choice(list(running))
+            del running[name]
+            site.taken_back(name)
+            site.settle()
+            waiting.add(name)
+            served[name] -= 1
+        elif step < 0.82 and waiting:
+            name = rng.choice(sorted(waiting))
+            waiting.remove(name)
+            site.ended(name)
+        elif step < 0.86 and waiting:
+            site.judge(rng.choice(sorted(waiting)), 0)
+        elif step < 0.9 and workers:
+            site.loaded(rng.choice(workers), rng.choice(["a", "b", None]))
+        elif step < 0.93:
+            name = rng.choice("vwx")
+            if name in workers and rng.random() < 0.5:
+                site.worker_down(name)
+                running = {one: at for one, at in running.items() if at != name or site.ended(one)}
+            elif name not in workers:
+                site.worker_up(Worker(name, rng.choice("ab"), 2_000, 200, SWAPS))
+        elif step < 0.97 and workers:
+            problem = site.problem(float(number))
+            planned = plan(problem, solver="search", most_work=200_000)
+            assert faults(problem, planned.orders) == []
+            site.apply(stale if rng.random() < 0.5 else planned.orders)
+            stale = dict(planned.orders)
+        else:
+            numbers = list(range(30))
+            rng.shuffle(numbers)
+            site.apply({"v": numbers[:10] * 2, "nowhere": numbers[10:20], "w": numbers[15:]})
+        check(site)
+        assert {one.request.id for group in site.groups for one in group.line} == waiting
+    assert set(served.values()) <= {0, 1}
+
+
+def test_a_plan_that_names_what_is_not_there_is_ignored_and_counted() -> None:
+    site = a_site()
+    for number in range(3):
+        add(site, queued(str(number), "ab"[number % 2]))
+    before = site.orders()
+    first = next(iter(site.groups)).number
+    site.apply({"nowhere": [first], "v": [999, first, first]})
+    assert site.ignored == 3
+    check(site)
+    assert first in site.orders()["v"]
+    site.apply({})
+    assert site.ignored == 3
+    assert {number for order in before.values() for number in order} == set(site.groups.by_number())
+
+
+def test_a_plan_cannot_put_tier_1_first_nor_move_what_has_begun() -> None:
+    groups = Groups(batch=1, delta=1)
+    begun = groups.add(queued("begun"), 1)
+    groups.take(begun, "v")
+    ahead, fair = groups.add(queued("ahead"), 1), groups.add(queued("fair"), 0)
+    found = applied(
+        {"w": [begun.number, ahead.number, fair.number]},
+        {"v": [begun.number], "w": [fair.number, ahead.number]},
+        groups.by_number(),
+        lambda worker, group: True,
+    )
+    assert found.orders == {"v": [begun.number], "w": [fair.number, ahead.number]}
+    assert found.ignored == 1
+    served_nowhere = applied(
+        {"v": [fair.number]}, {"v": [], "w": [fair.number]}, groups.by_number(), lambda *_: False
+    )
+    assert served_nowhere == ({"v": [], "w": [fair.number]}, 1)
+
+
+def test_a_worker_pulls_until_its_memory_and_a_chunk_are_promised() -> None:
+    """Of its first group, then of the next one of the same model; not of another model before that is loaded."""
+    site = a_site("v", kv_tokens=1_000, batch=1.0)
+    for number in range(4):
+        add(site, queued(f"a{number}", "a", slo_s=10))
+    for number in range(4):
+        add(site, queued(f"b{number}", "b", slo_s=1_000))
+    for number in range(4, 12):
+        add(site, queued(f"a{number}", "a", slo_s=20))
+    site.apply({"v": [group.number for group in sorted(site.groups, key=lambda one: one.kind.model)]})
+    pulled = [request.id for _ in range(20) if (request := site.pull("v")) is not None]
+    assert pulled == [f"a{number}" for number in range(6)], (
+        "1,200 tokens are below 1,000 and a chunk of 200 until then"
+    )
+    site.ended("a0")
+    assert site.pull("v").id == "a6"  # type: ignore[union-attr]
+    for number in range(7):
+        site.ended(f"a{number}")
+    rest = [request.id for _ in range(20) if (request := site.pull("v")) is not None]
+    assert rest == [f"a{number}" for number in range(7, 12)]
+    assert (site.pull("v"), site.wanted("v")) == (None, "b")
+    site.loaded("v", "b")
+    assert site.pull("v").id == "b0"  # type: ignore[union-attr]
+
+
+def test_a_new_group_goes_where_it_would_start_first_and_the_newer_half_behind_the_older() -> None:
+    site = a_site(batch=1.0, delta=2.0)
+    site.loaded("w", "b")
+    for number in range(5):
+        add(site, queued(str(number), "a"))
+    assert [len(order) for order in site.orders().values()] == [3, 0], "a swap takes longer than these"
+    numbers = list(site.orders()["v"])
+    names = [[entry.request.id for entry in site.groups.by_number()[number].line] for number in numbers]
+    assert [name for group in names for name in group] == list("01234")
+
+
+def test_groups_are_drawn_to_their_prefix() -> None:
+    estimator = Estimator(prompt_s=0.01, output_s=0.001)
+    held = {("w", "p"): 1_000, ("v", "q"): 1_000}
+    site = VirtualQueues(Groups(4, 1), estimator, lambda worker, prefix: held.get((worker, str(prefix)), 0))
+    for name in "vw":
+        site.worker_up(Worker(name, "a", 100_000, 200, SWAPS))
+    for number in range(8):
+        add(site, queued(str(number), tokens=2_000, output=10, prefix="pq"[number % 2], slo_s=10.0))
+    site.groups.set_batch("a", 0.25)
+    site.settle()
+    planned = plan(site.problem(0.0), solver="search")
+    site.apply(planned.orders)
+    drains = [
+        (worker, one.drain_s[worker]) for worker, order in planned.orders.items() for one in site.problem(0.0).demands
+        if one.number in order
+    ]  # fmt: skip
+    assert all(drain_s == pytest.approx(0.01 * 1_000 + 0.001 * 10) for _, drain_s in drains)
+    assert len(drains) == 8
+
+
+def test_waits_and_lateness_follow_the_queues() -> None:
+    site = a_site("v", kv_tokens=1_000)
+    add(site, queued("first", slo_s=5.0))
+    assert site.wait("first", 0.0) == (0.0, 0.0), "it fits into free memory"
+    for number in range(7):
+        add(site, queued(str(number), slo_s=5.0, now_s=0.1))
+    wait = site.wait("6", 0.0)
+    assert wait is not None
+    assert wait.likely_s > wait.mean_s > 1.0
+    assert site.wait("nobody", 0.0) is None
+    assert site.late(0.0) == []
+    assert [slot.late_s for slot in site.late(7.0)] == [2.0]
+    add(site, queued("other", "b", slo_s=5.0))
+    assert [slot.swaps for slot in site.late(0.0)] == [True]
+    other = site.wait("other", 0.0)
+    assert other is not None
+    assert other.mean_s > 10.0
+
+
+def test_what_nobody_can_serve_waits_for_a_worker() -> None:
+    site = VirtualQueues(Groups(), Estimator())
+    add(site, queued("x", "b"))
+    assert site.stranded == [1]
+    site.worker_up(Worker("v", "a", 1_000))
+    assert (site.stranded, site.problem(0.0).demands) == ([1], [])
+    site.worker_up(Worker("w", "b", 1_000))
+    assert site.stranded == []
+    assert site.pull("w").id == "x"  # type: ignore[union-attr]
+    site.worker_down("w")
+    assert site.stranded == [1]
+    site.ended("x")
+    assert (site.stranded, len(site.groups)) == ([], 0)
+
+
+@settings(max_examples=8)
+@given(st.integers(0, 2**32), st.sampled_from([1, 200]))
+def test_a_flood_that_claims_the_tightest_deadlines_does_not_delay_who_is_within_its_share(
+    seed: int, flood_tokens: int
+) -> None:
+    """One sends everything at once, each with a second of time; others a request now and then, with a minute. From
+    what they send until they are served, it is served at most `ahead` and a group that had begun."""
+    rng, shares = Random(seed), Shares(ahead=1_000.0)
+    site = a_site("v", kv_tokens=1_000, batch=2.0)
+    sent: dict[str, float] = {}
+    costs: dict[str, float] = {}
+
+    def send(name: str, client: str, slo_s: float, tokens: int) -> None:
+        costs[name] = tokens + 2 * 100.0
+        tier = shares.arrive(name, client, "a", tokens, 100.0)
+        add(site, queued(name, client=client, slo_s=slo_s, tokens=tokens), tier)
+
+    for number in range(300):
+        send(f"flood{number}", "flood", 1.0, flood_tokens)
+    served, running = 0.0, list[str]()
+    for number in range(400):
+        if rng.random() < 0.05:
+            name = f"light{number}"
+            sent[name] = served
+            send(name, "light", 60.0, 100)
+        for name in shares.drain_promoted():
+            site.judge(name, 0)
+        if not number % 10:
+            problem = site.problem(0.0)
+            site.apply(plan(problem, solver="search", most_work=100_000).orders)
+        while (request := site.pull("v")) is not None:
+            shares.go(request.id)
+            running.append(request.id)
+            if request.client == "flood":
+                served += costs[request.id]
+            else:
+                group_tokens = site.groups.limit("a") * (flood_tokens + 200.0)
+                assert served - sent.pop(request.id) <= 2 * (1_000.0 + group_tokens)
+        if running:
+            name = running.pop(0)
+            shares.end(name, costs[name] - 200, 100.0)
+            site.ended(name)
+    assert len(sent) <= 2
