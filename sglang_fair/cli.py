@@ -74,6 +74,10 @@ BENCHES = {
         "sglang_fair.bench.router",
         "Time one placement decision, by placement, prompt length and workers, and the tree's events and memory.",
     ),
+    "queue": Program(
+        "sglang_fair.bench.queue",
+        "Time a plan of queues of groups, and a request's arrival and pull among many that wait.",
+    ),
     "gateway": Program(
         "sglang_fair.bench.gateway",
         "Time the way through the gateway, beside sglang-router over the same engine that answers at once.",

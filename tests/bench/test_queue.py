@@ -1,0 +1,53 @@
+"""The bench of the queues: its problem is hard, and a short run ends with one line of JSON."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from router.queues.edf import edf
+from router.queues.problem import worth
+from sglang_fair.bench.queue import SIZES, Site, a_problem, bytes_per_request, main
+from sglang_fair.cli import BENCHES
+from sglang_fair.settings.commands import run
+
+
+def test_problems_and_requests_are_the_same_for_the_same_seed():
+    assert a_problem(20, 4, 1) == a_problem(20, 4, 1) != a_problem(20, 4, 2)
+    one, other = Site(1), Site(1)
+    assert [one.request() for _ in range(5)] == [other.request() for _ in range(5)]
+
+
+def test_the_problems_cannot_be_solved_by_edf():
+    for groups, queues in SIZES:
+        problem = a_problem(groups, queues, 1)
+        assert worth(problem, edf(problem)).late_s > 50
+
+
+def test_bytes_are_those_of_a_request():
+    assert 500 < bytes_per_request(1) < 10_000
+
+
+def test_a_short_run_ends_with_one_line_of_json(tmp_path: Path):
+    file = tmp_path / "queue.json"
+    ended = subprocess.run(
+        [sys.executable, "-m", BENCHES["queue"].module, "--requests", "2000", "--json", str(file)],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    result = json.loads(ended.stdout.splitlines()[-1])
+    assert result == json.loads(file.read_text())
+    assert (result["bench"], result["requests"]) == ("queue", 2_000)
+    assert [(one["groups"], one["queues"]) for one in result["plans"]] == list(SIZES)
+    for one in result["plans"]:
+        assert one["late_s"] <= one["edf_late_s"]
+        assert one["plan_s"] > 0
+    assert {"pull_us_p99", "arrive_us_p99", "end_us_p99", "bytes_per_request", "versions", "machine"} < set(
+        result
+    )
+
+
+def test_bad_arguments_are_refused_in_one_line(capsys):
+    assert run(main, "sglang-fair bench queue", ["--requests", "0"]) == 2
+    said = capsys.readouterr()
+    assert (said.out, said.err.count("\n")) == ("", 1)
+    assert "--requests" in said.err
