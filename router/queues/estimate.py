@@ -187,6 +187,15 @@ class Wait(NamedTuple):
     likely_s: float
 
 
+class Pace(NamedTuple):
+    """Of a worker with a model: seconds per uncached prompt token and per output token of a group's drain, and its
+    tail, but for the prefill of its last request."""
+
+    prompt_s: float
+    output_s: float
+    tail_s: float
+
+
 @dataclass(slots=True)
 class _Measured:
     rates: Rates
@@ -274,22 +283,26 @@ class Estimator:
         mean_s = rates.prompt_s * beyond.prompt_tokens + rates.output_s * beyond.output_tokens
         return Wait(mean_s, mean_s + self.z * rates.output_s * sqrt(beyond.output_variance))
 
-    def drain_s(self, worker: str, model: str, prompt_tokens: float, output_tokens: float) -> float:
-        """W of a group: how long until those behind it begin."""
-        rates = self.rates(worker, model)
-        if self.literal:
-            return output_tokens / rates.throughput
-        return rates.prompt_s * prompt_tokens + rates.output_s * output_tokens
-
-    def tail_s(self, worker: str, model: str, prompt_tokens: float = 0.0) -> float:
-        """C - W of a group: how long its last request takes, once it is begun."""
+    def pace(self, worker: str, model: str) -> Pace:
+        """What drains and tails are made of: W and C - W of groups are linear in their tokens."""
         measured = self._of(worker, model)
         if self.literal:
-            return measured.prefill_s + self.longest_tokens * measured.token_s
+            tail_s = measured.prefill_s + self.longest_tokens * measured.token_s
+            return Pace(0.0, 1 / measured.rates.throughput, tail_s)
         outputs = self._outputs.get(model)
         tokens = None if outputs is None else outputs.quantile(0.99)
-        prefill_s = measured.rates.prompt_s * prompt_tokens
-        return prefill_s + (self.longest_tokens if tokens is None else tokens) * measured.token_s
+        tail_s = (self.longest_tokens if tokens is None else tokens) * measured.token_s
+        return Pace(measured.rates.prompt_s, measured.rates.output_s, tail_s)
+
+    def drain_s(self, worker: str, model: str, prompt_tokens: float, output_tokens: float) -> float:
+        """W of a group: how long until those behind it begin."""
+        pace = self.pace(worker, model)
+        return pace.prompt_s * prompt_tokens + pace.output_s * output_tokens
+
+    def tail_s(self, worker: str, model: str, prompt_tokens: float = 0.0) -> float:
+        """C - W of a group: how long its last request, of so many tokens, takes once it is begun."""
+        pace = self.pace(worker, model)
+        return pace.tail_s + pace.prompt_s * prompt_tokens
 
     # -- how good it was
 

@@ -27,6 +27,7 @@ An arrival, a request that goes and one that comes into tier 0 cost O(log waitin
 over, and the clients that have one or owe.
 """
 
+from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
 from math import inf
@@ -75,7 +76,7 @@ class Shares:
         self._ahead: LazyHeap[str] = LazyHeap()
         """Those that wait in tier 1, by start tag."""
         self._served: frozenset[str] | None = None
-        self._promoted: list[str] = []
+        self._promoted: deque[str] = deque()
 
     # -- requests
 
@@ -146,10 +147,16 @@ class Shares:
         tagged = self._requests.get(request_id)
         return None if tagged is None else tagged.tier
 
-    def drain_promoted(self) -> list[str]:
-        """The requests that have come into tier 0 since the last call and still wait, in order of their tags."""
-        promoted, self._promoted = self._promoted, []
-        return [one for one in promoted if (known := self._requests.get(one)) is not None and known.waits]
+    def drain_promoted(self, most: int | None = None) -> list[str]:
+        """The requests that have come into tier 0 and still wait, in order of their tags, each once; at most `most`,
+        and the others the next time. Each request comes once at most, so a few for each one that goes are enough."""
+        found: list[str] = []
+        while self._promoted and (most is None or len(found) < most):
+            request_id = self._promoted.popleft()
+            tagged = self._requests.get(request_id)
+            if tagged is not None and tagged.waits and not tagged.tier:
+                found.append(request_id)
+        return found
 
     # -- what the system can serve
 

@@ -20,13 +20,17 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from router.queues.apply import applied, by_tier
-from router.queues.estimate import Ahead, Estimator, Wait
+from router.queues.estimate import Ahead, Estimator, Pace, Wait
 from router.queues.groups import Group, Groups
 from router.queues.line import Queued
 from router.queues.problem import Demand, Orders, Problem, Queue, Slot, slots
 
 Cached = Callable[[str, Hashable], int]
 """How many tokens of a prefix a worker holds."""
+
+
+Paces = dict[tuple[str, str], Pace]
+"""By worker and model, looked up once for many groups."""
 
 
 @dataclass(slots=True)
@@ -49,6 +53,11 @@ class Worker:
         kind = group.kind
         has_model = kind.model == self.loaded or kind.model in self.swap_s
         return has_model and self.name not in kind.exclude and group.begun_on in (None, self.name)
+
+    @property
+    def is_full(self) -> bool:
+        """It pulls nothing more. What it does while it is full is what rates are learnt from."""
+        return self.in_flight_tokens >= self.kv_tokens + self.chunk_tokens
 
     @property
     def free_tokens(self) -> float:
@@ -105,7 +114,7 @@ class VirtualQueues:
     def pull(self, name: str) -> Queued | None:
         """The request that a worker gets now; None if it has enough, or has to load another model first."""
         worker = self._workers[name]
-        if worker.in_flight_tokens >= worker.kv_tokens + worker.chunk_tokens:
+        if worker.is_full:
             return None
         group = self._first(worker)
         if group is None or group.kind.model != worker.loaded:
@@ -163,11 +172,11 @@ class VirtualQueues:
     def problem(self, now_s: float) -> Problem:
         """What a planner is asked: the groups that have somebody waiting, at all workers that can serve them."""
         workers = list(self._workers.values())
-        demands = [
-            self._demand(group, now_s, [worker for worker in workers if worker.can_serve(group)])
-            for group in self.groups
-            if len(group) and any(worker.can_serve(group) for worker in workers)
-        ]
+        demands, paces = [], Paces()
+        for group in self.groups:
+            able = [worker for worker in workers if worker.can_serve(group)] if len(group) else []
+            if able:
+                demands.append(self._demand(group, now_s, able, paces))
         return Problem(demands, [self._as_queue(worker) for worker in workers])
 
     def late(self, now_s: float) -> list[Slot]:
@@ -235,13 +244,18 @@ class VirtualQueues:
     def _start_s(self, worker: Worker, group: Group) -> float:
         """When a new group would start at a worker, behind all that may stand before it."""
         ahead = [one for one in self._waiting(worker) if group.is_bound or not one.is_bound]
-        demands = [self._demand(one, 0.0, [worker]) for one in [*ahead, group]]
-        *_, last = slots(self._as_queue(worker), demands)
+        *_, last = self._served(worker, [*ahead, group], 0.0)
         return last.start_s
 
     def _slots(self, worker: Worker, now_s: float) -> Iterator[Slot]:
-        demands = [self._demand(group, now_s, [worker]) for group in self._waiting(worker)]
-        return slots(self._as_queue(worker), demands)
+        return self._served(worker, self._waiting(worker), now_s)
+
+    def _served(self, worker: Worker, groups: Collection[Group], now_s: float) -> Iterator[Slot]:
+        """When a worker starts these groups, one after the other."""
+        paces = Paces()
+        return slots(
+            self._as_queue(worker), [self._demand(group, now_s, [worker], paces) for group in groups]
+        )
 
     def _waiting(self, worker: Worker) -> list[Group]:
         found = [self.groups.get(number) for number in worker.groups]
@@ -255,21 +269,22 @@ class VirtualQueues:
                 return group
         return None
 
-    def _demand(self, group: Group, now_s: float, workers: Collection[Worker]) -> Demand:
-        model = group.kind.model
-        drain_s = {
-            one.name: self.estimator.drain_s(
-                one.name, model, self._uncached(group, one.name), group.output_tokens
-            )
-            for one in workers
-        }
-        waits = bool(len(group))
+    def _demand(self, group: Group, now_s: float, workers: Collection[Worker], paces: Paces) -> Demand:
+        model, drain_s, tail_s = group.kind.model, {}, {}
+        for worker in workers:
+            key = worker.name, model
+            pace = paces.get(key)
+            if pace is None:
+                pace = paces[key] = self.estimator.pace(*key)
+            prompt_s = pace.prompt_s * self._uncached(group, worker.name)
+            drain_s[worker.name] = prompt_s + pace.output_s * group.output_tokens
+            tail_s[worker.name] = pace.tail_s
         return Demand(
             number=group.number,
             model=model,
-            slack_s=group.deadline_s - now_s if waits else 0.0,
+            slack_s=group.deadline_s - now_s if len(group) else 0.0,
             drain_s=drain_s,
-            tail_s={one.name: self.estimator.tail_s(one.name, model) for one in workers},
+            tail_s=tail_s,
             tier=group.kind.tier,
             begun_on=group.begun_on,
         )

@@ -49,6 +49,8 @@ SHARING = 10
 WORKERS = 50
 BATCH, DELTA = 250, 4.0
 KV_TOKENS = 60_000
+JUDGED = 4
+"""Requests that come into another tier with one pull, at most."""
 COUNTED = 2_000
 """Requests whose memory is measured."""
 
@@ -164,7 +166,7 @@ class Site:
         request = self.queues.pull(worker)
         if request is not None:
             self.shares.go(request.id)
-            for name in self.shares.drain_promoted():
+            for name in self.shares.drain_promoted(JUDGED):
                 self.queues.judge(name, 0)
         return request
 

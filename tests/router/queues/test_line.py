@@ -80,6 +80,18 @@ def test_those_that_share_a_prefix_go_together() -> None:
     assert order == ["0", "3", "6", "1", "4", "7", "2", "5", "8"]
 
 
+def test_what_was_overtaken_before_a_split_is_forgotten_with_those_who_were() -> None:
+    line = Line(1)
+    for number, prefix in enumerate("pqrp"):
+        line.put(Entry((1, number, number), queued(str(number), prefix)))
+    assert [entry.request.id for _ in range(2) if (entry := line.take()) is not None] == ["0", "3"]
+    newer = line.split()
+    assert [entry.request.id for one in (line, newer) if (entry := one.take()) is not None] == ["1", "2"]
+    for number, prefix in enumerate("xq", 4):
+        line.put(Entry((1, number, number), queued(str(number), prefix)))
+    assert [entry.request.id for _ in range(2) if (entry := line.take()) is not None] == ["5", "4"]
+
+
 def test_a_stream_of_one_prefix_does_not_keep_another_request_waiting_for_ever() -> None:
     """It would otherwise: each that goes is followed by one more with the same prefix."""
     line, number = Line(), 0
