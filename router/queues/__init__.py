@@ -6,7 +6,7 @@
     problem        what is planned, and what a plan is worth
     weigh, search  the order of groups at each worker; `milp` the same, exactly, for a few. `plan` chooses between both
                    and says what would do if no order is in time
-    edf            the order when there is no planner
+    edf            the order when there is no planner; `replan`: when it is asked, and when it is taken for dead
     virtual        the queues themselves: what a worker pulls next; `apply`: what of a plan still holds
     centres        kinds of requests by their lengths
 

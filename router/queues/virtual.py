@@ -18,6 +18,7 @@ group's own O(log).
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
+from math import inf
 
 from router.queues.apply import applied, by_tier
 from router.queues.estimate import Ahead, Estimator, Pace, Wait
@@ -68,10 +69,13 @@ class Worker:
 class VirtualQueues:
     """One queue for each worker. Every group is in one, or in `stranded`."""
 
-    def __init__(self, groups: Groups, estimator: Estimator, cached: Cached | None = None) -> None:
+    def __init__(
+        self, groups: Groups, estimator: Estimator, cached: Cached | None = None, *, last_too: bool = True
+    ) -> None:
+        """`last_too`: the last request of a group has to be in time too, not only the first one as in the paper."""
         self.groups = groups
         self.estimator = estimator
-        self._cached = cached
+        self._cached, self._last_too = cached, last_too
         self._workers: dict[str, Worker] = {}
         self._pulled: dict[str, str] = {}
         """Where the requests in flight are."""
@@ -180,7 +184,8 @@ class VirtualQueues:
         return Problem(demands, [self._as_queue(worker) for worker in workers])
 
     def late(self, now_s: float) -> list[Slot]:
-        """The groups that will be late as the queues are: a reason to plan anew. O(groups)."""
+        """The groups that will be late as the queues are: a reason to plan anew. Asked when workers have pulled what
+        they take, so that what fits into free memory is gone. O(groups)."""
         return [
             slot
             for worker in self._workers.values()
@@ -279,10 +284,12 @@ class VirtualQueues:
             prompt_s = pace.prompt_s * self._uncached(group, worker.name)
             drain_s[worker.name] = prompt_s + pace.output_s * group.output_tokens
             tail_s[worker.name] = pace.tail_s
+        waits = len(group) > 0
         return Demand(
             number=group.number,
             model=model,
-            slack_s=group.deadline_s - now_s if len(group) else 0.0,
+            slack_s=group.deadline_s - now_s if waits else 0.0,
+            last_slack_s=group.last_deadline_s - now_s if waits and self._last_too else inf,
             drain_s=drain_s,
             tail_s=tail_s,
             tier=group.kind.tier,
