@@ -79,8 +79,8 @@ def run(machine: str, requests: int, seed: int) -> Run:
 
 
 def learnt(machine: str, *, literal: bool = False) -> Estimator:
-    """What an estimator knows from another run."""
-    estimator, earlier = Estimator(literal=literal), run(machine, 1_000, seed=7)
+    """What an estimator knows from another run, long enough for a steady mix of contexts."""
+    estimator, earlier = Estimator(literal=literal), run(machine, QUEUED, seed=7)
     for prompt, output, prefill_s, decode_s in earlier.steps:
         estimator.learn("w", "m", prefill_s, prompt, 0)
         estimator.learn("w", "m", decode_s, 0, output)
@@ -106,7 +106,7 @@ def queued(made: Run) -> Iterator[tuple[Ahead, float]]:
         prompts += prompt
 
 
-MACHINES = ["a100-80g/llama-2-13b", "a10g/llama-3.1-8b"]
+MACHINES = ["a100-80g/llama-2-7b", "a100-80g/llama-2-13b", "a10g/llama-3.1-8b"]
 
 
 @pytest.mark.parametrize("machine", MACHINES)
