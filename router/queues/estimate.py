@@ -1,7 +1,8 @@
 """How long a request waits, and how long a group keeps a worker (QLM, section 5; the request waiting time estimator).
 
     wait    a · (uncached prompt tokens ahead) + b · (expected output tokens ahead) + z · b · √(variance of those)
-            ahead: of those that wait in front, without those that fit into free memory; who fits there waits 0
+            ahead: of those that wait in front. Who fits into free memory with all of them waits 0. If not, the outputs
+            of as many as fit there do not count: they still write when its turn comes
     drain   a · (uncached prompt tokens) + b · (expected output tokens) of a group
     tail    how long the last of a group still writes when all of it has begun: its prefill, and the 99th percentile of
             its model's outputs at the measured time per token. A switch to another model waits for that
@@ -172,12 +173,13 @@ class Ahead(NamedTuple):
     output_variance: float = 0.0
 
     def beyond(self, free_tokens: float, own_tokens: float) -> "Ahead":
-        """Without those that fit into free memory, of which this request needs `own_tokens`."""
+        """What a request waits for that needs `own_tokens` of memory: nothing if it fits with those in front. Else all
+        their prompts, but not the outputs of as many as fit, who still write when its turn comes."""
         need = self.prompt_tokens + self.output_tokens
         if need + own_tokens <= free_tokens or not need:
             return Ahead()
         part = max(0.0, 1 - max(0.0, free_tokens) / need)
-        return Ahead(part * self.prompt_tokens, part * self.output_tokens, part * self.output_variance)
+        return Ahead(self.prompt_tokens, part * self.output_tokens, part * self.output_variance)
 
 
 class Wait(NamedTuple):

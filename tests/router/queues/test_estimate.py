@@ -78,12 +78,19 @@ def run(machine: str, requests: int, seed: int) -> Run:
     )
 
 
-def learnt(machine: str, *, literal: bool = False) -> Estimator:
-    """What an estimator knows from another run, long enough for a steady mix of contexts."""
+def learnt(machine: str, *, literal: bool = False, window_s: float = 0.0) -> Estimator:
+    """What an estimator knows from another run, long enough for a steady mix of contexts: from the engine's steps, or
+    from windows with both sorts of work."""
     estimator, earlier = Estimator(literal=literal), run(machine, QUEUED, seed=7)
+    prompts, outputs, seconds = 0, 0, 0.0
     for prompt, output, prefill_s, decode_s in earlier.steps:
-        estimator.learn("w", "m", prefill_s, prompt, 0)
-        estimator.learn("w", "m", decode_s, 0, output)
+        if not window_s:
+            estimator.learn("w", "m", prefill_s, prompt, 0)
+            estimator.learn("w", "m", decode_s, 0, output)
+        prompts, outputs, seconds = prompts + prompt, outputs + output, seconds + prefill_s + decode_s
+        if window_s and seconds >= window_s:
+            estimator.learn("w", "m", seconds, prompts, outputs)
+            prompts, outputs, seconds = 0, 0, 0.0
     for (_, output), first_s, end_s in zip(earlier.requests, earlier.first_s, earlier.end_s, strict=True):
         estimator.learn_answer("w", "m", output, (end_s - first_s) / output if output > 1 else None, 0.05)
     return estimator
@@ -111,15 +118,23 @@ MACHINES = ["a100-80g/llama-2-7b", "a100-80g/llama-2-13b", "a10g/llama-3.1-8b"]
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_qlm_p2_waits_in_a_long_queue_are_predicted(machine: str) -> None:
-    """R² >= 0.99 for what was learnt in a run of other requests; the paper's Eq. 2, beside it, lets the first batch
-    wait and counts prompts as nothing."""
+    """R² >= 0.99 for what was learnt in a run of other requests, from steps or from windows of 5 s; the paper's Eq. 2,
+    beside it, lets the first batch wait and counts prompts as nothing. What is allowed for chance is enough for four in
+    five of those who wait: within one run errors are not independent."""
     made, found = run(machine, QUEUED, seed=8), {}
-    for literal in (False, True):
-        estimator = learnt(machine, literal=literal)
-        waits = [estimator.wait("w", "m", ahead, made.pool_tokens, own).mean_s for ahead, own in queued(made)]
-        found[literal] = r2([*zip(waits, made.first_s, strict=True)])
-    assert found[False] >= 0.99
-    assert found[True] < found[False]
+    for name, estimator in {
+        "steps": learnt(machine),
+        "windows": learnt(machine, window_s=5.0),
+        "paper": learnt(machine, literal=True),
+    }.items():
+        waits = [estimator.wait("w", "m", ahead, made.pool_tokens, own) for ahead, own in queued(made)]
+        found[name] = r2([(wait.mean_s, first_s) for wait, first_s in zip(waits, made.first_s, strict=True)])
+        late = [
+            wait.likely_s < first_s for wait, first_s in zip(waits, made.first_s, strict=True) if wait.mean_s
+        ]
+        assert sum(late) <= 0.2 * len(late)
+    assert min(found["steps"], found["windows"]) >= 0.99
+    assert found["paper"] < min(found["steps"], found["windows"])
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -230,7 +245,7 @@ def test_a_wait_counts_what_does_not_fit_and_allows_for_chance() -> None:
     estimator = Estimator(prompt_s=1e-3, output_s=1e-2, z=2.0)
     ahead = Ahead(1_000, 3_000, 40_000)
     assert estimator.wait("w", "m", ahead) == pytest.approx((31.0, 35.0))
-    assert estimator.wait("w", "m", ahead, 2_000, 500).mean_s == pytest.approx(15.5)
+    assert estimator.wait("w", "m", ahead, 2_000, 500).mean_s == pytest.approx(1.0 + 15.0)
     assert estimator.wait("w", "m", ahead, 3_999, 500).mean_s > 0
     assert estimator.wait("w", "m", ahead, 4_500, 500) == (0.0, 0.0)
     assert estimator.wait("w", "m", Ahead(), -5.0, 500) == (0.0, 0.0)
