@@ -96,13 +96,32 @@ class Group:
             self.output_tokens = self.output_variance = 0.0
         if sign > 0:
             insort(self._deadlines, request.deadline_s)
-        else:
-            del self._deadlines[bisect_left(self._deadlines, request.deadline_s)]
+            if request.prefix is not None:
+                self._share(request)
+            return
+        del self._deadlines[bisect_left(self._deadlines, request.deadline_s)]
         if request.prefix is not None:
-            count, tokens = self._shared.pop(request.prefix, (0, 0))
-            if count + sign:
-                own = min(request.prefix_tokens, request.prompt_tokens)
-                self._shared[request.prefix] = count + sign, min(tokens, own) if count else own
+            count, tokens = self._shared.pop(request.prefix)
+            if count > 1:
+                self._shared[request.prefix] = count - 1, tokens
+
+    def _recount(self) -> None:
+        """All sums anew: half of those who waited are in another group."""
+        requests = [entry.request for entry in self.line]
+        self.prompt_tokens = sum(one.prompt_tokens for one in requests)
+        self.output_tokens = sum(one.expected_output_tokens for one in requests)
+        self.output_variance = sum(one.output_variance for one in requests)
+        self._deadlines = sorted(one.deadline_s for one in requests)
+        self._shared = {}
+        for one in requests:
+            if one.prefix is not None:
+                self._share(one)
+
+    def _share(self, request: Queued) -> None:
+        """One more has its prefix."""
+        own = min(request.prefix_tokens, request.prompt_tokens)
+        count, tokens = self._shared.get(request.prefix, (0, own))
+        self._shared[request.prefix] = count + 1, min(tokens, own)
 
     def __len__(self) -> int:
         """How many wait."""
@@ -309,10 +328,9 @@ class Groups:
         newer.joined = len(line)
         group.joined -= len(line)
         for entry in line:
-            group._count(entry.request, -1)
-            newer._count(entry.request, 1)
             self._members[entry.request.id].group = newer
         for half in (group, newer):
+            half._recount()
             self._split(half)
 
     def _wait(self, member: _Member) -> None:

@@ -26,8 +26,9 @@ from scipy.sparse import coo_array
 from router.queues.problem import Problem, can_serve
 
 MOST_GROUPS = 6
-NODES = 200_000
-"""Of the search tree, at most; not seconds, so that the result does not depend on the machine."""
+NODES = 1_000
+"""Of the search tree, at most, in about five seconds; not seconds, so that the result does not depend on the machine.
+"""
 
 KEPT_S = 2e-3
 """What is late by at most so much more counts as kept: HiGHS takes a millionth for 0, and M times that is seconds."""

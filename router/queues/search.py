@@ -58,7 +58,7 @@ class _Search:
     def run(self) -> Found:
         state = self.state
         best, start = None, Worth(inf, inf, inf)
-        for orders in _starts(self.problem):
+        for orders in _starts(state):
             state.set(orders)
             if state.worth() < start:
                 best, start = orders, state.worth()
@@ -166,14 +166,15 @@ def search(problem: Problem, *, most_work: int = MOST_WORK, seed: int = 0) -> Fo
     return _Search(problem, most_work, seed).run()
 
 
-def _starts(problem: Problem) -> list[list[list[int]]]:
+def _starts(state: State) -> list[list[list[int]]]:
     """Orders to begin with, groups by their place among the demands."""
+    problem = state.problem
     place = {demand.number: at for at, demand in enumerate(problem.demands)}
     found = [edf(problem), edf(problem, patient=False), _numbered(assign(problem, _by_end))]
     starts = [
         [[place[number] for number in orders[queue.worker]] for queue in problem.queues] for orders in found
     ]
-    return starts + [_by_tardiness(problem, ahead, setup) for ahead in LOOK_AHEADS for setup in SETUP_WEIGHTS]
+    return starts + [_by_tardiness(state, ahead, setup) for ahead in LOOK_AHEADS for setup in SETUP_WEIGHTS]
 
 
 def _by_end(demand: Demand) -> tuple[bool, float, int]:
@@ -185,11 +186,10 @@ def _numbered(assigned: dict[str, list[Demand]]) -> dict[str, list[int]]:
     return {worker: [demand.number for demand in order] for worker, order in assigned.items()}
 
 
-def _by_tardiness(problem: Problem, ahead: float, setup: float) -> list[list[int]]:
+def _by_tardiness(state: State, ahead: float, setup: float) -> list[list[int]]:
     """Apparent tardiness cost with setups: whichever queue is free first takes the group that is worth most there."""
-    state = State(problem)
-    demands = problem.demands
-    orders: list[list[int]] = [[] for _ in problem.queues]
+    demands = state.problem.demands
+    orders: list[list[int]] = [[] for _ in state.problem.queues]
     now, tail, model = state.ahead.copy(), state.first_tail.copy(), state.loaded.copy()
     slack = np.array([d.slack_s for d in demands])
 

@@ -1,5 +1,7 @@
 """Virtual queues: every group is in one, tiers hold whatever a plan says, a worker pulls until its memory is full."""
 
+import subprocess
+import sys
 from collections import Counter
 from random import Random
 
@@ -305,3 +307,13 @@ def test_a_flood_that_claims_the_tightest_deadlines_does_not_delay_who_is_within
             shares.end(name, costs[name] - 200, 100.0)
             site.ended(name)
     assert len(sent) <= 2
+
+
+def test_the_router_s_part_loads_neither_scipy_nor_numpy() -> None:
+    """They are for the planner's process: scipy alone takes a second and 40 MB."""
+    modules = ("apply", "edf", "estimate", "groups", "replan", "shares", "virtual")
+    code = f"import sys, {', '.join('router.queues.' + one for one in modules)}; print(*sys.modules)"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = {name.split(".")[0] for name in told.stdout.split()}
+    assert "router" in loaded
+    assert not loaded & {"scipy", "numpy"}
