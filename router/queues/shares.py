@@ -27,7 +27,6 @@ An arrival, a request that goes and one that comes into tier 0 cost O(log waitin
 over, and the clients that have one or owe.
 """
 
-from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
 from math import inf
@@ -54,7 +53,6 @@ class _Tagged:
     cost: float
     """Per weight."""
     weight: float
-    tier: int
     waits: bool = True
 
 
@@ -74,9 +72,8 @@ class Shares:
         self._waiting: dict[str, LazyHeap[str]] = {}
         """By model, those that wait, by start tag."""
         self._ahead: LazyHeap[str] = LazyHeap()
-        """Those that wait in tier 1, by start tag."""
+        """Those that wait and of which nobody was told that they are in tier 0, by start tag."""
         self._served: frozenset[str] | None = None
-        self._promoted: deque[str] = deque()
 
     # -- requests
 
@@ -86,7 +83,7 @@ class Shares:
         """A request waits. Its tier; that of the first one if the id is here already, which costs nothing."""
         known = self._requests.get(request_id)
         if known is not None:
-            return known.tier
+            return self._judged(known)
         account = self._clients.setdefault(client, _Client(self.virtual))
         account.requests += 1
         self._owing.discard(client)
@@ -94,13 +91,8 @@ class Shares:
         start = max(self.virtual, account.finish)
         cost = _cost(uncached_tokens, expected_output_tokens) / weight
         account.finish = start + cost
-        tagged = self._requests[request_id] = _Tagged(client, model, start, cost, weight, 0)
-        self._wait(request_id, tagged)
-        self._go_on()
-        tagged.tier = int(start > self.virtual + self.ahead)
-        if tagged.tier:
-            self._ahead.put(request_id, (start, request_id))
-        return tagged.tier
+        tagged = self._requests[request_id] = _Tagged(client, model, start, cost, weight)
+        return self._wait(request_id, tagged)
 
     def go(self, request_id: str) -> None:
         """A request that waited is served now. Nothing happens for an unknown id."""
@@ -119,11 +111,7 @@ class Shares:
         if tagged is None or tagged.waits:
             return None
         tagged.waits = True
-        self._wait(request_id, tagged)
-        if tagged.tier:
-            self._ahead.put(request_id, (tagged.start, request_id))
-            self._go_on()
-        return tagged.tier
+        return self._wait(request_id, tagged)
 
     def withdraw(self, request_id: str) -> None:
         """A request that waits is given up: it costs nothing."""
@@ -145,17 +133,17 @@ class Shares:
     def tier(self, request_id: str) -> int | None:
         """As it is judged now; None for an unknown id."""
         tagged = self._requests.get(request_id)
-        return None if tagged is None else tagged.tier
+        return None if tagged is None else self._judged(tagged)
 
     def drain_promoted(self, most: int | None = None) -> list[str]:
         """The requests that have come into tier 0 and still wait, in order of their tags, each once; at most `most`,
         and the others the next time. Each request comes once at most, so a few for each one that goes are enough."""
         found: list[str] = []
-        while self._promoted and (most is None or len(found) < most):
-            request_id = self._promoted.popleft()
-            tagged = self._requests.get(request_id)
-            if tagged is not None and tagged.waits and not tagged.tier:
-                found.append(request_id)
+        while (most is None or len(found) < most) and (request_id := self._ahead.first()) is not None:
+            if self._judged(self._requests[request_id]):
+                break
+            self._ahead.discard(request_id)
+            found.append(request_id)
         return found
 
     # -- what the system can serve
@@ -183,11 +171,21 @@ class Shares:
 
     # -- inside
 
-    def _wait(self, request_id: str, tagged: _Tagged) -> None:
+    def _judged(self, tagged: _Tagged) -> int:
+        """Its tier. Virtual time never falls, so whoever is in tier 0 stays there."""
+        return int(tagged.start > self.virtual + self.ahead)
+
+    def _wait(self, request_id: str, tagged: _Tagged) -> int:
+        """It waits from now on. Its tier."""
         heap = self._waiting.get(tagged.model)
         if heap is None:
             heap = self._waiting[tagged.model] = LazyHeap()
         heap.put(request_id, (tagged.start, request_id))
+        self._go_on()
+        tier = self._judged(tagged)
+        if tier:
+            self._ahead.put(request_id, (tagged.start, request_id))
+        return tier
 
     def _leave(self, request_id: str, tagged: _Tagged) -> None:
         tagged.waits = False
@@ -208,17 +206,10 @@ class Shares:
         return None if least == inf else least
 
     def _go_on(self) -> None:
-        """Virtual time comes to the first tag; whoever is within `ahead` of it now is in tier 0."""
+        """Virtual time comes to the first tag, and clients that owe nothing any more are forgotten."""
         first = self._first()
         if first is not None:
             self.virtual = max(self.virtual, first)
-        while (request_id := self._ahead.first()) is not None:
-            tagged = self._requests[request_id]
-            if tagged.start > self.virtual + self.ahead:
-                break
-            self._ahead.discard(request_id)
-            tagged.tier = 0
-            self._promoted.append(request_id)
         while (client := self._owing.first()) is not None and self._clients[client].finish <= self.virtual:
             self._owing.discard(client)
             del self._clients[client]

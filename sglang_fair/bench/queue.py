@@ -7,9 +7,9 @@ Everything runs in one process and one thread, on the pure code of `router.queue
 * plan_s: CPU time of one plan (`plan`, with the search) for groups of four models of which about half cannot be in
   time, so that the search goes on until its work is over. `late_s` and `edf_late_s` are the lateness of tier 0 in the
   plan and in EDF with the same groups: what the time buys.
-* arrive_us: a request gets its tier and its group. pull_us: a worker gets its next request. end_us: it is over. All
-  wall-clock times, with `--requests` of four models and a hundred clients waiting, of prompts of which ten each share a
-  prefix; the garbage collector is set as in the router's own process.
+* arrive_us: a request gets its tier and its group. pull_us: a worker gets its next request, and a few come into another
+  tier because of that. end_us: it is over. All CPU times, with `--requests` of four models and a hundred clients
+  waiting, of prompts of which ten each share a prefix; the garbage collector is set as in the router's own process.
 * bytes_per_request: how much Python allocates for one that waits, its tag and its place included.
 """
 
@@ -186,9 +186,9 @@ def measure_requests(requests: int, seed: int) -> RequestTimes:
     ended: list[float] = []
 
     def timed(times: list[float], call: Callable[..., Answer], *arguments: Any) -> Answer:
-        began = time.perf_counter_ns()
+        began = time.thread_time_ns()
         answer = call(*arguments)
-        times.append((time.perf_counter_ns() - began) / 1e3)
+        times.append((time.thread_time_ns() - began) / 1e3)
         return answer
 
     gc.collect()
