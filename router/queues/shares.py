@@ -36,6 +36,9 @@ from sglang_fair.core.heap import LazyHeap
 
 OUTPUT_PRICE = 2.0
 LEAST_COST = 1.0
+DROPPED = 4
+"""Entries of requests that wait no more, dropped with one event: there are many if others went first. Until they are,
+virtual time is a little behind."""
 
 
 @dataclass(slots=True)
@@ -59,10 +62,12 @@ class _Tagged:
 class Shares:
     """Tags for the requests of all clients. ValueError unless `ahead`, in units, is a positive number or inf."""
 
-    def __init__(self, ahead: float = 250_000.0, weights: Weights | None = None) -> None:
+    def __init__(
+        self, ahead: float = 250_000.0, weights: Weights | None = None, *, dropped: int = DROPPED
+    ) -> None:
         if not ahead > 0:
             raise ValueError(f"ahead must be a number above 0, not {ahead!r}")
-        self.ahead = ahead
+        self.ahead, self._dropped = ahead, dropped
         self.weights = weights if weights is not None else Weights()
         self.virtual = 0.0
         self._clients: dict[str, _Client] = {}
@@ -100,9 +105,7 @@ class Shares:
         if tagged is None or not tagged.waits:
             return
         self._leave(request_id, tagged)
-        if self._first() is None:
-            self.virtual = max(self.virtual, tagged.start)
-        self._go_on()
+        self._go_on(tagged.start)
 
     def come_back(self, request_id: str) -> int | None:
         """A request that was served was taken back and waits again, with its tag and its tier: what it has had is not
@@ -135,15 +138,17 @@ class Shares:
         tagged = self._requests.get(request_id)
         return None if tagged is None else self._judged(tagged)
 
-    def drain_promoted(self, most: int | None = None) -> list[str]:
+    def drain_promoted(self, most: int = 1 << 30) -> list[str]:
         """The requests that have come into tier 0 and still wait, in order of their tags, each once; at most `most`,
         and the others the next time. Each request comes once at most, so a few for each one that goes are enough."""
         found: list[str] = []
-        while (most is None or len(found) < most) and (request_id := self._ahead.first()) is not None:
-            if self._judged(self._requests[request_id]):
+        for _ in range(most):
+            first = self._ahead.floor(self._dropped)
+            if first is None or first[0] > self.virtual + self.ahead:
                 break
-            self._ahead.discard(request_id)
-            found.append(request_id)
+            if first[1] in self._ahead and self._ahead.key(first[1]) == first:
+                self._ahead.discard(first[1])
+                found.append(first[1])
         return found
 
     # -- what the system can serve
@@ -196,18 +201,20 @@ class Shares:
         self._ahead.discard(request_id)
 
     def _first(self) -> float | None:
-        """The least start tag of those that wait and can be served."""
-        least = inf
+        """The least start tag of those that wait and can be served, or a little less: of each model at most `dropped`
+        that wait no more are left out at a time. None if nobody waits."""
+        served, least = self._served, inf
         for model, heap in self._waiting.items():
-            if self._served is None or model in self._served:
-                first = heap.first()
-                assert first is not None
-                least = min(least, heap.key(first)[0])
+            if served is None or model in served:
+                least = min(least, heap.floor(self._dropped)[0])
         return None if least == inf else least
 
-    def _go_on(self) -> None:
-        """Virtual time comes to the first tag, and clients that owe nothing any more are forgotten."""
+    def _go_on(self, gone: float | None = None) -> None:
+        """Virtual time comes to the first tag, or to that of the one that went, if nobody is left. Clients that owe
+        nothing any more are forgotten."""
         first = self._first()
+        if first is None:
+            first = gone
         if first is not None:
             self.virtual = max(self.virtual, first)
         while (client := self._owing.first()) is not None and self._clients[client].finish <= self.virtual:
