@@ -48,7 +48,8 @@ def test_tiers_are_those_of_the_definition(seed: int, ahead: float, at_leisure: 
     rng, written = Random(seed), Written(ahead)
     shares = Shares(ahead, Weights(WEIGHTS), dropped=1 if at_leisure else 1_000)
     ended: dict[str, tuple[str, float]] = {}
-    promoted: set[str] = set()
+    behind: set[str] = set()
+    promoted: list[str] = []
     for number in range(80):
         name, step = str(number), rng.random()
         if step < 0.5:
@@ -58,6 +59,8 @@ def test_tiers_are_those_of_the_definition(seed: int, ahead: float, at_leisure: 
             written.arrive(name, client, cost)
             ended[name] = client, cost
             assert at_leisure or tier == (name not in written.first)
+            if tier:
+                behind.add(name)
         elif step < 0.8 and written.start:
             name = rng.choice(list(written.start))
             shares.go(name)
@@ -73,13 +76,16 @@ def test_tiers_are_those_of_the_definition(seed: int, ahead: float, at_leisure: 
             assert shares.virtual <= written.virtual + 1e-9
             for _ in range(100):
                 shares.serve(None)
-        promoted |= set(shares.drain_promoted())
+        told = shares.drain_promoted()
+        assert all(name in behind and shares.tier(name) == 0 and name in written.start for name in told)
+        promoted += told
+        assert {name for name in behind & set(written.start) if not shares.tier(name)} <= set(promoted)
         assert shares.virtual == pytest.approx(written.virtual)
         for name in written.start:
             assert shares.tier(name) == (name not in written.first)
         for client in WEIGHTS:
             assert shares.lead(client) == pytest.approx(max(0.0, written.finish[client] - written.virtual))
-    assert all(shares.tier(name) in (0, None) for name in promoted)
+    assert len(promoted) == len(set(promoted))
 
 
 @given(st.integers(0, 2**32), st.integers(2, 5), st.sampled_from([10.0, 100.0]))
