@@ -15,6 +15,7 @@ kilobytes.
 from bisect import bisect_left, insort
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
+from math import inf, isfinite
 
 MOST_OVERTAKES = 128
 
@@ -24,7 +25,8 @@ Key = tuple[int, float, int]
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """One request that waits. `since_s`: when it came; of a later call, when its interaction began."""
+    """One request that waits. `since_s`: when it came; of a later call, when its interaction began. ValueError for
+    numbers that no request has: one of them would spoil the sums and the order of all others."""
 
     id: str
     client: str
@@ -41,6 +43,13 @@ class Queued:
     prefix_tokens: int = 0
     exclude: tuple[str, ...] = ()
     """Workers that must not get it."""
+
+    def __post_init__(self) -> None:
+        sizes = self.prompt_tokens, self.expected_output_tokens, self.output_variance, self.prefix_tokens
+        if not all(0 <= one < inf for one in sizes):
+            raise ValueError(f"request {self.id!r:.80}: tokens are finite and not negative, not {sizes}")
+        if not (isfinite(self.since_s) and isfinite(self.deadline_s)):
+            raise ValueError(f"request {self.id!r:.80}: {self.since_s} and {self.deadline_s} are no times")
 
 
 @dataclass(slots=True, eq=False)

@@ -86,7 +86,10 @@ class VirtualQueues:
     # -- workers
 
     def worker_up(self, worker: Worker) -> None:
-        """A worker without requests in flight. What was stranded may come to it."""
+        """A worker without requests in flight. What was stranded may come to it. ValueError if it can load models and
+        does not say how long the one takes that is loaded."""
+        if worker.swap_s and worker.loaded is not None and worker.loaded not in worker.swap_s:
+            raise ValueError(f"{worker.name}: how long it takes to load {worker.loaded} again is not said")
         self.worker_down(worker.name)
         self._workers[worker.name] = worker
         self._settle(self._take_stranded())

@@ -1,6 +1,6 @@
 """The order inside a group, against a count of who overtook whom."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 import pytest
@@ -106,6 +106,22 @@ def test_a_stream_of_one_prefix_does_not_keep_another_request_waiting_for_ever()
         assert entry is not None
         gone.append(entry.request.id)
     assert len(gone) == 1 + MOST_OVERTAKES + 1
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"prompt_tokens": -1},
+        {"expected_output_tokens": float("nan")},
+        {"output_variance": float("inf")},
+        {"prefix_tokens": -5},
+        {"deadline_s": float("nan")},
+        {"since_s": float("inf")},
+    ],
+)
+def test_numbers_that_no_request_has_are_refused(odd: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="request 'x'"):
+        replace(queued("x"), **odd)
 
 
 def test_without_prefixes_it_is_first_come_first_served() -> None:

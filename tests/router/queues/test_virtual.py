@@ -309,6 +309,13 @@ def test_a_flood_that_claims_the_tightest_deadlines_does_not_delay_who_is_within
     assert len(sent) <= 2
 
 
+def test_a_worker_says_how_long_it_takes_to_come_back_to_its_model() -> None:
+    site = a_site("v")
+    with pytest.raises(ValueError, match="load a again"):
+        site.worker_up(Worker("w", "a", 1_000, swap_s={"b": 1.0}))
+    assert set(site.orders()) == {"v"}
+
+
 def test_the_router_s_part_loads_neither_scipy_nor_numpy() -> None:
     """They are for the planner's process: scipy alone takes a second and 40 MB."""
     modules = ("apply", "edf", "estimate", "groups", "replan", "shares", "virtual")
