@@ -110,7 +110,7 @@ class VirtualQueues:
     # -- requests
 
     def settle(self) -> None:
-        """Put groups that are new into queues, and take those that are over out."""
+        """Put groups that are new into queues: to be called when requests were added to `groups`."""
         for group, after in self.groups.drain_born():
             queue = self._queue_of(after) if after is not None else None
             if queue is not None and after is not None:
