@@ -53,7 +53,7 @@ def adopt(arguments: list[str], environ: dict[str, str]) -> argparse.Namespace:
         (["--fair-extend-weight", "-1"], {}, "extend weight"),
         (["--fair-extend-weight", "0", "--fair-output-weight", "0"], {}, "cannot both be 0"),
         (["--fair-client-weights", "{gold: 2"], {}, "SGLANG_FAIR_CLIENT_WEIGHTS is not JSON"),
-        (["--fair-client-weights", "[1]"], {}, "must map client names"),
+        (["--fair-client-weights", "[1]"], {}, "must map names"),
         (["--fair-client-weights", '{"gold": 0}'], {}, "weight of client 'gold'"),
         (["--fair-client-weights", '{"gold": 1e-300}'], {}, "weight of client 'gold'"),
         (["--fair-client-weights", '{"Jos\u00e9": 2}'], {}, "is known here by the name 'Jos%C3%A9'"),
