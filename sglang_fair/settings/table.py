@@ -255,9 +255,6 @@ class Access:
     ] = None
 
 
-THROTTLES = ("none", "oit", "rpm")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Tracing:
     """Spans of requests, for OpenTelemetry."""
@@ -282,7 +279,7 @@ class Throttling:
         About(
             "Which calls are refused. oit: first calls of interactions beyond a limit, while all replicas are "
             "overloaded; rpm: all calls beyond it, always.",
-            choices=THROTTLES,
+            registry="router.throttling:KINDS",
         ),
     ] = "none"
     limits: Annotated[
