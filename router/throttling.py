@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -22,7 +22,7 @@ from sglang_fair.core.interactions import Interaction, Interactions
 from sglang_fair.core.throttle import BadLoad, Overload, Refusal, Rules, Throttle, make_rules
 
 Kind = Literal["none", "oit", "rpm"]
-KINDS: tuple[Kind, ...] = ("none", "oit", "rpm")
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 NO_THROTTLE, BAD_LIMITS = "no_throttle", "invalid_limits"
 """Why limits that an operator has set do not hold (`events.SetLimits`)."""

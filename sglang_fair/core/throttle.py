@@ -25,7 +25,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from math import inf, isfinite
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from sglang_fair.common.identity import bounded
 from sglang_fair.core.interactions import Interaction, Interactions
@@ -45,7 +45,7 @@ MOST_SHOWN = 10_000
 EVERY_APP = "*"
 
 Counts = Literal["accepted", "arrivals"]
-COUNTS: tuple[Counts, ...] = ("accepted", "arrivals")
+COUNTS: tuple[Counts, ...] = get_args(Counts)
 
 
 class BadLoad(ValueError):
@@ -134,11 +134,16 @@ def make_rules(content: Any, where: str) -> Rules:
         raise ValueError(f"{where}: {error}") from None
 
 
+Code = Literal["throttled_user", "throttled_app"]
+USER: Code = "throttled_user"
+APP: Code = "throttled_app"
+
+
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """Why a call is refused, and when another may be let in."""
 
-    code: Literal["throttled_user", "throttled_app"]
+    code: Code
     retry_after_s: float
     reason: str
 
@@ -236,7 +241,7 @@ class Throttle:
         self.always = always
         self.interactions = Interactions() if interactions is None else interactions
         self.overload = Overload() if overload is None else overload
-        self.refused: dict[str, int] = {"throttled_user": 0, "throttled_app": 0}
+        self.refused: dict[str, int] = {USER: 0, APP: 0}
         self._now_s = -inf
         self._had: Sliding[str | tuple[str, str]] = Sliding(MOST_REMEMBERED)
         """Calls of users, and of each in an app."""
@@ -328,22 +333,20 @@ class Throttle:
         # With "arrivals" this call has been counted already: it may be the last one within the limit.
         more = 1 if self.counts == "arrivals" else 0
         of_user = self.limits.user if own[0] is None else own[0]
-        if of_user is not None:
-            opens_s = self._had.opens_s(name.client, of_user + more)
-            if opens_s > self._now_s:
-                had = self._had.count_of(name.client)
-                reason = f"this client has had {had} calls within a minute; its limit is {of_user}"
-                reason = self._loaded(workers) + reason
-                return Refusal("throttled_user", self._wait_s(opens_s), reason)
         of_app = self.limits.of_app(name.app) if own[1] is None else own[1]
-        if of_app is not None:
-            opens_s = self._had.opens_s(app, of_app + more)
+        app_whose = "this app" if self.limits.app_total else "this client in this app"
+        for code, key, limit, whose, its in (
+            (USER, name.client, of_user, "this client", "its"),
+            (APP, app, of_app, app_whose, "the"),
+        ):
+            if limit is None:
+                continue
+            opens_s = self._had.opens_s(key, limit + more)
             if opens_s > self._now_s:
-                whose = "this app" if self.limits.app_total else "this client in this app"
-                had = self._had.count_of(app)
-                reason = f"{whose} has had {had} calls within a minute; the limit is {of_app}"
-                reason = self._loaded(workers) + reason
-                return Refusal("throttled_app", self._wait_s(opens_s), reason)
+                had = self._had.count_of(key)
+                reason = f"{whose} has had {had} calls within a minute; {its} limit is {limit}"
+                wait_s = max(LEAST_RETRY_S, opens_s - self._now_s)
+                return Refusal(code, wait_s, self._loaded(workers) + reason)
         return None
 
     def _loaded(self, workers: Collection[str]) -> str:
@@ -353,6 +356,3 @@ class Throttle:
         return (
             f"the cluster is overloaded (pressure {self.overload.pressure(workers, self._now_s):.2f}), and "
         )
-
-    def _wait_s(self, opens_s: float) -> float:
-        return max(LEAST_RETRY_S, opens_s - self._now_s)

@@ -270,9 +270,6 @@ class Deadlines:
     ] = field(default_factory=lambda: dict(DEFAULT_CLASSES))
 
 
-THROTTLES = ("none", "oit", "rpm")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Tracing:
     """Spans of requests, for OpenTelemetry."""
@@ -297,7 +294,7 @@ class Throttling:
         About(
             "Which calls are refused. oit: first calls of interactions beyond a limit, while all replicas are "
             "overloaded; rpm: all calls beyond it, always.",
-            choices=THROTTLES,
+            registry="router.throttling:KINDS",
         ),
     ] = "none"
     limits: Annotated[

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import aiohttp
 import httpx
@@ -24,11 +23,13 @@ pytestmark = pytest.mark.e2e
 ENVIRONMENT = {KEY_VARIABLE: "the admin's key", replica_key.variable: "the replicas' key"}
 ALLOWED = {"honest", "adversary", "thrifty", ANONYMOUS, "(system)"}
 """SGLang asks itself, without a name, when it starts."""
+BOTH = ("honest", "adversary")
 CONNECTIONS = 24
 """Of each tenant, over both replicas: more than run at a time, so that some always wait."""
 INVENTED = 50
 PROMPT_TOKENS, OUTPUT_TOKENS = 24, 16
-TIMES_THE_BOUND = 8
+TIMES_THE_BOUND = 20
+"""So far both are served: who now and then has nothing waiting at a replica gets less of it for that time."""
 LIMIT_S = 400
 """For a busy machine; an idle one needs a tenth."""
 
@@ -64,25 +65,32 @@ async def flood(
                 await asyncio.sleep(0.5)  # so many keys leave the machine's two cores to the engines
 
 
-async def shares(cluster: Cluster, number: int) -> dict[str, float]:
-    """Service of both over a time in which both wait at this replica without a break; inside its bound."""
-    begin: dict[str, Any] = {}
+async def shares(cluster: Cluster) -> dict[str, float]:
+    """Service of both at all replicas. While both wait at one without a break, what they get there is in its bound."""
+    first: dict[int, dict[str, float]] = {}
+    begins: dict[int, dict[str, tuple[float, int]]] = {}
     while True:
-        book = (await asyncio.to_thread(cluster.books))[number]
-        clients = book["clients"]
-        assert set(clients) <= ALLOWED, clients.keys()
-        if {"honest", "adversary"} <= set(clients):
+        got = dict.fromkeys(BOTH, 0.0)
+        for number, book in enumerate(await asyncio.to_thread(cluster.books)):
+            clients = book["clients"]
+            assert set(clients) <= ALLOWED, clients.keys()
             now = {
-                name: (clients[name]["service"], clients[name]["backlog"]) for name in ("honest", "adversary")
+                name: (clients[name]["service"], clients[name]["backlog"]) for name in BOTH if name in clients
             }
-            is_same = begin and all(now[name][1] == begin[name][1] for name in now)
-            if not is_same:
-                begin = now if all(backlog is not None for _, backlog in now.values()) else {}
+            if len(now) < len(BOTH) or None in [backlog for _, backlog in now.values()]:
+                begins.pop(number, None)
             else:
-                got = {name: now[name][0] - begin[name][0] for name in now}
-                assert abs(got["honest"] - got["adversary"]) <= book["bound"]
-                if got["honest"] > TIMES_THE_BOUND * book["bound"]:
-                    return got
+                begin = begins.setdefault(number, now)
+                if [backlog for _, backlog in begin.values()] != [backlog for _, backlog in now.values()]:
+                    begin = begins[number] = now
+                stretch = [now[name][0] - begin[name][0] for name in BOTH]
+                assert abs(stretch[0] - stretch[1]) <= book["bound"]
+            services = {name: service for name, (service, _) in now.items()}
+            before = first.setdefault(number, services)
+            for name, service in services.items():
+                got[name] += service - before.get(name, 0)
+        if all(got[name] > TIMES_THE_BOUND * book["bound"] for name in BOTH):
+            return got
         await asyncio.sleep(0.5)
 
 
@@ -92,7 +100,7 @@ def test_fifty_invented_keys_and_forged_headers_get_no_share(cluster: Cluster) -
     before = cluster.status()["gateway"]["ignored headers"]
     honest, adversary, invented = Counter[int](), Counter[int](), Counter[int]()
 
-    async def main() -> list[dict[str, float]]:
+    async def main() -> dict[str, float]:
         stop = asyncio.Event()
         floods = [flood(cluster.url, "honest", {}, honest, stop) for _ in range(CONNECTIONS)]
         floods += [flood(cluster.url, "adversary", forged, adversary, stop) for _ in range(CONNECTIONS)]
@@ -100,7 +108,7 @@ def test_fifty_invented_keys_and_forged_headers_get_no_share(cluster: Cluster) -
         work = [asyncio.create_task(one) for one in floods]
         try:
             async with asyncio.timeout(LIMIT_S):
-                return list(await asyncio.gather(*[shares(cluster, number) for number in range(2)]))
+                return await shares(cluster)
         finally:
             stop.set()
             await asyncio.gather(*work)
@@ -109,8 +117,7 @@ def test_fifty_invented_keys_and_forged_headers_get_no_share(cluster: Cluster) -
     assert set(honest) == set(adversary) == {200}
     assert set(invented) == {401}
     assert invented[401] >= INVENTED
-    for one in got:
-        assert one["honest"] / one["adversary"] == pytest.approx(1, rel=0.1), got
+    assert got["honest"] / got["adversary"] == pytest.approx(1, rel=0.2), got
     after = cluster.status()["gateway"]["ignored headers"]
     for header in forged:
         more = after.get(header, 0) - before.get(header, 0)
