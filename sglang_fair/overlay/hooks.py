@@ -100,6 +100,8 @@ class FairPrefillAdder(PrefillAdder):
         self.fair = fair
         self._cut_tokens = cut_tokens
         self._beside_cut = False
+        self._parked: Any = None
+        """The prompt that was cut before and gets no chunk in this batch."""
         if (most := fair.chunk_tokens()) is not None:
             budget: Any = self
             most = max(most // cut_tokens, 1) * cut_tokens
@@ -116,6 +118,11 @@ class FairPrefillAdder(PrefillAdder):
         self._beside_cut = has_chunked_req
         verdict = super().add_one_req(req, has_chunked_req, *args, **kwargs)
         if len(self.can_run_list) > before:
+            if not before and self._parked is not None:
+                # SGLang counts a chunk of the cut prompt in flight with each batch of prompts. One that is not in the
+                # batch has no result there: its count would never be 0 again, its first token would be lost, and if it
+                # is aborted, its memory.
+                self._parked.inflight_middle_chunks -= 1
             self.fair.admitted(req)
         if verdict is not AddReqResult.CONTINUE:
             self.fair.stopped(MEMORY if verdict is AddReqResult.NO_TOKEN else PROMPTS)
@@ -148,6 +155,7 @@ class FairPrefillAdder(PrefillAdder):
 
     def add_chunked_req(self, req: Any) -> Any:
         if self.fair.goes_on(req) is False:
+            self._parked = req
             return req  # it stays where it is, as where SGLang itself finds no room for its next chunk
         budget: Any = self
         if budget.chunked_req_limit is not None:
@@ -156,6 +164,8 @@ class FairPrefillAdder(PrefillAdder):
         unfinished = super().add_chunked_req(req)
         if len(self.can_run_list) > before:
             self.fair.continued(req)
+        else:
+            self._parked = unfinished
         return unfinished
 
 

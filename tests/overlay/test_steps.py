@@ -94,6 +94,44 @@ def test_prompts_that_are_cut_parked_aborted_and_left_end_no_scheduler(overlappi
     overlapping.flush()
 
 
+def test_a_cut_prompt_that_stands_aside_for_another_one_loses_no_token(overlapping: Replica) -> None:
+    """Prompts of many lengths are admitted between the chunks of long ones, which are answered as they are alone."""
+    rng = random.Random(2)
+
+    def prompt(tokens: int) -> list[int]:
+        return [rng.randrange(250) for _ in range(tokens)]
+
+    async def ask(session: aiohttp.ClientSession, client: str, tokens: list[int], output: int) -> list[int]:
+        sampling = {"max_new_tokens": output, "ignore_eos": True, "temperature": 0}
+        body = {"input_ids": tokens, "sampling_params": sampling}
+        async with session.post(
+            f"{overlapping.url}/generate", json=body, headers={"x-fair-client": client}
+        ) as answer:
+            assert answer.status == 200
+            said = await answer.json()
+        return list(said["output_ids"])
+
+    async def scenario() -> None:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+            stop = asyncio.Event()
+
+            async def asks_on(client: str) -> None:
+                while not stop.is_set():
+                    await ask(session, client, prompt(rng.randrange(20, 256)), 4)
+
+            others = [asyncio.create_task(asks_on(f"short {number}")) for number in range(4)]
+            longs = [prompt(1000) for _ in range(12)]
+            beside = [await ask(session, "long", tokens, 8) for tokens in longs]
+            stop.set()
+            await asyncio.gather(*others)
+            await asyncio.to_thread(overlapping.flush)
+            for tokens, found in zip(longs, beside, strict=True):
+                assert await ask(session, "long", tokens, 8) == found
+
+    asyncio.run(scenario())
+    overlapping.flush()
+
+
 OUTPUT_TOKENS = 60
 
 
