@@ -133,6 +133,15 @@ class Replica:
         self.process.wait()
         check_conservation(*books.get("data_parallel", [books] if books else []))
 
+    def kill(self) -> None:
+        """SIGKILL to all of its processes. When it returns they are gone, and its ports are free."""
+        assert self.process is not None
+        leader = psutil.Process(self.process.pid)
+        processes = [leader, *leader.children(recursive=True)]
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        wait_until(lambda: not living(processes), "the end of a replica's processes")
+
     def _ready(self) -> bool:
         assert self.process is not None
         assert self.process.poll() is None, f"replica ended: {self.log.read_text()[-2000:]}"

@@ -17,6 +17,7 @@ from sglang_fair.common.service_keys import bearer, replica_key
 from sglang_fair.tenants import edit, keys
 from sglang_fair.tenants.model import Limits, Tenant
 from tests.support.live import EMULATED, Cluster
+from tests.support.shares import Shares
 
 pytestmark = pytest.mark.e2e
 
@@ -28,8 +29,7 @@ CONNECTIONS = 24
 """Of each tenant, over both replicas: more than run at a time, so that some always wait."""
 INVENTED = 50
 PROMPT_TOKENS, OUTPUT_TOKENS = 24, 16
-TIMES_THE_BOUND = 20
-"""So far both are served: who now and then has nothing waiting at a replica gets less of it for that time."""
+TIMES_THE_BOUND = 16
 LIMIT_S = 400
 """For a busy machine; an idle one needs a tenth."""
 
@@ -66,30 +66,15 @@ async def flood(
 
 
 async def shares(cluster: Cluster) -> dict[str, float]:
-    """Service of both at all replicas. While both wait at one without a break, what they get there is in its bound."""
-    first: dict[int, dict[str, float]] = {}
-    begins: dict[int, dict[str, tuple[float, int]]] = {}
+    """What both got at all replicas while both waited there; at each inside its bound."""
+    seen: dict[int, Shares] = {}
     while True:
         got = dict.fromkeys(BOTH, 0.0)
         for number, book in enumerate(await asyncio.to_thread(cluster.books)):
-            clients = book["clients"]
-            assert set(clients) <= ALLOWED, clients.keys()
-            now = {
-                name: (clients[name]["service"], clients[name]["backlog"]) for name in BOTH if name in clients
-            }
-            if len(now) < len(BOTH) or None in [backlog for _, backlog in now.values()]:
-                begins.pop(number, None)
-            else:
-                begin = begins.setdefault(number, now)
-                if [backlog for _, backlog in begin.values()] != [backlog for _, backlog in now.values()]:
-                    begin = begins[number] = now
-                stretch = [now[name][0] - begin[name][0] for name in BOTH]
-                assert abs(stretch[0] - stretch[1]) <= book["bound"]
-            services = {name: service for name, (service, _) in now.items()}
-            before = first.setdefault(number, services)
-            for name, service in services.items():
-                got[name] += service - before.get(name, 0)
-        if all(got[name] > TIMES_THE_BOUND * book["bound"] for name in BOTH):
+            assert set(book["clients"]) <= ALLOWED, book["clients"].keys()
+            for name, service in seen.setdefault(number, Shares(dict.fromkeys(BOTH, 1.0))).see(book).items():
+                got[name] += service
+        if min(got.values()) > TIMES_THE_BOUND * book["bound"]:
             return got
         await asyncio.sleep(0.5)
 
