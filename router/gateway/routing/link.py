@@ -14,6 +14,7 @@ read until it is empty, and checked again after each message that is sent.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 import uuid
@@ -215,6 +216,11 @@ class Link:
         answer = await self._ask(name, SetLimits(name, rules, time.time()))
         if not isinstance(answer, Snapshot | Refuse):
             raise RouterGone("the router answered something else than was asked")
+        if isinstance(answer, Snapshot):
+            with contextlib.suppress(RouterGone):
+                await (
+                    self.workers()
+                )  # with the limits: a router that is restarted is told of them
         return answer
 
     async def workers(self) -> Workers:
