@@ -218,9 +218,7 @@ class Link:
             raise RouterGone("the router answered something else than was asked")
         if isinstance(answer, Snapshot):
             with contextlib.suppress(RouterGone):
-                await (
-                    self.workers()
-                )  # with the limits: a router that is restarted is told of them
+                await self.workers()  # with the limits: a router that is restarted is told of them
         return answer
 
     async def workers(self) -> Workers:
