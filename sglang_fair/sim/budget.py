@@ -50,6 +50,10 @@ class Settings:
     """Fair eviction (`core.eviction`) in place of plain LRU, where the policy has shares."""
     progress_steps: int = 40
     """After so many decode steps all running requests report their progress. No more are simulated at once."""
+    host_tokens: int = 0
+    """Tokens of requests that were taken back which the host's memory holds (`host`); 0: they are computed again."""
+    host_token_s: float = 0.0
+    """How long the link to the host takes for one token's keys and values."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -134,23 +138,32 @@ class Budget:
         return Verdict.GO_ON
 
     def admit(
-        self, cached_tokens: int, tokens: int, output_tokens: int, room: int, *, first: bool, cut: bool
+        self,
+        cached_tokens: int,
+        tokens: int,
+        output_tokens: int,
+        room: int,
+        *,
+        first: bool,
+        cut: bool,
+        loaded_tokens: int = 0,
     ) -> int | Verdict:
-        """How many tokens of a prompt are computed, or why it does not fit.
+        """How many tokens of a prompt are taken into the pool, or why it does not fit.
 
-        The prompt has `tokens`, of which the first `cached_tokens` are in the cache. `output_tokens` is its output
-        limit; `first`: the batch is empty; `cut`: the prompt may be cut. An engine has one cut prompt at a time.
+        The prompt has `tokens`, of which the first `cached_tokens` are in the cache, and the next `loaded_tokens` come
+        from the host and need no computing. `output_tokens` is its output limit; `first`: the batch is empty; `cut`:
+        the prompt may be cut. An engine has one cut prompt at a time.
         """
         extend = tokens - cached_tokens
         needed = extend + min(output_tokens, LONGEST_RESERVATION) + self._page
         if needed >= room - self._reserved:
             return Verdict.NO_MEMORY
-        paged = -(-extend // self._page) * self._page
+        paged = -(-(extend - loaded_tokens) // self._page) * self._page
         if self._chunk_left is None:
             return Verdict.FULL if not first and paged >= self._prompt_left else extend
         if paged <= self._chunk_left:
             return extend
-        if not cut:
+        if not cut or loaded_tokens:
             return Verdict.FULL
         end = (cached_tokens + self._chunk_left // self._page * self._page) // self._page * self._page
         return end - cached_tokens if end > cached_tokens else Verdict.FULL
@@ -168,11 +181,13 @@ class Budget:
         most = most_tokens // self._page * self._page or self.chunk_tokens
         return min(tokens, most, fits if fits > 0 else self.chunk_tokens)
 
-    def take(self, extend_tokens: int, output_tokens: int) -> None:
-        """Subtract what a prompt in the batch takes. `output_tokens` is 0 for a prompt that was cut."""
+    def take(self, extend_tokens: int, output_tokens: int, loaded_tokens: int = 0) -> None:
+        """Subtract what a prompt in the batch takes, `loaded_tokens` of it without being computed. `output_tokens` is 0
+        for a prompt that was cut."""
         paged = -(-extend_tokens // self._page) * self._page
         self._reserved += paged + self._page + min(output_tokens, LONGEST_RESERVATION)
         self._taken += paged + self._page
+        paged = -(-(extend_tokens - loaded_tokens) // self._page) * self._page
         self._prompt_left -= paged
         if self._chunk_left is not None:
             self._chunk_left -= paged

@@ -72,6 +72,14 @@ class Meters:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     retractions: int = 0
+    evictions: int = 0
+    """Requests that were taken back for others."""
+    loaded_tokens: int = 0
+    """Tokens that came back from the host's memory."""
+    host_wait_s: float = 0.0
+    """Time in which steps waited for copies from or to the host."""
+    swaps: int = 0
+    swap_s: float = 0.0
 
     @property
     def steps(self) -> int:

@@ -12,9 +12,13 @@ that run have their turn, and how long an extend batch may be. Modelled after SG
                   page is free
     retraction    if nothing is left to evict: the requests with the least output go first, among them those with the
                   longest prompts. Their pages are freed and not cached; they wait first in line and keep their output
+    eviction      requests that `evict` names are taken back between two steps, and wait again with their output. Their
+                  context is cached, and goes to the host's memory if there is room (`host`), from where it comes back
+                  when they are admitted
+    swap          `swap` loads another model: nobody is here, the cache is dropped, no step begins until it is there
 
 Not modelled: the overlap of CPU and GPU (a step's result is known when it ends, and the scheduler itself takes no
-time), mixed batches, priorities and preemption, host caches, speculative decoding, LoRA, sliding windows, sessions.
+time), mixed batches, host caches of prefixes, speculative decoding, LoRA, sliding windows, sessions.
 
 Decode steps in which nothing can change are simulated at once, as one run. A run lasts until a request ends, memory has
 to be taken back, progress is due, or a request that came may be admitted. Times within a run are computed from its
@@ -39,6 +43,7 @@ from sglang_fair.sim.cache import Node, PrefixCache, Removed, Stored
 from sglang_fair.sim.cost_model import CostModel
 from sglang_fair.sim.decode_batch import DecodeBatch
 from sglang_fair.sim.events import Event, Finished, Meters, Progress, Refused, SimRequest
+from sglang_fair.sim.host import HostPool
 from sglang_fair.sim.pool import Pool
 from sglang_fair.sim.task import Task
 
@@ -112,6 +117,11 @@ class Replica:
         self._is_full = False
         """A candidate did not fit and nobody has left since."""
         self._ratio = NewTokenRatio(settings)
+        self.host = HostPool(settings.host_tokens, settings.host_token_s)
+        self._evicting: dict[str, None] = {}
+        """Requests that leave the decode batch before the next step."""
+        self._ready_s = 0.0
+        """No step begins before: a model is being loaded."""
 
         self._decoding = DecodeBatch(settings.page_tokens)
         self._run: _Run | None = None
@@ -150,6 +160,7 @@ class Replica:
             return self._take_events()
         if self.queue.is_waiting(request_id):
             self._admission.leave(task.job)
+            self.host.drop(request_id)
             task.aborted = True
             self._events.append(self._finished(task, task.output, now_s))
         elif request_id in self._decoding.tasks:
@@ -159,6 +170,35 @@ class Replica:
                 self._plan(task.last_step)
         else:
             task.aborted = True
+        return self._take_events()
+
+    def evict(self, request_ids: Sequence[str], now_s: float) -> list[Event]:
+        """Take running requests back, after the decode step under way. Returns the events until now. Those that do not
+        decode are ignored: who waits, whose prompt is being computed, who ends with that step."""
+        self._catch_up(now_s)
+        found = [name for name in request_ids if name in self._decoding.tasks]
+        self._evicting.update(dict.fromkeys(found))
+        if found and self._run is not None and not self._batch:
+            self._plan(min(self._stop, self._decoding.step + 1))
+        return self._take_events()
+
+    def swap(self, cost: CostModel, settings: Settings, takes_s: float, now_s: float) -> list[Event]:
+        """Load another model, which takes so long; requests that come meanwhile wait. Returns the events until now,
+        with the removal of all that was cached. ValueError if a request is here, or pages would have another size."""
+        self._catch_up(now_s)
+        if self._tasks:
+            raise ValueError(f"{len(self._tasks)} requests are here: a model is swapped when there are none")
+        if settings.page_tokens != self.settings.page_tokens:
+            raise ValueError("a replica's pages keep their size")
+        self.cache.evict(self.cache.evictable_tokens)
+        self._events += self.cache.drain(now_s)
+        self.cost, self.settings = cost, settings
+        self._pool, self._ratio = Pool(settings, self.cache), NewTokenRatio(settings)
+        self.host = HostPool(settings.host_tokens, settings.host_token_s)
+        self._decoding = DecodeBatch(settings.page_tokens)
+        self._ready_s = now_s + takes_s
+        self.meters.swaps += 1
+        self.meters.swap_s += takes_s
         return self._take_events()
 
     @property
@@ -226,16 +266,19 @@ class Replica:
 
     def _begin(self, t_s: float) -> None:
         """Start the next step: an extend batch if one can be formed, else a run of decode steps, else nothing."""
+        evicted = self._take_out(t_s)
         self._batch = self._form(t_s)
+        for task in evicted:
+            self._admission.retract(task.job)
         if self._batch:
             self._break_run(t_s)
             duration_s = self.cost.prefill_s(
-                [(task.computed - task.start, task.start) for task in self._batch]
+                [(task.computed - task.start - task.loaded, task.start + task.loaded) for task in self._batch]
             )
             self.meters.prefill_steps += 1
             self.meters.prefill_s += duration_s
-            self._batch_s = duration_s
-            self._next_s = t_s + duration_s
+            self._batch_s = duration_s + self._host_wait_s(t_s, duration_s)
+            self._next_s = t_s + self._batch_s
             return
         decoding = self._decoding
         if decoding and not self._pool.make_free_pages(decoding.pages_for_step()):
@@ -243,7 +286,8 @@ class Replica:
         if decoding:
             if self._run is None:
                 context_tokens = decoding.held_tokens + len(decoding)
-                self._run = _Run(t_s, decoding.step, len(decoding), context_tokens)
+                starts_s = t_s + self._host_wait_s(t_s, 0.0)
+                self._run = _Run(starts_s, decoding.step, len(decoding), context_tokens)
             self._plan(decoding.step + 1 if self._may_admit() else None)
         elif len(self.queue):
             self._next_s = t_s + DELAYED_POLL_S
@@ -256,7 +300,7 @@ class Replica:
         if self._batch:
             return
         if self._run is None:
-            self._next_s = now_s
+            self._next_s = max(now_s, self._ready_s)
         elif self._may_admit():
             self._plan(self._decoding.step + 1)
 
@@ -394,6 +438,8 @@ class Replica:
             node = self._match(task)
             if not self._admission.confirm(job, node.end, _block(task.request, node.end)):
                 continue
+            page_tokens = settings.page_tokens
+            loaded = max(0, self.host.of(job.id) // page_tokens * page_tokens - node.end)
             # Locking the prefix takes what of it was evictable out of the room.
             verdict = budget.admit(
                 node.end,
@@ -402,12 +448,14 @@ class Replica:
                 pool.room_tokens() - self.cache.unlocked_tokens(node),
                 first=not batch,
                 cut=self._chunked is None,
+                loaded_tokens=loaded,
             )
             if not isinstance(verdict, Verdict):
                 self.cache.use(job.client, node)
                 self.cache.lock(node)
                 task.node, task.computed = node, node.end
-                self._compute(task, verdict, budget)
+                self._compute(task, verdict, budget, loaded)
+                self.host.drop(job.id)
                 self._admitted(task)
                 batch.append(task)
                 verdict = budget.verdict(pool.room_tokens())
@@ -420,7 +468,7 @@ class Replica:
         self._admission.end_pass(stopped)
         if batch:
             pool.take(batch)
-            extend_tokens = sum(task.computed - task.start for task in batch)
+            extend_tokens = sum(task.computed - task.start - task.loaded for task in batch)
             self.meters.extend_tokens += extend_tokens
             queue.account.ledger.engine_counted(extend=extend_tokens)
             queue.account.ledger.check()
@@ -433,14 +481,14 @@ class Replica:
         pages = self._pool.free_pages + self.cache.evictable_tokens // self.settings.page_tokens
         return pages >= self._decoding.pages_for_step()
 
-    def _compute(self, task: Task, tokens: int, budget: Budget) -> None:
-        """The next `tokens` of a prompt are computed in this step."""
-        task.start, task.computed = task.computed, task.computed + tokens
+    def _compute(self, task: Task, tokens: int, budget: Budget, loaded: int = 0) -> None:
+        """The next `tokens` of a prompt are computed in this step, but the first `loaded`, which the host has."""
+        task.start, task.computed, task.loaded = task.computed, task.computed + tokens, loaded
         if task.computed < task.length:
             self._chunked = task
         elif self._chunked is task:
             self._chunked = None
-        budget.take(tokens, 0 if self._chunked is task else task.job.max_output_tokens)
+        budget.take(tokens, 0 if self._chunked is task else task.job.max_output_tokens, loaded)
 
     def _computed(self, t_s: float) -> None:
         """The extend batch is done: its requests have a first token, except one whose prompt was cut."""
@@ -451,7 +499,8 @@ class Replica:
         self._admission.computed([task.job for task in batch])
         extended: dict[str, int] = {}
         for task in batch:
-            extended[task.request.client] = extended.get(task.request.client, 0) + task.computed - task.start
+            tokens_computed = task.computed - task.start - task.loaded
+            extended[task.request.client] = extended.get(task.request.client, 0) + tokens_computed
         self._admission.step(self._batch_s, extended)
         for task in batch:
             if task is self._chunked:
@@ -519,6 +568,42 @@ class Replica:
             sum(task.job.max_output_tokens for task in kept),
         )
 
+    # ---- eviction
+
+    def _take_out(self, t_s: float) -> list[Task]:
+        """Those that are to be evicted leave the decode batch; who has ended meanwhile does not. They wait again once
+        the next batch is formed, which is not theirs."""
+        decoding, evicted = self._decoding, list[Task]()
+        names, self._evicting = self._evicting, {}
+        for name in names:
+            task = decoding.tasks.get(name)
+            if task is None or task.aborted:
+                continue
+            self._break_run(t_s)
+            written, held = task.written(decoding.step), task.held(decoding.step)
+            decoding.leave(task)
+            self.host.keep(name, held, t_s)
+            self._pool.release(task, held, written, keep=True)
+            task.output = written
+            task.tokens, task.found = task.known(written), None
+            task.length = task.prompt_tokens + written
+            self.meters.evictions += 1
+            evicted.append(task)
+        if evicted:
+            self._is_full = False
+            self._events += self.cache.drain(t_s)
+        return evicted
+
+    def _host_wait_s(self, t_s: float, duration_s: float) -> float:
+        """How much longer a step takes because of copies: from the host for those in it, which come while it computes;
+        and before it begins, to the host, of what lies where it writes."""
+        wait_s = self.host.wait_s(self._pool.room_tokens(), t_s)
+        if loaded := sum(task.loaded for task in self._batch):
+            self.meters.loaded_tokens += loaded
+            wait_s += max(0.0, self.host.load_s(loaded, t_s + wait_s) - duration_s)
+        self.meters.host_wait_s += wait_s
+        return wait_s
+
     # ---- what admission and the account need to know
 
     def _match_waiting(self, job: Job) -> Match:
@@ -537,9 +622,8 @@ class Replica:
         if (payers := self.queue.account.payers) is not None:
             view = memoryview(task.request.tokens).cast("I")
             path = path_of((task.request.namespace, None), view, payers.block_tokens)
-        self._admission.admit(
-            task.job, extend_tokens=task.computed - task.start, cached_tokens=task.start, path=path
-        )
+        there = task.start + task.loaded
+        self._admission.admit(task.job, extend_tokens=task.computed - there, cached_tokens=there, path=path)
         self.meters.cached_tokens += task.start
 
     def _continued(self, task: Task) -> None:

@@ -1,7 +1,9 @@
 """Shapes of models: how many bytes a forward pass reads and how many operations a token takes.
 
 Dense decoders with grouped-query attention and a gated MLP (Llama's family), bf16. The numbers are those of
-the published config.json files; the parameter counts that follow from them are the published ones.
+the published config.json files; the parameter counts that follow from them are the published ones. With fewer
+`weight_bits` the layers' matrices are quantized: they take and move less memory, are multiplied as fast, and the
+embedding, the head and the norms stay in bf16.
 """
 
 from collections.abc import Mapping
@@ -27,6 +29,8 @@ class ModelShape:
     context_tokens: int
     mlp_matrices: int = 3
     """Gate, up and down."""
+    weight_bits: int = 16
+    """Of each parameter of the layers' matrices."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -56,12 +60,16 @@ class ModelShape:
     @property
     def weight_bytes(self) -> int:
         """Memory that the weights take."""
-        return self.parameters * _BF16_BYTES
+        return self._layer_bytes + (self.parameters - self.layer_parameters) * _BF16_BYTES
 
     @property
     def read_bytes(self) -> int:
         """Weights that one forward pass reads: layers and head. It reads only single rows of the embedding table."""
-        return (self.layer_parameters + self.head_parameters) * _BF16_BYTES
+        return self._layer_bytes + self.head_parameters * _BF16_BYTES
+
+    @property
+    def _layer_bytes(self) -> int:
+        return self.layer_parameters * self.weight_bits // 8
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -81,5 +89,8 @@ SHAPES: Mapping[str, ModelShape] = {
         ModelShape("llama-3.1-8b", 32, 4096, 14_336, 32, 8, 128, 128_256, False, 131_072),
         ModelShape("llama-2-7b", 32, 4096, 11_008, 32, 32, 128, 32_000, False, 4096),
         ModelShape("llama-2-13b", 40, 5120, 13_824, 40, 40, 128, 32_000, False, 4096),
+        ModelShape("vicuna-13b", 40, 5120, 13_824, 40, 40, 128, 32_000, False, 4096),
+        ModelShape("mistral-7b", 32, 4096, 14_336, 32, 8, 128, 32_000, False, 32_768),
+        ModelShape("llama-2-70b-4bit", 80, 8192, 28_672, 64, 8, 128, 32_000, False, 4096, weight_bits=4),
     )
 }

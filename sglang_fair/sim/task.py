@@ -28,6 +28,8 @@ class Task:
     start: int = 0
     computed: int = 0
     """`tokens` from `start` to `computed` are computed in the step under way; those before are in the pool."""
+    loaded: int = 0
+    """Of these, the first so many come from the host."""
     output: int = 0
     """Output tokens when it joined the decode batch, at step number `joined`."""
     joined: int = 0

@@ -195,6 +195,8 @@ def test_figures_that_cannot_be_are_refused():
         ("llama-3.1-8b", 8_030_261_248, 131_072),
         ("llama-2-7b", 6_738_415_616, 524_288),
         ("llama-2-13b", 13_015_864_320, 819_200),
+        ("vicuna-13b", 13_015_864_320, 819_200),
+        ("mistral-7b", 7_241_732_096, 131_072),
     ],
 )
 def test_shapes_have_their_published_sizes(name, parameters, kv_bytes):
@@ -202,6 +204,15 @@ def test_shapes_have_their_published_sizes(name, parameters, kv_bytes):
     assert shape.parameters == parameters
     assert shape.weight_bytes == 2 * parameters
     assert shape.kv_bytes_per_token == kv_bytes
+
+
+def test_quantized_layers_take_a_quarter():
+    shape = SHAPES["llama-2-70b-4bit"]
+    assert shape.parameters == 68_976_648_192
+    assert shape.weight_bytes == shape.layer_parameters // 2 + 2 * (shape.parameters - shape.layer_parameters)
+    assert shape.kv_bytes_per_token == 327_680
+    assert shape.read_bytes < shape.weight_bytes < 0.27 * 2 * shape.parameters
+    assert kv_tokens(GPUS["a100-80g"], shape) > 100_000
 
 
 def test_pools_hold_what_the_memory_leaves():

@@ -1,0 +1,221 @@
+"""The simulated replica gives requests back, goes on with them where they were, and loads other models."""
+
+from dataclasses import replace
+from math import inf
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from sglang_fair.core.vtc import Vtc
+from sglang_fair.sim.answers import answer
+from sglang_fair.sim.host import HostPool
+from sglang_fair.sim.replica import Event, Finished, Progress, Removed
+from tests.sim.test_replica import SMALL, STEP, Seconds, drain, finished, new, packed, request
+
+HOST = replace(SMALL, host_tokens=2000, host_token_s=0.001)
+
+
+def told_of(events: list[Event], name: str) -> list[int]:
+    return [event.output_tokens for event in events if isinstance(event, Progress) and event.id == name]
+
+
+# ---- eviction
+
+
+def test_an_evicted_request_goes_on_at_the_next_token():
+    replica = new(replace(HOST, progress_steps=1), cost=Seconds(1.0, 0.01, 0.0, 0.0), events=False)
+    asked = request("r", 40, 12)
+    replica.arrive(asked, 0.0)
+    events = drain(replica, 4.0)
+    events += replica.evict(["r"], 4.2)
+    events += drain(replica)
+    assert told_of(events, "r") == list(range(1, 12))
+    assert finished(events)["r"].answer == answer(asked.tokens, 12)
+    assert (replica.meters.evictions, replica.meters.retractions) == (1, 0)
+    replica.check_pool()
+
+
+def test_it_leaves_after_the_step_under_way_and_its_pages_are_free_then():
+    replica = new(HOST, events=False)
+    replica.arrive(request("long", 400, 100), 0.0)
+    drain(replica, 9.0)
+    before = replica.queue.find("long")
+    assert before is not None
+    replica.evict(["long"], 9.5)
+    assert not replica.queue.is_waiting("long")
+    replica.advance(replica.next_s)
+    assert replica.queue.is_waiting("long")
+    assert replica.load()[0] == 0
+    replica.check_pool()
+
+
+def test_what_the_host_holds_is_not_computed_again():
+    """The cache keeps nothing of it: others need the whole pool meanwhile."""
+    replica = new(replace(HOST, kv_tokens=1024, chunked_prefill_tokens=None), events=False)
+    replica.arrive(request("old", 300, 60), 0.0)
+    drain(replica, 10.0)
+    replica.evict(["old"], 10.0)
+    replica.arrive(request("new", 800, 20, max_output_tokens=150), 10.0)
+    events = drain(replica)
+    assert [event.id for event in events if isinstance(event, Finished)] == ["new", "old"] or finished(events)
+    assert replica.meters.extend_tokens < 300 + 800 + 2 * replica.settings.page_tokens
+    assert replica.meters.loaded_tokens > 0
+    assert replica.host.used_tokens == 0
+
+
+def test_without_a_host_it_is_computed_again_at_the_servers_expense():
+    replica = new(replace(SMALL, kv_tokens=1024, chunked_prefill_tokens=None), Vtc(), events=False)
+    replica.arrive(request("old", 300, 60, client="a"), 0.0)
+    drain(replica, 10.0)
+    replica.evict(["old"], 10.0)
+    replica.arrive(request("new", 800, 20, client="b", max_output_tokens=150), 10.0)
+    drain(replica)
+    ledger = replica.queue.account.ledger
+    assert ledger.usage("a").extend_tokens == 300
+    assert ledger.usage("a").output_tokens == 60
+    assert replica.meters.loaded_tokens == 0
+
+
+def test_a_step_that_needs_what_has_not_left_yet_waits_for_the_link():
+    slow = replace(HOST, kv_tokens=1024, host_token_s=1.0, chunked_prefill_tokens=None)
+    replica = new(slow, events=False)
+    replica.arrive(request("old", 300, 60), 0.0)
+    drain(replica, 10.0)
+    replica.evict(["old"], 10.0)
+    replica.arrive(request("new", 800, 20, max_output_tokens=150), 10.0)
+    events = drain(replica)
+    assert replica.meters.host_wait_s > 100
+    first_s = next(event.t_s for event in events if isinstance(event, Progress) and event.id == "new")
+    assert first_s > 300
+
+
+def test_who_does_not_decode_is_not_evicted():
+    replica = new(HOST, events=False)
+    replica.arrive(request("prompt", 200, 5), 0.0)  # in chunks of 64
+    replica.advance(0.0)
+    replica.evict(["prompt", "nobody"], 0.5)
+    replica.arrive(request("waits", 10, 5), 0.5)
+    replica.evict(["waits"], 0.5)
+    events = drain(replica)
+    assert replica.meters.evictions == 0
+    assert {name: one.output_tokens for name, one in finished(events).items()} == {"prompt": 5, "waits": 5}
+
+
+@given(st.integers(0, 10_000), st.integers(0, 3000))
+@hypothesis_settings(max_examples=60, deadline=None)
+def test_nothing_is_lost_or_said_twice_whoever_is_taken_back_when(seed, host_tokens):
+    """Every request ends once, with all of its answer; tokens are told in order, once; the pool and the host add up."""
+    rng = Random(seed)
+    settings = replace(
+        SMALL,
+        kv_tokens=1024,
+        progress_steps=1,
+        host_tokens=host_tokens,
+        host_token_s=rng.choice([0.0, 0.01, 0.5]),
+    )
+    replica = new(settings, cost=Seconds(0.5, 0.01, 0.0, 0.001), events=False)
+    asked = {
+        f"r{n}": request(f"r{n}", rng.randrange(1, 150), rng.randrange(1, 60), client=rng.choice("ab"))
+        for n in range(25)
+    }
+    events: list[Event] = []
+    now_s, left = 0.0, list(asked)
+    aborted = set()
+    while left or replica.next_s < inf:
+        now_s += rng.expovariate(1.0)
+        if left and rng.random() < 0.5:
+            events += replica.arrive(asked[left.pop()], now_s)
+        running = [job.id for job in replica.queue.running()]
+        if running and rng.random() < 0.4 and replica.meters.evictions < 200:
+            events += replica.evict(rng.sample(running, rng.randint(1, len(running))), now_s)
+        if running and rng.random() < 0.05:
+            aborted.add(rng.choice(running))
+            events += replica.abort(rng.choice(sorted(aborted)), now_s)
+        events += replica.advance(now_s)
+        replica.check_pool()
+        assert 0 <= replica.host.used_tokens <= host_tokens
+    ends = [event for event in events if isinstance(event, Finished)]
+    assert sorted(event.id for event in ends) == sorted(asked)
+    for end in ends:
+        told = told_of(events, end.id)
+        assert told == sorted(set(told))
+        assert end.aborted or end.output_tokens == asked[end.id].output_tokens
+        assert (
+            end.answer == answer(asked[end.id].tokens, asked[end.id].output_tokens)[: 4 * end.output_tokens]
+        )
+    assert replica.host.used_tokens == 0
+    replica.queue.account.ledger.check()
+
+
+# ---- the host's pool
+
+
+def test_the_host_keeps_whole_contexts_and_never_more_than_it_holds():
+    host = HostPool(100, 0.1)
+    assert host.keep("a", 60, 0.0)
+    assert not host.keep("b", 60, 0.0)
+    assert (host.of("a"), host.of("b"), host.used_tokens) == (60, 0, 60)
+    host.drop("a")
+    assert host.keep("b", 60, 0.0)
+
+
+def test_the_link_carries_one_copy_after_the_other():
+    host = HostPool(1000, 0.1)
+    host.keep("a", 100, 0.0)
+    host.keep("b", 100, 0.0)
+    assert host.wait_s(200, 0.0) == 0.0
+    assert host.wait_s(100, 0.0) == pytest.approx(10.0)
+    assert host.wait_s(0, 4.0) == pytest.approx(16.0)
+    assert host.load_s(50, 4.0) == pytest.approx(21.0)
+    assert host.wait_s(0, 20.0) == 0.0
+
+
+def test_negative_sizes_are_no_host():
+    with pytest.raises(ValueError, match="cannot be negative"):
+        HostPool(-1)
+
+
+# ---- swap
+
+
+def test_a_swap_drops_the_cache_and_requests_wait_for_it():
+    replica = new(SMALL, events=True)
+    prompt = packed(*range(32))
+    replica.arrive(request("a", prompt, 2), 0.0)
+    drain(replica)
+    assert replica.cache.tokens
+    told = replica.swap(Seconds(2.0, 0.0, 0.0, 0.0), replace(SMALL, kv_tokens=2048), 30.0, 10.0)
+    assert any(isinstance(event, Removed) for event in told)
+    assert not replica.cache.tokens
+    assert replica.next_s == inf
+    replica.arrive(request("b", prompt, 2), 20.0)
+    assert replica.next_s == 40.0
+    events = drain(replica)
+    assert [(event.id, event.t_s) for event in events if isinstance(event, Finished)] == [("b", 44.0)]
+    assert finished(events)["b"].cached_tokens == 0
+    assert (replica.meters.swaps, replica.meters.swap_s) == (1, 30.0)
+    replica.check_pool()
+
+
+def test_there_and_back_again_answers_are_the_same():
+    replica = new(SMALL, events=False)
+    for place, model in enumerate((STEP, Seconds(0.5), STEP)):
+        if place:
+            replica.swap(model, SMALL, 5.0, 100.0 * place)
+        asked = request(f"r{place}", 20, 7)
+        replica.arrive(asked, 100.0 * place + 1)
+        assert finished(drain(replica))[asked.id].answer == answer(asked.tokens, 7)
+    replica.check_pool()
+
+
+def test_nobody_loses_a_request_to_a_swap():
+    replica = new(SMALL, events=False)
+    replica.arrive(request("r", 20, 7), 0.0)
+    with pytest.raises(ValueError, match="1 requests are here"):
+        replica.swap(STEP, SMALL, 5.0, 1.0)
+    drain(replica)
+    with pytest.raises(ValueError, match="keep their size"):
+        replica.swap(STEP, replace(SMALL, page_tokens=8), 5.0, 100.0)
