@@ -24,6 +24,7 @@ from router.gateway.limits import fit
 from router.gateway.listener import Listener
 from router.gateway.metrics import FOLDER_VARIABLE
 from router.gateway.request.tokens import TokenizerError, read_tokens
+from router.gateway.routing.routers import Routers
 from sglang_fair.common.deadlines import make_classes
 from sglang_fair.common.files import read_json
 from sglang_fair.common.interaction import make_apps
@@ -79,6 +80,10 @@ def more_models(settings: table.Gateway) -> dict[str, str]:
 
 def check(settings: table.Gateway) -> None:
     """Raises SettingError for what is wrong with tenants, proxies, applications and where spans go."""
+    try:
+        Routers(settings.router)
+    except ValueError as error:
+        raise SettingError(f"--router: {error}", "router") from None
     if settings.trusted_proxies is not None:
         proxies.parse(settings.trusted_proxies)
     check_store(settings.limit_store)

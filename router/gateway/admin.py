@@ -23,7 +23,8 @@ from router.gateway.pages import json_response
 from router.gateway.replicas.context import names_of
 from router.gateway.replicas.pool import Replicas
 from router.gateway.request.names import Names, model_not_found
-from router.gateway.routing.link import Link, RouterGone
+from router.gateway.routing.link import RouterGone
+from router.gateway.routing.links import Links
 from router.throttling import NO_THROTTLE
 from sglang_fair.core.throttle import HIGH, LOW
 
@@ -112,7 +113,7 @@ class ThrottleReport(msgspec.Struct):
     throttle: dict[str, Any]
 
 
-def routes(link: Link, replicas: Replicas, names: Names, guard: Guard) -> list[Route]:
+def routes(link: Links, replicas: Replicas, names: Names, guard: Guard) -> list[Route]:
     """The routes, of a gateway that serves the models `names`. They raise `ApiError`."""
     behind = behind_proxy()
 
@@ -133,7 +134,7 @@ def routes(link: Link, replicas: Replicas, names: Names, guard: Guard) -> list[R
             raise ApiError(409, f"{asked.url} is worker {owner}", code="worker_exists")
         if name in known and known[name].url != asked.url:
             raise ApiError(409, f"worker {name} is at {known[name].url}", code="worker_exists")
-        link.tell(
+        link.order(
             WorkerUp(
                 name,
                 asked.url,
@@ -152,7 +153,7 @@ def routes(link: Link, replicas: Replicas, names: Names, guard: Guard) -> list[R
         name = request.path_params["name"]
         if name not in {up.worker for up in (await _known(link)).workers}:
             raise ApiError(404, f"there is no worker {name[:100]!r}", code="worker_not_found")
-        link.tell(WorkerDrain(name))
+        link.order(WorkerDrain(name))
         return json_response(_state(await _known(link), name))
 
     async def limits(request: Request) -> Response:
@@ -241,7 +242,7 @@ async def _models_of(replicas: Replicas, url: str) -> list[str]:
         return []
 
 
-async def _known(link: Link) -> Workers:
+async def _known(link: Links) -> Workers:
     try:
         return await link.workers()
     except RouterGone as error:

@@ -41,7 +41,7 @@ CONFIG_VARIABLE = "SGLANG_FAIR_GATEWAY"
 class Config:
     """The configuration of one gateway."""
 
-    router: str
+    router: tuple[str, ...]
     model_name: str
     tokenizer: str
     router_timeout_s: float = 5.0

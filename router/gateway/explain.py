@@ -17,7 +17,8 @@ from router.gateway.errors import ApiError
 from router.gateway.record import MOST_FOUND, MOST_NAME, Exchange, RequestRecord, Try, shown_try
 from router.gateway.replicas.pool import Replicas
 from router.gateway.routing.fleet import Fleet
-from router.gateway.routing.link import Link, RouterGone
+from router.gateway.routing.link import RouterGone
+from router.gateway.routing.links import Links
 from router.gateway.spans import Told
 
 REPLICA_TIMEOUT_S = 5.0
@@ -41,7 +42,7 @@ class Latest(msgspec.Struct):
 class Explainer:
     """Asks everybody."""
 
-    def __init__(self, record: RequestRecord, link: Link, fleet: Fleet, replicas: Replicas) -> None:
+    def __init__(self, record: RequestRecord, link: Links, fleet: Fleet, replicas: Replicas) -> None:
         self._record = record
         self._link = link
         self._fleet = fleet

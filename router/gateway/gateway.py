@@ -25,6 +25,7 @@ from router.gateway.request.schema import Kind
 from router.gateway.request.tokens import Tokens
 from router.gateway.routing.fleet import Fleet
 from router.gateway.routing.link import Link
+from router.gateway.routing.links import Links
 from router.gateway.routing.placer import Placer
 from router.gateway.sharing.allowance import Capacity
 from router.gateway.usage import Books, Usage
@@ -48,7 +49,7 @@ class Gateway:
     def __init__(
         self,
         tokens: Mapping[str, Tokens],
-        router: str,
+        routers: Sequence[str],
         router_timeout_s: float,
         limits: Limits,
         identity: Sequence[str] = DEFAULT_ORDER,
@@ -62,8 +63,8 @@ class Gateway:
         apps: Apps | None = None,
         classes: Classes | None = None,
     ) -> None:
-        """`tokens` are the tokenizers of the models that it serves, the first one first. `router` is its address,
-        `identity` where a client's name is looked for. `start` opens connections.
+        """`tokens` are the tokenizers of the models that it serves, the first one first. `routers` are the
+        addresses of its routers, `identity` where a client's name is looked for. `start` opens connections.
 
         Reads the tenants' file at once, and raises SettingError if it cannot. `trusted` are the networks of proxies,
         `limit_store` is where tenants' limits are counted. `metrics_clients` who are no tenants have labels of their
@@ -81,9 +82,12 @@ class Gateway:
             SharedLimit(limits.max_connections), limits.head_timeout_s, self.counters
         )
         self.interactions = Interactions(most=REMEMBERED_INTERACTIONS)
-        self.fleet = Fleet(lambda worker: self.replicas.health.is_well(worker), self._begun, self._due)
-        self.link = Link(router, router_timeout_s, self.fleet)
-        self.replicas = Replicas(limits, lambda: self.fleet.workers, self._report_health)
+        self.fleet = Fleet(
+            lambda worker: self.replicas.health.is_well(worker), self._begun, self._due, routers
+        )
+        links = [Link(router, router_timeout_s, self.fleet.side(router)) for router in routers]
+        self.link = Links(links, self.fleet)
+        self.replicas = Replicas(limits, lambda: self.fleet.workers, self.link.report_health)
         self._intake = Intake(
             tokens, limits.max_prompt_tokens, lambda model: self.replicas.context_tokens(model)
         )
@@ -157,6 +161,7 @@ class Gateway:
             "connections": self.connection_bounds.open.taken,
             "context_tokens": self._context_tokens(),
             "interactions": len(self._begun()),
+            "routers": self.link.state(),
             "workers": len(self.fleet.workers),
             "sick": self.replicas.health.sick(),
             **self.counters.state(),
@@ -181,6 +186,9 @@ class Gateway:
             "gateway_connections": self.connection_bounds.open.taken,
             "gateway_held_bytes": self.capacity.body_bytes.taken,
             "gateway_router_up": self.link.alive,
+            "gateway_routers_up": sum(
+                self.fleet.routers.state(one) == "up" for one in self.fleet.routers.names
+            ),
             "gateway_tenants_ok": self.directory is None or not self.directory.error,
         }
 
@@ -198,7 +206,3 @@ class Gateway:
         """Those under way of which this gateway knows."""
         self.interactions.tick(time.monotonic())
         return self.interactions
-
-    def _report_health(self) -> None:
-        for event in self.fleet.health():
-            self.link.tell(event)

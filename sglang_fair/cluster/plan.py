@@ -406,7 +406,7 @@ def _gateway(options: Options, machine: Machine, models: Sequence[Model], router
     values = {
         "host": options.host,
         "port": port,
-        "router": router,
+        "router": (router,),
         "model_name": first.served_name,
         "tokenizer": str(first.folder),
         "more_models": ",".join(f"{one.served_name}={one.folder}" for one in more) or None,

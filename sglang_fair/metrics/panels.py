@@ -117,6 +117,7 @@ PANELS: tuple[Panel, ...] = (
     Panel("Gateway", "Bodies in memory", "bytes", (("sglang_fair_gateway_held_bytes", "{{instance}}"),)),
     Panel("Gateway", "Who is there", "short",
           (("sglang_fair_gateway_router_up", "router, of {{instance}}"),
+           ("sglang_fair_gateway_routers_up", "routers, of {{instance}}"),
            ("sglang_fair_gateway_tenants_ok", "tenants' file of {{instance}}"),
            ("sglang_fair_router_peers", "gateways of the router"),
            ("sglang_fair_scheduler_answers", "scheduler of {{instance}}"))),

@@ -65,7 +65,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("gateway_requests_in_flight", "gateway", "gauge", "Requests that are being served."),
     Metric("gateway_connections", "gateway", "gauge", "Open connections of clients."),
     Metric("gateway_held_bytes", "gateway", "gauge", "Request bodies in memory."),
-    Metric("gateway_router_up", "gateway", "gauge", "1: the router answers; 0: requests are placed by hashing."),
+    Metric("gateway_router_up", "gateway", "gauge", "1: a router answers; 0: requests are placed by hashing."),
+    Metric("gateway_routers_up", "gateway", "gauge", "Routers that answer and decide for clients."),
     Metric("gateway_tenants_ok", "gateway", "gauge",
            "1: the newest tenants' file is in force, or there is none; 0: it cannot be used."),
     # ---- router

@@ -142,6 +142,8 @@ class Setting:
             is_text = False
         elif self.about.pairs and isinstance(raw, Mapping):
             value = ",".join(f"{key}={_word(one)}" for key, one in raw.items())
+        elif self.is_list and is_text and not self.about.behind_dashes:
+            value = [raw]
         elif self.is_list and isinstance(raw, list):
             value = [
                 _word(one) if isinstance(one, (int, float)) else one for one in raw

@@ -593,7 +593,14 @@ class Gateway(Tracing, Access, Deadlines, Limits):
 
     host: Annotated[str, About("Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, About("Port to listen on.", at_least=0, at_most=65535)]
-    router: Annotated[str, About("The router's address.", metavar="tcp://HOST:PORT")]
+    router: Annotated[
+        tuple[str, ...],
+        About(
+            "A router's address. Repeatable: each client keeps to one of them while it answers. All gateways must name "
+            "the same ones.",
+            metavar="tcp://HOST:PORT",
+        ),
+    ]
     model_name: Annotated[
         str, About('The served model, or the first of several; clients may also say "default".')
     ]

@@ -346,7 +346,7 @@ async def ask(base: str, app: App | None, method: str, route: str, key: str | No
 
 
 def made(tmp_path: Path, **config: Any) -> App:
-    return create_app(Config("tcp://127.0.0.1:17998", MODEL, str(make_tokenizer(tmp_path)), 0.1, **config))
+    return create_app(Config(("tcp://127.0.0.1:17998",), MODEL, str(make_tokenizer(tmp_path)), 0.1, **config))
 
 
 def test_the_tables_have_every_route() -> None:

@@ -23,10 +23,11 @@ from router.events import (
 )
 from router.gateway.replicas.health import INTERVAL_S, Watch
 from router.gateway.routing.fallback import SLACK, choose
-from router.gateway.routing.fleet import MAX_ENDED, Fleet
+from router.gateway.routing.fleet import MAX_ENDED, ONE, Fleet
 from router.placement import build
 from sglang_fair.core.interactions import Interaction
 
+[ROUTER] = ONE
 clients = st.text("abcdef", min_size=1, max_size=3)
 
 
@@ -68,13 +69,17 @@ def test_a_router_that_was_started_anew_is_told_of_the_workers_that_answer() -> 
     sick = {"r2"}
     fleet = Fleet(lambda name: name not in sick)
     assert (
-        fleet.learn(Workers("", (up("r0"), up("r1"), up("r2")), draining=("r1",), sick=("r2",), router="a"))
+        fleet.side().learn(
+            Workers("", (up("r0"), up("r1"), up("r2")), draining=("r1",), sick=("r2",), router="a")
+        )
         == []
     )
-    assert fleet.learn(Workers("", (up("r0"), up("r2")), sick=("r2",), router="a")) == []
+    assert fleet.side().learn(Workers("", (up("r0"), up("r2")), sick=("r2",), router="a")) == []
     assert list(fleet.workers) == ["r0", "r2"], "the same router knows better"
-    fleet.learn(Workers("", (up("r0"), up("r1"), up("r2")), draining=("r1",), sick=("r2",), router="a"))
-    assert fleet.learn(Workers("", (up("r3"),), router="b")) == [up("r0"), up("r1"), WorkerDrain("r1")]
+    fleet.side().learn(
+        Workers("", (up("r0"), up("r1"), up("r2")), draining=("r1",), sick=("r2",), router="a")
+    )
+    assert fleet.side().learn(Workers("", (up("r3"),), router="b")) == [up("r0"), up("r1"), WorkerDrain("r1")]
     assert list(fleet.workers) == ["r0", "r1", "r3"]
     place = fleet.place(Arrive("x", "c", b""))
     assert place is not None
@@ -85,12 +90,12 @@ def test_a_router_that_was_started_anew_is_told_of_the_workers_that_answer() -> 
 def test_another_router_is_told_of_the_interactions_under_way_in_parts() -> None:
     under_way = [(Interaction("c", "chat", str(number)), 2) for number in range(2 * MOST_BEGUN + 1)]
     fleet = Fleet(lambda name: True, lambda: under_way)
-    assert fleet.learn(Workers("", (), router="a")) == [], "nothing was served before the first one"
-    assert fleet.learn(Workers("", (), router="a")) == []
-    told = fleet.learn(Workers("", (), router="b"))
+    assert fleet.side().learn(Workers("", (), router="a")) == [], "nothing was served before the first one"
+    assert fleet.side().learn(Workers("", (), router="a")) == []
+    told = fleet.side().learn(Workers("", (), router="b"))
     assert [len(part.interactions) for part in told if isinstance(part, Begun)] == [MOST_BEGUN, MOST_BEGUN, 1]
     assert [decode_event(encode(part)) for part in told] == told
-    assert fleet.learn(Workers("", (), router="b")) == []
+    assert fleet.side().learn(Workers("", (), router="b")) == []
 
 
 @settings(max_examples=100)
@@ -114,27 +119,27 @@ def test_after_a_comparison_router_and_gateway_agree(steps: list[tuple[str, int]
 
     core, running = router(), []
     [(_, known)] = core.handle(Follow(""), 0.0)
-    fleet.learn(known)
+    fleet.side().learn(known)
 
     def compare() -> None:
         for _ in range(2):
-            [(_, found)] = core.handle(fleet.table(""), 0.0, b"g")
-            for told in fleet.settle(found):
+            [(_, found)] = core.handle(fleet.side().table(""), 0.0, b"g")
+            for told in fleet.side().settle(found):
                 core.handle(told, 0.0, b"g")
 
     for number, (what, at) in enumerate(steps):
         arrive = Arrive(f"{number}", f"c{at % 3}", bytes(64))
         if what in ("ask", "lose"):
-            fleet.ask(arrive)
+            fleet.ask(arrive, ROUTER)
             [(_, place)] = core.handle(arrive, 0.0, b"g") if what == "ask" or at % 2 else [(b"", None)]
             if what == "ask":
-                fleet.begin(arrive, place, told=True)
+                fleet.begin(arrive, place, ROUTER)
                 running.append(arrive.id)
             else:  # the question or its answer is lost, and so is what takes it back
                 fleet.end(Done(arrive.id, outcome="failed"))
         elif what == "fall back":
             place = fleet.place(arrive)
-            fleet.begin(arrive, place, told=False)
+            fleet.begin(arrive, place, None)
             running.append(arrive.id)
         elif what == "end" and running:
             done = Done(running.pop(at % len(running)), output_tokens=at)
@@ -149,7 +154,7 @@ def test_after_a_comparison_router_and_gateway_agree(steps: list[tuple[str, int]
     assert state["in_flight"] == len(running)
     loads = {name: worker["in_flight"] for name, worker in state["workers"].items()}
     assert loads == {name: fleet.in_flight[name] for name in loads}
-    [(_, found)] = core.handle(fleet.table(""), 0.0, b"g")
+    [(_, found)] = core.handle(fleet.side().table(""), 0.0, b"g")
     assert found == Difference("", (), ())
 
 
@@ -157,19 +162,19 @@ def test_an_end_that_is_long_past_is_told_as_aborted() -> None:
     fleet = Fleet(lambda name: True)
     for number in range(MAX_ENDED + 1):
         fleet.end(Done(f"{number}", output_tokens=5))
-    told = fleet.settle(Difference("", (), ("0", "1")))
+    told = fleet.side().settle(Difference("", (), ("0", "1")))
     assert told == [Done("0", outcome="aborted"), Done("1", output_tokens=5)]
 
 
 def test_what_the_router_never_heard_of_is_not_ended_there() -> None:
     fleet = Fleet(lambda name: True)
-    fleet.learn(Workers("", (up("r0"),), router="a"))
+    fleet.side().learn(Workers("", (up("r0"),), router="a"))
     arrive = Arrive("x", "c", b"")
-    fleet.begin(arrive, Place("x", "r0", "http://r0", 0), told=False)
+    fleet.begin(arrive, Place("x", "r0", "http://r0", 0), None)
     assert not fleet.end(Done("x"))
-    fleet.begin(arrive, Place("x", "r0", "http://r0", 0), told=False)
-    assert fleet.settle(Difference("", ("x",), ())) == [Running("x", "c", "r0", b"")]
-    assert fleet.settle(Difference("", (), ("x",))) == [], "it runs: an answer to an old table"
+    fleet.begin(arrive, Place("x", "r0", "http://r0", 0), None)
+    assert fleet.side().settle(Difference("", ("x",), ())) == [Running("x", "c", "r0", b"")]
+    assert fleet.side().settle(Difference("", (), ("x",))) == [], "it runs: an answer to an old table"
     assert fleet.end(Done("x")), "it has been told"
 
 

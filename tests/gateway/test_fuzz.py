@@ -236,7 +236,9 @@ class Http:
     def __init__(self, folder: Path, tenants: Path | None = None) -> None:
         limits = Limits(max_body_bytes=500)
         found = None if tenants is None else str(tenants)
-        self.app = create_app(Config("tcp://127.0.0.1:17999", MODEL, str(folder), 0.1, limits, tenants=found))
+        self.app = create_app(
+            Config(("tcp://127.0.0.1:17999",), MODEL, str(folder), 0.1, limits, tenants=found)
+        )
         self.gateway = self.app.gateway
         self._runner = asyncio.Runner()
         self._runner.run(self.gateway.start())

@@ -387,7 +387,7 @@ async def cluster(
         stack.callback(router.close)
         access = ({} if tenants is None else {"tenants": str(tenants)}) | (access or {})
         app = create_app(
-            Config(router.endpoint, MODEL, str(tokenizer), router_timeout_s, Limits(**limits), **access)
+            Config((router.endpoint,), MODEL, str(tokenizer), router_timeout_s, Limits(**limits), **access)
         )
         url = await stack.enter_async_context(served(app))
         http = await stack.enter_async_context(aiohttp.ClientSession())
@@ -728,7 +728,7 @@ def test_workers_are_changed_from_this_machine_or_with_the_key(
     monkeypatch.setenv(KEY_VARIABLE, key)
 
     async def main() -> None:
-        app = create_app(Config("tcp://127.0.0.1:17998", MODEL, str(tokenizer), 0.1))
+        app = create_app(Config(("tcp://127.0.0.1:17998",), MODEL, str(tokenizer), 0.1))
         await app.gateway.start()
         transport = httpx.ASGITransport(app, client=(host, 1))
         headers = {"authorization": given} if given else {}
@@ -1095,7 +1095,9 @@ def test_a_body_without_usage_has_none() -> None:
 
 
 def test_a_configuration_reaches_worker_processes_whole() -> None:
-    config = Config("tcp://x:1", MODEL, "/t", 3.5, Limits(tries=1, idle_timeout_s=2.0), ("api-key", "user"))
+    config = Config(
+        ("tcp://x:1",), MODEL, "/t", 3.5, Limits(tries=1, idle_timeout_s=2.0), ("api-key", "user")
+    )
     assert Config.from_json(config.to_json()) == config
 
 

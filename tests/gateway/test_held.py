@@ -33,6 +33,7 @@ from router.gateway.counters import Counters
 from router.gateway.routing import link as link_module
 from router.gateway.routing.fleet import Fleet
 from router.gateway.routing.link import Link
+from router.gateway.routing.links import Links
 from router.gateway.routing.placer import Placer
 from router.placement import build
 from router.throttling import Throttling
@@ -93,7 +94,7 @@ class DirectLink(Link):
     """A link without a socket."""
 
     def __init__(self, wire: Wire, fleet: Fleet) -> None:
-        super().__init__("nowhere", 5.0, fleet)
+        super().__init__("nowhere", 5.0, fleet.side())
         self._wire = wire
         wire.link = self
 
@@ -128,7 +129,7 @@ async def gateway(wire: Wire) -> tuple[Placer, Link]:
     await asyncio.sleep(0.1)
     assert made.alive
     assert fleet.workers
-    return Placer(made, fleet, Counters()), made
+    return Placer(Links([made], fleet), fleet, Counters()), made
 
 
 def ask(placer: Placer, name: str, **more: Any) -> "asyncio.Task[Place | Refuse]":

@@ -154,7 +154,7 @@ def test_a_router_that_is_restarted_hears_from_every_gateway_what_is_under_way(t
     another one."""
 
     async def body(c: Cluster) -> None:
-        other = create_app(Config(c.router.endpoint, MODEL, str(tokenizer), 2.0, Limits()))
+        other = create_app(Config((c.router.endpoint,), MODEL, str(tokenizer), 2.0, Limits()))
         async with served(other) as url:
             await eventually(lambda: other.gateway.link.alive, "the other gateway hears the router")
             async with c.http.post(url + "/generate", json=GENERATE, headers=NAMED) as answer:
@@ -215,7 +215,7 @@ def test_limits_that_were_posted_hold_in_a_router_that_is_restarted(tokenizer: P
 def test_a_gateway_remembers_the_number_that_the_router_gave(tokenizer: Path) -> None:
     async def body(c: Cluster) -> None:
         arrived = listening(c)
-        other = create_app(Config(c.router.endpoint, MODEL, str(tokenizer), 2.0, Limits()))
+        other = create_app(Config((c.router.endpoint,), MODEL, str(tokenizer), 2.0, Limits()))
         async with served(other) as url:
             await eventually(lambda: other.gateway.link.alive, "the other gateway hears the router")
             for _ in range(2):

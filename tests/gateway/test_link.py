@@ -28,6 +28,7 @@ from router.gateway.counters import Counters
 from router.gateway.routing import link as link_module
 from router.gateway.routing.fleet import Fleet
 from router.gateway.routing.link import Link, RouterGone
+from router.gateway.routing.links import Links
 from router.gateway.routing.placer import Placer
 from router.placement import build
 from router.wire import HEARTBEAT, HEARTBEAT_ANSWER
@@ -93,11 +94,11 @@ def full() -> Router:
 @asynccontextmanager
 async def gateway(core: Router | None) -> AsyncIterator[tuple[Wire, Placer, Link]]:
     wire, fleet = Wire(core), Fleet(lambda name: True)
-    made = Link(wire.address, TIMEOUT_S, fleet)
+    made = Link(wire.address, TIMEOUT_S, fleet.side())
     await made.start()
     try:
         await eventually(lambda: made.alive and fleet.workers, "the router answers")
-        yield wire, Placer(made, fleet, Counters()), made
+        yield wire, Placer(Links([made], fleet), fleet, Counters()), made
     finally:
         await made.close()
         await wire.close()

@@ -42,7 +42,7 @@ URL = re.compile("https?://[!-.0-~]+/?")
 
 
 def test_the_document_has_every_route(tmp_path: Path) -> None:
-    app = create_app(Config("tcp://127.0.0.1:17999", MODEL, str(make_tokenizer(tmp_path))))
+    app = create_app(Config(("tcp://127.0.0.1:17999",), MODEL, str(make_tokenizer(tmp_path))))
     about = {"/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc"}
     routes = {
         (route.path.replace(":path", ""), method.lower())

@@ -601,7 +601,7 @@ def test_a_gateway_ends_soon_while_its_collector_is_silent(
 
     async def main(url: str) -> None:
         app = create_app(
-            Config("tcp://127.0.0.1:17998", MODEL, str(tokenizer), 0.1, otlp_traces_endpoint=url)
+            Config(("tcp://127.0.0.1:17998",), MODEL, str(tokenizer), 0.1, otlp_traces_endpoint=url)
         )
         made = app.gateway.tracing
         assert made is not None
@@ -629,7 +629,7 @@ def test_off_nothing_of_the_sdk_is_imported(tokenizer: Path) -> None:
 import sys
 import router.__main__, router.gateway.__main__, sglang_fair.cluster.__main__, sglang_fair.cli
 from router.gateway.app import Config, create_app
-made = create_app(Config("tcp://127.0.0.1:1", "tiny", {str(tokenizer)!r}))
+made = create_app(Config(("tcp://127.0.0.1:1",), "tiny", {str(tokenizer)!r}))
 assert made.gateway.tracing is None
 found = [name for name in sys.modules if name.startswith(("opentelemetry.sdk", "opentelemetry.exporter"))]
 found += [name for name in sys.modules if name == "router.gateway.tracing"]

@@ -73,7 +73,7 @@ class Seen:
 
 
 class Site:
-    """Stand-in replicas r0, r1, …, one router, gateways. Nothing is started by itself."""
+    """Stand-in replicas r0, r1, …, routers, gateways. Nothing is started by itself."""
 
     def __init__(
         self,
@@ -87,8 +87,9 @@ class Site:
         tenants: Path | None = None,
         admin_key: str = "",
         models: Sequence[str] = (),
+        routers: int = 1,
     ) -> None:
-        """With `tenants`, a file, gateways have an address for operators, which `admin_key` opens. `models` are those
+        """All gateways know all routers; `router` is the first. With `tenants`, a file, gateways have an address for operators, which `admin_key` opens. `models` are those
         of the replicas, the first one first; without any, they have one that nobody names."""
         self._models = list(models)
         self._salts = {model: salt for salt, model in enumerate(dict.fromkeys(models))}
@@ -99,18 +100,23 @@ class Site:
         self.urls: dict[str, str] = {}
         for index in range(replicas):
             self.add_replica(f"r{index}")
-        self.router_address = f"tcp://127.0.0.1:{free_port()}"
+        self.router_addresses = [f"tcp://127.0.0.1:{free_port()}" for _ in range(routers)]
+        self.router_address = self.router_addresses[0]
         named = [f",model={model}" for model in models] or [""] * replicas
         workers = [
             f"--worker={name},http={url}{model}"
             for (name, url), model in zip(self.urls.items(), named, strict=True)
         ]
         more_models = ",".join(f"{model}={tokenizer}" for model in self._salts if model != MODEL)
-        self.router = Process(
-            "router", "router", "--bind", self.router_address,
-            "--placement", "d2lpm", "--worker-quantum", str(QUANTUM),
-            *workers, *router_options,
-        )  # fmt: skip
+        self.routers = [
+            Process(
+                f"router{index}" if index else "router", "router", "--bind", address,
+                "--placement", "d2lpm", "--worker-quantum", str(QUANTUM),
+                *workers, *router_options,
+            )
+            for index, address in enumerate(self.router_addresses)
+        ]  # fmt: skip
+        self.router = self.routers[0]
         self.gateways: list[Process] = []
         self.gateway_urls: list[str] = []
         self.admin_urls = self.gateway_urls if tenants is None else []
@@ -130,8 +136,7 @@ class Site:
                     "router.gateway",
                     "--port",
                     str(port),
-                    "--router",
-                    self.router_address,
+                    *(word for address in self.router_addresses for word in ("--router", address)),
                     "--model-name",
                     MODEL,
                     "--tokenizer",
@@ -165,14 +170,14 @@ class Site:
 
     async def __aexit__(self, kind: object, *_: object) -> None:
         await self.http.close()
-        for process in (*self.gateways, self.router, *self.replicas.values()):
+        for process in (*self.gateways, *self.routers, *self.replicas.values()):
             if kind is not None and process.log.exists():
                 print(f"--- {process.name}\n{process.log.read_text()[-3000:]}")
             process.close()
 
     async def start(self) -> None:
         """Everything, and waits until it serves."""
-        for process in (*self.replicas.values(), self.router, *self.gateways):
+        for process in (*self.replicas.values(), *self.routers, *self.gateways):
             process.start()
         await self.ready()
 
@@ -192,6 +197,7 @@ class Site:
         return (
             not state["gateway"]["fallback"]
             and not state["gateway"]["sick"]
+            and all(router["state"] == "up" for router in state["gateway"]["routers"])
             and min(len(workers), state["gateway"]["workers"]) >= len(self.replicas)
             and all(worker["state"] == "up" for worker in workers)
         )

@@ -1,6 +1,6 @@
 """Where a request goes while no router answers: consistent hashing of clients, with bounded loads.
 
-Rule. Each client has its own order of the workers, by a hash of both names. Its request goes to the first worker
+Rule. Each client has its own order of the workers (`rendezvous`). Its request goes to the first worker
 whose load is below (1 + SLACK) times the mean, the request itself counted; if there is none, to the least loaded. So
 a client stays with one worker, where its prefixes are cached; all gateways agree on which; and a worker that comes or
 goes moves only the clients whose first choice it is (Mirrokni, Thorup, Zadimoghaddam 2018).
@@ -9,8 +9,9 @@ rounded up. Knobs: SLACK. Leaks: different prefixes of one client are not told a
 fairness is left to the replicas.
 """
 
-import hashlib
 from collections.abc import Mapping
+
+from router.gateway.routing.rendezvous import preferred
 
 SLACK = 0.25
 """How far above the mean a load may be before a client goes elsewhere."""
@@ -19,11 +20,7 @@ SLACK = 0.25
 def choose(client: str, in_flight: Mapping[str, int], capacity: Mapping[str, float]) -> str:
     """The worker for a request of `client`, one of those in `in_flight`, which must not be empty."""
     bound = (1 + SLACK) * (sum(in_flight.values()) + 1) / sum(capacity[name] for name in in_flight)
-    for name in sorted(in_flight, key=lambda name: (_distance(client, name), name)):
+    for name in preferred(client, in_flight):
         if in_flight[name] / capacity[name] < bound:
             return name
     return min(in_flight, key=lambda name: (in_flight[name] / capacity[name], name))
-
-
-def _distance(client: str, worker: str) -> bytes:
-    return hashlib.blake2b(worker.encode(), key=hashlib.blake2b(client.encode()).digest()).digest()

@@ -1,36 +1,25 @@
 """What a gateway knows by itself: the workers, its own requests in flight there, and how its latest ones ended.
 
-The router owns this knowledge while it answers. The gateway's copy serves while it does not, and when it is back:
-then the two tables are compared, and each side tells the other what it lacks. A router that was restarted is told of
-the workers, too. Messages may be lost or come twice; each names a request, so a repeated one changes nothing.
+Routers own this knowledge while they answer. The gateway's copy serves while none does, and when one is back: then the
+two tables are compared, and each side tells the other what it lacks (`side`). Each request in flight is counted by one
+router: the one that placed it, and when that is lost, the one that decides for its client from then on, which takes it
+over. Messages may be lost or come twice; each names a request, so a repeated one changes nothing.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-from router.events import (
-    MOST_BEGUN,
-    Arrive,
-    Begun,
-    Difference,
-    Done,
-    Due,
-    Event,
-    Place,
-    Posted,
-    Running,
-    Table,
-    WorkerDrain,
-    WorkerHealth,
-    Workers,
-    WorkerUp,
-)
+from router.events import Arrive, Done, Due, Place, Posted, Running, WorkerDrain, WorkerUp
 from router.gateway.routing.fallback import choose
+from router.gateway.routing.routers import Routers
+from router.gateway.routing.side import Side
 from router.models import meant
 from sglang_fair.core.interactions import Interaction
 
 MAX_ENDED = 8192
-"""How many ended requests are remembered, in case the router missed one. Older ones are reported as aborted."""
+"""How many ended requests are remembered, in case a router missed one. Older ones are reported as aborted."""
+
+ONE = ("router",)
 
 
 class Fleet:
@@ -41,32 +30,38 @@ class Fleet:
         is_well: Callable[[str], bool],
         begun: Callable[[], Iterable[tuple[Interaction, int]]] = tuple,
         due: Callable[[Interaction], Due | None] = lambda name: None,
+        routers: Sequence[str] = ONE,
     ) -> None:
         """`is_well` says whether a worker answers this gateway, `begun` which interactions are under way, and how many
-        calls of each were accepted, `due` by when further ones are due."""
+        calls of each were accepted, `due` by when further ones are due. `routers` are the addresses of the routers."""
         self.workers: dict[str, WorkerUp] = {}
+        """Those that routers which answer have named; while none answers, as they did last."""
         self.draining: frozenset[str] = frozenset()
         self.in_flight: Counter[str] = Counter()
-        self._is_well = is_well
-        self._begun = begun
-        self._due = due
-        self._router = ""
-        self._limits: Posted | None = None
-        """Limits that an operator has set, as the router said last."""
-        self._sick: frozenset[str] = frozenset()
-        self._asked: dict[str, Arrive] = {}
+        self.routers = Routers(routers)
+        self.is_well = is_well
+        self.begun = begun
+        self.due = due
+        self._asked: dict[str, tuple[Arrive, str]] = {}
+        """Questions under way, each with the router that is asked."""
         self._running: dict[str, Running] = {}
-        self._untold: set[str] = set()
+        self._placed_by: dict[str, str] = {}
+        """The router that counts each request which runs. Those that are not in it were placed without any."""
         self._ended: OrderedDict[str, Done] = OrderedDict()
+        self._sides = {name: Side(name, self) for name in routers}
+
+    def side(self, router: str = ONE[0]) -> Side:
+        """What is told to `router`, and heard from it."""
+        return self._sides[router]
 
     # -- requests
 
-    def ask(self, arrive: Arrive) -> None:
-        """The router is about to be asked where this request goes."""
-        self._asked[arrive.id] = arrive
+    def ask(self, arrive: Arrive, router: str) -> None:
+        """`router` is about to be asked where this request goes."""
+        self._asked[arrive.id] = arrive, router
 
-    def begin(self, arrive: Arrive, place: Place, *, told: bool) -> None:
-        """A request goes to a worker; `told`: the router knows about it."""
+    def begin(self, arrive: Arrive, place: Place, router: str | None) -> None:
+        """A request goes to a worker, as `router` has said; None: the gateway has placed it."""
         self._asked.pop(arrive.id, None)
         self._running[arrive.id] = Running(
             arrive.id,
@@ -82,29 +77,33 @@ class Fleet:
             last=arrive.last,
             begun=(place.call or arrive.begun + 1) if arrive.interaction else 0,
         )
-        if not told:
-            self._untold.add(arrive.id)
+        if router is not None:
+            self._placed_by[arrive.id] = router
         self.in_flight[place.worker] += 1
 
     def placed_itself(self, request: str) -> bool:
-        """Whether the gateway has placed it, without a router."""
-        return request in self._untold
+        """Whether it is in flight and no router knows of it."""
+        return request in self._running and request not in self._placed_by
 
-    def end(self, done: Done) -> bool:
-        """A request has ended, or will not be sent. True if the router must be told."""
-        self._asked.pop(done.id, None)
+    def teller(self, request: str) -> str | None:
+        """The router that counts it; None if it is not in flight, or none does."""
+        return self._placed_by.get(request)
+
+    def end(self, done: Done) -> str | None:
+        """A request has ended, or will not be sent. The router that must be told, if any."""
+        _, router = self._asked.pop(done.id, (None, None))
         running = self._running.pop(done.id, None)
         if running is not None:
             self.in_flight[running.worker] -= 1
             if not self.in_flight[running.worker]:
                 del self.in_flight[running.worker]
-        if done.id in self._untold:
-            self._untold.remove(done.id)
-            return False
+            router = self._placed_by.pop(done.id, None)
+            if router is None:
+                return None
         self._ended[done.id] = done
         if len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
-        return True
+        return router
 
     def refused(self, request: str) -> None:
         """The router has named no worker for it."""
@@ -119,7 +118,7 @@ class Fleet:
             for name, up in self.workers.items()
             if name not in arrive.exclude
             and name not in self.draining
-            and self._is_well(name)
+            and self.is_well(name)
             and meant(up.loaded, models) == model
         ]
         if model is None or not able:
@@ -129,64 +128,69 @@ class Fleet:
         call = arrive.begun + (arrive.attempt == 0) if arrive.interaction else 0
         return Place(arrive.id, worker, self.workers[worker].url, 0, call)
 
-    # -- comparing with the router
+    # -- for the sides
 
-    def table(self, name: str) -> Table:
-        """All requests that the router should know about."""
-        return Table(name, (*self._asked, *self._running))
+    def requests_of(self, router: str) -> Iterator[str]:
+        """All requests that `router` should know about: those that it is asked about, those that it counts, and those
+        that it is to take over."""
+        for name, (_, asked) in self._asked.items():
+            if asked == router:
+                yield name
+        for name, running in self._running.items():
+            if self._counter_of(running) == router:
+                yield name
 
-    def settle(self, difference: Difference) -> list[Event]:
-        """The events that the router lacks."""
-        told: list[Event] = [self._running[name] for name in difference.missing if name in self._running]
-        self._untold.difference_update(difference.missing)
-        told += [
-            self._ended.get(name) or Done(name, outcome="aborted")
-            for name in difference.unsettled
-            if name not in self._running and name not in self._asked
-        ]
-        return told
+    def _counter_of(self, running: Running) -> str | None:
+        """The router that counts it, or should; None if none of several answers."""
+        if len(self.routers.names) == 1:
+            return self.routers.names[0]
+        placed_by = self._placed_by.get(running.id)
+        if placed_by is not None and self.routers.is_up(placed_by):
+            return placed_by
+        return self.routers.first(running.client) or placed_by
 
-    def learn(self, workers: Workers) -> list[Event]:
-        """Takes over the router's list of workers. Returns what the router must be told in return.
+    def taken_over(self, request: str, router: str) -> Running | None:
+        """What `router`, which does not know `request` but should, is told of it; None if it should not."""
+        running = self._running.get(request)
+        if running is None or self._counter_of(running) not in (router, None):
+            return None
+        self._placed_by[request] = router
+        return running
 
-        A restarted router is told of the workers that it does not know and that answer this gateway, of the
-        interactions under way, and of limits that an operator has set.
-        """
-        told: list[Event] = []
-        if self._limits is not None and self._router and workers.router != self._router:
-            told.append(self._limits)  # first, so that all that it answers knows of them
-        known = {up.worker: up for up in workers.workers}
-        if self._router and workers.router != self._router:
-            lost = [up for name, up in self.workers.items() if name not in known and self._is_well(name)]
-            for up in lost:
-                told.append(up)
-                known[up.worker] = up
-                if up.worker in self.draining:
-                    told.append(WorkerDrain(up.worker))
-            told += self._remembered()
-            drained = {up.worker for up in lost} & self.draining
-        else:
-            drained = set()
-        if workers.router == self._router or workers.limits is not None:
-            self._limits = workers.limits
-        self._router = workers.router
-        self.workers = dict(sorted(known.items()))
-        self.draining = frozenset(workers.draining) | drained
-        self._sick = frozenset(workers.sick)
-        return told + self.health()
+    def ended(self, request: str, router: str) -> Done | None:
+        """How `request` has ended for `router`, which takes it to be under way; None if it is."""
+        asked, running = self._asked.get(request), self._running.get(request)
+        if asked is not None and asked[1] == router:
+            return None
+        if running is not None and self._counter_of(running) in (router, None):
+            return None
+        return self._ended.get(request) or Done(request, outcome="aborted")
 
-    def _remembered(self) -> list[Event]:
-        rows = [((*name, calls), self._due(name)) for name, calls in self._begun()]
-        parts = [rows[at : at + MOST_BEGUN] for at in range(0, len(rows), MOST_BEGUN)]
-        return [Begun(tuple(row for row, _ in part), tuple(due for _, due in part)) for part in parts]
+    def limits(self) -> Posted | None:
+        """Those that an operator has set last, at any router."""
+        posted = [side.limits for side in self._sides.values() if side.limits is not None]
+        return max(posted, key=lambda one: one.at_s, default=None)
 
-    def health(self) -> list[Event]:
-        """The workers whose health the router sees differently."""
-        return [
-            WorkerHealth(name, self._is_well(name))
-            for name in self.workers
-            if self._is_well(name) is (name in self._sick)
-        ]
+    def workers_changed(self) -> None:
+        """A router names others, has come or was lost."""
+        sides = [side for side in self._sides.values() if side.has_named]
+        if sides:
+            found = {up.worker: up for side in reversed(sides) for up in side.workers.values()}
+            self.workers = dict(sorted(found.items()))
+            self.draining = frozenset().union(*(side.draining for side in sides))
+
+    # -- all routers
+
+    def counted_by(self) -> Counter[str]:
+        """How many requests in flight each router counts."""
+        return Counter(self._placed_by.values())
+
+    def order(self, event: WorkerUp | WorkerDrain) -> list[str]:
+        """An operator adds or drains a worker: the routers to tell at once. The others are told when they answer."""
+        for side in self._sides.values():
+            if not self.routers.is_up(side.router):
+                side.ordered[event.worker] = event
+        return [name for name in self._sides if self.routers.is_up(name)]
 
     def view(self, sick: Collection[str]) -> dict[str, object]:
         """The workers, as `/status` shows them while no router answers."""

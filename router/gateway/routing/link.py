@@ -1,4 +1,4 @@
-"""The connection to the router: asks where a request goes, and reports how it ended. One ZMQ DEALER socket.
+"""The connection to one router: asks where a request goes, and reports how it ended. One ZMQ DEALER socket.
 
 Messages leave only over a live connection (`ZMQ_IMMEDIATE`). So the gateway learns at once that a router is down, and
 no stale messages pile up for it. ZMQ reconnects by itself. Questions are repeated until they are answered. Lost
@@ -44,7 +44,7 @@ from router.events import (
     decode_answer,
     encode,
 )
-from router.gateway.routing.fleet import Fleet
+from router.gateway.routing.side import Side
 from router.wire import HEARTBEAT, HEARTBEAT_ANSWER
 
 log = logging.getLogger("gateway")
@@ -61,6 +61,9 @@ MESSAGES_PER_TURN = 256
 class RouterGone(Exception):
     """The router cannot be reached, or did not answer in time."""
 
+    was_held = False
+    """It had let the request in that it was asked about."""
+
 
 class _Question:
     """One question on the wire. It is repeated until it is answered or held, and fails when its time is over."""
@@ -70,6 +73,7 @@ class _Question:
         self.answer: asyncio.Future[Answer] = self._loop.create_future()
         self.is_held = False
         """The router holds it, so that it need not be repeated."""
+        self.was_held = False
         self._send = send
         self._event = event
         self._made_s = self._loop.time()
@@ -89,7 +93,7 @@ class _Question:
     def hold(self) -> None:
         """The router holds it: nothing is repeated and no time is counted until it is asked again."""
         self.stop()
-        self.is_held = True
+        self.is_held = self.was_held = True
         if isinstance(self._event, Arrive):
             self._event = msgspec.structs.replace(self._event, attempt=max(1, self._event.attempt))
 
@@ -122,14 +126,16 @@ class _Question:
 
 
 class Link:
-    """The gateway's side of the router's wire. Belongs to one event loop."""
+    """The gateway's end of a router's wire. Belongs to one event loop."""
 
-    def __init__(self, address: str, timeout_s: float, fleet: Fleet) -> None:
-        """`timeout_s` bounds every question that the router does not hold. `fleet` learns what the router says about
+    def __init__(self, address: str, timeout_s: float, side: Side) -> None:
+        """`timeout_s` bounds every question that the router does not hold. `side` learns what the router says about
         workers."""
+        self.changed: Callable[[], None] = lambda: None
+        """Called when clients come to this router from others, or leave it for them."""
+        self.side = side
         self._address = address
         self._timeout_s = timeout_s
-        self._fleet = fleet
         self._waiting: dict[str, _Question] = {}
         self._echo_s = float("-inf")
         self._compared_s = float("-inf")
@@ -209,11 +215,11 @@ class Link:
             raise RouterGone("the router answered something else than was asked")
         return answer.placements
 
-    async def set_limits(self, rules: bytes) -> Snapshot | Refuse:
-        """Replaces the rules of throttling, in JSON. The router's state then, or what it has against them. Raises
-        `RouterGone`."""
+    async def set_limits(self, rules: bytes, at_s: float) -> Snapshot | Refuse:
+        """Replaces the rules of throttling, in JSON, at `at_s` of Unix time. The router's state then, or what it has
+        against them. Raises `RouterGone`."""
         name = uuid.uuid4().hex
-        answer = await self._ask(name, SetLimits(name, rules, time.time()))
+        answer = await self._ask(name, SetLimits(name, rules, at_s))
         if not isinstance(answer, Snapshot | Refuse):
             raise RouterGone("the router answered something else than was asked")
         if isinstance(answer, Snapshot):
@@ -242,6 +248,9 @@ class Link:
             if not question.ask():
                 raise RouterGone(f"no connection to the router at {self._address}")
             return await question.answer
+        except RouterGone as error:
+            error.was_held = question.was_held
+            raise
         finally:
             question.stop()
             del self._waiting[name]
@@ -266,18 +275,21 @@ class Link:
         while True:
             if not self._send(HEARTBEAT):
                 self._echo_s = float("-inf")
-            if self.alive and (time.monotonic() - self._compared_s >= COMPARE_S or not self._fleet.workers):
-                self._compare()
+            if self.alive and (time.monotonic() - self._compared_s >= COMPARE_S or not self.side.workers):
+                self.compare()
             elif not self.alive:
                 self._compared_s = float("-inf")
+                if self.side.lost():
+                    self.changed()
                 for question in self._waiting.values():
                     question.fail(RouterGone(f"the router at {self._address} is gone"))
             await asyncio.sleep(HEARTBEAT_S if self.alive else SEARCH_S)
 
-    def _compare(self) -> None:
+    def compare(self) -> None:
+        """Asks for the workers, and how the tables of requests differ; both sides are told what they lack."""
         self._compared_s = time.monotonic()
         self.tell(Follow(""))
-        self.tell(self._fleet.table(""))
+        self.tell(self.side.table(""))
 
     def _read(self) -> None:
         self._will_read = False
@@ -295,8 +307,10 @@ class Link:
         if frames == [HEARTBEAT_ANSWER]:
             is_new = not self.alive
             self._echo_s = time.monotonic()
+            if self.side.answers(self._echo_s):
+                self.changed()
             if is_new:
-                self._compare()
+                self.compare()
             return
         if frames == [HEARTBEAT]:  # our own came back, see HEARTBEAT_ANSWER
             self._shut(0)
@@ -310,10 +324,10 @@ class Link:
                 log.warning("ignored a message of the router (said once): %s", error)
             return
         if isinstance(answer, Workers):
-            for event in self._fleet.learn(answer):
+            for event in self.side.learn(answer):
                 self.tell(event)
         elif isinstance(answer, Difference):
-            for event in self._fleet.settle(answer):
+            for event in self.side.settle(answer):
                 self.tell(event)
             self._ask_for_lost(answer)
         question = self._waiting.get(answer.id)

@@ -1,14 +1,16 @@
-"""Where a request goes: the router decides; while it does not answer, the gateway does (`fallback`)."""
+"""Where a request goes: its client's router decides, or the next one; while none answers, the gateway does."""
 
+import asyncio
 import logging
 import uuid
 
 import msgspec
 
-from router.events import Arrive, Done, Place, Progress, Refuse
+from router.events import Arrive, Done, Due, Place, Progress, Refuse
 from router.gateway.counters import Counters
 from router.gateway.routing.fleet import Fleet
-from router.gateway.routing.link import Link, RouterGone
+from router.gateway.routing.link import RouterGone
+from router.gateway.routing.links import Links
 
 log = logging.getLogger("gateway")
 
@@ -16,20 +18,25 @@ log = logging.getLogger("gateway")
 class Placer:
     """Places requests and reports their ends. Belongs to one event loop."""
 
-    def __init__(self, link: Link, fleet: Fleet, counters: Counters) -> None:
-        self._link = link
+    def __init__(self, links: Links, fleet: Fleet, counters: Counters) -> None:
+        self._links = links
         self._fleet = fleet
         self._counters = counters
 
     async def place(self, arrive: Arrive) -> Place | Refuse:
-        """The worker for a request, or the router's refusal. The answer may carry another request id.
+        """The worker for a request, or a router's refusal. The answer may carry another request id.
 
         Raises `RouterGone` if no router answers and no worker is known that does.
         """
-        if self._link.alive:
-            self._fleet.ask(arrive)
+        asked: list[str] = []
+        now_s = asyncio.get_running_loop().time
+        while (link := self._links.next(arrive.client, asked)) is not None:
+            router = link.side.router
+            asked.append(router)
+            self._fleet.ask(arrive, router)
+            asked_s = now_s()
             try:
-                answer = await self._link.place(arrive)
+                answer = await link.place(arrive)
             except BaseException as error:
                 # The router may have placed it all the same. `Done` goes over the same connection, after the
                 # question, so it undoes that.
@@ -37,18 +44,18 @@ class Placer:
                 if not isinstance(error, RouterGone):
                     raise
                 log.info("request %s: %s", arrive.id, error)
+                arrive = _asked_anew(arrive, now_s() - asked_s, was_let_in=error.was_held)
+                continue
+            if isinstance(answer, Place):
+                self._fleet.begin(arrive, answer, router)
             else:
-                if isinstance(answer, Place):
-                    self._fleet.begin(arrive, answer, told=True)
-                else:
-                    self._fleet.refused(arrive.id)
-                return answer
-            arrive = msgspec.structs.replace(arrive, id=uuid.uuid4().hex)
+                self._fleet.refused(arrive.id)
+            return answer
         place = self._fleet.place(arrive)
         if place is None:
             raise RouterGone("no router answers, and no replica is known that does")
         self._counters.placed_in_fallback += 1
-        self._fleet.begin(arrive, place, told=False)
+        self._fleet.begin(arrive, place, None)
         return place
 
     def placed_itself(self, request: str) -> bool:
@@ -56,10 +63,19 @@ class Placer:
         return self._fleet.placed_itself(request)
 
     def progress(self, progress: Progress) -> None:
-        """Tells the router how far a request has come."""
-        self._link.tell(progress)
+        """Tells the router that counts it how far a request has come."""
+        self._links.tell(self._fleet.teller(progress.id), progress)
 
     def end(self, done: Done) -> None:
         """A request has ended at its worker, or is not going to be sent to one."""
-        if self._fleet.end(done):
-            self._link.tell(done)
+        self._links.tell(self._fleet.end(done), done)
+
+
+def _asked_anew(arrive: Arrive, waited_s: float, *, was_let_in: bool) -> Arrive:
+    """The question for the next router, in another name: the one that was asked may still place it. What was let in is
+    the same call there, and its deadline has come nearer by `waited_s`."""
+    due = arrive.due
+    if due is not None:
+        due = Due.of(due.promise(0.0), waited_s)
+    attempt = max(1, arrive.attempt) if was_let_in else arrive.attempt
+    return msgspec.structs.replace(arrive, id=uuid.uuid4().hex, attempt=attempt, due=due)

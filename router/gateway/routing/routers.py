@@ -1,0 +1,68 @@
+"""Which of several routers decides for a client.
+
+Rule. Each client has its own order of the routers (`rendezvous`), and its requests go to the first of them that is in
+service. A router is in service from its first answer on, and out of it as soon as it is lost. One that was lost and
+answers again is in service once it has answered for `BACK_S` without a break, so that a router that comes and goes
+does not move its clients each time, and one that was restarted has been told what it needs. Until then it is asked
+after all others, before the gateway places by itself (`fallback`).
+Unit: clients. Bound: a router that is lost moves its own clients only. Leaks: a router knows the load that came through
+it, and each has credits of its own; what clients are entitled to is kept in the replicas, where all their requests
+meet.
+"""
+
+from collections.abc import Sequence
+
+from router.gateway.routing.rendezvous import preferred
+
+BACK_S = 3.0
+"""As long as the silence after which a router is lost (`link`)."""
+
+
+class Routers:
+    """State and decisions, no I/O. Times are of one monotonic clock."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        """`names` are the routers' addresses, as all gateways write them. None is in service yet. ValueError for none,
+        and for one that is named twice."""
+        if not names or len(set(names)) < len(names):
+            raise ValueError(
+                f"routers must be different ones, at least one, not {', '.join(names) or 'none'}"
+            )
+        self.names = tuple(names)
+        self._answers_since_s: dict[str, float] = {}
+        self._in_service: set[str] = set()
+        self._were_lost: set[str] = set()
+
+    def answers(self, name: str, now_s: float) -> bool:
+        """Router `name` has answered; whether it comes into service by that."""
+        since_s = self._answers_since_s.setdefault(name, now_s)
+        if name in self._in_service or (name in self._were_lost and now_s - since_s < BACK_S):
+            return False
+        self._in_service.add(name)
+        return True
+
+    def lost(self, name: str) -> bool:
+        """Router `name` cannot be reached; whether it was in service."""
+        if self._answers_since_s.pop(name, None) is not None:
+            self._were_lost.add(name)
+        was_in_service = name in self._in_service
+        self._in_service.discard(name)
+        return was_in_service
+
+    def is_up(self, name: str) -> bool:
+        """Whether it answers."""
+        return name in self._answers_since_s
+
+    def state(self, name: str) -> str:
+        """In a word: up, back (it answers again, and is not in service yet) or gone."""
+        return "up" if name in self._in_service else "back" if self.is_up(name) else "gone"
+
+    def order(self, client: str) -> list[str]:
+        """Those that answer, in the order in which they are asked about requests of `client`."""
+        if len(self.names) == 1:
+            return list(self._answers_since_s)
+        return sorted(preferred(client, self._answers_since_s), key=lambda name: name not in self._in_service)
+
+    def first(self, client: str) -> str | None:
+        """The one that decides for `client`; None if none answers."""
+        return next(iter(self.order(client)), None)
