@@ -89,8 +89,9 @@ class Site:
         models: Sequence[str] = (),
         routers: int = 1,
     ) -> None:
-        """All gateways know all routers; `router` is the first. With `tenants`, a file, gateways have an address for operators, which `admin_key` opens. `models` are those
-        of the replicas, the first one first; without any, they have one that nobody names."""
+        """All gateways know all routers; `router` is the first. With `tenants`, a file, gateways have an address for
+        operators, which `admin_key` opens. `models` are those of the replicas, the first one first; without any, they
+        have one that nobody names."""
         self._models = list(models)
         self._salts = {model: salt for salt, model in enumerate(dict.fromkeys(models))}
         self.engine = Engine(tokenizer)
