@@ -21,6 +21,7 @@ import msgspec
 from router.events import (
     TOKEN_BYTES,
     Action,
+    Agent,
     Arrive,
     Begun,
     CacheEvent,
@@ -45,6 +46,7 @@ from router.events import (
     SetLimits,
     Snapshot,
     Stored,
+    Swap,
     Table,
     Undelivered,
     WorkerDown,
@@ -52,10 +54,12 @@ from router.events import (
     WorkerHealth,
     WorkerUp,
 )
-from router.placement.contract import Ended, Holding, Placement, Request
+from router.placement.contract import Ended, Holding, Placement, Request, Swapping
 from router.radix import Hold, Match, RadixTree
 from router.record import PlacementRecord
 from router.shared_limit import SharedLimit
+from router.swapping import ModelChanges
+from router.swaps import Swaps
 from router.throttling import BAD_LIMITS, NO_THROTTLE, Throttling
 from router.workers import Flight, Pool, Worker, WorkerTable
 from sglang_fair.common.deadlines import Promise
@@ -93,6 +97,7 @@ class Router:
         linger_s: float = 1.0,
         shares: Weights | None = None,
         throttling: Throttling | None = None,
+        swaps: Swaps | None = None,
     ) -> None:
         if not linger_s >= 0:
             raise ValueError(f"linger_s is {linger_s}: it cannot be negative")
@@ -110,6 +115,9 @@ class Router:
         self._linger_s = linger_s
         self._workers = WorkerTable(self._make_placement)
         self._flights: dict[str, Flight] = {}
+        self._changes = ModelChanges(
+            swaps or Swaps(), self._workers, placement, self._rehome, lambda: list(self._flights.values())
+        )
         self._orphans: OrderedDict[str, bytes] = OrderedDict()
         """Requests that were lost with their worker -> the peer whose `Done` is still expected."""
         self._lingering: deque[tuple[float, Hold]] = deque()
@@ -142,6 +150,7 @@ class Router:
             self.tree.release(self._lingering.popleft()[1])
         self._matches.clear()
         actions = self._dispatch(event, now_s, peer)
+        actions += self._changes.after(now_s)
         if self._waiting:
             actions += self._refuse_hopeless(now_s)
             actions += self._place_waiting(now_s)
@@ -176,6 +185,10 @@ class Router:
                 self._worker_drain(event.worker, now_s)
             case WorkerHealth():
                 self._worker_health(event, peer)
+            case Agent():
+                return self._changes.told(event, now_s, peer)
+            case Swap():
+                return [(peer, self._swap(event, now_s))]
             case PeerGone():
                 self._peer_gone(peer, now_s)
             case Undelivered():
@@ -236,7 +249,7 @@ class Router:
         self._record.came(request, event.request, now_s)
         if isinstance(verdict, Refusal):
             return self._refuse(event.id, verdict.reason, retry=True, now_s=now_s, throttled=verdict)
-        if not allowed:
+        if not allowed and not self._changes.may_come(pool.model, event.exclude):
             return self._refuse(event.id, self._why_nobody(event.model), retry=True, now_s=now_s)
         if self._holding is not None and not self._waiting_limit.take(event.client):
             reason = f"too many requests wait for a worker: {self._waiting_limit.held(event.client)} of this client"
@@ -418,6 +431,7 @@ class Router:
             (request, peer)
             for request, peer in self._waiting.values()
             if all(worker.name in request.exclude for worker in self._workers.pool(request.model).taking)
+            and not self._changes.may_come(request.model, request.exclude)
         ]
         actions: list[Action] = []
         for request, peer in hopeless:
@@ -500,6 +514,7 @@ class Router:
             self._counts["lost with their peer"] += 1
         for name in [name for name, asker in self._orphans.items() if asker == peer]:
             del self._orphans[name]
+        self._changes.peer_gone(peer, now_s)
         for worker in self._workers.drop_votes(peer):
             self._health_changed(worker)
 
@@ -561,7 +576,8 @@ class Router:
             self._worker_down(event.worker, now_s)
         worker = self._workers.add(event)
         self.tree.add_worker(event.worker, has_events=event.kv is not None)
-        worker.pool.placement.worker_up(event.worker, event.capacity)
+        self._placement_of(worker).worker_up(event.worker, event.capacity)
+        self._changes.align(event.worker, now_s)
         self._counts["workers up"] += 1
 
     def _worker_down(self, name: str, now_s: float) -> None:
@@ -577,9 +593,35 @@ class Router:
             self._orphans.popitem(last=False)
         self._workers.remove(name)
         self._throttling.worker_gone(name)
-        worker.pool.placement.worker_down(name)
+        self._placement_of(worker).worker_down(name)
         self.tree.remove_worker(name)
+        self._changes.swaps.gone(name, now_s)
         self._counts["workers down"] += 1
+
+    def _placement_of(self, worker: Worker) -> Placement:
+        """That is told when the worker comes and goes."""
+        return worker.pool.placement if self._holding is None else self._placement
+
+    def _rehome(self, worker: Worker, model: str, now_s: float) -> None:
+        """Has a worker serve `model`, "" none, with an empty cache. What it was taken to have in flight it has not: who
+        knows better tells it again."""
+        for flight in [flight for flight in self._flights.values() if flight.worker is worker]:
+            self._end(flight, Done(flight.request.id, outcome="failed"), now_s)
+        self.tree.clear(worker.name)
+        if isinstance(self._placement, Swapping):
+            self._workers.set_loaded(worker, model)
+            self._placement.loaded(worker.name, model or None, now_s)
+            return
+        self._placement_of(worker).worker_down(worker.name)
+        self._workers.set_loaded(worker, model)
+        self._placement_of(worker).worker_up(worker.name, worker.capacity)
+
+    def _swap(self, event: Swap, now_s: float) -> Snapshot | Refuse:
+        """An operator has a worker load another model."""
+        reason = self._changes.ask(event.worker, event.model, now_s)
+        if reason is not None:
+            return Refuse(event.id, reason, retry=False)
+        return Snapshot(event.id, self.state())
 
     def _worker_drain(self, name: str, now_s: float) -> None:
         worker = self._workers.get(name)
@@ -649,7 +691,7 @@ class Router:
                     "capacity": worker.capacity,
                     "model": worker.loaded or worker.pool.model,
                     "models": list(worker.models),
-                    "state": "draining" if worker.draining else "sick" if worker.sick else "up",
+                    "state": _state(worker),
                     "in_flight": worker.in_flight,
                     "prefill_tokens": worker.prefill_tokens,
                     "decode_tokens": round(worker.decode_tokens, 1),
@@ -682,6 +724,7 @@ class Router:
             "throttle": self._throttling.state(
                 [pool.names_taking for pool in self._workers.pools.values()], self._now_s
             ),
+            "swaps": self._changes.swaps.state(self._now_s),
             "counts": dict(sorted(counts.items())),
         }
 
@@ -711,6 +754,12 @@ def placement_reason(request: Request, worker: Worker, match: Match, allowed: Se
     if not longest:
         return "new"
     return "prefix" if match.of(worker.name) == longest else "load"
+
+
+def _state(worker: Worker) -> str:
+    if worker.draining:
+        return "draining"
+    return "swapping" if worker.swapping else "sick" if worker.sick else "up"
 
 
 def _parameters(placement: Placement) -> dict[str, object]:

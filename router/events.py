@@ -145,6 +145,34 @@ class WorkerUp(Message, frozen=True):
             raise ValueError(f"loaded: {self.loaded!r:.100} is none of its models")
 
 
+class Agent(Message, frozen=True):
+    """The agent beside worker `worker` says what that has: when it changes, and every second. The answer is `Exchange`.
+
+    `number` is that of the last order that it has ended, `busy` that of the one that it carries out, 0 for none.
+    """
+
+    id: str
+    worker: str
+    loaded: str = ""
+    """The model that the worker serves; "": none, or it is not known."""
+    number: Count = 0
+    error: str = ""
+    """Why that order failed; "": it did not."""
+    busy: Count = 0
+    target: str = ""
+    """What the order under way is to load."""
+    swap_s: dict[str, Seconds] = {}
+    """The models that the worker can load, and about how long each takes."""
+
+
+class Swap(Message, frozen=True):
+    """An operator wants worker `worker` to load `model`. The answer is a `Snapshot`, or a `Refuse` with the reason."""
+
+    id: str
+    worker: str
+    model: str
+
+
 class WorkerDown(Message, frozen=True):
     """Worker `worker` is gone, with its cache and its requests."""
 
@@ -350,6 +378,26 @@ class Held(Message, frozen=True):
     id: str
 
 
+class Exchange(Message, frozen=True):
+    """What the agent beside `worker` has to do: order `number` is to load `model`. 0: nothing.
+
+    `ahead` are the models that the worker is going to need, soonest first.
+    """
+
+    id: str
+    worker: str
+    number: Count = 0
+    model: str = ""
+    ahead: tuple[str, ...] = ()
+
+
+class Cut(Message, frozen=True):
+    """The worker of request `id` is to load another model. A gateway that can have the answer continued without a loss
+    cuts it off and asks again; any other one lets it finish."""
+
+    id: str
+
+
 class Difference(Message, frozen=True):
     """How the router's list of a gateway's requests differs from the gateway's own.
 
@@ -405,6 +453,8 @@ PeerEvent = (
     | WorkerDown
     | WorkerDrain
     | WorkerHealth
+    | Agent
+    | Swap
     | Follow
     | Query
     | Explain
@@ -423,7 +473,7 @@ LinkEvent = PeerGone | Undelivered
 
 Event = PeerEvent | ReplicaEvent | LinkEvent
 
-Answer = Place | Refuse | Held | Difference | Workers | Snapshot | Explained
+Answer = Place | Refuse | Held | Cut | Difference | Workers | Snapshot | Explained | Exchange
 
 Action = tuple[bytes, Answer]
 """(peer, answer): send `answer` to `peer`, whose question it answers."""

@@ -22,6 +22,7 @@ import zmq
 
 from router.events import (
     Action,
+    Agent,
     Answer,
     CacheEvent,
     Done,
@@ -317,7 +318,7 @@ class Shell:
 
     def _may_change_workers(self, event: Event) -> bool:
         if isinstance(
-            event, WorkerUp | WorkerDown | WorkerDrain | WorkerHealth | PeerGone | SetLimits | Posted
+            event, WorkerUp | WorkerDown | WorkerDrain | WorkerHealth | PeerGone | SetLimits | Posted | Agent
         ):
             return True
         return bool(self._workers.draining) and isinstance(event, Done | Undelivered)

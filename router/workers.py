@@ -57,6 +57,8 @@ class Worker:
     """Those that it can load; (): it does not say."""
     loaded: str = ""
     draining: bool = False
+    swapping: bool = False
+    """It is about to load another model, or does."""
     sick_votes: set[bytes] = field(default_factory=set)
     """The peers that it does not answer."""
     in_flight: int = 0
@@ -77,7 +79,7 @@ class Worker:
     @property
     def takes_requests(self) -> bool:
         """Whether it may get new requests."""
-        return not (self.draining or self.sick)
+        return not (self.draining or self.sick or self.swapping)
 
     def told(self) -> WorkerUp:
         """What its `WorkerUp` has said."""
@@ -116,6 +118,8 @@ class Flight:
     prefill_tokens: int = 0
     decode_tokens: float = 0.0
     output_tokens: int = 0
+    is_cut: bool = False
+    """Its gateway was told to cut it off."""
 
     def begin(self) -> None:
         """Adds the request to its worker's load."""
@@ -182,10 +186,8 @@ class WorkerTable:
     def add(self, up: WorkerUp) -> Worker:
         """A worker that was not up before."""
         assert up.worker not in self.by_name, up.worker
-        if up.loaded and up.loaded not in self._known:
-            self._learn(up.loaded)
-        model = None if up.models and not up.loaded else meant(up.loaded, self._known)
-        pool = self.nobody if model is None else self.pools[model]
+        self._learn_all(up.models)
+        pool = self._pool_of(up.models, up.loaded)
         worker = Worker(up.worker, up.url, up.kv, up.replay, up.capacity, pool, up.load, up.models, up.loaded)
         # Ties go to the worker that was sent fewer tokens: a newcomer must not win all of them.
         worker.dispatched_tokens = min((other.dispatched_tokens for other in self), default=0)
@@ -201,6 +203,24 @@ class WorkerTable:
     def set_draining(self, worker: Worker, draining: bool) -> None:
         """Whether `worker` finishes what it has and takes nothing new."""
         worker.draining = draining
+        self._list_taking()
+
+    def set_models(self, worker: Worker, models: tuple[str, ...], *, is_swapping: bool) -> None:
+        """Which models `worker` can load, and whether it takes nothing because it is about to load one."""
+        if (worker.models, worker.swapping) == (models, is_swapping):
+            return
+        worker.models, worker.swapping = models, is_swapping
+        self._learn_all(models)
+        self._list_taking()
+
+    def set_loaded(self, worker: Worker, model: str) -> None:
+        """`worker`, which can load it, serves `model` from here on; "": none."""
+        worker.loaded = model
+        worker.pool = self._pool_of(worker.models, model)
+        self._list_taking()
+
+    def look_again(self) -> None:
+        """Who may serve whom may have changed: whoever keeps `taking` sees that it is another list."""
         self._list_taking()
 
     def vote(self, peer: bytes, worker: Worker, *, ok: bool) -> bool:
@@ -226,6 +246,15 @@ class WorkerTable:
             sick=tuple(w.name for w in self if w.sick),
             limits=limits,
         )
+
+    def _pool_of(self, models: tuple[str, ...], loaded: str) -> Pool:
+        model = None if models and not loaded else meant(loaded, self._known)
+        return self.nobody if model is None else self.pools[model]
+
+    def _learn_all(self, models: Iterable[str]) -> None:
+        for model in models:
+            if model not in self._known:
+                self._learn(model)
 
     def _learn(self, model: str) -> None:
         """A worker has named a model for the first time."""

@@ -178,6 +178,33 @@ class Holding(Protocol):
 
 
 @runtime_checkable
+class Swapping(Protocol):
+    """What a placement that holds requests adds that says which models workers load.
+
+    The core then also asks `place` about requests for a model that no worker has and some worker can load: with no
+    workers, and the request is held. It asks `wanted` after everything that happens, of workers that serve. What is
+    wanted is not always done: a model that could not be loaded is not tried again for some time.
+    """
+
+    def wanted(self, worker: str) -> str | None:
+        """The model that the worker should have; None: whichever it has."""
+        ...
+
+    def ahead(self, worker: str) -> Sequence[str]:
+        """The models that it is going to need after that, soonest first."""
+        ...
+
+    def loaded(self, worker: str, model: str | None, now_s: float) -> None:
+        """It serves this model from here on; None: none, because it loads one. Nothing is in flight there."""
+        ...
+
+    def can_load(self, worker: str, swap_s: Mapping[str, float], now_s: float) -> None:
+        """It can load these models, its own among them, each in about so many seconds. None are left when its agent
+        is gone."""
+        ...
+
+
+@runtime_checkable
 class Weighing(Protocol):
     """What a placement adds that weighs the workers by one number each."""
 

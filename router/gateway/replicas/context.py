@@ -93,9 +93,12 @@ class Contexts:
 
     def _reckon(self) -> None:
         workers = self._workers()
-        self._models = frozenset(up.loaded for up in workers.values() if up.loaded)
+        self._models = frozenset(
+            model for up in workers.values() for model in (*up.models, up.loaded) if model
+        )
         said: dict[str | None, list[int]] = {}
         for (name, _), tokens in self._said.items():
             if name in workers:
-                said.setdefault(meant(workers[name].loaded, self._models), []).append(tokens or 0)
+                for model in workers[name].models or (workers[name].loaded,):
+                    said.setdefault(meant(model, self._models), []).append(tokens or 0)
         self._limits = {model: max(each) if min(each) > 0 else None for model, each in said.items()}

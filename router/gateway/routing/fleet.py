@@ -111,7 +111,7 @@ class Fleet:
 
     def place(self, arrive: Arrive) -> Place | None:
         """The gateway's own choice of a worker; None if no known one can take the request."""
-        models = {up.loaded for up in self.workers.values() if up.loaded}
+        models = {model for up in self.workers.values() for model in (*up.models, up.loaded) if model}
         model = meant(arrive.model, models)
         able = [
             name
@@ -119,6 +119,7 @@ class Fleet:
             if name not in arrive.exclude
             and name not in self.draining
             and self.is_well(name)
+            and (up.loaded or not up.models)  # else it loads one
             and meant(up.loaded, models) == model
         ]
         if model is None or not able:

@@ -1,0 +1,125 @@
+"""What a swap means for the requests: the router's core asks here after everything that happens. Pure.
+
+`router.swaps` knows in which state each worker is. This sees to it that the workers' table follows, that the placement
+is asked which models it wants, and that what is in flight ends before a worker loads:
+
+    want        a worker that serves, and whose queue needs another model, gets nothing new
+    cut         what is in flight there for longer than it may is given back, if another worker can go on with it
+    emptied     with the last one the agent gets its order, and the worker serves nothing
+    told        it serves what its agent says, with an empty cache
+"""
+
+from collections.abc import Callable, Iterable
+
+from router.events import Action, Agent, Cut, Exchange
+from router.placement.contract import Placement, Swapping
+from router.swaps import Swaps
+from router.workers import Flight, Worker, WorkerTable
+
+Rehome = Callable[[Worker, str, float], None]
+"""Has a worker serve another model; "": none."""
+
+
+class ModelChanges:
+    """The swaps of one router."""
+
+    def __init__(
+        self,
+        swaps: Swaps,
+        workers: WorkerTable,
+        placement: Placement,
+        rehome: Rehome,
+        flights: Callable[[], Iterable[Flight]],
+    ) -> None:
+        self.swaps = swaps
+        self._workers = workers
+        self._placement = placement if isinstance(placement, Swapping) else None
+        self._rehome = rehome
+        self._flights = flights
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether requests wait for a model that no worker has."""
+        return self._placement is not None
+
+    def may_come(self, model: str, exclude: Iterable[str]) -> bool:
+        """Whether a worker, other than `exclude`, may be made to load `model`."""
+        return self._placement is not None and any(
+            model in self.swaps.can_load(worker.name) and not worker.draining
+            for worker in self._workers
+            if worker.name not in exclude and not (worker.sick and self.swaps.takes(worker.name))
+        )
+
+    def told(self, said: Agent, now_s: float, peer: bytes) -> list[Action]:
+        """An agent has said what its worker has; the answer to it."""
+        self.swaps.told(said, now_s, peer)
+        self.align(said.worker, now_s)
+        ahead = () if self._placement is None else self._placement.ahead(said.worker)
+        return [(peer, self.swaps.order(said.worker, said.id, ahead))]
+
+    def ask(self, name: str, model: str, now_s: float) -> str | None:
+        """As `Swaps.ask`, of a worker that is up."""
+        if self._workers.get(name) is None:
+            return f"there is no worker {name[:100]!r}"
+        reason = self.swaps.ask(name, model, now_s)
+        self.align(name, now_s)
+        return reason
+
+    def peer_gone(self, peer: bytes, now_s: float) -> None:
+        """An agent, or somebody else, is gone."""
+        names = [worker.name for worker in self._workers if self.swaps.peer(worker.name) == peer]
+        self.swaps.peer_gone(peer, now_s)
+        for name in names:
+            self.align(name, now_s)
+        if names:
+            self._workers.look_again()
+
+    def after(self, now_s: float) -> list[Action]:
+        """What is to be sent after something has happened."""
+        for name in self.swaps.serving() if self._placement is not None else ():
+            if self._workers.get(name) is not None:
+                wanted = self._placement.wanted(name) if self._placement is not None else None
+                if wanted is not None and self.swaps.want(name, wanted, now_s):
+                    self.align(name, now_s)
+        actions: list[Action] = []
+        for name in self.swaps.emptying():
+            worker = self._workers.get(name)
+            if worker is None:
+                continue
+            if worker.in_flight:
+                actions += self._cuts(worker, now_s)
+            elif self.swaps.emptied(name, now_s):
+                self.align(name, now_s)
+                actions += self._order(name)
+        return actions
+
+    def align(self, name: str, now_s: float) -> None:
+        """Makes the table say of a worker what is known of its model."""
+        worker = self._workers.get(name)
+        if worker is None or not self.swaps.knows(name):
+            return
+        models = tuple(self.swaps.can_load(name)) or worker.models
+        served = self.swaps.served(name)
+        self._workers.set_models(worker, models, is_swapping=not self.swaps.takes(name))
+        if worker.loaded != served:
+            self._rehome(worker, served, now_s)
+
+    def _order(self, name: str) -> list[Action]:
+        peer = self.swaps.peer(name)
+        order: Exchange = self.swaps.order(name)
+        return [] if peer is None else [(peer, order)]
+
+    def _cuts(self, worker: Worker, now_s: float) -> list[Action]:
+        if not self.swaps.is_impatient(worker.name, now_s):
+            return []
+        actions: list[Action] = []
+        for flight in self._flights():
+            if flight.worker is worker and not flight.is_cut and self._may_go_on(flight):
+                flight.is_cut = True
+                actions.append((flight.peer, Cut(flight.request.id)))
+        return actions
+
+    def _may_go_on(self, flight: Flight) -> bool:
+        """Whether there is somebody who could serve the rest of it."""
+        others = flight.worker.pool.taking
+        return bool(others) or self.may_come(flight.request.model, ())
