@@ -84,7 +84,7 @@ METRICS: tuple[Metric, ...] = (
            "Prompt tokens of requests whose replica said how many were cached."),
     Metric("router_measured_predicted_tokens_total", "router", "counter", "Of these, what the router had expected."),
     Metric("router_measured_hit_tokens_total", "router", "counter", "Of these, what was cached."),
-    Metric("router_workers", "router", "gauge", "Replicas: up, draining, swapping models, or sick (they do not answer a gateway).",
+    Metric("router_workers", "router", "gauge", "Replicas: up, draining, swapping (their model), or sick (silent).",
            ("state",)),
     Metric("router_worker_info", "router", "gauge", "1 for each replica, with the model that it has.",
            ("worker", "model")),
