@@ -122,9 +122,7 @@ def test_a_swap_from_order_to_end() -> None:
     assert worker(made, "r0")["tree_tokens"] == 64
     first = ask(made, "q0", "a")
     other = "r1" if first.worker == "r0" else "r0"
-    assert any(
-        isinstance(one, Snapshot) for _, one in made.handle(Swap("s", first.worker, "b"), 1.0, b"op")
-    )
+    assert any(isinstance(one, Snapshot) for _, one in made.handle(Swap("s", first.worker, "b"), 1.0, b"op"))
     assert worker(made, first.worker)["state"] == "swapping"
     assert [ask(made, f"n{number}", "a", 1.0).worker for number in range(9)] == [other] * 9
     sent = made.handle(Done("q0"), 2.0, PEER)
@@ -277,7 +275,20 @@ def test_the_time_to_finish_is_a_time() -> None:
 STEPS = st.lists(
     st.tuples(
         st.sampled_from(
-            ["ask", "ask", "ask", "done", "down", "up", "swap", "wish", "agent", "agent", "fail", "agent dies"]
+            [
+                "ask",
+                "ask",
+                "ask",
+                "done",
+                "down",
+                "up",
+                "swap",
+                "wish",
+                "agent",
+                "agent",
+                "fail",
+                "agent dies",
+            ]
         ),
         st.integers(0, 2),
         st.sampled_from(["a", "b"]),
@@ -387,7 +398,11 @@ def test_no_worker_is_sent_anything_while_it_swaps(name: str, steps: list[tuple[
         for one, machine in machines.items():
             if machine.is_up:
                 if machine.order is not None:
-                    machine.loaded, machine.number, machine.order = machine.order.model, machine.order.number, None
+                    machine.loaded, machine.number, machine.order = (
+                        machine.order.model,
+                        machine.order.number,
+                        None,
+                    )
                 report(one, 1e6 + round_)
     for one, machine in machines.items():
         if machine.is_up and name != "wishes":
