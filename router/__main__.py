@@ -3,8 +3,9 @@
 import logging
 import signal
 import sys
-from contextlib import nullcontext
+from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import cast
 
 import zmq
@@ -12,13 +13,15 @@ import zmq
 from router.collector import collect_young_only
 from router.core import Router
 from router.descriptors import raise_limit
-from router.events import LARGEST_CAPACITY, LEAST_CAPACITY, WorkerUp
+from router.events import WorkerUp
 from router.http import listen, serving
 from router.placement import build, parameters, parse_value
+from router.replica_lists import specs
+from router.replica_lists.follow import following
+from router.replica_lists.sources import DnsName, ReplicaFile, Source
 from router.shell import Shell
 from router.throttling import SETTLE_S, Kind, Throttling
 from sglang_fair.common.files import read_json
-from sglang_fair.common.pairs import split_pairs
 from sglang_fair.common.processes import die_with_parent
 from sglang_fair.common.weights import Weights
 from sglang_fair.core.throttle import make_rules
@@ -26,54 +29,6 @@ from sglang_fair.settings import table
 from sglang_fair.settings.commands import Mistake
 from sglang_fair.settings.program import run_program
 from sglang_fair.settings.setting import SettingError
-
-
-def worker(text: str) -> WorkerUp:
-    """`r0,http=URL[,kv=ADDRESS][,replay=ADDRESS][,load=ADDRESS][,capacity=NUMBER][,model=NAME]` as an event. Raises
-    SettingError."""
-    name, _, rest = text.partition(",")
-    try:
-        values = dict(split_pairs(rest, "field"))
-    except ValueError as error:
-        raise _refused(f"worker {name}: {error}") from None
-    unknown = set(values) - {"http", "kv", "replay", "load", "capacity", "model"}
-    if not name or "=" in name or not values.get("http") or unknown or not all(values.values()):
-        raise _refused(
-            f"{text!r} is not NAME,http=URL[,kv=ADDRESS][,replay=ADDRESS][,load=ADDRESS][,capacity=NUMBER][,model=NAME]"
-        )
-    if not values["http"].startswith(("http://", "https://")):
-        raise _refused(f"worker {name}: http={values['http']} is no URL")
-    if "replay" in values and "kv" not in values:
-        raise _refused(f"worker {name}: replay= is of no use without kv=")
-    for key in ("kv", "replay", "load"):
-        if key in values and "://" not in values[key]:
-            raise _refused(f"worker {name}: {key}={values[key]} is no ZMQ address")
-    model = values.get("model", "")
-    return WorkerUp(
-        name,
-        values["http"],
-        values.get("kv"),
-        values.get("replay"),
-        _capacity(values),
-        values.get("load"),
-        (model,) if model else (),
-        model,
-    )
-
-
-def _capacity(values: dict[str, str]) -> float:
-    text = values.get("capacity", "1")
-    try:
-        capacity = float(text)
-    except ValueError:
-        capacity = 0.0
-    if not LEAST_CAPACITY <= capacity <= LARGEST_CAPACITY:
-        raise _refused(f"capacity={text} is no number from {LEAST_CAPACITY:g} to {LARGEST_CAPACITY:g}")
-    return capacity
-
-
-def _refused(text: str) -> SettingError:
-    return SettingError(f"--worker: {text}", "worker")
 
 
 def parameter(text: str) -> tuple[str, object]:
@@ -86,13 +41,26 @@ def parameter(text: str) -> tuple[str, object]:
 
 def workers(settings: table.Router) -> list[WorkerUp]:
     """The replicas that the router knows from the start. Raises SettingError."""
-    found = [worker(text) for text in settings.worker]
-    names = [up.worker for up in found]
-    if len(set(names)) < len(names):
-        raise SettingError(f"--worker names a worker twice: {', '.join(names)}", "worker")
-    silent = [up.worker for up in found if not up.loaded]
-    if silent and len(silent) < len(found):
-        raise SettingError(f"--worker: say model= of {', '.join(silent)} too, as of the others", "worker")
+    try:
+        return specs.all_of(specs.worker(text) for text in settings.worker)
+    except ValueError as error:
+        raise SettingError(f"--worker: {error}", "worker") from None
+
+
+def sources(settings: table.Router) -> list[Source]:
+    """Where further replicas are listed. Raises SettingError; not for a file that is not there yet."""
+    found: list[Source] = []
+    if settings.replicas_file is not None:
+        try:
+            found.append(ReplicaFile(Path(settings.replicas_file)))
+            found[-1].check()
+        except ValueError as error:
+            raise SettingError(f"--replicas-file: {error}", "replicas_file") from None
+    for text in settings.replicas_dns:
+        try:
+            found.append(DnsName(specs.name(text), settings.replicas_every_s))
+        except ValueError as error:
+            raise SettingError(f"--replicas-dns: {error}", "replicas_dns") from None
     return found
 
 
@@ -136,6 +104,7 @@ def make_throttling(settings: table.Throttling) -> Throttling:
 def check(settings: table.Router) -> None:
     """Raises SettingError for settings that cannot be served with."""
     workers(settings)
+    sources(settings)
     make_router(settings)
 
 
@@ -163,7 +132,11 @@ def serve(settings: table.Router) -> int:
     try:
         for up in workers(settings):
             shell.tell(up)
-        with serving(listener, shell.context) if listener is not None else nullcontext():
+        with ExitStack() as stack:
+            if listener is not None:
+                stack.enter_context(serving(listener, shell.context))
+            if listed := sources(settings):
+                stack.enter_context(following(listed, shell.context))
             print(f"router ready on {shell.endpoint}", file=sys.stderr, flush=True)
             shell.run()
     finally:

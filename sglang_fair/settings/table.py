@@ -461,6 +461,26 @@ class Router(Throttling):
             metavar="SPEC",
         ),
     ] = ()
+    replicas_file: Annotated[
+        str | None,
+        About(
+            "Further replicas, one in a line as --worker has it; read again when it changes. It need not be there yet.",
+            metavar="FILE",
+            unset="none",
+        ),
+    ] = None
+    replicas_dns: Annotated[
+        tuple[str, ...],
+        About(
+            "Further replicas, one at each address of a DNS name: "
+            "NAME:PORT[,kv=PORT][,replay=PORT][,load=PORT][,capacity=NUMBER][,model=NAME]. Repeatable.",
+            metavar="SPEC",
+        ),
+    ] = ()
+    replicas_every_s: Annotated[
+        float,
+        About("How often DNS is asked, with --replicas-dns.", unit="seconds", metavar="S", above=0),
+    ] = 5.0
     worker_quantum: Annotated[
         float | None,
         About("D2LPM's credit per client and replica.", unit="service units", metavar="UNITS", above=0,

@@ -16,7 +16,6 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.__main__ import worker
 from router.core import Router
 from router.events import (
     Arrive,
@@ -40,6 +39,7 @@ from router.events import (
     encode,
 )
 from router.placement import build
+from router.replica_lists.specs import worker
 from router.replicas import Follower
 from router.shell import Shell
 from router.wire import (

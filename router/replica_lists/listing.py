@@ -1,0 +1,52 @@
+"""What a router is told of the replicas that one source lists. Pure.
+
+Rule. A replica that appears is probed, and the router is told of it once it is ready. One that vanishes is drained: it
+gets no new requests, finishes those that it has, and is forgotten. One that comes back is probed again. A replica at
+another address, or with another model, is another one, whatever its name. A list that cannot be read, or has nobody in
+it although it had, changes nothing (`sources`): replicas that are dead are found by gateways.
+"""
+
+from collections.abc import Iterable
+
+from router.events import WorkerDrain, WorkerUp
+
+
+class Listing:
+    """State and decisions, no I/O. Each method returns the events that the router is told."""
+
+    def __init__(self) -> None:
+        self._listed: dict[str, WorkerUp] = {}
+        self._told: dict[str, WorkerUp] = {}
+
+    def found(self, ups: Iterable[WorkerUp]) -> list[WorkerUp | WorkerDrain]:
+        """The source lists these replicas, and no others."""
+        self._listed = {up.worker: up for up in ups}
+        events: list[WorkerUp | WorkerDrain] = []
+        for name, told in list(self._told.items()):
+            listed = self._listed.get(name)
+            if listed is None or _identity(listed) != _identity(told):
+                del self._told[name]
+                events.append(WorkerDrain(name))
+            elif listed != told:
+                self._told[name] = listed
+                events.append(listed)
+        return events
+
+    def waiting(self) -> list[WorkerUp]:
+        """Those that are listed and were not ready yet."""
+        return [up for name, up in self._listed.items() if name not in self._told]
+
+    def ready(self, up: WorkerUp) -> list[WorkerUp | WorkerDrain]:
+        """`up`, which waited, is ready. Nothing, if it is not listed so any more."""
+        if self._listed.get(up.worker) != up or up.worker in self._told:
+            return []
+        self._told[up.worker] = up
+        return [up]
+
+    def __len__(self) -> int:
+        """How many are listed."""
+        return len(self._listed)
+
+
+def _identity(up: WorkerUp) -> tuple[str, str | None, str]:
+    return up.url, up.kv, up.loaded

@@ -1,0 +1,139 @@
+"""A replica in words, as a command line and a file have it, and a DNS name whose addresses are replicas. Pure.
+
+    r0,http=http://10.0.0.7:30000,kv=tcp://10.0.0.7:5557,replay=tcp://10.0.0.7:5558,model=llama
+    replicas.default.svc.cluster.local:30000,kv=5557,replay=5558
+
+All functions raise ValueError, with a text of one line, for what cannot be read.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from router.events import LARGEST_CAPACITY, LEAST_CAPACITY, WorkerUp
+from sglang_fair.common.pairs import split_pairs
+
+FIELDS = ("kv", "replay", "load", "capacity", "model")
+ADDRESSES = ("kv", "replay", "load")
+
+
+def worker(text: str) -> WorkerUp:
+    """`r0,http=URL[,kv=ADDRESS][,replay=ADDRESS][,load=ADDRESS][,capacity=NUMBER][,model=NAME]` as an event."""
+    called, _, rest = text.partition(",")
+    values = _pairs(called, rest)
+    if not called or "=" in called or not values.get("http") or not _are_known(values, "http", *FIELDS):
+        raise ValueError(
+            f"{text!r} is not NAME,http=URL[,kv=ADDRESS][,replay=ADDRESS][,load=ADDRESS][,capacity=NUMBER][,model=NAME]"
+        )
+    if not values["http"].startswith(("http://", "https://")):
+        raise ValueError(f"worker {called}: http={values['http']} is no URL")
+    if "replay" in values and "kv" not in values:
+        raise ValueError(f"worker {called}: replay= is of no use without kv=")
+    for key in ADDRESSES:
+        if key in values and "://" not in values[key]:
+            raise ValueError(f"worker {called}: {key}={values[key]} is no ZMQ address")
+    return _up(called, values["http"], values)
+
+
+@dataclass(frozen=True)
+class Name:
+    """A DNS name, the port at which each of its addresses is a replica, and what else holds for each."""
+
+    host: str
+    port: int
+    values: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    def worker(self, address: str) -> WorkerUp:
+        """The replica at one of its addresses, which names it."""
+        host = f"[{address}]" if ":" in address else address
+        values = dict(self.values)
+        for key in ADDRESSES:
+            if key in values:
+                values[key] = f"tcp://{host}:{values[key]}"
+        return _up(f"{address}:{self.port}", f"http://{host}:{self.port}", values)
+
+
+def name(text: str) -> Name:
+    """`NAME:PORT[,kv=PORT][,replay=PORT][,load=PORT][,capacity=NUMBER][,model=NAME]`."""
+    called, _, rest = text.partition(",")
+    host, _, port = called.rpartition(":")
+    values = _pairs(called, rest)
+    if not host or "=" in called or not _is_port(port) or not _are_known(values, *FIELDS):
+        raise ValueError(
+            f"{text!r} is not NAME:PORT[,kv=PORT][,replay=PORT][,load=PORT][,capacity=NUMBER][,model=NAME]"
+        )
+    for key in ADDRESSES:
+        if key in values and not _is_port(values[key]):
+            raise ValueError(f"{called}: {key}={values[key]} is no port")
+    if "replay" in values and "kv" not in values:
+        raise ValueError(f"{called}: replay= is of no use without kv=")
+    made = Name(host, int(port), tuple(values.items()))
+    made.worker("127.0.0.1")  # what is wrong with its capacity is said here
+    return made
+
+
+def lines(text: str) -> list[WorkerUp]:
+    """A file of replicas: one in a line, as `worker` has it. Empty lines and those that begin with # say nothing."""
+    found = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        try:
+            found.append(worker(line.strip()))
+        except ValueError as error:
+            raise ValueError(f"line {number}: {error}") from None
+    return all_of(found)
+
+
+def all_of(ups: Iterable[WorkerUp]) -> list[WorkerUp]:
+    """Replicas that can be listed together."""
+    found = list(ups)
+    names = [up.worker for up in found]
+    if len(set(names)) < len(names):
+        raise ValueError(f"a worker is named twice: {', '.join(names)}")
+    silent = [up.worker for up in found if not up.loaded]
+    if silent and len(silent) < len(found):
+        raise ValueError(f"say model= of {', '.join(silent)} too, as of the others")
+    return found
+
+
+def _up(called: str, url: str, values: Mapping[str, str]) -> WorkerUp:
+    model = values.get("model", "")
+    return WorkerUp(
+        called,
+        url,
+        values.get("kv"),
+        values.get("replay"),
+        _capacity(values),
+        values.get("load"),
+        (model,) if model else (),
+        model,
+    )
+
+
+def _pairs(called: str, rest: str) -> dict[str, str]:
+    try:
+        return dict(split_pairs(rest, "field"))
+    except ValueError as error:
+        raise ValueError(f"worker {called}: {error}") from None
+
+
+def _are_known(values: Mapping[str, str], *fields: str) -> bool:
+    return set(values) <= set(fields) and all(values.values())
+
+
+def _is_port(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) < 6 and 0 < int(text) < 65536
+
+
+def _capacity(values: Mapping[str, str]) -> float:
+    text = values.get("capacity", "1")
+    try:
+        capacity = float(text)
+    except ValueError:
+        capacity = 0.0
+    if not LEAST_CAPACITY <= capacity <= LARGEST_CAPACITY:
+        raise ValueError(f"capacity={text} is no number from {LEAST_CAPACITY:g} to {LARGEST_CAPACITY:g}")
+    return capacity

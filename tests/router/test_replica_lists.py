@@ -1,0 +1,276 @@
+"""Replicas from a file and a DNS name: who is ready is told, who vanishes drains, and a bad list changes nothing."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.core import Router
+from router.events import Arrive, Done, Place, WorkerDrain, WorkerUp
+from router.placement import build
+from router.replica_lists import follow, specs
+from router.replica_lists.follow import following
+from router.replica_lists.listing import Listing
+from router.replica_lists.sources import ReplicaFile
+from router.wire import pack_tokens
+from sglang_fair.settings.commands import BAD_INPUT
+from tests.router.test_shell import Wire
+from tests.support.waiting import eventually
+
+
+def up(name: str, port: int = 1) -> WorkerUp:
+    return WorkerUp(name, f"http://h:{port}")
+
+
+# -- what is told
+
+
+def test_who_appears_is_told_when_ready_and_who_vanishes_drains() -> None:
+    listing = Listing()
+    assert listing.found([up("a"), up("b")]) == []
+    assert listing.waiting() == [up("a"), up("b")]
+    assert listing.ready(up("a")) == [up("a")]
+    assert listing.ready(up("a")) == [], "it was told"
+    assert listing.found([up("b")]) == [WorkerDrain("a")]
+    assert listing.found([up("a"), up("b")]) == []
+    assert listing.waiting() == [up("a"), up("b")], "it is probed again"
+    assert listing.ready(up("b")) == [up("b")]
+    assert listing.found([up("b", 2)]) == [WorkerDrain("b")], "at another address it is another one"
+    assert listing.ready(up("b")) == [], "that is not listed any more"
+    assert listing.ready(up("b", 2)) == [up("b", 2)]
+    faster = WorkerUp("b", "http://h:2", capacity=2.0)
+    assert listing.found([faster]) == [faster], "nothing else has changed"
+
+
+@given(st.lists(st.tuples(st.sets(st.sampled_from("abcd")), st.sets(st.sampled_from("abcd")))))
+def test_after_all_are_ready_the_router_has_those_that_are_listed(
+    steps: list[tuple[set[str], set[str]]],
+) -> None:
+    listing, core = Listing(), Router(build("round_robin"))
+    for listed, ready in steps:
+        events = listing.found(up(name) for name in sorted(listed))
+        for one in listing.waiting():
+            if one.worker in ready:
+                events += listing.ready(one)
+        for event in events:
+            core.handle(event, 0.0)
+        known = set(core.state()["workers"])  # type: ignore[call-overload]
+        assert known <= listed
+        assert known >= listed & ready
+
+
+# -- words
+
+
+def test_a_name_gives_a_replica_for_each_address() -> None:
+    name = specs.name("r.svc:30000,kv=5557,replay=5558,load=5559,capacity=2,model=m")
+    assert name.worker("10.0.0.7") == WorkerUp(
+        "10.0.0.7:30000",
+        "http://10.0.0.7:30000",
+        "tcp://10.0.0.7:5557",
+        "tcp://10.0.0.7:5558",
+        2.0,
+        "tcp://10.0.0.7:5559",
+        ("m",),
+        "m",
+    )
+    assert name.worker("fd00::7").url == "http://[fd00::7]:30000"
+    assert name.worker("fd00::7").kv == "tcp://[fd00::7]:5557"
+
+
+@pytest.mark.parametrize(
+    "spec",
+    ["", "name", "name:", ":1", "name:0", "name:65536", "name:1,kv=tcp://x:1", "name:1,replay=5", "name:1,what=2",
+     "name:1,capacity=0", "name:1,kv=1,kv=2"],
+)  # fmt: skip
+def test_a_bad_name_is_refused(spec: str) -> None:
+    with pytest.raises(ValueError, match=r"is not NAME:PORT|is no port|of no use|no number|given twice"):
+        specs.name(spec)
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("r0,http=http://h:1\n\nr1", "line 3: 'r1' is not NAME,http=URL"),
+        ("r0,http=http://h:1\nr0,http=http://h:2", "named twice: r0, r0"),
+        ("r0,http=http://h:1,model=m\nr1,http=http://h:2", "say model= of r1 too"),
+    ],
+)
+def test_a_bad_line_is_named(text: str, what: str) -> None:
+    with pytest.raises(ValueError, match=what):
+        specs.lines(text)
+
+
+# -- a file
+
+
+def looks(source: ReplicaFile, times: int = 2) -> list[list[str]]:
+    found = [asyncio.run(source.look()) for _ in range(times)]
+    return [[one.worker for one in ups] for ups in found if ups is not None]
+
+
+def test_a_file_is_read_again_when_it_has_settled(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "replicas"
+    source = ReplicaFile(path)
+    with caplog.at_level(logging.WARNING, "router"):
+        assert looks(source) == []
+        assert len(caplog.records) == 1, "that it is not there is said once"
+        path.write_text("# two\nr0,http=http://h:1\nr1,http=http://h:2\n")
+        assert looks(source, 1) == [], "it may be half written"
+        assert looks(source, 3) == [["r0", "r1"]]
+        caplog.clear()
+        path.write_text("r0,http=http://h:1\nr2,ht")
+        assert looks(source, 5) == []
+        [said] = [one.getMessage() for one in caplog.records]
+        assert said.startswith(f"file {path}: line 2: worker r2: fields are KEY=VALUE")
+        assert said.endswith(": the replicas of before stay")
+        path.write_bytes(b"\xff\xfe")
+        assert looks(source) == []
+        path.unlink()
+        assert looks(source) == [], "a file that is gone takes nobody away"
+        (tmp_path / "new").write_text("r2,http=http://h:3\n")
+        (tmp_path / "new").rename(path)
+        assert looks(source, 3) == [["r2"]]
+        path.write_text("")
+        assert looks(source, 3) == [[]], "an empty one drains all"
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "what"),
+    [("--replicas-file", "r0", "line 1: 'r0' is not"), ("--replicas-dns", "name", "is not NAME:PORT")],
+)
+def test_the_router_does_not_start_on_a_bad_list(tmp_path: Path, option: str, value: str, what: str) -> None:
+    if option == "--replicas-file":
+        (tmp_path / "list").write_text(value)
+        value = str(tmp_path / "list")
+    command = [sys.executable, "-m", "router", "--bind", "tcp://127.0.0.1:*", option, value]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == BAD_INPUT
+    assert what in done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+
+
+# -- a router that follows it
+
+
+class FakeReplica:
+    def __init__(self) -> None:
+        self.status = 200
+        self.probes = 0
+
+    async def start(self) -> str:
+        async def ready(_: web.Request) -> web.Response:
+            self.probes += 1
+            return web.Response(status=self.status)
+
+        app = web.Application()
+        app.add_routes([web.get("/ready", ready)])
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        return f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def close(self) -> None:
+        await self._runner.cleanup()
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ReplicaFile, "every_s", 0.05)
+    monkeypatch.setattr(follow, "PROBE_EVERY_S", 0.05)
+
+
+@contextlib.contextmanager
+def router_of(path: Path) -> Iterator[Wire]:
+    wire = Wire(Router(build("round_robin"), name="round_robin", page_size=4, linger_s=0.0))
+    try:
+        with following([ReplicaFile(path)], wire.shell.context):
+            wire.start()
+            yield wire
+    finally:
+        wire.close()
+
+
+def run(body: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(body())  # type: ignore[arg-type]
+
+
+def test_a_router_follows_a_file_and_loses_no_request(tmp_path: Path, quick: None) -> None:
+    path = tmp_path / "replicas"
+
+    async def body() -> None:
+        replicas = {name: FakeReplica() for name in ("r0", "r1")}
+        urls = {name: await replica.start() for name, replica in replicas.items()}
+
+        def write(*names: str) -> None:
+            path.with_suffix(".new").write_text("".join(f"{name},http={urls[name]}\n" for name in names))
+            os.replace(path.with_suffix(".new"), path)
+
+        with router_of(path) as wire:
+
+            async def states() -> dict[str, str]:
+                found = await asyncio.to_thread(wire.peer.state)
+                return {name: worker["state"] for name, worker in found["workers"].items()}
+
+            async def has(**expected: str) -> bool:
+                return await states() == expected
+
+            replicas["r1"].status = 503
+            write("r0", "r1")
+            await eventually(lambda: has(r0="up"), "the one that is ready is there")
+            await eventually(lambda: replicas["r1"].probes > 2, "the other one is probed")
+            assert await has(r0="up")
+            place = wire.peer.ask(Arrive("1", "c", pack_tokens([1])))
+            assert isinstance(place, Place)
+            assert place.worker == "r0"
+            replicas["r1"].status = 200
+            await eventually(lambda: has(r0="up", r1="up"), "it is ready")
+            write("r1")
+            await eventually(
+                lambda: has(r0="draining", r1="up"), "the one that vanished finishes its request"
+            )
+            for number in range(4):
+                place = wire.peer.ask(Arrive(f"n{number}", "c", pack_tokens([1])))
+                assert isinstance(place, Place)
+                assert place.worker == "r1", "it gets no new ones"
+            wire.peer.tell(Done("1"))
+            await eventually(lambda: has(r1="up"), "it is forgotten")
+            write("r0", "r1")
+            await eventually(lambda: has(r0="up", r1="up"), "it is back")
+        for replica in replicas.values():
+            await replica.close()
+
+    run(body)
+
+
+# -- a name
+
+
+def may_unshare() -> bool:
+    tool = shutil.which("unshare")
+    return (
+        tool is not None
+        and not subprocess.run(
+            [tool, "-rmn", "sh", "-c", "ip link set lo up && mount --bind /dev/null /etc/resolv.conf"],
+            capture_output=True,
+            check=False,
+        ).returncode
+    )
+
+
+def test_a_router_follows_a_name_at_a_local_name_server() -> None:
+    if not may_unshare():
+        pytest.skip("this process may not make a network of its own (unshare -rmn)")
+    command = ["unshare", "-rmn", sys.executable, "-m", "tests.support.names"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr[-3000:]
