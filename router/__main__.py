@@ -52,8 +52,9 @@ def sources(settings: table.Router) -> list[Source]:
     found: list[Source] = []
     if settings.replicas_file is not None:
         try:
-            found.append(ReplicaFile(Path(settings.replicas_file)))
-            found[-1].check()
+            listed = ReplicaFile(Path(settings.replicas_file))
+            listed.check()
+            found.append(listed)
         except ValueError as error:
             raise SettingError(f"--replicas-file: {error}", "replicas_file") from None
     for text in settings.replicas_dns:
