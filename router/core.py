@@ -12,7 +12,7 @@ counted and ignored.
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from math import isfinite
 from typing import assert_never
 
@@ -54,7 +54,7 @@ from router.events import (
     WorkerHealth,
     WorkerUp,
 )
-from router.placement.contract import Ended, Holding, Placement, Request, Swapping
+from router.placement.contract import Ended, Holding, Hosting, Placement, Planning, Request, Swapping, Tiered
 from router.radix import Hold, Match, RadixTree
 from router.record import PlacementRecord
 from router.shared_limit import SharedLimit
@@ -109,11 +109,16 @@ class Router:
         self._placement = placement
         """Of the first model. Each has one of its own, but for one that holds requests: that is the queue of all."""
         self._holding = placement if isinstance(placement, Holding) else None
+        self._hosting = placement if isinstance(placement, Hosting) else None
+        self._planning = placement if isinstance(placement, Planning) else None
+        self._tiered = placement if isinstance(placement, Tiered) else None
         self._fresh = deepcopy(placement)
         self._placements: list[Placement] = []
         self._name = name or type(placement).__name__
         self._linger_s = linger_s
         self._workers = WorkerTable(self._make_placement)
+        self._told_taking: list[Worker] = []
+        """The workers of which a `Hosting` placement was told that they take requests."""
         self._flights: dict[str, Flight] = {}
         self._changes = ModelChanges(
             swaps or Swaps(), self._workers, placement, self._rehome, lambda: list(self._flights.values())
@@ -151,11 +156,16 @@ class Router:
         self._matches.clear()
         actions = self._dispatch(event, now_s, peer)
         actions += self._changes.after(now_s)
+        if self._hosting is not None and self._workers.taking is not self._told_taking:
+            self._told_taking = self._workers.taking
+            self._hosting.taking([one.name for one in self._workers if not (one.draining or one.sick)])
         if self._waiting:
             actions += self._refuse_hopeless(now_s)
             actions += self._place_waiting(now_s)
             if isinstance(event, Arrive) and event.may_hold and self._holds(event.id, peer):
                 actions.append((peer, Held(event.id)))
+        if self._planning is not None:
+            self._planning.question(now_s)
         return actions
 
     def _dispatch(self, event: Event, now_s: float, peer: bytes) -> list[Action]:
@@ -326,6 +336,9 @@ class Router:
         weighing = worker.pool.weighing
         costs = None if weighing is None else weighing.costs()
         self._record.placed(request, worker, why, match, allowed, costs, now_s)
+        if self._tiered is not None and (tier := self._tiered.tier(request.id)):
+            request = replace(request, tier=tier)
+            self._counts["placed ahead of their share"] += 1
         matched_tokens = self._begin(request, worker, match, peer, now_s).matched_tokens
         self._counts["placed"] += 1
         self._counts["input_tokens"] += request.input_tokens
@@ -334,7 +347,7 @@ class Router:
 
     def _placed_at(self, request: Request, worker: Worker, matched_tokens: int, now_s: float) -> Place:
         due = None if request.promise is None else Due.of(request.promise, now_s)
-        return Place(request.id, worker.name, worker.url, matched_tokens, request.call, due)
+        return Place(request.id, worker.name, worker.url, matched_tokens, request.call, due, request.tier)
 
     def _begin(self, request: Request, worker: Worker, match: Match, peer: bytes, now_s: float) -> Flight:
         """Puts a request in flight. Nothing else does."""
@@ -445,7 +458,7 @@ class Router:
         assert self._holding is not None
         actions: list[Action] = []
         taking = self._workers.taking
-        while self._waiting and (chosen := self._holding.next(taking, self._match, self._may)) is not None:
+        while self._waiting and (chosen := self._holding.next(taking, self._match, self._may, now_s)):
             request, name = chosen
             _, peer = self._waiting.pop(request.id)
             self._waiting_limit.give(request.client)
@@ -528,6 +541,7 @@ class Router:
         """Takes a request out of flight. Nothing else does."""
         request, worker = flight.request, flight.worker
         del self._flights[request.id]
+        flight.produce(done.output_tokens)
         flight.end()
         self._throttling.ended(request.id, now_s, is_served=done.outcome == "ok")
         self._record.ended(request.id, done.outcome, done.cached_tokens, now_s)
@@ -571,6 +585,9 @@ class Router:
                 known.capacity = event.capacity
                 known.count(0)
                 known.pool.placement.worker_changed(event.worker, event.capacity)
+            known.kv_tokens = event.kv_tokens or known.kv_tokens
+            known.chunk_tokens = event.chunk_tokens or known.chunk_tokens
+            self._equip(known, now_s)
             return
         if known is not None:  # another address is another process, and so is another model
             self._worker_down(event.worker, now_s)
@@ -578,7 +595,21 @@ class Router:
         self.tree.add_worker(event.worker, has_events=event.kv is not None)
         self._placement_of(worker).worker_up(event.worker, event.capacity)
         self._changes.align(event.worker, now_s)
+        for one in self._workers:  # the first one that names a model says what the others have, too
+            self._equip(one, now_s)
         self._counts["workers up"] += 1
+
+    def _equip(self, worker: Worker, now_s: float) -> None:
+        """Tells a `Hosting` placement what the worker has."""
+        if self._hosting is None:
+            return
+        self._hosting.equip(
+            worker.name,
+            loaded=None if worker.pool is self._workers.nobody else worker.pool.model,
+            kv_tokens=worker.kv_tokens or None,
+            chunk_tokens=worker.chunk_tokens or None,
+            now_s=now_s,
+        )
 
     def _worker_down(self, name: str, now_s: float) -> None:
         worker = self._workers.get(name)
@@ -595,7 +626,7 @@ class Router:
         self._throttling.worker_gone(name)
         self._placement_of(worker).worker_down(name)
         self.tree.remove_worker(name)
-        self._changes.swaps.gone(name, now_s)
+        self._changes.gone(name, now_s)
         self._counts["workers down"] += 1
 
     def _placement_of(self, worker: Worker) -> Placement:
@@ -640,10 +671,14 @@ class Router:
             self._health_changed(worker)
 
     def _load(self, event: Load, now_s: float) -> None:
-        if event.worker in self._workers.by_name:
-            self._throttling.load(event, now_s)
-        else:
+        worker = self._workers.get(event.worker)
+        if worker is None:
             self._counts["load ignored"] += 1
+            return
+        self._throttling.load(event, now_s)
+        if event.size_tokens > 0 and event.size_tokens != worker.kv_tokens:
+            worker.kv_tokens = event.size_tokens
+            self._equip(worker, now_s)
 
     def _health_changed(self, worker: Worker) -> None:
         """A worker that did not answer may have restarted: what it caches is learnt anew."""
@@ -725,6 +760,7 @@ class Router:
                 [pool.names_taking for pool in self._workers.pools.values()], self._now_s
             ),
             "swaps": self._changes.swaps.state(self._now_s),
+            "queues": {} if self._planning is None else dict(self._planning.report()),
             "counts": dict(sorted(counts.items())),
         }
 

@@ -138,6 +138,10 @@ class WorkerUp(Message, frozen=True):
     load: str | None = None
     models: tuple[str, ...] = ()
     loaded: str = ""
+    kv_tokens: Count = 0
+    """Of its KV cache; 0: it does not say."""
+    chunk_tokens: Count = 0
+    """Of one prefill chunk; 0: it does not say."""
 
     def __post_init__(self) -> None:
         """Raises ValueError if it has a model that it cannot load."""
@@ -352,6 +356,8 @@ class Place(Message, frozen=True):
     due: Due | None = None
     """What holds for the call: a later one of an interaction is due when the first was. None: what its gateway has
     promised."""
+    tier: Count = 0
+    """1: the client is ahead of its share, so others within theirs go before it at the worker too."""
 
 
 class Refuse(Message, frozen=True):

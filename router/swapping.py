@@ -36,6 +36,8 @@ class ModelChanges:
         self._placement = placement if isinstance(placement, Swapping) else None
         self._rehome = rehome
         self._flights = flights
+        self._told: dict[str, dict[str, float]] = {}
+        """By worker, what its placement was told that it can load."""
 
     @property
     def may_wait(self) -> bool:
@@ -54,7 +56,7 @@ class ModelChanges:
         """An agent has said what its worker has; the answer to it."""
         self.swaps.told(said, now_s, peer)
         self.align(said.worker, now_s)
-        ahead = () if self._placement is None else self._placement.ahead(said.worker)
+        ahead = () if self._placement is None else self._placement.next_models(said.worker)
         return [(peer, self.swaps.order(said.worker, said.id, ahead))]
 
     def ask(self, name: str, model: str, now_s: float) -> str | None:
@@ -64,6 +66,11 @@ class ModelChanges:
         reason = self.swaps.ask(name, model, now_s)
         self.align(name, now_s)
         return reason
+
+    def gone(self, name: str, now_s: float) -> None:
+        """A worker is gone."""
+        self._told.pop(name, None)
+        self.swaps.gone(name, now_s)
 
     def peer_gone(self, peer: bytes, now_s: float) -> None:
         """An agent, or somebody else, is gone."""
@@ -101,6 +108,10 @@ class ModelChanges:
         models = tuple(self.swaps.can_load(name)) or worker.models
         served = self.swaps.served(name)
         self._workers.set_models(worker, models, is_swapping=not self.swaps.takes(name))
+        can_load = dict(self.swaps.can_load(name))
+        if self._placement is not None and self._told.get(name, {}) != can_load:
+            self._told[name] = can_load
+            self._placement.can_load(name, can_load, now_s)
         if worker.loaded != served:
             self._rehome(worker, served, now_s)
 

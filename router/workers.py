@@ -56,6 +56,10 @@ class Worker:
     models: tuple[str, ...] = ()
     """Those that it can load; (): it does not say."""
     loaded: str = ""
+    kv_tokens: int = 0
+    """Of its KV cache, as it said last; 0: it does not say."""
+    chunk_tokens: int = 0
+    """Of a prefill chunk; 0: it does not say."""
     draining: bool = False
     swapping: bool = False
     """It is about to load another model, or does."""
@@ -68,6 +72,8 @@ class Worker:
     decode_tokens: float = 0.0
     dispatched: int = 0
     dispatched_tokens: int = 0
+    prefilled_tokens: int = 0
+    produced_tokens: int = 0
     placed: Counter[str] = field(default_factory=Counter)
     """Requests that it was given, by the reason."""
 
@@ -92,6 +98,8 @@ class Worker:
             self.load_address,
             self.models,
             self.loaded,
+            self.kv_tokens,
+            self.chunk_tokens,
         )
 
     def count(self, requests: int) -> None:
@@ -135,6 +143,8 @@ class Flight:
     def produce(self, output_tokens: int) -> None:
         """`output_tokens` have been produced so far, so the prefill is over. Late reports of less are ignored."""
         if output_tokens > self.output_tokens:
+            self.worker.produced_tokens += output_tokens - self.output_tokens
+            self.worker.prefilled_tokens += self.prefill_tokens
             self.output_tokens = output_tokens
             self._leave(max(1.0, self.request.expected_output_tokens - output_tokens))
 
@@ -188,7 +198,19 @@ class WorkerTable:
         assert up.worker not in self.by_name, up.worker
         self._learn_all(up.models)
         pool = self._pool_of(up.models, up.loaded)
-        worker = Worker(up.worker, up.url, up.kv, up.replay, up.capacity, pool, up.load, up.models, up.loaded)
+        worker = Worker(
+            up.worker,
+            up.url,
+            up.kv,
+            up.replay,
+            up.capacity,
+            pool,
+            up.load,
+            up.models,
+            up.loaded,
+            up.kv_tokens,
+            up.chunk_tokens,
+        )
         # Ties go to the worker that was sent fewer tokens: a newcomer must not win all of them.
         worker.dispatched_tokens = min((other.dispatched_tokens for other in self), default=0)
         self.by_name = dict(sorted({**self.by_name, up.worker: worker}.items()))

@@ -16,6 +16,7 @@ from router.placement.least_tokens import LeastTokens
 from router.placement.lmetric import LMetric
 from router.placement.power_of_two import PowerOfTwo
 from router.placement.preble import Preble
+from router.placement.qlm import Qlm
 from router.placement.round_robin import RoundRobin
 from sglang_fair.common.pairs import split_pairs
 
@@ -33,6 +34,7 @@ PLACEMENTS: dict[str, type[Placement]] = {
     "cache_aware": CacheAware,
     "preble": Preble,
     "centralized_dlpm": CentralizedDlpm,
+    "qlm": Qlm,
 }
 
 

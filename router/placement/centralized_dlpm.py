@@ -71,7 +71,7 @@ class CentralizedDlpm(Memoryless):
         self._dlpm.arrive(job)
 
     def next(
-        self, workers: Sequence[WorkerView], match: Callable[[Request], Match], may: May
+        self, workers: Sequence[WorkerView], match: Callable[[Request], Match], may: May, now_s: float
     ) -> tuple[Request, str] | None:
         """What the least loaded worker with a free slot pulls, unless it may have none of the waiting requests."""
         roomy = [worker for worker in workers if worker.load < self.slots]

@@ -5,12 +5,14 @@ track of caches: loads come with `workers` and cached prefixes with `match`, bot
 keeps (credits, pointers, costs) is its own, and bounded in the number of clients and requests.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import ClassVar, Protocol, TypeVar, runtime_checkable
 
 from router.events import Outcome
+from router.queues.groups import Centre
+from router.queues.problem import Orders, Problem
 from router.radix import Match
 from sglang_fair.common.deadlines import Promise
 from sglang_fair.common.weights import Weights
@@ -36,6 +38,8 @@ class Request:
     """That must answer it; "" where there is one only."""
     promise: Promise | None = None
     """By when its first token is due, by the clock of `now_s`; None: nobody has said."""
+    tier: int = 0
+    """1: it was placed ahead of its client's share (`Tiered`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,16 @@ class WorkerView(Protocol):
     @property
     def dispatched_tokens(self) -> int:
         """Prompt tokens sent to it so far. It breaks ties: fewer comes first."""
+        ...
+
+    @property
+    def prefilled_tokens(self) -> int:
+        """Prompt tokens that were not taken to be cached there, of requests that have output by now or had; so far."""
+        ...
+
+    @property
+    def produced_tokens(self) -> int:
+        """Output tokens that were reported so far."""
         ...
 
 
@@ -166,7 +180,7 @@ class Holding(Protocol):
     """
 
     def next(
-        self, workers: Sequence[WorkerView], match: Callable[[Request], Match], may: May
+        self, workers: Sequence[WorkerView], match: Callable[[Request], Match], may: May, now_s: float
     ) -> tuple[Request, str] | None:
         """A request that leaves the queue now, and the name of one of `workers` that may have it; None if all must
         wait. `workers` have any models."""
@@ -190,7 +204,7 @@ class Swapping(Protocol):
         """The model that the worker should have; None: whichever it has."""
         ...
 
-    def ahead(self, worker: str) -> Sequence[str]:
+    def next_models(self, worker: str) -> Sequence[str]:
         """The models that it is going to need after that, soonest first."""
         ...
 
@@ -210,6 +224,68 @@ class Weighing(Protocol):
 
     def costs(self) -> Mapping[str, float]:
         """What its last `place` weighed, by worker: less is better, inf is out of the question."""
+        ...
+
+
+@runtime_checkable
+class Tiered(Protocol):
+    """What a placement adds that knows who is within its share."""
+
+    def tier(self, request_id: str) -> int:
+        """Of a request that was `placed`: 0 within its client's share, 1 ahead of it."""
+        ...
+
+
+@runtime_checkable
+class Hosting(Protocol):
+    """What a placement adds that keeps a queue for each worker, with what the worker can hold and load."""
+
+    def equip(
+        self,
+        worker: str,
+        *,
+        loaded: str | None,
+        kv_tokens: int | None,
+        chunk_tokens: int | None,
+        now_s: float,
+    ) -> None:
+        """What a worker that is up has: the model that is `loaded` (None: none that can serve), tokens of its KV cache
+        and of a prefill chunk (None: not known, or as before). Told after each `worker_up`, and when something
+        changes. What it can load is said by `Swapping.can_load`."""
+        ...
+
+    def taking(self, workers: Collection[str]) -> None:
+        """These take new requests, now or when they have loaded another model, and no other. Told when that changes."""
+        ...
+
+
+@runtime_checkable
+class Planning(Protocol):
+    """What a placement adds whose queues a planner orders. The core asks `question` after each event, sends what it
+    returns to the planner, and passes the answer on. What it costs when nothing is asked must be small."""
+
+    def question(self, now_s: float) -> tuple[int, Problem] | None:
+        """A number and what is to be planned; None mostly."""
+        ...
+
+    def answer(self, number: int, orders: Orders, now_s: float) -> bool:
+        """The plan for question `number` has come. Whether it counted; what of it does not hold any more is ignored."""
+        ...
+
+    def attend(self, is_there: bool, now_s: float) -> None:
+        """A planner is connected, or none is any more. In the beginning none is."""
+        ...
+
+    def lengths(self) -> Mapping[tuple[str, str], Sequence[Centre]]:
+        """By model and class, where some of the requests that wait lie among the centres (`queues.groups.lengths`)."""
+        ...
+
+    def centre(self, model: str, slo_class: str, centres: Sequence[Centre]) -> None:
+        """The planner has found these kinds of lengths. ValueError for none or too many."""
+        ...
+
+    def report(self) -> Mapping[str, object]:
+        """The queues as plain maps, lists, numbers and strings, for people and metrics."""
         ...
 
 

@@ -9,7 +9,7 @@ tier 0, whatever the plan says.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from router.queues.groups import Group
+from router.queues.group import Group
 from router.queues.problem import Orders
 
 

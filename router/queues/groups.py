@@ -5,8 +5,11 @@
               the planner finds (`centres`). New centres hold for requests that come; nobody is moved because of them
     size      a group that has not begun is split into an older and a newer half when it has more than `delta` average
               batches waiting; the groups of a kind are consecutive pieces of its line
-    begun     a worker has taken one of its requests: the group stays there and is no longer split or re-judged. It is
-              joined until it has had `delta` batches in all, so it ends, whoever keeps sending
+    begun     a worker has taken one of its requests: the group stays there and is no longer split, unless another
+              worker idles (`cut`). It is joined until it has had `delta` batches in all, so it ends, whoever keeps
+              sending
+    late      what cannot be in time any more leaves its group for one of late requests (`miss`), of all classes, first
+              come, first served
 
 A group is over when nobody of it waits or runs. A worker that is gone leaves its groups as if they had not begun.
 
@@ -14,14 +17,14 @@ Each call costs O(log of the group's size), a split O(size): once for that many 
 take about as long each as a hundred in one.
 """
 
-from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from bisect import bisect_right, insort
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import log1p
 from typing import NamedTuple
 
+from router.queues.group import Group, Kind
 from router.queues.line import MOST_OVERTAKES, Entry, Key, Line, Queued
-from router.queues.problem import is_bound
 
 MOST_KINDS = 4
 
@@ -32,100 +35,6 @@ Centre = tuple[float, float]
 def lengths(request: Queued) -> Centre:
     """Where a request lies among the centres."""
     return log1p(request.prompt_tokens), log1p(request.expected_output_tokens)
-
-
-class Kind(NamedTuple):
-    """What the requests of a group have in common. `lengths` is the number of its centre among those numbered
-    `centres`."""
-
-    model: str
-    slo_class: str
-    tier: int
-    centres: int = 0
-    lengths: int = 0
-    exclude: tuple[str, ...] = ()
-
-
-@dataclass(slots=True, eq=False)
-class Group:
-    """Requests that are planned as one; the sums are of those that wait."""
-
-    number: int
-    kind: Kind
-    since: Key
-    """Requests of its kind from this key on are its own, up to the next group's."""
-    line: Line
-    prompt_tokens: int = 0
-    output_tokens: float = 0.0
-    output_variance: float = 0.0
-    running: int = 0
-    joined: int = 0
-    """How many have waited here so far."""
-    begun_on: str | None = None
-    _deadlines: list[float] = field(default_factory=list)
-    _shared: dict[Hashable, tuple[int, int]] = field(default_factory=dict)
-    """Prefix -> how many of those that wait have it, and its tokens."""
-
-    @property
-    def is_bound(self) -> bool:
-        return is_bound(self.kind.tier, self.begun_on)
-
-    @property
-    def deadline_s(self) -> float:
-        """The earliest of those that wait. IndexError if nobody does."""
-        return self._deadlines[0]
-
-    @property
-    def last_deadline_s(self) -> float:
-        """Of the last in line."""
-        return self.line.last().deadline_s
-
-    def uncached_tokens(self, cached: Callable[[Hashable], int]) -> int:
-        """Prompt tokens that a worker computes for those that wait: of a prefix that several share, once what it does
-        not hold. `cached`: how many tokens of a prefix it holds. O(prefixes)."""
-        tokens = self.prompt_tokens
-        for prefix, (count, shared) in self._shared.items():
-            tokens -= (count - 1) * shared + min(shared, cached(prefix))
-        return tokens
-
-    def _count(self, request: Queued, sign: int) -> None:
-        self.prompt_tokens += sign * request.prompt_tokens
-        self.output_tokens += sign * request.expected_output_tokens
-        self.output_variance += sign * request.output_variance
-        if not self.line:  # drop what rounding has left over
-            self.output_tokens = self.output_variance = 0.0
-        if sign > 0:
-            insort(self._deadlines, request.deadline_s)
-            if request.prefix is not None:
-                self._share(request)
-            return
-        del self._deadlines[bisect_left(self._deadlines, request.deadline_s)]
-        if request.prefix is not None:
-            count, tokens = self._shared.pop(request.prefix)
-            if count > 1:
-                self._shared[request.prefix] = count - 1, tokens
-
-    def _recount(self) -> None:
-        """All sums anew: half of those who waited are in another group."""
-        requests = [entry.request for entry in self.line]
-        self.prompt_tokens = sum(one.prompt_tokens for one in requests)
-        self.output_tokens = sum(one.expected_output_tokens for one in requests)
-        self.output_variance = sum(one.output_variance for one in requests)
-        self._deadlines = sorted(one.deadline_s for one in requests)
-        self._shared = {}
-        for one in requests:
-            if one.prefix is not None:
-                self._share(one)
-
-    def _share(self, request: Queued) -> None:
-        """One more has its prefix."""
-        own = min(request.prefix_tokens, request.prompt_tokens)
-        count, tokens = self._shared.get(request.prefix, (0, own))
-        self._shared[request.prefix] = count + 1, min(tokens, own)
-
-    def __len__(self) -> int:
-        """How many wait."""
-        return len(self.line)
 
 
 class Born(NamedTuple):
@@ -163,6 +72,8 @@ class Groups:
         self._centres: dict[tuple[str, str], tuple[int, Sequence[Centre]]] = {}
         self._born: list[Born] = []
         self._numbers = self._arrivals = 0
+        self.waiting: dict[tuple[str, int], int] = {}
+        """How many wait, by model and rank. Not to be written to."""
 
     # -- requests
 
@@ -186,7 +97,7 @@ class Groups:
             return None
         group.begun_on = worker
         group.running += 1
-        group._count(entry.request, -1)
+        self._count(group, entry.request, -1)
         self._members[entry.request.id].waits = False
         return entry.request
 
@@ -216,18 +127,44 @@ class Groups:
         return group
 
     def judge(self, request_id: str, tier: int) -> Group | None:
-        """A request is now of this tier: it goes into another group, at its place there. None if nothing changes: it
-        does not wait, or its group has begun."""
+        """A request is now of this tier: it goes into another group, at its place there. None if nothing changes, or it
+        does not wait."""
         member = self._members.get(request_id)
         if member is None or not member.waits:
             return None
         group = member.group
-        if group.begun_on is not None or group.kind.tier == tier:
+        if group.kind.tier == tier:
             return None
         del self._members[request_id]
         self._leave(member)
         self._end_if_over(group)
+        if group.kind.late:
+            return self._enter(group.kind._replace(tier=tier), member.entry.request, member.entry.key)
         return self._join(member.entry.request, tier, member.entry.key)
+
+    def miss(self, group: Group, by_s: float, most: int) -> bool:
+        """The first in line who were due before `by_s`, at most `most`, go to a group of late ones. Whether there was
+        one."""
+        kind, moved = group.kind, 0
+        while moved < most and len(group) and (first := next(iter(group.line))).request.deadline_s < by_s:
+            self._leave(self._members.pop(first.request.id))
+            late = Kind(kind.model, "", kind.tier, exclude=kind.exclude, late=True)
+            self._enter(late, first.request, first.key)
+            moved += 1
+        if moved:
+            self._end_if_over(group)
+        return moved > 0
+
+    def cut(self, group: Group) -> Group:
+        """The newer half of those that wait become a group of its own, which has not begun; all, if that is one."""
+        line = group.line.split() if len(group) > 1 else group.line
+        if line is group.line:
+            group.line = Line(self._overtakes)
+        newer = self._halve(group, line)
+        group.recount()
+        newer.recount()
+        self._end_if_over(group)
+        return newer
 
     # -- workers and the planner
 
@@ -258,11 +195,21 @@ class Groups:
         born, self._born = self._born, []
         return [one for one in born if one.group.number in self._groups]
 
+    def batch(self, model: str) -> float:
+        """Requests that a worker runs at a time, as was said last."""
+        return self._batches.get(model, self._batch)
+
     def limit(self, model: str) -> int:
         """Requests of a group at most, until it has begun."""
-        return max(1, int(self._delta * self._batches.get(model, self._batch)))
+        return max(1, int(self._delta * self.batch(model)))
 
     # -- what is here
+
+    def of_rank(self, model: str, rank: int) -> Iterator[Group]:
+        """The groups of this model and rank that somebody waits in. O(kinds and groups of them)."""
+        for kind, groups in self._of_kind.items():
+            if kind.model == model and kind.rank == rank:
+                yield from (group for group in groups if len(group))
 
     def of(self, request_id: str) -> Group | None:
         """The group of a request that waits or runs."""
@@ -286,7 +233,9 @@ class Groups:
     # -- inside
 
     def _join(self, request: Queued, tier: int, key: Key) -> Group:
-        kind = self._kind(request, tier)
+        return self._enter(self._kind(request, tier), request, key)
+
+    def _enter(self, kind: Kind, request: Queued, key: Key) -> Group:
         group = self._open(kind, key)
         member = self._members[request.id] = _Member(Entry(key, request), group)
         group.joined += 1
@@ -323,24 +272,38 @@ class Groups:
         most = self.limit(group.kind.model)
         if group.begun_on is not None or len(group) <= most:
             return
-        line = group.line.split()
+        newer = self._halve(group, group.line.split())
+        for half in (group, newer):
+            half.recount()
+            self._split(half)
+
+    def _halve(self, group: Group, line: Line) -> Group:
+        """The newer half of a group, which is in `line`, becomes one of its own."""
         newer = self._create(group.kind, next(iter(line)).key, line, group)
         newer.joined = len(line)
         group.joined -= len(line)
         for entry in line:
             self._members[entry.request.id].group = newer
-        for half in (group, newer):
-            half._recount()
-            self._split(half)
+        return newer
 
     def _wait(self, member: _Member) -> None:
         member.waits = True
         member.group.line.put(member.entry)
-        member.group._count(member.entry.request, 1)
+        self._count(member.group, member.entry.request, 1)
 
     def _leave(self, member: _Member) -> None:
         member.group.line.remove(member.entry)
-        member.group._count(member.entry.request, -1)
+        self._count(member.group, member.entry.request, -1)
+
+    def _count(self, group: Group, request: Queued, sign: int) -> None:
+        """One more waits, or one fewer."""
+        group.count(request, sign)
+        key = group.kind.model, group.kind.rank
+        count = self.waiting.get(key, 0) + sign
+        if count:
+            self.waiting[key] = count
+        else:
+            del self.waiting[key]
 
     def _end_if_over(self, group: Group) -> None:
         if group.running or len(group):

@@ -14,7 +14,7 @@ kilobytes.
 
 from bisect import bisect_left, insort
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, isfinite
 
 MOST_OVERTAKES = 128
@@ -43,6 +43,12 @@ class Queued:
     prefix_tokens: int = 0
     exclude: tuple[str, ...] = ()
     """Workers that must not get it."""
+    cached_tokens: int = 0
+    """Of its prompt, that any worker was found to hold when it came."""
+
+    def of_model(self, model: str) -> "Queued":
+        """The same, for another model."""
+        return replace(self, model=model)
 
     def __post_init__(self) -> None:
         sizes = self.prompt_tokens, self.expected_output_tokens, self.output_variance, self.prefix_tokens

@@ -21,6 +21,9 @@ from dataclasses import dataclass, field
 from math import inf, isfinite
 from typing import NamedTuple
 
+FAR_S = 30 * 86_400.0
+"""Slack of who is late already: nothing is lost by waiting."""
+
 Orders = Mapping[str, Sequence[int]]
 """Worker -> the numbers of its groups, the first one first."""
 

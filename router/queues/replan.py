@@ -58,6 +58,17 @@ class Replans:
         self.answered, self._silent_since_s = number, None
         return True
 
+    def restart(self) -> None:
+        """Another planner is there, or none: what was asked is not answered any more, and nobody is silent."""
+        self._asked_s = self._edf_s = float("-inf")
+        self._silent_since_s = None
+        self.answered = self.asked
+
+    @property
+    def is_silent(self) -> bool:
+        """A question has no answer yet."""
+        return self._silent_since_s is not None
+
     def is_dead(self, now_s: float) -> bool:
         """It has not answered for too long."""
         return self._silent_since_s is not None and now_s - self._silent_since_s >= self.patience_s

@@ -24,7 +24,7 @@ no more than it is served is always in tier 0.
 Requests of a model that no worker can serve would hold virtual time up: `serve` says which models count.
 
 An arrival, a request that goes and one that comes into tier 0 cost O(log waiting). Kept are the requests that are not
-over, and the clients that have one or owe.
+over, and the clients that have one or owe; of those without requests at most `most_owing`, who owe most.
 """
 
 from collections.abc import Collection
@@ -63,11 +63,16 @@ class Shares:
     """Tags for the requests of all clients. ValueError unless `ahead`, in units, is a positive number or inf."""
 
     def __init__(
-        self, ahead: float = 250_000.0, weights: Weights | None = None, *, dropped: int = DROPPED
+        self,
+        ahead: float = 250_000.0,
+        weights: Weights | None = None,
+        *,
+        dropped: int = DROPPED,
+        most_owing: int = 50_000,
     ) -> None:
         if not ahead > 0:
             raise ValueError(f"ahead must be a number above 0, not {ahead!r}")
-        self.ahead, self._dropped = ahead, dropped
+        self.ahead, self._dropped, self._most_owing = ahead, dropped, most_owing
         self.weights = weights if weights is not None else Weights()
         self.virtual = 0.0
         self._clients: dict[str, _Client] = {}
@@ -228,6 +233,9 @@ class Shares:
         account.requests -= 1
         if not account.requests:
             self._owing.put(tagged.client, (account.finish, tagged.client))
+            if len(self._owing) > self._most_owing and (least := self._owing.first()) is not None:
+                self._owing.discard(least)
+                del self._clients[least]
         self._go_on()
 
 

@@ -2,10 +2,16 @@
 
     new groups  the newer half of a group goes behind the older one; any other one into the queue where it would start
                 first, at its place by tier: in front of those of tier 1 that have not begun
-    pulling     a worker gets the next request of its first group that has one waiting, if that is of the model that is
-                loaded, while its tokens in flight (prompts and expected outputs) are below its KV cache and one prefill
-                chunk. So when all of a group has begun, the next one of the same model follows; one of another model
-                waits for the swap. Counting tokens, not slots, keeps batches full whatever the lengths are
+    pulling     a worker that has room (`worker`) gets a request of its first groups of the model that is loaded, up to
+                the first of another model, which waits for the swap. Of these groups: within its share before ahead of
+                it, what can be in time before what is late already, then the earliest deadline
+    stealing    a worker that has room for what its own queue has not got takes it from the longest other queue: groups
+                of its model that come before its own in tier and lateness, or any if its own is empty. A whole group
+                that has not begun if that queue keeps another one, else the newer half. So nobody waits whom a worker
+                could serve that has room and the model, unless it is to load another one
+    late        who cannot be in time any more goes behind all of its tier who can. But every `OVERDUE_EVERY`th pull of
+                a worker is of who is late longest, within its share before ahead of it, so nobody starves. (The paper
+                counts seconds of lateness: one who is late by a minute is worth as much as sixty by a second)
     starting    as `problem` says, with drains and tails as `estimate` has them and, where prefixes count, less what the
                 worker holds: so groups are drawn to where their prefix is cached
 
@@ -17,68 +23,44 @@ group's own O(log).
 """
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
-from dataclasses import dataclass, field
+from itertools import dropwhile, takewhile
 from math import inf
 
 from router.queues.apply import applied, by_tier
 from router.queues.estimate import Ahead, Estimator, Pace, Wait
-from router.queues.groups import Group, Groups
+from router.queues.group import Group
+from router.queues.groups import Groups
 from router.queues.line import Queued
-from router.queues.problem import Demand, Orders, Problem, Queue, Slot, slots
+from router.queues.problem import FAR_S, Demand, Orders, Problem, Queue, Slot, slots
+from router.queues.worker import Worker
 
-Cached = Callable[[str, Hashable], int]
-"""How many tokens of a prefix a worker holds."""
+OVERDUE_EVERY = 8
+"""Of so many pulls one is of who is late longest."""
+_MOST_MISSED = 32
+"""Requests that are found to be late with one pull."""
 
+Held = Callable[[Hashable], Mapping[str, int]]
+"""How many tokens of a prefix each worker holds."""
 
 Paces = dict[tuple[str, str], Pace]
 """By worker and model, looked up once for many groups."""
-
-
-@dataclass(slots=True)
-class Worker:
-    """A worker with its queue. `swap_s`: the models that it can load and how long that takes, the loaded one too;
-    empty: it keeps that."""
-
-    name: str
-    loaded: str | None
-    kv_tokens: int
-    chunk_tokens: int = 8_192
-    swap_s: Mapping[str, float] = field(default_factory=dict)
-    groups: list[int] = field(default_factory=list)
-    in_flight: dict[str, float] = field(default_factory=dict)
-    """Tokens that each request that was pulled may take."""
-    in_flight_tokens: float = 0.0
-
-    def can_serve(self, group: Group) -> bool:
-        """Whether it may stand in this queue."""
-        kind = group.kind
-        has_model = kind.model == self.loaded or kind.model in self.swap_s
-        return has_model and self.name not in kind.exclude and group.begun_on in (None, self.name)
-
-    @property
-    def is_full(self) -> bool:
-        """It pulls nothing more. What it does while it is full is what rates are learnt from."""
-        return self.in_flight_tokens >= self.kv_tokens + self.chunk_tokens
-
-    @property
-    def free_tokens(self) -> float:
-        """Of the KV cache, promised to nobody."""
-        return max(0.0, self.kv_tokens - self.in_flight_tokens)
 
 
 class VirtualQueues:
     """One queue for each worker. Every group is in one, or in `stranded`."""
 
     def __init__(
-        self, groups: Groups, estimator: Estimator, cached: Cached | None = None, *, last_too: bool = True
+        self, groups: Groups, estimator: Estimator, held: Held | None = None, *, last_too: bool = True
     ) -> None:
         """`last_too`: the last request of a group has to be in time too, not only the first one as in the paper."""
         self.groups = groups
         self.estimator = estimator
-        self._cached, self._last_too = cached, last_too
+        self._held, self._last_too = held, last_too
         self._workers: dict[str, Worker] = {}
         self._pulled: dict[str, str] = {}
         """Where the requests in flight are."""
+        self._where: dict[int, str] = {}
+        """In whose queue each group is."""
         self.stranded: list[int] = []
         self.ignored = 0
         """Entries of plans that named what was not there."""
@@ -92,6 +74,7 @@ class VirtualQueues:
             raise ValueError(f"{worker.name}: how long it takes to load {worker.loaded} again is not said")
         self.worker_down(worker.name)
         self._workers[worker.name] = worker
+        self._where.update(dict.fromkeys(worker.groups, worker.name))
         self._settle(self._take_stranded())
 
     def worker_down(self, name: str) -> None:
@@ -100,55 +83,89 @@ class VirtualQueues:
         if worker is not None:
             self.groups.worker_down(name)
             self.estimator.forget(name)
-            self._settle(worker.groups)
-            self.settle()
+            self._leave(worker)
+
+    def open(self, name: str, is_open: bool) -> None:
+        """Whether a worker takes requests. If not, its queue goes to the others; what it has runs on."""
+        worker = self._workers[name]
+        if worker.is_open != is_open:
+            worker.is_open = is_open
+            if is_open:
+                self._settle(self._take_stranded())
+            else:
+                self.groups.worker_down(name)
+                self._leave(worker)
+
+    def equip(self, name: str, loaded: str | None, swap_s: Mapping[str, float]) -> None:
+        """What a worker has loaded, and can load. What it cannot serve any more goes to the others."""
+        worker = self._workers[name]
+        worker.loaded, worker.swap_s = loaded, swap_s
+        self._settle(self._take_stranded())
+        by_number = self.groups.by_number()
+        if not all(worker.can_serve(by_number[number]) for number in worker.groups):
+            self.groups.worker_down(name)
+            self._leave(worker)
 
     def loaded(self, name: str, model: str | None) -> None:
-        """A worker has now this model; None: none that can serve."""
-        self._workers[name].loaded = model
+        """A worker has now this model; None: none that can serve. It is fresh then."""
+        worker = self._workers[name]
+        if worker.loaded != model:
+            worker.loaded, worker.is_fresh = model, model is not None
 
     # -- requests
 
     def settle(self) -> None:
         """Put groups that are new into queues: to be called when requests were added to `groups`."""
         for group, after in self.groups.drain_born():
-            queue = self._queue_of(after) if after is not None else None
-            if queue is not None and after is not None:
+            name = None if after is None else self._where.get(after.number)
+            if name is not None and after is not None:
+                queue = self._workers[name].groups
                 queue.insert(queue.index(after.number) + 1, group.number)
+                self._where[group.number] = name
             else:
                 self._settle([group.number])
 
-    def pull(self, name: str) -> Queued | None:
+    def pull(self, name: str, now_s: float = -inf) -> Queued | None:
         """The request that a worker gets now; None if it has enough, or has to load another model first."""
         worker = self._workers[name]
-        if worker.is_full:
+        if not (worker.is_open and worker.has_room(0)):
             return None
-        group = self._first(worker)
-        if group is None or group.kind.model != worker.loaded:
+        group = self._next(worker, now_s)
+        if group is None:
             return None
         request = self.groups.take(group, name)
         assert request is not None
-        tokens = request.prompt_tokens + request.expected_output_tokens
-        worker.in_flight[request.id] = tokens
-        self._pulled[request.id] = name
-        worker.in_flight_tokens += tokens
+        worker.pulls += 1
+        worker.is_fresh = False
+        self._send(worker, request)
         return request
+
+    def send(self, name: str, request: Queued) -> None:
+        """A request that did not wait here is in flight at a worker."""
+        worker = self._workers[name]
+        worker.is_fresh = False
+        self._send(worker, request)
 
     def wanted(self, name: str) -> str | None:
         """The model that a worker's queue needs next."""
-        group = self._first(self._workers[name])
-        return None if group is None else group.kind.model
+        worker = self._workers[name]
+        waiting = self._waiting(worker)
+        if worker.is_fresh and any(group.kind.model == worker.loaded for group in waiting):
+            return worker.loaded
+        return waiting[0].kind.model if waiting else None
+
+    def next_models(self, name: str) -> tuple[str, ...]:
+        """The models that its queue needs after the one that is loaded, the soonest first."""
+        worker = self._workers[name]
+        models = dict.fromkeys(group.kind.model for group in self._waiting(worker))
+        return tuple(model for model in models if model != worker.loaded)
 
     def ended(self, request_id: str) -> None:
         """A request is over or was given up."""
         self._land(request_id)
         group = self.groups.remove(request_id)
-        if group is not None and self.groups.get(group.number) is None:
-            queue = self._queue_of(group)
-            if queue is not None:
-                queue.remove(group.number)
-            elif group.number in self.stranded:
-                self.stranded.remove(group.number)
+        if group is not None:
+            self._drop_if_over(group)
 
     def taken_back(self, request_id: str) -> None:
         """A request that was pulled waits again, in front of its group."""
@@ -158,11 +175,9 @@ class VirtualQueues:
     def judge(self, request_id: str, tier: int) -> None:
         """A request is of this tier now."""
         before = self.groups.of(request_id)
-        after = self.groups.judge(request_id, tier)
-        if before is not None and after is not None and self.groups.get(before.number) is None:
-            queue = self._queue_of(before)
-            (self.stranded if queue is None else queue).remove(before.number)
-        self.settle()
+        if self.groups.judge(request_id, tier) is not None and before is not None:
+            self._drop_if_over(before)
+            self.settle()
 
     # -- plans
 
@@ -173,6 +188,7 @@ class VirtualQueues:
         self.ignored += done.ignored
         for name, order in done.orders.items():
             self._workers[name].groups = order
+            self._where.update(dict.fromkeys(order, name))
         placed = {number for order in done.orders.values() for number in order}
         self.stranded = [number for number in self.stranded if number not in placed]
 
@@ -200,11 +216,9 @@ class VirtualQueues:
         """How long a request that waits still has to, if it is the last in its group; None if that is nowhere.
         O(groups in front)."""
         group = self.groups.of(request_id)
-        worker = next(
-            (one for one in self._workers.values() if group is not None and group.number in one.groups), None
-        )
-        if group is None or worker is None:
+        if group is None or group.number not in self._where:
             return None
+        worker = self._workers[self._where[group.number]]
         start_s, ahead, model = 0.0, Ahead(), worker.loaded
         for slot in self._slots(worker, now_s):
             other = slot.demand.number
@@ -244,10 +258,102 @@ class VirtualQueues:
                 default=None,
             )
             if best is None:
+                self._where.pop(number, None)
                 self.stranded.append(number)
                 continue
-            worker = self._workers[best[1]]
-            worker.groups = by_tier([*worker.groups, number], self.groups.by_number())
+            self._put(self._workers[best[1]], number)
+
+    def _put(self, worker: Worker, number: int) -> None:
+        worker.groups = by_tier([*worker.groups, number], self.groups.by_number())
+        self._where[number] = worker.name
+
+    def _leave(self, worker: Worker) -> None:
+        """All of its queue goes to the others."""
+        groups, worker.groups = worker.groups, []
+        self._settle(groups)
+        self.settle()
+
+    # -- what a worker pulls
+
+    def _next(self, worker: Worker, now_s: float) -> Group | None:
+        """The group whose next request a worker gets that has room."""
+        waiting = self._waiting(worker)
+        if waiting and waiting[0].kind.model != worker.loaded:
+            if not worker.is_fresh:
+                return None
+            waiting = list(dropwhile(lambda group: group.kind.model != worker.loaded, waiting))
+            if not waiting:
+                return None
+        own = takewhile(lambda group: group.kind.model == worker.loaded, waiting)
+        best = None
+        is_overdue_s_turn = not (worker.pulls + 1) % OVERDUE_EVERY
+        for group in own:
+            if not group.kind.late and self.groups.miss(group, now_s + worker.first_token_s, _MOST_MISSED):
+                self._missed(group, worker)
+                return self._next(worker, now_s)
+            if worker.has_room(group.kind.tier):
+                urgency = _urgency(group, is_overdue_s_turn)
+                if best is None or urgency < best[0]:
+                    best = urgency, group
+        rank = 4 if best is None else best[1].kind.rank
+        if rank and worker.loaded is not None:
+            ranks = range(min(rank, 4 if worker.has_room(1) else 2))
+            for better in ranks:
+                if self.groups.waiting.get((worker.loaded, better)):
+                    stolen = self._steal(worker, better)
+                    if stolen is not None:
+                        return stolen
+        return None if best is None else best[1]
+
+    def _missed(self, group: Group, worker: Worker) -> None:
+        """Some of a group are late now: they stay in this worker's queue if they are a new group."""
+        self._drop_if_over(group)
+        for born, _ in self.groups.drain_born():
+            self._put(worker, born.number)
+
+    def _steal(self, worker: Worker, rank: int) -> Group | None:
+        """A group of the model that is loaded and of this rank comes from the longest of the other queues."""
+        assert worker.loaded is not None
+        found: dict[str, Group] = {}
+        for group in self.groups.of_rank(worker.loaded, rank):
+            owner = self._where.get(group.number)
+            if owner is None or owner == worker.name or worker.name in group.kind.exclude:
+                continue
+            known = found.get(owner)
+            if known is None or (group.begun_on is not None, group.number) < (
+                known.begun_on is not None,
+                known.number,
+            ):
+                found[owner] = group
+        if not found:
+            return None
+        owner = max(found, key=lambda name: (self._queued_tokens(name), name))
+        group, queue = found[owner], self._workers[owner].groups
+        is_last = sum(len(one) > 0 for one in self._waiting(self._workers[owner])) == 1
+        if group.begun_on is None and (len(group) == 1 or not is_last):
+            queue.remove(group.number)
+        else:
+            stem = group
+            group = self.groups.cut(group)
+            self.groups.drain_born()
+            self._drop_if_over(stem)
+        self._put(worker, group.number)
+        return group
+
+    def _queued_tokens(self, name: str) -> float:
+        """Prompts and outputs that wait in a queue."""
+        return sum(one.prompt_tokens + one.output_tokens for one in self._waiting(self._workers[name]))
+
+    def _drop_if_over(self, group: Group) -> None:
+        if self.groups.get(group.number) is not None:
+            return
+        name = self._where.pop(group.number, None)
+        if name is not None:
+            self._workers[name].groups.remove(group.number)
+        elif group.number in self.stranded:
+            self.stranded.remove(group.number)
+
+    # -- estimates
 
     def _start_s(self, worker: Worker, group: Group) -> float:
         """When a new group would start at a worker, behind all that may stand before it."""
@@ -269,30 +375,23 @@ class VirtualQueues:
         found = [self.groups.get(number) for number in worker.groups]
         return [group for group in found if group is not None and len(group)]
 
-    def _first(self, worker: Worker) -> Group | None:
-        """The first of its groups that has somebody waiting."""
-        for number in worker.groups:
-            group = self.groups.get(number)
-            if group is not None and len(group):
-                return group
-        return None
-
     def _demand(self, group: Group, now_s: float, workers: Collection[Worker], paces: Paces) -> Demand:
         model, drain_s, tail_s = group.kind.model, {}, {}
+        uncached, saved = self._uncached(group)
         for worker in workers:
             key = worker.name, model
             pace = paces.get(key)
             if pace is None:
                 pace = paces[key] = self.estimator.pace(*key)
-            prompt_s = pace.prompt_s * self._uncached(group, worker.name)
+            prompt_s = pace.prompt_s * (uncached - saved.get(worker.name, 0))
             drain_s[worker.name] = prompt_s + pace.output_s * group.output_tokens
             tail_s[worker.name] = pace.tail_s
-        waits = len(group) > 0
+        waits, is_late = len(group) > 0, group.kind.late
         return Demand(
             number=group.number,
             model=model,
-            slack_s=group.deadline_s - now_s if waits else 0.0,
-            last_slack_s=group.last_deadline_s - now_s if waits and self._last_too else inf,
+            slack_s=FAR_S if is_late else group.deadline_s - now_s if waits else 0.0,
+            last_slack_s=group.last_deadline_s - now_s if waits and self._last_too and not is_late else inf,
             drain_s=drain_s,
             tail_s=tail_s,
             tier=group.kind.tier,
@@ -304,15 +403,13 @@ class VirtualQueues:
         tail_s = self.estimator.tail_s(worker.name, worker.loaded or "") if runs else 0.0
         return Queue(worker.name, worker.loaded, worker.swap_s, 0.0, tail_s)
 
-    def _uncached(self, group: Group, worker: str) -> int:
-        cached = self._cached
-        if cached is None:
-            return group.prompt_tokens
-        return group.uncached_tokens(lambda prefix: cached(worker, prefix))
+    def _uncached(self, group: Group) -> tuple[int, Mapping[str, int]]:
+        return (group.prompt_tokens, {}) if self._held is None else group.uncached_tokens(self._held)
 
     def _and(self, ahead: Ahead, group: Group, worker: Worker) -> Ahead:
+        uncached, saved = self._uncached(group)
         return Ahead(
-            ahead.prompt_tokens + self._uncached(group, worker.name),
+            ahead.prompt_tokens + uncached - saved.get(worker.name, 0),
             ahead.output_tokens + group.output_tokens,
             ahead.output_variance + group.output_variance,
         )
@@ -320,15 +417,23 @@ class VirtualQueues:
     def _can_serve(self, name: str, group: Group) -> bool:
         return self._workers[name].can_serve(group)
 
-    def _queue_of(self, group: Group) -> list[int] | None:
-        return next((one.groups for one in self._workers.values() if group.number in one.groups), None)
-
     def _take_stranded(self) -> list[int]:
         stranded, self.stranded = self.stranded, []
         return stranded
 
+    def _send(self, worker: Worker, request: Queued) -> None:
+        worker.send(request)
+        self._pulled[request.id] = worker.name
+
     def _land(self, request_id: str) -> None:
         worker = self._workers.get(self._pulled.pop(request_id, ""))
-        tokens = None if worker is None else worker.in_flight.pop(request_id, None)
-        if worker is not None and tokens is not None:
-            worker.in_flight_tokens = worker.in_flight_tokens - tokens if worker.in_flight else 0.0
+        if worker is not None:
+            worker.land(request_id)
+
+
+def _urgency(group: Group, is_overdue_s_turn: bool) -> tuple[int, bool, float, int]:
+    """Less goes first: tier, who can be in time, deadline; of late ones who waits longest."""
+    kind = group.kind
+    if kind.late:
+        return kind.tier, not is_overdue_s_turn, group.line.first().since_s, group.number
+    return kind.tier, is_overdue_s_turn, group.deadline_s, group.number

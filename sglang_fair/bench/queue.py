@@ -33,7 +33,8 @@ from router.queues.line import Queued
 from router.queues.plan import plan
 from router.queues.problem import Demand, Problem, Queue, worth
 from router.queues.shares import Shares
-from router.queues.virtual import VirtualQueues, Worker
+from router.queues.virtual import VirtualQueues
+from router.queues.worker import Worker
 from sglang_fair.bench import Show, carry_out
 from sglang_fair.bench.router import quantile
 from sglang_fair.common.provenance import machine

@@ -124,10 +124,10 @@ class WatchingHolding(Watching):
     """The same for one that holds."""
 
     def next(
-        self, workers: Sequence[WorkerView], match: Callable[[Request], Match], may: May
+        self, workers: Sequence[WorkerView], match: Callable[[Request], Match], may: May, now_s: float
     ) -> tuple[Request, str] | None:
         assert isinstance(self._inner, Holding)
-        found = self._inner.next(workers, match, may)
+        found = self._inner.next(workers, match, may, now_s)
         if found is not None:
             assert self._models[found[1]] == found[0].model
         return found

@@ -90,6 +90,8 @@ def drive(name: str, seed: int, steps: int = 400, **values: object) -> tuple[Rou
     """Runs a script and checks at every step what must hold for any placement. Returns the choices."""
     if "slots" in parameters(name):
         values = {"slots": 4} | values  # so that requests wait
+    if "kv_tokens" in parameters(name):
+        values = {"kv_tokens": 300, "chunk_tokens": 60, "ahead": 600.0} | values
     router = Router(build(name, **values), name=name, page_size=4, max_tree_tokens=2000)
     holds = isinstance(build(name), Holding)
     live: list[str] = []
@@ -1086,7 +1088,7 @@ def test_the_command_line_reaches_the_placement(name):
     assert {
         key: placed["parameters"][key] for key in expected if key in parameters(name)
     } == {key: value for key, value in expected.items() if key in parameters(name)}  # fmt: skip
-    assert ("lpm" in name) == ("client_weights" in parameters(name))
+    assert ("lpm" in name or name == "qlm") == ("client_weights" in parameters(name))
 
 
 @pytest.mark.parametrize("name", PLACEMENTS)

@@ -62,7 +62,7 @@ class Wishes(CentralizedDlpm):
     def wanted(self, worker: str) -> str | None:
         return self.wishes.get(worker)
 
-    def ahead(self, worker: str) -> tuple[str, ...]:
+    def next_models(self, worker: str) -> tuple[str, ...]:
         return ("b",)
 
     def loaded(self, worker: str, model: str | None, now_s: float) -> None:

@@ -16,7 +16,8 @@ from router.queues.line import Queued
 from router.queues.plan import plan
 from router.queues.problem import faults
 from router.queues.shares import Shares
-from router.queues.virtual import VirtualQueues, Worker
+from router.queues.virtual import VirtualQueues
+from router.queues.worker import Worker
 
 SWAPS = {"a": 10.0, "b": 10.0}
 
@@ -210,8 +211,8 @@ def test_a_new_group_goes_where_it_would_start_first_and_the_newer_half_behind_t
 
 def test_groups_are_drawn_to_their_prefix() -> None:
     estimator = Estimator(prompt_s=0.01, output_s=0.001)
-    held = {("w", "p"): 1_000, ("v", "q"): 1_000}
-    site = VirtualQueues(Groups(4, 1), estimator, lambda worker, prefix: held.get((worker, str(prefix)), 0))
+    held = {"p": {"w": 1_000}, "q": {"v": 1_000}}
+    site = VirtualQueues(Groups(4, 1), estimator, lambda prefix: held.get(str(prefix), {}))
     for name in "vw":
         site.worker_up(Worker(name, "a", 100_000, 200, SWAPS))
     for number in range(8):

@@ -1,0 +1,95 @@
+"""A worker with its queue, and the window of tokens that it may have in flight.
+
+window    prompt + expected output of what was sent and is not over; of a prefix that several share, once
+room      for a request of tier 1 while that is below the KV cache. For one of tier 0 while it is below the KV cache
+          and one prefill chunk: so whoever is ahead of its share never fills the last chunk, and who is within its
+          share is at the worker at once, where the worker's own policy puts it first
+fresh     it has just loaded a model and has served nobody of it. It keeps the model until it has, or nobody in its
+          queue needs it; else a plan that was made while it loaded would have it load another one, without end
+"""
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+
+from router.queues.group import Group
+from router.queues.line import Queued
+
+
+@dataclass(slots=True)
+class Worker:
+    """`swap_s`: the models that it can load and how long that takes, the loaded one too; empty: it keeps that."""
+
+    name: str
+    loaded: str | None
+    kv_tokens: int
+    chunk_tokens: int = 8_192
+    swap_s: Mapping[str, float] = field(default_factory=dict)
+    groups: list[int] = field(default_factory=list)
+    in_flight: dict[str, float] = field(default_factory=dict)
+    """Tokens that each request that was sent may take, without a prefix that it may share."""
+    in_flight_tokens: float = 0.0
+    is_open: bool = True
+    """It takes requests."""
+    is_fresh: bool = False
+    pulls: int = 0
+    """Requests that it has got from queues."""
+    first_token_s: float = 0.0
+    """From a request's way there to its first token, as measured last."""
+    _prefixes: dict[str, Hashable] = field(default_factory=dict)
+    """By request in flight."""
+    _shared: dict[Hashable, tuple[int, int]] = field(default_factory=dict)
+    """Prefix -> how many in flight have it, and its tokens."""
+
+    def can_serve(self, group: Group) -> bool:
+        """Whether it may stand in this queue."""
+        kind = group.kind
+        has_model = kind.model == self.loaded or kind.model in self.swap_s
+        may = has_model and self.is_open and self.name not in kind.exclude
+        return may and group.begun_on in (None, self.name)
+
+    def has_room(self, tier: int) -> bool:
+        """Whether a request of this tier may be sent there."""
+        return self.in_flight_tokens < self.kv_tokens + (0 if tier else self.chunk_tokens)
+
+    @property
+    def is_full(self) -> bool:
+        """It pulls nothing more of those ahead of their share. What it does while it is full is what rates are learnt
+        from."""
+        return self.in_flight_tokens >= self.kv_tokens
+
+    @property
+    def free_tokens(self) -> float:
+        """Of the KV cache, promised to nobody."""
+        return max(0.0, self.kv_tokens - self.in_flight_tokens)
+
+    def send(self, request: Queued) -> None:
+        """It is in flight there. Nothing happens if it is already."""
+        if request.id in self.in_flight:
+            return
+        tokens = request.prompt_tokens + request.expected_output_tokens
+        if request.prefix is not None:
+            shared = min(request.prefix_tokens, request.prompt_tokens)
+            count, known = self._shared.get(request.prefix, (0, shared))
+            tokens -= min(shared, known)
+            if not count:
+                self.in_flight_tokens += shared
+            self._shared[request.prefix] = count + 1, known
+            self._prefixes[request.id] = request.prefix
+        self.in_flight[request.id] = tokens
+        self.in_flight_tokens += tokens
+
+    def land(self, request_id: str) -> None:
+        """It is in flight no more, if it was."""
+        tokens = self.in_flight.pop(request_id, None)
+        if tokens is None:
+            return
+        self.in_flight_tokens -= tokens
+        prefix = self._prefixes.pop(request_id, None)
+        if prefix is not None:
+            count, shared = self._shared.pop(prefix)
+            if count > 1:
+                self._shared[prefix] = count - 1, shared
+            else:
+                self.in_flight_tokens -= shared
+        if not self.in_flight:  # drop what rounding has left over
+            self.in_flight_tokens = 0.0
