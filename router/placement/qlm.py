@@ -27,6 +27,7 @@ planned is as good as the expected lengths of answers.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from math import ceil, inf, log2
 from typing import ClassVar
 
@@ -433,7 +434,7 @@ class Qlm:
             promise = Promise("", self.slo_s, now_s + self.slo_s)
         tokens = match.branches[-1] if match.branches else match.tokens
         tokens = tokens or min(_HEAD_TOKENS, request.input_tokens)
-        prefix = hash((request.namespace, request.tokens[: tokens * _TOKEN_BYTES])) if tokens else None
+        prefix = _digest(request.namespace, request.tokens[: tokens * _TOKEN_BYTES]) if tokens else None
         return Queued(
             id=request.id,
             client=request.client,
@@ -533,6 +534,13 @@ class Qlm:
 
     def _is_silent(self) -> bool:
         return self.replans.is_silent
+
+
+def _digest(namespace: str, tokens: bytes) -> bytes:
+    """Nobody can send two prompts that are taken for one."""
+    made = blake2b(tokens, digest_size=12)
+    made.update(namespace.encode())
+    return made.digest()
 
 
 def _class_of(promise: Promise) -> str:

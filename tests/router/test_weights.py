@@ -43,7 +43,8 @@ def of(router: Router, client: str) -> list[float]:
 
 
 def test_the_placements_with_shares_are_known():
-    assert {"d2lpm", "d2lpm-tokens", "d2lpm-time", "d2lpm-queue", "centralized_dlpm"} == set(WEIGHED)
+    shared = {"d2lpm", "d2lpm-tokens", "d2lpm-time", "d2lpm-queue", "centralized_dlpm", "qlm"}
+    assert shared == set(WEIGHED)
 
 
 @pytest.mark.parametrize("name", sorted(PLACEMENTS))
