@@ -1,0 +1,267 @@
+"""Requests with deadlines on a simulated cluster: traffic, the baselines, and whole runs."""
+
+from collections import Counter
+from dataclasses import asdict, replace
+from statistics import fmean
+
+import pytest
+
+from router.placement.contract import Request
+from router.radix import RadixTree
+from sglang_fair.common.deadlines import Promise
+from workloads.deadlines.baselines import BASELINES, make_baseline
+from workloads.deadlines.cluster import Cluster, Outcome, simulate
+from workloads.deadlines.fleet import DISK_WEIGHTS_PER_S, HOST_WEIGHTS_PER_S, Fleet, Shelf
+from workloads.deadlines.measures import attained, by, measure, percentile
+from workloads.deadlines.traffic import LONGEST_TOKENS, OUTPUT_MEAN, PROMPT_MEAN, Asked, Stream, requests
+
+TWO = {"a": "mistral-7b", "b": "vicuna-13b"}
+NO_MATCH = RadixTree(16, 1000).match(b"")
+
+
+def mixed(rate_per_s: float = 8.0, most: int = 150) -> list[Asked]:
+    return requests(
+        [Stream("a", "batch-1", rate_per_s / 2), Stream("b", "batch-2", rate_per_s / 2)], "0", most=most
+    )
+
+
+# ---- traffic
+
+
+def test_lengths_are_like_sharegpts():
+    asked = requests([Stream("m", "batch-1", 10.0, count=20_000)], "0")
+    assert fmean(one.prompt_tokens for one in asked) == pytest.approx(PROMPT_MEAN, rel=0.05)
+    assert fmean(one.output_tokens for one in asked) == pytest.approx(OUTPUT_MEAN, rel=0.05)
+    assert max(one.output_tokens for one in asked) == LONGEST_TOKENS
+    assert len(asked) / asked[-1].at_s == pytest.approx(10.0, rel=0.05)
+
+
+def test_a_stream_does_not_depend_on_the_others():
+    stream = Stream("m", "batch-1", 5.0, count=50)
+    alone, other = requests([stream], "0"), requests([stream, Stream("n", "interactive", 5.0, count=50)], "0")
+    assert alone == [one for one in other if one.model == "m"]
+    assert alone != requests([stream], "1")
+    assert alone[0].tokens == requests([stream], "0")[0].tokens
+    assert len(alone[0].tokens) == 4 * alone[0].prompt_tokens
+
+
+def test_who_shares_a_prefix_has_the_same_first_tokens():
+    asked = requests([Stream("m", "batch-1", 5.0, count=40, prefixes=2, prefix_tokens=100)], "0")
+    assert {one.prefix for one in asked} == {"batch-1:m prefix 0", "batch-1:m prefix 1"}
+    heads = {one.prefix: one.tokens[:400] for one in asked}
+    assert all(one.tokens.startswith(heads[one.prefix]) for one in asked)
+    assert len({one.tokens for one in asked}) == 40
+
+
+def test_mega_prompts_are_long():
+    asked = requests([Stream("m", "batch-1", 5.0, count=50, mega=1.0)], "0")
+    assert all(3000 <= one.prompt_tokens + one.output_tokens <= 4000 for one in asked)
+
+
+def test_streams_and_fleets_are_plain_values():
+    stream, fleet = Stream("m", "batch-1", 5.0), Fleet(placement="edf", models=TWO)
+    assert Stream.from_json({**asdict(stream), "until_s": None}) == stream
+    assert Fleet.from_json(fleet.to_json()) == fleet
+    with pytest.raises(ValueError, match="a fleet has no color"):
+        Fleet.from_json({"color": 1})
+    with pytest.raises(ValueError, match="unknown GPU"):
+        Fleet(gpus=("abacus",))
+    with pytest.raises(ValueError, match="unknown shape"):
+        Fleet(models={"m": "abacus"})
+    with pytest.raises(ValueError, match="begins with one of the models"):
+        Fleet(loaded=("n",))
+
+
+def test_weights_come_from_disk_once_and_then_from_the_hosts_memory():
+    fleet = Fleet(models={**TWO, "c": "llama-2-70b-4bit"}, host_weight_bytes=45e9)
+    shelf = Shelf(fleet, "a")
+    size = fleet.weight_bytes("b")
+    assert shelf.swap_s("b") == pytest.approx(size / DISK_WEIGHTS_PER_S)
+    shelf.load("b")
+    assert shelf.swap_s("b") == pytest.approx(size / HOST_WEIGHTS_PER_S)
+    shelf.load("c")  # the others go
+    assert shelf.swap_s("b") == pytest.approx(size / DISK_WEIGHTS_PER_S)
+    cold = Shelf(replace(fleet, warm=False), "a")
+    assert cold.swap_s("a") > 5
+
+
+# ---- runs
+
+
+@pytest.mark.parametrize("placement", BASELINES)
+def test_everybody_is_answered_once_with_all_of_it(placement):
+    asked = mixed()
+    outcome = simulate(Fleet(placement=placement, models=TWO, gpus=("a100-80g",) * 2), asked)
+    assert [one.asked for one in outcome.served] == asked
+    for one in outcome.served:
+        assert one.output_tokens == one.asked.output_tokens
+        assert one.asked.at_s <= one.placed_s <= one.first_s <= one.ended_s <= outcome.end_s
+    found = measure(outcome)
+    assert found["ended"] == found["requests"] == len(asked)
+    assert found["output_tokens"] == sum(one.output_tokens for one in asked)
+    assert found["extend_tokens"] == sum(one.prompt_tokens for one in asked)
+    for replica in outcome.replicas:
+        replica.check_pool()
+        assert len(replica.queue) == 0
+
+
+@pytest.mark.parametrize("placement", BASELINES)
+def test_a_run_is_the_same_again(placement):
+    fleet = Fleet(placement=placement, models=TWO, gpus=("a100-80g",) * 2)
+    assert measure(simulate(fleet, mixed(most=80))) == measure(simulate(fleet, mixed(most=80)))
+
+
+def test_a_worker_serves_the_model_that_it_has():
+    """While it loads another one nothing is sent to it, and nothing runs."""
+    seen = []
+
+    def watch(cluster: Cluster) -> None:
+        for worker in cluster.workers:
+            models = {flight.asked.model for flight in cluster.flights.values() if flight.worker is worker}
+            seen.append(models)
+            assert models <= {worker.model}
+
+    fleet = Fleet(placement="edf", models=TWO, gpus=("a100-80g",))
+    outcome = simulate(fleet, mixed(2.0, 25), watch=watch, watch_every_s=0.25)
+    assert outcome.swaps
+    assert {"a"} in seen
+    assert {"b"} in seen
+    assert outcome.swap_s >= outcome.swaps * fleet.weight_bytes("a") / HOST_WEIGHTS_PER_S
+
+
+def test_earliest_deadline_first_keeps_more_deadlines_than_order_of_arrival():
+    streams = [Stream("m", "interactive", 3.0), Stream("m", "batch-2", 9.0)]
+    asked = requests(streams, "0", most=600)
+    models = {"m": "vicuna-13b"}
+    edf, fcfs = (
+        simulate(Fleet(placement=name, models=models), asked).served for name in ("edf", "fcfs_models")
+    )
+    first = {
+        name: attained(by(some, lambda one: one.asked.slo_class)["interactive"])
+        for name, some in (("edf", edf), ("fcfs", fcfs))
+    }
+    assert first["edf"] > first["fcfs"] + 0.2
+    assert [one.asked.id for one in sorted(fcfs, key=lambda one: one.placed_s)] == [one.id for one in asked]
+
+
+# ---- the baselines
+
+
+def a_request(number: int, due_s: float, model: str = "m", tokens: int = 100) -> Request:
+    return Request(
+        str(number), "c", b"", tokens, 2048, 300.0, model, model=model, promise=Promise("x", 20.0, due_s)
+    )
+
+
+def with_workers(
+    name: str, count: int = 1, kv_tokens: int = 5000, models: tuple[str, ...] = ("m",), **options: object
+):
+    placement = make_baseline(name, options)
+    for number in range(count):
+        placement.worker_up(f"r{number}")
+        placement.equip(
+            f"r{number}", loaded=models[0], swap_s=dict.fromkeys(models, 2.0), kv_tokens=kv_tokens,
+            chunk_tokens=0, now_s=0.0,
+        )  # fmt: skip
+    return placement
+
+
+def pulled(placement, now_s: float = 0.0) -> list[tuple[str, str]]:
+    found = []
+    while (chosen := placement.next((), lambda _: NO_MATCH, lambda *_: True, now_s)) is not None:
+        request, name = chosen
+        placement.placed(request, name, NO_MATCH, now_s)
+        found.append((request.id, name))
+    return found
+
+
+def test_edf_takes_the_earliest_deadline_and_stops_when_the_window_is_full():
+    placement = with_workers("edf", kv_tokens=1000)
+    for number, due_s in enumerate((50.0, 10.0, 30.0, 20.0)):
+        assert placement.place(a_request(number, due_s), NO_MATCH, (), 0.0) is None
+    assert pulled(placement) == [
+        ("1", "r0"),
+        ("3", "r0"),
+        ("2", "r0"),
+    ]  # 400 tokens each, up to 1,000 and one more
+
+
+def test_fcfs_takes_whoever_came_first():
+    placement = with_workers("fcfs_models", kv_tokens=1000)
+    for number, due_s in enumerate((50.0, 10.0, 30.0, 20.0)):
+        placement.place(a_request(number, due_s), NO_MATCH, (), float(number))
+    assert pulled(placement, 5.0) == [("0", "r0"), ("1", "r0"), ("2", "r0")]
+
+
+def test_edf_wants_the_model_of_the_next_deadline_and_sends_it_first():
+    placement = with_workers("edf", models=("m", "n"))
+    placement.place(a_request(0, 10.0, "n"), NO_MATCH, (), 0.0)
+    placement.place(a_request(1, 20.0, "m"), NO_MATCH, (), 0.0)
+    assert pulled(placement) == []
+    assert placement.wanted("r0") == "n"
+    placement.loaded("r0", None, 0.0)
+    assert pulled(placement) == []
+    placement.loaded("r0", "n", 2.0)
+    assert pulled(placement, 2.0) == [("0", "r0")]
+    assert placement.wanted("r0") == "m"
+
+
+def test_with_the_loaded_model_first_edf_swaps_only_if_nobody_has_it():
+    placement = with_workers("edf", count=2, models=("m", "n"), prefers_loaded=True)
+    placement.loaded("r1", "n", 0.0)
+    for number in range(4):
+        placement.place(a_request(number, number, "mn"[number % 2]), NO_MATCH, (), 0.0)
+    assert pulled(placement) == [("0", "r0"), ("1", "r1"), ("2", "r0"), ("3", "r1")]
+    assert (placement.wanted("r0"), placement.wanted("r1")) == ("m", "n")
+
+
+def test_shepherd_reserves_the_longest_answer_and_never_adds_to_a_batch():
+    placement = with_workers("shepherd", kv_tokens=2 * (100 + 2048) + 50)
+    for number in range(5):
+        placement.place(a_request(number, 10.0 + number), NO_MATCH, (), 0.0)
+    assert pulled(placement) == [("0", "r0"), ("1", "r0")]
+    assert pulled(placement) == []
+
+
+def test_shepherd_leaves_out_what_is_late_while_others_can_be_in_time():
+    placement = with_workers("shepherd", kv_tokens=2 * (100 + 2048) + 50)
+    for number, due_s in enumerate((1.0, 40.0, 50.0)):
+        placement.place(a_request(number, due_s), NO_MATCH, (), 0.0)
+    assert pulled(placement, 5.0) == [("1", "r0"), ("2", "r0")]
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_a_request_that_was_given_up_goes_nowhere(name):
+    placement = with_workers(name)
+    gone = a_request(0, 5.0)
+    placement.place(gone, NO_MATCH, (), 0.0)
+    placement.place(a_request(1, 9.0), NO_MATCH, (), 0.0)
+    placement.give_up(gone)
+    assert pulled(placement) == [("1", "r0")]
+
+
+@pytest.mark.parametrize("name_by", ["turn", "random"])
+def test_spread_gives_each_worker_its_own(name_by):
+    placement = with_workers("spread", count=3, by=name_by)
+    for number in range(30):
+        placement.place(a_request(number, float(number), tokens=1), NO_MATCH, (), 0.0)
+    counts = Counter(name for _, name in pulled(placement))
+    assert set(counts) == {"r0", "r1", "r2"}
+    if name_by == "turn":
+        assert set(counts.values()) == {10}
+
+
+# ---- measures
+
+
+def test_attained_is_the_part_in_time_whoever_was_never_answered_included():
+    outcome: Outcome = simulate(
+        Fleet(placement="edf", models=TWO, gpus=("a100-80g",)), mixed(20.0, 120), until_s=20.0
+    )
+    found = measure(outcome)
+    late = sum(one.first_s is None or one.first_s > one.asked.due_s for one in outcome.served)
+    assert found["attained"] == pytest.approx(1 - late / len(outcome.served))
+    assert found["ended"] < found["requests"]
+    assert attained([]) is None
+    assert percentile([], 0.5) is None
+    assert percentile([3.0, 1.0, 2.0], 0.5) == 2.0

@@ -1,0 +1,286 @@
+"""What QLM is compared with, as placements that hold requests. Pure.
+
+edf           request by request, the earliest deadline first: it goes to the worker with most room, which ends what
+              it runs and loads its model if it has another one. With `prefers_loaded` a worker with room that has
+              the model comes first
+fcfs_models   the same in order of arrival
+shepherd      whole batches: a worker takes as many requests of one model as fit if each answer is the longest
+              possible, those of the earliest deadline that can still be kept, and the next batch when all are over
+spread        each request goes to one worker's queue at once, in turn or at random (`by`), whatever its model or
+              speed; there the earliest deadline is first
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from heapq import heappop, heappush
+from math import inf
+from random import Random
+from typing import ClassVar
+
+from router.placement.contract import Ended, May, Memoryless, Placement, Request, WorkerView
+from router.radix import Match
+
+Key = tuple[float, int]
+
+
+@dataclass(slots=True)
+class Place:
+    """A worker, what it has and what it is about to have."""
+
+    name: str
+    loaded: str | None = None
+    swap_s: Mapping[str, float] = field(default_factory=dict)
+    kv_tokens: int = 0
+    chunk_tokens: int = 0
+    in_flight: dict[str, float] = field(default_factory=dict)
+    tokens: float = 0.0
+    target: str | None = None
+    """The model that it is to load."""
+    bound: list[tuple[Key, Request]] = field(default_factory=list)
+    """Requests that it is to get first."""
+
+    @property
+    def room(self) -> float:
+        """Tokens that it may still be sent."""
+        return self.kv_tokens + self.chunk_tokens - self.tokens
+
+    def may_have(self, model: str) -> bool:
+        """It takes requests, has room, and can have the model."""
+        takes = self.target is None and self.loaded is not None and self.room > 0
+        return takes and (model == self.loaded or model in self.swap_s)
+
+
+class _Queueing(Memoryless):
+    """What all have in common: workers, and what is in flight there."""
+
+    uses_caches: ClassVar[bool] = False
+    uses_progress: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        self.places: dict[str, Place] = {}
+        self._count = 0
+        self._gone: set[str] = set()
+
+    def worker_up(self, worker: str, capacity: float = 1.0) -> None:
+        self.places[worker] = Place(worker)
+
+    def equip(
+        self,
+        worker: str,
+        *,
+        loaded: str | None,
+        swap_s: Mapping[str, float],
+        kv_tokens: int | None,
+        chunk_tokens: int | None,
+        now_s: float,
+    ) -> None:
+        place = self.places[worker]
+        place.loaded, place.swap_s = loaded, swap_s
+        place.kv_tokens = place.kv_tokens if kv_tokens is None else kv_tokens
+        place.chunk_tokens = place.chunk_tokens if chunk_tokens is None else chunk_tokens
+
+    def taking(self, workers: Collection[str]) -> None: ...
+
+    def can_load(self, worker: str, swap_s: Mapping[str, float], now_s: float) -> None:
+        self.places[worker].swap_s = swap_s
+
+    def loaded(self, worker: str, model: str | None, now_s: float) -> None:
+        place = self.places[worker]
+        place.loaded = model
+        if model == place.target:
+            place.target = None
+
+    def wanted(self, worker: str) -> str | None:
+        place = self.places[worker]
+        return place.target or place.loaded
+
+    def placed(self, request: Request, worker: str, match: Match, now_s: float) -> None:
+        place = self.places[worker]
+        tokens = request.input_tokens + request.expected_output_tokens
+        place.in_flight[request.id] = tokens
+        place.tokens += tokens
+
+    def done(self, ended: Ended, now_s: float) -> None:
+        place = self.places[ended.worker]
+        place.tokens -= place.in_flight.pop(ended.request.id)
+        if not place.in_flight:
+            place.tokens = 0.0
+
+    def give_up(self, request: Request) -> None:
+        self._gone.add(request.id)
+
+    def _key(self, first: float) -> Key:
+        self._count += 1
+        return first, self._count
+
+
+class ByRequest(_Queueing):
+    """`edf` and `fcfs_models`."""
+
+    def __init__(self, by: str, prefers_loaded: bool = False) -> None:
+        super().__init__()
+        self._by, self._prefers_loaded = by, prefers_loaded
+        self._heap: list[tuple[Key, Request]] = []
+
+    def place(
+        self, request: Request, match: Match, workers: Sequence[WorkerView], now_s: float
+    ) -> str | None:
+        due_s = request.promise.due_s if request.promise is not None else inf
+        heappush(self._heap, (self._key(due_s if self._by == "deadline" else now_s), request))
+        return None
+
+    def next(
+        self,
+        workers: Sequence[WorkerView],
+        match: Callable[[Request], Match],
+        may: May,
+        now_s: float = 0.0,
+    ) -> tuple[Request, str] | None:
+        for place in self.places.values():
+            if place.bound and place.loaded is not None and place.target is None:
+                return place.bound.pop(0)[1], place.name
+        while self._heap:
+            key, request = self._heap[0]
+            if request.id in self._gone:
+                heappop(self._heap)
+                continue
+            able = [one for one in self.places.values() if one.may_have(request.model)]
+            if self._prefers_loaded:
+                able = [one for one in able if one.loaded == request.model] or able
+            if not able:
+                return None
+            heappop(self._heap)
+            chosen = max(able, key=lambda one: (one.room / one.kv_tokens, one.name))
+            if chosen.loaded == request.model:
+                return request, chosen.name
+            chosen.target = request.model
+            chosen.bound.append((key, request))
+        return None
+
+
+class Shepherd(_Queueing):
+    """Batches that never change."""
+
+    def __init__(self, longest_tokens: int = 2048) -> None:
+        super().__init__()
+        self._longest = longest_tokens
+        self._waiting: dict[str, list[tuple[Key, Request]]] = {}
+
+    def place(
+        self, request: Request, match: Match, workers: Sequence[WorkerView], now_s: float
+    ) -> str | None:
+        due_s = request.promise.due_s if request.promise is not None else inf
+        heappush(self._waiting.setdefault(request.model, []), (self._key(due_s), request))
+        return None
+
+    def next(
+        self,
+        workers: Sequence[WorkerView],
+        match: Callable[[Request], Match],
+        may: May,
+        now_s: float = 0.0,
+    ) -> tuple[Request, str] | None:
+        for place in self.places.values():
+            if place.target is None and place.loaded is not None:
+                if place.bound:
+                    return place.bound.pop(0)[1], place.name
+                if not place.in_flight and (model := self._choose(place, now_s)) is not None:
+                    self._take_batch(place, model, now_s)
+                    if model == place.loaded:
+                        return place.bound.pop(0)[1], place.name
+                    place.target = model
+        return None
+
+    def _choose(self, place: Place, now_s: float) -> str | None:
+        """The model of the earliest deadline that can be kept; of the earliest, if none can."""
+        best: tuple[bool, float, str] | None = None
+        for model, heap in self._waiting.items():
+            while heap and heap[0][1].id in self._gone:
+                heappop(heap)
+            if not heap or (model != place.loaded and model not in place.swap_s):
+                continue
+            ready_s = now_s + (0.0 if model == place.loaded else place.swap_s[model])
+            in_time = [key[0] for key, _ in heap if key[0] >= ready_s]
+            one = (not in_time, min(in_time) if in_time else heap[0][0][0], model)
+            best = one if best is None or one < best else best
+        return None if best is None else best[2]
+
+    def _take_batch(self, place: Place, model: str, now_s: float) -> None:
+        """As many as fit; those that are late already come last."""
+        heap = self._waiting[model]
+        tokens = 0
+        late: list[tuple[Key, Request]] = []
+        batch: list[tuple[Key, Request]] = []
+        while heap:
+            entry = heappop(heap)
+            if entry[1].id in self._gone:
+                continue
+            if entry[0][0] < now_s:
+                late.append(entry)
+                continue
+            size = entry[1].input_tokens + self._longest
+            if batch and tokens + size > place.kv_tokens:
+                heappush(heap, entry)
+                break
+            tokens += size
+            batch.append(entry)
+        for entry in late:
+            size = entry[1].input_tokens + self._longest
+            if batch and tokens + size > place.kv_tokens:
+                heappush(heap, entry)
+            else:
+                tokens += size
+                batch.append(entry)
+        place.bound = batch
+
+
+class Spread(_Queueing):
+    """A queue at each worker, which requests go to when they come."""
+
+    def __init__(self, by: str = "turn", seed: int = 0) -> None:
+        super().__init__()
+        self._by, self._rng, self._turn = by, Random(seed), 0
+        self._heaps: dict[str, list[tuple[Key, Request]]] = {}
+
+    def place(
+        self, request: Request, match: Match, workers: Sequence[WorkerView], now_s: float
+    ) -> str | None:
+        names = list(self.places)
+        self._turn += 1
+        at = self._turn % len(names) if self._by == "turn" else self._rng.randrange(len(names))
+        due_s = request.promise.due_s if request.promise is not None else inf
+        heappush(self._heaps.setdefault(names[at], []), (self._key(due_s), request))
+        return None
+
+    def next(
+        self,
+        workers: Sequence[WorkerView],
+        match: Callable[[Request], Match],
+        may: May,
+        now_s: float = 0.0,
+    ) -> tuple[Request, str] | None:
+        for name, heap in self._heaps.items():
+            place = self.places[name]
+            while heap and heap[0][1].id in self._gone:
+                heappop(heap)
+            if not heap or place.loaded is None or place.target is not None or place.room <= 0:
+                continue
+            if heap[0][1].model == place.loaded:
+                return heappop(heap)[1], name
+            place.target = heap[0][1].model
+        return None
+
+
+def make_baseline(name: str, options: Mapping[str, object]) -> Placement:
+    """A new one. KeyError for an unknown name, TypeError for an unknown option."""
+    kinds: Mapping[str, Callable[..., Placement]] = {
+        "edf": partial(ByRequest, "deadline"),
+        "fcfs_models": partial(ByRequest, "arrival"),
+        "shepherd": Shepherd,
+        "spread": Spread,
+    }
+    return kinds[name](**options)
+
+
+BASELINES = ("edf", "fcfs_models", "shepherd", "spread")
