@@ -1,0 +1,211 @@
+"""The lines of a batch's files: what a request is, what is wrong with it, and how a result is written.
+
+Every line of an input file is one object, as OpenAI has it:
+
+    {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"model": …, "messages": …}}
+
+Blank lines count as lines and are passed over. Pure; a `Reader` keeps 16 bytes of each custom_id, to find it again.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import msgspec
+
+from router.batches.model import MOST_NUMBER, Issue, Item, StoredBatch
+
+MOST_ISSUES = 1000
+"""Of one batch; a last one says how many more lines are wrong."""
+
+MOST_CUSTOM_ID = 512
+"""Characters."""
+
+CHARS_PER_TOKEN = 4
+UNKNOWN_OUTPUT_TOKENS = 256
+"""Of an item that sets no limit."""
+MOST_TOKENS = 1 << 24
+
+EXPIRED = "batch_expired", "This request could not be executed before the completion window expired."
+CANCELLED = "batch_cancelled", "This request was not executed because its batch was cancelled."
+
+
+class _Line(msgspec.Struct):
+    custom_id: str
+    method: str
+    url: str
+    body: msgspec.Raw
+
+
+class _Body(msgspec.Struct):
+    model: Any = None
+    stream: Any = None
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
+
+
+_LINES = msgspec.json.Decoder(_Line)
+_BODIES = msgspec.json.Decoder(_Body)
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError)
+
+
+class Reader:
+    """Reads the lines of one batch. What is wrong is in `issues`; `items` counts what is right."""
+
+    def __init__(self, batch: StoredBatch, most_items: int, most_line_bytes: int) -> None:
+        self._endpoint = batch.endpoint
+        self._models = batch.models
+        self._allowed = batch.allowed
+        self._most_items = min(most_items, MOST_NUMBER - 1)
+        self._most_line_bytes = most_line_bytes
+        self._seen: set[bytes] = set()
+        self._line = 0
+        self._wrong = 0
+        self._issues: list[Issue] = []
+        self.items = 0
+
+    @property
+    def is_too_long(self) -> bool:
+        """It need not be read any further."""
+        return self.items > self._most_items
+
+    def read(self, line: bytes) -> Item | None:
+        """The next line, without its end, as an item. None if it is blank or wrong."""
+        self._line += 1
+        if not line.strip():
+            return None
+        if len(line) > self._most_line_bytes:
+            self._refuse("line_too_long", f"the line has more than {self._most_line_bytes} bytes")
+            return None
+        try:
+            found = _LINES.decode(line)
+            body = _BODIES.decode(found.body)
+        except _UNREADABLE as error:
+            self._refuse(*_unreadable(line, error))
+            return None
+        refused = self._judge(found, body)
+        if refused is not None:
+            self._refuse(*refused)
+            return None
+        self.items += 1
+        limit = next((one for one in (body.max_completion_tokens, body.max_tokens) if type(one) is int), None)
+        expected = UNKNOWN_OUTPUT_TOKENS if limit is None else limit
+        raw = bytes(found.body)
+        return Item(
+            self.items,
+            found.custom_id,
+            self._model(body.model) or "",
+            raw,
+            len(raw) // CHARS_PER_TOKEN,
+            min(MOST_TOKENS, max(0, expected)),
+        )
+
+    def issues(self) -> tuple[Issue, ...]:
+        """What is wrong with all that was read, by line."""
+        if self.is_too_long:
+            return (Issue("too_many_requests", f"the file has more than {self._most_items} requests"),)
+        found = tuple(self._issues)
+        if self._wrong > len(found):
+            found += (Issue("more_errors", f"{self._wrong - len(found)} more lines are wrong"),)
+        if not found and not self.items:
+            return (Issue("empty_file", "the file has no requests"),)
+        return found
+
+    def _judge(self, line: _Line, body: _Body) -> tuple[str, str, str] | None:
+        if not 1 <= len(line.custom_id) <= MOST_CUSTOM_ID:
+            return "invalid_custom_id", f"custom_id must have 1 to {MOST_CUSTOM_ID} characters", "custom_id"
+        if line.method != "POST":
+            return "invalid_method", f"method must be POST, not {line.method!r:.40}", "method"
+        if line.url != self._endpoint:
+            return "mismatched_url", f"url must be {self._endpoint}, not {line.url!r:.80}", "url"
+        if body.stream:
+            return "stream_not_supported", "a request of a batch cannot be streamed", "body.stream"
+        if self._model(body.model) is None:
+            return "model_not_found", f"the model {body.model!r:.200} does not exist here", "body.model"
+        digest = hashlib.blake2b(line.custom_id.encode(), digest_size=16).digest()
+        if digest in self._seen:
+            return "duplicate_custom_id", f"the custom_id {line.custom_id!r:.80} stands twice", "custom_id"
+        self._seen.add(digest)
+        return None
+
+    def _model(self, asked: object) -> str | None:
+        """The served model that is meant, or an adapter of which; None: none."""
+        if asked is None or asked == "default":
+            asked = self._models[0]
+        if not isinstance(asked, str) or (self._allowed is not None and asked not in self._allowed):
+            return None
+        owners = [model for model in self._models if asked == model or asked.startswith(f"{model}:")]
+        return max(owners, key=len, default=None)
+
+    def _refuse(self, code: str, message: str, param: str | None = None) -> None:
+        self._wrong += 1
+        if len(self._issues) < MOST_ISSUES:
+            self._issues.append(Issue(code, message, self._line, param))
+
+
+def _unreadable(line: bytes, error: Exception) -> tuple[str, str, str | None]:
+    """Whether it is no JSON, or not the JSON of a request."""
+    try:
+        whole = msgspec.json.decode(line)
+    except _UNREADABLE:
+        return "invalid_json_line", "the line is no JSON object", None
+    if not isinstance(whole, dict):
+        return "invalid_json_line", "the line is no JSON object", None
+    for field in ("custom_id", "method", "url", "body"):
+        if field not in whole:
+            return f"missing_{field}", f"{field} is missing", field
+    for field in ("custom_id", "method", "url"):
+        if not isinstance(whole[field], str):
+            return f"invalid_{field}", f"{field} must be a text", field
+    return "invalid_body", f"body must be an object: {error}", "body"
+
+
+def split(pieces: Iterable[bytes], most_bytes: int) -> Iterator[bytes]:
+    """The lines in a file that is read piece by piece. Of one that is longer than `most_bytes` only a beginning comes,
+    of so many bytes and one more."""
+    kept = b""
+    for piece in pieces:
+        first, *more = piece.split(b"\n")
+        kept += first[: most_bytes + 1 - len(kept)]
+        for line in more:
+            yield kept.removesuffix(b"\r")
+            kept = line[: most_bytes + 1]
+    if kept:
+        yield kept.removesuffix(b"\r")
+
+
+def result_id(batch: str, number: int) -> str:
+    """The name of a result, the same whoever writes it."""
+    return f"batch_req_{batch.removeprefix('batch_')}_{number}"
+
+
+def answered(batch: str, number: int, custom_id: str, status: int, request_id: str, body: bytes) -> bytes:
+    """The line of an item that was answered, also of one that was refused. `body` is JSON; ValueError if not."""
+    try:
+        raw = msgspec.Raw(body)
+        if b"\n" in body or b"\r" in body:
+            raw = msgspec.Raw(msgspec.json.encode(msgspec.json.decode(body)))
+        else:
+            msgspec.json.decode(body)
+    except _UNREADABLE as error:
+        raise ValueError(f"the answer is no JSON: {error}") from None
+    return msgspec.json.encode(
+        {
+            "id": result_id(batch, number),
+            "custom_id": custom_id,
+            "response": {"status_code": status, "request_id": request_id, "body": raw},
+            "error": None,
+        }
+    )
+
+
+def unanswered(batch: str, number: int, custom_id: str, code: str, message: str) -> bytes:
+    """The line of an item that has no answer."""
+    return msgspec.json.encode(
+        {
+            "id": result_id(batch, number),
+            "custom_id": custom_id,
+            "response": None,
+            "error": {"code": code, "message": message},
+        }
+    )

@@ -1,0 +1,149 @@
+"""What is kept of files and batches. Times are whole seconds of Unix time, as OpenAI's API has them."""
+
+import re
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+Purpose = Literal["batch", "batch_output"]
+
+Status = Literal[
+    "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
+]
+"""OpenAI's. A batch is over when it is failed, completed, expired or cancelled."""
+
+OPEN: tuple[Status, ...] = ("validating", "in_progress", "finalizing", "cancelling")
+
+Closing = Literal["", "expired", "cancelled"]
+"""Why what is left of a batch is not answered; "": it is."""
+
+Results = Literal["", "output", "error"]
+
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
+"""What the lines of a batch may ask for, the same in all of them."""
+
+LEAST_WINDOW_S, MOST_WINDOW_S = 1, 7 * 86_400
+
+_WINDOW = re.compile(r"([1-9][0-9]{0,6})([smhd])", re.ASCII)
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+
+MOST_NUMBER = 1 << 24
+"""Items of one batch."""
+
+
+def window_s(text: str) -> int:
+    """Seconds of a completion window: `24h`, `10m`, `90s`, `7d`. ValueError, which says what it must be."""
+    found = _WINDOW.fullmatch(text)
+    seconds = int(found[1]) * _UNITS[found[2]] if found else 0
+    if not LEAST_WINDOW_S <= seconds <= MOST_WINDOW_S:
+        raise ValueError("must be a number of seconds, minutes, hours or days up to 7d, as 24h or 10m")
+    return seconds
+
+
+def class_of(window_s: float, seconds: Mapping[str, float]) -> str:
+    """The class of a batch's requests: of `seconds`, those to a class's first token, the longest that the window has
+    room for; of a window that has room for none, the shortest."""
+    fits = {name: slo_s for name, slo_s in seconds.items() if slo_s <= window_s}
+    if fits:
+        return max(fits, key=lambda name: fits[name])
+    return min(seconds, key=lambda name: seconds[name])
+
+
+class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
+    """One file. Of an uploaded one the content is in a folder (`blobs`), of results it is in the store."""
+
+    id: str
+    client: str
+    purpose: Purpose = "batch"
+    filename: str
+    bytes: int
+    created_s: int
+    expires_s: int | None = None
+    batch: str = ""
+    """Whose results it holds."""
+    results: Results = ""
+
+
+class Issue(msgspec.Struct, frozen=True):
+    """What is wrong with a batch: OpenAI's entry in `errors`. `line` counts from 1."""
+
+    code: str
+    message: str
+    line: int | None = None
+    param: str | None = None
+
+
+class StoredBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """One batch. `times` says when it came to each status."""
+
+    id: str
+    client: str
+    endpoint: str
+    input_file: str
+    window: str
+    created_s: int
+    expires_s: int
+    status: Status = "validating"
+    closing: Closing = ""
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+    output_file: str | None = None
+    error_file: str | None = None
+    metadata: Mapping[str, str] | None = None
+    issues: tuple[Issue, ...] = ()
+    times: Mapping[str, int] = {}
+    models: tuple[str, ...] = ()
+    """Those that were served when it was made, the first one first."""
+    allowed: tuple[str, ...] | None = None
+    """Those of them, and of their adapters, that its client may ask for; None: all."""
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing of it changes any more."""
+        return self.status not in OPEN
+
+    @property
+    def left(self) -> int:
+        """Items without a result."""
+        return self.total - self.completed - self.failed
+
+
+class Item(msgspec.Struct, frozen=True):
+    """One request of a batch, the `number`-th from 1. `body` is JSON as its client wrote it."""
+
+    number: int
+    custom_id: str
+    model: str
+    body: bytes
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    """What it may take, estimated from its length and its limit."""
+
+
+class Ending(msgspec.Struct, frozen=True):
+    """What became of an item: a line of the output file, or of the error file."""
+
+    batch: str
+    number: int
+    is_ok: bool
+    line: bytes
+
+
+class Part(msgspec.Struct, frozen=True):
+    """Items of one batch that are for one model: how many have no result yet, and how long these are together."""
+
+    batch: str
+    model: str
+    left: int
+    prompt_tokens: int
+    output_tokens: int
+
+
+class ClientTotals(msgspec.Struct):
+    """Items of one client, in all its batches that are kept."""
+
+    left: int = 0
+    completed: int = 0
+    failed: int = 0
