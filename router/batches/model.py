@@ -20,12 +20,17 @@ Closing = Literal["", "expired", "cancelled"]
 
 Results = Literal["", "output", "error"]
 
+FILE_PATTERN = "^file-[0-9a-f]{32}(-output|-error)?$"
+BATCH_PATTERN = "^batch_[0-9a-f]{32}$"
+"""What ids are like."""
+
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
 """What the lines of a batch may ask for, the same in all of them."""
 
-LEAST_WINDOW_S, MOST_WINDOW_S = 1, 7 * 86_400
+WINDOW_PATTERN = "^([1-9][0-9]{0,4}s|[1-9][0-9]{0,3}m|([1-9][0-9]?|1[0-5][0-9]|16[0-8])h|[1-7]d)$"
+"""A completion window: seconds, minutes, hours or days, at most seven of these."""
 
-_WINDOW = re.compile(r"([1-9][0-9]{0,6})([smhd])", re.ASCII)
+_WINDOW = re.compile(WINDOW_PATTERN.removesuffix("$") + r"\Z", re.ASCII)
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 MOST_NUMBER = 1 << 24
@@ -34,11 +39,9 @@ MOST_NUMBER = 1 << 24
 
 def window_s(text: str) -> int:
     """Seconds of a completion window: `24h`, `10m`, `90s`, `7d`. ValueError, which says what it must be."""
-    found = _WINDOW.fullmatch(text)
-    seconds = int(found[1]) * _UNITS[found[2]] if found else 0
-    if not LEAST_WINDOW_S <= seconds <= MOST_WINDOW_S:
+    if not _WINDOW.match(text):
         raise ValueError("must be a number of seconds, minutes, hours or days up to 7d, as 24h or 10m")
-    return seconds
+    return int(text[:-1]) * _UNITS[text[-1]]
 
 
 def class_of(window_s: float, seconds: Mapping[str, float]) -> str:

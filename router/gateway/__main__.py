@@ -13,6 +13,7 @@ from typing import Any
 
 import uvicorn
 
+from router.batches.folder import check as check_batches
 from router.descriptors import raise_limit
 from router.gateway import logs, otlp
 from router.gateway.access import proxies
@@ -30,6 +31,7 @@ from sglang_fair.common.files import read_json
 from sglang_fair.common.interaction import make_apps
 from sglang_fair.common.pairs import split_pairs
 from sglang_fair.common.processes import die_with_parent
+from sglang_fair.common.service_keys import feeder_key
 from sglang_fair.settings import table
 from sglang_fair.settings.commands import Mistake
 from sglang_fair.settings.program import run_program
@@ -64,6 +66,7 @@ def configure(settings: table.Gateway) -> Config:
         apps=settings.apps,
         more_models=more_models(settings),
         slo_classes=dict(settings.slo_classes),
+        **shared(settings, table.Files),
     )
 
 
@@ -123,6 +126,11 @@ def warn(settings: table.Gateway) -> None:
             settings.workers,
         )
 
+    if settings.batches is not None and not feeder_key.key():
+        log.warning(
+            "nothing of batches will run: gateway and feeder need the same key in %s", feeder_key.variable
+        )
+
 
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches a server that listens there. A name that is not localhost may be anything."""
@@ -139,6 +147,11 @@ def serve(settings: table.Gateway) -> int:
         die_with_parent()
     config = configure(settings)
     warn(settings)
+    if settings.batches is not None:
+        try:
+            check_batches(Path(settings.batches))  # a line now, and no traceback later
+        except ValueError as error:
+            raise Mistake(str(error)) from None
     if settings.admin_port is not None:
         try:
             check_free(settings.admin_host, settings.admin_port, shared=settings.workers > 1)

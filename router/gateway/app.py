@@ -14,10 +14,13 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.routing import Mount, Route, Router
 
+from router.batches.contract import StoreError
 from router.gateway import admin, logs, pages, tenants
 from router.gateway.access import proxies
 from router.gateway.access.quota import MEMORY
 from router.gateway.address import Address
+from router.gateway.batches import routes as batches
+from router.gateway.batches.files import Bounds, Files
 from router.gateway.errors import ApiError
 from router.gateway.gateway import Gateway
 from router.gateway.guard import Guard
@@ -31,6 +34,8 @@ from sglang_fair.common.files import read_json
 from sglang_fair.common.identity import DEFAULT_ORDER
 from sglang_fair.common.interaction import make_apps
 from sglang_fair.common.processes import die_with_parent
+from sglang_fair.common.service_keys import feeder_key
+from sglang_fair.settings.setting import SettingError
 from sglang_fair.settings.table import METRICS_CLIENTS
 
 CONFIG_VARIABLE = "SGLANG_FAIR_GATEWAY"
@@ -60,6 +65,11 @@ class Config:
     more_models: Mapping[str, str] = field(default_factory=dict)
     """Further models, each with the folder of its tokenizer."""
     slo_classes: Mapping[str, float] = field(default_factory=lambda: dict(DEFAULT_CLASSES))
+    batches: str | None = None
+    """The folder of files and batches; None: there are none."""
+    batch_file_bytes: int = 1 << 30
+    batch_client_bytes: int = 16 << 30
+    batch_keep_days: float = 30.0
 
     @property
     def folders(self) -> dict[str, str]:
@@ -107,8 +117,10 @@ class App(Router):
     for each, and they answer their errors themselves.
     """
 
-    def __init__(self, gateway: Gateway, pages: Pages, admin: Address | None = None) -> None:
-        """`admin` is where operators ask, if that is an address of its own."""
+    def __init__(
+        self, gateway: Gateway, pages: Pages, admin: Address | None = None, files: Files | None = None
+    ) -> None:
+        """`admin` is where operators ask, if that is an address of its own. `files` are closed at the end."""
 
         @asynccontextmanager
         async def lifespan(_: Router) -> AsyncIterator[dict[str, ConnectionBounds]]:
@@ -121,6 +133,8 @@ class App(Router):
                 if admin is not None:
                     await admin.close()
                 await gateway.close()
+                if files is not None:
+                    files.close()
 
         relays = [Route(path, gateway.relay(kind), methods=["POST"]) for kind, path in PATHS.items()]
         # A path with a line break matches no Mount: it goes to `default`.
@@ -132,7 +146,9 @@ class App(Router):
 
 
 def create_app(config: Config) -> App:
-    """The application. Reads tokenizers and tenants at once; raises `TokenizerError` and SettingError if it cannot."""
+    """The application. Reads tokenizers and tenants, and opens the folder of batches, at once; raises `TokenizerError`
+    and SettingError if it cannot."""
+    files = open_files(config)
     gateway = Gateway(
         read_tokens(config.folders),
         config.router,
@@ -148,19 +164,32 @@ def create_app(config: Config) -> App:
         config.otlp_traces_endpoint,
         None if config.apps is None else make_apps(read_json(config.apps), config.apps),
         Classes(config.slo_classes),
+        feeder_key.key() if files is not None else "",
     )
     guard = Guard(has_tenants=config.tenants is not None)
     workers = admin.routes(gateway.link, gateway.replicas, gateway.names, guard)
     relayed = tuple(PATHS.values())
+    public = [*pages.public(gateway), *(() if files is None else batches.routes(gateway, files))]
     if config.tenants is None and config.admin_port is None:
-        own = [*pages.public(gateway), *pages.private(gateway), *workers]
-        return App(gateway, Pages(gateway, own, relayed))
+        own = [*public, *pages.private(gateway), *workers]
+        return App(gateway, Pages(gateway, own, relayed), files=files)
     address = None
     if config.admin_port is not None:
         changes = [] if config.tenants is None else tenants.routes(Path(config.tenants), guard)
         operators = Pages(gateway, [*pages.private(gateway, guard.check), *workers, *changes], ())
         address = Address(operators, config.admin_host, config.admin_port, shared=config.processes > 1)
-    return App(gateway, Pages(gateway, pages.public(gateway), relayed), address)
+    return App(gateway, Pages(gateway, public, relayed), address, files)
+
+
+def open_files(config: Config) -> Files | None:
+    """What the gateway keeps of batches, if it has any. Raises SettingError, in one line."""
+    if config.batches is None:
+        return None
+    keep_s = int(86_400 * config.batch_keep_days)
+    try:
+        return Files(Path(config.batches), Bounds(config.batch_file_bytes, config.batch_client_bytes, keep_s))
+    except StoreError as error:
+        raise SettingError(f"--batches: {error}", "batches") from None
 
 
 def create_app_from_environment() -> App:

@@ -62,6 +62,7 @@ class Gateway:
         otlp_traces_endpoint: str | None = None,
         apps: Apps | None = None,
         classes: Classes | None = None,
+        feeder_key: str = "",
     ) -> None:
         """`tokens` are the tokenizers of the models that it serves, the first one first. `routers` are the
         addresses of its routers, `identity` where a client's name is looked for. `start` opens connections.
@@ -70,13 +71,14 @@ class Gateway:
         `limit_store` is where tenants' limits are counted. `metrics_clients` who are no tenants have labels of their
         own; `processes` of this gateway count together. With `log_format` "json" each request is logged. `apps` says
         which applications clients may name, `classes` what they may ask to be promised.
-        Spans go to `otlp_traces_endpoint`; None: none are made.
+        With `feeder_key` the feeder of batches asks on behalf of clients. Spans go to `otlp_traces_endpoint`; None:
+        none are made.
         """
         self.processes = processes
         self.counters = Counters()
         self.directory = None if tenants is None else Directory(tenants)
         self.quotas = Quotas(limit_store)
-        self.identity = Identity(identity, self.counters, self.directory, trusted)
+        self.identity = Identity(identity, self.counters, self.directory, trusted, feeder_key)
         self.capacity = Capacity(limits.max_in_flight, limits.max_held_bytes, limits.max_body_bytes)
         self.connection_bounds = ConnectionBounds(
             SharedLimit(limits.max_connections), limits.head_timeout_s, self.counters

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from router.batches.model import BATCH_PATTERN, FILE_PATTERN
 from router.gateway.admin import (
     NAME_PATTERN,
     NewLimits,
@@ -17,6 +18,7 @@ from router.gateway.admin import (
     WorkerList,
     WorkerState,
 )
+from router.gateway.batches.schema import BatchList, BatchObject, FileDeleted, FileList, FileObject, NewBatch
 from router.gateway.errors import ErrorBody
 from router.gateway.explain import Explained, Latest
 from router.gateway.pages import MOST_LATEST, HealthReport, Model, Models, StatusReport
@@ -57,18 +59,19 @@ ERRORS = {
     "400": "what was sent cannot be understood",
     "401": "the key is missing or unknown: a tenant's, where the gateway has tenants, or the admin's",
     "403": "this is for the gateway's own machine, or for nobody, because there is no admin key",
-    "404": "there is no such model, worker, tenant, or request that is remembered",
+    "404": "there is no such model, worker, tenant, file, batch, or request that is remembered",
     "408": "the body did not arrive in time",
-    "409": "the name or the address is another worker's; the tenants' file cannot be changed as asked; or the router "
-    "does not throttle",
-    "413": "the body is too large",
+    "409": "the name or the address is another worker's; the tenants' file cannot be changed as asked; the router "
+    "does not throttle; a batch is over, or still reads the file",
+    "413": "the body is too large, or the client's files together are",
     "429": "too much is in flight, of this client or of all; the cluster is overloaded and the client at its limit "
     "(`throttled_user`, `throttled_app`); or the replica's policy refuses",
     "502": "no replica could serve it to the end",
-    "503": "no router answers, or it has no replica to send it to",
+    "503": "no router answers, or it has no replica to send it to; the disk is full",
 }
 RELAY_ERRORS = ("400", "401", "404", "408", "413", "429", "502", "503")
 TENANT_ERRORS = ("400", "401", "403", "404", "409", "413")
+FILE_ERRORS = ("400", "401", "404", "408", "409", "413", "429", "503")
 ADMIN_ERRORS = ("400", "401", "403", "404", "409", "413", "503")
 
 ANSWER = (
@@ -100,6 +103,12 @@ def describe(version: str, paths: Collection[str] | None = None) -> Schema:
             ErrorBody,
             TenantChange,
             TenantState,
+            FileObject,
+            FileList,
+            FileDeleted,
+            NewBatch,
+            BatchObject,
+            BatchList,
         ),
     )
     references, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
@@ -143,6 +152,7 @@ class _Document:
                         "What the sender has had, what it may have, and what is left.", UsageReport, ("401",)
                     )
                 },
+                **self._batches(),
                 "/requests": {
                     "get": self._answered(
                         "The requests that came last to this process, the latest first.",
@@ -189,6 +199,67 @@ class _Document:
                     )
                 },
                 "/tenants/{name}": {"patch": change_tenant | {"requestBody": self._body(TenantChange)}},
+            },
+        }
+
+    def _batches(self) -> Schema:
+        """Files and batches."""
+        name = {"name": "id", "in": "path", "required": True, "schema": _text(FILE_PATTERN)}
+        batch = name | {"schema": _text(BATCH_PATTERN)}
+        after = {
+            "name": "after",
+            "in": "query",
+            "schema": _text(),
+            "description": "The last of the page before.",
+        }
+        upload = {
+            "type": "object",
+            "required": ["file", "purpose"],
+            "properties": {
+                "file": {"type": "string", "format": "binary", "description": "A request a line, in JSON."},
+                "purpose": {"type": "string", "enum": ["batch"]},
+            },
+            "additionalProperties": False,
+        }
+        purpose = {"name": "purpose", "in": "query", "schema": {"enum": ["batch", "batch_output"]}}
+        order = {"name": "order", "in": "query", "schema": {"enum": ["asc", "desc"]}}
+        content = {"description": "The file.", "content": {"application/octet-stream": {}}}
+        return {
+            "/v1/files": {
+                "post": self._answered("Upload the requests of a batch.", FileObject, FILE_ERRORS)
+                | {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": upload}}}},
+                "get": self._answered(
+                    "The sender's files.",
+                    FileList,
+                    FILE_ERRORS,
+                    parameters=[after, _limit(10_000), purpose, order],
+                ),
+            },
+            "/v1/files/{id}": {
+                "get": self._answered("A file.", FileObject, FILE_ERRORS, parameters=[name]),
+                "delete": self._answered("Delete a file.", FileDeleted, FILE_ERRORS, parameters=[name]),
+            },
+            "/v1/files/{id}/content": {
+                "get": {
+                    "summary": "What is in a file.",
+                    "parameters": [name],
+                    "responses": {"200": content, **self._errors(FILE_ERRORS)},
+                }
+            },
+            "/v1/batches": {
+                "post": self._answered("Have the requests of a file answered.", BatchObject, FILE_ERRORS)
+                | {"requestBody": self._body(NewBatch)},
+                "get": self._answered(
+                    "The sender's batches.", BatchList, FILE_ERRORS, parameters=[after, _limit(100)]
+                ),
+            },
+            "/v1/batches/{id}": {
+                "get": self._answered("A batch.", BatchObject, FILE_ERRORS, parameters=[batch])
+            },
+            "/v1/batches/{id}/cancel": {
+                "post": self._answered(
+                    "Answer no more of a batch's requests.", BatchObject, FILE_ERRORS, parameters=[batch]
+                )
             },
         }
 
@@ -244,6 +315,10 @@ class _Document:
             "description": description,
             "content": {"application/json": {"schema": self._schemas[answer]}},
         }
+
+
+def _limit(most: int) -> Schema:
+    return {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": most}}
 
 
 def _text(pattern: str | None = None) -> Schema:

@@ -30,3 +30,6 @@ admin_key = ServiceKey("SGLANG_FAIR_ADMIN_KEY")
 
 replica_key = ServiceKey("SGLANG_FAIR_REPLICA_KEY")
 """With which gateway, cluster and operators ask replicas: SGLang's `--api-key`."""
+
+feeder_key = ServiceKey("SGLANG_FAIR_FEEDER_KEY")
+"""With which the feeder of batches asks gateways, on behalf of clients."""

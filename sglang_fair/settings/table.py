@@ -286,6 +286,31 @@ class Tracing:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Files:
+    """Where a gateway keeps files and batches, and how large they may be."""
+
+    batches: Annotated[
+        str | None,
+        About(
+            "Folder in which files and batches (/v1/files, /v1/batches) are kept, whatever dies. All processes of one "
+            "machine's gateway, and the feeder, have the same one.",
+            metavar="DIR",
+            unset="no batches",
+        ),
+    ] = None
+    batch_file_bytes: Annotated[int, About("Largest file of a batch's requests.", unit="bytes", above=0)] = (
+        1 << 30
+    )
+    batch_client_bytes: Annotated[
+        int, About("All files together that a client has uploaded and that are kept.", unit="bytes", above=0)
+    ] = 16 << 30
+    batch_keep_days: Annotated[
+        float,
+        About("Files, and batches that are over with their results, are kept so long.", unit="days", above=0),
+    ] = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Throttling:
     """Whom the router refuses."""
 
@@ -608,7 +633,7 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gateway(Tracing, Access, Deadlines, Limits):
+class Gateway(Files, Tracing, Access, Deadlines, Limits):
     """Run a gateway alone: the OpenAI API and /generate in front of the replicas; the router says which one."""
 
     host: Annotated[str, About("Address to listen on.")] = "127.0.0.1"
@@ -708,6 +733,8 @@ VARIABLES: Mapping[str, str] = {
     "--tenants nobody is one, else /workers and the page are for this machine only.",
     "SGLANG_FAIR_REPLICA_KEY": "SGLang's --api-key, which replicas that we start ask for and gateways send; unset: a "
     "cluster with --tenants makes one up, others have none.",
+    "SGLANG_FAIR_FEEDER_KEY": "With which the feeder asks gateways on behalf of the clients whose batches it runs; "
+    "unset: a cluster with --batches makes one up, others have none, and nothing of their batches runs.",
     "SGLANG_FAIR_CACHE": "Folder in which prepared models are kept; by default sglang-fair in the user's cache folder.",
     "SGLANG_FAIR_DISABLE": "1: SGLang serves without the overlay.",
     "SGLANG_FAIR_ANY_VERSION": "1: attach the overlay to another version of SGLang than it was tested with.",

@@ -3,9 +3,11 @@
 Rule. With a tenants' file, a request's caller is the tenant whose key it has, or, from a trusted proxy, the tenant that
 the first identity header names; anything else is refused with 401. Without one, `common.identity` says who the client
 is. A header from elsewhere than a trusted proxy is ignored and counted; without a file and without `--trusted-proxies`
-every header is believed.
+every header is believed. The feeder of batches, which has the key in `SGLANG_FAIR_FEEDER_KEY`, asks as whichever client
+`HEADER_ON_BEHALF` names; whoever sends another key there is refused.
 """
 
+import hmac
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +18,11 @@ from router.gateway.counters import Counters
 from router.gateway.errors import ApiError
 from sglang_fair.common.caller import HEADER_WEIGHT, Caller
 from sglang_fair.common.identity import API_KEY, DEFAULT_ORDER, USER, identify
+
+HEADER_FEEDER = "x-fair-feeder"
+"""The feeder's key."""
+HEADER_ON_BEHALF = "x-fair-on-behalf-of"
+"""The client whose request the feeder sends."""
 
 Headers = Mapping[str, str]
 Peer = Sequence[Any] | None
@@ -30,9 +37,12 @@ class Identity:
         counters: Counters,
         directory: Directory | None = None,
         trusted: Sequence[Network] | None = None,
+        feeder_key: str = "",
     ) -> None:
-        """`order` is where a name is looked for (`common.identity`); `trusted` is None where nothing was said."""
+        """`order` is where a name is looked for (`common.identity`); `trusted` is None where nothing was said. Without
+        a `feeder_key` nobody is the feeder."""
         self.directory = directory
+        self._feeder_key = feeder_key.encode()
         self._counters = counters
         self._order = order
         self._unheaded = [place for place in order if place in (API_KEY, USER)]
@@ -50,6 +60,8 @@ class Identity:
         """The caller of a request from `peer`, and its tenant. Raises `ApiError` 401. Call it once with `user`, the
         body's field, and once without where that is not known yet; what is ignored is counted without only.
         """
+        if self._feeder_key and HEADER_FEEDER in headers:
+            return self._on_behalf(headers)
         if self._believes_all:
             return _client(headers, user, self._order)
         is_believed = is_trusted(self._trusted or (), peer)
@@ -68,6 +80,18 @@ class Identity:
         found = self.directory.by_key(key)
         if found is None:
             raise _refused("this API key is not known here", "invalid_api_key")
+        return found
+
+    def _on_behalf(self, headers: Headers) -> Known:
+        given = headers[HEADER_FEEDER].encode("utf-8", "surrogatepass")
+        if not hmac.compare_digest(given, self._feeder_key):
+            raise _refused("this is not the feeder's key", "invalid_feeder_key")
+        name = headers.get(HEADER_ON_BEHALF, "")
+        found = (
+            Known(None, Caller(header_safe(name))) if self.directory is None else self.directory.by_name(name)
+        )
+        if found is None or not name:
+            raise _refused("the feeder names no tenant", "unknown_tenant")
         return found
 
 

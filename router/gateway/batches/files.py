@@ -1,0 +1,66 @@
+"""What a gateway process has of files and batches: the store, the folder of uploads, threads that wait for both."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+from router.batches.contract import FileInUse, Store, StoreError, StoreFull
+from router.batches.folder import open_blobs, open_store
+from router.gateway.errors import ApiError
+from router.shared_limit import SharedLimit
+
+THREADS = 4
+MOST_UPLOADS = 32
+"""At a time in one process, shared by the clients (`shared_limit`); more get 429."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How large files may be, and how long they are kept."""
+
+    file_bytes: int
+    client_bytes: int
+    keep_s: int
+
+
+class Files:
+    """Belongs to one event loop. What it waits for, it waits for in threads."""
+
+    def __init__(self, folder: Path, bounds: Bounds) -> None:
+        """Raises `StoreError`."""
+        self.blobs = open_blobs(folder)
+        self.store: Store = open_store(folder)
+        self.bounds = bounds
+        self.uploads = SharedLimit(MOST_UPLOADS)
+        self._threads = ThreadPoolExecutor(THREADS, "batches")
+
+    async def run(self, function: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
+        """What `function` returns, called in a thread. Raises `ApiError` in place of `StoreError`."""
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._threads, partial(function, *given, **named))
+        except StoreError as error:
+            raise as_api_error(error) from None
+
+    def close(self) -> None:
+        """What is being written is waited for."""
+        self._threads.shutdown()
+        self.store.shut()
+
+
+def as_api_error(error: StoreError) -> ApiError:
+    """As a client hears of it."""
+    if isinstance(error, FileInUse):
+        return ApiError(409, str(error), code="file_in_use")
+    if isinstance(error, StoreFull):
+        return ApiError(503, "the disk is full: nothing was accepted", code="disk_full", retry_after_s=60)
+    return ApiError(
+        503, "files and batches cannot be read or written here", code="store_failed", retry_after_s=10
+    )
