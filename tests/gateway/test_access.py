@@ -473,7 +473,15 @@ def test_an_address_documents_what_it_has(path: Path, tmp_path: Path) -> None:
     app = made(tmp_path, tenants=str(path), admin_port=free_port())
     assert set(app.pages.openapi()["paths"]) == {
         *("/v1/chat/completions", "/v1/completions", "/generate", "/v1/models", "/v1/models/{id}", "/health"),
-        *("/v1/usage", "/explain/{id}"),
+        *(
+            "/v1/usage",
+            "/explain/{id}",
+            "/v1/files",
+            "/v1/files/{id}",
+            "/v1/files/{id}/content",
+            "/v1/batches",
+        ),
+        *("/v1/batches/{id}", "/v1/batches/{id}/cancel"),
     }
 
 
