@@ -1,13 +1,14 @@
 """Fair scheduling as pure code, without engine, clock or global randomness.
 
-    policies      `policy` is their interface; fcfs, rpm, lpm, lcf, vtc, drr, dlpm, wsc and their variants; their
-                  `options`
+    policies      `policy` is their interface; fcfs, rpm, lpm, lcf, vtc, drr, dlpm, wsc, slo and their variants;
+                  their `options`
     queue         who waits and who goes first (`queue`, `job`, `clients`, `heap`); whose turn it is (`turns`)
     admission     forming a batch: who is asked next, who waits for a prefix (`admission`, `lookups`); prompts or
                   tokens for those that run (`steps`)
     account       what requests cost and whom it is charged to (`account`, `cost`, `ledger`, `payers`, `predictor`); the
                   largest of them, of which bounds are made (`largest`)
     eviction      whose prefixes the cache gives up
+    preemption    which running requests are taken back for more urgent ones
     record        what each request waited for and by whom it was overtaken (`record`, `waits`, `overtakes`)
     throttle      who is let in while the cluster is overloaded (`throttle`, `interactions`, `windows`); what a call of
                   an application normally needs (`normal`)
@@ -31,6 +32,7 @@ from sglang_fair.core.lpm import Lpm
 from sglang_fair.core.policy import OPTION, Policy
 from sglang_fair.core.predicted import DlpmPredict, VtcNoisy, VtcOracle, VtcPredict
 from sglang_fair.core.rpm import Rpm
+from sglang_fair.core.slo import Slo
 from sglang_fair.core.vtc import Vtc
 from sglang_fair.core.wsc import Wsc, WscDlpm
 
@@ -38,7 +40,7 @@ POLICIES: Mapping[str, type[Policy]] = {
     policy.name: policy
     for policy in (
         Fcfs, Rpm, Lpm, Lcf, Vtc, VtcPredict, VtcOracle, VtcNoisy, Drr, Dlpm, DlpmPredict, DlpmAdaptive,
-        Wsc, WscDlpm,
+        Wsc, WscDlpm, Slo,
     )
 }  # fmt: skip
 

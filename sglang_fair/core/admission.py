@@ -8,12 +8,14 @@ are the engine's to judge. Everything else about a candidate is decided here:
                   are a cache hit. Only for policies that allow it (`Policy.waits_for_prefixes`)
     corrections   a candidate that lost cached tokens since its look-up is offered again only if it is still first
     steps         whether the step is for prompts at all, or for those that run, and how long it may be (`steps`)
+    eviction      which running requests are taken back for a more urgent one, if the policy has that (`preemption`)
     target        all requests of a client above its share of those that run are passed over while these would take
                   longer than the target (`Steps.holds_back`); the server's own and retracted ones never are
 
 The engine is reached through one function, `match`. The engine, or what models it, calls:
 
     arrive, leave, retract      as requests come and go
+    evict                       a running one was taken back for another
     begin_pass                  a batch is formed
     refuses                     may a new request wait here? `arrive` follows at once
     chunk_tokens                how many prompt tokens the step may have
@@ -35,6 +37,7 @@ from dataclasses import dataclass
 from sglang_fair.core.job import Job
 from sglang_fair.core.ledger import SYSTEM
 from sglang_fair.core.lookups import LookUps
+from sglang_fair.core.preemption import Preemption
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.record import Outcome, Record
 from sglang_fair.core.steps import Steps
@@ -87,6 +90,9 @@ class Admission:
         if steps is not None:
             queue.reweighed.append(steps.reweigh)
         self.record = Record(queue.policy)
+        most = queue.policy.evictions
+        self.preemption = Preemption(most) if most else None
+        """Whom to take back for whom. None: the policy takes nobody back."""
         self._match = match
         self._look_ups = LookUps()
         self._cached_tokens = 0
@@ -139,6 +145,18 @@ class Admission:
         self._stop_computing(job)
         self.queue.retract(job)
         self.record.retract(job)
+        self._look_ups.arrive(job)
+
+    def evict(self, job: Job, urgent: Job) -> None:
+        """The engine took the running `job` back for `urgent` (`Preemption.choose`), and has kept what it computed: it
+        waits by the policy. ValueError if the policy takes nobody back."""
+        if self.preemption is None:
+            raise ValueError(f"policy {self.queue.policy.name} takes no request back")
+        self.preemption.taken_back(job)
+        self._stop_running(job)
+        self._stop_computing(job)
+        self.queue.evict(job)
+        self.record.evict(job, urgent)
         self._look_ups.arrive(job)
 
     # ---- one pass
@@ -261,6 +279,8 @@ class Admission:
         """A step is over, `computed` included; the arguments are those of `Steps.step`."""
         if self.steps is not None:
             self.steps.step(duration_s, extended, decoded=decoded, requests=requests)
+        if self.preemption is not None:
+            self.preemption.step(duration_s, extended_tokens=sum((extended or {}).values()), decoded=decoded)
 
     def finish(self, job: Job, outcome: Outcome = "finished") -> None:
         """A running request ended, by itself or by abort."""
@@ -329,6 +349,8 @@ class Admission:
         self.steps.release(job.client)
 
     def _gone(self, job: Job) -> None:
+        if self.preemption is not None:
+            self.preemption.gone(job)
         if self.steps is not None and not job.system:
             self.steps.leave(job.client)
 

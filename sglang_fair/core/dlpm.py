@@ -106,6 +106,8 @@ class Dlpm(Policy):
     waits_for_prefixes: ClassVar[bool] = True
     shares_steps: ClassVar[bool] = True
     keeps_bound_with_transfers: ClassVar[bool] = True
+    newcomers_first: ClassVar[bool] = True
+    """A client that was welcomed goes before all others until it is charged."""
     quantum: float = DEFAULT_QUANTUM
     weights: Weights = field(default_factory=Weights)
     patience: int = PATIENCE
@@ -377,7 +379,7 @@ class Dlpm(Policy):
                 self._turns.pop(client, None)
         elif (eligible_from := self._eligible_from(client)) <= self._round or self._may_borrow(client, head):
             account = self._deficits[client]
-            is_new = account.welcome > 0 and not account.charged
+            is_new = self.newcomers_first and account.welcome > 0 and not account.charged
             self._ready.put(client, (not is_new, *self._order(head)))
             self._parked.discard(client)
             self._turns[client] = True

@@ -41,6 +41,8 @@ class Job:
     """When its first token is due, by the clock of the engine; None: nobody has promised anything."""
     slo_class: str = ""
     """By which promise (`common.deadlines`)."""
+    tier: int = 0
+    """0: within its client's share of the cluster; 1: beyond it. As its gateway says."""
     system_tokens: int = 0
     """Of its prompt: those of system messages, which are taken for its beginning. As its sender calls its messages."""
 

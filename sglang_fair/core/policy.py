@@ -61,7 +61,7 @@ class Policy(ABC):
     refills: int | None = None
     """How often rounds had to pass because no client that waits had credit. None: there are no rounds."""
 
-    scales: ClassVar[bool] = False
+    scales: bool = False
     """`scale` may be other than 1. The account then tells it prices, not costs."""
 
     price: Cost | None = None
@@ -69,6 +69,9 @@ class Policy(ABC):
 
     system_surcharge: float = 0.0
     """What a computed token of a system prompt counts more than another one, before the scale."""
+
+    evictions: int = 0
+    """How often a running request may be taken back for a more urgent one (`preemption`); 0: none is."""
 
     charges_at_end: bool = False
     """All charges of a request come together, when it ends."""

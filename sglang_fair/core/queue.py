@@ -7,9 +7,11 @@
       it does not         ── (stop) or hold
     it ended              ── finish ──►  it is gone                 ── idle            ── end
     memory ran out        ── retract ─►  it waits, first in line                       ── retract
+    one is more urgent    ── evict ───►  it waits                   ── arrive          ── retract
 
 Two kinds of requests go before all others, in order of arrival, and no policy knows of them: the server's own work,
-and retracted requests, which no deficit may hold back. What is computed and emitted between `admit` and `finish` is
+and requests that were retracted because memory ran out, which no deficit may hold back. One that was taken back for a
+more urgent one (`preemption`) waits as the policy says. What is computed and emitted between `admit` and `finish` is
 reported to `account` directly. Which of those that wait would compute the same prefix is `admission`'s business.
 """
 
@@ -95,7 +97,7 @@ class FairQueue:
 
     def rematch(self, job: Job) -> None:
         """`job.prefix_tokens` of a waiting request has changed."""
-        if not (job.system or job.repeating):
+        if not self._is_first(job):
             self.policy.rematch(job)
 
     # ---- what clients are entitled to
@@ -167,12 +169,13 @@ class FairQueue:
 
     def retract(self, job: Job) -> None:
         """The engine took a running request back and will compute it again: it waits, first in line."""
-        self._stop_running(job)
-        self.account.retract(job)
-        self._jobs[job.id] = job
+        self._take_back(job)
         self._first.put(job, job.arrival)
-        if not job.system:
-            self._wait(job.client)
+
+    def evict(self, job: Job) -> None:
+        """The engine took a running request, none of its own, back for a more urgent one: it waits by the policy."""
+        self._take_back(job)
+        self.policy.arrive(job)
 
     # ---- what people and tests read
 
@@ -263,7 +266,7 @@ class FairQueue:
 
     def _stop_waiting(self, job: Job) -> None:
         del self._jobs[job.id]
-        if job.system or job.repeating:
+        if self._is_first(job):
             self._first.discard(job)
             if job in self._first_held:
                 self._first_held.remove(job)
@@ -271,6 +274,17 @@ class FairQueue:
             self.policy.leave(job)
         if not job.system:
             self._clients[job.client].waiting -= 1
+
+    def _is_first(self, job: Job) -> bool:
+        """It waits before all others."""
+        return job.system or (job.repeating and (job in self._first or job in self._first_held))
+
+    def _take_back(self, job: Job) -> None:
+        self._stop_running(job)
+        self.account.retract(job)
+        self._jobs[job.id] = job
+        if not job.system:
+            self._wait(job.client)
 
     def _stop_running(self, job: Job) -> None:
         if not job.system:

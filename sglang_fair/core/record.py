@@ -2,6 +2,7 @@
 
     waits      how long it waited, by cause                                     (`waits`)
     overtakes  by how many later ones, in how many batches                      (`overtakes`)
+    evictions  how often it was taken back for a more urgent one, and how urgent that was  (`preemption`)
     counter    the policy's counter of its client when it came and when it was admitted, and the refills between
     service    when its prompt and its answer were computed, and how it ended
 
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from sglang_fair.core.job import Job
 from sglang_fair.core.overtakes import Overtaken, Overtakes
@@ -37,6 +38,15 @@ NS = 1_000_000_000
 
 Outcome = Literal["finished", "aborted", "refused"]
 """How a request ended: it was answered; somebody gave it up; it could not wait here."""
+
+
+class EvictedFor(NamedTuple):
+    """What is told of the one for whom a request was taken back."""
+
+    same_client: bool
+    tier: int
+    slack_s: float | None
+    """What was left until it was due."""
 
 
 @dataclass(slots=True, eq=False)
@@ -95,6 +105,8 @@ class Record:
         self._ended: deque[Entry] = deque()
         self._by_id: dict[str, Entry] = {}
         """The latest of each id."""
+        self._evicted_for: dict[Entry, tuple[EvictedFor, ...]] = {}
+        """For whom requests were taken back; few were."""
         self._running = 0
 
     # ---- what happens
@@ -143,6 +155,18 @@ class Record:
             self._running -= 1
             self.waits.stop(MEMORY)
             entry.waits += (self.waits.begin(job, first=True),)
+
+    def evict(self, job: Job, urgent: Job) -> None:
+        """`job` was taken back for `urgent`, and waits again as others of its client do."""
+        entry = self._here.get(job)
+        if entry is None:
+            return
+        self._running -= 1
+        entry.waits += (self.waits.begin(job),)
+        due_s = urgent.deadline_s
+        slack_s = None if due_s is None else due_s - self.waits.now_ns / NS
+        one = EvictedFor(urgent.client == job.client, urgent.tier, slack_s)
+        self._evicted_for[entry] = (*self._evicted_for.get(entry, ()), one)
 
     def leave(self, job: Job) -> None:
         """`job`, which waited, was given up."""
@@ -218,6 +242,7 @@ class Record:
         return None if now is None or before is None else now - before
 
     def _forget(self, entry: Entry) -> None:
+        self._evicted_for.pop(entry, None)
         before, after = entry.before, entry.after
         if before is not None:
             before.after = after
@@ -267,6 +292,7 @@ class Record:
             "counter_at_arrival": entry.counter_at_arrival,
             "counter_at_admission": entry.counter_at_admission,
             "refills": refills,
+            "evicted_for": [one._asdict() for one in self._evicted_for.get(entry, ())],
             "prefill_s": _seconds(prefill_ns),
             "decode_s": _seconds(decode_ns),
             **dict(zip(_NUMBERS, entry.numbers if job is None else _numbers(job), strict=True)),

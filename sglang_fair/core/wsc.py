@@ -62,7 +62,7 @@ class Normalised(Policy):
     a price that is negative or not finite, and for an `input_price` of 0.
     """
 
-    scales: ClassVar[bool] = True
+    scales = True
     spread: float = 8.0
     input_price: float = 1.0
     system_price: float = 1.0

@@ -87,7 +87,7 @@ class Fairness:
     quantum: Annotated[
         float | None,
         About(
-            "Quantum per client of DLPM (Q^u) and DRR; of wsc-dlpm in average calls.",
+            "Quantum per client of DLPM (Q^u), slo and DRR; of wsc-dlpm in average calls.",
             unit="service units",
             metavar="UNITS",
             unset="2000, and 2 average calls for wsc-dlpm",
@@ -178,8 +178,8 @@ class Fairness:
     normal: Annotated[
         str | None,
         About(
-            "Where wsc and wsc-dlpm keep what a call of each application normally needs: read at the start, and "
-            "written every minute and at the end. A cluster adds the replica's name.",
+            "Where wsc, wsc-dlpm and a normalised slo keep what a call of each application normally needs: read at "
+            "the start, and written every minute and at the end. A cluster adds the replica's name.",
             metavar="FILE",
             unset="learnt anew after each start",
             fair="normal",

@@ -324,6 +324,7 @@ def test_what_is_known_of_one_that_has_ended() -> None:
         "counter_at_arrival": None,
         "counter_at_admission": None,
         "refills": 0,
+        "evicted_for": [],
         "prefill_s": 1.5,
         "decode_s": 6.5,
         "prompt_tokens": 30,

@@ -49,6 +49,9 @@ class Request:
     system: bool = False
     weight: float | None = None
     weight_version: int = 0
+    slack_s: float | None = None
+    tier: int = 0
+    call: int = 1
 
     @property
     def reserved_tokens(self) -> int:
@@ -189,6 +192,9 @@ class EngineModel:
             system=request.system,
             weight=request.weight,
             weight_version=request.weight_version,
+            deadline_s=None if request.slack_s is None else self.steps + request.slack_s,
+            tier=request.tier,
+            call=request.call,
         )
         self.admission.tick(self.steps)
         if self.admission.refuses(job) is not None:
