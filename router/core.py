@@ -10,7 +10,7 @@ counted and ignored.
 """
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import fields, is_dataclass, replace
 from math import isfinite
@@ -37,6 +37,8 @@ from router.events import (
     Load,
     PeerGone,
     Place,
+    Plan,
+    Planner,
     Posted,
     Progress,
     Query,
@@ -48,6 +50,7 @@ from router.events import (
     Stored,
     Swap,
     Table,
+    Tick,
     Undelivered,
     WorkerDown,
     WorkerDrain,
@@ -55,6 +58,7 @@ from router.events import (
     WorkerUp,
 )
 from router.placement.contract import Ended, Holding, Hosting, Placement, Planning, Request, Swapping, Tiered
+from router.planning import Planners
 from router.radix import Hold, Match, RadixTree
 from router.record import PlacementRecord
 from router.shared_limit import SharedLimit
@@ -71,6 +75,9 @@ MAX_LISTED_CLIENTS = 100
 
 MAX_WAITING = 10_000
 """Requests of all clients together that may wait here; beyond, they are refused."""
+
+STANDING_EVERY_S = 0.01
+"""What stands before a request is recorded of one in so long."""
 
 MAX_HOLD_PART = 32
 """One request in flight may add at most 1 / `MAX_HOLD_PART` of the tree's limit to the tree."""
@@ -109,8 +116,9 @@ class Router:
         self._placement = placement
         """Of the first model. Each has one of its own, but for one that holds requests: that is the queue of all."""
         self._holding = placement if isinstance(placement, Holding) else None
+        self._planning = placement if isinstance(placement, Planning) and self._holding is not None else None
+        self._planners = None if self._planning is None else Planners(self._planning)
         self._hosting = placement if isinstance(placement, Hosting) else None
-        self._planning = placement if isinstance(placement, Planning) else None
         self._tiered = placement if isinstance(placement, Tiered) else None
         self._fresh = deepcopy(placement)
         self._placements: list[Placement] = []
@@ -133,6 +141,8 @@ class Router:
         """The workers among which each waiting request has one that it may go to."""
         self._throttling = Throttling() if throttling is None else throttling
         self._now_s = 0.0
+        self._stood_s = float("-inf")
+        """When it was last looked at what stands before a request that came."""
         self._waiting_limit = SharedLimit(MAX_WAITING)
         self._matches: dict[str, Match] = {}
         """What the waiting requests match. Valid until the tree changes."""
@@ -162,10 +172,10 @@ class Router:
         if self._waiting:
             actions += self._refuse_hopeless(now_s)
             actions += self._place_waiting(now_s)
-            if isinstance(event, Arrive) and event.may_hold and self._holds(event.id, peer):
-                actions.append((peer, Held(event.id)))
-        if self._planning is not None:
-            self._planning.question(now_s)
+        if self._planners is not None:
+            actions += self._planners.ask(now_s)
+        if isinstance(event, Arrive) and event.may_hold and self._holds(event.id, peer):
+            actions.append((peer, Held(event.id)))
         return actions
 
     def _dispatch(self, event: Event, now_s: float, peer: bytes) -> list[Action]:
@@ -200,14 +210,22 @@ class Router:
             case Swap():
                 return [(peer, self._swap(event, now_s))]
             case PeerGone():
-                self._peer_gone(peer, now_s)
+                return self._peer_gone(peer, now_s)
+            case Tick():
+                return [] if self._planners is None else [*self._planners.look(now_s)]
+            case Planner():
+                if self._planners is not None:
+                    self._planners.hello(peer, event, now_s)
+            case Plan():
+                if self._planners is not None:
+                    self._planners.plan(peer, event, now_s)
             case Undelivered():
                 self._undelivered(event, now_s, peer)
             case Follow():
                 return [(peer, self._workers.listing(event.id, self._throttling.posted))]
             case Explain():
                 found = self._record.find(event.request, event.client, now_s)
-                return [(peer, Explained(event.id, found))]
+                return [(peer, Explained(event.id, tuple(map(self._with_standing, found))))]
             case Query():
                 return [(peer, Snapshot(event.id, self.state()))]
             case Posted():
@@ -270,7 +288,10 @@ class Router:
         name = pool.placement.place(request, match, allowed, now_s)
         if name is None:
             self._waiting[event.id] = request, peer
-            self._record.held(request.id, "every worker has as many requests as the placement allows")
+            standing = self._standing(event.id, now_s)
+            self._record.held(
+                request.id, "every worker has as many requests as the placement allows", standing
+            )
             self._matches[event.id] = match
             return None
         if self._holding is not None:
@@ -468,6 +489,22 @@ class Router:
             actions.append((peer, self._place(request, worker, match, allowed, peer, now_s)))
         return actions
 
+    def _standing(self, name: str, now_s: float) -> Mapping[str, object] | None:
+        """Where a request that has come stands among those that wait. What is before it is looked at only if that was
+        not just done for another one, because it takes as long as there are groups."""
+        if self._planning is None:
+            return None
+        ahead = now_s - self._stood_s >= STANDING_EVERY_S
+        self._stood_s = now_s if ahead else self._stood_s
+        return self._planning.standing(name, now_s, ahead=ahead)
+
+    def _with_standing(self, placement: dict[str, object]) -> dict[str, object]:
+        """What is recorded of a request, and where it stands if it still waits."""
+        name = str(placement["id"])
+        if self._planning is None or name not in self._waiting:
+            return placement
+        return placement | {"stands": self._planning.standing(name, self._now_s)}
+
     def _may(self, request: Request, worker: str) -> bool:
         """Whether `worker`, which takes requests, may get a request that waits."""
         pool = self._workers.by_name[worker].pool
@@ -518,8 +555,9 @@ class Router:
         if flight is not None and flight.peer == peer:
             self._settle(flight, Done(event.id, outcome="aborted"), now_s)
 
-    def _peer_gone(self, peer: bytes, now_s: float) -> None:
-        """Ends what `peer` had in flight as aborted, and forgets what it asked and what it said of workers."""
+    def _peer_gone(self, peer: bytes, now_s: float) -> list[Action]:
+        """Ends what `peer` had in flight as aborted, and forgets what it asked and what it said of workers. What it was
+        asked as a planner, another one is."""
         for name in [name for name, (_, asker) in self._waiting.items() if asker == peer]:
             self._give_up(name)
         for flight in [flight for flight in self._flights.values() if flight.peer == peer]:
@@ -530,6 +568,7 @@ class Router:
         self._changes.peer_gone(peer, now_s)
         for worker in self._workers.drop_votes(peer):
             self._health_changed(worker)
+        return [] if self._planners is None else [*self._planners.gone(peer, now_s)]
 
     def _settle(self, flight: Flight, done: Done, now_s: float) -> None:
         """Ends a request, and with the last one a worker that drains."""
@@ -760,7 +799,8 @@ class Router:
                 [pool.names_taking for pool in self._workers.pools.values()], self._now_s
             ),
             "swaps": self._changes.swaps.state(self._now_s),
-            "queues": {} if self._planning is None else dict(self._planning.report()),
+            "planner": None if self._planners is None else self._planners.state(self._now_s),
+            "queues": None if self._planning is None else self._planning.report(),
             "counts": dict(sorted(counts.items())),
         }
 

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from router.queues.problem import Problem
 from sglang_fair.common.deadlines import MOST_SLO_S, Promise
 from sglang_fair.common.weights import MOST_WEIGHT
 
@@ -291,6 +292,67 @@ class Posted(Message, frozen=True):
     start: str
 
 
+class Planner(Message, frozen=True):
+    """A planner is there, which answers `Replan`. It says so again with each heartbeat, because a router that was
+    restarted does not know it. Of several the first one is asked; the others stand by."""
+
+    name: str = ""
+
+
+MOST_NEEDED = 1_000
+"""Replicas more than that are nobody's answer."""
+
+Few = Annotated[int, msgspec.Meta(ge=0, le=MOST_NEEDED)]
+
+
+class Shortage(msgspec.Struct, frozen=True):
+    """How many more replicas would do, as `queues.plan.Needed` says it."""
+
+    more: Few | None
+    least: Few
+    models: Annotated[dict[str, Few], msgspec.Meta(max_length=MOST_NEEDED)] = {}
+    why: Annotated[str, msgspec.Meta(max_length=1_000)] = ""
+
+
+MOST_SORTS = 1_000
+"""Models and classes in one message."""
+MOST_POINTS = 1_000
+
+Length = Annotated[float, msgspec.Meta(ge=0, le=64)]
+"""log(1 + tokens)."""
+Point = tuple[Length, Length]
+"""Of prompt and answer, as `queues.groups.lengths`."""
+
+
+class Lengths(msgspec.Struct, frozen=True, array_like=True):
+    """How long requests of a model and class are, or around which `points` they lie."""
+
+    model: str
+    slo_class: str
+    points: Annotated[tuple[Point, ...], msgspec.Meta(max_length=MOST_POINTS)]
+
+
+Sorts = Annotated[tuple[Lengths, ...], msgspec.Meta(max_length=MOST_SORTS)]
+
+
+class Plan(Message, frozen=True):
+    """The planner's answer to question `number`: in which order each worker serves its groups.
+
+    `late` groups miss their deadline all the same; within tier 0 by `late_s` in all, in tier 1 by `later_s`. If
+    `late_s` is above 0, `needed` says what would do, once the planner has found out.
+    """
+
+    number: Count
+    orders: dict[str, tuple[int, ...]]
+    late: Count = 0
+    late_s: Seconds = 0.0
+    later_s: Seconds = 0.0
+    took_s: Seconds = 0.0
+    needed: Shortage | None = None
+    centres: Sorts = ()
+    """Of the lengths that it was told."""
+
+
 class Load(Message, frozen=True):
     """Of the `size_tokens` of its KV cache `worker` uses `used_tokens`, and `waiting_tokens` that are not cached wait.
 
@@ -342,6 +404,21 @@ class Undelivered(Message, frozen=True):
     """The `Place` of request `id` could not be sent to the peer."""
 
     id: str
+
+
+class Tick(Message, frozen=True):
+    """Time has passed, and all that peers have sent so far was read. What is due is looked at."""
+
+
+class Replan(Message, frozen=True):
+    """Asks the planner for orders: somebody will be late. The answer is a `Plan` of the same number.
+
+    `lengths`, which are told now and then, are those of some requests that wait.
+    """
+
+    number: Count
+    problem: Problem
+    lengths: Sorts = ()
 
 
 class Place(Message, frozen=True):
@@ -465,8 +542,10 @@ PeerEvent = (
     | Query
     | Explain
     | SetLimits
+    | Planner
+    | Plan
 )
-"""What gateways and the supervisor may send."""
+"""What gateways, the supervisor, agents and planners may send."""
 
 CacheEvent = Stored | Removed | Cleared
 """What the router reads from the KV events of a replica."""
@@ -474,15 +553,15 @@ CacheEvent = Stored | Removed | Cleared
 ReplicaEvent = CacheEvent | Load
 """What the router hears from replicas."""
 
-LinkEvent = PeerGone | Undelivered
-"""What the router's own shell notices of its peers."""
+LinkEvent = PeerGone | Undelivered | Tick
+"""What the router's own shell notices: of its peers, and of time."""
 
 Event = PeerEvent | ReplicaEvent | LinkEvent
 
-Answer = Place | Refuse | Held | Cut | Difference | Workers | Snapshot | Explained | Exchange
+Answer = Place | Refuse | Held | Cut | Difference | Workers | Snapshot | Explained | Exchange | Replan
 
 Action = tuple[bytes, Answer]
-"""(peer, answer): send `answer` to `peer`, whose question it answers."""
+"""(peer, answer): send `answer` to `peer`, whose question it answers. A `Replan` is a question of the router's own."""
 
 _EVENTS: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
 _ANSWERS: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)

@@ -47,6 +47,8 @@ class Placed:
     excluded: tuple[str, ...] = ()
     held: str = ""
     """Why it had to wait here; "": it did not."""
+    standing: Mapping[str, object] | None = None
+    """Where it stood when it came, if it waited in a group."""
     refused: str = ""
     outcome: str = ""
     cached_tokens: int | None = None
@@ -75,10 +77,10 @@ class PlacementRecord:
         while len(self._by_id) > self.most:
             self._forget()
 
-    def held(self, request_id: str, why: str) -> None:
-        """It waits here."""
+    def held(self, request_id: str, why: str, standing: Mapping[str, object] | None = None) -> None:
+        """It waits here. `standing`: in which group, and behind what."""
         if (placed := self._by_id.get(request_id)) is not None:
-            placed.held = why
+            placed.held, placed.standing = why, standing
 
     def refused(self, request_id: str, reason: str, now_s: float) -> None:
         """It gets no worker."""
@@ -177,6 +179,7 @@ def _shown(placed: Placed, now_s: float) -> dict[str, Any]:
         },
         "waited_s": decided_s - placed.came_s,
         "waited_for": placed.held,
+        "standing": placed.standing,
         "why": placed.why,
         "worker": placed.worker,
         "next_best": placed.next_best,

@@ -33,8 +33,10 @@ from router.events import (
     Place,
     Posted,
     ProtocolError,
+    Replan,
     SetLimits,
     Snapshot,
+    Tick,
     Undelivered,
     WorkerDown,
     WorkerDrain,
@@ -57,7 +59,7 @@ INSIDE = "inproc://router"
 """The address for peers in this process."""
 
 TURN_MS = 250
-"""Deadlines are checked at least this often."""
+"""Deadlines are checked at least this often, and the core hears so often that time has passed."""
 
 
 class Core(Protocol):
@@ -105,6 +107,7 @@ class Shell:
         self._heard_s: dict[bytes, float] = {}
         """When each peer that sends heartbeats was last heard."""
         self._counts: Counter[str] = Counter()
+        self._ticked_s = clock()
         self._stopping = False
         self._waker, self._wake = socket.socketpair()
         self._waker.setblocking(False)
@@ -162,8 +165,13 @@ class Shell:
         while events:
             event, peer = events.popleft()
             for to, answer in self._router.handle(event, self._clock(), peer):
-                if not self._send(to, encode(self._completed(answer))) and isinstance(answer, Place):
+                if self._send(to, encode(self._completed(answer))):
+                    continue
+                if isinstance(answer, Place):
                     events.append((Undelivered(answer.id), to))
+                elif isinstance(answer, Replan):
+                    self._heard_s.pop(to, None)
+                    events.append((PeerGone(), to))
             if isinstance(event, WorkerUp):
                 self._follow(event)
             if self._may_change_workers(event):
@@ -193,6 +201,9 @@ class Shell:
         if self._drain_peers():
             # Only with nothing left to read: after a pause of our own, what peers said meanwhile comes first.
             self._drop_silent_peers()
+            if self._clock() - self._ticked_s >= TURN_MS / 1e3:
+                self._ticked_s = self._clock()
+                self.tell(Tick())
         for replica in list(self._replicas.values()):
             if replica.kv_socket in ready:
                 self._drain(replica, replica.kv_socket)

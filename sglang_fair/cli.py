@@ -35,6 +35,9 @@ PROGRAMS = {
     "replica": Program("sglang_fair.engines.replica", "Run one SGLang server with the fair scheduler."),
     "router": Program("router", "Run the router alone."),
     "gateway": Program("router.gateway", "Run a gateway alone."),
+    "planner": Program(
+        "router.planner", "Order the queues of a router with placement qlm; a cluster starts one by itself."
+    ),
     "dashboard": Program(
         "sglang_fair.dashboard", "Serve the page for operators; a cluster starts one by itself."
     ),

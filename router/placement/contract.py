@@ -288,6 +288,10 @@ class Planning(Protocol):
         """The queues as plain maps, lists, numbers and strings, for people and metrics."""
         ...
 
+    def standing(self, request_id: str, now_s: float, *, ahead: bool = True) -> Mapping[str, object] | None:
+        """Where a request that waits stands, as `queues.report.standing` shows it; None if it does not wait."""
+        ...
+
 
 class Memoryless:
     """Base of placements that decide by their arguments alone: whatever they are told makes no difference."""

@@ -39,6 +39,7 @@ from router.queues.learning import Learning
 from router.queues.line import Queued
 from router.queues.problem import Orders, Problem
 from router.queues.replan import Replans
+from router.queues.report import report, standing
 from router.queues.shares import OUTPUT_PRICE, Shares
 from router.queues.virtual import VirtualQueues
 from router.queues.worker import Worker
@@ -138,6 +139,7 @@ class Qlm:
         self._viewed: Sequence[WorkerView] = ()
         self._attended = False
         self._looks_s = -inf
+        self._now_s = 0.0
         self._asked_for: dict[str, int] = {}
         """By reason, how often queues were ordered."""
         self._arrivals = 0
@@ -317,6 +319,7 @@ class Qlm:
 
     def question(self, now_s: float) -> tuple[int, Problem] | None:
         """Asked for when a group will be late. Costs nothing but `every_s` seconds after the last time."""
+        self._now_s = now_s
         if now_s < self._looks_s or not self._waiting:
             return None
         self._looks_s = now_s + self.every_s
@@ -360,47 +363,15 @@ class Qlm:
 
     def report(self) -> Mapping[str, object]:
         """The queues, who waits in which tier, and how good the estimates were."""
-        groups, r2 = self.queues.groups, self.estimator.r2
-        by_number = groups.by_number()
-        tiers = [0, 0, 0, 0]
-        for (_, rank), count in groups.waiting.items():
-            tiers[rank] += count
         return {
-            "groups": len(groups),
-            "waiting": {
-                "tier_0": tiers[0],
-                "tier_0_late": tiers[1],
-                "tier_1": tiers[2],
-                "tier_1_late": tiers[3],
-            },
-            "workers": {
-                name: {
-                    "groups": [
-                        {
-                            "number": number,
-                            "model": by_number[number].kind.model,
-                            "class": by_number[number].kind.slo_class,
-                            "tier": by_number[number].kind.tier,
-                            "late": by_number[number].kind.late,
-                            "waiting": len(by_number[number]),
-                            "running": by_number[number].running,
-                        }
-                        for number in order
-                    ],
-                    "loaded": self.queues.of(name).loaded,
-                    "wanted": self.queues.wanted(name),
-                    "in_flight_tokens": round(self.queues.of(name).in_flight_tokens),
-                    "kv_tokens": self.queues.of(name).kv_tokens,
-                }
-                for name, order in self.queues.orders().items()
-            },
+            **report(self.queues, self.replans, self._now_s),
             "ahead": self.shares.ahead,
-            "r2": None if r2 is None else round(r2, 4),
-            "planner": "none" if not self._attended else "silent" if self._is_silent() else "there",
             "ordered": dict(self._asked_for),
-            "ignored": self.queues.ignored,
-            "stale": self.replans.stale,
         }
+
+    def standing(self, request_id: str, now_s: float, *, ahead: bool = True) -> Mapping[str, object] | None:
+        """Its group, and what is before it."""
+        return standing(self.queues, request_id, now_s, ahead=ahead)
 
     # -- shares
 

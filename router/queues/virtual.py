@@ -212,6 +212,10 @@ class VirtualQueues:
             if slot.late_s > 0
         ]
 
+    def slots(self, name: str, now_s: float) -> list[Slot]:
+        """When a worker's groups start as its queue is, those that have somebody waiting. O(groups)."""
+        return list(self._slots(self._workers[name], now_s))
+
     def wait(self, request_id: str, now_s: float) -> Wait | None:
         """How long a request that waits still has to, if it is the last in its group; None if that is nowhere.
         O(groups in front)."""

@@ -718,11 +718,29 @@ class Dashboard:
     outlive_parent: OutliveParent = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class Planner:
+    """Plan in which order replicas serve the groups that wait, for a router with placement qlm. It may die at any time:
+    meanwhile the router serves by earliest deadline."""
+
+    router: Annotated[str, About("The router's address.", metavar="tcp://HOST:PORT")]
+    solver: Annotated[
+        str,
+        About(
+            "search, milp (exact, for few groups), or auto: search, and milp too for up to six groups.",
+            registry="router.queues.plan:SOLVERS",
+        ),
+    ] = "auto"
+    log_level: LogLevel = "info"
+    outlive_parent: OutliveParent = False
+
+
 SECTIONS: Mapping[str, type] = {
     "cluster": Cluster,
     "replica": Replica,
     "router": Router,
     "gateway": Gateway,
+    "planner": Planner,
     "dashboard": Dashboard,
 }
 """The programs, by command and by section of a configuration file."""

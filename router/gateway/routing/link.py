@@ -38,6 +38,7 @@ from router.events import (
     ProtocolError,
     Query,
     Refuse,
+    Replan,
     SetLimits,
     Snapshot,
     Workers,
@@ -322,6 +323,8 @@ class Link:
             if not self._has_complained:
                 self._has_complained = True
                 log.warning("ignored a message of the router (said once): %s", error)
+            return
+        if isinstance(answer, Replan):  # which is for planners
             return
         if isinstance(answer, Workers):
             for event in self.side.learn(answer):

@@ -1,0 +1,234 @@
+"""The planner as a process, over real sockets: it answers, dies, hangs and comes back, and the router goes on."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import pytest
+import zmq
+
+from router.core import Router
+from router.events import Arrive, Done, Held, Place, Replan, WorkerUp, decode_answer, encode
+from router.planner.__main__ import main
+from router.planner.link import Link
+from router.shell import Shell
+from tests.support.planned_queues import Queues
+from tests.support.waiting import wait_until
+
+DEADLINE_S = 60.0
+
+
+class Site:
+    """A router in a thread, with queues that are late when a test says so."""
+
+    def __init__(self, peer_timeout_s: float) -> None:
+        self.queues = Queues()
+        self.queues.replans.every_s = 0.05
+        self.core = Router(self.queues, name="queues")
+        self.shell = Shell(self.core, "tcp://127.0.0.1:*", peer_timeout_s=peer_timeout_s)
+        self.shell.tell(WorkerUp("a", "http://a"))
+        self._thread = threading.Thread(target=self.shell.run)
+        self._thread.start()
+        self._planners: list[subprocess.Popen[bytes]] = []
+
+    def planner(self) -> subprocess.Popen[bytes]:
+        made = subprocess.Popen([sys.executable, "-m", "router.planner", "--router", self.shell.endpoint])
+        self._planners.append(made)
+        return made
+
+    def state(self) -> dict:
+        found = self.core.state()["planner"]
+        assert isinstance(found, dict)
+        return found
+
+    def counts(self) -> dict:
+        return self.state()["counts"]
+
+    def until_up(self, is_up: bool = True) -> None:
+        wait_until(
+            lambda: self.state()["up"] == is_up, "the planner to be there" if is_up else "it to be gone"
+        )
+
+    def until_planned(self) -> None:
+        before = len(self.queues.applied)
+        wait_until(lambda: len(self.queues.applied) > before, "a plan")
+
+    def close(self) -> None:
+        self.shell.stop()
+        self._thread.join(DEADLINE_S)
+        self.shell.close()
+        for planner in self._planners:
+            planner.kill()
+            planner.wait()
+
+
+@contextmanager
+def site(peer_timeout_s: float = 60.0) -> Iterator[Site]:
+    made = Site(peer_timeout_s)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@contextmanager
+def gateway(address: str) -> Iterator["zmq.Socket[bytes]"]:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(address)
+        yield socket
+
+
+def hear(socket: "zmq.Socket[bytes]") -> object:
+    assert socket.poll(DEADLINE_S * 1000), "no answer"
+    return decode_answer(socket.recv())
+
+
+def served(site: Site, socket: "zmq.Socket[bytes]", name: str) -> None:
+    """A request comes, waits and is placed."""
+    socket.send(encode(Arrive(name, "c", b"", may_hold=True)))
+    assert hear(socket) == Held(name)
+    site.queues.let_go += 1
+    placed = hear(socket)
+    assert isinstance(placed, Place)
+    assert placed.id == name
+    socket.send(encode(Done(name)))
+
+
+def test_a_planner_answers_dies_and_comes_back() -> None:
+    with site() as one, gateway(one.shell.endpoint) as socket:
+        first = one.planner()
+        one.until_up()
+        one.queues.is_late = True
+        one.until_planned()
+        served(one, socket, "1")
+        first.kill()
+        first.wait()
+        # A question that cannot be sent says at once that it is gone, long before its time is over.
+        one.until_up(False)
+        for number in range(20):
+            served(one, socket, f"dead {number}")
+        one.planner()
+        one.until_up()
+        one.until_planned()
+        assert one.counts()["gone"] == 1
+        served(one, socket, "2")
+
+
+def test_one_that_is_stopped_delays_nobody_and_is_taken_for_dead() -> None:
+    with site(peer_timeout_s=1.5) as one, gateway(one.shell.endpoint) as socket:
+        planner = one.planner()
+        one.until_up()
+        planner.send_signal(signal.SIGSTOP)
+        one.queues.is_late = True
+        for number in range(20):
+            served(one, socket, f"stopped {number}")
+        one.until_up(False)
+        assert one.queues.attended == [True, False]
+        served(one, socket, "without")
+        planner.send_signal(signal.SIGCONT)
+        one.until_up()
+        one.until_planned()
+
+
+def test_the_second_takes_over_from_the_first_when_it_is_killed() -> None:
+    with site() as one:
+        first = one.planner()
+        one.until_up()
+        one.planner()
+        wait_until(lambda: one.state()["standing_by"] == 1, "the second")
+        assert one.state()["name"].endswith(f"/{first.pid}")
+        first.kill()
+        one.queues.is_late = True
+        one.until_planned()
+        wait_until(lambda: one.state()["standing_by"] == 0, "the first to be gone")
+        assert one.queues.attended == [True]
+
+
+def test_it_finds_a_router_that_is_started_again() -> None:
+    first = Site(60.0)
+    planner = first.planner()
+    first.until_up()
+    address = first.shell.endpoint
+    first.shell.stop()
+    first._thread.join(DEADLINE_S)
+    first.shell.close()
+    core = Router(Queues(), name="queues")
+    shell = wait_until(lambda: bound(core, address), "the address to be free again")
+    thread = threading.Thread(target=shell.run)
+    thread.start()
+    try:
+        wait_until(lambda: core.state()["planner"]["up"], "the planner to find it")
+    finally:
+        shell.stop()
+        thread.join(DEADLINE_S)
+        shell.close()
+        planner.kill()
+        planner.wait()
+
+
+def bound(core: Router, address: str) -> Shell | None:
+    with suppress(zmq.ZMQError):
+        return Shell(core, address)
+    return None
+
+
+def test_nonsense_of_a_router_is_survived(caplog: pytest.LogCaptureFixture) -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.setsockopt(zmq.LINGER, 0)
+        router.bind("tcp://127.0.0.1:*")
+        link = Link(router.getsockopt_string(zmq.LAST_ENDPOINT))
+        thread = threading.Thread(target=link.run, daemon=True)
+        thread.start()
+        try:
+            assert router.poll(DEADLINE_S * 1000)
+            peer, _ = router.recv_multipart()
+            queues = Queues()
+            queues.attend(True, 0.0)
+            queues.is_late = True
+            asked = queues.question(0.0)
+            assert asked is not None
+            for nonsense in (b"\xc1", b"\0\0", os.urandom(1000), encode(Replan(*asked))[:-9]):
+                router.send_multipart([peer, nonsense])
+            router.send_multipart([peer, b"two", b"frames"])
+            router.send_multipart([peer, encode(Replan(*asked))])
+            while True:
+                assert router.poll(DEADLINE_S * 1000), "no plan"
+                frames = router.recv_multipart()
+                if b"Plan" in frames[1] and b"Planner" not in frames[1]:
+                    break
+        finally:
+            link.stop()
+            thread.join(DEADLINE_S)
+            link.close()
+    assert [one.getMessage() for one in caplog.records if "ignored" in one.getMessage()] != []
+
+
+def test_it_exits_when_it_is_asked_to() -> None:
+    with site() as one:
+        planner = one.planner()
+        one.until_up()
+        planner.terminate()
+        assert planner.wait(DEADLINE_S) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--router", "here"], "--router must be an address as tcp://127.0.0.1:9000, not 'here'"),
+        (["--router", "what://x"], "--router what://x: Protocol not supported"),
+        (["--router", "tcp://127.0.0.1:1", "--solver", "magic"], "unknown --solver 'magic'"),
+        ([], "--router is missing"),
+    ],
+)
+def test_what_cannot_be_is_one_line_and_exit_2(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*arguments, "--outlive-parent"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"sglang-fair planner: {said}")
+    assert error.count("\n") == 1
