@@ -17,6 +17,7 @@ from router.events import (
     Place,
     Plan,
     Planner,
+    Progress,
     ProtocolError,
     Query,
     Replan,
@@ -29,12 +30,15 @@ from router.events import (
 )
 from router.placement.contract import Planning
 from router.planner import answers
-from router.planning import COUNTS, LENGTHS_EVERY_S, MOST_PLANNERS, OLD_S
+from router.planning import COUNTS, LENGTHS_EVERY_S, MOST_PLANNERS, OLD_S, SILENT_S
 from router.queues.centres import centres
 from router.queues.plan import plan
 from router.queues.problem import Demand, Problem, Queue, faults
 from tests.support.planned_queues import GROUPS, Queues, small
 from tests.support.queue_problems import a_problem
+
+
+NOTHING = Progress("nobody's", 1)
 
 
 def router() -> tuple[Router, Queues]:
@@ -57,7 +61,7 @@ def question(actions: list) -> tuple[bytes, Replan]:
 
 
 def asked(made: Router, now_s: float) -> tuple[bytes, Replan]:
-    return question(made.handle(Tick(), now_s))
+    return question(made.handle(NOTHING, now_s))
 
 
 def orders_of(problem: Problem) -> dict[str, tuple[int, ...]]:
@@ -79,7 +83,7 @@ def test_nobody_is_asked_unless_somebody_is_late_and_then_once_a_second() -> Non
     assert made.handle(reply(first), 3.1, b"p") == []
     times = []
     for hundredth in range(310, 620):
-        found = made.handle(Tick(), hundredth / 100)
+        found = made.handle(NOTHING, hundredth / 100)
         times += [hundredth / 100] * len(found)
         for _, replan in found:
             made.handle(reply(replan), hundredth / 100, b"p")
@@ -143,6 +147,21 @@ def test_one_that_hangs_is_not_asked_again_while_another_stands_by() -> None:
     made.handle(reply(second), queues.replans.patience_s, b"q")
     assert asked(made, 12.0)[0] == b"q"
     assert counts(made)["unanswered"] == 1
+
+
+def test_one_that_is_silent_is_gone_until_it_speaks_again() -> None:
+    made, queues = router()
+    made.handle(Planner("p"), 0.0, b"p")
+    made.handle(Planner("q"), 1.0, b"q")
+    queues.is_late = True
+    to, replan = asked(made, 1.0)
+    assert to == b"p"
+    assert made.handle(Tick(), SILENT_S) == []
+    assert question(made.handle(Tick(), SILENT_S + 0.1)) == (b"q", replan)
+    assert made.handle(Tick(), 5.0) == []
+    assert queues.attended == [True, False]
+    made.handle(Planner("p"), 5.0, b"p")
+    assert queues.attended == [True, False, True]
 
 
 def test_a_planner_that_comes_back_is_asked_again() -> None:
@@ -268,22 +287,23 @@ PEERS = st.sampled_from([b"p", b"q", b"r"])
             st.tuples(st.just("plan"), PEERS, st.integers(0, 6)),
             st.tuples(st.just("late"), st.booleans()),
             st.tuples(st.just("wait"), st.floats(0, 15)),
+            st.tuples(st.just("tick")),
         ),
         max_size=60,
     )
 )
 def test_whatever_planners_do_each_question_is_answered_once_by_who_was_asked(steps: list[tuple]) -> None:
     made, queues = router()
-    now_s, there, sent, taken = 0.0, list[bytes](), dict[int, list[bytes]](), 0
+    now_s, there, sent, taken = 0.0, dict[bytes, float](), dict[int, list[bytes]](), 0
     for step in steps:
         before = len(queues.applied)
         match step:
             case ("hello", peer):
                 actions = made.handle(Planner(), now_s, peer)
-                there += [peer] if peer not in there else []
+                there[peer] = now_s
             case ("gone", peer):
                 actions = made.handle(PeerGone(), now_s, peer)
-                there = [one for one in there if one != peer]
+                there.pop(peer, None)
             case ("plan", peer, number):
                 actions = made.handle(Plan(number, {"a": (10 * number,)}), now_s, peer)
                 if len(queues.applied) > before:
@@ -292,10 +312,13 @@ def test_whatever_planners_do_each_question_is_answered_once_by_who_was_asked(st
                     taken += 1
             case ("late", is_late):
                 queues.is_late = is_late
-                actions = made.handle(Tick(), now_s)
+                actions = made.handle(NOTHING, now_s)
             case ("wait", seconds):
                 now_s += seconds
+                actions = made.handle(NOTHING, now_s)
+            case _:
                 actions = made.handle(Tick(), now_s)
+                there = {peer: heard_s for peer, heard_s in there.items() if now_s - heard_s <= SILENT_S}
         for peer, answer in actions:
             assert isinstance(answer, Replan)
             assert peer in there
