@@ -37,7 +37,6 @@ from router.queues.problem import Demand, Problem, Queue, faults
 from tests.support.planned_queues import GROUPS, Queues, small
 from tests.support.queue_problems import a_problem
 
-
 NOTHING = Progress("nobody's", 1)
 
 
