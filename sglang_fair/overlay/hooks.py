@@ -24,6 +24,7 @@ from sglang_fair.overlay import (
     kv_events,
     load_file,
     metrics,
+    model_gate,
     refusal,
     token_ids,
     tree_core,
@@ -353,6 +354,7 @@ def generate_request(original: Callable[..., Any], manager: Any, obj: Any, reque
 
 def tokenizer_manager_started(result: Any, manager: Any, server_args: Any, *args: Any, **kwargs: Any) -> None:
     add_routes(manager)
+    model_gate.add_gate(manager)
     token_ids.attach()
     if refusal.may_refuse(server_args.schedule_policy):
         refusal.add_middleware()

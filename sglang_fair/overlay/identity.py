@@ -25,6 +25,7 @@ from sglang_fair.common.identity import (
 )
 from sglang_fair.common.interaction import part_of, read_count
 from sglang_fair.overlay import config
+from sglang_fair.overlay.model_gate import is_probe
 from sglang_fair.overlay.replica import CUSTOM_PARAMS_KEY
 
 
@@ -50,7 +51,7 @@ def carry_client(obj: Any, request: Any) -> None:
         if believed and (slack_s := read_slack(request.headers.get(HEADER_SLACK, ""))) is not None:
             carried["slack_s"] = slack_s
             carried["slo_class"] = read_class(request.headers.get(HEADER_CLASS, ""))
-        if is_health_check(request):
+        if is_health_check(request) or is_probe(request):
             carried["system"] = True
     if not believed:
         _keep_out_of_groups(obj)

@@ -1,0 +1,182 @@
+"""The agent's process: it carries out the steps that `steps` decides on, and tells the router what the replica has."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+import zmq
+from zmq.asyncio import Context
+
+from router.events import Agent as Report
+from router.events import Exchange, ProtocolError, decode_answer, encode
+from router.wire import HEARTBEAT, HEARTBEAT_ANSWER
+from sglang_fair.agent.ahead import read_ahead
+from sglang_fair.agent.replica import Failed, Gone, ReplicaClient
+from sglang_fair.agent.steps import Steps
+from sglang_fair.models import checkpoint
+from sglang_fair.models.checkpoint import Checkpoint
+
+log = logging.getLogger("agent")
+
+REPORT_S = 1.0
+
+DISK_BYTES_PER_S = 1e9
+"""What is taken for a disk's speed until a model has been loaded."""
+
+LEARNT = 0.3
+"""Weight of the latest swap in what is expected of the next."""
+
+READY = "agent ready"
+"""The first line of its output that says so: the router knows what its replica has."""
+
+
+class Agent:
+    """One agent. `run` it until it is cancelled."""
+
+    def __init__(self, worker: str, url: str, router: str, folders: Mapping[str, Path]) -> None:
+        """Reads what is in the folders. ValueError and OSError for models that cannot share a server."""
+        self._worker, self._url, self._router = worker, url, router
+        self._folders = dict(folders)
+        self._checkpoints = alike(self._folders)
+        self._sizes = {name: one.bytes for name, one in self._checkpoints.items()}
+        self._swap_s = {name: 0.05 + size / DISK_BYTES_PER_S for name, size in self._sizes.items()}
+        self._steps = Steps(list(self._folders))
+        self._changed = asyncio.Event()
+        """The router is to hear of something."""
+        self._ordered = asyncio.Event()
+        """There is something to do before the next look would be due."""
+        self._was_read: tuple[str, ...] = ()
+        self._is_ready = False
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        with Context() as context, context.socket(zmq.DEALER) as socket:
+            for option, value in (
+                (zmq.LINGER, 0),
+                (zmq.IMMEDIATE, 1),  # a report that waits for a router would be old when it comes
+                (zmq.RECONNECT_IVL, 50),
+                (zmq.RECONNECT_IVL_MAX, 1000),
+            ):
+                socket.setsockopt(option, value)
+            socket.connect(self._router)
+            async with (
+                ReplicaClient(self._url, self._folders, next(iter(self._folders))) as replica,
+                asyncio.TaskGroup() as tasks,
+            ):
+                tasks.create_task(self._step(replica))
+                tasks.create_task(self._report(socket))
+                tasks.create_task(self._listen(socket))
+
+    async def _step(self, replica: ReplicaClient) -> None:
+        while True:
+            do = self._steps.next()
+            if do.after_s:
+                await self._pause(do.after_s)
+                if self._steps.next() != do:
+                    continue  # an order has come
+            before = self._said()
+            if do.step == "look":
+                self._steps.saw(await replica.look(), time.monotonic())
+            else:
+                log.info("%s: %s", do.step, do.model)
+                error, is_gone = "", False
+                try:
+                    await replica.do(do)
+                except Failed as failed:
+                    error = str(failed)
+                except Gone as gone:
+                    error, is_gone = str(gone), True
+                if error:
+                    log.warning("%s of %s failed: %s", do.step, do.model, error)
+                self._steps.did(do, error, time.monotonic(), is_gone=is_gone)
+            self._learn()
+            if self._said() != before:
+                self._changed.set()
+
+    async def _pause(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._ordered.wait(), seconds)
+        self._ordered.clear()
+
+    def _learn(self) -> None:
+        for ended in self._steps.ended:
+            if ended.error:
+                log.warning("order %d, to load %s, has failed: %s", ended.number, ended.model, ended.error)
+            elif ended.shut_s:
+                log.info("%s is loaded after %.2f s", ended.model, ended.shut_s)
+                self._swap_s[ended.model] += LEARNT * (ended.shut_s - self._swap_s[ended.model])
+        self._steps.ended.clear()
+
+    def _said(self) -> tuple[object, ...]:
+        steps = self._steps
+        return steps.loaded, steps.done, steps.busy, steps.error
+
+    async def _report(self, socket: "zmq.asyncio.Socket") -> None:
+        while True:
+            self._changed.clear()
+            steps = self._steps
+            report = Report(
+                "report", self._worker, steps.loaded, steps.done, steps.error, steps.busy, steps.ordered,
+                {name: round(seconds, 4) for name, seconds in self._swap_s.items()},
+            )  # fmt: skip
+            with contextlib.suppress(zmq.Again):
+                await socket.send(HEARTBEAT, zmq.NOBLOCK)
+                await socket.send(encode(report), zmq.NOBLOCK)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), REPORT_S)
+
+    async def _listen(self, socket: "zmq.asyncio.Socket") -> None:
+        while True:
+            message = await socket.recv()
+            if message in (HEARTBEAT, HEARTBEAT_ANSWER):
+                continue
+            try:
+                answer = decode_answer(message)
+            except ProtocolError:
+                continue
+            if isinstance(answer, Exchange) and answer.worker == self._worker:
+                await self._told(answer)
+
+    async def _told(self, answer: Exchange) -> None:
+        before = self._said()
+        if answer.number:
+            self._steps.order(answer.number, answer.model, time.monotonic())
+            self._learn()
+        if self._said() != before:
+            self._ordered.set()
+            self._changed.set()
+        if self._steps.loaded and not self._is_ready:
+            self._is_ready = True
+            print(f"{READY}: {self._worker} has {self._steps.loaded}", flush=True)
+        await self._read_ahead(answer.ahead)
+
+    async def _read_ahead(self, ahead: tuple[str, ...]) -> None:
+        available = psutil.virtual_memory().available
+        chosen = read_ahead(ahead, self._steps.loaded, self._sizes, available)
+        if chosen == self._was_read:
+            return
+        self._was_read = chosen
+        for model in chosen:
+            log.info("%s is read into the page cache", model)
+            with contextlib.suppress(OSError):
+                await asyncio.to_thread(checkpoint.read_ahead, self._checkpoints[model])
+
+
+def alike(folders: Mapping[str, Path]) -> dict[str, Checkpoint]:
+    """The models' checkpoints by name. ValueError, with one line, for those that cannot share a server; OSError."""
+    found: dict[str, Checkpoint] = {}
+    for name, folder in folders.items():
+        try:
+            found[name] = checkpoint.read(folder)
+        except ValueError as error:
+            raise ValueError(f"model {name}: {error}") from None
+    first, *others = found
+    for name in others:
+        reason = checkpoint.difference(found[first], found[name])
+        if reason is not None:
+            raise ValueError(f"models {first} and {name} cannot share a replica: {reason}")
+    return found
