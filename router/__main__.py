@@ -20,6 +20,7 @@ from router.replica_lists import specs
 from router.replica_lists.follow import following
 from router.replica_lists.sources import DnsName, ReplicaFile, Source
 from router.shell import Shell
+from router.swaps import Swaps
 from router.throttling import SETTLE_S, Kind, Throttling
 from sglang_fair.common.files import read_json
 from sglang_fair.common.processes import die_with_parent
@@ -81,6 +82,7 @@ def make_router(settings: table.Router) -> Router:
             max_tree_tokens=settings.max_tree_tokens,
             shares=Weights(settings.client_weights) if settings.cache_share == "on" else None,
             throttling=make_throttling(settings),
+            swaps=Swaps(settings.swap_finish_s),
         )
     except SettingError:
         raise

@@ -368,7 +368,10 @@ class Router:
 
     def _placed_at(self, request: Request, worker: Worker, matched_tokens: int, now_s: float) -> Place:
         due = None if request.promise is None else Due.of(request.promise, now_s)
-        return Place(request.id, worker.name, worker.url, matched_tokens, request.call, due, request.tier)
+        model = worker.loaded if len(worker.models) > 1 else ""
+        return Place(
+            request.id, worker.name, worker.url, matched_tokens, request.call, due, request.tier, model
+        )
 
     def _begin(self, request: Request, worker: Worker, match: Match, peer: bytes, now_s: float) -> Flight:
         """Puts a request in flight. Nothing else does."""

@@ -435,6 +435,8 @@ class Place(Message, frozen=True):
     promised."""
     tier: Count = 0
     """1: the client is ahead of its share, so others within theirs go before it at the worker too."""
+    model: str = ""
+    """Which the worker must have: it can load others. "": it cannot."""
 
 
 class Refuse(Message, frozen=True):

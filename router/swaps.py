@@ -23,9 +23,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from router.events import Agent, Exchange
-
-FINISH_S = 5.0
-"""How long running requests may go on before those that can be continued elsewhere are cut."""
+from sglang_fair.settings.table import FINISH_S
 
 RETRY_S, LONGEST_RETRY_S = 2.0, 300.0
 

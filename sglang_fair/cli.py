@@ -41,6 +41,10 @@ PROGRAMS = {
     "dashboard": Program(
         "sglang_fair.dashboard", "Serve the page for operators; a cluster starts one by itself."
     ),
+    "agent": Program(
+        "sglang_fair.agent",
+        "Have one replica load the models that the router names; a cluster with --swap starts agents.",
+    ),
     "top": Program("sglang_fair.dashboard.top", "Show on the terminal what each client gets, and who waits."),
     "tenants": Program(
         "sglang_fair.tenants", "Who may ask: make, list, rotate and remove tenants and their keys."
@@ -107,7 +111,7 @@ bench = typer.Typer(
 app.add_typer(bench, name="bench")
 
 workers = typer.Typer(
-    help="Replicas of a running cluster on this machine: list, add, drain.", no_args_is_help=True
+    help="Replicas of a running cluster on this machine: list, add, drain, swap.", no_args_is_help=True
 )
 app.add_typer(workers, name="workers")
 
@@ -157,6 +161,17 @@ def workers_add(
     """Start one more replica with the cluster's settings; returns when it gets requests."""
     row = _change_workers(cluster, {"do": "add"} | ({} if model is None else {"model": model}))
     print(f"{row['name']} is up at {row['url']}, pid {row['pid']}")
+
+
+@workers.command("swap")
+def workers_swap(
+    name: Annotated[str, typer.Argument(help="As `list` shows it.")],
+    model: Annotated[str, typer.Argument(help="As clients call it; the replica must be able to load it.")],
+    cluster: ClusterUrl = "http://127.0.0.1:8000",
+) -> None:
+    """Have a replica load another model; returns when it serves that."""
+    row = _change_workers(cluster, {"do": "swap", "name": name, "model": model})
+    print(f"{row['name']} has {row['model']}")
 
 
 @workers.command("drain")

@@ -1,4 +1,4 @@
-"""Change a running cluster: `GET`, `POST /workers` and `DELETE /workers/NAME`, `GET` and `POST /limits`.
+"""Change a running cluster: `GET`, `POST /workers` and `DELETE /workers/NAME`, `POST /swap`, `GET` and `POST /limits`.
 
 A replica that is added gets requests from the router's next decision on. One that is drained gets no new ones and
 is forgotten when its last has ended. Whoever may call this can send everybody's prompts to an address of their
@@ -76,6 +76,25 @@ class WorkerState(msgspec.Struct):
     replay: str | UnsetType | None = UNSET
     capacity: Capacity | UnsetType = UNSET
     model: str | UnsetType = UNSET
+
+
+class NewSwap(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of `POST /swap`: this replica is to load this model."""
+
+    worker: Annotated[str, _matching(NAME_PATTERN)]
+    model: Annotated[str, Meta(min_length=1, max_length=200)]
+
+
+class SwapState(msgspec.Struct):
+    """How far a replica is with that: it serves, empties, or loads; or that is unknown."""
+
+    name: str
+    phase: str = "unknown"
+    model: Annotated[str, Meta(description="What it has, or had until it began to load.")] = ""
+    target: Annotated[str, Meta(description="What it is to load.")] = ""
+    swaps: int = 0
+    failed: int = 0
+    error: Annotated[str, Meta(description="Of its last swap, if that failed.")] = ""
 
 
 class WorkerList(msgspec.Struct):
@@ -176,7 +195,22 @@ def routes(link: Links, replicas: Replicas, names: Names, guard: Guard) -> list[
             raise ApiError(409 if answer.code == NO_THROTTLE else 400, answer.reason, code=answer.code)
         return json_response(_throttle(answer.state))
 
+    async def swap(request: Request) -> Response:
+        guard.check(request)
+        try:
+            asked = msgspec.json.decode(await read_body(request), type=NewSwap)
+            answer = await link.swap(asked.worker, asked.model)
+        except RouterGone as error:
+            raise _unavailable(error) from error
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise ApiError(400, f"not a swap: {error}", code="invalid_swap") from error
+        if isinstance(answer, Refuse):
+            raise ApiError(409, answer.reason, code="cannot_swap")
+        found: Any = answer.state.get("swaps", {})
+        return json_response(SwapState(asked.worker, **_known_of(found.get(asked.worker, {}))), 202)
+
     return [
+        Route("/swap", swap, methods=["POST"], middleware=behind),
         Route("/limits", limits, methods=["GET"], middleware=behind),
         Route("/limits", set_limits, methods=["POST"], middleware=behind),
         Route("/workers", workers, methods=["GET"], middleware=behind),
@@ -247,6 +281,10 @@ async def _known(link: Links) -> Workers:
         return await link.workers()
     except RouterGone as error:
         raise _unavailable(error) from error
+
+
+def _known_of(swap: dict[str, Any]) -> dict[str, Any]:
+    return {key: swap[key] for key in ("phase", "model", "target", "swaps", "failed", "error") if key in swap}
 
 
 def _throttle(state: dict[str, Any]) -> ThrottleReport:

@@ -24,6 +24,8 @@ class Counters:
         """Attempts after one that failed before the client had anything."""
         self.resumed = 0
         """Streams that went on from another replica."""
+        self.cut = 0
+        """Streams that were cut off because their replica was to load another model."""
         self.placed_in_fallback = 0
         self.failed = 0
         self.left = 0
@@ -38,6 +40,7 @@ class Counters:
             "requests": self.requests,
             "retried": self.retried,
             "resumed": self.resumed,
+            "cut": self.cut,
             "placed in fallback": self.placed_in_fallback,
             "failed": self.failed,
             "left": self.left,

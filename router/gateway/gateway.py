@@ -88,6 +88,8 @@ class Gateway:
             lambda worker: self.replicas.health.is_well(worker), self._begun, self._due, routers
         )
         links = [Link(router, router_timeout_s, self.fleet.side(router)) for router in routers]
+        for link in links:
+            link.cut = self._cut
         self.link = Links(links, self.fleet)
         self.replicas = Replicas(limits, lambda: self.fleet.workers, self.link.report_health)
         self._intake = Intake(
@@ -118,6 +120,12 @@ class Gateway:
         )
 
         self._following: list[asyncio.Task[None]] = []
+
+    def _cut(self, attempt: str) -> None:
+        """A router wants this attempt cut."""
+        cut = self._services.cuts.get(attempt)
+        if cut is not None:
+            cut()
 
     def relay(self, kind: Kind) -> Relay:
         """The endpoint for requests of one kind."""

@@ -13,7 +13,9 @@ from router.batches.model import BATCH_PATTERN, FILE_PATTERN
 from router.gateway.admin import (
     NAME_PATTERN,
     NewLimits,
+    NewSwap,
     NewWorker,
+    SwapState,
     ThrottleReport,
     WorkerList,
     WorkerState,
@@ -92,6 +94,8 @@ def describe(version: str, paths: Collection[str] | None = None) -> Schema:
             WorkerState,
             WorkerList,
             NewLimits,
+            NewSwap,
+            SwapState,
             ThrottleReport,
             Model,
             Models,
@@ -184,6 +188,12 @@ class _Document:
                     )
                 },
                 "/metrics": {"get": self._metrics()},
+                "/swap": {
+                    "post": self._answered(
+                        "Have a replica load another model.", SwapState, ADMIN_ERRORS, status="202"
+                    )
+                    | {"requestBody": self._body(NewSwap)},
+                },
                 "/limits": {
                     "get": self._answered("How calls are throttled.", ThrottleReport, ADMIN_ERRORS),
                     "post": self._answered("Replace the limits of throttling.", ThrottleReport, ADMIN_ERRORS)

@@ -14,7 +14,10 @@ import logging
 import time
 import uuid
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Literal, assert_never
 
 from starlette.types import Receive, Scope, Send
@@ -47,7 +50,7 @@ from router.gateway.replicas.retries import (
     TryAnother,
     Unplaced,
 )
-from router.gateway.request.call import Call, check_models
+from router.gateway.request.call import BY_TOKENS, Call, check_models
 from router.gateway.request.intake import MAX_ROUTED_TOKENS, Intake
 from router.gateway.request.schema import PATHS, Kind
 from router.gateway.routing.link import RouterGone
@@ -66,6 +69,7 @@ from sglang_fair.common.identity import (
     HEADER_SYSTEM_TOKENS,
 )
 from sglang_fair.common.interaction import Apps, Part, part_of
+from sglang_fair.common.swapping import HEADER_MODEL
 from sglang_fair.core.interactions import Interaction, Interactions
 from sglang_fair.tenants.model import Tenant
 
@@ -115,6 +119,8 @@ class Services:
     """What clients may ask to be promised."""
     tracing: "Tracing | None" = None
     """None: no spans are made."""
+    cuts: dict[str, Callable[[], None]] = field(default_factory=dict)
+    """By id of an attempt at a stream: cuts it off, if nothing is lost by that."""
 
 
 class Relay:
@@ -411,10 +417,12 @@ class _Exchange:
                         "ok" if reply.status < 400 else "refused" if reply.status < 500 else "failed"
                     )
                     return
-                case TryAnother():
+                case TryAnother(after_s):
                     services.counters.retried += 1
-                case ContinueElsewhere():
+                    await asyncio.sleep(after_s)
+                case ContinueElsewhere(after_s):
                     services.counters.resumed += 1
+                    await asyncio.sleep(after_s)
                     self._noted.resumed += 1
                     assert resumable is not None
                     try:
@@ -517,9 +525,13 @@ class _Exchange:
             progress_interval_s=services.limits.progress_interval_s,
             patient_until_s=self._patient_until_s(),
         )
+        own = {HEADER_ATTEMPT: place.id} | ({HEADER_MODEL: place.model} if place.model else {})
+        if leg.call.stream:
+            services.cuts[place.id] = partial(self._cut, attempt, leg, reply, resumable)
         try:
-            outcome = await attempt.run(headers | {HEADER_ATTEMPT: place.id}, reply, resumable)
+            outcome = await attempt.run(headers | own, reply, resumable)
         finally:
+            services.cuts.pop(place.id, None)
             noted.first_s = attempt.first_s
             if attempt.usage.cached_tokens is not None:
                 self._noted.cached_tokens = attempt.usage.cached_tokens
@@ -533,6 +545,20 @@ class _Exchange:
                 "request %s client=%s worker %s: %s", place.id, self._client, outcome.worker, outcome.reason
             )
         return outcome
+
+    def _cut(self, attempt: Attempt, leg: _Leg, reply: Reply, resumable: Resumable | None) -> None:
+        """Cuts a stream off if nothing of it is lost by that: the client has none of it, or it goes on by its
+        tokens."""
+        if reply.started:
+            if resumable is None or leg.call.resume not in BY_TOKENS:
+                return
+            try:
+                tokens = unpack_tokens(leg.tokens)
+                deepcopy(resumable).next_leg(tokens, self._services.intake.decoder(leg.call))
+            except Diverged:
+                return
+        self._services.counters.cut += 1
+        attempt.cut()
 
     def _patient_until_s(self) -> float | None:
         """Timeouts are made for the first class. Who may be answered later than that may wait longer by so much."""

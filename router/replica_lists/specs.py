@@ -17,7 +17,8 @@ ADDRESSES = ("kv", "replay", "load")
 
 
 def worker(text: str) -> WorkerUp:
-    """`r0,http=URL[,kv=ADDRESS][,replay=ADDRESS][,load=ADDRESS][,capacity=NUMBER][,model=NAME]` as an event."""
+    """`r0,http=URL[,kv=ADDRESS][,replay=ADDRESS][,load=ADDRESS][,capacity=NUMBER][,model=NAME]` as an event. With
+    `model=a|b` it can load these, and its agent says which it has."""
     called, _, rest = text.partition(",")
     values = _pairs(called, rest)
     if not called or "=" in called or not values.get("http") or not _are_known(values, "http", *FIELDS):
@@ -93,14 +94,14 @@ def all_of(ups: Iterable[WorkerUp]) -> list[WorkerUp]:
     names = [up.worker for up in found]
     if len(set(names)) < len(names):
         raise ValueError(f"a worker is named twice: {', '.join(names)}")
-    silent = [up.worker for up in found if not up.loaded]
+    silent = [up.worker for up in found if not up.models]
     if silent and len(silent) < len(found):
         raise ValueError(f"say model= of {', '.join(silent)} too, as of the others")
     return found
 
 
 def _up(called: str, url: str, values: Mapping[str, str]) -> WorkerUp:
-    model = values.get("model", "")
+    models = tuple(filter(None, values.get("model", "").split("|")))
     return WorkerUp(
         called,
         url,
@@ -108,8 +109,8 @@ def _up(called: str, url: str, values: Mapping[str, str]) -> WorkerUp:
         values.get("replay"),
         _capacity(values),
         values.get("load"),
-        (model,) if model else (),
-        model,
+        models,
+        models[0] if len(models) == 1 else "",
     )
 
 

@@ -17,8 +17,8 @@ from router.wire import HEARTBEAT, HEARTBEAT_ANSWER
 from sglang_fair.agent.ahead import read_ahead
 from sglang_fair.agent.replica import Failed, Gone, ReplicaClient
 from sglang_fair.agent.steps import Steps
+from sglang_fair.cluster.plan import AGENT_READY
 from sglang_fair.models import checkpoint
-from sglang_fair.models.checkpoint import Checkpoint
 
 log = logging.getLogger("agent")
 
@@ -30,9 +30,6 @@ DISK_BYTES_PER_S = 1e9
 LEARNT = 0.3
 """Weight of the latest swap in what is expected of the next."""
 
-READY = "agent ready"
-"""The first line of its output that says so: the router knows what its replica has."""
-
 
 class Agent:
     """One agent. `run` it until it is cancelled."""
@@ -41,7 +38,7 @@ class Agent:
         """Reads what is in the folders. ValueError and OSError for models that cannot share a server."""
         self._worker, self._url, self._router = worker, url, router
         self._folders = dict(folders)
-        self._checkpoints = alike(self._folders)
+        self._checkpoints = checkpoint.alike(self._folders)
         self._sizes = {name: one.bytes for name, one in self._checkpoints.items()}
         self._swap_s = {name: 0.05 + size / DISK_BYTES_PER_S for name, size in self._sizes.items()}
         self._steps = Steps(list(self._folders))
@@ -151,7 +148,7 @@ class Agent:
             self._changed.set()
         if self._steps.loaded and not self._is_ready:
             self._is_ready = True
-            print(f"{READY}: {self._worker} has {self._steps.loaded}", flush=True)
+            print(f"{AGENT_READY}: {self._worker} has {self._steps.loaded}", flush=True)
         await self._read_ahead(answer.ahead)
 
     async def _read_ahead(self, ahead: tuple[str, ...]) -> None:
@@ -164,19 +161,3 @@ class Agent:
             log.info("%s is read into the page cache", model)
             with contextlib.suppress(OSError):
                 await asyncio.to_thread(checkpoint.read_ahead, self._checkpoints[model])
-
-
-def alike(folders: Mapping[str, Path]) -> dict[str, Checkpoint]:
-    """The models' checkpoints by name. ValueError, with one line, for those that cannot share a server; OSError."""
-    found: dict[str, Checkpoint] = {}
-    for name, folder in folders.items():
-        try:
-            found[name] = checkpoint.read(folder)
-        except ValueError as error:
-            raise ValueError(f"model {name}: {error}") from None
-    first, *others = found
-    for name in others:
-        reason = checkpoint.difference(found[first], found[name])
-        if reason is not None:
-            raise ValueError(f"models {first} and {name} cannot share a replica: {reason}")
-    return found

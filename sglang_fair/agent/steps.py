@@ -216,7 +216,9 @@ class Steps:
     def _reached(self, now_s: float) -> None:
         self._goal, self._failures = "", 0
         if self._number:
-            self._end("" if self._seen is not None and self._seen.loaded == self._ordered else self._fault, now_s)
+            self._end(
+                "" if self._seen is not None and self._seen.loaded == self._ordered else self._fault, now_s
+            )
 
     def _end(self, error: str, now_s: float) -> None:
         self.ended.append(Ended(self._number, self._ordered, error, max(0.0, now_s - self._shut_s)))

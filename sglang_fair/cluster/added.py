@@ -24,8 +24,10 @@ class AddedReplicas:
         reservations: Reservations,
         gpu_marks: Marks,
         look: Callable[[], Machine],
+        swaps: Sequence[Model] = (),
     ) -> None:
-        """`models` and `ports` are those of the first replicas; `look` returns the machine's resources at the moment.
+        """`models` and `ports` are those of the first replicas; `look` returns the machine's resources at the moment,
+        `swaps` are what each that is added can load.
 
         The cluster has its ports from `reservations`, and its GPUs from `gpu_marks`.
         """
@@ -37,6 +39,9 @@ class AddedReplicas:
         self._reservations = reservations
         self._gpu_marks = gpu_marks
         self._look = look
+        self._swaps = tuple(swaps)
+        self._models |= {model.served_name: model for model in self._swaps}
+        self._agents: dict[str, Process] = {}
 
     def plan(self, number: int, model: str | None = None, has: Sequence[str] = ()) -> Process:
         """The replica with this number, of the model of this name, or of the one that the fewest have, where `has` is
@@ -55,10 +60,18 @@ class AddedReplicas:
             self._reservations.give_back(ports)
             raise
         models = [chosen] * (number + 1)
-        specs = build(as_many, self._device, machine, models, all_ports, taken * (number + 1))
+        can_load = [chosen, *(model for model in self._swaps if model != chosen)]
+        swaps = {number: can_load} if self._swaps else {}
+        specs = build(as_many, self._device, machine, models, all_ports, taken * (number + 1), swaps)
         spec = specs.of("replica")[number]
+        for agent in specs.of("agent"):
+            self._agents[spec.name] = agent
         self._ports[spec.name] = ports
         return spec
+
+    def agent_of(self, spec: Process) -> Process | None:
+        """The agent beside a replica that was planned here; None: it keeps its model."""
+        return self._agents.get(spec.name)
 
     def freed(self, spec: Process) -> None:
         """Frees the ports and GPUs of a replica that is gone for good."""

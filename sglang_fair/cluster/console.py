@@ -150,6 +150,7 @@ def addresses(
     return table
 
 
-def example(gateway: str, *, has_tenants: bool = False) -> str:
-    """A first request to paste into a shell."""
-    return f"\nTry it:\n\n{curl_example(gateway, has_tenants=has_tenants)}\n\nCtrl-C stops everything.\n"
+def example(gateway: str, model: str = "default", *, has_tenants: bool = False) -> str:
+    """A first request to paste into a shell, for the model of this name."""
+    curl = curl_example(gateway, model, has_tenants=has_tenants)
+    return f"\nTry it:\n\n{curl}\n\nCtrl-C stops everything.\n"

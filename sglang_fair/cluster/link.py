@@ -8,9 +8,11 @@ import zmq
 from zmq.asyncio import Context
 
 from router.events import (
+    Answer,
     ProtocolError,
     Query,
     Snapshot,
+    Swap,
     WorkerDown,
     WorkerDrain,
     WorkerUp,
@@ -53,7 +55,7 @@ class RouterLink:
 
     def up(self, worker: Worker) -> None:
         """`worker` serves again, with an empty cache."""
-        models = (worker.model,) if worker.model else ()
+        models = worker.models or ((worker.model,) if worker.model else ())
         self._send(
             encode(
                 WorkerUp(
@@ -63,7 +65,7 @@ class RouterLink:
                     worker.replay,
                     load=worker.load,
                     models=models,
-                    loaded=worker.model,
+                    loaded="" if worker.models else worker.model,
                 )
             )
         )
@@ -94,15 +96,28 @@ async def router_answers(endpoint: str, timeout_s: float = 1.0) -> bool:
 
 async def router_workers(endpoint: str, timeout_s: float = 1.0) -> dict[str, Any] | None:
     """The workers in the answer of the router at `endpoint`, by name. None if it does not answer in time."""
+    return _part(await router_asked(endpoint, Query("ready?"), timeout_s), "workers")
+
+
+async def router_swaps(endpoint: str, timeout_s: float = 1.0) -> dict[str, Any] | None:
+    """How far each worker is with loading another model, by name. None if the router does not answer in time."""
+    return _part(await router_asked(endpoint, Query("swaps?"), timeout_s), "swaps")
+
+
+async def router_asked(endpoint: str, question: Query | Swap, timeout_s: float = 1.0) -> Answer | None:
+    """What the router at `endpoint` answers. None if it does not in time."""
     with Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(endpoint)
-        await socket.send(encode(Query("ready?")))
+        await socket.send(encode(question))
         try:
-            answer = decode_answer(await asyncio.wait_for(socket.recv(), timeout_s))
+            return decode_answer(await asyncio.wait_for(socket.recv(), timeout_s))
         except (TimeoutError, ProtocolError):
             return None
+
+
+def _part(answer: Answer | None, name: str) -> dict[str, Any] | None:
     if not isinstance(answer, Snapshot):
         return None
-    workers = answer.state.get("workers")
-    return workers if isinstance(workers, dict) else {}
+    found = answer.state.get(name)
+    return found if isinstance(found, dict) else {}

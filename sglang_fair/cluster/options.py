@@ -105,7 +105,7 @@ class Options(Cluster):
 def check(options: Options) -> None:
     """Raises ConfigError for the first thing in `options` that is wrong on any machine."""
     setting.check(options)
-    models.dealt(options)
+    models.loadable(options)
     options.emulation()
     if options.engine not in ("auto", "emulated") and options.device not in ("auto", options.engine):
         raise ConfigError(

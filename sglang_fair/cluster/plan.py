@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from router.gateway import limits
@@ -19,23 +20,25 @@ from sglang_fair.core.policy import DEFAULT_QUANTUM
 from sglang_fair.settings import table
 from sglang_fair.settings.setting import command_line, shared
 
-Role = Literal["fork-server", "replica", "router", "gateway", "dashboard"]
+Role = Literal["fork-server", "replica", "router", "agent", "gateway", "dashboard"]
 
 START_ORDER: tuple[tuple[Role, ...], ...] = (
     ("fork-server",),
     ("replica", "router"),
+    ("agent",),
     ("gateway", "dashboard"),
 )
 """The gateway comes last, so that its port opens only when there is something behind it."""
 
 STOP_ORDER: tuple[tuple[Role, ...], ...] = (
     ("gateway", "dashboard"),
+    ("agent",),
     ("router",),
     ("replica",),
     ("fork-server",),
 )
 
-DISPENSABLE: tuple[Role, ...] = ("dashboard",)
+DISPENSABLE: tuple[Role, ...] = ("dashboard", "agent")
 """Without these a cluster goes on."""
 
 LOCAL = "127.0.0.1"
@@ -64,6 +67,9 @@ UNKNOWN_BYTES = 400_000_000_000
 
 FORK_SERVER_READY = "ready to fork replicas"
 """A line of the fork server's output that contains this says that it listens."""
+
+AGENT_READY = "agent ready"
+"""The same of an agent's output: the router knows what its replica has."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +130,9 @@ class Worker:
     load: str | None = None
     """Where it says how much it has to do, if the router wants to know."""
     model: str = ""
-    """Which of several it has; "": the only one, which gateways may call as they like."""
+    """Which of several it has, or begins with; "": the only one, which gateways may call as they like."""
+    models: tuple[str, ...] = ()
+    """Those that it can load in turn; its agent says which it has. (): it keeps its own."""
 
 
 @dataclass(frozen=True)
@@ -212,9 +220,10 @@ def build(
     models: Model | Sequence[Model],
     ports: Ports,
     gpus: Sequence[tuple[Gpu, ...]] = (),
+    swaps: Mapping[int, Sequence[Model]] = MappingProxyType({}),
 ) -> Plan:
     """The processes of the cluster. `models` are as in `each_model`, `gpus` those of each replica, if it computes on
-    any."""
+    any, `swaps` the models that a replica can load, by its number."""
     each = each_model(options, models)
     router = f"tcp://{LOCAL}:{ports.router}"
     fork_server = f"sglang-fair/fork-server/{ports.router}" if device == "cpu" else None
@@ -226,6 +235,7 @@ def build(
             replay=f"tcp://{LOCAL}:{port.kv + 1}",
             load=None if port.load is None else f"tcp://{LOCAL}:{port.load}",
             model=each[index].served_name if options.models else "",
+            models=tuple(one.served_name for one in swaps.get(index, ())),
         )
         for index, port in enumerate(ports.replicas)
     )
@@ -238,12 +248,30 @@ def build(
                 for index, worker in enumerate(workers)
             ),
             _router(options, machine, router, workers),
-            _gateway(options, machine, each, router, ports.gateway),
+            *(
+                _agent(options, machine, workers[index], can_load, router)
+                for index, can_load in sorted(swaps.items())
+            ),
+            _gateway(options, machine, _served(options, each, swaps), router, ports.gateway),
             *((_dashboard(options, machine, ports.gateway),) if options.dashboard_port else ()),
         ),
         router=router,
         router_http=None if (port := options.router_http_port) is None else f"http://{LOCAL}:{port}",
     )  # fmt: skip
+
+
+def agent_name(replica: str) -> str:
+    """What the agent beside a replica is called."""
+    return "a" + replica.removeprefix("r")
+
+
+def _served(
+    options: Options, each: Sequence[Model], swaps: Mapping[int, Sequence[Model]]
+) -> tuple[Model, ...]:
+    """All models, in the order of --models."""
+    found = {model.served_name: model for models in (each, *swaps.values()) for model in models}
+    names = [name for name in options.model_names() if name in found]
+    return tuple(found[name] for name in (names if options.models else found))
 
 
 def with_workers(router: Process, workers: Sequence[Worker]) -> Process:
@@ -272,12 +300,12 @@ def gateway_url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def curl_example(url: str, *, has_tenants: bool = False) -> str:
+def curl_example(url: str, model: str = "default", *, has_tenants: bool = False) -> str:
     """A request to paste into a shell."""
     who = "authorization: Bearer KEY" if has_tenants else "x-fair-client: alice"
     body = json.dumps(
         {
-            "model": "default",
+            "model": model,
             "messages": [{"role": "user", "content": "What is the capital of Italy?"}],
             "max_tokens": 32,
         }
@@ -370,6 +398,7 @@ def _router(options: Options, machine: Machine, router: str, workers: tuple[Work
             f"{name}={json.dumps(value)}" for name, value in parse_options(options.placement_options).items()
         ],
         "page_size": page_tokens(options.extra),
+        "swap_finish_s": options.swap_finish_s,
         "limits": None if options.limits is None else str(Path(options.limits).absolute()),
         "http_host": LOCAL,
         "http_port": options.router_http_port,
@@ -395,10 +424,30 @@ def _worker_arguments(workers: Sequence[Worker]) -> list[str]:
     specs = [
         f"{worker.name},http={worker.url},kv={worker.kv},replay={worker.replay}"
         + (f",load={worker.load}" if worker.load else "")
-        + (f",model={worker.model}" if worker.model else "")
+        + (f",model={'|'.join(worker.models) or worker.model}" if worker.model else "")
         for worker in workers
     ]
     return command_line(table.Router, {"worker": specs})
+
+
+def _agent(
+    options: Options, machine: Machine, worker: Worker, can_load: Sequence[Model], router: str
+) -> Process:
+    values = {
+        "worker": worker.name,
+        "replica": worker.url,
+        "router": router,
+        "models": ",".join(f"{model.served_name}={model.folder}" for model in can_load),
+    }
+    return Process(
+        name=agent_name(worker.name),
+        role="agent",
+        argv=(machine.python, "-m", "sglang_fair.agent", *command_line(table.AgentSettings, values)),
+        ready=LineReady(AGENT_READY),
+        ready_timeout_s=options.start_timeout_s or 120.0,
+        stop_grace_s=3.0,
+        env={"PYTHONUNBUFFERED": "1"},
+    )
 
 
 def _gateway(options: Options, machine: Machine, models: Sequence[Model], router: str, port: int) -> Process:

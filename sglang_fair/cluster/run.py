@@ -38,6 +38,7 @@ from sglang_fair.cluster.workers import Workers
 from sglang_fair.common.files import read_json
 from sglang_fair.common.processes import child_environment
 from sglang_fair.common.service_keys import replica_key
+from sglang_fair.models import checkpoint
 from sglang_fair.models.catalog import EMULATED
 
 STOPPED, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
@@ -107,10 +108,16 @@ async def _run(options: Options) -> int:
             model = await _find_model(asked if emulation is None else EMULATED + asked, machine, stop)
             found[called] = replace(model, served_name=called or model.served_name, asked=asked)
         each = tuple(found[called] for called in names)
+        swaps = {
+            index: tuple(found[called] for called in can_load)
+            for index, can_load in models.loadable(options).items()
+        }
+        for can_load in set(swaps.values()):
+            _check_alike(can_load)
         check_memory(options, device, machine, each)
         loads = options.throttle == "oit"
         ports = choose(options.port, options.replicas, reservations.take, loads=loads)
-        plan = build(options, device, machine, each, ports, taken)
+        plan = build(options, device, machine, each, ports, taken, swaps)
         gateway = gateway_url(options.host, ports.gateway)
         what = " and ".join(f"{names.count(called)} x {one.served_name}" for called, one in found.items())
         if emulation is not None and not options.models:
@@ -128,14 +135,26 @@ async def _run(options: Options) -> int:
                 show(
                     console, addresses(plan, gateway, admin_url(options), dashboard_url(options), title, pids)
                 )
-                show(console, example(gateway, has_tenants=options.tenants is not None))
+                model = next(iter(options.model_names())) or "default"
+                show(console, example(gateway, model, has_tenants=options.tenants is not None))
 
         reporter = ConsoleReporter(
             console, plan, quiet=Replicas() if options.quiet_replicas else (), when_up=when_up
         )
         reporter.say(f"starting {title}")
-        added = AddedReplicas(options, device, each, ports, reservations, gpu_marks, machines.look)
+        added = AddedReplicas(
+            options, device, each, ports, reservations, gpu_marks, machines.look,
+            tuple(found.values()) if options.swap == models.ALL else (),
+        )  # fmt: skip
         return await _supervise(plan, reporter, stop, added, gpu_marks, socket_path(ports.gateway))
+
+
+def _check_alike(models: Sequence[Model]) -> None:
+    """Raises ConfigError for models that one replica cannot load in turn."""
+    try:
+        checkpoint.alike({model.served_name: model.folder for model in models})
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"--swap: {error}", "swap") from None
 
 
 def _signals() -> list[signal.Signals]:
@@ -174,7 +193,8 @@ async def _supervise(
         if stop.is_set():
             raise Interrupted
         control = Control(
-            control_path, Workers(supervisor, link, plan.router, added.plan, added.freed).handle
+            control_path,
+            Workers(supervisor, link, plan.router, added.plan, added.freed, added.agent_of).handle,
         )
         try:
             await control.start()

@@ -1,7 +1,8 @@
-"""Replicas that are added and removed while the cluster runs: `sglang-fair workers list`, `add` and `drain`.
+"""Replicas that are added and removed while the cluster runs: `sglang-fair workers list`, `add`, `drain` and `swap`.
 
     add      starts a process with the cluster's own settings and waits until it is ready. From then on it is restarted
              like the first ones, and the router and the gateways know it
+    swap     has a replica load another model, and waits until it serves that
     drain    the router sends it nothing new, it finishes what it has, and then it is stopped for good
 
 A router that is restarted gets the replicas of that moment.
@@ -14,11 +15,12 @@ from typing import Any
 
 import aiohttp
 
+from router.events import Refuse, Swap
 from sglang_fair.cluster.control import Refused, Say
 from sglang_fair.cluster.gpus import GpusTaken
-from sglang_fair.cluster.link import Link, router_workers
+from sglang_fair.cluster.link import Link, router_asked, router_swaps, router_workers
 from sglang_fair.cluster.options import ConfigError
-from sglang_fair.cluster.plan import Process, Worker, with_workers
+from sglang_fair.cluster.plan import Process, Worker, agent_name, with_workers
 from sglang_fair.cluster.ports import PortTaken
 from sglang_fair.cluster.supervisor import StartFailed, Supervisor
 from sglang_fair.common.service_keys import replica_key
@@ -38,6 +40,15 @@ Planner = Callable[[int, str | None, Sequence[str]], Process]
 
 Freed = Callable[[Process], None]
 
+AgentOf = Callable[[Process], Process | None]
+"""The agent for a replica; None: it keeps its model."""
+
+PHASES = {
+    "unknown": "it is not known what it has",
+    "empties": "what runs there finishes",
+    "loads": "it loads",
+}
+
 
 @dataclass(frozen=True)
 class ReplicaState:
@@ -54,8 +65,17 @@ class ReplicaState:
 class Workers:
     """Carries out these requests on one supervisor. Several may run at a time."""
 
-    def __init__(self, supervisor: Supervisor, link: Link, router: str, plan: Planner, freed: Freed) -> None:
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        link: Link,
+        router: str,
+        plan: Planner,
+        freed: Freed,
+        agent_of: AgentOf = lambda spec: None,
+    ) -> None:
         """`router` is the router's address; `freed` is called for a replica that is gone for good."""
+        self._agent_of = agent_of
         self._supervisor = supervisor
         self._link = link
         self._router = router
@@ -68,7 +88,9 @@ class Workers:
         """One request of `control`. Raises `Refused`."""
         match asked:
             case {"do": "list"}:
-                return {"workers": [vars(row) for row in self.rows()]}
+                return {"workers": [vars(row) for row in await self.seen()]}
+            case {"do": "swap", "name": str(name), "model": str(model)}:
+                return await self.swap(name, model, say)
             case {"do": "add", "model": str(model)}:
                 return vars(await self.add(say, model))
             case {"do": "add"}:
@@ -80,6 +102,34 @@ class Workers:
     def rows(self) -> list[ReplicaState]:
         """The replicas in the order of their numbers."""
         return [self._row(spec) for spec in sorted(self._specs(), key=lambda spec: _number(spec.name))]
+
+    async def seen(self) -> list[ReplicaState]:
+        """The same with the models that those have which can load several, if a router answers."""
+        swaps = await router_swaps(self._router) or {}
+        return [
+            replace(row, model=_has(swaps[row.name])) if row.name in swaps else row for row in self.rows()
+        ]
+
+    async def swap(self, name: str, model: str, say: Say) -> dict[str, Any]:
+        """Has a replica load another model, and returns when it serves. Raises `Refused`."""
+        began = await router_asked(self._router, Swap("swap", name, model), KNOWN_S)
+        if isinstance(began, Refuse):
+            raise Refused(began.reason)
+        if began is None:
+            raise Refused("no router answers")
+        said = ""
+        while True:
+            state = (await router_swaps(self._router) or {}).get(name, {})
+            phase = state.get("phase", "unknown")
+            if phase == "serves":
+                break
+            if phase != said:
+                said = phase
+                say(f"{name}: {PHASES[phase]}")
+            await asyncio.sleep(POLL_S)
+        if state["model"] != model:
+            raise Refused(f"{name} still has {state['model']}: {state['error'] or 'it was called off'}")
+        return {"name": name, "model": model}
 
     async def add(self, say: Say, model: str | None = None) -> ReplicaState:
         """Starts one more replica, of the model of this name if one is given, and returns when it serves. Raises
@@ -101,6 +151,12 @@ class Workers:
         finally:
             del self._states[spec.name]
         self._respec_router()
+        agent = self._agent_of(spec)
+        if agent is not None:
+            try:
+                await self._supervisor.add(agent)
+            except StartFailed as error:
+                raise Refused(f"{spec.name} is up, and nobody says what it has: {error}") from None
         if not await self._is_known(spec.name):
             say("no router answers; it hears of the replica as soon as it is back")
         return self._row(spec)
@@ -122,6 +178,10 @@ class Workers:
             await self._supervisor.let_go(name)
             await self._drained(spec.worker, say)
             await self._supervisor.remove(name)
+            for agent in self._supervisor.plan.of("agent"):
+                if agent.name == agent_name(name):
+                    await self._supervisor.let_go(agent.name)
+                    await self._supervisor.remove(agent.name)
         except StartFailed as error:
             raise Refused(str(error)) from None
         finally:
@@ -173,6 +233,13 @@ class Workers:
         url = spec.worker.url if spec.worker else ""
         model = spec.worker.model if spec.worker else ""
         return ReplicaState(spec.name, url, self._supervisor.pids.get(spec.name), state, model)
+
+
+def _has(swap: dict[str, Any]) -> str:
+    """What a replica has, in a word."""
+    if swap["phase"] in ("empties", "loads"):
+        return f"{swap['model'] or '-'} -> {swap['target']}"
+    return str(swap["model"])
 
 
 def _has_left(state: dict[str, Any]) -> str:

@@ -68,8 +68,26 @@ def difference(one: Checkpoint, other: Checkpoint) -> str | None:
         return f"only one of them has the tensor {name}"
     for name, about in sorted(one.tensors.items()):
         if other.tensors[name] != about:
-            return f"tensor {name} is {_shown(about)} in the one and {_shown(other.tensors[name])} in the other"
+            return (
+                f"tensor {name} is {_shown(about)} in the one and {_shown(other.tensors[name])} in the other"
+            )
     return None
+
+
+def alike(folders: Mapping[str, Path]) -> dict[str, Checkpoint]:
+    """The models' checkpoints by name. ValueError, with one line, for those that cannot share a server; OSError."""
+    found: dict[str, Checkpoint] = {}
+    for name, folder in folders.items():
+        try:
+            found[name] = read(folder)
+        except ValueError as error:
+            raise ValueError(f"model {name}: {error}") from None
+    first, *others = found
+    for name in others:
+        reason = difference(found[first], found[name])
+        if reason is not None:
+            raise ValueError(f"models {first} and {name} cannot share a replica: {reason}")
+    return found
 
 
 def _weights(folder: Path) -> tuple[Path, ...]:

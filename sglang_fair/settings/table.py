@@ -30,6 +30,17 @@ METRICS_CLIENTS = 20
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 OutliveParent = Annotated[bool, About("Go on when the process that started this one dies.")]
+FINISH_S = 5.0
+SwapFinish = Annotated[
+    float,
+    About(
+        "How long requests may run on at a replica that is to load another model. Then streams that can be continued "
+        "elsewhere, or here later, are cut; others finish.",
+        unit="seconds",
+        metavar="S",
+        at_least=0,
+    ),
+]
 LogLevel = Annotated[str, About("Least important messages that are logged.", choices=LOG_LEVELS)]
 LogFormat = Annotated[
     str,
@@ -350,6 +361,15 @@ class Cluster(Tracing, Access, Deadlines, Throttling, Fairness, Engine):
             pairs=True,
         ),
     ] = ""
+    swap: Annotated[
+        str,
+        About(
+            "Which replicas can load which of --models in turn, each with an agent beside it: none, all, or as "
+            "r0=a+b,r1=b+c. Models that share a replica must be alike in shape and tokenizer.",
+            metavar="WHICH",
+        ),
+    ] = "none"
+    swap_finish_s: SwapFinish = FINISH_S
     device: Annotated[
         str, About("cpu, cuda (a GPU for each replica), or auto.", choices=("auto", "cpu", "cuda"))
     ] = "auto"
@@ -482,7 +502,8 @@ class Router(Throttling):
         tuple[str, ...],
         About(
             "A replica: NAME,http=URL[,kv=ADDRESS][,replay=ADDRESS][,load=ADDRESS][,capacity=NUMBER][,model=NAME]. "
-            "Repeatable. Where one has a model=, all must.",
+            "Repeatable. Where one has a model=, all must. model=A|B: it can load these, and an agent says which it "
+            "has.",
             metavar="SPEC",
         ),
     ] = ()
@@ -537,6 +558,7 @@ class Router(Throttling):
     page_size: Annotated[
         int, About("Size of a block of the replicas' caches.", unit="tokens", at_least=1)
     ] = 16
+    swap_finish_s: SwapFinish = FINISH_S
     max_tree_tokens: Annotated[
         int, About("Most tokens that the prefix tree holds.", unit="tokens", metavar="N")
     ] = 8_000_000
@@ -735,6 +757,25 @@ class Planner:
     outlive_parent: OutliveParent = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class AgentSettings:
+    """Have one replica load the models that the router names, one at a time. A cluster with --swap starts agents."""
+
+    worker: Annotated[str, About("What the router calls the replica.", metavar="NAME")]
+    replica: Annotated[str, About("The replica's address.", metavar="URL")]
+    router: Annotated[str, About("The router's address.", metavar="tcp://HOST:PORT")]
+    models: Annotated[
+        str,
+        About(
+            "The models that the replica can load, by the names that clients use, each a folder with a checkpoint. The "
+            "others must be like the first in shape and tokenizer.",
+            metavar="NAME=FOLDER,...",
+            pairs=True,
+        ),
+    ]
+    outlive_parent: OutliveParent = False
+
+
 SECTIONS: Mapping[str, type] = {
     "cluster": Cluster,
     "replica": Replica,
@@ -742,6 +783,7 @@ SECTIONS: Mapping[str, type] = {
     "gateway": Gateway,
     "planner": Planner,
     "dashboard": Dashboard,
+    "agent": AgentSettings,
 }
 """The programs, by command and by section of a configuration file."""
 

@@ -14,7 +14,7 @@ from router.gateway.__main__ import check as check_gateway
 from router.gateway.__main__ import configure
 from sglang_fair.cluster.added import AddedReplicas
 from sglang_fair.cluster.marks import Marks
-from sglang_fair.cluster.models import dealt, fewest, in_turn
+from sglang_fair.cluster.models import dealt, fewest, in_turn, loadable
 from sglang_fair.cluster.options import ConfigError, Options, check
 from sglang_fair.cluster.plan import Machine, Model, Process, build, check_memory
 from sglang_fair.cluster.ports import Reservations, choose
@@ -167,3 +167,64 @@ def test_a_gateway_s_models_and_classes_are_checked(words: list[str], wrong: str
     own = ["--port", "1", "--router", "tcp://x", "--model-name", "a", "--tokenizer", "/x"]
     with pytest.raises(SettingError, match=wrong):
         check_gateway(parse("gateway", [*own, *words]))
+
+
+# -- replicas that can load several
+
+
+SEVERAL = "a=/m/a,b=/m/b,c=/m/c"
+
+
+@pytest.mark.parametrize(
+    ("options", "first", "expected"),
+    [
+        (Options(models=SEVERAL, replicas=3), "abc", {}),
+        (Options(models=SEVERAL, replicas=1, swap="all"), "a", {0: ("a", "b", "c")}),
+        (Options(models=SEVERAL, swap="all"), "ab", {0: ("a", "b", "c"), 1: ("b", "a", "c")}),
+        (Options(models=SEVERAL, swap="r0=a+b,r1=c"), "ac", {0: ("a", "b")}),
+        (Options(models=SEVERAL, swap="r1=a+c+b"), "ab", {1: ("b", "a", "c")}),
+    ],
+)
+def test_which_replica_can_load_what(
+    options: Options, first: str, expected: dict[int, tuple[str, ...]]
+) -> None:
+    assert "".join(dealt(options)) == first
+    assert loadable(options) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "wrong"),
+    [
+        (Options(swap="all"), "--swap is for several --models"),
+        (Options(models=SEVERAL, replicas=3, swap="some"), "--swap: none, all, or as r0=a+b"),
+        (Options(models=SEVERAL, replicas=3, swap="r3=a+b"), "there is no replica 'r3'; there are r0 to r2"),
+        (Options(models=SEVERAL, replicas=3, swap="x=a+b"), "there is no replica 'x'"),
+        (Options(models=SEVERAL, replicas=3, swap="r0=a+z"), "there is no model 'z'; there are a, b, c"),
+        (Options(models=SEVERAL, swap="r0=a+b"), "no replica can load c"),
+        (
+            Options(models="a=llama-3.1-8b,b=llama-2-7b", engine="emulated", gpu="a100-80g", swap="all"),
+            "--swap needs weights, which an emulated replica has not",
+        ),
+    ],
+)
+def test_a_bad_swap_is_refused_in_one_line(options: Options, wrong: str) -> None:
+    with pytest.raises(SettingError) as error:
+        loadable(options)
+    assert wrong in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_each_replica_that_can_load_several_has_an_agent() -> None:
+    options = Options(models="a=/m/a,b=/models/b", replicas=1, swap="all")
+    reservations = Reservations("127.0.0.1")
+    ports = choose(0, 1, reservations.take, loads=False)
+    plan = build(options, "cpu", MACHINE, (A,), ports, (), {0: (A, B)})
+    (agent,) = plan.of("agent")
+    assert (agent.name, after(agent.argv, "--worker")) == ("a0", "r0")
+    assert after(agent.argv, "--models") == "a=/m/a,b=/models/b" or "b=" in after(agent.argv, "--models")
+    assert after(plan.of("router")[0].argv, "--worker").endswith("model=a|b")
+    (up,) = workers_of(parse("router", plan.of("router")[0].argv[3:]))
+    assert (up.models, up.loaded) == (("a", "b"), ""), "its agent is going to say which it has"
+    gateway = plan.of("gateway")[0].argv
+    assert (after(gateway, "--model-name"), after(gateway, "--more-models")) == ("a", "b=/m/b")
+    reservations.close()

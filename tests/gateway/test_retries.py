@@ -4,11 +4,14 @@ import pytest
 
 from router.events import Refuse
 from router.gateway.replicas.retries import (
+    MAX_MISDIRECTED,
     ContinueElsewhere,
+    CutOff,
     EndStream,
     Finish,
     GiveUp,
     Lost,
+    Misdirected,
     Mismatch,
     NoDescriptorsLeft,
     Outcome,
@@ -132,3 +135,29 @@ def test_a_router_that_has_nobody_left_to_name_is_not_the_reason() -> None:
     status, code, _, message = gave_up(retries.after(Refuse("x", "no worker", retry=True), Sent.NOTHING))
     assert (status, code) == (502, "no_replica")
     assert message.endswith("tried r0; the last: worker r0: broken pipe")
+
+
+def test_what_was_cut_for_a_swap_goes_on_and_nobody_is_blamed() -> None:
+    retries = Retries(1, 1)
+    for _ in range(20):
+        assert retries.after(CutOff("r0"), Sent.NOTHING) == TryAnother()
+        assert retries.after(CutOff("r0"), Sent.CONTINUABLE) == ContinueElsewhere()
+    assert retries.after(CutOff("r0"), Sent.ALL_BUT_END) == EndStream()
+    assert retries.excluded == ()
+
+
+def test_a_replica_with_another_model_is_asked_again_later_and_not_for_ever() -> None:
+    retries = Retries(2, 1)
+    waits = []
+    for _ in range(MAX_MISDIRECTED):
+        step = retries.after(Misdirected("r0", "it has b"), Sent.NOTHING)
+        assert isinstance(step, TryAnother)
+        waits.append(step.after_s)
+    assert waits == sorted(waits)
+    assert waits[0] < 0.1
+    assert 5.0 < sum(waits) < 20.0, "a router hears from agents every second"
+    assert retries.excluded == ()
+    assert retries.after(Misdirected("r0", "it has b"), Sent.NOTHING) == TryAnother()
+    assert retries.excluded == ("r0",)
+    status, _, _, message = gave_up(retries.after(Misdirected("r1", "it has b"), Sent.NOTHING))
+    assert (status, "it has b" in message) == (502, True)

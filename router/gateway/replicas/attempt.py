@@ -17,16 +17,33 @@ from router.gateway.clients import header_safe
 from router.gateway.errors import describe
 from router.gateway.replicas.connections import Asking, Broken, Connection, NoDescriptors, NotConnected
 from router.gateway.replicas.pool import Replicas
-from router.gateway.replicas.retries import AttemptOutcome, Lost, Mismatch, NoDescriptorsLeft, Served
+from router.gateway.replicas.retries import (
+    AttemptOutcome,
+    CutOff,
+    Lost,
+    Misdirected,
+    Mismatch,
+    NoDescriptorsLeft,
+    Served,
+)
 from router.gateway.request.call import Call
 from router.gateway.request.schema import PATHS
 from router.gateway.routing.placer import Placer
+from sglang_fair.common.swapping import MISDIRECTED
 
 log = logging.getLogger("gateway")
 
 
 class _NotServed(Exception):
     """The replica answered, but not with what was asked for."""
+
+
+class _NotItsModel(Exception):
+    """The replica has another model."""
+
+
+class _Cut(Exception):
+    """The answer was cut off."""
 
 
 class Attempt:
@@ -59,7 +76,7 @@ class Attempt:
         self._asking: Asking | None = None
         self._may_be_working = False
         """The replica has, or may have, the request and has not finished it."""
-        self._is_settled = False
+        self._is_settled = self._is_cut = False
         self._was_asked = self._was_accepted = self._is_whole = False
         self._ended: Usage | None = None
         """What it came to."""
@@ -92,6 +109,12 @@ class Attempt:
         """It has ended, and how much was computed is not known: an answer in one piece did not come to its end."""
         return self._was_asked and self._ended is not None and not (self._call.stream or self._is_whole)
 
+    def cut(self) -> None:
+        """Ends the attempt as cut off, unless the answer is complete. For one that can be continued."""
+        self._is_cut = True
+        if self._asking is not None:
+            self._asking.give_up(_Cut())
+
     async def run(self, headers: dict[str, str], reply: Reply, resumable: Resumable | None) -> AttemptOutcome:
         """Has the replica serve the request and passes its answer on. Raises `ClientGone` if the client leaves."""
         try:
@@ -100,8 +123,12 @@ class Attempt:
         except NoDescriptors as error:
             self._may_be_working = False
             return NoDescriptorsLeft(str(error))
+        except _Cut:
+            return CutOff(self._place.worker)
+        except _NotItsModel as error:
+            return Misdirected(self._place.worker, str(error))
         except OSError as error:
-            return self._lost(error)
+            return CutOff(self._place.worker) if self._is_cut else self._lost(error)
         except _NotServed as error:
             return Lost(self._place.worker, str(error))
         except Diverged as error:
@@ -125,6 +152,9 @@ class Attempt:
         # A replica that falls silent is given up at once, wherever in here its answer is waited for.
         with self._replicas.health.while_it_answers(self._place.worker, self._asking.give_up):
             async with self._asking as answer:
+                if answer.status == MISDIRECTED:
+                    self._may_be_working = False
+                    raise _NotItsModel("it has another model")
                 if answer.status == 503:
                     self._may_be_working = False
                     raise _NotServed("it answered 503")
@@ -162,7 +192,7 @@ class Attempt:
         stream = self._stream
         reported_s = time.monotonic()
         try:
-            while chunk := await answer.piece():
+            while not self._is_cut and (chunk := await answer.piece()):
                 events = stream.feed(chunk)
                 if not events:
                     continue
@@ -181,6 +211,8 @@ class Attempt:
                     events = resumable.pass_on(events)
                 if events:
                     await reply.piece(events)
+            if self._is_cut and not stream.ended:
+                raise _Cut
             if not stream.ended:
                 raise Broken("the stream ended without [DONE]")
         except OSError:

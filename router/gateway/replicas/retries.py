@@ -8,6 +8,9 @@ The relay makes an attempt, tells `Retries.after` how it ended and what its clie
                                                  [DONE] is missing, send it
     lost, falling silent  the same; an error once `max_silenced` replicas have fallen silent with the request
     mismatch              -                      error event                   -
+    misdirected           asked again a little     the same as after a loss      error event
+                          later, no try used
+    cut off               asked again              continue; no try used         -
     no descriptors        503 overloaded         error event                   error event
     no router, no worker  503 unavailable        error event                   error event
     router refuses        429 or 503; 502 if     error event                   error event
@@ -24,6 +27,12 @@ from typing import assert_never
 
 from router.events import Refuse
 from router.gateway.errors import RETRY_AFTER_S, ApiError, overloaded
+
+MAX_MISDIRECTED = 8
+"""Attempts that may come to a replica with another model; one more counts as a loss."""
+
+MISDIRECTED_S = 0.05
+"""Before the router is asked again; twice as long each time."""
 
 # -- how an attempt ended
 
@@ -43,6 +52,21 @@ class Lost:
     worker: str
     reason: str
     fell_silent: bool = False
+
+
+@dataclass(frozen=True)
+class Misdirected:
+    """The replica has another model by now, or is loading one. It has done nothing."""
+
+    worker: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class CutOff:
+    """The router has had it cut, because the replica is to load another model. It can be continued."""
+
+    worker: str
 
 
 @dataclass(frozen=True)
@@ -66,7 +90,7 @@ class Unplaced:
     reason: str
 
 
-AttemptOutcome = Served | Lost | Mismatch | NoDescriptorsLeft
+AttemptOutcome = Served | Lost | Misdirected | CutOff | Mismatch | NoDescriptorsLeft
 Outcome = AttemptOutcome | Unplaced | Refuse
 
 # -- what the client has
@@ -94,12 +118,16 @@ class Finish:
 
 @dataclass(frozen=True)
 class TryAnother:
-    """Send the same request to another replica."""
+    """Send the same request to another replica, or ask again after `after_s`."""
+
+    after_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class ContinueElsewhere:
-    """Have another replica continue the stream."""
+    """Have another replica continue the stream, asked for after `after_s`."""
+
+    after_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -126,6 +154,7 @@ class Retries:
         """Workers that the next attempt must not go to."""
         self._tries_left = tries
         self._silences_left = max_silenced
+        self._misdirections_left = MAX_MISDIRECTED
         self._reason = ""
 
     def after(self, outcome: Outcome, sent: Sent) -> Step:
@@ -135,6 +164,10 @@ class Retries:
                 return Finish()
             case Lost():
                 return self._after_loss(outcome, sent)
+            case Misdirected():
+                return self._after_misdirection(outcome, sent)
+            case CutOff():
+                return self._go_on(sent)
             case Mismatch(reason):
                 self._reason = f"{self._reason}; {reason}"
                 return self._give_up(sent)
@@ -166,6 +199,28 @@ class Retries:
         # failed earlier may have recovered.
         self.excluded = (lost.worker,)
         return ContinueElsewhere()
+
+    def _after_misdirection(self, found: Misdirected, sent: Sent) -> Step:
+        """The router is about to hear what the replica has, so it is asked again, the same replica not excluded."""
+        if not self._misdirections_left:
+            return self._after_loss(Lost(found.worker, found.reason), sent)
+        self._misdirections_left -= 1
+        wait_s = MISDIRECTED_S * 2.0 ** (MAX_MISDIRECTED - 1 - self._misdirections_left)
+        return self._go_on(sent, wait_s)
+
+    def _go_on(self, sent: Sent, after_s: float = 0.0) -> Step:
+        """Nobody has failed, so no try is used and nobody excluded."""
+        match sent:
+            case Sent.NOTHING:
+                return TryAnother(after_s)
+            case Sent.CONTINUABLE:
+                return ContinueElsewhere(after_s)
+            case Sent.ALL_BUT_END:
+                return EndStream()
+            case Sent.FIXED:
+                return self._give_up(sent)
+            case _:
+                assert_never(sent)
 
     def _give_up(self, sent: Sent, error: ApiError | None = None) -> GiveUp:
         """`error` is for a client that has nothing yet; None stands for the general one."""

@@ -127,7 +127,8 @@ class Fleet:
         capacity = {name: self.workers[name].capacity for name in able}
         worker = choose(arrive.client, {name: self.in_flight[name] for name in able}, capacity)
         call = arrive.begun + (arrive.attempt == 0) if arrive.interaction else 0
-        return Place(arrive.id, worker, self.workers[worker].url, 0, call)
+        up = self.workers[worker]
+        return Place(arrive.id, worker, up.url, 0, call, model=up.loaded if len(up.models) > 1 else "")
 
     # -- for the sides
 

@@ -27,6 +27,7 @@ import zmq
 from router.events import (
     Answer,
     Arrive,
+    Cut,
     Difference,
     Due,
     Event,
@@ -41,6 +42,7 @@ from router.events import (
     Replan,
     SetLimits,
     Snapshot,
+    Swap,
     Workers,
     decode_answer,
     encode,
@@ -134,6 +136,8 @@ class Link:
         workers."""
         self.changed: Callable[[], None] = lambda: None
         """Called when clients come to this router from others, or leave it for them."""
+        self.cut: Callable[[str], None] = lambda attempt: None
+        """Called with the id of a request that the router wants cut off."""
         self.side = side
         self._address = address
         self._timeout_s = timeout_s
@@ -226,6 +230,14 @@ class Link:
         if isinstance(answer, Snapshot):
             with contextlib.suppress(RouterGone):
                 await self.workers()  # with the limits: a router that is restarted is told of them
+        return answer
+
+    async def swap(self, worker: str, model: str) -> Snapshot | Refuse:
+        """Has a worker load another model. The router's state then, or why that cannot be. Raises `RouterGone`."""
+        name = uuid.uuid4().hex
+        answer = await self._ask(name, Swap(name, worker, model))
+        if not isinstance(answer, Snapshot | Refuse):
+            raise RouterGone("the router answered something else than was asked")
         return answer
 
     async def workers(self) -> Workers:
@@ -333,6 +345,9 @@ class Link:
             for event in self.side.settle(answer):
                 self.tell(event)
             self._ask_for_lost(answer)
+        elif isinstance(answer, Cut):
+            self.cut(answer.id)
+            return
         question = self._waiting.get(answer.id)
         if question is None or question.answer.done():
             return

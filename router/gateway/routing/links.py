@@ -82,6 +82,12 @@ class Links:
         snapshots = [answer for answer in answers if isinstance(answer, Snapshot)]
         return Snapshot(snapshots[0].id, merged([one.state for one in snapshots]))
 
+    async def swap(self, worker: str, model: str) -> Snapshot | Refuse:
+        """Has a worker load another model: its agent is one router's. The state then, or why that cannot be. Raises
+        `RouterGone` if none answers."""
+        answers = await self._of_all([link.swap(worker, model) for link in self._living()])
+        return next((answer for answer in answers if isinstance(answer, Snapshot)), answers[0])
+
     async def workers(self) -> Workers:
         """The workers, as they are after every event told before. Raises `RouterGone` if no router answers."""
         return merged_workers(await self._of_all([link.workers() for link in self._living()]))

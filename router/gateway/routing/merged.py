@@ -22,7 +22,7 @@ ADDED_OF_WORKERS = (
     "placed",
 )
 
-WORST = ("up", "draining", "sick")
+WORST = ("up", "draining", "sick", "swapping")
 """A worker's state is the last of these that any router says."""
 
 NEAREST = 10
@@ -44,6 +44,9 @@ def merged(snapshots: Sequence[Mapping[str, Any]]) -> dict[str, object]:
     made["deficits"] = {
         client: added([one["deficits"][client] for one in snapshots if client in one["deficits"]])
         for client in dict.fromkeys(client for one in snapshots for client in one["deficits"])
+    }
+    made["swaps"] = {
+        name: row for one in reversed(snapshots) for name, row in one.get("swaps", {}).items() if row["agent"]
     }
     made["throttle"] = _throttle([one["throttle"] for one in snapshots])
     return made
