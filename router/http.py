@@ -33,7 +33,7 @@ from router.events import (
 )
 from router.shell import INSIDE
 from sglang_fair.metrics import exposition
-from sglang_fair.metrics.table import REASONS, STATES
+from sglang_fair.metrics.table import PLAN_OUTCOMES, REASONS, STATES
 
 ANSWER_S = 2.0
 
@@ -154,4 +154,26 @@ def rows(state: Mapping[str, Any]) -> Iterator[exposition.Row]:
     yield "router_measured_predicted_tokens_total", (), hits["measured_predicted_tokens"]
     yield "router_measured_hit_tokens_total", (), hits["measured_cached_tokens"]
     yield "router_requests_waiting", (), state["waiting"]
+    if state.get("planner") is not None and state.get("queues") is not None:
+        yield from queue_rows(state["planner"], state["queues"])
     yield "router_peers", (), state["wire"]["peers"]
+
+
+def queue_rows(planner: Mapping[str, Any], queues: Mapping[str, Any]) -> Iterator[exposition.Row]:
+    """The numbers of queues that are planned, in a snapshot."""
+    for row in queues.get("waiting", ()):
+        labels = row["model"], row["class"], str(row["tier"])
+        yield "router_queue_requests", labels, row["requests"]
+        yield "router_queue_late_requests", labels, row["late"]
+    yield "router_queue_groups", (), queues.get("groups", 0)
+    yield "router_planner_up", (), int(planner["up"])
+    yield "router_plans_asked_total", (), planner["counts"]["asked"]
+    for outcome in PLAN_OUTCOMES:
+        yield "router_plans_total", (outcome,), planner["counts"][outcome]
+    yield "router_plan_entries_ignored_total", (), queues.get("plans", {}).get("ignored", 0)
+    last, shortage = planner["last"] or {}, planner["shortage"] or {}
+    for tier, name in (("0", "late_s"), ("1", "later_s")):
+        yield "router_planned_lateness", (tier,), last.get(name, 0)
+    yield "router_replicas_short", (), shortage.get("more") or shortage.get("least") or 0
+    if queues.get("r2") is not None:
+        yield "router_wait_r2", (), queues["r2"]

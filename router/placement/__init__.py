@@ -6,7 +6,7 @@ from dataclasses import fields
 from router.placement.cache_aware import CacheAware
 from router.placement.centralized_dlpm import CentralizedDlpm
 from router.placement.client_round_robin import ClientRoundRobin
-from router.placement.contract import Placement
+from router.placement.contract import Placement, Planning
 from router.placement.d2lpm import D2lpm
 from router.placement.d2lpm_queue import D2lpmQueue
 from router.placement.d2lpm_time import D2lpmTime
@@ -41,6 +41,11 @@ PLACEMENTS: dict[str, type[Placement]] = {
 def parameters(placement: str) -> tuple[str, ...]:
     """The names of a placement's parameters, which are the fields of its dataclass."""
     return tuple(field.name for field in fields(_known(placement)) if field.init)  # type: ignore[arg-type]
+
+
+def plans(placement: str) -> bool:
+    """Whether it has queues that a planner orders (`Planning`). Raises ValueError for an unknown name."""
+    return isinstance(_known(placement)(), Planning)
 
 
 def build(placement: str, **values: object) -> Placement:

@@ -51,7 +51,7 @@ class AddedReplicas:
             raise ConfigError(f"there is no model {model[:100]!r} here; there are {', '.join(self._models)}")
         chosen = self._models[model or fewest(list(self._models), has)]
         check_memory(replace(self._options, replicas=1), self._device, machine, [chosen])
-        ports = choose_replica(self._reservations.take, loads=self._options.throttle == "oit")
+        ports = choose_replica(self._reservations.take, loads=self._options.needs_loads())
         as_many = replace(self._options, replicas=number + 1)
         all_ports = replace(self._first, replicas=(ports,) * (number + 1))
         try:

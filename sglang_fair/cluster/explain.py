@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import quote
 
+from sglang_fair.cluster.queues import told_standing
 from sglang_fair.cluster.status import fetch
 from sglang_fair.common.service_keys import admin_key, bearer
 
@@ -97,6 +98,10 @@ def _placement(placement: Mapping[str, Any]) -> Iterator[str]:
         return
     if placement["waited_for"]:
         yield f"    router: held for {_seconds(placement['waited_s'])}, because {placement['waited_for']}"
+    if placement.get("standing"):
+        yield from ("      " + line for line in told_standing(placement["standing"], "when it came:"))
+    if placement.get("stands"):
+        yield from ("      " + line for line in told_standing(placement["stands"], "it waits"))
     if placement["worker"] is None:
         return
     yield f"    router: {_figures(placement['worker'])}, because {WHY.get(placement['why'], placement['why'])}"

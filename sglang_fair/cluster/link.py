@@ -104,6 +104,13 @@ async def router_swaps(endpoint: str, timeout_s: float = 1.0) -> dict[str, Any] 
     return _part(await router_asked(endpoint, Query("swaps?"), timeout_s), "swaps")
 
 
+async def router_shortage(endpoint: str, timeout_s: float = 1.0) -> dict[str, Any] | None:
+    """What the planner of the router at `endpoint` says is missing; None if nothing is, or nobody says."""
+    planner = _part(await router_asked(endpoint, Query("short?"), timeout_s), "planner") or {}
+    shortage = planner.get("shortage")
+    return shortage if isinstance(shortage, dict) else None
+
+
 async def router_asked(endpoint: str, question: Query | Swap, timeout_s: float = 1.0) -> Answer | None:
     """What the router at `endpoint` answers. None if it does not in time."""
     with Context() as context, context.socket(zmq.DEALER) as socket:

@@ -10,7 +10,7 @@ from typing import Literal
 from router.gateway import limits, otlp
 from router.gateway.access import proxies
 from router.gateway.access.quota import check_store
-from router.placement import build, parse_options
+from router.placement import build, parse_options, plans
 from sglang_fair.cluster import models
 from sglang_fair.common.deadlines import make_classes
 from sglang_fair.common.files import read_json
@@ -97,6 +97,10 @@ class Options(Cluster):
             raise ConfigError(str(error)) from None
         return emulations[0]
 
+    def needs_loads(self) -> bool:
+        """Whether the router has to know how large replicas' caches are, and how full."""
+        return self.throttle == "oit" or plans(self.placement)
+
     def service_cost(self) -> Cost:
         """What service costs in the replicas. Raises ValueError."""
         return make_cost(self.cost or "linear", self.extend_weight, self.output_weight, read=read_json)
@@ -137,6 +141,8 @@ def check(options: Options) -> None:
             make()
         except ValueError as error:
             raise ConfigError(str(error), field) from None
+    if options.scale_up and not plans(options.placement):
+        raise ConfigError("--scale-up is for --placement qlm, whose planner says what is missing", "scale_up")
     _check_extra(options.extra)
 
 

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from router.gateway import limits
-from router.placement import parse_options
+from router.placement import parse_options, plans
 from sglang_fair.cluster.gpus import Gpu, environment
 from sglang_fair.cluster.options import ConfigError, Device, Options, page_tokens
 from sglang_fair.cluster.ports import Ports, ReplicaPorts
@@ -20,25 +20,25 @@ from sglang_fair.core.policy import DEFAULT_QUANTUM
 from sglang_fair.settings import table
 from sglang_fair.settings.setting import command_line, shared
 
-Role = Literal["fork-server", "replica", "router", "agent", "gateway", "dashboard"]
+Role = Literal["fork-server", "replica", "router", "agent", "planner", "gateway", "dashboard"]
 
 START_ORDER: tuple[tuple[Role, ...], ...] = (
     ("fork-server",),
     ("replica", "router"),
     ("agent",),
-    ("gateway", "dashboard"),
+    ("gateway", "dashboard", "planner"),
 )
 """The gateway comes last, so that its port opens only when there is something behind it."""
 
 STOP_ORDER: tuple[tuple[Role, ...], ...] = (
-    ("gateway", "dashboard"),
+    ("gateway", "dashboard", "planner"),
     ("agent",),
     ("router",),
     ("replica",),
     ("fork-server",),
 )
 
-DISPENSABLE: tuple[Role, ...] = ("dashboard", "agent")
+DISPENSABLE: tuple[Role, ...] = ("dashboard", "planner", "agent")
 """Without these a cluster goes on."""
 
 LOCAL = "127.0.0.1"
@@ -64,6 +64,9 @@ KERNELS_S = 1200.0
 
 UNKNOWN_BYTES = 400_000_000_000
 """Weights of a model that does not say how heavy it is: as of 200 billion parameters in 16 bits."""
+
+PLANNER_READY = "planner ready"
+"""The same of the planner: a router has answered it."""
 
 FORK_SERVER_READY = "ready to fork replicas"
 """A line of the fork server's output that contains this says that it listens."""
@@ -248,6 +251,7 @@ def build(
                 for index, worker in enumerate(workers)
             ),
             _router(options, machine, router, workers),
+            *((_planner(options, machine, router),) if plans(options.placement) else ()),
             *(
                 _agent(options, machine, workers[index], can_load, router)
                 for index, can_load in sorted(swaps.items())
@@ -417,6 +421,19 @@ def _router(options: Options, machine: Machine, router: str, workers: tuple[Work
         ready_timeout_s=options.start_timeout_s or 120.0,
         stop_grace_s=3.0,
         env={"PYTHONUNBUFFERED": "1"},
+    )
+
+
+def _planner(options: Options, machine: Machine, router: str) -> Process:
+    values = {"router": router, "log_level": options.log_level}
+    return Process(
+        name="planner",
+        role="planner",
+        argv=(machine.python, "-m", "router.planner", *command_line(table.Planner, values)),
+        ready=LineReady(PLANNER_READY),
+        ready_timeout_s=options.start_timeout_s or 120.0,
+        stop_grace_s=3.0,
+        env={"PYTHONUNBUFFERED": "1", "OPENBLAS_NUM_THREADS": "1"},
     )
 
 

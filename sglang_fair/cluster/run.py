@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from sglang_fair.cluster import gpus, models
@@ -18,7 +19,7 @@ from sglang_fair.cluster.child import kill_session
 from sglang_fair.cluster.console import ConsoleReporter, Replicas, addresses, example, make_console, show
 from sglang_fair.cluster.control import Control, socket_path
 from sglang_fair.cluster.gpus import GpusTaken
-from sglang_fair.cluster.link import RouterLink
+from sglang_fair.cluster.link import RouterLink, router_shortage
 from sglang_fair.cluster.marks import Marks
 from sglang_fair.cluster.options import ConfigError, Device, Options, check
 from sglang_fair.cluster.plan import (
@@ -33,6 +34,8 @@ from sglang_fair.cluster.plan import (
     gateway_url,
 )
 from sglang_fair.cluster.ports import PortTaken, Reservations, choose, choose_one, claim
+from sglang_fair.cluster.scale import ScaleUp
+from sglang_fair.cluster.scaling import Scaling
 from sglang_fair.cluster.supervisor import StartFailed, Supervisor
 from sglang_fair.cluster.workers import Workers
 from sglang_fair.common.files import read_json
@@ -115,7 +118,7 @@ async def _run(options: Options) -> int:
         for can_load in set(swaps.values()):
             _check_alike(can_load)
         check_memory(options, device, machine, each)
-        loads = options.throttle == "oit"
+        loads = options.needs_loads()
         ports = choose(options.port, options.replicas, reservations.take, loads=loads)
         plan = build(options, device, machine, each, ports, taken, swaps)
         gateway = gateway_url(options.host, ports.gateway)
@@ -146,7 +149,9 @@ async def _run(options: Options) -> int:
             options, device, each, ports, reservations, gpu_marks, machines.look,
             tuple(found.values()) if options.swap == models.ALL else (),
         )  # fmt: skip
-        return await _supervise(plan, reporter, stop, added, gpu_marks, socket_path(ports.gateway))
+        return await _supervise(
+            plan, reporter, stop, added, gpu_marks, socket_path(ports.gateway), options.scale_up
+        )
 
 
 def _check_alike(models: Sequence[Model]) -> None:
@@ -170,6 +175,7 @@ async def _supervise(
     added: AddedReplicas,
     gpu_marks: Marks,
     control_path: Path,
+    scale_up: int,
 ) -> int:
     assert plan.router is not None
     loop, was_up = asyncio.get_running_loop(), False
@@ -192,17 +198,20 @@ async def _supervise(
             loop.add_signal_handler(number, on_signal)
         if stop.is_set():
             raise Interrupted
-        control = Control(
-            control_path,
-            Workers(supervisor, link, plan.router, added.plan, added.freed, added.agent_of).handle,
-        )
+        workers = Workers(supervisor, link, plan.router, added.plan, added.freed, added.agent_of)
+        control = Control(control_path, workers.handle)
         try:
             await control.start()
         except OSError as error:
             reporter.say(f"replicas cannot be added or drained here: {error}")
+        scaling = Scaling(ScaleUp(scale_up), partial(router_shortage, plan.router), workers.add, reporter.say)
+        scales = asyncio.create_task(scaling.run()) if scale_up else None
         try:
             asked = await supervisor.run()
         finally:
+            if scales is not None:
+                scales.cancel()
+                await asyncio.gather(scales, return_exceptions=True)
             await control.close()
         was_up = supervisor.was_up
     if not asked:

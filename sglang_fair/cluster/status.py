@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from sglang_fair.cluster import queues
 from sglang_fair.common.service_keys import admin_key, replica_key
 
 TIMEOUT_S = 10.0
@@ -81,6 +82,7 @@ def render(status: Mapping[str, Any]) -> RenderableType:
     throttle = status["gateway"].get("throttle", {})
     if throttle.get("kind", "none") != "none":
         tables[2:2] = [_throttle(throttle), Text("")]
+    tables += [part for one in queues.rendered(status["gateway"]) for part in (Text(""), one)]
     classes = status["gateway"].get("gateway", {}).get("classes", {})
     if len(classes) > 1:
         tables += [Text(""), _classes(classes)]

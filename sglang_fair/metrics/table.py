@@ -13,6 +13,7 @@ PREFIX = "sglang_fair_"
 TOKEN_KINDS = ("extend", "cached", "output")
 OUTCOMES = ("ok", "refused", "failed", "left")
 REASONS = ("prefix", "new", "load", "only", "retry")
+PLAN_OUTCOMES = ("answered", "stale", "refused", "unanswered")
 STATES = ("up", "draining", "sick", "swapping")
 
 
@@ -90,6 +91,26 @@ METRICS: tuple[Metric, ...] = (
            ("worker", "model")),
     Metric("router_requests_in_flight", "router", "gauge", "Requests that a replica has.", ("worker",)),
     Metric("router_requests_waiting", "router", "gauge", "Requests that the placement holds until a replica has room."),
+    Metric("router_queue_requests", "router", "gauge",
+           "Requests that wait in groups (placement qlm), by model, class and tier: 0 within the share of its client, "
+           "1 ahead of it. Class `(late)`: whose deadline has passed.", ("model", "slo_class", "tier")),
+    Metric("router_queue_late_requests", "router", "gauge", "Of these, in groups that will miss a deadline.",
+           ("model", "slo_class", "tier")),
+    Metric("router_queue_groups", "router", "gauge", "Groups in which they wait."),
+    Metric("router_planner_up", "router", "gauge",
+           "1: a planner is there; 0: queues are served by earliest deadline."),
+    Metric("router_plans_asked_total", "router", "counter", "Plans that the planner was asked for."),
+    Metric("router_plans_total", "router", "counter",
+           "What became of them: applied (answered); come too late (stale); of a kind that cannot be (refused); never "
+           "come (unanswered).", ("outcome",)),
+    Metric("router_plan_entries_ignored_total", "router", "counter",
+           "Groups in applied plans that were not there any more, or could not be where the plan had them."),
+    Metric("router_planned_lateness", "router", "gauge",
+           "Seconds of lateness in the last plan, summed over groups, by tier.", ("tier",)),
+    Metric("router_replicas_short", "router", "gauge",
+           "Replicas that would have to be added so that nobody within its share is late; 0: none, or not known."),
+    Metric("router_wait_r2", "router", "gauge",
+           "R² of predicted waiting times, of the last thousand: 1 is exact. Left out while there are few."),
     Metric("router_prefill_tokens_left", "router", "gauge",
            "Prompt tokens of the requests that a replica has, still to be computed: waiting work.", ("worker",)),
     Metric("router_decode_tokens_left", "router", "gauge",

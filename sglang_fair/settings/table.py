@@ -395,6 +395,15 @@ class Cluster(Tracing, Access, Deadlines, Throttling, Fairness, Engine):
             pairs=True,
         ),
     ] = ""
+    scale_up: Annotated[
+        int,
+        About(
+            "With placement qlm: so many more replicas are started, at most, while its planner says for a while that "
+            "deadlines cannot be met without. 0: none.",
+            metavar="N",
+            at_least=0,
+        ),
+    ] = 0
     host: Annotated[
         str, About("Address that the gateway listens on; 0.0.0.0 for all. The rest stays local.")
     ] = "127.0.0.1"

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.core import Router, placement_reason
-from router.events import Arrive, Done, WorkerDrain, WorkerHealth, WorkerUp
+from router.events import Arrive, Done, Due, Planner, WorkerDrain, WorkerHealth, WorkerUp
 from router.http import listen, serving
 from router.placement import build
 from router.placement.contract import Request
@@ -18,14 +18,14 @@ from router.placement.round_robin import RoundRobin
 from router.radix import Match
 from router.wire import pack_tokens
 from router.workers import Pool, Worker
-from sglang_fair.metrics.table import REASONS, of
+from sglang_fair.metrics.table import PLAN_OUTCOMES, REASONS, of
 from tests.router.test_shell import Wire
 from tests.support.waiting import wait_until
 
 
 @contextlib.contextmanager
-def site(*, runs: bool = True) -> Iterator[tuple[Wire, str]]:
-    wire = Wire(Router(build("d2lpm"), name="d2lpm", page_size=4, linger_s=0.0))
+def site(*, runs: bool = True, placement: str = "d2lpm") -> Iterator[tuple[Wire, str]]:
+    wire = Wire(Router(build(placement), name=placement, page_size=4, linger_s=0.0))
     listener = listen("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     try:
@@ -101,7 +101,35 @@ def test_numbers() -> None:
         assert (found["measured_prompt_tokens_total",], found["measured_hit_tokens_total",]) == (40, 0)
         assert sum(found["requests_in_flight", worker] for worker in ("r0", "r1")) == 1
         names = {metric.name.removeprefix("router_") for metric in of("router")}
-        assert {name for name, *_ in found} == names
+        assert {name for name, *_ in found} == {name for name in names if not name.startswith(QUEUES)}
+
+
+QUEUES = ("queue_", "plan_", "plans_", "planner_", "planned_", "replicas_short", "wait_r2")
+
+
+def test_numbers_of_queues_that_are_planned() -> None:
+    with site(placement="qlm") as (wire, url):
+        names = {metric.name.removeprefix("router_") for metric in of("router")}
+        wire.peer.tell(WorkerUp("r0", "http://r0", kv_tokens=100, chunk_tokens=1))
+        tokens = pack_tokens(list(range(90)))
+        due = Due("interactive", 20.0, 20.0)
+        gateway = wire.new_peer()
+        for number in range(6):
+            gateway.tell(Arrive(str(number), "c", tokens, 10, may_hold=True, due=due))
+        wait_until(lambda: wire.peer.state()["counts"].get("arrived") == 6, "all have come")
+        held = wire.peer.state()["waiting"]
+        assert held
+        found = numbers(url)
+        waiting = {key: value for key, value in found.items() if key[0] == "queue_requests"}
+        assert sum(waiting.values()) == held
+        assert {key[2] for key in waiting} == {"interactive"}
+        assert found["planner_up",] == 0
+        wire.new_peer().tell(Planner("me"))
+        wait_until(lambda: numbers(url)["planner_up",] == 1, "the planner is known")
+        found = numbers(url)
+        assert {name for name, *_ in found} == names - {"wait_r2"}  # of which too few are known yet
+        assert found["plans_asked_total",] == 0
+        assert {found["plans_total", outcome] for outcome in PLAN_OUTCOMES} == {0}
 
 
 def test_many_ask_at_once_and_each_gets_its_answer() -> None:

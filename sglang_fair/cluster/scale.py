@@ -1,0 +1,68 @@
+"""When a cluster starts one more replica, and of which model: while deadlines cannot be met without it. Pure.
+
+    shortage  what the router's planner says: how many replicas more would do, and with which models
+    lasts     it must be said at every look for `lasts_s`: a burst that is over by then needs nobody
+    settles   a replica that has come is given `settle_s` to work off what waited; then it must last anew
+    most      so many are started, in all: those that are drained or die are not counted back
+    failed    if one cannot be started (no GPU, no memory), the next attempt is made after `retry_s`
+
+None is ever stopped: `sglang-fair workers drain` does that. Unit: replicas, one at a time.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class ScaleUp:
+    """ValueError for a number or a time that is negative."""
+
+    most: int
+    lasts_s: float = 10.0
+    settle_s: float = 30.0
+    retry_s: float = 60.0
+
+    added: int = field(default=0, init=False)
+    """Replicas that were started so far."""
+    _since_s: float | None = field(default=None, init=False)
+    _not_before_s: float = field(default=float("-inf"), init=False)
+
+    def __post_init__(self) -> None:
+        if self.most < 0 or min(self.lasts_s, self.settle_s, self.retry_s) < 0:
+            raise ValueError("how many, and how long, are not negative")
+
+    def look(self, shortage: Mapping[str, Any] | None, now_s: float) -> str | None:
+        """The model that one more replica is started with now; "" is the only one that there is, or whichever the
+        fewest have. None: none is started."""
+        if not _missing(shortage) or now_s < self._not_before_s:
+            self._since_s = None
+            return None
+        self._since_s = now_s if self._since_s is None else self._since_s
+        if self.added >= self.most or now_s - self._since_s < self.lasts_s:
+            return None
+        return _model(shortage)
+
+    def started(self, now_s: float) -> None:
+        """It serves."""
+        self.added += 1
+        self._since_s, self._not_before_s = None, now_s + self.settle_s
+
+    def failed(self, now_s: float) -> None:
+        """It could not be started."""
+        self._since_s, self._not_before_s = None, now_s + self.retry_s
+
+
+def _missing(shortage: Mapping[str, Any] | None) -> int:
+    """How many are known to help. What the planner says is believed if it can be."""
+    if shortage is None:
+        return 0
+    more, least = shortage.get("more"), shortage.get("least")
+    return next((count for count in (more, least) if isinstance(count, int) and count > 0), 0)
+
+
+def _model(shortage: Mapping[str, Any] | None) -> str:
+    models = (shortage or {}).get("models")
+    if not isinstance(models, Mapping) or not models:
+        return ""
+    return str(max(sorted(models), key=lambda model: models[model]))

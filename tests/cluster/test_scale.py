@@ -1,0 +1,153 @@
+"""When a cluster starts one more replica: only while a shortage lasts, one at a time, never more than it may."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_fair.cluster.control import Refused, Say
+from sglang_fair.cluster.options import ConfigError, Options, check
+from sglang_fair.cluster.plan import DISPENSABLE, LineReady, build
+from sglang_fair.cluster.scale import ScaleUp
+from sglang_fair.cluster.scaling import Scaling
+from tests.cluster.test_cluster import MACHINE, MODEL, PORTS
+
+SHORT = {"more": 2, "least": 1, "models": {"b": 1, "a": 1, "c": 0}, "why": "work", "for_s": 3.0}
+
+
+def test_a_shortage_must_last() -> None:
+    rule = ScaleUp(5)
+    assert [rule.look(SHORT, second) for second in range(10)] == [None] * 10
+    assert rule.look(SHORT, 10) == "a"
+    assert rule.look(None, 11) is None
+    assert [rule.look(SHORT, second) for second in range(12, 22)] == [None] * 10
+    assert rule.look(SHORT, 22) == "a"
+
+
+def test_one_that_came_has_time_to_help() -> None:
+    rule = ScaleUp(5)
+    rule.look(SHORT, 0)
+    rule.started(0)
+    assert [rule.look(SHORT, second) for second in range(40)] == [None] * 40
+    assert rule.look(SHORT, 40) == "a"
+
+
+def test_after_a_failure_it_waits() -> None:
+    rule = ScaleUp(5)
+    rule.failed(0)
+    assert [rule.look(SHORT, second) for second in range(70)] == [None] * 70
+    assert rule.look(SHORT, 70) == "a"
+    assert rule.added == 0
+
+
+@pytest.mark.parametrize(
+    "shortage",
+    [
+        None,
+        {},
+        {"more": 0, "least": 0, "models": {}},
+        {"more": None, "least": 0, "models": {}},
+        {"more": "many", "least": None, "models": "all"},
+        {"more": -3, "least": -1},
+    ],
+)
+def test_what_needs_nobody(shortage: dict[str, Any] | None) -> None:
+    rule = ScaleUp(5, lasts_s=0)
+    assert [rule.look(shortage, second) for second in range(100)] == [None] * 100
+
+
+def test_where_no_number_was_found_but_one_is_necessary_whichever_is_rarest_is_started() -> None:
+    assert ScaleUp(1, lasts_s=0).look({"more": None, "least": 3, "models": {}}, 0) == ""
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.integers(0, 3),
+    st.lists(st.tuples(st.sampled_from([None, SHORT]), st.floats(0, 60), st.booleans()), max_size=80),
+)
+def test_never_more_than_it_may_and_never_two_within_the_time(
+    most: int, steps: list[tuple[dict[str, Any] | None, float, bool]]
+) -> None:
+    rule, now_s, starts, lasting = ScaleUp(most), 0.0, list[float](), 0.0
+    for shortage, wait_s, works in steps:
+        now_s += wait_s
+        lasting = lasting + wait_s if shortage else 0.0
+        if rule.look(shortage, now_s) is None:
+            continue
+        assert lasting >= rule.lasts_s
+        if works:
+            rule.started(now_s)
+            starts.append(now_s)
+        else:
+            rule.failed(now_s)
+    assert len(starts) == rule.added <= most
+    assert all(after - before >= rule.settle_s for before, after in zip(starts, starts[1:], strict=False))
+
+
+def test_what_cannot_be() -> None:
+    with pytest.raises(ValueError, match="not negative"):
+        ScaleUp(-1)
+    with pytest.raises(ValueError, match="not negative"):
+        ScaleUp(1, lasts_s=-1)
+
+
+def test_replicas_are_started_and_what_fails_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglang_fair.cluster.scaling.LOOK_S", 0.0)
+    said: list[str] = []
+    asked: list[str | None] = []
+
+    async def shortage() -> dict[str, Any]:
+        return SHORT
+
+    async def add(say: Say, model: str | None) -> SimpleNamespace:
+        asked.append(model)
+        if len(asked) == 1:
+            raise Refused("no GPU is free")
+        say("r2 is being started")
+        return SimpleNamespace(name="r2")
+
+    async def run() -> None:
+        rule = ScaleUp(1, lasts_s=0, settle_s=0, retry_s=0)
+        scaling = asyncio.create_task(Scaling(rule, shortage, add, said.append).run())
+        async with asyncio.timeout(60):
+            while rule.added < 1:
+                await asyncio.sleep(0.001)
+            for _ in range(50):
+                await asyncio.sleep(0)
+        scaling.cancel()
+        await asyncio.gather(scaling, return_exceptions=True)
+
+    asyncio.run(run())
+    assert asked == ["a", "a"]
+    assert said == [
+        "scale-up 1 of 1: one more replica of a is started, because deadlines cannot be met (2 more would do: work)",
+        "scale-up: none could be started; tried again in 0 s: no GPU is free",
+        "scale-up 1 of 1: one more replica of a is started, because deadlines cannot be met (2 more would do: work)",
+        "r2 is being started",
+        "scale-up: r2 serves; 0 more may be started",
+    ]
+
+
+def test_a_cluster_with_queues_that_are_planned_has_a_planner() -> None:
+    plan = build(Options(placement="qlm"), "cpu", MACHINE, MODEL, PORTS)
+    (planner,) = plan.of("planner")
+    assert planner.ready == LineReady("planner ready")
+    assert planner.argv[1:5] == ("-m", "router.planner", "--router", plan.router)
+    assert "planner" in DISPENSABLE
+    assert build(Options(), "cpu", MACHINE, MODEL, PORTS).of("planner") == ()
+
+
+def test_the_router_of_such_a_cluster_knows_how_large_caches_are() -> None:
+    assert Options(placement="qlm").needs_loads()
+    assert not Options().needs_loads()
+
+
+def test_scale_up_needs_a_planner() -> None:
+    check(Options(placement="qlm", scale_up=2))
+    with pytest.raises(ConfigError, match="--scale-up is for --placement qlm"):
+        check(Options(scale_up=2))
+    with pytest.raises(ConfigError, match="--scale-up must be at least 0"):
+        check(Options(placement="qlm", scale_up=-1))
