@@ -1,6 +1,7 @@
 """When a cluster starts one more replica: only while a shortage lasts, one at a time, never more than it may."""
 
 import asyncio
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,7 +85,7 @@ def test_never_more_than_it_may_and_never_two_within_the_time(
         else:
             rule.failed(now_s)
     assert len(starts) == rule.added <= most
-    assert all(after - before >= rule.settle_s for before, after in zip(starts, starts[1:], strict=False))
+    assert all(after - before >= rule.settle_s for before, after in itertools.pairwise(starts))
 
 
 def test_what_cannot_be() -> None:
