@@ -22,7 +22,10 @@ from router.replica_lists.sources import DnsName, ReplicaFile, Source
 from router.shell import Shell
 from router.swaps import Swaps
 from router.throttling import SETTLE_S, Kind, Throttling
+from sglang_fair.common import tls
+from sglang_fair.common.curve import Keys
 from sglang_fair.common.files import read_json
+from sglang_fair.common.listening import Unprotected, check_protected
 from sglang_fair.common.processes import die_with_parent
 from sglang_fair.common.weights import Weights
 from sglang_fair.core.throttle import make_rules
@@ -106,9 +109,37 @@ def make_throttling(settings: table.Throttling) -> Throttling:
 
 def check(settings: table.Router) -> None:
     """Raises SettingError for settings that cannot be served with."""
+    check_protection(settings)
     workers(settings)
     sources(settings)
     make_router(settings)
+
+
+def check_protection(settings: table.Router) -> None:
+    """Raises SettingError for keys that cannot be used, and where others could reach it unprotected.
+
+    The HTTP server is not meant: its pages name nobody.
+    """
+    read_keys(settings)
+    try:
+        tls.authorities(settings.replica_ca)
+    except ValueError as error:
+        raise SettingError(f"--replica-ca: {error}", "replica_ca") from None
+    try:
+        check_protected(
+            "--bind", settings.bind, is_protected=settings.keys is not None, insecure=settings.insecure,
+            remedy="give it --keys DIR, which sglang-fair keys makes",
+        )  # fmt: skip
+    except Unprotected as error:
+        raise SettingError(str(error), "bind") from None
+
+
+def read_keys(settings: table.Router) -> Keys | None:
+    """Raises SettingError."""
+    try:
+        return None if settings.keys is None else Keys.read(settings.keys, "router")
+    except ValueError as error:
+        raise SettingError(f"--keys: {error}", "keys") from None
 
 
 def serve(settings: table.Router) -> int:
@@ -126,7 +157,12 @@ def serve(settings: table.Router) -> int:
             f"--http-port: cannot listen on {settings.http_host}:{settings.http_port}: {error}"
         ) from None
     try:
-        shell = Shell(make_router(settings), settings.bind, peer_timeout_s=settings.peer_timeout_s)
+        shell = Shell(
+            make_router(settings),
+            settings.bind,
+            peer_timeout_s=settings.peer_timeout_s,
+            keys=read_keys(settings),
+        )
     except (ValueError, zmq.ZMQError) as error:
         raise Mistake(f"cannot bind {settings.bind}: {error}") from None
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -139,7 +175,7 @@ def serve(settings: table.Router) -> int:
             if listener is not None:
                 stack.enter_context(serving(listener, shell.context))
             if listed := sources(settings):
-                stack.enter_context(following(listed, shell.context))
+                stack.enter_context(following(listed, shell.context, tls.authorities(settings.replica_ca)))
             print(f"router ready on {shell.endpoint}", file=sys.stderr, flush=True)
             shell.run()
     finally:

@@ -157,6 +157,7 @@ def rows(state: Mapping[str, Any]) -> Iterator[exposition.Row]:
     if state.get("planner") is not None and state.get("queues") is not None:
         yield from queue_rows(state["planner"], state["queues"])
     yield "router_peers", (), state["wire"]["peers"]
+    yield "router_refused_peers_total", (), state["wire"]["refused"]
 
 
 def queue_rows(planner: Mapping[str, Any], queues: Mapping[str, Any]) -> Iterator[exposition.Row]:

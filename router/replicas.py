@@ -27,6 +27,7 @@ from router.wire import (
     encode_sequence,
     published_s,
 )
+from sglang_fair.common.curve import Keys
 
 MAX_HELD_BATCHES = 20_000
 """Batches held while a replay is under way; beyond, the gap is passed over."""
@@ -189,8 +190,14 @@ class Follower:
 class LoadFeed:
     """The socket to what one replica says of its load. Of what has come only the latest matters."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], worker: str, address: str) -> None:
-        """Connects. Raises `zmq.ZMQError` for a malformed address."""
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        worker: str,
+        address: str,
+        keys: Keys | None = None,
+    ) -> None:
+        """Connects; with `keys`, to a replica that has its own. Raises `zmq.ZMQError` for a malformed address."""
         self.address = address
         self._worker = worker
         self.socket = context.socket(zmq.SUB)
@@ -203,6 +210,8 @@ class LoadFeed:
             ):
                 self.socket.setsockopt(option, value)
             self.socket.setsockopt(zmq.SUBSCRIBE, b"")
+            if keys is not None:
+                keys.connect(self.socket, "replica")
             self.socket.connect(address)
         except zmq.ZMQError:
             self.close()
@@ -226,10 +235,16 @@ class Replica:
     """The sockets to one replica's KV events: SUB for its stream, and DEALER for replays if it offers them."""
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], worker: str, kv: str, replay: str | None
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        worker: str,
+        kv: str,
+        replay: str | None,
+        keys: Keys | None = None,
     ) -> None:
-        """Connects. Raises `zmq.ZMQError` for a malformed address."""
+        """Connects; with `keys`, to a replica that has its own. Raises `zmq.ZMQError` for a malformed address."""
         self.kv, self.replay = kv, replay
+        self._keys = keys
         self.follower = Follower(worker, can_replay=replay is not None)
         self._context = context
         self.replay_socket: zmq.Socket[bytes] | None = None
@@ -240,6 +255,8 @@ class Replica:
             self.kv_socket.setsockopt(zmq.HEARTBEAT_IVL, 5_000)
             self.kv_socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS)
             self.kv_socket.setsockopt(zmq.SUBSCRIBE, b"")
+            if keys is not None:
+                keys.connect(self.kv_socket, "replica")
             self.kv_socket.connect(kv)
             self.open_replay()
         except zmq.ZMQError:
@@ -256,6 +273,8 @@ class Replica:
         self.replay_socket = self._context.socket(zmq.DEALER)
         self.replay_socket.setsockopt(zmq.LINGER, 0)
         self.replay_socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS)
+        if self._keys is not None:
+            self._keys.connect(self.replay_socket, "replica")
         self.replay_socket.connect(self.replay)
 
     def ask_replay(self, now_s: float) -> bool:

@@ -48,6 +48,7 @@ from router.events import (
 )
 from router.replicas import LoadFeed, Replica
 from router.wire import HEARTBEAT, HEARTBEAT_ANSWER
+from sglang_fair.common.curve import Gate, Keys
 
 log = logging.getLogger("router")
 
@@ -88,17 +89,20 @@ class Shell:
         *,
         peer_timeout_s: float = 10.0,
         replay_timeout_s: float = 5.0,
+        keys: Keys | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Binds the socket. Raises `zmq.ZMQError` if it cannot.
 
         A peer that has sent a heartbeat and then nothing for `peer_timeout_s` is gone. A gap in the KV events of a
-        replica is passed over if its replay has not closed it within `replay_timeout_s`.
+        replica is passed over if its replay has not closed it within `replay_timeout_s`. With `keys`, peers and
+        replicas must have theirs.
         """
         self._router = router
         self._clock = clock
         self._peer_timeout_s = peer_timeout_s
         self._replay_timeout_s = replay_timeout_s
+        self._keys = keys
         self._name = uuid.uuid4().hex
         self._replicas: dict[str, Replica] = {}
         self._loads: dict[str, LoadFeed] = {}
@@ -115,7 +119,11 @@ class Shell:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         """Of all sockets; peers in this process find us there under `INSIDE`."""
         self._peers = self.context.socket(zmq.ROUTER)
+        self._gate = None if keys is None else Gate(self.context, keys)
         try:
+            if keys is not None and self._gate is not None:
+                keys.serve(self._peers)
+                self._gate.watch(self._peers)
             for option, value in (
                 (zmq.LINGER, 200),
                 (zmq.SNDHWM, 100_000),
@@ -134,6 +142,8 @@ class Shell:
         self._poller = zmq.Poller()
         self._poller.register(self._peers, zmq.POLLIN)
         self._poller.register(self._wake.fileno(), zmq.POLLIN)
+        for source in [] if self._gate is None else self._gate.sockets:
+            self._poller.register(source, zmq.POLLIN)
 
     def run(self) -> None:
         """Serves until `stop`. What the core raises ends it: a broken core must not go on placing."""
@@ -155,6 +165,8 @@ class Shell:
             feed.close()
         self._loads.clear()
         self._peers.close()
+        if self._gate is not None:
+            self._gate.close()
         self.context.term()
         self._waker.close()
         self._wake.close()
@@ -182,6 +194,7 @@ class Shell:
         return {
             "counts": dict(sorted(self._counts.items())),
             "peers": len(self._heard_s),
+            "refused": 0 if self._gate is None else self._gate.refused,
             "kv": {
                 name: {"expected": replica.follower.expected, **vars(replica.follower.counts)}
                 for name, replica in sorted(self._replicas.items())
@@ -198,6 +211,10 @@ class Shell:
 
     def _turn(self) -> None:
         ready = dict(self._poller.poll(TURN_MS))
+        if self._gate is not None:
+            for source in self._gate.sockets:
+                if source in ready:
+                    self._gate.serve(source)
         if self._drain_peers():
             # Only with nothing left to read: after a pause of our own, what peers said meanwhile comes first.
             self._drop_silent_peers()
@@ -295,7 +312,7 @@ class Shell:
         if up.load is None:
             return
         try:
-            feed = LoadFeed(self.context, up.worker, up.load)
+            feed = LoadFeed(self.context, up.worker, up.load, self._keys)
         except zmq.ZMQError as error:
             self._note("worker address", f"worker {up.worker}: {up.load}: {error}")
             return
@@ -317,7 +334,7 @@ class Shell:
         if up.kv is None:
             return
         try:
-            replica = Replica(self.context, up.worker, up.kv, up.replay)
+            replica = Replica(self.context, up.worker, up.kv, up.replay, self._keys)
         except zmq.ZMQError as error:
             self._note("worker address", f"worker {up.worker}: {up.kv}, {up.replay}: {error}")
             return

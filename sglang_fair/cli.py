@@ -49,6 +49,7 @@ PROGRAMS = {
     "tenants": Program(
         "sglang_fair.tenants", "Who may ask: make, list, rotate and remove tenants and their keys."
     ),
+    "keys": Program("router.keys", "Make the keys with which router, gateways and replicas know each other."),
     "compare": Program("workloads.compare", "Compare schedulers and placements on workload programs."),
     "simulate": Program(
         "workloads.simulation",

@@ -1,7 +1,6 @@
 """`python -m router.gateway`: the gateway process, from command line to clean exit."""
 
 import gc
-import ipaddress
 import logging
 import os
 import signal
@@ -26,9 +25,12 @@ from router.gateway.listener import Listener
 from router.gateway.metrics import FOLDER_VARIABLE
 from router.gateway.request.tokens import TokenizerError, read_tokens
 from router.gateway.routing.routers import Routers
+from sglang_fair.common import tls
+from sglang_fair.common.curve import Keys
 from sglang_fair.common.deadlines import make_classes
 from sglang_fair.common.files import read_json
 from sglang_fair.common.interaction import make_apps
+from sglang_fair.common.listening import Unprotected, check_protected, is_loopback
 from sglang_fair.common.pairs import split_pairs
 from sglang_fair.common.processes import die_with_parent
 from sglang_fair.common.service_keys import feeder_key
@@ -67,6 +69,10 @@ def configure(settings: table.Gateway) -> Config:
         more_models=more_models(settings),
         slo_classes=dict(settings.slo_classes),
         **shared(settings, table.Files),
+        keys=settings.keys,
+        tls_cert=settings.tls_cert,
+        tls_key=settings.tls_key,
+        replica_ca=settings.replica_ca,
     )
 
 
@@ -87,6 +93,7 @@ def check(settings: table.Gateway) -> None:
         Routers(settings.router)
     except ValueError as error:
         raise SettingError(f"--router: {error}", "router") from None
+    check_protection(settings)
     if settings.trusted_proxies is not None:
         proxies.parse(settings.trusted_proxies)
     check_store(settings.limit_store)
@@ -132,12 +139,34 @@ def warn(settings: table.Gateway) -> None:
         )
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a server that listens there. A name that is not localhost may be anything."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+def check_protection(settings: table.Gateway) -> None:
+    """Raises SettingError for keys and certificates that cannot be used, and where others reach it unprotected."""
+    fields = {"--keys": "keys", "--tls-cert": "tls_cert", "--replica-ca": "replica_ca"}
+    if settings.tls_key is not None and settings.tls_cert is None:
+        raise SettingError("--tls-key is of no use without --tls-cert", "tls_key")
+    for option, usable in (
+        ("--keys", lambda: settings.keys and Keys.read(settings.keys, "gateway")),
+        (
+            "--tls-cert",
+            lambda: tls.check_certificate(settings.tls_cert, settings.tls_key),
+        ),
+        ("--replica-ca", lambda: tls.authorities(settings.replica_ca)),
+    ):
+        try:
+            usable()
+        except ValueError as error:
+            raise SettingError(f"{option}: {error}", fields[option]) from None
+    addresses = {"host": settings.host}
+    if settings.admin_port is not None:
+        addresses["admin_host"] = settings.admin_host
+    for field, host in addresses.items():
+        try:
+            check_protected(
+                f"--{field.replace('_', '-')}", host, is_protected=settings.tls_cert is not None,
+                insecure=settings.insecure, remedy="give it TLS with --tls-cert",
+            )  # fmt: skip
+        except Unprotected as error:
+            raise SettingError(str(error), field) from None
 
 
 def serve(settings: table.Gateway) -> int:
@@ -166,6 +195,8 @@ def serve(settings: table.Gateway) -> int:
         "log_level": "warning",
         "timeout_keep_alive": 30,
         "timeout_graceful_shutdown": settings.drain_s,
+        "ssl_certfile": settings.tls_cert,
+        "ssl_keyfile": settings.tls_key,
     }
     # uvicorn drains, then raises the signal again for whoever handled it before: that is the end.
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -23,8 +23,18 @@ class _Server(uvicorn.Server):
 class Address:
     """`start` it, `close` it. Belongs to one event loop."""
 
-    def __init__(self, app: ASGIApp, host: str, port: int, *, shared: bool) -> None:
-        """`shared`: other processes of the same gateway listen there too, and each answers for itself."""
+    def __init__(
+        self,
+        app: ASGIApp,
+        host: str,
+        port: int,
+        *,
+        shared: bool,
+        certificate: str | None = None,
+        key: str | None = None,
+    ) -> None:
+        """`shared`: other processes of the same gateway listen there too, and each answers for itself. With
+        `certificate`, and `key` if that is in another file, by https."""
         self._host = host
         self._port = port
         self._shared = shared
@@ -37,6 +47,8 @@ class Address:
                 proxy_headers=False,
                 limit_concurrency=MOST_REQUESTS,
                 timeout_keep_alive=30,
+                ssl_certfile=certificate,
+                ssl_keyfile=key,
             )
         )
         self._serving: asyncio.Task[None] | None = None

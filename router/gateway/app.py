@@ -29,6 +29,8 @@ from router.gateway.listener import STATE, ConnectionBounds
 from router.gateway.openapi import describe
 from router.gateway.request.schema import PATHS
 from router.gateway.request.tokens import read_tokens
+from sglang_fair.common import tls
+from sglang_fair.common.curve import Keys
 from sglang_fair.common.deadlines import DEFAULT_CLASSES, Classes
 from sglang_fair.common.files import read_json
 from sglang_fair.common.identity import DEFAULT_ORDER
@@ -70,6 +72,10 @@ class Config:
     batch_file_bytes: int = 1 << 30
     batch_client_bytes: int = 16 << 30
     batch_keep_days: float = 30.0
+    keys: str | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    replica_ca: str | None = None
 
     @property
     def folders(self) -> dict[str, str]:
@@ -165,6 +171,8 @@ def create_app(config: Config) -> App:
         None if config.apps is None else make_apps(read_json(config.apps), config.apps),
         Classes(config.slo_classes),
         feeder_key.key() if files is not None else "",
+        None if config.keys is None else Keys.read(config.keys, "gateway"),
+        tls.authorities(config.replica_ca),
     )
     guard = Guard(has_tenants=config.tenants is not None)
     workers = admin.routes(gateway.link, gateway.replicas, gateway.names, guard)
@@ -177,7 +185,14 @@ def create_app(config: Config) -> App:
     if config.admin_port is not None:
         changes = [] if config.tenants is None else tenants.routes(Path(config.tenants), guard)
         operators = Pages(gateway, [*pages.private(gateway, guard.check), *workers, *changes], ())
-        address = Address(operators, config.admin_host, config.admin_port, shared=config.processes > 1)
+        address = Address(
+            operators,
+            config.admin_host,
+            config.admin_port,
+            shared=config.processes > 1,
+            certificate=config.tls_cert,
+            key=config.tls_key,
+        )
     return App(gateway, Pages(gateway, public, relayed), address, files)
 
 

@@ -1,6 +1,7 @@
 """Assembles the parts of a gateway process."""
 
 import asyncio
+import ssl
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,6 +31,7 @@ from router.gateway.routing.placer import Placer
 from router.gateway.sharing.allowance import Capacity
 from router.gateway.usage import Books, Usage
 from router.shared_limit import SharedLimit
+from sglang_fair.common.curve import Keys
 from sglang_fair.common.deadlines import Classes
 from sglang_fair.common.identity import DEFAULT_ORDER
 from sglang_fair.common.interaction import Apps
@@ -63,6 +65,8 @@ class Gateway:
         apps: Apps | None = None,
         classes: Classes | None = None,
         feeder_key: str = "",
+        keys: Keys | None = None,
+        replica_tls: ssl.SSLContext | None = None,
     ) -> None:
         """`tokens` are the tokenizers of the models that it serves, the first one first. `routers` are the
         addresses of its routers, `identity` where a client's name is looked for. `start` opens connections.
@@ -72,7 +76,8 @@ class Gateway:
         own; `processes` of this gateway count together. With `log_format` "json" each request is logged. `apps` says
         which applications clients may name, `classes` what they may ask to be promised.
         With `feeder_key` the feeder of batches asks on behalf of clients. Spans go to `otlp_traces_endpoint`; None:
-        none are made.
+        none are made. Routers must have the keys that belong to `keys`, and replicas with https:// addresses a
+        certificate that `replica_tls` believes; None: the system's authorities do.
         """
         self.processes = processes
         self.counters = Counters()
@@ -87,11 +92,11 @@ class Gateway:
         self.fleet = Fleet(
             lambda worker: self.replicas.health.is_well(worker), self._begun, self._due, routers
         )
-        links = [Link(router, router_timeout_s, self.fleet.side(router)) for router in routers]
+        links = [Link(router, router_timeout_s, self.fleet.side(router), keys) for router in routers]
         for link in links:
             link.cut = self._cut
         self.link = Links(links, self.fleet)
-        self.replicas = Replicas(limits, lambda: self.fleet.workers, self.link.report_health)
+        self.replicas = Replicas(limits, lambda: self.fleet.workers, self.link.report_health, replica_tls)
         self._intake = Intake(
             tokens, limits.max_prompt_tokens, lambda model: self.replicas.context_tokens(model)
         )

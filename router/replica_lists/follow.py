@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import ssl
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,11 +24,18 @@ PROBE_TIMEOUT_S = 5.0
 
 
 @contextmanager
-def following(sources: Sequence[Source], context: "zmq.Context[zmq.Socket[bytes]]") -> Iterator[None]:
-    """Tells the router whose sockets are `context`'s of the replicas that `sources` list."""
+def following(
+    sources: Sequence[Source],
+    context: "zmq.Context[zmq.Socket[bytes]]",
+    tls: ssl.SSLContext | None = None,
+) -> Iterator[None]:
+    """Tells the router whose sockets are `context`'s of the replicas that `sources` list. `tls` is for https://
+    addresses; None: as the system believes."""
     loop, stop = asyncio.new_event_loop(), asyncio.Event()
     thread = threading.Thread(
-        target=lambda: loop.run_until_complete(_follow(sources, context, stop)), name="replicas", daemon=True
+        target=lambda: loop.run_until_complete(_follow(sources, context, stop, tls)),
+        name="replicas",
+        daemon=True,
     )
     thread.start()
     try:
@@ -39,14 +47,19 @@ def following(sources: Sequence[Source], context: "zmq.Context[zmq.Socket[bytes]
 
 
 async def _follow(
-    sources: Sequence[Source], context: "zmq.Context[zmq.Socket[bytes]]", stop: asyncio.Event
+    sources: Sequence[Source],
+    context: "zmq.Context[zmq.Socket[bytes]]",
+    stop: asyncio.Event,
+    tls: ssl.SSLContext | None,
 ) -> None:
     inner = zmq.asyncio.Context.shadow(context.underlying)
     with inner.socket(zmq.DEALER, zmq.asyncio.Socket) as router:
         router.setsockopt(zmq.LINGER, 0)
         router.connect(INSIDE)
         async with aiohttp.ClientSession(
-            headers=replica_key.headers(), timeout=aiohttp.ClientTimeout(total=PROBE_TIMEOUT_S)
+            headers=replica_key.headers(),
+            connector=aiohttp.TCPConnector(ssl=tls or True),
+            timeout=aiohttp.ClientTimeout(total=PROBE_TIMEOUT_S),
         ) as session:
             tasks = [asyncio.create_task(Follower(one, router, session).run()) for one in sources]
             waiting = asyncio.create_task(stop.wait())

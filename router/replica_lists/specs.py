@@ -1,7 +1,7 @@
 """A replica in words, as a command line and a file have it, and a DNS name whose addresses are replicas. Pure.
 
     r0,http=http://10.0.0.7:30000,kv=tcp://10.0.0.7:5557,replay=tcp://10.0.0.7:5558,model=llama
-    replicas.default.svc.cluster.local:30000,kv=5557,replay=5558
+    replicas.default.svc.cluster.local:30000,kv=5557,replay=5558,scheme=https
 
 All functions raise ValueError, with a text of one line, for what cannot be read.
 """
@@ -53,18 +53,22 @@ class Name:
         for key in ADDRESSES:
             if key in values:
                 values[key] = f"tcp://{host}:{values[key]}"
-        return _up(f"{address}:{self.port}", f"http://{host}:{self.port}", values)
+        scheme = values.get("scheme", "http")
+        return _up(f"{address}:{self.port}", f"{scheme}://{host}:{self.port}", values)
 
 
 def name(text: str) -> Name:
-    """`NAME:PORT[,kv=PORT][,replay=PORT][,load=PORT][,capacity=NUMBER][,model=NAME]`."""
+    """`NAME:PORT[,scheme=https][,kv=PORT][,replay=PORT][,load=PORT][,capacity=NUMBER][,model=NAME]`."""
     called, _, rest = text.partition(",")
     host, _, port = called.rpartition(":")
     values = _pairs(called, rest)
-    if not host or "=" in called or not _is_port(port) or not _are_known(values, *FIELDS):
+    if not host or "=" in called or not _is_port(port) or not _are_known(values, "scheme", *FIELDS):
         raise ValueError(
-            f"{text!r} is not NAME:PORT[,kv=PORT][,replay=PORT][,load=PORT][,capacity=NUMBER][,model=NAME]"
+            f"{text!r} is not NAME:PORT[,scheme=https][,kv=PORT][,replay=PORT][,load=PORT][,capacity=NUMBER]"
+            "[,model=NAME]"
         )
+    if values.get("scheme", "http") not in ("http", "https"):
+        raise ValueError(f"{called}: scheme={values['scheme']} is not http or https")
     for key in ADDRESSES:
         if key in values and not _is_port(values[key]):
             raise ValueError(f"{called}: {key}={values[key]} is no port")

@@ -15,6 +15,7 @@ from sglang_fair.cluster import models
 from sglang_fair.common.deadlines import make_classes
 from sglang_fair.common.files import read_json
 from sglang_fair.common.interaction import make_apps
+from sglang_fair.common.listening import check_protected
 from sglang_fair.common.weights import Weights
 from sglang_fair.core import make_policy
 from sglang_fair.core import options as policy_options
@@ -144,6 +145,17 @@ def check(options: Options) -> None:
     if options.scale_up and not plans(options.placement):
         raise ConfigError("--scale-up is for --placement qlm, whose planner says what is missing", "scale_up")
     _check_extra(options.extra)
+    addresses = {"host": options.host} | (
+        {} if options.admin_port is None else {"admin_host": options.admin_host}
+    )
+    for field, host in addresses.items():
+        try:
+            check_protected(
+                f"--{field.replace('_', '-')}", host, is_protected=False, insecure=options.insecure,
+                remedy="put what ends TLS in front of it on this machine, or run sglang-fair gateway with --tls-cert",
+            )  # fmt: skip
+        except ValueError as error:
+            raise ConfigError(str(error), field) from None
 
 
 def _check_limits(options: Options) -> None:

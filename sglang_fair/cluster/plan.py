@@ -486,6 +486,7 @@ def _gateway(options: Options, machine: Machine, models: Sequence[Model], router
         **shared(options, table.Access),
         **shared(options, table.Tracing),
         **shared(options, table.Deadlines),
+        **shared(options, table.Exposed),
         "tenants": None if options.tenants is None else str(Path(options.tenants).absolute()),
         **limits.parse(options.gateway_options),
     }

@@ -1,11 +1,11 @@
 """`sglang-fair dashboard`: the page for operators."""
 
-import ipaddress
 import logging
 import sys
 from functools import partial
 from urllib.parse import urlsplit
 
+from sglang_fair.common.listening import is_loopback
 from sglang_fair.common.processes import die_with_parent
 from sglang_fair.common.service_keys import admin_key
 from sglang_fair.settings.program import run_program
@@ -24,17 +24,10 @@ def check(settings: Dashboard) -> None:
         raise SettingError(
             f"--gateway must be an address as http://127.0.0.1:8001, not {settings.gateway!r:.80}", "gateway"
         )
-    if not admin_key.key() and not _is_loopback(settings.host):
+    if not admin_key.key() and not is_loopback(settings.host):
         raise SettingError(
             f"--host {settings.host}: without {admin_key.variable} the page is for this machine alone", "host"
         )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def serve(settings: Dashboard) -> int:

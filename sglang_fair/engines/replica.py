@@ -13,13 +13,17 @@ import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
+from sglang_fair.common.curve import KEYS_VARIABLE, PUBLISHER, Keys
 from sglang_fair.common.files import read_json
+from sglang_fair.common.listening import Unprotected, check_protected
 from sglang_fair.common.processes import die_with_supervisor
 from sglang_fair.common.service_keys import replica_key
 from sglang_fair.engines import cpu
 from sglang_fair.engines.emulated import settings as emulated
 from sglang_fair.models.catalog import EMULATED, ServedModel, find
+from sglang_fair.settings.setting import SettingError
 from sglang_fair.settings.table import Replica
 from sglang_fair.sim.emulation import MAX_RUNNING, Emulation
 
@@ -93,7 +97,7 @@ def server_arguments(options: Replica, model: ServedModel) -> list[str]:
         arguments += [SETTINGS[name].argument, text]
     if options.kv_port is not None:
         events = {
-            "publisher": "zmq",
+            "publisher": "zmq" if options.keys is None else PUBLISHER,
             "topic": "kv",
             "bind": True,
             "endpoint": f"tcp://{options.host}:{options.kv_port}",
@@ -103,7 +107,7 @@ def server_arguments(options: Replica, model: ServedModel) -> list[str]:
     if options.load_port is not None:
         if options.kv_port is None:
             raise ValueError("--load-port needs --kv-port")
-        # SGLang takes no other address for this than all of them.
+        # SGLang takes no other address for this than all of them; the overlay publishes beside the KV events.
         arguments += ["--load-publish-endpoint", f"tcp://*:{options.load_port}"]
     kv_tokens, max_running = options.kv_tokens, options.max_running
     if emulates := emulation(options):
@@ -135,6 +139,8 @@ def environment(options: Replica) -> dict[str, str]:
         # Seconds between two looks at whether the client of an answer that is not streamed is still there.
         "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1",
     }
+    if options.keys is not None:
+        variables[KEYS_VARIABLE] = str(Path(options.keys).absolute())
     if emulates := emulation(options):
         return {**variables, **emulated.environment(emulates)}
     return {**variables, **(cpu.environment() if options.device == "cpu" else {})}
@@ -145,9 +151,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from sglang_fair.settings.program import run_program
 
     return run_program(
-        "replica", lambda settings: serve(settled(settings)), arguments,
+        "replica", lambda settings: serve(settled(settings)), arguments, check=check_protection,
         epilog="Arguments behind -- are SGLang's own.",
     )  # fmt: skip
+
+
+def check_protection(options: Replica) -> None:
+    """Raises SettingError for keys that cannot be used, and where others could reach it unprotected."""
+    try:
+        if options.keys is not None:
+            Keys.read(options.keys, "replica")
+    except ValueError as error:
+        raise SettingError(f"--keys: {error}", "keys") from None
+    has_key = bool(replica_key.key()) or _has(options.extra, "--api-key")
+    protections = [
+        (has_key and _has(options.extra, "--ssl-certfile"),
+         f"give it a key in {replica_key.variable} and TLS with -- --ssl-certfile and --ssl-keyfile"),
+        (options.keys is not None or options.kv_port is None,
+         "give its KV events --keys DIR, which sglang-fair keys makes"),
+    ]  # fmt: skip
+    for is_protected, remedy in protections:
+        try:
+            check_protected(
+                "--host", options.host, is_protected=is_protected, insecure=options.insecure, remedy=remedy
+            )
+        except Unprotected as error:
+            raise SettingError(str(error), "host") from None
+
+
+def _has(arguments: Sequence[str], option: str) -> bool:
+    return any(word.partition("=")[0] == option for word in arguments)
 
 
 def serve(options: Replica) -> int:

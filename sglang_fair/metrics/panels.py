@@ -135,6 +135,7 @@ PANELS: tuple[Panel, ...] = (
            ("sglang_fair_gateway_routers_up", "routers, of {{instance}}"),
            ("sglang_fair_gateway_tenants_ok", "tenants' file of {{instance}}"),
            ("sglang_fair_router_peers", "gateways of the router"),
+           ("increase(sglang_fair_router_refused_peers_total[5m])", "peers refused in 5 min"),
            ("sglang_fair_scheduler_answers", "scheduler of {{instance}}"))),
 )  # fmt: skip
 

@@ -117,6 +117,8 @@ METRICS: tuple[Metric, ...] = (
            "Output tokens that the requests of a replica are expected to make yet.", ("worker",)),
     Metric("router_tree_tokens", "router", "gauge", "Tokens that the router takes to be cached.", ("worker",)),
     Metric("router_peers", "router", "gauge", "Gateways that are connected."),
+    Metric("router_refused_peers_total", "router", "counter",
+           "Connections that were refused, because the peer had no key or a wrong one."),
     # ---- replica
     Metric("tokens_total", "replica", "counter",
            "Tokens that a client was given: computed input (extend), input from the cache (cached), output.",

@@ -31,11 +31,13 @@ def install() -> None:
     try:
         from sglang.srt.plugins.hook_registry import HookRegistry
 
+        from sglang_fair.overlay import wire
         from sglang_fair.overlay.hooks import HOOKS
 
         for hook in HOOKS:
             pkgutil.resolve_name(hook.target)
     except (ImportError, AttributeError) as error:
         raise SystemExit(f"sglang-fair: cannot attach to sglang {found}: {error}") from error
+    wire.register()
     for hook in HOOKS:
         HookRegistry.register(hook.target, hook.function, hook.kind)

@@ -28,6 +28,7 @@ from sglang_fair.overlay import (
     refusal,
     token_ids,
     tree_core,
+    wire,
 )
 from sglang_fair.overlay.clock import Clock, TimedReceiver
 from sglang_fair.overlay.identity import carry_client
@@ -314,6 +315,8 @@ def get_internal_state(original: Callable[..., Any], scheduler: Any, request: An
     result = original(scheduler, request)
     state = scheduler.fair.status(scheduler.waiting_queue)
     state["config"]["cost"] = describe(scheduler.fair.config.cost)
+    if (refused := wire.refused()) is not None:
+        state["refused_peers"] = refused
     result.internal_state["fair"] = state
     result.internal_state[metrics.STATE] = scheduler.fair.metrics(state)
     return result
@@ -376,6 +379,7 @@ _RECORDER = "sglang.srt.mem_cache.events.KVCacheEventRecorder."
 _CACHE = "sglang.srt.mem_cache.unified_cache."
 _RADIX = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache."
 _LOAD_FILE = "sglang.srt.managers.load_snapshot."
+_LOAD = "sglang.srt.managers.scheduler_components.load_publisher."
 
 HOOKS: tuple[Hook, ...] = (
     Hook(_ARGUMENTS + "add_cli_args", add_cli_args, HookType.AFTER),
@@ -383,6 +387,8 @@ HOOKS: tuple[Hook, ...] = (
     Hook(_TOKENIZER + "__init__", tokenizer_manager_started, HookType.AFTER),
     Hook(_TOKENIZER + "generate_request", generate_request, HookType.AROUND),
     Hook(_LOAD_FILE + "shm_path_for", load_file.shm_path_for, HookType.AFTER),
+    Hook(_LOAD + "_open_pub_socket", wire.open_load_socket, HookType.AROUND),
+    Hook(_LOAD + "resolve_load_pub_range", wire.beside_kv_events, HookType.AFTER),
     Hook(_SCHEDULER + "init_schedule_policy", init_schedule_policy, HookType.AROUND),
     Hook(_SCHEDULER + "init_request_receiver", init_request_receiver, HookType.AFTER),
     Hook(_SCHEDULER + "process_input_requests", process_input_requests, HookType.AROUND),

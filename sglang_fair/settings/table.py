@@ -322,6 +322,62 @@ class Files:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Exposed:
+    """Whether it may be reached unprotected."""
+
+    insecure: Annotated[
+        bool, About("Listen beyond this machine without TLS or keys: another layer protects the network.")
+    ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Protection(Exposed):
+    """What protects it where others reach it."""
+
+    keys: Annotated[
+        str | None,
+        About(
+            "Folder with the keys of router, gateways and replicas, which sglang-fair keys makes: they then talk to "
+            "each other over ZMQ encrypted, and to nobody else.",
+            metavar="DIR",
+            unset="ZMQ is open",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Authorities:
+    """Whom it believes about replicas."""
+
+    replica_ca: Annotated[
+        str | None,
+        About(
+            "Authorities that sign the certificates of replicas with https:// addresses, in PEM.",
+            metavar="FILE",
+            unset="the system's",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tls(Authorities, Protection):
+    """TLS, towards clients and towards replicas."""
+
+    tls_cert: Annotated[
+        str | None,
+        About(
+            "Certificate with its chain, in PEM: clients and operators are served over https.",
+            metavar="FILE",
+            unset="http",
+        ),
+    ] = None
+    tls_key: Annotated[
+        str | None,
+        About("Its private key, in PEM, without a password.", metavar="FILE", unset="in the same file"),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Throttling:
     """Whom the router refuses."""
 
@@ -345,7 +401,7 @@ class Throttling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cluster(Tracing, Access, Deadlines, Throttling, Fairness, Engine):
+class Cluster(Tracing, Access, Deadlines, Throttling, Exposed, Fairness, Engine):
     """Start replicas, router and gateway on this machine, and keep them running until Ctrl-C."""
 
     replicas: Annotated[
@@ -457,7 +513,7 @@ class Cluster(Tracing, Access, Deadlines, Throttling, Fairness, Engine):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Replica(Fairness, Engine):
+class Replica(Protection, Fairness, Engine):
     """Run one SGLang server with the fair scheduler, on a GPU, on a CPU with plain PyTorch, or on an emulated GPU."""
 
     device: Annotated[str, About("Where it computes.", choices=("cpu", "cuda"))] = "cpu"
@@ -479,7 +535,7 @@ class Replica(Fairness, Engine):
     load_port: Annotated[
         int | None,
         About(
-            "Publish on this port, of every address of the machine, how full the KV pool is and how much waits; "
+            "Publish on this port, at the address of the KV events, how full the KV pool is and how much waits; "
             "needs --kv-port.",
             metavar="PORT",
             unset="not published",
@@ -500,7 +556,7 @@ class Replica(Fairness, Engine):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Router(Throttling):
+class Router(Authorities, Protection, Throttling):
     """Run the router alone: it decides which replica serves each request. Gateways and the cluster connect to it."""
 
     bind: Annotated[str, About("Where peers connect; port * takes a free one.", metavar="tcp://HOST:PORT")]
@@ -528,7 +584,7 @@ class Router(Throttling):
         tuple[str, ...],
         About(
             "Further replicas, one at each address of a DNS name: "
-            "NAME:PORT[,kv=PORT][,replay=PORT][,load=PORT][,capacity=NUMBER][,model=NAME]. Repeatable.",
+            "NAME:PORT[,scheme=https][,kv=PORT][,replay=PORT][,load=PORT][,capacity=NUMBER][,model=NAME]. Repeatable.",
             metavar="SPEC",
         ),
     ] = ()
@@ -664,7 +720,7 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gateway(Files, Tracing, Access, Deadlines, Limits):
+class Gateway(Files, Tls, Tracing, Access, Deadlines, Limits):
     """Run a gateway alone: the OpenAI API and /generate in front of the replicas; the router says which one."""
 
     host: Annotated[str, About("Address to listen on.")] = "127.0.0.1"
@@ -804,6 +860,8 @@ VARIABLES: Mapping[str, str] = {
     "cluster with --tenants makes one up, others have none.",
     "SGLANG_FAIR_FEEDER_KEY": "With which the feeder asks gateways on behalf of the clients whose batches it runs; "
     "unset: a cluster with --batches makes one up, others have none, and nothing of their batches runs.",
+    "SGLANG_FAIR_KEYS": "Folder of the keys with which KV events are published, where SGLang is started without "
+    "sglang-fair replica; needs publisher fair-curve in --kv-events-config.",
     "SGLANG_FAIR_CACHE": "Folder in which prepared models are kept; by default sglang-fair in the user's cache folder.",
     "SGLANG_FAIR_DISABLE": "1: SGLang serves without the overlay.",
     "SGLANG_FAIR_ANY_VERSION": "1: attach the overlay to another version of SGLang than it was tested with.",

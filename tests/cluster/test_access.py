@@ -22,7 +22,7 @@ from sglang_fair.tenants import edit
 from sglang_fair.tenants.model import Tenant
 from tests.cluster.test_cluster import MACHINE, MODEL, PORTS
 
-GATEWAY = {"port": 8000, "router": "tcp://127.0.0.1:1", "model_name": "tiny", "tokenizer": "/m"}
+GATEWAY = {"port": 8000, "router": ("tcp://127.0.0.1:1",), "model_name": "tiny", "tokenizer": "/m"}
 
 
 @pytest.fixture

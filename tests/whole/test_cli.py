@@ -75,7 +75,7 @@ class TestCluster:
 
     def test_everything_arrives(self, asked: list[Options]) -> None:
         line = (
-            "--replicas 4 --device cuda --model m --policy vtc --placement preble --host 0.0.0.0 "
+            "--replicas 4 --device cuda --model m --policy vtc --placement preble --insecure --host 0.0.0.0 "
             "--port 1 --quantum 10 --worker-quantum 20 --extend-weight 2 --output-weight 3 "
             '--client-weights {"a":2} '
             "--gateway-workers 2 --gateway-options tries=2 --log-level debug --start-timeout 9 --json "
@@ -84,7 +84,7 @@ class TestCluster:
         assert cluster_command.main(line.split()) == 0
         expected = Options(
             replicas=4, device="cuda", model="m", policy="vtc", placement="preble", host="0.0.0.0", port=1,
-            quantum=10, worker_quantum=20, extend_weight=2, output_weight=3, client_weights={"a": 2},
+            insecure=True, quantum=10, worker_quantum=20, extend_weight=2, output_weight=3, client_weights={"a": 2},
             gateway_workers=2, gateway_options="tries=2", log_level="debug", start_timeout_s=9, json=True,
             quiet_replicas=True, extra=("--tp", "2"),
         )  # fmt: skip
@@ -97,7 +97,8 @@ class TestCluster:
             (["--client-weights", "{"], 2, "--client-weights is not JSON"),
             (["--model", "/no/such/folder", "--device", "cpu"], 2, "there is no model folder"),
             (["--replicas", "6000", "--device", "cpu", "--model", "tiny"], 2, "too little memory: 6000"),
-            (["--host", "192.0.2.1", "--device", "cpu", "--model", "tiny"], 1, "cannot listen on 192.0.2.1"),
+            (["--host", "192.0.2.1", "--insecure", "--device", "cpu", "--model", "tiny"], 1,
+             "cannot listen on 192.0.2.1"),
         ],
     )  # fmt: skip
     @pytest.mark.usefixtures("tiny")

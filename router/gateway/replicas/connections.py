@@ -5,8 +5,8 @@ against 320 µs for a stream of 64 events (medians of 25 runs of each, in turn, 
 gateway that is 10 % more CPU per request and 16 % fewer requests per second (`bench gateway`, medians of four pairs
 of runs).
 The difference pays for what a replica's server does not need: cookies, redirects, proxies, decompression, tracing.
-For https:// the certificate is checked against the system's authorities, or those in `SSL_CERT_FILE`; client
-certificates are not supported.
+For https:// the certificate is checked against the authorities that are given, or the system's; client certificates
+are not supported.
 
 One request at a time goes over a connection. A connection whose answer was read to its end is used again; any other
 is closed, so that a replica does not work for an answer that nobody reads.
@@ -14,6 +14,7 @@ is closed, so that a replica does not work for an answer that nobody reads.
 
 import asyncio
 import errno
+import ssl
 from collections.abc import Mapping
 from types import TracebackType
 from typing import NamedTuple, cast
@@ -290,8 +291,12 @@ class Asking:
 class Connections:
     """The connections to all replicas. Belongs to one event loop."""
 
-    def __init__(self, connect_timeout_s: float, idle_timeout_s: float) -> None:
-        """`idle_timeout_s` bounds a replica's silence while it is asked."""
+    def __init__(
+        self, connect_timeout_s: float, idle_timeout_s: float, tls: ssl.SSLContext | None = None
+    ) -> None:
+        """`idle_timeout_s` bounds a replica's silence while it is asked. `tls` is for https:// addresses; None: as the
+        system believes."""
+        self._tls = tls or True
         self.connect_timeout_s = connect_timeout_s
         self._idle_timeout_s = idle_timeout_s
         self._idle: dict[Origin, list[Connection]] = {}
@@ -329,7 +334,7 @@ class Connections:
                 lambda: Connection(self._idle_timeout_s),
                 origin.host,
                 origin.port,
-                ssl=True if origin.is_secure else None,
+                ssl=self._tls if origin.is_secure else None,
             )
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import ssl
 from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any
@@ -32,10 +33,13 @@ class Replicas:
         limits: Limits,
         workers: Callable[[], Mapping[str, WorkerUp]],
         health_changed: Callable[[], None],
+        tls: ssl.SSLContext | None = None,
     ) -> None:
-        """`workers` are those that the router names; `health_changed` is called when one fails or recovers."""
+        """`workers` are those that the router names; `health_changed` is called when one fails or recovers. `tls` is
+        for https:// addresses; None: as the system believes."""
+        self._tls = tls
         self.health = Health(limits.health_timeout_s, workers, health_changed)
-        self.connections = Connections(limits.connect_timeout_s, limits.idle_timeout_s)
+        self.connections = Connections(limits.connect_timeout_s, limits.idle_timeout_s, tls)
         self._limits = limits
         self._workers = workers
         self._contexts = Contexts(workers)
@@ -49,7 +53,7 @@ class Replicas:
         """Begins to ask the replicas how they are."""
         self._session = aiohttp.ClientSession(
             headers=self._key,
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S, ssl=self._tls or True),
             timeout=aiohttp.ClientTimeout(
                 total=None,
                 sock_connect=self._limits.connect_timeout_s,

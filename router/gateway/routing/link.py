@@ -49,6 +49,7 @@ from router.events import (
 )
 from router.gateway.routing.side import Side
 from router.wire import HEARTBEAT, HEARTBEAT_ANSWER
+from sglang_fair.common.curve import Keys
 
 log = logging.getLogger("gateway")
 
@@ -131,9 +132,9 @@ class _Question:
 class Link:
     """The gateway's end of a router's wire. Belongs to one event loop."""
 
-    def __init__(self, address: str, timeout_s: float, side: Side) -> None:
+    def __init__(self, address: str, timeout_s: float, side: Side, keys: Keys | None = None) -> None:
         """`timeout_s` bounds every question that the router does not hold. `side` learns what the router says about
-        workers."""
+        workers. With `keys`, the router must have its own."""
         self.changed: Callable[[], None] = lambda: None
         """Called when clients come to this router from others, or leave it for them."""
         self.cut: Callable[[str], None] = lambda attempt: None
@@ -141,6 +142,7 @@ class Link:
         self.side = side
         self._address = address
         self._timeout_s = timeout_s
+        self._keys = keys
         self._waiting: dict[str, _Question] = {}
         self._echo_s = float("-inf")
         self._compared_s = float("-inf")
@@ -169,6 +171,8 @@ class Link:
         ):
             self._socket.setsockopt(option, value)
         self._socket.setsockopt(zmq.IDENTITY, b"g" + uuid.uuid4().bytes)
+        if self._keys is not None:
+            self._keys.connect(self._socket, "router")
         self._socket.connect(self._address)
         asyncio.get_running_loop().add_reader(self._descriptor, self._read)
 

@@ -1,0 +1,190 @@
+"""ZMQ's CURVE between router, gateways and replicas: who may connect, and that nobody else can read what is said.
+
+Each role has one key pair. A server shows that it has its role's secret key, a client that it has that of a role which
+the server admits; everything that follows is encrypted (https://rfc.zeromq.org/spec/26). A folder holds, of each role,
+NAME.key (public) and NAME.key_secret, in ZMQ's format. A process needs its own secret key and the others' public ones.
+
+    router     serves gateways, and follows replicas
+    gateway    asks the router; so do other processes that send it events
+    replica    publishes KV events and load to routers
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import zmq
+import zmq.auth
+from zmq.utils.monitor import recv_monitor_message
+from zmq.utils.z85 import decode
+
+Role = Literal["router", "gateway", "replica"]
+ROLES: tuple[Role, ...] = get_args(Role)
+
+ADMITTED: Mapping[Role, tuple[Role, ...]] = {"router": ("gateway",), "replica": ("router",), "gateway": ()}
+"""By a server's role: the roles of its clients."""
+
+HANDLER = "inproc://zeromq.zap.01"
+"""Where libzmq asks whether a client may connect (https://rfc.zeromq.org/spec/27), once in each context."""
+
+KEYS_VARIABLE = "SGLANG_FAIR_KEYS"
+"""Where a replica's processes find the folder."""
+
+PUBLISHER = "fair-curve"
+"""A replica's publisher of KV events behind keys, in SGLang's `--kv-events-config`."""
+
+FAILURES = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+
+TURN_MS = 200
+"""A server that is watched later is seen after so long."""
+
+log = logging.getLogger("curve")
+
+Socket = Any
+"""A `zmq.Socket`, of whatever kind."""
+
+
+def make(folder: Path) -> list[Path]:
+    """Makes the keys of all roles in `folder`, which is made if it is not there, and lists the files. Those of secret
+    keys are for their owner alone. Raises FileExistsError if there is a key already, and OSError."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = [path for role in ROLES for path in _files(folder, role)]
+    for path in found:
+        if path.exists():
+            raise FileExistsError(f"{path} is there already")
+    before = os.umask(0o077)
+    try:
+        for role in ROLES:
+            zmq.auth.create_certificates(folder, role)
+    finally:
+        os.umask(before)
+    for path in found[::2]:
+        path.chmod(0o644)
+    return found
+
+
+def _files(folder: Path, role: Role) -> tuple[Path, Path]:
+    return folder / f"{role}.key", folder / f"{role}.key_secret"
+
+
+@dataclass(frozen=True)
+class Keys:
+    """What a process of one role needs."""
+
+    role: Role
+    public: bytes
+    secret: bytes
+    others: Mapping[Role, bytes]
+    """Public keys."""
+
+    @staticmethod
+    def read(folder: str | Path, role: Role) -> "Keys":
+        """From a folder as `make` makes it. Raises ValueError for keys that are missing or cannot be read."""
+        needed = {*ADMITTED[role], *(server for server, clients in ADMITTED.items() if role in clients)}
+        try:
+            public, secret = zmq.auth.load_certificate(_files(Path(folder), role)[1])
+            others = {one: zmq.auth.load_certificate(_files(Path(folder), one)[0])[0] for one in needed}
+            keys = Keys(role, public, secret or b"", others)
+            for key in (keys.public, keys.secret, *others.values()):
+                if len(key) != 40 or len(decode(key)) != 32:
+                    raise ValueError("a key has 40 characters")
+        except (OSError, ValueError, KeyError) as error:
+            raise ValueError(f"{folder} has no keys for a {role}: {error}") from None
+        return keys
+
+    def serve(self, socket: Socket) -> None:
+        """`socket`, before it is bound, lets in who has a key. Needs a `Gate` in its context, or nobody else does."""
+        socket.curve_server = True
+        socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
+        socket.zap_domain = self.role.encode()
+
+    def connect(self, socket: Socket, to: Role) -> None:
+        """`socket`, before it is connected, talks to a process of role `to` alone."""
+        socket.curve_serverkey = self.others[to]
+        socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
+
+
+class Gate:
+    """Decides who connects to the servers of one context, and counts those who may not.
+
+    The owner polls `sockets` and calls `serve` for those that are readable; or `run` does so in a thread.
+    """
+
+    def __init__(self, context: "zmq.Context[Any]", keys: Keys) -> None:
+        """Raises `zmq.ZMQError` if the context has a gate already."""
+        self.refused = 0
+        """Connections of peers that have no key, or a wrong one, or take us for somebody else; each attempt counts."""
+        self._admitted: Collection[bytes] = {decode(keys.others[role]) for role in ADMITTED[keys.role]}
+        self._context = context
+        self._asked: Socket = context.socket(zmq.REP)
+        self._asked.linger = 0
+        self._asked.bind(HANDLER)
+        self._watched: tuple[tuple[Socket, Socket], ...] = ()
+        """Monitors, and what they watch."""
+
+    @property
+    def sockets(self) -> list[Socket]:
+        """Those to poll."""
+        return [self._asked, *(monitor for monitor, _ in self._watched)]
+
+    def watch(self, server: Socket) -> None:
+        """Counts who fails to connect to `server`, which is not bound yet."""
+        monitor = server.get_monitor_socket(FAILURES)
+        monitor.linger = 0
+        self._watched = (*self._watched, (monitor, server))
+
+    def serve(self, source: Socket) -> None:
+        """Reads what has come to one of `sockets`."""
+        try:
+            if source is self._asked:
+                self._answer(source.recv_multipart(zmq.NOBLOCK))
+            else:
+                recv_monitor_message(source, zmq.NOBLOCK)
+                self._count()
+        except zmq.Again:
+            pass
+
+    def close(self) -> None:
+        """Stops; the servers must be closed too."""
+        for monitor, server in self._watched:
+            if not server.closed:
+                server.disable_monitor()
+            if not monitor.closed:
+                monitor.close(0)
+        self._asked.close(0)
+
+    def run(self) -> None:
+        """Serves in a daemon thread, as long as the process lives."""
+        threading.Thread(target=self._serve_all, name="curve", daemon=True).start()
+
+    def _serve_all(self) -> None:
+        while True:
+            poller = zmq.Poller()
+            for source in self.sockets:
+                poller.register(source, zmq.POLLIN)
+            for source, _ in poller.poll(TURN_MS):
+                self.serve(source)
+
+    def _answer(self, frames: list[bytes]) -> None:
+        version, request, mechanism, key = (
+            frames[0],
+            frames[1],
+            frames[5],
+            frames[6] if len(frames) > 6 else b"",
+        )
+        may = mechanism == b"CURVE" and key in self._admitted
+        status = (b"200", b"OK") if may else (b"400", b"this key is not admitted")
+        self._asked.send_multipart([version, request, *status, b"", b""])
+
+    def _count(self) -> None:
+        self.refused += 1
+        if not self.refused & (self.refused - 1):  # 1, 2, 4, 8, …
+            log.warning("%d connections without the right key were refused", self.refused)

@@ -1,0 +1,122 @@
+"""Keys: who may connect, who is refused and counted, and what a folder of keys is."""
+
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from router import keys as command
+from sglang_fair.common.curve import ADMITTED, ROLES, Gate, Keys, make
+from sglang_fair.settings.commands import BAD_INPUT, run
+from tests.support.waiting import wait_until
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make(tmp_path / "keys")
+    return tmp_path / "keys"
+
+
+def test_secret_keys_are_their_owners_and_never_overwritten(folder: Path) -> None:
+    assert sorted(path.name for path in folder.iterdir()) == sorted(
+        f"{role}.{end}" for role in ROLES for end in ("key", "key_secret")
+    )
+    for role in ROLES:
+        assert stat.S_IMODE((folder / f"{role}.key_secret").stat().st_mode) == 0o600
+        assert "secret-key" not in (folder / f"{role}.key").read_text()
+    before = (folder / "router.key_secret").read_bytes()
+    (folder / "gateway.key").unlink()
+    with pytest.raises(FileExistsError):
+        make(folder)
+    assert (folder / "router.key_secret").read_bytes() == before
+    assert not (folder / "gateway.key").exists()
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(command.main, "keys", [str(tmp_path / "k")]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 6
+    assert run(command.main, "keys", [str(tmp_path / "k")]) == BAD_INPUT
+    assert "is there already" in capsys.readouterr().err
+
+
+def test_a_process_needs_its_own_secret_key_and_the_others_public_ones(folder: Path) -> None:
+    for role, needless in (("router", ()), ("gateway", ("replica",)), ("replica", ("gateway",))):
+        for other in needless:
+            (folder / f"{other}.key").rename(folder / "away")
+            assert Keys.read(folder, role)  # type: ignore[arg-type]
+            (folder / "away").rename(folder / f"{other}.key")
+    (folder / "router.key").unlink()
+    for role in ("gateway", "replica"):
+        with pytest.raises(ValueError, match=f"has no keys for a {role}"):
+            Keys.read(folder, role)  # type: ignore[arg-type]
+    (folder / "router.key_secret").write_text('curve\n    public-key = "x"\n    secret-key = "y"\n')
+    with pytest.raises(ValueError, match="has no keys for a router: a key has 40 characters"):
+        Keys.read(folder, "router")
+
+
+class Server:
+    """A router's socket behind a gate."""
+
+    def __init__(self, keys: Keys) -> None:
+        self.context = zmq.Context()
+        self.gate = Gate(self.context, keys)
+        self.socket = self.context.socket(zmq.ROUTER)
+        keys.serve(self.socket)
+        self.gate.watch(self.socket)
+        self.port = self.socket.bind_to_random_port("tcp://127.0.0.1")
+        self.heard: list[bytes] = []
+
+    def turn(self) -> None:
+        poller = zmq.Poller()
+        for one in (*self.gate.sockets, self.socket):
+            poller.register(one, zmq.POLLIN)
+        for source, _ in poller.poll(20):
+            if source is self.socket:
+                self.heard.append(self.socket.recv_multipart()[-1])
+            else:
+                self.gate.serve(source)
+
+    def close(self) -> None:
+        self.socket.close(0)
+        self.gate.close()
+        self.context.term()
+
+
+@pytest.fixture
+def server(folder: Path) -> Iterator[Server]:
+    made = Server(Keys.read(folder, "router"))
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("who", ["gateway", "replica", "stranger", "another router's gateway", "nobody"])
+def test_only_those_with_an_admitted_key_are_let_in(who: str, server: Server, folder: Path) -> None:
+    make(folder / "other")
+    theirs, strange = Keys.read(folder, "gateway"), Keys.read(folder / "other", "gateway")
+    replica = Keys.read(folder, "replica")
+    keys = {
+        "gateway": theirs,
+        "replica": Keys("replica", replica.public, replica.secret, theirs.others),
+        "stranger": Keys("gateway", strange.public, strange.secret, theirs.others),
+        "another router's gateway": Keys("gateway", theirs.public, theirs.secret, strange.others),
+        "nobody": None,
+    }[who]
+    context = zmq.Context()
+    client = context.socket(zmq.DEALER)
+    client.linger = 0
+    if keys is not None:
+        keys.connect(client, "router")
+    client.connect(f"tcp://127.0.0.1:{server.port}")
+    client.send(b"let me in")
+
+    def settled() -> bool:
+        server.turn()
+        return bool(server.heard or server.gate.refused)
+
+    wait_until(settled, "it is let in or refused")
+    assert server.heard == ([b"let me in"] if who in ADMITTED["router"] else [])
+    assert bool(server.gate.refused) is (who not in ADMITTED["router"])
+    client.close(0)
+    context.term()

@@ -1,0 +1,100 @@
+"""Nothing listens beyond this machine unprotected unless somebody says so."""
+
+from pathlib import Path
+
+import pytest
+
+from router.__main__ import check as check_router
+from router.gateway.__main__ import check as check_gateway
+from sglang_fair.cluster.options import ConfigError, Options
+from sglang_fair.cluster.options import check as check_cluster
+from sglang_fair.common.curve import make
+from sglang_fair.common.listening import is_local
+from sglang_fair.common.service_keys import replica_key
+from sglang_fair.engines.replica import check_protection as check_replica
+from sglang_fair.settings.setting import SettingError
+from sglang_fair.settings.table import Gateway, Replica, Router
+from tests.support.certificates import Certificates
+
+GATEWAY = {"port": 8000, "router": ("tcp://10.0.0.1:1",), "model_name": "tiny", "tokenizer": "/m"}
+
+
+@pytest.mark.parametrize(
+    ("address", "local"),
+    [("127.0.0.1", True), ("127.8.0.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False),
+     ("", False), ("::", False), ("10.0.0.1", False), ("router", False), ("tcp://127.0.0.1:5555", True),
+     ("tcp://[::1]:5555", True), ("tcp://*:5555", False), ("tcp://0.0.0.0:5555", False), ("tcp://eth0:1", False),
+     ("tcp://[::]:5555", False), ("ipc:///run/router", True), ("inproc://x", True), ("udp://x", False)],
+)  # fmt: skip
+def test_who_reaches_an_address(address: str, local: bool) -> None:
+    assert is_local(address) is local
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return Certificates.make(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    make(tmp_path / "keys")
+    return str(tmp_path / "keys")
+
+
+def test_the_router(folder: str) -> None:
+    check_router(Router(bind="tcp://127.0.0.1:5555"))
+    check_router(Router(bind="tcp://0.0.0.0:5555", insecure=True))
+    check_router(Router(bind="tcp://0.0.0.0:5555", keys=folder))
+    with pytest.raises(SettingError, match=r"--bind tcp://\*:5555 is reached from elsewhere: give it --keys"):
+        check_router(Router(bind="tcp://*:5555"))
+    with pytest.raises(SettingError, match=r"--keys: /none has no keys for a router"):
+        check_router(Router(bind="tcp://127.0.0.1:5555", keys="/none"))
+    with pytest.raises(SettingError, match=r"--replica-ca: /none"):
+        check_router(Router(bind="tcp://127.0.0.1:5555", replica_ca="/none"))
+
+
+def test_the_gateway(certificates: Certificates, folder: str) -> None:
+    tls = {"tls_cert": certificates.certificate, "tls_key": certificates.key}
+    check_gateway(Gateway(**GATEWAY, host="0.0.0.0", **tls, keys=folder))
+    check_gateway(Gateway(**GATEWAY, host="0.0.0.0", insecure=True))
+    check_gateway(Gateway(**GATEWAY, admin_host="0.0.0.0"))
+    for bad, what in (
+        ({"host": "0.0.0.0"}, "--host 0.0.0.0 is reached from elsewhere: give it TLS with --tls-cert"),
+        ({"host": "0.0.0.0", "keys": folder}, "--host 0.0.0.0 is reached from elsewhere"),
+        ({"admin_host": "::", "admin_port": 9000}, "--admin-host :: is reached from elsewhere"),
+        ({"tls_key": certificates.key}, "--tls-key is of no use without --tls-cert"),
+        (tls | {"tls_key": certificates.authority}, "--tls-cert: .*(not its key|TLS says)"),
+        ({"tls_cert": "/none"}, "--tls-cert: /none: No such file"),
+        ({"replica_ca": certificates.key}, "--replica-ca: "),
+        ({"keys": "/none"}, "--keys: /none has no keys for a gateway"),
+    ):  # fmt: skip
+        with pytest.raises(SettingError, match=what) as raised:
+            check_gateway(Gateway(**GATEWAY, **bad))
+        assert "\n" not in str(raised.value)
+
+
+def test_a_replica(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(replica_key.variable, raising=False)
+    tls = ("--ssl-certfile", "c", "--ssl-keyfile=k")
+    check_replica(Replica(kv_port=1))
+    check_replica(Replica(host="10.0.0.1", kv_port=1, insecure=True))
+    check_replica(Replica(host="10.0.0.1", kv_port=1, keys=folder, extra=(*tls, "--api-key=secret")))
+    for bad, what in (
+        (Replica(host="10.0.0.1"), "give it a key in SGLANG_FAIR_REPLICA_KEY and TLS"),
+        (Replica(host="10.0.0.1", extra=tls), "give it a key"),
+        (Replica(host="10.0.0.1", extra=("--api-key", "k")), "give it a key"),
+        (Replica(host="10.0.0.1", kv_port=1, extra=(*tls, "--api-key", "k")), "give its KV events --keys"),
+    ):
+        with pytest.raises(SettingError, match=what):
+            check_replica(bad)
+    monkeypatch.setenv(replica_key.variable, "k")
+    check_replica(Replica(host="10.0.0.1", extra=tls))
+
+
+def test_a_cluster() -> None:
+    check_cluster(Options())
+    check_cluster(Options(host="0.0.0.0", insecure=True))
+    with pytest.raises(ConfigError, match=r"--host 0\.0\.0\.0 is reached from elsewhere"):
+        check_cluster(Options(host="0.0.0.0"))
+    with pytest.raises(ConfigError, match=r"--admin-host 0\.0\.0\.0 is reached from elsewhere"):
+        check_cluster(Options(admin_host="0.0.0.0", admin_port=9001))
