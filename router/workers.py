@@ -74,6 +74,7 @@ class Worker:
     dispatched_tokens: int = 0
     prefilled_tokens: int = 0
     produced_tokens: int = 0
+    overrun_tokens: int = 0
     placed: Counter[str] = field(default_factory=Counter)
     """Requests that it was given, by the reason."""
 
@@ -126,6 +127,8 @@ class Flight:
     prefill_tokens: int = 0
     decode_tokens: float = 0.0
     output_tokens: int = 0
+    overrun_tokens: int = 0
+    """Beyond what was expected."""
     is_cut: bool = False
     """Its gateway was told to cut it off."""
 
@@ -147,10 +150,14 @@ class Flight:
             self.worker.prefilled_tokens += self.prefill_tokens
             self.output_tokens = output_tokens
             self._leave(max(1.0, self.request.expected_output_tokens - output_tokens))
+            if (more := output_tokens - int(self.request.expected_output_tokens)) > self.overrun_tokens:
+                self.worker.overrun_tokens += more - self.overrun_tokens
+                self.overrun_tokens = more
 
     def end(self) -> None:
         """Takes the request off its worker's load."""
         self._leave(0.0)
+        self.worker.overrun_tokens -= self.overrun_tokens
         self.worker.count(-1)
 
     def _leave(self, decode_tokens: float) -> None:

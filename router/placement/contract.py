@@ -103,6 +103,12 @@ class WorkerView(Protocol):
         """Output tokens that were reported so far."""
         ...
 
+    @property
+    def overrun_tokens(self) -> int:
+        """By how much the answers in flight are already longer than was expected. What is in flight are more often the
+        long ones, so this is a large part of what a full worker holds."""
+        ...
+
 
 class Placement(Protocol):
     """Chooses workers. Deterministic: the same calls give the same choices. Every order that it uses is total.

@@ -155,7 +155,7 @@ class Qlm:
         best: tuple[float, int, str] | None = None
         if not self._ready or not self._waiting:
             for view in workers:
-                if self._may_at_once(self.queues.of(view.name), tier):
+                if self._may_at_once(view, tier):
                     left = request.input_tokens - match.of(view.name) + view.prefill_tokens
                     cost = (left + OUTPUT_PRICE * view.decode_tokens) / view.capacity
                     if best is None or (cost, view.dispatched_tokens, view.name) < best:
@@ -184,6 +184,7 @@ class Qlm:
             view = self._views.get(name)
             if view is None:
                 continue
+            self.queues.of(name).overrun_tokens = view.overrun_tokens
             queued = self.queues.pull(name, now_s)
             if queued is None:
                 self._look_at(view, now_s)
@@ -422,8 +423,10 @@ class Qlm:
             cached_tokens=match.tokens,
         )
 
-    def _may_at_once(self, worker: Worker, tier: int) -> bool:
+    def _may_at_once(self, view: WorkerView, tier: int) -> bool:
         """Whether it has room, and nobody of another model comes first."""
+        worker = self.queues.of(view.name)
+        worker.overrun_tokens = view.overrun_tokens
         if not (worker.is_open and worker.has_room(tier)):
             return False
         return not worker.groups or self.queues.wanted(worker.name) in (None, worker.loaded)

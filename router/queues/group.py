@@ -58,6 +58,16 @@ class Group:
         return self._deadlines[0]
 
     @property
+    def urgent_s(self) -> float:
+        """What it is served by: its deadline; since when the first has waited, if they are late."""
+        return self.line.first().since_s if self.kind.late else self._deadlines[0]
+
+    def is_in_danger(self, now_s: float, part: float) -> bool:
+        """Whether its first has less than this part of its time left; not if it is late already."""
+        first = self.line.first()
+        return not self.kind.late and self.deadline_s - now_s < part * (first.deadline_s - first.since_s)
+
+    @property
     def last_deadline_s(self) -> float:
         """Of the last in line."""
         return self.line.last().deadline_s

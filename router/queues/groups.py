@@ -25,8 +25,10 @@ from typing import NamedTuple
 
 from router.queues.group import Group, Kind
 from router.queues.line import MOST_OVERTAKES, Entry, Key, Line, Queued
+from sglang_fair.core.heap import LazyHeap
 
 MOST_KINDS = 4
+MOST_MARGIN = 0.25
 
 Centre = tuple[float, float]
 """log(1 + prompt tokens), log(1 + expected output tokens)."""
@@ -72,6 +74,8 @@ class Groups:
         self._centres: dict[tuple[str, str], tuple[int, Sequence[Centre]]] = {}
         self._born: list[Born] = []
         self._numbers = self._arrivals = 0
+        self._heads: dict[tuple[str, int], LazyHeap[int]] = {}
+        """By model and rank, the groups that somebody waits in, the most urgent first."""
         self.waiting: dict[tuple[str, int], int] = {}
         """How many wait, by model and rank. Not to be written to."""
 
@@ -92,10 +96,17 @@ class Groups:
         ValueError if it has begun elsewhere."""
         if group.begun_on not in (None, worker):
             raise ValueError(f"group {group.number} has begun on {group.begun_on}, not on {worker}")
+        request = self.lend(group)
+        if request is not None:
+            group.begun_on = worker
+        return request
+
+    def lend(self, group: Group) -> Queued | None:
+        """The next of a group is served by a worker that is not its own; the group stays as it is. None if nobody of
+        it waits."""
         entry = group.line.take()
         if entry is None:
             return None
-        group.begun_on = worker
         group.running += 1
         self._count(group, entry.request, -1)
         self._members[entry.request.id].waits = False
@@ -142,11 +153,16 @@ class Groups:
             return self._enter(group.kind._replace(tier=tier), member.entry.request, member.entry.key)
         return self._join(member.entry.request, tier, member.entry.key)
 
-    def miss(self, group: Group, by_s: float, most: int) -> bool:
-        """The first in line who were due before `by_s`, at most `most`, go to a group of late ones. Whether there was
-        one."""
+    def miss(self, group: Group, now_s: float, first_token_s: float, most: int) -> bool:
+        """The first in line who cannot be in time any more, at most `most`, go to a group of late ones. Whether there
+        was one. A worker takes `first_token_s` to a first token; of that at most `MOST_MARGIN` of a request's own time
+        is believed, so a bad moment of a worker does not make everybody late."""
         kind, moved = group.kind, 0
-        while moved < most and len(group) and (first := next(iter(group.line))).request.deadline_s < by_s:
+        while moved < most and len(group):
+            first = next(iter(group.line))
+            own_s = MOST_MARGIN * (first.request.deadline_s - first.request.since_s)
+            if first.request.deadline_s >= now_s + min(first_token_s, own_s):
+                break
             self._leave(self._members.pop(first.request.id))
             late = Kind(kind.model, "", kind.tier, exclude=kind.exclude, late=True)
             self._enter(late, first.request, first.key)
@@ -161,8 +177,9 @@ class Groups:
         if line is group.line:
             group.line = Line(self._overtakes)
         newer = self._halve(group, line)
-        group.recount()
-        newer.recount()
+        for half in (group, newer):
+            half.recount()
+            self._rank(half)
         self._end_if_over(group)
         return newer
 
@@ -204,6 +221,19 @@ class Groups:
         return max(1, int(self._delta * self.batch(model)))
 
     # -- what is here
+
+    def most_urgent(self, model: str, rank: int, worker: str) -> Group | None:
+        """Of those of this model and rank that `worker` may have, the group whose deadline is the earliest; of late
+        ones, that waits longest. None if nobody waits."""
+        heads = self._heads.get((model, rank))
+        number = None if heads is None else heads.first()
+        if number is None:
+            return None
+        group = self._groups[number]
+        if worker not in group.kind.exclude:
+            return group
+        may = (one for one in self.of_rank(model, rank) if worker not in one.kind.exclude)
+        return min(may, key=lambda one: (one.urgent_s, one.number), default=None)
 
     def of_rank(self, model: str, rank: int) -> Iterator[Group]:
         """The groups of this model and rank that somebody waits in. O(kinds and groups of them)."""
@@ -275,6 +305,7 @@ class Groups:
         newer = self._halve(group, group.line.split())
         for half in (group, newer):
             half.recount()
+            self._rank(half)
             self._split(half)
 
     def _halve(self, group: Group, line: Line) -> Group:
@@ -298,12 +329,26 @@ class Groups:
     def _count(self, group: Group, request: Queued, sign: int) -> None:
         """One more waits, or one fewer."""
         group.count(request, sign)
+        self._rank(group)
         key = group.kind.model, group.kind.rank
         count = self.waiting.get(key, 0) + sign
         if count:
             self.waiting[key] = count
         else:
             del self.waiting[key]
+
+    def _rank(self, group: Group) -> None:
+        """Its place among those of its model and rank."""
+        key = group.kind.model, group.kind.rank
+        heads = self._heads.get(key)
+        if len(group):
+            if heads is None:
+                heads = self._heads[key] = LazyHeap()
+            heads.put(group.number, (group.urgent_s, group.number))
+        elif heads is not None:
+            heads.discard(group.number)
+            if not len(heads):
+                del self._heads[key]
 
     def _end_if_over(self, group: Group) -> None:
         if group.running or len(group):

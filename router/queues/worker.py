@@ -1,6 +1,7 @@
 """A worker with its queue, and the window of tokens that it may have in flight.
 
-window    prompt + expected output of what was sent and is not over; of a prefix that several share, once
+window    prompt + expected output of what was sent and is not over; of a prefix that several share, once; and by how
+          much answers are already longer than expected, as far as that is reported
 room      for a request of tier 1 while that is below the KV cache. For one of tier 0 while it is below the KV cache
           and one prefill chunk: so whoever is ahead of its share never fills the last chunk, and who is within its
           share is at the worker at once, where the worker's own policy puts it first
@@ -28,6 +29,8 @@ class Worker:
     in_flight: dict[str, float] = field(default_factory=dict)
     """Tokens that each request that was sent may take, without a prefix that it may share."""
     in_flight_tokens: float = 0.0
+    overrun_tokens: int = 0
+    """By how much answers in flight are longer than expected."""
     is_open: bool = True
     """It takes requests."""
     is_fresh: bool = False
@@ -49,18 +52,23 @@ class Worker:
 
     def has_room(self, tier: int) -> bool:
         """Whether a request of this tier may be sent there."""
-        return self.in_flight_tokens < self.kv_tokens + (0 if tier else self.chunk_tokens)
+        return self.held_tokens < self.kv_tokens + (0 if tier else self.chunk_tokens)
+
+    @property
+    def held_tokens(self) -> float:
+        """What the window counts."""
+        return self.in_flight_tokens + self.overrun_tokens
 
     @property
     def is_full(self) -> bool:
         """It pulls nothing more of those ahead of their share. What it does while it is full is what rates are learnt
         from."""
-        return self.in_flight_tokens >= self.kv_tokens
+        return self.held_tokens >= self.kv_tokens
 
     @property
     def free_tokens(self) -> float:
         """Of the KV cache, promised to nobody."""
-        return max(0.0, self.kv_tokens - self.in_flight_tokens)
+        return max(0.0, self.kv_tokens - self.held_tokens)
 
     def send(self, request: Queued) -> None:
         """It is in flight there. Nothing happens if it is already."""

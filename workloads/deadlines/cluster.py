@@ -78,6 +78,8 @@ class SimWorker:
     decode_tokens: float = 0.0
     dispatched: int = 0
     dispatched_tokens: int = 0
+    overrun_tokens: int = 0
+    """By how much answers in flight are longer than expected, as was looked up last."""
     wakes_s: float = inf
 
     @property
