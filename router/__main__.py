@@ -19,7 +19,7 @@ from router.placement import build, parameters, parse_value
 from router.replica_lists import specs
 from router.replica_lists.follow import following
 from router.replica_lists.sources import DnsName, ReplicaFile, Source
-from router.shell import Shell
+from router.shell import PLANNED_ELSEWHERE, Shell
 from router.swaps import Swaps
 from router.throttling import SETTLE_S, Kind, Throttling
 from sglang_fair.common import tls
@@ -170,6 +170,10 @@ def serve(settings: table.Router) -> int:
     collect_young_only()
     try:
         for up in workers(settings):
+            if not shell.may_have(up):
+                raise Mistake(
+                    f"--placement {settings.placement}: {up.worker} at {up.url}: {PLANNED_ELSEWHERE}"
+                )
             shell.tell(up)
         with ExitStack() as stack:
             if listener is not None:

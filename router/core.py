@@ -222,7 +222,7 @@ class Router:
             case Undelivered():
                 self._undelivered(event, now_s, peer)
             case Follow():
-                return [(peer, self._workers.listing(event.id, self._throttling.posted))]
+                return [(peer, self._workers.listing(event.id, self._throttling.posted, self.plans))]
             case Explain():
                 found = self._record.find(event.request, event.client, now_s)
                 return [(peer, Explained(event.id, tuple(map(self._with_standing, found))))]
@@ -750,6 +750,11 @@ class Router:
                 assert_never(event)
 
     # -- looking in
+
+    @property
+    def plans(self) -> bool:
+        """Whether it orders the workers' queues."""
+        return self._planning is not None
 
     def requests_of(self, peer: bytes) -> int:
         """How many requests `peer` has in flight."""

@@ -510,6 +510,8 @@ class Workers(Message, frozen=True):
     router: str = ""
     limits: Posted | None = None
     """None: those that it was started with hold, if it throttles."""
+    plans: bool = False
+    """It orders the workers' queues, so no other router may do so."""
 
 
 class Snapshot(Message, frozen=True):

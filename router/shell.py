@@ -20,6 +20,7 @@ from typing import Protocol
 import msgspec
 import zmq
 
+from router.claims import Claims
 from router.events import (
     Action,
     Agent,
@@ -59,6 +60,8 @@ MESSAGES_PER_TURN = 256
 INSIDE = "inproc://router"
 """The address for peers in this process."""
 
+PLANNED_ELSEWHERE = "another router of this machine orders its queue, and only one may"
+
 TURN_MS = 250
 """Deadlines are checked at least this often, and the core hears so often that time has passed."""
 
@@ -72,6 +75,11 @@ class Core(Protocol):
 
     def requests_of(self, peer: bytes) -> int:
         """How many requests `peer` has in flight."""
+        ...
+
+    @property
+    def plans(self) -> bool:
+        """Whether it orders the replicas' queues, so that no other router may."""
         ...
 
 
@@ -111,6 +119,7 @@ class Shell:
         self._heard_s: dict[bytes, float] = {}
         """When each peer that sends heartbeats was last heard."""
         self._counts: Counter[str] = Counter()
+        self._claims = Claims() if router.plans else None
         self._ticked_s = clock()
         self._stopping = False
         self._waker, self._wake = socket.socketpair()
@@ -168,6 +177,8 @@ class Shell:
         if self._gate is not None:
             self._gate.close()
         self.context.term()
+        if self._claims is not None:
+            self._claims.close()
         self._waker.close()
         self._wake.close()
 
@@ -176,6 +187,9 @@ class Shell:
         events: deque[tuple[Event, bytes]] = deque([(event, peer)])
         while events:
             event, peer = events.popleft()
+            if isinstance(event, WorkerUp) and not self.may_have(event):
+                self._note("planned elsewhere", f"{event.worker} at {event.url}: {PLANNED_ELSEWHERE}")
+                continue
             for to, answer in self._router.handle(event, self._clock(), peer):
                 if self._send(to, encode(self._completed(answer))):
                     continue
@@ -188,6 +202,10 @@ class Shell:
                 self._follow(event)
             if self._may_change_workers(event):
                 self._compare_workers()
+
+    def may_have(self, up: WorkerUp) -> bool:
+        """Whether this router may place at a worker: a core that plans is the only one of this machine that does."""
+        return self._claims is None or self._claims.take(up.url)
 
     def state(self) -> dict[str, object]:
         """Counters of the wire, for the snapshot."""
@@ -363,6 +381,8 @@ class Shell:
         if workers == self._workers:
             return
         before, self._workers = self._workers, workers
+        if self._claims is not None:
+            self._claims.keep(up.url for up in workers.workers)
         for worker in self._replicas.keys() - {up.worker for up in workers.workers}:
             self._drop(worker)
         for worker in self._loads.keys() - {up.worker for up in workers.workers}:

@@ -266,7 +266,7 @@ class WorkerTable:
         """Takes back what `peer` has said; the workers that are well again."""
         return [worker for worker in self if self.vote(peer, worker, ok=True)]
 
-    def listing(self, request_id: str, limits: Posted | None) -> Workers:
+    def listing(self, request_id: str, limits: Posted | None, plans: bool = False) -> Workers:
         """The answer to `Follow`."""
         return Workers(
             request_id,
@@ -274,6 +274,7 @@ class WorkerTable:
             draining=tuple(w.name for w in self if w.draining),
             sick=tuple(w.name for w in self if w.sick),
             limits=limits,
+            plans=plans,
         )
 
     def _pool_of(self, models: tuple[str, ...], loaded: str) -> Pool:

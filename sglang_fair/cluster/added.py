@@ -5,11 +5,11 @@ from dataclasses import replace
 
 from sglang_fair.cluster import gpus
 from sglang_fair.cluster.gpus import GpusTaken
-from sglang_fair.cluster.marks import Marks
 from sglang_fair.cluster.models import fewest
 from sglang_fair.cluster.options import ConfigError, Device, Options
 from sglang_fair.cluster.plan import Machine, Model, Process, build, check_memory, each_model
 from sglang_fair.cluster.ports import Ports, Reservations, choose_replica
+from sglang_fair.common.marks import Marks
 
 
 class AddedReplicas:

@@ -12,8 +12,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from sglang_fair.cluster.marks import Marks
 from sglang_fair.cluster.options import ConfigError, Device, Options, gpus_per_replica
+from sglang_fair.common.marks import Marks
 
 ENVIRONMENT: Mapping[str, str] = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 """Numbers mean what they mean to nvidia-smi. CUDA's own order begins with the fastest GPU."""

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from sglang_fair.cluster.marks import Marks
+from sglang_fair.common.marks import Marks
 
 FIRST_PORT = 30_000
 """Below the range that Linux gives to outgoing connections (32768 on)."""

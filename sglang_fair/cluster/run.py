@@ -20,7 +20,6 @@ from sglang_fair.cluster.console import ConsoleReporter, Replicas, addresses, ex
 from sglang_fair.cluster.control import Control, socket_path
 from sglang_fair.cluster.gpus import GpusTaken
 from sglang_fair.cluster.link import RouterLink, router_shortage
-from sglang_fair.cluster.marks import Marks
 from sglang_fair.cluster.options import ConfigError, Device, Options, check
 from sglang_fair.cluster.plan import (
     Machine,
@@ -39,6 +38,7 @@ from sglang_fair.cluster.scaling import Scaling
 from sglang_fair.cluster.supervisor import StartFailed, Supervisor
 from sglang_fair.cluster.workers import Workers
 from sglang_fair.common.files import read_json
+from sglang_fair.common.marks import Marks
 from sglang_fair.common.processes import child_environment
 from sglang_fair.common.service_keys import replica_key
 from sglang_fair.models import checkpoint

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from sglang_fair.cluster.added import AddedReplicas
 from sglang_fair.cluster.control import Refused, ask, socket_path
 from sglang_fair.cluster.gpus import GpusTaken, choose, listed, take, visible
-from sglang_fair.cluster.marks import Marks
 from sglang_fair.cluster.options import ConfigError, Options, check
 from sglang_fair.cluster.plan import Machine, build
 from sglang_fair.cluster.ports import Ports, ReplicaPorts, Reservations
+from sglang_fair.common.marks import Marks
 from tests.cluster.test_cluster import GPU_MACHINE, MODEL, PORTS, of_our_own
 from tests.support.live import lives
 from tests.support.waiting import wait_until
@@ -190,7 +190,7 @@ def test_no_gpu_is_ever_used_twice_and_none_stands_idle(
 
 HOLDS = """
     import subprocess, sys
-    from sglang_fair.cluster.marks import Marks
+    from sglang_fair.common.marks import Marks
     marks = Marks(sys.argv[1])
     assert marks.take("GPU-aa11") and marks.take("GPU-aa22")
     child = subprocess.Popen(["sleep", "600"], pass_fds=marks.descriptors(["GPU-aa11", "none of ours"]))

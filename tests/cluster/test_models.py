@@ -13,11 +13,11 @@ from router.__main__ import workers as workers_of
 from router.gateway.__main__ import check as check_gateway
 from router.gateway.__main__ import configure
 from sglang_fair.cluster.added import AddedReplicas
-from sglang_fair.cluster.marks import Marks
 from sglang_fair.cluster.models import dealt, fewest, in_turn, loadable
 from sglang_fair.cluster.options import ConfigError, Options, check
 from sglang_fair.cluster.plan import Machine, Model, Process, build, check_memory
 from sglang_fair.cluster.ports import Reservations, choose
+from sglang_fair.common.marks import Marks
 from sglang_fair.settings.program import parse
 from sglang_fair.settings.setting import SettingError
 

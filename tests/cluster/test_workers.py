@@ -28,7 +28,6 @@ from sglang_fair.cluster.added import AddedReplicas
 from sglang_fair.cluster.control import Control, NoCluster, Refused, Say, ask, own_folder
 from sglang_fair.cluster.gpus import Gpu, GpusTaken
 from sglang_fair.cluster.link import RouterLink
-from sglang_fair.cluster.marks import Marks
 from sglang_fair.cluster.options import ConfigError, Options
 from sglang_fair.cluster.plan import (
     HttpReady,
@@ -43,6 +42,7 @@ from sglang_fair.cluster.ports import Ports, ReplicaPorts, Reservations, choose
 from sglang_fair.cluster.restart import RestartRule
 from sglang_fair.cluster.supervisor import StartFailed, Supervisor
 from sglang_fair.cluster.workers import Workers
+from sglang_fair.common.marks import Marks
 from tests.cluster.test_cluster import (
     DIES,
     LIMIT_S,

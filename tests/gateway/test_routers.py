@@ -54,6 +54,44 @@ def test_clients_are_spread_and_keep_to_their_router() -> None:
     assert {client: again.first(client) for client in CLIENTS} == homes, "all gateways agree"
 
 
+def test_of_several_that_plan_only_the_first_is_asked() -> None:
+    routers = Routers(NAMES)
+    for name in NAMES:
+        routers.answers(name, 0.0)
+    homes = {client: routers.first(client) for client in CLIENTS}
+    assert not routers.says(NAMES[1], plans=True)
+    assert {client: routers.first(client) for client in CLIENTS} == homes
+    assert routers.says(NAMES[0], plans=True), "it is named first"
+    assert [routers.state(name) for name in NAMES] == ["up", "refused", "up"]
+    assert {routers.first(client) for client in CLIENTS} == {NAMES[0], NAMES[2]}
+    assert all(home == NAMES[1] or routers.first(client) == home for client, home in homes.items())
+    routers.lost(NAMES[0])
+    assert {routers.first(client) for client in CLIENTS} == {NAMES[2]}, "for good"
+    routers.lost(NAMES[2])
+    assert routers.first("client 0") is None
+    assert routers.says(NAMES[0], plans=False)
+    assert routers.first("client 0") == NAMES[1]
+
+
+def test_a_router_says_that_it_plans_and_one_of_before_says_nothing() -> None:
+    fleet = Fleet(lambda name: True, routers=NAMES[:2])
+    first, second = (fleet.side(name) for name in NAMES[:2])
+    for side in (first, second):
+        side.answers(0.0)
+    assert not second.plans(Workers("", (), plans=True))
+    assert not second.is_refused
+    assert first.plans(listing(Router(build("qlm"), name="qlm")))
+    assert second.is_refused
+    assert first.plans(listing(Router(build("d2lpm"), name="d2lpm")))
+    assert not second.is_refused
+
+
+def listing(router: Router) -> Workers:
+    ((_, answer),) = router.handle(Follow(""), 0.0)
+    assert isinstance(answer, Workers)
+    return answer
+
+
 def test_one_that_comes_and_goes_gets_its_clients_when_it_stays() -> None:
     routers = Routers(NAMES[:2])
     for name in NAMES[:2]:

@@ -45,6 +45,8 @@ class Watched:
         with self._lock:
             return self._router.handle(event, now_s, peer)
 
+    plans = False
+
     def requests_of(self, peer: bytes) -> int:
         with self._lock:
             return self._router.requests_of(peer)

@@ -7,12 +7,15 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from uuid import uuid4
 
 import pytest
 import zmq
 
+from router.claims import Claims
 from router.core import Router
-from router.events import Arrive, Done, Held, Place, Replan, WorkerUp, decode_answer, encode
+from router.events import Arrive, Done, Held, Place, Replan, WorkerDown, WorkerUp, decode_answer, encode
+from router.placement import build
 from router.planner.__main__ import main
 from router.planner.link import Link
 from router.shell import Shell
@@ -30,7 +33,8 @@ class Site:
         self.queues.replans.every_s = 0.05
         self.core = Router(self.queues, name="queues")
         self.shell = Shell(self.core, "tcp://127.0.0.1:*", peer_timeout_s=peer_timeout_s)
-        self.shell.tell(WorkerUp("a", "http://a"))
+        self.url = f"http://{uuid4().hex}"  # that no other test's router plans for
+        self.shell.tell(WorkerUp("a", self.url))
         self._thread = threading.Thread(target=self.shell.run)
         self._thread.start()
         self._planners: list[subprocess.Popen[bytes]] = []
@@ -206,6 +210,65 @@ def test_nonsense_of_a_router_is_survived(caplog: pytest.LogCaptureFixture) -> N
             thread.join(DEADLINE_S)
             link.close()
     assert [one.getMessage() for one in caplog.records if "ignored" in one.getMessage()] != []
+
+
+def test_one_router_plans_for_a_replica() -> None:
+    with site() as one:
+        other = Shell(Router(Queues(), name="queues"), "tcp://127.0.0.1:*")
+        unplanned = Shell(Router(build("d2lpm"), name="d2lpm"), "tcp://127.0.0.1:*")
+        try:
+            for shell in (other, unplanned):
+                shell.tell(WorkerUp("b", one.url))
+                shell.tell(WorkerUp("c", f"http://{uuid4().hex}"))
+            assert sorted(other._router.state()["workers"]) == ["c"]
+            assert other.state()["counts"] == {"planned elsewhere": 1}
+            assert sorted(unplanned._router.state()["workers"]) == ["b", "c"]
+            one.shell.tell(WorkerDown("a"))
+            other.tell(WorkerUp("b", one.url))
+            assert sorted(other._router.state()["workers"]) == ["b", "c"]
+        finally:
+            other.close()
+            unplanned.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "same"),
+    [
+        ("http://127.0.0.1:30000", True),
+        ("http://localhost:30000/", True),
+        ("http://[::1]:30000", True),
+        ("https://127.0.0.1:30000", True),
+        ("http://127.0.0.1:30001", False),
+        ("http://10.0.0.1:30000", False),
+        ("http://" + "x" * 500, False),
+        ("http://[", False),
+    ],
+)
+def test_a_replica_has_one_name_whatever_it_is_called(url: str, same: bool) -> None:
+    first, second = Claims(), Claims()
+    try:
+        assert first.take("http://127.0.0.1:30000")
+        assert first.take("http://127.0.0.1:30000")
+        assert second.take(url) == (not same)
+        first.keep(())
+        assert second.take(url)
+    finally:
+        first.close()
+        second.close()
+
+
+def test_a_second_router_that_plans_does_not_start() -> None:
+    with site() as one:
+        command = [
+            sys.executable, "-m", "router", "--bind", "tcp://127.0.0.1:*", "--placement", "qlm",
+            "--worker", f"r0,http={one.url}",
+        ]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"sglang-fair router: --placement qlm: r0 at {one.url}: another router of this machine orders its queue, and "
+        "only one may\n"
+    )
 
 
 def test_it_exits_when_it_is_asked_to() -> None:

@@ -149,7 +149,7 @@ class Link:
         self._beating: asyncio.Task[None] | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes]
-        self._is_open = self._will_read = self._has_complained = False
+        self._is_open = self._will_read = self._has_complained = self._has_refused = False
 
     async def start(self) -> None:
         """Connects in the background, whether or not a router is there yet."""
@@ -343,6 +343,15 @@ class Link:
         if isinstance(answer, Replan):  # which is for planners
             return
         if isinstance(answer, Workers):
+            if self.side.plans(answer):
+                self.changed()
+            if self.side.is_refused and not self._has_refused:
+                log.error(
+                    "the router at %s is refused: it plans the replicas' queues, and another one of --router does "
+                    "already; only one may",
+                    self._address,
+                )
+            self._has_refused = self.side.is_refused
             for event in self.side.learn(answer):
                 self.tell(event)
         elif isinstance(answer, Difference):

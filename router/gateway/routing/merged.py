@@ -48,6 +48,8 @@ def merged(snapshots: Sequence[Mapping[str, Any]]) -> dict[str, object]:
     made["swaps"] = {
         name: row for one in reversed(snapshots) for name, row in one.get("swaps", {}).items() if row["agent"]
     }
+    for name in ("planner", "queues"):  # at most one of them has any
+        made[name] = next((one[name] for one in snapshots if one.get(name)), None)
     made["throttle"] = _throttle([one["throttle"] for one in snapshots])
     return made
 

@@ -5,6 +5,8 @@ service. A router is in service from its first answer on, and out of it as soon 
 answers again is in service once it has answered for `BACK_S` without a break, so that a router that comes and goes
 does not move its clients each time, and one that was restarted has been told what it needs. Until then it is asked
 after all others, before the gateway places by itself (`fallback`).
+One that orders the replicas' queues (placement `qlm`) does so as if it were alone: of several that do, the first named
+one decides for all clients that any of them would, and the others are refused for good, whether or not it answers.
 Unit: clients. Bound: a router that is lost moves its own clients only. Leaks: a router knows the load that came through
 it, and each has credits of its own; what clients are entitled to is kept in the replicas, where all their requests
 meet.
@@ -32,6 +34,8 @@ class Routers:
         self._answers_since_s: dict[str, float] = {}
         self._in_service: set[str] = set()
         self._were_lost: set[str] = set()
+        self._planning: set[str] = set()
+        """Those that order the replicas' queues."""
 
     def answers(self, name: str, now_s: float) -> bool:
         """Router `name` has answered; whether it comes into service by that."""
@@ -49,19 +53,33 @@ class Routers:
         self._in_service.discard(name)
         return was_in_service
 
+    def says(self, name: str, *, plans: bool) -> bool:
+        """Whether router `name` orders the replicas' queues; whether others are refused, or no longer, by that."""
+        before = [self.is_refused(one) for one in self.names]
+        (self._planning.add if plans else self._planning.discard)(name)
+        return before != [self.is_refused(one) for one in self.names]
+
+    def is_refused(self, name: str) -> bool:
+        """Whether it orders queues that another one orders."""
+        first = next((one for one in self.names if one in self._planning), None)
+        return name in self._planning and name != first
+
     def is_up(self, name: str) -> bool:
         """Whether it answers."""
         return name in self._answers_since_s
 
     def state(self, name: str) -> str:
-        """In a word: up, back (it answers again, and is not in service yet) or gone."""
+        """In a word: up, back (it answers again, and is not in service yet), gone, or refused: another one plans."""
+        if self.is_refused(name):
+            return "refused"
         return "up" if name in self._in_service else "back" if self.is_up(name) else "gone"
 
     def order(self, client: str) -> list[str]:
         """Those that answer, in the order in which they are asked about requests of `client`."""
         if len(self.names) == 1:
             return list(self._answers_since_s)
-        return sorted(preferred(client, self._answers_since_s), key=lambda name: name not in self._in_service)
+        living = [name for name in self._answers_since_s if not self.is_refused(name)]
+        return sorted(preferred(client, living), key=lambda name: name not in self._in_service)
 
     def first(self, client: str) -> str | None:
         """The one that decides for `client`; None if none answers."""

@@ -60,6 +60,15 @@ class Side:
             self._fleet.workers_changed()
         return self._fleet.routers.lost(self.router)
 
+    def plans(self, workers: Workers) -> bool:
+        """It says whether it orders the replicas' queues; whether clients move by that."""
+        return self._fleet.routers.says(self.router, plans=workers.plans)
+
+    @property
+    def is_refused(self) -> bool:
+        """Another router orders the same queues, so it is not asked."""
+        return self._fleet.routers.is_refused(self.router)
+
     def takeover(self) -> list[Event]:
         """Of the clients that are now this router's: the interactions under way, to be told to it."""
         mine = [row for row in self._fleet.begun() if self._fleet.routers.first(row[0].client) == self.router]

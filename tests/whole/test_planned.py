@@ -1,0 +1,126 @@
+"""A cluster whose queues are planned: its planner is killed and stopped while requests wait, and nobody is the worse.
+
+With a deadline that cannot be met it starts one replica more, and no second one."""
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from random import Random
+
+import aiohttp
+import pytest
+
+from tests.support.live import Cluster
+from tests.support.waiting import eventually
+
+pytestmark = pytest.mark.e2e
+
+ARGUMENTS = (
+    "--engine", "emulated", "--gpu", "a100-80g", "--model", "llama-3.1-8b", "--placement", "qlm",
+    "--placement-options", "chunk_tokens=256", "--slo-classes", '{"chat": 3, "batch": 600}', "--scale-up", "1",
+    "--", "--max-total-tokens", "6000", "--chunked-prefill-size", "256",
+)  # fmt: skip
+CLIENTS, REQUESTS = 4, 40
+
+
+async def one(session: aiohttp.ClientSession, cluster: Cluster, client: str, random: Random) -> int:
+    """A request of 400 tokens; its status."""
+    body = {
+        "input_ids": [random.randrange(3, 250) for _ in range(300)],
+        "sampling_params": {"max_new_tokens": 100, "ignore_eos": True},
+    }
+    headers = {"x-fair-client": client, "x-fair-class": random.choice(["chat", "batch"])}
+    async with session.post(f"{cluster.url}/generate", json=body, headers=headers) as response:
+        await response.read()
+        return response.status
+
+
+@contextlib.asynccontextmanager
+async def under_load(cluster: Cluster) -> "contextlib.AbstractAsyncContextManager[list[int]]":
+    """As many requests as `CLIENTS` clients have connections, as long as this is open; then the statuses of all."""
+    statuses: list[int] = []
+    stop = asyncio.Event()
+
+    async def client(number: int, session: aiohttp.ClientSession) -> None:
+        random = Random(number)
+        while not stop.is_set():
+            statuses.append(await one(session, cluster, f"c{number % CLIENTS}", random))
+
+    async with (
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session,
+        asyncio.TaskGroup() as group,
+    ):
+        for number in range(CLIENTS * REQUESTS):
+            group.create_task(client(number, session))
+        try:
+            yield statuses
+        finally:
+            stop.set()
+
+
+def planner_of(cluster: Cluster) -> dict:
+    return cluster.status()["planner"]
+
+
+async def until(check: Callable[[], object], what: str) -> None:
+    def asked() -> Awaitable[object]:
+        return asyncio.to_thread(check)
+
+    await eventually(asked, what)
+
+
+def pid_of(cluster: Cluster) -> int:
+    """The planner's, by the name that it tells the router."""
+    return int(planner_of(cluster)["name"].rpartition("/")[2])
+
+
+@pytest.mark.timeout(900)
+def test_nobody_waits_for_a_planner_and_replicas_that_are_missing_come() -> None:
+    async def run(cluster: Cluster) -> None:
+        async with under_load(cluster) as statuses:
+            await until(lambda: planner_of(cluster)["counts"]["answered"] >= 2, "plans")
+            shown = subprocess.run(
+                [sys.executable, "-m", "sglang_fair.cli", "status", cluster.url],
+                capture_output=True, text=True, check=True,
+            ).stdout  # fmt: skip
+            assert re.search(r"planner \S+/\d+; \d+ plans asked", shown), shown
+            assert re.search(r"queues: [\d,]+ requests wait in \d+ groups", shown), shown
+
+            first = pid_of(cluster)
+            os.kill(first, signal.SIGKILL)
+            served = len(statuses)
+            await until(lambda: len(statuses) > served + 50, "requests served while it is dead")
+            await until(
+                lambda: planner_of(cluster)["up"] and pid_of(cluster) != first, "a planner in its place"
+            )
+            answered = planner_of(cluster)["counts"]["answered"]
+            await until(lambda: planner_of(cluster)["counts"]["answered"] > answered, "its plans")
+
+            second = pid_of(cluster)
+            os.kill(second, signal.SIGSTOP)
+            served = len(statuses)
+            await until(lambda: not planner_of(cluster)["up"], "it to be taken for dead")
+            await until(lambda: len(statuses) > served + 50, "requests served while it is stopped")
+            os.kill(second, signal.SIGCONT)
+            await until(lambda: planner_of(cluster)["up"], "it to be back")
+
+            await until(lambda: planner_of(cluster)["shortage"] or scaled(cluster), "a shortage")
+            await until(lambda: "r2" in cluster.status()["workers"], "one more replica")
+            await until(lambda: cluster.status()["workers"]["r2"]["dispatched"] > 20, "work for it")
+        assert set(statuses) == {200}
+        assert sorted(cluster.status()["workers"]) == ["r0", "r1", "r2"]
+
+    with Cluster(*ARGUMENTS) as cluster:
+        asyncio.run(run(cluster))
+        log = cluster.log.read_text()
+    assert "scale-up 1 of 1: one more replica is started" in log
+    assert "scale-up: r2 serves; 0 more may be started" in log
+
+
+def scaled(cluster: Cluster) -> bool:
+    return "r2" in cluster.status()["workers"]
