@@ -137,7 +137,7 @@ def check_protection(settings: table.Router) -> None:
 def read_keys(settings: table.Router) -> Keys | None:
     """Raises SettingError."""
     try:
-        return None if settings.keys is None else Keys.read(settings.keys, "router")
+        return Keys.read_if(settings.keys, "router")
     except ValueError as error:
         raise SettingError(f"--keys: {error}", "keys") from None
 

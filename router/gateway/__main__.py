@@ -145,7 +145,7 @@ def check_protection(settings: table.Gateway) -> None:
     if settings.tls_key is not None and settings.tls_cert is None:
         raise SettingError("--tls-key is of no use without --tls-cert", "tls_key")
     for option, usable in (
-        ("--keys", lambda: settings.keys and Keys.read(settings.keys, "gateway")),
+        ("--keys", lambda: Keys.read_if(settings.keys, "gateway")),
         (
             "--tls-cert",
             lambda: tls.check_certificate(settings.tls_cert, settings.tls_key),

@@ -171,7 +171,7 @@ def create_app(config: Config) -> App:
         None if config.apps is None else make_apps(read_json(config.apps), config.apps),
         Classes(config.slo_classes),
         feeder_key.key() if files is not None else "",
-        None if config.keys is None else Keys.read(config.keys, "gateway"),
+        Keys.read_if(config.keys, "gateway"),
         tls.authorities(config.replica_ca),
     )
     guard = Guard(has_tenants=config.tenants is not None)

@@ -24,6 +24,7 @@ from router.events import Plan, Planner, ProtocolError, Replan, Shortage, decode
 from router.planner import answers
 from router.queues.plan import Solver
 from router.wire import HEARTBEAT, HEARTBEAT_ANSWER
+from sglang_fair.common.curve import Keys
 
 log = logging.getLogger("planner")
 
@@ -85,8 +86,12 @@ class Planning:
 class Link:
     """Serves one router until `stop`, which any thread and any signal handler may call."""
 
-    def __init__(self, address: str, solver: Solver = "auto", name: str = "") -> None:
-        """Connects in the background. Raises `zmq.ZMQError` for what is no address."""
+    def __init__(
+        self, address: str, solver: Solver = "auto", keys: Keys | None = None, name: str = ""
+    ) -> None:
+        """Connects in the background; with `keys`, to a router that has its own. Raises `zmq.ZMQError` for what is no
+        address."""
+        self._keys = keys
         self._address = address
         self._hello = encode(Planner(name or f"{socket.gethostname()}/{os.getpid()}"))
         self._is_stopping = self._is_known = self._has_complained = False
@@ -145,6 +150,8 @@ class Link:
         ):
             self._socket.setsockopt(option, value)
         self._socket.setsockopt(zmq.IDENTITY, b"p" + uuid.uuid4().bytes)
+        if self._keys is not None:
+            self._keys.connect(self._socket, "router")
         self._socket.connect(self._address)
         self._poller.register(self._socket, zmq.POLLIN)
 

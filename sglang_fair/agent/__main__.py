@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from sglang_fair.agent.agent import Agent
+from sglang_fair.common.curve import Keys
 from sglang_fair.common.pairs import split_pairs
 from sglang_fair.common.processes import die_with_parent
 from sglang_fair.settings.commands import Mistake
@@ -33,6 +34,15 @@ def check(settings: AgentSettings) -> None:
     folders(settings)
     if not settings.replica.startswith(("http://", "https://")):
         raise SettingError(f"--replica: {settings.replica!r:.100} is no URL", "replica")
+    read_keys(settings)
+
+
+def read_keys(settings: AgentSettings) -> Keys | None:
+    """Those of a process that asks the router. Raises SettingError."""
+    try:
+        return Keys.read_if(settings.keys, "gateway")
+    except ValueError as error:
+        raise SettingError(f"--keys: {error}", "keys") from None
 
 
 def serve(settings: AgentSettings) -> int:
@@ -41,7 +51,9 @@ def serve(settings: AgentSettings) -> int:
     if not settings.outlive_parent:
         die_with_parent()
     try:
-        agent = Agent(settings.worker, settings.replica, settings.router, folders(settings))
+        agent = Agent(
+            settings.worker, settings.replica, settings.router, folders(settings), read_keys(settings)
+        )
     except (ValueError, OSError) as error:
         raise Mistake(str(error)) from None
     with contextlib.suppress(asyncio.CancelledError):

@@ -18,6 +18,7 @@ from sglang_fair.agent.ahead import read_ahead
 from sglang_fair.agent.replica import Failed, Gone, ReplicaClient
 from sglang_fair.agent.steps import Steps
 from sglang_fair.cluster.plan import AGENT_READY
+from sglang_fair.common.curve import Keys
 from sglang_fair.models import checkpoint
 
 log = logging.getLogger("agent")
@@ -34,8 +35,12 @@ LEARNT = 0.3
 class Agent:
     """One agent. `run` it until it is cancelled."""
 
-    def __init__(self, worker: str, url: str, router: str, folders: Mapping[str, Path]) -> None:
-        """Reads what is in the folders. ValueError and OSError for models that cannot share a server."""
+    def __init__(
+        self, worker: str, url: str, router: str, folders: Mapping[str, Path], keys: Keys | None = None
+    ) -> None:
+        """Reads what is in the folders. With `keys`, the router must have its own. ValueError and OSError for models
+        that cannot share a server."""
+        self._keys = keys
         self._worker, self._url, self._router = worker, url, router
         self._folders = dict(folders)
         self._checkpoints = checkpoint.alike(self._folders)
@@ -59,6 +64,8 @@ class Agent:
                 (zmq.RECONNECT_IVL_MAX, 1000),
             ):
                 socket.setsockopt(option, value)
+            if self._keys is not None:
+                self._keys.connect(socket, "router")
             socket.connect(self._router)
             async with (
                 ReplicaClient(self._url, self._folders, next(iter(self._folders))) as replica,

@@ -100,6 +100,11 @@ class Keys:
             raise ValueError(f"{folder} has no keys for a {role}: {error}") from None
         return keys
 
+    @staticmethod
+    def read_if(folder: str | None, role: Role) -> "Keys | None":
+        """The same, where somebody has named a folder."""
+        return None if folder is None else Keys.read(folder, role)
+
     def serve(self, socket: Socket) -> None:
         """`socket`, before it is bound, lets in who has a key. Needs a `Gate` in its context, or nobody else does."""
         socket.curve_server = True

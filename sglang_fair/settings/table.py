@@ -331,8 +331,8 @@ class Exposed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Protection(Exposed):
-    """What protects it where others reach it."""
+class Keyed:
+    """How it knows the others."""
 
     keys: Annotated[
         str | None,
@@ -343,6 +343,11 @@ class Protection(Exposed):
             unset="ZMQ is open",
         ),
     ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Protection(Keyed, Exposed):
+    """What protects it where others reach it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -806,7 +811,7 @@ class Dashboard:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Planner:
+class Planner(Keyed):
     """Plan in which order replicas serve the groups that wait, for a router with placement qlm. It may die at any time:
     meanwhile the router serves by earliest deadline."""
 
@@ -823,7 +828,7 @@ class Planner:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AgentSettings:
+class AgentSettings(Keyed):
     """Have one replica load the models that the router names, one at a time. A cluster with --swap starts agents."""
 
     worker: Annotated[str, About("What the router calls the replica.", metavar="NAME")]

@@ -287,6 +287,7 @@ BODIES: dict[str, Any] = {
     "/generate": {"text": "x"},
     "/workers": {"url": "http://127.0.0.1:1"},
     "/limits": {"user": 1},
+    "/swap": {"worker": "r0", "model": MODEL},
     "/tenants/{name}": {"weight": 2},
     "/v1/batches": {"input_file_id": "file-", "endpoint": "/v1/completions", "completion_window": "24h"},
 }
@@ -317,6 +318,7 @@ CLIENTS_ADDRESS = {
     ("delete", "/workers/{name}"): (404, 404, 404, 404),
     ("get", "/limits"): (404, 404, 404, 404),
     ("post", "/limits"): (404, 404, 404, 404),
+    ("post", "/swap"): (404, 404, 404, 404),
     ("patch", "/tenants/{name}"): (404, 404, 404, 404),
 }
 OPERATORS_ADDRESS = {
@@ -345,6 +347,7 @@ OPERATORS_ADDRESS = {
     ("delete", "/workers/{name}"): (401, 401, 401, 503),
     ("get", "/limits"): (401, 401, 401, 503),
     ("post", "/limits"): (401, 401, 401, 503),
+    ("post", "/swap"): (401, 401, 401, 503),
     ("patch", "/tenants/{name}"): (401, 401, 401, 404),
 }
 ROUTES = [(method, route) for route, found in describe("1")["paths"].items() for method in found]

@@ -17,6 +17,7 @@ from router.gateway.routing.link import Link
 from router.gateway.routing.links import Links
 from router.gateway.routing.placer import Placer
 from router.placement import build
+from router.planner.link import Link as Planner
 from router.shell import INSIDE, Shell
 from router.wire import encode_sequence, pack_tokens
 from sglang_fair.common.curve import Gate, Keys, make
@@ -219,3 +220,23 @@ def test_a_replica_refuses_and_counts_whoever_is_no_router(running: Running, fol
     wait_until(refused, "all three are refused")
     assert running.state()["wire"]["kv"]["r0"]["applied_batches"] == 0
     publisher.close()
+
+
+@pytest.mark.parametrize("has_keys", [True], indirect=True)
+def test_a_planner_with_keys_is_let_in(running: Running, folder: Path) -> None:
+    for keys, lets_in in ((None, False), (Keys.read(folder, "gateway"), True)):
+        planner, before = Planner(running.shell.endpoint, keys=keys), running.state()["wire"]
+        thread = threading.Thread(target=planner.run)
+        thread.start()
+
+        def heard(before: dict = before) -> dict | None:
+            found = running.state()["wire"]
+            return (
+                found if (found["refused"], found["peers"]) != (before["refused"], before["peers"]) else None
+            )
+
+        found = wait_until(heard, "it is let in, or refused")
+        assert bool(found["peers"]) is lets_in
+        planner.stop()
+        thread.join()
+        planner.close()
