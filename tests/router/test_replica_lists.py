@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
@@ -25,6 +24,7 @@ from router.replica_lists.sources import ReplicaFile
 from router.wire import pack_tokens
 from sglang_fair.settings.commands import BAD_INPUT
 from tests.router.test_shell import Wire
+from tests.support.networks import may_unshare
 from tests.support.waiting import eventually
 
 
@@ -254,18 +254,6 @@ def test_a_router_follows_a_file_and_loses_no_request(tmp_path: Path, quick: Non
 
 
 # -- a name
-
-
-def may_unshare() -> bool:
-    tool = shutil.which("unshare")
-    return (
-        tool is not None
-        and not subprocess.run(
-            [tool, "-rmn", "sh", "-c", "ip link set lo up && mount --bind /dev/null /etc/resolv.conf"],
-            capture_output=True,
-            check=False,
-        ).returncode
-    )
 
 
 def test_a_router_follows_a_name_at_a_local_name_server() -> None:

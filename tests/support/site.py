@@ -25,10 +25,17 @@ QUANTUM = 1e9
 class Process:
     """One process; `start` may be called again after `kill`."""
 
-    def __init__(self, name: str, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        *arguments: str,
+        environment: Mapping[str, str] | None = None,
+        before: Sequence[str] = (),
+    ) -> None:
+        """`before` are the words of a command that becomes another one, as nsenter does."""
         self.name = name
         self._environment = {**os.environ, **(environment or {})}
-        self.command = [sys.executable, "-m", *arguments]
+        self.command = [*before, sys.executable, "-m", *arguments]
         self.log = Path(tempfile.mkstemp(prefix=f"{name}-", suffix=".log")[1])
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -88,10 +95,13 @@ class Site:
         admin_key: str = "",
         models: Sequence[str] = (),
         routers: int = 1,
+        replica_host: str = "127.0.0.1",
+        before_replicas: Sequence[str] = (),
     ) -> None:
         """All gateways know all routers; `router` is the first. With `tenants`, a file, gateways have an address for
         operators, which `admin_key` opens. `models` are those of the replicas, the first one first; without any, they
-        have one that nobody names."""
+        have one that nobody names. Replicas listen at `replica_host`; `before_replicas` as `Process` has it."""
+        self._replica_host, self._before_replicas = replica_host, before_replicas
         self._models = list(models)
         self._salts = {model: salt for salt, model in enumerate(dict.fromkeys(models))}
         self.engine = Engine(tokenizer)
@@ -153,10 +163,11 @@ class Site:
     def add_replica(self, name: str) -> Process:
         port = free_port()
         made = Process(
-            name, "tests.support.stand_in", "--port", str(port), "--tokenizer", str(self.tokenizer),
-            "--step", str(self.step_s), "--salt", str(self._salt(len(self.replicas))),
+            name, "tests.support.stand_in", "--host", self._replica_host, "--port", str(port),
+            "--tokenizer", str(self.tokenizer), "--step", str(self.step_s),
+            "--salt", str(self._salt(len(self.replicas))), before=self._before_replicas,
         )  # fmt: skip
-        self.replicas[name], self.urls[name] = made, f"http://127.0.0.1:{port}"
+        self.replicas[name], self.urls[name] = made, f"http://{self._replica_host}:{port}"
         return made
 
     def _salt(self, index: int) -> int:

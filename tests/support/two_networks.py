@@ -1,0 +1,142 @@
+"""Routers and gateways in one network, replicas in another, and a cable between: run it as `unshare -rmn python -m …`.
+
+It cuts the cable under load and heals it, and prints `ok`.
+"""
+
+import asyncio
+import os
+import subprocess
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+from tests.support.site import Seen, Site
+from tests.support.stand_in import make_tokenizer
+from tests.support.waiting import eventually, wait_until
+
+FRONT, BACK = "10.9.0.1", "10.9.0.2"
+CLIENTS = [f"client {number}" for number in range(10)]
+LENGTH = 40
+
+
+def run(*words: str) -> None:
+    subprocess.run(words, check=True)
+
+
+class Cable:
+    """The other network, as long as a process sleeps in it, and the link to it."""
+
+    def __init__(self) -> None:
+        run("ip", "link", "set", "lo", "up")
+        self._holder = subprocess.Popen(["unshare", "-n", "sleep", "infinity"])
+        pid = str(self._holder.pid)
+        own = os.readlink("/proc/self/ns/net")
+        wait_until(lambda: os.readlink(f"/proc/{pid}/ns/net") != own, "the other network")
+        self.inside = ("nsenter", "--target", pid, "--net")
+        run("ip", "link", "add", "front", "type", "veth", "peer", "name", "back", "netns", pid)
+        run("ip", "address", "add", f"{FRONT}/24", "dev", "front")
+        run(*self.inside, "ip", "address", "add", f"{BACK}/24", "dev", "back")
+        run(*self.inside, "ip", "link", "set", "back", "up")
+        self.set("up")
+
+    def set(self, state: str) -> None:
+        run("ip", "link", "set", "front", state)
+
+    def close(self) -> None:
+        self._holder.kill()
+        self._holder.wait()
+
+
+class Load:
+    """Each client asks again and again. Every request must end, in one of three ways."""
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self._stops = False
+        self.served: Counter[str] = Counter()
+        self.outcomes: Counter[str] = Counter()
+        self._tasks = [asyncio.create_task(self._ask(client)) for client in CLIENTS]
+
+    async def _ask(self, client: str) -> None:
+        number = 0
+        while not self._stops:
+            number += 1
+            prompt, seen = f"{client} {number}", Seen()
+            await self._site.stream("completions", prompt, LENGTH, seen, client=client, gateway=number % 2)
+            if seen.status != 200 or seen.error:
+                assert not seen.ended, seen
+                assert self._site.expected("completions", prompt, LENGTH).startswith(seen.text), seen
+                self.outcomes["refused" if seen.status != 200 else "broken off"] += 1
+                await asyncio.sleep(0.1)
+                continue
+            assert seen.ended, seen
+            assert seen.text == self._site.expected("completions", prompt, LENGTH), seen
+            self.outcomes["served"] += 1
+            self.served[client] += 1
+
+    async def goes_on(self, more: int = 3) -> None:
+        """Each client is served so often again."""
+        before = dict(self.served)
+        await eventually(
+            lambda: self.broken() or all(self.served[c] >= before.get(c, 0) + more for c in CLIENTS),
+            "every client is served",
+        )
+
+    def broken(self) -> bool:
+        return any(task.done() for task in self._tasks)
+
+    async def stop(self) -> None:
+        self._stops = True
+        await asyncio.gather(*self._tasks)
+
+
+async def body(site: Site, cable: Cable) -> None:
+    await site.start()
+    load = Load(site)
+    await load.goes_on()
+    for _ in range(2):
+        cable.set("down")
+
+        async def all_sick() -> bool:
+            states = [await site.state(gateway) for gateway in (0, 1)]
+            return all(len(state["gateway"]["sick"]) == len(site.replicas) for state in states)
+
+        await eventually(all_sick, "the gateways miss the replicas")
+        failed = load.outcomes.total() - load.outcomes["served"]
+        await eventually(
+            lambda failed=failed: load.broken() or load.outcomes.total() - load.outcomes["served"] > failed,
+            "clients are told",
+        )
+        cable.set("up")
+        for gateway in (0, 1):
+            await eventually(lambda gateway=gateway: site.all_up(gateway), "all replicas answer again")
+        await load.goes_on()
+    await load.stop()
+    for gateway in (0, 1):
+        await site.quiet(gateway)
+    for name in site.replicas:
+
+        async def idle(name: str = name) -> bool:
+            return (await site.work(name))["running"] == 0
+
+        await eventually(idle, "nothing is computed for nobody")
+    print(f"outcomes: {dict(load.outcomes)}")
+
+
+async def main() -> None:
+    cable = Cable()
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            options = ("--health-timeout", "2", "--connect-timeout", "1")
+            async with Site(
+                make_tokenizer(Path(folder)), replicas=3, gateways=2, routers=2, step_s=0.01,
+                gateway_options=options, replica_host=BACK, before_replicas=cable.inside,
+            ) as site:  # fmt: skip
+                await body(site, cable)
+    finally:
+        cable.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
+    print("ok")
