@@ -49,8 +49,8 @@ from sglang_fair.common.weights import Weights
 
 AHEAD_PART = 0.25
 """Of the smallest KV cache."""
-_JUDGED = 3
-"""Requests that come into tier 0 with one that goes, at most."""
+_JUDGED = 8
+"""Requests that come into another tier with one that goes, at most."""
 _TOKEN_BYTES = 4
 _HEAD_TOKENS = 256
 """So many first tokens tell prompts apart that nobody has cached."""
@@ -225,9 +225,7 @@ class Qlm:
             held[worker] = queued.prefix_tokens
         self._sent[request.id] = _Sent(worker, tier, now_s)
         self.shares.go(request.id)
-        for name in self.shares.drain_promoted(_JUDGED):
-            self.queues.judge(name, 0)
-            self._all_ready()
+        self._judge()
 
     def done(self, ended: Ended, now_s: float) -> None:
         """Its tokens are free again. Its client is charged what it took; nothing if it failed."""
@@ -397,6 +395,7 @@ class Qlm:
             queued.model,
             queued.prompt_tokens - queued.cached_tokens,
             queued.expected_output_tokens,
+            queued.deadline_s,
         )
         return tier if self.tiers else 0
 
@@ -446,6 +445,17 @@ class Qlm:
             self._prefix_counts[queued.prefix] = count - 1
         else:
             self._held.pop(queued.prefix, None)
+
+    def _judge(self) -> None:
+        """Some requests come within their client's share, or are pushed out of it by more urgent ones."""
+        for name in self.queues.drain_missed():
+            self.shares.miss(name)
+        if self.tiers:
+            changed = self.shares.drain_changed(_JUDGED)
+            for name, tier in changed:
+                self.queues.judge(name, tier)
+            if any(not tier for _, tier in changed):
+                self._all_ready()
 
     def _held_of(self, prefix: object) -> Mapping[str, int]:
         return self._held.get(prefix, {})

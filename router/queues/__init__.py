@@ -1,7 +1,7 @@
 """QLM: requests with deadlines wait in groups, and each worker has a queue of groups. Pure.
 
     line, groups   who waits with whom, and in which order
-    shares         who is within its share (tier 0) and who is ahead of it (tier 1)
+    shares, fronts who is within its share (tier 0) and who is ahead of it (tier 1)
     estimate       how long a request waits, and how long a group keeps a worker
     problem        what is planned, and what a plan is worth
     weigh, search  the order of groups at each worker; `milp` the same, exactly, for a few. `plan` chooses between both

@@ -78,6 +78,8 @@ class Groups:
         """By model and rank, the groups that somebody waits in, the most urgent first."""
         self.waiting: dict[tuple[str, int], int] = {}
         """How many wait, by model and rank. Not to be written to."""
+        self.missed: list[str] = []
+        """Requests that were found to be late and were not told yet (`VirtualQueues.drain_missed`)."""
 
     # -- requests
 
@@ -166,6 +168,7 @@ class Groups:
             self._leave(self._members.pop(first.request.id))
             late = Kind(kind.model, "", kind.tier, exclude=kind.exclude, late=True)
             self._enter(late, first.request, first.key)
+            self.missed.append(first.request.id)
             moved += 1
         if moved:
             self._end_if_over(group)

@@ -1,133 +1,174 @@
-"""Who is within its share: start-time fair queueing tags (Goyal, Vin and Cheng, SIGCOMM 1996) give requests their tier.
+"""Who is within its share: start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996) gives requests their tier.
 
     cost    uncached prompt tokens + 2 · expected output tokens, at least 1, over the client's weight
-    tag     start = max(virtual time, the client's finish);  finish = start + cost
+    start   of a client that begins to wait: max(virtual time, its start); with each request that goes, and by what it
+            took more or less than expected when it is over, it moves on by the cost
+    tag     of a request: its client's start + the cost of what that client has waiting before it, in the order of the
+            client's own deadlines (`fronts`)
     virtual time
-            the least start tag of those that wait; if nobody waits, that of the last one that went. It never falls
-    tier    1 if the tag is more than `ahead` beyond virtual time, else 0. Virtual time goes on, so a request of tier 1
-            comes into tier 0 some time, and stays there
+            the least start of the clients that wait; if nobody waits, that of the last one that went. It never falls
+    tier    1 if the tag is more than `ahead` beyond virtual time, else 0. It changes as time passes, and when the same
+            client sends something more urgent
 
-Deadlines say who goes first within a tier. So they cannot be bought by flooding: who has sent more than `ahead` beyond
-its share waits behind all that have not, whatever deadlines it claims.
+Deadlines say who goes first within a tier. So they cannot be bought by flooding: who has been served `ahead` beyond
+virtual time waits behind all that have not, whatever deadlines it claims.
 
-What is promised, if no request of tier 1 goes while one of tier 0 waits. As long as a request waits, each other client
-is served at most `ahead` and one request's cost, per weight, beyond that request's tag; then it is in tier 1. So nobody
-starves, and two clients that wait all the time differ by at most `ahead` and a request of each. A client that asks for
-no more than it is served is always in tier 0.
+What is promised, if no request of tier 1 goes while one of tier 0 waits. As long as a request of a client waits, each
+other client is served at most `ahead` and one request's cost, per weight, beyond that client's start; then it is in
+tier 1. So no client starves, and two that wait all the time differ by at most `ahead` and a request of each. A client
+that asks for no more than it is served is always in tier 0. Which of its requests go is the client's own affair.
 
-    leaving      a client that owes keeps its finish until virtual time has come to it: nothing is gained by pausing,
+    leaving      a client that owes keeps its start until virtual time has come to it: nothing is gained by pausing,
                  nor does an idle client save anything up
-    withdrawing  gives the cost back to what the client sends later; the tags of what waits stay
-    lying        when a request is over, what it cost more or less than expected is added to its client's finish
+    withdrawing  costs nothing
+    lying        when a request is over, what it cost more or less than expected moves its client's start
     names        k invented names are k clients. Costs are not below 1, so requests without end are not free
 
 Requests of a model that no worker can serve would hold virtual time up: `serve` says which models count.
 
-An arrival, a request that goes and one that comes into tier 0 cost O(log waiting). Kept are the requests that are not
-over, and the clients that have one or owe; of those without requests at most `most_owing`, who owe most.
+An arrival, a request that goes and a tier that changes cost O(log waiting). Kept are the requests that are not over,
+and the clients that have one or owe; of those without requests at most `most_owing`, who owe most.
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass
-from math import inf
+from dataclasses import dataclass, field
 
+from router.queues.fronts import Front, Key
 from sglang_fair.common.weights import Weights
 from sglang_fair.core.heap import LazyHeap
 
 OUTPUT_PRICE = 2.0
 LEAST_COST = 1.0
-DROPPED = 4
-"""Entries of requests that wait no more, dropped with one event: there are many if others went first. Until they are,
-virtual time is a little behind."""
+_SETTLED = 4
+"""Clients whose tiers are brought up to date with one event."""
 
 
 @dataclass(slots=True)
 class _Client:
-    finish: float
+    name: str
+    start: float
     requests: int = 0
     """Waiting or running."""
+    waiting: float = 0.0
+    """Cost of those that wait."""
+    in_time: Front = field(default_factory=Front)
+    late: Front = field(default_factory=Front)
+    models: dict[str, int] = field(default_factory=dict)
+    """How many wait, by model."""
 
 
 @dataclass(slots=True)
 class _Tagged:
     client: str
     model: str
-    start: float
+    key: Key
     cost: float
-    """Per weight."""
+    """Per weight, still to be charged when it goes."""
+    charged: float
+    """Per weight, so far."""
     weight: float
+    is_late: bool = False
     waits: bool = True
+    tier: int = 1
+    told: int = 1
 
 
 class Shares:
-    """Tags for the requests of all clients. ValueError unless `ahead`, in units, is a positive number or inf."""
+    """Tiers for the requests of all clients. ValueError unless `ahead`, in units, is a positive number or inf."""
 
     def __init__(
-        self,
-        ahead: float = 250_000.0,
-        weights: Weights | None = None,
-        *,
-        dropped: int = DROPPED,
-        most_owing: int = 50_000,
+        self, ahead: float = 250_000.0, weights: Weights | None = None, *, most_owing: int = 50_000
     ) -> None:
         if not ahead > 0:
             raise ValueError(f"ahead must be a number above 0, not {ahead!r}")
-        self.ahead, self._dropped, self._most_owing = ahead, dropped, most_owing
+        self.ahead, self._most_owing = ahead, most_owing
         self.weights = weights if weights is not None else Weights()
         self.virtual = 0.0
         self._clients: dict[str, _Client] = {}
         self._owing: LazyHeap[str] = LazyHeap()
-        """Clients without requests, by finish."""
+        """Clients without requests, by start."""
         self._requests: dict[str, _Tagged] = {}
-        self._waiting: dict[str, LazyHeap[str]] = {}
-        """By model, those that wait, by start tag."""
-        self._ahead: LazyHeap[str] = LazyHeap()
-        """Those that wait and of which nobody was told that they are in tier 0, by start tag."""
+        self._starts: dict[str, LazyHeap[str]] = {}
+        """By model, the clients that wait for it, by start."""
+        self._coming: LazyHeap[str] = LazyHeap()
+        """Clients of whom a request waits beyond their share, by the virtual time at which it comes within."""
+        self._unsettled: dict[str, None] = {}
+        self._changed: dict[str, None] = {}
+        """Requests of another tier than was told."""
         self._served: frozenset[str] | None = None
+        self._arrivals = 0
 
     # -- requests
 
     def arrive(
-        self, request_id: str, client: str, model: str, uncached_tokens: float, expected_output_tokens: float
+        self,
+        request_id: str,
+        client: str,
+        model: str,
+        uncached_tokens: float,
+        expected_output_tokens: float,
+        deadline_s: float = 0.0,
     ) -> int:
         """A request waits. Its tier; that of the first one if the id is here already, which costs nothing."""
         known = self._requests.get(request_id)
         if known is not None:
-            return self._judged(known)
-        account = self._clients.setdefault(client, _Client(self.virtual))
+            return known.tier
+        account = self._clients.get(client)
+        if account is None:
+            account = self._clients[client] = _Client(client, self.virtual)
         account.requests += 1
         self._owing.discard(client)
         weight = self.weights.of(client)
-        start = max(self.virtual, account.finish)
         cost = _cost(uncached_tokens, expected_output_tokens) / weight
-        account.finish = start + cost
-        tagged = self._requests[request_id] = _Tagged(client, model, start, cost, weight)
-        return self._wait(request_id, tagged)
+        self._arrivals += 1
+        key = deadline_s, self._arrivals, request_id
+        tagged = self._requests[request_id] = _Tagged(client, model, key, cost, 0.0, weight)
+        self._wait(account, tagged)
+        tagged.told = tagged.tier
+        self._changed.pop(request_id, None)
+        return tagged.tier
 
     def go(self, request_id: str) -> None:
-        """A request that waited is served now. Nothing happens for an unknown id."""
+        """A request that waited is served now, and charged. Nothing happens for an unknown id."""
         tagged = self._requests.get(request_id)
         if tagged is None or not tagged.waits:
             return
-        self._leave(request_id, tagged)
-        self._go_on(tagged.start)
+        account, start = self._clients[tagged.client], self._clients[tagged.client].start
+        self._leave(account, tagged)
+        account.start += tagged.cost
+        tagged.charged += tagged.cost
+        tagged.cost = 0.0
+        self._moved(account)
+        self._go_on(start)
 
     def come_back(self, request_id: str) -> int | None:
-        """A request that was served was taken back and waits again, with its tag and its tier: what it has had is not
-        to be paid twice. Returns the tier; None if it does not run."""
+        """A request that was served was taken back and waits again: what it has had is not to be paid twice. Returns
+        the tier; None if it does not run."""
         tagged = self._requests.get(request_id)
         if tagged is None or tagged.waits:
             return None
         tagged.waits = True
-        return self._wait(request_id, tagged)
+        self._wait(self._clients[tagged.client], tagged)
+        return tagged.tier
+
+    def miss(self, request_id: str) -> None:
+        """A request that waits is late: it stands among its client's late ones."""
+        tagged = self._requests.get(request_id)
+        if tagged is None or not tagged.waits or tagged.is_late:
+            return
+        account = self._clients[tagged.client]
+        account.in_time.remove(tagged.key)
+        tagged.is_late = True
+        self._stand(account, tagged)
+        self._settle(account)
 
     def withdraw(self, request_id: str) -> None:
         """A request that waits is given up: it costs nothing."""
         tagged = self._requests.get(request_id)
         if tagged is None or not tagged.waits:
             return
-        self._leave(request_id, tagged)
-        self._end(request_id, tagged, -tagged.cost)
+        self._leave(self._clients[tagged.client], tagged)
+        self._end(request_id, tagged, 0.0)
 
     def end(self, request_id: str, uncached_tokens: float, output_tokens: float) -> None:
         """A request that was served is over, and was of this cost. One that still waits was served elsewhere."""
@@ -135,25 +176,26 @@ class Shares:
         if tagged is None:
             return
         if tagged.waits:
-            self._leave(request_id, tagged)
-        self._end(request_id, tagged, _cost(uncached_tokens, output_tokens) / tagged.weight - tagged.cost)
+            self._leave(self._clients[tagged.client], tagged)
+        self._end(request_id, tagged, _cost(uncached_tokens, output_tokens) / tagged.weight - tagged.charged)
 
     def tier(self, request_id: str) -> int | None:
-        """As it is judged now; None for an unknown id."""
+        """As it is judged now, or was when it went; None for an unknown id."""
         tagged = self._requests.get(request_id)
-        return None if tagged is None else self._judged(tagged)
+        return None if tagged is None else tagged.tier
 
-    def drain_promoted(self, most: int = 1 << 30) -> list[str]:
-        """The requests that have come into tier 0 and still wait, in order of their tags, each once; at most `most`,
-        and the others the next time. Each request comes once at most, so a few for each one that goes are enough."""
-        found: list[str] = []
-        for _ in range(most):
-            first = self._ahead.floor(self._dropped)
-            if first is None or first[0] > self.virtual + self.ahead:
-                break
-            if first[1] in self._ahead and self._ahead.key(first[1]) == first:
-                self._ahead.discard(first[1])
-                found.append(first[1])
+    def drain_changed(self, most: int = 1 << 30) -> list[tuple[str, int]]:
+        """The requests that wait and are of another tier than was told, with that tier; at most `most`, and the others
+        the next time. A few for each one that goes are enough."""
+        self._settle_some()
+        found: list[tuple[str, int]] = []
+        while self._changed and len(found) < most:
+            name = next(iter(self._changed))
+            del self._changed[name]
+            tagged = self._requests.get(name)
+            if tagged is not None and tagged.waits and tagged.tier != tagged.told:
+                tagged.told = tagged.tier
+                found.append((name, tagged.tier))
         return found
 
     # -- what the system can serve
@@ -166,9 +208,9 @@ class Shares:
     # -- what is here
 
     def lead(self, client: str) -> float:
-        """How far a client's next request would be beyond virtual time, in units per weight: 0 within its share."""
+        """How far a client is beyond virtual time with all that it has waiting, in units per weight."""
         account = self._clients.get(client)
-        return 0.0 if account is None else max(0.0, account.finish - self.virtual)
+        return 0.0 if account is None else max(0.0, account.start + account.waiting - self.virtual)
 
     @property
     def clients(self) -> int:
@@ -181,58 +223,116 @@ class Shares:
 
     # -- inside
 
-    def _judged(self, tagged: _Tagged) -> int:
-        """Its tier. Virtual time never falls, so whoever is in tier 0 stays there."""
-        return int(tagged.start > self.virtual + self.ahead)
-
-    def _wait(self, request_id: str, tagged: _Tagged) -> int:
-        """It waits from now on. Its tier."""
-        heap = self._waiting.get(tagged.model)
-        if heap is None:
-            heap = self._waiting[tagged.model] = LazyHeap()
-        heap.put(request_id, (tagged.start, request_id))
+    def _wait(self, account: _Client, tagged: _Tagged) -> None:
+        """It waits from now on."""
+        if not account.models:
+            account.start = max(account.start, self.virtual)
+        account.models[tagged.model] = account.models.get(tagged.model, 0) + 1
+        account.waiting += tagged.cost
+        self._stand(account, tagged)
+        self._moved(account)
         self._go_on()
-        tier = self._judged(tagged)
-        if tier:
-            self._ahead.put(request_id, (tagged.start, request_id))
-        return tier
 
-    def _leave(self, request_id: str, tagged: _Tagged) -> None:
+    def _stand(self, account: _Client, tagged: _Tagged) -> None:
+        """It has its place among those of its client."""
+        front = account.late if tagged.is_late else account.in_time
+        self._set(tagged.key[2], 0 if front.put(tagged.key, tagged.cost) else 1)
+
+    def _leave(self, account: _Client, tagged: _Tagged) -> None:
         tagged.waits = False
-        heap = self._waiting[tagged.model]
-        heap.discard(request_id)
-        if not len(heap):
-            del self._waiting[tagged.model]
-        self._ahead.discard(request_id)
+        (account.late if tagged.is_late else account.in_time).remove(tagged.key)
+        count = account.models.pop(tagged.model)
+        if count > 1:
+            account.models[tagged.model] = count - 1
+        else:
+            heap = self._starts[tagged.model]
+            heap.discard(account.name)
+            if not len(heap):
+                del self._starts[tagged.model]
+        account.waiting = account.waiting - tagged.cost if account.models else 0.0
 
-    def _first(self) -> float | None:
-        """The least start tag of those that wait and can be served, or a little less: of each model at most `dropped`
-        that wait no more are left out at a time. None if nobody waits."""
-        served, least = self._served, inf
-        for model, heap in self._waiting.items():
-            if served is None or model in served:
-                least = min(least, heap.floor(self._dropped)[0])
-        return None if least == inf else least
+    def _moved(self, account: _Client) -> None:
+        """Its start is another one, or it waits for another model."""
+        for model in account.models:
+            heap = self._starts.get(model)
+            if heap is None:
+                heap = self._starts[model] = LazyHeap()
+            heap.put(account.name, (account.start, account.name))
+        self._settle(account)
+
+    def _settle(self, account: _Client) -> None:
+        """Which of its requests are within its share, a few at a time."""
+        limit = self.virtual + self.ahead - account.start
+        is_unsettled = False
+        for front in (account.in_time, account.late):
+            come, go, more = front.settle(limit)
+            is_unsettled |= more
+            for name in come:
+                self._set(name, 0)
+            for name in go:
+                self._set(name, 1)
+        if is_unsettled:
+            self._unsettled[account.name] = None
+        tags = [tag for front in (account.in_time, account.late) if (tag := front.next_tag) is not None]
+        if tags:
+            self._coming.put(account.name, (account.start + min(tags) - self.ahead, account.name))
+        else:
+            self._coming.discard(account.name)
+
+    def _set(self, request_id: str, tier: int) -> None:
+        tagged = self._requests[request_id]
+        tagged.tier = tier
+        if tier != tagged.told:
+            self._changed[request_id] = None
+
+    def _settle_some(self) -> None:
+        """A few of those that are not up to date."""
+        for _ in range(_SETTLED):
+            name = next(iter(self._unsettled), None)
+            if name is None:
+                name = self._coming.first()
+                if name is None or self._comes_at(self._clients[name]) > self.virtual:
+                    return
+            self._unsettled.pop(name, None)
+            account = self._clients.get(name)
+            if account is not None:
+                self._settle(account)
+
+    def _comes_at(self, account: _Client) -> float:
+        tags = [tag for front in (account.in_time, account.late) if (tag := front.next_tag) is not None]
+        return account.start + min(tags) - self.ahead if tags else float("inf")
 
     def _go_on(self, gone: float | None = None) -> None:
-        """Virtual time comes to the first tag, or to that of the one that went, if nobody is left. Clients that owe
+        """Virtual time comes to the first start, or to that of the one that went, if nobody is left. Clients that owe
         nothing any more are forgotten."""
-        first = self._first()
+        first: float | None = None
+        for model, heap in self._starts.items():
+            if self._served is None or model in self._served:
+                name = heap.first()
+                assert name is not None
+                start = self._clients[name].start
+                first = start if first is None else min(first, start)
         if first is None:
             first = gone
         if first is not None:
             self.virtual = max(self.virtual, first)
-        while (client := self._owing.first()) is not None and self._clients[client].finish <= self.virtual:
+        self._settle_some()
+        while (client := self._owing.first()) is not None and self._clients[client].start <= self.virtual:
             self._owing.discard(client)
             del self._clients[client]
 
     def _end(self, request_id: str, tagged: _Tagged, more: float) -> None:
         del self._requests[request_id]
+        self._changed.pop(request_id, None)
         account = self._clients[tagged.client]
-        account.finish += more
+        account.start += more
         account.requests -= 1
+        if account.models:
+            account.start = max(account.start, self.virtual)
+        self._moved(account)
         if not account.requests:
-            self._owing.put(tagged.client, (account.finish, tagged.client))
+            self._unsettled.pop(account.name, None)
+            self._owing.put(account.name, (account.start, account.name))
             if len(self._owing) > self._most_owing and (least := self._owing.first()) is not None:
                 self._owing.discard(least)
                 del self._clients[least]

@@ -188,6 +188,11 @@ class VirtualQueues:
             self._drop_if_over(before)
             self.settle()
 
+    def drain_missed(self) -> list[str]:
+        """The requests that were found to be late since the last call."""
+        missed, self.groups.missed = self.groups.missed, []
+        return missed
+
     # -- plans
 
     def apply(self, plan: Orders) -> None:

@@ -50,7 +50,7 @@ SHARING = 10
 WORKERS = 50
 BATCH, DELTA = 250, 4.0
 KV_TOKENS = 60_000
-JUDGED = 3
+JUDGED = 8
 """Requests that come into another tier with one pull, at most."""
 COUNTED = 2_000
 """Requests whose memory is measured."""
@@ -158,7 +158,12 @@ class Site:
 
     def arrive(self, request: Queued) -> None:
         tier = self.shares.arrive(
-            request.id, request.client, request.model, request.prompt_tokens, request.expected_output_tokens
+            request.id,
+            request.client,
+            request.model,
+            request.prompt_tokens,
+            request.expected_output_tokens,
+            request.deadline_s,
         )
         self.queues.groups.add(request, tier)
         self.queues.settle()
@@ -167,8 +172,8 @@ class Site:
         request = self.queues.pull(worker)
         if request is not None:
             self.shares.go(request.id)
-            for name in self.shares.drain_promoted(JUDGED):
-                self.queues.judge(name, 0)
+            for name, tier in self.shares.drain_changed(JUDGED):
+                self.queues.judge(name, tier)
         return request
 
     def end(self, request: Queued) -> None:

@@ -29,12 +29,14 @@ def in_time(asked: Sequence[Asked], slo_class: str) -> float:
     return attained([one for one in asked if one.slo_class == slo_class])
 
 
+@pytest.mark.parametrize("tiers", [False, True])
 @pytest.mark.parametrize("rate", [10.0, 16.0])
-def test_with_one_model_it_is_no_worse_than_edf_by_request(rate: float) -> None:
-    """Queues of workers lose nothing to one queue for all: not where all can be in time, nor where a third cannot."""
+def test_with_one_model_it_is_no_worse_than_edf_by_request(rate: float, tiers: bool) -> None:
+    """Queues of workers lose nothing to one queue for all: not where all can be in time, nor where a third cannot.
+    Nor do shares, where clients send alike: what each needs soon is within its share, not its backlog."""
     ours, theirs = mix(1, rate, 150.0), mix(1, rate, 150.0)
     made = engines()
-    serve(ByQlm(Qlm(tiers=False), made), made, ours)
+    serve(ByQlm(Qlm(tiers=tiers), made), made, ours)
     serve(ByEdf(), engines(), theirs)
     assert all(one.first_s is not None for one in ours), "nobody is left behind"
     assert attained(ours) >= attained(theirs) - 0.01

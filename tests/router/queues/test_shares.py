@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.queues.fronts import STEPS
 from router.queues.shares import Shares
 from sglang_fair.common.weights import Weights
 
@@ -20,72 +21,89 @@ class Written:
 
     ahead: float
     virtual: float = 0.0
-    finish: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    start: dict[str, float] = field(default_factory=dict)
-    """Of those that wait."""
-    first: set[str] = field(default_factory=set)
-    """Those in tier 0."""
+    start: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    waiting: dict[str, tuple[str, bool, float, int, float]] = field(default_factory=dict)
+    """Client, late or not, deadline, number and cost."""
+    arrivals: int = 0
 
-    def arrive(self, name: str, client: str, cost: float) -> None:
-        self.start[name] = max(self.virtual, self.finish[client])
-        self.finish[client] = self.start[name] + cost / WEIGHTS[client]
+    def of(self, client: str) -> list[str]:
+        return [name for name, one in self.waiting.items() if one[0] == client]
+
+    def arrive(self, name: str, client: str, cost: float, deadline_s: float) -> None:
+        if not self.of(client):
+            self.start[client] = max(self.virtual, self.start[client])
+        self.arrivals += 1
+        self.waiting[name] = client, False, deadline_s, self.arrivals, cost / WEIGHTS[client]
         self.go_on()
 
     def go(self, name: str) -> None:
-        start = self.start.pop(name)
-        if not self.start:
-            self.virtual = max(self.virtual, start)
+        client, *_, cost = self.waiting.pop(name)
+        gone = self.start[client]
+        self.start[client] += cost
+        self.go_on(gone)
+
+    def end(self, client: str, more: float) -> None:
+        self.start[client] += more / WEIGHTS[client]
+        if self.of(client):
+            self.start[client] = max(self.virtual, self.start[client])
         self.go_on()
 
-    def go_on(self) -> None:
-        self.virtual = max([self.virtual, min(self.start.values(), default=0.0)])
-        self.first |= {name for name, start in self.start.items() if start <= self.virtual + self.ahead}
+    def miss(self, name: str) -> None:
+        client, _, *rest = self.waiting[name]
+        self.waiting[name] = client, True, *rest
+
+    def go_on(self, gone: float = 0.0) -> None:
+        starts = [self.start[client] for client in WEIGHTS if self.of(client)]
+        self.virtual = max(self.virtual, min(starts, default=gone))
+
+    def tier(self, name: str) -> int:
+        own = self.waiting[name]
+        before = [one for one in self.waiting.values() if one[:2] == own[:2] and one[2:4] < own[2:4]]
+        tag = self.start[own[0]] + sum(one[4] for one in before)
+        return int(tag > self.virtual + self.ahead + 1e-9)
 
 
-@given(st.integers(0, 2**32), st.sampled_from([5.0, 50.0, 1e9]), st.booleans())
-def test_tiers_are_those_of_the_definition(seed: int, ahead: float, at_leisure: bool) -> None:
-    """At leisure, what is over is dropped little by little; then virtual time is a little behind and catches up."""
+@given(st.integers(0, 2**32), st.sampled_from([5.0, 50.0, 1e9]))
+def test_tiers_are_those_of_the_definition(seed: int, ahead: float) -> None:
+    """Those of a client in the order of its deadlines, whatever comes, goes, is late, gives up and costs more."""
     rng, written = Random(seed), Written(ahead)
-    shares = Shares(ahead, Weights(WEIGHTS), dropped=1 if at_leisure else 1_000)
-    ended: dict[str, tuple[str, float]] = {}
-    behind: set[str] = set()
-    promoted: list[str] = []
+    shares = Shares(ahead, Weights(WEIGHTS))
+    costs: dict[str, float] = {}
+    told: dict[str, int] = {}
+    running: dict[str, str] = {}
     for number in range(80):
         name, step = str(number), rng.random()
+        waiting = list(written.waiting)
         if step < 0.5:
             client, prompt, output = rng.choice("abc"), rng.randrange(0, 40), rng.randrange(0, 10)
-            cost = max(1.0, prompt + 2 * output)
-            tier = shares.arrive(name, client, rng.choice("mn"), prompt, output)
-            written.arrive(name, client, cost)
-            ended[name] = client, cost
-            assert at_leisure or tier == (name not in written.first)
-            if tier:
-                behind.add(name)
-        elif step < 0.8 and written.start:
-            name = rng.choice(list(written.start))
+            costs[name], deadline_s = max(1.0, prompt + 2 * output), number + rng.choice([1.0, 30.0, 500.0])
+            told[name] = shares.arrive(name, client, rng.choice("mn"), prompt, output, deadline_s)
+            written.arrive(name, client, costs[name], deadline_s)
+        elif step < 0.75 and waiting:
+            name = rng.choice(waiting)
+            running[name] = written.waiting[name][0]
             shares.go(name)
             written.go(name)
-        elif step < 0.9 and written.start:
-            name = rng.choice(list(written.start))
+        elif step < 0.82 and waiting:
+            name = rng.choice(waiting)
             shares.withdraw(name)
-            client, cost = ended[name]
-            written.start.pop(name)
-            written.finish[client] -= cost / WEIGHTS[client]
+            written.waiting.pop(name)
             written.go_on()
-        if at_leisure:
-            assert shares.virtual <= written.virtual + 1e-9
-            for _ in range(100):
-                shares.serve(None)
-        told = shares.drain_promoted()
-        assert all(name in behind and shares.tier(name) == 0 and name in written.start for name in told)
-        promoted += told
-        assert {name for name in behind & set(written.start) if not shares.tier(name)} <= set(promoted)
+        elif step < 0.9 and waiting:
+            name = rng.choice(waiting)
+            shares.miss(name)
+            written.miss(name)
+        elif running:
+            name = rng.choice(list(running))
+            took = rng.uniform(1, 80)
+            shares.end(name, took, 0.0)
+            written.end(running.pop(name), took - costs[name])
+        for _ in range(30):
+            shares.serve(None)
+        told.update(shares.drain_changed())
         assert shares.virtual == pytest.approx(written.virtual)
-        for name in written.start:
-            assert shares.tier(name) == (name not in written.first)
-        for client in WEIGHTS:
-            assert shares.lead(client) == pytest.approx(max(0.0, written.finish[client] - written.virtual))
-    assert len(promoted) == len(set(promoted))
+        for name in written.waiting:
+            assert shares.tier(name) == told[name] == written.tier(name)
 
 
 @given(st.integers(0, 2**32), st.integers(2, 5), st.sampled_from([10.0, 100.0]))
@@ -204,15 +222,59 @@ def test_ids_that_come_twice_or_never_came() -> None:
     assert shares.lead("c") == 50
 
 
-def test_one_that_was_taken_back_keeps_its_tier_and_pays_once() -> None:
+def test_one_that_was_taken_back_pays_once() -> None:
     shares = Shares(ahead=100.0)
+    shares.arrive("other", "other", "m", 1.0, 0.0)
     for name in "wxy":
         shares.arrive(name, "c", "m", 80.0, 0.0)
     assert [shares.tier(name) for name in "wxy"] == [0, 0, 1]
-    for name in "wy":
-        shares.go(name)
-        shares.come_back(name)
-    assert (shares.tier("w"), shares.tier("y"), shares.lead("c")) == (0, 1 - int(160 <= 80 + 100), 160)
+    shares.go("w")
+    assert shares.come_back("w") == 0
+    assert [shares.tier(name) for name in "wxy"] == [0, 0, 1]
+    assert shares.lead("c") == 240
+    shares.go("w")
+    shares.end("w", 80.0, 0.0)
+    assert shares.lead("c") == 240
+
+
+def test_what_a_client_needs_soon_goes_before_its_own_backlog() -> None:
+    """A thousand of its requests that are due tomorrow do not put its chat behind others."""
+    shares = Shares(ahead=100.0)
+    shares.arrive("other", "other", "m", 10.0, 0.0, 5.0)
+    for number in range(1_000):
+        shares.arrive(f"batch{number}", "c", "m", 20.0, 0.0, 86_400.0 + number)
+    assert [shares.tier(f"batch{number}") for number in (5, 6)] == [0, 1]
+    assert shares.arrive("chat", "c", "m", 30.0, 0.0, 20.0) == 0
+    for _ in range(3):
+        shares.serve(None)
+    assert dict(shares.drain_changed()) == {"batch4": 1, "batch5": 1}
+    shares.withdraw("chat")
+    assert dict(shares.drain_changed()) == {"batch4": 0, "batch5": 0}
+
+
+def test_of_what_is_late_one_is_always_within_the_share() -> None:
+    """So a client that goes on sending does not leave it behind for ever."""
+    shares = Shares(ahead=100.0)
+    shares.arrive("other", "other", "m", 10.0, 0.0, 5.0)
+    for number in range(100):
+        shares.arrive(str(number), "c", "m", 60.0, 0.0, float(number))
+    for number in range(10, 20):
+        shares.miss(str(number))
+    assert [shares.tier(str(number)) for number in (10, 11, 12)] == [0, 0, 1]
+    shares.go("10")
+    assert [shares.tier(str(number)) for number in (11, 12)] == [0, 1]
+
+
+def test_a_change_takes_a_bounded_time_however_much_it_pushes_out() -> None:
+    shares = Shares(ahead=10_000.0)
+    shares.arrive("other", "other", "m", 10.0, 0.0, 5.0)
+    for number in range(5_000):
+        shares.arrive(str(number), "c", "m", 1.0, 0.0, 1e6 + number)
+    shares.arrive("large", "c", "m", 9_000.0, 0.0, 1.0)
+    assert 0 < sum(shares.tier(str(number)) for number in range(5_000)) <= 5 * STEPS
+    for _ in range(5_000 // STEPS):
+        shares.drain_changed(1)
+    assert sum(shares.tier(str(number)) == 0 for number in range(5_000)) == 1_001
 
 
 def test_models_that_nobody_serves_do_not_hold_virtual_time_up() -> None:

@@ -290,8 +290,8 @@ def test_a_flood_that_claims_the_tightest_deadlines_does_not_delay_who_is_within
             name = f"light{number}"
             sent[name] = served
             send(name, "light", 60.0, 100)
-        for name in shares.drain_promoted():
-            site.judge(name, 0)
+        for name, tier in shares.drain_changed():
+            site.judge(name, tier)
         if not number % 10:
             problem = site.problem(0.0)
             site.apply(plan(problem, solver="search", most_work=100_000).orders)
