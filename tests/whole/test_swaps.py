@@ -1,0 +1,264 @@
+"""Real replicas that load several models in turn: each answers as one that serves its model alone, whatever dies."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import httpx
+import pytest
+
+from tests.support import checkpoints
+from tests.support.live import Cluster, Replica, lives
+from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.e2e
+
+SMALL = ("--", "--max-running-requests", "8", "--max-total-tokens", "4096")
+PROMPTS = [[7 * at % 250 for at in range(first, first + 40)] for first in (0, 11, 300)]
+TOKENS, LONG = 12, 400
+MODELS = "ab"
+
+
+def body_of(prompt: list[int], model: str = "", tokens: int = TOKENS, **more: Any) -> dict[str, Any]:
+    sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    return {"input_ids": prompt, "sampling_params": sampling} | ({"model": model} if model else {}) | more
+
+
+def said(url: str, body: dict[str, Any], **headers: str) -> tuple[int, list[int]]:
+    """Status and output tokens."""
+    answer = httpx.post(f"{url}/generate", json=body, headers={"x-fair-client": "c", **headers}, timeout=120)
+    return answer.status_code, answer.json()["output_ids"] if answer.status_code == 200 else []
+
+
+def workers(made: Cluster, *words: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "sglang_fair.cli", "workers", *words, "--cluster", made.url]
+    return subprocess.run(line, capture_output=True, text=True, check=False, timeout=240)
+
+
+def swap(made: Cluster, model: str, worker: str = "r0") -> None:
+    done = workers(made, "swap", worker, model)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{worker} has {model}\n"
+
+
+def order(made: Cluster, model: str, worker: str = "r0") -> None:
+    answer = httpx.post(f"{made.url}/swap", json={"worker": worker, "model": model}, timeout=30)
+    assert answer.status_code == 202, answer.text
+
+
+def state(made: Cluster, worker: str = "r0") -> dict[str, Any]:
+    found: dict[str, Any] = made.status()["swaps"][worker]
+    return found
+
+
+def settled(made: Cluster, worker: str = "r0") -> str:
+    """The model that a worker serves, once it does."""
+
+    def is_settled() -> bool:
+        status = made.status()
+        of = status["swaps"].get(worker, {})
+        row = status["workers"].get(worker, {})
+        return of.get("phase") == "serves" and row.get("state") == "up" and row["model"] == of["model"]
+
+    wait_until(is_settled, "a replica that serves")
+    return str(state(made, worker)["model"])
+
+
+def pid_of(made: Cluster, name: str) -> int:
+    """Of the process that has this name by now."""
+    root = made.addresses["pids"]["cluster"]
+    marks = {"a0": ("sglang_fair.agent", "r0"), "r0": ("", "")}[name]
+    if name == "r0":
+        rows = json.loads(workers(made, "list", "--json").stdout)
+        return int(next(row["pid"] for row in rows if row["name"] == "r0"))
+    import psutil
+
+    for process in psutil.Process(root).children(recursive=True):
+        line = " ".join(process.cmdline())
+        if all(mark in line for mark in marks):
+            return process.pid
+    raise AssertionError(f"{name} does not run")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {name: checkpoints.write(root / name, seed) for seed, name in enumerate(MODELS, 1)}
+
+
+@pytest.fixture(scope="module")
+def alone(folders: dict[str, Path]) -> dict[str, list[list[int]]]:
+    """What a server of each model alone says to each prompt, and last at length to the first one."""
+    found = {}
+    for name, folder in folders.items():
+        with Replica("--model", str(folder), "--served-name", name, *SMALL) as replica:
+            found[name] = [said(replica.url, body_of(prompt))[1] for prompt in PROMPTS]
+            found[name].append(said(replica.url, body_of(PROMPTS[0], tokens=LONG))[1])
+    assert found["a"] != found["b"]
+    return found
+
+
+@pytest.fixture
+def made(folders: dict[str, Path]) -> Iterator[Cluster]:
+    named = ",".join(f"{name}={folder}" for name, folder in folders.items())
+    with Cluster(
+        "--models", named, "--swap", "all", "--replicas", "1", "--swap-finish", "0", *SMALL
+    ) as cluster:
+        yield cluster
+
+
+def check(made: Cluster, model: str, alone: dict[str, list[list[int]]]) -> None:
+    for number, prompt in enumerate(PROMPTS):
+        assert said(made.url, body_of(prompt, model)) == (200, alone[model][number])
+
+
+def test_there_and_back_and_there_again(made: Cluster, alone: dict[str, list[list[int]]]) -> None:
+    replica = made.addresses["replicas"][0]
+    for model in "abab":
+        if model != state(made)["model"]:
+            swap(made, model)
+        check(made, model, alone)
+        other = "ba"["ab".index(model)]
+        assert said(made.url, body_of(PROMPTS[0], other))[0] == 503
+        assert said(replica, body_of(PROMPTS[0]), **{"x-fair-model": other})[0] == 421
+        assert said(replica, body_of(PROMPTS[0]), **{"x-fair-model": model})[1] == alone[model][0]
+        chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "model": model}
+        answer = httpx.post(f"{made.url}/v1/chat/completions", json=chat, timeout=60)
+        assert (answer.status_code, answer.json()["model"]) == (200, model)
+        listed = httpx.get(f"{replica}/v1/models").json()["data"]
+        assert [one["id"] for one in listed] == [model]
+    assert (state(made)["swaps"], state(made)["failed"]) == (3, 0)
+    wrong = workers(made, "swap", "r0", "c")
+    assert (wrong.returncode, wrong.stderr) == (
+        1,
+        "sglang-fair: worker r0 cannot load 'c'; it can load a, b\n",
+    )
+    assert httpx.post(f"{made.url}/swap", json={"worker": "r9", "model": "b"}).status_code == 409
+    assert httpx.post(f"{made.url}/swap", json={"worker": "r0"}).status_code == 400
+
+
+def test_weights_that_cannot_be_loaded_leave_the_old_model(
+    made: Cluster, alone: dict[str, list[list[int]]], folders: dict[str, Path]
+) -> None:
+    weights = folders["b"] / "model.safetensors"
+    whole = weights.read_bytes()
+    try:
+        weights.write_bytes(whole[:-1000])
+        done = workers(made, "swap", "r0", "b")
+        assert done.returncode == 1
+        assert "r0 still has a" in done.stderr
+        assert "is damaged" in done.stderr
+        check(made, "a", alone)
+        weights.unlink()
+        assert "has no weights" in workers(made, "swap", "r0", "b").stderr
+        check(made, "a", alone)
+    finally:
+        weights.write_bytes(whole)
+    assert state(made)["failed"] == 2
+    swap(made, "b")
+    check(made, "b", alone)
+
+
+async def stream(made: Cluster, model: str, seen: list[int], tokens: int = LONG) -> str:
+    """Reads one stream into `seen`; the error that it ends with."""
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(f"{made.url}/generate", json=body_of(PROMPTS[0], model, tokens, stream=True)) as response,
+    ):
+        if response.status != 200:
+            return await response.text()
+        async for line in response.content:
+            if line.startswith(b"data: {"):
+                event = json.loads(line[6:])
+                if "error" in event:
+                    return str(event)
+                seen[:] = event["output_ids"]
+    return ""
+
+
+def test_a_stream_that_is_cut_goes_on_elsewhere(
+    folders: dict[str, Path], alone: dict[str, list[list[int]]]
+) -> None:
+    named = f"a={folders['a']}:2,b={folders['b']}:1"
+    with Cluster("--models", named, "--swap", "all", "--swap-finish", "0", *SMALL) as made:
+        began = {f"r{number}": settled(made, f"r{number}") for number in range(3)}
+        assert sorted(began.values()) == ["a", "a", "b"]
+
+        async def main() -> None:
+            seen: list[list[int]] = [[] for _ in range(6)]
+            streams = [asyncio.create_task(stream(made, "a", one)) for one in seen]
+            while not all(len(one) >= 5 for one in seen):
+                await asyncio.sleep(0.01)
+            of_a = [name for name, model in began.items() if model == "a"]
+            busy = max(of_a, key=lambda name: made.status()["workers"][name]["in_flight"])
+            await asyncio.to_thread(order, made, "b", busy)
+            assert await asyncio.gather(*streams) == [""] * len(streams)
+            assert all(one == alone["a"][3] for one in seen)
+            assert await asyncio.to_thread(settled, made, busy) == "b"
+
+        asyncio.run(main())
+        assert made.status()["gateway"]["cut"] > 0
+        check(made, "b", alone)
+        check(made, "a", alone)
+
+
+def test_a_stream_that_nobody_else_can_go_on_with_finishes(
+    made: Cluster, alone: dict[str, list[list[int]]]
+) -> None:
+    async def main() -> None:
+        seen: list[int] = []
+        one = asyncio.create_task(stream(made, "a", seen))
+        while len(seen) < 5:
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(order, made, "b")
+        assert await one == ""
+        assert seen == alone["a"][3]
+
+    asyncio.run(main())
+    wait_until(lambda: settled(made) == "b", "the swap")
+    check(made, "b", alone)
+
+
+MOMENTS_S = (0.0, 0.02, 0.05, 0.12)
+"""After the order. Five early deaths in a row, and the supervisor gives a process up."""
+
+
+@pytest.mark.parametrize("name", ["a0", "r0"])
+def test_whoever_is_killed_during_a_swap(name: str, made: Cluster, alone: dict[str, list[list[int]]]) -> None:
+    """After an agent's death the replica has one model or the other, after a replica's the one that it began with. No
+    answer is another model's."""
+    for moment_s in MOMENTS_S:
+        before = settled(made)
+        target = "ba"["ab".index(before)]
+        pid = pid_of(made, name)
+        order(made, target)
+        time.sleep(moment_s)
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda pid=pid: not lives(pid), "its end")
+        for model in MODELS:
+            status, tokens = said(made.url, body_of(PROMPTS[0], model))
+            assert status in (200, 502, 503)
+            assert status != 200 or tokens == alone[model][0]
+
+        def is_back(name: str = name) -> bool:
+            answers = [said(made.url, body_of(PROMPTS[1], model)) for model in MODELS]
+            for model, (status, tokens) in zip(MODELS, answers, strict=True):
+                assert status in (200, 502, 503)
+                assert status != 200 or tokens == alone[model][1]
+            return any(status == 200 for status, _ in answers)
+
+        wait_until(is_back, "somebody serves")
+        has = settled(made)
+        check(made, has, alone)
+        if name == "r0":
+            assert has in ("a", target)
+        swap(made, "ba"["ab".index(has)])
+        check(made, "ba"["ab".index(has)], alone)
