@@ -168,7 +168,9 @@ class Router:
         actions += self._changes.after(now_s)
         if self._hosting is not None and self._workers.taking is not self._told_taking:
             self._told_taking = self._workers.taking
-            self._hosting.taking([one.name for one in self._workers if not (one.draining or one.sick)])
+            self._hosting.taking(
+                [one.name for one in self._workers if not (one.draining or (one.sick and not one.swapping))]
+            )
         if self._waiting:
             actions += self._refuse_hopeless(now_s)
             actions += self._place_waiting(now_s)

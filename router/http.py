@@ -143,6 +143,10 @@ def rows(state: Mapping[str, Any]) -> Iterator[exposition.Row]:
         yield "router_prefill_tokens_left", (worker,), one["prefill_tokens"]
         yield "router_decode_tokens_left", (worker,), one["decode_tokens"]
         yield "router_tree_tokens", (worker,), one["tree_tokens"]
+    for worker, swap in state["swaps"].items():
+        yield "router_swaps_total", (worker, "ok"), swap["swaps"]
+        yield "router_swaps_total", (worker, "failed"), swap["failed"]
+        yield "router_swap_seconds_total", (worker,), swap["seconds"]
     for name in STATES:
         yield "router_workers", (name,), sum(one["state"] == name for one in workers.values())
     for outcome in ENDINGS:

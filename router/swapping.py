@@ -53,7 +53,9 @@ class ModelChanges:
         )
 
     def told(self, said: Agent, now_s: float, peer: bytes) -> list[Action]:
-        """An agent has said what its worker has; the answer to it."""
+        """An agent has said what its worker has; the answer to it. Of a worker that is not up nothing is kept."""
+        if self._workers.get(said.worker) is None:
+            return [(peer, Exchange(said.id, said.worker))]
         self.swaps.told(said, now_s, peer)
         self.align(said.worker, now_s)
         ahead = () if self._placement is None else self._placement.next_models(said.worker)

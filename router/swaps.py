@@ -132,17 +132,22 @@ class Swaps:
     def gone(self, name: str, now_s: float) -> None:
         """The worker is gone, or another process has taken its place."""
         worker = self._workers.get(name)
-        if worker is not None:
-            worker.loaded = ""
-            self._enter(worker, Phase.UNKNOWN, now_s)
+        if worker is None:
+            return
+        worker.loaded = ""
+        self._enter(worker, Phase.UNKNOWN, now_s)
+        if worker.peer is None:
+            del self._workers[name]
 
     def peer_gone(self, peer: bytes, now_s: float) -> None:
         """An agent is gone: a swap that has not been ordered will not be."""
-        for worker in self._workers.values():
+        for name, worker in list(self._workers.items()):
             if worker.peer == peer:
                 worker.peer = None
                 if worker.phase is Phase.EMPTIES:
                     self._enter(worker, Phase.SERVES, now_s)
+                elif worker.phase is Phase.UNKNOWN:
+                    del self._workers[name]
 
     # -- what follows
 

@@ -154,6 +154,7 @@ class GatewayMetrics:
             "requests": sum(ends.values()) + in_flight,
             "retried": one("retries_total"),
             "resumed": one("resumes_total"),
+            "cut": one("cuts_total"),
             "placed in fallback": one("fallback_placements_total"),
             **{outcome: ends.get(outcome, 0) for outcome in ("failed", "left", "refused")},
             "in_flight": in_flight,
@@ -180,6 +181,7 @@ class GatewayMetrics:
         plain: dict[tuple[str, ...], int] = {
             ("retries_total",): counters.retried,
             ("resumes_total",): counters.resumed,
+            ("cuts_total",): counters.cut,
             ("fallback_placements_total",): counters.placed_in_fallback,
             **{("refusals_total", str(status)): count for status, count in counters.refusals.items()},
             **{("ignored_headers_total", name): count for name, count in counters.ignored_headers.items()},

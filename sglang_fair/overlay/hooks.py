@@ -303,6 +303,12 @@ def process_batch_result(
     scheduler.kv_events_publisher.publish_kv_events()
 
 
+def update_weights_from_disk(manager: Any, *args: Any, **kwargs: Any) -> None:
+    """It takes as long as the disk does, and the scheduler's loop stands still: that is work, too."""
+    if manager.scheduler is not None:
+        manager.scheduler.heartbeat.computes()
+
+
 def checkpoint_into_tree(result: None, cache: Any, request: Any, *args: Any, **kwargs: Any) -> None:
     tree_core.served(cache, request, getattr(request, JOB_ATTRIBUTE, None))
 
@@ -378,6 +384,7 @@ _ARGUMENTS = "sglang.srt.server_args.ServerArgs."
 _RECORDER = "sglang.srt.mem_cache.events.KVCacheEventRecorder."
 _CACHE = "sglang.srt.mem_cache.unified_cache."
 _RADIX = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache."
+_WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
 _LOAD_FILE = "sglang.srt.managers.load_snapshot."
 _LOAD = "sglang.srt.managers.scheduler_components.load_publisher."
 
@@ -399,6 +406,7 @@ HOOKS: tuple[Hook, ...] = (
     Hook(_SCHEDULER + "_get_new_batch_prefill_raw", form_prefill_batch, HookType.AROUND),
     Hook(_SCHEDULER + "get_prefill_adder_class", get_prefill_adder_class, HookType.AFTER),
     Hook(_SCHEDULER + "process_batch_result", process_batch_result, HookType.AROUND),
+    Hook(_WEIGHTS + "update_weights_from_disk", update_weights_from_disk, HookType.BEFORE),
     Hook(_RECORDER + "_namespace_seed", kv_events.namespace_seed, HookType.AFTER),
     Hook(_RECORDER + "record_store", kv_events.record_store, HookType.AROUND),
     Hook(_CACHE + "tree_core_registry.select_tree_core_backend", tree_core.select_tree_core_backend, HookType.AFTER),

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.core import Router, placement_reason
-from router.events import Arrive, Done, Due, Planner, WorkerDrain, WorkerHealth, WorkerUp
+from router.events import Agent, Arrive, Done, Due, Planner, WorkerDrain, WorkerHealth, WorkerUp
 from router.http import listen, serving
 from router.placement import build
 from router.placement.contract import Request
@@ -88,6 +88,7 @@ def test_numbers() -> None:
         wire.peer.tell(WorkerUp("r1", "http://r1"))
         wire.peer.ask(Arrive("2", "c", tokens, max_output_tokens=10))
         wire.peer.ask(Arrive("3", "c", tokens, exclude=("r0", "r1")))
+        wire.peer.ask(Agent("4", "r1", "", swap_s={"a": 1.0, "b": 1.0}))
         found = numbers(url)
         placed = {
             (worker, reason): found["placements_total", reason, worker]
@@ -110,7 +111,8 @@ QUEUES = ("queue_", "plan_", "plans_", "planner_", "planned_", "replicas_short",
 def test_numbers_of_queues_that_are_planned() -> None:
     with site(placement="qlm") as (wire, url):
         names = {metric.name.removeprefix("router_") for metric in of("router")}
-        wire.peer.tell(WorkerUp("r0", "http://r0", kv_tokens=100, chunk_tokens=1))
+        wire.peer.tell(WorkerUp("r0", "http://r0", models=("a",), loaded="a", kv_tokens=100, chunk_tokens=1))
+        wire.peer.ask(Agent("4", "r0", "a", swap_s={"a": 1.0}))
         tokens = pack_tokens(list(range(90)))
         due = Due("interactive", 20.0, 20.0)
         gateway = wire.new_peer()

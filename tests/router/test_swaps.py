@@ -408,3 +408,17 @@ def test_no_worker_is_sent_anything_while_it_swaps(name: str, steps: list[tuple[
         if machine.is_up and name != "wishes":
             assert swap(made, one)["phase"] == Phase.SERVES.value
             assert worker(made, one)["model"] == machine.loaded
+
+
+@pytest.mark.parametrize("name", [*PLACEMENTS, "wishes"])
+def test_agents_of_workers_that_are_not_there_leave_nothing_behind(name: str) -> None:
+    made = Router(Wishes() if name == "wishes" else build(name))
+    for number in range(1000):
+        ((_, answer),) = made.handle(says(f"x{number}", "a"), 0.0, b"liar")
+        assert answer == Exchange("?", f"x{number}")
+    made.handle(up("r0"), 0.0)
+    made.handle(says("r0", "a"), 0.0, b"agent")
+    made.handle(WorkerDown("r0"), 1.0)
+    assert list(made.state()["swaps"]) == ["r0"]  # type: ignore[call-overload]
+    made.handle(PeerGone(), 2.0, b"agent")
+    assert made.state()["swaps"] == {}
