@@ -297,7 +297,7 @@ class Qlm:
 
     def wanted(self, worker: str) -> str | None:
         """The model that it needs next; None: it needs none."""
-        return self.queues.wanted(worker)
+        return self.queues.wanted(worker, self._now_s)
 
     def loaded(self, worker: str, model: str | None, now_s: float) -> None:
         """It has this model now; None: it loads one."""

@@ -37,6 +37,7 @@ from router.queues.group import Group
 from router.queues.groups import Groups
 from router.queues.line import Queued
 from router.queues.problem import FAR_S, Demand, Orders, Problem, Queue, Slot, slots
+from router.queues.staying import LOOK_S, stays
 from router.queues.worker import Worker
 
 OVERDUE_EVERY = 8
@@ -118,6 +119,7 @@ class VirtualQueues:
         """A worker has now this model; None: none that can serve. It is fresh then."""
         worker = self._workers[name]
         if worker.loaded != model:
+            worker.stays_until_s = -inf
             worker.loaded, worker.is_fresh = model, model is not None
 
     # -- requests
@@ -155,11 +157,13 @@ class VirtualQueues:
         worker.is_fresh = False
         self._send(worker, request)
 
-    def wanted(self, name: str) -> str | None:
-        """The model that a worker's queue needs next."""
+    def wanted(self, name: str, now_s: float = -inf) -> str | None:
+        """The model that a worker's queue needs next; the loaded one while `staying` says so."""
         worker = self._workers[name]
         waiting = self._waiting(worker)
         if worker.is_fresh and any(group.kind.model == worker.loaded for group in waiting):
+            return worker.loaded
+        if self._stays(worker, waiting, now_s):
             return worker.loaded
         return waiting[0].kind.model if waiting else None
 
@@ -297,7 +301,7 @@ class VirtualQueues:
         """The group whose next request a worker gets that has room. It may be in another queue (`lend`)."""
         waiting = self._waiting(worker)
         if waiting and waiting[0].kind.model != worker.loaded:
-            if not worker.is_fresh:
+            if not (worker.is_fresh or self._stays(worker, waiting, now_s)):
                 return None
             waiting = list(dropwhile(lambda group: group.kind.model != worker.loaded, waiting))
             if not waiting:
@@ -403,6 +407,18 @@ class VirtualQueues:
         return slots(
             self._as_queue(worker), [self._demand(group, now_s, [worker], paces) for group in groups]
         )
+
+    def _stays(self, worker: Worker, waiting: Sequence[Group], now_s: float) -> bool:
+        """Whether `worker` serves its model first, though its queue begins with another one. Without a time: no."""
+        if not waiting or waiting[0].kind.model == worker.loaded or now_s == -inf or worker.loaded is None:
+            return False
+        if not any(group.kind.model == worker.loaded for group in waiting):
+            return False
+        if now_s >= worker.stays_until_s:
+            paces = Paces()
+            order = [self._demand(group, now_s, [worker], paces) for group in waiting]
+            worker.stays, worker.stays_until_s = stays(self._as_queue(worker), order), now_s + LOOK_S
+        return worker.stays
 
     def _waiting(self, worker: Worker) -> list[Group]:
         found = [self.groups.get(number) for number in worker.groups]

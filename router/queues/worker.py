@@ -11,6 +11,7 @@ fresh     it has just loaded a model and has served nobody of it. It keeps the m
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
+from math import inf
 
 from router.queues.group import Group
 from router.queues.line import Queued
@@ -34,6 +35,10 @@ class Worker:
     is_open: bool = True
     """It takes requests."""
     is_fresh: bool = False
+    stays: bool = False
+    """It serves its model before it loads what its queue has next (`staying`)."""
+    stays_until_s: float = -inf
+    """Until when that holds."""
     pulls: int = 0
     """Requests that it has got from queues."""
     first_token_s: float = 0.0
