@@ -18,11 +18,13 @@ from typing import assert_never
 
 import msgspec
 
+from router.backlogs import Backlogs
 from router.events import (
     TOKEN_BYTES,
     Action,
     Agent,
     Arrive,
+    Backlog,
     Begun,
     CacheEvent,
     Cleared,
@@ -147,6 +149,7 @@ class Router:
         self._matches: dict[str, Match] = {}
         """What the waiting requests match. Valid until the tree changes."""
         self._counts: Counter[str] = Counter()
+        self._backlogs = Backlogs()
 
     def _make_placement(self) -> Placement:
         """For one more model."""
@@ -230,6 +233,8 @@ class Router:
                 return [(peer, Explained(event.id, tuple(map(self._with_standing, found))))]
             case Query():
                 return [(peer, Snapshot(event.id, self.state()))]
+            case Backlog():
+                self._backlogs.told(peer, event)
             case Posted():
                 if not self._throttling.resume_limits(event):
                     self._counts["posted limits ignored"] += 1
@@ -571,6 +576,7 @@ class Router:
         for name in [name for name, asker in self._orphans.items() if asker == peer]:
             del self._orphans[name]
         self._changes.peer_gone(peer, now_s)
+        self._backlogs.gone(peer)
         for worker in self._workers.drop_votes(peer):
             self._health_changed(worker)
         return [] if self._planners is None else [*self._planners.gone(peer, now_s)]
@@ -808,6 +814,7 @@ class Router:
             "throttle": self._throttling.state(
                 [pool.names_taking for pool in self._workers.pools.values()], self._now_s
             ),
+            "batches": self._backlogs.state(),
             "swaps": self._changes.swaps.state(self._now_s),
             "planner": None if self._planners is None else self._planners.state(self._now_s),
             "queues": None if self._planning is None else self._planning.report(),

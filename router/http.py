@@ -160,6 +160,8 @@ def rows(state: Mapping[str, Any]) -> Iterator[exposition.Row]:
     yield "router_requests_waiting", (), state["waiting"]
     if state.get("planner") is not None and state.get("queues") is not None:
         yield from queue_rows(state["planner"], state["queues"])
+    for what in ("waiting", "running"):
+        yield "router_batch_items", (what,), state["batches"][what]
     yield "router_peers", (), state["wire"]["peers"]
     yield "router_refused_peers_total", (), state["wire"]["refused"]
 

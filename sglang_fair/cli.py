@@ -38,6 +38,10 @@ PROGRAMS = {
     "planner": Program(
         "router.planner", "Order the queues of a router with placement qlm; a cluster starts one by itself."
     ),
+    "feeder": Program(
+        "router.feeder",
+        "Have the requests of batches answered; a cluster with --batches starts one by itself.",
+    ),
     "dashboard": Program(
         "sglang_fair.dashboard", "Serve the page for operators; a cluster starts one by itself."
     ),

@@ -72,6 +72,10 @@ class Blobs:
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
 
+    def path(self, name: str) -> Path:
+        """Where the content is."""
+        return self._folder / name
+
     def create(self, name: str) -> Writing:
         """Raises `StoreError`."""
         return Writing(self._folder / name)

@@ -60,7 +60,8 @@ class Reader:
         self._most_line_bytes = most_line_bytes
         self._seen: set[bytes] = set()
         self._line = 0
-        self._wrong = 0
+        self.wrong = 0
+        """Lines."""
         self._issues: list[Issue] = []
         self.items = 0
 
@@ -105,8 +106,8 @@ class Reader:
         if self.is_too_long:
             return (Issue("too_many_requests", f"the file has more than {self._most_items} requests"),)
         found = tuple(self._issues)
-        if self._wrong > len(found):
-            found += (Issue("more_errors", f"{self._wrong - len(found)} more lines are wrong"),)
+        if self.wrong > len(found):
+            found += (Issue("more_errors", f"{self.wrong - len(found)} more lines are wrong"),)
         if not found and not self.items:
             return (Issue("empty_file", "the file has no requests"),)
         return found
@@ -138,7 +139,7 @@ class Reader:
         return max(owners, key=len, default=None)
 
     def _refuse(self, code: str, message: str, param: str | None = None) -> None:
-        self._wrong += 1
+        self.wrong += 1
         if len(self._issues) < MOST_ISSUES:
             self._issues.append(Issue(code, message, self._line, param))
 

@@ -1,5 +1,6 @@
 """The routes of the gateway, and the configuration from which a process builds them."""
 
+import asyncio
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -131,6 +132,9 @@ class App(Router):
         @asynccontextmanager
         async def lifespan(_: Router) -> AsyncIterator[dict[str, ConnectionBounds]]:
             await gateway.start()
+            counting = None
+            if files is not None:
+                counting = asyncio.create_task(files.follow(gateway.metrics.batches))
             try:
                 if admin is not None:
                     await admin.start()
@@ -139,7 +143,8 @@ class App(Router):
                 if admin is not None:
                     await admin.close()
                 await gateway.close()
-                if files is not None:
+                if files is not None and counting is not None:
+                    counting.cancel()
                     files.close()
 
         relays = [Route(path, gateway.relay(kind), methods=["POST"]) for kind, path in PATHS.items()]

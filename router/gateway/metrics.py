@@ -10,7 +10,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import psutil
 from prometheus_client import (
@@ -38,6 +38,11 @@ COPY_S = 1.0
 
 _LEAST = ("gateway_router_up", "gateway_routers_up", "gateway_tenants_ok")
 """Of several processes the least counts; of other gauges the sum."""
+
+_SAME = ("batch_items",)
+"""All processes say the same, unless one is late."""
+
+BATCH_STATES = ("left", "completed", "failed")
 
 
 PAIRS = {
@@ -75,13 +80,14 @@ class GatewayMetrics:
         self._read_gauges = gauges
         self._shared = shared
         self._series: dict[str, _Series] = {}
+        self._batch_labels: set[tuple[str, str]] = set()
         self._copied: dict[tuple[str, ...], float] = {}
         """What `Counters` had at the last copy, by metric and label."""
         self._counts = {one.name: Counter(one.full_name, one.help, one.labels, registry=self._registry)
                         for one in _of("counter")}  # fmt: skip
         self._gauges = {
             one.name: Gauge(one.full_name, one.help, one.labels, registry=self._registry,
-                            multiprocess_mode="livemin" if one.name in _LEAST else "livesum")
+                            multiprocess_mode=_mode(one.name))
             for one in _of("gauge")
         }  # fmt: skip
         self._times = {
@@ -116,6 +122,17 @@ class GatewayMetrics:
             series.durations.observe(duration_s)
         if ttft_s is not None:
             series.first_tokens.observe(ttft_s)
+
+    def batches(self, totals: Mapping[str, tuple[int, int, int]]) -> None:
+        """How many items of batches each client has in each of `BATCH_STATES`."""
+        found: dict[tuple[str, str], int] = dict.fromkeys(self._batch_labels, 0)
+        for client, counts in totals.items():
+            label = client if client in self._counted.labels else OTHER
+            for state, count in zip(BATCH_STATES, counts, strict=True):
+                found[label, state] = found.get((label, state), 0) + count
+        for labels, count in found.items():
+            self._gauges["batch_items"].labels(*labels).set(count)
+        self._batch_labels = set(found)
 
     async def run(self) -> None:
         """With several processes: writes what the others cannot see, until it is cancelled."""
@@ -194,6 +211,11 @@ class GatewayMetrics:
         self._copied.update(plain)
         for name, value in self._read_gauges().items():
             self._gauges[name].set(value)
+
+
+def _mode(name: str) -> Literal["livemin", "livemax", "livesum"]:
+    """What several processes say together."""
+    return "livemin" if name in _LEAST else "livemax" if name in _SAME else "livesum"
 
 
 def _of(kind: table.Kind) -> Iterable[table.Metric]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
+from router.batches.folder import check as check_batches
 from router.gateway import limits, otlp
 from router.gateway.access import proxies
 from router.gateway.access.quota import check_store
@@ -134,6 +135,7 @@ def check(options: Options) -> None:
         ("trusted_proxies", lambda: proxies.parse(options.trusted_proxies or "")),
         ("limit_store", lambda: check_store(options.limit_store)),
         ("otlp_traces_endpoint", lambda: otlp.check(options.otlp_traces_endpoint)),
+        ("batches", lambda: _check_batches(options)),
         ("slo_classes", lambda: make_classes(options.slo_classes, "--slo-classes")),
         ("tenants", lambda: options.tenants and read_tenants(Path(options.tenants))),
     )
@@ -156,6 +158,11 @@ def check(options: Options) -> None:
             )  # fmt: skip
         except ValueError as error:
             raise ConfigError(str(error), field) from None
+
+
+def _check_batches(options: Options) -> None:
+    if options.batches is not None:
+        check_batches(Path(options.batches))
 
 
 def _check_limits(options: Options) -> None:

@@ -20,17 +20,19 @@ from sglang_fair.core.policy import DEFAULT_QUANTUM
 from sglang_fair.settings import table
 from sglang_fair.settings.setting import command_line, shared
 
-Role = Literal["fork-server", "replica", "router", "agent", "planner", "gateway", "dashboard"]
+Role = Literal["fork-server", "replica", "router", "agent", "planner", "gateway", "dashboard", "feeder"]
 
 START_ORDER: tuple[tuple[Role, ...], ...] = (
     ("fork-server",),
     ("replica", "router"),
     ("agent",),
     ("gateway", "dashboard", "planner"),
+    ("feeder",),
 )
 """The gateway comes last, so that its port opens only when there is something behind it."""
 
 STOP_ORDER: tuple[tuple[Role, ...], ...] = (
+    ("feeder",),
     ("gateway", "dashboard", "planner"),
     ("agent",),
     ("router",),
@@ -38,7 +40,7 @@ STOP_ORDER: tuple[tuple[Role, ...], ...] = (
     ("fork-server",),
 )
 
-DISPENSABLE: tuple[Role, ...] = ("dashboard", "planner", "agent")
+DISPENSABLE: tuple[Role, ...] = ("dashboard", "planner", "agent", "feeder")
 """Without these a cluster goes on."""
 
 LOCAL = "127.0.0.1"
@@ -64,6 +66,9 @@ KERNELS_S = 1200.0
 
 UNKNOWN_BYTES = 400_000_000_000
 """Weights of a model that does not say how heavy it is: as of 200 billion parameters in 16 bits."""
+
+FEEDER_READY = "feeder ready"
+"""The same of the feeder: it looks for batches."""
 
 PLANNER_READY = "planner ready"
 """The same of the planner: a router has answered it."""
@@ -258,6 +263,7 @@ def build(
             ),
             _gateway(options, machine, _served(options, each, swaps), router, ports.gateway),
             *((_dashboard(options, machine, ports.gateway),) if options.dashboard_port else ()),
+            *((_feeder(options, machine, router, ports.gateway),) if options.batches else ()),
         ),
         router=router,
         router_http=None if (port := options.router_http_port) is None else f"http://{LOCAL}:{port}",
@@ -488,6 +494,8 @@ def _gateway(options: Options, machine: Machine, models: Sequence[Model], router
         **shared(options, table.Deadlines),
         **shared(options, table.Exposed),
         "tenants": None if options.tenants is None else str(Path(options.tenants).absolute()),
+        **shared(options, table.Files),
+        "batches": None if options.batches is None else str(Path(options.batches).absolute()),
         **limits.parse(options.gateway_options),
     }
     return Process(
@@ -497,6 +505,25 @@ def _gateway(options: Options, machine: Machine, models: Sequence[Model], router
         ready=HttpReady(f"{gateway_url(options.host, port)}/health"),
         ready_timeout_s=options.start_timeout_s or 120.0,
         stop_grace_s=GATEWAY_DRAIN_S + 2.0,
+        env={"PYTHONUNBUFFERED": "1"},
+    )
+
+
+def _feeder(options: Options, machine: Machine, router: str, gateway_port: int) -> Process:
+    assert options.batches is not None
+    values = {
+        **shared(options, table.Feeder),
+        "batches": str(Path(options.batches).absolute()),
+        "gateway": gateway_url(options.host, gateway_port),
+        "router": (router,),
+    }
+    return Process(
+        name="feeder",
+        role="feeder",
+        argv=(machine.python, "-m", "router.feeder", *command_line(table.Feeder, values)),
+        ready=LineReady(FEEDER_READY),
+        ready_timeout_s=options.start_timeout_s or 120.0,
+        stop_grace_s=5.0,
         env={"PYTHONUNBUFFERED": "1"},
     )
 

@@ -40,7 +40,7 @@ from sglang_fair.cluster.workers import Workers
 from sglang_fair.common.files import read_json
 from sglang_fair.common.marks import Marks
 from sglang_fair.common.processes import child_environment
-from sglang_fair.common.service_keys import replica_key
+from sglang_fair.common.service_keys import feeder_key, replica_key
 from sglang_fair.models import checkpoint
 from sglang_fair.models.catalog import EMULATED
 
@@ -103,6 +103,8 @@ async def _run(options: Options) -> int:
         if options.tenants is not None and not replica_key.key():
             # So that nobody asks a replica past the gateway. All processes that are started get it.
             os.environ[replica_key.variable] = secrets.token_urlsafe(32)
+        if options.batches is not None and not feeder_key.key():
+            os.environ[feeder_key.variable] = secrets.token_urlsafe(32)
         names = models.dealt(options)
         options = replace(options, replicas=len(names))
         taken = gpus.take(options, device, machine.gpus, gpu_marks)

@@ -79,6 +79,9 @@ def render(status: Mapping[str, Any]) -> RenderableType:
     locked: Collection[str] = status.get("locked", ())
     workers = _workers(status["gateway"], replicas, locked)
     tables: list[RenderableType] = [_clients(replicas), Text(""), workers]
+    batches = status["gateway"].get("batches", {})
+    if batches.get("clients"):
+        tables += [Text(""), _batches(batches)]
     throttle = status["gateway"].get("throttle", {})
     if throttle.get("kind", "none") != "none":
         tables[2:2] = [_throttle(throttle), Text("")]
@@ -114,6 +117,15 @@ def _clients(replicas: Mapping[str, Report | None]) -> Table:
             *(f"{count:,}" for count in counts),
             *(_number(total.counters.get(name)) for name in replicas),
         )
+    return table
+
+
+def _batches(batches: Report) -> Table:
+    """What clients' batches have left."""
+    title = f"batches: {batches['waiting']:,} items wait, {batches['running']:,} run"
+    table = _table(title, "client", "left", "completed", "failed")
+    for name, row in batches["clients"].items():
+        table.add_row(Text(name), *(_number(row[key]) for key in ("left", "completed", "failed")))
     return table
 
 

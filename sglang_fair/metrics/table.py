@@ -70,6 +70,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("gateway_held_bytes", "gateway", "gauge", "Request bodies in memory."),
     Metric("gateway_router_up", "gateway", "gauge", "1: a router answers; 0: requests are placed by hashing."),
     Metric("gateway_routers_up", "gateway", "gauge", "Routers that answer and decide for clients."),
+    Metric("batch_items", "gateway", "gauge",
+           "Items of the batches that are kept: left, completed, failed.", ("client", "state")),
     Metric("gateway_tenants_ok", "gateway", "gauge",
            "1: the newest tenants' file is in force, or there is none; 0: it cannot be used."),
     # ---- router
@@ -122,6 +124,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("router_decode_tokens_left", "router", "gauge",
            "Output tokens that the requests of a replica are expected to make yet.", ("worker",)),
     Metric("router_tree_tokens", "router", "gauge", "Tokens that the router takes to be cached.", ("worker",)),
+    Metric("router_batch_items", "router", "gauge",
+           "Items of batches that the feeder has: waiting to be sent, or running.", ("state",)),
     Metric("router_peers", "router", "gauge", "Gateways that are connected."),
     Metric("router_refused_peers_total", "router", "counter",
            "Connections that were refused, because the peer had no key or a wrong one."),

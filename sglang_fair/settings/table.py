@@ -383,6 +383,24 @@ class Tls(Authorities, Protection):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Feeding:
+    """How much of batches is accepted, and sent to the replicas at a time."""
+
+    batch_items: Annotated[
+        int, About("Most requests of one batch.", unit="requests", at_least=1, at_most=(1 << 24) - 1)
+    ] = 500_000
+    batch_in_flight: Annotated[
+        int,
+        About(
+            "Most requests of batches that a replica has at a time. The feeder begins with few, and keeps as many as "
+            "make the replica faster.",
+            unit="requests",
+            at_least=1,
+        ),
+    ] = 128
+
+
+@dataclass(frozen=True, kw_only=True)
 class Throttling:
     """Whom the router refuses."""
 
@@ -406,7 +424,7 @@ class Throttling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cluster(Tracing, Access, Deadlines, Throttling, Exposed, Fairness, Engine):
+class Cluster(Feeding, Files, Tracing, Access, Deadlines, Throttling, Exposed, Fairness, Engine):
     """Start replicas, router and gateway on this machine, and keep them running until Ctrl-C."""
 
     replicas: Annotated[
@@ -794,6 +812,33 @@ class Gateway(Files, Tls, Tracing, Access, Deadlines, Limits):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Feeder(Keyed, Feeding, Deadlines):
+    """Have the requests of batches answered, as what they are: requests of the clients whose batches they are."""
+
+    batches: Annotated[str, About("The folder in which gateways keep files and batches.", metavar="DIR")]
+    gateway: Annotated[
+        str, About("A gateway's address, which has the same SGLANG_FAIR_FEEDER_KEY.", metavar="URL")
+    ] = "http://127.0.0.1:8000"
+    gateway_ca: Annotated[
+        str | None,
+        About(
+            "Authorities that sign the certificate of a gateway with an https:// address, in PEM.",
+            metavar="FILE",
+            unset="the system's",
+        ),
+    ] = None
+    router: Annotated[tuple[str, ...], About("The router's address. Repeatable.", metavar="tcp://HOST:PORT")]
+    batch_line_bytes: Annotated[int, About("Longest line of a batch's file.", unit="bytes", above=0)] = (
+        16 << 20
+    )
+    batch_keep_days: Annotated[
+        float, About("Batches that are over are kept so long, with their results.", unit="days", above=0)
+    ] = 30.0
+    log_level: LogLevel = "info"
+    outlive_parent: OutliveParent = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Dashboard:
     """Serve the page for operators: what each client got, who waits and why. One process for any number of viewers."""
 
@@ -854,6 +899,7 @@ SECTIONS: Mapping[str, type] = {
     "planner": Planner,
     "dashboard": Dashboard,
     "agent": AgentSettings,
+    "feeder": Feeder,
 }
 """The programs, by command and by section of a configuration file."""
 

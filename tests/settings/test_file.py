@@ -150,7 +150,7 @@ def test_what_is_required_is_missed_by_name(capsys: pytest.CaptureFixture[str]) 
 def test_nothing_starts_on_a_bad_file(section: str, tmp_path: Path) -> None:
     module = {"cluster": "sglang_fair.cluster", "replica": "sglang_fair.engines.replica", "router": "router",
               "gateway": "router.gateway", "planner": "router.planner", "agent": "sglang_fair.agent",
-              "dashboard": "sglang_fair.dashboard"}[section]  # fmt: skip
+              "dashboard": "sglang_fair.dashboard", "feeder": "router.feeder"}[section]  # fmt: skip
     path = write(tmp_path, f"{section}:\n  nothing: 1\n")
     done = subprocess.run(
         [sys.executable, "-m", module, "--config", str(path)],

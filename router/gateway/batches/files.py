@@ -1,8 +1,9 @@
 """What a gateway process has of files and batches: the store, the folder of uploads, threads that wait for both."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,8 @@ from router.gateway.errors import ApiError
 from router.shared_limit import SharedLimit
 
 THREADS = 4
+COUNT_S = 5.0
+"""Between two counts of what clients have."""
 MOST_UPLOADS = 32
 """At a time in one process, shared by the clients (`shared_limit`); more get 429."""
 
@@ -48,6 +51,14 @@ class Files:
             return await loop.run_in_executor(self._threads, partial(function, *given, **named))
         except StoreError as error:
             raise as_api_error(error) from None
+
+    async def follow(self, tell: Callable[[Mapping[str, tuple[int, int, int]]], None]) -> None:
+        """Tells how many items each client has left, completed and failed, again and again, until it is cancelled."""
+        while True:
+            with suppress(ApiError):
+                found = await self.run(self.store.totals)
+                tell({name: (one.left, one.completed, one.failed) for name, one in found.items()})
+            await asyncio.sleep(COUNT_S)
 
     def close(self) -> None:
         """What is being written is waited for."""

@@ -1,0 +1,87 @@
+"""`python -m router.feeder`: the feeder's process, from command line to clean exit."""
+
+import asyncio
+import logging
+import signal
+import ssl
+import sys
+from functools import partial
+from pathlib import Path
+
+from router.batches.contract import StoreError
+from router.batches.folder import check as check_batches
+from router.feeder.shell import AnotherFeeder, Shell
+from sglang_fair.common.curve import Keys
+from sglang_fair.common.deadlines import make_classes
+from sglang_fair.common.processes import die_with_parent
+from sglang_fair.common.service_keys import feeder_key
+from sglang_fair.settings import table
+from sglang_fair.settings.commands import Mistake
+from sglang_fair.settings.program import run_program
+from sglang_fair.settings.setting import SettingError
+
+READY = "feeder ready"
+"""A line of its output that contains this says that it looks for batches."""
+
+
+def check(settings: table.Feeder) -> None:
+    """Raises SettingError for what it cannot serve with."""
+    if not feeder_key.key():
+        raise SettingError(f"gateway and feeder need the same key in {feeder_key.variable}")
+    if not settings.gateway.startswith(("http://", "https://")):
+        raise SettingError(f"--gateway: {settings.gateway} is no URL", "gateway")
+    for address in settings.router:
+        if "://" not in address:
+            raise SettingError(f"--router: {address} is no ZMQ address", "router")
+    read_keys(settings)
+    if settings.gateway_ca is not None:
+        try:
+            ssl.create_default_context(cafile=settings.gateway_ca)
+        except (OSError, ssl.SSLError) as error:
+            raise SettingError(f"--gateway-ca {settings.gateway_ca}: {error}", "gateway_ca") from None
+    try:
+        make_classes(settings.slo_classes, "--slo-classes")
+    except ValueError as error:
+        raise SettingError(str(error), "slo_classes") from None
+
+
+def read_keys(settings: table.Feeder) -> Keys | None:
+    """Raises SettingError."""
+    try:
+        return Keys.read_if(settings.keys, "gateway")
+    except ValueError as error:
+        raise SettingError(f"--keys: {error}", "keys") from None
+
+
+def serve(settings: table.Feeder) -> int:
+    """Serves until SIGTERM or SIGINT; the exit code."""
+    logging.basicConfig(
+        level=settings.log_level.upper(), format="%(asctime)s %(name)s %(levelname)s %(message)s"
+    )
+    if not settings.outlive_parent:
+        die_with_parent()
+    try:
+        check_batches(Path(settings.batches))
+    except ValueError as error:
+        raise Mistake(str(error)) from None
+    try:
+        asyncio.run(_serve(settings))
+    except (StoreError, AnotherFeeder) as error:
+        raise Mistake(str(error)) from None
+    return 0
+
+
+async def _serve(settings: table.Feeder) -> None:
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    shell = Shell(settings, read_keys(settings))
+    print(f"{READY}: {settings.batches} through {settings.gateway}", file=sys.stderr, flush=True)
+    await shell.run(stop)
+
+
+main = partial(run_program, "feeder", serve, check=check)
+"""The command; it takes a command line and returns the exit code."""
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,237 @@
+"""Batches from the official client to their results, with real processes in front of stand-in replicas."""
+
+import asyncio
+import json
+import random
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai.types import Batch
+
+from tests.support.site import Process, Site
+from tests.support.stand_in import MODEL, make_tokenizer
+from tests.support.waiting import eventually
+
+pytestmark = pytest.mark.slow
+
+FEEDER_KEY = "the feeder's own key"
+OVER = ("completed", "failed", "expired", "cancelled")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+class Batches(Site):
+    """A site whose gateway keeps batches, and a feeder."""
+
+    def __init__(self, tokenizer: Path, folder: Path, *feeder_options: str, **options: Any) -> None:
+        super().__init__(tokenizer, gateway_options=("--batches", str(folder)), **options)
+        self.folder = folder
+        self._clients: list[openai.AsyncOpenAI] = []
+        self.feeder = Process(
+            "feeder", "router.feeder", "--batches", str(folder), "--gateway", self.gateway_urls[0],
+            "--router", self.router_address, *feeder_options,
+        )  # fmt: skip
+
+    async def start(self) -> None:
+        await super().start()
+        self.feeder.start()
+
+    async def __aexit__(self, kind: object, *more: object) -> None:
+        if kind is not None and self.feeder.log.exists():
+            print(f"--- feeder\n{self.feeder.log.read_text()[-3000:]}")
+        for client in self._clients:
+            await client.close()
+        self.feeder.close()
+        await super().__aexit__(kind, *more)
+
+    def client(self, name: str) -> openai.AsyncOpenAI:
+        made = openai.AsyncOpenAI(
+            api_key=name,
+            base_url=f"{self.gateway_urls[0]}/v1",
+            max_retries=5,
+            default_headers={"x-fair-client": name},
+        )
+        self._clients.append(made)
+        return made
+
+    async def over(self, client: openai.AsyncOpenAI, batch: str, deadline_s: float = 120.0) -> Batch:
+        """The batch, when it is over."""
+
+        async def check() -> Batch | None:
+            try:
+                found = await client.batches.retrieve(batch)
+            except openai.APIConnectionError:  # the gateway was killed
+                return None
+            return found if found.status in OVER else None
+
+        found: Batch = await eventually(check, f"the end of batch {batch}", deadline_s)
+        return found
+
+
+def run(
+    body: Callable[[Batches], Awaitable[None]], tokenizer: Path, tmp_path: Path, *options: str, **more: Any
+) -> None:
+    async def main() -> None:
+        async with Batches(tokenizer, tmp_path / "kept", *options, **more) as site:
+            await site.start()
+            await body(site)
+
+    asyncio.run(main())
+
+
+@pytest.fixture(autouse=True)
+def _key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_FAIR_FEEDER_KEY", FEEDER_KEY)
+
+
+def line(custom_id: str, prompt: Any, **body: Any) -> dict[str, Any]:
+    return {
+        "custom_id": custom_id,
+        "method": "POST",
+        "url": "/v1/completions",
+        "body": {"model": MODEL, "prompt": prompt, "max_tokens": 4, "temperature": 0, **body},
+    }
+
+
+def jsonl(lines: list[dict[str, Any]]) -> bytes:
+    return b"".join(json.dumps(one).encode() + b"\n" for one in lines)
+
+
+async def created(client: openai.AsyncOpenAI, content: bytes, window: str = "24h") -> str:
+    file = await client.files.create(file=("in.jsonl", content), purpose="batch")
+    batch = await client.batches.create(
+        input_file_id=file.id,
+        endpoint="/v1/completions",
+        completion_window=window,  # type: ignore[arg-type]
+    )
+    return batch.id
+
+
+async def results(client: openai.AsyncOpenAI, file: str | None) -> list[dict[str, Any]]:
+    if file is None:
+        return []
+    return [json.loads(one) for one in (await client.files.content(file)).text.splitlines()]
+
+
+def test_a_batch_is_answered_as_its_requests_are(tokenizer: Path, tmp_path: Path) -> None:
+    async def body(site: Batches) -> None:
+        client = site.client("gold")
+        lines = [line(f"id {index}", f"prompt {index}") for index in range(200)]
+        lines[7] = line("wrong", [-1])
+        found = await site.over(client, await created(client, jsonl(lines)))
+        assert found.status == "completed", found
+        assert found.request_counts is not None
+        counts = found.request_counts
+        assert (counts.total, counts.completed, counts.failed) == (200, 199, 1)
+        done = {one["custom_id"]: one for one in await results(client, found.output_file_id)}
+        assert len(done) == 199
+        for index in (0, 1, 199):
+            answer = done[f"id {index}"]["response"]
+            assert answer["status_code"] == 200
+            assert answer["body"]["choices"][0]["text"] == site.expected("completions", f"prompt {index}", 4)
+            assert done[f"id {index}"]["error"] is None
+        [wrong] = await results(client, found.error_file_id)
+        assert (wrong["custom_id"], wrong["response"]["status_code"]) == ("wrong", 400)
+
+        async def is_told() -> bool:
+            told = (await site.state())["batches"]
+            return (
+                told["clients"] == {"gold": {"left": 0, "completed": 199, "failed": 1}} and not told["rows"]
+            )
+
+        await eventually(is_told, "the router knows of the end")
+        await site.quiet()
+
+    run(body, tokenizer, tmp_path)
+
+
+def test_wrong_lines_are_listed_and_nothing_runs(tokenizer: Path, tmp_path: Path) -> None:
+    async def body(site: Batches) -> None:
+        client = site.client("gold")
+        content = jsonl([line("a", "x"), line("a", "x"), line("b", "x", model="nobody's")]) + b"{\n\n"
+        found = await site.over(client, await created(client, content))
+        assert found.status == "failed"
+        assert found.errors is not None
+        assert [(one.line, one.code) for one in found.errors.data or ()] == [
+            (2, "duplicate_custom_id"),
+            (3, "model_not_found"),
+            (4, "invalid_json_line"),
+        ]
+        assert (await site.work("r0"))["requests"] + (await site.work("r1"))["requests"] == 0
+
+    run(body, tokenizer, tmp_path)
+
+
+def test_a_batch_whose_window_is_over_expires(tokenizer: Path, tmp_path: Path) -> None:
+    async def body(site: Batches) -> None:
+        client = site.client("gold")
+        lines = [line(str(index), "x", max_tokens=200) for index in range(300)]
+        found = await site.over(client, await created(client, jsonl(lines), "3s"))
+        assert found.status == "expired"
+        assert found.request_counts is not None
+        assert found.request_counts.failed > 0
+        assert found.request_counts.completed + found.request_counts.failed == 300
+        lost = await results(client, found.error_file_id)
+        assert {one["error"]["code"] for one in lost} == {"batch_expired"}
+        done = await results(client, found.output_file_id)
+        assert len({one["custom_id"] for one in lost + done}) == 300
+        await site.quiet()
+
+    run(body, tokenizer, tmp_path, step_s=0.02)
+
+
+def test_a_batch_is_cancelled(tokenizer: Path, tmp_path: Path) -> None:
+    async def body(site: Batches) -> None:
+        client = site.client("gold")
+        name = await created(client, jsonl([line(str(index), "x", max_tokens=200) for index in range(300)]))
+
+        async def runs() -> bool:
+            return (await client.batches.retrieve(name)).status == "in_progress"
+
+        await eventually(runs, "the batch runs")
+        await client.batches.cancel(name)
+        found = await site.over(client, name)
+        assert found.status == "cancelled"
+        lost = await results(client, found.error_file_id)
+        done = await results(client, found.output_file_id)
+        assert len({one["custom_id"] for one in lost + done}) == 300
+        await site.quiet()
+
+    run(body, tokenizer, tmp_path, step_s=0.02)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_each_item_has_one_result_whatever_dies(tokenizer: Path, tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+
+    async def body(site: Batches) -> None:
+        clients = [site.client(name) for name in ("gold", "silver")]
+        count = 600
+        names = [
+            await created(client, jsonl([line(f"id {index}", f"p {index}") for index in range(count)]))
+            for client in clients
+        ]
+        victims = [site.feeder, site.gateways[0], site.router, *site.replicas.values()]
+        for _ in range(6):
+            await asyncio.sleep(rng.uniform(0.2, 1.2))
+            victim = rng.choice(victims)
+            victim.kill()
+            await asyncio.sleep(rng.uniform(0.0, 0.4))
+            victim.start()
+        for client, name in zip(clients, names, strict=True):
+            found = await site.over(client, name, 240.0)
+            assert found.status == "completed", found
+            done = await results(client, found.output_file_id)
+            assert [one["custom_id"] for one in done] == [f"id {index}" for index in range(count)]
+            assert await results(client, found.error_file_id) == []
+            for index in (0, count - 1):
+                text = done[index]["response"]["body"]["choices"][0]["text"]
+                assert text == site.expected("completions", f"p {index}", 4)
+
+    run(body, tokenizer, tmp_path, step_s=0.01)
