@@ -9,6 +9,7 @@ NAME.key (public) and NAME.key_secret, in ZMQ's format. A process needs its own 
     replica    publishes KV events and load to routers
 """
 
+import contextlib
 import logging
 import os
 import threading
@@ -117,6 +118,31 @@ class Keys:
         socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
 
 
+class Refusals:
+    """Notices that a socket's peers and its owner do not have each other's keys."""
+
+    def __init__(self, socket: Socket) -> None:
+        """`socket` is not bound or connected yet."""
+        self._socket = socket
+        self.monitor: Socket = socket.get_monitor_socket(FAILURES)
+        self.monitor.linger = 0
+
+    def has_come(self) -> bool:
+        """Whether one has, since this was asked last. Reads one."""
+        try:
+            recv_monitor_message(self.monitor, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Before or after the socket is closed."""
+        if not self._socket.closed:
+            self._socket.disable_monitor()
+        if not self.monitor.closed:
+            self.monitor.close(0)
+
+
 class Gate:
     """Decides who connects to the servers of one context, and counts those who may not.
 
@@ -132,38 +158,29 @@ class Gate:
         self._asked: Socket = context.socket(zmq.REP)
         self._asked.linger = 0
         self._asked.bind(HANDLER)
-        self._watched: tuple[tuple[Socket, Socket], ...] = ()
-        """Monitors, and what they watch."""
+        self._watched: tuple[Refusals, ...] = ()
 
     @property
     def sockets(self) -> list[Socket]:
         """Those to poll."""
-        return [self._asked, *(monitor for monitor, _ in self._watched)]
+        return [self._asked, *(one.monitor for one in self._watched)]
 
     def watch(self, server: Socket) -> None:
         """Counts who fails to connect to `server`, which is not bound yet."""
-        monitor = server.get_monitor_socket(FAILURES)
-        monitor.linger = 0
-        self._watched = (*self._watched, (monitor, server))
+        self._watched = (*self._watched, Refusals(server))
 
     def serve(self, source: Socket) -> None:
         """Reads what has come to one of `sockets`."""
-        try:
-            if source is self._asked:
+        if source is self._asked:
+            with contextlib.suppress(zmq.Again):
                 self._answer(source.recv_multipart(zmq.NOBLOCK))
-            else:
-                recv_monitor_message(source, zmq.NOBLOCK)
-                self._count()
-        except zmq.Again:
-            pass
+        elif any(one.has_come() for one in self._watched if one.monitor is source):
+            self._count()
 
     def close(self) -> None:
         """Stops; the servers must be closed too."""
-        for monitor, server in self._watched:
-            if not server.closed:
-                server.disable_monitor()
-            if not monitor.closed:
-                monitor.close(0)
+        for one in self._watched:
+            one.close()
         self._asked.close(0)
 
     def run(self) -> None:

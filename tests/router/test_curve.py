@@ -38,9 +38,9 @@ def folder(tmp_path: Path) -> Path:
 class Running:
     """A shell in a thread, asked from inside."""
 
-    def __init__(self, keys: Keys | None) -> None:
+    def __init__(self, keys: Keys | None, bind: str = "tcp://127.0.0.1:*") -> None:
         core = Router(build("d2lpm"), name="d2lpm", page_size=PAGE, linger_s=0.0)
-        self.shell = Shell(core, "tcp://127.0.0.1:*", keys=keys)
+        self.shell = Shell(core, bind, keys=keys)
         self._peer = self.shell.context.socket(zmq.DEALER)
         self._peer.connect(INSIDE)
         self._thread = threading.Thread(target=self.shell.run)
@@ -120,6 +120,33 @@ def test_a_gateway_with_a_wrong_key_is_refused_and_counted(running: Running, fol
     assert running.state()["wire"]["peers"] == 0
     running.tell(WorkerUp("r0", "http://r0"))
     assert asyncio.run(place(running.shell.endpoint, right)).worker == "r0"
+
+
+@pytest.mark.parametrize("wrong", ["admits another gateway", "has another key"])
+def test_a_gateway_finds_a_router_that_gets_the_right_keys(
+    wrong: str, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make(folder / "other")
+    right, other = Keys.read(folder, "router"), Keys.read(folder / "other", "router")
+    public, secret = (right.public, right.secret) if "admits" in wrong else (other.public, other.secret)
+    first = Running(Keys("router", public, secret, other.others))
+    endpoint = first.shell.endpoint
+
+    async def body() -> None:
+        fleet = Fleet(lambda worker: True)
+        link = Link(endpoint, 20.0, fleet.side(), Keys.read(folder, "gateway"))
+        await link.start()
+        await eventually(lambda: "do not have each other's keys" in caplog.text, "it says so")
+        await asyncio.to_thread(first.close)
+        second = Running(right, endpoint)
+        try:
+            await eventually(lambda: link.alive, "the router answers")
+        finally:
+            await link.close()
+            await asyncio.to_thread(second.close)
+
+    asyncio.run(body())
+    assert caplog.text.count("do not have each other's keys") == 1
 
 
 class Publisher:

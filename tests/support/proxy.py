@@ -25,6 +25,7 @@ class Capture:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         for one in (self._listener, *self._open):
             one.close()
 

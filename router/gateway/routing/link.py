@@ -49,7 +49,7 @@ from router.events import (
 )
 from router.gateway.routing.side import Side
 from router.wire import HEARTBEAT, HEARTBEAT_ANSWER
-from sglang_fair.common.curve import Keys
+from sglang_fair.common.curve import Keys, Refusals
 
 log = logging.getLogger("gateway")
 
@@ -58,6 +58,8 @@ SEARCH_S = 0.02
 """Between two heartbeats while no router answers."""
 COMPARE_S = 5.0
 ASK_AGAIN_S = 1.0
+REOPEN_S = 1.0
+"""Between two attempts at a router that refuses our key."""
 MESSAGES_PER_TURN = 256
 """Read in a row before other tasks of the event loop run."""
 
@@ -149,6 +151,9 @@ class Link:
         self._beating: asyncio.Task[None] | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes]
+        self._refusals: Refusals | None = None
+        self._reopen_s = float("-inf")
+        self._has_complained_of_keys = False
         self._is_open = self._will_read = self._has_complained = self._has_refused = False
 
     async def start(self) -> None:
@@ -173,6 +178,7 @@ class Link:
         self._socket.setsockopt(zmq.IDENTITY, b"g" + uuid.uuid4().bytes)
         if self._keys is not None:
             self._keys.connect(self._socket, "router")
+            self._refusals = Refusals(self._socket)
         self._socket.connect(self._address)
         asyncio.get_running_loop().add_reader(self._descriptor, self._read)
 
@@ -183,6 +189,9 @@ class Link:
     def _shut(self, linger_ms: int | None = None) -> None:
         asyncio.get_running_loop().remove_reader(self._descriptor)
         self._is_open = False
+        if self._refusals is not None:
+            self._refusals.close()
+            self._refusals = None
         self._socket.close(linger_ms)
 
     async def close(self) -> None:
@@ -300,7 +309,19 @@ class Link:
                     self.changed()
                 for question in self._waiting.values():
                     question.fail(RouterGone(f"the router at {self._address} is gone"))
+                self._look_for_refusals()
             await asyncio.sleep(HEARTBEAT_S if self.alive else SEARCH_S)
+
+    def _look_for_refusals(self) -> None:
+        """A socket that was refused connects no more. The router may be started again with other keys."""
+        if self._refusals is None or time.monotonic() < self._reopen_s or not self._refusals.has_come():
+            return
+        self._reopen_s = time.monotonic() + REOPEN_S
+        if not self._has_complained_of_keys:
+            self._has_complained_of_keys = True
+            log.error("the router at %s and this gateway do not have each other's keys", self._address)
+        self._shut(0)
+        self._open()
 
     def compare(self) -> None:
         """Asks for the workers, and how the tables of requests differ; both sides are told what they lack."""
