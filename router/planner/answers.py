@@ -1,8 +1,9 @@
 """From a question to a plan, and to how many replicas more would do. Pure."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from math import inf
+from itertools import count, islice
+from math import ceil, inf
 from statistics import fmean
 
 from router.events import MOST_NEEDED, Lengths, Plan, Replan, Shortage
@@ -11,7 +12,10 @@ from router.queues.plan import Needed, Planned, Solver, needed, plan
 from router.queues.problem import Demand, Problem, Queue
 
 SOON_S = 60.0
-"""What is late whatever is added shall begin within so long; else a queue that is hours behind would need nothing."""
+"""What is late already shall begin within so long; else a queue that is hours behind would need nothing."""
+
+MOST_PARTS = 16
+"""Of a group, at as many replicas."""
 
 NEVER_S = 1e7
 """A swap that a new replica cannot do takes so long that no order has it."""
@@ -43,21 +47,32 @@ def shortage(problem: Problem) -> Shortage | None:
     if not problem.queues:
         return None
     with_one, like = one_more(problem)
-    late = {demand.number for demand in with_one.demands if is_hopeless(demand)}
-    soon = [
-        replace(demand, slack_s=SOON_S, last_slack_s=inf) if demand.number in late else demand
-        for demand in with_one.demands
-    ]
-    found = needed(replace(with_one, demands=soon), like)
+    fresh = count(1 + max((demand.number for demand in problem.demands), default=0))
+    demands = [part for demand in with_one.demands for part in _parts(demand, fresh)]
+    found = needed(replace(with_one, demands=demands), like)
+    late = sum(demand.slack_s < 0 for demand in problem.demands)
     why = found.why
     if late:
-        why += f"; {len(late)} groups that are late whatever is added begin within {SOON_S:g} s"
+        why += f"; {late} groups that are late already begin within {SOON_S:g} s"
     return Shortage(_bounded(found), min(found.least, MOST_NEEDED), dict(found.models), why[:1_000])
 
 
-def is_hopeless(demand: Demand) -> bool:
-    """Whether it will be late even if a worker that has its model does nothing else from now on."""
-    return demand.slack_s < 0 or min(demand.drain_s.values()) > demand.last_slack_s
+def _parts(demand: Demand, fresh: Iterator[int]) -> list[Demand]:
+    """What replicas that are added can take of a group. Of one whose last request would be late at any worker, though
+    nothing is before it, each takes a part: so it is when workers have nothing else to do."""
+    if demand.slack_s < 0:
+        return [replace(demand, slack_s=SOON_S, last_slack_s=inf)]
+    drain_s, within_s = min(demand.drain_s.values()), demand.last_slack_s
+    if drain_s <= within_s:
+        return [demand]
+    parts = min(MOST_PARTS, ceil(drain_s / within_s * (1 + 1e-9))) if within_s > 0 else MOST_PARTS
+    part = replace(
+        demand,
+        drain_s={worker: one_s / parts for worker, one_s in demand.drain_s.items()},
+        last_slack_s=max(within_s, drain_s / parts),
+        begun_on=None,
+    )
+    return [replace(part, number=number) for number in islice(fresh, parts)]
 
 
 def _bounded(found: Needed) -> int | None:

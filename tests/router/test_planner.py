@@ -14,11 +14,24 @@ import zmq
 
 from router.claims import Claims
 from router.core import Router
-from router.events import Arrive, Done, Held, Place, Replan, WorkerDown, WorkerUp, decode_answer, encode
+from router.events import (
+    Arrive,
+    Done,
+    Held,
+    Place,
+    Planner,
+    Query,
+    Replan,
+    WorkerDown,
+    WorkerUp,
+    decode_answer,
+    encode,
+)
 from router.placement import build
 from router.planner.__main__ import main
 from router.planner.link import Link
 from router.shell import Shell
+from router.wire import HEARTBEAT
 from tests.support.planned_queues import Queues
 from tests.support.waiting import wait_until
 
@@ -151,6 +164,31 @@ def test_the_second_takes_over_from_the_first_when_it_is_killed() -> None:
         one.until_planned()
         wait_until(lambda: one.state()["standing_by"] == 0, "the first to be gone")
         assert one.queues.attended == [True]
+
+
+def test_a_planner_to_which_nothing_can_be_sent_is_gone_at_once() -> None:
+    """By a clock that stands still: not because it is silent."""
+    queues = Queues()
+    shell = Shell(Router(queues, name="queues"), "tcp://127.0.0.1:*", clock=lambda: 0.0)
+    thread = threading.Thread(target=shell.run)
+    thread.start()
+    try:
+        with gateway(shell.endpoint) as socket:
+            socket.send(HEARTBEAT)
+            socket.send(encode(Planner("me")))
+            wait_until(lambda: queues.attended == [True], "the planner")
+        queues.is_late = True
+        queues.replans.every_s = 1e-9
+        with gateway(shell.endpoint) as socket:
+            while queues.attended == [True]:
+                queues.replans.restart()
+                socket.send(encode(Query("q")))
+                hear(socket)
+        assert queues.attended == [True, False]
+    finally:
+        shell.stop()
+        thread.join(DEADLINE_S)
+        shell.close()
 
 
 def test_it_finds_a_router_that_is_started_again() -> None:

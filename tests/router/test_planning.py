@@ -447,7 +447,15 @@ def test_what_is_late_whatever_is_added_still_asks_for_help() -> None:
     late = [Demand(number, "x", -100.0, {"a": 30.0}) for number in range(8)]
     found = needs(late, queues)
     assert found.more == 2  # 30 s each, begun within 60 s: three at each queue
-    assert "8 groups that are late whatever is added" in found.why
+    assert "8 groups that are late already" in found.why
+
+
+def test_a_group_that_is_too_large_for_one_replica_is_shared() -> None:
+    queues = [Queue("a", "x")]
+    found = needs([Demand(1, "x", 3.0, {"a": 8.0}, last_slack_s=3.0, begun_on="a")], queues)
+    assert found.more == 2  # 8 s of work that end within 3 s
+    found = needs([Demand(1, "x", 0.0, {"a": 8.0}, last_slack_s=0.0)], queues)
+    assert found.more == 15
 
 
 def test_replicas_that_keep_their_model_are_not_thought_to_swap() -> None:
@@ -457,6 +465,17 @@ def test_replicas_that_keep_their_model_are_not_thought_to_swap() -> None:
     found = needs(demands, queues)
     assert found.models == {"x": 1, "y": 1}
     assert found.more == 2
+
+
+def test_a_new_replica_serves_one_model_after_the_other_only_if_it_can() -> None:
+    demands = [Demand(number, "x", 1.0, {"a": 10.0}) for number in range(2)]
+    demands += [
+        Demand(10 + number, "y", second, {"b": 10.0}) for number, second in enumerate((1.0, 12.0, 12.0))
+    ]
+    swap_s = {"x": 1.0, "y": 1.0}
+    assert needs(demands, [Queue("a", "x"), Queue("b", "y")]).more == 2
+    swapping = [Queue("a", "x", swap_s), Queue("b", "y", swap_s)]
+    assert needs(demands, swapping).more == 1
 
 
 def test_names_of_workers_are_not_taken() -> None:
