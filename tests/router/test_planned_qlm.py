@@ -171,10 +171,10 @@ def test_with_a_planner_that_hangs_as_much_is_served_as_without_any() -> None:
         site = Site(3)
         if with_planner:
             site.handle(Planner(), b"p")
-        for _ in range(40):
+        for _ in range(60):
             site.arrive()
-        for _ in range(30):
-            site.now_s += 0.1
+        for _ in range(40):
+            site.now_s += 0.5
             site.handle(Tick(), b"")
             site.end()
         served.append(len(site.placed))
