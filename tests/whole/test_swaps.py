@@ -10,13 +10,16 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import httpx
+import psutil
 import pytest
 
+from sglang_fair.cluster import control
 from tests.support import checkpoints
-from tests.support.live import Cluster, Replica, lives
+from tests.support.live import Cluster, Replica, command_line, lives
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.e2e
@@ -43,10 +46,15 @@ def workers(made: Cluster, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, capture_output=True, text=True, check=False, timeout=240)
 
 
+def asked(made: Cluster, request: dict[str, Any]) -> dict[str, Any]:
+    """What the same commands ask for, without a process for each."""
+    port = urlsplit(made.url).port
+    assert port is not None
+    return control.ask(control.socket_path(port), request, lambda text: None, 240.0)
+
+
 def swap(made: Cluster, model: str, worker: str = "r0") -> None:
-    done = workers(made, "swap", worker, model)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"{worker} has {model}\n"
+    assert asked(made, {"do": "swap", "name": worker, "model": model}) == {"name": worker, "model": model}
 
 
 def order(made: Cluster, model: str, worker: str = "r0") -> None:
@@ -68,24 +76,18 @@ def settled(made: Cluster, worker: str = "r0") -> str:
         row = status["workers"].get(worker, {})
         return of.get("phase") == "serves" and row.get("state") == "up" and row["model"] == of["model"]
 
-    wait_until(is_settled, "a replica that serves")
+    wait_until(is_settled, "a replica that serves", 120.0)
     return str(state(made, worker)["model"])
 
 
 def pid_of(made: Cluster, name: str) -> int:
-    """Of the process that has this name by now."""
-    root = made.addresses["pids"]["cluster"]
-    marks = {"a0": ("sglang_fair.agent", "r0"), "r0": ("", "")}[name]
+    """Of the replica r0, or of its agent a0, that runs by now."""
     if name == "r0":
-        rows = json.loads(workers(made, "list", "--json").stdout)
-        return int(next(row["pid"] for row in rows if row["name"] == "r0"))
-    import psutil
-
-    for process in psutil.Process(root).children(recursive=True):
-        line = " ".join(process.cmdline())
-        if all(mark in line for mark in marks):
+        return int(next(row["pid"] for row in asked(made, {"do": "list"})["workers"] if row["name"] == "r0"))
+    for process in psutil.Process(made.addresses["pids"]["cluster"]).children(recursive=True):
+        if "sglang_fair.agent" in command_line(process):
             return process.pid
-    raise AssertionError(f"{name} does not run")
+    raise AssertionError("no agent runs")
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +126,8 @@ def test_there_and_back_and_there_again(made: Cluster, alone: dict[str, list[lis
     replica = made.addresses["replicas"][0]
     for model in "abab":
         if model != state(made)["model"]:
-            swap(made, model)
+            done = workers(made, "swap", "r0", model)
+            assert (done.returncode, done.stdout) == (0, f"r0 has {model}\n"), done.stderr
         check(made, model, alone)
         other = "ba"["ab".index(model)]
         assert said(made.url, body_of(PROMPTS[0], other))[0] == 503
@@ -255,10 +258,47 @@ def test_whoever_is_killed_during_a_swap(name: str, made: Cluster, alone: dict[s
                 assert status != 200 or tokens == alone[model][1]
             return any(status == 200 for status, _ in answers)
 
-        wait_until(is_back, "somebody serves")
+        wait_until(is_back, "somebody serves", 120.0)
         has = settled(made)
         check(made, has, alone)
         if name == "r0":
             assert has in ("a", target)
         swap(made, "ba"["ab".index(has)])
         check(made, "ba"["ab".index(has)], alone)
+
+
+def test_two_models_on_one_replica_are_served_in_turn(
+    folders: dict[str, Path], alone: dict[str, list[list[int]]]
+) -> None:
+    """Placement qlm has the replica load what its queue needs; each request meets its deadline, of ten minutes."""
+    named = ",".join(f"{name}={folder}" for name, folder in folders.items())
+    classes = json.dumps({"interactive": 600.0})
+    options = ("--swap", "all", "--replicas", "1", "--placement", "qlm", "--slo-classes", classes)
+    with Cluster("--models", named, *options, *SMALL) as made:
+
+        async def main() -> None:
+            async with aiohttp.ClientSession() as http:
+
+                async def ask(number: int) -> None:
+                    model, prompt = MODELS[number % 2], number % len(PROMPTS)
+                    body, headers = body_of(PROMPTS[prompt], model), {"x-fair-client": f"c{number % 5}"}
+                    async with http.post(f"{made.url}/generate", json=body, headers=headers) as response:
+                        answer = await response.json()
+                        assert response.status == 200, answer
+                        assert answer["output_ids"] == alone[model][prompt]
+
+                for _ in range(2):
+                    await asyncio.gather(*(ask(number) for number in range(40)))
+                seen: list[list[int]] = [[], []]
+                found = await asyncio.gather(
+                    *(stream(made, model, seen[at]) for at, model in enumerate(MODELS))
+                )
+                assert found == ["", ""]
+                assert seen == [alone[model][3] for model in MODELS]
+
+        asyncio.run(main())
+        status = made.status()
+        assert status["swaps"]["r0"]["swaps"] >= 2
+        assert status["swaps"]["r0"]["failed"] == 0
+        assert status["gateway"]["classes"]["interactive"]["missed"] == 0
+        assert status["gateway"]["failed"] == 0
