@@ -97,11 +97,13 @@ class Site:
         routers: int = 1,
         replica_host: str = "127.0.0.1",
         before_replicas: Sequence[str] = (),
+        replica_options: Sequence[str] = (),
     ) -> None:
         """All gateways know all routers; `router` is the first. With `tenants`, a file, gateways have an address for
         operators, which `admin_key` opens. `models` are those of the replicas, the first one first; without any, they
         have one that nobody names. Replicas listen at `replica_host`; `before_replicas` as `Process` has it."""
         self._replica_host, self._before_replicas = replica_host, before_replicas
+        self._replica_options = tuple(replica_options)
         self._models = list(models)
         self._salts = {model: salt for salt, model in enumerate(dict.fromkeys(models))}
         self.engine = Engine(tokenizer)
@@ -165,7 +167,7 @@ class Site:
         made = Process(
             name, "tests.support.stand_in", "--host", self._replica_host, "--port", str(port),
             "--tokenizer", str(self.tokenizer), "--step", str(self.step_s),
-            "--salt", str(self._salt(len(self.replicas))), before=self._before_replicas,
+            "--salt", str(self._salt(len(self.replicas))), *self._replica_options, before=self._before_replicas,
         )  # fmt: skip
         self.replicas[name], self.urls[name] = made, f"http://{self._replica_host}:{port}"
         return made

@@ -22,6 +22,7 @@ from aiohttp import web
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from sglang_fair.common.processes import die_with_parent
+from sglang_fair.common.swapping import HEADER_MODEL, MISDIRECTED
 from sglang_fair.common.token_ids import HEADER, comment
 
 MODEL = "tiny"
@@ -206,10 +207,12 @@ def _event(data: dict[str, Any]) -> bytes:
 class Server:
     """The engine behind HTTP. It stops when its client leaves, and counts what it has computed."""
 
-    def __init__(self, engine: Engine, step_s: float) -> None:
+    def __init__(self, engine: Engine, step_s: float, model: str = "") -> None:
+        """With `model`, requests that must be answered by another one get 421."""
         self._engine = engine
+        self._model = model
         self._step_s = step_s
-        self.work = {"requests": 0, "running": 0, "output_tokens": 0, "cancelled": 0}
+        self.work = {"requests": 0, "running": 0, "output_tokens": 0, "cancelled": 0, "misdirected": 0}
         self.by_client: dict[str, int] = {}
         self.app = web.Application(client_max_size=1 << 26)
         for path, kind in PATHS.items():
@@ -224,6 +227,9 @@ class Server:
     def _handler(self, kind: str) -> Callable[[web.Request], Any]:
         async def serve(request: web.Request) -> web.StreamResponse:
             body = await request.json()
+            if self._model and request.headers.get(HEADER_MODEL, self._model) != self._model:
+                self.work["misdirected"] += 1
+                return web.json_response({"message": "it has another model"}, status=MISDIRECTED)
             self.work["requests"] += 1
             self.work["running"] += 1
             try:
@@ -278,9 +284,10 @@ def main() -> None:
     line.add_argument("--tokenizer", type=Path, required=True)
     line.add_argument("--step", type=float, default=0.01)
     line.add_argument("--salt", type=int, default=0)
+    line.add_argument("--model", default="")
     options = line.parse_args()
     die_with_parent()
-    server = Server(Engine(options.tokenizer, options.salt), options.step)
+    server = Server(Engine(options.tokenizer, options.salt), options.step, options.model)
     web.run_app(server.app, host=options.host, port=options.port, print=None, handler_cancellation=True)
 
 
