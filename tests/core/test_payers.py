@@ -533,7 +533,7 @@ def test_a_forgotten_swing_is_the_farthest_one():
 @both
 def test_only_deficits_have_a_bound(name, rule):
     queue = queue_of(rule, name)
-    assert (queue.account.bound() is not None) == name.startswith("dlpm")
+    assert (queue.account.bound() is not None) == name.startswith(("dlpm", "slo"))
     assert FairQueue(make_policy(name)).account.bound() == make_policy(name).bound(0, 0)
 
 
