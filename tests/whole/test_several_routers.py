@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from sglang_fair.common.curve import make
 from tests.support.site import Seen, Site
 from tests.support.stand_in import make_tokenizer
 from tests.support.waiting import eventually
@@ -65,7 +66,13 @@ def states(state: dict[str, Any]) -> list[str]:
     return [router["state"] for router in state["gateway"]["routers"]]
 
 
-def test_one_of_two_routers_is_killed_under_load_and_comes_back(tokenizer: Path) -> None:
+@pytest.mark.parametrize("has_keys", [False, True], ids=["open", "keys"])
+def test_one_of_two_routers_is_killed_under_load_and_comes_back(
+    tokenizer: Path, tmp_path: Path, has_keys: bool
+) -> None:
+    make(tmp_path / "keys")
+    options = ("--keys", str(tmp_path / "keys")) if has_keys else ()
+
     async def body(site: Site) -> None:
         load = Load(site)
         await load.goes_on()
@@ -92,7 +99,9 @@ def test_one_of_two_routers_is_killed_under_load_and_comes_back(tokenizer: Path)
             assert state["gateway"]["failed"] == state["gateway"]["retried"] == 0
 
     async def main() -> None:
-        async with Site(tokenizer, gateways=2, routers=2, step_s=0.01) as site:
+        async with Site(
+            tokenizer, gateways=2, routers=2, step_s=0.01, router_options=options, gateway_options=options
+        ) as site:
             await site.start()
             await body(site)
 
