@@ -1,6 +1,6 @@
 """Routers and gateways in one network, replicas in another, and a cable between: run it as `unshare -rmn python -m …`.
 
-It cuts the cable under load and heals it, and prints `ok`.
+It cuts the cable under load and heals it, kills a replica and both routers in turn, and prints `ok`.
 """
 
 import asyncio
@@ -82,6 +82,10 @@ class Load:
             "every client is served",
         )
 
+    def failed(self) -> int:
+        """How many requests had another outcome than to be served."""
+        return self.outcomes.total() - self.outcomes["served"]
+
     def broken(self) -> bool:
         return any(task.done() for task in self._tasks)
 
@@ -102,15 +106,21 @@ async def body(site: Site, cable: Cable) -> None:
             return all(len(state["gateway"]["sick"]) == len(site.replicas) for state in states)
 
         await eventually(all_sick, "the gateways miss the replicas")
-        failed = load.outcomes.total() - load.outcomes["served"]
-        await eventually(
-            lambda failed=failed: load.broken() or load.outcomes.total() - load.outcomes["served"] > failed,
-            "clients are told",
-        )
+        failed = load.failed()
+        await eventually(lambda failed=failed: load.broken() or load.failed() > failed, "clients are told")
         cable.set("up")
         for gateway in (0, 1):
             await eventually(lambda gateway=gateway: site.all_up(gateway), "all replicas answer again")
         await load.goes_on()
+    failed = load.failed()
+    for victim in (site.replicas["r0"], *site.routers):
+        victim.kill()
+        await load.goes_on()
+        victim.start()
+        for gateway in (0, 1):
+            await eventually(lambda gateway=gateway: site.all_up(gateway), f"{victim.name} is back")
+        await load.goes_on()
+    assert load.failed() == failed, "with the cable in place, what dies takes no request along"
     await load.stop()
     for gateway in (0, 1):
         await site.quiet(gateway)
