@@ -132,10 +132,8 @@ class Steps:
 
     def saw(self, seen: Seen | None, now_s: float) -> None:
         """The replica says how it is; None: it does not answer."""
-        if seen is None:
-            self._seen = None if not self._goal else self._seen
-            if self._goal:
-                self._plan = [Do("look", self._goal, LOOK_S)]
+        if seen is None:  # what it was it may still be; if it has died, its successor says so
+            self._plan = [Do("look", self._goal, LOOK_S)]
             return
         before, self._seen = self._seen, seen
         self._plan = []

@@ -147,8 +147,18 @@ def _throttle(throttle: Report) -> RenderableType:
     return Group(lines, table)
 
 
+def model_of(swap: Mapping[str, Any]) -> str:
+    """What a replica that can load several models has, and what it is about to have."""
+    if swap["phase"] in ("empties", "loads"):
+        return f"{swap['model'] or '-'} -> {swap['target']}"
+    return str(swap["model"])
+
+
 def _workers(front: Report, replicas: Mapping[str, Report | None], locked: Collection[str]) -> Table:
-    has_several = len({worker.get("model") for worker in front.get("workers", {}).values()}) > 1
+    swaps = front.get("swaps") or {}
+    has_several = (
+        bool(swaps) or len({worker.get("model") for worker in front.get("workers", {}).values()}) > 1
+    )
     headings = ["replica", "in flight", "placed", "tokens in tree", "policy", "books", "address"]
     if has_several:
         headings.insert(1, "model")
@@ -162,7 +172,11 @@ def _workers(front: Report, replicas: Mapping[str, Report | None], locked: Colle
             state = "balance" if books.get("ok", True) else "DO NOT BALANCE"
         table.add_row(
             name,
-            *([Text(str(worker.get("model") or ""))] if has_several else []),
+            *(
+                [Text(model_of(swaps[name]) if name in swaps else str(worker.get("model") or ""))]
+                if has_several
+                else []
+            ),
             _number(worker.get("in_flight")),
             _number(worker.get("dispatched")),
             _number(worker.get("tree_tokens")),

@@ -22,6 +22,7 @@ from sglang_fair.cluster.link import Link, router_asked, router_swaps, router_wo
 from sglang_fair.cluster.options import ConfigError
 from sglang_fair.cluster.plan import Process, Worker, agent_name, with_workers
 from sglang_fair.cluster.ports import PortTaken
+from sglang_fair.cluster.status import model_of
 from sglang_fair.cluster.supervisor import StartFailed, Supervisor
 from sglang_fair.common.service_keys import replica_key
 
@@ -107,7 +108,7 @@ class Workers:
         """The same with the models that those have which can load several, if a router answers."""
         swaps = await router_swaps(self._router) or {}
         return [
-            replace(row, model=_has(swaps[row.name])) if row.name in swaps else row for row in self.rows()
+            replace(row, model=model_of(swaps[row.name])) if row.name in swaps else row for row in self.rows()
         ]
 
     async def swap(self, name: str, model: str, say: Say) -> dict[str, Any]:
@@ -233,13 +234,6 @@ class Workers:
         url = spec.worker.url if spec.worker else ""
         model = spec.worker.model if spec.worker else ""
         return ReplicaState(spec.name, url, self._supervisor.pids.get(spec.name), state, model)
-
-
-def _has(swap: dict[str, Any]) -> str:
-    """What a replica has, in a word."""
-    if swap["phase"] in ("empties", "loads"):
-        return f"{swap['model'] or '-'} -> {swap['target']}"
-    return str(swap["model"])
 
 
 def _has_left(state: dict[str, Any]) -> str:

@@ -21,6 +21,7 @@ ABOUT_REPLICAS: Mapping[str, str] = {
     "no overlay": "no overlay: it runs without the fair scheduler, and nothing is known of its clients",
     "sick": "is sick: it gets no requests until it answers again",
     "draining": "is draining: it finishes what it has",
+    "swapping": "is loading another model: it gets no requests until it has it",
 }
 
 
@@ -207,7 +208,7 @@ def _notes(
         one = followed[shown.name]
         report = one.report
         if shown.state in ABOUT_REPLICAS:
-            level: Level = "info" if shown.state in ("draining", "no overlay") else "bad"
+            level: Level = "info" if shown.state in ("draining", "swapping", "no overlay") else "bad"
             notes.append(Note(level, shown.name, ABOUT_REPLICAS[shown.state]))
         if report is not None and not report.conservation.ok:
             notes.append(

@@ -171,7 +171,14 @@ def _replicas(view: View) -> tuple[list[str], Rows]:
         [
             Text(one.name),
             *([Text(one.model or NONE)] if has_several else []),
-            Text(one.state, "green" if one.state == "ok" else "yellow" if one.state == "draining" else "red"),
+            Text(
+                one.state,
+                "green"
+                if one.state == "ok"
+                else "yellow"
+                if one.state in ("draining", "swapping")
+                else "red",
+            ),
             one.policy or NONE,
             _number(one.rate),
             _number(one.running),

@@ -64,7 +64,7 @@ class ReplicaView:
     model: str
     """"" where the gateway does not say."""
     state: str
-    """ok, starting, silent, denied, no overlay, sick or draining."""
+    """ok, starting, silent, denied, no overlay, sick, draining or swapping (its model)."""
     policy: str
     in_flight: int | None
     waiting: int | None

@@ -124,6 +124,20 @@ def test_an_order_in_its_steps() -> None:
     assert (steps.done, steps.error) == (2, ""), "it has that already"
 
 
+def test_a_replica_that_does_not_answer_is_asked_again_and_not_at_once() -> None:
+    steps = Steps(MODELS)
+    assert steps.next() == Do("look")
+    for _ in range(3):
+        steps.saw(None, 0.0)
+        assert steps.next().after_s > 0
+        assert steps.loaded == ""
+    steps, replica = started()
+    replica.is_up = False
+    turn(steps, replica)
+    assert steps.loaded == "a", "it may be slow; whoever has died has a successor, which says what it has"
+    assert steps.next().after_s > 0
+
+
 def test_requests_inside_finish_first() -> None:
     steps, replica = started()
     assert replica.enter("a")
