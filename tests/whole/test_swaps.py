@@ -211,6 +211,24 @@ def test_a_stream_that_is_cut_goes_on_elsewhere(
         assert made.status()["gateway"]["cut"] > 0
         check(made, "b", alone)
         check(made, "a", alone)
+        comes_and_goes(made, alone)
+
+
+def comes_and_goes(made: Cluster, alone: dict[str, list[list[int]]]) -> None:
+    """A replica that is added has an agent of its own; one that is drained takes its agent along."""
+
+    def agents() -> int:
+        root = psutil.Process(made.addresses["pids"]["cluster"])
+        return sum("sglang_fair.agent" in command_line(one) for one in root.children(recursive=True))
+
+    assert agents() == 3
+    asked(made, {"do": "drain", "name": "r2"})
+    assert agents() == 2
+    row = asked(made, {"do": "add", "model": "b"})
+    assert (row["name"], agents()) == ("r2", 3)
+    assert settled(made, "r2") == "b"
+    swap(made, "a", "r2")
+    check(made, "a", alone)
 
 
 def test_a_stream_that_nobody_else_can_go_on_with_finishes(
