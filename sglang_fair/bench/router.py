@@ -77,6 +77,8 @@ DECISIONS_PER_S = 500
 """By the router's clock."""
 CALLS = 4
 """Of an interaction."""
+FULL_TOKENS = 1_000_000
+"""Of the KV cache of a worker, all in use."""
 LOAD_EVERY = 100
 """Decisions between two loads that replicas report."""
 THROTTLE_TURNS = 9
@@ -291,7 +293,7 @@ def measure(
         arrive, head = traffic.request(prompt_tokens)
         if number % LOAD_EVERY == 0:
             for worker in traffic.workers:
-                router.handle(Load(worker, 1, 0, 1), now_s)
+                router.handle(Load(worker, FULL_TOKENS, 0, FULL_TOKENS), now_s)
         ((_, place),) = asked.time(router.handle, arrive, now_s)
         assert isinstance(place, Place), place
         matched += place.matched_tokens
