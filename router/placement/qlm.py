@@ -29,6 +29,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from math import ceil, inf, log2
+from operator import attrgetter
 from typing import ClassVar
 
 from router.placement.contract import Ended, May, Request, WorkerView
@@ -127,8 +128,8 @@ class Qlm:
         self.replans = Replans(self.every_s, self.patience_s)
         self._learning = Learning()
         self._waiting: dict[str, _Waiting] = {}
-        self._leaving: dict[str, tuple[Queued, int]] = {}
-        """Requests that were given to a worker and are not `placed` yet, each with its tier."""
+        self._leaving: dict[str, int] = {}
+        """Tiers of requests that were given to a worker and are not `placed` yet."""
         self._sent: dict[str, _Sent] = {}
         self._ready: dict[str, None] = {}
         """Workers that may have room for somebody who waits, in order."""
@@ -150,19 +151,20 @@ class Qlm:
         self, request: Request, match: Match, workers: Sequence[WorkerView], now_s: float
     ) -> str | None:
         """The worker that has least to do of those that have room, if nobody has to go first; else it waits."""
+        tier = self.shares.standing(request.client)
+        is_alone = tier is not None
+        if tier is None:
+            tier = self._arrive(request, match, now_s)
+        if not self.tiers:
+            tier = 0
+        if not (self._ready and self._waiting):
+            chosen = self._at_once(request, match, workers, tier)
+            if chosen is not None:
+                self._leaving[request.id] = tier
+                return chosen
+        if is_alone:
+            self._arrive(request, match, now_s)
         queued = self._as_queued(request, match, now_s)
-        tier = self._tier(queued)
-        best: tuple[float, int, str] | None = None
-        if not self._ready or not self._waiting:
-            for view in workers:
-                if self._may_at_once(view, tier):
-                    left = request.input_tokens - match.of(view.name) + view.prefill_tokens
-                    cost = (left + OUTPUT_PRICE * view.decode_tokens) / view.capacity
-                    if best is None or (cost, view.dispatched_tokens, view.name) < best:
-                        best = cost, view.dispatched_tokens, view.name
-        if best is not None:
-            self._leaving[request.id] = queued, tier
-            return best[2]
         self._waiting[request.id] = _Waiting(request, queued, now_s)
         self._follow(queued, match)
         self.queues.groups.add(queued, tier)
@@ -171,6 +173,28 @@ class Qlm:
         if not self._arrivals % _PREDICTED and (wait := self.queues.wait(request.id, now_s)) is not None:
             self.estimator.predict(request.id, wait.mean_s)
         return None
+
+    def _at_once(
+        self, request: Request, match: Match, workers: Sequence[WorkerView], tier: int
+    ) -> str | None:
+        """Of the workers that have room, and where nobody of another model comes first, the one with least to do."""
+        best, least, tokens, held = None, inf, request.input_tokens, match.lengths.get
+        find, more = self.queues.of, not tier
+        for view in workers:
+            worker = find(view.name)
+            worker.overrun_tokens = overrun = view.overrun_tokens
+            room = worker.kv_tokens - worker.in_flight_tokens - overrun
+            if more:
+                room += worker.chunk_tokens
+            if room <= 0 or not worker.is_open:
+                continue
+            if worker.groups and self.queues.wanted(worker.name) not in (None, worker.loaded):
+                continue
+            left = tokens - held(view.name, 0) + view.prefill_tokens + OUTPUT_PRICE * view.decode_tokens
+            cost = left / view.capacity
+            if best is None or cost < least or (cost == least and _by_tokens(view) < _by_tokens(best)):
+                best, least = view, cost
+        return None if best is None else best.name
 
     def next(
         self, workers: Sequence[WorkerView], match: Callable[[Request], Match], may: May, now_s: float
@@ -197,7 +221,7 @@ class Qlm:
             self._ready[name] = None
             group = self.queues.groups.of(queued.id)
             assert group is not None
-            self._leaving[queued.id] = queued, group.kind.tier
+            self._leaving[queued.id] = group.kind.tier
             self._unfollow(queued)
             self.estimator.begun(queued.id, now_s - waiting.arrived_s)
             return waiting.request, name
@@ -214,18 +238,30 @@ class Qlm:
 
     def placed(self, request: Request, worker: str, match: Match, now_s: float) -> None:
         """It is in the worker's window, and its client has had its turn."""
-        known = self._leaving.pop(request.id, None)
-        if known is None:  # it came to its worker without this router
-            queued = self._as_queued(request, match, now_s)
-            known = queued, self._tier(queued)
-        queued, tier = known
-        self.queues.send(worker, queued)
-        held = self._held.get(queued.prefix)
+        tier = self._leaving.pop(request.id, None)
+        if tier is None:  # it came to its worker without this router
+            standing = self.shares.standing(request.client)
+            tier = self._arrive(request, match, now_s) if standing is None else standing
+        prefix, prefix_tokens = _prefix(request, match)
+        if self.queues.where(request.id) is None:
+            tokens = request.input_tokens + request.expected_output_tokens
+            self.queues.send(worker, request.id, tokens, prefix, prefix_tokens)
+        held = self._held.get(prefix) if self._held else None
         if held is not None:
-            held[worker] = queued.prefix_tokens
+            held[worker] = prefix_tokens
+        if self.shares.tier(request.id) is None:
+            self.shares.pass_by(
+                request.id,
+                request.client,
+                request.model,
+                request.input_tokens - match.tokens,
+                request.expected_output_tokens,
+            )
+        else:
+            self.shares.go(request.id)
         self._sent[request.id] = _Sent(worker, tier, now_s)
-        self.shares.go(request.id)
-        self._judge()
+        if self._waiting:
+            self._judge()
 
     def done(self, ended: Ended, now_s: float) -> None:
         """Its tokens are free again. Its client is charged what it took; nothing if it failed."""
@@ -247,7 +283,7 @@ class Qlm:
         """As it was when it left the queue."""
         leaving = self._leaving.get(request_id)
         if leaving is not None:
-            return leaving[1]
+            return leaving
         sent = self._sent.get(request_id)
         return 0 if sent is None else sent.tier
 
@@ -388,24 +424,27 @@ class Qlm:
 
     # -- inside
 
-    def _tier(self, queued: Queued) -> int:
-        tier = self.shares.arrive(
-            queued.id,
-            queued.client,
-            queued.model,
-            queued.prompt_tokens - queued.cached_tokens,
-            queued.expected_output_tokens,
-            queued.deadline_s,
+    def _arrive(self, request: Request, match: Match, now_s: float) -> int:
+        """It waits for its client's turn. Its tier."""
+        promise = self._promise(request, now_s)
+        return self.shares.arrive(
+            request.id,
+            request.client,
+            request.model,
+            request.input_tokens - match.tokens,
+            request.expected_output_tokens,
+            promise.due_s,
         )
-        return tier if self.tiers else 0
+
+    def _promise(self, request: Request, now_s: float) -> Promise:
+        return request.promise or Promise("", self.slo_s, now_s + self.slo_s)
 
     def _as_queued(self, request: Request, match: Match, now_s: float) -> Queued:
-        promise = request.promise
-        if promise is None:
-            promise = Promise("", self.slo_s, now_s + self.slo_s)
-        tokens = match.branches[-1] if match.branches else match.tokens
-        tokens = tokens or min(_HEAD_TOKENS, request.input_tokens)
-        prefix = _digest(request.namespace, request.tokens[: tokens * _TOKEN_BYTES]) if tokens else None
+        promise = self._promise(request, now_s)
+        prefix, tokens = _prefix(request, match)
+        if prefix is None:
+            tokens = min(_HEAD_TOKENS, request.input_tokens)
+            prefix = _digest(request.namespace, request.tokens[: tokens * _TOKEN_BYTES])
         return Queued(
             id=request.id,
             client=request.client,
@@ -419,16 +458,7 @@ class Qlm:
             prefix=prefix,
             prefix_tokens=tokens,
             exclude=request.exclude,
-            cached_tokens=match.tokens,
         )
-
-    def _may_at_once(self, view: WorkerView, tier: int) -> bool:
-        """Whether it has room, and nobody of another model comes first."""
-        worker = self.queues.of(view.name)
-        worker.overrun_tokens = view.overrun_tokens
-        if not (worker.is_open and worker.has_room(tier)):
-            return False
-        return not worker.groups or self.queues.wanted(worker.name) in (None, worker.loaded)
 
     def _follow(self, queued: Queued, match: Match) -> None:
         """One more waits with this prefix."""
@@ -520,11 +550,22 @@ class Qlm:
         return self.replans.is_silent
 
 
+def _prefix(request: Request, match: Match) -> tuple[bytes | None, int]:
+    """Of what is cached of a prompt, the part up to where others left it last, and its tokens; None: nothing is."""
+    tokens = match.branches[-1] if match.branches else match.tokens
+    if not tokens:
+        return None, 0
+    return _digest(request.namespace, request.tokens[: tokens * _TOKEN_BYTES]), tokens
+
+
 def _digest(namespace: str, tokens: bytes) -> bytes:
     """Nobody can send two prompts that are taken for one."""
     made = blake2b(tokens, digest_size=12)
     made.update(namespace.encode())
     return made.digest()
+
+
+_by_tokens = attrgetter("dispatched_tokens", "name")
 
 
 def _class_of(promise: Promise) -> str:

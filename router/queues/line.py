@@ -43,16 +43,19 @@ class Queued:
     prefix_tokens: int = 0
     exclude: tuple[str, ...] = ()
     """Workers that must not get it."""
-    cached_tokens: int = 0
-    """Of its prompt, that any worker was found to hold when it came."""
 
     def of_model(self, model: str) -> "Queued":
         """The same, for another model."""
         return replace(self, model=model)
 
     def __post_init__(self) -> None:
-        sizes = self.prompt_tokens, self.expected_output_tokens, self.output_variance, self.prefix_tokens
-        if not all(0 <= one < inf for one in sizes):
+        if not (
+            0 <= self.prompt_tokens < inf
+            and 0 <= self.expected_output_tokens < inf
+            and 0 <= self.output_variance < inf
+            and 0 <= self.prefix_tokens < inf
+        ):
+            sizes = self.prompt_tokens, self.expected_output_tokens, self.output_variance, self.prefix_tokens
             raise ValueError(f"request {self.id!r:.80}: tokens are finite and not negative, not {sizes}")
         if not (isfinite(self.since_s) and isfinite(self.deadline_s)):
             raise ValueError(f"request {self.id!r:.80}: {self.since_s} and {self.deadline_s} are no times")

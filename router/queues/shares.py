@@ -128,6 +128,35 @@ class Shares:
         self._changed.pop(request_id, None)
         return tagged.tier
 
+    def standing(self, client: str) -> int | None:
+        """The tier that a request of this client has if nothing else of it waits; None if something does."""
+        account = self._clients.get(client)
+        if account is None:
+            return 0
+        return None if account.models else int(account.start > self.virtual + self.ahead)
+
+    def pass_by(
+        self, request_id: str, client: str, model: str, uncached_tokens: float, expected_output_tokens: float
+    ) -> None:
+        """A request of a client of whom nothing waits goes at once: as `arrive` and `go`."""
+        if request_id in self._requests:
+            return
+        account = self._clients.get(client)
+        if account is None:
+            account = self._clients[client] = _Client(client, self.virtual)
+        assert not account.models, client
+        account.requests += 1
+        self._owing.discard(client)
+        weight = self.weights.of(client)
+        cost = _cost(uncached_tokens, expected_output_tokens) / weight
+        start = max(account.start, self.virtual)
+        account.start = start + cost
+        tier = int(start > self.virtual + self.ahead)
+        key = 0.0, 0, request_id
+        self._requests[request_id] = _Tagged(client, model, key, 0.0, cost, weight, False, False, tier, tier)
+        if not self._starts:
+            self._go_on(start)
+
     def go(self, request_id: str) -> None:
         """A request that waited is served now, and charged. Nothing happens for an unknown id."""
         tagged = self._requests.get(request_id)
@@ -167,7 +196,9 @@ class Shares:
         tagged = self._requests.get(request_id)
         if tagged is None or not tagged.waits:
             return
-        self._leave(self._clients[tagged.client], tagged)
+        account = self._clients[tagged.client]
+        self._leave(account, tagged)
+        self._settle(account)
         self._end(request_id, tagged, 0.0)
 
     def end(self, request_id: str, uncached_tokens: float, output_tokens: float) -> None:
@@ -176,7 +207,9 @@ class Shares:
         if tagged is None:
             return
         if tagged.waits:
-            self._leave(self._clients[tagged.client], tagged)
+            account = self._clients[tagged.client]
+            self._leave(account, tagged)
+            self._settle(account)
         self._end(request_id, tagged, _cost(uncached_tokens, output_tokens) / tagged.weight - tagged.charged)
 
     def tier(self, request_id: str) -> int | None:
@@ -265,6 +298,8 @@ class Shares:
         limit = self.virtual + self.ahead - account.start
         is_unsettled = False
         for front in (account.in_time, account.late):
+            if not front.keys:
+                continue
             come, go, more = front.settle(limit)
             is_unsettled |= more
             for name in come:
@@ -329,14 +364,15 @@ class Shares:
         account.requests -= 1
         if account.models:
             account.start = max(account.start, self.virtual)
-        self._moved(account)
+            self._moved(account)
         if not account.requests:
             self._unsettled.pop(account.name, None)
             self._owing.put(account.name, (account.start, account.name))
             if len(self._owing) > self._most_owing and (least := self._owing.first()) is not None:
                 self._owing.discard(least)
                 del self._clients[least]
-        self._go_on()
+        if self._starts or len(self._owing):
+            self._go_on()
 
 
 def _cost(uncached_tokens: float, output_tokens: float) -> float:

@@ -147,15 +147,19 @@ class VirtualQueues:
         request = self.groups.take(group, name) if is_own else self.groups.lend(group)
         assert request is not None
         worker.pulls += 1
-        worker.is_fresh = False
-        self._send(worker, request)
+        shared = min(request.prefix_tokens, request.prompt_tokens)
+        tokens = request.prompt_tokens + request.expected_output_tokens
+        self.send(name, request.id, tokens, request.prefix, shared)
         return request
 
-    def send(self, name: str, request: Queued) -> None:
-        """A request that did not wait here is in flight at a worker."""
+    def send(
+        self, name: str, request_id: str, tokens: float, prefix: Hashable | None, prefix_tokens: int
+    ) -> None:
+        """A request is in flight at a worker, as `Worker.send` says."""
         worker = self._workers[name]
         worker.is_fresh = False
-        self._send(worker, request)
+        worker.send(request_id, tokens, prefix, prefix_tokens)
+        self._pulled[request_id] = name
 
     def wanted(self, name: str, now_s: float = -inf) -> str | None:
         """The model that a worker's queue needs next; the loaded one while `staying` says so."""
@@ -258,6 +262,10 @@ class VirtualQueues:
     def orders(self) -> dict[str, tuple[int, ...]]:
         """The groups of every queue."""
         return {name: tuple(worker.groups) for name, worker in self._workers.items()}
+
+    def where(self, request_id: str) -> str | None:
+        """The worker at which a request is in flight; None if it is not."""
+        return self._pulled.get(request_id)
 
     def of(self, name: str) -> Worker:
         """KeyError for an unknown worker."""
@@ -469,10 +477,6 @@ class VirtualQueues:
     def _take_stranded(self) -> list[int]:
         stranded, self.stranded = self.stranded, []
         return stranded
-
-    def _send(self, worker: Worker, request: Queued) -> None:
-        worker.send(request)
-        self._pulled[request.id] = worker.name
 
     def _land(self, request_id: str) -> None:
         worker = self._workers.get(self._pulled.pop(request_id, ""))

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from math import inf
 
 from router.queues.group import Group
-from router.queues.line import Queued
 
 
 @dataclass(slots=True)
@@ -75,20 +74,19 @@ class Worker:
         """Of the KV cache, promised to nobody."""
         return max(0.0, self.kv_tokens - self.held_tokens)
 
-    def send(self, request: Queued) -> None:
-        """It is in flight there. Nothing happens if it is already."""
-        if request.id in self.in_flight:
+    def send(self, request_id: str, tokens: float, prefix: Hashable | None, prefix_tokens: int) -> None:
+        """A request is in flight there that may take so many tokens, of which it may share the prefix. Nothing happens
+        if it is already."""
+        if request_id in self.in_flight:
             return
-        tokens = request.prompt_tokens + request.expected_output_tokens
-        if request.prefix is not None:
-            shared = min(request.prefix_tokens, request.prompt_tokens)
-            count, known = self._shared.get(request.prefix, (0, shared))
-            tokens -= min(shared, known)
+        if prefix is not None:
+            count, known = self._shared.get(prefix, (0, prefix_tokens))
+            tokens -= min(prefix_tokens, known)
             if not count:
-                self.in_flight_tokens += shared
-            self._shared[request.prefix] = count + 1, known
-            self._prefixes[request.id] = request.prefix
-        self.in_flight[request.id] = tokens
+                self.in_flight_tokens += known
+            self._shared[prefix] = count + 1, known
+            self._prefixes[request_id] = prefix
+        self.in_flight[request_id] = tokens
         self.in_flight_tokens += tokens
 
     def land(self, request_id: str) -> None:
