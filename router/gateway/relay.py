@@ -59,7 +59,7 @@ from router.gateway.sharing.allowance import Allowance, Capacity
 from router.wire import pack_tokens, unpack_tokens
 from sglang_fair.common import token_ids
 from sglang_fair.common.caller import Caller
-from sglang_fair.common.deadlines import BadDeadline, Classes, Promise, attained
+from sglang_fair.common.deadlines import HEADER_TIER, BadDeadline, Classes, Promise, attained
 from sglang_fair.common.identity import (
     ANNOUNCEMENTS,
     ANONYMOUS,
@@ -513,6 +513,8 @@ class _Exchange:
             headers |= {HEADER_CALL: str(self._call_number)}
         if self._promise is not None:
             headers = headers | self._promise.headers(time.monotonic())
+        if place.tier:
+            headers = headers | {HEADER_TIER: str(place.tier)}
         services.record.placed(self._noted, noted, place, itself=services.placer.placed_itself(place.id))
         self._worker = place.worker
         attempt = self._attempting = Attempt(

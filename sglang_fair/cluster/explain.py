@@ -140,6 +140,18 @@ def _record(record: Mapping[str, Any]) -> Iterator[str]:
             f"{record['cached_tokens']:,} more from the cache), answer in {_seconds(record['decode_s'])} "
             f"({record['output_tokens']:,} tokens), taken back {record['retractions']} times"
         )
+    for one in record.get("evicted_for", ()):
+        whose = "its own client" if one["same_client"] else "another client"
+        yield f"      taken back for a request of {whose}, {_urgency(one)}"
+
+
+def _urgency(one: Mapping[str, Any]) -> str:
+    tier, slack_s = f"of tier {one['tier']}", one["slack_s"]
+    if slack_s is None:
+        return tier
+    return f"{tier}, " + (
+        f"due in {_seconds(slack_s)}" if slack_s >= 0 else f"overdue for {_seconds(-slack_s)}"
+    )
 
 
 def _seconds(seconds: float | None) -> str:

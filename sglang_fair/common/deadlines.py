@@ -8,7 +8,7 @@ A client says it in headers:
 
 The time counts from the request's arrival at the gateway. A later call of an interaction has class and start of its
 first one, so it is due before new ones (`core.interactions`). To a replica the gateway says the class in the same
-header, and how much of the time is left in `HEADER_SLACK`, which no client can set.
+header, and how much of the time is left in `HEADER_SLACK`, and the tier in `HEADER_TIER`. No client can set these two.
 """
 
 import re
@@ -19,6 +19,9 @@ from typing import Any, Literal, NamedTuple
 HEADER_CLASS = "x-fair-class"
 HEADER_SLACK = "x-fair-slack-ms"
 """Milliseconds that are left until the first token is due; negative once it is overdue."""
+
+HEADER_TIER = "x-fair-tier"
+"""1 for a request beyond its client's share of the cluster, as the router's placement judges it; else 0, or none."""
 
 HEADERS_SLO = ("x-fair-slo-ms", "x-sgl-ttft-slo-ms", "x-llm-d-slo-ttft-ms")
 
@@ -119,6 +122,11 @@ def read_slack(text: str) -> float | None:
         return None
     slack_s = float(text) / 1e3
     return slack_s if isfinite(slack_s) and abs(slack_s) <= 2 * MOST_SLO_S else None
+
+
+def read_tier(text: str) -> int:
+    """The tier in a gateway's `HEADER_TIER`; 0 for anything but 1."""
+    return 1 if text == "1" else 0
 
 
 def read_class(text: str) -> str:

@@ -159,6 +159,17 @@ class Admission:
         self.record.evict(job, urgent)
         self._look_ups.arrive(job)
 
+    def urgent(self) -> Job | None:
+        """Between two passes: the request that is next by the policy, if running ones may be taken back for it and
+        nothing but room keeps it from being admitted."""
+        if self.preemption is None:
+            return None
+        self.queue.begin_pass()
+        job = self.queue.next()
+        if job is None or not self.preemption.may_take_back(job) or self.is_being_computed(job):
+            return None
+        return None if self._holds_back(job) else job
+
     # ---- one pass
 
     def begin_pass(self, cached_tokens: int, can_decode: Callable[[], bool] = lambda: True) -> None:

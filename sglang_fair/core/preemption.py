@@ -37,6 +37,8 @@ class Runner:
 
     job: Job
     tokens: float
+    can_go: bool = True
+    """The engine can take it back now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,8 @@ class Preemption:
         `running` are all that run. O(running log running)."""
         if not self.may_take_back(job) or not self._would_miss(job, missing, running, now_s):
             return []
-        in_order = sorted((runner for runner in running if self._may_go(runner.job, job, now_s)), key=_order)
+        may_go = (one for one in running if one.can_go and self._may_go(one.job, job, now_s))
+        in_order = sorted(may_go, key=_order)
         return [runner.job for runner in _least(in_order, missing)]
 
     def taken_back(self, job: Job) -> None:

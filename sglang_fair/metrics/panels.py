@@ -70,6 +70,8 @@ PANELS: tuple[Panel, ...] = (
            ("sglang_fair_books_corrections_total", "corrections {{instance}}"))),
     Panel("Fairness", "Refused by the policy", "reqps",
           ((f"rate(sglang_fair_policy_refusals_total[{RATE}])", "{{instance}}"),)),
+    Panel("Fairness", "Taken back for urgent requests", "reqps",
+          ((f"rate(sglang_fair_evictions_total[{RATE}])", "{{instance}}"),)),
     Panel("Replicas and router", "Cached prompts, predicted and measured", "percentunit",
           (("sum(rate(sglang_fair_router_measured_predicted_tokens_total[$__rate_interval])) / "
             "sum(rate(sglang_fair_router_measured_prompt_tokens_total[$__rate_interval]))", "predicted"),

@@ -145,6 +145,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("waiting_tokens", "replica", "gauge",
            "Prompt tokens of waiting requests that are not cached: waiting work, for autoscalers."),
     Metric("refills_total", "replica", "counter", "How often all waiting clients had used up their quanta."),
+    Metric("evictions_total", "replica", "counter",
+           "Running requests that were taken back for a more urgent one, under policy slo."),
     Metric("policy_refusals_total", "replica", "counter", "Requests that the policy refused (429)."),
     Metric("difference_units", "replica", "gauge",
            "Largest difference of the service, divided by weight, of two labelled clients that wait, since a reading "

@@ -25,6 +25,7 @@ from sglang_fair.overlay import (
     load_file,
     metrics,
     model_gate,
+    preempt,
     refusal,
     token_ids,
     tree_core,
@@ -199,6 +200,7 @@ def init_schedule_policy(original: Callable[..., None], scheduler: Any) -> None:
         scheduler.schedule_low_priority_values_first,
     )
     scheduler.policy.fair = scheduler.fair
+    scheduler.preempt = None
     kv_events.attach()
     ranks = get_parallel()
     together = ranks.pp_size * ranks.attn_tp_size * ranks.attn_cp_size
@@ -258,6 +260,9 @@ def form_prefill_batch(
     prefill_delayer_single_pass: Any,
     running_batch: Any,
 ) -> Any:
+    if scheduler.preempt is None:  # when the policy was made, not all of the scheduler was there
+        scheduler.preempt = preempt.Preempt(scheduler)
+    taken = scheduler.preempt.make_room(running_batch)
     queue = scheduler.waiting_queue = Candidates(scheduler.waiting_queue, scheduler.fair)
     was_full = running_batch.batch_is_full
     try:
@@ -270,6 +275,7 @@ def form_prefill_batch(
         scheduler.fair.disarm()
         if scheduler.waiting_queue is queue:
             scheduler.waiting_queue = queue.waiting
+        scheduler.preempt.queue_again(taken)
 
 
 def abort_on_queued_limit(result: bool, scheduler: Any, req: Any) -> bool:

@@ -2,8 +2,8 @@
 
 They travel in `sampling_params.custom_params`, which survives every endpoint, streaming, batches and n > 1. A `fair`
 entry in a client's own body is dropped: only the server says who a client is, and which requests are its own. A
-client's weight and cache group, the number of a call in its interaction, the tokens of its system messages and by when
-its first token is due are believed where its name is the gateway's.
+client's weight and cache group, the number of a call in its interaction, the tokens of its system messages, its tier
+and by when its first token is due are believed where its name is the gateway's.
 """
 
 import sys
@@ -11,7 +11,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sglang_fair.common.caller import HEADER_WEIGHT, read_weight, salted
-from sglang_fair.common.deadlines import HEADER_CLASS, HEADER_SLACK, read_class, read_slack
+from sglang_fair.common.deadlines import (
+    HEADER_CLASS,
+    HEADER_SLACK,
+    HEADER_TIER,
+    read_class,
+    read_slack,
+    read_tier,
+)
 from sglang_fair.common.identity import (
     ANONYMOUS,
     API_KEY,
@@ -51,6 +58,8 @@ def carry_client(obj: Any, request: Any) -> None:
         if believed and (slack_s := read_slack(request.headers.get(HEADER_SLACK, ""))) is not None:
             carried["slack_s"] = slack_s
             carried["slo_class"] = read_class(request.headers.get(HEADER_CLASS, ""))
+        if believed and (tier := read_tier(request.headers.get(HEADER_TIER, ""))):
+            carried["tier"] = tier
         if is_health_check(request) or is_probe(request):
             carried["system"] = True
     if not believed:

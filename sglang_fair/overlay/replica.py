@@ -14,7 +14,7 @@ SGLang says (`guarded`).
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial, wraps
 from hashlib import blake2b
@@ -32,6 +32,7 @@ from sglang_fair.core.job import Job
 from sglang_fair.core.ledger import SYSTEM
 from sglang_fair.core.options import shown
 from sglang_fair.core.payers import make_payers, path_of
+from sglang_fair.core.preemption import Missing, Preemption, Runner
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.record import Outcome, Record
 from sglang_fair.core.steps import Step, StepTimes, make_steps
@@ -141,6 +142,8 @@ class ReplicaFairness:
         """Those whose calls no gateway has numbered."""
         self._numbered: set[str] = set()
         """Ids of the jobs of such calls."""
+        self._taken_back: dict[str, Job] = {}
+        """Ids of the jobs of running requests that were taken back and do not wait yet, and for whom."""
         self._given_tokens: dict[str, int] = {}
         """Output that a request had when it was entered, by the id of its job."""
 
@@ -248,7 +251,7 @@ class ReplicaFairness:
                         self._enter(request)
         for job in list(self.queue.running()):
             request = self._requests[job.id]
-            if request.finished() or not request.kv.holds_kv:
+            if job.id not in self._taken_back and (request.finished() or not request.kv.holds_kv):
                 self._finish(request, job)
 
     def _enter(self, request: Any) -> Job:
@@ -271,7 +274,10 @@ class ReplicaFairness:
             self._admission.arrive(job)
         elif not self.queue.is_waiting(job.id):
             self._emit(request, job)
-            self._admission.retract(job)
+            if (urgent := self._taken_back.pop(job.id, None)) is None:
+                self._admission.retract(job)
+            else:
+                self._admission.evict(job, urgent)
         return job
 
     def _free_id(self, rid: str) -> str:
@@ -369,6 +375,64 @@ class ReplicaFairness:
         if cause is None and (self._offered or not self.orders):
             cause = BATCH if is_full else PROMPTS
         self._admission.end_pass(cause)
+
+    # ---- who is taken back
+
+    @property
+    def preemption(self) -> Preemption | None:
+        """None: the policy takes nobody back."""
+        return self._admission.preemption if self.orders else None
+
+    @guarded
+    def urgent(self, waiting: list[Any]) -> Any:
+        """Of those that wait, the request for which running ones may be taken back; None if it is not for such a one to
+        be admitted next. It was just matched against the cache."""
+        if self._admission.urgent() is None:
+            return None
+        self._follow(waiting)  # it may have left
+        if (job := self._admission.urgent()) is None:
+            return None
+        self._admission.looked_up(job, *self._match(job))
+        return self._requests[job.id]
+
+    @guarded
+    def to_take_back(
+        self, request: Any, missing: Missing, running: Mapping[Any, tuple[float, bool]]
+    ) -> list[Any]:
+        """Whom of the `running` requests to take back for `request`, which `urgent` returned, in this order. Of each
+        there are the tokens of memory that there would be more without it, and whether it could go."""
+        preemption, urgent = self.preemption, self._job(request)
+        if preemption is None or urgent is None:
+            return []
+        runners = [
+            Runner(job, tokens, can_go)
+            for one, (tokens, can_go) in running.items()
+            if (job := self._job(one)) is not None and not self._is_over(one)
+        ]
+        return [self._requests[job.id] for job in preemption.choose(urgent, missing, runners, self.now_s)]
+
+    @guarded
+    def took_back(self, requests: Iterable[Any], urgent: Any) -> None:
+        """The engine took these back, and will queue them again when it has formed a batch."""
+        job = self._job(urgent)
+        assert job is not None
+        for request in requests:
+            if (taken := self._job(request)) is not None:
+                self._taken_back[taken.id] = job
+
+    @guarded
+    def queued_again(self) -> None:
+        """They all wait, or have ended."""
+        self._taken_back.clear()
+
+    def found_tokens(self, request: Any) -> int:
+        """Tokens of its prompt that its first admission found in the cache."""
+        job = self._job(request)
+        return 0 if job is None else job.cached_tokens
+
+    @staticmethod
+    def _is_over(request: Any) -> bool:
+        return bool(request.finished() or request.to_finish or not request.kv.holds_kv)
 
     # ---- what they got
 
@@ -503,7 +567,7 @@ class ReplicaFairness:
 
     def metrics(self, status: Mapping[str, Any]) -> dict[str, Any]:
         """What `GET /metrics` is made of, beside `status` of the same moment; JSON-ready."""
-        same = {name: status[name] for name in ("bound", "refills", "refused", "corrections")}
+        same = {name: status[name] for name in ("bound", "refills", "refused", "evictions", "corrections")}
         return self._counts.read(self.queue) | same
 
     def status(self, waiting: list[Any]) -> dict[str, Any]:
@@ -523,6 +587,7 @@ class ReplicaFairness:
             },
             "refills": getattr(policy, "refills", None),
             "refused": self._refused,
+            "evictions": 0 if (preemption := self.preemption) is None else preemption.evictions,
             "cache_tokens": None if (of := tree_core.held(self._tree_cache)) is None else largest(of),
             "corrections": self.corrections,
             "steps": None if self._admission.steps is None else dict(self._admission.steps.status()),
@@ -594,6 +659,7 @@ def job_of(request: Any, apps: Apps) -> Job:
         call=said.get("call", 0),
         system_tokens=min(said.get("system_tokens", 0), len(request.origin_input_ids)),
         slo_class=said.get("slo_class", ""),
+        tier=said.get("tier", 0),
     )
 
 

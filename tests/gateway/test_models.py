@@ -6,9 +6,10 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from router.events import Arrive, WorkerUp
+from router.events import Arrive, Place, WorkerUp
 from router.gateway import logs
 from router.gateway.guard import KEY_VARIABLE
 from router.gateway.request.names import Names
@@ -265,6 +266,26 @@ def test_router_and_replica_are_told_what_is_promised(tokenizer: Path) -> None:
         assert (await c.post("/generate", GENERATE, headers={"x-sgl-ttft-slo-ms": "2500"}))[0] == 200
         assert 0 < float(headers_of(c)["x-fair-slack-ms"]) <= 2500
         assert headers_of(c)["x-fair-class"] == "interactive"
+
+    run(body, tokenizer)
+
+
+def test_a_replica_is_told_the_tier_that_the_router_says_and_not_the_client(tokenizer: Path) -> None:
+    async def body(c: Cluster) -> None:
+        assert (await c.post("/generate", GENERATE, headers={"x-fair-tier": "1"}))[0] == 200
+        assert "x-fair-tier" not in headers_of(c)
+        handle = c.router.shell._router.handle
+
+        def beyond(event: Any, now_s: float, peer: bytes = b"") -> Any:
+            actions = handle(event, now_s, peer)
+            return [
+                (to, msgspec.structs.replace(answer, tier=1) if isinstance(answer, Place) else answer)
+                for to, answer in actions
+            ]
+
+        c.router.shell._router.handle = beyond  # type: ignore[method-assign]
+        assert (await c.post("/generate", GENERATE, headers={"x-fair-tier": "0"}))[0] == 200
+        assert headers_of(c)["x-fair-tier"] == "1"
 
     run(body, tokenizer)
 

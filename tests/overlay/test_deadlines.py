@@ -27,6 +27,14 @@ def test_it_is_believed_beside_a_name_of_the_gateway_s() -> None:
         assert carried(headers).keys().isdisjoint({"slack_s", "slo_class"}), "anybody could say so"
 
 
+def test_a_tier_is_believed_beside_a_name_of_the_gateway_s() -> None:
+    assert carried({"x-fair-client": "me", "x-fair-tier": "1"})["tier"] == 1
+    for headers in ({}, {"x-fair-client": "me"}, {"authorization": "Bearer k"}):
+        for text in ("1", "0", "2", "-1", "1.0", "one", "\u0661", ""):
+            if text != "1" or "x-fair-client" not in headers:
+                assert "tier" not in carried({**headers, "x-fair-tier": text})
+
+
 @pytest.mark.parametrize("text", ["", "soon", "nan", "inf", "1e99", "1_0"])
 def test_what_is_no_number_says_nothing(text: str) -> None:
     fair = carried({"x-fair-client": "me", "x-fair-slack-ms": text, "x-fair-class": "batch-1"})
@@ -49,3 +57,4 @@ def test_it_is_due_by_the_engine_s_clock(headers: dict[str, str], due: float | N
     fair.arrive(request)
     job = getattr(request, JOB_ATTRIBUTE)
     assert (job.deadline_s, job.slo_class) == (due, "batch-1" if headers else "")
+    assert job.tier == 0
