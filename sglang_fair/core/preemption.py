@@ -5,9 +5,9 @@ others of their client do, with no precedence.
 
     for whom   the request that is next by the policy, if it is of tier 0, is promised a first token by some time, does
                not fit, and would not make it otherwise: if it waited for those that run to end, and its prompt were
-               then computed, its deadline would be over
-    whom       requests of tier 1; then such of tier 0 that are due in a later step of time (`slo.STEP_S`), but only if
-               the deadline can be kept with their room. One that is overdue takes nobody of its own tier back
+               then computed, its deadline would be over. One that is overdue counts too: it is next, and whoever is
+               behind it would wait for it
+    whom       requests of tier 1; then such of tier 0 that are due in a later step of time (`slo.STEP_S`)
     never      one that was taken back `most` times, one whose prompt is not computed, the server's own
     how many   the least that suffices: none of them can be spared. If all together do not suffice, nobody
     in order   tier 1 first, then largest slack, then the latest arrival
@@ -82,7 +82,7 @@ class Preemption:
         `running` are all that run. O(running log running)."""
         if not self.may_take_back(job) or not self._would_miss(job, missing, running, now_s):
             return []
-        may_go = (one for one in running if one.can_go and self._may_go(one.job, job, now_s))
+        may_go = (one for one in running if one.can_go and self._may_go(one.job, job))
         in_order = sorted(may_go, key=_order)
         return [runner.job for runner in _least(in_order, missing)]
 
@@ -115,14 +115,10 @@ class Preemption:
         wait_s = self.wait_s(missing, running) if self._step_s else 0.0
         return wait_s > 0 and now_s + wait_s + self._prompt_s(job) > job.deadline_s
 
-    def _may_go(self, job: Job, urgent: Job, now_s: float) -> bool:
+    def _may_go(self, job: Job, urgent: Job) -> bool:
         if job.system or self.times(job) >= self.most or job.reached_tokens < job.prompt_tokens:
             return False
-        if job.tier > urgent.tier:
-            return True
-        assert urgent.deadline_s is not None
-        can_be_met = now_s + self._prompt_s(urgent) <= urgent.deadline_s
-        return can_be_met and due_step(job) > due_step(urgent)
+        return job.tier > urgent.tier or due_step(job) > due_step(urgent)
 
     def _prompt_s(self, job: Job) -> float:
         return self._token_s * max(0, job.prompt_tokens - job.prefix_tokens)

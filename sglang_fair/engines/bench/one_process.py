@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from zlib import crc32
 
 from sglang_fair.engines import cpu
 from sglang_fair.models.catalog import find
@@ -150,7 +151,7 @@ class Engine:
     # ---- requests and steps
 
     def request(self, name: str, client: str, prompt: "array[int]", output_tokens: int = 1) -> Any:
-        """SGLang's request object, as its HTTP side would have sent it."""
+        """SGLang's request object, as its HTTP side would have sent it, due within a minute."""
         from sglang.srt.managers.schedule_batch import Req
         from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -158,7 +159,7 @@ class Engine:
             max_new_tokens=output_tokens,
             temperature=0,
             ignore_eos=True,
-            custom_params={"fair": {"client": client}},
+            custom_params={"fair": {"client": client, "slack_s": crc32(name.encode()) % 600 / 10}},
         )
         parameters.normalize(None)
         vocabulary = self._scheduler.model_config.vocab_size
