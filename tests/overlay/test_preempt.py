@@ -21,8 +21,8 @@ pytestmark = pytest.mark.engine
 KV_TOKENS = 704
 FLOOD, OUTPUT = 3, 200
 """So many requests fill the memory: SGLang keeps room for the whole output of those that ignore the end."""
-STEP_S = 0.03
-"""What a step takes at least. Nothing here decides by it, but that a flood's answer takes longer than a chat may."""
+STEP_S = 0.1
+"""What a step takes at least, until the chat is answered: so a flood's answers take longer than it may."""
 
 BEYOND = {"x-fair-tier": "1", "x-fair-slack-ms": "20000"}
 """What a gateway says of a flood: it is beyond its client's share."""
@@ -103,8 +103,12 @@ def prompts(seed: int, count: int, tokens: int = 20) -> list[list[int]]:
     return [prompt(rng, tokens) for _ in range(count)]
 
 
-async def chat_beside_a_flood(replica: Replica, seed: int) -> tuple[Stream, list[Stream]]:
-    """The flood's answers are under way when the chat comes."""
+async def chat_beside_a_flood(
+    replica: Replica, seed: int, *, waits: bool = False
+) -> tuple[Stream, list[Stream]]:
+    """The flood's answers are under way when the chat comes, and go on fast when it is answered; or, if it `waits`,
+    when it waits."""
+    slow(replica, STEP_S)
     async with aiohttp.ClientSession() as session:
         watch = Watch(replica, session)
         streams = [Stream() for _ in range(FLOOD + 1)]
@@ -114,9 +118,15 @@ async def chat_beside_a_flood(replica: Replica, seed: int) -> tuple[Stream, list
         ]
         while sum(len(stream.ids) > 3 for stream in streams) < FLOOD:
             await asyncio.sleep(0.01)
-        chat = await watch.ask("chat", prompts(seed + 1, 1, 60)[0], 5, CHAT)
+        chat = asyncio.create_task(watch.ask("chat", prompts(seed + 1, 1, 60)[0], 5, CHAT))
+        if waits:
+            while replica.fair()["clients"].get("chat", {}).get("waiting") != 1:
+                await asyncio.sleep(0.01)
+        else:
+            await chat
+        slow(replica, None)
         await asyncio.gather(*flood)
-        return chat, streams
+        return await chat, streams
 
 
 async def alone(replica: Replica, tokens: list[int], output_tokens: int) -> list[int]:
@@ -127,9 +137,7 @@ async def alone(replica: Replica, tokens: list[int], output_tokens: int) -> list
 def test_a_chat_s_first_token_comes_before_any_answer_of_a_flood_has_ended(slo: Replica) -> None:
     slo.flush()
     before = idle(slo)
-    slow(slo, STEP_S)
     chat, flood = asyncio.run(chat_beside_a_flood(slo, 1))
-    slow(slo, None)
     after = idle(slo)
     assert chat.first < min(one.last for one in flood)
     assert sum(one.retractions for one in flood) == 1, "one of them was enough"
@@ -153,8 +161,7 @@ def test_a_chat_s_first_token_comes_before_any_answer_of_a_flood_has_ended(slo: 
 
 def test_without_the_policy_it_waits_for_one_to_end() -> None:
     with small("dlpm") as replica:
-        slow(replica, STEP_S)
-        chat, flood = asyncio.run(chat_beside_a_flood(replica, 1))
+        chat, flood = asyncio.run(chat_beside_a_flood(replica, 1, waits=True))
         assert chat.first > min(one.last for one in flood)
         assert not any(one.retractions for one in flood)
         assert "evictions" not in replica.fair() or replica.fair()["evictions"] == 0
