@@ -25,13 +25,13 @@ from router.batches.contract import Store, StoreDamaged, StoreError
 from router.batches.folder import MARK, open_blobs, open_store
 from router.batches.lines import result_id
 from router.batches.model import ClientTotals, Ending, StoredBatch
-from router.events import MOST_ROWS, MOST_TOTALS, Backlog, ClientItems
+from router.events import MOST_ROWS, MOST_TOTALS, Backlog, ClientItems, Pull
 from router.events import Answer as RouterAnswer
 from router.feeder.answers import Answer
 from router.feeder.core import Abort, Action, Close, Feeder, Load, Send, Write
 from router.feeder.intake import Validation, unreadable
 from router.feeder.link import Link
-from router.gateway.access.identity import HEADER_FEEDER, HEADER_ON_BEHALF
+from router.gateway.access.identity import HEADER_FEEDER, HEADER_ON_BEHALF, HEADER_PULL
 from router.gateway.record import REQUEST_ID
 from sglang_fair.common.curve import Keys
 from sglang_fair.common.deadlines import HEADER_CLASS, HEADERS_SLO
@@ -147,6 +147,7 @@ class Shell:
                 await asyncio.sleep(STORE_AGAIN_S)
                 continue
             self._core.replicas(self._link.replicas())
+            self._core.asked(self._link.pulls)
             self._do(self._core.look(batches, parts, time.time()))
             for batch in batches:
                 if batch.status == "validating" and batch.id not in self._is_validating:
@@ -160,7 +161,7 @@ class Shell:
             rows = tuple(self._core.backlog(time.time(), MOST_ROWS))
             most = sorted(self._totals.items(), key=lambda pair: (-pair[1].left, pair[0]))[:MOST_TOTALS]
             clients = tuple(ClientItems(name, one.left, one.completed, one.failed) for name, one in most)
-            self._link.tell(Backlog(rows, clients))
+            self._link.tell(Backlog(rows, clients, self._link.may_pull))
             await asyncio.sleep(TELL_S)
 
     async def _write(self) -> None:
@@ -291,6 +292,8 @@ class Shell:
             HEADERS_SLO[0]: f"{left_ms:.0f}",
             REQUEST_ID: result_id(send.key[0], send.item.number),
         }
+        if send.pull:
+            headers[HEADER_PULL] = send.pull
         url, has_begun = self._settings.gateway.rstrip("/") + send.endpoint, False
         try:
             async with self._session.post(url, data=send.item.body, headers=headers) as response:
@@ -312,6 +315,8 @@ class Shell:
 
     def _heard(self, answer: RouterAnswer) -> None:
         """What a router says."""
+        if isinstance(answer, Pull):
+            self._do(self._core.pull(answer.group, answer.id, time.time()))
 
     async def _ask(
         self, function: Callable[..., T], *given: object, threads: ThreadPoolExecutor | None = None

@@ -157,6 +157,7 @@ class _Exchange:
         self._caller = Caller("-")
         """As whom it is served; nobody until that is known."""
         self._tenant: Tenant | None = None
+        self._pulled = ""
         self._ticket: Ticket | None = None
         """What is charged to its tenant; None: there are no limits."""
         self._attempting: Attempt | None = None
@@ -201,6 +202,7 @@ class _Exchange:
             peer = scope.get("client")
             known = services.identity.of(headers, peer)
             self._caller, self._tenant, self._is_known = known.caller, known.tenant, True
+            self._pulled = known.pulled
             self._noted.client = self._client
             services.record.enter(self._noted)
             self._ticket = await services.quotas.enter(known)
@@ -479,6 +481,7 @@ class _Exchange:
             app_calls=None if limits is None else limits.of_app(part.app),
             model=leg.call.model,
             due=None if self._promise is None else Due.of(self._promise, time.monotonic()),
+            pulled="" if self._attempts else self._pulled,
         )
         self._attempts += 1
         noted = services.record.tried(self._noted, arrive.id)

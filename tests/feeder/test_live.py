@@ -235,3 +235,29 @@ def test_each_item_has_one_result_whatever_dies(tokenizer: Path, tmp_path: Path,
                 assert text == site.expected("completions", f"p {index}", 4)
 
     run(body, tokenizer, tmp_path, step_s=0.01)
+
+
+def test_a_router_with_queues_asks_for_each_item(tokenizer: Path, tmp_path: Path) -> None:
+    async def body(site: Batches) -> None:
+        client = site.client("gold")
+        count = 400
+        name = await created(client, jsonl([line(f"id {index}", f"p {index}") for index in range(count)]))
+        await asyncio.sleep(0.5)
+        site.feeder.kill()
+        site.feeder.start()
+        found = await site.over(client, name)
+        assert found.status == "completed", found
+        done = await results(client, found.output_file_id)
+        assert [one["custom_id"] for one in done] == [f"id {index}" for index in range(count)]
+
+        async def is_quiet() -> bool:
+            told = (await site.state())["batches"]
+            return (told["asked"], told["stand_ins"]) == (0, 0)
+
+        await eventually(is_quiet, "nothing is asked for")
+        told = (await site.state())["batches"]
+        assert told["items pulled"] >= count
+        assert told["pulled items that did not come"] < count / 4
+        await site.quiet()
+
+    run(body, tokenizer, tmp_path, step_s=0.005, router_options=("--placement", "qlm"))

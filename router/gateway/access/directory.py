@@ -31,6 +31,8 @@ class Known(NamedTuple):
 
     tenant: Tenant | None
     caller: Caller
+    pulled: str = ""
+    """Of the feeder: what the router has asked for the request with."""
 
 
 class Directory:

@@ -24,6 +24,9 @@ HEADER_FEEDER = "x-fair-feeder"
 HEADER_ON_BEHALF = "x-fair-on-behalf-of"
 """The client whose request the feeder sends."""
 
+HEADER_PULL = "x-fair-pull"
+"""What the router has asked the feeder for the request with."""
+
 Headers = Mapping[str, str]
 Peer = Sequence[Any] | None
 
@@ -92,7 +95,7 @@ class Identity:
         )
         if found is None or not name:
             raise _refused("the feeder names no tenant", "unknown_tenant")
-        return found
+        return found._replace(pulled=headers.get(HEADER_PULL, ""))
 
 
 def bearer(headers: Headers) -> str:

@@ -1,0 +1,153 @@
+"""Batches on a real cluster: the official client's thousand requests beside a chat, and kill -9 of any process."""
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import psutil
+import pytest
+from openai.types import Batch
+
+from tests.support.live import Cluster, lives
+from tests.support.waiting import eventually
+
+pytestmark = [pytest.mark.engine, pytest.mark.e2e]
+
+ITEMS = 1000
+ROUNDS = 10
+WAIT_S = 200.0
+
+
+def client_of(cluster: Cluster, name: str) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(
+        api_key=name, base_url=f"{cluster.url}/v1", max_retries=10, default_headers={"x-fair-client": name}
+    )
+
+
+def requests(count: int, tokens: int) -> bytes:
+    lines = [
+        {
+            "custom_id": f"id {index}",
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": {
+                "messages": [{"role": "user", "content": f"Number {index}?"}],
+                "max_tokens": tokens,
+                "temperature": 0,
+            },
+        }
+        for index in range(count)
+    ]
+    return b"".join(json.dumps(one).encode() + b"\n" for one in lines)
+
+
+async def created(client: openai.AsyncOpenAI, content: bytes) -> str:
+    file = await client.files.create(file=("in.jsonl", content), purpose="batch")
+    batch = await client.batches.create(
+        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+    )
+    return batch.id
+
+
+async def over(client: openai.AsyncOpenAI, name: str) -> Batch:
+    async def check() -> Batch | None:
+        with contextlib.suppress(openai.APIConnectionError, openai.APIStatusError):
+            found = await client.batches.retrieve(name)
+            return found if found.status in ("completed", "failed", "expired", "cancelled") else None
+        return None
+
+    found: Batch = await eventually(check, f"the end of batch {name}", WAIT_S)
+    return found
+
+
+async def check(client: openai.AsyncOpenAI, found: Batch, count: int) -> list[Any]:
+    """Each request has one line of result, and it is an answer."""
+    assert found.status == "completed", found
+    assert found.output_file_id is not None
+    assert found.error_file_id is None
+    lines = (await client.files.content(found.output_file_id)).text.splitlines()
+    results = [json.loads(line) for line in lines]
+    assert [one["custom_id"] for one in results] == [f"id {index}" for index in range(count)]
+    assert all(one["response"]["status_code"] == 200 for one in results)
+    return results
+
+
+def kinds(cluster: Cluster) -> Iterator[tuple[str, psutil.Process]]:
+    """The processes of a cluster that a test may kill, by what they are."""
+    ports = {int(url.rsplit(":", 1)[1]): f"replica {url}" for url in cluster.addresses["replicas"]}
+    for one in psutil.Process(cluster.addresses["pids"]["cluster"]).children():
+        with contextlib.suppress(psutil.Error):
+            line = one.cmdline()
+            for module in ("router.feeder", "router.gateway", "router"):
+                if module in line:
+                    yield module, one
+    for found in psutil.net_connections("tcp"):
+        if found.status == psutil.CONN_LISTEN and found.laddr.port in ports and found.pid:
+            yield ports[found.laddr.port], psutil.Process(found.pid)
+
+
+def test_a_thousand_requests_beside_a_chat(tmp_path: Path) -> None:
+    async def body(cluster: Cluster) -> None:
+        batches, chats = client_of(cluster, "batch"), client_of(cluster, "chat")
+        began_s = time.monotonic()
+        name = await created(batches, requests(ITEMS, 8))
+        waits = []
+        ending = asyncio.create_task(over(batches, name))
+        while not ending.done():
+            asked_s = time.monotonic()
+            stream = await chats.chat.completions.create(
+                model="default", stream=True, max_tokens=8, messages=[{"role": "user", "content": "And you?"}]
+            )
+            async for _ in stream:
+                waits.append(time.monotonic() - asked_s)
+                break
+            await stream.close()
+            await asyncio.sleep(0.3)
+        await check(batches, await ending, ITEMS)
+        waits.sort()
+        print(
+            f"{ITEMS} items in {time.monotonic() - began_s:.1f} s; {len(waits)} chats, first token "
+            f"median {waits[len(waits) // 2]:.2f} s, worst {waits[-1]:.2f} s; {cluster.status()['batches']}"
+        )
+        for client in (batches, chats):
+            await client.close()
+
+    with Cluster("--batches", str(tmp_path / "kept")) as cluster:
+        asyncio.run(body(cluster))
+
+
+def test_each_item_has_one_result_whatever_is_killed(tmp_path: Path) -> None:
+    rng = random.Random(7)
+
+    async def body(cluster: Cluster) -> None:
+        client = client_of(cluster, "gold")
+        names = [await created(client, requests(ITEMS // 2, 4)) for _ in range(2)]
+        killed = []
+        for round_number in range(ROUNDS):
+            await asyncio.sleep(rng.uniform(0.5, 3.0))
+            # Each kind has its turn; of the replicas one at a time, and never the second before the first is back.
+            wanted = ("router.feeder", "router.gateway", "router", "replica")[round_number % 4]
+            found = [(kind, one) for kind, one in kinds(cluster) if kind.startswith(wanted)]
+            found = [(kind, one) for kind, one in found if wanted != "router" or kind == "router"]
+            if wanted == "replica" and len(found) < 2:
+                continue
+            kind, victim = rng.choice(found)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(victim.pid, signal.SIGKILL)
+                killed.append(kind)
+            await eventually(lambda victim=victim: not lives(victim.pid), f"the end of {kind}")
+        print("killed:", ", ".join(killed))
+        for name in names:
+            await check(client, await over(client, name), ITEMS // 2)
+        await client.close()
+
+    with Cluster("--batches", str(tmp_path / "kept")) as cluster:
+        asyncio.run(body(cluster))
