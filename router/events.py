@@ -340,8 +340,8 @@ Sorts = Annotated[tuple[Lengths, ...], msgspec.Meta(max_length=MOST_SORTS)]
 class Plan(Message, frozen=True):
     """The planner's answer to question `number`: in which order each worker serves its groups.
 
-    `late` groups miss their deadline all the same; within tier 0 by `late_s` in all, in tier 1 by `later_s`. If
-    `late_s` is above 0, `needed` says what would do, once the planner has found out.
+    `late` groups miss their deadline all the same; within tier 0 by `late_s` in all, in tier 1 by `later_s`. If tier 0
+    cannot be in time, `needed` says what would do, once the planner has found out.
     """
 
     number: Count

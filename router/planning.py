@@ -69,7 +69,7 @@ class Planners:
         self._asked: _Asked | None = None
         self._answered: _Answered | None = None
         self._short_since_s = 0.0
-        """When plans began to leave somebody of tier 0 late, if the last one does."""
+        """When plans began to say that replicas are missing, if the last one does."""
         self._measured_s = -LENGTHS_EVERY_S
         self._counts: Counter[str] = Counter()
 
@@ -166,7 +166,7 @@ class Planners:
     # -- looking in
 
     def shortage(self, now_s: float) -> Shortage | None:
-        """What would do, if the last plan has left somebody of tier 0 late and is not old."""
+        """What would do, if the last plan says so and is not old."""
         return self._answered.plan.needed if self._answered is not None and self._is_short(now_s) else None
 
     def state(self, now_s: float) -> dict[str, object]:
@@ -186,7 +186,7 @@ class Planners:
 
     def _is_short(self, now_s: float) -> bool:
         answered = self._answered
-        return answered is not None and answered.plan.late_s > 0 and now_s - answered.at_s <= OLD_S
+        return answered is not None and answered.plan.needed is not None and now_s - answered.at_s <= OLD_S
 
 
 COUNTS = ("asked", "answered", "stale", "refused", "unanswered", "gone")

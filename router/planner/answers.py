@@ -9,10 +9,10 @@ from statistics import fmean
 from router.events import MOST_NEEDED, Lengths, Plan, Replan, Shortage
 from router.queues.centres import centres
 from router.queues.plan import Needed, Planned, Solver, needed, plan
-from router.queues.problem import Demand, Problem, Queue
+from router.queues.problem import Demand, Problem, Queue, all_slots
 
 SOON_S = 60.0
-"""What is late already shall begin within so long; else a queue that is hours behind would need nothing."""
+"""What is late already, of which is not known what was promised, shall begin within so long."""
 
 MOST_PARTS = 16
 """Of a group, at as many replicas."""
@@ -35,33 +35,50 @@ def answer(question: Replan, found: Planned, took_s: float, short: Shortage | No
         found.worth.late_s,
         found.worth.later_s,
         took_s,
-        None if found.is_feasible else short,
+        short if is_short(question.problem, found) else None,
         tuple(
             Lengths(one.model, one.slo_class, centres(one.points)) for one in question.lengths if one.points
         ),
     )
 
 
+def is_short(problem: Problem, found: Planned) -> bool:
+    """Whether somebody of tier 0 is late by this plan, or what is late already would be late again if it came now."""
+    return not found.is_feasible or any(
+        slot.start_s > promised_s
+        for slot in all_slots(problem, found.orders)
+        if slot.demand.tier == 0 and (promised_s := slot.demand.promised_s) is not None
+    )
+
+
 def shortage(problem: Problem) -> Shortage | None:
-    """How many replicas more would do; None where there is none that they could be like."""
+    """How many replicas more would do; None if those that are there would, or there are none to be like. What is late
+    already counts as if it came now."""
     if not problem.queues:
         return None
     with_one, like = one_more(problem)
     fresh = count(1 + max((demand.number for demand in problem.demands), default=0))
-    demands = [part for demand in with_one.demands for part in _parts(demand, fresh)]
+    demands = [part for demand in with_one.demands for part in _parts(_in_time(demand), fresh)]
     found = needed(replace(with_one, demands=demands), like)
-    late = sum(demand.slack_s < 0 for demand in problem.demands)
-    why = found.why
-    if late:
-        why += f"; {late} groups that are late already begin within {SOON_S:g} s"
+    if not (found.more or found.least):
+        return None
+    late = sum(_in_time(demand) is not demand for demand in problem.demands if demand.tier == 0)
+    why = found.why + (f"; {late} groups are late already" if late else "")
     return Shortage(_bounded(found), min(found.least, MOST_NEEDED), dict(found.models), why[:1_000])
+
+
+def _in_time(demand: Demand) -> Demand:
+    """The group as if it came now, if it is late already."""
+    if demand.promised_s is not None:
+        return replace(demand, slack_s=demand.promised_s, last_slack_s=demand.promised_s)
+    if demand.slack_s < 0:
+        return replace(demand, slack_s=SOON_S, last_slack_s=inf)
+    return demand
 
 
 def _parts(demand: Demand, fresh: Iterator[int]) -> list[Demand]:
     """What replicas that are added can take of a group. Of one whose last request would be late at any worker, though
     nothing is before it, each takes a part: so it is when workers have nothing else to do."""
-    if demand.slack_s < 0:
-        return [replace(demand, slack_s=SOON_S, last_slack_s=inf)]
     drain_s, within_s = min(demand.drain_s.values()), demand.last_slack_s
     if drain_s <= within_s:
         return [demand]

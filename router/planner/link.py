@@ -76,7 +76,7 @@ class Planning:
             took_s = time.monotonic() - began_s
             self._answers.put(answers.answer(question, found, took_s, self._short))
             self._done()
-            if found.is_feasible:
+            if not answers.is_short(question.problem, found):
                 self._short, self._short_s = None, float("-inf")
             elif self._asked.empty() and time.monotonic() - self._short_s >= NEEDED_EVERY_S:
                 self._short = answers.shortage(question.problem)

@@ -68,6 +68,12 @@ class Group:
         return not self.kind.late and self.deadline_s - now_s < part * (first.deadline_s - first.since_s)
 
     @property
+    def promised_s(self) -> float:
+        """Within how long the first in line should have begun. IndexError if nobody waits."""
+        first = self.line.first()
+        return max(0.0, first.deadline_s - first.since_s)
+
+    @property
     def last_deadline_s(self) -> float:
         """Of the last in line."""
         return self.line.last().deadline_s

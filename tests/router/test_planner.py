@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 from uuid import uuid4
 
 import pytest
@@ -17,11 +18,13 @@ from router.core import Router
 from router.events import (
     Arrive,
     Done,
+    Due,
     Held,
     Place,
     Planner,
     Query,
     Replan,
+    Snapshot,
     WorkerDown,
     WorkerUp,
     decode_answer,
@@ -31,7 +34,7 @@ from router.placement import build
 from router.planner.__main__ import main
 from router.planner.link import Link
 from router.shell import Shell
-from router.wire import HEARTBEAT
+from router.wire import HEARTBEAT, pack_tokens
 from tests.support.planned_queues import Queues
 from tests.support.waiting import wait_until
 
@@ -41,26 +44,34 @@ DEADLINE_S = 60.0
 class Site:
     """A router in a thread, with queues that are late when a test says so."""
 
-    def __init__(self, peer_timeout_s: float) -> None:
+    def __init__(self, peer_timeout_s: float, core: Router | None = None) -> None:
         self.queues = Queues()
         self.queues.replans.every_s = 0.05
-        self.core = Router(self.queues, name="queues")
+        self.core = core or Router(self.queues, name="queues")
         self.shell = Shell(self.core, "tcp://127.0.0.1:*", peer_timeout_s=peer_timeout_s)
         self.url = f"http://{uuid4().hex}"  # that no other test's router plans for
-        self.shell.tell(WorkerUp("a", self.url))
+        self.shell.tell(WorkerUp("a", self.url, kv_tokens=400, chunk_tokens=100))
         self._thread = threading.Thread(target=self.shell.run)
         self._thread.start()
         self._planners: list[subprocess.Popen[bytes]] = []
+        self._context = zmq.Context()
+        self._peer = self._context.socket(zmq.DEALER)
+        self._peer.setsockopt(zmq.LINGER, 0)
+        self._peer.connect(self.shell.endpoint)
 
     def planner(self) -> subprocess.Popen[bytes]:
         made = subprocess.Popen([sys.executable, "-m", "router.planner", "--router", self.shell.endpoint])
         self._planners.append(made)
         return made
 
+    def whole(self) -> dict:
+        self._peer.send(encode(Query("q")))
+        answer = hear(self._peer)
+        assert isinstance(answer, Snapshot)
+        return answer.state
+
     def state(self) -> dict:
-        found = self.core.state()["planner"]
-        assert isinstance(found, dict)
-        return found
+        return self.whole()["planner"]
 
     def counts(self) -> dict:
         return self.state()["counts"]
@@ -75,6 +86,8 @@ class Site:
         wait_until(lambda: len(self.queues.applied) > before, "a plan")
 
     def close(self) -> None:
+        self._peer.close()
+        self._context.term()
         self.shell.stop()
         self._thread.join(DEADLINE_S)
         self.shell.close()
@@ -84,8 +97,8 @@ class Site:
 
 
 @contextmanager
-def site(peer_timeout_s: float = 60.0) -> Iterator[Site]:
-    made = Site(peer_timeout_s)
+def site(peer_timeout_s: float = 60.0, core: Router | None = None) -> Iterator[Site]:
+    made = Site(peer_timeout_s, core)
     try:
         yield made
     finally:
@@ -166,6 +179,49 @@ def test_the_second_takes_over_from_the_first_when_it_is_killed() -> None:
         assert one.queues.attended == [True]
 
 
+def test_what_waits_in_queues_is_served_once_while_planners_are_killed() -> None:
+    """Of placement qlm more is asked than can be in time, and whoever plans is killed again and again."""
+    core = Router(build("qlm", every_s=0.05), name="qlm", linger_s=0.0)
+    with site(core=core) as one, gateway(one.shell.endpoint) as socket:
+        due = Due("chat", 0.5, 0.5)
+        for number in range(300):
+            tokens = pack_tokens([number] * 100)
+            socket.send(encode(Arrive(str(number), f"c{number % 9}", tokens, 20, may_hold=True, due=due)))
+        placed: list[str] = []
+        running: list[str] = []
+        more = count()
+
+        def serve() -> None:
+            """Takes what has come, and ends the oldest."""
+            while socket.poll(20):
+                answer = decode_answer(socket.recv())
+                if isinstance(answer, Place):
+                    placed.append(answer.id)
+                    running.append(answer.id)
+            if running:
+                socket.send(encode(Done(running.pop(0), 10)))
+
+        for _ in range(3):
+            planner = one.planner()
+            wait_until(lambda: one.state()["up"], "a planner")
+            before = one.counts()["answered"]
+            serve()
+            while one.counts()["answered"] == before and one.whole()["waiting"]:
+                socket.send(encode(Arrive(f"late {next(more)}", "c", b"", may_hold=True, due=due)))
+                serve()
+            for _ in range(10):
+                serve()
+            planner.kill()
+            planner.wait()
+            for _ in range(10):
+                serve()
+        while one.whole()["waiting"] or running:
+            serve()
+        state = one.whole()
+        assert state["in_flight"] == 0
+        assert len(placed) == len(set(placed)) == state["counts"]["arrived"]
+
+
 def test_a_planner_to_which_nothing_can_be_sent_is_gone_at_once() -> None:
     """By a clock that stands still: not because it is silent."""
     queues = Queues()
@@ -196,6 +252,8 @@ def test_it_finds_a_router_that_is_started_again() -> None:
     planner = first.planner()
     first.until_up()
     address = first.shell.endpoint
+    first._peer.close()
+    first._context.term()
     first.shell.stop()
     first._thread.join(DEADLINE_S)
     first.shell.close()

@@ -1,6 +1,7 @@
 """Who plans for a router, what of the answers is believed, and that nothing waits for a planner."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 
 import msgspec
@@ -33,7 +34,7 @@ from router.planner import answers
 from router.planning import COUNTS, LENGTHS_EVERY_S, MOST_PLANNERS, OLD_S, SILENT_S
 from router.queues.centres import centres
 from router.queues.plan import plan
-from router.queues.problem import Demand, Problem, Queue, faults
+from router.queues.problem import FAR_S, Demand, Problem, Queue, faults
 from tests.support.planned_queues import GROUPS, Queues, small
 from tests.support.queue_problems import a_problem
 
@@ -415,7 +416,7 @@ def test_the_answer_is_the_plan_and_a_shortage_is_told_if_there_is_one(
     answer = answers.answer(question, found, 0.5, short)
     assert answer.number == 5
     assert faults(problem, answer.orders) == []
-    assert (answer.needed is None) == found.is_feasible
+    assert (answer.needed is None) == found.is_feasible  # nothing here is late already
     assert decode_event(encode(answer)) == answer
 
 
@@ -447,7 +448,23 @@ def test_what_is_late_whatever_is_added_still_asks_for_help() -> None:
     late = [Demand(number, "x", -100.0, {"a": 30.0}) for number in range(8)]
     found = needs(late, queues)
     assert found.more == 2  # 30 s each, begun within 60 s: three at each queue
-    assert "8 groups that are late already" in found.why
+    assert "8 groups are late already" in found.why
+
+
+def test_what_is_late_counts_as_if_it_came_now() -> None:
+    queues = [Queue("a", "x")]
+    late = [Demand(number, "x", FAR_S, {"a": 4.0}, promised_s=3.0) for number in range(4)]
+    problem = Problem(late, queues)
+    found = plan(problem, solver="search")
+    assert found.is_feasible
+    assert answers.is_short(problem, found)
+    assert needs(late, queues).more == 7  # each is shared by two, which end within 3 s
+    ahead = [replace(demand, tier=1) for demand in late]
+    problem = Problem(ahead, queues)
+    assert not answers.is_short(problem, plan(problem, solver="search"))
+    assert answers.shortage(problem) is None
+    few = Problem(late[:1], queues)
+    assert not answers.is_short(few, plan(few, solver="search"))
 
 
 def test_a_group_that_is_too_large_for_one_replica_is_shared() -> None:

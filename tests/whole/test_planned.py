@@ -68,11 +68,16 @@ def planner_of(cluster: Cluster) -> dict:
     return cluster.status()["planner"]
 
 
-async def until(check: Callable[[], object], what: str) -> None:
+async def until(cluster: Cluster, check: Callable[[], object], what: str) -> None:
     def asked() -> Awaitable[object]:
         return asyncio.to_thread(check)
 
-    await eventually(asked, what)
+    try:
+        await eventually(asked, what)
+    except AssertionError:
+        status = cluster.status()
+        print(status["planner"], status["queues"]["waiting"])
+        raise
 
 
 def pid_of(cluster: Cluster) -> int:
@@ -84,7 +89,7 @@ def pid_of(cluster: Cluster) -> int:
 def test_nobody_waits_for_a_planner_and_replicas_that_are_missing_come() -> None:
     async def run(cluster: Cluster) -> None:
         async with under_load(cluster) as statuses:
-            await until(lambda: planner_of(cluster)["counts"]["answered"] >= 2, "plans")
+            await until(cluster, lambda: planner_of(cluster)["counts"]["answered"] >= 2, "plans")
             shown = subprocess.run(
                 [sys.executable, "-m", "sglang_fair.cli", "status", cluster.url],
                 capture_output=True, text=True, check=True,
@@ -95,24 +100,26 @@ def test_nobody_waits_for_a_planner_and_replicas_that_are_missing_come() -> None
             first = pid_of(cluster)
             os.kill(first, signal.SIGKILL)
             served = len(statuses)
-            await until(lambda: len(statuses) > served + 50, "requests served while it is dead")
+            await until(cluster, lambda: len(statuses) > served + 50, "requests served while it is dead")
             await until(
-                lambda: planner_of(cluster)["up"] and pid_of(cluster) != first, "a planner in its place"
+                cluster,
+                lambda: planner_of(cluster)["up"] and pid_of(cluster) != first,
+                "a planner in its place",
             )
             answered = planner_of(cluster)["counts"]["answered"]
-            await until(lambda: planner_of(cluster)["counts"]["answered"] > answered, "its plans")
+            await until(cluster, lambda: planner_of(cluster)["counts"]["answered"] > answered, "its plans")
 
             second = pid_of(cluster)
             os.kill(second, signal.SIGSTOP)
             served = len(statuses)
-            await until(lambda: not planner_of(cluster)["up"], "it to be taken for dead")
-            await until(lambda: len(statuses) > served + 50, "requests served while it is stopped")
+            await until(cluster, lambda: not planner_of(cluster)["up"], "it to be taken for dead")
+            await until(cluster, lambda: len(statuses) > served + 50, "requests served while it is stopped")
             os.kill(second, signal.SIGCONT)
-            await until(lambda: planner_of(cluster)["up"], "it to be back")
+            await until(cluster, lambda: planner_of(cluster)["up"], "it to be back")
 
-            await until(lambda: planner_of(cluster)["shortage"] or scaled(cluster), "a shortage")
-            await until(lambda: "r2" in cluster.status()["workers"], "one more replica")
-            await until(lambda: cluster.status()["workers"]["r2"]["dispatched"] > 20, "work for it")
+            await until(cluster, lambda: planner_of(cluster)["shortage"] or scaled(cluster), "a shortage")
+            await until(cluster, lambda: scaled(cluster), "one more replica")
+            await until(cluster, lambda: cluster.status()["workers"]["r2"]["dispatched"] > 20, "work for it")
         assert set(statuses) == {200}
         assert sorted(cluster.status()["workers"]) == ["r0", "r1", "r2"]
 
