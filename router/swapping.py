@@ -10,11 +10,15 @@ is asked which models it wants, and that what is in flight ends before a worker 
 """
 
 from collections.abc import Callable, Iterable
+from math import inf
 
 from router.events import Action, Agent, Cut, Exchange
 from router.placement.contract import Placement, Swapping
 from router.swaps import Swaps
 from router.workers import Flight, Worker, WorkerTable
+
+ASK_S = 0.05
+"""Between two questions about a worker that is at work: each looks at its queue."""
 
 Rehome = Callable[[Worker, str, float], None]
 """Has a worker serve another model; "": none."""
@@ -38,6 +42,8 @@ class ModelChanges:
         self._flights = flights
         self._told: dict[str, dict[str, float]] = {}
         """By worker, what its placement was told that it can load."""
+        self._asked_s: dict[str, float] = {}
+        """By worker, when the placement was last asked what it wants there."""
 
     @property
     def may_wait(self) -> bool:
@@ -72,6 +78,7 @@ class ModelChanges:
     def gone(self, name: str, now_s: float) -> None:
         """A worker is gone."""
         self._told.pop(name, None)
+        self._asked_s.pop(name, None)
         self.swaps.gone(name, now_s)
 
     def peer_gone(self, peer: bytes, now_s: float) -> None:
@@ -84,12 +91,11 @@ class ModelChanges:
             self._workers.look_again()
 
     def after(self, now_s: float) -> list[Action]:
-        """What is to be sent after something has happened."""
-        for name in self.swaps.serving() if self._placement is not None else ():
-            if self._workers.get(name) is not None:
-                wanted = self._placement.wanted(name) if self._placement is not None else None
-                if wanted is not None and self.swaps.want(name, wanted, now_s):
-                    self.align(name, now_s)
+        """What is to be sent after something has happened. Costs next to nothing where there are no agents."""
+        if self.swaps.is_empty:
+            return []
+        if self._placement is not None:
+            self._ask_placement(self._placement, now_s)
         actions: list[Action] = []
         for name in self.swaps.emptying():
             worker = self._workers.get(name)
@@ -101,6 +107,17 @@ class ModelChanges:
                 self.align(name, now_s)
                 actions += self._order(name)
         return actions
+
+    def _ask_placement(self, placement: Swapping, now_s: float) -> None:
+        """Which models it wants; of a worker that is at work not more often than every `ASK_S`."""
+        for name in self.swaps.serving():
+            worker = self._workers.get(name)
+            if worker is None or (worker.in_flight and now_s < self._asked_s.get(name, -inf) + ASK_S):
+                continue
+            self._asked_s[name] = now_s
+            wanted = placement.wanted(name)
+            if wanted is not None and self.swaps.want(name, wanted, now_s):
+                self.align(name, now_s)
 
     def align(self, name: str, now_s: float) -> None:
         """Makes the table say of a worker what is known of its model."""

@@ -151,6 +151,11 @@ class Swaps:
 
     # -- what follows
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no worker has an agent."""
+        return not self._workers
+
     def knows(self, name: str) -> bool:
         """Whether the worker has, or had, an agent."""
         return name in self._workers
