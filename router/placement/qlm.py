@@ -84,7 +84,8 @@ class Qlm:
     """`ahead`: units beyond its share up to which a client is in tier 0; null: from the smallest KV cache. `delta`:
     average batches in a group. Without `prefixes` groups are first come, first served, and what is cached makes no
     difference to their plan, as in the paper; `literal`: waits by Equations 1-5. Without `tiers` nobody is ahead of its
-    share. `kv_tokens` and `chunk_tokens`: of a worker that says nothing. `slo_s`: of requests that were promised
+    share. `evicts`: workers take requests back for more urgent ones (policy `slo`), so these may be sent beyond the
+    window. `kv_tokens` and `chunk_tokens`: of a worker that says nothing. `slo_s`: of requests that were promised
     nothing. `every_s`, `patience_s`: how often is planned, and after how long a planner is taken for dead.
     `max_clients`: that are remembered without requests.
     """
@@ -97,6 +98,7 @@ class Qlm:
     prefixes: bool = True
     literal: bool = False
     tiers: bool = True
+    evicts: bool = False
     kv_tokens: int = 65_536
     chunk_tokens: int = 8_192
     slo_s: float = DEFAULT_CLASSES["interactive"]
@@ -158,7 +160,8 @@ class Qlm:
         if not self.tiers:
             tier = 0
         if not (self._ready and self._waiting):
-            chosen = self._at_once(request, match, workers, tier)
+            due_s = self._promise(request, now_s).due_s
+            chosen = self._at_once(request, match, workers, tier, due_s)
             if chosen is not None:
                 self._leaving[request.id] = tier
                 return chosen
@@ -175,7 +178,7 @@ class Qlm:
         return None
 
     def _at_once(
-        self, request: Request, match: Match, workers: Sequence[WorkerView], tier: int
+        self, request: Request, match: Match, workers: Sequence[WorkerView], tier: int, due_s: float
     ) -> str | None:
         """Of the workers that have room, and where nobody of another model comes first, the one with least to do."""
         best, least, tokens, held = None, inf, request.input_tokens, match.lengths.get
@@ -186,7 +189,7 @@ class Qlm:
             room = worker.kv_tokens - worker.in_flight_tokens - overrun
             if more:
                 room += worker.chunk_tokens
-            if room <= 0 or not worker.is_open:
+            if not worker.is_open or (room <= 0 and not (worker.evicts and worker.has_room(tier, due_s))):
                 continue
             if worker.groups and self.queues.wanted(worker.name) not in (None, worker.loaded):
                 continue
@@ -245,7 +248,8 @@ class Qlm:
         prefix, prefix_tokens = _prefix(request, match)
         if self.queues.where(request.id) is None:
             tokens = request.input_tokens + request.expected_output_tokens
-            self.queues.send(worker, request.id, tokens, prefix, prefix_tokens)
+            due_s = self._promise(request, now_s).due_s
+            self.queues.send(worker, request.id, tokens, prefix, prefix_tokens, due_s)
         held = self._held.get(prefix) if self._held else None
         if held is not None:
             held[worker] = prefix_tokens
@@ -291,7 +295,8 @@ class Qlm:
 
     def worker_up(self, worker: str, capacity: float = 1.0) -> None:
         """It has nothing in flight. What it can hold and load is said by `equip`."""
-        self.queues.worker_up(Worker(worker, "", self.kv_tokens, self.chunk_tokens))
+        made = Worker(worker, "", self.kv_tokens, self.chunk_tokens, evicts=self.evicts)
+        self.queues.worker_up(made)
         self._ready[worker] = None
 
     def worker_changed(self, worker: str, capacity: float) -> None:

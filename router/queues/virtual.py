@@ -138,7 +138,7 @@ class VirtualQueues:
     def pull(self, name: str, now_s: float = -inf) -> Queued | None:
         """The request that a worker gets now; None if it has enough, or has to load another model first."""
         worker = self._workers[name]
-        if not (worker.is_open and worker.has_room(0)):
+        if not (worker.is_open and (worker.evicts or worker.has_room(0))):
             return None
         group = self._next(worker, now_s)
         if group is None:
@@ -149,16 +149,22 @@ class VirtualQueues:
         worker.pulls += 1
         shared = min(request.prefix_tokens, request.prompt_tokens)
         tokens = request.prompt_tokens + request.expected_output_tokens
-        self.send(name, request.id, tokens, request.prefix, shared)
+        self.send(name, request.id, tokens, request.prefix, shared, request.deadline_s)
         return request
 
     def send(
-        self, name: str, request_id: str, tokens: float, prefix: Hashable | None, prefix_tokens: int
+        self,
+        name: str,
+        request_id: str,
+        tokens: float,
+        prefix: Hashable | None,
+        prefix_tokens: int,
+        due_s: float | None = None,
     ) -> None:
         """A request is in flight at a worker, as `Worker.send` says."""
         worker = self._workers[name]
         worker.is_fresh = False
-        worker.send(request_id, tokens, prefix, prefix_tokens)
+        worker.send(request_id, tokens, prefix, prefix_tokens, due_s)
         self._pulled[request_id] = name
 
     def wanted(self, name: str, now_s: float = -inf) -> str | None:
@@ -329,7 +335,7 @@ class VirtualQueues:
         is in danger there and more urgent, or if there is none."""
         turn = not (worker.pulls + 1) % OVERDUE_EVERY
         mine = min(
-            ((_urgency(group, turn), group) for group in own if worker.has_room(group.kind.tier)),
+            ((_urgency(group, turn), group) for group in own if _has_room(worker, group)),
             key=itemgetter(0),
             default=None,
         )
@@ -338,7 +344,7 @@ class VirtualQueues:
         rank = mine[1].kind.rank if mine else _RANKS
         for better in range(min(rank + 1, _RANKS if worker.has_room(1) else _RANKS // 2)):
             other = self.groups.most_urgent(worker.loaded, better, worker.name)
-            if other is None:
+            if other is None or not _has_room(worker, other):
                 continue
             if mine is None and not worker.groups:
                 return self._steal(worker, better) or other
@@ -483,6 +489,11 @@ class VirtualQueues:
         worker = self._workers.get(self._pulled.pop(request_id, ""))
         if worker is not None:
             worker.land(request_id)
+
+
+def _has_room(worker: Worker, group: Group) -> bool:
+    """Whether the next of a group may be sent there."""
+    return worker.has_room(group.kind.tier, None if group.kind.late else group.deadline_s)
 
 
 def _urgency(group: Group, is_overdue_s_turn: bool) -> tuple[int, bool, float, int]:

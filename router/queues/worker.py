@@ -5,6 +5,8 @@ window    prompt + expected output of what was sent and is not over; of a prefix
 room      for a request of tier 1 while that is below the KV cache. For one of tier 0 while it is below the KV cache
           and one prefill chunk: so whoever is ahead of its share never fills the last chunk, and who is within its
           share is at the worker at once, where the worker's own policy puts it first
+eviction  a worker that `evicts` takes requests back for more urgent ones (`core.preemption`). So what is in flight and
+          due `LATER_S` or more after a request of tier 0 does not count against that one
 fresh     it has just loaded a model and has served nobody of it. It keeps the model until it has, or nobody in its
           queue needs it; else a plan that was made while it loaded would have it load another one, without end
 """
@@ -14,6 +16,9 @@ from dataclasses import dataclass, field
 from math import inf
 
 from router.queues.group import Group
+
+LATER_S = 10.0
+"""Deadlines that differ by so much tell who may be taken back for whom."""
 
 
 @dataclass(slots=True)
@@ -42,6 +47,12 @@ class Worker:
     """Requests that it has got from queues."""
     first_token_s: float = 0.0
     """From a request's way there to its first token, as measured last."""
+    evicts: bool = False
+    """It takes requests back for more urgent ones."""
+    _dues: dict[str, int] = field(default_factory=dict)
+    """By request in flight, when it is due, in steps of `LATER_S`."""
+    _due_tokens: dict[int, float] = field(default_factory=dict)
+    """In flight, by these."""
     _prefixes: dict[str, Hashable] = field(default_factory=dict)
     """By request in flight."""
     _shared: dict[Hashable, tuple[int, int]] = field(default_factory=dict)
@@ -54,9 +65,15 @@ class Worker:
         may = has_model and self.is_open and self.name not in kind.exclude
         return may and group.begun_on in (None, self.name)
 
-    def has_room(self, tier: int) -> bool:
-        """Whether a request of this tier may be sent there."""
-        return self.held_tokens < self.kv_tokens + (0 if tier else self.chunk_tokens)
+    def has_room(self, tier: int, due_s: float | None = None) -> bool:
+        """Whether a request of this tier may be sent there, which is due at `due_s` if that is said."""
+        if self.held_tokens < self.kv_tokens + (0 if tier else self.chunk_tokens):
+            return True
+        if tier or not self.evicts or due_s is None:
+            return False
+        last = int(due_s // LATER_S) + 1
+        later = sum(tokens for due, tokens in self._due_tokens.items() if due > last)
+        return self.held_tokens - later < self.kv_tokens
 
     @property
     def held_tokens(self) -> float:
@@ -74,9 +91,16 @@ class Worker:
         """Of the KV cache, promised to nobody."""
         return max(0.0, self.kv_tokens - self.held_tokens)
 
-    def send(self, request_id: str, tokens: float, prefix: Hashable | None, prefix_tokens: int) -> None:
-        """A request is in flight there that may take so many tokens, of which it may share the prefix. Nothing happens
-        if it is already."""
+    def send(
+        self,
+        request_id: str,
+        tokens: float,
+        prefix: Hashable | None,
+        prefix_tokens: int,
+        due_s: float | None = None,
+    ) -> None:
+        """A request is in flight there that may take so many tokens, of which it may share the prefix, and is due then.
+        Nothing happens if it is already."""
         if request_id in self.in_flight:
             return
         if prefix is not None:
@@ -88,6 +112,9 @@ class Worker:
             self._prefixes[request_id] = prefix
         self.in_flight[request_id] = tokens
         self.in_flight_tokens += tokens
+        if self.evicts and due_s is not None:
+            due = self._dues[request_id] = int(due_s // LATER_S)
+            self._due_tokens[due] = self._due_tokens.get(due, 0.0) + tokens
 
     def land(self, request_id: str) -> None:
         """It is in flight no more, if it was."""
@@ -95,6 +122,9 @@ class Worker:
         if tokens is None:
             return
         self.in_flight_tokens -= tokens
+        due = self._dues.pop(request_id, None)
+        if due is not None and (left := self._due_tokens.pop(due) - tokens) > 0.5:
+            self._due_tokens[due] = left
         prefix = self._prefixes.pop(request_id, None)
         if prefix is not None:
             count, shared = self._shared.pop(prefix)
@@ -104,3 +134,4 @@ class Worker:
                 self.in_flight_tokens -= shared
         if not self.in_flight:  # drop what rounding has left over
             self.in_flight_tokens = 0.0
+            self._due_tokens.clear()

@@ -168,6 +168,15 @@ class Budget:
         end = (cached_tokens + self._chunk_left // self._page * self._page) // self._page * self._page
         return end - cached_tokens if end > cached_tokens else Verdict.FULL
 
+    def missing(self, cached_tokens: int, tokens: int, output_tokens: int, room: int) -> float:
+        """How many more tokens of memory `admit` would have to find; 0 or less: it has room."""
+        needed = tokens - cached_tokens + min(output_tokens, LONGEST_RESERVATION) + self._page
+        return needed - (room - self._reserved) + 1
+
+    def free(self, reserved_tokens: float) -> None:
+        """A running request has left, for which so many were reserved."""
+        self._reserved -= reserved_tokens
+
     @property
     def chunk_tokens(self) -> int:
         """What is left of the chunk size, if prompts may be cut."""

@@ -26,6 +26,10 @@ class SimRequest(NamedTuple):
     call: int = 1
     system_tokens: int = 0
     """These five as in `Job`."""
+    deadline_s: float | None = None
+    slo_class: str = ""
+    tier: int = 0
+    """These three as well, by the clock of the simulation."""
 
 
 class Progress(NamedTuple):

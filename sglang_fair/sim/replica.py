@@ -12,9 +12,10 @@ that run have their turn, and how long an extend batch may be. Modelled after SG
                   page is free
     retraction    if nothing is left to evict: the requests with the least output go first, among them those with the
                   longest prompts. Their pages are freed and not cached; they wait first in line and keep their output
-    eviction      requests that `evict` names are taken back between two steps, and wait again with their output. Their
-                  context is cached, and goes to the host's memory if there is room (`host`), from where it comes back
-                  when they are admitted
+    eviction      a candidate that does not fit may have running requests taken back, if the policy has that
+                  (`core.preemption`), and so may the owner (`evict`), between two steps. They wait again with their
+                  output. Their context is cached, and goes to the host's memory if there is room (`host`), from where
+                  it comes back when they are admitted
     swap          `swap` loads another model: nobody is here, the cache is dropped, no step begins until it is there
 
 Not modelled: the overlap of CPU and GPU (a step's result is known when it ends, and the scheduler itself takes no
@@ -33,12 +34,13 @@ from sglang_fair.core.admission import BLOCK_TOKENS, DELAYED_POLL_S, Admission, 
 from sglang_fair.core.eviction import FairEviction, LeastRecentlyUsed
 from sglang_fair.core.job import Job
 from sglang_fair.core.payers import path_of
+from sglang_fair.core.preemption import Missing, Runner
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.record import Record
 from sglang_fair.core.steps import Steps
 from sglang_fair.core.waits import BATCH, MEMORY, PROMPTS
 from sglang_fair.sim.answers import TOKEN_BYTES
-from sglang_fair.sim.budget import Budget, NewTokenRatio, Settings, Verdict
+from sglang_fair.sim.budget import LONGEST_RESERVATION, Budget, NewTokenRatio, Settings, Verdict
 from sglang_fair.sim.cache import Node, PrefixCache, Removed, Stored
 from sglang_fair.sim.cost_model import CostModel
 from sglang_fair.sim.decode_batch import DecodeBatch
@@ -59,6 +61,9 @@ __all__ = [
     "SimRequest",
     "Stored",
 ]
+
+URGENT_STEPS = 8
+"""While somebody waits for whom others may be taken back, it is asked after so many decode steps whether they are."""
 
 WARM_UP_STEPS, WARM_UP_TOKENS = 8, 8
 """SGLang's server answers a short request of its own before the first client's: its decode steps, and its prompt."""
@@ -120,6 +125,8 @@ class Replica:
         self.host = HostPool(settings.host_tokens, settings.host_token_s)
         self._evicting: dict[str, None] = {}
         """Requests that leave the decode batch before the next step."""
+        self._taken_back: list[tuple[Task, Job]] = []
+        """Those that left it for the batch that is being formed, each with the one for whom."""
         self._ready_s = 0.0
         """No step begins before: a model is being loaded."""
 
@@ -270,6 +277,9 @@ class Replica:
         self._batch = self._form(t_s)
         for task in evicted:
             self._admission.retract(task.job)
+        for task, urgent in self._taken_back:
+            self._admission.evict(task.job, urgent)
+        self._taken_back.clear()
         if self._batch:
             self._break_run(t_s)
             duration_s = self.cost.prefill_s(
@@ -289,6 +299,8 @@ class Replica:
                 starts_s = t_s + self._host_wait_s(t_s, 0.0)
                 self._run = _Run(starts_s, decoding.step, len(decoding), context_tokens)
             self._plan(decoding.step + 1 if self._may_admit() else None)
+            if self._may_take_back() and self._stop > decoding.step + URGENT_STEPS:
+                self._plan(decoding.step + URGENT_STEPS)
         elif len(self.queue):
             self._next_s = t_s + DELAYED_POLL_S
         else:
@@ -301,7 +313,7 @@ class Replica:
             return
         if self._run is None:
             self._next_s = max(now_s, self._ready_s)
-        elif self._may_admit():
+        elif self._may_admit() or self._may_take_back():
             self._plan(self._decoding.step + 1)
 
     def _may_admit(self) -> bool:
@@ -309,6 +321,11 @@ class Replica:
         if self._chunked is not None:
             return True
         return len(self.queue) > 0 and not self._is_full and len(self._decoding) < self.settings.max_running
+
+    def _may_take_back(self) -> bool:
+        """Somebody waits for whom others may be taken back. O(waiting), if the policy has that."""
+        preemption = self._admission.preemption
+        return preemption is not None and any(preemption.may_take_back(job) for job in self.queue.jobs())
 
     # ---- decoding
 
@@ -403,7 +420,7 @@ class Replica:
         if self._chunked is not None and self._chunked.aborted:
             self._events.append(self._drop_chunked(self._chunked, now_s))
         queue, pool, settings, chunked = self.queue, self._pool, self.settings, self._chunked
-        if not self._decoding:
+        if not self._decoding or (self._is_full and self._may_take_back()):
             self._is_full = False
         if chunked is None:
             if self._is_full or not len(queue):
@@ -438,23 +455,15 @@ class Replica:
             node = self._match(task)
             if not self._admission.confirm(job, node.end, _block(task.request, node.end)):
                 continue
-            page_tokens = settings.page_tokens
-            loaded = max(0, self.host.of(job.id) // page_tokens * page_tokens - node.end)
-            # Locking the prefix takes what of it was evictable out of the room.
-            verdict = budget.admit(
-                node.end,
-                task.length,
-                job.max_output_tokens - task.output,
-                pool.room_tokens() - self.cache.unlocked_tokens(node),
-                first=not batch,
-                cut=self._chunked is None,
-                loaded_tokens=loaded,
-            )
+            verdict = self._verdict(task, node, budget, first=not batch)
+            if verdict is Verdict.NO_MEMORY and self._make_room(task, node, budget, now_s):
+                node = self._match(task)
+                verdict = self._verdict(task, node, budget, first=not batch)
             if not isinstance(verdict, Verdict):
                 self.cache.use(job.client, node)
                 self.cache.lock(node)
                 task.node, task.computed = node, node.end
-                self._compute(task, verdict, budget, loaded)
+                self._compute(task, verdict, budget, self._loaded(task, node))
                 self.host.drop(job.id)
                 self._admitted(task)
                 batch.append(task)
@@ -473,6 +482,27 @@ class Replica:
             queue.account.ledger.engine_counted(extend=extend_tokens)
             queue.account.ledger.check()
         return batch
+
+    def _loaded(self, task: Task, node: Node) -> int:
+        """Tokens behind its cached prefix that come from the host: whole pages."""
+        page_tokens = self.settings.page_tokens
+        return max(0, self.host.of(task.request.id) // page_tokens * page_tokens - node.end)
+
+    def _room(self, node: Node) -> int:
+        """Free tokens. Locking the prefix takes what of it was evictable out of the room."""
+        return self._pool.room_tokens() - self.cache.unlocked_tokens(node)
+
+    def _verdict(self, task: Task, node: Node, budget: Budget, *, first: bool) -> int | Verdict:
+        """Whether a candidate fits whose cached prefix ends there."""
+        return budget.admit(
+            node.end,
+            task.length,
+            task.job.max_output_tokens - task.output,
+            self._room(node),
+            first=first,
+            cut=self._chunked is None,
+            loaded_tokens=self._loaded(task, node),
+        )
 
     def _can_decode(self) -> bool:
         """A decode step is possible without taking anybody's memory."""
@@ -571,28 +601,58 @@ class Replica:
     # ---- eviction
 
     def _take_out(self, t_s: float) -> list[Task]:
-        """Those that are to be evicted leave the decode batch; who has ended meanwhile does not. They wait again once
-        the next batch is formed, which is not theirs."""
-        decoding, evicted = self._decoding, list[Task]()
+        """Those that the owner named leave the decode batch; who has ended meanwhile does not. They wait again, first
+        in line, once the next batch is formed, which is not theirs."""
         names, self._evicting = self._evicting, {}
-        for name in names:
-            task = decoding.tasks.get(name)
-            if task is None or task.aborted:
-                continue
-            self._break_run(t_s)
-            written, held = task.written(decoding.step), task.held(decoding.step)
-            decoding.leave(task)
-            self.host.keep(name, held, t_s)
-            self._pool.release(task, held, written, keep=True)
-            task.output = written
-            task.tokens, task.found = task.known(written), None
-            task.length = task.prompt_tokens + written
-            self.meters.evictions += 1
-            evicted.append(task)
+        found = [self._decoding.tasks[name] for name in names if name in self._decoding.tasks]
+        evicted = [task for task in found if not task.aborted]
+        for task in evicted:
+            self._evict(task, t_s)
         if evicted:
             self._is_full = False
-            self._events += self.cache.drain(t_s)
         return evicted
+
+    def _make_room(self, urgent: Task, node: Node, budget: Budget, t_s: float) -> bool:
+        """Take back whom the policy says for a candidate that has no memory. Whether somebody was."""
+        preemption = self._admission.preemption
+        if preemption is None or not preemption.may_take_back(urgent.job):
+            return False
+        decoding, step = self._decoding, self._decoding.step
+        output_tokens = urgent.job.max_output_tokens - urgent.output
+        missing = Missing(budget.missing(node.end, urgent.length, output_tokens, self._room(node)))
+        reserved = {
+            name: self._ratio.now * min(task.job.max_output_tokens - task.written(step), LONGEST_RESERVATION)
+            for name, task in decoding.tasks.items()
+            if not task.aborted
+        }
+        running = [
+            Runner(
+                decoding.jobs[name],
+                decoding.tasks[name].held(step) - decoding.jobs[name].cached_tokens + kept,
+            )
+            for name, kept in reserved.items()
+        ]
+        chosen = preemption.choose(urgent.job, missing, running, t_s)
+        for job in chosen:
+            budget.free(reserved[job.id])
+            task = decoding.tasks[job.id]
+            self._evict(task, t_s)
+            self._taken_back.append((task, urgent.job))
+        return bool(chosen)
+
+    def _evict(self, task: Task, t_s: float) -> None:
+        """A request leaves the decode batch and its memory; its context is cached, and on the host if there is room."""
+        decoding = self._decoding
+        self._break_run(t_s)
+        written, held = task.written(decoding.step), task.held(decoding.step)
+        decoding.leave(task)
+        self.host.keep(task.request.id, held, t_s)
+        self._pool.release(task, held, written, keep=True)
+        task.output = written
+        task.tokens, task.found = task.known(written), None
+        task.length = task.prompt_tokens + written
+        self.meters.evictions += 1
+        self._events += self.cache.drain(t_s)
 
     def _host_wait_s(self, t_s: float, duration_s: float) -> float:
         """How much longer a step takes because of copies: from the host for those in it, which come while it computes;
@@ -659,6 +719,9 @@ class Replica:
             stage=request.stage,
             call=request.call,
             system_tokens=request.system_tokens,
+            deadline_s=request.deadline_s,
+            slo_class=request.slo_class,
+            tier=request.tier,
         )
         limit = max(1, min(request.output_tokens, most)) if fits else 0
         return Task(request, job, prompt_tokens, limit, request.tokens, prompt_tokens)

@@ -159,10 +159,8 @@ def with_workers(
     placement = make_baseline(name, options)
     for number in range(count):
         placement.worker_up(f"r{number}")
-        placement.equip(
-            f"r{number}", loaded=models[0], swap_s=dict.fromkeys(models, 2.0), kv_tokens=kv_tokens,
-            chunk_tokens=0, now_s=0.0,
-        )  # fmt: skip
+        placement.equip(f"r{number}", loaded=models[0], kv_tokens=kv_tokens, chunk_tokens=0, now_s=0.0)
+        placement.can_load(f"r{number}", dict.fromkeys(models, 2.0), 0.0)
     return placement
 
 

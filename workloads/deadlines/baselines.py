@@ -35,6 +35,8 @@ class Place:
     chunk_tokens: int = 0
     in_flight: dict[str, float] = field(default_factory=dict)
     tokens: float = 0.0
+    overrun_tokens: int = 0
+    """By how much answers are longer than was expected."""
     target: str | None = None
     """The model that it is to load."""
     bound: list[tuple[Key, Request]] = field(default_factory=list)
@@ -43,7 +45,7 @@ class Place:
     @property
     def room(self) -> float:
         """Tokens that it may still be sent."""
-        return self.kv_tokens + self.chunk_tokens - self.tokens
+        return self.kv_tokens + self.chunk_tokens - self.tokens - self.overrun_tokens
 
     def may_have(self, model: str) -> bool:
         """It takes requests, has room, and can have the model."""
@@ -70,13 +72,12 @@ class _Queueing(Memoryless):
         worker: str,
         *,
         loaded: str | None,
-        swap_s: Mapping[str, float],
         kv_tokens: int | None,
         chunk_tokens: int | None,
         now_s: float,
     ) -> None:
         place = self.places[worker]
-        place.loaded, place.swap_s = loaded, swap_s
+        place.loaded = loaded
         place.kv_tokens = place.kv_tokens if kv_tokens is None else kv_tokens
         place.chunk_tokens = place.chunk_tokens if chunk_tokens is None else chunk_tokens
 
@@ -110,6 +111,10 @@ class _Queueing(Memoryless):
     def give_up(self, request: Request) -> None:
         self._gone.add(request.id)
 
+    def _see(self, workers: Sequence[WorkerView]) -> None:
+        for view in workers:
+            self.places[view.name].overrun_tokens = view.overrun_tokens
+
     def _key(self, first: float) -> Key:
         self._count += 1
         return first, self._count
@@ -137,6 +142,7 @@ class ByRequest(_Queueing):
         may: May,
         now_s: float = 0.0,
     ) -> tuple[Request, str] | None:
+        self._see(workers)
         for place in self.places.values():
             if place.bound and place.loaded is not None and place.target is None:
                 return place.bound.pop(0)[1], place.name
@@ -260,6 +266,7 @@ class Spread(_Queueing):
         may: May,
         now_s: float = 0.0,
     ) -> tuple[Request, str] | None:
+        self._see(workers)
         for name, heap in self._heaps.items():
             place = self.places[name]
             while heap and heap[0][1].id in self._gone:
@@ -272,6 +279,25 @@ class Spread(_Queueing):
         return None
 
 
+class Push(_Queueing):
+    """No queue."""
+
+    def place(
+        self, request: Request, match: Match, workers: Sequence[WorkerView], now_s: float
+    ) -> str | None:
+        able = [one for one in self.places.values() if one.loaded == request.model]
+        return min(able, key=lambda one: (one.tokens / one.kv_tokens, one.name)).name
+
+    def next(
+        self,
+        workers: Sequence[WorkerView],
+        match: Callable[[Request], Match],
+        may: May,
+        now_s: float = 0.0,
+    ) -> tuple[Request, str] | None:
+        return None
+
+
 def make_baseline(name: str, options: Mapping[str, object]) -> Placement:
     """A new one. KeyError for an unknown name, TypeError for an unknown option."""
     kinds: Mapping[str, Callable[..., Placement]] = {
@@ -279,6 +305,7 @@ def make_baseline(name: str, options: Mapping[str, object]) -> Placement:
         "fcfs_models": partial(ByRequest, "arrival"),
         "shepherd": Shepherd,
         "spread": Spread,
+        "push": Push,
     }
     return kinds[name](**options)
 

@@ -13,26 +13,35 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf
-from typing import Any
+from typing import Any, cast
 
+from router import events as message
 from router.placement import PLACEMENTS, build
 from router.placement.contract import Ended, Placement, Request
 from router.placement.outputs import ExpectedOutputs
 from router.queues.plan import plan
 from router.radix import Hold, Match, RadixTree
+from router.throttling import Kind, Throttling
 from sglang_fair.common.deadlines import Promise
 from sglang_fair.common.weights import Weights
 from sglang_fair.core import options as policy_options
 from sglang_fair.core.cost import Linear
 from sglang_fair.core.queue import FairQueue
+from sglang_fair.core.throttle import Refusal, make_rules
 from sglang_fair.sim.answers import TOKEN_BYTES
 from sglang_fair.sim.replica import Event, Finished, Progress, Refused, Removed, Replica, SimRequest, Stored
 from workloads.deadlines.baselines import make_baseline
 from workloads.deadlines.fleet import CHUNK_TOKENS, Fleet, Shelf
-from workloads.deadlines.traffic import Asked
+from workloads.deadlines.traffic import THINK_S, Asked
 
 MOST_S = 40_000.0
 """A run that lasts longer goes nowhere."""
+
+NO_SHARES = 1e12
+"""A quantum that no client uses up: then the order does not depend on what anybody had."""
+
+PROGRESS_S = 1.0
+"""How often gateways tell the router how far answers are."""
 
 
 @dataclass(slots=True)
@@ -49,6 +58,9 @@ class Served:
     cached_tokens: int = 0
     worker: str = ""
     tier: int = 0
+    expected_tokens: float = 0.0
+    """Of its answer, when it was sent."""
+    is_refused: bool = False
 
     @property
     def ttft_s(self) -> float | None:
@@ -109,6 +121,7 @@ class _Flight:
     """Of its answer, in parts before this one."""
     part: int = 0
     has_output: bool = False
+    overrun_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +156,9 @@ class Cluster:
     ) -> None:
         self.fleet = fleet
         self.now_s = 0.0
+        evicts = {"evicts": True} if fleet.evicts and fleet.placement == "qlm" else {}
         self.placement: Placement = (
-            build(fleet.placement, **fleet.options)
+            build(fleet.placement, **evicts, **fleet.options)
             if fleet.placement in PLACEMENTS
             else make_baseline(fleet.placement, fleet.options)
         )
@@ -154,6 +168,7 @@ class Cluster:
         self.served: list[Served] = []
         self.waiting: dict[str, _Flight] = {}
         self.flights: dict[str, _Flight] = {}
+        self._throttling = Throttling(cast(Kind, fleet.throttle), make_rules(fleet.limits, "limits"))
         self._outputs = {model: ExpectedOutputs() for model in fleet.models}
         self._events: list[tuple[float, int, Callable[[Any], None], Any]] = []
         self._count = 0
@@ -169,6 +184,7 @@ class Cluster:
 
     def run(self) -> Outcome:
         """To the end of the last request, or to `until_s`."""
+        self._at(PROGRESS_S, self._tell, None)
         if self._watch is not None:
             self._at(0.0, self._look, None)
         while self._events:
@@ -205,8 +221,24 @@ class Cluster:
     def _look(self, _: None) -> None:
         assert self._watch is not None
         self._watch(self)
-        if self._events:
+        if len(self._events) > 1 or self.flights:
             self._at(self.now_s + self._watch_every_s, self._look, None)
+
+    def _tell(self, _: None) -> None:
+        """Gateways tell how far answers are; not for ever, if nothing else is to come."""
+        for worker in self.workers:
+            if self._throttling.kind != "none":
+                self._throttling.load(message.Load(worker.name, *worker.replica.load()), self.now_s)
+            if worker.in_flight:
+                self._take(worker, worker.replica.advance(self.now_s))
+                for job in worker.replica.queue.running():
+                    flight = self.flights[job.id]
+                    more = job.output_tokens - int(flight.request.expected_output_tokens)
+                    if more > flight.overrun_tokens:
+                        worker.overrun_tokens += more - flight.overrun_tokens
+                        flight.overrun_tokens = more
+        if self.flights or len(self._events) > (self._watch is not None):
+            self._at(self.now_s + PROGRESS_S, self._tell, None)
 
     # ---- workers
 
@@ -214,7 +246,10 @@ class Cluster:
         fleet, name = self.fleet, self.fleet.workers[place]
         model = fleet.begins_with(place)
         policy = policy_options.make(
-            fleet.policy, fleet.policy_options, quantum=fleet.quantum, weights=Weights({})
+            fleet.policy,
+            fleet.policy_options,
+            quantum=fleet.quantum if fleet.shares else NO_SHARES,
+            weights=Weights({}),
         )
         queue = FairQueue(policy, Linear())
         replica = Replica(
@@ -236,11 +271,11 @@ class Cluster:
         self._p.equip(
             worker.name,
             loaded=worker.model if worker.serves else None,
-            swap_s=self._swap_s(worker),
             kv_tokens=kv_tokens,
             chunk_tokens=CHUNK_TOKENS,
             now_s=self.now_s,
         )
+        self._p.can_load(worker.name, self._swap_s(worker), self.now_s)
 
     def _swap_s(self, worker: SimWorker) -> dict[str, float]:
         fleet = self.fleet
@@ -291,9 +326,27 @@ class Cluster:
     def _arrive(self, asked: Asked) -> None:
         served = Served(asked)
         self.served.append(served)
-        self._ask(asked, served, asked.tokens if self._uses_caches else b"", 0, b"")
+        due_s = asked.due_s
+        if asked.interaction:
+            arrive = message.Arrive(
+                asked.id,
+                asked.client,
+                b"",
+                app="app",
+                interaction=asked.interaction,
+                last=asked.call == asked.calls,
+                begun=asked.call - 1,
+            )
+            verdict = self._throttling.judge(arrive, [one.name for one in self._taking], self.now_s)
+            if isinstance(verdict, Refusal):
+                served.is_refused = True
+                self._throttling.ended(asked.id, self.now_s)
+                return
+            due = message.Due(asked.slo_class, asked.slo_s, asked.slo_s)
+            due_s = self._throttling.promised(arrive, due, self.now_s).due_s
+        self._ask(asked, served, asked.tokens if self._uses_caches else b"", 0, b"", due_s)
 
-    def _ask(self, asked: Asked, served: Served, tokens: bytes, part: int, said: bytes) -> None:
+    def _ask(self, asked: Asked, served: Served, tokens: bytes, part: int, said: bytes, due_s: float) -> None:
         written = len(said) // TOKEN_BYTES
         request = Request(
             f"{asked.id}/{part}" if part else asked.id,
@@ -304,7 +357,7 @@ class Cluster:
             self._outputs[asked.model].of(asked.client, asked.most_tokens - written),
             asked.model,
             model=asked.model,
-            promise=Promise(asked.slo_class, asked.slo_s, asked.due_s),
+            promise=Promise(asked.slo_class, asked.slo_s, due_s),
         )
         flight = _Flight(asked, request, served, said=said, part=part)
         self.waiting[request.id] = flight
@@ -361,6 +414,7 @@ class Cluster:
         served.worker = name
         if served.placed_s is None:
             served.placed_s = self.now_s
+            served.expected_tokens = request.expected_output_tokens
         served.tier = self._p.tier(request.id) if hasattr(self._p, "tier") else 0
         written = len(flight.said) // TOKEN_BYTES
         sent = SimRequest(
@@ -371,6 +425,10 @@ class Cluster:
             asked.most_tokens - written,
             namespace=asked.model,
             interaction=asked.interaction,
+            deadline_s=None if request.promise is None else request.promise.due_s,
+            call=asked.call,
+            slo_class=asked.slo_class,
+            tier=served.tier,
         )
         self._take(worker, worker.replica.arrive(sent, self.now_s))
 
@@ -421,6 +479,7 @@ class Cluster:
         if not flight.has_output:
             worker.prefill_tokens -= flight.request.input_tokens - flight.matched_tokens
         worker.decode_tokens -= flight.request.expected_output_tokens
+        worker.overrun_tokens -= flight.overrun_tokens
         served, request = flight.served, flight.request
         worker.in_flight -= 1
         if flight.hold is not None:
@@ -446,9 +505,15 @@ class Cluster:
         if event.aborted and served.output_tokens < flight.asked.output_tokens:
             said = flight.said + event.answer
             tokens = flight.asked.tokens + said if self._uses_caches else b""
-            self._ask(flight.asked, served, tokens, flight.part + 1, said)
+            due_s = flight.request.promise.due_s if flight.request.promise else flight.asked.due_s
+            self._ask(flight.asked, served, tokens, flight.part + 1, said, due_s)
         else:
             served.ended_s = event.t_s
+            if flight.asked.interaction:
+                self._throttling.ended(flight.asked.id, self.now_s, is_served=True)
+                if flight.asked.call < flight.asked.calls:
+                    following = flight.asked.following(event.t_s + THINK_S, flight.said + event.answer)
+                    self._at(following.at_s, self._arrive, following)
             self._outputs[flight.asked.model].learn(flight.asked.client, served.output_tokens)
         self._load(worker)
 

@@ -48,9 +48,18 @@ class Fleet:
     host_kv_bytes: float = 80e9
     plan_s: float = 0.2
     """How long a plan takes."""
-    plan_work: int = 5_000_000
+    plan_work: int = 2_000_000
     """How much the planner's search may consider."""
     quantum: float | None = None
+    shares: bool = True
+    """Replicas share what they do among clients. False: what a client had makes no difference, as in the paper."""
+    reserves: float = 0.05
+    """Of what a running request may still write, the part that replicas reserve at first, and of it in the end less
+    (--schedule-conservativeness). Lengths are unknown: with little batches are large, but if answers are long, requests
+    have to be taken back for want of memory."""
+    throttle: str = "none"
+    limits: Mapping[str, Any] = field(default_factory=dict)
+    """Who is refused while replicas are overloaded, as `--throttle` and `--limits` have it."""
     swap_tail: bool = True
     """A worker that is to load another model lets what runs end. False: it is taken back, and goes on later."""
 
@@ -102,15 +111,15 @@ class Fleet:
         return Roofline(GPUS[gpu], SHAPES[self.models[model]], EFFICIENCIES.get(gpu, Efficiency()))
 
     def settings(self, place: int, model: str) -> Settings:
-        """A replica's limits. Lengths are unknown, so little is reserved for each (--schedule-conservativeness)."""
+        """A replica's limits."""
         kv_bytes = SHAPES[self.models[model]].kv_bytes_per_token
         return Settings(
             kv_tokens=self.kv_tokens(place, model),
             max_running=MOST_RUNNING,
             chunked_prefill_tokens=CHUNK_TOKENS,
             ignore_eos=False,
-            new_token_ratio=0.05,
-            least_new_token_ratio=0.02,
+            new_token_ratio=self.reserves,
+            least_new_token_ratio=min(self.reserves, max(0.02, self.reserves / 2)),
             progress_steps=_LONGEST_RUN,
             host_tokens=int(self.host_kv_bytes / kv_bytes) if self.evicts or not self.swap_tail else 0,
             host_token_s=kv_bytes / HOST_BYTES_PER_S,

@@ -6,7 +6,7 @@ to the first token.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import exp, inf, log
 from random import Random
@@ -22,6 +22,10 @@ OUTPUT_MEAN, OUTPUT_SIGMA = 338.0, 0.9
 MEGA_TOKENS = (3000, 4000)
 """Prompt and answer together of a mega prompt."""
 VOCABULARY = 30_000
+NEXT_TOKENS = 60
+"""What the next call of an interaction says, beyond what was said before."""
+THINK_S = 2.0
+"""From an answer to the next call."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,11 @@ class Asked:
     prefix: str = ""
     prefix_tokens: int = 0
     interaction: str = ""
+    call: int = 1
+    calls: int = 1
+    """Of its interaction: its number, and how many there are. Each follows the answer to the one before."""
+    before: bytes = b""
+    """The beginning of its prompt: what the calls before said."""
 
     @property
     def due_s(self) -> float:
@@ -49,8 +58,22 @@ class Asked:
     @cached_property
     def tokens(self) -> bytes:
         """Its prompt: random tokens, the same in every run."""
+        if self.before:
+            return self.before + _random(self.id, self.prompt_tokens - len(self.before) // 4)
         shared = min(self.prefix_tokens, self.prompt_tokens) if self.prefix else 0
         return _random(self.prefix, shared) + _random(self.id, self.prompt_tokens - shared)
+
+    def following(self, at_s: float, answer: bytes) -> "Asked":
+        """The next call of its interaction, after its answer."""
+        before = self.tokens + answer
+        return replace(
+            self,
+            id=f"{self.id}+",
+            at_s=at_s,
+            call=self.call + 1,
+            before=before,
+            prompt_tokens=len(before) // 4 + NEXT_TOKENS,
+        )
 
 
 def _random(name: str, tokens: int) -> bytes:
@@ -82,6 +105,8 @@ class Stream:
     prefixes: int = 0
     """So many prefixes are shared among them, drawn at random; 0: none is."""
     prefix_tokens: int = 0
+    calls: int = 1
+    """Of each interaction."""
 
     @property
     def name(self) -> str:
@@ -142,6 +167,8 @@ def _of(stream: Stream, seed: str, most: int | None) -> Sequence[Asked]:
                 output,
                 prefix=prefix,
                 prefix_tokens=stream.prefix_tokens if prefix else 0,
+                interaction=f"{stream.name}#{number}" if stream.calls > 1 else "",
+                calls=stream.calls,
             )
         )
     return found

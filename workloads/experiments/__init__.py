@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 from workloads.experiments.beyond_adaptive import Adaptive
 from workloads.experiments.beyond_cache import Cache
+from workloads.experiments.beyond_deadlines import Shared
 from workloads.experiments.beyond_equity import Equity
 from workloads.experiments.beyond_isolation import Isolation as BesideFloods
 from workloads.experiments.beyond_payers import Payers
@@ -37,6 +38,12 @@ from workloads.experiments.fairserve_abuse import Abuse
 from workloads.experiments.fairserve_delay import Delay
 from workloads.experiments.fairserve_table3 import Table3
 from workloads.experiments.fairserve_table4 import Table4
+from workloads.experiments.qlm_fig3_18 import Waits
+from workloads.experiments.qlm_fig4 import Blocking
+from workloads.experiments.qlm_mixed import Hardware, Mega
+from workloads.experiments.qlm_models import Drain, Models, Queues
+from workloads.experiments.qlm_overhead import Needed, Overhead
+from workloads.experiments.qlm_single import Ablation, Sweep
 from workloads.experiments.vtc_lengths import Lengths
 from workloads.experiments.vtc_overload import Overload
 from workloads.experiments.vtc_pools import Pools
@@ -54,6 +61,8 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         Table2(), Figure7(), Sensitivity(),
         Figure1(), Figure4(), Figure8(), Figure9(), Figure10(), Figure11(), Figure12(),
         Abuse(), Delay(), Table3(), Table4(), Equity(),
+        Waits(), Blocking(), Drain(), Sweep(), Ablation(), Models(), Hardware(), Mega(), Queues(),
+        Overhead(), Needed(), Shared(),
         Placements(), Routers(), Payers(), Adaptive(), Production(), Cache(), BesideFloods(), Contest(), Target(),
     )
 }  # fmt: skip

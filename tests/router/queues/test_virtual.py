@@ -325,3 +325,42 @@ def test_the_router_s_part_loads_neither_scipy_nor_numpy() -> None:
     loaded = {name.split(".")[0] for name in told.stdout.split()}
     assert "router" in loaded
     assert not loaded & {"scipy", "numpy"}
+
+
+# ---- workers that take requests back
+
+
+def test_an_urgent_request_goes_beyond_the_window_of_those_that_may_be_taken_back_for_it() -> None:
+    """And by as much as they hold only; who is due with them, or ahead of its share, waits."""
+    for evicts in (False, True):
+        site = a_site("w")
+        site.of("w").evicts = evicts
+        for number in range(20):
+            add(site, queued(f"batch {number}", slo_s=3600.0))
+        pulled = 0
+        while site.pull("w", 0.0) is not None:
+            pulled += 1
+        assert pulled == 11  # 200 tokens each, up to 2,000 and a chunk of 200
+        for number in range(20):
+            add(site, queued(f"chat {number}", slo_s=20.0))
+        add(site, queued("ahead", slo_s=1.0), tier=1)
+        chats = []
+        while (one := site.pull("w", 0.0)) is not None:
+            chats.append(one.id)
+        assert chats == ([f"chat {number}" for number in range(10)] if evicts else [])
+
+
+def test_what_is_over_counts_no_more_against_the_urgent() -> None:
+    worker = Worker("w", "a", 1_000, 0, evicts=True)
+    late = [queued(f"batch {number}", slo_s=3600.0) for number in range(5)]
+    for one in late:
+        worker.send(one.id, 200.0, None, 0, one.deadline_s)
+    assert worker.has_room(0, 20.0)
+    assert not worker.has_room(0, 3590.0)
+    assert not worker.has_room(1, 20.0)
+    for one in late:
+        worker.land(one.id)
+    assert worker.held_tokens == 0
+    for number in range(5):
+        worker.send(f"chat {number}", 200.0, None, 0, 20.0)
+    assert not worker.has_room(0, 1.0)

@@ -1,0 +1,167 @@
+"""Deadlines within a fair share: what flooding buys, how evenly service is shared, prefixes, interactions."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from workloads.deadlines.cluster import Outcome, Served
+from workloads.deadlines.fleet import Fleet
+from workloads.deadlines.measures import attained, by, measure, percentile
+from workloads.deadlines.traffic import Stream
+from workloads.experiments.contract import SEEDS, Cell, Json, Result, Size
+from workloads.experiments.qlm_setting import ONE_MODEL, PAPER_QLM, Deadlines, cell, qlm, ratio
+
+REPLICAS = 4
+MODEL = next(iter(ONE_MODEL))
+LIGHT, LIGHT_SLO_S = "light", 2.0
+FLOODS = 3
+FLOOD_SLO_S = 1.0
+FLOOD_PER_S = 20.0
+LIGHT_PER_S = 0.5
+FLOOD_S = 90.0
+GAP_CLIENTS = ("urgent", "patient")
+PREFIXES, PREFIX_TOKENS = 60, 1_500
+PREFIX_PER_S = 16.0
+PREFIX_REQUESTS = 2_000
+CALLS = 3
+CHATS_PER_S = 6.0
+CALLS_A_MINUTE = 30
+
+
+def ours(replicas: int = REPLICAS, **options: Json) -> Fleet:
+    """Shares in the router and in the replicas."""
+    return qlm(replicas, options=options, shares=True)
+
+
+class Shared(Deadlines):
+    id = "beyond-deadlines"
+
+    def cells(self, size: Size) -> Sequence[Cell]:
+        full = size == "full"
+        seeds = SEEDS[:1]
+        length_s = FLOOD_S if full else 20.0
+        flood = [
+            Stream(MODEL, "interactive", LIGHT_PER_S, until_s=length_s, client=LIGHT, slo_s=LIGHT_SLO_S),
+            *(
+                Stream(
+                    MODEL,
+                    "batch-1",
+                    FLOOD_PER_S,
+                    until_s=length_s,
+                    client=f"flood {number}",
+                    slo_s=FLOOD_SLO_S,
+                )
+                for number in range(FLOODS)
+            ),
+        ]
+        gap = [
+            Stream(MODEL, "batch-1", FLOOD_PER_S, until_s=length_s, client=name, slo_s=slo_s)
+            for name, slo_s in zip(GAP_CLIENTS, (FLOOD_SLO_S, 3600.0), strict=True)
+        ]
+        shared = [Stream(MODEL, "batch-1", PREFIX_PER_S, prefixes=PREFIXES, prefix_tokens=PREFIX_TOKENS)]
+        chats = [
+            Stream(MODEL, "interactive", CHATS_PER_S, until_s=length_s, client="chats", calls=CALLS),
+            Stream(MODEL, "batch-2", FLOOD_PER_S, until_s=length_s, client="batch", calls=CALLS),
+        ]
+        limits = {"user": CALLS_A_MINUTE}
+        requests = PREFIX_REQUESTS if full else 150
+        paper = qlm(REPLICAS, options=PAPER_QLM)
+        return [
+            cell("flood", ours(), flood, most=None, seeds=seeds, label="within shares"),
+            cell("flood.paper", paper, flood, most=None, seeds=seeds, label="the paper's rule"),
+            cell("gap", ours(1), gap, most=None, seeds=seeds, label="two clients"),
+            cell("prefixes", ours(), shared, most=requests, seeds=seeds, label="prefixes count"),
+            cell("plain", ours(prefixes=False), shared, most=requests, seeds=seeds, label="they do not"),
+            cell(
+                "chats",
+                replace(ours(), throttle="oit", limits=limits),
+                chats,
+                most=None,
+                seeds=seeds,
+                label="by overload and interaction",
+            ),
+            cell(
+                "chats.rpm",
+                replace(ours(), throttle="rpm", limits=limits),
+                chats,
+                most=None,
+                seeds=seeds,
+                label="a fixed limit",
+            ),
+        ]
+
+    def measure(self, cell: Cell, outcome: Outcome) -> Mapping[str, Json]:
+        served = outcome.served
+        clients = by(served, lambda one: one.asked.client)
+        prompt_tokens = sum(one.asked.prompt_tokens for one in served)
+        found = {
+            **measure(outcome),
+            "clients": {
+                name: {
+                    "attained": attained(some),
+                    "p99_s": percentile([one.ttft_s for one in some if one.ttft_s is not None], 0.99),
+                    "requests": len(some),
+                    "refused": sum(one.is_refused for one in some),
+                }
+                for name, some in clients.items()
+            },
+            "hit_rate": sum(one.cached_tokens for one in served) / max(1, prompt_tokens),
+            "refused": sum(one.is_refused for one in served),
+            "cut": _cut(served),
+        }
+        if cell.name == "gap":
+            ahead = float(str(outcome.report["ahead"]))
+            found |= _gap([clients[name] for name in GAP_CLIENTS], ahead)
+        return found
+
+    def values(self, results: Mapping[str, Result]) -> Mapping[str, Json]:
+        light = f"clients/{LIGHT}/attained"
+        return {
+            "light_attained_under_flood": results["flood"].number(light),
+            "light_paper": results["flood.paper"].number(light),
+            "gap_over_bound": results["gap"].number("gap_over_bound"),
+            "hits_prefix_groups_over_plain": ratio(results, "prefixes", "plain", "hit_rate"),
+            "interactions_cut": results["chats"].number("cut"),
+            "cut_rpm": results["chats.rpm"].number("cut"),
+            "refused": results["chats"].number("refused"),
+            "floods": [
+                {"cell": name, "label": results[name].cell.title, "light": light}
+                for name in ("flood", "flood.paper")
+            ],
+        }
+
+
+def _cut(served: Sequence[Served]) -> int:
+    """Interactions of which a call after the first was refused."""
+    return sum(one.is_refused and one.asked.call > 1 for one in served)
+
+
+def _cost(one: Served, at_s: float) -> float:
+    """What a request that was sent counts: what was expected, and what it took once it is over."""
+    is_over = one.ended_s is not None and one.ended_s <= at_s
+    output = one.asked.output_tokens if is_over else one.expected_tokens
+    return one.asked.prompt_tokens + 2.0 * output
+
+
+def _gap(clients: Sequence[Sequence[Served]], ahead: float) -> Mapping[str, Json]:
+    """Of two clients that wait all the time: the largest difference of what was counted, over what is promised."""
+    placed = [sorted(one.placed_s for one in some if one.placed_s is not None) for some in clients]
+    waits_until_s = min(max(one.asked.at_s for one in some) for some in clients)
+    first_s = max(times[len(times) // 20] for times in placed)
+    gap = in_flight = 0.0
+    base: float | None = None
+    for step in range(int(first_s) + 1, int(waits_until_s)):
+        at_s = float(step)
+        sent = [
+            [one for one in some if one.placed_s is not None and one.placed_s <= at_s] for some in clients
+        ]
+        counted = [sum(_cost(one, at_s) for one in some) for some in sent]
+        running = [
+            sum(_cost(one, 1e18) for one in some if one.ended_s is None or one.ended_s > at_s)
+            for some in sent
+        ]
+        difference = counted[0] - counted[1]
+        base = difference if base is None else base
+        gap, in_flight = max(gap, abs(difference - base)), max(in_flight, *running)
+    largest = sum(max(_cost(one, 1e18) for one in some) for some in clients)
+    bound = ahead + largest + in_flight
+    return {"gap_units": gap, "bound_units": bound, "ahead_units": ahead, "gap_over_bound": gap / bound}

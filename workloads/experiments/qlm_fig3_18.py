@@ -1,0 +1,189 @@
+"""How long a request waits in a long queue, and how well that is known before."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from router.queues.estimate import Ahead, Estimator, r2
+from sglang_fair.core.fcfs import Fcfs
+from sglang_fair.core.queue import FairQueue
+from sglang_fair.sim.cost_model import kv_tokens, make_cost_model
+from sglang_fair.sim.gpus import GPUS
+from sglang_fair.sim.replica import Finished, Progress, Replica, Settings, SimRequest
+from sglang_fair.sim.shapes import SHAPES
+from workloads.deadlines.traffic import LONGEST_TOKENS, Asked, Stream, requests
+from workloads.experiments import style
+from workloads.experiments.claims import Drawing
+from workloads.experiments.contract import Cell, Experiment, Json, Measured, Result, Size, TrafficSpec
+from workloads.session import Plan
+from workloads.simulation import Site
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Canvas
+
+ENGINES: Mapping[str, tuple[str, int]] = {
+    "a100-80g/vicuna-13b": ("Vicuna-13B, A100", 3_000),
+    "a100-80g/llama-2-70b-4bit": ("Llama-70B, A100", 4_000),
+    "a100-80g/mistral-7b": ("Mistral-7B, A100", 16_500),
+    "a10g/llama-3.1-8b": ("Llama-3.1-8B, A10", 3_000),
+}
+"""Each with what it is called, and how many requests are queued: four groups and more."""
+MOST_RUNNING = 1024
+"""More than any of them has memory for."""
+LONG = 8.0
+"""Prompts so many times longer."""
+SHORT_PART = 0.5
+"""A queue is short up to so many batches beyond the one that runs."""
+DELTA = 4
+GROUPS = (1, 2, 4, 8)
+CURVE_POINTS = 60
+
+
+class Waits(Experiment):
+    id = "qlm-fig3-18"
+
+    def cells(self, size: Size) -> Sequence[Cell]:
+        full = size == "full"
+        found = []
+        for engine, (called, most) in list(ENGINES.items())[: None if full else 1]:
+            for prompts in (1.0, LONG):
+                queued = (most if prompts == 1.0 else most // 3) if full else 400
+                name = engine.replace("/", ".") + (".long" if prompts > 1 else "")
+                arguments = {"engine": engine, "prompts": prompts, "queued": queued}
+                label = called + (", long prompts" if prompts > 1 else "")
+                found.append(Cell(name, Site(), TrafficSpec("queue", arguments), Plan(100.0), ("0",), label))
+        return found
+
+    def run(self, cell: Cell, seed: str) -> Measured:
+        told = cell.traffic.arguments
+        learnt, made = (
+            _Queue(told["engine"], told["prompts"], told["queued"], f"{seed} {what}")
+            for what in ("learnt from", "predicted")
+        )
+        return Measured(_measure(learnt, made), learnt.end_s + made.end_s)
+
+    def values(self, results: Mapping[str, Result]) -> Mapping[str, Json]:
+        usual = [result for name, result in results.items() if not name.endswith(".long")]
+        long = [result for name, result in results.items() if name.endswith(".long")]
+        return {
+            "r2_line": min(one.number("r2_line") for one in usual),
+            "r2_four_groups": min(one.number("groups/4/r2") for one in usual),
+            "r2_four_groups_long": min(one.number("groups/4/r2") for one in long),
+            "r2_literal": min(one.number("groups/4/r2_literal") for one in usual),
+            "over_estimated_short": min(one.number("over_estimated_short") for one in usual),
+            "rows": [
+                {"cell": name, "groups": groups, "label": result.cell.title}
+                for name, result in results.items()
+                for groups in GROUPS
+            ],
+        }
+
+    def drawings(self, results: Mapping[str, Result]) -> Mapping[str, Drawing]:
+        return {"waits": Drawing(lambda canvas: _draw(canvas, results))}
+
+
+class _Queue:
+    """Requests that come at once to one replica, in order."""
+
+    def __init__(self, engine: str, prompts: float, queued: int, seed: str) -> None:
+        gpu, shape = engine.split("/")
+        self.asked: list[Asked] = requests([Stream("m", "batch-2", 1.0, count=queued, prompts=prompts)], seed)
+        self.kv_tokens = kv_tokens(GPUS[gpu], SHAPES[shape])
+        settings = Settings(self.kv_tokens, max_running=MOST_RUNNING, ignore_eos=False, new_token_ratio=0.05,
+                            least_new_token_ratio=0.02)  # fmt: skip
+        replica = Replica(FairQueue(Fcfs()), make_cost_model(engine), settings, events=False)
+        for one in self.asked:
+            replica.arrive(SimRequest(one.id, "c", one.tokens, one.output_tokens, LONGEST_TOKENS), 0.0)
+        self.first_s: dict[str, float] = {}
+        self.ended_s: dict[str, float] = {}
+        self.running: list[int] = []
+        self.records: list[tuple[float, int, int]] = []
+        """(seconds, prompt tokens, output tokens) of stretches in which others waited."""
+        meters, last = replica.meters, (0.0, 0, 0)
+        while replica.next_s < 1e9:
+            now_s = replica.next_s
+            for event in replica.advance(now_s):
+                if isinstance(event, Progress):
+                    self.first_s.setdefault(event.id, event.t_s)
+                elif isinstance(event, Finished):
+                    self.first_s.setdefault(event.id, event.t_s)
+                    self.ended_s[event.id] = event.t_s
+            if len(replica.queue):
+                self.running.append(sum(1 for _ in replica.queue.running()))
+                if now_s - last[0] >= 1.0:
+                    told = (now_s, meters.extend_tokens, meters.output_tokens)
+                    self.records.append((told[0] - last[0], told[1] - last[1], told[2] - last[2]))
+                    last = told
+        self.end_s = max(self.ended_s.values())
+        self.batch = max(1.0, sum(self.running) / max(1, len(self.running)))
+
+    def estimator(self, *, literal: bool = False) -> Estimator:
+        """That has seen this queue drain."""
+        made = Estimator(literal=literal)
+        for seconds, prompt_tokens, output_tokens in self.records:
+            made.learn("w", "m", seconds, prompt_tokens, output_tokens)
+        for one in self.asked:
+            if one.output_tokens > 1:
+                token_s = (self.ended_s[one.id] - self.first_s[one.id]) / (one.output_tokens - 1)
+                made.learn_answer("w", "m", one.output_tokens, token_s)
+        return made
+
+
+def _measure(learnt: _Queue, made: _Queue) -> Mapping[str, Json]:
+    outputs = [one.output_tokens for one in learnt.asked]
+    mean = sum(outputs) / len(outputs)
+    variance = sum((one - mean) ** 2 for one in outputs) / len(outputs)
+    estimator, literal = learnt.estimator(), learnt.estimator(literal=True)
+    ahead, pairs, plain, over = Ahead(), [], [], []
+    short = made.batch * (1 + SHORT_PART)
+    for place, one in enumerate(made.asked):
+        own = one.prompt_tokens + mean
+        said = estimator.wait("w", "m", ahead, made.kv_tokens, own)
+        wait_s = made.first_s[one.id]
+        pairs.append((said.mean_s, wait_s))
+        plain.append((literal.wait("w", "m", ahead).mean_s, wait_s))
+        if place < short:
+            ends_s = literal.wait("w", "m", ahead).mean_s + literal.tail_s("w", "m", one.prompt_tokens)
+            over.append(ends_s >= made.ended_s[one.id])
+        ahead = Ahead(
+            ahead.prompt_tokens + one.prompt_tokens,
+            ahead.output_tokens + mean,
+            ahead.output_variance + variance,
+        )
+    group = DELTA * made.batch
+    places = np.arange(len(made.asked))
+    waits = np.array([wait_s for _, wait_s in pairs])
+    waited = places > made.batch
+    line = np.corrcoef(places[waited], waits[waited])[0, 1] ** 2
+    step = max(1, len(pairs) // CURVE_POINTS)
+    return {
+        "batch": made.batch,
+        "r2_line": float(line),
+        "groups": {
+            str(groups): {
+                "queued": min(len(pairs), round(groups * group)),
+                "r2": r2(pairs[: round(groups * group)]),
+                "r2_literal": r2(plain[: round(groups * group)]),
+            }
+            for groups in GROUPS
+        },
+        "over_estimated_short": sum(over) / len(over),
+        "end_s": made.end_s,
+        "curve": {
+            "places": places[::step].tolist(),
+            "waited_s": [wait_s for _, wait_s in pairs[::step]],
+            "said_s": [said_s for said_s, _ in pairs[::step]],
+        },
+    }
+
+
+def _draw(canvas: "Canvas", results: Mapping[str, Result]) -> None:
+    axes = canvas.subplots()
+    for place, result in enumerate(one for name, one in results.items() if not name.endswith(".long")):
+        curve, colour = result.first["curve"], style.client_colour(place)
+        axes.plot(curve["places"], curve["waited_s"], color=colour, label=result.cell.title)
+        axes.plot(curve["places"], curve["said_s"], color=colour, linestyle="--", linewidth=1.0)
+    axes.set_xlabel("requests in front")
+    axes.set_ylabel("wait, s")
+    axes.legend(fontsize=8)
