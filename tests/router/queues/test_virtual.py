@@ -363,4 +363,4 @@ def test_what_is_over_counts_no_more_against_the_urgent() -> None:
     assert worker.held_tokens == 0
     for number in range(5):
         worker.send(f"chat {number}", 200.0, None, 0, 20.0)
-    assert not worker.has_room(0, 1.0)
+    assert not worker.has_room(0, 15.0)
