@@ -231,7 +231,7 @@ class Router:
             case PeerGone():
                 return self._peer_gone(peer, now_s)
             case Tick():
-                return [] if self._planners is None else [*self._planners.look(now_s)]
+                return self._ticked(now_s)
             case Planner():
                 if self._planners is not None:
                     self._planners.hello(peer, event, now_s)
@@ -591,6 +591,12 @@ class Router:
         flight = self._flights.get(event.id)
         if flight is not None and flight.peer == peer:
             self._settle(flight, Done(event.id, outcome="aborted"), now_s)
+
+    def _ticked(self, now_s: float) -> list[Action]:
+        if self._planning is None or self._planners is None:
+            return []
+        self._throttling.predicted(self._planning.late(now_s), now_s)
+        return [*self._planners.look(now_s)]
 
     def _peer_gone(self, peer: bytes, now_s: float) -> list[Action]:
         """Ends what `peer` had in flight as aborted, and forgets what it asked and what it said of workers. What it was

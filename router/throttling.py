@@ -9,7 +9,7 @@ replicas put calls of interactions first that have begun.
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Literal, get_args
@@ -139,6 +139,10 @@ class Throttling:
             )
         except BadLoad:
             self.bad_loads += 1
+
+    def predicted(self, workers: Collection[str], now_s: float) -> None:
+        """At these workers, and no others, deadlines of clients within their share will be missed: that is overload."""
+        self._overload.predict(workers, now_s)
 
     def worker_gone(self, worker: str) -> None:
         """What it has said holds no more."""

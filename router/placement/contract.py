@@ -282,6 +282,11 @@ class Planning(Protocol):
         """A planner is connected, or none is any more. In the beginning none is."""
         ...
 
+    def late(self, now_s: float) -> Collection[str]:
+        """The workers at which requests within their client's share will miss a deadline, now and at the look before:
+        no order has helped. O(1)."""
+        ...
+
     def lengths(self) -> Mapping[tuple[str, str], Sequence[Centre]]:
         """By model and class, where some of the requests that wait lie among the centres (`queues.groups.lengths`)."""
         ...

@@ -142,6 +142,8 @@ class Qlm:
         self._viewed: Sequence[WorkerView] = ()
         self._attended = False
         self._looks_s = -inf
+        self._late = self._late_first = frozenset[str]()
+        """Workers that were late at the last two looks, and at the last."""
         self._now_s = 0.0
         self._asked_for: dict[str, int] = {}
         """By reason, how often queues were ordered."""
@@ -362,8 +364,11 @@ class Qlm:
         self._now_s = now_s
         if now_s < self._looks_s or not self._waiting:
             return None
-        self._looks_s = now_s + self.every_s
-        is_late = bool(self.queues.late(now_s))
+        since_s, self._looks_s = now_s - self._looks_s, now_s + self.every_s
+        slots = self.queues.late(now_s)
+        is_late, late = bool(slots), frozenset(slot.worker for slot in slots if slot.demand.tier == 0)
+        self._late = late & self._late_first if since_s <= self.every_s else frozenset()
+        self._late_first = late
         if not self._attended:
             if is_late:
                 self._order_by_edf(now_s)
@@ -374,6 +379,10 @@ class Qlm:
         if "ask" not in steps:
             return None
         return self.replans.asked, self.queues.problem(now_s)
+
+    def late(self, now_s: float) -> Collection[str]:
+        """Those where somebody was late at the last two looks, while anybody waits."""
+        return self._late if self._waiting and now_s < self._looks_s + self.every_s else ()
 
     def answer(self, number: int, orders: Orders, now_s: float) -> bool:
         """What of it still holds is applied."""

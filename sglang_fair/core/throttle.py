@@ -6,7 +6,8 @@ has had as many of its app as the app allows; else accepted.
 
     overload    reported by the engines, never guessed: the pressure of a replica is its KV tokens in use and the
                 uncached tokens that wait, over the size of its KV cache. A replica is overloaded from `high` until
-                below `low`, and not if it has been silent for `SILENT_S`; a cluster is if all its replicas are
+                below `low`, and not if it has been silent for `SILENT_S`; a cluster is if all its replicas are.
+                Where deadlines are planned, it also is while they will be missed within clients' shares
     counts      calls in a sliding minute. "accepted": those that were let in, so that a client which tries again
                 locks nobody out. "arrivals": all that came, as the paper's text has it
     siblings    further calls of an interaction whose first call was refused are refused until that might come again,
@@ -33,6 +34,9 @@ from sglang_fair.core.windows import Sliding
 
 SILENT_S = 5.0
 """A replica that has reported nothing for so long counts as not overloaded."""
+
+PREDICTED_S = 5.0
+"""That deadlines will be missed is said again within so long, as long as it holds."""
 
 LEAST_RETRY_S = 1.0
 
@@ -166,6 +170,7 @@ class Overload:
         self._workers: dict[str, _Worker] = {}
         self._overloaded: OrderedDict[str, float] = OrderedDict()
         """Those that are, and when each was heard; the one that has been silent for longest first."""
+        self._predicted: dict[str, float] = {}
 
     def report(
         self, worker: str, used_tokens: int, waiting_tokens: int, size_tokens: int, now_s: float
@@ -180,6 +185,18 @@ class Overload:
         if pressure >= (self.low if was else self.high):
             self._overloaded[worker] = now_s
         self._workers[worker] = _Worker(pressure, now_s)
+
+    def predict(self, workers: Collection[str], now_s: float) -> None:
+        """At these, and no others, clients within their share will miss deadlines in whatever order they are served. It
+        holds for `PREDICTED_S`. Those that stand in for one of them are then overloaded, too."""
+        self._predicted = dict.fromkeys(workers, now_s)
+
+    def is_predicted(self, workers: Collection[str], now_s: float) -> bool:
+        """Whether that was said of any of `workers`."""
+        predicted = self._predicted
+        return bool(predicted) and any(
+            worker in predicted and now_s - predicted[worker] < PREDICTED_S for worker in workers
+        )
 
     def forget(self, worker: str) -> None:
         """`worker` is gone."""
@@ -200,6 +217,7 @@ class Overload:
         if overloaded:
             self._drop_silent(now_s)
         found = 0 < len(workers) <= len(overloaded) and all(map(overloaded.__contains__, workers))
+        found = found or self.is_predicted(workers, now_s)
         names = tuple(workers) if found or self._since_s else ()
         if names in self._since_s and found:
             return self._since_s[names]
@@ -353,6 +371,8 @@ class Throttle:
         """The beginning of a reason."""
         if self.always:
             return ""
+        if self.overload.is_predicted(workers, self._now_s):
+            return "the cluster is overloaded (deadlines of clients within their share will be missed), and "
         return (
             f"the cluster is overloaded (pressure {self.overload.pressure(workers, self._now_s):.2f}), and "
         )

@@ -182,6 +182,27 @@ def test_with_a_planner_that_hangs_as_much_is_served_as_without_any() -> None:
     assert served[0] == served[1] > 30
 
 
+def test_late_is_where_nobody_could_help_for_two_looks() -> None:
+    site = Site(5)
+    qlm = site.core._placement
+    for number in range(60):  # of as many clients: all are within their share
+        tokens = np.array([number] * 100, "<u4").tobytes()
+        due = Due("c", 6.0, 6.0)
+        site.handle(Arrive(str(number), f"c{number}", tokens, 5_000, may_hold=True, due=due, model="a"))
+    site.arrived = 60
+    assert not qlm.late(site.now_s)
+    seen = []
+    for _ in range(6):
+        site.now_s += 0.5
+        site.handle(Tick(), b"")
+        seen.append(bool(qlm.late(site.now_s)))
+    assert not seen[0]
+    assert any(seen)
+    assert set(qlm.late(site.now_s)) <= {"w0", "w2"}
+    site.drain()
+    assert not qlm.late(site.now_s)
+
+
 def test_the_report_counts_all_that_wait() -> None:
     site = crowded()
     report = site.core.state()["queues"]

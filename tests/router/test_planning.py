@@ -14,6 +14,7 @@ from router.events import (
     Arrive,
     Held,
     Lengths,
+    Load,
     PeerGone,
     Place,
     Plan,
@@ -21,6 +22,7 @@ from router.events import (
     Progress,
     ProtocolError,
     Query,
+    Refuse,
     Replan,
     Shortage,
     Tick,
@@ -35,6 +37,8 @@ from router.planning import COUNTS, LENGTHS_EVERY_S, MOST_PLANNERS, OLD_S, SILEN
 from router.queues.centres import centres
 from router.queues.plan import plan
 from router.queues.problem import FAR_S, Demand, Problem, Queue, faults
+from router.throttling import Throttling
+from sglang_fair.core.throttle import PREDICTED_S, make_rules
 from tests.support.planned_queues import GROUPS, Queues, small
 from tests.support.queue_problems import a_problem
 
@@ -330,6 +334,36 @@ def test_whatever_planners_do_each_question_is_answered_once_by_who_was_asked(st
     numbers = [number for number, _ in queues.applied]
     assert numbers == sorted(set(numbers))
     assert counts(made)["answered"] == taken == len(numbers)
+
+
+def test_deadlines_that_will_be_missed_are_overload() -> None:
+    queues = Queues()
+    rules = make_rules({"user": 1}, "limits")
+    made = Router(queues, name="queues", throttling=Throttling("oit", rules))
+    made.handle(WorkerUp("a", "http://a"), 0.0)
+    made.handle(Load("a", 0, 0, 100), 0.0)
+    names = iter(range(100))
+
+    def refused(now_s: float) -> Refuse | None:
+        actions = made.handle(Arrive(str(next(names)), "c", b"", may_hold=True), now_s, b"g")
+        return next((one for _, one in actions if isinstance(one, Refuse)), None)
+
+    made.handle(Tick(), 0.5)
+    assert [refused(1.0) for _ in range(3)] == [None] * 3
+    queues.is_late = True
+    made.handle(Tick(), 2.0)
+    found = refused(2.0)
+    assert found is not None
+    assert "deadlines of clients within their share will be missed" in found.reason
+    throttle = made.state()["throttle"]
+    assert isinstance(throttle, dict)
+    assert throttle["overloaded_for_s"] == 0.0
+    assert refused(2.0 + PREDICTED_S) is None, "a router that does not look any more says nothing"
+    made.handle(Tick(), 10.0)
+    assert refused(10.0) is not None
+    queues.is_late = False
+    made.handle(Tick(), 11.0)
+    assert refused(11.0) is None
 
 
 # -- messages

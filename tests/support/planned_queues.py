@@ -52,6 +52,9 @@ class Queues(Memoryless):
         self.applied.append((number, orders))
         return True
 
+    def late(self, now_s: float) -> Sequence[str]:
+        return ("a",) if self.is_late else ()
+
     def attend(self, is_there: bool, now_s: float) -> None:
         self.attended.append(is_there)
 
