@@ -90,6 +90,10 @@ BENCHES = {
         "sglang_fair.bench.queue",
         "Time a plan of queues of groups, and a request's arrival and pull among many that wait.",
     ),
+    "batches": Program(
+        "sglang_fair.bench.batches",
+        "Time how batches are uploaded, accepted and written down, and what many cost in memory.",
+    ),
     "gateway": Program(
         "sglang_fair.bench.gateway",
         "Time the way through the gateway, beside sglang-router over the same engine that answers at once.",
