@@ -15,7 +15,6 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Literal, assert_never
@@ -50,7 +49,7 @@ from router.gateway.replicas.retries import (
     TryAnother,
     Unplaced,
 )
-from router.gateway.request.call import BY_TOKENS, Call, check_models
+from router.gateway.request.call import Call, check_models
 from router.gateway.request.intake import MAX_ROUTED_TOKENS, Intake
 from router.gateway.request.schema import PATHS, Kind
 from router.gateway.routing.link import RouterGone
@@ -555,12 +554,8 @@ class _Exchange:
         """Cuts a stream off if nothing of it is lost by that: the client has none of it, or it goes on by its
         tokens."""
         if reply.started:
-            if resumable is None or leg.call.resume not in BY_TOKENS:
-                return
-            try:
-                tokens = unpack_tokens(leg.tokens)
-                deepcopy(resumable).next_leg(tokens, self._services.intake.decoder(leg.call))
-            except Diverged:
+            decode = self._services.intake.decoder(leg.call)
+            if resumable is None or not resumable.can_go_on(unpack_tokens(leg.tokens), decode):
                 return
         self._services.counters.cut += 1
         attempt.cut()

@@ -95,7 +95,15 @@ class Client:
             data = data[size:]
 
     def lose(self) -> None:
-        self.leg = self.resumable.next_leg(self.tokens.ids(self.call), self.tokens.text).call
+        prompt, decode = self.tokens.ids(self.call), self.tokens.text
+        said = self.resumable.can_go_on(prompt, decode)
+        assert said is self.resumable.can_go_on(prompt, decode), "asking changes nothing"
+        try:
+            self.leg = self.resumable.next_leg(prompt, decode).call
+        except Diverged:
+            assert not said
+            raise
+        assert said is (self.call.resume != "repeat")
 
     def reading(self) -> dict[str, Any]:
         """What it makes of its stream."""

@@ -19,13 +19,14 @@ bytes a token.
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import msgspec
 
 from router.gateway.answer.sse import COMMENTS, DONE, END_OF_EVENT, TOKEN_IDS, data_of
-from router.gateway.request.call import Call, encode_body
+from router.gateway.request.call import BY_TOKENS, Call, encode_body
 from router.gateway.request.continuation import (
     FREQUENCY,
     OUTPUT_FLOOR,
@@ -268,6 +269,17 @@ class Resumable:
             return Leg(self._call, None)
         tokens = self._prompt + list(self._ids)
         return Leg(_from_tokens(self._call, tokens, kept), tokens)
+
+    def can_go_on(self, prompt: Sequence[int], decode: Decode) -> bool:
+        """Whether `next_leg` could begin another leg now, by its tokens: nothing would be written again. Changes
+        nothing."""
+        if self._way not in BY_TOKENS:
+            return False
+        try:
+            deepcopy(self, {id(self._call): self._call}).next_leg(prompt, decode)
+        except Diverged:
+            return False
+        return True
 
     def _next_sample(self, decode: Decode) -> Leg:
         """The rest of a sampled stream, behind all its tokens. Raises `Diverged`."""
