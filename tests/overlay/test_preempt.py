@@ -18,7 +18,7 @@ from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.engine
 
-KV_TOKENS = 704
+KV_TOKENS = 768
 FLOOD, OUTPUT = 3, 200
 """So many requests fill the memory: SGLang keeps room for the whole output of those that ignore the end."""
 STEP_S = 0.1
@@ -118,7 +118,7 @@ async def chat_beside_a_flood(
         ]
         while sum(len(stream.ids) > 3 for stream in streams) < FLOOD:
             await asyncio.sleep(0.01)
-        chat = asyncio.create_task(watch.ask("chat", prompts(seed + 1, 1, 60)[0], 5, CHAT))
+        chat = asyncio.create_task(watch.ask("chat", prompts(seed + 1, 1, 150)[0], 5, CHAT))
         if waits:
             while replica.fair()["clients"].get("chat", {}).get("waiting") != 1:
                 await asyncio.sleep(0.01)
