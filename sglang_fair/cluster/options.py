@@ -5,7 +5,7 @@ Pure, except that a cost or a cost model may be read from a file.
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from router.batches.folder import check as check_batches
 from router.gateway import limits, otlp
@@ -22,6 +22,7 @@ from sglang_fair.core import make_policy
 from sglang_fair.core import options as policy_options
 from sglang_fair.core.cost import Cost, make_cost
 from sglang_fair.core.payers import make_payers
+from sglang_fair.core.policy import Policy
 from sglang_fair.core.throttle import make_rules
 from sglang_fair.settings import setting
 from sglang_fair.settings.setting import SettingError as ConfigError
@@ -107,6 +108,20 @@ class Options(Cluster):
         """What service costs in the replicas. Raises ValueError."""
         return make_cost(self.cost or "linear", self.extend_weight, self.output_weight, read=read_json)
 
+    def scheduler(self) -> Policy | None:
+        """The policy of the replicas; None: SGLang's own. Raises ValueError."""
+        if self.policy.startswith(STOCK_PREFIX):
+            return None
+        weights = Weights(self.client_weights)
+        return policy_options.make(self.policy, self.policy_options, quantum=self.quantum, weights=weights)
+
+    def placement_parameters(self) -> dict[str, Any]:
+        """The placement's. One that can use it is told that replicas take requests back for urgent ones."""
+        given = dict(parse_options(self.placement_options))
+        policy = self.scheduler()
+        evicts = policy is not None and policy.evictions > 0 and hasattr(build(self.placement), "evicts")
+        return {"evicts": True} | given if evicts else given
+
 
 def check(options: Options) -> None:
     """Raises ConfigError for the first thing in `options` that is wrong on any machine."""
@@ -174,11 +189,7 @@ def _check_limits(options: Options) -> None:
 
 
 def _check_policy(options: Options) -> None:
-    if not options.policy.startswith(STOCK_PREFIX):
-        weights = Weights(options.client_weights)
-        policy = policy_options.make(
-            options.policy, options.policy_options, quantum=options.quantum, weights=weights
-        )
+    if (policy := options.scheduler()) is not None:
         policy_options.check_together(policy, options.service_cost(), options.payer)
     elif options.policy_options:
         raise ConfigError(f"--policy-options are for a fair policy; {options.policy} is SGLang's own")

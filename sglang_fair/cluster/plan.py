@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from router.gateway import limits
-from router.placement import parse_options, plans
+from router.placement import plans
 from sglang_fair.cluster.gpus import Gpu, environment
 from sglang_fair.cluster.options import ConfigError, Device, Options, page_tokens
 from sglang_fair.cluster.ports import Ports, ReplicaPorts
@@ -405,7 +405,7 @@ def _router(options: Options, machine: Machine, router: str, workers: tuple[Work
         "client_weights": options.client_weights or None,
         "quantum": DEFAULT_QUANTUM if options.quantum is None else options.quantum,
         "parameter": [
-            f"{name}={json.dumps(value)}" for name, value in parse_options(options.placement_options).items()
+            f"{name}={json.dumps(value)}" for name, value in options.placement_parameters().items()
         ],
         "page_size": page_tokens(options.extra),
         "swap_finish_s": options.swap_finish_s,

@@ -266,6 +266,23 @@ class TestPlan:
         assert parse("gateway", gateway.argv[3:]).body_timeout_s == 2.5
         assert gateway.ready == HttpReady("http://127.0.0.1:8000/health")
 
+    @pytest.mark.parametrize(
+        ("options", "told"),
+        [
+            (Options(placement="qlm", policy="slo"), ["evicts=true"]),
+            (Options(placement="qlm", policy="slo", placement_options="evicts=false"), ["evicts=false"]),
+            (Options(placement="qlm", policy="slo", policy_options="evictions=0"), []),
+            (Options(placement="qlm"), []),
+            (Options(placement="qlm", policy="sglang:fcfs"), []),
+            (Options(policy="slo"), []),
+        ],
+    )
+    def test_a_placement_is_told_whether_replicas_take_requests_back(
+        self, options: Options, told: list[str]
+    ) -> None:
+        (router,) = build(options, "cpu", MACHINE, MODEL, PORTS).of("router")
+        assert [router.argv[i + 1] for i, word in enumerate(router.argv) if word == "--parameter"] == told
+
     def test_the_router_s_own_quantum_stands(self) -> None:
         (router,) = build(Options(), "cpu", MACHINE, MODEL, PORTS).of("router")
         assert "--worker-quantum" not in router.argv
