@@ -175,7 +175,11 @@ class Qlm:
         self.queues.groups.add(queued, tier)
         self.queues.settle()
         self._arrivals += 1
-        if not self._arrivals % _PREDICTED and (wait := self.queues.wait(request.id, now_s)) is not None:
+        if (
+            not tier
+            and not self._arrivals % _PREDICTED
+            and (wait := self.queues.wait(request.id, now_s)) is not None
+        ):
             self.estimator.predict(request.id, wait.mean_s)
         return None
 

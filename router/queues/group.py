@@ -62,6 +62,13 @@ class Group:
         """What it is served by: its deadline; since when the first has waited, if they are late."""
         return self.line.first().since_s if self.kind.late else self._deadlines[0]
 
+    @property
+    def span_s(self) -> tuple[float, float]:
+        """`urgent_s` of the first and of the last in line."""
+        if self.kind.late:
+            return self.line.first().since_s, self.line.last().since_s
+        return self._deadlines[0], self._deadlines[-1]
+
     def is_in_danger(self, now_s: float, part: float) -> bool:
         """Whether its first has less than this part of its time left; not if it is late already."""
         first = self.line.first()

@@ -245,23 +245,46 @@ class VirtualQueues:
         return list(self._slots(self._workers[name], now_s))
 
     def wait(self, request_id: str, now_s: float) -> Wait | None:
-        """How long a request that waits still has to, if it is the last in its group; None if that is nowhere.
-        O(groups in front)."""
+        """How long a request that waits still has to, if it is the last in its group; None if that is nowhere. Workers
+        that have the model share what is before it, as far as that comes first whatever queue it is in. Where nobody
+        has the model, its queue's order counts. O(groups)."""
         group = self.groups.of(request_id)
         if group is None or group.number not in self._where:
             return None
         worker = self._workers[self._where[group.number]]
-        start_s, ahead, model = 0.0, Ahead(), worker.loaded
+        model = group.kind.model
+        peers = [one for one in self._workers.values() if one.is_open and one.loaded == model]
+        if worker in peers and self._waiting(worker)[0].kind.model == model:
+            before, share = self._before(group, worker), 1 / len(peers)
+            part = Ahead(*(share * one for one in before[:2]), share**2 * before.output_variance)
+            free_tokens = share * sum(one.free_tokens for one in peers)
+            return self.estimator.wait(worker.name, model, part, free_tokens)
+        start_s, ahead, loaded = 0.0, Ahead(), worker.loaded
         for slot in self._slots(worker, now_s):
             other = slot.demand.number
             if slot.swaps:
-                start_s, ahead, model = slot.start_s, Ahead(), slot.demand.model
+                start_s, ahead, loaded = slot.start_s, Ahead(), slot.demand.model
             ahead = self._and(ahead, self.groups.by_number()[other], worker)
             if other == group.number:
                 break
-        free_tokens = worker.free_tokens if model == worker.loaded and not start_s else 0.0
-        wait = self.estimator.wait(worker.name, group.kind.model, ahead, free_tokens)
+        free_tokens = worker.free_tokens if loaded == worker.loaded and not start_s else 0.0
+        wait = self.estimator.wait(worker.name, model, ahead, free_tokens)
         return Wait(start_s + wait.mean_s, start_s + wait.likely_s)
+
+    def _before(self, group: Group, worker: Worker) -> Ahead:
+        """What of the same model goes before the last of a group, and that group: those of lower ranks, and of its own
+        rank the part of each group whose deadlines are earlier, taken to be even."""
+        last_s, ahead = group.span_s[1], Ahead()
+        for other in self.groups:
+            if not len(other) or other.kind.model != group.kind.model or other.kind.rank > group.kind.rank:
+                continue
+            part = 1.0
+            if other.kind.rank == group.kind.rank and other is not group:
+                first_s, end_s = other.span_s
+                part = min(1.0, max(0.0, (last_s - first_s) / max(1e-9, end_s - first_s)))
+            all_of_it = self._and(Ahead(), other, worker)
+            ahead = Ahead(*(mine + part * one for mine, one in zip(ahead, all_of_it, strict=True)))
+        return ahead
 
     # -- what is here
 
