@@ -42,6 +42,14 @@ def test_with_one_model_it_is_no_worse_than_edf_by_request(rate: float, tiers: b
     assert attained(ours) >= attained(theirs) - 0.01
 
 
+def test_urgent_requests_do_not_wait_for_their_own_queue_while_another_has_time() -> None:
+    """Four queues, and all could be in time: without lending one in thirty is late."""
+    ours = mix(1, 22.0, 150.0)
+    made = engines(4)
+    serve(ByQlm(Qlm(tiers=False), made), made, ours)
+    assert attained(ours) >= 0.995
+
+
 def test_who_is_late_already_does_not_make_others_late() -> None:
     """Far beyond what can be served EDF serves those who have just missed their deadline, all the time."""
     ours, theirs = mix(2, 20.0, 150.0), mix(2, 20.0, 150.0)
