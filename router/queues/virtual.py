@@ -256,7 +256,9 @@ class VirtualQueues:
         peers = [one for one in self._workers.values() if one.is_open and one.loaded == model]
         if worker in peers and self._waiting(worker)[0].kind.model == model:
             before, share = self._before(group, worker), 1 / len(peers)
-            part = Ahead(*(share * one for one in before[:2]), share**2 * before.output_variance)
+            part = Ahead(
+                share * before.prompt_tokens, share * before.output_tokens, share**2 * before.output_variance
+            )
             free_tokens = share * sum(one.free_tokens for one in peers)
             return self.estimator.wait(worker.name, model, part, free_tokens)
         start_s, ahead, loaded = 0.0, Ahead(), worker.loaded
@@ -283,7 +285,11 @@ class VirtualQueues:
                 first_s, end_s = other.span_s
                 part = min(1.0, max(0.0, (last_s - first_s) / max(1e-9, end_s - first_s)))
             all_of_it = self._and(Ahead(), other, worker)
-            ahead = Ahead(*(mine + part * one for mine, one in zip(ahead, all_of_it, strict=True)))
+            ahead = Ahead(
+                ahead.prompt_tokens + part * all_of_it.prompt_tokens,
+                ahead.output_tokens + part * all_of_it.output_tokens,
+                ahead.output_variance + part * all_of_it.output_variance,
+            )
         return ahead
 
     # -- what is here
