@@ -50,8 +50,8 @@ from sglang_fair.common.weights import Weights
 
 AHEAD_PART = 0.25
 """Of the smallest KV cache."""
-_JUDGED = 8
-"""Requests that come into another tier with one that goes, at most."""
+_JUDGED = 1
+"""Requests that come into another tier with one that goes, at most. In a trial it was one for every second."""
 _TOKEN_BYTES = 4
 _HEAD_TOKENS = 256
 """So many first tokens tell prompts apart that nobody has cached."""

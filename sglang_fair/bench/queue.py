@@ -50,7 +50,7 @@ SHARING = 10
 WORKERS = 50
 BATCH, DELTA = 250, 4.0
 KV_TOKENS = 60_000
-JUDGED = 8
+JUDGED = 1
 """Requests that come into another tier with one pull, at most."""
 COUNTED = 2_000
 """Requests whose memory is measured."""
