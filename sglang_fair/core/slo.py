@@ -6,6 +6,11 @@
        nothing come last
     4  then calls of interactions that have begun, then the longest cached prefix, then the order of arrival
 
+*Full credit.* A round pays clients with a positive counter as well, up to a full quantum; DLPM pays only those that
+have used theirs up. So a light client has a quantum whenever a round has passed since it was last served, and need not
+wait for a flood's turn because little was left of its own. Nobody is paid more than a quantum a round, and all who wait
+when a round passes have used theirs up, so the theorem's proof holds as it is.
+
 Within one client the order is the same from 3 on, and `patience` holds. Tier and slack come from the gateway, which
 keeps them to itself (`common.deadlines`, `common.caller`). A step of slack is one of the time at which the request is
 due, so the order does not change while requests wait, and within a step locality decides.
@@ -46,7 +51,7 @@ from math import floor, inf, nan
 from typing import Any, ClassVar
 
 from sglang_fair.core.clients import ClientQueues
-from sglang_fair.core.dlpm import Dlpm
+from sglang_fair.core.dlpm import Deficit, Dlpm
 from sglang_fair.core.job import Job
 from sglang_fair.core.policy import DEFAULT_QUANTUM
 from sglang_fair.core.wsc import WscDlpm, is_started
@@ -108,6 +113,11 @@ class Slo(WscDlpm):
     def ended(self, job: Job) -> None:
         if self.normalised:
             super().ended(job)
+
+    def _units(self, account: Deficit) -> float:
+        """q after the rounds since it was settled: +Q^u in each, up to Q^u."""
+        rounds = self._round - account.settled
+        return min(self.quantum, account.units + self.quantum * rounds) if rounds else account.units
 
     def _order(self, head: Job) -> Any:
         return (head.tier, *urgent_first(head))

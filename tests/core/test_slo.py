@@ -121,6 +121,25 @@ def test_it_charges_as_the_policy_that_it_is_made_of(normalised):
     assert (ours.learnt() == theirs.learnt()) == normalised
 
 
+@pytest.mark.parametrize(("name", "left"), [("slo", 100), ("dlpm", 20)])
+def test_a_light_client_has_a_full_quantum_again_after_a_round(name, left):
+    """Under dlpm it goes on with the 20 units that were left, and then waits for the flood's turn."""
+    queue = FairQueue(make_policy(name, quantum=100))
+    for number in range(3):
+        queue.arrive(Job(f"flood {number}", "flood", 150))
+    queue.arrive(Job("light", "light", 80, deadline_s=1.0))
+    for client in ("light", "flood") if name == "slo" else ("flood", "light"):
+        queue.begin_pass()
+        job = queue.next()
+        assert job.client == client
+        queue.admit(job, extend_tokens=job.prompt_tokens, cached_tokens=0)
+    queue.finish("light")
+    assert queue.policy.counters() == {"flood": -50, "light": 20}
+    queue.begin_pass()
+    assert queue.next().client == "flood"
+    assert queue.policy.counters() == {"flood": 50, "light": left}
+
+
 # ---- the bound of DLPM
 
 

@@ -153,7 +153,7 @@ def test_a_chat_s_first_token_comes_before_any_answer_of_a_flood_has_ended(slo: 
     shown = httpx.get(f"{slo.url}/explain/{back.rid}", timeout=30).json()
     (told,) = shown["requests"][0]["evicted_for"]
     assert (told["same_client"], told["tier"]) == (False, 0)
-    assert 0 < told["slack_s"] < 3
+    assert 0 < told["slack_s"] <= 3
     for tokens, stream in zip(prompts(1, len(flood)), flood, strict=True):
         slo.flush()
         assert stream.ids == asyncio.run(alone(slo, tokens, OUTPUT)), f"{stream.retractions} times taken back"
