@@ -94,7 +94,8 @@ def kinds(cluster: Cluster) -> Iterator[tuple[str, psutil.Process]]:
             yield ports[found.laddr.port], psutil.Process(found.pid)
 
 
-def test_a_thousand_requests_beside_a_chat(tmp_path: Path) -> None:
+@pytest.mark.parametrize("placement", ["d2lpm-queue", "qlm"])
+def test_a_thousand_requests_beside_a_chat(tmp_path: Path, placement: str) -> None:
     async def body(cluster: Cluster) -> None:
         batches, chats = client_of(cluster, "batch"), client_of(cluster, "chat")
         began_s = time.monotonic()
@@ -120,7 +121,7 @@ def test_a_thousand_requests_beside_a_chat(tmp_path: Path) -> None:
         for client in (batches, chats):
             await client.close()
 
-    with Cluster("--batches", str(tmp_path / "kept")) as cluster:
+    with Cluster("--batches", str(tmp_path / "kept"), "--placement", placement) as cluster:
         asyncio.run(body(cluster))
 
 
