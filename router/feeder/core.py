@@ -192,8 +192,7 @@ class Feeder:
             part.left = 0  # until the next look
         for item in items:
             part.after = item.number
-            if item.number not in part.in_flight and item.number not in part.unwritten:
-                part.ready.append(item)
+            part.ready.append(item)
         return self.send(now_s)
 
     def not_loaded(self, load: Load) -> None:

@@ -255,6 +255,20 @@ def test_a_client_s_many_batches_send_no_more_than_another_s_one() -> None:
     assert served["gold"] == 100
 
 
+def test_who_has_long_items_holds_no_more_than_half() -> None:
+    world = World(replicas=1, most_in_flight=8)
+    world.add("long", "flood", 500)
+    world.add("short", "gold", 500)
+    world.look()
+    for _ in range(200):
+        while world.loads:
+            world.load()
+        name = next((one for one, send in world.sent.items() if send.client == "gold"), None)
+        world.answer(name or next(iter(world.sent)), OK)  # those of flood end only where gold has none
+    counts = in_flight(world)
+    assert counts["flood"] <= 5, counts
+
+
 def test_what_ends_first_goes_first() -> None:
     world = World(replicas=1)
     world.add("late", "a", 20, "1h")
