@@ -178,7 +178,13 @@ class Router:
             self.tree.release(self._lingering.popleft()[1])
         self._matches.clear()
         actions = self._dispatch(event, now_s, peer)
-        actions += self._changes.after(now_s)
+        if self._holding is not None or not self._changes.swaps.is_empty:
+            actions += self._follow_up(event, now_s, peer)
+        return actions
+
+    def _follow_up(self, event: Event, now_s: float, peer: bytes) -> list[Action]:
+        """What an event means for models, for requests that wait, and for planners."""
+        actions = self._changes.after(now_s)
         if self._hosting is not None and self._workers.taking is not self._told_taking:
             self._told_taking = self._workers.taking
             self._hosting.taking(
@@ -626,8 +632,7 @@ class Router:
         """Takes a request out of flight. Nothing else does."""
         request, worker = flight.request, flight.worker
         del self._flights[request.id]
-        flight.produce(done.output_tokens)
-        flight.end()
+        flight.end(done.output_tokens)
         self._throttling.ended(request.id, now_s, is_served=done.outcome == "ok")
         self._record.ended(request.id, done.outcome, done.cached_tokens, now_s)
         if done.outcome == "failed":

@@ -154,11 +154,17 @@ class Flight:
                 self.worker.overrun_tokens += more - self.overrun_tokens
                 self.overrun_tokens = more
 
-    def end(self) -> None:
-        """Takes the request off its worker's load."""
+    def end(self, output_tokens: int = 0) -> None:
+        """Takes the request off its worker's load. So many output tokens were produced in all, or as many as were
+        reported before, if that is more."""
+        worker = self.worker
+        if output_tokens > self.output_tokens:
+            worker.produced_tokens += output_tokens - self.output_tokens
+            worker.prefilled_tokens += self.prefill_tokens
+        if self.overrun_tokens:
+            worker.overrun_tokens -= self.overrun_tokens
         self._leave(0.0)
-        self.worker.overrun_tokens -= self.overrun_tokens
-        self.worker.count(-1)
+        worker.count(-1)
 
     def _leave(self, decode_tokens: float) -> None:
         """So much is left to decode, and nothing to prefill."""
