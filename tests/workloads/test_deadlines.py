@@ -144,6 +144,55 @@ def test_earliest_deadline_first_keeps_more_deadlines_than_order_of_arrival():
     assert [one.asked.id for one in sorted(fcfs, key=lambda one: one.placed_s)] == [one.id for one in asked]
 
 
+GOLDEN = (
+    "a 1.193 1.193 1.206 15.692",
+    "a 1.960 1.960 1.981 3.499",
+    "a 2.698 2.698 2.716 3.550",
+    "b 2.961 28.708 28.727 29.349",
+    "a 3.813 30.073 30.091 32.836",
+    "a 4.501 30.073 30.091 37.315",
+    "a 4.574 30.073 30.091 41.354",
+    "b 4.841 42.656 42.808 48.142",
+)
+"""Model, and when each came, was sent, had its first token and its last. Model b is loaded from disk, and a from the
+host's memory."""
+
+
+def test_a_short_run_of_edf_is_as_it_was() -> None:
+    asked = requests([Stream("a", "batch-1", 1.0), Stream("b", "batch-2", 1.0)], "golden", most=8)
+    outcome = simulate(Fleet(placement="edf", models=TWO), asked)
+    told = tuple(
+        f"{one.asked.model} {one.asked.at_s:.3f} {one.placed_s:.3f} {one.first_s:.3f} {one.ended_s:.3f}"
+        for one in outcome.served
+    )
+    assert told == GOLDEN
+    assert outcome.swaps == 3
+
+
+@pytest.mark.parametrize("evicts", [False, True])
+def test_with_one_model_qlm_keeps_as_many_deadlines_as_edf(evicts: bool) -> None:
+    streams = [Stream("m", name, 4.0) for name in ("interactive", "batch-1", "batch-2")]
+    asked = requests(streams, "0", most=600)
+    replicas = {"policy": "slo", "evicts": True, "shares": False} if evicts else {}
+    paper = {"prefixes": False, "tiers": False}
+    met = {}
+    for placement, how in (("qlm", {"options": paper, **replicas}), ("edf", {}), ("fcfs_models", {})):
+        outcome = simulate(Fleet(placement=placement, models={"m": "vicuna-13b"}, **how), asked)
+        assert all(one.output_tokens == one.asked.output_tokens for one in outcome.served)
+        met[placement] = attained(outcome.served)
+        assert (outcome.evictions > 0) == (evicts and placement == "qlm")
+    assert met["qlm"] >= met["edf"] - 0.01
+    assert met["qlm"] > met["fcfs_models"] + 0.05
+
+
+def test_with_several_models_qlm_loads_few_times() -> None:
+    asked = requests([Stream(model, "batch-1", 2.0) for model in TWO], "0", most=60)
+    fleet = Fleet(placement="qlm", options={"prefixes": False, "tiers": False}, models=TWO)
+    grouped, by_request = simulate(fleet, asked), simulate(replace(fleet, placement="edf", options={}), asked)
+    assert grouped.swaps < by_request.swaps / 3
+    assert grouped.end_s < by_request.end_s / 2
+
+
 # ---- the baselines
 
 

@@ -31,6 +31,8 @@ ENGINES: Mapping[str, tuple[str, int]] = {
 """Each with what it is called, and how many requests are queued: four groups and more."""
 MOST_RUNNING = 1024
 """More than any of them has memory for."""
+WINDOW_S = 5.0
+"""The estimator hears what was done in so many seconds at a time: several steps, whatever they are."""
 LONG = 8.0
 """Prompts so many times longer."""
 SHORT_PART = 0.5
@@ -111,7 +113,7 @@ class _Queue:
                     self.ended_s[event.id] = event.t_s
             if len(replica.queue):
                 self.running.append(sum(1 for _ in replica.queue.running()))
-                if now_s - last[0] >= 1.0:
+                if now_s - last[0] >= WINDOW_S:
                     told = (now_s, meters.extend_tokens, meters.output_tokens)
                     self.records.append((told[0] - last[0], told[1] - last[1], told[2] - last[2]))
                     last = told

@@ -21,7 +21,7 @@ from workloads.experiments.qlm_setting import (
 SEVEN_B: Mapping[str, str] = {"vicuna-13b": "mistral-7b"}
 """A 13B in bf16 does not fit an A10, so all requests are for Mistral-7B."""
 REPLICAS = 6
-SHARES = (0, 3, 6)
+SHARES = (0, 1, 2, 3, 6)
 """How many of them are A10s."""
 MIX_RATE = 60.0
 

@@ -148,7 +148,7 @@ class Models(Deadlines):
 # ---- Figure 17
 
 QUEUE_REPLICAS = 4
-QUEUE_RATES = (2.0, 8.0, 16.0)
+QUEUE_RATES = (2.0, 8.0, 24.0)
 """Of each class; the higher, the longer the queue."""
 
 
@@ -166,7 +166,7 @@ class Queues(Deadlines):
                 ("fcfs", "FCFS", other("fcfs_models", fleet)),
                 ("shepherd", "SHEPHERD", other("shepherd", fleet)),
             ):
-                most, seeds = (TRACE // 2, SEEDS[:1]) if full else (200, SEEDS[:1])
+                most, seeds = (TRACE, SEEDS[:1]) if full else (200, SEEDS[:1])
                 found.append(cell(f"{name}.{rate:.0f}", one, w_b(rate), most=most, seeds=seeds, label=label))
         return found
 

@@ -24,8 +24,9 @@ from workloads.experiments.qlm_setting import (
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
+SWEEP_REPLICAS = 2
 REPLICAS = 4
-RATES = (15.0, 35.0, 50.0, 80.0)
+RATES = (8.0, 12.0, 16.0, 20.0)
 """Requests a second of all classes together."""
 OTHERS = ("edf", "fcfs_models", "shepherd")
 MOST_MET = 0.9
@@ -38,8 +39,8 @@ class Sweep(Deadlines):
     def cells(self, size: Size) -> Sequence[Cell]:
         full = size == "full"
         found = []
-        for rate in RATES if full else (40.0,):
-            fleet = qlm(REPLICAS)
+        for rate in RATES if full else RATES[-1:]:
+            fleet = qlm(SWEEP_REPLICAS)
             streams, most = w_a(rate), TRACE if full else 400
             seeds = SEEDS[:1]
             systems = (fleet, *(other(name, fleet) for name in OTHERS))
