@@ -424,6 +424,8 @@ class _Exchange:
                 case ContinueElsewhere(after_s):
                     services.counters.resumed += 1
                     await asyncio.sleep(after_s)
+                    if self._promise is not None:
+                        self._promise = self._promise.renewed(time.monotonic())
                     self._noted.resumed += 1
                     assert resumable is not None
                     try:

@@ -42,6 +42,12 @@ class Promise(NamedTuple):
     slo_s: float
     due_s: float
 
+    def renewed(self, now_s: float) -> "Promise":
+        """That of a stream which has begun and is continued elsewhere: its first token has come, in time or not, so it
+        is as urgent as a request that comes at `now_s`. By its old promise it would take turns with others that are
+        late, for ever."""
+        return self._replace(due_s=now_s + self.slo_s)
+
     def headers(self, now_s: float) -> dict[str, str]:
         """For the replica, to which the request goes at `now_s`."""
         return {HEADER_CLASS: self.slo_class, HEADER_SLACK: f"{1e3 * (self.due_s - now_s):.1f}"}

@@ -123,3 +123,7 @@ def test_what_was_attained(first_s: float | None, ended_s: float, outcome: str, 
     """Of a later call of an interaction, too: its own time counts from its own arrival."""
     for due_s in (12.0, -100.0):
         assert attained(Promise("a", 2.0, due_s), 10.0, first_s, ended_s, outcome) == found
+
+
+def test_a_stream_that_goes_on_is_due_as_if_it_came_now():
+    assert Promise("batch-1", 60.0, 60.0).renewed(500.0) == Promise("batch-1", 60.0, 560.0)

@@ -55,12 +55,14 @@ class Says:
 
 
 @contextlib.asynccontextmanager
-async def site(tokenizer: Path, loaded: dict[str, str], **options: Any) -> AsyncIterator[tuple[Site, Says]]:
+async def site(
+    tokenizer: Path, loaded: dict[str, str], *gateway_options: str, **options: Any
+) -> AsyncIterator[tuple[Site, Says]]:
     made = Site(
         tokenizer,
         replicas=len(loaded),
         router_options=("--swap-finish", "0"),
-        gateway_options=("--more-models", f"{OTHER}={tokenizer}"),
+        gateway_options=("--more-models", f"{OTHER}={tokenizer}", *gateway_options),
         **options,
     )
     async with made:
@@ -118,6 +120,30 @@ def test_a_stream_is_cut_and_goes_on_at_another_replica(kind: str, tokenizer: Pa
                 return (await made.state())["workers"]["r0"]["model"] == OTHER
 
             await eventually(is_loaded, "the router hears it")
+            await made.quiet()
+
+    asyncio.run(body())
+
+
+def test_a_stream_that_goes_on_is_as_urgent_as_a_new_one(tokenizer: Path) -> None:
+    """Its first token has come: by its old deadline it would be late, and behind everybody."""
+
+    async def body() -> None:
+        async with site(
+            tokenizer, {"r0": MODEL, "r1": MODEL}, "--slo-classes", '{"soon": 0.001}', step_s=0.05
+        ) as (made, _):
+            seen = Seen("c")
+            stream = asyncio.create_task(made.stream("completion", PROMPT, TOKENS, seen))
+            await eventually(lambda: bool(seen.text), "it has begun")
+            await swap(made, seen.worker, OTHER)
+            await stream
+            assert (seen.error, (await made.state())["gateway"]["cut"]) == ("", 1)
+            async with made.http.get(made.gateway_urls[0] + "/requests") as response:
+                [latest] = (await response.json())["requests"]
+            async with made.http.get(made.gateway_urls[0] + f"/explain/{latest['id']}") as response:
+                [told] = (await response.json())["requests"]
+            began, went_on = (one["router"]["slo"]["left_s"] for one in told["attempts"])
+            assert went_on > began - 0.04
             await made.quiet()
 
     asyncio.run(body())
