@@ -45,9 +45,9 @@ def answer(question: Replan, found: Planned, took_s: float, short: Shortage | No
 def is_short(problem: Problem, found: Planned) -> bool:
     """Whether somebody of tier 0 is late by this plan, or what is late already would be late again if it came now."""
     return not found.is_feasible or any(
-        slot.start_s > promised_s
+        slot.start_s > promised[0]
         for slot in all_slots(problem, found.orders)
-        if slot.demand.tier == 0 and (promised_s := slot.demand.promised_s) is not None
+        if slot.demand.tier == 0 and (promised := slot.demand.promised) is not None
     )
 
 
@@ -58,22 +58,31 @@ def shortage(problem: Problem) -> Shortage | None:
         return None
     with_one, like = one_more(problem)
     fresh = count(1 + max((demand.number for demand in problem.demands), default=0))
-    demands = [part for demand in with_one.demands for part in _parts(_in_time(demand), fresh)]
+    in_time = [part for demand in with_one.demands for part in _in_time(demand, fresh)]
+    demands = [part for demand in in_time for part in _parts(demand, fresh)]
     found = needed(replace(with_one, demands=demands), like)
     if not (found.more or found.least):
         return None
-    late = sum(_in_time(demand) is not demand for demand in problem.demands if demand.tier == 0)
+    late = sum(
+        demand.promised is not None or demand.slack_s < 0 for demand in problem.demands if demand.tier == 0
+    )
     why = found.why + (f"; {late} groups are late already" if late else "")
     return Shortage(_bounded(found), min(found.least, MOST_NEEDED), dict(found.models), why[:1_000])
 
 
-def _in_time(demand: Demand) -> Demand:
-    """The group as if it came now, if it is late already."""
-    if demand.promised_s is not None:
-        return replace(demand, slack_s=demand.promised_s, last_slack_s=demand.promised_s)
+def _in_time(demand: Demand, fresh: Iterator[int]) -> list[Demand]:
+    """The group as if it came now, if it is late already; what of it has more time stands apart."""
+    if demand.promised is not None:
+        within_s, part = demand.promised
+        urgent = replace(_part(demand, part), slack_s=within_s, last_slack_s=within_s)
+        return [urgent, replace(_part(demand, 1 - part), number=next(fresh))] if part < 1 else [urgent]
     if demand.slack_s < 0:
-        return replace(demand, slack_s=SOON_S, last_slack_s=inf)
-    return demand
+        return [replace(demand, slack_s=SOON_S, last_slack_s=inf)]
+    return [demand]
+
+
+def _part(demand: Demand, part: float) -> Demand:
+    return replace(demand, drain_s={worker: part * one_s for worker, one_s in demand.drain_s.items()})
 
 
 def _parts(demand: Demand, fresh: Iterator[int]) -> list[Demand]:
@@ -84,8 +93,7 @@ def _parts(demand: Demand, fresh: Iterator[int]) -> list[Demand]:
         return [demand]
     parts = min(MOST_PARTS, ceil(drain_s / within_s * (1 + 1e-9))) if within_s > 0 else MOST_PARTS
     part = replace(
-        demand,
-        drain_s={worker: one_s / parts for worker, one_s in demand.drain_s.items()},
+        _part(demand, 1 / parts),
         last_slack_s=max(within_s, drain_s / parts),
         begun_on=None,
     )

@@ -74,11 +74,12 @@ class Group:
         first = self.line.first()
         return not self.kind.late and self.deadline_s - now_s < part * (first.deadline_s - first.since_s)
 
-    @property
-    def promised_s(self) -> float:
-        """Within how long the first in line should have begun. IndexError if nobody waits."""
-        first = self.line.first()
-        return max(0.0, first.deadline_s - first.since_s)
+    def promised(self) -> tuple[float, float]:
+        """Within how long those in line should have begun of whom that is shortest, and which part of all was promised
+        that or twice as long. O(size). ValueError if nobody waits."""
+        spans = [max(0.0, one.request.deadline_s - one.request.since_s) for one in self.line]
+        shortest = min(spans)
+        return shortest, sum(span <= 2 * shortest for span in spans) / len(spans)
 
     @property
     def last_deadline_s(self) -> float:

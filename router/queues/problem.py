@@ -48,9 +48,9 @@ class Demand:
     """Of its last request, which begins when the rest of the group is drained; inf: only the first one counts, as in
     the paper."""
     begun_on: str | None = None
-    promised_s: float | None = None
-    """Of what is late already, whose slack is `FAR_S`: within how long the first of it should have begun. None: it is
-    in time. It makes no difference to a plan, but shows what is missing."""
+    promised: tuple[float, float] | None = None
+    """Of what is late already, whose slack is `FAR_S`: within how long the most urgent of it should have begun, and
+    which part of it that is. None: it is in time. It makes no difference to a plan, but shows what is missing."""
 
     @property
     def is_bound(self) -> bool:

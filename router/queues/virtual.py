@@ -488,7 +488,7 @@ class VirtualQueues:
             tail_s=tail_s,
             tier=group.kind.tier,
             begun_on=group.begun_on,
-            promised_s=group.promised_s if waits and is_late else None,
+            promised=group.promised() if waits and is_late else None,
         )
 
     def _as_queue(self, worker: Worker) -> Queue:

@@ -1,7 +1,8 @@
 """When a cluster starts one more replica, and of which model: while deadlines cannot be met without it. Pure.
 
     shortage  what the router's planner says: how many replicas more would do, and with which models
-    lasts     it must be said at every look for `lasts_s`: a burst that is over by then needs nobody
+    lasts     it must be said for `lasts_s` in all, from which time when it is not said takes a quarter of itself: a
+              burst that is over by then needs nobody, and one look without it does not begin anew
     settles   a replica that has come is given `settle_s` to work off what waited; then it must last anew
     most      so many are started, in all: those that are drained or die are not counted back
     failed    if one cannot be started (no GPU, no memory), the next attempt is made after `retry_s`
@@ -25,7 +26,8 @@ class ScaleUp:
 
     added: int = field(default=0, init=False)
     """Replicas that were started so far."""
-    _since_s: float | None = field(default=None, init=False)
+    _short_s: float = field(default=0.0, init=False)
+    _looked_s: float | None = field(default=None, init=False)
     _not_before_s: float = field(default=float("-inf"), init=False)
 
     def __post_init__(self) -> None:
@@ -35,22 +37,24 @@ class ScaleUp:
     def look(self, shortage: Mapping[str, Any] | None, now_s: float) -> str | None:
         """The model that one more replica is started with now; "" is the only one that there is, or whichever the
         fewest have. None: none is started."""
-        if not _missing(shortage) or now_s < self._not_before_s:
-            self._since_s = None
+        passed_s = 0.0 if self._looked_s is None else now_s - max(self._looked_s, self._not_before_s)
+        self._looked_s = now_s
+        if now_s < self._not_before_s:
             return None
-        self._since_s = now_s if self._since_s is None else self._since_s
-        if self.added >= self.most or now_s - self._since_s < self.lasts_s:
+        is_short = _missing(shortage) > 0
+        self._short_s = max(0.0, self._short_s + (passed_s if is_short else -passed_s / 4))
+        if not is_short or self.added >= self.most or self._short_s < self.lasts_s:
             return None
         return _model(shortage)
 
     def started(self, now_s: float) -> None:
         """It serves."""
         self.added += 1
-        self._since_s, self._not_before_s = None, now_s + self.settle_s
+        self._short_s, self._not_before_s = 0.0, now_s + self.settle_s
 
     def failed(self, now_s: float) -> None:
         """It could not be started."""
-        self._since_s, self._not_before_s = None, now_s + self.retry_s
+        self._short_s, self._not_before_s = 0.0, now_s + self.retry_s
 
 
 def _missing(shortage: Mapping[str, Any] | None) -> int:

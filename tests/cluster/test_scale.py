@@ -24,8 +24,17 @@ def test_a_shortage_must_last() -> None:
     assert [rule.look(SHORT, second) for second in range(10)] == [None] * 10
     assert rule.look(SHORT, 10) == "a"
     assert rule.look(None, 11) is None
-    assert [rule.look(SHORT, second) for second in range(12, 22)] == [None] * 10
-    assert rule.look(SHORT, 22) == "a"
+    assert rule.look(SHORT, 12) == "a", "one look without it does not begin anew"
+    assert rule.look(None, 60) is None
+    assert [rule.look(SHORT, second) for second in range(61, 70)] == [None] * 9
+    assert rule.look(SHORT, 70) == "a"
+
+
+def test_bursts_with_long_pauses_need_nobody_and_one_that_comes_and_goes_does() -> None:
+    rule = ScaleUp(1)
+    assert not any(rule.look(SHORT if second % 30 < 5 else None, second) for second in range(600))
+    rule = ScaleUp(1)
+    assert any(rule.look(SHORT if second % 10 < 4 else None, second) for second in range(600))
 
 
 def test_one_that_came_has_time_to_help() -> None:
@@ -75,10 +84,11 @@ def test_never_more_than_it_may_and_never_two_within_the_time(
     rule, now_s, starts, lasting = ScaleUp(most), 0.0, list[float](), 0.0
     for shortage, wait_s, works in steps:
         now_s += wait_s
-        lasting = lasting + wait_s if shortage else 0.0
+        lasting += wait_s if shortage else 0.0
         if rule.look(shortage, now_s) is None:
             continue
         assert lasting >= rule.lasts_s
+        lasting = 0.0
         if works:
             rule.started(now_s)
             starts.append(now_s)

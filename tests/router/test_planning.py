@@ -487,7 +487,7 @@ def test_what_is_late_whatever_is_added_still_asks_for_help() -> None:
 
 def test_what_is_late_counts_as_if_it_came_now() -> None:
     queues = [Queue("a", "x")]
-    late = [Demand(number, "x", FAR_S, {"a": 4.0}, promised_s=3.0) for number in range(4)]
+    late = [Demand(number, "x", FAR_S, {"a": 4.0}, promised=(3.0, 1.0)) for number in range(4)]
     problem = Problem(late, queues)
     found = plan(problem, solver="search")
     assert found.is_feasible
@@ -497,6 +497,8 @@ def test_what_is_late_counts_as_if_it_came_now() -> None:
     problem = Problem(ahead, queues)
     assert not answers.is_short(problem, plan(problem, solver="search"))
     assert answers.shortage(problem) is None
+    mixed = [replace(demand, promised=(3.0, 0.25)) for demand in late]
+    assert needs(mixed, queues).more == 1  # four seconds of it are urgent
     few = Problem(late[:1], queues)
     assert not answers.is_short(few, plan(few, solver="search"))
 
