@@ -221,7 +221,14 @@ class Site:
             placement, name=self.placement, page_size=self.page_tokens, shares=shares, throttling=throttling
         )
         for place, worker in enumerate(self.workers):
-            up = WorkerUp(worker, "", kv="simulated", capacity=self.capacity(place))
+            up = WorkerUp(
+                worker,
+                "",
+                kv="simulated",
+                capacity=self.capacity(place),
+                kv_tokens=self._kv_tokens() if self.kv_tokens is None else self.kv_tokens,
+                chunk_tokens=self.chunked_prefill_tokens or 0,
+            )
             router.handle(up, 0.0)
         return router
 
