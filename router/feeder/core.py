@@ -30,7 +30,8 @@ MOST_UNWRITTEN = 4096
 """Results that wait for the store; while there are more, nothing is sent."""
 MOST_IN_FLIGHT = 4096
 PULL_S = 4.0
-"""So long the router keeps room for an item that it has asked for, and a little longer (`queues.backlog`)."""
+"""An item that was asked for is sent within this time or not at all: the router keeps room for it longer, so that it
+can get there (`queues.backlog`)."""
 
 Key = tuple[str, str]
 """A part: batch and model."""
@@ -141,6 +142,9 @@ class Feeder:
         self._wait_until_s = 0.0
         self._model_waits: dict[str, float] = {}
         self._client_waits: dict[str, float] = {}
+        self._caps: dict[str, int] = {}
+        """Of clients that were refused for their limits: how many may be in flight. Halved by each refusal, one more
+        with each answer."""
         self._is_asked = False
 
     # -- what there is
@@ -230,7 +234,7 @@ class Feeder:
         while part.pulls and part.pulls[0][1] <= now_s:
             part.pulls.popleft()
         if not self._is_blocked(part, now_s):
-            while part.pulls and part.ready and self._may_send():
+            while part.pulls and part.ready and not self._is_blocked(part, now_s):
                 actions.append(self._start(part, part.pulls.popleft()[0]))
             if len(part.ready) <= LOADED // 4:
                 actions += self._load(part)
@@ -252,8 +256,12 @@ class Feeder:
             now_s < self._wait_until_s
             or self._model_waits.get(part.key[1], 0.0) > now_s
             or self._client_waits.get(part.batch.client, 0.0) > now_s
+            or self._is_capped(part.batch.client)
             or not self._may_send()
         )
+
+    def _is_capped(self, client: str) -> bool:
+        return self._in_flight.get(client, 0) >= self._caps.get(client, MOST_IN_FLIGHT)
 
     def _send_of(self, model: str, parts: list[_Part], now_s: float) -> list[Action]:
         actions: list[Action] = []
@@ -273,7 +281,7 @@ class Feeder:
         best, best_rank = None, None
         for part in parts:
             client = part.batch.client
-            if self._client_waits.get(client, 0.0) > now_s:
+            if self._client_waits.get(client, 0.0) > now_s or self._is_capped(client):
                 continue
             if len(part.ready) <= LOADED // 4:
                 actions += self._load(part)
@@ -327,9 +335,12 @@ class Feeder:
                 self._model_waits[send.key[1]] = now_s + verdict.after_s
             elif verdict.holds == "client":
                 self._client_waits[send.client] = now_s + verdict.after_s
+                self._caps[send.client] = max(1, self._in_flight.get(send.client, 0) // 2)
             heappush(part.put_off, (now_s + verdict.after_s, item.number, item))
             return self.send(now_s)
         pace.answered(tokens)
+        if send.client in self._caps:
+            self._caps[send.client] += 1
         part.tries.pop(item.number, None)
         part.unwritten.add(item.number)
         self._unwritten += 1
@@ -405,6 +416,7 @@ class Feeder:
         aborts: list[Action] = [Abort(key, number) for number in part.in_flight]
         for number in list(part.in_flight):
             self._land(part, number)
+        self._forget(part.batch.client)
         return aborts
 
     def _land(self, part: _Part, number: int) -> None:
@@ -413,8 +425,12 @@ class Feeder:
         self._in_flight[client] -= 1
         if not self._in_flight[client]:
             del self._in_flight[client]
-        if client not in self._in_flight and all(one.batch.client != client for one in self._parts.values()):
-            self._served.pop(client, None)
+
+    def _forget(self, client: str) -> None:
+        """If nothing of it is left."""
+        if all(one.batch.client != client for one in self._parts.values()):
+            for known in (self._served, self._caps, self._client_waits):
+                known.pop(client, None)
 
     def _pace(self, model: str) -> Pace:
         if model not in self._paces:

@@ -19,7 +19,7 @@ from sglang_fair.common.deadlines import Promise
 
 STAND_INS = 64
 MOST = 4096
-PATIENCE_S = 5.0
+PATIENCE_S = 15.0
 
 Key = tuple[bytes, str]
 """A row: the peer that has it, and its name there."""

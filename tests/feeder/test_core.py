@@ -320,6 +320,44 @@ def test_a_client_that_has_had_enough_waits_alone() -> None:
     assert in_flight(world)["a"] > 0
 
 
+def test_a_client_with_a_limit_is_seldom_sent_more_than_it_may_have() -> None:
+    world = World(replicas=4, most_in_flight=8)
+    world.add("b", "a", 200)
+    world.look()
+    refused = 0
+    for _ in range(1000):
+        while world.loads:
+            world.load()
+        if len(world.sent) > 2:  # what its tenant may have at a time
+            refused += 1
+            world.answer(list(world.sent)[-1], Answer(429, retry_after_s=1.0))
+        elif world.sent:
+            world.answer(next(iter(world.sent)), OK)
+            world.write()
+        else:
+            world.now_s += 1.0
+            world.look()
+    found = world.store.batch("a", "b")
+    assert found is not None
+    assert found.completed == 200
+    assert refused < 150
+
+
+def test_a_thousand_names_leave_nothing_behind() -> None:
+    world = World()
+    for index in range(1000):
+        world.add(f"b{index}", f"client {index}", 1)
+        world.look()
+        while world.loads:
+            world.load()
+        world.answer(next(iter(world.sent)), Answer(429, retry_after_s=0.1))
+        world.finish()
+        world.look()
+    core = world.core
+    kept = core._parts, core._served, core._caps, core._client_waits, core._in_flight
+    assert kept == ({}, {}, {}, {}, {})
+
+
 def test_what_replicas_die_of_is_given_up() -> None:
     world = World()
     world.add("b", "a", 1)

@@ -11,6 +11,8 @@ import openai
 import pytest
 from openai.types import Batch
 
+from sglang_fair.tenants import edit, keys
+from sglang_fair.tenants.model import Limits, Tenant
 from tests.support.site import Process, Site
 from tests.support.stand_in import MODEL, make_tokenizer
 from tests.support.waiting import eventually
@@ -172,7 +174,7 @@ def test_a_batch_whose_window_is_over_expires(tokenizer: Path, tmp_path: Path) -
     async def body(site: Batches) -> None:
         client = site.client("gold")
         lines = [line(str(index), "x", max_tokens=200) for index in range(300)]
-        found = await site.over(client, await created(client, jsonl(lines), "3s"))
+        found = await site.over(client, await created(client, jsonl(lines), "15s"))
         assert found.status == "expired"
         assert found.request_counts is not None
         assert found.request_counts.failed > 0
@@ -183,7 +185,7 @@ def test_a_batch_whose_window_is_over_expires(tokenizer: Path, tmp_path: Path) -
         assert len({one["custom_id"] for one in lost + done}) == 300
         await site.quiet()
 
-    run(body, tokenizer, tmp_path, step_s=0.02)
+    run(body, tokenizer, tmp_path, step_s=0.2)  # 40 s an answer
 
 
 def test_a_batch_is_cancelled(tokenizer: Path, tmp_path: Path) -> None:
@@ -261,3 +263,26 @@ def test_a_router_with_queues_asks_for_each_item(tokenizer: Path, tmp_path: Path
         await site.quiet()
 
     run(body, tokenizer, tmp_path, step_s=0.005, router_options=("--placement", "qlm"))
+
+
+def test_a_tenants_limits_hold_and_nothing_fails_by_them(tokenizer: Path, tmp_path: Path) -> None:
+    tenants = tmp_path / "tenants.yaml"
+    limits = Limits(concurrency=2)
+    edit.add(tenants, "gold", Tenant(keys=[keys.written(keys.digest("key of gold"))], limits=limits))
+    edit.add(tenants, "silver", Tenant(keys=[keys.written(keys.digest("key of silver"))]))
+
+    async def body(site: Batches) -> None:
+        gold, silver = site.client("key of gold"), site.client("key of silver")
+        lines = jsonl([line(str(index), f"p {index}") for index in range(12)])
+        names = [await created(one, lines) for one in (gold, silver)]
+        for client, name in zip((gold, silver), names, strict=True):
+            found = await site.over(client, name)
+            assert (found.status, found.error_file_id) == ("completed", None), found
+            assert len(await results(client, found.output_file_id)) == 12
+        with pytest.raises(openai.NotFoundError):
+            await silver.batches.retrieve(names[0])
+        for name in ("gold", "silver"):
+            told = (await site.state())["batches"]["clients"]
+            assert name in told
+
+    run(body, tokenizer, tmp_path, step_s=0.01, tenants=tenants, admin_key="the admin's key")

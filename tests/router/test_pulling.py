@@ -253,7 +253,7 @@ class Feeders(RuleBasedStateMachine):
             del self.world.places[name]
             self.world.tell(Done(name, 20), GATEWAY)
 
-    @rule(seconds=st.sampled_from([0.5, 6.0]))
+    @rule(seconds=st.sampled_from([0.5, PATIENCE_S + 1]))
     def time_passes(self, seconds: float) -> None:
         self.world.now_s += seconds
         if seconds > PATIENCE_S:
