@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 SWEEP_REPLICAS = 2
 REPLICAS = 4
-RATES = (8.0, 12.0, 16.0, 20.0)
+RATES = (8.0, 12.0, 16.0, 20.0, 26.0)
 """Requests a second of all classes together."""
 OTHERS = ("edf", "fcfs_models", "shepherd")
 MOST_MET = 0.9
