@@ -200,7 +200,11 @@ class Qlm:
             room = worker.kv_tokens - worker.in_flight_tokens - overrun
             if more:
                 room += worker.chunk_tokens
-            if not worker.is_open or (room <= 0 and not (worker.evicts and worker.has_room(tier, due_s))):
+            if not worker.is_open or (
+                room <= 0
+                and not (worker.evicts and worker.has_room(tier, due_s))
+                and not (more and worker.is_small(request.client, tokens + request.expected_output_tokens))
+            ):
                 continue
             if worker.groups and self.queues.wanted(worker.name) not in (None, worker.loaded):
                 continue
@@ -264,7 +268,7 @@ class Qlm:
         if self.queues.where(request.id) is None:
             tokens = request.input_tokens + request.expected_output_tokens
             due_s = self._promise(request, now_s).due_s
-            self.queues.send(worker, request.id, tokens, prefix, prefix_tokens, due_s)
+            self.queues.send(worker, request.id, tokens, prefix, prefix_tokens, due_s, request.client)
         held = self._held.get(prefix) if self._held else None
         if held is not None:
             held[worker] = prefix_tokens

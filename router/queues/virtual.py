@@ -149,7 +149,7 @@ class VirtualQueues:
         worker.pulls += 1
         shared = min(request.prefix_tokens, request.prompt_tokens)
         tokens = request.prompt_tokens + request.expected_output_tokens
-        self.send(name, request.id, tokens, request.prefix, shared, request.deadline_s)
+        self.send(name, request.id, tokens, request.prefix, shared, request.deadline_s, request.client)
         return request
 
     def send(
@@ -160,11 +160,12 @@ class VirtualQueues:
         prefix: Hashable | None,
         prefix_tokens: int,
         due_s: float | None = None,
+        client: str = "",
     ) -> None:
         """A request is in flight at a worker, as `Worker.send` says."""
         worker = self._workers[name]
         worker.is_fresh = False
-        worker.send(request_id, tokens, prefix, prefix_tokens, due_s)
+        worker.send(request_id, tokens, prefix, prefix_tokens, due_s, client)
         self._pulled[request_id] = name
 
     def wanted(self, name: str, now_s: float = -inf) -> str | None:

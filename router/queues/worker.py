@@ -7,6 +7,9 @@ room      for a request of tier 1 while that is below the KV cache. For one of t
           share is at the worker at once, where the worker's own policy puts it first
 eviction  a worker that `evicts` takes requests back for more urgent ones (`core.preemption`). So what is in flight and
           due `LATER_S` or more after a request of tier 0 does not count against that one
+beyond    a client that has little there does not wait here for those who have much: its requests of tier 0 may go up
+          to half of its part of the KV cache, whatever the window, until twice the KV cache is in flight. The worker's
+          policy puts it first. Ten thousand names have parts below any request
 fresh     it has just loaded a model and has served nobody of it. It keeps the model until it has, or nobody in its
           queue needs it; else a plan that was made while it loaded would have it load another one, without end
 """
@@ -49,6 +52,10 @@ class Worker:
     """From a request's way there to its first token, as measured last."""
     evicts: bool = False
     """It takes requests back for more urgent ones."""
+    clients: dict[str, float] = field(default_factory=dict)
+    """Tokens in flight by client."""
+    _owners: dict[str, tuple[str, float]] = field(default_factory=dict)
+    """By request in flight, its client and its tokens, with a prefix that it may share."""
     _dues: dict[str, int] = field(default_factory=dict)
     """By request in flight, when it is due, in steps of `LATER_S`."""
     _due_tokens: dict[int, float] = field(default_factory=dict)
@@ -75,6 +82,12 @@ class Worker:
         later = sum(tokens for due, tokens in self._due_tokens.items() if due > last)
         return self.held_tokens - later < self.kv_tokens
 
+    def is_small(self, client: str, tokens: float) -> bool:
+        """Whether a request of tier 0 and so many tokens may be sent there beyond the window. O(1)."""
+        mine = self.clients.get(client, 0.0)
+        count = len(self.clients) + (not mine)
+        return mine + tokens <= self.kv_tokens / (2 * count) and self.held_tokens < 2 * self.kv_tokens
+
     @property
     def held_tokens(self) -> float:
         """What the window counts."""
@@ -98,11 +111,14 @@ class Worker:
         prefix: Hashable | None,
         prefix_tokens: int,
         due_s: float | None = None,
+        client: str = "",
     ) -> None:
         """A request is in flight there that may take so many tokens, of which it may share the prefix, and is due then.
         Nothing happens if it is already."""
         if request_id in self.in_flight:
             return
+        self._owners[request_id] = client, tokens
+        self.clients[client] = self.clients.get(client, 0.0) + tokens
         if prefix is not None:
             count, known = self._shared.get(prefix, (0, prefix_tokens))
             tokens -= min(prefix_tokens, known)
@@ -122,9 +138,12 @@ class Worker:
         if tokens is None:
             return
         self.in_flight_tokens -= tokens
+        client, own = self._owners.pop(request_id)
+        if (left := self.clients.pop(client) - own) > 0.5:
+            self.clients[client] = left
         due = self._dues.pop(request_id, None)
-        if due is not None and (left := self._due_tokens.pop(due) - tokens) > 0.5:
-            self._due_tokens[due] = left
+        if due is not None and (due_tokens := self._due_tokens.pop(due) - tokens) > 0.5:
+            self._due_tokens[due] = due_tokens
         prefix = self._prefixes.pop(request_id, None)
         if prefix is not None:
             count, shared = self._shared.pop(prefix)
@@ -135,3 +154,4 @@ class Worker:
         if not self.in_flight:  # drop what rounding has left over
             self.in_flight_tokens = 0.0
             self._due_tokens.clear()
+            self.clients.clear()

@@ -91,7 +91,7 @@ class Admission:
             queue.reweighed.append(steps.reweigh)
         self.record = Record(queue.policy)
         most = queue.policy.evictions
-        self.preemption = Preemption(most) if most else None
+        self.preemption = Preemption(most, queue.policy.owes) if most else None
         """Whom to take back for whom. None: the policy takes nobody back."""
         self._match = match
         self._look_ups = LookUps()

@@ -6,20 +6,22 @@ others of their client do, with no precedence.
     for whom   the request that is next by the policy, if it is of tier 0, is promised a first token by some time, does
                not fit, and would not make it otherwise: if it waited for those that run to end, and its prompt were
                then computed, its deadline would be over. One that is overdue counts too: it is next, and whoever is
-               behind it would wait for it
-    whom       requests of tier 1; then such of tier 0 that are due in a later step of time (`slo.STEP_S`)
+               behind it would wait for it. One that has written has had its first token, and needs nobody to go
+    whom       requests of tier 1, and those of other clients that owe: they have used up their quantum, so a flood
+               that is alone in its share (tier 0) makes room for others too, however long it is overdue. Then such of
+               tier 0 that are due in a later step of time (`slo.STEP_S`)
     never      one that was taken back `most` times, one whose prompt is not computed, the server's own
     how many   the least that suffices: none of them can be spared. If all together do not suffice, nobody
-    in order   tier 1 first, then largest slack, then the latest arrival
+    in order   tier 1 and those that owe first, then largest slack, then the latest arrival
 
-A request that is taken back never takes back the one that took its place, which is of a lower tier or due earlier. So
-there are no circles, and no request is taken back more than `most` times.
+A request that is taken back has written, so it takes nobody back. So there are no circles, and no request is taken
+back more than `most` times.
 
 When those that run end is not known: each is taken to make the output that it announced, and what it may at most once
 that is over. How long a decode step and a prompt token take is measured (`step`); before that, nobody is taken back.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -50,11 +52,16 @@ class Missing:
     """Among those that may run at once."""
 
 
+def _nobody(client: str) -> bool:
+    return False
+
+
 @dataclass
 class Preemption:
-    """Chooses. `most`: how often one request may be taken back."""
+    """Chooses. `most`: how often one request may be taken back. `owes`: whether a client has used up its quantum."""
 
     most: int
+    owes: Callable[[str], bool] = _nobody
     evictions: int = field(default=0, init=False)
     """How many were taken back."""
     _times: dict[Job, int] = field(default_factory=dict, init=False, repr=False)
@@ -75,7 +82,7 @@ class Preemption:
 
     def may_take_back(self, job: Job) -> bool:
         """Whether anybody could be taken back for the waiting `job` at all."""
-        return job.tier == 0 and job.deadline_s is not None and not job.system
+        return job.tier == 0 and job.deadline_s is not None and not job.system and not job.output_tokens
 
     def choose(self, job: Job, missing: Missing, running: Sequence[Runner], now_s: float) -> list[Job]:
         """Whom to take back for the waiting `job`, in this order; nobody if it need not be, or if it would not help.
@@ -83,7 +90,7 @@ class Preemption:
         if not self.may_take_back(job) or not self._would_miss(job, missing, running, now_s):
             return []
         may_go = (one for one in running if one.can_go and self._may_go(one.job, job))
-        in_order = sorted(may_go, key=_order)
+        in_order = sorted(may_go, key=lambda one: self._order(one.job, job))
         return [runner.job for runner in _least(in_order, missing)]
 
     def taken_back(self, job: Job) -> None:
@@ -118,7 +125,14 @@ class Preemption:
     def _may_go(self, job: Job, urgent: Job) -> bool:
         if job.system or self.times(job) >= self.most or job.reached_tokens < job.prompt_tokens:
             return False
-        return job.tier > urgent.tier or due_step(job) > due_step(urgent)
+        return self._yields(job, urgent) or due_step(job) > due_step(urgent)
+
+    def _yields(self, job: Job, urgent: Job) -> bool:
+        """Whatever it was promised."""
+        return job.tier > urgent.tier or (job.client != urgent.client and self.owes(job.client))
+
+    def _order(self, job: Job, urgent: Job) -> tuple[bool, float, int]:
+        return not self._yields(job, urgent), -due_step(job), -job.arrival
 
     def _prompt_s(self, job: Job) -> float:
         return self._token_s * max(0, job.prompt_tokens - job.prefix_tokens)
@@ -134,10 +148,6 @@ def _left(job: Job) -> int:
     if announced is None or announced <= job.output_tokens:
         announced = job.max_output_tokens
     return max(1, min(announced, job.max_output_tokens) - job.output_tokens)
-
-
-def _order(runner: Runner) -> tuple[int, float, int]:
-    return -runner.job.tier, -due_step(runner.job), -runner.job.arrival
 
 
 def _least(in_order: Iterable[Runner], missing: Missing) -> list[Runner]:

@@ -56,6 +56,26 @@ def test_somebody_goes_only_if_the_deadline_would_be_missed():
     assert names(measured().choose(urgent(2.9), MISSING, [*late, ends_soon], 0.0)) == ["long"]
 
 
+def test_who_owes_makes_room_however_long_it_is_overdue():
+    """A flood that is alone in its share is of tier 0, and its running requests were due long ago."""
+    one = measured()
+    flood, own = (
+        running("flood", deadline_s=-9.0),
+        Runner(Job("own", "chat", 20, 1000, reached_tokens=20), 500),
+    )
+    own.job.deadline_s = -9.0
+    assert one.choose(urgent(), MISSING, [flood, own], 0.0) == []
+    one.owes = {"flood", "chat"}.__contains__
+    assert names(one.choose(urgent(), MISSING, [own, flood], 0.0)) == ["flood"], "nobody for its own client"
+
+
+def test_who_has_had_its_first_token_needs_nobody_to_go():
+    assert names(measured().choose(urgent(), MISSING, [running("long", tier=1)], 0.0)) == ["long"]
+    again = urgent()
+    again.output_tokens = 1
+    assert measured().choose(again, MISSING, [running("long", tier=1)], 0.0) == []
+
+
 def test_an_announced_length_counts_until_it_is_over():
     honest = running("honest", tier=1, expected_output_tokens=11)
     assert measured().choose(urgent(), MISSING, [honest], 0.0) == []

@@ -296,7 +296,7 @@ class Remembering:
 
     def meet(self, made: Router, run: int, now_s: float) -> None:
         self.interactions.tick(now_s)
-        for told in self.fleet.learn(Workers("", (), router=str(run))):
+        for told in self.fleet.side().learn(Workers("", (), router=str(run))):
             made.handle(told, now_s, self.peer)
         self.hears_s = None
 

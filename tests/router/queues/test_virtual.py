@@ -364,3 +364,41 @@ def test_what_is_over_counts_no_more_against_the_urgent() -> None:
     for number in range(5):
         worker.send(f"chat {number}", 200.0, None, 0, 20.0)
     assert not worker.has_room(0, 15.0)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 400), st.floats(1.0, 900.0), st.booleans()), max_size=400),
+    st.integers(1, 400),
+)
+def test_what_goes_beyond_the_window_is_bounded_whatever_the_names(
+    sent: list[tuple[int, float, bool]], names: int
+) -> None:
+    """Each request of a new name, or all of one; some end."""
+    worker = Worker("w", "a", 1_000, 200)
+    for number, (name, tokens, ends) in enumerate(sent):
+        client = f"c{name % names}"
+        if worker.has_room(0) or worker.is_small(client, tokens):
+            before = worker.held_tokens
+            worker.send(str(number), tokens, None, 0, None, client)
+            assert before < 2 * worker.kv_tokens
+        if ends and worker.in_flight:
+            worker.land(next(iter(worker.in_flight)))
+        assert sum(worker.clients.values()) == pytest.approx(worker.held_tokens, abs=400.0)
+    for request in list(worker.in_flight):
+        worker.land(request)
+    assert (worker.held_tokens, worker.clients) == (0.0, {})
+
+
+def test_who_has_little_does_not_wait_for_who_has_much() -> None:
+    worker = Worker("w", "a", 1_000, 0)
+    for number in range(10):
+        worker.send(f"flood {number}", 100.0, None, 0, None, "flood")
+    assert not worker.has_room(0)
+    assert not worker.is_small("flood", 1.0)
+    assert not worker.is_small("chat", 251.0)
+    assert worker.is_small("chat", 250.0)
+    worker.send("chat", 250.0, None, 0, None, "chat")
+    assert not worker.is_small("chat", 1.0)
+    for number in range(100):
+        worker.send(f"name {number}", 1.0, None, 0, None, f"name {number}")
+    assert not worker.is_small("one more", 5.0)
