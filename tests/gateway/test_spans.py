@@ -231,9 +231,9 @@ def test_they_say_what_an_explanation_says() -> None:
     assert found["waiting"].attributes[OWN + "waited_for_s.batch"] == replica["waited_for_s"]["batch"]
 
 
-ELSEWHERE = {"came_s_ago", "client", "id", "request", "outcome", "reason", "state", "evicted_for"}
-"""What places a span, or stands at the request's or the attempt's. For whom it was taken back is a list of records, which
-no attribute can be; how often is in `retractions`."""
+ELSEWHERE = {"came_s_ago", "client", "id", "request", "outcome", "reason", "state", "evicted_for", "standing"}
+"""What places a span, or stands at the request's or the attempt's. Lists and maps of records, which
+no attribute can be, are for `explain`."""
 
 
 def test_nothing_that_is_recorded_is_left_out() -> None:
