@@ -120,8 +120,13 @@ def made(folders: dict[str, Path]) -> Iterator[Cluster]:
 
 
 def check(made: Cluster, model: str, alone: dict[str, list[list[int]]]) -> None:
+    """Each prompt is answered by this model. Where the machine is busy, a gateway may take the replica for sick for a
+    moment: then it is asked again."""
     for number, prompt in enumerate(PROMPTS):
-        assert said(made.url, body_of(prompt, model)) == (200, alone[model][number])
+        deadline_s = time.monotonic() + 60
+        while (answer := said(made.url, body_of(prompt, model)))[0] == 503 and time.monotonic() < deadline_s:
+            time.sleep(0.5)
+        assert answer == (200, alone[model][number])
 
 
 def test_there_and_back_and_there_again(made: Cluster, alone: dict[str, list[list[int]]]) -> None:
@@ -224,8 +229,13 @@ def test_a_stream_that_is_cut_goes_on_elsewhere(
             assert await asyncio.gather(*streams) == [""] * len(streams)
             assert all(is_said_by(made, "a", one) for one in seen)
             assert await asyncio.to_thread(settled, made, busy) == "b"
+            if not made.status()["gateway"]["cut"]:  # all had ended there when the order came
+                await asyncio.to_thread(swap, made, "a", busy)
 
-        asyncio.run(main())
+        for _ in range(5):
+            asyncio.run(main())
+            if made.status()["gateway"]["cut"]:
+                break
         assert made.status()["gateway"]["cut"] > 0
         check(made, "b", alone)
         check(made, "a", alone)
