@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
-from router.gateway.request.chunks import CHUNK_CHARS, ChunkedTokenizer
+from router.gateway.request.chunks import CHUNK_CHARS, LEARNT, WORD_CHARS, ChunkedTokenizer, Words
 
 LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -112,3 +113,49 @@ def test_memory_is_bounded(tokenizers: dict[str, Tokenizer]) -> None:
         assert chunks._kept_bytes <= 20_000
         assert chunks._kept_bytes == sum(2 * len(text) + len(kept) for text, kept in chunks._kept.items())
     assert chunks._kept_bytes > 10_000
+
+
+@pytest.mark.parametrize("name", [name for name in PRE if name != "whole"])
+@settings(max_examples=30)
+@given(seed=st.integers(0, 2**32), tail=st.text(max_size=20))
+def test_tokens_of_known_words_are_the_texts(
+    tokenizers: dict[str, Tokenizer], name: str, seed: int, tail: str
+) -> None:
+    chunks = ChunkedTokenizer(tokenizers[name], max_bytes=0)  # every chunk is made of words
+    rng = random.Random(seed)
+    for words in (400, 400, 40, 4):
+        text = " ".join(rng.choice(WORDS[:6] * 4 + WORDS) for _ in range(words)) + tail
+        assert by_parts(chunks, text) == whole(tokenizers[name], text)
+    assert len(chunks._words) > 0
+
+
+def test_words_are_learnt_a_few_at_a_time(tokenizers: dict[str, Tokenizer], monkeypatch: Any) -> None:
+    chunks = ChunkedTokenizer(tokenizers["gpt2"], max_bytes=0)
+    asked: list[str] = []
+    encode = chunks._encode
+    monkeypatch.setattr(chunks, "_encode", lambda text: asked.append(text) or encode(text))
+    text = " ".join(f"{a}{b}" for a in "abcdefgh" for b in "aeiou")
+    chunks.tokens(text)
+    assert len(asked) <= 1 + LEARNT
+    for _ in range(40):
+        chunks.tokens(text)
+    asked.clear()
+    chunks.tokens(text)
+    assert len(asked) <= 1  # all are known; the first one has no space before it
+
+
+def test_words_that_nobody_asks_for_are_dropped() -> None:
+    words = Words(most=100)
+    for number in range(10_000):  # a client that makes up words
+        words.learn(f"w{number}", b"made")
+        assert len(words) <= 200
+        if number % 50 == 0:
+            words.learn("common", b"its") if number == 0 else words.known(["common"])
+    assert words.known(["common", "w9999", "w1"]) == [b"its", b"made", None]
+
+
+def test_long_words_are_not_kept(tokenizers: dict[str, Tokenizer]) -> None:
+    chunks = ChunkedTokenizer(tokenizers["gpt2"], max_bytes=0)
+    for letter in "abcdef":
+        chunks.tokens(f"the quick on it a e re {letter * (WORD_CHARS + 1)} the quick")
+    assert all(len(word) <= WORD_CHARS for word in chunks._words._young)

@@ -76,7 +76,7 @@ class Intake:
                 prompts = tokens.prompts(call)
                 self._check_length(call, prompts, context_tokens)
                 made = tokens.pieces(call, prompts, context_tokens)
-                if tokens.uncached_chars(prompts) <= LONG_TEXT_CHARS:
+                if tokens.has_few_uncached(prompts, LONG_TEXT_CHARS):
                     pieces = list(made)
                 else:
                     pieces = await self._threads.run(share, made)
@@ -92,7 +92,7 @@ class Intake:
         if not text:
             return 0
         counts = tokens.counts(text)
-        if len(text) <= LARGE_BODY_BYTES and tokens.uncached_chars((text,)) <= LONG_TEXT_CHARS:
+        if len(text) <= LARGE_BODY_BYTES and tokens.has_few_uncached((text,), LONG_TEXT_CHARS):
             return sum(counts)
         return sum(await self._threads.run(share, counts))
 

@@ -83,9 +83,10 @@ class Tokens:
             return (self._chat(call.body),)
         return call.prompts
 
-    def uncached_chars(self, prompts: tuple[Prompt, ...]) -> int:
-        """How many characters `pieces` would have to tokenize."""
-        return sum(self._chunks.uncached_chars(one) for one in prompts if isinstance(one, str))
+    def has_few_uncached(self, prompts: Sequence[Prompt], most: int) -> bool:
+        """Whether `pieces` would have to tokenize at most so many characters."""
+        texts = [one for one in prompts if isinstance(one, str)]
+        return sum(map(len, texts)) <= most or sum(map(self._chunks.uncached_chars, texts)) <= most
 
     def least_tokens(self, prompt: Prompt) -> int:
         """A lower bound of its tokens, from its length alone."""
