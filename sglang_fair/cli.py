@@ -272,10 +272,20 @@ def models(
     name: Annotated[
         str | None, typer.Argument(help="Prepare this model and print its folder; without a name, list them.")
     ] = None,
+    tokenizer_to: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR", help="Copy what a gateway needs of the model, which may be on the hub, to DIR."
+        ),
+    ] = None,
 ) -> None:
     """List the models that come with the package, or prepare one."""
     if name is not None:
-        _become("sglang_fair.models", [name])
+        _become(
+            "sglang_fair.models", [name, *([] if tokenizer_to is None else ["--tokenizer-to", tokenizer_to])]
+        )
+    if tokenizer_to is not None:
+        _fail("--tokenizer-to: of which model? Name one")
     import sglang_fair.models as known
 
     typer.echo((known.__doc__ or "").strip())

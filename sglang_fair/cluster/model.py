@@ -16,11 +16,10 @@ from sglang_fair.cluster.weights import INDICES, estimated_bytes, stored_bytes
 from sglang_fair.common.processes import die_with_parent
 from sglang_fair.models.catalog import find
 from sglang_fair.models.folder import Progress as Say
+from sglang_fair.models.hub import TOKENIZER_FILES, fetch
 
-GATEWAY_FILES = (
-    "config.json", "tokenizer*", "*.jinja", "special_tokens_map.json", "generation_config.json", *INDICES
-)  # fmt: skip
-"""What a gateway needs of a model that is not on this disk, and what says how heavy it is; SGLang fetches the rest."""
+FILES = (*TOKENIZER_FILES, *INDICES)
+"""What is fetched of a model on the hub before it is started, with what says how heavy it is. SGLang does the rest."""
 
 
 class NoModel(RuntimeError):
@@ -33,7 +32,7 @@ def describe(name: str, progress: Say | None = None) -> Model:
         served_model = find(name, progress)
         folder = Path(served_model.path)
         if not folder.is_dir():
-            folder = _fetch(served_model.path, progress)
+            folder = fetch(served_model.path, FILES, progress)
         weights_bytes = (
             served_model.weight_bytes
             or stored_bytes(folder)
@@ -42,20 +41,6 @@ def describe(name: str, progress: Say | None = None) -> Model:
     except (ValueError, OSError, RuntimeError) as error:
         raise NoModel(" ".join(str(error).split())) from error
     return Model(folder=folder, served_name=served_model.served_name, weights_bytes=weights_bytes)
-
-
-def _fetch(model_id: str, progress: Say | None) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
-
-    if progress:
-        progress(f"fetching the tokenizer of {model_id}")
-    try:
-        return Path(snapshot_download(model_id, allow_patterns=list(GATEWAY_FILES)))
-    except RepositoryNotFoundError as error:
-        raise NoModel(f"there is no model {model_id} on the hub, or it is private (HF_TOKEN)") from error
-    except (HfHubHTTPError, LocalEntryNotFoundError) as error:
-        raise NoModel(f"cannot fetch {model_id} from the hub, and it is not in the local cache") from error
 
 
 def main(arguments: list[str]) -> int:

@@ -1,0 +1,366 @@
+"""The chart with six value files: helm accepts it, Kubernetes' schemas do, and its objects fit together.
+
+Nothing is applied to an API server. Custom resources (LeaderWorkerSet, ServiceMonitor, PrometheusRule) are held to
+schemas of the fields that we use, written by hand after their documentation.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+from sglang_fair.metrics.alerts import ALERTS, rules
+from sglang_fair.settings import chart
+from tests.support.helm import (
+    CHART,
+    NAMESPACE,
+    ROOT,
+    VALUES,
+    Manifest,
+    Rendered,
+    rendered,
+    run,
+    values_file,
+)
+
+KUBERNETES = ("1.35", pytest.param("1.31", marks=pytest.mark.slow))
+
+TEXT = {"type": "string"}
+TEXTS = {"type": "array", "items": TEXT}
+LABELS = {"type": "object", "additionalProperties": TEXT}
+
+
+def closed(required: tuple[str, ...] = (), **properties: Any) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": properties,
+        "required": list(required or properties),
+    }
+
+
+FROM_SECRET = closed(name=TEXT, key=TEXT)
+CUSTOM: Mapping[tuple[str, str], Mapping[str, Any]] = {
+    ("monitoring.coreos.com/v1", "ServiceMonitor"): closed(
+        namespaceSelector=closed(matchNames=TEXTS),
+        selector=closed(matchLabels=LABELS),
+        endpoints={
+            "type": "array",
+            "items": closed(
+                ("port", "path", "interval", "scheme"),
+                port=TEXT,
+                path=TEXT,
+                interval={"type": "string", "pattern": "^[0-9]+(ms|s|m)$"},
+                scheme={"enum": ["http", "https"]},
+                authorization=closed(credentials=FROM_SECRET),
+                tlsConfig=closed(serverName=TEXT, ca=closed(secret=FROM_SECRET)),
+                relabelings={"type": "array", "items": closed(targetLabel=TEXT, replacement=TEXT)},
+            ),
+        },
+    ),
+    ("monitoring.coreos.com/v1", "PrometheusRule"): closed(
+        groups={
+            "type": "array",
+            "items": closed(
+                name=TEXT,
+                rules={
+                    "type": "array",
+                    "items": closed(
+                        **{"alert": TEXT, "expr": TEXT, "for": TEXT, "labels": LABELS, "annotations": LABELS}
+                    ),
+                },
+            ),
+        }
+    ),
+    ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet"): closed(
+        replicas={"type": "integer", "minimum": 1},
+        startupPolicy={"enum": ["LeaderCreated", "LeaderReady"]},
+        networkConfig=closed(subdomainPolicy={"enum": ["Shared", "UniquePerReplica"]}),
+        rolloutStrategy=closed(
+            type={"const": "RollingUpdate"},
+            rollingUpdateConfiguration=closed(
+                maxUnavailable={"type": ["integer", "string"]}, maxSurge={"type": "integer"}
+            ),
+        ),
+        leaderWorkerTemplate=closed(
+            size={"type": "integer", "minimum": 2},
+            restartPolicy={"enum": ["RecreateGroupOnPodRestart", "None"]},
+            leaderTemplate={"type": "object"},
+            workerTemplate={"type": "object"},
+        ),
+    ),
+}
+"""`spec` by apiVersion and kind. Pods of a LeaderWorkerSet are checked as pods."""
+
+with_each = pytest.mark.parametrize("name", VALUES)
+
+
+def test_there_are_six() -> None:
+    assert len(VALUES) >= 6
+
+
+@with_each
+def test_helm_finds_nothing_to_complain_about(name: str) -> None:
+    done = run("lint", "--strict", str(CHART), "-f", str(values_file(name)))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "WARNING" not in done.stdout
+
+
+def as_pod(template: Manifest) -> Manifest:
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "pod", **template["metadata"]},
+        "spec": template["spec"],
+    }
+
+
+@with_each
+@pytest.mark.parametrize("version", KUBERNETES)
+def test_each_manifest_is_what_kubernetes_knows(name: str, version: str) -> None:
+    found = rendered(name)
+    for one in found.manifests:
+        custom = CUSTOM.get((one["apiVersion"], one["kind"]))
+        if custom is None:
+            kubernetes_validate.validate(one, version, strict=True)
+        else:
+            jsonschema.validate(one["spec"], custom)
+            assert set(one) == {"apiVersion", "kind", "metadata", "spec"}
+    for pod in found.pods:
+        kubernetes_validate.validate(as_pod(pod.template), version, strict=True)
+
+
+@with_each
+def test_names_are_unique_and_fit(name: str) -> None:
+    found = [(one["kind"], one["metadata"]["name"]) for one in rendered(name).manifests]
+    assert len(set(found)) == len(found)
+    assert all(one["metadata"]["namespace"] == NAMESPACE for one in rendered(name).manifests)
+    long = rendered(name, "--set", "fullnameOverride=" + "a-very-long-name-" * 5)
+    assert all(
+        len(one["metadata"]["name"]) <= 52 for one in long.manifests
+    )  # and 11 characters of a revision
+
+
+@with_each
+def test_whoever_selects_pods_finds_some(name: str) -> None:
+    found = rendered(name)
+    for one in found.of("Service"):
+        pods = found.selected(one["spec"]["selector"])
+        assert pods, one
+        for pod in pods:
+            ports = {name for container in pod.containers for name in container.ports}
+            assert {port["targetPort"] for port in one["spec"]["ports"]} <= ports, one
+    for one in found.of("PodDisruptionBudget"):
+        assert found.selected(one["spec"]["selector"]["matchLabels"]), one
+    for one in found.of("NetworkPolicy"):
+        assert found.selected(one["spec"]["podSelector"]["matchLabels"]), one
+    for one in found.of("Deployment", "StatefulSet"):
+        selected = found.selected(one["spec"]["selector"]["matchLabels"])
+        assert [pod.workload for pod in selected] == [one["metadata"]["name"]]
+    for one in found.of("StatefulSet"):
+        service = found.named("Service", one["spec"]["serviceName"])
+        assert service is not None
+        assert found.selected(service["spec"]["selector"])
+    for one in found.of("HorizontalPodAutoscaler"):
+        target = found.named(one["spec"]["scaleTargetRef"]["kind"], one["spec"]["scaleTargetRef"]["name"])
+        assert target is not None
+        assert "replicas" not in target["spec"]
+        container = target["spec"]["template"]["spec"]["containers"][0]
+        assert container["resources"]["requests"]["cpu"]
+    for one in found.of("Ingress"):
+        for path in one["spec"]["rules"][0]["http"]["paths"]:
+            service = found.named("Service", path["backend"]["service"]["name"])
+            assert service is not None
+            assert path["backend"]["service"]["port"]["name"] in {
+                port["name"] for port in service["spec"]["ports"]
+            }
+
+
+@with_each
+def test_pods_run_without_rights(name: str) -> None:
+    for pod in rendered(name).pods:
+        assert pod.spec["automountServiceAccountToken"] is False
+        assert pod.spec["securityContext"]["runAsNonRoot"] is True
+        assert pod.spec["shareProcessNamespace"] is True
+        assert {one["topologyKey"] for one in pod.spec["topologySpreadConstraints"]} == {
+            "kubernetes.io/hostname", "topology.kubernetes.io/zone",
+        }  # fmt: skip
+        for container in pod.all_containers:
+            allowed = container.manifest["securityContext"]
+            assert allowed["readOnlyRootFilesystem"] is True
+            assert allowed["allowPrivilegeEscalation"] is False
+            assert allowed["capabilities"] == {"drop": ["ALL"]}
+            assert container.manifest["resources"]["requests"]["memory"]
+            assert {"/tmp", "/cache"} <= {one["mountPath"] for one in container.manifest["volumeMounts"]}
+
+
+@with_each
+def test_pods_restart_for_settings_of_their_own_alone(name: str) -> None:
+    before = {
+        (pod.kind, pod.workload): pod.template["metadata"]["annotations"] for pod in rendered(name).pods
+    }
+    after = rendered(name, "--set", "settings.gateway.log_level=debug")
+    changed = {
+        pod.component
+        for pod in after.pods
+        if before[pod.kind, pod.workload] != pod.template["metadata"]["annotations"]
+    }
+    assert changed == {"gateway", "batches"} & {pod.component for pod in after.pods}
+
+
+# ---- monitoring
+
+
+@pytest.mark.parametrize("name", ["one-gpu-node", "many-replicas", "two-nodes", "batches"])
+def test_prometheus_finds_every_process_that_has_metrics(name: str) -> None:
+    found = rendered(name)
+    reached: set[tuple[str, int]] = set()
+    for one in found.of("ServiceMonitor"):
+        spec, (endpoint,) = one["spec"], one["spec"]["endpoints"]
+        services = [
+            service
+            for service in found.of("Service")
+            if spec["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+            and endpoint["port"] in {port["name"] for port in service["spec"]["ports"]}
+        ]
+        assert len(services) == 1, one
+        target = next(
+            port["targetPort"] for port in services[0]["spec"]["ports"] if port["name"] == endpoint["port"]
+        )
+        for pod in found.selected(services[0]["spec"]["selector"]):
+            reached |= {(pod.component, one.ports[target]) for one in pod.containers if target in one.ports}
+        (renamed,) = endpoint["relabelings"]
+        assert renamed["targetLabel"] == "job"
+        job = next(alert for alert in ALERTS if alert.name == "SglangFairTargetDown").query
+        assert re.fullmatch(re.search(r'job=~"([^"]+)"', job)[1], renamed["replacement"])  # type: ignore[index]
+    expected = {("gateway", 8001), ("router", 9001), ("replica", 30000)}
+    assert reached == expected | (
+        {("batches", 8001)} if found.named("StatefulSet", "rel-sglang-fair-batches") else set()
+    )
+
+
+def test_rules_and_dashboard_are_those_of_the_tables() -> None:
+    found = rendered("one-gpu-node")
+    (rule,) = found.of("PrometheusRule")
+    assert rule["spec"] == rules()
+    dashboard = found.named("ConfigMap", "rel-sglang-fair-grafana")
+    assert dashboard is not None
+    assert json.loads(dashboard["data"]["sglang-fair.json"]) == json.loads(
+        (ROOT / "monitoring/grafana-dashboard.json").read_text(encoding="utf-8")
+    )
+
+
+@pytest.mark.parametrize("name", ["minimal", "cpu-trial"])
+def test_without_monitoring_there_are_no_custom_resources(name: str) -> None:
+    assert not rendered(name).of("ServiceMonitor", "PrometheusRule", "LeaderWorkerSet")
+
+
+# ---- values
+
+
+def test_the_schema_has_the_settings_of_the_table() -> None:
+    before = (ROOT / chart.SCHEMA).read_text(encoding="utf-8")
+    assert before == chart.text(before), "run: python -m sglang_fair.settings.chart --write"
+
+
+def keys(schema: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    for name, one in schema.get("properties", {}).items():
+        if name == "global" or path == "settings.":
+            continue
+        inner = list(keys(one, f"{path}{name}."))
+        yield from inner or [f"{path}{name}"]
+
+
+def test_each_value_is_in_values_yaml() -> None:
+    """So that whoever reads that file sees all there is."""
+    schema = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
+    values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
+    for key in keys(schema):
+        at = values
+        for word in key.split("."):
+            if at == {} and key.rpartition(".")[2] in ("requests", "limits"):
+                break
+            if word in ("requests", "limits") and word not in at:
+                break
+            assert word in at, key
+            at = at[word]
+
+
+TRIAL = str(values_file("cpu-trial"))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--set", "router.count=two"], "at '/router/count': got string, want integer"),
+        (["--set", "replica.count=2"], "additional properties 'replica' not allowed"),
+        (["--set", "replicas.cuont=2"], "additional properties 'cuont' not allowed"),
+        (["--set", "settings.replica.polcy=dlpm"], "additional properties 'polcy' not allowed"),
+        (["--set", "settings.router.placement=best"], "value must be one of"),
+        (["--set", "settings.gateway.port=1"], "additional properties 'port' not allowed"),
+        (["--set", "settings.gateway.tries=0"], "exclusiveMinimum: got 0, want 0"),
+        (["--set", "model.name="], "minLength: got 0, want 1"),
+        (["--set", "batches.size=many"], "does not match pattern"),
+        (["--set", "settings.router.placement=qlm", "--set", "router.count=2"],
+         "router.count is 2, and placement qlm orders the replicas' queues from one router alone"),
+        (["--set", "insecure=false"], "set curve.existingSecret to a secret of the keys that `sglang-fair keys` makes"),
+        (["--set", "insecure=false", "--set", "curve.existingSecret=c"], "set gateway.tls.existingSecret"),
+        (["--set", "insecure=false", "--set", "curve.existingSecret=c", "--set", "gateway.tls.existingSecret=t"],
+         "set replicas.tls.existingSecret"),
+        (["--set", "replicas.tls.existingSecret=t"], "set replicas.discovery to names"),
+        (["--set", "replicas.tls.existingSecret=t", "--set", "replicas.discovery=names"], "set ca.existingSecret"),
+        (["--set", "replicas.nodes=2"], "set replicas.gpus"),
+        (["--set", "replicas.gpus=1"], "an emulated replica has no GPU"),
+        (["--set", "cache.size=1Gi", "--set", "cache.existingClaim=c"], "set one of them"),
+        (["--set", "gateway.autoscaling.enabled=true", "--set", "gateway.autoscaling.min=9"], "min is larger than max"),
+        (["--set", "gateway.ingress.enabled=true"], "gateway.ingress: set host"),
+        (["--set-json", 'swap.models=[{"name": "b", "source": "/models/b"}]'], "set modelVolume.existingClaim"),
+        (["--set-json", 'swap.models=[{"name": "b", "source": "hub/b"}]'], "does not match pattern"),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_is_one_clear_line(given: list[str], said: str) -> None:
+    done = run("template", "rel", str(CHART), "-f", TRIAL, *given)
+    assert done.returncode != 0
+    assert said in done.stderr, done.stderr
+    assert "nil pointer" not in done.stderr
+
+
+def test_nothing_is_started_unprotected_unless_somebody_says_so() -> None:
+    done = run("template", "rel", str(CHART), "--set", "model.name=m,model.source=default,replicas.gpus=0")
+    assert done.returncode != 0
+    assert "or set insecure to true" in done.stderr
+    protected = rendered("many-replicas")
+    assert "--insecure" not in json.dumps([one.manifest for one in protected.containers])
+
+
+def test_the_notes_say_how_to_ask(tmp_path: Path) -> None:
+    for name in VALUES:
+        done = run("install", "rel", str(CHART), "--dry-run=client", "-f", str(values_file(name)))
+        notes = done.stdout.partition("NOTES:")[2]
+        assert "/v1/chat/completions" in notes, done.stderr
+        assert ("insecure is true" in notes) == (name != "many-replicas")
+
+
+def find(found: Rendered, kind: str, name: str) -> Manifest:
+    one = found.named(kind, name)
+    assert one is not None, (kind, name)
+    return one
+
+
+def test_a_second_router_is_one_more_address_for_everybody() -> None:
+    found = rendered("many-replicas")
+    routers = [
+        [word for word in container.arguments if word.startswith("--router=")]
+        for container in found.containers
+        if container.program == "gateway"
+    ]
+    assert find(found, "StatefulSet", "rel-sglang-fair-router")["spec"]["replicas"] == 2
+    assert routers == [
+        [f"--router=tcp://rel-sglang-fair-router-{i}.rel-sglang-fair-router.prod.svc:5555" for i in (0, 1)]
+    ]

@@ -1,0 +1,143 @@
+"""What a rendered container would find: its files on this disk, its variables, and the settings that it would run with.
+
+Secrets that the chart does not make are made as docs/kubernetes.md says: keys by `sglang-fair keys`, certificates by
+openssl, a tenants' file by our own code.
+"""
+
+import base64
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from sglang_fair.common import curve
+from sglang_fair.settings import program
+from sglang_fair.settings.table import SECTIONS
+from tests.support.certificates import Certificates
+from tests.support.helm import Container, Pod, Rendered
+
+POD_IP, LEADER = "10.1.2.3", "rel-sglang-fair-replica-0.rel-sglang-fair-replica.prod"
+
+FIELDS = {
+    "metadata.name": "rel-sglang-fair-replica-0",
+    "status.podIP": POD_IP,
+    "metadata.labels['leaderworkerset.sigs.k8s.io/worker-index']": "1",
+}
+FILES = "/etc/sglang-fair/files"
+"""Where settings find the files that they name."""
+
+FROM_LWS = {"LWS_LEADER_ADDRESS": LEADER}
+"""Which LeaderWorkerSet puts into its pods' environment."""
+
+TENANTS = f"tenants:\n  gold:\n    keys:\n    - sha256:{'5' * 64}\n    weight: 2.0\n"
+
+
+@dataclass(frozen=True)
+class Secrets:
+    """Secrets that operators make, by name: their keys, and the contents."""
+
+    folder: Path
+
+    @cached_property
+    def all(self) -> Mapping[str, Mapping[str, bytes]]:
+        keys, certificates = self.folder / "curve", Certificates.make(self.folder / "tls")
+        curve.make(keys)
+        tls = {
+            "tls.crt": certificates.certificate,
+            "tls.key": certificates.key,
+            "ca.crt": certificates.authority,
+        }
+        pair = {name: Path(path).read_bytes() for name, path in tls.items()}
+        return {
+            "curve": {path.name: path.read_bytes() for path in keys.iterdir()},
+            "service-keys": dict.fromkeys(("admin-key", "replica-key", "feeder-key"), b"x" * 32),
+            "internal-ca": {"ca.crt": pair["ca.crt"]},
+            "gateway-tls": pair,
+            "replica-tls": pair,
+            "tenants": {"tenants.yaml": TENANTS.encode()},
+            "hub-token": {"token": b"hf_0"},
+        }
+
+
+class Node:
+    """Has the rendered objects, and gives containers their files."""
+
+    def __init__(
+        self, rendered: Rendered, secrets: Secrets, folder: Path, tokenizer: Callable[[Path], Any]
+    ) -> None:
+        """`tokenizer` makes a tokenizer in a folder."""
+        self._rendered, self._secrets, self._folder, self._tokenizer = rendered, secrets, folder, tokenizer
+
+    def contents(self, kind: str, name: str) -> Mapping[str, bytes]:
+        """Of a secret or a config map. KeyError if there is none."""
+        found = self._rendered.named(kind, name)
+        if found is None:
+            if kind != "Secret":
+                raise KeyError(f"no {kind} {name}")
+            return self._secrets.all[name]
+        if kind == "Secret":
+            return {key: base64.b64decode(value) for key, value in found["data"].items()}
+        return {key: value.encode() for key, value in (found.get("data") or {}).items()}
+
+    def environment(self, container: Container) -> dict[str, str]:
+        """The container's variables. KeyError for a secret that there is not."""
+        found = dict(FROM_LWS) if container.pod.kind.startswith("LeaderWorkerSet") else {}
+        for name, one in container.env.items():
+            source = one.get("valueFrom", {})
+            if "secretKeyRef" in source:
+                asked = source["secretKeyRef"]
+                found[name] = self.contents("Secret", asked["name"])[asked["key"]].decode()
+            elif "fieldRef" in source:
+                found[name] = FIELDS[source["fieldRef"]["fieldPath"]]
+            else:
+                found[name] = one["value"]
+        return found
+
+    def mount(self, container: Container) -> Path:
+        """A folder with all that is mounted, at the paths below it. KeyError for what there is not."""
+        root = self._folder / re.sub(r"\W+", "-", str(container))
+        volumes = {one["name"]: one for one in container.pod.spec.get("volumes", ())}
+        for mount in container.manifest["volumeMounts"]:
+            at = root / mount["mountPath"].lstrip("/")
+            at.mkdir(parents=True, exist_ok=True)
+            if mount["name"] not in volumes:
+                assert mount["name"] in container.pod.claims, f"{container} has no volume {mount['name']}"
+                continue
+            for name, content in self._volume(volumes[mount["name"]]).items():
+                below = f"{root}{FILES}".encode()
+                (at / name).write_bytes(content.replace(FILES.encode(), below))
+        for number in range(len(container.pod.spec.get("initContainers", ()))):
+            (root / f"tokenizers/{number}").mkdir(parents=True, exist_ok=True)
+            self._tokenizer(root / f"tokenizers/{number}")
+        return root
+
+    def _volume(self, volume: Mapping[str, Any]) -> dict[str, bytes]:
+        if "secret" in volume:
+            asked = volume["secret"]
+            known = self.contents("Secret", asked["secretName"])
+            return {one["path"]: known[one["key"]] for one in asked["items"]}
+        if "configMap" in volume:
+            return dict(self.contents("ConfigMap", volume["configMap"]["name"]))
+        assert {"emptyDir", "persistentVolumeClaim"} & volume.keys(), volume
+        return {}
+
+    def arguments(self, container: Container, root: Path) -> list[str]:
+        """As the process gets them, with paths below `root`. KeyError for a variable that there is not."""
+        env = self.environment(container)
+        words = [re.sub(r"\$\((\w+)\)", lambda found: env[found[1]], word) for word in container.arguments]
+        return [re.sub(r"(?<==)/(etc/sglang-fair|tokenizers|batches)", rf"{root}/\1", word) for word in words]
+
+
+def settings_of(section: str, arguments: list[str]) -> Any:
+    """What our own command line makes of them. SystemExit for what it does not accept."""
+    return program.parse(section, arguments)
+
+
+def is_program(name: str) -> bool:
+    return name in SECTIONS
+
+
+def pods_of(rendered: Rendered, component: str) -> list[Pod]:
+    return [pod for pod in rendered.pods if pod.component == component]
