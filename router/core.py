@@ -85,6 +85,9 @@ STANDING_EVERY_S = 0.01
 MAX_HOLD_PART = 32
 """One request in flight may add at most 1 / `MAX_HOLD_PART` of the tree's limit to the tree."""
 
+_OF_WORKERS = WorkerUp, WorkerDown, WorkerDrain, WorkerHealth, Swap
+"""Events after which other models may be served."""
+
 _MAX_ORPHANS = 100_000
 """Requests lost with their worker whose `Done` is still expected; beyond, the oldest are forgotten."""
 
@@ -191,7 +194,7 @@ class Router:
                 [one.name for one in self._workers if not (one.draining or (one.sick and not one.swapping))]
             )
         if self._pulling is not None:
-            if isinstance(event, WorkerUp | WorkerDown | WorkerDrain | WorkerHealth | Swap):
+            if isinstance(event, _OF_WORKERS):
                 self._pulling.workers_changed()
             actions += self._pulling.after(now_s)
         if self._waiting or (self._pulling is not None and self._pulling.waiting):
@@ -887,7 +890,8 @@ def placement_reason(request: Request, worker: Worker, match: Match, allowed: Se
         return "retry"
     if len(allowed) == 1:
         return "only"
-    longest = max(match.of(one.name) for one in allowed) if match.lengths else 0
+    held = match.lengths
+    longest = max([held.get(one.name, 0) for one in allowed]) if held else 0
     if not longest:
         return "new"
     return "prefix" if match.of(worker.name) == longest else "load"

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
+from operator import attrgetter
 from typing import Any
 
 from router.placement.contract import Request, WorkerView
@@ -106,14 +107,9 @@ class PlacementRecord:
         placed.decided_s = now_s
         placed.candidates = len(workers)
         placed.why = why
-        others = [worker for worker in workers if worker.name != chosen.name]
-
-        def order(worker: WorkerView) -> tuple[float, float, float, str]:
-            cost = 0.0 if costs is None else costs.get(worker.name, 0.0)
-            return cost, -match.of(worker.name), worker.load, worker.name
-
         placed.worker = _figures(chosen, match, costs)
-        placed.next_best = _figures(min(others, key=order), match, costs) if others else None
+        others = [worker for worker in workers if worker is not chosen]
+        placed.next_best = _figures(_best(others, match, costs), match, costs) if others else None
 
     def told(self, request: Request, worker: WorkerView, match: Match, now_s: float) -> None:
         """It was placed elsewhere, at `worker`."""
@@ -144,6 +140,23 @@ class PlacementRecord:
             del same[request_id]
             if not same:
                 del self._by_name[placed.name]
+
+
+_by_load = attrgetter("load", "name")
+
+
+def _best(workers: Sequence[WorkerView], match: Match, costs: Mapping[str, float] | None) -> WorkerView:
+    """Of these the one with the least cost, the longest match, the least load, in this order."""
+    held = match.lengths
+    if costs is None:  # those that hold nothing are looked at only if all are such
+        holding = [worker for worker in workers if worker.name in held] if held else []
+        if not holding:
+            return min(workers, key=_by_load)
+        return min(holding, key=lambda worker: (-held[worker.name], worker.load, worker.name))
+    return min(
+        workers,
+        key=lambda worker: (costs.get(worker.name, 0.0), -match.of(worker.name), worker.load, worker.name),
+    )
 
 
 def _figures(worker: WorkerView, match: Match, costs: Mapping[str, float] | None) -> Figures:

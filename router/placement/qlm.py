@@ -166,7 +166,7 @@ class Qlm:
         if not self.tiers:
             tier = 0
         if not (self._ready and self._waiting):
-            due_s = self._promise(request, now_s).due_s
+            due_s = self._due_s(request, now_s)
             chosen = self._at_once(request, match, workers, tier, due_s)
             if chosen is not None:
                 self._leaving[request.id] = tier
@@ -192,28 +192,31 @@ class Qlm:
     ) -> str | None:
         """Of the workers that have room, and where nobody of another model comes first, the one with least to do."""
         best, least, tokens, held = None, inf, request.input_tokens, match.lengths.get
-        find, more = self.queues.of, not tier
+        found, more = self.queues.workers, not tier
         for view in workers:
-            worker = find(view.name)
+            name = view.name
+            worker = found[name]
             worker.overrun_tokens = overrun = view.overrun_tokens
+            left = (
+                RECOMPUTED * (tokens - held(name, 0))
+                + view.prefill_tokens
+                + OUTPUT_PRICE * view.decode_tokens
+            )
+            cost = left / view.capacity
+            if cost > least or not worker.is_open:
+                continue
             room = worker.kv_tokens - worker.in_flight_tokens - overrun
             if more:
                 room += worker.chunk_tokens
-            if not worker.is_open or (
+            if (
                 room <= 0
                 and not (worker.evicts and worker.has_room(tier, due_s))
                 and not (more and worker.is_small(request.client, tokens + request.expected_output_tokens))
             ):
                 continue
-            if worker.groups and self.queues.wanted(worker.name) not in (None, worker.loaded):
+            if worker.groups and self.queues.wanted(name) not in (None, worker.loaded):
                 continue
-            left = (
-                RECOMPUTED * (tokens - held(view.name, 0))
-                + view.prefill_tokens
-                + OUTPUT_PRICE * view.decode_tokens
-            )
-            cost = left / view.capacity
-            if best is None or cost < least or (cost == least and _by_tokens(view) < _by_tokens(best)):
+            if best is None or cost < least or _by_tokens(view) < _by_tokens(best):
                 best, least = view, cost
         return None if best is None else best.name
 
@@ -266,7 +269,7 @@ class Qlm:
         prefix, prefix_tokens = _prefix(request, match)
         if self.queues.where(request.id) is None:
             tokens = request.input_tokens + request.expected_output_tokens
-            due_s = self._promise(request, now_s).due_s
+            due_s = self._due_s(request, now_s)
             self.queues.send(worker, request.id, tokens, prefix, prefix_tokens, due_s, request.client)
         held = self._held.get(prefix) if self._held else None
         if held is not None:
@@ -456,18 +459,20 @@ class Qlm:
 
     def _arrive(self, request: Request, match: Match, now_s: float) -> int:
         """It waits for its client's turn. Its tier."""
-        promise = self._promise(request, now_s)
         return self.shares.arrive(
             request.id,
             request.client,
             request.model,
             request.input_tokens - match.tokens,
             request.expected_output_tokens,
-            promise.due_s,
+            self._due_s(request, now_s),
         )
 
     def _promise(self, request: Request, now_s: float) -> Promise:
         return request.promise or Promise("", self.slo_s, now_s + self.slo_s)
+
+    def _due_s(self, request: Request, now_s: float) -> float:
+        return now_s + self.slo_s if request.promise is None else request.promise.due_s
 
     def _as_queued(self, request: Request, match: Match, now_s: float) -> Queued:
         promise = self._promise(request, now_s)

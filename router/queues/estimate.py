@@ -254,7 +254,10 @@ class Estimator:
     ) -> None:
         """An answer is complete: its length, its seconds per token and its own prefill, if they are known."""
         measured = self._of(worker, model)
-        self._outputs.setdefault(model, Outputs()).learn(output_tokens)
+        outputs = self._outputs.get(model)
+        if outputs is None:
+            outputs = self._outputs[model] = Outputs()
+        outputs.learn(output_tokens)
         if token_s is not None and 0 < token_s < inf:
             measured.token_s += 0.05 * (min(token_s, _FAR * measured.token_s) - measured.token_s)
         if prefill_s is not None and 0 < prefill_s < inf:

@@ -28,6 +28,10 @@ class Kind(NamedTuple):
         return 2 * self.tier + self.late
 
 
+Urgency = tuple[int, bool, float, int]
+"""Less goes first: tier, who can be in time, deadline (of late ones, who waits longest), number."""
+
+
 @dataclass(slots=True, eq=False)
 class Group:
     """Requests that are planned as one; the sums are of those that wait."""
@@ -44,7 +48,10 @@ class Group:
     joined: int = 0
     """How many have waited here so far."""
     begun_on: str | None = None
-    _deadlines: list[float] = field(default_factory=list)
+    urgency: Urgency = (0, False, 0.0, 0)
+    """Its place among others, as `ranked` has set it."""
+    deadlines: list[float] = field(default_factory=list)
+    """Of those that wait, the earliest first. Not to be written to."""
     _shared: dict[Hashable, tuple[int, int]] = field(default_factory=dict)
     """Prefix -> how many of those that wait have it, and its tokens."""
 
@@ -55,19 +62,24 @@ class Group:
     @property
     def deadline_s(self) -> float:
         """The earliest of those that wait. IndexError if nobody does."""
-        return self._deadlines[0]
+        return self.deadlines[0]
 
     @property
     def urgent_s(self) -> float:
         """What it is served by: its deadline; since when the first has waited, if they are late."""
-        return self.line.first().since_s if self.kind.late else self._deadlines[0]
+        return self.line.first().since_s if self.kind.late else self.deadlines[0]
+
+    def ranked(self) -> None:
+        """To be called whenever somebody has come or gone, while anybody waits: `urgency` follows."""
+        kind = self.kind
+        self.urgency = kind.tier, kind.late, self.urgent_s, self.number
 
     @property
     def span_s(self) -> tuple[float, float]:
         """`urgent_s` of the first and of the last in line."""
         if self.kind.late:
             return self.line.first().since_s, self.line.last().since_s
-        return self._deadlines[0], self._deadlines[-1]
+        return self.deadlines[0], self.deadlines[-1]
 
     def is_in_danger(self, now_s: float, part: float) -> bool:
         """Whether its first has less than this part of its time left; not if it is late already."""
@@ -105,11 +117,11 @@ class Group:
         if not self.line:  # drop what rounding has left over
             self.output_tokens = self.output_variance = 0.0
         if sign > 0:
-            insort(self._deadlines, request.deadline_s)
+            insort(self.deadlines, request.deadline_s)
             if request.prefix is not None:
                 self._share(request)
             return
-        del self._deadlines[bisect_left(self._deadlines, request.deadline_s)]
+        del self.deadlines[bisect_left(self.deadlines, request.deadline_s)]
         if request.prefix is not None:
             count, tokens = self._shared.pop(request.prefix)
             if count > 1:
@@ -121,7 +133,7 @@ class Group:
         self.prompt_tokens = sum(one.prompt_tokens for one in requests)
         self.output_tokens = sum(one.expected_output_tokens for one in requests)
         self.output_variance = sum(one.output_variance for one in requests)
-        self._deadlines = sorted(one.deadline_s for one in requests)
+        self.deadlines = sorted(one.deadline_s for one in requests)
         self._shared = {}
         for one in requests:
             if one.prefix is not None:
@@ -135,4 +147,4 @@ class Group:
 
     def __len__(self) -> int:
         """How many wait."""
-        return len(self.line)
+        return len(self.deadlines)

@@ -347,7 +347,8 @@ class Groups:
         if len(group):
             if heads is None:
                 heads = self._heads[key] = LazyHeap()
-            heads.put(group.number, (group.urgent_s, group.number))
+            group.ranked()
+            heads.put(group.number, group.urgency)
         elif heads is not None:
             heads.discard(group.number)
             if not len(heads):

@@ -56,6 +56,14 @@ class _Client:
     models: dict[str, int] = field(default_factory=dict)
     """How many wait, by model."""
 
+    @property
+    def next_tag(self) -> float | None:
+        """The least tag, less the start, of those beyond its share; None if nobody is."""
+        first, other = self.in_time.next_tag, self.late.next_tag
+        if first is None or other is None:
+            return other if first is None else first
+        return min(first, other)
+
 
 @dataclass(slots=True)
 class _Tagged:
@@ -308,9 +316,9 @@ class Shares:
                 self._set(name, 1)
         if is_unsettled:
             self._unsettled[account.name] = None
-        tags = [tag for front in (account.in_time, account.late) if (tag := front.next_tag) is not None]
-        if tags:
-            self._coming.put(account.name, (account.start + min(tags) - self.ahead, account.name))
+        tag = account.next_tag
+        if tag is not None:
+            self._coming.put(account.name, (account.start + tag - self.ahead, account.name))
         else:
             self._coming.discard(account.name)
 
@@ -326,16 +334,16 @@ class Shares:
             name = next(iter(self._unsettled), None)
             if name is None:
                 name = self._coming.first()
-                if name is None or self._comes_at(self._clients[name]) > self.virtual:
+                if name is None:
+                    return
+                first = self._clients[name]
+                tag = first.next_tag
+                if tag is None or first.start + tag - self.ahead > self.virtual:
                     return
             self._unsettled.pop(name, None)
             account = self._clients.get(name)
             if account is not None:
                 self._settle(account)
-
-    def _comes_at(self, account: _Client) -> float:
-        tags = [tag for front in (account.in_time, account.late) if (tag := front.next_tag) is not None]
-        return account.start + min(tags) - self.ahead if tags else float("inf")
 
     def _go_on(self, gone: float | None = None) -> None:
         """Virtual time comes to the first start, or to that of the one that went, if nobody is left. Clients that owe

@@ -29,11 +29,11 @@ group's own O(log).
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from itertools import dropwhile, takewhile
 from math import inf
-from operator import itemgetter
+from operator import attrgetter
 
 from router.queues.apply import applied, by_tier
 from router.queues.estimate import Ahead, Estimator, Pace, Wait
-from router.queues.group import Group
+from router.queues.group import Group, Urgency
 from router.queues.groups import Groups
 from router.queues.line import Queued
 from router.queues.problem import FAR_S, Demand, Orders, Problem, Queue, Slot, slots
@@ -65,7 +65,8 @@ class VirtualQueues:
         self.groups = groups
         self.estimator = estimator
         self._held, self._last_too = held, last_too
-        self._workers: dict[str, Worker] = {}
+        self.workers: dict[str, Worker] = {}
+        """By name. Not to be written to."""
         self._pulled: dict[str, str] = {}
         """Where the requests in flight are."""
         self._where: dict[int, str] = {}
@@ -82,13 +83,13 @@ class VirtualQueues:
         if worker.swap_s and worker.loaded is not None and worker.loaded not in worker.swap_s:
             raise ValueError(f"{worker.name}: how long it takes to load {worker.loaded} again is not said")
         self.worker_down(worker.name)
-        self._workers[worker.name] = worker
+        self.workers[worker.name] = worker
         self._where.update(dict.fromkeys(worker.groups, worker.name))
         self._settle(self._take_stranded())
 
     def worker_down(self, name: str) -> None:
         """It is gone; its groups go to the others."""
-        worker = self._workers.pop(name, None)
+        worker = self.workers.pop(name, None)
         if worker is not None:
             self.groups.worker_down(name)
             self.estimator.forget(name)
@@ -96,7 +97,7 @@ class VirtualQueues:
 
     def open(self, name: str, is_open: bool) -> None:
         """Whether a worker takes requests. If not, its queue goes to the others; what it has runs on."""
-        worker = self._workers[name]
+        worker = self.workers[name]
         if worker.is_open != is_open:
             worker.is_open = is_open
             if is_open:
@@ -107,7 +108,7 @@ class VirtualQueues:
 
     def equip(self, name: str, loaded: str | None, swap_s: Mapping[str, float]) -> None:
         """What a worker has loaded, and can load. What it cannot serve any more goes to the others."""
-        worker = self._workers[name]
+        worker = self.workers[name]
         worker.loaded, worker.swap_s = loaded, swap_s
         self._settle(self._take_stranded())
         by_number = self.groups.by_number()
@@ -117,7 +118,7 @@ class VirtualQueues:
 
     def loaded(self, name: str, model: str | None) -> None:
         """A worker has now this model; None: none that can serve. It is fresh then."""
-        worker = self._workers[name]
+        worker = self.workers[name]
         if worker.loaded != model:
             worker.stays_until_s = -inf
             worker.loaded, worker.is_fresh = model, model is not None
@@ -129,7 +130,7 @@ class VirtualQueues:
         for group, after in self.groups.drain_born():
             name = None if after is None else self._where.get(after.number)
             if name is not None and after is not None:
-                queue = self._workers[name].groups
+                queue = self.workers[name].groups
                 queue.insert(queue.index(after.number) + 1, group.number)
                 self._where[group.number] = name
             else:
@@ -137,7 +138,7 @@ class VirtualQueues:
 
     def pull(self, name: str, now_s: float = -inf) -> Queued | None:
         """The request that a worker gets now; None if it has enough, or has to load another model first."""
-        worker = self._workers[name]
+        worker = self.workers[name]
         if not (worker.is_open and (worker.evicts or worker.has_room(0))):
             return None
         group = self._next(worker, now_s)
@@ -163,14 +164,14 @@ class VirtualQueues:
         client: str = "",
     ) -> None:
         """A request is in flight at a worker, as `Worker.send` says."""
-        worker = self._workers[name]
+        worker = self.workers[name]
         worker.is_fresh = False
         worker.send(request_id, tokens, prefix, prefix_tokens, due_s, client)
         self._pulled[request_id] = name
 
     def wanted(self, name: str, now_s: float = -inf) -> str | None:
         """The model that a worker's queue needs next; the loaded one while `staying` says so."""
-        worker = self._workers[name]
+        worker = self.workers[name]
         waiting = self._waiting(worker)
         if worker.is_fresh and any(group.kind.model == worker.loaded for group in waiting):
             return worker.loaded
@@ -180,7 +181,7 @@ class VirtualQueues:
 
     def next_models(self, name: str) -> tuple[str, ...]:
         """The models that its queue needs after the one that is loaded, the soonest first."""
-        worker = self._workers[name]
+        worker = self.workers[name]
         models = dict.fromkeys(group.kind.model for group in self._waiting(worker))
         return tuple(model for model in models if model != worker.loaded)
 
@@ -212,18 +213,18 @@ class VirtualQueues:
 
     def apply(self, plan: Orders) -> None:
         """What is still there of a plan. The rest is counted in `ignored`."""
-        orders = {name: worker.groups for name, worker in self._workers.items()}
+        orders = {name: worker.groups for name, worker in self.workers.items()}
         done = applied(plan, orders, self.groups.by_number(), self._can_serve)
         self.ignored += done.ignored
         for name, order in done.orders.items():
-            self._workers[name].groups = order
+            self.workers[name].groups = order
             self._where.update(dict.fromkeys(order, name))
         placed = {number for order in done.orders.values() for number in order}
         self.stranded = [number for number in self.stranded if number not in placed]
 
     def problem(self, now_s: float) -> Problem:
         """What a planner is asked: the groups that have somebody waiting, at all workers that can serve them."""
-        workers = list(self._workers.values())
+        workers = list(self.workers.values())
         demands, paces = [], Paces()
         for group in self.groups:
             able = [worker for worker in workers if worker.can_serve(group)] if len(group) else []
@@ -235,15 +236,12 @@ class VirtualQueues:
         """The groups that will be late as the queues are: a reason to plan anew. Asked when workers have pulled what
         they take, so that what fits into free memory is gone. O(groups)."""
         return [
-            slot
-            for worker in self._workers.values()
-            for slot in self._slots(worker, now_s)
-            if slot.late_s > 0
+            slot for worker in self.workers.values() for slot in self._slots(worker, now_s) if slot.late_s > 0
         ]
 
     def slots(self, name: str, now_s: float) -> list[Slot]:
         """When a worker's groups start as its queue is, those that have somebody waiting. O(groups)."""
-        return list(self._slots(self._workers[name], now_s))
+        return list(self._slots(self.workers[name], now_s))
 
     def wait(self, request_id: str, now_s: float) -> Wait | None:
         """How long a request that waits still has to, if it is the last in its group; None if that is nowhere. Workers
@@ -252,9 +250,9 @@ class VirtualQueues:
         group = self.groups.of(request_id)
         if group is None or group.number not in self._where:
             return None
-        worker = self._workers[self._where[group.number]]
+        worker = self.workers[self._where[group.number]]
         model = group.kind.model
-        peers = [one for one in self._workers.values() if one.is_open and one.loaded == model]
+        peers = [one for one in self.workers.values() if one.is_open and one.loaded == model]
         if worker in peers and self._waiting(worker)[0].kind.model == model:
             before, share = self._before(group, worker), 1 / len(peers)
             part = Ahead(
@@ -297,7 +295,7 @@ class VirtualQueues:
 
     def orders(self) -> dict[str, tuple[int, ...]]:
         """The groups of every queue."""
-        return {name: tuple(worker.groups) for name, worker in self._workers.items()}
+        return {name: tuple(worker.groups) for name, worker in self.workers.items()}
 
     def where(self, request_id: str) -> str | None:
         """The worker at which a request is in flight; None if it is not."""
@@ -305,7 +303,7 @@ class VirtualQueues:
 
     def of(self, name: str) -> Worker:
         """KeyError for an unknown worker."""
-        return self._workers[name]
+        return self.workers[name]
 
     # -- inside
 
@@ -318,7 +316,7 @@ class VirtualQueues:
             best = min(
                 (
                     (self._start_s(worker, group), name)
-                    for name, worker in self._workers.items()
+                    for name, worker in self.workers.items()
                     if worker.can_serve(group)
                 ),
                 default=None,
@@ -327,7 +325,7 @@ class VirtualQueues:
                 self._where.pop(number, None)
                 self.stranded.append(number)
                 continue
-            self._put(self._workers[best[1]], number)
+            self._put(self.workers[best[1]], number)
 
     def _put(self, worker: Worker, number: int) -> None:
         worker.groups = by_tier([*worker.groups, number], self.groups.by_number())
@@ -343,14 +341,9 @@ class VirtualQueues:
 
     def _next(self, worker: Worker, now_s: float) -> Group | None:
         """The group whose next request a worker gets that has room. It may be in another queue (`lend`)."""
-        waiting = self._waiting(worker)
-        if waiting and waiting[0].kind.model != worker.loaded:
-            if not (worker.is_fresh or self._stays(worker, waiting, now_s)):
-                return None
-            waiting = list(dropwhile(lambda group: group.kind.model != worker.loaded, waiting))
-            if not waiting:
-                return None
-        own = list(takewhile(lambda group: group.kind.model == worker.loaded, waiting))
+        own = self._own(worker, now_s)
+        if own is None:
+            return None
         while True:
             chosen = self._most_urgent(worker, own, now_s)
             if chosen is None or chosen.kind.late:
@@ -358,31 +351,53 @@ class VirtualQueues:
             if not self.groups.miss(chosen, now_s, worker.first_token_s, _MOST_MISSED):
                 return chosen
             own += self._missed(chosen, worker)
-            own = [group for group in own if len(group)]
+            own = [group for group in own if group.deadlines]
+
+    def _own(self, worker: Worker, now_s: float) -> list[Group] | None:
+        """Its first groups of the model that is loaded, up to one of another model; None: it is to load that first."""
+        by_number, model, own = self.groups.by_number(), worker.loaded, list[Group]()
+        for number in worker.groups:
+            group = by_number.get(number)
+            if group is None or not group.deadlines:
+                continue
+            if group.kind.model == model:
+                own.append(group)
+            elif own:
+                return own
+            else:
+                break
+        else:
+            return own
+        waiting = self._waiting(worker)
+        if not (worker.is_fresh or self._stays(worker, waiting, now_s)):
+            return None
+        behind = dropwhile(lambda group: group.kind.model != model, waiting)
+        return list(takewhile(lambda group: group.kind.model == model, behind)) or None
 
     def _most_urgent(self, worker: Worker, own: Sequence[Group], now_s: float) -> Group | None:
         """Of its own groups the most urgent one; one of another queue if it comes before that in tier and lateness, or
         is in danger there and more urgent, or if there is none."""
         turn = not (worker.pulls + 1) % OVERDUE_EVERY
-        mine = min(
-            ((_urgency(group, turn), group) for group in own if _has_room(worker, group)),
-            key=itemgetter(0),
-            default=None,
-        )
+        has_room, some_room = worker.has_room(1), worker.has_room(0)
+        may = own
+        if not has_room:
+            may = [one for one in own if (not one.kind.tier if some_room else _has_room(worker, one))]
+        urgency = _overdue_first if turn else _by_urgency
+        mine = min(may, key=urgency, default=None)
         if worker.loaded is None:
             return None
-        rank = mine[1].kind.rank if mine else _RANKS
-        for better in range(min(rank + 1, _RANKS if worker.has_room(1) else _RANKS // 2)):
+        rank = _RANKS if mine is None else mine.kind.rank
+        for better in range(min(rank + 1, _RANKS if has_room else _RANKS // 2)):
             other = self.groups.most_urgent(worker.loaded, better, worker.name)
             if other is None or not _has_room(worker, other):
                 continue
             if mine is None and not worker.groups:
                 return self._steal(worker, better) or other
             if better < rank or (
-                mine and _urgency(other, turn) < mine[0] and other.is_in_danger(now_s, DANGER)
+                mine is not None and urgency(other) < urgency(mine) and other.is_in_danger(now_s, DANGER)
             ):
                 return other
-        return mine[1] if mine else None
+        return mine
 
     def _missed(self, group: Group, worker: Worker) -> list[Group]:
         """Some of a group are late now. If that made a new group it comes into this worker's queue; it is returned."""
@@ -409,8 +424,8 @@ class VirtualQueues:
         if not found:
             return None
         owner = max(found, key=lambda name: (self._queued_tokens(name), name))
-        group, queue = found[owner], self._workers[owner].groups
-        is_last = sum(len(one) > 0 for one in self._waiting(self._workers[owner])) == 1
+        group, queue = found[owner], self.workers[owner].groups
+        is_last = sum(len(one) > 0 for one in self._waiting(self.workers[owner])) == 1
         if group.begun_on is None and (len(group) == 1 or not is_last):
             queue.remove(group.number)
         else:
@@ -423,14 +438,14 @@ class VirtualQueues:
 
     def _queued_tokens(self, name: str) -> float:
         """Prompts and outputs that wait in a queue."""
-        return sum(one.prompt_tokens + one.output_tokens for one in self._waiting(self._workers[name]))
+        return sum(one.prompt_tokens + one.output_tokens for one in self._waiting(self.workers[name]))
 
     def _drop_if_over(self, group: Group) -> None:
         if self.groups.get(group.number) is not None:
             return
         name = self._where.pop(group.number, None)
         if name is not None:
-            self._workers[name].groups.remove(group.number)
+            self.workers[name].groups.remove(group.number)
         elif group.number in self.stranded:
             self.stranded.remove(group.number)
 
@@ -465,8 +480,8 @@ class VirtualQueues:
         return worker.stays
 
     def _waiting(self, worker: Worker) -> list[Group]:
-        found = [self.groups.get(number) for number in worker.groups]
-        return [group for group in found if group is not None and len(group)]
+        found = map(self.groups.by_number().get, worker.groups)
+        return [group for group in found if group is not None and group.deadlines]
 
     def _demand(self, group: Group, now_s: float, workers: Collection[Worker], paces: Paces) -> Demand:
         model, drain_s, tail_s = group.kind.model, {}, {}
@@ -509,14 +524,14 @@ class VirtualQueues:
         )
 
     def _can_serve(self, name: str, group: Group) -> bool:
-        return self._workers[name].can_serve(group)
+        return self.workers[name].can_serve(group)
 
     def _take_stranded(self) -> list[int]:
         stranded, self.stranded = self.stranded, []
         return stranded
 
     def _land(self, request_id: str) -> None:
-        worker = self._workers.get(self._pulled.pop(request_id, ""))
+        worker = self.workers.get(self._pulled.pop(request_id, ""))
         if worker is not None:
             worker.land(request_id)
 
@@ -526,9 +541,10 @@ def _has_room(worker: Worker, group: Group) -> bool:
     return worker.has_room(group.kind.tier, None if group.kind.late else group.deadline_s)
 
 
-def _urgency(group: Group, is_overdue_s_turn: bool) -> tuple[int, bool, float, int]:
-    """Less goes first: tier, who can be in time, deadline; of late ones who waits longest."""
-    kind = group.kind
-    if kind.late:
-        return kind.tier, not is_overdue_s_turn, group.line.first().since_s, group.number
-    return kind.tier, is_overdue_s_turn, group.deadline_s, group.number
+_by_urgency = attrgetter("urgency")
+
+
+def _overdue_first(group: Group) -> Urgency:
+    """Of its tier, who is late goes first."""
+    tier, late, urgent_s, number = group.urgency
+    return tier, not late, urgent_s, number

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections import Counter
+from math import inf
 from random import Random
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from router.queues.apply import applied
 from router.queues.estimate import Estimator
+from router.queues.group import Group
 from router.queues.groups import Groups
 from router.queues.line import Queued
 from router.queues.plan import plan
@@ -53,6 +55,14 @@ def add(site: VirtualQueues, request: Queued, tier: int = 0) -> None:
     site.settle()
 
 
+def _urgency(group: Group) -> tuple[int, bool, float, int]:
+    """By definition."""
+    waiting = [entry.request for entry in group.line]
+    late = group.kind.late
+    at_s = waiting[0].since_s if late else min(one.deadline_s for one in waiting)
+    return group.kind.tier, late, at_s, group.number
+
+
 def check(site: VirtualQueues) -> None:
     """Each group is in one queue or stranded; nobody of tier 1 that has not begun is before tier 0."""
     numbers = [number for order in site.orders().values() for number in order] + site.stranded
@@ -64,6 +74,8 @@ def check(site: VirtualQueues) -> None:
         tiers = [group.kind.tier for group in groups]
         if True in bound:
             assert 0 not in tiers[bound.index(True) :]
+        for group in groups:
+            assert not len(group) or group.urgency == _urgency(group)
         held = site.of(name).in_flight
         assert site.of(name).in_flight_tokens == pytest.approx(sum(held.values()))
 
@@ -90,7 +102,7 @@ def test_every_group_is_in_one_queue_and_nobody_of_tier_1_before_tier_0(seed: in
         elif step < 0.65 and workers:
             worker = rng.choice(workers)
             room = site.of(worker).in_flight_tokens < 2_200
-            pulled = site.pull(worker)
+            pulled = site.pull(worker, rng.choice([-inf, float(number)]))
             assert pulled is None or room
             if pulled is not None:
                 assert pulled.model == site.of(worker).loaded
