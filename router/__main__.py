@@ -23,13 +23,11 @@ from router.shell import PLANNED_ELSEWHERE, Shell
 from router.swaps import Swaps
 from router.throttling import SETTLE_S, Kind, Throttling
 from sglang_fair.common import tls
-from sglang_fair.common.curve import Keys
 from sglang_fair.common.files import read_json
-from sglang_fair.common.listening import Unprotected, check_protected
 from sglang_fair.common.processes import die_with_parent
 from sglang_fair.common.weights import Weights
 from sglang_fair.core.throttle import make_rules
-from sglang_fair.settings import table
+from sglang_fair.settings import protection, table
 from sglang_fair.settings.commands import Mistake
 from sglang_fair.settings.program import run_program
 from sglang_fair.settings.setting import SettingError
@@ -116,30 +114,19 @@ def check(settings: table.Router) -> None:
 
 
 def check_protection(settings: table.Router) -> None:
-    """Raises SettingError for keys that cannot be used, and where others could reach it unprotected.
-
-    The HTTP server is not meant: its pages name nobody.
-    """
-    read_keys(settings)
-    try:
-        tls.authorities(settings.replica_ca)
-    except ValueError as error:
-        raise SettingError(f"--replica-ca: {error}", "replica_ca") from None
-    try:
-        check_protected(
-            "--bind", settings.bind, is_protected=settings.keys is not None, insecure=settings.insecure,
-            remedy="give it --keys DIR, which sglang-fair keys makes",
-        )  # fmt: skip
-    except Unprotected as error:
-        raise SettingError(str(error), "bind") from None
-
-
-def read_keys(settings: table.Router) -> Keys | None:
-    """Raises SettingError."""
-    try:
-        return Keys.read_if(settings.keys, "router")
-    except ValueError as error:
-        raise SettingError(f"--keys: {error}", "keys") from None
+    """Raises SettingError for keys and certificates that cannot be used, and where others could reach it
+    unprotected."""
+    keys = protection.read_keys(settings.keys, "router")
+    protection.check_certificate(settings)
+    protection.check_authorities(settings)
+    protection.check_address(
+        settings, "bind", is_protected=keys is not None, insecure=settings.insecure,
+        remedy=protection.GIVE_KEYS,
+    )  # fmt: skip
+    if settings.http_port is not None:
+        protection.check_address(
+            settings, "http_host", is_protected=settings.tls_cert is not None, insecure=settings.insecure
+        )
 
 
 def serve(settings: table.Router) -> int:
@@ -161,7 +148,7 @@ def serve(settings: table.Router) -> int:
             make_router(settings),
             settings.bind,
             peer_timeout_s=settings.peer_timeout_s,
-            keys=read_keys(settings),
+            keys=protection.read_keys(settings.keys, "router"),
         )
     except (ValueError, zmq.ZMQError) as error:
         raise Mistake(f"cannot bind {settings.bind}: {error}") from None
@@ -177,7 +164,8 @@ def serve(settings: table.Router) -> int:
             shell.tell(up)
         with ExitStack() as stack:
             if listener is not None:
-                stack.enter_context(serving(listener, shell.context))
+                tls_of = tls.server(settings.tls_cert, settings.tls_key)
+                stack.enter_context(serving(listener, shell.context, tls_of))
             if listed := sources(settings):
                 stack.enter_context(following(listed, shell.context, tls.authorities(settings.replica_ca)))
             print(f"router ready on {shell.endpoint}", file=sys.stderr, flush=True)

@@ -10,6 +10,7 @@ has nothing to wait for, and a loop that hangs is seen to.
 
 import asyncio
 import socket
+import ssl
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -50,11 +51,18 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 @contextmanager
-def serving(listener: socket.socket, context: "zmq.Context[zmq.Socket[bytes]]") -> Iterator[None]:
-    """Serves at `listener`, which is closed at the end, what the router whose sockets are `context`'s answers."""
+def serving(
+    listener: socket.socket,
+    context: "zmq.Context[zmq.Socket[bytes]]",
+    tls: ssl.SSLContext | None = None,
+) -> Iterator[None]:
+    """Serves at `listener`, which is closed at the end, what the router whose sockets are `context`'s answers; with
+    `tls` over https."""
     loop, stop = asyncio.new_event_loop(), asyncio.Event()
     thread = threading.Thread(
-        target=lambda: loop.run_until_complete(_serve(listener, context, stop)), name="http", daemon=True
+        target=lambda: loop.run_until_complete(_serve(listener, context, stop, tls)),
+        name="http",
+        daemon=True,
     )
     thread.start()
     try:
@@ -66,7 +74,10 @@ def serving(listener: socket.socket, context: "zmq.Context[zmq.Socket[bytes]]") 
 
 
 async def _serve(
-    listener: socket.socket, context: "zmq.Context[zmq.Socket[bytes]]", stop: asyncio.Event
+    listener: socket.socket,
+    context: "zmq.Context[zmq.Socket[bytes]]",
+    stop: asyncio.Event,
+    tls: ssl.SSLContext | None,
 ) -> None:
     pages = Pages(zmq.asyncio.Context.shadow(context.underlying))
     app = web.Application()
@@ -80,7 +91,7 @@ async def _serve(
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     try:
-        await web.SockSite(runner, listener).start()
+        await web.SockSite(runner, listener, ssl_context=tls).start()
         await stop.wait()
     finally:
         await runner.cleanup()

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import signal
-import ssl
 import sys
 from functools import partial
 from pathlib import Path
@@ -11,11 +10,10 @@ from pathlib import Path
 from router.batches.contract import StoreError
 from router.batches.folder import check as check_batches
 from router.feeder.shell import AnotherFeeder, Shell
-from sglang_fair.common.curve import Keys
 from sglang_fair.common.deadlines import make_classes
 from sglang_fair.common.processes import die_with_parent
 from sglang_fair.common.service_keys import feeder_key
-from sglang_fair.settings import table
+from sglang_fair.settings import protection, table
 from sglang_fair.settings.commands import Mistake
 from sglang_fair.settings.program import run_program
 from sglang_fair.settings.setting import SettingError
@@ -33,24 +31,12 @@ def check(settings: table.Feeder) -> None:
     for address in settings.router:
         if "://" not in address:
             raise SettingError(f"--router: {address} is no ZMQ address", "router")
-    read_keys(settings)
-    if settings.gateway_ca is not None:
-        try:
-            ssl.create_default_context(cafile=settings.gateway_ca)
-        except (OSError, ssl.SSLError) as error:
-            raise SettingError(f"--gateway-ca {settings.gateway_ca}: {error}", "gateway_ca") from None
+    protection.read_keys(settings.keys, "gateway")
+    protection.check_trust(settings)
     try:
         make_classes(settings.slo_classes, "--slo-classes")
     except ValueError as error:
         raise SettingError(str(error), "slo_classes") from None
-
-
-def read_keys(settings: table.Feeder) -> Keys | None:
-    """Raises SettingError."""
-    try:
-        return Keys.read_if(settings.keys, "gateway")
-    except ValueError as error:
-        raise SettingError(f"--keys: {error}", "keys") from None
 
 
 def serve(settings: table.Feeder) -> int:
@@ -75,7 +61,7 @@ async def _serve(settings: table.Feeder) -> None:
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    shell = Shell(settings, read_keys(settings))
+    shell = Shell(settings, protection.read_keys(settings.keys, "gateway"))
     print(f"{READY}: {settings.batches} through {settings.gateway}", file=sys.stderr, flush=True)
     await shell.run(stop)
 

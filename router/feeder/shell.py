@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import fcntl
 import logging
-import ssl
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterable
@@ -33,6 +32,7 @@ from router.feeder.intake import Validation, unreadable
 from router.feeder.link import Link
 from router.gateway.access.identity import HEADER_FEEDER, HEADER_ON_BEHALF, HEADER_PULL
 from router.gateway.record import REQUEST_ID
+from sglang_fair.common import tls
 from sglang_fair.common.curve import Keys
 from sglang_fair.common.deadlines import HEADER_CLASS, HEADERS_SLO
 from sglang_fair.common.service_keys import feeder_key
@@ -86,6 +86,7 @@ class Shell:
     def __init__(self, settings: Settings, keys: Keys | None = None) -> None:
         """`keys` are those for routers. Raises `StoreError`."""
         self._settings = settings
+        self._trusted = tls.believed(settings.gateway_ca, settings.gateway_cert) or True
         self._folder = Path(settings.batches)
         self._blobs: Blobs = open_blobs(self._folder)
         self._store: Store = open_store(self._folder)
@@ -110,7 +111,7 @@ class Shell:
         """Until `stop`. Raises `StoreDamaged` and `AnotherFeeder`."""
         mark = await _marked(self._folder / MARK)
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, ssl=_trusted(self._settings.gateway_ca)),
+            connector=aiohttp.TCPConnector(limit=0, ssl=self._trusted),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
         )
         self._link.start()
@@ -371,11 +372,6 @@ async def _marked(path: Path) -> IO[bytes]:
                 file.close()
                 raise AnotherFeeder(f"{path.parent} has another feeder") from None
         await asyncio.sleep(0.1)
-
-
-def _trusted(authorities: str | None) -> ssl.SSLContext | bool:
-    """What a gateway's certificate is checked with."""
-    return True if authorities is None else ssl.create_default_context(cafile=authorities)
 
 
 def _now_s() -> int:

@@ -25,16 +25,14 @@ from router.gateway.listener import Listener
 from router.gateway.metrics import FOLDER_VARIABLE
 from router.gateway.request.tokens import TokenizerError, read_tokens
 from router.gateway.routing.routers import Routers
-from sglang_fair.common import tls
-from sglang_fair.common.curve import Keys
 from sglang_fair.common.deadlines import make_classes
 from sglang_fair.common.files import read_json
 from sglang_fair.common.interaction import make_apps
-from sglang_fair.common.listening import Unprotected, check_protected, is_loopback
+from sglang_fair.common.listening import is_loopback
 from sglang_fair.common.pairs import split_pairs
 from sglang_fair.common.processes import die_with_parent
 from sglang_fair.common.service_keys import feeder_key
-from sglang_fair.settings import table
+from sglang_fair.settings import protection, table
 from sglang_fair.settings.commands import Mistake
 from sglang_fair.settings.program import run_program
 from sglang_fair.settings.setting import SettingError, shared
@@ -141,32 +139,13 @@ def warn(settings: table.Gateway) -> None:
 
 def check_protection(settings: table.Gateway) -> None:
     """Raises SettingError for keys and certificates that cannot be used, and where others reach it unprotected."""
-    fields = {"--keys": "keys", "--tls-cert": "tls_cert", "--replica-ca": "replica_ca"}
-    if settings.tls_key is not None and settings.tls_cert is None:
-        raise SettingError("--tls-key is of no use without --tls-cert", "tls_key")
-    for option, usable in (
-        ("--keys", lambda: Keys.read_if(settings.keys, "gateway")),
-        (
-            "--tls-cert",
-            lambda: tls.check_certificate(settings.tls_cert, settings.tls_key),
-        ),
-        ("--replica-ca", lambda: tls.authorities(settings.replica_ca)),
-    ):
-        try:
-            usable()
-        except ValueError as error:
-            raise SettingError(f"{option}: {error}", fields[option]) from None
-    addresses = {"host": settings.host}
-    if settings.admin_port is not None:
-        addresses["admin_host"] = settings.admin_host
-    for field, host in addresses.items():
-        try:
-            check_protected(
-                f"--{field.replace('_', '-')}", host, is_protected=settings.tls_cert is not None,
-                insecure=settings.insecure, remedy="give it TLS with --tls-cert",
-            )  # fmt: skip
-        except Unprotected as error:
-            raise SettingError(str(error), field) from None
+    protection.read_keys(settings.keys, "gateway")
+    protection.check_certificate(settings)
+    protection.check_authorities(settings)
+    for field in ("host", *(("admin_host",) if settings.admin_port is not None else ())):
+        protection.check_address(
+            settings, field, is_protected=settings.tls_cert is not None, insecure=settings.insecure
+        )
 
 
 def serve(settings: table.Gateway) -> int:

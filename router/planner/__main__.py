@@ -6,8 +6,8 @@ import sys
 from functools import partial
 from typing import cast
 
-from sglang_fair.common.curve import Keys
 from sglang_fair.common.processes import die_with_parent
+from sglang_fair.settings import protection
 from sglang_fair.settings.commands import Mistake
 from sglang_fair.settings.program import run_program
 from sglang_fair.settings.setting import SettingError
@@ -20,15 +20,7 @@ def check(settings: Planner) -> None:
         raise SettingError(
             f"--router must be an address as tcp://127.0.0.1:9000, not {settings.router!r:.80}", "router"
         )
-    read_keys(settings)
-
-
-def read_keys(settings: Planner) -> Keys | None:
-    """Those of a process that asks the router. Raises SettingError."""
-    try:
-        return Keys.read_if(settings.keys, "gateway")
-    except ValueError as error:
-        raise SettingError(f"--keys: {error}", "keys") from None
+    protection.read_keys(settings.keys, "gateway")
 
 
 def serve(settings: Planner) -> int:
@@ -44,7 +36,8 @@ def serve(settings: Planner) -> int:
     if not settings.outlive_parent:
         die_with_parent()
     try:
-        link = Link(settings.router, cast(Solver, settings.solver), read_keys(settings))
+        keys = protection.read_keys(settings.keys, "gateway")
+        link = Link(settings.router, cast(Solver, settings.solver), keys)
     except zmq.ZMQError as error:
         raise Mistake(f"--router {settings.router}: {error}") from None
     for number in (signal.SIGTERM, signal.SIGINT):

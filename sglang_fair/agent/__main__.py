@@ -9,9 +9,10 @@ from functools import partial
 from pathlib import Path
 
 from sglang_fair.agent.agent import Agent
-from sglang_fair.common.curve import Keys
+from sglang_fair.common import tls
 from sglang_fair.common.pairs import split_pairs
 from sglang_fair.common.processes import die_with_parent
+from sglang_fair.settings import protection
 from sglang_fair.settings.commands import Mistake
 from sglang_fair.settings.program import run_program
 from sglang_fair.settings.setting import SettingError
@@ -34,15 +35,8 @@ def check(settings: AgentSettings) -> None:
     folders(settings)
     if not settings.replica.startswith(("http://", "https://")):
         raise SettingError(f"--replica: {settings.replica!r:.100} is no URL", "replica")
-    read_keys(settings)
-
-
-def read_keys(settings: AgentSettings) -> Keys | None:
-    """Those of a process that asks the router. Raises SettingError."""
-    try:
-        return Keys.read_if(settings.keys, "gateway")
-    except ValueError as error:
-        raise SettingError(f"--keys: {error}", "keys") from None
+    protection.read_keys(settings.keys, "gateway")
+    protection.check_authorities(settings)
 
 
 def serve(settings: AgentSettings) -> int:
@@ -52,7 +46,12 @@ def serve(settings: AgentSettings) -> int:
         die_with_parent()
     try:
         agent = Agent(
-            settings.worker, settings.replica, settings.router, folders(settings), read_keys(settings)
+            settings.worker,
+            settings.replica,
+            settings.router,
+            folders(settings),
+            protection.read_keys(settings.keys, "gateway"),
+            tls.authorities(settings.replica_ca),
         )
     except (ValueError, OSError) as error:
         raise Mistake(str(error)) from None

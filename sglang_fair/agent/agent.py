@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import ssl
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,11 +37,18 @@ class Agent:
     """One agent. `run` it until it is cancelled."""
 
     def __init__(
-        self, worker: str, url: str, router: str, folders: Mapping[str, Path], keys: Keys | None = None
+        self,
+        worker: str,
+        url: str,
+        router: str,
+        folders: Mapping[str, Path],
+        keys: Keys | None = None,
+        replica_tls: ssl.SSLContext | None = None,
     ) -> None:
-        """Reads what is in the folders. With `keys`, the router must have its own. ValueError and OSError for models
-        that cannot share a server."""
+        """Reads what is in the folders. With `keys`, the router must have its own; `replica_tls` is for an https://
+        address of the replica. ValueError and OSError for models that cannot share a server."""
         self._keys = keys
+        self._replica_tls = replica_tls
         self._worker, self._url, self._router = worker, url, router
         self._folders = dict(folders)
         self._checkpoints = checkpoint.alike(self._folders)
@@ -68,7 +76,9 @@ class Agent:
                 self._keys.connect(socket, "router")
             socket.connect(self._router)
             async with (
-                ReplicaClient(self._url, self._folders, next(iter(self._folders))) as replica,
+                ReplicaClient(
+                    self._url, self._folders, next(iter(self._folders)), self._replica_tls
+                ) as replica,
                 asyncio.TaskGroup() as tasks,
             ):
                 tasks.create_task(self._step(replica))

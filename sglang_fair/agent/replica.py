@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import ssl
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,12 @@ class Gone(Exception):
 class ReplicaClient:
     """Belongs to one event loop; `async with` it."""
 
-    def __init__(self, url: str, folders: Mapping[str, Path], first: str) -> None:
-        """`folders` are the models' by name; all must be like that of `first`, which is compared before each load."""
+    def __init__(
+        self, url: str, folders: Mapping[str, Path], first: str, tls: ssl.SSLContext | None = None
+    ) -> None:
+        """`folders` are the models' by name; all must be like that of `first`, which is compared before each load.
+        `tls` is for an https:// address; None: as the system believes."""
+        self._tls = tls
         self._url = url.rstrip("/")
         self._folders = folders
         self._first = first
@@ -44,7 +49,9 @@ class ReplicaClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> "ReplicaClient":
-        self._session = aiohttp.ClientSession(headers=replica_key.headers())
+        self._session = aiohttp.ClientSession(
+            headers=replica_key.headers(), connector=aiohttp.TCPConnector(ssl=self._tls or True)
+        )
         return self
 
     async def __aexit__(self, *_: object) -> None:

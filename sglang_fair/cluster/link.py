@@ -20,6 +20,7 @@ from router.events import (
     encode,
 )
 from sglang_fair.cluster.plan import Worker
+from sglang_fair.common.curve import Keys
 
 
 class Link(Protocol):
@@ -45,12 +46,14 @@ class Link(Protocol):
 class RouterLink:
     """A DEALER socket to the router. Messages sent while the router is down reach its successor, in order."""
 
-    def __init__(self, endpoint: str) -> None:
-        """Connects in the background."""
+    def __init__(self, endpoint: str, keys: Keys | None = None) -> None:
+        """Connects in the background; with `keys`, to a router that has its own."""
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
+        if keys is not None:
+            keys.connect(self._socket, "router")
         self._socket.connect(endpoint)
 
     def up(self, worker: Worker) -> None:
@@ -89,32 +92,43 @@ class RouterLink:
             self._socket.send(message, zmq.NOBLOCK)
 
 
-async def router_answers(endpoint: str, timeout_s: float = 1.0) -> bool:
-    """Whether a router at `endpoint` answers a query within `timeout_s`."""
-    return await router_workers(endpoint, timeout_s) is not None
+async def router_answers(endpoint: str, timeout_s: float = 1.0, keys: Keys | None = None) -> bool:
+    """Whether a router at `endpoint` answers a query within `timeout_s`. With `keys`, here and below, it must have its
+    own."""
+    return await router_workers(endpoint, timeout_s, keys) is not None
 
 
-async def router_workers(endpoint: str, timeout_s: float = 1.0) -> dict[str, Any] | None:
+async def router_workers(
+    endpoint: str, timeout_s: float = 1.0, keys: Keys | None = None
+) -> dict[str, Any] | None:
     """The workers in the answer of the router at `endpoint`, by name. None if it does not answer in time."""
-    return _part(await router_asked(endpoint, Query("ready?"), timeout_s), "workers")
+    return _part(await router_asked(endpoint, Query("ready?"), timeout_s, keys), "workers")
 
 
-async def router_swaps(endpoint: str, timeout_s: float = 1.0) -> dict[str, Any] | None:
+async def router_swaps(
+    endpoint: str, timeout_s: float = 1.0, keys: Keys | None = None
+) -> dict[str, Any] | None:
     """How far each worker is with loading another model, by name. None if the router does not answer in time."""
-    return _part(await router_asked(endpoint, Query("swaps?"), timeout_s), "swaps")
+    return _part(await router_asked(endpoint, Query("swaps?"), timeout_s, keys), "swaps")
 
 
-async def router_shortage(endpoint: str, timeout_s: float = 1.0) -> dict[str, Any] | None:
+async def router_shortage(
+    endpoint: str, timeout_s: float = 1.0, keys: Keys | None = None
+) -> dict[str, Any] | None:
     """What the planner of the router at `endpoint` says is missing; None if nothing is, or nobody says."""
-    planner = _part(await router_asked(endpoint, Query("short?"), timeout_s), "planner") or {}
+    planner = _part(await router_asked(endpoint, Query("short?"), timeout_s, keys), "planner") or {}
     shortage = planner.get("shortage")
     return shortage if isinstance(shortage, dict) else None
 
 
-async def router_asked(endpoint: str, question: Query | Swap, timeout_s: float = 1.0) -> Answer | None:
+async def router_asked(
+    endpoint: str, question: Query | Swap, timeout_s: float = 1.0, keys: Keys | None = None
+) -> Answer | None:
     """What the router at `endpoint` answers. None if it does not in time."""
     with Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
+        if keys is not None:
+            keys.connect(socket, "router")
         socket.connect(endpoint)
         await socket.send(encode(question))
         try:

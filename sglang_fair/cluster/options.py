@@ -16,7 +16,6 @@ from sglang_fair.cluster import models
 from sglang_fair.common.deadlines import make_classes
 from sglang_fair.common.files import read_json
 from sglang_fair.common.interaction import make_apps
-from sglang_fair.common.listening import check_protected
 from sglang_fair.common.weights import Weights
 from sglang_fair.core import make_policy
 from sglang_fair.core import options as policy_options
@@ -24,7 +23,7 @@ from sglang_fair.core.cost import Cost, make_cost
 from sglang_fair.core.payers import make_payers
 from sglang_fair.core.policy import Policy
 from sglang_fair.core.throttle import make_rules
-from sglang_fair.settings import setting
+from sglang_fair.settings import protection, setting
 from sglang_fair.settings.setting import SettingError as ConfigError
 from sglang_fair.settings.table import STOCK_PREFIX, Cluster
 from sglang_fair.sim.emulation import Emulation
@@ -162,17 +161,11 @@ def check(options: Options) -> None:
     if options.scale_up and not plans(options.placement):
         raise ConfigError("--scale-up is for --placement qlm, whose planner says what is missing", "scale_up")
     _check_extra(options.extra)
-    addresses = {"host": options.host} | (
-        {} if options.admin_port is None else {"admin_host": options.admin_host}
-    )
-    for field, host in addresses.items():
-        try:
-            check_protected(
-                f"--{field.replace('_', '-')}", host, is_protected=False, insecure=options.insecure,
-                remedy="put what ends TLS in front of it on this machine, or run sglang-fair gateway with --tls-cert",
-            )  # fmt: skip
-        except ValueError as error:
-            raise ConfigError(str(error), field) from None
+    protection.check_certificate(options)
+    for field in ("host", *(("admin_host",) if options.admin_port is not None else ())):
+        protection.check_address(
+            options, field, is_protected=options.tls_cert is not None, insecure=options.insecure
+        )
 
 
 def _check_batches(options: Options) -> None:

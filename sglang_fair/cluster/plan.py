@@ -108,6 +108,8 @@ class HttpReady:
     """Ready when GET `url` answers 200."""
 
     url: str
+    certificate: str | None = None
+    """A file with the certificate that it must show, where it is served over https."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,8 @@ class RouterReady:
     """Ready when the router at `endpoint` answers a query."""
 
     endpoint: str
+    keys: str | None = None
+    """The folder with the keys that it is asked with."""
 
 
 Ready = HttpReady | LineReady | RouterReady
@@ -304,10 +308,16 @@ def ready_timeout_s(options: Options, device: Device, machine: Machine, model: M
     return 600.0 + 60.0 * sharing + KERNELS_S + (model.weights_bytes or UNKNOWN_BYTES) / LOAD_BYTES_PER_S
 
 
-def gateway_url(host: str, port: int) -> str:
+def gateway_url(host: str, port: int, *, is_secure: bool = False) -> str:
     """Where to send requests from this machine."""
     host = {"0.0.0.0": LOCAL, "::": "::1", "": LOCAL}.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "https" if is_secure else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def served_url(options: Options, host: str, port: int) -> str:
+    """Where this machine reaches what a cluster's gateway serves at `host`."""
+    return gateway_url(host, port, is_secure=options.tls_cert is not None)
 
 
 def curl_example(url: str, model: str = "default", *, has_tenants: bool = False) -> str:
@@ -348,6 +358,7 @@ def _replica(
         "load_port": ports.load,
         "extra": ("--log-level", options.log_level, "--nccl-port", str(ports.rendezvous), *options.extra),
         **_cost(options.service_cost()),
+        "keys": _path(options.keys),
         "identity": None,  # the gateway has put the name into a header
         "normal": None if options.normal is None else f"{Path(options.normal).absolute()}.{worker.name}",
         "apps": None,  # the gateway has put that into a header, too
@@ -409,9 +420,12 @@ def _router(options: Options, machine: Machine, router: str, workers: tuple[Work
         ],
         "page_size": page_tokens(options.extra),
         "swap_finish_s": options.swap_finish_s,
-        "limits": None if options.limits is None else str(Path(options.limits).absolute()),
+        "limits": _path(options.limits),
         "http_host": LOCAL,
         "http_port": options.router_http_port,
+        "keys": _path(options.keys),
+        "tls_cert": None,  # on this machine it is served over http
+        "tls_key": None,
     }
     return Process(
         name="router",
@@ -423,7 +437,7 @@ def _router(options: Options, machine: Machine, router: str, workers: tuple[Work
             *command_line(table.Router, values),
             *_worker_arguments(workers),
         ),
-        ready=RouterReady(router),
+        ready=RouterReady(router, _path(options.keys)),
         ready_timeout_s=options.start_timeout_s or 120.0,
         stop_grace_s=3.0,
         env={"PYTHONUNBUFFERED": "1"},
@@ -431,7 +445,7 @@ def _router(options: Options, machine: Machine, router: str, workers: tuple[Work
 
 
 def _planner(options: Options, machine: Machine, router: str) -> Process:
-    values = {"router": router, "log_level": options.log_level}
+    values = {"router": router, "log_level": options.log_level, "keys": _path(options.keys)}
     return Process(
         name="planner",
         role="planner",
@@ -461,6 +475,7 @@ def _agent(
         "replica": worker.url,
         "router": router,
         "models": ",".join(f"{model.served_name}={model.folder}" for model in can_load),
+        "keys": _path(options.keys),
     }
     return Process(
         name=agent_name(worker.name),
@@ -488,21 +503,24 @@ def _gateway(options: Options, machine: Machine, models: Sequence[Model], router
         "log_format": options.log_format,
         "identity": options.identity,
         "metrics_clients": options.metrics_clients,
-        "apps": None if options.apps is None else str(Path(options.apps).absolute()),
+        "apps": _path(options.apps),
         **shared(options, table.Access),
         **shared(options, table.Tracing),
         **shared(options, table.Deadlines),
         **shared(options, table.Exposed),
-        "tenants": None if options.tenants is None else str(Path(options.tenants).absolute()),
+        "keys": _path(options.keys),
+        "tls_cert": _path(options.tls_cert),
+        "tls_key": _path(options.tls_key),
+        "tenants": _path(options.tenants),
         **shared(options, table.Files),
-        "batches": None if options.batches is None else str(Path(options.batches).absolute()),
+        "batches": _path(options.batches),
         **limits.parse(options.gateway_options),
     }
     return Process(
         name="gateway",
         role="gateway",
         argv=(machine.python, "-m", "router.gateway", *command_line(table.Gateway, values)),
-        ready=HttpReady(f"{gateway_url(options.host, port)}/health"),
+        ready=HttpReady(f"{served_url(options, options.host, port)}/health", _path(options.tls_cert)),
         ready_timeout_s=options.start_timeout_s or 120.0,
         stop_grace_s=GATEWAY_DRAIN_S + 2.0,
         env={"PYTHONUNBUFFERED": "1"},
@@ -514,7 +532,9 @@ def _feeder(options: Options, machine: Machine, router: str, gateway_port: int) 
     values = {
         **shared(options, table.Feeder),
         "batches": str(Path(options.batches).absolute()),
-        "gateway": gateway_url(options.host, gateway_port),
+        "gateway": served_url(options, options.host, gateway_port),
+        "gateway_cert": _path(options.tls_cert),
+        "keys": _path(options.keys),
         "router": (router,),
     }
     return Process(
@@ -532,7 +552,8 @@ def _dashboard(options: Options, machine: Machine, gateway_port: int) -> Process
     """Listens on this machine: whoever shows the page to others does so with a key, by itself."""
     assert options.dashboard_port is not None
     values = {
-        "gateway": admin_url(options) or gateway_url(options.host, gateway_port),
+        "gateway": admin_url(options) or served_url(options, options.host, gateway_port),
+        "gateway_cert": _path(options.tls_cert),
         "port": options.dashboard_port,
     }
     return Process(
@@ -548,12 +569,16 @@ def _dashboard(options: Options, machine: Machine, gateway_port: int) -> Process
 
 def admin_url(options: Options) -> str | None:
     """Where operators ask; None: where clients do."""
-    return None if options.admin_port is None else gateway_url(options.admin_host, options.admin_port)
+    return None if options.admin_port is None else served_url(options, options.admin_host, options.admin_port)
 
 
 def dashboard_url(options: Options) -> str | None:
     """Where the page is; None: nowhere."""
     return None if options.dashboard_port is None else gateway_url(LOCAL, options.dashboard_port)
+
+
+def _path(given: str | None) -> str | None:
+    return None if given is None else str(Path(given).absolute())
 
 
 def _gb(count: int) -> str:

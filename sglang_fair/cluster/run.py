@@ -30,13 +30,15 @@ from sglang_fair.cluster.plan import (
     check_memory,
     choose_device,
     dashboard_url,
-    gateway_url,
+    served_url,
 )
 from sglang_fair.cluster.ports import PortTaken, Reservations, choose, choose_one, claim
 from sglang_fair.cluster.scale import ScaleUp
 from sglang_fair.cluster.scaling import Scaling
 from sglang_fair.cluster.supervisor import StartFailed, Supervisor
 from sglang_fair.cluster.workers import Workers
+from sglang_fair.common import curve
+from sglang_fair.common.curve import Keys
 from sglang_fair.common.files import read_json
 from sglang_fair.common.marks import Marks
 from sglang_fair.common.processes import child_environment
@@ -81,6 +83,7 @@ async def _run(options: Options) -> int:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in _signals():
         loop.add_signal_handler(number, stop.set)
+    keys = _keys(options.keys)
     machine = machines.look()
     emulation = options.emulation()
     wanted = {"auto": options.device, "emulated": "cpu"}.get(options.engine, options.engine)
@@ -123,7 +126,7 @@ async def _run(options: Options) -> int:
         loads = options.needs_loads()
         ports = choose(options.port, options.replicas, reservations.take, loads=loads)
         plan = build(options, device, machine, each, ports, taken, swaps)
-        gateway = gateway_url(options.host, ports.gateway)
+        gateway = served_url(options, options.host, ports.gateway)
         what = " and ".join(f"{names.count(called)} x {one.served_name}" for called, one in found.items())
         if emulation is not None and not options.models:
             what = f"{options.replicas} x {emulation}"
@@ -152,8 +155,21 @@ async def _run(options: Options) -> int:
             tuple(found.values()) if options.swap == models.ALL else (),
         )  # fmt: skip
         return await _supervise(
-            plan, reporter, stop, added, gpu_marks, socket_path(ports.gateway), options.scale_up
+            plan, reporter, stop, added, gpu_marks, socket_path(ports.gateway), options.scale_up, keys
         )
+
+
+def _keys(folder: str | None) -> Keys | None:
+    """Those with which the router is asked, of a folder in which all are made if there is none. Raises ConfigError."""
+    if folder is None:
+        return None
+    try:
+        curve.make_if_none(Path(folder))
+        for role in curve.ROLES:
+            Keys.read(folder, role)
+        return Keys.read(folder, "gateway")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--keys: {error}", "keys") from None
 
 
 def _check_alike(models: Sequence[Model]) -> None:
@@ -178,10 +194,11 @@ async def _supervise(
     gpu_marks: Marks,
     control_path: Path,
     scale_up: int,
+    keys: Keys | None,
 ) -> int:
     assert plan.router is not None
     loop, was_up = asyncio.get_running_loop(), False
-    with contextlib.closing(RouterLink(plan.router)) as link, contextlib.closing(reporter):
+    with contextlib.closing(RouterLink(plan.router, keys)) as link, contextlib.closing(reporter):
         # A replica has its GPUs as long as it lives, even if we are killed before it.
         supervisor = Supervisor(
             plan, reporter, link=link,
@@ -200,13 +217,15 @@ async def _supervise(
             loop.add_signal_handler(number, on_signal)
         if stop.is_set():
             raise Interrupted
-        workers = Workers(supervisor, link, plan.router, added.plan, added.freed, added.agent_of)
+        workers = Workers(supervisor, link, plan.router, added.plan, added.freed, added.agent_of, keys)
         control = Control(control_path, workers.handle)
         try:
             await control.start()
         except OSError as error:
             reporter.say(f"replicas cannot be added or drained here: {error}")
-        scaling = Scaling(ScaleUp(scale_up), partial(router_shortage, plan.router), workers.add, reporter.say)
+        scaling = Scaling(
+            ScaleUp(scale_up), partial(router_shortage, plan.router, keys=keys), workers.add, reporter.say
+        )
         scales = asyncio.create_task(scaling.run()) if scale_up else None
         try:
             asked = await supervisor.run()

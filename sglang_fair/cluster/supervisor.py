@@ -6,6 +6,7 @@ supervisor knows processes and nothing of SGLang.
 """
 
 import asyncio
+import ssl
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
@@ -25,6 +26,8 @@ from sglang_fair.cluster.plan import (
     RouterReady,
 )
 from sglang_fair.cluster.restart import RestartRule
+from sglang_fair.common import tls
+from sglang_fair.common.curve import Keys
 
 POLL_S = 0.2
 PROGRESS_S = 0.5
@@ -342,23 +345,24 @@ async def becomes_ready(ready: Ready, child: Child) -> None:
     match ready:
         case LineReady(text):
             await child.saw(text)
-        case HttpReady(url):
-            await _answers_200(url)
-        case RouterReady(endpoint):
-            while not await router_answers(endpoint):
+        case HttpReady(url, certificate):
+            await _answers_200(url, None if certificate is None else tls.pinned(certificate))
+        case RouterReady(endpoint, folder):
+            keys = Keys.read_if(folder, "gateway")
+            while not await router_answers(endpoint, keys=keys):
                 await asyncio.sleep(POLL_S)
         case _:
             assert_never(ready)
 
 
-async def _answers_200(url: str) -> None:
+async def _answers_200(url: str, shown: ssl.SSLContext | None) -> None:
     import aiohttp
 
     timeout = aiohttp.ClientTimeout(total=LOCAL_CHECK_S)
     async with aiohttp.ClientSession(timeout=timeout) as session:
         while True:
             try:
-                async with session.get(url) as response:
+                async with session.get(url, ssl=shown or True) as response:
                     if response.status == 200:
                         return
             except (aiohttp.ClientError, TimeoutError, OSError):

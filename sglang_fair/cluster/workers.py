@@ -24,6 +24,7 @@ from sglang_fair.cluster.plan import Process, Worker, agent_name, with_workers
 from sglang_fair.cluster.ports import PortTaken
 from sglang_fair.cluster.status import model_of
 from sglang_fair.cluster.supervisor import StartFailed, Supervisor
+from sglang_fair.common.curve import Keys
 from sglang_fair.common.service_keys import replica_key
 
 POLL_S = 0.2
@@ -74,12 +75,15 @@ class Workers:
         plan: Planner,
         freed: Freed,
         agent_of: AgentOf = lambda spec: None,
+        keys: Keys | None = None,
     ) -> None:
-        """`router` is the router's address; `freed` is called for a replica that is gone for good."""
+        """`router` is the router's address, which has its own of `keys`; `freed` is called for a replica that is gone
+        for good."""
         self._agent_of = agent_of
         self._supervisor = supervisor
         self._link = link
         self._router = router
+        self._keys = keys
         self._plan = plan
         self._freed = freed
         self._states: dict[str, str] = {}
@@ -106,21 +110,21 @@ class Workers:
 
     async def seen(self) -> list[ReplicaState]:
         """The same with the models that those have which can load several, if a router answers."""
-        swaps = await router_swaps(self._router) or {}
+        swaps = await router_swaps(self._router, keys=self._keys) or {}
         return [
             replace(row, model=model_of(swaps[row.name])) if row.name in swaps else row for row in self.rows()
         ]
 
     async def swap(self, name: str, model: str, say: Say) -> dict[str, Any]:
         """Has a replica load another model, and returns when it serves. Raises `Refused`."""
-        began = await router_asked(self._router, Swap("swap", name, model), KNOWN_S)
+        began = await router_asked(self._router, Swap("swap", name, model), KNOWN_S, self._keys)
         if isinstance(began, Refuse):
             raise Refused(began.reason)
         if began is None:
             raise Refused("no router answers")
         said = ""
         while True:
-            state = (await router_swaps(self._router) or {}).get(name, {})
+            state = (await router_swaps(self._router, keys=self._keys) or {}).get(name, {})
             phase = state.get("phase", "unknown")
             if phase == "serves":
                 break
@@ -135,7 +139,9 @@ class Workers:
     async def add(self, say: Say, model: str | None = None) -> ReplicaState:
         """Starts one more replica, of the model of this name if one is given, and returns when it serves. Raises
         `Refused`."""
-        known = await router_workers(self._router) or {}  # some may have been added by the gateway
+        known = (
+            await router_workers(self._router, keys=self._keys) or {}
+        )  # some may have been added by the gateway
         taken = {*known, *self._states, *(spec.name for spec in self._specs())}
         try:
             has = [one.worker.model for one in self._specs() if one.worker is not None]
@@ -194,7 +200,7 @@ class Workers:
         """Returns when the router no longer lists the worker and it has no request left, or when it has died."""
         said = None
         while True:
-            known = await router_workers(self._router)
+            known = await router_workers(self._router, keys=self._keys)
             if known is not None and worker.name not in known:
                 break
             if known is not None and self._supervisor.state(worker.name) != "up":
@@ -215,7 +221,7 @@ class Workers:
         loop = asyncio.get_running_loop()
         until_s = loop.time() + KNOWN_S
         while loop.time() < until_s:
-            if name in (await router_workers(self._router) or {}):
+            if name in (await router_workers(self._router, keys=self._keys) or {}):
                 return True
             await asyncio.sleep(POLL_S)
         return False

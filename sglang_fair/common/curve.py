@@ -72,6 +72,12 @@ def make(folder: Path) -> list[Path]:
     return found
 
 
+def make_if_none(folder: Path) -> None:
+    """`make`, unless there is a key of any role already. Raises OSError."""
+    if not any(path.exists() for role in ROLES for path in _files(folder, role)):
+        make(folder)
+
+
 def _files(folder: Path, role: Role) -> tuple[Path, Path]:
     return folder / f"{role}.key", folder / f"{role}.key_secret"
 

@@ -5,9 +5,11 @@ import sys
 from functools import partial
 from urllib.parse import urlsplit
 
+from sglang_fair.common import tls
 from sglang_fair.common.listening import is_loopback
 from sglang_fair.common.processes import die_with_parent
 from sglang_fair.common.service_keys import admin_key
+from sglang_fair.settings import protection
 from sglang_fair.settings.program import run_program
 from sglang_fair.settings.setting import SettingError
 from sglang_fair.settings.table import Dashboard
@@ -28,6 +30,12 @@ def check(settings: Dashboard) -> None:
         raise SettingError(
             f"--host {settings.host}: without {admin_key.variable} the page is for this machine alone", "host"
         )
+    protection.check_certificate(settings)
+    protection.check_authorities(settings)
+    protection.check_trust(settings)
+    protection.check_address(
+        settings, "host", is_protected=settings.tls_cert is not None, insecure=settings.insecure
+    )
 
 
 def serve(settings: Dashboard) -> int:
@@ -40,12 +48,16 @@ def serve(settings: Dashboard) -> int:
     logging.basicConfig(level="INFO", format="%(asctime)s %(name)s %(levelname)s %(message)s")
     if not settings.outlive_parent:
         die_with_parent()
-    session = Session(admin_key.key(), settings.port)
-    app = application(settings.gateway, settings.every_s, session)
+    session = Session(admin_key.key(), settings.port, is_secure=settings.tls_cert is not None)
+    gateway_tls = tls.believed(settings.gateway_ca, settings.gateway_cert)
+    app = application(
+        settings.gateway, settings.every_s, session, gateway_tls, tls.authorities(settings.replica_ca)
+    )
     try:
         web.run_app(
-            app, host=settings.host, port=settings.port, print=None, access_log=None, shutdown_timeout=1.0
-        )
+            app, host=settings.host, port=settings.port, print=None, access_log=None, shutdown_timeout=1.0,
+            ssl_context=tls.server(settings.tls_cert, settings.tls_key),
+        )  # fmt: skip
     except OSError as error:
         print(f"sglang-fair dashboard: {settings.host}:{settings.port}: {error.strerror}", file=sys.stderr)
         return 1

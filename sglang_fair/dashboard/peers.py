@@ -6,6 +6,7 @@ beyond `MAX_BODY_BYTES`.
 
 import asyncio
 import json
+import ssl
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote
@@ -38,9 +39,16 @@ class Refused(RuntimeError):
 class Peers:
     """Belongs to one event loop; `close` it."""
 
-    def __init__(self, gateway: str) -> None:
-        """`gateway` is its address for operators."""
+    def __init__(
+        self,
+        gateway: str,
+        gateway_tls: ssl.SSLContext | None = None,
+        replica_tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """`gateway` is its address for operators; `gateway_tls` and `replica_tls` are for https:// addresses. None: as
+        the system believes."""
         self._gateway = gateway.rstrip("/")
+        self._gateway_tls, self._replica_tls = gateway_tls or True, replica_tls or True
         self._urls: dict[str, str] = {}
         """The replicas' addresses, as the gateway said last."""
         self._has_tenants = False
@@ -112,9 +120,10 @@ class Peers:
         self, method: str, url: str, body: object, headers: Mapping[str, str]
     ) -> tuple[int | None, bytes]:
         """Status and body; status None if there was no answer."""
+        tls = self._gateway_tls if url.startswith(f"{self._gateway}/") else self._replica_tls
         try:
             async with self._session.request(
-                method, url, json=body, headers=headers, allow_redirects=False
+                method, url, json=body, headers=headers, allow_redirects=False, ssl=tls
             ) as answer:
                 raw = bytearray()
                 async for piece in answer.content.iter_any():

@@ -9,6 +9,7 @@ PATCH /clients/NAME       {"weight": 2}: a change that the operator wants
 import asyncio
 import contextlib
 import json
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from importlib import resources
 from typing import Any
@@ -44,13 +45,20 @@ OPEN = ("/login", "/health", "/favicon.svg", "/style.css", "/login.js", "/theme.
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def application(gateway: str, every_s: float, session: Session) -> web.Application:
-    """The page about the cluster behind `gateway`; it looks at it from its start to its end."""
+def application(
+    gateway: str,
+    every_s: float,
+    session: Session,
+    gateway_tls: ssl.SSLContext | None = None,
+    replica_tls: ssl.SSLContext | None = None,
+) -> web.Application:
+    """The page about the cluster behind `gateway`; it looks at it from its start to its end. What gateway and replicas
+    must show is as `Peers` has it."""
     files = {path.name: path.read_bytes() for path in resources.files(__package__).joinpath("page").iterdir()}
     pollers: list[tuple[Poller, Peers]] = []
 
     async def looking(_: web.Application) -> AsyncIterator[None]:
-        peers = Peers(gateway)
+        peers = Peers(gateway, gateway_tls, replica_tls)
         poller = Poller(peers, every_s)
         pollers.append((poller, peers))
         task = asyncio.create_task(poller.run())
@@ -158,8 +166,9 @@ def _guarded(session: Session) -> Any:
 
 def _remember(response: web.Response, session: Session) -> None:
     response.set_cookie(
-        session.cookie, session.issue(), max_age=HOLDS_S, httponly=True, samesite="Strict", path="/"
-    )
+        session.cookie, session.issue(), max_age=HOLDS_S, httponly=True, samesite="Strict", path="/",
+        secure=session.is_secure,
+    )  # fmt: skip
 
 
 def _weight(body: bytes) -> float:

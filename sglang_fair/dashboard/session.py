@@ -19,8 +19,10 @@ LOCAL = ("127.0.0.1", "::1", "localhost")
 class Session:
     """For one key; "" if there is none."""
 
-    def __init__(self, key: str, port: int) -> None:
-        """`port` is the page's: browsers send a cookie to all ports of a machine."""
+    def __init__(self, key: str, port: int, *, is_secure: bool = False) -> None:
+        """`port` is the page's: browsers send a cookie to all ports of a machine. `is_secure`: it is served over https,
+        and the cookie is sent over nothing else."""
+        self.is_secure = is_secure
         self._key = key.encode()
         self.cookie = f"sglang-fair-{port}"
 

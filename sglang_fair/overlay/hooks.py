@@ -26,6 +26,7 @@ from sglang_fair.overlay import (
     metrics,
     model_gate,
     preempt,
+    ranks,
     refusal,
     token_ids,
     tree_core,
@@ -202,11 +203,11 @@ def init_schedule_policy(original: Callable[..., None], scheduler: Any) -> None:
     scheduler.policy.fair = scheduler.fair
     scheduler.preempt = None
     kv_events.attach()
-    ranks = get_parallel()
-    together = ranks.pp_size * ranks.attn_tp_size * ranks.attn_cp_size
+    parallel = get_parallel()
+    together = parallel.pp_size * parallel.attn_tp_size * parallel.attn_cp_size
     # SGLang's own policies decide nothing by our clock.
     scheduler.clock = Clock(is_shared=together > 1 and ours is not None)
-    scheduler.heartbeat = heartbeat.attach((ranks.dp_rank or 0) if _leads(ranks) else None)
+    scheduler.heartbeat = heartbeat.attach((parallel.dp_rank or 0) if _leads(parallel) else None)
 
 
 def _leads(ranks: Any) -> bool:
@@ -354,6 +355,7 @@ def from_cli_args(original: Callable[..., Any], cls: type, args: Any) -> Any:
     config.adopt_arguments(args)
     heartbeat.share()
     load_file.replace()
+    ranks.connect_here(args)
     return original(cls, args)
 
 
@@ -393,6 +395,7 @@ _RADIX = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache."
 _WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
 _LOAD_FILE = "sglang.srt.managers.load_snapshot."
 _LOAD = "sglang.srt.managers.scheduler_components.load_publisher."
+_MEETING = "sglang.srt.distributed.bootstrap._resolve_dist_init_method"
 
 HOOKS: tuple[Hook, ...] = (
     Hook(_ARGUMENTS + "add_cli_args", add_cli_args, HookType.AFTER),
@@ -402,6 +405,8 @@ HOOKS: tuple[Hook, ...] = (
     Hook(_LOAD_FILE + "shm_path_for", load_file.shm_path_for, HookType.AFTER),
     Hook(_LOAD + "_open_pub_socket", wire.open_load_socket, HookType.AROUND),
     Hook(_LOAD + "resolve_load_pub_range", wire.beside_kv_events, HookType.AFTER),
+    Hook(_MEETING, ranks.meet_here, HookType.AFTER),
+    Hook("torch.distributed.rendezvous._create_c10d_store", ranks.make_store, HookType.AROUND),
     Hook(_SCHEDULER + "init_schedule_policy", init_schedule_policy, HookType.AROUND),
     Hook(_SCHEDULER + "init_request_receiver", init_request_receiver, HookType.AFTER),
     Hook(_SCHEDULER + "process_input_requests", process_input_requests, HookType.AROUND),

@@ -365,13 +365,13 @@ class Authorities:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tls(Authorities, Protection):
-    """TLS, towards clients and towards replicas."""
+class Certified(Exposed):
+    """How it is served."""
 
     tls_cert: Annotated[
         str | None,
         About(
-            "Certificate with its chain, in PEM: clients and operators are served over https.",
+            "Certificate with its chain, in PEM: whoever asks over HTTP is served over https.",
             metavar="FILE",
             unset="http",
         ),
@@ -379,6 +379,34 @@ class Tls(Authorities, Protection):
     tls_key: Annotated[
         str | None,
         About("Its private key, in PEM, without a password.", metavar="FILE", unset="in the same file"),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tls(Authorities, Certified, Protection):
+    """TLS, towards those who ask and towards replicas."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trust:
+    """Whom it believes to be the gateway."""
+
+    gateway_ca: Annotated[
+        str | None,
+        About(
+            "Authorities that sign the certificate of a gateway with an https:// address, in PEM.",
+            metavar="FILE",
+            unset="the system's",
+        ),
+    ] = None
+    gateway_cert: Annotated[
+        str | None,
+        About(
+            "The gateway's own certificate, in PEM, in place of authorities: it must show this one, by whatever name "
+            "it is asked.",
+            metavar="FILE",
+            unset="one that an authority has signed",
+        ),
     ] = None
 
 
@@ -424,9 +452,20 @@ class Throttling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cluster(Feeding, Files, Tracing, Access, Deadlines, Throttling, Exposed, Fairness, Engine):
+class Cluster(
+    Feeding, Files, Tracing, Access, Deadlines, Throttling, Certified, Protection, Fairness, Engine
+):
     """Start replicas, router and gateway on this machine, and keep them running until Ctrl-C."""
 
+    keys: Annotated[
+        str | None,
+        About(
+            "Folder with the keys of router, gateway and replicas, made there if it has none: they then talk to each "
+            "other over ZMQ encrypted, and to nobody else.",
+            metavar="DIR",
+            unset="ZMQ is open on this machine",
+        ),
+    ] = None
     replicas: Annotated[
         int, About("SGLang servers to start; they are dealt out in turn to several --models.", at_least=1)
     ] = 2
@@ -579,7 +618,7 @@ class Replica(Protection, Fairness, Engine):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Router(Authorities, Protection, Throttling):
+class Router(Tls, Throttling):
     """Run the router alone: it decides which replica serves each request. Gateways and the cluster connect to it."""
 
     bind: Annotated[str, About("Where peers connect; port * takes a free one.", metavar="tcp://HOST:PORT")]
@@ -812,21 +851,13 @@ class Gateway(Files, Tls, Tracing, Access, Deadlines, Limits):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Feeder(Keyed, Feeding, Deadlines):
+class Feeder(Keyed, Trust, Feeding, Deadlines):
     """Have the requests of batches answered, as what they are: requests of the clients whose batches they are."""
 
     batches: Annotated[str, About("The folder in which gateways keep files and batches.", metavar="DIR")]
     gateway: Annotated[
         str, About("A gateway's address, which has the same SGLANG_FAIR_FEEDER_KEY.", metavar="URL")
     ] = "http://127.0.0.1:8000"
-    gateway_ca: Annotated[
-        str | None,
-        About(
-            "Authorities that sign the certificate of a gateway with an https:// address, in PEM.",
-            metavar="FILE",
-            unset="the system's",
-        ),
-    ] = None
     router: Annotated[tuple[str, ...], About("The router's address. Repeatable.", metavar="tcp://HOST:PORT")]
     batch_line_bytes: Annotated[int, About("Longest line of a batch's file.", unit="bytes", above=0)] = (
         16 << 20
@@ -839,14 +870,17 @@ class Feeder(Keyed, Feeding, Deadlines):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dashboard:
+class Dashboard(Trust, Authorities, Certified):
     """Serve the page for operators: what each client got, who waits and why. One process for any number of viewers."""
 
     gateway: Annotated[
         str, About("The gateway's address for operators: that of --admin-port, if it has one.", metavar="URL")
     ] = "http://127.0.0.1:8000"
     host: Annotated[
-        str, About("Address to listen on; another than this machine's own needs SGLANG_FAIR_ADMIN_KEY.")
+        str,
+        About(
+            "Address to listen on; another than this machine's own needs SGLANG_FAIR_ADMIN_KEY, and TLS or --insecure."
+        ),
     ] = "127.0.0.1"
     port: Annotated[int, About("Port to listen on.", at_least=1, at_most=65535)] = 8002
     every_s: Annotated[
@@ -873,7 +907,7 @@ class Planner(Keyed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AgentSettings(Keyed):
+class AgentSettings(Authorities, Keyed):
     """Have one replica load the models that the router names, one at a time. A cluster with --swap starts agents."""
 
     worker: Annotated[str, About("What the router calls the replica.", metavar="NAME")]

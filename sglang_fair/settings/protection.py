@@ -1,0 +1,60 @@
+"""Whether what protects a program can be used, and whether it may listen where it is told to. Each check raises
+SettingError, in one line, with the field that is wrong."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from sglang_fair.common import listening, tls
+from sglang_fair.common.curve import Keys, Role
+from sglang_fair.settings.setting import SettingError, settings_of
+from sglang_fair.settings.table import Authorities, Certified, Trust
+
+T = TypeVar("T")
+
+GIVE_TLS = "give it TLS with --tls-cert"
+GIVE_KEYS = "give it --keys DIR, which sglang-fair keys makes"
+
+
+def read_keys(folder: str | None, role: Role) -> Keys | None:
+    """The keys of a process; None where nobody has named a folder."""
+    return _usable("keys", lambda: Keys.read_if(folder, role))
+
+
+def check_certificate(settings: Certified) -> None:
+    """Its certificate, and the key of that."""
+    if settings.tls_key is not None and settings.tls_cert is None:
+        raise SettingError("--tls-key is of no use without --tls-cert", "tls_key")
+    _usable("tls_cert", lambda: tls.check_certificate(settings.tls_cert, settings.tls_key))
+
+
+def check_authorities(settings: Authorities) -> None:
+    """Whom it believes about replicas."""
+    _usable("replica_ca", lambda: tls.authorities(settings.replica_ca))
+
+
+def check_trust(settings: Trust) -> None:
+    """Whom it believes to be the gateway."""
+    if settings.gateway_ca is not None and settings.gateway_cert is not None:
+        raise SettingError("--gateway-ca and --gateway-cert: give one of them", "gateway_cert")
+    _usable("gateway_ca", lambda: tls.authorities(settings.gateway_ca))
+    _usable("gateway_cert", lambda: tls.believed(None, settings.gateway_cert))
+
+
+def check_address(
+    settings: object, field: str, *, is_protected: bool, insecure: bool, remedy: str = GIVE_TLS
+) -> None:
+    """That the address in `field` is this machine's own, or protected, or that it has been said that it need not be."""
+    option = settings_of(type(settings))[field].flag
+    try:
+        listening.check_protected(
+            option, getattr(settings, field), is_protected=is_protected, insecure=insecure, remedy=remedy
+        )
+    except listening.Unprotected as error:
+        raise SettingError(str(error), field) from None
+
+
+def _usable(field: str, read: Callable[[], T]) -> T:
+    try:
+        return read()
+    except ValueError as error:
+        raise SettingError(f"--{field.replace('_', '-')}: {error}", field) from None
