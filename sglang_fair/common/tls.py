@@ -18,9 +18,9 @@ def authorities(path: str | None) -> ssl.SSLContext | None:
 
 
 def pinned(certificate: str) -> ssl.SSLContext:
-    """For a client of a server that must show the first certificate in the PEM file at `certificate`, whatever name it
-    is asked by: two processes of one machine know each other so. Raises ValueError, in one line, for a file that cannot
-    be used."""
+    """For a client of a server that must show the first certificate in the PEM file at `certificate`, or one that this
+    has signed, whatever name it is asked by: two processes of one machine know each other so. Raises ValueError, in one
+    line, for a file that cannot be used."""
     context = ssl.create_default_context(cadata=_first(certificate))
     context.check_hostname = False
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # whoever has signed it need not be known

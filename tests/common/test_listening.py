@@ -1,5 +1,6 @@
 """Nothing listens beyond this machine unprotected unless somebody says so."""
 
+import importlib
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,12 @@ from sglang_fair.cluster.options import ConfigError, Options
 from sglang_fair.cluster.options import check as check_cluster
 from sglang_fair.common.curve import make
 from sglang_fair.common.listening import is_local
-from sglang_fair.common.service_keys import replica_key
+from sglang_fair.common.service_keys import admin_key, replica_key
+from sglang_fair.dashboard.__main__ import check as check_dashboard
 from sglang_fair.engines.replica import check_protection as check_replica
-from sglang_fair.settings.setting import SettingError
-from sglang_fair.settings.table import Gateway, Replica, Router
+from sglang_fair.settings.commands import BAD_INPUT
+from sglang_fair.settings.setting import SettingError, command_line, settings_of
+from sglang_fair.settings.table import SECTIONS, Dashboard, Gateway, Replica, Router
 from tests.support.certificates import Certificates
 
 GATEWAY = {"port": 8000, "router": ("tcp://10.0.0.1:1",), "model_name": "tiny", "tokenizer": "/m"}
@@ -91,10 +94,75 @@ def test_a_replica(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check_replica(Replica(host="10.0.0.1", extra=tls))
 
 
-def test_a_cluster() -> None:
+def test_a_cluster(certificates: Certificates) -> None:
+    tls = {"tls_cert": certificates.certificate, "tls_key": certificates.key}
     check_cluster(Options())
     check_cluster(Options(host="0.0.0.0", insecure=True))
-    with pytest.raises(ConfigError, match=r"--host 0\.0\.0\.0 is reached from elsewhere"):
+    check_cluster(Options(host="0.0.0.0", admin_host="::", admin_port=9001, **tls))
+    with pytest.raises(ConfigError, match=r"--host 0\.0\.0\.0 is reached from elsewhere: give it TLS"):
         check_cluster(Options(host="0.0.0.0"))
     with pytest.raises(ConfigError, match=r"--admin-host 0\.0\.0\.0 is reached from elsewhere"):
         check_cluster(Options(admin_host="0.0.0.0", admin_port=9001))
+    with pytest.raises(ConfigError, match=r"--tls-cert: "):
+        check_cluster(Options(tls_cert=certificates.authority))
+
+
+def test_the_page(certificates: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(admin_key.variable, "k")
+    tls = {"tls_cert": certificates.certificate, "tls_key": certificates.key}
+    check_dashboard(Dashboard(host="0.0.0.0", **tls))
+    check_dashboard(Dashboard(host="0.0.0.0", insecure=True))
+    for bad, what in (
+        ({"host": "0.0.0.0"}, "--host 0.0.0.0 is reached from elsewhere: give it TLS"),
+        (
+            {"gateway_ca": certificates.authority, "gateway_cert": certificates.certificate},
+            "give one of them",
+        ),
+        ({"gateway_cert": certificates.key}, "--gateway-cert: .*no certificate in it"),
+        ({"replica_ca": "/none"}, "--replica-ca: /none"),
+    ):
+        with pytest.raises(SettingError, match=what):
+            check_dashboard(Dashboard(**bad))
+    monkeypatch.delenv(admin_key.variable)
+    with pytest.raises(SettingError, match="the page is for this machine alone"):
+        check_dashboard(Dashboard(host="0.0.0.0", **tls))
+
+
+LISTENING = {
+    "cluster": ("host", "admin_host"),
+    "replica": ("host",),
+    "router": ("bind", "http_host"),
+    "gateway": ("host", "admin_host"),
+    "dashboard": ("host",),
+}
+"""Where each program listens, by its settings."""
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_no_program_listens_elsewhere_unprotected(
+    section: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its own command line; with --insecure it would. A program or an address that is not known here fails."""
+    monkeypatch.setenv(admin_key.variable, "k")
+    found = sorted(name for name in settings_of(SECTIONS[section]) if name.endswith("host") or name == "bind")
+    assert found == sorted(LISTENING.get(section, ()))
+    needed = (
+        {"bind": "tcp://127.0.0.1:5555"} if section == "router" else GATEWAY if section == "gateway" else {}
+    )
+    for field in found:
+        elsewhere = {field: "tcp://10.0.0.1:5555" if field == "bind" else "10.0.0.1"}
+        ports = {"admin_host": {"admin_port": 9001}, "http_host": {"http_port": 9002}}.get(field, {})
+        words = command_line(SECTIONS[section], {**needed, **ports, **elsewhere})
+        main = importlib.import_module(MODULES[section]).main
+        for more, code in (((), BAD_INPUT), (("--insecure",), 0)):
+            assert main([*words, *more, "--print-config"]) == code, (field, more)
+            assert ("is reached from elsewhere" in capsys.readouterr().err) is (code != 0)
+
+
+MODULES = {
+    "cluster": "sglang_fair.cluster.__main__",
+    "replica": "sglang_fair.engines.replica",
+    "router": "router.__main__",
+    "gateway": "router.gateway.__main__",
+    "dashboard": "sglang_fair.dashboard.__main__",
+}

@@ -45,10 +45,15 @@ def test_a_replica_is_believed_by_its_authority(certificates: Certificates, tmp_
         context.load_cert_chain(certificates.certificate, certificates.key)
         runner = web.AppRunner(app)
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context).start()
+        await web.TCPSite(runner, "0.0.0.0", 0, ssl_context=context).start()
         port = runner.addresses[0][1]
         url = f"https://127.0.0.1:{port}"
         assert await ask(tls.authorities(certificates.authority), url) == b"what"
+        shown = tls.pinned(certificates.certificate)
+        assert await ask(shown, url) == b"what"
+        assert await ask(shown, f"https://127.0.0.2:{port}") == b"what", "by whatever name it is asked"
+        with pytest.raises(NotConnected):
+            await ask(tls.pinned(other.certificate), url)
         for wrong, address in (
             (other.authority, url),
             (None, url),
