@@ -192,7 +192,7 @@ class Qlm:
     ) -> str | None:
         """Of the workers that have room, and where nobody of another model comes first, the one with least to do."""
         best, least, tokens, held = None, inf, request.input_tokens, match.lengths.get
-        found, more = self.queues.workers, not tier
+        found, more, beyond = self.queues.workers, not tier, self.tiers and not tier
         for view in workers:
             name = view.name
             worker = found[name]
@@ -211,7 +211,7 @@ class Qlm:
             if (
                 room <= 0
                 and not (worker.evicts and worker.has_room(tier, due_s))
-                and not (more and worker.is_small(request.client, tokens + request.expected_output_tokens))
+                and not (beyond and worker.is_small(request.client, tokens + request.expected_output_tokens))
             ):
                 continue
             if worker.groups and self.queues.wanted(name) not in (None, worker.loaded):

@@ -9,7 +9,7 @@ eviction  a worker that `evicts` takes requests back for more urgent ones (`core
           due `LATER_S` or more after a request of tier 0 does not count against that one
 beyond    a client that has little there does not wait here for those who have much: its requests of tier 0 may go up
           to half of its part of the KV cache, whatever the window, until twice the KV cache is in flight. The worker's
-          policy puts it first. Ten thousand names have parts below any request
+          policy puts it first. Ten thousand names have parts below any request. Without tiers nobody goes beyond
 fresh     it has just loaded a model and has served nobody of it. It keeps the model until it has, or nobody in its
           queue needs it; else a plan that was made while it loaded would have it load another one, without end
 """

@@ -161,3 +161,23 @@ def ended_of(request: Request, worker: str, output: int, outcome: str):
     from router.placement.contract import Ended
 
     return Ended(request, worker, 0, output, outcome, 1.0, 0.02)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("tiers", "goes"), [(True, True), (False, False)])
+def test_only_shares_let_a_client_with_little_go_beyond_the_window(tiers: bool, goes: bool) -> None:
+    """As in the paper, where nobody has a share, whoever comes waits for the window."""
+    made = engines(1)
+    qlm = Qlm(tiers=tiers, ahead=5_000.0)
+    scheduler = ByQlm(qlm, made)
+    asked = [Asked(f"f{number}", "flood", "x", 1.0, 0.0, 500, 100, 100.0) for number in range(80)]
+    chat = Asked("chat", "light", "k", 60.0, 0.0, 500, 100, 100.0)
+    for one in asked:
+        scheduler.arrive(one, made, 0.0)
+    while scheduler.next(made, 0.0) is not None:
+        pass
+    assert qlm.next(made, lambda _: Match(), lambda *_: True, 0.0) is None, (
+        "after the orders of the last look"
+    )
+    assert qlm.queues.of("w0").held_tokens >= 20_000
+    scheduler.arrive(chat, made, 0.0)
+    assert (chat.id in qlm.queues.of("w0").in_flight) == goes
