@@ -2,13 +2,14 @@
 #
 #   docker build -t sglang-fair .                         SGLang's own CUDA image and this package
 #   docker run --init --gpus all --ipc=host -p 8000:8000 -v ~/.cache/huggingface:/root/.cache/huggingface \
-#     sglang-fair cluster --host 0.0.0.0 --device cuda --replicas 8 --model meta-llama/Llama-3.1-8B-Instruct
+#     sglang-fair cluster --host 0.0.0.0 --insecure --device cuda --replicas 8 --model meta-llama/Llama-3.1-8B-Instruct
 #
 #   docker build --target cpu -t sglang-fair:cpu .        the profile without a GPU, with the default model
 #   docker run --init -p 8000:8000 sglang-fair:cpu
 #
 # --init: processes that a dying replica leaves behind are reaped. In a container the gateway must listen on
-# 0.0.0.0 to be reached from outside; replicas and router never leave 127.0.0.1.
+# 0.0.0.0 to be reached from outside; a cluster's replicas and router never leave 127.0.0.1. deploy/ has a Compose file
+# and a chart, which start each process in a container of its own.
 
 FROM python:3.11-slim AS cpu
 RUN apt-get update && apt-get install -y --no-install-recommends g++ make && rm -rf /var/lib/apt/lists/*
@@ -25,7 +26,7 @@ RUN make setup VENV=/opt/venv PYTHON=python \
     && /opt/venv/bin/sglang-fair models default
 ENV PATH=/opt/venv/bin:$PATH
 ENTRYPOINT ["sglang-fair"]
-CMD ["cluster", "--host", "0.0.0.0", "--device", "cpu"]
+CMD ["cluster", "--host", "0.0.0.0", "--insecure", "--device", "cpu"]
 
 FROM lmsysorg/sglang:v0.5.23 AS cuda
 # Where the image's Python is its distribution's, pip asks for this.
@@ -39,4 +40,4 @@ RUN cd /opt/sglang-fair \
     && python3 scripts/check_install.py image
 WORKDIR /root
 ENTRYPOINT ["sglang-fair"]
-CMD ["cluster", "--host", "0.0.0.0", "--device", "cuda"]
+CMD ["cluster", "--host", "0.0.0.0", "--insecure", "--device", "cuda"]

@@ -22,7 +22,7 @@ from sglang_fair.settings import program
 from sglang_fair.settings.commands import run as run_command
 from sglang_fair.settings.table import SECTIONS
 from tests.support.helm import NAMESPACE, VALUES, Container, Manifest, Pod, Rendered, rendered
-from tests.support.mounted import Node, Secrets
+from tests.support.mounted import Node, Secrets, ports_of
 from tests.support.stand_in import make_tokenizer
 
 with_each = pytest.mark.parametrize("name", VALUES)
@@ -180,23 +180,8 @@ def test_processes_are_given_the_time_that_they_take_to_end(name: str, sites: Ma
 
 
 def listens(one: Started) -> set[int]:
-    """The ports that a process opens for others, by its settings."""
-    settings = one.settings
-    match one.container.program:
-        case "replica":
-            found = {settings.port}
-            leads = one.pod.labels.get("sglang-fair/leads") == "true"
-            if leads:  # SGLang publishes from its first node
-                found |= {settings.kv_port, settings.kv_port + 1, *filter(None, (settings.load_port,))}
-            meets = [word for word in settings.extra if word.startswith("--dist-init-addr=")]
-            return found | {int(word.rpartition(":")[2]) for word in meets}
-        case "router":
-            return {int(settings.bind.rpartition(":")[2]), settings.http_port}
-        case "gateway":
-            return {settings.port, settings.admin_port}
-        case "dashboard":
-            return {settings.port}
-    return set()
+    leads = one.pod.labels.get("sglang-fair/leads") == "true"
+    return ports_of(one.container.program, one.settings, leads=leads)
 
 
 @with_each

@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from sglang_fair.common import curve
-from sglang_fair.settings import program
-from sglang_fair.settings.table import SECTIONS
 from tests.support.certificates import Certificates
-from tests.support.helm import Container, Pod, Rendered
+from tests.support.helm import Container, Rendered
 
 POD_IP, LEADER = "10.1.2.3", "rel-sglang-fair-replica-0.rel-sglang-fair-replica.prod"
 
@@ -130,14 +128,19 @@ class Node:
         return [re.sub(r"(?<==)/(etc/sglang-fair|tokenizers|batches)", rf"{root}/\1", word) for word in words]
 
 
-def settings_of(section: str, arguments: list[str]) -> Any:
-    """What our own command line makes of them. SystemExit for what it does not accept."""
-    return program.parse(section, arguments)
-
-
-def is_program(name: str) -> bool:
-    return name in SECTIONS
-
-
-def pods_of(rendered: Rendered, component: str) -> list[Pod]:
-    return [pod for pod in rendered.pods if pod.component == component]
+def ports_of(program: str, settings: Any, *, leads: bool = True) -> set[int]:
+    """The ports that a process opens for others. A replica that does not lead is a further node of another one."""
+    match program:
+        case "replica":
+            found = {settings.port}
+            if leads and settings.kv_port is not None:  # SGLang publishes from its first node
+                found |= {settings.kv_port, settings.kv_port + 1, *filter(None, (settings.load_port,))}
+            meets = [word for word in settings.extra if word.startswith("--dist-init-addr=")]
+            return found | {int(word.rpartition(":")[2]) for word in meets}
+        case "router":
+            return {int(settings.bind.rpartition(":")[2]), settings.http_port}
+        case "gateway":
+            return {settings.port, settings.admin_port}
+        case "dashboard":
+            return {settings.port}
+    return set()
