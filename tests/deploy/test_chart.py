@@ -312,7 +312,7 @@ TRIAL = str(values_file("cpu-trial"))
         (["--set", "insecure=false"], "set curve.existingSecret to a secret of the keys that `sglang-fair keys` makes"),
         (["--set", "insecure=false", "--set", "curve.existingSecret=c"], "set gateway.tls.existingSecret"),
         (["--set", "insecure=false", "--set", "curve.existingSecret=c", "--set", "gateway.tls.existingSecret=t"],
-         "set replicas.tls.existingSecret"),
+         "set router.tls.existingSecret"),
         (["--set", "replicas.tls.existingSecret=t"], "set replicas.discovery to names"),
         (["--set", "replicas.tls.existingSecret=t", "--set", "replicas.discovery=names"], "set ca.existingSecret"),
         (["--set", "replicas.nodes=2"], "set replicas.gpus"),

@@ -54,6 +54,8 @@ class Secrets:
             "internal-ca": {"ca.crt": pair["ca.crt"]},
             "gateway-tls": pair,
             "replica-tls": pair,
+            "router-tls": pair,
+            "dashboard-tls": pair,
             "tenants": {"tenants.yaml": TENANTS.encode()},
             "hub-token": {"token": b"hf_0"},
         }
@@ -99,6 +101,10 @@ class Node:
         volumes = {one["name"]: one for one in container.pod.spec.get("volumes", ())}
         for mount in container.manifest["volumeMounts"]:
             at = root / mount["mountPath"].lstrip("/")
+            if (only := mount.get("subPath")) is not None:  # one file of a volume, where it is mounted
+                at.parent.mkdir(parents=True, exist_ok=True)
+                at.write_bytes(self._volume(volumes[mount["name"]])[only])
+                continue
             at.mkdir(parents=True, exist_ok=True)
             if mount["name"] not in volumes:
                 assert mount["name"] in container.pod.claims, f"{container} has no volume {mount['name']}"

@@ -31,6 +31,12 @@
 {{- if not $v.gateway.tls.existingSecret -}}
 {{- fail (printf "gateways are reached from elsewhere: set gateway.tls.existingSecret, %s" $why) -}}
 {{- end -}}
+{{- if not $v.router.tls.existingSecret -}}
+{{- fail (printf "routers' pages are reached from elsewhere: set router.tls.existingSecret, %s" $why) -}}
+{{- end -}}
+{{- if and $v.dashboard.enabled (not $v.dashboard.tls.existingSecret) -}}
+{{- fail (printf "the dashboard is reached from elsewhere: set dashboard.tls.existingSecret, %s" $why) -}}
+{{- end -}}
 {{- if not $v.replicas.tls.existingSecret -}}
 {{- fail (printf "replicas are reached from elsewhere: set replicas.tls.existingSecret, %s" $why) -}}
 {{- end -}}
@@ -38,7 +44,7 @@
 {{- if and $v.replicas.tls.existingSecret (ne $v.replicas.discovery "names") -}}
 {{- fail "replicas.tls: certificates have the pods' names, not their addresses: set replicas.discovery to names" -}}
 {{- end -}}
-{{- if and (or $v.replicas.tls.existingSecret $v.gateway.tls.existingSecret) (not $v.ca.existingSecret) -}}
+{{- if and (or $v.replicas.tls.existingSecret $v.gateway.tls.existingSecret $v.router.tls.existingSecret) (not $v.ca.existingSecret) -}}
 {{- fail "the authority of the certificates is unknown inside the cluster: set ca.existingSecret" -}}
 {{- end -}}
 {{- if and (gt (int $v.replicas.nodes) 1) $v.cache.size -}}

@@ -81,6 +81,14 @@ labels:
 {{- if .Values.replicas.tls.existingSecret -}}https{{- else -}}http{{- end -}}
 {{- end -}}
 
+{{- define "fair.routerScheme" -}}
+{{- if .Values.router.tls.existingSecret -}}https{{- else -}}http{{- end -}}
+{{- end -}}
+
+{{- define "fair.dashboardScheme" -}}
+{{- if .Values.dashboard.tls.existingSecret -}}https{{- else -}}http{{- end -}}
+{{- end -}}
+
 {{- define "fair.gatewayScheme" -}}
 {{- if .Values.gateway.tls.existingSecret -}}https{{- else -}}http{{- end -}}
 {{- end -}}
@@ -186,6 +194,23 @@ labels:
     items:
       - {key: tls.crt, path: tls.crt}
       - {key: tls.key, path: tls.key}
+{{- end }}
+{{- end -}}
+
+{{- /* Where `tlsVolume` is: (list "tls" SECRET). */ -}}
+{{- define "fair.tlsMount" -}}
+{{- if index . 1 }}
+- {name: {{ index . 0 }}, mountPath: /etc/sglang-fair/tls, readOnly: true}
+{{- end }}
+{{- end -}}
+
+{{- /* The arguments of whoever serves with this secret: TLS, or --insecure. */ -}}
+{{- define "fair.tlsArguments" -}}
+{{- if . }}
+- --tls-cert=/etc/sglang-fair/tls/tls.crt
+- --tls-key=/etc/sglang-fair/tls/tls.key
+{{- else }}
+- --insecure
 {{- end }}
 {{- end -}}
 
@@ -343,12 +368,7 @@ spec:
     {{- if $v.curve.existingSecret }}
     - --keys=/etc/sglang-fair/curve
     {{- end }}
-    {{- if $v.gateway.tls.existingSecret }}
-    - --tls-cert=/etc/sglang-fair/tls/tls.crt
-    - --tls-key=/etc/sglang-fair/tls/tls.key
-    {{- else }}
-    - --insecure
-    {{- end }}
+    {{- include "fair.tlsArguments" $v.gateway.tls.existingSecret | nindent 4 }}
     {{- if and $v.ca.existingSecret $v.replicas.tls.existingSecret }}
     - --replica-ca=/etc/sglang-fair/ca/ca.crt
     {{- end }}
@@ -399,9 +419,7 @@ spec:
     {{- if $v.tenants.existingSecret }}
     - {name: tenants, mountPath: /etc/sglang-fair/tenants, readOnly: true}
     {{- end }}
-    {{- if $v.gateway.tls.existingSecret }}
-    - {name: tls, mountPath: /etc/sglang-fair/tls, readOnly: true}
-    {{- end }}
+    {{- include "fair.tlsMount" (list "tls" $v.gateway.tls.existingSecret) | nindent 4 }}
     {{- if .batches }}
     - {name: batches, mountPath: /batches}
     {{- end }}
