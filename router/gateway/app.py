@@ -28,7 +28,7 @@ from router.gateway.guard import Guard
 from router.gateway.limits import Limits
 from router.gateway.listener import STATE, ConnectionBounds
 from router.gateway.openapi import describe
-from router.gateway.request.schema import PATHS
+from router.gateway.request.kinds import PATHS
 from router.gateway.request.tokens import read_tokens
 from sglang_fair.common import tls
 from sglang_fair.common.curve import Keys

@@ -1,14 +1,30 @@
-"""Errors as OpenAI's API reports them."""
+"""Errors as OpenAI's API reports them, and as Anthropic's does."""
 
 from collections.abc import Mapping
+from typing import Literal
 
 import msgspec
 
 RETRY_AFTER_S = 1
 
+Style = Literal["openai", "anthropic"]
+"""The shape of an error."""
+
+ANTHROPIC_TYPES: Mapping[int, str] = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "request_timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+"""By status; all others are `api_error`."""
+
 
 class ApiError(Exception):
-    """An error answer to a client, in OpenAI's shape. The status says whose fault it is."""
+    """An error answer to a client. The status says whose fault it is."""
 
     def __init__(
         self,
@@ -37,8 +53,11 @@ class ApiError(Exception):
             return "rate_limit_error"
         return "invalid_request_error" if self.status < 500 else "service_unavailable_error"
 
-    def body(self) -> bytes:
+    def body(self, style: Style = "openai") -> bytes:
         """The JSON body."""
+        if style == "anthropic":
+            kind = ANTHROPIC_TYPES.get(self.status, "api_error")
+            return msgspec.json.encode(AnthropicErrorBody(AnthropicDetail(kind, self.message)))
         detail = ErrorDetail(self.message, self.type, self.param, self.code or self.status)
         return msgspec.json.encode(ErrorBody(detail))
 
@@ -53,9 +72,23 @@ class ErrorDetail(msgspec.Struct):
 
 
 class ErrorBody(msgspec.Struct):
-    """The body of every error answer."""
+    """The body of every error answer, but of Anthropic's API."""
 
     error: ErrorDetail
+
+
+class AnthropicDetail(msgspec.Struct):
+    """What is wrong, in Anthropic's words."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorBody(msgspec.Struct):
+    """The body of every error answer of Anthropic's API."""
+
+    error: AnthropicDetail
+    type: Literal["error"] = "error"
 
 
 def overloaded(message: str) -> ApiError:

@@ -22,7 +22,7 @@ from router.gateway.record import RequestRecord
 from router.gateway.relay import REMEMBERED_INTERACTIONS, Relay, Services
 from router.gateway.replicas.pool import Replicas
 from router.gateway.request.intake import Intake
-from router.gateway.request.schema import Kind
+from router.gateway.request.kinds import Kind
 from router.gateway.request.tokens import Tokens
 from router.gateway.routing.fleet import Fleet
 from router.gateway.routing.link import Link

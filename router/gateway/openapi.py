@@ -21,16 +21,21 @@ from router.gateway.admin import (
     WorkerState,
 )
 from router.gateway.batches.schema import BatchList, BatchObject, FileDeleted, FileList, FileObject, NewBatch
-from router.gateway.errors import ErrorBody
+from router.gateway.errors import AnthropicErrorBody, ErrorBody
 from router.gateway.explain import Explained, Latest
 from router.gateway.pages import MOST_LATEST, HealthReport, Model, Models, StatusReport
 from router.gateway.record import REQUEST_ID
+from router.gateway.request.kinds import ANTHROPIC, PATHS, Kind
 from router.gateway.request.schema import (
-    PATHS,
     ChatRequest,
     CompletionRequest,
+    CountTokensRequest,
+    DetokenizeRequest,
     DocumentedGenerateRequest,
-    Kind,
+    DocumentedTokenizeRequest,
+    EmbeddingsRequest,
+    MessagesRequest,
+    ResponsesRequest,
 )
 from router.gateway.tenants import TenantChange, TenantState
 from router.gateway.usage import UsageReport
@@ -55,6 +60,12 @@ REQUESTS: dict[Kind, tuple[Any, str]] = {
     "chat": (ChatRequest, "Answer a chat."),
     "completions": (CompletionRequest, "Continue a prompt."),
     "generate": (DocumentedGenerateRequest, "SGLang's own interface."),
+    "responses": (ResponsesRequest, "Answer in OpenAI's Responses API. Nothing is stored."),
+    "messages": (MessagesRequest, "Answer in Anthropic's Messages API."),
+    "embeddings": (EmbeddingsRequest, "Embed texts, where the model can."),
+    "count_tokens": (CountTokensRequest, "Count the tokens of a request to /v1/messages."),
+    "tokenize": (DocumentedTokenizeRequest, "The token ids of texts, or of a chat."),
+    "detokenize": (DetokenizeRequest, "The texts of token ids."),
 }
 
 ERRORS = {
@@ -81,7 +92,8 @@ ANSWER = (
     "even with a `seed`, unless the engine is deterministic. A stream whose replica is lost is continued by another "
     "one: a greedy one in the same words, a sampled one from the tokens it has, as a sample of the same distribution. "
     "It ends in an `error` event without `[DONE]` if that cannot be done: with logprobs, `n` above 1, tools, a "
-    "grammar, or sampling that looks back on its own output (presence and repetition penalties)."
+    "grammar, or sampling that looks back on its own output (presence and repetition penalties). Streams of "
+    "/v1/responses and /v1/messages are not continued, and end in the `error` event of their API."
 )
 
 
@@ -105,6 +117,7 @@ def describe(version: str, paths: Collection[str] | None = None) -> Schema:
             Explained,
             Latest,
             ErrorBody,
+            AnthropicErrorBody,
             TenantChange,
             TenantState,
             FileObject,
@@ -142,7 +155,7 @@ class _Document:
             "info": {"title": "sglang-fair gateway", "version": version},
             "components": {"schemas": components},
             "paths": {
-                **{PATHS[kind]: {"post": self._relayed(*REQUESTS[kind])} for kind in PATHS},
+                **{PATHS[kind]: {"post": self._relayed(kind, *REQUESTS[kind])} for kind in PATHS},
                 "/v1/models": {
                     "get": self._answered("The models that the sender may ask for.", Models, ("401",))
                 },
@@ -273,7 +286,7 @@ class _Document:
             },
         }
 
-    def _relayed(self, request: Any, summary: str) -> Schema:
+    def _relayed(self, kind: Kind, request: Any, summary: str) -> Schema:
         """An operation that a replica answers."""
         headers = ("x-fair-worker", "x-fair-client", "x-fair-request-id", "x-fair-matched-tokens", REQUEST_ID)
         answer: Schema = {
@@ -295,7 +308,10 @@ class _Document:
             "summary": summary,
             "parameters": [client, name],
             "requestBody": self._body(request),
-            "responses": {"200": answer, **self._errors(RELAY_ERRORS)},
+            "responses": {
+                "200": answer,
+                **self._errors(RELAY_ERRORS, AnthropicErrorBody if kind in ANTHROPIC else ErrorBody),
+            },
         }
 
     def _answered(
@@ -317,8 +333,8 @@ class _Document:
     def _body(self, request: Any) -> Schema:
         return {"required": True, "content": {"application/json": {"schema": self._schemas[request]}}}
 
-    def _errors(self, statuses: Sequence[str]) -> Schema:
-        return {status: self._json(ERRORS[status], ErrorBody) for status in statuses}
+    def _errors(self, statuses: Sequence[str], body: Any = ErrorBody) -> Schema:
+        return {status: self._json(ERRORS[status], body) for status in statuses}
 
     def _json(self, description: str, answer: Any) -> Schema:
         return {

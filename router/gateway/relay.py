@@ -27,6 +27,7 @@ from router.gateway.access.quota import Quotas, Ticket
 from router.gateway.answer.reply import ClientGone, Reply
 from router.gateway.answer.resume import Diverged, Resumable
 from router.gateway.answer.sse import DONE
+from router.gateway.answer.typed import error_event
 from router.gateway.clients import address_share, header_safe
 from router.gateway.counters import Counters
 from router.gateway.errors import ApiError
@@ -51,13 +52,13 @@ from router.gateway.replicas.retries import (
 )
 from router.gateway.request.call import Call, check_models
 from router.gateway.request.intake import MAX_ROUTED_TOKENS, Intake
-from router.gateway.request.schema import PATHS, Kind
+from router.gateway.request.kinds import ANTHROPIC, PATHS, Kind
 from router.gateway.routing.link import RouterGone
 from router.gateway.routing.placer import Placer
 from router.gateway.sharing.allowance import Allowance, Capacity
 from router.wire import pack_tokens, unpack_tokens
 from sglang_fair.common import token_ids
-from sglang_fair.common.caller import Caller
+from sglang_fair.common.caller import HEADER_SALT, Caller, salt_header
 from sglang_fair.common.deadlines import HEADER_TIER, BadDeadline, Classes, Promise, attained
 from sglang_fair.common.identity import (
     ANNOUNCEMENTS,
@@ -164,6 +165,8 @@ class _Exchange:
         """Output tokens of earlier attempts that the client has."""
         self._was_taken = False
         """A replica has, or may have, computed something for it."""
+        self._next_number = 0
+        """Of the event that follows what the client has, in a stream that numbers them."""
         self._own_headers: dict[str, str] = {}
         """Of every answer: the request's name, and what is left of its tenant's limits."""
         self._worker = "-"
@@ -362,6 +365,8 @@ class _Exchange:
 
     def _part_of(self, call: Call, headers: Headers) -> Part:
         """With an application that its client may name."""
+        if not call.needs_engine:
+            return Part()  # it is no call of an interaction
         part = part_of(headers, call.body.get("metadata"))
         apps = self._services.apps
         if self._tenant is not None and self._tenant.apps is not None:
@@ -405,6 +410,8 @@ class _Exchange:
         resumable = Resumable(call) if call.resume else None
         if call.asks_for_token_ids:
             headers |= {token_ids.HEADER: "1"}
+        if call.salt is not None:
+            headers |= {HEADER_SALT: salt_header(call.salt)}
         if (system_tokens := await services.intake.system_tokens(call, self._allowance.share)) > 0:
             headers |= {HEADER_SYSTEM_TOKENS: str(min(system_tokens, self._prompt_tokens))}
         max_silenced = 1 if len(call.encoded) > LARGE_BYTES else MAX_SILENCED
@@ -443,7 +450,7 @@ class _Exchange:
                     services.counters.failed += 1
                     self._noted.error = f"{error.code or error.status}: {error.message}"
                     self._noted.status = error.status
-                    await reply.break_off(error)
+                    await reply.end(error_event(self._kind, error, self._next_number))
                     return
                 case step:
                     assert_never(step)
@@ -545,6 +552,7 @@ class _Exchange:
         if isinstance(outcome, Served) or reply.started:
             self._answered_before += attempt.output_tokens
         self._was_taken |= attempt.was_taken
+        self._next_number = attempt.next_number
         self._attempting = None
         if isinstance(outcome, Lost):
             log.warning(
@@ -603,7 +611,7 @@ class _Exchange:
         headers = [(b"content-type", b"application/json"), (b"x-fair-client", self._client.encode("latin-1"))]
         more = {**self._own_headers, **error.headers}
         headers += [(name.encode(), value.encode()) for name, value in more.items()]
-        body = error.body()
+        body = error.body("anthropic" if self._kind in ANTHROPIC else "openai")
         headers.append((b"content-length", str(len(body)).encode()))
         await self._send({"type": "http.response.start", "status": error.status, "headers": headers})
         await self._send({"type": "http.response.body", "body": body})

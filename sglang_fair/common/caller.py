@@ -9,11 +9,15 @@ reaches into a group, and nobody in a group reaches out of it.
 """
 
 from dataclasses import dataclass
+from urllib.parse import quote, unquote
 
 from sglang_fair.common.weights import MOST_WEIGHT
 
 HEADER_WEIGHT = "x-fair-weight"
 """`3.0@1763809200000000000`: the client's weight, and the version of the tenants' file that says so."""
+
+HEADER_SALT = "x-fair-cache-salt"
+"""The cache salt, percent-encoded, of requests whose body has no field for it."""
 
 GROUP_MARK = "\x1d"
 """ASCII's group separator, around the name of a group in a salt."""
@@ -57,3 +61,13 @@ def salted(group: str | None, salt: str | None) -> str | None:
     if group is None and not (salt or "").startswith(GROUP_MARK):
         return salt or None
     return f"{GROUP_MARK}{group or ''}{GROUP_MARK}{salt or ''}"
+
+
+def salt_header(salt: str) -> str:
+    """`salt` as it travels in `HEADER_SALT`."""
+    return quote(salt, safe="", errors="surrogatepass")
+
+
+def read_salt(text: str) -> str | None:
+    """The salt in a header; None if there is none."""
+    return unquote(text, errors="surrogatepass") or None

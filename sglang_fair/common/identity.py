@@ -51,10 +51,22 @@ DEFAULT_ORDER: tuple[str, ...] = (
     API_KEY,
     USER,
 )
-"""Where to look for a name; the first match wins: header names, `api-key`, or `user` (the field of OpenAI's API).
+"""Where to look for a name; the first match wins: header names, `api-key`, or `user` (the field of OpenAI's API, and
+`metadata.user_id` of Anthropic's).
 
 Headers are believed. If clients reach the gateway directly, list only what a proxy in front of it sets, or `api-key`.
 """
+
+
+HEADER_KEY = "x-api-key"
+"""Where Anthropic's clients send their key."""
+
+
+def api_key(headers: Mapping[str, str]) -> str:
+    """The key in `Authorization: Bearer`, or in `HEADER_KEY`; "" if there is none."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    given = key.strip() if scheme.lower() == "bearer" else ""
+    return given or headers.get(HEADER_KEY, "").strip()
 
 
 def identify(
@@ -69,9 +81,8 @@ def identify(
         if place == USER:
             name = user or ""
         elif place == API_KEY:
-            scheme, _, key = headers.get("authorization", "").partition(" ")
-            is_key = scheme.lower() == "bearer" and key.strip()
-            name = "key:" + hashlib.sha256(key.strip().encode()).hexdigest()[:12] if is_key else ""
+            key = api_key(headers)
+            name = "key:" + hashlib.sha256(key.encode()).hexdigest()[:12] if key else ""
         else:
             name = headers.get(place, "")
         if name.strip():

@@ -3,14 +3,15 @@
 They travel in `sampling_params.custom_params`, which survives every endpoint, streaming, batches and n > 1. A `fair`
 entry in a client's own body is dropped: only the server says who a client is, and which requests are its own. A
 client's weight and cache group, the number of a call in its interaction, the tokens of its system messages, its tier
-and by when its first token is due are believed where its name is the gateway's.
+and by when its first token is due are believed where its name is the gateway's. So are the salt of a request whose body
+has no field for it, and the id of one of Anthropic's API, by which it can be cancelled.
 """
 
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sglang_fair.common.caller import HEADER_WEIGHT, read_weight, salted
+from sglang_fair.common.caller import HEADER_SALT, HEADER_WEIGHT, read_salt, read_weight, salted
 from sglang_fair.common.deadlines import (
     HEADER_CLASS,
     HEADER_SLACK,
@@ -34,6 +35,8 @@ from sglang_fair.common.interaction import part_of, read_count
 from sglang_fair.overlay import config
 from sglang_fair.overlay.model_gate import is_probe
 from sglang_fair.overlay.replica import CUSTOM_PARAMS_KEY
+
+MESSAGES = "/v1/messages"
 
 
 def carry_client(obj: Any, request: Any) -> None:
@@ -62,6 +65,13 @@ def carry_client(obj: Any, request: Any) -> None:
             carried["tier"] = tier
         if is_health_check(request) or is_probe(request):
             carried["system"] = True
+        if believed and (salt := read_salt(request.headers.get(HEADER_SALT, ""))) is not None:
+            if hasattr(obj, "cache_salt"):
+                obj.cache_salt = salt
+            else:
+                carried["salt"] = salt
+        if believed and "attempt" in carried and request.scope.get("path") == MESSAGES:
+            obj.rid = carried["attempt"]
     if not believed:
         _keep_out_of_groups(obj)
     if obj.sampling_params is None:
@@ -108,8 +118,11 @@ def is_health_check(request: Any) -> bool:
 
 
 def user_of(request: Any) -> str | None:
-    """The OpenAI `user` field."""
-    user = _body(request).get("user")
+    """OpenAI's field `user`, or Anthropic's `metadata.user_id`."""
+    body = _body(request)
+    user = body.get("user")
+    if request.scope.get("path") == MESSAGES and isinstance(body.get("metadata"), dict):
+        user = body["metadata"].get("user_id")
     return user if isinstance(user, str) else None
 
 

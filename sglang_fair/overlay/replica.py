@@ -260,9 +260,12 @@ class ReplicaFairness:
         if job is None:
             job = job_of(request, self.config.apps)
             job.id, job.arrived_s = self._free_id(request.rid), self.now_s
-            slack_s = _said(request).get("slack_s")
+            said = _said(request)
+            slack_s = said.get("slack_s")
             if slack_s is not None:
                 job.deadline_s = job.arrived_s + slack_s
+            if salt := said.get("salt"):  # SGLang's requests for embeddings carry none themselves
+                request.cache_salt = salt
             if not job.call:
                 self._numbered.add(job.id)
                 job.call = self._interactions.accept(_interaction(job))

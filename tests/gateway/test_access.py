@@ -21,11 +21,13 @@ from router.gateway.counters import Counters
 from router.gateway.errors import ApiError
 from router.gateway.guard import KEY_VARIABLE
 from router.gateway.openapi import describe
+from router.gateway.request.kinds import PATHS
 from sglang_fair.common.caller import HEADER_WEIGHT
 from sglang_fair.common.identity import API_KEY, DEFAULT_ORDER, USER
 from sglang_fair.settings.setting import SettingError
 from sglang_fair.tenants import edit, keys
 from sglang_fair.tenants.model import Tenant
+from tests.support import apis
 from tests.support.ports import free_port
 from tests.support.stand_in import MODEL, make_tokenizer
 from tests.support.waiting import eventually
@@ -282,9 +284,7 @@ def test_keys_and_weights_follow_the_file(changing: Path) -> None:
 KEYS = {"none": None, "invented": INVENTED, "tenant": GOLD, "admin": ADMIN}
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
 BODIES: dict[str, Any] = {
-    "/v1/chat/completions": CHAT,
-    "/v1/completions": {"prompt": "x"},
-    "/generate": {"text": "x"},
+    **apis.BODIES,
     "/workers": {"url": "http://127.0.0.1:1"},
     "/limits": {"user": 1},
     "/swap": {"worker": "r0", "model": MODEL},
@@ -296,6 +296,12 @@ CLIENTS_ADDRESS = {
     ("post", "/v1/chat/completions"): (401, 401, 503, 401),
     ("post", "/v1/completions"): (401, 401, 503, 401),
     ("post", "/generate"): (401, 401, 503, 401),
+    ("post", "/v1/responses"): (401, 401, 503, 401),
+    ("post", "/v1/messages"): (401, 401, 503, 401),
+    ("post", "/v1/embeddings"): (401, 401, 503, 401),
+    ("post", "/v1/messages/count_tokens"): (401, 401, 503, 401),
+    ("post", "/tokenize"): (401, 401, 503, 401),
+    ("post", "/detokenize"): (401, 401, 503, 401),
     ("get", "/v1/models"): (401, 401, 200, 401),
     ("get", "/v1/models/{id}"): (401, 401, 200, 401),
     ("get", "/v1/usage"): (401, 401, 200, 401),
@@ -325,6 +331,12 @@ OPERATORS_ADDRESS = {
     ("post", "/v1/chat/completions"): (404, 404, 404, 404),
     ("post", "/v1/completions"): (404, 404, 404, 404),
     ("post", "/generate"): (404, 404, 404, 404),
+    ("post", "/v1/responses"): (404, 404, 404, 404),
+    ("post", "/v1/messages"): (404, 404, 404, 404),
+    ("post", "/v1/embeddings"): (404, 404, 404, 404),
+    ("post", "/v1/messages/count_tokens"): (404, 404, 404, 404),
+    ("post", "/tokenize"): (404, 404, 404, 404),
+    ("post", "/detokenize"): (404, 404, 404, 404),
     ("get", "/v1/models"): (404, 404, 404, 404),
     ("get", "/v1/models/{id}"): (404, 404, 404, 404),
     ("get", "/v1/usage"): (404, 404, 404, 404),
@@ -475,7 +487,8 @@ def test_a_tenant_sees_the_models_that_it_may_ask_for(path: Path, tmp_path: Path
 def test_an_address_documents_what_it_has(path: Path, tmp_path: Path) -> None:
     app = made(tmp_path, tenants=str(path), admin_port=free_port())
     assert set(app.pages.openapi()["paths"]) == {
-        *("/v1/chat/completions", "/v1/completions", "/generate", "/v1/models", "/v1/models/{id}", "/health"),
+        *PATHS.values(),
+        *("/v1/models", "/v1/models/{id}", "/health"),
         *(
             "/v1/usage",
             "/explain/{id}",

@@ -12,8 +12,8 @@ import pytest
 from router.gateway.clients import address_share, header_safe
 from router.gateway.relay import LARGE_BYTES
 from router.gateway.replicas.connections import NoDescriptors
-from router.gateway.request.call import LARGE_BODY_BYTES, parse
 from router.gateway.request.chunks import ChunkedTokenizer
+from router.gateway.request.parse import LARGE_BODY_BYTES, parse
 from tests.gateway.test_gateway import CHAT, COMPLETION, START_S, Cluster, FakeReplica, run
 from tests.support.stand_in import MODEL, make_tokenizer
 from tests.support.waiting import eventually

@@ -11,14 +11,16 @@ from hypothesis import strategies as st
 
 from router.events import Arrive
 from router.gateway.errors import ApiError
-from router.gateway.request.call import Call, parse
+from router.gateway.request.call import Call
+from router.gateway.request.kinds import BY_HEADER, PATHS, WITHOUT_ENGINE
 from router.gateway.request.names import Names
-from router.gateway.request.schema import PATHS
+from router.gateway.request.parse import parse
 from router.wire import namespace
 from sglang_fair.common.caller import GROUP_MARK, HEADER_WEIGHT, read_weight, salted
 from sglang_fair.tenants import edit, keys
 from sglang_fair.tenants.model import Tenant
 from tests.gateway.test_gateway import CHAT, COMPLETION, GENERATE, MODEL, Cluster, run
+from tests.support.apis import BODIES
 from tests.support.stand_in import make_tokenizer
 from tests.support.waiting import eventually
 
@@ -120,8 +122,11 @@ def test_the_rest_of_a_stream_is_in_the_same_group(tokenizer: Path, tenants: Pat
 
 
 def parsed(kind: Any, group: str | None, **more: object) -> Call:
-    asked = {"chat": CHAT, "completions": COMPLETION, "generate": GENERATE}[kind]
-    return parse(kind, json.dumps(asked | more).encode(), Names(MODEL), group)
+    return parse(kind, json.dumps(BODIES[PATHS[kind]] | more).encode(), Names(MODEL), group)
+
+
+SALTED = sorted(set(PATHS) - WITHOUT_ENGINE)
+"""Kinds with a cache salt."""
 
 
 JSON = st.recursive(
@@ -138,7 +143,7 @@ JSON = st.recursive(
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(
-    kind=st.sampled_from(sorted(PATHS)),
+    kind=st.sampled_from(SALTED),
     salt=JSON,
     extra_key=JSON,
     lora=JSON,
@@ -150,18 +155,18 @@ def test_no_body_reaches_into_a_group(kind, salt, extra_key, lora, group) -> Non
         call = parsed(kind, group, cache_salt=salt, extra_key=extra_key, lora_path=lora)
     except ApiError:
         return
-    salts = call.body.get("cache_salt")
+    salts = call.salt if kind in BY_HEADER else call.body.get("cache_salt")
     for one in salts if isinstance(salts, list) else [salts]:
         assert not (isinstance(one, str) and one.startswith(SALT))
         if group is not None:
             assert isinstance(one, str)
             assert one.startswith(f"{GROUP_MARK}other{GROUP_MARK}")
-    assert json.loads(call.encoded).get("cache_salt") == salts
+    assert json.loads(call.encoded).get("cache_salt") == (None if kind in BY_HEADER else salts)
     for mine in (None, "s", SALT):
         assert call.namespace != namespace(None, salted("team", mine), None)
 
 
-@pytest.mark.parametrize("kind", sorted(PATHS))
+@pytest.mark.parametrize("kind", ["chat", "completions", "generate"])
 def test_each_salt_of_a_batch_is_put_into_the_group(kind) -> None:
     call = parsed(kind, "team", cache_salt=["", "s"])
     assert call.body["cache_salt"] == [salted("team", None), salted("team", "s")]
@@ -171,7 +176,7 @@ def test_each_salt_of_a_batch_is_put_into_the_group(kind) -> None:
         assert caught.value.status == 400
 
 
-@pytest.mark.parametrize("kind", sorted(PATHS))
+@pytest.mark.parametrize("kind", ["chat", "completions", "generate"])
 def test_without_a_group_a_body_is_passed_on_as_it_is(kind) -> None:
     for salt in (None, "", "s", ["a", ""], 3):
         assert parsed(kind, None, cache_salt=salt).body["cache_salt"] == salt

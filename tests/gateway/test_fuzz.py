@@ -40,8 +40,9 @@ from router.gateway.answer.sse import Stream
 from router.gateway.app import Config, create_app
 from router.gateway.errors import ApiError
 from router.gateway.limits import Limits
-from router.gateway.request.call import Call, parse
+from router.gateway.request.call import Call
 from router.gateway.request.names import Names
+from router.gateway.request.parse import parse
 from router.placement import PLACEMENTS, build
 from router.wire import decode_kv_batch
 from sglang_fair.tenants import edit, keys

@@ -10,7 +10,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from itertools import count
 from pathlib import Path
 
 import aiohttp
@@ -22,7 +23,8 @@ from aiohttp import web
 
 from router.core import Router
 from router.events import Arrive, WorkerUp
-from router.gateway.answer.sse import Stream, Usage, usage_of
+from router.gateway.answer.sse import Stream, usage_of
+from router.gateway.answer.usage import Usage
 from router.gateway.app import App, Config, create_app
 from router.gateway.clients import header_safe
 from router.gateway.errors import ApiError
@@ -30,8 +32,8 @@ from router.gateway.gateway import Gateway
 from router.gateway.guard import KEY_VARIABLE
 from router.gateway.limits import Limits
 from router.gateway.listener import Listener
-from router.gateway.request.call import parse
 from router.gateway.request.names import Names
+from router.gateway.request.parse import parse
 from router.gateway.request.tokens import TokenizerError, Tokens
 from router.placement import build
 from router.shell import Shell
@@ -40,6 +42,7 @@ from sglang_fair.common.identity import HEADER_ATTEMPT
 from sglang_fair.core import make_policy
 from sglang_fair.core.job import Job
 from sglang_fair.core.record import Record
+from tests.support import apis
 from tests.support.stand_in import make_tokenizer
 from tests.support.waiting import eventually
 
@@ -79,7 +82,7 @@ class FakeReplica:
         self.working = 0
         self._cancel: dict[str, asyncio.Event] = {}
         app = web.Application(client_max_size=1 << 26)
-        for path in ("/v1/chat/completions", "/v1/completions", "/generate"):
+        for path in apis.BODIES:
             app.router.add_post(path, self._serve)
         app.router.add_post("/abort_request", self._abort)
         app.router.add_get("/v1/models", self._models)
@@ -114,7 +117,7 @@ class FakeReplica:
         body = await request.json()
         self.requests.append((request.path, dict(request.headers), body))
         self.working += 1
-        rid = body["rid"][0] if isinstance(body["rid"], list) else body["rid"]
+        [rid, *_] = self._rids(request, body)
         job = Job(rid, request.headers["x-fair-client"], 5, extend_tokens=3, cached_tokens=2, output_tokens=3)
         job.attempt = request.headers[HEADER_ATTEMPT]
         has_answered = False
@@ -130,6 +133,11 @@ class FakeReplica:
             self.record.tick(time.monotonic())
             self.record.finish(job, "finished" if has_answered else "aborted")
 
+    @staticmethod
+    def _rids(request: web.Request, body: dict) -> list[str]:
+        given = body.get("rid") or body.get("request_id") or request.headers[HEADER_ATTEMPT]
+        return given if isinstance(given, list) else [given]
+
     async def _explain(self, request: web.Request) -> web.Response:
         self.explained += 1
         self.record.tick(time.monotonic())
@@ -144,7 +152,7 @@ class FakeReplica:
             return web.json_response({"object": "error", "message": "as told"}, status=int(self.mode))
         if self.mode == "silent":
             await asyncio.sleep(DEADLINE_S)
-        rids = body["rid"] if isinstance(body["rid"], list) else [body["rid"]]
+        rids = self._rids(request, body)
         if body.get("stream"):
             return await self._answer_stream(request, body, rids)
         if self.mode == "endless":
@@ -162,7 +170,7 @@ class FakeReplica:
         async for event in self._events(request.path, body, rids):
             if self.mode == "no end" and event == b"[DONE]":
                 break
-            await response.write(b"data: " + event + b"\n\n")
+            await response.write(event if event.endswith(b"\n\n") else b"data: " + event + b"\n\n")
             sent += 1
             if self.mode == "die midway" and sent == 2:
                 await response.write(b'data: {"cut')
@@ -171,6 +179,11 @@ class FakeReplica:
         return response
 
     async def _events(self, path: str, body: dict, rids: list[str]) -> AsyncIterator[bytes]:
+        if path in ("/v1/responses", "/v1/messages"):
+            for event in apis.events(path, rids[0], self._pieces(), MODEL, 5):
+                await asyncio.sleep(0.002 if self.mode == "endless" else 0)
+                yield event
+            return
         samples = self._samples(path, body, rids)
         for token in range(3):
             for index, rid in samples:
@@ -184,6 +197,10 @@ class FakeReplica:
             chunk = {"id": rids[0], "choices": [], "usage": self._usage(3 * len(samples))}
             yield json.dumps(chunk, separators=(",", ":")).encode()
         yield b"[DONE]"
+
+    def _pieces(self) -> Iterator[str]:
+        numbers = count() if self.mode == "endless" else iter(range(3))
+        return (f"t{number}" for number in numbers)
 
     def _event(self, path: str, rid: str, index: int, token: int) -> bytes:
         if path == "/generate":
@@ -212,6 +229,8 @@ class FakeReplica:
         return json.dumps(event, separators=(",", ":")).encode()
 
     def _whole(self, path: str, body: dict, rids: list[str]) -> object:
+        if path not in ("/v1/chat/completions", "/v1/completions", "/generate"):
+            return apis.whole(path, rids[0], "ttt", MODEL, apis.Counts(5, 3, 2))
         samples = self._samples(path, body, rids)
         if path == "/generate":
             answers = [{"text": "ttt", "meta_info": self._meta(rid, 3)} for _, rid in samples]

@@ -12,8 +12,9 @@ from router.gateway.errors import ApiError
 from router.gateway.limits import OTHER_DESCRIPTORS, Limits, fit
 from router.gateway.limits import parse as parse_limits
 from router.gateway.replicas.context import context_of
-from router.gateway.request.call import MAX_MESSAGES, MAX_VALUES, check_size, parse
 from router.gateway.request.names import Names
+from router.gateway.request.parse import MAX_VALUES, check_size, parse
+from router.gateway.request.schema import MAX_MESSAGES
 
 JSON = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(0, 9), st.text(alphabet='ab"\\,[{\n')),
@@ -76,9 +77,9 @@ def test_values_are_counted_as_a_parser_would_make_them(value: object) -> None:
 
     raw = json.dumps([value] * 3, ensure_ascii=False).encode()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("router.gateway.request.call.MAX_VALUES", count([value] * 3))
+        patch.setattr("router.gateway.request.parse.MAX_VALUES", count([value] * 3))
         check_size(raw, 1000)
-        patch.setattr("router.gateway.request.call.MAX_VALUES", count([value] * 3) - 1)
+        patch.setattr("router.gateway.request.parse.MAX_VALUES", count([value] * 3) - 1)
         with pytest.raises(ApiError):
             check_size(raw, 1000)
 

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from router.gateway.answer.resume import Diverged, Resumable
 from router.gateway.answer.sse import COMMENTS, Stream
-from router.gateway.request.call import Call, parse
+from router.gateway.request.call import Call
 from router.gateway.request.continuation import continuation
 from router.gateway.request.names import Names
+from router.gateway.request.parse import parse
 from router.gateway.request.tokens import Tokens
 from sglang_fair.common.token_ids import comment
 from tests.support.stand_in import Engine, make_tokenizer

@@ -21,9 +21,11 @@ from typing import Any
 from aiohttp import web
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from router.gateway.request import kinds
 from sglang_fair.common.processes import die_with_parent
 from sglang_fair.common.swapping import HEADER_MODEL, MISDIRECTED
 from sglang_fair.common.token_ids import HEADER, comment
+from tests.support import apis
 
 MODEL = "tiny"
 UNFINISHED = "\ufffd"
@@ -69,12 +71,15 @@ class Engine:
 
     def prompt(self, kind: str, body: dict[str, Any]) -> list[int]:
         """The token ids of the prompt in `body`; of a batch, those of the first."""
-        if kind == "chat":
+        if kind in ("chat", "responses", "messages", "count_tokens"):
             if body.get("input_ids") is not None:
                 return list(body["input_ids"])
-            said = "".join(f"<{one.get('role', '')}>{one.get('content', '')}\n" for one in body["messages"])
+            asked = body.get("messages", body.get("input"))
+            asked = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+            said = "".join(f"<{one.get('role', '')}>{one.get('content', '')}\n" for one in asked)
             return list(self._tokenizer.encode(f"<s>{said}<assistant>").ids)
-        found = body["prompt"] if kind == "completions" else body.get("text")
+        fields = {"completions": "prompt", "embeddings": "input", "generate": "text"}
+        found = body.get(fields[kind]) if kind in fields else ""
         found = body["input_ids"] if found is None else found
         if isinstance(found, list) and not isinstance(found[0], int):
             [found, *_] = found
@@ -84,7 +89,8 @@ class Engine:
         """The answer, token by token."""
         sampling = body.get("sampling_params") or {} if kind == "generate" else body
         sampling = sampling[0] if isinstance(sampling, list) else sampling
-        limit = sampling.get("max_new_tokens") or sampling.get("max_tokens") or 16
+        names = ("max_new_tokens", "max_tokens", "max_output_tokens")
+        limit = next((sampling[name] for name in names if sampling.get(name)), 16)
         stops = sampling.get("stop") or []
         stops = [stops] if isinstance(stops, str) else stops
         rng = None if sampling.get("temperature") == 0 else self._rng
@@ -129,6 +135,12 @@ class Engine:
         `ids_of_chats`: as the overlay answers whoever asks for token ids.
         """
         prompt_ids = self.prompt(kind, body)
+        if kind in ("responses", "messages"):
+            pieces = _pieces(self.steps(kind, body))
+            yield from apis.events(
+                kinds.PATHS[kind], body.get("request_id", "1"), pieces, MODEL, len(prompt_ids)
+            )
+            return
         head = {"id": body["rid"], "created": random.randrange(1 << 30), "model": MODEL}
         if kind == "chat":
             yield _event(_chunk(kind, head, {"delta": {"role": "assistant", "content": ""}}))
@@ -172,11 +184,22 @@ class Engine:
     def whole(self, kind: str, body: dict[str, Any], step: Step) -> dict[str, Any]:
         """The whole answer, for a request without `stream`."""
         prompt_ids = self.prompt(kind, body)
+        if kind not in ("chat", "completions", "generate"):
+            counts = apis.Counts(len(prompt_ids), len(step.ids))
+            return apis.whole(kinds.PATHS[kind], body.get("request_id", "1"), step.text, MODEL, counts)
         if kind == "generate":
             return {"text": step.text, "output_ids": step.ids, "meta_info": _meta(body, prompt_ids, step)}
         choice = {"index": 0, "finish_reason": step.finish and step.finish["type"]}
         choice |= {"text": step.text} if kind == "completions" else {"message": {"content": step.text}}
         return {"id": body["rid"], "choices": [choice], "usage": _usage(prompt_ids, step)}
+
+
+def _pieces(steps: Iterator[Step]) -> Iterator[str]:
+    """The text of each token."""
+    text = ""
+    for step in steps:
+        yield step.text[len(text) :]
+        text = step.text
 
 
 def _meta(body: dict[str, Any], prompt_ids: list[int], step: Step) -> dict[str, Any]:
@@ -248,7 +271,8 @@ class Server:
             steps = []
             for step in self._engine.steps(kind, body):
                 steps.append(step)
-                await self._computed(client)
+                if kind not in kinds.WITHOUT_ENGINE and kind != "embeddings":
+                    await self._computed(client)
             return web.json_response(self._engine.whole(kind, body, steps[-1]))
         response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
@@ -260,7 +284,7 @@ class Server:
         self, kind: str, body: dict[str, Any], client: str, ids_of_chats: bool
     ) -> AsyncIterator[bytes]:
         for event in self._engine.events(kind, body, ids_of_chats=ids_of_chats):
-            if b'"choices":[]' not in event and b"[DONE]" not in event:
+            if _is_token(kind, event):
                 await self._computed(client)
             yield event
 
@@ -270,7 +294,13 @@ class Server:
         self.by_client[client] = self.by_client.get(client, 0) + 1
 
 
-PATHS = {"/v1/chat/completions": "chat", "/v1/completions": "completions", "/generate": "generate"}
+PATHS = {path: kind for kind, path in kinds.PATHS.items()}
+
+
+def _is_token(kind: str, event: bytes) -> bool:
+    if kind in ("responses", "messages"):
+        return event.startswith((b"event: content_block_delta", b"event: response.output_text.delta"))
+    return b'"choices":[]' not in event and b"[DONE]" not in event
 
 
 async def _nothing(_: web.Request) -> web.Response:

@@ -17,7 +17,7 @@ from router.gateway.clients import header_safe
 from router.gateway.counters import Counters
 from router.gateway.errors import ApiError
 from sglang_fair.common.caller import HEADER_WEIGHT, Caller
-from sglang_fair.common.identity import API_KEY, DEFAULT_ORDER, USER, identify
+from sglang_fair.common.identity import API_KEY, DEFAULT_ORDER, USER, api_key, identify
 
 HEADER_FEEDER = "x-fair-feeder"
 """The feeder's key."""
@@ -77,9 +77,11 @@ class Identity:
             if found is None:
                 raise _refused("the proxy names no tenant", "unknown_tenant")
             return found
-        key = bearer(headers)
+        key = api_key(headers)
         if not key:
-            raise _refused("no API key: send it as `Authorization: Bearer KEY`", "missing_api_key")
+            raise _refused(
+                "no API key: send it as `Authorization: Bearer KEY` or as `x-api-key: KEY`", "missing_api_key"
+            )
         found = self.directory.by_key(key)
         if found is None:
             raise _refused("this API key is not known here", "invalid_api_key")
@@ -96,12 +98,6 @@ class Identity:
         if found is None or not name:
             raise _refused("the feeder names no tenant", "unknown_tenant")
         return found._replace(pulled=headers.get(HEADER_PULL, ""))
-
-
-def bearer(headers: Headers) -> str:
-    """The key in `Authorization: Bearer`, "" if there is none."""
-    scheme, _, key = headers.get("authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else ""
 
 
 def _client(headers: Headers, user: str | None, order: Sequence[str]) -> Known:

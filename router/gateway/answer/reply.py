@@ -5,8 +5,6 @@ from collections.abc import Mapping
 
 from starlette.types import Message, Send
 
-from router.gateway.errors import ApiError
-
 
 class ClientGone(Exception):
     """The client has left, or has stopped reading."""
@@ -51,10 +49,6 @@ class Reply:
         """Sends the last piece."""
         await self._send({"type": "http.response.body", "body": body})
         self.ended = True
-
-    async def break_off(self, error: ApiError) -> None:
-        """Ends a stream with an error event and no [DONE]."""
-        await self.end(b"data: " + error.body() + b"\n\n")
 
     def close(self) -> None:
         """Stops the timer. Nothing more may be sent."""

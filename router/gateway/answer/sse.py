@@ -5,17 +5,20 @@ parsed only where a usage may be in them. The numbers are the replica's:
 
     chat, completions   one event with `usage` and no `choices`, before [DONE]; hidden unless asked for
     /generate           `meta_info` in every event, cumulative; the last one of each index counts
+    responses, messages `answer.typed`
 """
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import msgspec
 
 from router.events import Count
+from router.gateway.answer import typed
+from router.gateway.answer.typed import TypedStream
+from router.gateway.answer.usage import Usage
 from router.gateway.request.call import Call
-from router.gateway.request.schema import Kind
+from router.gateway.request.kinds import Kind
 from sglang_fair.common.token_ids import PREFIX
 
 END_OF_EVENT = b"\n\n"
@@ -29,14 +32,6 @@ COMMENTS = re.compile(rb"(?m)^" + re.escape(PREFIX) + rb"[^\n]*\n\n")
 
 _USAGE = re.compile(rb'"usage"\s*:\s*\{')
 _RID = re.compile(rb'"id"\s*:\s*"([0-9a-f]{32})"')
-
-
-@dataclass(frozen=True)
-class Usage:
-    """Tokens of one request, over all its answers. `cached_tokens` is None if not reported."""
-
-    output_tokens: int = 0
-    cached_tokens: int | None = None
 
 
 class _Details(msgspec.Struct):
@@ -71,12 +66,19 @@ _GENERATED_ONE_OR_MORE = msgspec.json.Decoder(_Generated | list[_Generated])
 def usage_of(kind: Kind, body: bytes) -> Usage | None:
     """The usage in a complete response body; None if it has none."""
     try:
+        if kind in typed.ENDS:
+            return typed.usage_of(body)
         if kind != "generate":
             return _openai_usage(_OPENAI.decode(body).usage)
         answers = _GENERATED_ONE_OR_MORE.decode(body)
     except msgspec.MsgspecError:
         return None
     return _sum(answers if isinstance(answers, list) else [answers])
+
+
+def stream_of(call: Call) -> "Stream | TypedStream":
+    """What reads the stream that answers `call`."""
+    return TypedStream(call.kind) if call.kind in typed.ENDS else Stream(call)
 
 
 class Stream:

@@ -12,7 +12,9 @@ from router.events import Done, Place, Progress
 from router.events import Outcome as Ending
 from router.gateway.answer.reply import ClientGone, Reply
 from router.gateway.answer.resume import Diverged, Resumable
-from router.gateway.answer.sse import Stream, Usage, usage_of
+from router.gateway.answer.sse import stream_of, usage_of
+from router.gateway.answer.typed import TypedStream
+from router.gateway.answer.usage import Usage
 from router.gateway.clients import header_safe
 from router.gateway.errors import describe
 from router.gateway.replicas.connections import Asking, Broken, Connection, NoDescriptors, NotConnected
@@ -27,7 +29,7 @@ from router.gateway.replicas.retries import (
     Served,
 )
 from router.gateway.request.call import Call
-from router.gateway.request.schema import PATHS
+from router.gateway.request.kinds import PATHS
 from router.gateway.routing.placer import Placer
 from sglang_fair.common.swapping import MISDIRECTED
 
@@ -72,7 +74,7 @@ class Attempt:
         self._waiting_since_s = waiting_since_s
         self._patient_until_s = 0.0 if patient_until_s is None else patient_until_s
         self._progress_interval_s = progress_interval_s
-        self._stream = Stream(call)
+        self._stream = stream_of(call)
         self._asking: Asking | None = None
         self._may_be_working = False
         """The replica has, or may have, the request and has not finished it."""
@@ -93,6 +95,11 @@ class Attempt:
     def usage(self) -> Usage:
         """Of its answer, so far."""
         return self._stream.usage if self._ended is None else self._ended
+
+    @property
+    def next_number(self) -> int:
+        """Of the event that would follow, in a stream that numbers its events."""
+        return self._stream.next_number if isinstance(self._stream, TypedStream) else 0
 
     @property
     def output_tokens(self) -> int:

@@ -4,7 +4,8 @@ The replica gets the client's own body, except for `rid` (ours, to cancel by), t
 which SGLang's /generate does not know and does not get, `stream_options.include_usage` (to learn a stream's usage),
 `return_token_ids` (to continue a stream elsewhere) and `custom_params.fair`, which names a client inside a replica and
 which nobody outside may set. Its `cache_salt` becomes that of its caller's cache group, with its own inside
-(`common.caller`).
+(`common.caller`). /v1/responses calls the `rid` `request_id`, and is told to store nothing. Of what has no field for
+an id or a salt, the replica learns both from headers.
 """
 
 from collections.abc import Collection, Sequence
@@ -14,33 +15,18 @@ from typing import Any
 import msgspec
 
 from router.gateway.errors import ApiError
-from router.gateway.request.cap import capped
 from router.gateway.request.continuation import Way, continuation
+from router.gateway.request.kinds import BY_HEADER, CHATS, WITHOUT_ENGINE, Kind
 from router.gateway.request.names import Names, model_not_found
-from router.gateway.request.schema import (
-    MAX_MESSAGES,
-    ChatRequest,
-    Common,
-    CompletionRequest,
-    GenerateRequest,
-    Kind,
-    OpenAIRequest,
-    Prompt,
-    SamplingParams,
-    check,
-    check_prompts,
-)
+from router.gateway.request.schema import Common, Prompt, SamplingParams
 from router.wire import namespace
 from sglang_fair.common.caller import salted
 
 BY_TOKENS = ("tokens", "sample")
 """The ways to continue a stream for which its token ids must be known."""
 
-LARGE_BODY_BYTES = 1 << 16
-"""Parsing more than this takes milliseconds."""
-MAX_VALUES = 1 << 18
-"""Strings, arrays and objects in a large body. The parser makes an object of each while nobody else is served, and
-a body of 16 MiB can hold millions."""
+RESPONSE_PREFIX = "resp_"
+"""The ids of responses begin with it."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +38,7 @@ class Call:
     encoded: bytes
     """`body` as replicas get it, without the `rid`: encoded once for all attempts."""
     prompts: tuple[Prompt, ...]
-    """Texts or token ids, one a prompt. Empty for a chat without `input_ids`: the template makes its text."""
+    """Texts or token ids, one a prompt. Empty where the chat template makes it, and where there is none."""
     stream: bool
     samples: int
     """Answers asked for, over all prompts."""
@@ -68,6 +54,18 @@ class Call:
     """Which of the served models answers it; `body` may name an adapter of that."""
     resume: Way | None = None
     """How another replica could continue this stream."""
+    salt: str | None = None
+    """The cache salt, where it is told in a header."""
+
+    @property
+    def is_chat(self) -> bool:
+        """The chat template makes its prompt."""
+        return self.kind in CHATS and not self.prompts
+
+    @property
+    def needs_engine(self) -> bool:
+        """The engine computes something for it."""
+        return self.kind not in WITHOUT_ENGINE
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -77,8 +75,15 @@ class Call:
     @property
     def param(self) -> str:
         """The field of the body that holds the prompt."""
-        if self.kind == "completions":
-            return "prompt"
+        match self.kind:
+            case "completions" | "tokenize":
+                return "prompt"
+            case "responses" | "embeddings":
+                return "input"
+            case "messages" | "count_tokens":
+                return "messages"
+            case "detokenize":
+                return "tokens"
         if self.body.get("input_ids") is not None and (self.kind == "chat" or self.body.get("text") is None):
             return "input_ids"
         return "messages" if self.kind == "chat" else "text"
@@ -98,6 +103,10 @@ class Call:
 
         With n > 1 SGLang gives the samples ids of its own; those are read from the stream.
         """
+        if not self.needs_engine:
+            return ()
+        if self.kind == "responses":
+            return (RESPONSE_PREFIX + request_id,)
         if not self.is_batch:
             return (request_id,)
         digits = len(request_id) - 4
@@ -105,118 +114,31 @@ class Call:
 
     def forwarded(self, request_id: str) -> bytes:
         """The body for the replica."""
-        rids = self.rids(request_id)
+        rids, name = self.rids(request_id), b"rid"
+        if not rids or self.kind == "messages":  # the overlay takes the id from a header
+            return self.encoded
+        if self.kind == "responses":
+            name = b"request_id"
         rid = msgspec.json.encode(rids if self.is_batch else rids[0])
-        return self.encoded[:-1] + b',"rid":' + rid + b"}"
-
-
-def check_size(raw: bytes, max_prompt_tokens: int) -> None:
-    """Raises `ApiError` for a body with more values than any real request has, before they are parsed.
-
-    Counts what is outside of strings: a long string costs only a copy.
-    """
-    plain = raw if b"\\" not in raw else raw.replace(b"\\\\", b"").replace(b'\\"', b"")
-    strings = plain.count(b'"') // 2
-    if strings <= MAX_VALUES:
-        outside = b"".join(plain.split(b'"')[::2])
-        values = strings + outside.count(b"[") + outside.count(b"{")
-        if values <= MAX_VALUES and outside.count(b",") <= MAX_VALUES + max_prompt_tokens:
-            return
-    raise ApiError(400, "the body holds too many values", code="too_many_values")
-
-
-def parse(
-    kind: Kind,
-    raw: bytes,
-    names: Names,
-    group: str | None = None,
-    most_output_tokens: int | None = None,
-) -> Call:
-    """The request in `raw`, for one of the models `names`, of a caller of this cache group, who may have answers of so
-    many tokens. Raises `ApiError` with the reason if it is not one."""
-    try:
-        body = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
-    if not isinstance(body, dict):
-        raise ApiError(400, "the body must be a JSON object", code="invalid_json")
-    if most_output_tokens is not None:
-        body = capped(kind, body, most_output_tokens)
-    match kind:
-        case "chat":
-            return _chat(body, names, group)
-        case "completions":
-            return _completion(body, names, group)
-        case "generate":
-            return _generate(body, names, group)
+        return self.encoded[:-1] + b',"' + name + b'":' + rid + b"}"
 
 
 def encode_body(kind: Kind, body: dict[str, Any], resume: Way | None) -> bytes:
     """`body` as replicas get it, without the `rid`."""
-    ours = ("rid", "model") if kind == "generate" else ("rid",)  # /generate of SGLang knows no model
-    sent = {key: value for key, value in body.items() if key not in ours}
-    if kind != "generate" and body.get("stream"):
+    ours = (
+        ("rid", "model") if kind == "generate" else ("rid", "request_id") if kind == "responses" else ("rid",)
+    )
+    sent = {
+        key: value for key, value in body.items() if key not in ours
+    }  # /generate of SGLang knows no model
+    if kind in ("chat", "completions") and body.get("stream"):
         sent["stream_options"] = (body.get("stream_options") or {}) | {"include_usage": True}
         if kind == "completions" and resume in BY_TOKENS:
             sent["return_token_ids"] = True
     return msgspec.json.encode(sent)
 
 
-def _chat(body: dict[str, Any], names: Names, group: str | None) -> Call:
-    request = check(body, ChatRequest)
-    if len(request.messages) > MAX_MESSAGES:
-        raise ApiError(
-            400,
-            f"{len(request.messages)} messages; at most {MAX_MESSAGES}",
-            code="too_many_messages",
-            param="messages",
-        )
-    prompts: tuple[Prompt, ...] = () if request.input_ids is None else (request.input_ids,)
-    limit = request.max_completion_tokens or request.max_tokens  # as SGLang reads them
-    return _openai("chat", body, request, names, group, prompts, False, limit)
-
-
-def _completion(body: dict[str, Any], names: Names, group: str | None) -> Call:
-    request = check(body, CompletionRequest)
-    if request.prompt is None:
-        raise ApiError(400, "`prompt` is missing", code="invalid_prompt")
-    prompts, is_batch = check_prompts(request.prompt, "prompt")
-    return _openai("completions", body, request, names, group, prompts, is_batch, request.max_tokens)
-
-
-def _openai(
-    kind: Kind,
-    body: dict[str, Any],
-    request: OpenAIRequest,
-    names: Names,
-    group: str | None,
-    prompts: tuple[Prompt, ...],
-    is_batch: bool,
-    limit: int | None,
-) -> Call:
-    body = body | {"model": names.asked_for(request.model)}
-    sampling = [SamplingParams(max_new_tokens=limit, n=request.n)]
-    return _call(kind, body, request, names, group, prompts, is_batch, sampling)
-
-
-def _generate(body: dict[str, Any], names: Names, group: str | None) -> Call:
-    request = check(body, GenerateRequest)
-    if request.text is not None:
-        prompts, is_batch = check_prompts(request.text, "text")
-    elif request.input_ids is not None:
-        prompts, is_batch = check_prompts(request.input_ids, "input_ids")
-    else:
-        raise ApiError(400, "`text` or `input_ids` must be given", code="invalid_prompt")
-    given = request.sampling_params
-    sampling = given if isinstance(given, list) else [given or SamplingParams()]
-    asked = names.asked_for(request.model)
-    if asked != names.model_of(asked) and not request.lora_path:
-        body = body | {"lora_path": asked.removeprefix(f"{names.model_of(asked)}:")}
-        request = check(body, GenerateRequest)
-    return _call("generate", body, request, names, group, prompts, is_batch, sampling)
-
-
-def _call(
+def make_call(
     kind: Kind,
     body: dict[str, Any],
     request: Common,
@@ -229,8 +151,11 @@ def _call(
     """`sampling` is one for all prompts or one for each."""
     body = _without_identity(body)
     model = names.model_of(names.asked_for(request.model)) or names.first
-    salt = _salted(group, request.cache_salt)
-    if salt is not None:
+    salt = _salted(group, getattr(request, "cache_salt", None))
+    by_header = kind in BY_HEADER
+    if by_header:
+        body.pop("cache_salt", None)
+    elif salt is not None:
         body["cache_salt"] = salt
     each = [1 if one.n is None else one.n for one in sampling]
     samples = sum(each) if len(sampling) > 1 else each[0] * max(1, len(prompts))
@@ -241,16 +166,25 @@ def _call(
         body=body,
         encoded=encode_body(kind, body, resume),
         prompts=prompts,
-        stream=bool(request.stream),
+        stream=bool(getattr(request, "stream", None)),
         samples=samples,
         is_batch=is_batch,
-        wants_usage=bool((request.stream_options or {}).get("include_usage")),
+        wants_usage=bool((getattr(request, "stream_options", None) or {}).get("include_usage")),
         max_output_tokens=limit,
         namespace=_namespace(body, request, model, group),
-        user=request.user,
+        user=user_in(kind, request),
         model=model,
         resume=resume,
+        salt=salt if by_header else None,
     )
+
+
+def user_in(kind: Kind, request: Common) -> str | None:
+    """Whom a body names as its client: OpenAI's `user`, Anthropic's `metadata.user_id`."""
+    if kind != "messages":
+        return getattr(request, "user", None)
+    named = (getattr(request, "metadata", None) or {}).get("user_id")
+    return named if isinstance(named, str) else None
 
 
 def check_models(call: Call, models: Collection[str]) -> None:
@@ -302,10 +236,12 @@ def _salted(group: str | None, salt: Any) -> Any:
 
 def _namespace(body: dict[str, Any], request: Common, model: str, group: str | None) -> str:
     """What distinguishes a model's cached prefixes besides their tokens: adapter, salt and extra key."""
-    adapter = request.lora_path
+    adapter, salt, extra_key = (
+        getattr(request, name, None) for name in ("lora_path", "cache_salt", "extra_key")
+    )
     if not adapter and str(body.get("model", "")).startswith(f"{model}:"):
         adapter = str(body["model"])[len(model) + 1 :]
-    return namespace(_text(adapter), salted(group, _text(request.cache_salt)), _text(request.extra_key))
+    return namespace(_text(adapter), salted(group, _text(salt)), _text(extra_key))
 
 
 def _text(value: Any) -> str | None:

@@ -3,13 +3,13 @@
 A request that names a longer one is refused. One that names none gets SGLang's default, or this one if that is
 shorter, in so many words: what is held for it (`access.quota`) is read from the body. SGLang 0.5.23 has 16 for
 completions, 128 for /generate, and the rest of the context for chats, where 0 counts as left out; there
-`max_completion_tokens` wins over `max_tokens`.
+`max_completion_tokens` wins over `max_tokens`. Responses have the rest of the context, and messages must name one.
 """
 
 from typing import Any
 
 from router.gateway.errors import ApiError
-from router.gateway.request.schema import Kind
+from router.gateway.request.kinds import Kind
 
 COMPLETION_DEFAULT, GENERATE_DEFAULT = 16, 128
 
@@ -37,6 +37,15 @@ def capped(kind: Kind, body: dict[str, Any], most: int) -> dict[str, Any]:
             if isinstance(given, list):
                 return body | {"sampling_params": [_sampling(one, most) for one in given]}
             return body | {"sampling_params": _sampling(given, most)}
+        case "messages":
+            _check(body.get("max_tokens"), most, "max_tokens")
+            return body
+        case "responses":
+            _check(body.get("max_output_tokens"), most, "max_output_tokens")
+            named = body.get("max_output_tokens")
+            return body if named is not None else body | {"max_output_tokens": most}
+        case _:
+            return body  # no answer of tokens
 
 
 def _sampling(given: Any, most: int) -> Any:

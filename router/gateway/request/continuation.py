@@ -26,12 +26,15 @@ sampling options of SGLang 0.5.23:
 
 With these, greedy decoding is repeated, and a sampled stream ends. A greedy chat is always repeated, because SGLang
 does not stream its token ids; for a sampled one the gateway asks the overlay for them (`common.token_ids`).
+
+The streams of /v1/responses and /v1/messages are not continued: they number their events and items, and a second
+replica would begin anew. They end in their API's own error event.
 """
 
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from router.gateway.request.schema import Kind
+from router.gateway.request.kinds import Kind
 
 Way = Literal["tokens", "repeat", "sample"]
 
@@ -75,6 +78,8 @@ _MORE_THAN_TEXT = ("logprobs", "top_logprobs", "session_params", "session_id", "
 
 def continuation(kind: Kind, body: Mapping[str, Any]) -> Way | None:
     """How another replica could continue the stream that answers `body`; None if it could not."""
+    if kind not in OUTPUT_LIMITS:
+        return None
     sampling = body.get("sampling_params") or {} if kind == "generate" else body
     if body.get("stream") is not True or not isinstance(sampling, Mapping):
         return None

@@ -4,9 +4,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from router.events import TOKEN_BYTES
 from router.gateway.errors import ApiError
-from router.gateway.request.call import LARGE_BODY_BYTES, Call, check_size, parse
+from router.gateway.request.call import Call
+from router.gateway.request.kinds import Kind
 from router.gateway.request.names import Names
-from router.gateway.request.schema import Kind, Prompt
+from router.gateway.request.parse import LARGE_BODY_BYTES, check_size, parse
+from router.gateway.request.schema import Prompt
 from router.gateway.request.tokens import Tokens, TooLong
 from router.gateway.sharing.thread_pool import FairThreadPool
 
@@ -66,8 +68,11 @@ class Intake:
     async def routed_tokens(self, call: Call, share: str) -> bytes:
         """The request's tokens for the router. Long texts take their turn as work of `share`.
 
-        Raises `ApiError` for a prompt that is too long for the model.
+        Empty for what no engine computes: it has no prefix. Raises `ApiError` for a prompt that is too
+        long for the model.
         """
+        if not call.needs_engine:
+            return b""
         context_tokens, tokens = self._context_tokens(call.model), self._tokens[call.model]
         try:
             if len(call.encoded) > LARGE_BODY_BYTES:

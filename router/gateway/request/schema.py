@@ -3,22 +3,10 @@
 Everything else in a body is the replica's to judge and is passed on unread. `null` counts as left out.
 """
 
-import re
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
-
-from router.gateway.errors import ApiError
-
-Kind = Literal["chat", "completions", "generate"]
-
-PATHS: Mapping[Kind, str] = {
-    "chat": "/v1/chat/completions",
-    "completions": "/v1/completions",
-    "generate": "/generate",
-}
 
 MAX_TOKEN_ID = (1 << 32) - 1
 MAX_COUNT = 1 << 31
@@ -48,22 +36,37 @@ Samples = Annotated[
 ]
 
 
+User = Annotated[str | None, Meta(description="The client, where neither a header nor an API key names it.")]
+Adapter = Annotated[Any, Meta(description="The adapter. Each adapter has prefixes of its own.")]
+MAX_SALT_CHARS = 1024
+OneSalt = Annotated[
+    Annotated[str, Meta(max_length=MAX_SALT_CHARS)] | None,
+    Meta(
+        description="Requests share cached prefixes only with those of the same salt.",
+        extra={"must": f"be a text of at most {MAX_SALT_CHARS} characters"},
+    ),
+]
+
+
 class Common(msgspec.Struct):
-    """What all three kinds of requests have."""
+    """What all kinds of requests have."""
+
+    model: Annotated[
+        str | None, Meta(description="A served model, `default`, or a model, a colon and an adapter.")
+    ] = None
+
+
+class Generating(Common):
+    """What requests for text in OpenAI's and SGLang's older interfaces have in common."""
 
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
-    user: Annotated[
-        str | None, Meta(description="The client, where neither a header nor an API key names it.")
-    ] = None
+    user: User = None
     cache_salt: Annotated[
         Any, Meta(description="Requests share cached prefixes only with those of the same salt.")
     ] = None
     extra_key: Annotated[Any, Meta(description="As `cache_salt`.")] = None
-    lora_path: Annotated[Any, Meta(description="The adapter. Each adapter has prefixes of its own.")] = None
-    model: Annotated[
-        str | None, Meta(description="A served model, `default`, or a model, a colon and an adapter.")
-    ] = None
+    lora_path: Adapter = None
 
 
 _SEED = Meta(
@@ -73,8 +76,8 @@ _SEED = Meta(
 )
 
 
-class OpenAIRequest(Common):
-    """What OpenAI's two kinds of requests have in common."""
+class OpenAIRequest(Generating):
+    """What chats and completions have in common."""
 
     n: Samples = None
     max_tokens: Count = None
@@ -118,7 +121,7 @@ class SamplingParams(msgspec.Struct):
     sampling_seed: Annotated[Any, _SEED] = None
 
 
-class GenerateRequest(Common):
+class GenerateRequest(Generating):
     """`POST /generate`. One of `text` and `input_ids` is required; `input_ids` is not read beside a `text`."""
 
     text: Any = None
@@ -127,6 +130,98 @@ class GenerateRequest(Common):
         SamplingParams | Annotated[list[SamplingParams], Meta(min_length=1)] | None,
         Meta(extra={"must": "be an object or a list of objects"}),
     ] = None
+
+
+Items = Annotated[list[dict[str, Any]], Meta(min_length=1)]
+Tools = list[dict[str, Any]]
+NOT_STORED = "responses are not stored here: leave it out, and send the whole conversation in `input`"
+Unstored = Annotated[None, Meta(extra={"must": f"be left out, because {NOT_STORED}", "code": "not_stored"})]
+Unserved = Annotated[None, Meta(extra={"must": "be left out: it is not served here", "code": "unsupported"})]
+Never = Meta(extra_json_schema={"enum": [None, False]})
+
+
+class ResponsesRequest(Common, kw_only=True):
+    """`POST /v1/responses`. Nothing is stored, so what refers to an earlier response is refused."""
+
+    input: Annotated[
+        Annotated[str, Meta(min_length=1)] | Items,
+        Meta(extra={"must": "be a text or a non-empty list of objects", "code": "invalid_input"}),
+    ]
+    instructions: str | None = None
+    max_output_tokens: Count = None
+    stream: bool | None = None
+    tools: Tools | None = None
+    user: User = None
+    cache_salt: OneSalt = None
+    extra_key: OneSalt = None
+    store: Annotated[bool | None, Never] = None
+    background: Annotated[bool | None, Never] = None
+    previous_response_id: Unstored = None
+    conversation: Unstored = None
+    prompt: Unserved = None
+    lora_path: Unserved = None
+
+
+class _Anthropic(Common, kw_only=True):
+    messages: Annotated[
+        Items, Meta(extra={"must": "be a non-empty list of objects", "code": "invalid_messages"})
+    ]
+    system: Annotated[
+        str | list[dict[str, Any]] | None, Meta(extra={"must": "be a text or a list of objects"})
+    ] = None
+    tools: Tools | None = None
+
+
+class MessagesRequest(_Anthropic, kw_only=True):
+    """`POST /v1/messages`, Anthropic's API."""
+
+    max_tokens: Annotated[
+        int, Meta(ge=1, le=MAX_COUNT, extra={"must": f"be an integer from 1 to {MAX_COUNT}"})
+    ]
+    stream: bool | None = None
+    metadata: Annotated[
+        dict[str, Any] | None,
+        Meta(description="`user_id` names the client, where neither a header nor an API key does."),
+    ] = None
+    cache_salt: OneSalt = None
+
+
+class CountTokensRequest(_Anthropic):
+    """`POST /v1/messages/count_tokens`."""
+
+
+class EmbeddingsRequest(Common, kw_only=True):
+    """`POST /v1/embeddings`."""
+
+    input: Annotated[
+        Any,
+        Meta(
+            extra_json_schema=_any_of(str, TokenIds, Texts, TokenIdLists),
+            extra={"missing": "is missing", "code": "invalid_input"},
+        ),
+    ]
+    user: User = None
+    cache_salt: OneSalt = None
+    lora_path: Adapter = None
+
+
+class TokenizeRequest(Common):
+    """`POST /tokenize`. One of `prompt` and `messages` is required."""
+
+    prompt: Annotated[str | list[str] | None, Meta(extra={"must": "be a text or a list of texts"})] = None
+    messages: Annotated[list[dict[str, Any]] | None, Meta(extra={"must": "be a list of objects"})] = None
+
+
+class DetokenizeRequest(Common, kw_only=True):
+    """`POST /detokenize`."""
+
+    tokens: Annotated[
+        list[Any],
+        Meta(
+            extra_json_schema=_any_of(list[int], list[list[int]]),
+            extra={"must": "be a list of token ids or of lists of them"},
+        ),
+    ]
 
 
 DocumentedGenerateRequest = Annotated[
@@ -145,75 +240,18 @@ DocumentedGenerateRequest = Annotated[
 ]
 """With the rule on `text` and `input_ids`, which a type cannot say."""
 
-AnyRequest = TypeVar("AnyRequest", bound=Common)
-
-
-def check(body: dict[str, Any], request: type[AnyRequest]) -> AnyRequest:
-    """The fields of `body` that the gateway reads. Raises `ApiError`, which names the first that is wrong."""
-    try:
-        return msgspec.convert(body, request)
-    except msgspec.ValidationError as error:
-        raise _refusal(str(error)) from error
-
-
-def check_prompts(value: Any, name: str) -> tuple[tuple[Prompt, ...], bool]:
-    """The prompts in the field `name`, and whether they are a list of several. Raises `ApiError`."""
-    if isinstance(value, str):
-        return (value,), False
-    if not isinstance(value, list) or not value:
-        raise _invalid(f"`{name}` must be a text, a list of texts, or token ids")
-    first = value[0]
-    if isinstance(first, str | list) and len(value) > MAX_BATCH:
-        raise ApiError(
-            400, f"`{name}` holds {len(value)} prompts; at most {MAX_BATCH}", code="batch_too_large"
-        )
-    try:
-        if isinstance(first, str):
-            return tuple(msgspec.convert(value, Texts)), True
-        if isinstance(first, list):
-            return tuple(msgspec.convert(value, TokenIdLists)), True
-        return (msgspec.convert(value, TokenIds),), False
-    except msgspec.ValidationError as error:
-        if isinstance(first, str):
-            raise _invalid(f"`{name}` mixes texts with something else") from error
-        if "length" in str(error):
-            raise _invalid(f"`{name}` must hold a non-empty list of token ids") from error
-        raise _invalid(f"`{name}` holds something that is no token id") from error
-
-
-def _invalid(message: str) -> ApiError:
-    return ApiError(400, message, code="invalid_prompt")
-
-
-_RULES: dict[str, dict[str, Any]] = {
-    name: meta.extra
-    for request in (ChatRequest, CompletionRequest, SamplingParams, GenerateRequest)
-    for name, hint in get_type_hints(request, include_extras=True).items()
-    for meta in getattr(hint, "__metadata__", ())
-    if meta.extra
-}
-"""How an error says what a field must be: the `extra` of its type."""
-
-_MISSING = re.compile(r"missing required field `(\w+)`")
-_FIELD = re.compile(r"\.(\w+)[^.]*`$")
-_WRONG_TYPE = re.compile(r"Expected `(\w+)[^`]*`, got `(\w+)`")
-
-
-def _refusal(error: str) -> ApiError:
-    """msgspec's error in this API's words."""
-    missing, field = _MISSING.search(error), _FIELD.search(error)
-    found = missing or field
-    if found is None:
-        return ApiError(400, error)
-    name = found[1]
-    rule = _RULES.get(name, {})
-    types = _WRONG_TYPE.search(error)
-    if missing and "missing" in rule:
-        problem = rule["missing"]
-    elif "must" in rule:
-        problem = f"must {rule['must']}"
-    elif types is not None:
-        problem = f"must be of type {types[1]}, not {types[2]}"
-    else:
-        problem = error
-    return ApiError(400, f"`{name}` {problem}", code=rule.get("code"))
+DocumentedTokenizeRequest = Annotated[
+    TokenizeRequest,
+    Meta(
+        extra_json_schema={
+            "oneOf": [
+                {
+                    "required": [name],
+                    "properties": {name: {"not": {"type": "null"}}, other: {"type": "null"}},
+                }
+                for name, other in (("prompt", "messages"), ("messages", "prompt"))
+            ]
+        }
+    ),
+]
+"""With the rule that there is one of both."""

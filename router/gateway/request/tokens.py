@@ -1,33 +1,28 @@
 """From a request's text to the token ids that its replica will see, so that the router can compare prefixes.
 
 The tokenizer's folder is read without `transformers`, whose import takes 2.4 s and 340 MB: `tokenizer.json` by the
-`tokenizers` library, the chat template by jinja2, in the environment that transformers documents for chat templates.
-Rendering follows what SGLang does before the template (`sglang/srt/entrypoints/openai/serving_chat.py`). A chat that
-the template refuses is routed by its plain text: a wrong guess costs a cache hit, and the replica judges the request.
+`tokenizers` library, the chat template by jinja2 (`request.template`). Requests of other APIs become chats first, as
+they do in SGLang (`request.messages`, `request.responses`).
 """
 
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import jinja2
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from router.events import TOKEN_BYTES
+from router.gateway.request import messages, responses
 from router.gateway.request.call import Call
 from router.gateway.request.chunks import ChunkedTokenizer
+from router.gateway.request.kinds import CHATS
 from router.gateway.request.schema import Prompt
+from router.gateway.request.template import ChatTemplate, flat
 from router.wire import pack_tokens, unpack_tokens
 
 log = logging.getLogger("gateway")
-
-SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
-MULTIMODAL = ("image", "audio", "video", "vision")
 
 _PROBE_CHARS = 4096
 _PROBES = (" ", "\n", "a", "ab ", "é", "e\N{COMBINING ACUTE ACCENT}", "東", "\0")
@@ -69,19 +64,32 @@ class Tokens:
         self._chunks = ChunkedTokenizer(self._tokenizer)
         self._before, self._after = self._around()
         self._longest_chars = self._longest_token()
-        config = _read_json(folder / "tokenizer_config.json")
-        self._special = {name: _special(config[name]) for name in SPECIAL_TOKENS if config.get(name)}
-        source = _template_source(folder, config)
-        self._takes_parts = source is not None and _takes_parts(source)
-        self._template = _compile(source) if source is not None else None
+        self._template = ChatTemplate.of(folder, _read_json(folder / "tokenizer_config.json"))
         self.plain_chats = 0
         """Chats that were routed by their plain text, because they could not be rendered."""
 
     def prompts(self, call: Call) -> tuple[Prompt, ...]:
         """The prompts of `call`: texts as they will be tokenized, or ids."""
-        if call.kind == "chat" and not call.prompts:
-            return (self._chat(call.body),)
-        return call.prompts
+        return (self._text_of_chat(call),) if call.is_chat else call.prompts
+
+    def _text_of_chat(self, call: Call) -> str:
+        try:
+            return self._template.render(self._chat(call))
+        except Exception as error:  # a template may raise anything, and the chat is its input
+            self.plain_chats += 1
+            if self.plain_chats == 1:
+                log.warning("a chat is routed by its plain text (said once): %s", error)
+            said = call.body[call.param]
+            return said if isinstance(said, str) else "\n".join(flat(one.get("content")) for one in said)
+
+    def _chat(self, call: Call) -> Mapping[str, Any]:
+        """The chat that its template renders."""
+        match call.kind:
+            case "messages":
+                return messages.chat_of(call.body, self._template.inline_system)
+            case "responses":
+                return responses.chat_of(call.body, self._template.inline_system)
+        return call.body
 
     def has_few_uncached(self, prompts: Sequence[Prompt], most: int) -> bool:
         """Whether `pieces` would have to tokenize at most so many characters."""
@@ -115,18 +123,21 @@ class Tokens:
         if not isinstance(prompt, str):
             yield pack_tokens(prompt)
             return
-        if self._before and call.kind != "chat":
+        if self._before and call.kind not in CHATS:
             yield self._before
         yield from self._chunks.pieces(prompt)
-        if self._after and call.kind != "chat":
+        if self._after and call.kind not in CHATS:
             yield self._after
 
     def system_text(self, call: Call) -> str:
         """What the chat's messages of role system say. "" where the body brings its prompt's token ids."""
-        if call.kind != "chat" or call.prompts:
+        if not call.is_chat:
             return ""
-        said = (one.get("content") for one in call.body["messages"] if one.get("role") == "system")
-        return "\n".join(map(_flat, said))
+        try:
+            chat = self._chat(call)["messages"]
+        except (AttributeError, KeyError, TypeError):  # what it says is the replica's to judge
+            return ""
+        return "\n".join(flat(one.get("content")) for one in chat if one.get("role") == "system")
 
     def counts(self, text: str) -> Iterator[int]:
         """How many tokens the pieces of `text` have, without what a template adds."""
@@ -162,50 +173,6 @@ class Tokens:
                 return None
         return longest
 
-    def _chat(self, body: dict[str, Any]) -> str:
-        try:
-            return self._render(body)
-        except Exception as error:  # a template may raise anything, and the chat is its input
-            self.plain_chats += 1
-            if self.plain_chats == 1:
-                log.warning("a chat is routed by its plain text (said once): %s", error)
-            return "\n".join(_flat(message.get("content")) for message in body["messages"])
-
-    def _render(self, body: dict[str, Any]) -> str:
-        if self._template is None:
-            raise TokenizerError("the tokenizer has no chat template")
-        messages = [self._message(message) for message in body["messages"]]
-        prefix = ""
-        if messages[-1].get("role") == "assistant" and isinstance(messages[-1]["content"], str):
-            if body.get("continue_final_message"):
-                prefix = messages.pop()["content"]
-            else:
-                messages[-1] = messages[-1] | {"role": "user"}
-        tools = body.get("tools") if body.get("tool_choice") != "none" else None
-        extra = body.get("chat_template_kwargs") or {}
-        if body.get("reasoning_effort") is not None:
-            extra = {"reasoning_effort": body["reasoning_effort"]} | extra
-        variables = {
-            **self._special,
-            "add_generation_prompt": True,
-            **extra,
-            "messages": messages,
-            "tools": tools,
-        }
-        return str(self._template.render(**variables)) + prefix
-
-    def _message(self, message: dict[str, Any]) -> dict[str, Any]:
-        known = {key: value for key, value in message.items() if value is not None}
-        content = known.get("content", "")
-        return known | {"content": content if self._takes_parts else _flat(content)}
-
-
-def _flat(content: Any) -> str:
-    if isinstance(content, list):
-        texts = [part.get("text", "") if isinstance(part, dict) else str(part) for part in content]
-        return " ".join(text for text in texts if text)
-    return "" if content is None else str(content)
-
 
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
@@ -215,60 +182,3 @@ def _read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise TokenizerError(f"{path}: {error}") from error
     return found if isinstance(found, dict) else {}
-
-
-def _special(value: Any) -> str:
-    return str(value["content"]) if isinstance(value, dict) and "content" in value else str(value)
-
-
-def _template_source(folder: Path, config: dict[str, Any]) -> str | None:
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    template = config.get("chat_template")
-    if isinstance(template, list):  # several, by name
-        named = {one["name"]: one["template"] for one in template}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    def raise_exception(message: str) -> NoReturn:
-        raise jinja2.TemplateError(message)
-
-    def tojson(value: Any, indent: int | None = None, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent, **options)
-
-    def strftime_now(form: str) -> str:
-        return datetime.now().astimezone().strftime(form)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = strftime_now
-    return environment
-
-
-def _compile(source: str) -> jinja2.Template | None:
-    try:
-        return _environment().from_string(source)
-    except jinja2.TemplateError as error:
-        log.warning("the chat template cannot be read, chats are routed by their plain text: %s", error)
-        return None
-
-
-def _takes_parts(source: str) -> bool:
-    """Whether the template iterates over the parts of a message; if not, they are joined to one text before it."""
-    if any(word in source for word in MULTIMODAL):
-        return True
-    try:
-        loops = _environment().parse(source).find_all(jinja2.nodes.For)
-    except jinja2.TemplateError:
-        return False
-    return any(
-        (isinstance(loop.iter, jinja2.nodes.Getitem) and getattr(loop.iter.arg, "value", None) == "content")
-        or (isinstance(loop.iter, jinja2.nodes.Getattr) and loop.iter.attr == "content")
-        for loop in loops
-    )

@@ -1,0 +1,206 @@
+"""From the bytes of a body to a checked request: one reader for each kind."""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import msgspec
+
+from router.gateway.errors import ApiError
+from router.gateway.request.call import Call, make_call
+from router.gateway.request.cap import capped
+from router.gateway.request.checking import check, check_prompts
+from router.gateway.request.kinds import Kind
+from router.gateway.request.names import Names
+from router.gateway.request.schema import (
+    MAX_BATCH,
+    MAX_MESSAGES,
+    MAX_TOKEN_ID,
+    NOT_STORED,
+    ChatRequest,
+    Common,
+    CompletionRequest,
+    CountTokensRequest,
+    DetokenizeRequest,
+    EmbeddingsRequest,
+    GenerateRequest,
+    MessagesRequest,
+    OpenAIRequest,
+    Prompt,
+    ResponsesRequest,
+    SamplingParams,
+    TokenizeRequest,
+)
+
+LARGE_BODY_BYTES = 1 << 16
+"""Parsing more than this takes milliseconds."""
+MAX_VALUES = 1 << 18
+"""Strings, arrays and objects in a large body. The parser makes an object of each while nobody else is served, and
+a body of 16 MiB can hold millions."""
+
+
+def check_size(raw: bytes, max_prompt_tokens: int) -> None:
+    """Raises `ApiError` for a body with more values than any real request has, before they are parsed.
+
+    Counts what is outside of strings: a long string costs only a copy.
+    """
+    plain = raw if b"\\" not in raw else raw.replace(b"\\\\", b"").replace(b'\\"', b"")
+    strings = plain.count(b'"') // 2
+    if strings <= MAX_VALUES:
+        outside = b"".join(plain.split(b'"')[::2])
+        values = strings + outside.count(b"[") + outside.count(b"{")
+        if values <= MAX_VALUES and outside.count(b",") <= MAX_VALUES + max_prompt_tokens:
+            return
+    raise ApiError(400, "the body holds too many values", code="too_many_values")
+
+
+def parse(
+    kind: Kind,
+    raw: bytes,
+    names: Names,
+    group: str | None = None,
+    most_output_tokens: int | None = None,
+) -> Call:
+    """The request in `raw`, for one of the models `names`, of a caller of this cache group, who may have answers of so
+    many tokens. Raises `ApiError` with the reason if it is not one."""
+    try:
+        body = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
+    if not isinstance(body, dict):
+        raise ApiError(400, "the body must be a JSON object", code="invalid_json")
+    if most_output_tokens is not None:
+        body = capped(kind, body, most_output_tokens)
+    return READERS[kind](body, names, group)
+
+
+def _chat(body: dict[str, Any], names: Names, group: str | None) -> Call:
+    request = check(body, ChatRequest)
+    _check_number(request.messages, "messages")
+    prompts: tuple[Prompt, ...] = () if request.input_ids is None else (request.input_ids,)
+    limit = request.max_completion_tokens or request.max_tokens  # as SGLang reads them
+    return _openai("chat", body, request, names, group, prompts, False, limit)
+
+
+def _completion(body: dict[str, Any], names: Names, group: str | None) -> Call:
+    request = check(body, CompletionRequest)
+    if request.prompt is None:
+        raise ApiError(400, "`prompt` is missing", code="invalid_prompt")
+    prompts, is_batch = check_prompts(request.prompt, "prompt")
+    return _openai("completions", body, request, names, group, prompts, is_batch, request.max_tokens)
+
+
+def _openai(
+    kind: Kind,
+    body: dict[str, Any],
+    request: OpenAIRequest,
+    names: Names,
+    group: str | None,
+    prompts: tuple[Prompt, ...],
+    is_batch: bool,
+    limit: int | None,
+) -> Call:
+    body = body | {"model": names.asked_for(request.model)}
+    sampling = [SamplingParams(max_new_tokens=limit, n=request.n)]
+    return make_call(kind, body, request, names, group, prompts, is_batch, sampling)
+
+
+def _generate(body: dict[str, Any], names: Names, group: str | None) -> Call:
+    request = check(body, GenerateRequest)
+    if request.text is not None:
+        prompts, is_batch = check_prompts(request.text, "text")
+    elif request.input_ids is not None:
+        prompts, is_batch = check_prompts(request.input_ids, "input_ids")
+    else:
+        raise ApiError(400, "`text` or `input_ids` must be given", code="invalid_prompt")
+    given = request.sampling_params
+    sampling = given if isinstance(given, list) else [given or SamplingParams()]
+    asked = names.asked_for(request.model)
+    if asked != names.model_of(asked) and not request.lora_path:
+        body = body | {"lora_path": asked.removeprefix(f"{names.model_of(asked)}:")}
+        request = check(body, GenerateRequest)
+    return make_call("generate", body, request, names, group, prompts, is_batch, sampling)
+
+
+def _responses(body: dict[str, Any], names: Names, group: str | None) -> Call:
+    request = check(body, ResponsesRequest)
+    _check_number(request.input if isinstance(request.input, list) else (), "input")
+    for name in ("store", "background"):
+        if body.get(name):
+            text = f"`{name}` must be false, because {NOT_STORED.partition(':')[0]}"
+            raise ApiError(400, text, code="not_stored", param=name)
+    asked = names.asked_for(request.model)
+    if asked != names.model_of(asked):
+        # SGLang 0.5.23 would answer with the model itself.
+        raise ApiError(400, "adapters are not served by /v1/responses", code="unsupported", param="model")
+    body = body | {"model": asked, "store": False}
+    sampling = [SamplingParams(max_new_tokens=request.max_output_tokens)]
+    return make_call("responses", body, request, names, group, (), False, sampling)
+
+
+def _messages(body: dict[str, Any], names: Names, group: str | None) -> Call:
+    request = check(body, MessagesRequest)
+    _check_number(request.messages, "messages")
+    body = body | {"model": names.asked_for(request.model)}
+    sampling = [SamplingParams(max_new_tokens=request.max_tokens)]
+    return make_call("messages", body, request, names, group, (), False, sampling)
+
+
+def _embeddings(body: dict[str, Any], names: Names, group: str | None) -> Call:
+    request = check(body, EmbeddingsRequest)
+    if request.input is None:
+        raise ApiError(400, "`input` is missing", code="invalid_input")
+    prompts, is_batch = check_prompts(request.input, "input")
+    body = body | {"model": names.asked_for(request.model)}
+    return make_call("embeddings", body, request, names, group, prompts, is_batch, [SamplingParams()])
+
+
+def _count_tokens(body: dict[str, Any], names: Names, _: str | None) -> Call:
+    request = check(body, CountTokensRequest)
+    _check_number(request.messages, "messages")
+    return _for_the_tokenizer("count_tokens", body, request, names)
+
+
+def _tokenize(body: dict[str, Any], names: Names, _: str | None) -> Call:
+    request = check(body, TokenizeRequest)
+    if (request.prompt is None) == (request.messages is None):
+        raise ApiError(400, "one of `prompt` and `messages` must be given", code="invalid_prompt")
+    _check_number(request.messages or (), "messages")
+    if isinstance(request.prompt, list) and len(request.prompt) > MAX_BATCH:
+        text = f"`prompt` holds {len(request.prompt)} prompts; at most {MAX_BATCH}"
+        raise ApiError(400, text, code="batch_too_large", param="prompt")
+    return _for_the_tokenizer("tokenize", body, request, names)
+
+
+def _detokenize(body: dict[str, Any], names: Names, _: str | None) -> Call:
+    request = check(body, DetokenizeRequest)
+    is_batch = bool(request.tokens) and isinstance(request.tokens[0], list)
+    for one in request.tokens if is_batch else [request.tokens]:
+        if not isinstance(one, list) or not all(
+            type(token) is int and 0 <= token <= MAX_TOKEN_ID for token in one
+        ):
+            raise ApiError(400, "`tokens` holds something that is no token id", code="invalid_prompt")
+    return _for_the_tokenizer("detokenize", body, request, names)
+
+
+def _for_the_tokenizer(kind: Kind, body: dict[str, Any], request: Common, names: Names) -> Call:
+    body = body | {"model": names.asked_for(request.model)}
+    return make_call(kind, body, request, names, None, (), False, [SamplingParams()])
+
+
+def _check_number(messages: Collection[Any], name: str) -> None:
+    if len(messages) > MAX_MESSAGES:
+        text = f"{len(messages)} messages; at most {MAX_MESSAGES}"
+        raise ApiError(400, text, code="too_many_messages", param=name)
+
+
+READERS: Mapping[Kind, Callable[[dict[str, Any], Names, str | None], Call]] = {
+    "chat": _chat,
+    "completions": _completion,
+    "generate": _generate,
+    "responses": _responses,
+    "messages": _messages,
+    "embeddings": _embeddings,
+    "count_tokens": _count_tokens,
+    "tokenize": _tokenize,
+    "detokenize": _detokenize,
+}

@@ -1,0 +1,486 @@
+"""OpenAI's Responses API, Anthropic's Messages API, embeddings and the tokenizer's paths, through the gateway."""
+
+import asyncio
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.gateway.answer.sse import stream_of, usage_of
+from router.gateway.answer.typed import TypedStream, error_event
+from router.gateway.answer.usage import Usage
+from router.gateway.errors import ANTHROPIC_TYPES, ApiError
+from router.gateway.request.kinds import ANTHROPIC, BY_HEADER, PATHS, WITHOUT_ENGINE, Kind
+from router.gateway.request.names import Names
+from router.gateway.request.parse import parse
+from router.gateway.request.tokens import Tokens
+from router.wire import namespace
+from sglang_fair.common.caller import GROUP_MARK, HEADER_SALT, read_salt, salt_header, salted
+from sglang_fair.common.identity import HEADER_ATTEMPT, HEADER_CLIENT
+from sglang_fair.tenants import edit, keys
+from sglang_fair.tenants.model import Limits, Tenant
+from tests.gateway.test_callers import listening
+from tests.gateway.test_gateway import MODEL, Cluster, run
+from tests.support.apis import BODIES, Counts, events, whole
+from tests.support.stand_in import make_tokenizer
+from tests.support.waiting import eventually
+
+STREAMED: tuple[Kind, ...] = ("responses", "messages")
+LATER: tuple[Kind, ...] = ("responses", "messages", "embeddings", "count_tokens", "tokenize", "detokenize")
+GOLD = "key of gold"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="module")
+def tokens(tokenizer: Path) -> Tokens:
+    return Tokens(tokenizer)
+
+
+async def noted(c: Cluster, name: str) -> Any:
+    """What the gateway remembers of a request."""
+    [found] = (await c.gateway.explainer.explain(name, None)).requests
+    return found
+
+
+def read(kind: Kind, **more: object) -> Any:
+    return parse(kind, json.dumps(BODIES[PATHS[kind]] | more).encode(), Names(MODEL))
+
+
+def refused(kind: Kind, **more: object) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        read(kind, **more)
+    return caught.value
+
+
+# -- bodies
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value", "says"),
+    [
+        ("responses", "store", True, "responses are not stored here"),
+        ("responses", "background", True, "responses are not stored here"),
+        ("responses", "previous_response_id", "resp_1", "responses are not stored here"),
+        ("responses", "conversation", {"id": "conv_1"}, "responses are not stored here"),
+        ("responses", "prompt", {"id": "pmpt_1"}, "is not served here"),
+        ("responses", "input", [], "must be a text or a non-empty list of objects"),
+        ("responses", "input", 3, "must be a text or a non-empty list of objects"),
+        ("responses", "max_output_tokens", -1, "must be an integer from 0"),
+        ("messages", "messages", [], "must be a non-empty list of objects"),
+        ("messages", "max_tokens", 0, "must be an integer from 1"),
+        ("messages", "max_tokens", None, "must be an integer from 1"),
+        ("messages", "system", 3, "must be a text or a list of objects"),
+        ("messages", "cache_salt", ["a"], "must be a text"),
+        ("embeddings", "input", None, "`input` is missing"),
+        ("embeddings", "input", ["a", 3], "mixes texts with something else"),
+        ("embeddings", "input", [[]], "non-empty list of token ids"),
+        ("count_tokens", "messages", [], "must be a non-empty list of objects"),
+        ("tokenize", "messages", [], "one of `prompt` and `messages`"),
+        ("tokenize", "prompt", None, "one of `prompt` and `messages`"),
+        ("tokenize", "prompt", ["a"] * 1025, "at most 1024"),
+        ("detokenize", "tokens", ["a"], "no token id"),
+        ("detokenize", "tokens", [[1], 2], "no token id"),
+        ("detokenize", "tokens", "a", "must be a list of token ids"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_in_one_line(
+    kind: Kind, field: str, value: object, says: str
+) -> None:
+    error = refused(kind, **{field: value})
+    assert error.status == 400
+    assert says in error.message
+    assert "\n" not in error.message
+
+
+@pytest.mark.parametrize("kind", LATER)
+def test_a_model_that_is_not_served_is_not_found(kind: Kind) -> None:
+    assert refused(kind, model="claude-of-elsewhere").status == 404
+    assert read(kind, model="default").body["model"] == MODEL
+
+
+def test_an_adapter_is_not_passed_over_in_silence() -> None:
+    assert "adapters" in refused("responses", model=f"{MODEL}:fine").message
+    assert "not served" in refused("responses", lora_path="fine").message
+    assert read("messages", model=f"{MODEL}:fine").namespace == namespace("fine", None, None)
+
+
+@pytest.mark.parametrize("kind", LATER)
+def test_the_body_goes_on_as_it_came_with_an_id_to_cancel_by(kind: Kind) -> None:
+    call = read(kind, rid="theirs", request_id="theirs", more={"a": [1]})
+    [rid] = call.rids("0" * 32) or [None]
+    sent = json.loads(call.forwarded("0" * 32))
+    assert sent["more"] == {"a": [1]}
+    assert "rid" not in sent or sent["rid"] == rid
+    match kind:
+        case "responses":
+            assert sent["request_id"] == rid == "resp_" + "0" * 32
+            assert sent["store"] is False
+        case "messages":
+            assert rid == "0" * 32
+        case "embeddings":
+            assert sent["rid"] == rid
+        case _:
+            assert rid is None
+
+
+def test_answers_are_as_long_as_a_tenant_may_have_them() -> None:
+    def capped(kind: Kind, **more: object) -> Any:
+        return parse(kind, json.dumps(BODIES[PATHS[kind]] | more).encode(), Names(MODEL), None, 10)
+
+    assert capped("responses").max_output_tokens == 10
+    assert capped("messages").max_output_tokens == 8
+    assert capped("embeddings").max_output_tokens == capped("tokenize").max_output_tokens == 0
+    for kind, name in (("responses", "max_output_tokens"), ("messages", "max_tokens")):
+        with pytest.raises(ApiError, match="you may have 10"):
+            capped(kind, **{name: 11})
+
+
+@given(st.text(max_size=50), st.sampled_from([None, "team", "é"]))
+def test_a_salt_travels_in_a_header_as_it_is(salt: str, group: str | None) -> None:
+    for kind in BY_HEADER:
+        call = parse(
+            kind, json.dumps(BODIES[PATHS[kind]] | {"cache_salt": salt}).encode(), Names(MODEL), group
+        )
+        assert call.salt == salted(group, salt)
+        assert "cache_salt" not in json.loads(call.encoded)
+        if call.salt is not None:
+            header = salt_header(call.salt)
+            assert header.isascii()
+            assert header.isprintable()
+            assert read_salt(header) == call.salt
+
+
+# -- streams
+
+
+def feed(kind: Kind, stream: bytes, at: list[int]) -> tuple[TypedStream, bytes]:
+    reader, out, cuts = stream_of(read(kind, stream=True)), b"", sorted({0, *at, len(stream)})
+    assert isinstance(reader, TypedStream)
+    for start, end in pairwise(cuts):
+        out += reader.feed(stream[start:end])
+    return reader, out
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    kind=st.sampled_from(STREAMED),
+    pieces=st.lists(
+        st.text(max_size=8) | st.just("event: message_stop\n\nevent: response.completed\n"), max_size=6
+    ),
+    at=st.lists(st.integers(0, 3000), max_size=8),
+    lost=st.integers(0, 400),
+)
+def test_a_stream_passes_unchanged_and_ends_with_its_last_event(kind, pieces, at, lost) -> None:
+    """However it is cut on its way, and whatever its texts say."""
+    stream = b"".join(events(PATHS[kind], "id", pieces, MODEL, 5))
+    reader, out = feed(kind, stream, [min(one, len(stream)) for one in at])
+    assert out == stream
+    assert reader.ended
+    assert reader.usage.output_tokens == len(pieces)
+    cut, part = feed(kind, stream[: max(1, len(stream) - 1 - lost)], [])
+    assert not cut.ended
+    assert stream.startswith(part)
+    assert cut.usage.output_tokens <= len(pieces)
+
+
+@pytest.mark.parametrize("kind", [*STREAMED, "embeddings", *sorted(WITHOUT_ENGINE)])
+def test_a_whole_answer_says_what_it_came_to(kind: Kind) -> None:
+    body = json.dumps(whole(PATHS[kind], "id", "ttt", MODEL, Counts(5, 3, 2))).encode()
+    expected = {"responses": Usage(3, 2), "messages": Usage(3, 2), "embeddings": Usage(0)}
+    assert usage_of(kind, body) == expected.get(kind)
+
+
+def test_errors_have_the_shape_of_their_api() -> None:
+    error = ApiError(502, "the replica is lost", code="replica_lost")
+    name, data = error_event("messages", error).decode().removesuffix("\n\n").split("\n")
+    assert name == "event: error"
+    said = {"type": "api_error", "message": "the replica is lost"}
+    assert json.loads(data.removeprefix("data: ")) == {"type": "error", "error": said}
+    name, data = error_event("responses", error, 7).decode().removesuffix("\n\n").split("\n")
+    assert name == "event: error"
+    assert json.loads(data.removeprefix("data: ")) == {
+        "type": "error",
+        "code": "replica_lost",
+        "message": "the replica is lost",
+        "param": None,
+        "sequence_number": 7,
+    }
+    assert json.loads(error_event("chat", error).removeprefix(b"data: "))["error"]["code"] == "replica_lost"
+    for status, kind in ANTHROPIC_TYPES.items():
+        assert json.loads(ApiError(status, "x").body("anthropic"))["error"]["type"] == kind
+
+
+# -- through the gateway
+
+
+def test_each_kind_is_placed_charged_and_passed_on(tokenizer: Path) -> None:
+    async def body(c: Cluster) -> None:
+        arrived = listening(c)
+        for kind in LATER:
+            path = PATHS[kind]
+            status, headers, raw = await c.post(path, BODIES[path], headers={HEADER_CLIENT: "me"})
+            assert (status, headers["x-fair-client"]) == (200, "me")
+            assert json.loads(raw)
+            seen_path, seen, sent = c.replicas[0].requests[-1]
+            assert seen_path == path
+            assert seen[HEADER_ATTEMPT] == headers["x-fair-request-id"]
+            assert sent["model"] == MODEL
+            assert bool(arrived[-1].tokens) is (kind not in WITHOUT_ENGINE)
+            found = await noted(c, headers["x-request-id"])
+            assert found["outcome"] == "ok"
+            assert found["tokens"]["output"] == (3 if kind in STREAMED else 0)
+
+    run(body, tokenizer)
+
+
+def test_a_stream_is_passed_on_and_counted(tokenizer: Path) -> None:
+    async def body(c: Cluster) -> None:
+        for kind in STREAMED:
+            status, headers, raw = await c.post(PATHS[kind], BODIES[PATHS[kind]] | {"stream": True})
+            assert status == 200
+            assert headers["content-type"].startswith("text/event-stream")
+            assert raw == b"".join(
+                events(PATHS[kind], c.replicas[0].body.get("request_id", "x"), ["t0", "t1", "t2"], MODEL, 5)
+            ).replace(b"msg_x", f"msg_{headers['x-fair-request-id']}".encode())
+            assert (await noted(c, headers["x-request-id"]))["tokens"]["output"] == 3
+
+    run(body, tokenizer)
+
+
+def test_a_stream_that_loses_its_replica_ends_in_an_error_event(tokenizer: Path) -> None:
+    async def body(c: Cluster) -> None:
+        for kind in STREAMED:
+            c.replicas[0].mode = "die midway"
+            _, _, raw = await c.post(PATHS[kind], BODIES[PATHS[kind]] | {"stream": True})
+            last = raw.decode().rstrip("\n").split("\n\n")[-1]
+            assert last.startswith("event: error\n")
+            assert "the stream was lost midway" in last
+            if kind == "responses":
+                assert json.loads(last.split("data: ")[1])["sequence_number"] == 2
+            c.replicas[0].mode = "die"
+            status, _, raw = await c.post(PATHS[kind], BODIES[PATHS[kind]] | {"stream": True})
+            assert status == 502
+            assert ("type" in json.loads(raw)) is (kind in ANTHROPIC)
+
+    run(body, tokenizer)
+
+
+def test_before_the_first_event_another_replica_is_tried(tokenizer: Path) -> None:
+    async def body(c: Cluster) -> None:
+        c.replicas[0].mode = "die after headers"
+        for kind in STREAMED:
+            for _ in range(2):
+                status, _, raw = await c.post(PATHS[kind], BODIES[PATHS[kind]] | {"stream": True})
+                assert status == 200
+                assert b"t2" in raw
+
+    run(body, tokenizer, replicas=2)
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_who_leaves_has_the_work_cancelled(tokenizer: Path, streams: bool) -> None:
+    async def body(c: Cluster) -> None:
+        c.replicas[0].mode = "endless"
+        for kind in STREAMED:
+            asked = asyncio.create_task(c.post(PATHS[kind], BODIES[PATHS[kind]] | {"stream": streams}))
+            await eventually(lambda: c.replicas[0].working == 1, "it works")
+            asked.cancel()
+            await eventually(lambda: c.replicas[0].working == 0, "it has stopped")
+            if not streams:
+                _, seen, _ = c.replicas[0].requests[-1]
+                prefix = "resp_" if kind == "responses" else ""
+                assert c.replicas[0].aborted[-1] == prefix + seen[HEADER_ATTEMPT]
+
+    run(body, tokenizer)
+
+
+def test_anthropic_s_errors_are_anthropic_s(tokenizer: Path) -> None:
+    async def body(c: Cluster) -> None:
+        for kind in ANTHROPIC:
+            for asked, status, type in (
+                ({"model": "other"}, 404, "not_found_error"),
+                ({"messages": 3}, 400, "invalid_request_error"),
+            ):
+                got, _, raw = await c.post(PATHS[kind], BODIES[PATHS[kind]] | asked)
+                assert (got, json.loads(raw)["type"], json.loads(raw)["error"]["type"]) == (
+                    status,
+                    "error",
+                    type,
+                )
+            c.replicas[0].mode = "503"
+            got, headers, raw = await c.post(PATHS[kind], BODIES[PATHS[kind]])
+            assert (got, json.loads(raw)["error"]["type"]) == (502, "api_error")
+            assert headers["retry-after"] == "1"
+            c.replicas[0].mode = "ok"
+
+    run(body, tokenizer)
+
+
+@pytest.fixture
+def tenants(tmp_path: Path) -> Path:
+    path = tmp_path / "tenants.yaml"
+    limits = Limits(tokens_per_minute=400)
+    gold = Tenant(keys=[keys.written(keys.digest(GOLD))], cache_group="team", weight=3.0, limits=limits)
+    edit.add(path, "gold", gold)
+    return path
+
+
+def test_a_tenant_s_key_group_and_limits_hold_for_each_kind(tokenizer: Path, tenants: Path) -> None:
+    async def body(c: Cluster) -> None:
+        arrived = listening(c)
+        key = {"x-api-key": GOLD}
+        for kind in LATER:
+            path = PATHS[kind]
+            status, _, raw = await c.post(path, BODIES[path])
+            assert status == 401
+            assert ("type" in json.loads(raw)) is (kind in ANTHROPIC)
+            status, headers, _ = await c.post(path, BODIES[path], headers=key | {HEADER_SALT: "theirs"})
+            assert (status, headers["x-fair-client"]) == (200, "gold")
+            _, seen, sent = c.replicas[0].requests[-1]
+            assert "x-api-key" not in seen
+            salt = salted("team", None)
+            if kind in WITHOUT_ENGINE:
+                assert HEADER_SALT not in seen
+            else:
+                assert (read_salt(seen[HEADER_SALT]) if kind in BY_HEADER else sent["cache_salt"]) == salt
+                assert arrived[-1].namespace == namespace(None, salt, None)
+                assert GROUP_MARK in (salt or "")
+        async with c.http.get(c.url + "/v1/usage", headers=key) as answer:
+            [left] = (await answer.json())["limits"]
+        used = sum(len(one.tokens) // 4 for one in arrived) + 2 * 3
+        assert left["remaining"] == 400 - used
+        status, _, raw = await c.post(
+            "/v1/messages", BODIES["/v1/messages"] | {"max_tokens": 400}, headers=key
+        )
+        assert (status, json.loads(raw)["error"]["type"]) == (429, "rate_limit_error")
+
+    run(body, tokenizer, tenants=tenants)
+
+
+# -- what the router is told
+
+
+CHATS: list[tuple[Kind, dict[str, Any], list[dict[str, Any]]]] = [
+    ("messages", {"messages": [{"role": "user", "content": "a"}]}, [{"role": "user", "content": "a"}]),
+    (
+        "messages",
+        {
+            "system": [{"type": "text", "text": "s"}, {"type": "text", "text": "t"}],
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}],
+                },
+                {"role": "assistant", "content": [{"type": "text", "text": "b"}]},
+                {"role": "user", "content": "c"},
+            ],
+        },
+        [
+            {"role": "system", "content": "s\nt"},
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "b"},
+            {"role": "user", "content": "c"},
+        ],
+    ),
+    (
+        "messages",
+        {
+            "messages": [
+                {"role": "user", "content": "a"},
+                {
+                    "role": "assistant",
+                    "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {"x": 1}}],
+                },
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "tool_result", "tool_use_id": "1", "content": "r"},
+                        {"type": "text", "text": "b"},
+                    ],
+                },
+            ]
+        },
+        [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": ""},
+            {"role": "tool", "content": "r"},
+            {"role": "user", "content": "b"},
+        ],
+    ),
+    (
+        "responses",
+        {"input": "a", "instructions": "s"},
+        [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}],
+    ),
+    (
+        "responses",
+        {
+            "instructions": "s",
+            "input": [
+                {"role": "developer", "content": "d"},
+                {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+                {"type": "reasoning", "summary": [], "encrypted_content": "?"},
+                {
+                    "type": "message",
+                    "id": "m",
+                    "role": "assistant",
+                    "content": [{"type": "output_text", "text": "b"}],
+                },
+                {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "1", "output": "r"},
+            ],
+        },
+        [
+            {"role": "system", "content": "s\n\nDeveloper instructions:\nd"},
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "b"},
+            {"role": "tool", "content": "r"},
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "asked", "messages"), CHATS)
+def test_the_router_is_told_of_the_chat_that_it_becomes(
+    tokens: Tokens, kind: Kind, asked: dict[str, Any], messages: list[dict[str, Any]]
+) -> None:
+    if any(one["role"] == "system" for one in messages) and "Developer" in messages[0]["content"]:
+        messages = [
+            {"role": "system", "content": text} for text in messages[0]["content"].split("\n\n")
+        ] + messages[1:]
+    chat = parse("chat", json.dumps({"messages": messages}).encode(), Names(MODEL))
+    assert tokens.text(tokens.ids(read(kind, **asked)), False) == tokens.text(tokens.ids(chat), False)
+    assert tokens.system_text(read(kind, **asked)) == tokens.system_text(chat)
+    assert tokens.plain_chats == 0
+
+
+WORDS = ["type", "role", "content", "text", "name", "input", "tool_use", "function_call", "arguments"]
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.text(max_size=4) | st.sampled_from(WORDS),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(WORDS), inner, max_size=4),
+    max_leaves=8,
+)
+ITEMS = st.lists(
+    st.dictionaries(st.sampled_from([*WORDS, "id", "summary"]), JSON, max_size=4), min_size=1, max_size=4
+)
+MORE = st.dictionaries(st.sampled_from(["tools", "tool_choice", "thinking", "reasoning", "system"]), JSON)
+
+
+@settings(max_examples=100, deadline=None)
+@given(kind=st.sampled_from(STREAMED), items=ITEMS, more=MORE)
+def test_no_body_breaks_the_routing(tokens: Tokens, kind: Kind, items: Any, more: Any) -> None:
+    """What a body says is the replica's to judge; the router gets some tokens for it."""
+    try:
+        call = read(kind, **{"input": items, "messages": items, **more})
+    except ApiError:
+        return
+    assert isinstance(tokens.ids(call), list)
+    assert isinstance(tokens.system_text(call), str)
