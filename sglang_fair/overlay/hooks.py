@@ -1,14 +1,14 @@
 """The functions of SGLang 0.5.23 that the overlay hooks, in one table. A hook has a few lines and decides nothing."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from math import lcm
 from typing import Any
 
 from sglang.srt.disaggregation.utils import DisaggregationMode
-from sglang.srt.managers.io_struct import GetInternalStateReqOutput, SetInternalStateReq
+from sglang.srt.managers.io_struct import GenerateReqInput, GetInternalStateReqOutput, SetInternalStateReq
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder, SchedulePolicy
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_disagg, get_parallel
@@ -361,12 +361,21 @@ def from_cli_args(original: Callable[..., Any], cls: type, args: Any) -> Any:
 
 def generate_request(original: Callable[..., Any], manager: Any, obj: Any, request: Any = None) -> Any:
     carry_client(obj, request)
+    if not manager.is_generation and isinstance(obj, GenerateReqInput):
+        return _refused("this model makes embeddings: it cannot generate")
     outputs = original(manager, obj, request)
     if token_ids.are_wanted(request):
         outputs = token_ids.noted(outputs, are_new=manager.incremental_streaming_output)
     if request is None or not refusal.may_refuse(manager.server_args.schedule_policy):
         return outputs
     return refusal.noted(outputs, request)
+
+
+async def _refused(reason: str) -> AsyncIterator[Any]:
+    """What SGLang answers 400 to. It checks requests for embeddings so, but no others: one for text would end the
+    scheduler of a model that makes embeddings."""
+    raise ValueError(reason)
+    yield
 
 
 def tokenizer_manager_started(result: Any, manager: Any, server_args: Any, *args: Any, **kwargs: Any) -> None:

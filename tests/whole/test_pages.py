@@ -204,7 +204,15 @@ def test_commands_are_accepted() -> None:
                 assert re.search(rf"{option}(?![\w-])", shown), f"{page}: {' '.join(name)} has no {option}"
 
 
-OTHERS_OPTIONS = {"--tp", "--model-path", "--schedule-policy", "--max-running-requests", "--target", "--init"}
+OTHERS_OPTIONS = {
+    "--tp",
+    "--model-path",
+    "--schedule-policy",
+    "--max-running-requests",
+    "--target",
+    "--init",
+    "--is-embedding",
+}
 """SGLang's, docker's."""
 
 
