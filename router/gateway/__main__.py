@@ -1,6 +1,5 @@
 """`python -m router.gateway`: the gateway process, from command line to clean exit."""
 
-import gc
 import logging
 import os
 import signal
@@ -13,6 +12,7 @@ from typing import Any
 import uvicorn
 
 from router.batches.folder import check as check_batches
+from router.collector import collect_seldom
 from router.descriptors import raise_limit
 from router.gateway import logs, otlp
 from router.gateway.access import proxies
@@ -183,7 +183,7 @@ def serve(settings: table.Gateway) -> int:
     try:
         if settings.workers == 1:
             app = create_app(config)
-            gc.freeze()  # what was made so far stays: no need to look through it again and again
+            collect_seldom()
             uvicorn.run(app, **options)
         else:
             read_tokens(config.folders)  # fail here, not over and over in the workers

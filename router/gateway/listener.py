@@ -37,6 +37,40 @@ def refusal(share: str) -> bytes:
     return f"HTTP/1.1 429 Too Many Requests\r\n{head}\r\n\r\n".encode() + body
 
 
+class Wire:
+    """A transport that sends the head of an answer together with what follows it at once: ASGI has head and body in two
+    messages, and uvicorn writes each, for which the system takes as long as the gateway takes for much of a request."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._head = b""
+
+    def write(self, data: bytes) -> None:
+        """Writes `data`: a head with the next write, or when the loop's turn is over."""
+        if self._head:
+            head, self._head = self._head, b""
+            self._transport.write(head + data)
+        elif data.startswith(b"HTTP/1.1 "):
+            self._head = data
+            self._loop.call_soon(self._flush)
+        else:
+            self._transport.write(data)
+
+    def close(self) -> None:
+        """Closes it when everything is written."""
+        self._flush()
+        self._transport.close()
+
+    def _flush(self) -> None:
+        if self._head:
+            head, self._head = self._head, b""
+            self._transport.write(head)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
 class Listener(HttpToolsProtocol):
     """One connection of a client."""
 
@@ -58,7 +92,7 @@ class Listener(HttpToolsProtocol):
             wire.close()
             return
         self._share = share
-        super().connection_made(cast(asyncio.Transport, transport))
+        super().connection_made(cast(asyncio.Transport, Wire(cast(asyncio.Transport, transport), self.loop)))
         self._wait_for_head()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -5,7 +5,6 @@ may be anybody's, and come again. No text of a request or an answer is in it.
 """
 
 import time
-import uuid
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from typing import Any
 
 from router.events import Place
 from sglang_fair.common.deadlines import Promise
+from sglang_fair.common.names import fresh_name
 
 REQUEST_ID = "x-request-id"
 """The header in which a client names its request, and every answer too."""
@@ -30,7 +30,7 @@ def own_name(given: str | None) -> str:
     name of ours."""
     if given and len(given) <= MOST_NAME and given.isascii() and given.isprintable() and " " not in given:
         return given
-    return uuid.uuid4().hex
+    return fresh_name()
 
 
 @dataclass(slots=True)

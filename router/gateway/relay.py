@@ -12,7 +12,6 @@ A client that leaves has its work cancelled. What follows a failed attempt is de
 import asyncio
 import logging
 import time
-import uuid
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -69,6 +68,7 @@ from sglang_fair.common.identity import (
     HEADER_SYSTEM_TOKENS,
 )
 from sglang_fair.common.interaction import Apps, Part, part_of
+from sglang_fair.common.names import fresh_name
 from sglang_fair.common.swapping import HEADER_MODEL
 from sglang_fair.core.interactions import Interaction, Interactions
 from sglang_fair.tenants.model import Tenant
@@ -419,7 +419,8 @@ class _Exchange:
         leg = _Leg(call, tokens, self._arrived_s)
         outcome = await self._attempt(leg, retries.excluded, headers, reply, resumable)
         while True:
-            match retries.after(outcome, _sent(reply, resumable)):
+            sent = Sent.NOTHING if isinstance(outcome, Served) else _sent(reply, resumable)
+            match retries.after(outcome, sent):
                 case Finish():
                     self._outcome = (
                         "ok" if reply.status < 400 else "refused" if reply.status < 500 else "failed"
@@ -470,7 +471,7 @@ class _Exchange:
         services.interactions.tick(time.monotonic())
         limits = None if self._tenant is None else self._tenant.overload
         arrive = Arrive(
-            id=uuid.uuid4().hex,
+            id=fresh_name(),
             client=self._client,
             tokens=leg.tokens,
             max_output_tokens=leg.call.max_output_tokens,

@@ -31,10 +31,10 @@ class Reply:
         self._since_s = 0.0
         self._is_given_up = False
 
-    async def start(self, status: int, headers: Mapping[str, str]) -> None:
+    async def start(self, status: int, headers: Mapping[str, str], *, is_stream: bool = False) -> None:
         """Sends status and headers. Call it once."""
         assert not self.started
-        self.started = True
+        self.started, self.is_stream = True, is_stream
         self.status, self.started_s = status, self._loop.time()
         named = {**headers, **self._own_headers}
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in named.items()]
@@ -42,7 +42,6 @@ class Reply:
 
     async def piece(self, body: bytes) -> None:
         """Sends a piece of the body; more follows."""
-        self.is_stream = True
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
     async def end(self, body: bytes = b"") -> None:

@@ -208,7 +208,8 @@ class Attempt:
                 if self._first_s is None:
                     self._first_s = self._last_s
                     if not reply.started:
-                        await reply.start(200, self._headers(answer) | {"cache-control": "no-cache"})
+                        headers = self._headers(answer) | {"cache-control": "no-cache"}
+                        await reply.start(200, headers, is_stream=True)
                 if self._progress_interval_s and self._last_s - reported_s >= self._progress_interval_s:
                     reported_s = self._last_s
                     self._placer.progress(Progress(self._place.id, stream.usage.output_tokens))
@@ -216,7 +217,11 @@ class Attempt:
                     self._settle("ok", stream.usage)
                 if resumable is not None:
                     events = resumable.pass_on(events)
-                if events:
+                if stream.ended and not reply.ended:
+                    await reply.end(
+                        events
+                    )  # the connection is read to its end all the same, to be used again
+                elif events and not reply.ended:
                     await reply.piece(events)
             if self._is_cut and not stream.ended:
                 raise _Cut
@@ -225,7 +230,8 @@ class Attempt:
         except OSError:
             if not stream.ended:  # what breaks after [DONE] does not matter
                 raise
-        await reply.end()
+        if not reply.ended:
+            await reply.end()
 
     def _lost(self, error: OSError) -> Lost:
         if isinstance(error, NotConnected):

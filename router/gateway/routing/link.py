@@ -9,6 +9,9 @@ prompt, and thousands may wait. Each comparison says which are still held. Any o
 answer was lost, or the router has forgotten it: after a restart, say. It was let in, so it is then asked as a further
 attempt at the same call, which nobody throttles. What a question says of its deadline is said anew each time.
 
+What needs no answer leaves with the next question, or `TELL_S` later: each message that leaves by itself wakes threads
+here and in the router. All leave in the order in which they were said.
+
 ZMQ makes the socket's descriptor readable once for any number of messages, and sending may reset it. So the socket is
 read until it is empty, and checked again after each message that is sent.
 """
@@ -58,6 +61,7 @@ SEARCH_S = 0.02
 """Between two heartbeats while no router answers."""
 COMPARE_S = 5.0
 ASK_AGAIN_S = 1.0
+TELL_S = 0.001
 REOPEN_S = 1.0
 """Between two attempts at a router that refuses our key."""
 MESSAGES_PER_TURN = 256
@@ -146,6 +150,9 @@ class Link:
         self._timeout_s = timeout_s
         self._keys = keys
         self._waiting: dict[str, _Question] = {}
+        self._told: list[bytes] = []
+        """What is about to leave."""
+        self._telling: asyncio.TimerHandle | None = None
         self._echo_s = float("-inf")
         self._compared_s = float("-inf")
         self._beating: asyncio.Task[None] | None = None
@@ -199,6 +206,7 @@ class Link:
         if self._beating is not None:
             self._beating.cancel()
             await asyncio.gather(self._beating, return_exceptions=True)
+        self._tell_all()
         if self._is_open:
             self._shut()
         if self._context is not None:
@@ -262,13 +270,29 @@ class Link:
         return answer
 
     def tell(self, event: Event) -> None:
-        """Sends an event that needs no answer. It is dropped if there is no connection."""
-        self._send(encode(event))
+        """Sends an event that needs no answer, within `TELL_S`. It is dropped if there is no connection then."""
+        self._told.append(encode(event))
+        if self._telling is None:
+            self._telling = asyncio.get_running_loop().call_later(TELL_S, self._tell_all)
+
+    def _tell_all(self) -> None:
+        if self._telling is not None:
+            self._telling.cancel()
+            self._telling = None
+        told, self._told = self._told, []
+        for message in told:
+            self._send(message)
+
+    def _send_behind(self, message: bytes) -> bool:
+        """Sends it behind what was told before. False if there is no connection."""
+        if self._told:
+            self._tell_all()
+        return self._send(message)
 
     async def _ask(self, name: str, event: Event) -> Answer:
         if not self.alive:
             raise RouterGone(f"no router answers at {self._address}")
-        question = _Question(self._send, event, self._timeout_s)
+        question = _Question(self._send_behind, event, self._timeout_s)
         self._waiting[name] = question
         try:
             if not question.ask():
@@ -299,7 +323,7 @@ class Link:
 
     async def _beat(self) -> None:
         while True:
-            if not self._send(HEARTBEAT):
+            if not self._send_behind(HEARTBEAT):
                 self._echo_s = float("-inf")
             if self.alive and (time.monotonic() - self._compared_s >= COMPARE_S or not self.side.workers):
                 self.compare()
