@@ -234,3 +234,32 @@ def test_a_router_of_before_that_follows_one_that_held_is_given_up() -> None:
             await asking
 
     run(body, None)
+
+
+def test_what_is_told_arrives_before_what_is_asked_later() -> None:
+    """Ends that are told together with the next question leave before it; those that nobody follows leave all the
+    same, also of a link that is being closed."""
+
+    async def body(wire: Wire, placer: Placer, link: Link) -> None:
+        for number in range(20):
+            for told in range(number % 3):
+                link.tell(Done(f"{number}.{told}"))
+            await placer.place(Arrive(f"q{number}", "c", b""))
+        link.tell(Done("alone"))
+        names = [f"{number}.{told}" for number in range(20) for told in range(number % 3)]
+
+        def of(event: Event) -> str:
+            return event.id if isinstance(event, Done | Arrive) else ""
+
+        await eventually(lambda: "alone" in map(of, wire.heard), "it was told")
+        heard = [of(event) for event in wire.heard]
+        for name in names:
+            assert heard.index(name) < heard.index(f"q{name.split('.')[0]}")
+        assert [name for name in heard if name in names] == names
+        link.tell(Done("last"))
+        await link.close()
+        await eventually(lambda: "last" in map(of, wire.heard), "it was told before the end")
+
+    core = Router(build("centralized_dlpm", slots=100))
+    core.handle(WorkerUp("r0", "http://r0"), 0.0)
+    run(body, core)
