@@ -2,6 +2,7 @@
 
 import importlib
 import os
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -63,8 +64,11 @@ def test_the_store_listens_there_alone(sglang: None) -> None:
 
     closed, opened = free_port(), free_port()
     before = seen()
-    first = ranks.make_store(original, "127.0.0.1", closed, 0, 2, timeout)
-    second = ranks.make_store(original, "127.0.0.1", closed, 1, 2, timeout)
+    with ThreadPoolExecutor(2) as pool:  # each waits for the other
+        both = [
+            pool.submit(ranks.make_store, original, "127.0.0.1", closed, rank, 2, timeout) for rank in (0, 1)
+        ]
+    first, second = (one.result() for one in both)
     first.set("a", "1")
     assert second.get("a") == b"1"
     assert seen() == before

@@ -1,10 +1,11 @@
 """Certificates for tests, made by the `openssl` command."""
 
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-CONFIG = "basicConstraints=critical,CA:FALSE\nsubjectAltName=IP:127.0.0.1,DNS:localhost\n"
+HERE = ("IP:127.0.0.1", "DNS:localhost")
 
 
 @dataclass(frozen=True)
@@ -16,9 +17,11 @@ class Certificates:
     key: str
 
     @staticmethod
-    def make(folder: Path) -> "Certificates":
+    def make(folder: Path, names: Sequence[str] = HERE) -> "Certificates":
+        """It is for `names`."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "extensions").write_text(CONFIG)
+        names_of = ",".join(names)
+        (folder / "extensions").write_text(f"basicConstraints=critical,CA:FALSE\nsubjectAltName={names_of}\n")
 
         def openssl(*words: str) -> None:
             subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True)

@@ -31,17 +31,23 @@ class Process:
         *arguments: str,
         environment: Mapping[str, str] | None = None,
         before: Sequence[str] = (),
+        python: str = sys.executable,
+        folder: Path | None = None,
     ) -> None:
-        """`before` are the words of a command that becomes another one, as nsenter does."""
+        """`before` are the words of a command that becomes another one, as nsenter does. It runs in `folder`, and
+        `python` is another environment's."""
         self.name = name
         self._environment = {**os.environ, **(environment or {})}
-        self.command = [*before, sys.executable, "-m", *arguments]
+        self._folder = folder
+        self.command = [*before, python, "-m", *arguments]
         self.log = Path(tempfile.mkstemp(prefix=f"{name}-", suffix=".log")[1])
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen(self.command, stdout=log, stderr=log, env=self._environment)
+            self._process = subprocess.Popen(
+                self.command, stdout=log, stderr=log, env=self._environment, cwd=self._folder
+            )
 
     def kill(self) -> None:
         """kill -9, and reaped."""

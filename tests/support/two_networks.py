@@ -4,47 +4,17 @@ It cuts the cable under load and heals it, kills a replica and both routers in t
 """
 
 import asyncio
-import os
-import subprocess
 import tempfile
 from collections import Counter
 from pathlib import Path
 
+from tests.support.cable import BACK, Cable
 from tests.support.site import Seen, Site
 from tests.support.stand_in import make_tokenizer
-from tests.support.waiting import eventually, wait_until
+from tests.support.waiting import eventually
 
-FRONT, BACK = "10.9.0.1", "10.9.0.2"
 CLIENTS = [f"client {number}" for number in range(10)]
 LENGTH = 40
-
-
-def run(*words: str) -> None:
-    subprocess.run(words, check=True)
-
-
-class Cable:
-    """The other network, as long as a process sleeps in it, and the link to it."""
-
-    def __init__(self) -> None:
-        run("ip", "link", "set", "lo", "up")
-        self._holder = subprocess.Popen(["unshare", "-n", "sleep", "infinity"])
-        pid = str(self._holder.pid)
-        own = os.readlink("/proc/self/ns/net")
-        wait_until(lambda: os.readlink(f"/proc/{pid}/ns/net") != own, "the other network")
-        self.inside = ("nsenter", "--target", pid, "--net")
-        run("ip", "link", "add", "front", "type", "veth", "peer", "name", "back", "netns", pid)
-        run("ip", "address", "add", f"{FRONT}/24", "dev", "front")
-        run(*self.inside, "ip", "address", "add", f"{BACK}/24", "dev", "back")
-        run(*self.inside, "ip", "link", "set", "back", "up")
-        self.set("up")
-
-    def set(self, state: str) -> None:
-        run("ip", "link", "set", "front", state)
-
-    def close(self) -> None:
-        self._holder.kill()
-        self._holder.wait()
 
 
 class Load:
