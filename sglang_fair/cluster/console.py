@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 from rich.console import Console
 from rich.status import Status
@@ -122,9 +122,16 @@ def make_console(to_stderr: bool) -> Console:
 
 
 def addresses(
-    plan: Plan, gateway: str, admin: str | None, dashboard: str | None, title: str, pids: dict[str, int]
+    plan: Plan,
+    gateway: str,
+    admin: str | None,
+    dashboard: str | None,
+    title: str,
+    pids: Mapping[str, int],
+    replicas: Mapping[str, str],
 ) -> Table:
-    """A table of the processes' addresses and what each is for. `admin` is the operators', if it is another one."""
+    """A table of the processes' addresses and what each is for. `admin` is the operators', if it is another one;
+    `replicas` are by name."""
     table = Table(title=title, title_style="bold", title_justify="left", show_edge=False, pad_edge=False)
     for heading in ("", "address", "pid", "for"):
         table.add_column(heading, no_wrap=True, overflow="fold")
@@ -134,18 +141,17 @@ def addresses(
         "dashboard": "open this in a browser",
         "replica": "/fair shows each client's service and deficit",
     }
-    for process in (*plan.of("gateway", "dashboard"), *plan.of("replica"), *plan.of("router")):
-        known = {"gateway": gateway, "router": plan.router or "", "dashboard": dashboard or ""}
-        address = known.get(process.role)
-        if address is None:
-            address = process.worker.url if process.worker else ""
-        style = "bold green" if process.role == "gateway" else ""
-        table.add_row(
-            process.name, Text(address, style), str(pids.get(process.name, "")), purposes[process.role]
-        )
-        if process.role == "gateway" and admin is not None:
+    places = [
+        *((one.name, one.role, dashboard or "") for one in plan.of("dashboard")),
+        *((name, "replica", url) for name, url in replicas.items()),
+        *((one.name, one.role, plan.router or "") for one in plan.of("router")),
+    ]
+    for name, role, address in (("gateway", "gateway", gateway), *places):
+        style = "bold green" if role == "gateway" else ""
+        table.add_row(name, Text(address, style), str(pids.get(name, "")), purposes[role])
+        if role == "gateway" and admin is not None:
             table.add_row("", Text(admin), "", "for operators: /status, /workers and /metrics")
-        if process.role == "router" and plan.router_http is not None:
+        if role == "router" and plan.router_http is not None:
             table.add_row("", Text(plan.router_http), "", "/healthz, /readyz and /metrics")
     return table
 

@@ -13,18 +13,20 @@ from typing import Any, Literal
 from router.gateway import limits
 from router.placement import plans
 from sglang_fair.cluster.gpus import Gpu, environment
-from sglang_fair.cluster.options import ConfigError, Device, Options, page_tokens
+from sglang_fair.cluster.options import ConfigError, Device, Options, extra_argument, page_tokens
 from sglang_fair.cluster.ports import Ports, ReplicaPorts
 from sglang_fair.core.cost import Cost, Linear, describe
 from sglang_fair.core.policy import DEFAULT_QUANTUM
 from sglang_fair.settings import table
 from sglang_fair.settings.setting import command_line, shared
 
-Role = Literal["fork-server", "replica", "router", "agent", "planner", "gateway", "dashboard", "feeder"]
+Role = Literal[
+    "fork-server", "replica", "fleet", "router", "agent", "planner", "gateway", "dashboard", "feeder"
+]
 
 START_ORDER: tuple[tuple[Role, ...], ...] = (
     ("fork-server",),
-    ("replica", "router"),
+    ("replica", "fleet", "router"),
     ("agent",),
     ("gateway", "dashboard", "planner"),
     ("feeder",),
@@ -36,7 +38,7 @@ STOP_ORDER: tuple[tuple[Role, ...], ...] = (
     ("gateway", "dashboard", "planner"),
     ("agent",),
     ("router",),
-    ("replica",),
+    ("replica", "fleet"),
     ("fork-server",),
 )
 
@@ -45,6 +47,12 @@ DISPENSABLE: tuple[Role, ...] = ("dashboard", "planner", "agent", "feeder")
 
 LOCAL = "127.0.0.1"
 """Replicas and router listen here only: they believe the names that a gateway gives clients."""
+
+REPLICA_GRACE_S = 10.0
+"""Time for a replica to finish when it is stopped."""
+
+FLEET_GRACE_S = REPLICA_GRACE_S + 10.0
+"""The same for the process that has replicas on other machines: it waits for theirs."""
 
 GATEWAY_DRAIN_S = 5
 """Time for open requests when the cluster is stopped."""
@@ -69,6 +77,9 @@ UNKNOWN_BYTES = 400_000_000_000
 
 FEEDER_READY = "feeder ready"
 """The same of the feeder: it looks for batches."""
+
+FLEET_READY = "all replicas are ready"
+"""The same of the process that has replicas on other machines."""
 
 PLANNER_READY = "planner ready"
 """The same of the planner: a router has answered it."""
@@ -148,6 +159,36 @@ class Worker:
 
 
 @dataclass(frozen=True)
+class Asked:
+    """A replica before it has an address: what it is told besides its host, its ports and its GPUs."""
+
+    name: str
+    settings: Mapping[str, Any]
+    """Of `table.Replica`; values that JSON has."""
+    ready_timeout_s: float
+    model: str = ""
+    models: tuple[str, ...] = ()
+    """As those of `Worker`."""
+
+    def renamed(self, name: str) -> "Asked":
+        """Another one like it."""
+        settings = dict(self.settings)
+        if settings.get("normal") is not None:
+            settings["normal"] = settings["normal"].removesuffix(self.name) + name
+        return replace(self, name=name, settings=settings | {"name": name})
+
+
+@dataclass(frozen=True)
+class FleetFiles:
+    """Where the process that has the replicas on other machines reads what they are, where it lists them, and where it
+    is asked for changes."""
+
+    told: Path
+    listed: Path
+    control: Path
+
+
+@dataclass(frozen=True)
 class Process:
     """One process: what to run, how to see that it is ready, and how long to wait for that and for its end."""
 
@@ -166,6 +207,8 @@ class Process:
     None: `argv` is a command line."""
     gpus: tuple[Gpu, ...] = ()
     """For a replica: the GPUs that it uses alone."""
+    says_why: bool = False
+    """Whether its last line says, by itself, why it ended."""
 
 
 @dataclass(frozen=True)
@@ -233,33 +276,26 @@ def build(
     ports: Ports,
     gpus: Sequence[tuple[Gpu, ...]] = (),
     swaps: Mapping[int, Sequence[Model]] = MappingProxyType({}),
+    fleet: FleetFiles | None = None,
 ) -> Plan:
     """The processes of the cluster. `models` are as in `each_model`, `gpus` those of each replica, if it computes on
-    any, `swaps` the models that a replica can load, by its number."""
+    any, `swaps` the models that a replica can load, by its number. With a `fleet` replicas run on other machines."""
     each = each_model(options, models)
     router = f"tcp://{LOCAL}:{ports.router}"
-    fork_server = f"sglang-fair/fork-server/{ports.router}" if device == "cpu" else None
-    workers = tuple(
-        Worker(
-            name=f"r{index}",
-            url=f"http://{LOCAL}:{port.http}",
-            kv=f"tcp://{LOCAL}:{port.kv}",
-            replay=f"tcp://{LOCAL}:{port.kv + 1}",
-            load=None if port.load is None else f"tcp://{LOCAL}:{port.load}",
-            model=each[index].served_name if options.models else "",
-            models=tuple(one.served_name for one in swaps.get(index, ())),
+    fork_server = f"sglang-fair/fork-server/{ports.router}" if device == "cpu" and fleet is None else None
+    replicas = tuple(
+        placed(one, LOCAL, port, machine.python, gpus[index] if gpus else (), fork_server)
+        for index, (one, port) in enumerate(
+            zip(asked_for(options, device, machine, each, swaps), ports.replicas, strict=False)
         )
-        for index, port in enumerate(ports.replicas)
     )
+    workers = tuple(one.worker for one in replicas if one.worker is not None)
     return Plan(
         processes=(
             *((_fork_server(options, machine, each[0], fork_server),) if fork_server else ()),
-            *(
-                _replica(options, device, machine, each[index], worker, ports.replicas[index],
-                         gpus[index] if gpus else (), fork_server)
-                for index, worker in enumerate(workers)
-            ),
-            _router(options, machine, router, workers),
+            *replicas,
+            *((_fleet(options, device, machine, each, fleet),) if fleet else ()),
+            _router(options, machine, router, workers, None if fleet is None else fleet.listed),
             *((_planner(options, machine, router),) if plans(options.placement) else ()),
             *(
                 _agent(options, machine, workers[index], can_load, router)
@@ -336,42 +372,73 @@ def curl_example(url: str, model: str = "default", *, has_tenants: bool = False)
     )
 
 
-def _replica(
+def asked_for(
     options: Options,
     device: Device,
     machine: Machine,
-    model: Model,
-    worker: Worker,
+    models: Sequence[Model],
+    swaps: Mapping[int, Sequence[Model]] = MappingProxyType({}),
+) -> tuple[Asked, ...]:
+    """The replicas of a cluster, one for each of `models`; `swaps` as in `build`."""
+    return tuple(
+        Asked(
+            name=f"r{index}",
+            settings={
+                "name": f"r{index}",
+                **shared(options, table.Replica),
+                "model": model.asked or options.model,
+                "served_name": model.served_name if options.models else None,
+                "device": device,
+                "extra": ("--log-level", options.log_level, *options.extra),
+                **_cost(options.service_cost()),
+                "keys": _path(options.keys),
+                "identity": None,  # the gateway has put the name into a header
+                "normal": None if options.normal is None else f"{Path(options.normal).absolute()}.r{index}",
+                "apps": None,  # the gateway has put that into a header, too
+            },
+            ready_timeout_s=ready_timeout_s(options, device, machine, model),
+            model=model.served_name if options.models else "",
+            models=tuple(one.served_name for one in swaps.get(index, ())),
+        )
+        for index, model in enumerate(models)
+    )
+
+
+def placed(
+    asked: Asked,
+    host: str,
     ports: ReplicaPorts,
-    gpus: tuple[Gpu, ...],
-    fork_server: str | None,
+    python: str,
+    gpus: tuple[Gpu, ...] = (),
+    fork_server: str | None = None,
 ) -> Process:
+    """The replica on the machine with the address `host`."""
+    at = f"[{host}]" if ":" in host else host
+    worker = Worker(
+        name=asked.name,
+        url=f"{scheme(asked.settings['extra'])}://{at}:{ports.http}",
+        kv=f"tcp://{at}:{ports.kv}",
+        replay=f"tcp://{at}:{ports.kv + 1}",
+        load=None if ports.load is None else f"tcp://{at}:{ports.load}",
+        model=asked.model,
+        models=asked.models,
+    )
     values = {
-        "name": worker.name,
-        **shared(options, table.Replica),
-        "model": model.asked or options.model,
-        "served_name": model.served_name if options.models else None,
-        "device": device,
-        "host": LOCAL,
+        **asked.settings,
+        "host": host,
         "port": ports.http,
         "kv_port": ports.kv,
         "load_port": ports.load,
-        "extra": ("--log-level", options.log_level, "--nccl-port", str(ports.rendezvous), *options.extra),
-        **_cost(options.service_cost()),
-        "keys": _path(options.keys),
-        "identity": None,  # the gateway has put the name into a header
-        "normal": None if options.normal is None else f"{Path(options.normal).absolute()}.{worker.name}",
-        "apps": None,  # the gateway has put that into a header, too
+        "extra": ("--nccl-port", str(ports.rendezvous), *asked.settings["extra"]),
     }
-    command = () if fork_server else (machine.python, "-m", "sglang_fair.engines.replica")
-    argv = (*command, *command_line(table.Replica, values))
+    command = () if fork_server else (python, "-m", "sglang_fair.engines.replica")
     return Process(
-        name=worker.name,
+        name=asked.name,
         role="replica",
-        argv=argv,
+        argv=(*command, *command_line(table.Replica, values)),
         ready=HttpReady(f"{worker.url}/ready"),
-        ready_timeout_s=ready_timeout_s(options, device, machine, model),
-        stop_grace_s=10.0,
+        ready_timeout_s=asked.ready_timeout_s,
+        stop_grace_s=REPLICA_GRACE_S,
         env={
             "PYTHONUNBUFFERED": "1",
             **environment(gpus),
@@ -379,6 +446,27 @@ def _replica(
         worker=worker,
         fork_server=fork_server,
         gpus=gpus,
+    )
+
+
+def scheme(extra: Sequence[str]) -> str:
+    """How a replica with these arguments is spoken to."""
+    return "https" if extra_argument(extra, "--ssl-certfile") else "http"
+
+
+def _fleet(
+    options: Options, device: Device, machine: Machine, models: Sequence[Model], files: FleetFiles
+) -> Process:
+    slowest_s = max(ready_timeout_s(options, device, machine, model) for model in models)
+    return Process(
+        name="fleet",
+        role="fleet",
+        argv=(machine.python, "-m", "sglang_fair.cluster.on_ray", str(files.told)),
+        ready=LineReady(FLEET_READY),
+        ready_timeout_s=options.ray_wait_s + slowest_s + FLEET_GRACE_S,
+        stop_grace_s=FLEET_GRACE_S,
+        env={"PYTHONUNBUFFERED": "1"},
+        says_why=True,
     )
 
 
@@ -407,7 +495,9 @@ def _cost(cost: Cost) -> dict[str, Any]:
     return {"cost": describe(cost), "extend_weight": None, "output_weight": None}
 
 
-def _router(options: Options, machine: Machine, router: str, workers: tuple[Worker, ...]) -> Process:
+def _router(
+    options: Options, machine: Machine, router: str, workers: tuple[Worker, ...], listed: Path | None
+) -> Process:
     cost = options.service_cost()  # of which the router knows the linear part
     values = shared(options, table.Router) | {
         "bind": router,
@@ -420,6 +510,8 @@ def _router(options: Options, machine: Machine, router: str, workers: tuple[Work
         ],
         "page_size": page_tokens(options.extra),
         "swap_finish_s": options.swap_finish_s,
+        "replicas_file": None if listed is None else str(listed),
+        "replica_ca": _path(options.replica_ca),
         "limits": _path(options.limits),
         "http_host": LOCAL,
         "http_port": options.router_http_port,
@@ -458,13 +550,16 @@ def _planner(options: Options, machine: Machine, router: str) -> Process:
 
 
 def _worker_arguments(workers: Sequence[Worker]) -> list[str]:
-    specs = [
+    return command_line(table.Router, {"worker": [written(worker) for worker in workers]})
+
+
+def written(worker: Worker) -> str:
+    """A replica in words, as routers' command lines and lists have it (`router.replica_lists.specs`)."""
+    return (
         f"{worker.name},http={worker.url},kv={worker.kv},replay={worker.replay}"
         + (f",load={worker.load}" if worker.load else "")
         + (f",model={'|'.join(worker.models) or worker.model}" if worker.model else "")
-        for worker in workers
-    ]
-    return command_line(table.Router, {"worker": specs})
+    )
 
 
 def _agent(
@@ -509,6 +604,7 @@ def _gateway(options: Options, machine: Machine, models: Sequence[Model], router
         **shared(options, table.Deadlines),
         **shared(options, table.Exposed),
         "keys": _path(options.keys),
+        "replica_ca": _path(options.replica_ca),
         "tls_cert": _path(options.tls_cert),
         "tls_key": _path(options.tls_key),
         "tenants": _path(options.tenants),

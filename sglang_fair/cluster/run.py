@@ -7,11 +7,13 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from router.replica_lists import specs
 from sglang_fair.cluster import gpus, models
 from sglang_fair.cluster import machine as machines
 from sglang_fair.cluster.added import AddedReplicas
@@ -20,12 +22,16 @@ from sglang_fair.cluster.console import ConsoleReporter, Replicas, addresses, ex
 from sglang_fair.cluster.control import Control, socket_path
 from sglang_fair.cluster.gpus import GpusTaken
 from sglang_fair.cluster.link import RouterLink, router_shortage
+from sglang_fair.cluster.on_ray import driver, told
 from sglang_fair.cluster.options import ConfigError, Device, Options, check
 from sglang_fair.cluster.plan import (
+    LOCAL,
+    FleetFiles,
     Machine,
     Model,
     Plan,
     admin_url,
+    asked_for,
     build,
     check_memory,
     choose_device,
@@ -66,6 +72,9 @@ def run_cluster(options: Options) -> int:
     """Runs the cluster until a signal, and returns the exit code. Whatever goes wrong is one line on stderr."""
     try:
         check(options)
+        told.check(options)
+        if options.ray is not None and not driver.is_installed():
+            raise ConfigError(driver.MISSING, "ray")
         return asyncio.run(_run(options))
     except Interrupted:
         return INTERRUPTED
@@ -87,8 +96,9 @@ async def _run(options: Options) -> int:
     machine = machines.look()
     emulation = options.emulation()
     wanted = {"auto": options.device, "emulated": "cpu"}.get(options.engine, options.engine)
-    device = choose_device(wanted, machine)
+    device = choose_device(wanted, machine) if options.ray is None else told.device(wanted)
     with (
+        tempfile.TemporaryDirectory(prefix="sglang-fair-") as folder,
         contextlib.closing(Reservations(options.host)) as reservations,
         contextlib.closing(Marks("gpu")) as gpu_marks,
     ):
@@ -110,7 +120,7 @@ async def _run(options: Options) -> int:
             os.environ[feeder_key.variable] = secrets.token_urlsafe(32)
         names = models.dealt(options)
         options = replace(options, replicas=len(names))
-        taken = gpus.take(options, device, machine.gpus, gpu_marks)
+        taken = gpus.take(options, device, machine.gpus, gpu_marks) if options.ray is None else ()
         found: dict[str, Model] = {}
         for called, asked in options.model_names().items():
             model = await _find_model(asked if emulation is None else EMULATED + asked, machine, stop)
@@ -122,10 +132,22 @@ async def _run(options: Options) -> int:
         }
         for can_load in set(swaps.values()):
             _check_alike(can_load)
-        check_memory(options, device, machine, each)
+        if options.ray is None:
+            check_memory(options, device, machine, each)
         loads = options.needs_loads()
-        ports = choose(options.port, options.replicas, reservations.take, loads=loads)
-        plan = build(options, device, machine, each, ports, taken, swaps)
+        here = options.replicas if options.ray is None else 0
+        ports = choose(options.port, here, reservations.take, loads=loads)
+        files = None
+        if options.ray is not None:
+            files = FleetFiles(
+                Path(folder, "told.json"), Path(folder, "replicas"), socket_path(ports.gateway)
+            )
+            replicas = asked_for(options, device, machine, each)
+            files.listed.touch()
+            files.told.write_bytes(
+                told.of(options, device, replicas, files, f"tcp://{LOCAL}:{ports.router}").encode()
+            )
+        plan = build(options, device, machine, each, ports, taken, swaps, files)
         gateway = served_url(options, options.host, ports.gateway)
         what = " and ".join(f"{names.count(called)} x {one.served_name}" for called, one in found.items())
         if emulation is not None and not options.models:
@@ -136,13 +158,17 @@ async def _run(options: Options) -> int:
         console = make_console(to_stderr=options.json)
 
         def when_up(pids: dict[str, int]) -> None:
+            replicas = replicas_of(plan, files)
             if options.json:
-                _print_json(describe(options, device, tuple(found.values()), plan, gateway, pids))
+                _print_json(
+                    describe(options, device, tuple(found.values()), plan, gateway, pids, replicas.values())
+                )
             else:
                 show(console, "")
-                show(
-                    console, addresses(plan, gateway, admin_url(options), dashboard_url(options), title, pids)
+                table = addresses(
+                    plan, gateway, admin_url(options), dashboard_url(options), title, pids, replicas
                 )
+                show(console, table)
                 model = next(iter(options.model_names())) or "default"
                 show(console, example(gateway, model, has_tenants=options.tenants is not None))
 
@@ -154,9 +180,9 @@ async def _run(options: Options) -> int:
             options, device, each, ports, reservations, gpu_marks, machines.look,
             tuple(found.values()) if options.swap == models.ALL else (),
         )  # fmt: skip
-        return await _supervise(
-            plan, reporter, stop, added, gpu_marks, socket_path(ports.gateway), options.scale_up, keys
-        )
+        # With --ray, replicas are changed where they are known: in the fleet.
+        control = socket_path(ports.gateway) if files is None else None
+        return await _supervise(plan, reporter, stop, added, gpu_marks, control, options.scale_up, keys)
 
 
 def _keys(folder: str | None) -> Keys | None:
@@ -192,7 +218,7 @@ async def _supervise(
     stop: asyncio.Event,
     added: AddedReplicas,
     gpu_marks: Marks,
-    control_path: Path,
+    control_path: Path | None,
     scale_up: int,
     keys: Keys | None,
 ) -> int:
@@ -218,9 +244,10 @@ async def _supervise(
         if stop.is_set():
             raise Interrupted
         workers = Workers(supervisor, link, plan.router, added.plan, added.freed, added.agent_of, keys)
-        control = Control(control_path, workers.handle)
+        control = None if control_path is None else Control(control_path, workers.handle)
         try:
-            await control.start()
+            if control is not None:
+                await control.start()
         except OSError as error:
             reporter.say(f"replicas cannot be added or drained here: {error}")
         scaling = Scaling(
@@ -233,7 +260,8 @@ async def _supervise(
             if scales is not None:
                 scales.cancel()
                 await asyncio.gather(scales, return_exceptions=True)
-            await control.close()
+            if control is not None:
+                await control.close()
         was_up = supervisor.was_up
     if not asked:
         raise StartFailed("the cluster cannot go on and has been stopped")
@@ -267,6 +295,13 @@ async def _find_model(name: str, machine: Machine, stop: asyncio.Event) -> Model
     return Model(Path(facts["folder"]), facts["served_name"], facts["weights_bytes"])
 
 
+def replicas_of(plan: Plan, files: FleetFiles | None) -> dict[str, str]:
+    """The replicas' addresses by name: those of the plan, or those that a fleet lists."""
+    if files is not None:
+        return {up.worker: up.url for up in specs.lines(files.listed.read_text())}
+    return {process.name: process.worker.url for process in plan.of("replica") if process.worker}
+
+
 def describe(
     options: Options,
     device: Device,
@@ -274,6 +309,7 @@ def describe(
     plan: Plan,
     gateway: str,
     pids: dict[str, int],
+    replicas: Iterable[str],
 ) -> dict[str, object]:
     """A running cluster for programs: its addresses and what it is."""
     emulation = options.emulation()
@@ -283,7 +319,7 @@ def describe(
         "dashboard": dashboard_url(options),
         "router": plan.router,
         "router_http": plan.router_http,
-        "replicas": [process.worker.url for process in plan.of("replica") if process.worker],
+        "replicas": list(replicas),
         "pids": {"cluster": os.getpid(), **pids},
         "policy": options.policy,
         "placement": options.placement,

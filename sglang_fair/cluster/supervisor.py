@@ -267,7 +267,8 @@ class Supervisor:
             await asyncio.wait([ready, exited], timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
             if exited.done():
                 self._reporter.died(name, exited.result(), child.tail)
-                raise StartFailed(f"{name} ended before it was ready: {exited.result()}")
+                why = child.tail[-1] if child.spec.says_why and child.tail else exited.result()
+                raise StartFailed(f"{name} ended before it was ready: {why}")
             if not ready.done():
                 self._reporter.died(name, f"not ready after {limit_s:.0f} s", child.tail)
                 raise StartFailed(f"{name} was not ready after {limit_s:.0f} s (--start-timeout)")
@@ -346,7 +347,7 @@ async def becomes_ready(ready: Ready, child: Child) -> None:
         case LineReady(text):
             await child.saw(text)
         case HttpReady(url, certificate):
-            await _answers_200(url, None if certificate is None else tls.pinned(certificate))
+            await answers_200(url, None if certificate is None else tls.pinned(certificate))
         case RouterReady(endpoint, folder):
             keys = Keys.read_if(folder, "gateway")
             while not await router_answers(endpoint, keys=keys):
@@ -355,7 +356,9 @@ async def becomes_ready(ready: Ready, child: Child) -> None:
             assert_never(ready)
 
 
-async def _answers_200(url: str, shown: ssl.SSLContext | None) -> None:
+async def answers_200(url: str, shown: ssl.SSLContext | None = None) -> None:
+    """Returns once GET `url` answers 200. `shown` is what an https:// address must show; None: what the system
+    believes."""
     import aiohttp
 
     timeout = aiohttp.ClientTimeout(total=LOCAL_CHECK_S)

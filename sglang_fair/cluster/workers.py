@@ -106,7 +106,7 @@ class Workers:
 
     def rows(self) -> list[ReplicaState]:
         """The replicas in the order of their numbers."""
-        return [self._row(spec) for spec in sorted(self._specs(), key=lambda spec: _number(spec.name))]
+        return [self._row(spec) for spec in sorted(self._specs(), key=lambda spec: number(spec.name))]
 
     async def seen(self) -> list[ReplicaState]:
         """The same with the models that those have which can load several, if a router answers."""
@@ -145,7 +145,7 @@ class Workers:
         taken = {*known, *self._states, *(spec.name for spec in self._specs())}
         try:
             has = [one.worker.model for one in self._specs() if one.worker is not None]
-            spec = self._plan(_free_number({_number(name) for name in taken}), model, has)
+            spec = self._plan(free_number({number(name) for name in taken}), model, has)
         except (ConfigError, PortTaken, GpusTaken) as error:
             raise Refused(str(error)) from None
         say(f"{spec.name} is being started")
@@ -207,14 +207,14 @@ class Workers:
                 self._link.down(worker)  # the supervisor no longer watches it, so nobody else reports this
             elif known is not None and known[worker.name].get("state") != "draining":
                 self._link.drain(worker)
-            waits = "no router answers" if known is None else _has_left(known[worker.name])
+            waits = "no router answers" if known is None else has_left(known[worker.name])
             if waits != said:
                 said = waits
                 say(f"{worker.name} is draining: {waits}")
             await asyncio.sleep(POLL_S)
         loop = asyncio.get_running_loop()
         until_s = loop.time() + IDLE_CHECKS_S
-        while loop.time() < until_s and await _is_at_work(worker.url):
+        while loop.time() < until_s and await is_at_work(worker.url):
             await asyncio.sleep(POLL_S)
 
     async def _is_known(self, name: str) -> bool:
@@ -242,11 +242,12 @@ class Workers:
         return ReplicaState(spec.name, url, self._supervisor.pids.get(spec.name), state, model)
 
 
-def _has_left(state: dict[str, Any]) -> str:
+def has_left(state: dict[str, Any]) -> str:
+    """What a worker that is draining waits for, as the router has it."""
     return f"{state.get('in_flight', '?')} requests under way"
 
 
-async def _is_at_work(url: str) -> bool:
+async def is_at_work(url: str) -> bool:
     """Whether a replica reports waiting or running requests. False when it does not answer."""
     timeout = aiohttp.ClientTimeout(total=CHECK_TIMEOUT_S)
     try:
@@ -258,13 +259,12 @@ async def _is_at_work(url: str) -> bool:
     return bool(totals.get("running", 0) + totals.get("waiting", 0))
 
 
-def _number(name: str) -> int:
+def number(name: str) -> int:
+    """That of a replica of ours; -1 for any other name."""
     digits = name.removeprefix("r")
     return int(digits) if digits.isdecimal() else -1
 
 
-def _free_number(taken: set[int]) -> int:
-    number = 0
-    while number in taken:
-        number += 1
-    return number
+def free_number(taken: set[int]) -> int:
+    """The first that nobody has."""
+    return next(one for one in range(len(taken) + 1) if one not in taken)

@@ -453,7 +453,17 @@ class Throttling:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster(
-    Feeding, Files, Tracing, Access, Deadlines, Throttling, Certified, Protection, Fairness, Engine
+    Feeding,
+    Files,
+    Tracing,
+    Access,
+    Deadlines,
+    Throttling,
+    Certified,
+    Authorities,
+    Protection,
+    Fairness,
+    Engine,
 ):
     """Start replicas, router and gateway on this machine, and keep them running until Ctrl-C."""
 
@@ -522,6 +532,28 @@ class Cluster(
             at_least=0,
         ),
     ] = 0
+    ray: Annotated[
+        str | None,
+        About(
+            "Run the replicas on the nodes of this Ray cluster, which this machine is one of: auto, or HOST:PORT. All "
+            "else runs here.",
+            metavar="ADDRESS",
+            unset="replicas run on this machine",
+        ),
+    ] = None
+    ray_resources: Annotated[
+        str,
+        About(
+            "What Ray keeps free for a replica on its node, as CPU=8,memory=64e9,accelerator_type:H100=0.001.",
+            metavar="NAME=AMOUNT,...",
+            unset="CPU=1, and a GPU for each of its ranks",
+            pairs=True,
+        ),
+    ] = ""
+    ray_wait_s: Annotated[
+        float,
+        About("Longest wait for Ray to have room for all replicas.", unit="seconds", metavar="S", above=0),
+    ] = 60.0
     host: Annotated[
         str, About("Address that the gateway listens on; 0.0.0.0 for all. The rest stays local.")
     ] = "127.0.0.1"
