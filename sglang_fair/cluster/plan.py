@@ -165,6 +165,8 @@ class Asked:
     name: str
     settings: Mapping[str, Any]
     """Of `table.Replica`; values that JSON has."""
+    log_level: str
+    """SGLang's."""
     ready_timeout_s: float
     model: str = ""
     models: tuple[str, ...] = ()
@@ -389,13 +391,14 @@ def asked_for(
                 "model": model.asked or options.model,
                 "served_name": model.served_name if options.models else None,
                 "device": device,
-                "extra": ("--log-level", options.log_level, *options.extra),
+                "extra": options.extra,
                 **_cost(options.service_cost()),
                 "keys": _path(options.keys),
                 "identity": None,  # the gateway has put the name into a header
                 "normal": None if options.normal is None else f"{Path(options.normal).absolute()}.r{index}",
                 "apps": None,  # the gateway has put that into a header, too
             },
+            log_level=options.log_level,
             ready_timeout_s=ready_timeout_s(options, device, machine, model),
             model=model.served_name if options.models else "",
             models=tuple(one.served_name for one in swaps.get(index, ())),
@@ -429,7 +432,13 @@ def placed(
         "port": ports.http,
         "kv_port": ports.kv,
         "load_port": ports.load,
-        "extra": ("--nccl-port", str(ports.rendezvous), *asked.settings["extra"]),
+        "extra": (
+            "--log-level",
+            asked.log_level,
+            "--nccl-port",
+            str(ports.rendezvous),
+            *asked.settings["extra"],
+        ),
     }
     command = () if fork_server else (python, "-m", "sglang_fair.engines.replica")
     return Process(
