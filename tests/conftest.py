@@ -10,21 +10,26 @@ import pytest
 from hypothesis import settings
 
 from sglang_fair.engines import cpu
+from tests.support import fork_server
 from tests.support.live import Cluster, Replica
 
 settings.register_profile("default", deadline=None, derandomize=True)
 settings.load_profile("default")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+fork_server.announce()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Replicas and clusters of whatever a test starts come from one process that has imported SGLang."""
+    if item.get_closest_marker("engine") or item.get_closest_marker("e2e"):
+        fork_server.start()
 
 
 @pytest.fixture(scope="session")
 def one_at_a_time() -> Iterator[Replica]:
-    """The paper's DLPM, a quantum of 100 units and room for one running request: admissions come one by one.
-
-    SGLang spawns its processes, as on a GPU.
-    """
+    """The paper's DLPM, a quantum of 100 units and room for one running request: admissions come one by one."""
     printed = ("--policy", "dlpm", "--policy-options", "newcomers=0", "--quantum", "100")
-    with Replica(*printed, "--max-running", "1", forked=False) as replica:
+    with Replica(*printed, "--max-running", "1") as replica:
         yield replica
 
 

@@ -27,7 +27,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -60,17 +60,32 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     die_with_parent()
     options = replica.parse(shared)
     os.environ.update(replica.environment(options))
+    import_sglang()
+    load_hooks(options.engine)
+    serve(name, replica.main)
+
+
+def import_sglang() -> None:
+    """Imports what replicas share. The environment must be a replica's already."""
     cpu.define_torchvision_operators()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about kernels that a CPU lacks
         for module in MODULES:
             importlib.import_module(module)
+
+
+def load_hooks(engine: str) -> None:
+    """Has SGLang call its plugins in this process, and fork its subprocesses."""
     from sglang.srt.plugins import load_plugins
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    if options.engine != "emulated":  # which registers this itself
+    if engine != "emulated":  # which registers this itself
         HookRegistry.register(cpu.START_METHOD_SET, cpu.fork_subprocesses, HookType.AFTER)
     load_plugins()
+
+
+def serve(name: str, run: Callable[[Sequence[str]], int]) -> NoReturn:
+    """Listens on the abstract socket `name` and calls `run` with its arguments in each process that is forked."""
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
         print(
@@ -83,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         gc.collect()
         gc.freeze()
         print(FORK_SERVER_READY, flush=True)
-        ForkServer(listener).run()
+        ForkServer(listener, run).run()
     sys.stdout.flush()
     os._exit(0)  # a normal end prints a warning for every object that an extension leaks
 
@@ -91,9 +106,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 class ForkServer:
     """The forked replicas and their connections. No thread is started here."""
 
-    def __init__(self, listener: socket.socket) -> None:
-        """Whoever connects to `listener` may ask for one replica."""
+    def __init__(self, listener: socket.socket, main: Callable[[Sequence[str]], int]) -> None:
+        """Whoever connects to `listener` may ask for one replica: a process that calls `main` with its arguments."""
         self._listener = listener
+        self._main = main
         self._pid = os.getpid()
         self._selector = selectors.DefaultSelector()
         self._replicas: dict[socket.socket, int] = {}
@@ -202,11 +218,12 @@ class ForkServer:
             os.dup2(output, 1)
             os.dup2(output, 2)
             os.close(output)
-            os.environ.update(env)
+            # What is the same stays where it is: the first variable's place tells setproctitle where titles go.
+            os.environ.update({name: value for name, value in env.items() if os.environ.get(name) != value})
             os.environ[PARENT] = str(self._pid)
             random.seed()  # or all replicas would draw the same ports
             _name_process("sglang-fair replica " + " ".join(argv[:2]))
-            code = replica.main(argv)
+            code = self._main(argv)
         except SystemExit as ended:
             code = ended.code if isinstance(ended.code, int) else 1
         except BaseException:

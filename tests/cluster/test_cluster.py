@@ -50,6 +50,7 @@ from sglang_fair.cluster.supervisor import StartFailed, Supervisor
 from sglang_fair.core import POLICIES
 from sglang_fair.core.cost import make_cost
 from sglang_fair.settings.program import parse
+from tests.support import fork_server
 from tests.support.live import lives
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until
@@ -857,8 +858,11 @@ class TestConsole:
 
 
 @pytest.mark.e2e
-def test_a_whole_cluster_survives_a_dead_scheduler_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_whole_cluster_survives_a_dead_scheduler_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`sglang-fair cluster --json` as a program uses it: one real replica, router and gateway."""
+    monkeypatch.delenv(fork_server.PREFIX)
     log = tmp_path / "log"
     command = [sys.executable, "-m", "sglang_fair.cli", "cluster", "--replicas", "1", "--device", "cpu"]
     with log.open("w") as errors:

@@ -23,7 +23,6 @@ FAKE_FORK_SERVER = """
 import os, signal, socket, subprocess, sys, time
 from sglang_fair.common import processes
 from sglang_fair.engines import fork_server
-from sglang_fair.engines import replica
 
 def main(argv):
     print("I am", *argv, os.environ["SAID"], flush=True)
@@ -47,7 +46,6 @@ def fork_slowly(fork=os.fork):
         time.sleep(0.5)
     return pid
 
-replica.main = main
 if "slowly" in sys.argv:
     os.setsid = slowly
 if "forks slowly" in sys.argv:
@@ -56,7 +54,7 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
     listener.bind("\\0" + sys.argv[1])
     listener.listen()
     print("ready to fork replicas", flush=True)
-    fork_server.ForkServer(listener).run()
+    fork_server.ForkServer(listener, main).run()
 """
 
 
@@ -190,11 +188,14 @@ class TestForkServer:
 
 @pytest.mark.e2e
 def test_a_cluster_forks_its_replicas_and_one_that_is_killed_returns() -> None:
-    with Cluster("--engine", "emulated", "--gpu", "a10g", "--model", "llama-3.2-3b") as cluster:
+    arguments = ("--engine", "emulated", "--gpu", "a10g", "--model", "llama-3.2-3b")
+    with Cluster(*arguments, forked=False) as cluster:
         facts = cluster.addresses
         assert facts["emulated"]["gpu"] == "a10g"
         assert "emulated a10g with llama-3.2-3b" in cluster.log.read_text()
         assert psutil.Process(facts["pids"]["r0"]).ppid() == facts["pids"]["fork-server"]
+        below = {process.pid for process in psutil.Process(facts["pids"]["cluster"]).children(recursive=True)}
+        assert set(facts["pids"].values()) - {facts["pids"]["cluster"]} <= below, "processes have one owner"
         body = {"model": "default", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
         ask = f"{cluster.url}/v1/chat/completions"
         first = httpx.post(ask, json=body, timeout=60).json()["choices"][0]["message"]["content"]

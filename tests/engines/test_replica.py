@@ -1,4 +1,4 @@
-"""`sglang-fair replica` as a shell starts it."""
+"""`sglang-fair replica` as a shell starts it: SGLang spawns its processes, as on a GPU."""
 
 import contextlib
 import os
@@ -11,7 +11,8 @@ import httpx
 import pytest
 
 from sglang_fair.common.processes import PARENT
-from tests.support.live import START_S, lives
+from tests.support.fork_server import PREFIX
+from tests.support.live import START_S, check_conservation, check_nothing_is_shared_after, lives
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 
@@ -24,7 +25,7 @@ def test_it_serves_on_when_the_shell_has_ended(tmp_path: Path) -> None:
     command = (
         f"{sys.executable} -m sglang_fair.engines.replica --model tiny --port {port} -- --log-level warning"
     )
-    environment = {name: value for name, value in os.environ.items() if name != PARENT}
+    environment = {name: value for name, value in os.environ.items() if name not in (PARENT, PREFIX)}
 
     def ready() -> bool:
         assert lives(pid), log.read_text()[-3000:]
@@ -44,8 +45,13 @@ def test_it_serves_on_when_the_shell_has_ended(tmp_path: Path) -> None:
             assert shell.returncode is not None
             body = {"text": "Hello", "sampling_params": {"max_new_tokens": 4}}
             assert httpx.post(f"{url}/generate", json=body, timeout=60).status_code == 200
+            books = httpx.get(f"{url}/fair", timeout=30).json()
+            assert books["policy"] == "dlpm", "SGLang's spawned scheduler has loaded the overlay"
+            assert books["clients"], "and charged for the request"
+            check_conservation(books)
             assert "SIGTERM" not in log.read_text()
             assert lives(pid)
+            check_nothing_is_shared_after(pid, url)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(shell.pid, signal.SIGKILL)

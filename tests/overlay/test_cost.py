@@ -23,7 +23,7 @@ def two_ranks() -> Iterator[Replica]:
         environment.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|0")  # SGLang wants to be told who shares a core
         with Replica(
             "--policy", "vtc", "--cost", "quadratic:d=100,context=true",
-            "--", "--dp-size", "2", "--chunked-prefill-size", "64", forked=False,
+            "--", "--dp-size", "2", "--chunked-prefill-size", "64",
         ) as replica:  # fmt: skip
             yield replica
 

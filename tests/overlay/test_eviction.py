@@ -1,21 +1,17 @@
 """On SGLang's scheduler and tree, clients keep what they use beside one that streams."""
 
 import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
+
+from tests.support import fork_server
 
 pytestmark = pytest.mark.engine
 
 
 def crowded(cache_share: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.support.crowded_cache", cache_share],
-        capture_output=True, text=True, check=False, timeout=300, env=dict(os.environ),
-    )  # fmt: skip
+    done = fork_server.run("-m", "tests.support.crowded_cache", cache_share)
     assert done.returncode == 0, done.stderr[-3000:]
     told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert told["mismatches"] == told["corrections"] == 0

@@ -2,9 +2,6 @@
 
 import asyncio
 import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -12,6 +9,7 @@ import httpx
 import pytest
 
 from sglang_fair.core.waits import BATCH, DEFICIT, ENGINE, MEMORY, PREFIX, PROMPTS, RATE, RUNNING, TARGET
+from tests.support import fork_server
 from tests.support.live import Replica
 from tests.support.waiting import wait_until
 
@@ -20,12 +18,7 @@ pytestmark = pytest.mark.engine
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    ended = subprocess.run(
-        [sys.executable, "-m", "tests.support.waiting_causes"],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-    )
+    ended = fork_server.run("-m", "tests.support.waiting_causes")
     assert ended.returncode == 0, ended.stderr[-3000:]
     records: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
     return records

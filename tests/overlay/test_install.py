@@ -1,11 +1,11 @@
 """A server that says DLPM runs DLPM, or does not run: each way in which the overlay could be lost is loud."""
 
 import json
-import os
 import subprocess
-import sys
 
 import pytest
+
+from tests.support import fork_server
 
 pytestmark = pytest.mark.engine
 
@@ -18,10 +18,7 @@ cpu.define_torchvision_operators()
 
 
 def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROLOGUE + code],
-        capture_output=True, text=True, check=False, timeout=120, env={**os.environ, **environment},
-    )  # fmt: skip
+    return fork_server.run("-c", PROLOGUE + code, environment=environment)
 
 
 PARSE = """

@@ -98,10 +98,9 @@ def test_what_is_normal_outlives_the_replica(tmp_path: Path) -> None:
 
 
 def test_a_replica_that_is_told_to_stop_writes_what_it_has_learnt(tmp_path: Path) -> None:
-    """The last call ends right after the file was written, so that its next time has not come yet. SGLang knows its
-    schedulers by their processes' titles, which they do not get from the tests' fork server."""
+    """The last call ends right after the file was written, so that its next time has not come yet."""
     path = tmp_path / "normal.json"
-    with Replica("--policy", "wsc", "--fair-normal", str(path), forked=False) as replica:
+    with Replica("--policy", "wsc", "--fair-normal", str(path)) as replica:
         assert replica.process is not None
         replica.generate("a", [1] * 100, 2)
         wait_until(lambda: calls_of("a", path) == 1, "the file of an idle replica")

@@ -1,12 +1,11 @@
 """Nothing that a client sends, and nothing that SGLang does unseen, ends a scheduler or escapes the books."""
 
 import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
+
+from tests.support import fork_server
 
 pytestmark = pytest.mark.engine
 
@@ -16,10 +15,7 @@ OUTPUT_TOKENS = 5
 @pytest.fixture(scope="module")
 def books() -> dict[str, Any]:
     """The books after each scenario of `odd_requests`."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.support.odd_requests"],
-        capture_output=True, text=True, check=False, timeout=300, env=dict(os.environ),
-    )  # fmt: skip
+    done = fork_server.run("-m", "tests.support.odd_requests")
     assert done.returncode == 0, done.stderr[-3000:]
     told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return told

@@ -3,16 +3,14 @@
 import asyncio
 import json
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
 from sglang_fair.core.steps import LEAST_SHARE
+from tests.support import fork_server
 from tests.support.live import Answer, Replica
 from tests.support.step_attack import DECODE_S, PREFILL_S, RUNNING, STEPS, VICTIMS
 
@@ -21,12 +19,7 @@ pytestmark = pytest.mark.engine
 
 @pytest.fixture(scope="module")
 def attacks() -> dict[str, Any]:
-    ended = subprocess.run(
-        [sys.executable, "-m", "tests.support.step_attack"],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-    )
+    ended = fork_server.run("-m", "tests.support.step_attack")
     assert ended.returncode == 0, ended.stderr[-3000:]
     return json.loads(ended.stdout.splitlines()[-1])
 

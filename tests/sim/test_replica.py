@@ -1,14 +1,11 @@
 """The simulated replica: its books, its memory, its jumps over decode steps, and the real scheduler beside it."""
 
 import json
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
-from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -40,6 +37,7 @@ from sglang_fair.sim.replica import (
     SimRequest,
     Stored,
 )
+from tests.support import fork_server
 from tests.support.sim_traces import LOADS, Traced, load
 
 
@@ -629,11 +627,6 @@ def test_the_real_scheduler_admits_the_same_requests_with_the_same_cached_tokens
 
 @pytest.fixture(scope="module")
 def real_traces() -> dict[str, list[list]]:
-    ended = subprocess.run(
-        [sys.executable, "-m", "tests.support.sim_traces"],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-    )
+    ended = fork_server.run("-m", "tests.support.sim_traces")
     assert ended.returncode == 0, ended.stderr[-3000:]
     return json.loads(ended.stdout.splitlines()[-1])

@@ -1,7 +1,10 @@
-"""Replicas for tests, forked from a process that has imported SGLang: 0.6 s of CPU time for one in place of 33.
+"""The tests' fork server: one process that has imported SGLang, and from which replicas and the fork servers of
+clusters are forked. A replica takes 1 s of CPU time in place of 33, a cluster's fork server none in place of 11.
 
-    python -m tests.support.fork_server NAME MODULE      serves replicas as `python -m MODULE` would start them
+    python -m tests.support.fork_server NAME      forks processes that run as `python -m MODULE ARGUMENTS` would
 
+It is started when the first test needs it (`start`), and ends with the process that runs the tests. A cluster finds it
+by its environment (`startup/sitecustomize.py`); without `PREFIX` there, it starts its own as it does elsewhere.
 What a test needs to be as on a GPU, where SGLang spawns its processes, starts `python -m MODULE` itself.
 """
 
@@ -10,28 +13,52 @@ import contextlib
 import importlib
 import json
 import os
+import runpy
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import BinaryIO
+from pathlib import Path
+from typing import IO
 
-from sglang_fair.common.processes import child_environment
-from sglang_fair.engines import fork_server
+from sglang_fair.common.processes import child_environment, die_with_parent
+from sglang_fair.engines import fork_server, replica
 from tests.support.waiting import wait_until
 
 START_S = 240.0
+
+ADDRESS = "SGLANG_FAIR_TEST_FORK_SERVER"
+"""The environment variable with the name of the socket that the fork server listens on."""
+
+PREFIX = "SGLANG_FAIR_TEST_PREFIX"
+"""The environment variable with the Python environment whose clusters may use it."""
+
+FORKED = "SGLANG_FAIR_TEST_FORKED"
+"""The environment variable with a file that gets the process id of each fork server that a cluster was given."""
+
+ERRORS = "SGLANG_FAIR_TEST_ERRORS"
+"""The environment variable with the file that a program's errors go to (`run`)."""
+
+_STARTUP = str(Path(__file__).parent / "startup")
 
 
 class Forked:
     """A replica that was forked, with the few methods of a `subprocess.Popen` that tests use."""
 
-    def __init__(self, module: str, arguments: Sequence[str], output: BinaryIO) -> None:
+    def __init__(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        output: IO[bytes],
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        start()
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._connection.connect(f"\0{fork_server_of(module)}")
+        self._connection.connect(f"\0{os.environ[ADDRESS]}")
         self._returncode: int | None = None
-        wanted = {"argv": list(arguments), "env": dict(os.environ)}
+        wanted = {"argv": [module, *arguments], "env": dict(environment or os.environ)}
         socket.send_fds(self._connection, [json.dumps(wanted).encode()], [output.fileno()])
         self.pid: int = json.loads(self._connection.recv(fork_server.LONGEST_MESSAGE))["pid"]
 
@@ -53,25 +80,40 @@ class Forked:
             self._connection.close()
 
 
+def run(*arguments: str, environment: Mapping[str, str] | None = None) -> "subprocess.CompletedProcess[str]":
+    """`python ARGUMENTS`, which are `-m MODULE …` or `-c CODE`, with SGLang imported already and no plugin loaded."""
+    with tempfile.TemporaryFile() as output, tempfile.NamedTemporaryFile() as errors:
+        wanted = {**os.environ, **(environment or {}), ERRORS: errors.name}
+        code = Forked("run", arguments, output, wanted).wait()
+        output.seek(0)
+        said = [file.read().decode(errors="replace") for file in (output, errors)]
+    return subprocess.CompletedProcess(arguments, code, *said)
+
+
+def announce() -> None:
+    """Tells all processes that this one will start where its fork server is."""
+    os.environ[ADDRESS] = f"sglang-fair-tests/{os.getpid()}"
+    os.environ[PREFIX] = sys.prefix
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys((_STARTUP, *filter(None, paths))))
+
+
 @cache
-def fork_server_of(module: str) -> str:
-    """The name of this process's fork server for `module`. It is started once, and ends with this process."""
-    name = f"sglang-fair-tests/{os.getpid()}/{module}"
+def start() -> None:
+    """Starts this process's fork server, once, from a thread that must live as long as the tests run."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.fork_server", name, module],
+        [sys.executable, "-m", "tests.support.fork_server", os.environ[ADDRESS]],
         env={**child_environment(), "OPENBLAS_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL,
     )
-
     atexit.register(_end, process)
 
     def listens() -> bool:
         assert process.poll() is None, "the fork server has ended"
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
-            return probe.connect_ex(f"\0{name}") == 0
+            return probe.connect_ex(f"\0{os.environ[ADDRESS]}") == 0
 
-    wait_until(listens, f"the fork server for {module}", START_S)
-    return name
+    wait_until(listens, "the tests' fork server", START_S)
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
@@ -79,7 +121,46 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     process.wait()
 
 
-if __name__ == "__main__":
-    name, module = sys.argv[1:]
+def main(name: str) -> None:
+    die_with_parent()
+    os.environ.update(replica.environment(replica.parse(["--device", "cpu", "--model", "tiny"])))
+    fork_server.import_sglang()
+    for module in ("sglang_fair.overlay.hooks", "sglang_fair.engines.emulated.hooks"):
+        importlib.import_module(module)
+    registry = importlib.import_module("sglang.srt.models.registry").ModelRegistry
+    registry.register("sglang_fair.engines.emulated.networks")
+    fork_server.serve(name, become)
+
+
+def become(argv: Sequence[str]) -> int:
+    """In the process that was forked: runs the module."""
+    module, *arguments = argv
+    if module == "run":
+        return _run(arguments)
+    if module == "sglang_fair.engines.fork_server":
+        fork_server.main(arguments)
     importlib.import_module(module)  # with what it changes
-    fork_server.main([name, "--device", "cpu", "--model", "tiny"])
+    options = replica.parse(arguments)
+    os.environ.update(replica.environment(replica.settled(options)))
+    fork_server.load_hooks(options.engine)
+    return replica.main(arguments)
+
+
+def _run(arguments: Sequence[str]) -> int:
+    with open(os.environ[ERRORS], "wb") as errors:
+        os.dup2(errors.fileno(), 2)
+    kind, program, *sys.argv[1:] = arguments
+    try:
+        if kind == "-m":
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+        else:
+            exec(program, {"__name__": "__main__"})
+    except SystemExit as ended:
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
+        raise
+    return 0
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -21,7 +21,7 @@ import psutil
 from router.gateway.guard import KEY_VARIABLE
 from sglang_fair.common.processes import child_environment
 from sglang_fair.common.service_keys import bearer, replica_key
-from tests.support.fork_server import Forked, fork_server_of
+from tests.support.fork_server import FORKED, PREFIX, Forked, start
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 
@@ -66,6 +66,28 @@ def command_line(process: psutil.Process) -> str:
         return ""
 
 
+def shared_files(processes: Sequence[psutil.Process]) -> set[str]:
+    """The files in /dev/shm that these hold open or have mapped."""
+    found = set()
+    for process in processes:
+        names = [file.path for file in process.open_files()] + [area.path for area in process.memory_maps()]
+        found |= {name for name in names if name.startswith("/dev/shm/")}
+    return found
+
+
+def check_nothing_is_shared_after(replica: int, url: str) -> None:
+    """kill -9 of a replica's processes: its schedulers have reported their load, and no file of it is left."""
+    loads = httpx.get(f"{url}/v1/loads", timeout=30).json()["loads"]
+    assert [load["dp_rank"] for load in loads] == [0], "the schedulers' reports arrive"
+    family = [psutil.Process(replica)]
+    family += family[0].children(recursive=True)
+    held = shared_files(family)
+    for process in family:
+        process.kill()
+    wait_until(lambda: not living(family), "the end of its processes")
+    assert [name for name in held if Path(name).exists()] == []
+
+
 @dataclass
 class Answer:
     """What a client saw of one request."""
@@ -103,7 +125,7 @@ class Replica:
         ]  # fmt: skip
         self._forked = forked
         if forked:
-            fork_server_of(module)  # which ends with the thread that starts it
+            start()  # which ends with the thread that starts it
         self.log = Path(tempfile.mkstemp(prefix="replica-", suffix=".log")[1])
         self.process: subprocess.Popen[bytes] | Forked | None = None
 
@@ -113,8 +135,9 @@ class Replica:
                 self.process = Forked(self._module, self._arguments, log)
             else:
                 command = [sys.executable, "-m", self._module, *self._arguments]
+                environment = {name: value for name, value in child_environment().items() if name != PREFIX}
                 self.process = subprocess.Popen(
-                    command, stdout=log, stderr=log, start_new_session=True, env=child_environment()
+                    command, stdout=log, stderr=log, start_new_session=True, env=environment
                 )
         try:
             wait_until(self._ready, f"a replica {' '.join(self._arguments)}", START_S)
@@ -233,10 +256,16 @@ class Cluster:
     the place of the one model.
 
     With tenants, `environment` has the keys for operators and replicas. It has a page only with --dashboard-port.
+    `forked`: its fork server is forked from the tests' own, and imports nothing.
     """
 
-    def __init__(self, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
-        self._environment = {**os.environ, **(environment or {})}
+    def __init__(
+        self, *arguments: str, environment: Mapping[str, str] | None = None, forked: bool = True
+    ) -> None:
+        self._forked = Path(tempfile.mkstemp(prefix="forked-")[1])
+        self._environment = {**os.environ, FORKED: str(self._forked), **(environment or {})}
+        if not forked:
+            del self._environment[PREFIX]
         self._admin = bearer(self._environment.get(KEY_VARIABLE, ""))
         self._operator = bearer(self._environment.get(replica_key.variable, ""))
         own, _, engine = _split(list(arguments))
@@ -278,8 +307,7 @@ class Cluster:
         """Ctrl-C, and nothing of it may be left; what the replicas' books found is the test's."""
         assert self._process is not None
         books = list(self._living_books()) if raised is None else []
-        family = [psutil.Process(self._process.pid)]
-        family += family[0].children(recursive=True)
+        family = self.processes()
         self._process.send_signal(signal.SIGINT)
         self._process.wait(STEP_S)
         assert self._process.stdout is not None
@@ -291,6 +319,13 @@ class Cluster:
                 print(f"left behind: {process}")
                 process.kill()
         check_conservation(*books)
+
+    def processes(self) -> list[psutil.Process]:
+        """The cluster's process and all below it, and those below its fork server."""
+        assert self._process is not None
+        forked = [int(pid) for pid in self._forked.read_text().split()]
+        roots = [psutil.Process(pid) for pid in (self._process.pid, *forked) if psutil.pid_exists(pid)]
+        return [process for root in roots for process in (root, *root.children(recursive=True))]
 
     def _living_books(self) -> Iterator[dict[str, Any]]:
         """The books of the replicas that no test has killed just now."""

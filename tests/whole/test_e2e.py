@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
-import psutil
 import pytest
 
 from tests.support.live import Cluster
@@ -265,7 +264,6 @@ def test_nothing_hangs_when_a_replica_is_killed_under_load(fair_cluster: Cluster
 
 def test_processes_have_one_owner(fair_cluster: Cluster) -> None:
     """All of a cluster are descendants of one process; the fixture checks that none outlives Ctrl-C."""
-    top = psutil.Process(fair_cluster.addresses["pids"]["cluster"])
     names = fair_cluster.addresses["pids"]
-    descendants = {process.pid for process in top.children(recursive=True)}
+    descendants = {process.pid for process in fair_cluster.processes()}
     assert {names["router"], names["gateway"], names["r1"]} <= descendants

@@ -616,11 +616,10 @@ def latest(seen: Sequence[Seen]) -> Seen:
 
 def process_of(cluster: Cluster, words: str, below: str = "") -> psutil.Process:
     """The process whose command line has these words; with `below`, its descendant whose has those."""
-    assert cluster._process is not None
-    found = psutil.Process(cluster._process.pid)
-    for wanted in (words, below) if below else (words,):
+    found = next(process for process in cluster.processes() if words in command_line(process))
+    if below:
         family = found.children(recursive=True)
-        found = next(process for process in family if wanted in command_line(process))
+        found = next(process for process in family if below in command_line(process))
     return found
 
 

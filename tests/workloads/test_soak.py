@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.fork_server import PREFIX
 from workloads.soak import MIB, MemorySample, ProcessMemory, growth_per_h, kind_of, main, rows, table
 
 
@@ -53,7 +54,8 @@ def test_bad_arguments_are_refused(capsys):
 
 
 @pytest.mark.e2e
-def test_a_short_soak_answers_everything(tmp_path: Path):
+def test_a_short_soak_answers_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv(PREFIX)  # the processes are sought below the cluster's
     command = [
         sys.executable,
         "-m",
