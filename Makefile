@@ -31,7 +31,7 @@ LIGHT := not engine and not e2e and not slow and not browser
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test cluster compare reproduce lock image clean
+.PHONY: help setup check test cluster compare reproduce lock dist image clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  \033[1m%-10s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -61,11 +61,18 @@ compare: $(READY) ## compare four schedulers on two workload programs, one clien
 reproduce: $(READY) ## reproduce the papers' figures and tables in the simulator (ARGS=--quick: in minutes)
 	$(BIN)/sglang-fair reproduce all $(ARGS)
 
-lock: $(STAMPS)/venv ## write requirements/cpu.txt anew, keeping its pins (ARGS=--upgrade: the newest)
+lock: $(STAMPS)/venv ## write the locks anew, keeping their pins (ARGS=--upgrade: the newest)
 	$(PIP) -q uv
 	$(BIN)/uv pip compile -q pyproject.toml requirements/cpu.in --extra dev --override requirements/overrides.txt \
 	  --python-version 3.11 --python-platform x86_64-manylinux_2_34 --no-annotate \
 	  --custom-compile-command 'make lock' -o requirements/cpu.txt $(ARGS)
+	$(BIN)/uv pip compile -q pyproject.toml requirements/cpu.in --override requirements/overrides.txt \
+	  --constraint requirements/cpu.txt --python-version 3.11 --python-platform x86_64-manylinux_2_34 --no-annotate \
+	  --custom-compile-command 'make lock' -o sglang_fair/install/cpu.txt
+
+dist: $(READY) ## build the sdist and, of it, the wheel into dist/
+	rm -rf dist
+	$(BIN)/python -m build
 
 image: ## build the container image: SGLang's CUDA image and this package (ARGS='--target cpu': without a GPU)
 	docker build -t $(IMAGE) $(ARGS) .
@@ -81,15 +88,15 @@ $(STAMPS)/venv:
 
 # torch comes first and with its dependencies: a CUDA build, which is all that some indexes have, cannot be
 # imported without its libraries. Then the lock, complete and exact, so nothing is resolved.
-$(STAMPS)/cpu: requirements/cpu.txt pyproject.toml scripts/check_install.py | $(STAMPS)/venv
+$(STAMPS)/cpu: requirements/cpu.txt pyproject.toml sglang_fair/install/check.py | $(STAMPS)/venv
 	$(PIP) '$(TORCH)' $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	$(PIP) --no-deps -r requirements/cpu.txt
 	$(PIP) --no-deps --no-build-isolation -e .
-	$(BIN)/python scripts/check_install.py cpu
+	$(BIN)/python -m sglang_fair.install.check cpu
 	@touch $@
 
-$(STAMPS)/cuda: pyproject.toml scripts/check_install.py | $(STAMPS)/venv
+$(STAMPS)/cuda: pyproject.toml sglang_fair/install/check.py | $(STAMPS)/venv
 	$(PIP) -e '.[cuda,dev]' $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 	$(PIP) --no-deps $(MODEL_TOOLS)
-	$(BIN)/python scripts/check_install.py cuda
+	$(BIN)/python -m sglang_fair.install.check cuda
 	@touch $@

@@ -8,17 +8,34 @@ from typing import Annotated, Any, NamedTuple, NoReturn
 
 import typer
 
+from sglang_fair.common.version import VERSION
 from sglang_fair.settings.commands import run_app
+from sglang_fair.settings.completing import ASKED, named
 
 app = typer.Typer(
     name="sglang-fair",
     help="Fair, locality-aware serving of LLMs to many clients: DLPM inside SGLang, D2LPM in front of it.",
     epilog="Start with: sglang-fair cluster",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(f"sglang-fair {VERSION}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version and exit."),
+    ] = False,
+) -> None:
+    """What stands before a command."""
 
 
 class Program(NamedTuple):
@@ -54,6 +71,10 @@ PROGRAMS = {
         "sglang_fair.tenants", "Who may ask: make, list, rotate and remove tenants and their keys."
     ),
     "keys": Program("router.keys", "Make the keys with which router, gateways and replicas know each other."),
+    "install": Program(
+        "sglang_fair.install",
+        "Install SGLang and what it needs: without a GPU (cpu), or with its kernels (cuda).",
+    ),
     "compare": Program("workloads.compare", "Compare schedulers and placements on workload programs."),
     "simulate": Program(
         "workloads.simulation",
@@ -293,7 +314,9 @@ def models(
 
 def main() -> None:
     """The console command."""
-    command, *arguments = sys.argv[1:] or [""]
+    # A shell that asks what may come next asks the program that its line names.
+    given = named(os.environ) if ASKED in os.environ else sys.argv[1:]
+    command, *arguments = given or [""]
     if command in PROGRAMS:  # before typer, which would swallow a `--`
         _become(PROGRAMS[command].module, arguments)
     if command == "bench" and arguments and arguments[0] in BENCHES:

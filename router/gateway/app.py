@@ -5,7 +5,6 @@ import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +39,7 @@ from sglang_fair.common.identity import DEFAULT_ORDER
 from sglang_fair.common.interaction import make_apps
 from sglang_fair.common.processes import die_with_parent
 from sglang_fair.common.service_keys import feeder_key
+from sglang_fair.common.version import VERSION
 from sglang_fair.settings.setting import SettingError
 from sglang_fair.settings.table import METRICS_CLIENTS
 
@@ -112,7 +112,7 @@ class Pages(FastAPI):
             routes=list(routes),
             exception_handlers={ApiError: refuse, HTTPException: refuse},
             title="sglang-fair gateway",
-            version=metadata.version("sglang-fair"),
+            version=VERSION,
         )
         self._paths = {*relayed, *(route.path.replace(":path", "") for route in routes)}
 

@@ -35,6 +35,7 @@ from sglang_fair.common.curve import Keys
 from sglang_fair.common.deadlines import Classes
 from sglang_fair.common.identity import DEFAULT_ORDER
 from sglang_fair.common.interaction import Apps
+from sglang_fair.common.version import VERSION
 from sglang_fair.core.interactions import Interaction, Interactions
 from sglang_fair.settings.table import METRICS_CLIENTS
 
@@ -170,6 +171,7 @@ class Gateway:
     def state(self) -> dict[str, object]:
         """What this process counts, as `/status` shows it."""
         return {
+            "version": VERSION,
             "in_flight": self.capacity.requests.taken,
             "in_flight_by_client": self.capacity.requests.most(LISTED_CLIENTS),
             "held_bytes": self.capacity.body_bytes.taken,

@@ -244,7 +244,7 @@ def choose_device(wanted: str, machine: Machine) -> Device:
         raise ConfigError(
             "--device cuda: no GPU is visible here (nvidia-smi, CUDA_VISIBLE_DEVICES); try --device cpu"
         )
-    raise ConfigError("--device cuda: this installation is for CPUs; run: make setup DEVICE=cuda")
+    raise ConfigError("--device cuda: this installation is for CPUs; run: sglang-fair install cuda")
 
 
 def each_model(options: Options, models: Model | Sequence[Model]) -> tuple[Model, ...]:

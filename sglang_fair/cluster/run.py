@@ -46,6 +46,7 @@ from sglang_fair.cluster.workers import Workers
 from sglang_fair.common import curve
 from sglang_fair.common.curve import Keys
 from sglang_fair.common.files import read_json
+from sglang_fair.common.installed import missing_engine
 from sglang_fair.common.marks import Marks
 from sglang_fair.common.processes import child_environment
 from sglang_fair.common.service_keys import feeder_key, replica_key
@@ -92,6 +93,8 @@ async def _run(options: Options) -> int:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in _signals():
         loop.add_signal_handler(number, stop.set)
+    if missing := missing_engine():
+        raise ConfigError(missing)
     keys = _keys(options.keys)
     machine = machines.look()
     emulation = options.emulation()

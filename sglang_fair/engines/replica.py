@@ -17,6 +17,7 @@ from pathlib import Path
 
 from sglang_fair.common.curve import KEYS_VARIABLE, PUBLISHER, Keys
 from sglang_fair.common.files import read_json
+from sglang_fair.common.installed import missing_engine
 from sglang_fair.common.listening import Unprotected, check_protected
 from sglang_fair.common.processes import die_with_supervisor
 from sglang_fair.common.service_keys import replica_key
@@ -187,6 +188,8 @@ def serve(options: Replica) -> int:
     """Runs the server until it is ended; the exit code."""
     die_with_supervisor()
     try:
+        if missing := missing_engine():
+            raise ValueError(missing)
         os.environ.update(environment(options))
         name = EMULATED + options.model if options.engine == "emulated" else options.model
         model = find(name, lambda text: print(text, file=sys.stderr, flush=True))

@@ -16,6 +16,7 @@ code 130. `sglang-fair` finds a command through one line in `cli.PROGRAMS` or `c
 it too. Tests call `run(main, "name", ["--seed", "1"])`, or the function itself.
 """
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -23,8 +24,11 @@ from typing import Annotated, Any
 
 import typer
 from typer import Argument, Option
+from typer._completion_classes import completion_init
 from typer.core import TyperCommand
 from typer.exceptions import TyperException
+
+from sglang_fair.settings.completing import ASKED, drop
 
 __all__ = ["Argument", "Mistake", "Numbers", "Option", "PassedOn", "choices", "numbers", "run", "run_app"]
 
@@ -142,11 +146,18 @@ def run(
 
 
 def run_app(app: typer.Typer, name: str, arguments: Sequence[str] | None = None) -> int:
-    """The exit code of an application with one or more commands. What it cannot read is one line on stderr."""
+    """The exit code of an application with one or more commands. What it cannot read is one line on stderr.
+
+    A shell that asks what may come next is answered instead.
+    """
+    if ASKED in os.environ:
+        completion_init()
+        drop(os.environ, name.count(" "))
     try:
         code = typer.main.get_command(app).main(
-            list(sys.argv[1:] if arguments is None else arguments), prog_name=name, standalone_mode=False
-        )
+            list(sys.argv[1:] if arguments is None else arguments), prog_name=name, complete_var=ASKED,
+            standalone_mode=False,
+        )  # fmt: skip
     except Mistake as error:  # of the parser of a value
         return _say(name, str(error), BAD_INPUT)
     except TyperException as error:  # an option or a command that there is not, or a value of another type

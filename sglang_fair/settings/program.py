@@ -153,6 +153,17 @@ def _signature(table: type) -> inspect.Signature:
     )
 
 
+def _completed(setting: Setting) -> Callable[[str], list[str]] | None:
+    """What a shell is offered for the value; None, which is files, where any value will do."""
+    if not (setting.about.registry or setting.about.choices):
+        return None
+
+    def beginning(incomplete: str) -> list[str]:
+        return [name for name in setting.choices() if name.startswith(incomplete)]
+
+    return beginning
+
+
 def _annotation(setting: Setting) -> Any:
     about = setting.about
     if about.behind_dashes:
@@ -162,5 +173,11 @@ def _annotation(setting: Setting) -> Any:
     kind = list[str] if setting.is_list else str
     return Annotated[
         kind | None,
-        Option(setting.flag, metavar=_metavar(setting), help=help_text(setting), show_default=False),
+        Option(
+            setting.flag,
+            metavar=_metavar(setting),
+            help=help_text(setting),
+            show_default=False,
+            autocompletion=_completed(setting),
+        ),
     ]

@@ -337,7 +337,7 @@ class TestPlan:
             choose_device("cuda", MACHINE)
         without_kernels = Machine(8, GIGABYTE, (Gpu("0", "GPU-0"),), False, "python")
         assert choose_device("auto", without_kernels) == "cpu"
-        with pytest.raises(ConfigError, match="make setup DEVICE=cuda"):
+        with pytest.raises(ConfigError, match="sglang-fair install cuda"):
             choose_device("cuda", without_kernels)
 
     def test_memory(self) -> None:

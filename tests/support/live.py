@@ -260,17 +260,27 @@ class Cluster:
     """
 
     def __init__(
-        self, *arguments: str, environment: Mapping[str, str] | None = None, forked: bool = True
+        self,
+        *arguments: str,
+        environment: Mapping[str, str] | None = None,
+        forked: bool = True,
+        command: Sequence[str] = (),
+        folder: Path | None = None,
     ) -> None:
+        """`command`: another installation's `sglang-fair`, with which `environment` is all that it gets, and which is
+        started in `folder`."""
         self._forked = Path(tempfile.mkstemp(prefix="forked-")[1])
         self._environment = {**os.environ, FORKED: str(self._forked), **(environment or {})}
-        if not forked:
+        if command:
+            self._environment = dict(environment or {})
+        elif not forked:
             del self._environment[PREFIX]
+        self._folder = folder
         self._admin = bearer(self._environment.get(KEY_VARIABLE, ""))
         self._operator = bearer(self._environment.get(replica_key.variable, ""))
         own, _, engine = _split(list(arguments))
         self._command = [
-            sys.executable, "-m", "sglang_fair.cli", "cluster",
+            *(command or (sys.executable, "-m", "sglang_fair.cli")), "cluster",
             "--device", "cpu", *(() if "--models" in own else ("--model", "tiny")),
             "--port", "0", "--json", "--quiet-replicas",
             *(() if "--dashboard-port" in own else ("--dashboard", "off")), *own, "--", *engine,
@@ -288,6 +298,7 @@ class Cluster:
                 stderr=log,
                 start_new_session=True,
                 env=self._environment,
+                cwd=self._folder,
             )
         return self
 

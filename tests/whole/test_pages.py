@@ -212,8 +212,9 @@ OTHERS_OPTIONS = {
     "--target",
     "--init",
     "--is-embedding",
-}
-"""SGLang's, docker's."""
+    "--install-completion", "--show-completion",
+}  # fmt: skip
+"""SGLang's, docker's, Typer's."""
 
 
 @every_page

@@ -10,9 +10,11 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from setuptools import find_packages
 
+from sglang_fair.common.version import VERSION
 from sglang_fair.overlay import SGLANG_VERSION
 
 ROOT = Path(__file__).parents[2]
@@ -71,6 +73,18 @@ def test_every_other_file_of_a_package_is_installed_too() -> None:
     assert not missing
 
 
+def test_there_is_one_version() -> None:
+    """Metadata and chart have the one that is written in the code, and the changelog knows it."""
+    assert PROJECT["project"]["dynamic"] == ["version"]
+    assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {
+        "attr": "sglang_fair.common.version.VERSION"
+    }
+    chart = yaml.safe_load((ROOT / "deploy/helm/sglang-fair/Chart.yaml").read_text())
+    assert (chart["version"], chart["appVersion"]) == (VERSION, VERSION)
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    assert "## [Unreleased]\n" in changes or f"## [{VERSION}] - " in changes
+
+
 class TestMake:
     def test_help_names_every_target(self) -> None:
         shown = make("help")
@@ -85,7 +99,7 @@ class TestMake:
         ).splitlines()
         torch = next(i for i, step in enumerate(steps) if f"'torch=={LOCK['torch']}'" in step)
         lock = next(i for i, step in enumerate(steps) if "-r requirements/cpu.txt" in step)
-        check = next(i for i, step in enumerate(steps) if "check_install.py cpu" in step)
+        check = next(i for i, step in enumerate(steps) if "install.check cpu" in step)
         assert "--no-deps" not in steps[torch]
         assert steps[torch].endswith("--index-url https://torch.example")
         assert "--no-deps" in steps[lock]
@@ -98,7 +112,7 @@ class TestMake:
             (stamps / name).touch()
         assert "Nothing to be done" in make("setup", f"VENV={tmp_path}/v")
         os.utime(stamps / "cpu", (1, 1))
-        assert "check_install.py cpu" in make("-n", "setup", f"VENV={tmp_path}/v")
+        assert "install.check cpu" in make("-n", "setup", f"VENV={tmp_path}/v")
 
     def test_a_gpu_environment_stays_one(self, tmp_path: Path) -> None:
         assert "[cuda,dev]" in make("-n", "setup", f"VENV={tmp_path}/v", "DEVICE=cuda")
@@ -133,7 +147,7 @@ def test_a_broken_installation_is_named_in_one_line(hidden: str, said: str) -> N
         "import runpy, sys\n"
         f"sys.modules[{hidden!r}] = None\n"
         "sys.argv[1:] = ['cpu']\n"
-        "runpy.run_path('scripts/check_install.py', run_name='__main__')"
+        "runpy.run_path('sglang_fair/install/check.py', run_name='__main__')"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1
@@ -167,7 +181,7 @@ class TestImage:
             "    return '0.1' if name == 'rich' else version(name)\n"
             "metadata.version = hiding\n"
             "sys.argv[1:] = ['image']\n"
-            "runpy.run_path('scripts/check_install.py', run_name='__main__')"
+            "runpy.run_path('sglang_fair/install/check.py', run_name='__main__')"
         )
         done = subprocess.run(
             [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
@@ -179,11 +193,14 @@ class TestImage:
 
     def test_it_is_checked_where_it_is_built(self) -> None:
         done = subprocess.run(
-            [sys.executable, "scripts/check_install.py", "image"], cwd=ROOT, capture_output=True, check=False
+            [sys.executable, "-m", "sglang_fair.install.check", "image"],
+            cwd=ROOT,
+            capture_output=True,
+            check=False,
         )
         assert done.returncode == 0, done.stderr
         cuda = (ROOT / "Dockerfile").read_text().partition(" AS cuda")[2]
-        assert "check_install.py image\n" in cuda
+        assert "install.check image\n" in cuda
         assert re.search(r"pip install --no-cache-dir '\.\[workloads\]'", cuda), "with its dependencies"
 
 

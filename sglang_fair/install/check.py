@@ -1,6 +1,6 @@
 """Says in one line whether SGLang can be imported here, and what is wrong if it cannot.
 
-python scripts/check_install.py cpu|cuda|image
+python -m sglang_fair.install.check cpu|cuda|image
 
 `image`: while a container image is built no GPU is there, and SGLang's kernels cannot be imported. Only the versions of
 the packages are compared.
@@ -36,7 +36,7 @@ def find_fault(profile: str) -> str | None:
     except Exception as error:
         return f"torch {metadata.version('torch')} cannot be imported: {_one_line(error)}"
     if profile == "cuda" and not torch.cuda.is_available():
-        return f"torch {torch.__version__} sees no GPU; for a machine without one: make setup DEVICE=cpu"
+        return f"torch {torch.__version__} sees no GPU; for a machine without one: sglang-fair install cpu"
     try:
         if profile == "cpu":
             os.environ.update(cpu.environment())

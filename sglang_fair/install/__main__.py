@@ -1,0 +1,71 @@
+"""`sglang-fair install PROFILE`: pip, or uv where the environment has no pip, and then a look whether SGLang works."""
+
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from typing import Annotated
+
+from sglang_fair.install.steps import Profile, install_steps
+from sglang_fair.settings.commands import Argument, Mistake, Option, run
+
+TESTED = ("3.11", "Linux", "x86_64")
+"""The Python and the machine whose wheels the lock was made of."""
+
+CPU_TORCH = "https://download.pytorch.org/whl/cpu"
+
+
+def installer() -> list[str]:
+    """The words before `install`'s arguments. Raises `Mistake` where there is nothing that installs."""
+    if any(metadata.distributions(name="pip")):
+        return [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
+    if (uv := shutil.which("uv")) is not None:
+        return [uv, "pip", "install", "--python", sys.executable]
+    raise Mistake(
+        f"this environment has neither pip nor uv; {sys.executable} -m ensurepip adds pip, where the system has it"
+    )
+
+
+def main(
+    profile: Annotated[Profile, Argument(help="cpu: without a GPU; cuda: SGLang with its GPU kernels.")],
+    torch_index: Annotated[
+        str | None,
+        Option(
+            metavar="URL",
+            help=f"Where torch comes from. For cpu {CPU_TORCH} has a build that is 3 GB smaller than the usual one.",
+        ),
+    ] = None,
+    dry_run: Annotated[bool, Option("--dry-run", help="Print the commands, and run none.")] = False,
+) -> int:
+    """Install SGLang and what it needs into the environment of this Python, and check that it can be imported."""
+    commands = [[*installer(), *step] for step in install_steps(profile, torch_index=torch_index)]
+    commands.append([sys.executable, "-m", "sglang_fair.install.check", profile])
+    if dry_run:
+        print("\n".join(map(shlex.join, commands)))
+        return 0
+    found = (".".join(platform.python_version_tuple()[:2]), platform.system(), platform.machine())
+    if profile == "cpu" and found != TESTED:
+        _say(f"tested on Python {' '.join(TESTED)}; this is Python {' '.join(found)}")
+    for command in commands:
+        _say(shlex.join(command))
+        code = subprocess.run(command, check=False, env=_environment()).returncode
+        if code != 0:
+            _say(f"the last command failed, with exit code {code}; what it said stands above")
+            return 1
+    return 0
+
+
+def _environment() -> dict[str, str]:
+    """Without PYTHONPATH, behind which another checkout could be what is found to be installed already."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
+def _say(text: str) -> None:
+    print(f"sglang-fair install: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, "sglang-fair install"))

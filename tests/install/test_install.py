@@ -1,0 +1,111 @@
+"""`sglang-fair install`: what is installed in which order, with which installer, and what is said when it fails."""
+
+import os
+import shlex
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sglang_fair.common import installed
+from sglang_fair.install import __main__ as command
+from sglang_fair.install.steps import CPU_LOCK, MODEL_TOOLS, PROFILES, install_steps, locked
+from sglang_fair.overlay import SGLANG_VERSION
+from sglang_fair.settings.commands import Mistake, run
+from tests.whole.test_setup import LOCK, PROJECT, canonical, requirements
+
+SHIPPED = dict(line.split("==") for line in CPU_LOCK.read_text().splitlines() if not line.startswith("#"))
+
+
+class TestShippedLock:
+    def test_its_versions_are_those_that_are_tested(self) -> None:
+        assert {name: LOCK[name] for name in SHIPPED} == SHIPPED
+
+    def test_it_has_all_that_a_cluster_needs(self) -> None:
+        asked = PROJECT["project"]["dependencies"] + requirements("cpu.in")
+        assert {canonical(one) for one in asked} <= set(SHIPPED)
+
+    def test_it_has_nothing_that_only_tests_need(self) -> None:
+        tools = {"hypothesis", "mkdocs-material", "mypy", "playwright", "pytest", "ray", "ruff"}
+        assert tools <= set(LOCK)
+        assert not tools & set(SHIPPED)
+
+
+class TestSteps:
+    def test_torch_comes_first_and_with_its_dependencies_then_the_lock_alone(self) -> None:
+        torch, lock = install_steps("cpu", torch_index="https://torch.example")
+        assert torch == (f"torch=={SHIPPED['torch']}", "--index-url", "https://torch.example")
+        assert lock == ("--no-deps", "-r", str(CPU_LOCK))
+
+    def test_on_gpus_it_is_sglang_s_own_choice(self) -> None:
+        sglang, models = install_steps("cuda")
+        assert sglang == (f"sglang=={SGLANG_VERSION}",)
+        assert models == ("--no-deps", *(f"{name}=={SHIPPED[name]}" for name in MODEL_TOOLS))
+
+    def test_what_the_lock_does_not_have_is_an_error(self) -> None:
+        with pytest.raises(KeyError):
+            locked(["nothing"], "something==1\n")
+
+
+class TestCommand:
+    def test_a_dry_run_prints_each_command(self, capsys: pytest.CaptureFixture[str]) -> None:
+        for profile in PROFILES:
+            assert run(command.main, "sglang-fair install", [profile, "--dry-run"]) == 0
+            *installs, check = map(shlex.split, capsys.readouterr().out.splitlines())
+            for words, step in zip(installs, install_steps(profile), strict=True):
+                assert tuple(words[-len(step) :]) == step
+            assert check == [sys.executable, "-m", "sglang_fair.install.check", profile]
+
+    def test_an_unknown_profile_is_one_line(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert run(command.main, "sglang-fair install", ["tpu"]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "'cpu', 'cuda'" in line
+
+    def test_without_pip_it_is_uv_for_this_python(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setattr(command.metadata, "distributions", lambda **_: iter(()))
+        monkeypatch.setenv("PATH", str(tmp_path))
+        with pytest.raises(Mistake, match="neither pip nor uv"):
+            command.installer()
+        uv = tmp_path / "uv"
+        uv.write_text("#!/bin/sh\n")
+        uv.chmod(uv.stat().st_mode | stat.S_IXUSR)
+        assert command.installer() == [str(uv), "pip", "install", "--python", sys.executable]
+
+    def test_the_first_command_that_fails_is_the_last(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """A stand-in for pip that writes down what it is asked, and then fails."""
+        asked = tmp_path / "asked"
+        pip = tmp_path / "pip"
+        pip.write_text(f'#!/bin/sh\necho "$PYTHONPATH|$@" >> {asked}\nexit 3\n')
+        pip.chmod(0o755)
+        monkeypatch.setenv("PYTHONPATH", os.getcwd())
+        monkeypatch.setattr(command, "installer", lambda: [str(pip)])
+        assert run(command.main, "sglang-fair install", ["cpu"]) == 1
+        assert asked.read_text() == f"|torch=={SHIPPED['torch']}\n"
+        assert "failed, with exit code 3" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_without_an_engine_a_cluster_says_what_installs_it(tmp_path: Path) -> None:
+    """In a process in which neither can be found."""
+    code = (
+        "import importlib.util, sys\n"
+        "real = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *more: None if name in ('torch', 'sglang') else real(name, *more)\n"
+        "from sglang_fair.cluster.__main__ import main\n"
+        "sys.exit(main(['--engine', 'emulated', '--gpu', 'a100-80g', '--model', 'llama-3.1-8b', '--port', '0']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "sglang-fair: sglang and torch not installed beside this package; run: sglang-fair install cpu "
+        "(with GPUs: sglang-fair install cuda)\n"
+    )
+
+
+def test_with_one_nothing_is_said() -> None:
+    assert installed.missing_engine() is None

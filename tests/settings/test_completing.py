@@ -1,0 +1,161 @@
+"""Completion: each shell's own script asks the command, and is offered what the program that is named would read."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from router.placement import PLACEMENTS
+from sglang_fair import cli
+from sglang_fair.settings.completing import ASKED, drop, named
+from sglang_fair.settings.setting import settings_of
+from sglang_fair.settings.table import SECTIONS
+
+
+def bash(line: str, at: int) -> dict[str, str]:
+    return {"COMP_WORDS": line, "COMP_CWORD": str(at)}
+
+
+def other(text: str) -> dict[str, str]:
+    return {"_TYPER_COMPLETE_ARGS": text}
+
+
+class TestTheWordsOfALine:
+    @pytest.mark.parametrize(
+        ("environ", "words"),
+        [
+            (bash("sglang-fair", 1), []),
+            (bash("sglang-fair clu", 1), []),
+            (bash("sglang-fair cluster ", 2), ["cluster"]),
+            (bash("sglang-fair\ncluster\n--policy", 2), ["cluster"]),
+            (bash("sglang-fair cluster x", 1), []),
+            ({"COMP_WORDS": "sglang-fair cluster"}, []),
+            (other("sglang-fair clu"), []),
+            (other("sglang-fair cluster "), ["cluster"]),
+            (other("sglang-fair bench serve --r"), ["bench", "serve"]),
+            ({}, []),
+        ],
+    )
+    def test_those_that_are_complete(self, environ: dict[str, str], words: list[str]) -> None:
+        assert named(environ) == words
+
+    @pytest.mark.parametrize(
+        ("environ", "count", "left"),
+        [
+            (bash("sglang-fair cluster --pol", 2), 1, bash("sglang-fair --pol", 1)),
+            (bash("sglang-fair bench serve ", 3), 2, bash("sglang-fair ", 1)),
+            (bash("sglang-fair cl", 1), 0, bash("sglang-fair cl", 1)),
+            (other("sglang-fair cluster --policy 'a b"), 1, other("sglang-fair --policy 'a b")),
+            (other("sglang-fair bench serve --r"), 2, other("sglang-fair --r")),
+        ],
+    )
+    def test_without_those_that_named_the_program(
+        self, environ: dict[str, str], count: int, left: dict[str, str]
+    ) -> None:
+        drop(environ, count)
+        assert environ == left
+
+
+def ask(line: str) -> list[str]:
+    """What bash is told about the last word of a line."""
+    environ = {**os.environ, **bash(line, line.count(" ")), ASKED: "complete_bash"}
+    done = subprocess.run(
+        [sys.executable, "-m", "sglang_fair.cli"], env=environ, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    return done.stdout.split()
+
+
+def test_commands_are_offered() -> None:
+    assert set(ask("sglang-fair ")) >= {*cli.PROGRAMS, "status", "bench", "workers"}
+
+
+def test_options_are_those_of_the_program_that_is_named() -> None:
+    for section in ("cluster", "router"):
+        flags = {one.flag for one in settings_of(SECTIONS[section]).values() if not one.about.behind_dashes}
+        assert set(ask(f"sglang-fair {section} --")) == flags | {"--config", "--print-config", "--help"}
+
+
+def test_values_are_those_of_the_registry() -> None:
+    assert ask("sglang-fair router --placement d") == [name for name in PLACEMENTS if name.startswith("d")]
+    assert ask("sglang-fair cluster --config ") == [], "the shell offers files"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["tenants add", "top", "install", "bench serve"])
+def test_programs_without_settings_answer_too(program: str) -> None:
+    assert "--help" in ask(f"sglang-fair {program} -")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With `sglang-fair` in it."""
+    made = tmp_path_factory.mktemp("bin")
+    script = made / "sglang-fair"
+    script.write_text(f'#!/bin/sh\nexec {sys.executable} -m sglang_fair.cli "$@"\n')
+    script.chmod(0o755)
+    return made
+
+
+def script(folder: Path, shell: str) -> Path:
+    """That `--show-completion` prints in this shell."""
+    found = folder / f"completion.{shell}"
+    if not found.exists():
+        # Typer's own switch: the shell is named, not found among the parents of this process.
+        done = run_in(
+            folder,
+            "sglang-fair",
+            "--show-completion",
+            shell,
+            _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1",
+        )
+        found.write_text(done)
+    return found
+
+
+def run_in(folder: Path, *words: str, **environment: str) -> str:
+    done = subprocess.run(
+        words, capture_output=True, text=True, check=False, timeout=60,
+        env={**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "HOME": str(folder), **environment},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+class TestShells:
+    def test_bash(self, folder: Path) -> None:
+        code = (
+            f"source {script(folder, 'bash')}\n"
+            "COMP_WORDS=(sglang-fair cluster --placement d2lpm-q) COMP_CWORD=3\n"
+            "_sglang_fair_completion sglang-fair && echo ${COMPREPLY[@]}"
+        )
+        assert run_in(folder, "bash", "--norc", "-c", code).split() == ["d2lpm-queue"]
+
+    @pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
+    def test_fish(self, folder: Path) -> None:
+        code = f"source {script(folder, 'fish')}; complete -C 'sglang-fair cluster --placement d2lpm-q'"
+        assert run_in(folder, "fish", "--no-config", "-c", code).split() == ["d2lpm-queue"]
+
+    @pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
+    def test_zsh(self, folder: Path) -> None:
+        """The script is for the line editor: here its function runs, and what it would offer is printed."""
+        code = (
+            "autoload -Uz compinit && compinit -u\n"
+            f"source {script(folder, 'zsh')}\n"
+            '_arguments() { print -r -- "$@" }\n'
+            "words=(sglang-fair cluster --placement d2lpm-q) CURRENT=4\n"
+            "_sglang_fair_completion"
+        )
+        assert '"d2lpm-queue"' in run_in(folder, "zsh", "-f", "-c", code)
+
+    def test_it_is_installed_for_the_next_shell(self, folder: Path, tmp_path: Path) -> None:
+        environment = {"HOME": str(tmp_path), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+        said = run_in(folder, "sglang-fair", "--install-completion", "bash", **environment)
+        assert "bash completion installed" in said
+        assert (tmp_path / ".bash_completions/sglang-fair.sh").read_text().strip() == script(
+            folder, "bash"
+        ).read_text().strip()
