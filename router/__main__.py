@@ -3,6 +3,7 @@
 import logging
 import signal
 import sys
+import threading
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -152,8 +153,19 @@ def serve(settings: table.Router) -> int:
         )
     except (ValueError, zmq.ZMQError) as error:
         raise Mistake(f"cannot bind {settings.bind}: {error}") from None
+    leaving = threading.Event()
+
+    def end(number: int, _: object) -> None:
+        if number != signal.SIGTERM or leaving.is_set() or listener is None:
+            shell.stop()
+            return
+        leaving.set()
+        later = threading.Timer(settings.notice_s, shell.stop)
+        later.daemon = True
+        later.start()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: shell.stop())
+        signal.signal(number, end)
     collect_young_only()
     try:
         for up in workers(settings):
@@ -165,7 +177,7 @@ def serve(settings: table.Router) -> int:
         with ExitStack() as stack:
             if listener is not None:
                 tls_of = tls.server(settings.tls_cert, settings.tls_key)
-                stack.enter_context(serving(listener, shell.context, tls_of))
+                stack.enter_context(serving(listener, shell.context, tls_of, leaving))
             if listed := sources(settings):
                 stack.enter_context(following(listed, shell.context, tls.authorities(settings.replica_ca)))
             print(f"router ready on {shell.endpoint}", file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
 """The router's HTTP server: whether it lives, whether it can place, and its numbers for Prometheus.
 
     GET /healthz    200: the loop that places requests answers; 503: it has not for `ANSWER_S`
-    GET /readyz     200: and there is a replica that takes requests
+    GET /readyz     200: and there is a replica that takes requests; 503 from SIGTERM on
     GET /metrics
 
 It names no client, so it needs no key. It runs in a thread of its own and asks the loop as any peer does, so the loop
@@ -55,12 +55,14 @@ def serving(
     listener: socket.socket,
     context: "zmq.Context[zmq.Socket[bytes]]",
     tls: ssl.SSLContext | None = None,
+    leaving: threading.Event | None = None,
 ) -> Iterator[None]:
     """Serves at `listener`, which is closed at the end, what the router whose sockets are `context`'s answers; with
-    `tls` over https."""
+    `tls` over https. Once `leaving` is set it is not ready."""
+    leaving = leaving or threading.Event()
     loop, stop = asyncio.new_event_loop(), asyncio.Event()
     thread = threading.Thread(
-        target=lambda: loop.run_until_complete(_serve(listener, context, stop, tls)),
+        target=lambda: loop.run_until_complete(_serve(listener, context, stop, tls, leaving)),
         name="http",
         daemon=True,
     )
@@ -78,8 +80,9 @@ async def _serve(
     context: "zmq.Context[zmq.Socket[bytes]]",
     stop: asyncio.Event,
     tls: ssl.SSLContext | None,
+    leaving: threading.Event,
 ) -> None:
-    pages = Pages(zmq.asyncio.Context.shadow(context.underlying))
+    pages = Pages(zmq.asyncio.Context.shadow(context.underlying), leaving)
     app = web.Application()
     app.add_routes(
         [
@@ -100,15 +103,18 @@ async def _serve(
 class Pages:
     """The answers."""
 
-    def __init__(self, context: zmq.asyncio.Context) -> None:
+    def __init__(self, context: zmq.asyncio.Context, leaving: threading.Event) -> None:
         self._context = context
+        self._leaving = leaving
 
     async def healthz(self, _: web.Request) -> web.Response:
         """Whether the loop answers."""
         return _short(await self._ask(Follow("healthz")) is not None, "the router does not answer")
 
     async def readyz(self, _: web.Request) -> web.Response:
-        """Whether it can place."""
+        """Whether it can place, and will for a while."""
+        if self._leaving.is_set():
+            return _short(False, "the router is about to end")
         known = await self._ask(Follow("readyz"))
         if not isinstance(known, Workers):
             return _short(False, "the router does not answer")

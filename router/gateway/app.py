@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from router.batches.contract import StoreError
 from router.collector import collect_seldom
-from router.gateway import admin, logs, pages, tenants
+from router.gateway import admin, logs, notice, pages, tenants
 from router.gateway.access import proxies
 from router.gateway.access.quota import MEMORY
 from router.gateway.address import Address
@@ -79,6 +79,7 @@ class Config:
     tls_cert: str | None = None
     tls_key: str | None = None
     replica_ca: str | None = None
+    notice_s: float = 0.0
 
     @property
     def folders(self) -> dict[str, str]:
@@ -127,9 +128,15 @@ class App(Router):
     """
 
     def __init__(
-        self, gateway: Gateway, pages: Pages, admin: Address | None = None, files: Files | None = None
+        self,
+        gateway: Gateway,
+        pages: Pages,
+        admin: Address | None = None,
+        files: Files | None = None,
+        notice_s: float = 0.0,
     ) -> None:
-        """`admin` is where operators ask, if that is an address of its own. `files` are closed at the end."""
+        """`admin` is where operators ask, if that is an address of its own. `files` are closed at the end. From SIGTERM
+        on /readyz says 503, for `notice_s` before the server begins to stop."""
 
         @asynccontextmanager
         async def lifespan(_: Router) -> AsyncIterator[dict[str, ConnectionBounds]]:
@@ -140,6 +147,8 @@ class App(Router):
             try:
                 if admin is not None:
                     await admin.start()
+                if notice_s > 0:
+                    notice.give(gateway, notice_s)
                 yield {STATE: gateway.connection_bounds}
             finally:
                 if admin is not None:
@@ -193,7 +202,7 @@ def create_app(config: Config) -> App:
     public = [*pages.public(gateway), *(() if files is None else batches.routes(gateway, files))]
     if config.tenants is None and config.admin_port is None:
         own = [*public, *pages.private(gateway), *workers]
-        return App(gateway, Pages(gateway, own, relayed), files=files)
+        return App(gateway, Pages(gateway, own, relayed), files=files, notice_s=config.notice_s)
     address = None
     if config.admin_port is not None:
         changes = [] if config.tenants is None else tenants.routes(Path(config.tenants), guard)
@@ -206,7 +215,7 @@ def create_app(config: Config) -> App:
             certificate=config.tls_cert,
             key=config.tls_key,
         )
-    return App(gateway, Pages(gateway, public, relayed), address, files)
+    return App(gateway, Pages(gateway, public, relayed), address, files, config.notice_s)
 
 
 def open_files(config: Config) -> Files | None:

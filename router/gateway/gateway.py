@@ -81,6 +81,8 @@ class Gateway:
         certificate that `replica_tls` believes; None: the system's authorities do.
         """
         self.processes = processes
+        self.is_ending = False
+        """It has been told to stop, and load balancers are to notice."""
         self.counters = Counters()
         self.directory = None if tenants is None else Directory(tenants)
         self.quotas = Quotas(limit_store)

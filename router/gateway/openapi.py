@@ -23,7 +23,7 @@ from router.gateway.admin import (
 from router.gateway.batches.schema import BatchList, BatchObject, FileDeleted, FileList, FileObject, NewBatch
 from router.gateway.errors import AnthropicErrorBody, ErrorBody
 from router.gateway.explain import Explained, Latest
-from router.gateway.pages import MOST_LATEST, HealthReport, Model, Models, StatusReport
+from router.gateway.pages import MOST_LATEST, HealthReport, Liveness, Model, Models, Readiness, StatusReport
 from router.gateway.record import REQUEST_ID
 from router.gateway.request.kinds import ANTHROPIC, PATHS, Kind
 from router.gateway.request.schema import (
@@ -112,6 +112,8 @@ def describe(version: str, paths: Collection[str] | None = None) -> Schema:
             Model,
             Models,
             HealthReport,
+            Liveness,
+            Readiness,
             StatusReport,
             UsageReport,
             Explained,
@@ -195,6 +197,8 @@ class _Document:
                     )
                 },
                 "/health": {"get": self._health()},
+                "/healthz": {"get": self._answered("Whether the process answers.", Liveness)},
+                "/readyz": {"get": self._readyz()},
                 "/status": {
                     "get": self._answered(
                         "The router's snapshot, and this gateway's counters.", StatusReport, ("401", "403")
@@ -324,6 +328,13 @@ class _Document:
     def _health(self) -> Schema:
         operation = self._answered("Whether requests can be placed.", HealthReport)
         operation["responses"]["503"] = self._json("requests cannot be placed", HealthReport)
+        return operation
+
+    def _readyz(self) -> Schema:
+        operation = self._answered("Whether requests may be sent here.", Readiness)
+        operation["responses"]["503"] = self._json(
+            "requests cannot be placed, or it is about to end", Readiness
+        )
         return operation
 
     def _metrics(self) -> Schema:

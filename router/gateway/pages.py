@@ -44,6 +44,18 @@ class HealthReport(msgspec.Struct):
     models: list[str]
 
 
+class Readiness(msgspec.Struct):
+    """`GET /readyz`. "ending": it has been told to stop, and still answers for a while."""
+
+    status: Literal["ready", "no router", "ending"]
+
+
+class Liveness(msgspec.Struct):
+    """`GET /healthz`."""
+
+    status: Literal["ok"] = "ok"
+
+
 class StatusReport(msgspec.Struct):
     """`GET /status`: the router's snapshot and, under `gateway`, its counters, of all its processes.
 
@@ -88,7 +100,19 @@ def public(gateway: Gateway) -> list[Route]:
             return json_response(HealthReport("fallback", names[0], names))
         return json_response(HealthReport("no router", names[0], names), 503)
 
+    async def alive(_: Request) -> Response:
+        return json_response(Liveness())
+
+    async def ready(_: Request) -> Response:
+        if gateway.is_ending:
+            return json_response(Readiness("ending"), 503)
+        if gateway.link.alive or gateway.fleet.workers:
+            return json_response(Readiness("ready"))
+        return json_response(Readiness("no router"), 503)
+
     return [
+        Route("/healthz", alive, methods=["GET"]),
+        Route("/readyz", ready, methods=["GET"]),
         Route("/v1/models", models, methods=["GET"]),
         Route("/v1/models/{id:path}", one_model, methods=["GET"]),
         Route("/v1/usage", usage, methods=["GET"]),

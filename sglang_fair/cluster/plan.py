@@ -603,6 +603,7 @@ def _gateway(options: Options, machine: Machine, models: Sequence[Model], router
         "more_models": ",".join(f"{one.served_name}={one.folder}" for one in more) or None,
         "workers": options.gateway_workers,
         "drain_s": GATEWAY_DRAIN_S,
+        "notice_s": 0.0,
         "log_level": options.log_level,
         "log_format": options.log_format,
         "identity": options.identity,

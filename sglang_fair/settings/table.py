@@ -29,6 +29,16 @@ METRICS_CLIENTS = 20
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
+NoticeS = Annotated[
+    float,
+    About(
+        "After SIGTERM /readyz says 503 for so long before the end begins, for a load balancer to notice. A second "
+        "SIGTERM, and Ctrl-C, do not wait.",
+        unit="seconds",
+        metavar="S",
+        at_least=0,
+    ),
+]
 OutliveParent = Annotated[bool, About("Go on when the process that started this one dies.")]
 FINISH_S = 5.0
 SwapFinish = Annotated[
@@ -745,6 +755,7 @@ class Router(Tls, Throttling):
             at_most=65535,
         ),
     ] = None
+    notice_s: NoticeS = 5.0
     log_level: LogLevel = "info"
     outlive_parent: OutliveParent = False
 
@@ -850,6 +861,7 @@ class Gateway(Files, Tls, Tracing, Access, Deadlines, Limits):
             above=0,
         ),
     ] = 5.0
+    notice_s: NoticeS = 5.0
     drain_s: Annotated[
         int, About("Time for open requests after SIGTERM.", unit="seconds", metavar="S", at_least=0)
     ] = 30

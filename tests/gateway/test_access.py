@@ -317,6 +317,8 @@ CLIENTS_ADDRESS = {
     ("get", "/explain/{id}"): (401, 401, 404, 401),
     ("get", "/requests"): (404, 404, 404, 404),
     ("get", "/health"): (503, 503, 503, 503),
+    ("get", "/healthz"): (200, 200, 200, 200),
+    ("get", "/readyz"): (503, 503, 503, 503),
     ("get", "/status"): (404, 404, 404, 404),
     ("get", "/metrics"): (404, 404, 404, 404),
     ("get", "/workers"): (404, 404, 404, 404),
@@ -352,6 +354,8 @@ OPERATORS_ADDRESS = {
     ("get", "/explain/{id}"): (401, 401, 401, 404),
     ("get", "/requests"): (401, 401, 401, 200),
     ("get", "/health"): (404, 404, 404, 404),
+    ("get", "/healthz"): (404, 404, 404, 404),
+    ("get", "/readyz"): (404, 404, 404, 404),
     ("get", "/status"): (401, 401, 401, 200),
     ("get", "/metrics"): (401, 401, 401, 200),
     ("get", "/workers"): (401, 401, 401, 503),
@@ -488,7 +492,7 @@ def test_an_address_documents_what_it_has(path: Path, tmp_path: Path) -> None:
     app = made(tmp_path, tenants=str(path), admin_port=free_port())
     assert set(app.pages.openapi()["paths"]) == {
         *PATHS.values(),
-        *("/v1/models", "/v1/models/{id}", "/health"),
+        *("/v1/models", "/v1/models/{id}", "/health", "/healthz", "/readyz"),
         *(
             "/v1/usage",
             "/explain/{id}",

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import signal
 import threading
 from collections.abc import Iterator
 
@@ -20,6 +21,8 @@ from router.wire import pack_tokens
 from router.workers import Pool, Worker
 from sglang_fair.metrics.table import PLAN_OUTCOMES, REASONS, of
 from tests.router.test_shell import Wire
+from tests.support.ports import free_port
+from tests.support.site import Process
 from tests.support.waiting import wait_until
 
 
@@ -47,6 +50,32 @@ def numbers(url: str) -> dict[tuple[str, ...], float]:
         for family in text_string_to_metric_families(answer.text)
         for sample in family.samples
     }
+
+
+def test_from_sigterm_on_it_is_not_ready() -> None:
+    """It goes on placing until a second one, or until the notice is over."""
+    port = free_port()
+    worker = "--worker=r0,http=http://127.0.0.1:9"
+    asked = ("--bind", f"tcp://127.0.0.1:{free_port()}", "--http-port", str(port), worker, "--notice", "3600")
+    router = Process("router", "router", *asked)
+    router.start()
+    url = f"http://127.0.0.1:{port}"
+
+    def says(status: int) -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            return httpx.get(f"{url}/readyz").status_code == status
+        return False
+
+    try:
+        wait_until(lambda: says(200), "ready")
+        router.send(signal.SIGTERM)
+        wait_until(lambda: says(503), "not ready")
+        assert httpx.get(f"{url}/healthz").status_code == 200
+        router.send(signal.SIGTERM)
+        wait_until(lambda: router.exit_code() is not None, "its end")
+        assert router.exit_code() == 0
+    finally:
+        router.close()
 
 
 def test_ready_while_somebody_takes_requests() -> None:

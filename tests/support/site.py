@@ -61,6 +61,14 @@ class Process:
     def go_on(self) -> None:
         self._signal(signal.SIGCONT)
 
+    def send(self, number: int) -> None:
+        self._signal(number)
+
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        assert self._process is not None
+        return self._process.poll()
+
     def close(self) -> None:
         if self._process is not None and self._process.poll() is None:
             self.kill()
