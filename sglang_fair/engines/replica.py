@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from sglang_fair.common.curve import KEYS_VARIABLE, PUBLISHER, Keys
+from sglang_fair.common.curve import KEYS_VARIABLE, PUBLISHER
 from sglang_fair.common.files import read_json
 from sglang_fair.common.installed import missing_engine
 from sglang_fair.common.listening import Unprotected, check_protected
@@ -24,6 +24,7 @@ from sglang_fair.common.service_keys import replica_key
 from sglang_fair.engines import cpu
 from sglang_fair.engines.emulated import settings as emulated
 from sglang_fair.models.catalog import EMULATED, ServedModel, find
+from sglang_fair.settings import protection
 from sglang_fair.settings.setting import SettingError
 from sglang_fair.settings.table import Replica
 from sglang_fair.sim.emulation import MAX_RUNNING, Emulation
@@ -158,30 +159,54 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def check_protection(options: Replica) -> None:
-    """Raises SettingError for keys that cannot be used, and where others could reach it unprotected."""
-    try:
-        if options.keys is not None:
-            Keys.read(options.keys, "replica")
-    except ValueError as error:
-        raise SettingError(f"--keys: {error}", "keys") from None
-    has_key = bool(replica_key.key()) or _has(options.extra, "--api-key")
-    protections = [
-        (has_key and _has(options.extra, "--ssl-certfile"),
-         f"give it a key in {replica_key.variable} and TLS with -- --ssl-certfile and --ssl-keyfile"),
-        (options.keys is not None or options.kv_port is None,
-         "give its KV events --keys DIR, which sglang-fair keys makes"),
-    ]  # fmt: skip
-    for is_protected, remedy in protections:
+    """Raises SettingError for keys that cannot be used, and where others could reach it unprotected, by SGLang's own
+    arguments too."""
+    keys = protection.read_keys(options.keys, "replica")
+    has_key = bool(replica_key.key()) or _value(options.extra, "--api-key") is not None
+    has_tls = _value(options.extra, "--ssl-certfile") is not None
+    tls = f"give it a key in {replica_key.variable} and TLS with -- --ssl-certfile and --ssl-keyfile"
+    host = _value(options.extra, "--host") or options.host
+    addresses = [("--host", host, has_key and has_tls, tls)]
+    if (events := _value(options.extra, "--kv-events-config")) is not None:
+        addresses += [
+            ("--kv-events-config", address, publisher == PUBLISHER and keys is not None, protection.GIVE_KEYS)
+            for publisher, address in _published(events)
+        ]
+    elif options.kv_port is not None:
+        remedy = "give its KV events --keys DIR, which sglang-fair keys makes"
+        addresses.append(("--host", options.host, keys is not None, remedy))
+    for option, address, is_protected, remedy in addresses:
         try:
             check_protected(
-                "--host", options.host, is_protected=is_protected, insecure=options.insecure, remedy=remedy
+                option, address, is_protected=is_protected, insecure=options.insecure, remedy=remedy
             )
         except Unprotected as error:
             raise SettingError(str(error), "host") from None
 
 
-def _has(arguments: Sequence[str], option: str) -> bool:
-    return any(word.partition("=")[0] == option for word in arguments)
+def _published(config: str) -> list[tuple[str, str]]:
+    """Publisher and addresses in SGLang's configuration of KV events; its own defaults are at all addresses."""
+    try:
+        found = json.loads(config)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise SettingError("--kv-events-config: SGLang reads a JSON object there", "extra")
+    publisher = str(found.get("publisher", ""))
+    if publisher in ("", "null"):
+        return []
+    addresses = [found.get("endpoint", "tcp://*"), found.get("replay_endpoint")]
+    return [(publisher, str(address)) for address in addresses if address is not None]
+
+
+def _value(arguments: Sequence[str], option: str) -> str | None:
+    """What SGLang takes for an argument's value: the last one given; None: none is."""
+    found = None
+    for at, word in enumerate(arguments):
+        name, equals, value = word.partition("=")
+        if name == option:
+            found = value if equals else next(iter(arguments[at + 1 :]), "")
+    return found
 
 
 def serve(options: Replica) -> int:

@@ -79,7 +79,11 @@ def test_the_gateway(certificates: Certificates, folder: str) -> None:
 def test_a_replica(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(replica_key.variable, raising=False)
     tls = ("--ssl-certfile", "c", "--ssl-keyfile=k")
+    events = '{"publisher": "zmq", "endpoint": "tcp://*:5"}'
+    curve = events.replace("zmq", "fair-curve")
     check_replica(Replica(kv_port=1))
+    check_replica(Replica(kv_port=1, extra=("--kv-events-config", events.replace("*", "127.0.0.1"))))
+    check_replica(Replica(keys=folder, extra=("--kv-events-config", curve)))
     check_replica(Replica(host="10.0.0.1", kv_port=1, insecure=True))
     check_replica(Replica(host="10.0.0.1", kv_port=1, keys=folder, extra=(*tls, "--api-key=secret")))
     for bad, what in (
@@ -87,6 +91,14 @@ def test_a_replica(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
         (Replica(host="10.0.0.1", extra=tls), "give it a key"),
         (Replica(host="10.0.0.1", extra=("--api-key", "k")), "give it a key"),
         (Replica(host="10.0.0.1", kv_port=1, extra=(*tls, "--api-key", "k")), "give its KV events --keys"),
+        (Replica(extra=("--host", "0.0.0.0")), "--host 0.0.0.0 is reached from elsewhere"),
+        (Replica(host="127.0.0.1", extra=("--host=127.0.0.1", "--host=::")), "--host :: is reached"),
+        (
+            Replica(kv_port=1, extra=("--kv-events-config", events)),
+            r"--kv-events-config tcp://\*:5 is reached",
+        ),
+        (Replica(kv_port=1, extra=(f"--kv-events-config={curve}",)), "give it --keys"),
+        (Replica(extra=("--kv-events-config", "{")), "a JSON object"),
     ):
         with pytest.raises(SettingError, match=what):
             check_replica(bad)
