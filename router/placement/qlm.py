@@ -1,18 +1,17 @@
 """QLM with fair shares: requests with deadlines wait in groups, and each worker has a queue of groups.
 
-A request that nobody waits before, and for which a worker has room, is sent at once: where least is to be done, its own
-tokens that are not cached there counted `RECOMPUTED` times. All others wait: within the share of their client (tier 0)
-or ahead of it (tier 1), in groups of one model, class and tier, each in the queue of a worker (`router.queues`, where
-the rules stand, one module each).
+A request that nobody waits before, and for which a worker has room, is sent at once (`deadlines.at_once`). All others
+wait: within the share of their client (tier 0) or ahead of it (tier 1), in groups of one model, class and tier, each in
+the queue of a worker (`router.queues`, where the rules stand, one module each).
 
-    who goes first     `queues.virtual`: tier, then who can be in time, then the earliest deadline; models in the order
+    who goes first     `queues.pulls`: tier, then who can be in time, then the earliest deadline; models in the order
                        of the queue
     how much           `queues.worker`: while the tokens in flight are below the KV cache; tier 0 a prefill chunk more
     who is ahead       `queues.shares`: start-time fair queueing. By default `ahead` is a part of the smallest KV cache
                        known: what a client may have beyond its share is a part of what one worker has in its batch, so
                        others find room there soon
-    what it takes      `queues.estimate`, learnt from full workers (`queues.learning`)
-    planning           when a group will be late and a planner is there it is asked (`queues.replan`); without one, or
+    what it takes      `queues.estimate`, learnt from full workers (`deadlines.teacher`)
+    planning           when a group will be late and a planner is there it is asked (`queues.ordering`); without one, or
                        if it is silent, groups are ordered by EDF
 
 A later call of an interaction has class and start of the first one: it waits before all that came since.
@@ -28,59 +27,33 @@ planned is as good as the expected lengths of answers.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
-from math import ceil, inf, log2
-from operator import attrgetter
+from math import inf
 from typing import ClassVar
 
 from router.placement.contract import Ended, May, Request, WorkerView
-from router.queues.edf import edf
+from router.placement.deadlines.at_once import at_once
+from router.placement.deadlines.requests import Sent, Waiting, as_queued, cached_prefix, due_s
+from router.placement.deadlines.teacher import Teacher
 from router.queues.estimate import Estimator
-from router.queues.groups import Centre, Groups, lengths
-from router.queues.learning import Learning
-from router.queues.line import Queued
+from router.queues.groups import Centre, Groups, sample
+from router.queues.ordering import Ordering
+from router.queues.prefixes import Prefixes
 from router.queues.problem import Orders, Problem
 from router.queues.replan import Replans
 from router.queues.report import report, standing
-from router.queues.shares import OUTPUT_PRICE, Shares
+from router.queues.shares import Shares
 from router.queues.virtual import VirtualQueues
 from router.queues.worker import Worker
 from router.radix import Match
-from sglang_fair.common.deadlines import DEFAULT_CLASSES, Promise
+from sglang_fair.common.deadlines import DEFAULT_CLASSES
 from sglang_fair.common.weights import Weights
 
 AHEAD_PART = 0.25
 """Of the smallest KV cache."""
-RECOMPUTED = 4.0
-"""A prompt token that is not cached at a worker, in tokens that wait there: computing it again is lost to all. Chosen
-among 1, 4 and 16 by the throughput of simulated trees and judges (one seed)."""
 _JUDGED = 1
 """Requests that come into another tier with one that goes, at most. In a trial it was one for every second."""
-_TOKEN_BYTES = 4
-_HEAD_TOKENS = 256
-"""So many first tokens tell prompts apart that nobody has cached."""
 _PREDICTED = 16
 """Of so many that wait, the wait of one is predicted, for R²."""
-_SAMPLED = 500
-"""Lengths that a planner is told, for each model and class."""
-_FASTER = 0.1
-"""Weight of the last one in a mean."""
-_CHANGED = 1.25
-"""By this factor a batch must have changed for groups to be cut anew."""
-
-
-@dataclass(slots=True)
-class _Waiting:
-    request: Request
-    queued: Queued
-    arrived_s: float
-
-
-@dataclass(slots=True)
-class _Sent:
-    worker: str
-    tier: int
-    at_s: float
 
 
 @dataclass
@@ -130,27 +103,21 @@ class Qlm:
         self.shares = Shares(first, weights, most_owing=self.max_clients)
         self.estimator = Estimator(literal=self.literal)
         groups = Groups(self.delta, prefixes=self.prefixes)
-        self.queues = VirtualQueues(groups, self.estimator, self._held_of if self.prefixes else None)
+        self._prefixes = Prefixes()
+        held = self._prefixes.held if self.prefixes else None
+        self.queues = VirtualQueues(groups, self.estimator, held)
         self.replans = Replans(self.every_s, self.patience_s)
-        self._learning = Learning()
-        self._waiting: dict[str, _Waiting] = {}
+        self._teacher = Teacher(self.queues)
+        self._ordering = Ordering(self.queues, self.replans, self._all_ready)
+        self._waiting: dict[str, Waiting] = {}
         self._leaving: dict[str, int] = {}
         """Tiers of requests that were given to a worker and are not `placed` yet."""
-        self._sent: dict[str, _Sent] = {}
+        self._sent: dict[str, Sent] = {}
         self._ready: dict[str, None] = {}
         """Workers that may have room for somebody who waits, in order."""
-        self._held: dict[object, dict[str, int]] = {}
-        """By prefix of those that wait, how many of its tokens each worker was found to hold."""
-        self._prefix_counts: dict[object, int] = {}
         self._views: dict[str, WorkerView] = {}
         self._viewed: Sequence[WorkerView] = ()
-        self._attended = False
-        self._looks_s = -inf
-        self._late = self._late_first = frozenset[str]()
-        """Workers that were late at the last two looks, and at the last."""
         self._now_s = 0.0
-        self._asked_for: dict[str, int] = {}
-        """By reason, how often queues were ordered."""
         self._arrivals = 0
 
     # -- requests
@@ -166,59 +133,25 @@ class Qlm:
         if not self.tiers:
             tier = 0
         if not (self._ready and self._waiting):
-            due_s = self._due_s(request, now_s)
-            chosen = self._at_once(request, match, workers, tier, due_s)
+            due = due_s(request, self.slo_s, now_s)
+            chosen = at_once(request, match, workers, self.queues, tier, due, beyond=self.tiers)
             if chosen is not None:
                 self._leaving[request.id] = tier
                 return chosen
         if is_alone:
             self._arrive(request, match, now_s)
-        queued = self._as_queued(request, match, now_s)
-        self._waiting[request.id] = _Waiting(request, queued, now_s)
-        self._follow(queued, match)
+        queued = as_queued(request, match, self.slo_s, now_s)
+        self._waiting[request.id] = Waiting(request, queued, now_s)
+        if self.prefixes:
+            self._prefixes.follow(queued, match.lengths)
         self.queues.groups.add(queued, tier)
         self.queues.settle()
         self._arrivals += 1
-        if (
-            not tier
-            and not self._arrivals % _PREDICTED
-            and (wait := self.queues.wait(request.id, now_s)) is not None
-        ):
-            self.estimator.predict(request.id, wait.mean_s)
+        if not tier and not self._arrivals % _PREDICTED:
+            wait = self.queues.wait(request.id, now_s)
+            if wait is not None:
+                self.estimator.predict(request.id, wait.mean_s)
         return None
-
-    def _at_once(
-        self, request: Request, match: Match, workers: Sequence[WorkerView], tier: int, due_s: float
-    ) -> str | None:
-        """Of the workers that have room, and where nobody of another model comes first, the one with least to do."""
-        best, least, tokens, held = None, inf, request.input_tokens, match.lengths.get
-        found, more, beyond = self.queues.workers, not tier, self.tiers and not tier
-        for view in workers:
-            name = view.name
-            worker = found[name]
-            worker.overrun_tokens = overrun = view.overrun_tokens
-            left = (
-                RECOMPUTED * (tokens - held(name, 0))
-                + view.prefill_tokens
-                + OUTPUT_PRICE * view.decode_tokens
-            )
-            cost = left / view.capacity
-            if cost > least or not worker.is_open:
-                continue
-            room = worker.kv_tokens - worker.in_flight_tokens - overrun
-            if more:
-                room += worker.chunk_tokens
-            if (
-                room <= 0
-                and not (worker.evicts and worker.has_room(tier, due_s))
-                and not (beyond and worker.is_small(request.client, tokens + request.expected_output_tokens))
-            ):
-                continue
-            if worker.groups and self.queues.wanted(name) not in (None, worker.loaded):
-                continue
-            if best is None or cost < least or _by_tokens(view) < _by_tokens(best):
-                best, least = view, cost
-        return None if best is None else best.name
 
     def next(
         self, workers: Sequence[WorkerView], match: Callable[[Request], Match], may: May, now_s: float
@@ -235,7 +168,7 @@ class Qlm:
             self.queues.of(name).overrun_tokens = view.overrun_tokens
             queued = self.queues.pull(name, now_s)
             if queued is None:
-                self._look_at(view, now_s)
+                self._teacher.look_at(view, now_s)
                 continue
             waiting = self._waiting.pop(queued.id)
             if not may(waiting.request, name):
@@ -243,10 +176,8 @@ class Qlm:
                 self.queues.taken_back(queued.id)
                 continue
             self._ready[name] = None
-            group = self.queues.groups.of(queued.id)
-            assert group is not None
-            self._leaving[queued.id] = group.kind.tier
-            self._unfollow(queued)
+            self._leaving[queued.id] = self.queues.tier(queued.id)
+            self._prefixes.unfollow(queued)
             self.estimator.begun(queued.id, now_s - waiting.arrived_s)
             return waiting.request, name
         return None
@@ -255,7 +186,7 @@ class Qlm:
         """It leaves the queue, and costs nothing."""
         waiting = self._waiting.pop(request.id, None)
         if waiting is not None:
-            self._unfollow(waiting.queued)
+            self._prefixes.unfollow(waiting.queued)
             self.estimator.begun(request.id, None)
             self.shares.withdraw(request.id)
             self.queues.ended(request.id)
@@ -266,14 +197,12 @@ class Qlm:
         if tier is None:  # it came to its worker without this router
             standing = self.shares.standing(request.client)
             tier = self._arrive(request, match, now_s) if standing is None else standing
-        prefix, prefix_tokens = _prefix(request, match)
+        prefix, prefix_tokens = cached_prefix(request, match)
         if self.queues.where(request.id) is None:
             tokens = request.input_tokens + request.expected_output_tokens
-            due_s = self._due_s(request, now_s)
-            self.queues.send(worker, request.id, tokens, prefix, prefix_tokens, due_s, request.client)
-        held = self._held.get(prefix) if self._held else None
-        if held is not None:
-            held[worker] = prefix_tokens
+            due = due_s(request, self.slo_s, now_s)
+            self.queues.send(worker, request.id, tokens, prefix, prefix_tokens, due, request.client)
+        self._prefixes.sent(worker, prefix, prefix_tokens)
         if self.shares.tier(request.id) is None:
             self.shares.pass_by(
                 request.id,
@@ -284,7 +213,7 @@ class Qlm:
             )
         else:
             self.shares.go(request.id)
-        self._sent[request.id] = _Sent(worker, tier, now_s)
+        self._sent[request.id] = Sent(worker, tier, now_s)
         if self._waiting:
             self._judge()
 
@@ -298,11 +227,11 @@ class Qlm:
         else:
             self.shares.end(request.id, request.input_tokens - ended.matched_tokens, ended.output_tokens)
         if ended.outcome == "ok" and sent is not None:
-            self._learn_answer(ended, sent, now_s)
+            self._teacher.answered(ended, sent.at_s, sent.tier, now_s)
         if self._waiting:
             self._ready[worker] = None
-        elif not self.queues.of(worker).is_full:
-            self._learning.lapse(worker)
+        else:
+            self._teacher.idle(worker)
 
     def tier(self, request_id: str) -> int:
         """As it was when it left the queue."""
@@ -326,10 +255,9 @@ class Qlm:
     def worker_down(self, worker: str) -> None:
         """Its groups go to the others."""
         self.queues.worker_down(worker)
-        self._learning.lapse(worker)
+        self._teacher.gone(worker)
         self._ready.pop(worker, None)
-        for held in self._held.values():
-            held.pop(worker, None)
+        self._prefixes.worker_down(worker)
         self._equipped()
 
     def equip(
@@ -352,9 +280,7 @@ class Qlm:
 
     def taking(self, workers: Collection[str]) -> None:
         """The queues of all others are empty from now on."""
-        names = list(self.queues.orders())
-        for name in sorted(names, key=lambda one: one not in workers):  # first those that can take over
-            self.queues.open(name, name in workers)
+        self.queues.taking(workers)
         self._all_ready()
 
     def wanted(self, worker: str) -> str | None:
@@ -381,49 +307,23 @@ class Qlm:
     def question(self, now_s: float) -> tuple[int, Problem] | None:
         """Asked for when a group will be late. Costs nothing but `every_s` seconds after the last time."""
         self._now_s = now_s
-        if now_s < self._looks_s or not self._waiting:
-            return None
-        since_s, self._looks_s = now_s - self._looks_s, now_s + self.every_s
-        slots = self.queues.late(now_s)
-        is_late, late = bool(slots), frozenset(slot.worker for slot in slots if slot.demand.tier == 0)
-        self._late = late & self._late_first if since_s <= self.every_s else frozenset()
-        self._late_first = late
-        if not self._attended:
-            if is_late:
-                self._order_by_edf(now_s)
-            return None
-        steps = self.replans.due(is_late, now_s)
-        if "edf" in steps:
-            self._order_by_edf(now_s)
-        if "ask" not in steps:
-            return None
-        return self.replans.asked, self.queues.problem(now_s)
+        return self._ordering.look(now_s) if self._waiting and self._ordering.is_due(now_s) else None
 
     def late(self, now_s: float) -> Collection[str]:
         """Those where somebody was late at the last two looks, while anybody waits."""
-        return self._late if self._waiting and now_s < self._looks_s + self.every_s else ()
+        return self._ordering.late(now_s) if self._waiting else ()
 
     def answer(self, number: int, orders: Orders, now_s: float) -> bool:
         """What of it still holds is applied."""
-        if not self.replans.accept(number):
-            return False
-        self._apply(orders, "planner")
-        return True
+        return self._ordering.answer(number, orders)
 
     def attend(self, is_there: bool, now_s: float) -> None:
         """With another planner questions begin anew."""
-        self._attended = is_there
-        self.replans.restart()
+        self._ordering.attend(is_there)
 
     def lengths(self) -> Mapping[tuple[str, str], Sequence[Centre]]:
         """Of the latest that wait."""
-        found: dict[tuple[str, str], list[Centre]] = {}
-        for waiting in reversed(self._waiting.values()):
-            queued = waiting.queued
-            of_kind = found.setdefault((queued.model, queued.slo_class), [])
-            if len(of_kind) < _SAMPLED:
-                of_kind.append(lengths(queued))
-        return found
+        return sample(waiting.queued for waiting in reversed(self._waiting.values()))
 
     def centre(self, model: str, slo_class: str, centres: Sequence[Centre]) -> None:
         """They hold for requests that come from now on."""
@@ -434,7 +334,7 @@ class Qlm:
         return {
             **report(self.queues, self.replans, self._now_s),
             "ahead": self.shares.ahead,
-            "ordered": dict(self._asked_for),
+            "ordered": dict(self._ordering.counts),
         }
 
     def standing(self, request_id: str, now_s: float, *, ahead: bool = True) -> Mapping[str, object] | None:
@@ -465,51 +365,8 @@ class Qlm:
             request.model,
             request.input_tokens - match.tokens,
             request.expected_output_tokens,
-            self._due_s(request, now_s),
+            due_s(request, self.slo_s, now_s),
         )
-
-    def _promise(self, request: Request, now_s: float) -> Promise:
-        return request.promise or Promise("", self.slo_s, now_s + self.slo_s)
-
-    def _due_s(self, request: Request, now_s: float) -> float:
-        return now_s + self.slo_s if request.promise is None else request.promise.due_s
-
-    def _as_queued(self, request: Request, match: Match, now_s: float) -> Queued:
-        promise = self._promise(request, now_s)
-        prefix, tokens = _prefix(request, match)
-        if prefix is None:
-            tokens = min(_HEAD_TOKENS, request.input_tokens)
-            prefix = _digest(request.namespace, request.tokens[: tokens * _TOKEN_BYTES])
-        return Queued(
-            id=request.id,
-            client=request.client,
-            model=request.model,
-            slo_class=_class_of(promise),
-            prompt_tokens=request.input_tokens,
-            expected_output_tokens=request.expected_output_tokens,
-            since_s=promise.due_s - promise.slo_s,
-            deadline_s=promise.due_s,
-            output_variance=request.expected_output_tokens**2,
-            prefix=prefix,
-            prefix_tokens=tokens,
-            exclude=request.exclude,
-        )
-
-    def _follow(self, queued: Queued, match: Match) -> None:
-        """One more waits with this prefix."""
-        if queued.prefix is None or not self.prefixes:
-            return
-        self._prefix_counts[queued.prefix] = self._prefix_counts.get(queued.prefix, 0) + 1
-        held = self._held.setdefault(queued.prefix, {})
-        for worker, tokens in match.lengths.items():
-            held[worker] = min(tokens, queued.prefix_tokens)
-
-    def _unfollow(self, queued: Queued) -> None:
-        count = self._prefix_counts.pop(queued.prefix, 0)
-        if count > 1:
-            self._prefix_counts[queued.prefix] = count - 1
-        else:
-            self._held.pop(queued.prefix, None)
 
     def _judge(self) -> None:
         """Some requests come within their client's share, or are pushed out of it by more urgent ones."""
@@ -522,37 +379,8 @@ class Qlm:
             if any(not tier for _, tier in changed):
                 self._all_ready()
 
-    def _held_of(self, prefix: object) -> Mapping[str, int]:
-        return self._held.get(prefix, {})
-
     def _all_ready(self) -> None:
         self._ready.update(dict.fromkeys(self.queues.orders()))
-
-    def _look_at(self, view: WorkerView, now_s: float) -> None:
-        """A worker has all that it may have."""
-        worker = self.queues.of(view.name)
-        if not worker.is_full or worker.loaded is None:
-            self._learning.lapse(view.name)
-            return
-        record = self._learning.full(view.name, view.prefilled_tokens, view.produced_tokens, now_s)
-        if record is not None:
-            self.estimator.learn(view.name, worker.loaded, *record)
-            self._set_batch(worker.loaded, len(worker.in_flight))
-
-    def _set_batch(self, model: str, requests: int) -> None:
-        known = self.queues.groups.batch(model)
-        mean = known + _FASTER * (requests - known)
-        if not 1 / _CHANGED < requests / known < _CHANGED:
-            self.queues.groups.set_batch(model, mean)
-            self.queues.settle()
-
-    def _learn_answer(self, ended: Ended, sent: _Sent, now_s: float) -> None:
-        made = self.queues.of(ended.worker)
-        self.estimator.learn_answer(ended.worker, ended.request.model, ended.output_tokens, ended.tpot_s)
-        if ended.tpot_s is not None and not sent.tier:
-            wrote_s = ended.tpot_s * max(0, ended.output_tokens - 1)
-            first_s = max(0.0, now_s - sent.at_s - wrote_s)
-            made.first_token_s += _FASTER * (first_s - made.first_token_s)
 
     def _equipped(self) -> None:
         """Somebody has other memory, or another model."""
@@ -566,43 +394,5 @@ class Qlm:
     def _rename(self, model: str) -> None:
         """The only model that there was has a name now."""
         for waiting in [one for one in self._waiting.values() if one.queued.model == ""]:
-            group = self.queues.groups.of(waiting.queued.id)
-            assert group is not None
-            self.queues.ended(waiting.queued.id)
-            waiting.queued = waiting.queued.of_model(model)
-            self.queues.groups.add(waiting.queued, group.kind.tier)
+            waiting.queued = self.queues.rename(waiting.queued, model)
         self.queues.settle()
-
-    def _order_by_edf(self, now_s: float) -> None:
-        self._apply(edf(self.queues.problem(now_s)), "edf")
-
-    def _apply(self, orders: Orders, reason: str) -> None:
-        self._asked_for[reason] = self._asked_for.get(reason, 0) + 1
-        self.queues.apply(orders)
-        self._all_ready()
-
-    def _is_silent(self) -> bool:
-        return self.replans.is_silent
-
-
-def _prefix(request: Request, match: Match) -> tuple[bytes | None, int]:
-    """Of what is cached of a prompt, the part up to where others left it last, and its tokens; None: nothing is."""
-    tokens = match.branches[-1] if match.branches else match.tokens
-    if not tokens:
-        return None, 0
-    return _digest(request.namespace, request.tokens[: tokens * _TOKEN_BYTES]), tokens
-
-
-def _digest(namespace: str, tokens: bytes) -> bytes:
-    """Nobody can send two prompts that are taken for one."""
-    made = blake2b(tokens, digest_size=12)
-    made.update(namespace.encode())
-    return made.digest()
-
-
-_by_tokens = attrgetter("dispatched_tokens", "name")
-
-
-def _class_of(promise: Promise) -> str:
-    """Requests that were promised unlike times are of unlike classes: the class, and how often its time is doubled."""
-    return f"{promise.slo_class}~{ceil(2 * log2(promise.slo_s))}"

@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from router.queues.heads import Heads, Place, Urgency
 from router.queues.line import Key, Line, Queued
 from router.queues.problem import is_bound
 
@@ -28,10 +29,6 @@ class Kind(NamedTuple):
         return 2 * self.tier + self.late
 
 
-Urgency = tuple[int, bool, float, int]
-"""Less goes first: tier, who can be in time, deadline (of late ones, who waits longest), number."""
-
-
 @dataclass(slots=True, eq=False)
 class Group:
     """Requests that are planned as one; the sums are of those that wait."""
@@ -48,12 +45,18 @@ class Group:
     joined: int = 0
     """How many have waited here so far."""
     begun_on: str | None = None
-    urgency: Urgency = (0, False, 0.0, 0)
-    """Its place among others, as `ranked` has set it."""
+    place: Place = field(init=False)
+    urgency: Urgency = field(init=False)
+    """While anybody waits, as `rank` has set it."""
+    queue: "Heads[Group] | None" = None
+    """The groups with somebody waiting of the queue that it stands in."""
     deadlines: list[float] = field(default_factory=list)
     """Of those that wait, the earliest first. Not to be written to."""
     _shared: dict[Hashable, tuple[int, int]] = field(default_factory=dict)
     """Prefix -> how many of those that wait have it, and its tokens."""
+
+    def __post_init__(self) -> None:
+        self.place = self.kind.model, self.kind.rank
 
     @property
     def is_bound(self) -> bool:
@@ -69,10 +72,27 @@ class Group:
         """What it is served by: its deadline; since when the first has waited, if they are late."""
         return self.line.first().since_s if self.kind.late else self.deadlines[0]
 
-    def ranked(self) -> None:
-        """To be called whenever somebody has come or gone, while anybody waits: `urgency` follows."""
+    def rank(self, everywhere: "Heads[Group]") -> None:
+        """To be called whenever somebody has come or gone: its urgency follows, and its place in its queue and among
+        all groups."""
         kind = self.kind
-        self.urgency = kind.tier, kind.late, self.urgent_s, self.number
+        if self.deadlines:
+            self.urgency = kind.tier, kind.late, self.urgent_s, self.number
+        for heads in (everywhere, self.queue):
+            if heads is not None and self.deadlines:
+                heads.put(self, self.place, self.urgency)
+            elif heads is not None:
+                heads.drop(self, self.place)
+
+    def stand(self, queue: "Heads[Group] | None") -> None:
+        """It stands in this queue from now on; None: in none."""
+        if self.queue is queue:
+            return
+        if self.queue is not None:
+            self.queue.drop(self, self.place)
+        self.queue = queue
+        if queue is not None and self.deadlines:
+            queue.put(self, self.place, self.urgency)
 
     @property
     def span_s(self) -> tuple[float, float]:

@@ -18,14 +18,14 @@ take about as long each as a hundred in one.
 """
 
 from bisect import bisect_right, insort
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import log1p
 from typing import NamedTuple
 
 from router.queues.group import Group, Kind
+from router.queues.heads import Heads
 from router.queues.line import MOST_OVERTAKES, Entry, Key, Line, Queued
-from sglang_fair.core.heap import LazyHeap
 
 MOST_KINDS = 4
 MOST_MARGIN = 0.25
@@ -37,6 +37,16 @@ Centre = tuple[float, float]
 def lengths(request: Queued) -> Centre:
     """Where a request lies among the centres."""
     return log1p(request.prompt_tokens), log1p(request.expected_output_tokens)
+
+
+def sample(requests: Iterable[Queued], most: int = 500) -> dict[tuple[str, str], list[Centre]]:
+    """Where these lie, by model and class: of each at most so many, the first ones."""
+    found: dict[tuple[str, str], list[Centre]] = {}
+    for request in requests:
+        of_kind = found.setdefault((request.model, request.slo_class), [])
+        if len(of_kind) < most:
+            of_kind.append(lengths(request))
+    return found
 
 
 class Born(NamedTuple):
@@ -74,8 +84,7 @@ class Groups:
         self._centres: dict[tuple[str, str], tuple[int, Sequence[Centre]]] = {}
         self._born: list[Born] = []
         self._numbers = self._arrivals = 0
-        self._heads: dict[tuple[str, int], LazyHeap[int]] = {}
-        """By model and rank, the groups that somebody waits in, the most urgent first."""
+        self._heads: Heads[Group] = Heads()
         self.waiting: dict[tuple[str, int], int] = {}
         """How many wait, by model and rank. Not to be written to."""
         self.missed: list[str] = []
@@ -182,7 +191,7 @@ class Groups:
         newer = self._halve(group, line)
         for half in (group, newer):
             half.recount()
-            self._rank(half)
+            half.rank(self._heads)
         self._end_if_over(group)
         return newer
 
@@ -228,12 +237,8 @@ class Groups:
     def most_urgent(self, model: str, rank: int, worker: str) -> Group | None:
         """Of those of this model and rank that `worker` may have, the group whose deadline is the earliest; of late
         ones, that waits longest. None if nobody waits."""
-        heads = self._heads.get((model, rank))
-        number = None if heads is None else heads.first()
-        if number is None:
-            return None
-        group = self._groups[number]
-        if worker not in group.kind.exclude:
+        group = self._heads.first(model, (rank,))
+        if group is None or worker not in group.kind.exclude:
             return group
         may = (one for one in self.of_rank(model, rank) if worker not in one.kind.exclude)
         return min(may, key=lambda one: (one.urgent_s, one.number), default=None)
@@ -308,7 +313,7 @@ class Groups:
         newer = self._halve(group, group.line.split())
         for half in (group, newer):
             half.recount()
-            self._rank(half)
+            half.rank(self._heads)
             self._split(half)
 
     def _halve(self, group: Group, line: Line) -> Group:
@@ -332,27 +337,13 @@ class Groups:
     def _count(self, group: Group, request: Queued, sign: int) -> None:
         """One more waits, or one fewer."""
         group.count(request, sign)
-        self._rank(group)
+        group.rank(self._heads)
         key = group.kind.model, group.kind.rank
         count = self.waiting.get(key, 0) + sign
         if count:
             self.waiting[key] = count
         else:
             del self.waiting[key]
-
-    def _rank(self, group: Group) -> None:
-        """Its place among those of its model and rank."""
-        key = group.kind.model, group.kind.rank
-        heads = self._heads.get(key)
-        if len(group):
-            if heads is None:
-                heads = self._heads[key] = LazyHeap()
-            group.ranked()
-            heads.put(group.number, group.urgency)
-        elif heads is not None:
-            heads.discard(group.number)
-            if not len(heads):
-                del self._heads[key]
 
     def _end_if_over(self, group: Group) -> None:
         if group.running or len(group):

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from router.queues.group import Group
+from router.queues.heads import Heads
 
 LATER_S = 10.0
 """Deadlines that differ by so much tell who may be taken back for whom."""
@@ -34,6 +35,9 @@ class Worker:
     chunk_tokens: int = 8_192
     swap_s: Mapping[str, float] = field(default_factory=dict)
     groups: list[int] = field(default_factory=list)
+    """Its queue. Only `Standing` writes it."""
+    heads: Heads[Group] = field(default_factory=Heads)
+    """Those of them that somebody waits in."""
     in_flight: dict[str, float] = field(default_factory=dict)
     """Tokens that each request that was sent may take, without a prefix that it may share."""
     in_flight_tokens: float = 0.0

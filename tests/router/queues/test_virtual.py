@@ -17,6 +17,7 @@ from router.queues.groups import Groups
 from router.queues.line import Queued
 from router.queues.plan import plan
 from router.queues.problem import faults
+from router.queues.pulls import OVERDUE_EVERY
 from router.queues.shares import Shares
 from router.queues.virtual import VirtualQueues
 from router.queues.worker import Worker
@@ -76,6 +77,8 @@ def check(site: VirtualQueues) -> None:
             assert 0 not in tiers[bound.index(True) :]
         for group in groups:
             assert not len(group) or group.urgency == _urgency(group)
+        waiting = {group.number for group in groups if len(group)}
+        assert {group.number for group in site.of(name).heads} == waiting
         held = site.of(name).in_flight
         assert site.of(name).in_flight_tokens == pytest.approx(sum(held.values()))
 
@@ -414,3 +417,36 @@ def test_who_has_little_does_not_wait_for_who_has_much() -> None:
     for number in range(100):
         worker.send(f"name {number}", 1.0, None, 0, None, f"name {number}")
     assert not worker.is_small("one more", 5.0)
+
+
+def test_who_is_found_to_be_late_when_it_is_their_turn_goes_first() -> None:
+    site = VirtualQueues(Groups(), Estimator())
+    site.worker_up(Worker("v", "a", 100_000))
+    add(site, queued("late", "a", now_s=0.0, slo_s=1.0))
+    add(site, queued("later", "a", now_s=1.0, slo_s=4.0))
+    pulled = site.pull("v", 2.0)
+    assert pulled is not None
+    assert pulled.id == "later"
+    pulled = site.pull("v", 2.0)
+    assert pulled is not None
+    assert pulled.id == "late"
+    add(site, queued("next", "a", now_s=3.0, slo_s=4.0))
+    add(site, queued("in time", "a", now_s=5.0, slo_s=100.0))
+    site.of("v").pulls = OVERDUE_EVERY - 1
+    pulled = site.pull("v", 20.0)
+    assert pulled is not None
+    assert pulled.id == "next"
+
+
+def test_who_is_late_does_not_starve_beside_requests_in_time_without_end() -> None:
+    site = a_site("v")
+    add(site, queued("late", now_s=0.0, slo_s=1.0))
+    for number in range(2 * OVERDUE_EVERY):
+        now_s = 10.0 + number
+        add(site, queued(f"in time {number}", now_s=now_s, slo_s=60.0))
+        pulled = site.pull("v", now_s)
+        assert pulled is not None
+        if pulled.id == "late":
+            return
+        site.ended(pulled.id)
+    pytest.fail("it was never its turn")

@@ -1,0 +1,1 @@
+"""What placement `qlm` does with requests and workers, one rule each. The queues are in `router.queues`."""
