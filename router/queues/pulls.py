@@ -82,7 +82,7 @@ class Pulls:
         if model is None:
             return None
         is_overdue_s_turn = not (worker.pulls + 1) % OVERDUE_EVERY
-        order = _OVERDUE_RANKS if is_overdue_s_turn else _RANKS
+        order: tuple[int, ...] = _OVERDUE_RANKS if is_overdue_s_turn else _RANKS
         if not worker.has_room(1):
             order = order[:_OF_TIER_0]
         mine = self._first(worker, model, own, is_overdue_s_turn)

@@ -21,6 +21,7 @@ from router.events import (
     Cleared,
     Difference,
     Done,
+    Due,
     Held,
     PeerGone,
     Place,
@@ -43,6 +44,7 @@ from router.events import (
     encode,
 )
 from router.placement import PLACEMENTS, build
+from router.placement.contract import Holding
 from router.placement.d2lpm import D2lpm
 from router.wire import pack_tokens
 
@@ -291,9 +293,24 @@ def test_requests_of_a_gone_peer_do_not_wait():
     assert counts(made)["given up"] == 2
 
 
+HOLDING = {
+    "centralized_dlpm": {"slots": 1},
+    "qlm": {"kv_tokens": 64, "chunk_tokens": 0},
+}
+"""Placements that hold requests, such that a worker has one at a time."""
+
+
+def test_every_placement_that_holds_is_tried():
+    assert {name for name in PLACEMENTS if isinstance(build(name), Holding)} == set(HOLDING)
+
+
 def holding(*workers: str, slots: int = 1) -> Router:
     """A router that holds what has no free slot."""
-    made = Router(build("centralized_dlpm", slots=slots), page_size=16)
+    return made_to_hold("centralized_dlpm", *workers, slots=slots)
+
+
+def made_to_hold(placement: str, *workers: str, **options) -> Router:
+    made = Router(build(placement, **HOLDING[placement] | options), page_size=16)
     for worker in workers:
         made.handle(WorkerUp(worker, f"http://{worker}", "tcp://kv"), 0.0)
     return made
@@ -360,8 +377,9 @@ def test_what_waits_for_nobody_is_refused():
     assert ask(made, "4", may_hold=True) == refused, "as if it had come now"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
+    st.sampled_from(sorted(HOLDING)),
     st.lists(
         st.tuples(
             st.sampled_from(["ask", "ask", "ask", "ask again", "end", "give up", "down", "up", "sick", "well",
@@ -370,15 +388,15 @@ def test_what_waits_for_nobody_is_refused():
             st.booleans(),
         ),
         max_size=60,
-    )
+    ),
 )  # fmt: skip
-def test_every_question_is_answered_or_held_whatever_is_lost(steps):
+def test_every_question_is_answered_or_held_whatever_is_lost(placement, steps):
     """A gateway as the protocol asks of it: it repeats what is not held, and after a comparison what is held no more.
 
     Messages are lost in both directions, workers and routers come and go. In the end each request has its answer, or
     is one that the router does hold.
     """
-    made, now_s = holding("a", "b"), 0.0
+    made, now_s = made_to_hold(placement, "a", "b"), 0.0
     asked: dict[str, Arrive] = {}
     is_held: dict[str, bool] = {}
     running: list[str] = []
@@ -413,7 +431,10 @@ def test_every_question_is_answered_or_held_whatever_is_lost(steps):
         names = list(asked)
         if what == "ask":
             exclude = ("a",) if at % 4 == 0 else ()
-            asked[str(number)] = Arrive(str(number), f"c{at % 3}", PROMPT, exclude=exclude, may_hold=True)
+            due = (None, Due("interactive", 20.0, 2.0), Due("batch", 60.0, 60.0))[at % 3]
+            asked[str(number)] = Arrive(
+                str(number), f"c{at % 3}", PROMPT, exclude=exclude, may_hold=True, due=due
+            )
             is_held[str(number)] = False
             send(asked[str(number)], lost=lost)
         elif what == "ask again" and names:
@@ -435,7 +456,7 @@ def test_every_question_is_answered_or_held_whatever_is_lost(steps):
             }[what]  # fmt: skip
             send(event, lost=lost)
         elif what == "restart":
-            made = holding("a", "b")
+            made = made_to_hold(placement, "a", "b")
         elif what == "compare":
             compare()
     for _ in range(2):
@@ -458,6 +479,78 @@ def test_only_the_peer_s_own_request_is_undone_when_it_cannot_be_reached():
         made.handle(Undelivered("1"), 0.0, b"g")
     assert made.state()["in_flight"] == 0
     assert counts(made)["ended aborted"] == 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sampled_from(sorted(PLACEMENTS)), st.integers(0, 2**32))
+def test_each_request_ends_once_with_every_placement(placement, seed):
+    """Requests with and without deadlines, interactions, answers and failures, workers that come and go: each request
+    is placed at a worker that is up, at most once at a time, and at the end nothing is in flight or waits."""
+    rng, now_s = random.Random(seed), 0.0
+    made = made_to_hold(placement) if placement in HOLDING else Router(build(placement), page_size=16)
+    up: set[str] = set()
+    running: dict[str, str] = {}
+    waiting: set[str] = set()
+
+    def handle(event) -> None:
+        for _, answer in made.handle(event, now_s, b"g"):
+            match answer:
+                case Place(name, worker):
+                    assert worker in up
+                    assert name not in running
+                    running[name] = worker
+                    waiting.discard(name)
+                case Refuse(name):
+                    waiting.discard(name)
+                case Held(name):
+                    assert name not in running
+                    waiting.add(name)
+
+    for number in range(80):
+        now_s += rng.expovariate(2.0)
+        step, worker = rng.random(), rng.choice("abc")
+        if step < 0.12:
+            up.add(worker)
+            handle(WorkerUp(worker, f"http://{worker}", "tcp://kv"))
+        elif step < 0.16 and worker in up:
+            up.discard(worker)
+            running = {name: at for name, at in running.items() if at != worker}
+            handle(WorkerDown(worker))
+        elif step < 0.6:
+            due = Due("k", slo_s, slo_s) if (slo_s := rng.choice([0.0, 1.0, 60.0])) else None
+            tokens = np.array([rng.randrange(3) for _ in range(rng.choice([16, 64]))], "<u4").tobytes()
+            interaction = rng.choice(["", "i", "j"])
+            handle(
+                Arrive(
+                    str(number),
+                    rng.choice("xyz"),
+                    tokens,
+                    20,
+                    may_hold=True,
+                    due=due,
+                    interaction=interaction,
+                )
+            )
+        elif step < 0.65 and waiting:
+            name = rng.choice(sorted(waiting))
+            waiting.discard(name)
+            handle(Done(name, outcome="aborted"))
+        elif running:
+            name = rng.choice(sorted(running))
+            del running[name]
+            handle(Done(name, rng.randrange(40), outcome=rng.choice(["ok", "ok", "failed"]), tpot_s=0.01))
+        assert made.state()["in_flight"] == len(running)
+        assert made.state()["waiting"] == len(waiting)
+    up.add("a")
+    handle(WorkerUp("a", "http://a", "tcp://kv"))
+    while running or waiting:
+        assert running, "somebody waits, and nobody runs"
+        name = next(iter(running))
+        del running[name]
+        now_s += 1.0
+        handle(Done(name, 10))
+    assert (made.state()["in_flight"], made.state()["waiting"]) == (0, 0)
+    made.tree.check()
 
 
 PEERS = (b"g", b"h", b"i")

@@ -401,6 +401,33 @@ def test_later_calls_are_due_when_the_first_was() -> None:
     assert dues == [interactive, Due("interactive", 20.0, 5.0), batch, interactive]
 
 
+def test_later_calls_keep_class_and_start_of_the_first_in_the_queues() -> None:
+    """So they go before what has come since, whatever their own headers say, and stand in the group of the first."""
+    made = Router(build("qlm", kv_tokens=64, chunk_tokens=0, tiers=False), name="qlm")
+    made.handle(up("w0"), 0.0)
+    interactive, batch = Due("interactive", 20.0, 20.0), Due("batch-2", 3600.0, 3600.0)
+    assert isinstance(ask(made, "first", interaction="i", due=interactive), Place)
+    made.handle(Done("first", 1), 1.0, PEER)
+    assert isinstance(ask(made, "runs", client="other", due=batch, now_s=1.0), Place)
+    for name, values in (
+        ("since", {"due": interactive}),
+        ("later", {"due": batch, "interaction": "i"}),
+        ("alone", {"due": batch}),
+    ):
+        actions = made.handle(Arrive(name, "c", PROMPT, may_hold=True, **values), 5.0, PEER)
+        assert actions == [(PEER, Held(name))]
+    groups = {name: made._planning.standing(name, 5.0)["group"] for name in ("since", "later", "alone")}
+    assert groups["since"] == groups["later"] != groups["alone"]
+    served = []
+    name = "runs"
+    for now_s in (6.0, 7.0, 8.0):
+        ((_, place),) = made.handle(Done(name, 1), now_s, PEER)
+        name = place.id
+        served.append((name, place.due))
+    assert [one for one, _ in served] == ["later", "since", "alone"]
+    assert served[0][1] == Due("interactive", 20.0, 14.0)
+
+
 def test_a_router_that_was_restarted_hears_when_interactions_are_due() -> None:
     """From the gateway that served their first calls; the next one may come through another gateway."""
     made = router("d2lpm-queue", up("w0"))

@@ -23,6 +23,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.e2e]
 
 ITEMS = 1000
 ROUNDS = 10
+QUEUED_ROUNDS = int(os.environ.get("SGLANG_FAIR_KILL_ROUNDS", "4"))
+"""With queues, planner and agents; more of them take as much longer."""
 WAIT_S = 200.0
 
 
@@ -32,13 +34,14 @@ def client_of(cluster: Cluster, name: str) -> openai.AsyncOpenAI:
     )
 
 
-def requests(count: int, tokens: int) -> bytes:
+def requests(count: int, tokens: int, models: tuple[str, ...] = ()) -> bytes:
     lines = [
         {
             "custom_id": f"id {index}",
             "method": "POST",
             "url": "/v1/chat/completions",
             "body": {
+                **({"model": models[index % len(models)]} if models else {}),
                 "messages": [{"role": "user", "content": f"Number {index}?"}],
                 "max_tokens": tokens,
                 "temperature": 0,
@@ -86,7 +89,13 @@ def kinds(cluster: Cluster) -> Iterator[tuple[str, psutil.Process]]:
     for one in psutil.Process(cluster.addresses["pids"]["cluster"]).children():
         with contextlib.suppress(psutil.Error):
             line = one.cmdline()
-            for module in ("router.feeder", "router.gateway", "router"):
+            for module in (
+                "router.feeder",
+                "router.gateway",
+                "router.planner",
+                "sglang_fair.agent",
+                "router",
+            ):
                 if module in line:
                     yield module, one
     for found in psutil.net_connections("tcp"):
@@ -125,6 +134,20 @@ def test_a_thousand_requests_beside_a_chat(tmp_path: Path, placement: str) -> No
         asyncio.run(body(cluster))
 
 
+async def kill(cluster: Cluster, wanted: str, rng: random.Random) -> str:
+    """One process of this kind ends; which. Of the replicas never the second before the first is back: then nothing."""
+    found = [(kind, one) for kind, one in kinds(cluster) if kind.split()[0] == wanted]
+    if wanted == "replica" and len(found) < 2:
+        return ""
+    if not found:  # it is being started again
+        return ""
+    kind, victim = rng.choice(found)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(victim.pid, signal.SIGKILL)
+    await eventually(lambda: not lives(victim.pid), f"the end of {kind}")
+    return kind
+
+
 def test_each_item_has_one_result_whatever_is_killed(tmp_path: Path) -> None:
     rng = random.Random(7)
 
@@ -134,21 +157,37 @@ def test_each_item_has_one_result_whatever_is_killed(tmp_path: Path) -> None:
         killed = []
         for round_number in range(ROUNDS):
             await asyncio.sleep(rng.uniform(0.5, 3.0))
-            # Each kind has its turn; of the replicas one at a time, and never the second before the first is back.
             wanted = ("router.feeder", "router.gateway", "router", "replica")[round_number % 4]
-            found = [(kind, one) for kind, one in kinds(cluster) if kind.startswith(wanted)]
-            found = [(kind, one) for kind, one in found if wanted != "router" or kind == "router"]
-            if wanted == "replica" and len(found) < 2:
-                continue
-            kind, victim = rng.choice(found)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(victim.pid, signal.SIGKILL)
-                killed.append(kind)
-            await eventually(lambda victim=victim: not lives(victim.pid), f"the end of {kind}")
-        print("killed:", ", ".join(killed))
+            killed.append(await kill(cluster, wanted, rng))  # each kind has its turn
+        print("killed:", ", ".join(filter(None, killed)))
         for name in names:
             await check(client, await over(client, name), ITEMS // 2)
         await client.close()
 
     with Cluster("--batches", str(tmp_path / "kept")) as cluster:
+        asyncio.run(body(cluster))
+
+
+def test_each_item_has_one_result_whatever_is_killed_of_planned_queues(tmp_path: Path) -> None:
+    """Replicas that load two models in turn, a planner, agents; in each round one of every kind is killed, in any
+    order, while items of two clients are answered."""
+    rng = random.Random(11)
+    every = ("router.feeder", "router.gateway", "router", "replica", "router.planner", "sglang_fair.agent")
+
+    async def body(cluster: Cluster) -> None:
+        clients = [client_of(cluster, name) for name in ("gold", "silver")]
+        size = 30 * QUEUED_ROUNDS
+        names = [await created(one, requests(size, 4, ("a", "b"))) for one in clients]
+        killed: list[str] = []
+        for _ in range(QUEUED_ROUNDS):
+            for wanted in rng.sample(every, len(every)):
+                await asyncio.sleep(rng.uniform(0.0, 2.0))
+                killed.append(await kill(cluster, wanted, rng))
+        print("killed:", ", ".join(filter(None, killed)))
+        for client, name in zip(clients, names, strict=True):
+            await check(client, await over(client, name), size)
+            await client.close()
+
+    options = ("--models", "a=tiny,b=tiny", "--swap", "all", "--placement", "qlm", "--policy", "slo")
+    with Cluster("--batches", str(tmp_path / "kept"), *options) as cluster:
         asyncio.run(body(cluster))
