@@ -120,5 +120,9 @@ def install(wheel: Path, folder: Path) -> Installed:
 
 
 def clean_environment() -> dict[str, str]:
-    """Without what points to the checkout or to the environment of the tests."""
-    return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    """Without what points to the checkout, to the environment of the tests or to their fork server."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "VIRTUAL_ENV") and not name.startswith("SGLANG_FAIR_")
+    }
