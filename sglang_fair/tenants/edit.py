@@ -19,7 +19,7 @@ from sglang_fair.settings.setting import SettingError
 from sglang_fair.tenants import file
 from sglang_fair.tenants.model import Tenant, Tenants
 
-HEAD = "# Who may ask: see `sglang-fair tenants --help` and docs/operating.md.\ntenants: {}\n"
+HEAD = "# Who may ask: see `sglang-fair tenants --help` and docs/tenants.md.\ntenants: {}\n"
 """A new file."""
 
 STEP = 2

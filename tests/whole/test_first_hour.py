@@ -1,6 +1,6 @@
-"""The first hour with a cluster, by the commands of docs/operating.md: keys for two tenants, a flood, why its requests
-waited and the other's did not, a larger weight in the file, and the share that follows. All of it is also seen and done
-on the page."""
+"""The first hour with a cluster, by the commands of docs/tenants.md and docs/watching.md: keys for two tenants, a
+flood, why its requests waited and the other's did not, a larger weight in the file, and the share that follows. All
+of it is also seen and done on the page."""
 
 import asyncio
 import contextlib
