@@ -35,13 +35,14 @@ class RayNodes:
             log = self._folder / f"node{index}.log"
             role = (
                 ("--head", f"--port={port}", f"--temp-dir={self._folder}", "--include-dashboard=false",
-                 "--disable-usage-stats")
+                 "--disable-usage-stats", "--dashboard-port=0")
                 if index == 0
                 else (f"--address={self.address}",)
             )  # fmt: skip
             command = [
                 sys.executable, "-m", "ray.scripts.scripts", "start", *role, f"--node-ip-address=127.0.0.{index + 2}",
-                f"--num-cpus={cpus}", "--num-gpus=0", f"--object-store-memory={OBJECT_STORE_BYTES}", "--block",
+                f"--num-cpus={cpus}", "--num-gpus=0", f"--object-store-memory={OBJECT_STORE_BYTES}",
+                "--min-worker-port=0", "--max-worker-port=0", "--block",
             ]  # fmt: skip
             with log.open("wb") as output:
                 node = subprocess.Popen(

@@ -53,6 +53,7 @@ def prose_of(page: str) -> str:
 def sources() -> Mapping[str, str]:
     """Every text file of the repository that holds code, by path."""
     files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix == ".py"]
+    files += (ROOT / "deploy").rglob("*.sbatch")
     return {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in files}
 
 
@@ -213,8 +214,9 @@ OTHERS_OPTIONS = {
     "--init",
     "--is-embedding",
     "--install-completion", "--show-completion",
+    "--array", "--batch", "--cpus-per-task", "--gpus-per-task", "--mem-per-gpu", "--ntasks", "--requeue", "--signal",
 }  # fmt: skip
-"""SGLang's, docker's, Typer's."""
+"""SGLang's, docker's, Typer's, Slurm's."""
 
 
 @every_page

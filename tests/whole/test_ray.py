@@ -3,24 +3,20 @@
 import asyncio
 import os
 import signal
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
-import aiohttp
 import pytest
 
 from sglang_fair.cluster.control import ask, socket_path
 from tests.support.live import EMULATED, Cluster, lives
 from tests.support.ray_nodes import RayNodes
+from tests.support.streams import Load
 from tests.support.waiting import eventually, wait_until
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'sglang-fair[ray]'")
 pytestmark = pytest.mark.e2e
-
-CLIENTS = 8
-OUTPUT_TOKENS = 100
 
 
 @pytest.fixture(scope="module")
@@ -36,38 +32,6 @@ def workers(cluster: Cluster) -> dict[str, dict[str, Any]]:
     assert port is not None
     rows = ask(socket_path(port), {"do": "list"}, lambda text: None, 10)["workers"]
     return {row["name"]: row for row in rows}
-
-
-class Load:
-    """Each client asks, again and again, for a stream of tokens."""
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self._stops = False
-        self.outcomes: Counter[str] = Counter()
-        self._tasks = [asyncio.create_task(self._ask(number)) for number in range(CLIENTS)]
-
-    async def _ask(self, number: int) -> None:
-        body = {
-            "model": "default", "prompt": f"client {number} " * 40, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True,
-            "stream": True, "stream_options": {"include_usage": True},
-        }  # fmt: skip
-        async with aiohttp.ClientSession(headers={"x-fair-client": f"client {number}"}) as session:
-            while not self._stops:
-                async with session.post(f"{self._url}/v1/completions", json=body) as response:
-                    text = (await response.read()).decode()
-                is_whole = (
-                    text.endswith("data: [DONE]\n\n") and f'"completion_tokens":{OUTPUT_TOKENS}' in text
-                )
-                self.outcomes["served" if response.status == 200 and is_whole else text[-300:]] += 1
-
-    async def goes_on(self) -> None:
-        before = self.outcomes.total()
-        await eventually(lambda: self.outcomes.total() > before + CLIENTS, "requests are served")
-
-    async def stop(self) -> None:
-        self._stops = True
-        await asyncio.gather(*self._tasks)
 
 
 def test_a_node_is_killed_under_load_and_its_replica_comes_back_on_the_other(nodes: RayNodes) -> None:

@@ -1,0 +1,112 @@
+"""Replicas as jobs of Slurm's: listed while they are ready, and one is cancelled under load."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from router.replica_lists import specs
+from sglang_fair.models.catalog import EMULATED as EMULATED_MODEL
+from sglang_fair.models.catalog import find
+from tests.support.live import EMULATED
+from tests.support.ports import free_port
+from tests.support.slurm import Slurm, why_not
+from tests.support.streams import Load
+from tests.support.waiting import eventually, wait_until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.skipif(bool(why_not()), reason=why_not())]
+
+SCRIPT = Path(__file__).parents[2] / "deploy/slurm/replicas.sbatch"
+
+
+@contextlib.contextmanager
+def front(listed: Path, log: Path) -> Iterator[str]:
+    """A router that follows the list, and a gateway; the gateway's address."""
+    router, port = f"tcp://127.0.0.1:{free_port()}", free_port()
+    folder = find(EMULATED_MODEL + EMULATED[-1], None).path
+    commands = (
+        ("router", "--bind", router, "--replicas-file", str(listed), "--page-size", "16"),
+        (
+            "router.gateway",
+            "--port",
+            str(port),
+            "--router",
+            router,
+            "--model-name",
+            "m",
+            "--tokenizer",
+            folder,
+        ),
+    )
+    with log.open("wb") as output:
+        processes = [
+            subprocess.Popen([sys.executable, "-m", *words], stdout=output, stderr=output)
+            for words in commands
+        ]
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        for process in processes:
+            process.send_signal(signal.SIGTERM)
+        for process in processes:
+            process.wait(30)
+
+
+def listed_in(path: Path) -> list[str]:
+    return [up.worker for up in specs.lines(path.read_text())] if path.exists() else []
+
+
+def known(url: str) -> set[str]:
+    """The replicas that the router knows."""
+    with contextlib.suppress(httpx.TransportError, ValueError):
+        answer = httpx.get(f"{url}/status", timeout=10)
+        return set(answer.json().get("workers", {})) if answer.status_code == 200 else set()
+    return set()
+
+
+def test_jobs_list_their_replicas_and_no_request_is_lost_when_one_is_cancelled(tmp_path: Path) -> None:
+    listed = tmp_path / "replicas"
+    with Slurm() as slurm, front(listed, tmp_path / "front.log") as url:
+        slurm.environment |= {
+            "SGLANG_FAIR_LIST": str(listed), "SGLANG_FAIR_ADDRESS": "127.0.0.1", "SGLANG_FAIR_PYTHON": sys.executable,
+            "PYTHONPATH": os.pathsep.join(sys.path), "SGLANG_FAIR_LISTED": "--loads",
+        }  # fmt: skip
+        submitted = slurm.run(
+            "sbatch", "--parsable", "--array=0-1", "--exclusive", f"--output={tmp_path}/job-%a.log", str(SCRIPT),
+            *EMULATED,
+        )  # fmt: skip
+        assert submitted
+        logs = "".join(log.read_text()[-2000:] for log in tmp_path.glob("job-*.log"))
+        wait_until(lambda: len(known(url)) == 2, f"two replicas {logs}")
+        assert slurm.run("squeue", "-h", "-o", "%N").split() == ["n1", "n2"]
+        assert sorted(listed_in(listed)) == sorted(known(url))
+        jobs = {one.partition("-")[0].removeprefix("j"): one for one in listed_in(listed)}
+        first, second = sorted(jobs)
+
+        async def body() -> None:
+            load = Load(url)
+            await load.goes_on()
+            assert await asyncio.to_thread(lambda: slurm.run("scancel", "--verbose", first)) is not None
+            await eventually(lambda: listed_in(listed) == [jobs[second]], "the job takes its line away")
+            await eventually(
+                lambda: asyncio.to_thread(lambda: known(url) == {jobs[second]}), "the router sees it"
+            )
+            await load.goes_on()
+            await load.stop()
+            assert load.outcomes.keys() == {"served"}, load.outcomes
+
+        asyncio.run(body())
+        slurm.run("scancel", "--batch", "--signal=TERM", second)
+        wait_until(lambda: not listed_in(listed), "the other one leaves, too")
+        wait_until(lambda: not slurm.run("squeue", "-h"), "the end of all jobs")
+        log = next(one for one in tmp_path.glob("job-*.log") if f"{jobs[second]} is ready" in one.read_text())
+        assert "killed by" not in log.read_text().partition("stopping: it is listed no more")[2], (
+            "it finished"
+        )
