@@ -44,8 +44,7 @@ setup: $(READY) ## install everything into .venv (DEVICE=cuda: with the GPU kern
 check: $(READY) ## the gate, under a minute: lint, format, layers, types, tests without an engine
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/lint-imports --no-cache
-	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache & layers=$$!; $(BIN)/mypy && wait $$layers
 	$(BIN)/python -m pytest -q -n auto --dist worksteal -m "$(LIGHT)" $(PYTEST_ARGS)
 
 test: check ## all tests: the gate, then real replicas and a whole cluster on the CPU

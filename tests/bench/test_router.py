@@ -63,6 +63,7 @@ def test_requests_are_calls_of_interactions_that_half_of_the_clients_end():
     assert 0.4 < sum(said[-1] for said in whole) / len(whole) < 0.6
 
 
+@pytest.mark.slow
 def test_the_throttle_is_timed_beside_none():
     setting = Setting(("round_robin",), LENGTHS, (4,), 60_000, 100, 1, throttle="oit")
     found = measure_throttle(setting)

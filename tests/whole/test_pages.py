@@ -5,13 +5,17 @@
 Pages that are generated (`GENERATED`) answer for themselves; only links into them are checked here.
 """
 
+import contextlib
 import importlib.util
+import io
 import json
+import os
 import re
+import runpy
 import shlex
-import subprocess
 import sys
 import tomllib
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
@@ -21,6 +25,7 @@ from typing import Any
 
 import pytest
 
+from sglang_fair import cli
 from sglang_fair.core.job import Job
 
 ROOT = Path(__file__).parents[2]
@@ -171,12 +176,27 @@ def test_the_picture_of_layers_is_the_contract() -> None:
 
 @cache
 def help_of(*command: str) -> str:
-    shown = subprocess.run(
-        [sys.executable, "-m", "sglang_fair.cli", *command, "--help"],
-        capture_output=True, text=True, check=False, cwd=ROOT,
-        env={"PATH": "/usr/bin:/bin", "COLUMNS": "250", "TERM": "dumb", "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    return shown.stdout if shown.returncode == 0 else ""
+    """What `sglang-fair COMMAND --help` prints, asked for in this process, which imports only once."""
+
+    def become(module: str, arguments: list[str]) -> None:
+        sys.argv[1:] = arguments
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+    shown = io.StringIO()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(shown),
+        contextlib.redirect_stderr(io.StringIO()),
+        warnings.catch_warnings(action="ignore"),  # runpy's, of modules that are imported already
+    ):
+        patch.setattr(cli, "_become", become)
+        patch.setattr(os, "_exit", sys.exit)
+        patch.setattr(sys, "argv", ["sglang-fair", *command, "--help"])
+        patch.setenv("COLUMNS", "250")
+        patch.setenv("TERM", "dumb")
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+    return "" if ended.value.code else shown.getvalue()
 
 
 def commands(page: str) -> Iterator[Sequence[str]]:
