@@ -171,6 +171,21 @@ class _Document:
                         "What the sender has had, what it may have, and what is left.", UsageReport, ("401",)
                     )
                 },
+                "/v1/responses/{id}": {
+                    method: {
+                        "summary": "A stored response, of which there are none.",
+                        "parameters": [model_id],
+                        "responses": self._errors(("401", "404")),
+                    }
+                    for method in ("get", "delete")
+                },
+                "/v1/responses/{id}/cancel": {
+                    "post": {
+                        "summary": "Cancel a response in the background, of which there are none.",
+                        "parameters": [model_id],
+                        "responses": self._errors(("401", "404")),
+                    }
+                },
                 **self._batches(),
                 "/requests": {
                     "get": self._answered(

@@ -13,6 +13,7 @@ from router.gateway.gateway import Gateway
 from router.gateway.guard import behind_proxy
 from router.gateway.metrics import CONTENT_TYPE
 from router.gateway.request.names import model_not_found
+from router.gateway.request.schema import NOT_STORED
 from router.gateway.routing.link import RouterGone
 
 EXPLAIN = "/explain/{id:path}"
@@ -92,6 +93,10 @@ def public(gateway: Gateway) -> list[Route]:
             raise model_not_found(asked)
         return json_response(found)
 
+    async def stored(request: Request) -> Response:
+        gateway.identity.of(request.headers, request.scope.get("client"))
+        raise ApiError(404, f"there is none: {NOT_STORED.partition(':')[0]}", code="not_stored")
+
     async def health(_: Request) -> Response:
         names = list(gateway.names)
         if gateway.link.alive:
@@ -116,6 +121,8 @@ def public(gateway: Gateway) -> list[Route]:
         Route("/v1/models", models, methods=["GET"]),
         Route("/v1/models/{id:path}", one_model, methods=["GET"]),
         Route("/v1/usage", usage, methods=["GET"]),
+        Route("/v1/responses/{id}", stored, methods=["GET", "DELETE"]),
+        Route("/v1/responses/{id}/cancel", stored, methods=["POST"]),
         Route("/health", health, methods=["GET"]),
         *([] if gateway.directory is None else [Route(EXPLAIN, explain, methods=["GET"])]),
     ]

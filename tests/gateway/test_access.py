@@ -305,6 +305,9 @@ CLIENTS_ADDRESS = {
     ("get", "/v1/models"): (401, 401, 200, 401),
     ("get", "/v1/models/{id}"): (401, 401, 200, 401),
     ("get", "/v1/usage"): (401, 401, 200, 401),
+    ("get", "/v1/responses/{id}"): (401, 401, 404, 401),
+    ("delete", "/v1/responses/{id}"): (401, 401, 404, 401),
+    ("post", "/v1/responses/{id}/cancel"): (401, 401, 404, 401),
     ("post", "/v1/files"): (401, 401, 400, 401),
     ("get", "/v1/files"): (401, 401, 200, 401),
     ("get", "/v1/files/{id}"): (401, 401, 404, 401),
@@ -342,6 +345,9 @@ OPERATORS_ADDRESS = {
     ("get", "/v1/models"): (404, 404, 404, 404),
     ("get", "/v1/models/{id}"): (404, 404, 404, 404),
     ("get", "/v1/usage"): (404, 404, 404, 404),
+    ("get", "/v1/responses/{id}"): (404, 404, 404, 404),
+    ("delete", "/v1/responses/{id}"): (404, 404, 404, 404),
+    ("post", "/v1/responses/{id}/cancel"): (404, 404, 404, 404),
     ("post", "/v1/files"): (404, 404, 404, 404),
     ("get", "/v1/files"): (404, 404, 404, 404),
     ("get", "/v1/files/{id}"): (404, 404, 404, 404),
@@ -493,6 +499,7 @@ def test_an_address_documents_what_it_has(path: Path, tmp_path: Path) -> None:
     assert set(app.pages.openapi()["paths"]) == {
         *PATHS.values(),
         *("/v1/models", "/v1/models/{id}", "/health", "/healthz", "/readyz"),
+        *("/v1/responses/{id}", "/v1/responses/{id}/cancel"),
         *(
             "/v1/usage",
             "/explain/{id}",
