@@ -15,7 +15,7 @@ import time
 import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, get_args
 
 import msgspec
 import zmq
@@ -48,6 +48,7 @@ from router.events import (
     encode,
 )
 from router.replicas import LoadFeed, Replica
+from router.sockets import has_come
 from router.wire import HEARTBEAT, HEARTBEAT_ANSWER
 from sglang_fair.common.curve import Gate, Keys
 
@@ -64,6 +65,16 @@ PLANNED_ELSEWHERE = "another router of this machine orders its queue, and only o
 
 TURN_MS = 250
 """Deadlines are checked at least this often, and the core hears so often that time has passed."""
+
+
+_CHANGES_WORKERS = (
+    WorkerUp, WorkerDown, WorkerDrain, WorkerHealth, PeerGone, SetLimits, Posted, Agent
+)  # fmt: skip
+_FREES_WORKERS = (Done, Undelivered)
+"""A worker that drains may be empty by that."""
+_PEER_EVENTS = get_args(PeerEvent)
+"""As a tuple, which is made once: a union is taken apart each time."""
+_FIRST_FRAME = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
 class Core(Protocol):
@@ -253,6 +264,8 @@ class Shell:
     def _drain_peers(self) -> bool:
         """Whether all has been read."""
         for _ in range(MESSAGES_PER_TURN):
+            if not has_come(self._peers):
+                return True
             try:
                 frames = self._peers.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -272,7 +285,7 @@ class Shell:
             except ProtocolError as error:
                 self._note("peer message", str(error))
                 continue
-            if isinstance(event, PeerEvent):
+            if isinstance(event, _PEER_EVENTS):
                 self.tell(event, peer)
             else:
                 self._note("peer event", f"{type(event).__name__} is not for peers to send")
@@ -363,11 +376,9 @@ class Shell:
         self._ask_replay(replica)
 
     def _may_change_workers(self, event: Event) -> bool:
-        if isinstance(
-            event, WorkerUp | WorkerDown | WorkerDrain | WorkerHealth | PeerGone | SetLimits | Posted | Agent
-        ):
+        if isinstance(event, _CHANGES_WORKERS):
             return True
-        return bool(self._workers.draining) and isinstance(event, Done | Undelivered)
+        return bool(self._workers.draining) and isinstance(event, _FREES_WORKERS)
 
     def _compare_workers(self) -> None:
         """If the core's workers or limits have changed: follows the KV events of workers that are up, and tells peers.
@@ -419,7 +430,8 @@ class Shell:
 
     def _send(self, peer: bytes, message: bytes) -> bool:
         try:
-            self._peers.send_multipart([peer, message], zmq.NOBLOCK)
+            self._peers.send(peer, _FIRST_FRAME)
+            self._peers.send(message, zmq.NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise

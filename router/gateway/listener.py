@@ -7,10 +7,12 @@ request head has come within a time limit.
 
 import asyncio
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from router.gateway.answer.leaving import LEAVING, Callback
 from router.gateway.clients import address_share
 from router.gateway.counters import Counters
 from router.gateway.errors import overloaded
@@ -80,6 +82,8 @@ class Listener(HttpToolsProtocol):
         self._share: str | None = None
         self._has_begun = False
         self._timer: asyncio.TimerHandle | None = None
+        self._extensions: dict[str, dict[object, object]] = {LEAVING: {"listen": self._when_gone}}
+        self._leaving: set[Callback] = set()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Takes the connection, or refuses it if its address has too many."""
@@ -103,6 +107,8 @@ class Listener(HttpToolsProtocol):
         self._share = None
         self._stop_waiting()
         super().connection_lost(exc)
+        for leave in tuple(self._leaving):
+            leave()
 
     def data_received(self, data: bytes) -> None:
         """Starts the clock for the next head when one has begun, or none is being answered."""
@@ -117,12 +123,21 @@ class Listener(HttpToolsProtocol):
         """The first byte of a head has come."""
         self._has_begun = True
         super().on_message_begin()
+        self.scope["extensions"] = self._extensions
 
     def on_headers_complete(self) -> None:
         """The whole head has come."""
         self._has_begun = False
         self._stop_waiting()
         super().on_headers_complete()
+
+    def _when_gone(self, leave: Callback) -> Callback:
+        """An event, where ASGI has a task that waits for it beside each request."""
+        if self._share is None:
+            self.loop.call_soon(leave)
+        self.flow.resume_reading()  # else the end would not be read behind a large body
+        self._leaving.add(leave)
+        return partial(self._leaving.discard, leave)
 
     def _wait_for_head(self) -> None:
         self._timer = self.loop.call_later(self._bounds.head_timeout_s, self.transport.abort)

@@ -23,6 +23,7 @@ from starlette.types import Receive, Scope, Send
 from router.events import TOKEN_BYTES, Arrive, Due, Place, Refuse
 from router.gateway.access.identity import Headers, Identity, Peer
 from router.gateway.access.quota import Quotas, Ticket
+from router.gateway.answer.leaving import when_client_leaves
 from router.gateway.answer.reply import ClientGone, Reply
 from router.gateway.answer.resume import Diverged, Resumable
 from router.gateway.answer.sse import DONE
@@ -132,7 +133,7 @@ class Relay:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request; returns when its client has an outcome or has left."""
-        await _Exchange(self._kind, self._services, receive, send).run(scope)
+        await _Exchange(self._kind, self._services, scope, receive, send).run()
 
 
 @dataclass
@@ -148,8 +149,9 @@ class _Leg:
 class _Exchange:
     """One request and its answer."""
 
-    def __init__(self, kind: Kind, services: Services, receive: Receive, send: Send) -> None:
+    def __init__(self, kind: Kind, services: Services, scope: Scope, receive: Receive, send: Send) -> None:
         self._kind = kind
+        self._scope = scope
         self._services = services
         self._receive = receive
         self._send = send
@@ -192,8 +194,8 @@ class _Exchange:
         """Which it is for; None: nobody knows yet."""
         self._trace: Trace | None = None
 
-    async def run(self, scope: Scope) -> None:
-        services = self._services
+    async def run(self) -> None:
+        services, scope = self._services, self._scope
         services.counters.requests += 1
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         self._noted = services.record.came(self._kind, headers.get(REQUEST_ID))
@@ -315,15 +317,13 @@ class _Exchange:
         serving, has_left = asyncio.current_task(), False
         assert serving is not None
 
-        async def watch() -> None:
+        def leave() -> None:
             nonlocal has_left
-            while (await self._receive())["type"] != "http.disconnect":
-                pass
-            if not reply.ended:  # the end of an answer is reported as a disconnect, too
+            if not (reply.ended or has_left):  # the end of an answer may be reported, too
                 has_left = True
                 serving.cancel()
 
-        watching = asyncio.create_task(watch())
+        stop_watching = when_client_leaves(self._scope, self._receive, leave)
         try:
             call = await self._services.intake.parsed(
                 self._kind, raw, self._allowance.share, self._caller.group, self._longest_answer()
@@ -341,7 +341,7 @@ class _Exchange:
             raise ClientGone from None
         finally:
             self._noted.status = self._noted.status or reply.status or None
-            watching.cancel()
+            stop_watching()
             reply.close()
             if reply.started and reply.is_stream:
                 self._first_s = reply.started_s

@@ -109,6 +109,8 @@ def bounded(name: str) -> str:
     What is not printable ASCII is percent-encoded; a name longer than `MAX_NAME_CHARS` becomes its beginning and a
     digest. Idempotent.
     """
+    if len(name) <= MAX_NAME_CHARS and name.isascii() and name.isprintable() and not name.startswith("("):
+        return name
     name = quote(name, safe=_PRINTABLE, errors="surrogatepass")
     if name.startswith("("):  # the accounts of a queue's own have such names
         name = "%28" + name[1:]

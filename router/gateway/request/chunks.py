@@ -19,6 +19,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
+from typing import cast
 
 from tokenizers import Tokenizer
 
@@ -57,8 +58,7 @@ class Words:
 
     def known(self, words: list[str]) -> list[bytes | None]:
         """The tokens of each of `words`; None where they are not known."""
-        young = self._young
-        found = [young.get(word) for word in words]
+        found = list(map(self._young.get, words))
         if None in found:
             for at, tokens in enumerate(found):
                 if tokens is None and (tokens := self._old.get(words[at])) is not None:
@@ -107,11 +107,13 @@ class ChunkedTokenizer:
         yield text[start:] if start else text
 
     def _part(self, text: str) -> bytes:
-        with self._lock:
-            known = self._kept.get(text)
-            if known is not None:
+        known = self._kept.get(text)
+        if known is not None:
+            try:  # noqa: SIM105 (`suppress` would take as long as all of this)
                 self._kept.move_to_end(text)
-                return known
+            except KeyError:  # another thread has just dropped it
+                pass
+            return known
         tokens = self._from_words(text) if self._cuts else self._encode(text)
         size = 2 * len(text) + len(tokens)
         if len(text) > CHUNK_CHARS and size <= self._max_bytes:
@@ -133,17 +135,16 @@ class ChunkedTokenizer:
         if len(words) <= MOST_UNKNOWN:
             return self._encode(text)
         known = self._words.known(words)
-        found = [its for its in known if its is not None]
-        if len(found) < len(known):
+        if None in known:
             unknown = dict.fromkeys(word for word, its in zip(words, known, strict=True) if its is None)
             if len(unknown) > MOST_UNKNOWN:
                 self._learn([word for word in unknown if len(word) <= WORD_CHARS][:LEARNT])
                 return self._encode(text)
             made = self._learn(unknown)
-            found = [made[word] if its is None else its for word, its in zip(words, known, strict=True)]
+            known = [made[word] if its is None else its for word, its in zip(words, known, strict=True)]
         if not begins_with_word:
-            found.insert(0, self._encode(first))
-        return b"".join(found)
+            known.insert(0, self._encode(first))
+        return b"".join(cast(list[bytes], known))
 
     def _learn(self, words: Iterable[str]) -> dict[str, bytes]:
         """The tokens of `words`; short ones are kept."""

@@ -51,6 +51,7 @@ from router.events import (
     encode,
 )
 from router.gateway.routing.side import Side
+from router.sockets import has_come
 from router.wire import HEARTBEAT, HEARTBEAT_ANSWER
 from sglang_fair.common.curve import Keys, Refusals
 
@@ -317,7 +318,7 @@ class Link:
         return True
 
     def _read_soon(self) -> None:
-        if not self._will_read and cast(int, self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        if not self._will_read and has_come(self._socket):
             self._will_read = True
             asyncio.get_running_loop().call_soon(self._read)
 
@@ -356,7 +357,7 @@ class Link:
     def _read(self) -> None:
         self._will_read = False
         for _ in range(MESSAGES_PER_TURN):
-            if not self._is_open:
+            if not self._is_open or not has_come(self._socket):
                 return
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
