@@ -19,10 +19,11 @@ import httpx
 import pytest
 import uvicorn
 import yarl
+import zmq
 from aiohttp import web
 
 from router.core import Router
-from router.events import Arrive, WorkerUp
+from router.events import Arrive, Event, WorkerUp, encode
 from router.gateway.answer.sse import Stream, usage_of
 from router.gateway.answer.usage import Usage
 from router.gateway.app import App, Config, create_app
@@ -36,7 +37,7 @@ from router.gateway.request.names import Names
 from router.gateway.request.parse import parse
 from router.gateway.request.tokens import TokenizerError, Tokens
 from router.placement import build
-from router.shell import Shell
+from router.shell import INSIDE, Shell
 from router.throttling import Throttling
 from sglang_fair.common.identity import HEADER_ATTEMPT
 from sglang_fair.core import make_policy
@@ -312,6 +313,12 @@ class RouterThread:
         self._thread = threading.Thread(target=self.shell.run)
         self._thread.start()
         self.closed = False
+
+    def tell(self, event: Event) -> None:
+        """As a peer: the shell's sockets belong to its thread."""
+        with self.shell.context.socket(zmq.DEALER) as peer:
+            peer.connect(INSIDE)
+            peer.send(encode(event))
 
     def close(self) -> None:
         if not self.closed:

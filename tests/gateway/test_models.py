@@ -35,7 +35,7 @@ def run_two(body: Callable[[Cluster], Awaitable[None]], tokenizer: Path, **optio
 
     async def named(c: Cluster) -> None:
         for index, model in enumerate((MODEL, OTHER)):
-            c.router.shell.tell(WorkerUp(f"r{index}", c.replicas[index].url, models=(model,), loaded=model))
+            c.router.tell(WorkerUp(f"r{index}", c.replicas[index].url, models=(model,), loaded=model))
 
         def are_known() -> bool:
             return {up.loaded for up in c.gateway.fleet.workers.values()} == {MODEL, OTHER}
@@ -114,7 +114,7 @@ def test_a_model_whose_replica_is_lost_is_answered_by_no_other(tokenizer: Path) 
         status, _, answer = await c.post("/v1/completions", COMPLETION | {"model": OTHER})
         assert (status, json.loads(answer)["error"]["code"]) == (502, "no_replica")
         assert asked(c) == [0, 1]
-        c.router.shell.tell(WorkerUp("r1", c.replicas[1].url + "/", models=(OTHER,), loaded=OTHER))
+        c.router.tell(WorkerUp("r1", c.replicas[1].url + "/", models=(OTHER,), loaded=OTHER))
         assert (await c.post("/v1/completions", COMPLETION))[0] == 200
 
     run_two(body, tokenizer)

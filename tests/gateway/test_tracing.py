@@ -198,7 +198,7 @@ def test_a_stream_that_goes_on_elsewhere(tokenizer: Path, memory: Memory) -> Non
             site = web.TCPSite(runner, "127.0.0.1", 0)
             await site.start()
             servers[name] = runner
-            c.router.shell.tell(WorkerUp(name, f"http://127.0.0.1:{runner.addresses[0][1]}"))
+            c.router.tell(WorkerUp(name, f"http://127.0.0.1:{runner.addresses[0][1]}"))
         await eventually(lambda: c.router.shell is not None and len(c.gateway.fleet.workers) == 2, "workers")
         asked = {"model": MODEL, "prompt": "hi", "stream": True, "max_tokens": 40, "temperature": 0}
         async with c.http.post(c.url + "/v1/completions", json=asked) as answer:
