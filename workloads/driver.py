@@ -289,6 +289,8 @@ class Driver:
             if response.status != 200:
                 exchange.error = f"HTTP {response.status}: {(await response.text())[:300]}"
                 return
+            if endpoint.kind in wire.WHOLE:
+                exchange.take(await response.read(), self._now())
             async for line in response.content:
                 if line.startswith(b"data:"):
                     exchange.take(line[5:].strip(), self._now(), self._plan.token_step_s)

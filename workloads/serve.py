@@ -6,6 +6,7 @@ out of the report. Ctrl-C ends the load early, and the report covers what there 
 
 Answers have their full length (`ignore_eos`, unless --stop-at-eos is given) and are counted as they come
 (`continuous_usage_stats`). Neither field is OpenAI's: SGLang and vLLM know them, a strict server refuses them.
+/v1/responses and /v1/messages have no such fields: there answers end where the model ends them.
 """
 
 import asyncio
@@ -86,8 +87,8 @@ RunOption = partial(Option, rich_help_panel="The run")
 def serve(
     url: Annotated[str, EndpointOption(help="Base URL, without /v1.")],
     api: Annotated[
-        Literal["generate", "completions", "chat"],
-        EndpointOption(help="completions and chat are OpenAI's, generate is SGLang's."),
+        Literal["generate", "completions", "chat", "responses", "messages", "embeddings"],
+        EndpointOption(help="generate is SGLang's, messages is Anthropic's, the others are OpenAI's."),
     ] = "completions",
     model: Annotated[str | None, EndpointOption(help="[default: the endpoint's only one]")] = None,
     api_key: Annotated[
@@ -206,7 +207,7 @@ def serve(
         if not (0 <= warm_up < math.inf and 0 < duration < math.inf and drain >= 0):
             raise ValueError("--warm-up and --drain must not be negative, --duration must be positive")
         until_s, units = warm_up + duration, make_cost(cost, read=read_json)
-        codec = read_codec(tokenizer) if api != wire.CHAT else TextCodec()
+        codec = read_codec(tokenizer) if api not in wire.OF_CHATS else TextCodec()
         options = LoadOptions(
             workload,
             rate=rate,

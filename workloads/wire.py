@@ -1,7 +1,8 @@
-"""Requests and streamed answers of the three HTTP interfaces, as pure functions of JSON.
+"""Requests and answers of the HTTP interfaces, as pure functions of JSON.
 
-`generate` is SGLang's own (token ids both ways, exact counts in every event); `completions` and `chat` are
-OpenAI's, where counts come in the usage and ids do not come at all.
+`generate` is SGLang's own (token ids both ways, exact counts in every event); `completions`, `chat` and `responses` are
+OpenAI's and `messages` Anthropic's, where counts come in the usage and ids do not come at all. Those two newer ones
+have no field that asks for answers of full length. `embeddings` have one answer, and no output tokens.
 """
 
 import struct
@@ -12,11 +13,19 @@ from typing import Any
 from workloads.programs.call import Call, Prompt
 
 GENERATE, COMPLETIONS, CHAT = "generate", "completions", "chat"
+RESPONSES, MESSAGES, EMBEDDINGS = "responses", "messages", "embeddings"
 PATHS: Mapping[str, str] = {
     GENERATE: "/generate",
     COMPLETIONS: "/v1/completions",
     CHAT: "/v1/chat/completions",
+    RESPONSES: "/v1/responses",
+    MESSAGES: "/v1/messages",
+    EMBEDDINGS: "/v1/embeddings",
 }
+OF_CHATS = frozenset({CHAT, RESPONSES, MESSAGES})
+"""They take text, which a template surrounds."""
+WHOLE = frozenset({EMBEDDINGS})
+"""Answered in one piece."""
 TOKEN_BYTES = 4
 """Of a packed prompt."""
 _USAGE = {"include_usage": True, "continuous_usage_stats": True}
@@ -57,6 +66,19 @@ def body(
             "ignore_eos": ignore_eos,
         }
         return {**prompt, "sampling_params": sampling, "stream": True}
+    if kind in OF_CHATS and not isinstance(call.prompt, str):
+        raise ValueError(f"{kind} takes text, not token ids: give the programs a TextCodec")
+    prompt_of_text = call.prompt if isinstance(call.prompt, str) else _ids(call.prompt)
+    turns = [{"role": "user", "content": call.prompt}]
+    named: dict[str, Any] = {} if user is None else {"user": user}
+    if kind == EMBEDDINGS:
+        return {"model": model, "input": prompt_of_text, **named}
+    sampled = {"model": model, "temperature": temperature, "stream": True}
+    if kind == RESPONSES:
+        return {**sampled, "input": turns, "max_output_tokens": call.max_output_tokens, **named}
+    if kind == MESSAGES:
+        named = {} if user is None else {"metadata": {"user_id": user}}
+        return {**sampled, "messages": turns, "max_tokens": call.max_output_tokens, **named}
     common = {
         "model": model,
         "max_tokens": call.max_output_tokens,
@@ -64,14 +86,12 @@ def body(
         "stream": True,
         "stream_options": _USAGE,
         **({"ignore_eos": True} if ignore_eos else {}),
-        **({} if user is None else {"user": user}),
+        **named,
     }
     if kind == COMPLETIONS:
-        return {**common, "prompt": call.prompt if isinstance(call.prompt, str) else _ids(call.prompt)}
+        return {**common, "prompt": prompt_of_text}
     if kind == CHAT:
-        if not isinstance(call.prompt, str):
-            raise ValueError("chat takes text, not token ids: give the programs a TextCodec")
-        return {**common, "messages": [{"role": "user", "content": call.prompt}]}
+        return {**common, "messages": turns}
     raise ValueError(f"unknown kind of endpoint {kind!r}; there are {', '.join(PATHS)}")
 
 
@@ -138,8 +158,54 @@ def _feed_openai(answer: Answer, event: Mapping[str, Any]) -> None:
             answer.cached_tokens = details.get("cached_tokens", answer.cached_tokens)
 
 
+def _feed_responses(answer: Answer, event: Mapping[str, Any]) -> None:
+    match event["type"]:
+        case "error":
+            answer.error = str(event.get("message"))
+        case "response.output_text.delta" | "response.reasoning_text.delta":
+            answer.text += event["delta"]
+            answer.output_tokens += 1  # at least one; the usage tells how many
+        case "response.completed" | "response.incomplete" | "response.failed" as ending:
+            answer.finished = True
+            if ending == "response.failed":
+                answer.error = str((event["response"].get("error") or {}).get("message", "failed"))
+            _used(answer, event["response"].get("usage"))
+
+
+def _feed_messages(answer: Answer, event: Mapping[str, Any]) -> None:
+    match event["type"]:
+        case "message_start":
+            _used(answer, event["message"].get("usage"))
+        case "content_block_delta":
+            answer.text += event["delta"].get("text") or ""
+            answer.output_tokens += 1
+        case "message_delta":
+            answer.output_tokens = event["usage"].get("output_tokens") or answer.output_tokens
+        case "message_stop":
+            answer.finished = True
+
+
+def _used(answer: Answer, usage: Mapping[str, Any] | None) -> None:
+    """Both APIs' usage. Anthropic's input leaves out what was cached, which is told beside it."""
+    if not usage:
+        return
+    details = usage.get("input_tokens_details")
+    cached = details.get("cached_tokens") if details else usage.get("cache_read_input_tokens", 0)
+    answer.cached_tokens = cached
+    answer.prompt_tokens = usage["input_tokens"] + (0 if details else cached)
+    answer.output_tokens = usage.get("output_tokens") or answer.output_tokens
+
+
+def _feed_embeddings(answer: Answer, event: Mapping[str, Any]) -> None:
+    answer.finished = bool(event["data"])
+    answer.prompt_tokens = event["usage"]["prompt_tokens"]
+
+
 _FEEDERS: Mapping[str, Callable[[Answer, Mapping[str, Any]], None]] = {
     GENERATE: _feed_generate,
     COMPLETIONS: _feed_openai,
     CHAT: _feed_openai,
+    RESPONSES: _feed_responses,
+    MESSAGES: _feed_messages,
+    EMBEDDINGS: _feed_embeddings,
 }
