@@ -31,7 +31,7 @@ LIGHT := not engine and not e2e and not slow and not browser
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test cluster compare reproduce lock dist image clean
+.PHONY: help setup check test cluster compare reproduce lock dist docs image clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  \033[1m%-10s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -73,11 +73,14 @@ dist: $(READY) ## build the sdist and, of it, the wheel into dist/
 	rm -rf dist
 	$(BIN)/python -m build
 
+docs: $(READY) ## build the site into site/
+	$(BIN)/mkdocs build --strict
+
 image: ## build the container image: SGLang's CUDA image and this package (ARGS='--target cpu': without a GPU)
 	docker build -t $(IMAGE) $(ARGS) .
 
 clean: ## remove caches and build products, not .venv
-	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
 	find sglang_fair router workloads tests -name __pycache__ -prune -exec rm -rf {} +
 
 $(STAMPS)/venv:
