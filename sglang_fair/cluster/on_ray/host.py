@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 
 from sglang_fair.cluster.child import Child
 from sglang_fair.cluster.on_ray.states import Place
-from sglang_fair.cluster.plan import Asked, placed
-from sglang_fair.cluster.ports import Reservations, choose_replica
+from sglang_fair.cluster.plan import Asked, Process, placed
+from sglang_fair.cluster.ports import PortTaken, ReplicaPorts, Reservations, choose_replica
 
 KEPT_LINES = 1_000
 """Of what nobody has fetched yet."""
@@ -26,6 +26,9 @@ NEWS_S = 5.0
 """Longest wait for news before an answer without any."""
 
 LEAVES_S = 0.1
+
+Launch = Callable[[Asked, str, ReplicaPorts, str], Process]
+"""As `plan.placed`."""
 
 Whereabouts = Callable[[], tuple[str, str]]
 """The address of the node that one is on, as other machines reach it, and its name."""
@@ -45,9 +48,16 @@ class Host:
     """One replica on this node. All methods are called on one event loop, of a thread that lives as long as this."""
 
     def __init__(
-        self, asked: Asked, environment: Mapping[str, str], whereabouts: Whereabouts, *, loads: bool = False
+        self,
+        asked: Asked,
+        environment: Mapping[str, str],
+        whereabouts: Whereabouts,
+        *,
+        loads: bool = False,
+        launch: Launch = placed,
     ) -> None:
         """`environment` is added to this node's; `loads` as in `ports.choose_replica`."""
+        self._launch = launch
         self._asked = asked
         self._environment = environment
         self._whereabouts = whereabouts
@@ -58,7 +68,6 @@ class Host:
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
         self._printed = 0
         self._news = asyncio.Event()
-        self._hurry = asyncio.Event()
 
     async def place(self) -> Place:
         """Where it is; started, if it was not. Raises OSError, `ports.PortTaken`."""
@@ -81,14 +90,12 @@ class Host:
             exited.cancel()
 
     async def stop(self) -> None:
-        """Stops it, gently at first."""
+        """Stops it, gently at first, and frees its ports."""
         if self._starting is not None:
-            with contextlib.suppress(Exception):
-                await (await self._start())[0].stop(self._hurry)
-
-    async def hurry(self) -> None:
-        """Has `stop` kill it at once."""
-        self._hurry.set()
+            with contextlib.suppress(OSError, PortTaken):  # it was never started
+                await (await self._start())[0].stop(asyncio.Event())
+        if self._reservations is not None:
+            self._reservations.close()
 
     async def leave(self) -> None:
         """Ends this process soon after its answer, as if it had died: so Ray makes another actor."""
@@ -104,7 +111,7 @@ class Host:
         address, node = self._whereabouts()
         self._reservations = Reservations(address)  # until this process ends
         ports = choose_replica(self._reservations.take, loads=self._loads)
-        spec = placed(self._asked, address, ports, sys.executable)
+        spec = self._launch(self._asked, address, ports, sys.executable)
         child = await Child.start(replace(spec, env={**self._environment, **spec.env}), self._line)
         assert spec.worker is not None
         return child, Place(spec.worker, node, child.pid, self._life)
