@@ -147,19 +147,30 @@ class Stream:
                 continue
 
     def _without_usage(self, events: bytes) -> bytes:
-        kept = []
-        for event in _split(events):
-            if _USAGE.search(event):
-                try:
-                    answer = _OPENAI.decode(data_of(event))
-                except msgspec.MsgspecError:
-                    answer = _OpenAIAnswer()
-                if not answer.choices and answer.usage is not None:
-                    self._usage = _openai_usage(answer.usage)
-                    if self._hide_usage:
-                        continue
-            kept.append(event + END_OF_EVENT)
-        return b"".join(kept)
+        """Looks at the events alone that have a usage: of many that came together it is mostly one."""
+        kept, at = [], 0
+        for found in _USAGE.finditer(events):
+            if found.start() < at:
+                continue  # a second one in the same event
+            before = events.rfind(END_OF_EVENT, at, found.start())
+            start = at if before < 0 else before + len(END_OF_EVENT)
+            end = events.find(END_OF_EVENT, found.end()) + len(END_OF_EVENT)
+            kept.append(events[at:start])
+            if not self._is_usage_alone(events[start:end]):
+                kept.append(events[start:end])
+            at = end
+        return b"".join((*kept, events[at:]))
+
+    def _is_usage_alone(self, event: bytes) -> bool:
+        """Reads an event that may have a usage. Whether it is one that is hidden from the client."""
+        try:
+            answer = _OPENAI.decode(data_of(event))
+        except msgspec.MsgspecError:
+            return False
+        if answer.choices or answer.usage is None:
+            return False
+        self._usage = _openai_usage(answer.usage)
+        return self._hide_usage
 
 
 def _split(events: bytes) -> Iterator[bytes]:
