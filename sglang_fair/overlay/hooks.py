@@ -19,6 +19,7 @@ from sglang_fair.core.waits import MEMORY, PROMPTS
 from sglang_fair.overlay import (
     config,
     counts,
+    ending,
     explain,
     heartbeat,
     kv_events,
@@ -416,6 +417,7 @@ HOOKS: tuple[Hook, ...] = (
     Hook(_LOAD + "resolve_load_pub_range", wire.beside_kv_events, HookType.AFTER),
     Hook(_MEETING, ranks.meet_here, HookType.AFTER),
     Hook("torch.distributed.rendezvous._create_c10d_store", ranks.make_store, HookType.AROUND),
+    Hook("uvicorn.config.Config.__init__", ending.configure, HookType.AROUND),
     Hook(_SCHEDULER + "init_schedule_policy", init_schedule_policy, HookType.AROUND),
     Hook(_SCHEDULER + "init_request_receiver", init_request_receiver, HookType.AFTER),
     Hook(_SCHEDULER + "process_input_requests", process_input_requests, HookType.AROUND),

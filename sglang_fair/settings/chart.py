@@ -25,8 +25,8 @@ PROGRAMS = ("replica", "router", "gateway", "planner", "feeder", "dashboard")
 OF_THE_CHART = frozenset({
     "admin_host", "admin_port", "batches", "bind", "device", "drain_s", "extra", "gateway", "gateway_ca",
     "gateway_cert", "host", "http_host", "http_port", "insecure", "keys", "kv_port", "load_port", "model",
-    "model_name", "more_models", "name", "outlive_parent", "port", "replica_ca", "replicas_dns", "replicas_file",
-    "router", "served_name", "tenants", "tls_cert", "tls_key", "tokenizer", "worker",
+    "model_name", "more_models", "name", "notice_s", "outlive_parent", "port", "replica_ca", "replicas_dns",
+    "replicas_file", "router", "served_name", "tenants", "tls_cert", "tls_key", "tokenizer", "worker",
 })  # fmt: skip
 """Fields that it gives its containers, or has no use for."""
 

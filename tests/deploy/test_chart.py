@@ -15,6 +15,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from sglang_fair.common import version
 from sglang_fair.metrics.alerts import ALERTS, rules
 from sglang_fair.settings import chart
 from tests.support.helm import (
@@ -262,6 +263,11 @@ def test_without_monitoring_there_are_no_custom_resources(name: str) -> None:
 
 
 # ---- values
+
+
+def test_the_chart_has_the_package_s_version() -> None:
+    chart_of = yaml.safe_load((CHART / "Chart.yaml").read_text(encoding="utf-8"))
+    assert chart_of["appVersion"] == chart_of["version"] == version.VERSION
 
 
 def test_the_schema_has_the_settings_of_the_table() -> None:

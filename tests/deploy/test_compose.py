@@ -191,7 +191,7 @@ def test_only_this_machine_reaches_what_has_no_tls(composition: Composition) -> 
 
 
 def test_health_is_asked_where_it_is_told(composition: Composition) -> None:
-    paths = {"replica": "/ready", "router": "/healthz", "gateway": "/health", "dashboard": "/health"}
+    paths = {"replica": "/ready", "router": "/healthz", "gateway": "/healthz", "dashboard": "/health"}
     for name, words in composition.programs.items():
         if "healthcheck" not in composition.services[name]:
             assert name == "replica-1"
@@ -205,7 +205,10 @@ def test_health_is_asked_where_it_is_told(composition: Composition) -> None:
 
 def test_a_gateway_ends_before_it_is_killed(composition: Composition) -> None:
     grace = composition.services["gateway"]["stop_grace_period"]
-    assert int(grace.removesuffix("s")) >= composition.settings["gateway"].drain_s + 5
+    assert (
+        int(grace.removesuffix("s"))
+        >= composition.settings["gateway"].drain_s + composition.settings["gateway"].notice_s + 5
+    )
 
 
 def test_volumes_that_are_mounted_are_declared_or_files(composition: Composition) -> None:

@@ -173,6 +173,7 @@ def test_processes_are_given_the_time_that_they_take_to_end(name: str, sites: Ma
             .get("command", ["", "0"])
         )
         drain_s = getattr(one.settings, "drain_s", 0) or (300 if one.container.program == "replica" else 3)
+        drain_s += getattr(one.settings, "notice_s", 0)
         assert one.pod.spec["terminationGracePeriodSeconds"] >= int(hook[1]) + drain_s + 2, one.container
 
 
@@ -452,6 +453,7 @@ def test_sglang_s_own_arguments_are_behind_the_dashes() -> None:
 
 @pytest.mark.engine
 @with_each
+@pytest.mark.usefixtures("sglang")
 def test_sglang_accepts_the_arguments_that_are_its_own(name: str, sites: Mapping[str, Site]) -> None:
     import argparse
 

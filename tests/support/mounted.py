@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_fair.common import curve
-from tests.support.certificates import Certificates
+from tests.support.certificates import HERE, Certificates
 from tests.support.helm import Container, Rendered
 
 POD_IP, LEADER = "10.1.2.3", "rel-sglang-fair-replica-0.rel-sglang-fair-replica.prod"
@@ -29,6 +29,15 @@ FILES = "/etc/sglang-fair/files"
 FROM_LWS = {"LWS_LEADER_ADDRESS": LEADER}
 """Which LeaderWorkerSet puts into its pods' environment."""
 
+NAMES = tuple(
+    f"DNS:{name}.prod.svc"
+    for name in (
+        "*.rel-sglang-fair-replica",
+        *(f"rel-sglang-fair-{one}" for one in ("gateway", "admin", "router")),
+    )
+)
+"""In the certificates, as docs/kubernetes.md says."""
+
 TENANTS = f"tenants:\n  gold:\n    keys:\n    - sha256:{'5' * 64}\n    weight: 2.0\n"
 
 
@@ -40,7 +49,7 @@ class Secrets:
 
     @cached_property
     def all(self) -> Mapping[str, Mapping[str, bytes]]:
-        keys, certificates = self.folder / "curve", Certificates.make(self.folder / "tls")
+        keys, certificates = self.folder / "curve", Certificates.make(self.folder / "tls", (*HERE, *NAMES))
         curve.make(keys)
         tls = {
             "tls.crt": certificates.certificate,
@@ -97,7 +106,7 @@ class Node:
 
     def mount(self, container: Container) -> Path:
         """A folder with all that is mounted, at the paths below it. KeyError for what there is not."""
-        root = self._folder / re.sub(r"\W+", "-", str(container))
+        root = self._folder / re.sub(r"\W+", "-", str(container.pod))  # containers of a pod share its volumes
         volumes = {one["name"]: one for one in container.pod.spec.get("volumes", ())}
         for mount in container.manifest["volumeMounts"]:
             at = root / mount["mountPath"].lstrip("/")
@@ -127,9 +136,9 @@ class Node:
         assert {"emptyDir", "persistentVolumeClaim"} & volume.keys(), volume
         return {}
 
-    def arguments(self, container: Container, root: Path) -> list[str]:
+    def arguments(self, container: Container, root: Path, env: Mapping[str, str] | None = None) -> list[str]:
         """As the process gets them, with paths below `root`. KeyError for a variable that there is not."""
-        env = self.environment(container)
+        env = self.environment(container) if env is None else env
         words = [re.sub(r"\$\((\w+)\)", lambda found: env[found[1]], word) for word in container.arguments]
         return [re.sub(r"(?<==)/(etc/sglang-fair|tokenizers|batches)", rf"{root}/\1", word) for word in words]
 

@@ -375,6 +375,7 @@ spec:
     {{- if .batches }}
     - --batches=/batches
     {{- end }}
+    - --notice={{ int $v.gateway.noticeSeconds }}
     - --drain={{ int $v.gateway.drainSeconds }}
     - --outlive-parent
   env:
@@ -391,23 +392,20 @@ spec:
     - {name: http, containerPort: {{ $ports.gateway }}}
     - {name: admin, containerPort: {{ $ports.admin }}}
   startupProbe:
-    tcpSocket: {port: http}
+    httpGet: {path: /healthz, port: http, scheme: {{ $scheme }}}
     periodSeconds: 2
+    timeoutSeconds: 3
     failureThreshold: 90
   livenessProbe:
-    tcpSocket: {port: http}
+    httpGet: {path: /healthz, port: http, scheme: {{ $scheme }}}
     periodSeconds: 10
     timeoutSeconds: 5
     failureThreshold: 6
   readinessProbe:
-    httpGet: {path: /health, port: http, scheme: {{ $scheme }}}
+    httpGet: {path: /readyz, port: http, scheme: {{ $scheme }}}
     periodSeconds: 3
     timeoutSeconds: 3
     failureThreshold: 2
-  lifecycle:
-    preStop:
-      exec:
-        command: [sleep, {{ $v.gateway.preStopSeconds | toString | quote }}]
   resources:
     {{- toYaml $v.gateway.resources | nindent 4 }}
   volumeMounts:
