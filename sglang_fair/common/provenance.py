@@ -7,23 +7,31 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("sglang-fair", "sglang", "torch")
+from sglang_fair.common.version import VERSION
+
+PACKAGES = ("sglang", "torch")
 
 
 def versions() -> dict[str, str]:
-    """The versions of Python and `PACKAGES`, and the git commit where there is one."""
-    found = {"python": platform.python_version()}
+    """The versions of Python, this package and `PACKAGES`, and the git commit where there is one."""
+    found = {"python": platform.python_version(), "sglang-fair": VERSION}
     for name in PACKAGES:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             found[name] = "not installed here"
     try:
-        git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-        found["commit"] = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+        # An environment with the wheel may lie in a repository of somebody else's.
+        _git("ls-files", "--error-unmatch", Path(__file__).name)
+        found["commit"] = _git("describe", "--always", "--dirty").strip()
     except (OSError, subprocess.CalledProcessError):
         found["commit"] = "not in a git repository"
     return found
+
+
+def _git(*words: str) -> str:
+    git = ["git", "-C", str(Path(__file__).parent), *words]
+    return subprocess.run(git, capture_output=True, text=True, check=True).stdout
 
 
 def cores() -> int:

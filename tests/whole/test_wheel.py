@@ -1,6 +1,7 @@
 """The wheel and the sdist: what is in them, and a cluster that is started from the wheel alone."""
 
 import json
+import subprocess
 import tarfile
 import zipfile
 from collections.abc import Iterator
@@ -63,6 +64,19 @@ class TestContents:
         assert found["License-Expression"] == "Apache-2.0"
         assert not [one for one in found.get_all("Requires-Dist") if "torch" in one], "the machine says which"
         assert built.wheel.name == f"sglang_fair-{VERSION}-py3-none-any.whl"
+
+
+def test_records_name_no_commit_of_a_repository_around_the_environment(built: Built, tmp_path: Path) -> None:
+    for words in (
+        ["init", "-q"],
+        ["-c", "user.name=x", "-c", "user.email=x", "commit", "-q", "--allow-empty", "-m", "x"],
+    ):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    inside = install(built.wheel, tmp_path / "v")
+    said = inside.run(
+        "python", "-c", "from sglang_fair.common import provenance as p; print(p.versions()['commit'])"
+    )
+    assert said.stdout == "not in a git repository\n", said
 
 
 @pytest.fixture(scope="module")
