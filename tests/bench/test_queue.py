@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from router.queues.edf import edf
 from router.queues.problem import worth
 from sglang_fair.bench.queue import SIZES, Site, a_problem, bytes_per_request, main
@@ -28,6 +30,7 @@ def test_bytes_are_those_of_a_request():
     assert 500 < bytes_per_request(1) < 10_000
 
 
+@pytest.mark.slow
 def test_a_short_run_ends_with_one_line_of_json(tmp_path: Path):
     file = tmp_path / "queue.json"
     ended = subprocess.run(

@@ -59,6 +59,7 @@ def test_an_unknown_class_is_refused_and_the_known_ones_are_named(text: str) -> 
         CLASSES.promise({"x-fair-class": text}, 0.0)
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.sampled_from([HEADER_CLASS, *HEADERS_SLO]), st.text(max_size=12)))
 def test_whatever_stands_there_a_promise_is_one_that_can_be_kept(headers: dict[str, str]) -> None:
     try:

@@ -203,6 +203,7 @@ CROWDED = EngineCase(
 """Six clients, each with a hot prefix, and a cache for two of them: the longer the runs, the more hits."""
 
 
+@pytest.mark.slow
 def test_the_quantum_is_the_smallest_that_reaches_the_hit_rate():
     """With a fixed quantum the hit rate of this case is 0.5 at 30 units, 0.7 at 100 and 0.8 at 300."""
 

@@ -61,6 +61,7 @@ HOT = Schedule(
 """a's prompts agree in all but their last token, b's in none."""
 
 
+@pytest.mark.slow
 def test_without_its_limit_a_hot_prefix_would_starve_the_others():
     kept, limited = carried_out(Dlpm(quantum=40, borrow=SHARE), HOT)
     broken, unlimited = carried_out(Unlimited(quantum=40, borrow=SHARE), HOT)

@@ -844,6 +844,7 @@ def known_share(newcomers: float) -> tuple[float, int]:
     return flood.service["known"] / sum(flood.service.values()), flood.most_accounts
 
 
+@pytest.mark.slow
 def test_a_known_client_keeps_its_part_beside_names_that_are_charged_token_by_token():
     """Regression: what a name got beyond its first quantum let the next names in, 4 units for each, so a known client
     got 0.0001 of the service, no round ever passed, and the debt of every name was kept. Now 1/share is the 1 +

@@ -205,6 +205,7 @@ def senders(draw: st.DrawFn) -> list[Sender]:
     ]
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     senders(),
@@ -260,6 +261,7 @@ def test_beside_a_client_that_always_runs_the_target_is_kept() -> None:
     assert sum(lengths) / len(lengths) > 0.8 * TARGET_S
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(

@@ -111,6 +111,7 @@ def loaded(
     return replica, go_on
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["dlpm", "dlpm-predict", "vtc", "drr", "dlpm-adaptive"])
 def test_new_service_is_by_the_new_weight_inside_the_bound(policy):
     replica, go_on = loaded(policy)

@@ -423,6 +423,7 @@ def test_a_tenants_file_that_is_bad_is_said():
     assert view.weights == "file"
 
 
+@pytest.mark.slow
 def test_ten_thousand_names_are_eight_rows_and_a_sum():
     model = Model()
     for look in range(12):

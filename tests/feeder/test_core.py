@@ -375,6 +375,7 @@ def test_what_replicas_die_of_is_given_up() -> None:
     assert (found.status, found.failed) == ("completed", 1)
 
 
+@pytest.mark.slow
 def test_nothing_is_sent_while_too_many_results_wait() -> None:
     world = World(replicas=100, most_in_flight=100)
     world.add("b", "a", MOST_UNWRITTEN + MOST_IN_FLIGHT + 1000)
