@@ -1,12 +1,14 @@
-"""A cluster whose replicas are on two nodes of Ray's: a node is killed under load, and then the fleet."""
+"""A cluster whose replicas are on two nodes of Ray's: node, router, gateway and fleet are killed in turn under load."""
 
 import asyncio
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
+import openai
 import pytest
 
 from sglang_fair.cluster.control import ask, socket_path
@@ -16,7 +18,7 @@ from tests.support.streams import Load
 from tests.support.waiting import eventually, wait_until
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'sglang-fair[ray]'")
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +34,39 @@ def workers(cluster: Cluster) -> dict[str, dict[str, Any]]:
     assert port is not None
     rows = ask(socket_path(port), {"do": "list"}, lambda text: None, 10)["workers"]
     return {row["name"]: row for row in rows}
+
+
+async def clients_ask_while_the_gateway_is_killed(cluster: Cluster) -> None:
+    """The official client tries again when its connection breaks; each of its calls is answered in the end."""
+    answered, stops = Counter[int](), asyncio.Event()
+
+    async def asks(number: int) -> None:
+        async with openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="x", max_retries=20) as client:
+            while not stops.is_set():
+                answer = await client.chat.completions.create(
+                    model="default", messages=[{"role": "user", "content": f"{number}"}], max_tokens=8
+                )
+                assert answer.usage is not None
+                assert answer.usage.completion_tokens > 0
+                answered[number] += 1
+
+    tasks = [asyncio.create_task(asks(number)) for number in range(4)]
+
+    async def each_more(more: int) -> None:
+        before = dict(answered)
+        await eventually(
+            lambda: (
+                any(task.done() for task in tasks)
+                or all(answered[number] >= before.get(number, 0) + more for number in range(4))
+            ),
+            "each client is answered",
+        )
+
+    await each_more(1)
+    os.kill(cluster.addresses["pids"]["gateway"], signal.SIGKILL)
+    await each_more(2)
+    stops.set()
+    await asyncio.gather(*tasks)
 
 
 def test_a_node_is_killed_under_load_and_its_replica_comes_back_on_the_other(nodes: RayNodes) -> None:
@@ -64,8 +99,11 @@ def test_a_node_is_killed_under_load_and_its_replica_comes_back_on_the_other(nod
 
             await eventually(lambda: asyncio.to_thread(is_back), "its replica is back")
             await load.goes_on()
+            os.kill(cluster.addresses["pids"]["router"], signal.SIGKILL)
+            await load.goes_on()
             await load.stop()
             assert load.outcomes.keys() == {"served"}, load.outcomes
+            await clients_ask_while_the_gateway_is_killed(cluster)
 
         asyncio.run(body())
         now = workers(cluster)

@@ -22,6 +22,7 @@ from sglang_fair.cluster.on_ray.told import actor_options, shortage
 from sglang_fair.cluster.plan import Asked
 
 CONNECT_S = 5.0
+STEP_S = 1.0
 MISSING = "--ray needs the package ray: pip install 'sglang-fair[ray]'"
 
 
@@ -119,7 +120,7 @@ class Ray:
 
         group = placement_group([self._bundle] * count, strategy="SPREAD")
         try:
-            is_there = await asyncio.to_thread(group.wait, self._wait_s)
+            is_there = await self._is_there(group)
         except BaseException:
             _remove(group)
             raise
@@ -133,6 +134,15 @@ class Ray:
             _remove(group)
             raise RayFailed(shortage(self._address, count, self._bundle, nodes, free, self._wait_s))
         return _Group(self, group)
+
+    async def _is_there(self, group: Any) -> bool:
+        """Waits for a group in steps, so that who is asked to stop need not wait for it."""
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + self._wait_s
+        while (left_s := until_s - loop.time()) > 0:
+            if await asyncio.to_thread(group.wait, min(left_s, STEP_S)):
+                return True
+        return False
 
     def actor(self, group: Any, index: int, asked: Asked) -> "_Actor":
         """A `Host` in a bundle of a placement group."""
