@@ -40,6 +40,16 @@ SCOPE_KEY = "sglang_fair.gate"
 """Key in an HTTP request's scope: the gate that has let an agent's own request in."""
 
 
+GATE = "fair_gate"
+"""Attribute of SGLang's tokenizer manager: the gate in front of it."""
+
+
+def is_changing(manager: Any) -> bool:
+    """Whether the replica is between two models."""
+    gate = getattr(manager, GATE, None)
+    return gate is not None and gate.state != "serves"
+
+
 def is_probe(request: Any) -> bool:
     """Whether the replica's agent has sent this HTTP request."""
     return SCOPE_KEY in getattr(request, "scope", {})
@@ -54,6 +64,7 @@ def add_gate(manager: Any) -> None:
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
     gate = Gate(uuid.uuid4().hex, manager.served_model_name)
+    setattr(manager, GATE, gate)
 
     async def show() -> Any:
         return gate.says(len(manager.rid_to_state))

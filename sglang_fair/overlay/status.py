@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from sglang_fair.overlay import config, explain, metrics
+from sglang_fair.overlay import config, explain, metrics, model_gate
 from sglang_fair.overlay.heartbeat import Heartbeats
 
 WEIGHT_PREFIX = "sglang_fair.client_weight:"
@@ -87,9 +87,13 @@ def _add_heartbeats(app: Any, manager: Any) -> None:
     is_ready = routes[at].endpoint
 
     async def ready() -> Response:
-        answer = await is_ready()
+        status = (await is_ready()).status_code
+        if model_gate.is_changing(manager) and manager.is_healthy():
+            # SGLang says 503 while it is paused. Between two models that is no reason to take the replica for sick: the
+            # router, which has ordered it, sends it nothing, and gateways would refuse the first requests behind it.
+            status = 200
         schedulers = heartbeats.read(time.monotonic())
         body = {"in_flight": len(manager.rid_to_state), "schedulers": schedulers}
-        return JSONResponse(body, answer.status_code)
+        return JSONResponse(body, status)
 
     routes[at] = APIRoute("/ready", ready, methods=["GET"])
