@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
+from router.batches.amqp import AmqpStore
 from router.batches.blobs import Blobs
 from router.batches.contract import StoreError
 from router.batches.sqlite import SqliteStore
+from sglang_fair.common.service_keys import broker_url
 
 DATABASE, UPLOADS, MARK = "batches.db", "files", "feeder.lock"
 
@@ -18,9 +20,10 @@ def open_blobs(folder: Path) -> Blobs:
 
 
 def open_store(folder: Path) -> SqliteStore:
-    """Raises `StoreError`."""
+    """What follows a broker's log, if one is named. Raises `StoreError`."""
     open_blobs(folder)
-    return SqliteStore(folder / DATABASE)
+    url = broker_url.key()
+    return AmqpStore(folder / DATABASE, url) if url else SqliteStore(folder / DATABASE)
 
 
 def check(folder: Path, option: str = "--batches") -> None:

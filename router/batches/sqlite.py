@@ -193,7 +193,6 @@ class SqliteStore:
     def forget_items(self, batch: str) -> None:
         with self._commit():
             self._forget_items(self._base(batch))
-            self._db.execute("UPDATE batches SET total = 0 WHERE id = ?", (batch,))
 
     def accept(self, batch: str, items: Sequence[Item]) -> bool:
         with self._commit():
@@ -236,7 +235,6 @@ class SqliteStore:
                 return False
             self._forget_items(self._base(batch))
             self._write(failed(self._known(batch), issues, now_s))
-            self._db.execute("UPDATE batches SET total = 0 WHERE id = ?", (batch,))
             return True
 
     def parts(self) -> list[Part]:
@@ -412,6 +410,11 @@ class SqliteStore:
     def _forget_items(self, base: int) -> None:
         self._db.execute("DELETE FROM items WHERE id > ? AND id < ?", (base, base + MOST_NUMBER))
         self._db.execute("DELETE FROM parts WHERE batch = ?", (base // MOST_NUMBER,))
+        self._db.execute(
+            "UPDATE batches SET total = 0, completed = 0, failed = 0, output_bytes = 0, error_bytes = 0"
+            " WHERE seq = ?",
+            (base // MOST_NUMBER,),
+        )
 
     def _add_to_part(self, base: int, model: str, *more: int) -> None:
         self._db.execute(

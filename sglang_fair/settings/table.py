@@ -989,6 +989,8 @@ VARIABLES: Mapping[str, str] = {
     "cluster with --tenants makes one up, others have none.",
     "SGLANG_FAIR_FEEDER_KEY": "With which the feeder asks gateways on behalf of the clients whose batches it runs; "
     "unset: a cluster with --batches makes one up, others have none, and nothing of their batches runs.",
+    "SGLANG_FAIR_BROKER": "amqp://user:password@host:5672/vhost of a RabbitMQ that keeps a log of files and batches "
+    "besides the folder of --batches; for gateway, feeder and cluster. Unset: they are kept in the folder alone.",
     "SGLANG_FAIR_KEYS": "Folder of the keys with which KV events are published, where SGLang is started without "
     "sglang-fair replica; needs publisher fair-curve in --kv-events-config.",
     "SGLANG_FAIR_CACHE": "Folder in which prepared models are kept; by default sglang-fair in the user's cache folder.",

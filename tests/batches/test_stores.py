@@ -1,5 +1,6 @@
 """Every store of files and batches keeps the contract; and SQLite's keeps it on a disk that is full or damaged."""
 
+import os
 import random
 import sqlite3
 import subprocess
@@ -7,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import msgspec
 import pytest
@@ -14,21 +16,56 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
+from router.batches import amqp
+from router.batches.amqp import AmqpStore
 from router.batches.contract import FileInUse, Store, StoreDamaged, StoreError, StoreFull
+from router.batches.journal import Change, Journal, Logged
 from router.batches.memory import MemoryStore
 from router.batches.model import Ending, Issue, Item, StoredBatch, StoredFile
 from router.batches.sqlite import SqliteStore
+from tests.support.broker import Broker, broker_url, why_none, why_none_to_kill
+from tests.support.ports import free_port
+
+
+def of_broker(folder: Path) -> Store:
+    return AmqpStore(folder / "batches.db", os.environ[URL], f"test-{uuid4().hex}")
+
+
+class LocalLog(Logged):
+    """A log that nobody else has: each change is the next message."""
+
+    def _say(self, method: str, *arguments: Any) -> Any:
+        change = Change(uuid4().hex, method, arguments)
+        return self.outcome(self.apply(self.next, msgspec.msgpack.encode(change)))
+
 
 STORES: dict[str, Callable[[Path], Store]] = {
     "memory": lambda folder: MemoryStore(),
     "sqlite": lambda folder: SqliteStore(folder / "batches.db"),
+    "journal": lambda folder: LocalLog(folder / "batches.db"),
+    "amqp": of_broker,
 }
+URL = "SGLANG_FAIR_TEST_BROKER"
+"""Of the broker of this run, once it is there."""
+
+
+@pytest.fixture(scope="module")
+def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    if why := why_none():
+        pytest.skip(why)
+    with broker_url(tmp_path_factory.mktemp("broker")) as url, pytest.MonkeyPatch.context() as patch:
+        patch.setenv(URL, url)
+        yield url
+
+
 GOLD, SILVER = "gold", "silver"
 NOW_S = 1_000
 
 
-@pytest.fixture(params=STORES)
+@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.slow] * (name == "amqp")) for name in STORES])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    if request.param == "amqp":
+        request.getfixturevalue("broker")
     made = STORES[request.param](tmp_path)
     yield made
     made.shut()
@@ -300,15 +337,17 @@ def test_a_file_of_results_goes_with_its_results(store: Store) -> None:
 
 
 class TwoStores(RuleBasedStateMachine):
-    """Whatever is asked of it, in whatever order, SQLite's store is as the one in memory."""
+    """Whatever is asked of it, in whatever order, a store is as the one in memory."""
 
     folder: Path
+    kind = "sqlite"
     made = 0
 
     def __init__(self) -> None:
         super().__init__()
         TwoStores.made += 1
         self.path = self.folder / f"{TwoStores.made}.db"
+        self.stream = f"test-{uuid4().hex}"
         self.sqlite: Store = self.opened()
         self.memory: Store = MemoryStore()
         self.now_s = NOW_S
@@ -318,7 +357,11 @@ class TwoStores(RuleBasedStateMachine):
         self.sqlite.shut()
 
     def opened(self) -> Store:
-        made = SqliteStore(self.path)
+        made = {
+            "sqlite": lambda: SqliteStore(self.path),
+            "journal": lambda: LocalLog(self.path),
+            "amqp": lambda: AmqpStore(self.path, os.environ[URL], self.stream),
+        }[self.kind]()
         made._db.execute("PRAGMA synchronous = OFF")  # nobody pulls the plug here
         return made
 
@@ -407,14 +450,137 @@ class TwoStores(RuleBasedStateMachine):
         return name in {one.id for one in store.open_batches() if one.status == "validating"}
 
 
-def test_sqlite_is_as_memory(tmp_path: Path) -> None:
-    TwoStores.folder = tmp_path
+@pytest.mark.parametrize("kind", ["sqlite", "journal", pytest.param("amqp", marks=pytest.mark.slow)])
+def test_a_store_is_as_memory(tmp_path: Path, kind: str, request: pytest.FixtureRequest) -> None:
+    if kind == "amqp":
+        request.getfixturevalue("broker")
+    TwoStores.folder, TwoStores.kind = tmp_path, kind
     run_state_machine_as_test(
         TwoStores,
         settings=settings(
-            max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=5 if kind == "amqp" else 25, stateful_step_count=25, deadline=None,
+            suppress_health_check=list(HealthCheck),
         ),
-    )
+    )  # fmt: skip
+
+
+# ---- logs
+
+
+def test_a_message_is_applied_once_and_in_order_whoever_does_it(tmp_path: Path) -> None:
+    """Two processes of one machine, and another machine that comes later."""
+    said: list[bytes] = []
+
+    def say(store: Journal, method: str, *arguments: Any, name: str = "") -> Change:
+        said.append(msgspec.msgpack.encode(Change(name or uuid4().hex, method, arguments)))
+        return store.apply(len(said) - 1, said[-1])
+
+    one, same = Journal(tmp_path / "a.db"), Journal(tmp_path / "a.db")
+    say(one, "add_batch", batch("b"))
+    say(same, "accept", "b", [item(number) for number in range(1, 4)])
+    say(one, "start", "b", NOW_S)
+    ended = say(same, "finish", [ending("b", 1), ending("b", 2)], NOW_S, name="twice")
+    assert one.outcome(ended) == same.outcome(ended) == 2
+    again = say(one, "finish", [ending("b", 1), ending("b", 2)], NOW_S, name="twice")
+    assert one.outcome(again) == 2, "it was sent twice, and is one"
+    late = say(one, "finish", [ending("b", 2, is_ok=False), ending("b", 3)], NOW_S)
+    assert same.outcome(late) == 1
+    refused = say(one, "close", "nowhere", NOW_S, 5)
+    with pytest.raises(StoreError, match="there is no batch nowhere"):
+        same.outcome(refused)
+    other = Journal(tmp_path / "b.db")
+    for place, message in enumerate(said):
+        other.apply(place, message)
+        other.apply(max(0, place - 1), said[max(0, place - 1)])
+    assert other.next == one.next == len(said)
+    assert other.batch(GOLD, "b") == one.batch(GOLD, "b")
+    found = other.batch(GOLD, "b")
+    assert found is not None
+    assert lines_of(other, GOLD, found.output_file) == [1, 2, 3]
+    with pytest.raises(ValueError, match="no change of a store"):
+        one.apply(len(said), b"what")
+    for store in (one, same, other):
+        store.shut()
+
+
+def test_a_disk_that_is_full_does_not_follow_and_then_does(tmp_path: Path) -> None:
+    store = LocalLog(tmp_path / "a.db")
+    store.add_batch(batch("b"))
+    pages = store._db.execute("PRAGMA page_count").fetchone()[0]
+    store._db.execute(f"PRAGMA max_page_count = {pages + 4}")
+    large = [msgspec.structs.replace(item(number), body=b"x" * 5000) for number in range(2, 60)]
+    message = msgspec.msgpack.encode(Change("large", "accept", ("b", large)))
+    place = store.next
+    with pytest.raises(StoreFull):
+        store.apply(place, message)
+    assert store.next == place
+    store._db.execute("PRAGMA max_page_count = 3000")
+    assert store.outcome(store.apply(place, message))
+    store.shut()
+
+
+def test_a_folder_with_batches_of_its_own_follows_no_log(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "a.db")
+    store.add_batch(batch("b"))
+    store.shut()
+    with pytest.raises(StoreError, match="it has batches that are in no broker's log"):
+        LocalLog(tmp_path / "a.db")
+
+
+@pytest.mark.parametrize("url", ["nowhere", "http://host/", "amqp://", "amqp://h:port/"])
+def test_what_is_no_broker_is_said_in_a_line(tmp_path: Path, url: str) -> None:
+    with pytest.raises(StoreError, match="SGLANG_FAIR_BROKER is no URL"):
+        AmqpStore(tmp_path / "a.db", url)
+
+
+def test_a_broker_that_is_not_there_is_said_in_a_line_without_its_password(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(amqp, "WAIT_S", 0.5)
+    with pytest.raises(StoreError) as caught:
+        AmqpStore(tmp_path / "a.db", f"amqp://me:secret@127.0.0.1:{free_port()}/v")
+    assert "\n" not in str(caught.value)
+    assert "127.0.0.1" in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.slow
+def test_machines_of_one_broker_are_alike_and_another_log_is_refused(broker: str, tmp_path: Path) -> None:
+    stream = f"test-{uuid4().hex}"
+    one, other = AmqpStore(tmp_path / "1.db", broker, stream), AmqpStore(tmp_path / "2.db", broker, stream)
+    running(one, "b", 2)
+    assert other.finish([ending("b", 1)], NOW_S) == 1
+    assert one.finish([ending("b", 1, is_ok=False), ending("b", 2)], NOW_S) == 1
+    assert other.close("b", NOW_S, 9), "it is over, and a change is applied after all before it"
+    assert other.batch(GOLD, "b") == one.batch(GOLD, "b")
+    late = AmqpStore(tmp_path / "3.db", broker, stream)
+    assert late.batch(GOLD, "b") == one.batch(GOLD, "b")
+    for store in (one, other, late):
+        store.shut()
+    with pytest.raises(StoreError, match="another log"):
+        AmqpStore(tmp_path / "1.db", broker, f"test-{uuid4().hex}")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(why_none_to_kill()), reason=why_none_to_kill())
+def test_a_broker_that_is_killed_loses_nothing_that_was_accepted(tmp_path: Path) -> None:
+    made = Broker(tmp_path)
+    made.start()
+    store = AmqpStore(tmp_path / "a.db", made.url)
+    try:
+        running(store, "b", 200)
+        assert store.finish([ending("b", number) for number in range(1, 101)], NOW_S) == 100
+        made.kill()
+        made.start()
+        fresh = AmqpStore(tmp_path / "fresh.db", made.url)
+        assert fresh.parts() == store.parts()
+        assert fresh.finish([ending("b", number) for number in range(50, 201)], NOW_S) == 100
+        assert store.finish([ending("b", 1)], NOW_S) == 0
+        assert store.batch(GOLD, "b") == fresh.batch(GOLD, "b")
+        fresh.shut()
+    finally:
+        store.shut()
+        made.kill()
 
 
 # ---- disks
