@@ -76,6 +76,13 @@ class Broker:
             self.kill()
             raise
 
+    def stop(self) -> None:
+        """As an operator does."""
+        server = self._processes[-1]
+        server.terminate()
+        server.wait(START_S)
+        self.kill()
+
     def kill(self) -> None:
         """SIGKILL, to all of it."""
         for process in self._processes:

@@ -16,6 +16,7 @@ import psutil
 import pytest
 from openai.types import Batch
 
+from tests.support import checkpoints
 from tests.support.live import Cluster, lives
 from tests.support.waiting import eventually
 
@@ -188,6 +189,9 @@ def test_each_item_has_one_result_whatever_is_killed_of_planned_queues(tmp_path:
             await check(client, await over(client, name), size)
             await client.close()
 
-    options = ("--models", "a=tiny,b=tiny", "--swap", "all", "--placement", "qlm", "--policy", "slo")
+    named = ",".join(
+        f"{name}={checkpoints.write(tmp_path / name, seed)}" for seed, name in enumerate(("a", "b"), 1)
+    )
+    options = ("--models", named, "--swap", "all", "--placement", "qlm", "--policy", "slo")
     with Cluster("--batches", str(tmp_path / "kept"), *options) as cluster:
         asyncio.run(body(cluster))
