@@ -37,6 +37,8 @@ class Ordering:
         late = frozenset(slot.worker for slot in slots if slot.demand.tier == 0)
         self._late = late & self._late_first if since_s <= every_s else frozenset()
         self._late_first = late
+        if count := self._queues.take_over(now_s):
+            self.counts["taken over"] = self.counts.get("taken over", 0) + count
         if not self._attended:
             if slots:
                 self._by_edf(now_s)

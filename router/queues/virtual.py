@@ -20,6 +20,7 @@ from router.queues.outlook import Held, Outlook
 from router.queues.problem import Orders, Problem, Slot
 from router.queues.pulls import Pulls
 from router.queues.standing import Standing
+from router.queues.taking_over import TakingOver
 from router.queues.worker import Worker
 
 
@@ -34,6 +35,7 @@ class VirtualQueues:
         self.estimator = estimator
         self._outlook = Outlook(groups, estimator, held, last_too=last_too)
         self._standing = Standing(groups, self._start_s)
+        self._taking_over = TakingOver(groups, self._standing, self._outlook)
         self._pulls = Pulls(groups, self._standing, self._outlook)
         self._pulled: dict[str, str] = {}
         """Where the requests in flight are."""
@@ -190,6 +192,10 @@ class VirtualQueues:
         """The groups that will be late as the queues are: a reason to plan anew. Asked when workers have pulled what
         they take, so that what fits into free memory is gone. O(groups)."""
         return [slot for name in self.workers for slot in self.slots(name, now_s) if slot.late_s > 0]
+
+    def take_over(self, now_s: float) -> int:
+        """Idle workers take groups over for which they load another model; how many did. O(groups) for each."""
+        return self._taking_over.look(now_s)
 
     def slots(self, name: str, now_s: float) -> list[Slot]:
         """When a worker's groups start as its queue is, those that have somebody waiting. O(groups)."""

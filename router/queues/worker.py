@@ -50,6 +50,8 @@ class Worker:
     """It serves its model before it loads what its queue has next (`staying`)."""
     stays_until_s: float = -inf
     """Until when that holds."""
+    sends: int = 0
+    """Requests that were sent there."""
     pulls: int = 0
     """Requests that it has got from queues."""
     first_token_s: float = 0.0
@@ -121,6 +123,7 @@ class Worker:
         Nothing happens if it is already."""
         if request_id in self.in_flight:
             return
+        self.sends += 1
         self._owners[request_id] = client, tokens
         self.clients[client] = self.clients.get(client, 0.0) + tokens
         if prefix is not None:
