@@ -1,5 +1,6 @@
 """Slurm on this machine: a controller and two nodes on loopback, with keys and folders of its own."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -89,7 +90,9 @@ class Slurm:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.run("scancel", "--full", "--signal=KILL", "--state=RUNNING", "--user=root")
+        self.run("scancel", "--user=root")
+        with contextlib.suppress(AssertionError):
+            wait_until(lambda: not self.run("squeue", "-h"), "the end of all jobs", 30)
         family = [one for daemon in self._daemons for one in (daemon, *_children(daemon))]
         for daemon in reversed(self._daemons):
             daemon.send_signal(signal.SIGTERM)
