@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from uvicorn.supervisors import Multiprocess
 
 from router.batches.folder import check as check_batches
 from router.collector import collect_seldom
@@ -25,6 +26,7 @@ from router.gateway.listener import Listener
 from router.gateway.metrics import FOLDER_VARIABLE
 from router.gateway.request.tokens import TokenizerError, read_tokens
 from router.gateway.routing.routers import Routers
+from router.gateway.shared_port import SharedPort
 from sglang_fair.common.deadlines import make_classes
 from sglang_fair.common.files import read_json
 from sglang_fair.common.interaction import make_apps
@@ -149,6 +151,14 @@ def check_protection(settings: table.Gateway) -> None:
         )
 
 
+def shared_port(host: str, port: int) -> SharedPort:
+    """Where all processes listen. Raises Mistake if somebody does already."""
+    try:
+        return SharedPort(host, port)
+    except OSError as error:
+        raise Mistake(f"--port: {host}:{port}: {error.strerror}") from None
+
+
 def serve(settings: table.Gateway) -> int:
     """Serves until SIGTERM or SIGINT; the exit code."""
     logs.configure(settings.log_level, settings.log_format)
@@ -191,7 +201,9 @@ def serve(settings: table.Gateway) -> int:
             os.environ[CONFIG_VARIABLE] = config.to_json()
             with tempfile.TemporaryDirectory(prefix="sglang-fair-metrics-") as folder:
                 os.environ[FOLDER_VARIABLE] = folder
-                uvicorn.run(FACTORY, factory=True, workers=settings.workers, **options)
+                several = uvicorn.Config(FACTORY, factory=True, workers=settings.workers, **options)
+                with shared_port(settings.host, settings.port) as port:
+                    Multiprocess(several, sockets=[port]).run()
     except (TokenizerError, SettingError) as error:
         raise Mistake(str(error)) from None
     return 0

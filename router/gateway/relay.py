@@ -371,7 +371,8 @@ class _Exchange:
         apps = self._services.apps
         if self._tenant is not None and self._tenant.apps is not None:
             apps = Apps({self._client: self._tenant.apps})
-        return part._replace(app=apps.of(self._client, part.app))
+        app = apps.of(self._client, part.app)
+        return part if app == part.app else part._replace(app=app)
 
     def _promised(self, headers: Headers) -> Promise:
         """What its headers ask for. Raises `ApiError` 400, which names the header, for what nobody can promise."""
