@@ -345,27 +345,36 @@ def lets(
     return False
 
 
-def allowed(found: Rendered, source: Pod, target: Pod, port: int) -> bool:
-    """Whether network policies allow it: one side's egress and the other's ingress."""
-    for pod, peers, direction, other in (
-        (source, "to", "egress", target),
-        (target, "from", "ingress", source),
-    ):
-        policies = [
-            one["spec"]
-            for one in found.of("NetworkPolicy")
-            if matches(one["spec"]["podSelector"], pod.labels)
-            and direction.title() in one["spec"]["policyTypes"]
-        ]
-        if policies and not any(
-            lets(one.get(direction) or [], peers, other.labels, port) for one in policies
-        ):
-            return False
-    return True
+def allowed(found: Rendered, direction: str, source: Pod, target: Pod, port: int) -> bool:
+    """Whether the policies of one side allow it: the source's, for egress, or the target's, for ingress."""
+    pod, other, peers = (source, target, "to") if direction == "egress" else (target, source, "from")
+    policies = [
+        one["spec"]
+        for one in found.of("NetworkPolicy")
+        if matches(one["spec"]["podSelector"], pod.labels) and direction.title() in one["spec"]["policyTypes"]
+    ]
+    return not policies or any(lets(one.get(direction) or [], peers, other.labels, port) for one in policies)
+
+
+def is_open(found: Rendered, target: Pod, port: int) -> bool:
+    """Whether everybody may come to this port: it is for clients, or operators."""
+    return any(
+        "from" not in rule and {"protocol": "TCP", "port": port} in rule.get("ports", ())
+        for one in found.of("NetworkPolicy")
+        if matches(one["spec"]["podSelector"], target.labels)
+        for rule in one["spec"]["ingress"]
+    )
+
+
+FOR_EVERYBODY = {("gateway", 8000), ("batches", 8000), ("dashboard", 8002)}
 
 
 @with_each
-def test_policies_allow_what_arguments_imply_and_nothing_else(name: str, sites: Mapping[str, Site]) -> None:
+@pytest.mark.parametrize("direction", ["ingress", "egress"])
+def test_policies_allow_what_arguments_imply_and_nothing_else(
+    name: str, direction: str, sites: Mapping[str, Site]
+) -> None:
+    """Each side by itself: a connection needs both."""
     site = sites[name]
     found, expected = site.rendered, implied(site)
     if not found.of("NetworkPolicy"):
@@ -373,15 +382,17 @@ def test_policies_allow_what_arguments_imply_and_nothing_else(name: str, sites: 
     for pod in found.pods:  # everybody is under a policy
         assert any(matches(one["spec"]["podSelector"], pod.labels) for one in found.of("NetworkPolicy")), pod
     within = {"replica"} if found.of("LeaderWorkerSet") else set()
-    reachable = {
-        Connection(source.component, target.component, port)
-        for source in found.pods
-        for target in found.pods
-        for container in target.containers
-        for port in container.ports.values()
-        if not (source.component == target.component and source.component in within)
-        if allowed(found, source, target, port)
-    }
+    reachable = set()
+    for source in found.pods:
+        for target in found.pods:
+            for port in (port for container in target.containers for port in container.ports.values()):
+                if source.component == target.component and source.component in within:
+                    continue  # nodes of one replica
+                if direction == "ingress" and is_open(found, target, port):
+                    assert (target.component, port) in FOR_EVERYBODY
+                    continue
+                if allowed(found, direction, source, target, port):
+                    reachable.add(Connection(source.component, target.component, port))
     assert reachable == expected
 
 
