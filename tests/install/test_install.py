@@ -99,7 +99,9 @@ def test_without_an_engine_a_cluster_says_what_installs_it(tmp_path: Path) -> No
         "from sglang_fair.cluster.__main__ import main\n"
         "sys.exit(main(['--engine', 'emulated', '--gpu', 'a100-80g', '--model', 'llama-3.1-8b', '--port', '0']))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         "sglang-fair: sglang and torch not installed beside this package; run: sglang-fair install cpu "
