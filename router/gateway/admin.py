@@ -19,6 +19,7 @@ from starlette.routing import Route
 from router.events import Capacity, Refuse, WorkerDrain, Workers, WorkerUp
 from router.gateway.errors import RETRY_AFTER_S, ApiError, describe
 from router.gateway.guard import Guard, behind_proxy
+from router.gateway.operations import Operation
 from router.gateway.pages import json_response
 from router.gateway.replicas.context import names_of
 from router.gateway.replicas.pool import Replicas
@@ -132,6 +133,49 @@ class ThrottleReport(msgspec.Struct):
     throttle: dict[str, Any]
 
 
+DocumentedNewWorker = Annotated[
+    NewWorker,
+    Meta(
+        extra_json_schema={
+            "anyOf": [
+                {"properties": {"replay": {"type": "null"}}},
+                {"required": ["kv"], "properties": {"kv": {"type": "string"}}},
+            ]
+        }
+    ),
+]
+"""With the rule that `replay` needs `kv`, which a type cannot say."""
+
+
+class WorkerName(msgspec.Struct):
+    """Which replica."""
+
+    name: Annotated[str, Meta(pattern=NAME_PATTERN)]
+
+
+ADMIN_ERRORS = (400, 401, 403, 404, 409, 413, 503)
+SWAP = Operation(
+    "POST", "/swap", "Have a replica load another model.", SwapState, ADMIN_ERRORS, 202, body=NewSwap
+)
+LIMITS = Operation("GET", "/limits", "How calls are throttled.", ThrottleReport, ADMIN_ERRORS)
+SET_LIMITS = Operation(
+    "POST", "/limits", "Replace the limits of throttling.", ThrottleReport, ADMIN_ERRORS, body=NewLimits
+)
+WORKERS = Operation("GET", "/workers", "The replicas.", WorkerList, ADMIN_ERRORS)
+ADD = Operation(
+    "POST", "/workers", "Add a replica.", WorkerState, ADMIN_ERRORS, 201, body=DocumentedNewWorker
+)
+DRAIN = Operation(
+    "DELETE",
+    "/workers/{name}",
+    "Drain a replica, then forget it.",
+    WorkerState,
+    ADMIN_ERRORS,
+    where=WorkerName,
+)
+OPERATIONS = (SWAP, LIMITS, SET_LIMITS, WORKERS, ADD, DRAIN)
+
+
 def routes(link: Links, replicas: Replicas, names: Names, guard: Guard) -> list[Route]:
     """The routes, of a gateway that serves the models `names`. They raise `ApiError`."""
     behind = behind_proxy()
@@ -210,12 +254,12 @@ def routes(link: Links, replicas: Replicas, names: Names, guard: Guard) -> list[
         return json_response(SwapState(asked.worker, **_known_of(found.get(asked.worker, {}))), 202)
 
     return [
-        Route("/swap", swap, methods=["POST"], middleware=behind),
-        Route("/limits", limits, methods=["GET"], middleware=behind),
-        Route("/limits", set_limits, methods=["POST"], middleware=behind),
-        Route("/workers", workers, methods=["GET"], middleware=behind),
-        Route("/workers", add, methods=["POST"], middleware=behind),
-        Route("/workers/{name}", drain, methods=["DELETE"], middleware=behind),
+        SWAP.route(swap, behind),
+        LIMITS.route(limits, behind),
+        SET_LIMITS.route(set_limits, behind),
+        WORKERS.route(workers, behind),
+        ADD.route(add, behind),
+        DRAIN.route(drain, behind),
     ]
 
 

@@ -1,7 +1,7 @@
 """What the gateway itself tells: its model, its health, its state."""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from starlette.requests import Request
@@ -9,14 +9,16 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from router.gateway.errors import ApiError
+from router.gateway.explain import Explained, Latest
 from router.gateway.gateway import Gateway
 from router.gateway.guard import behind_proxy
 from router.gateway.metrics import CONTENT_TYPE
+from router.gateway.operations import AnyId, Operation, numbered
 from router.gateway.request.names import model_not_found
 from router.gateway.request.schema import NOT_STORED
 from router.gateway.routing.link import RouterGone
+from router.gateway.usage import UsageReport
 
-EXPLAIN = "/explain/{id:path}"
 MOST_LATEST = 1000
 
 
@@ -57,6 +59,13 @@ class Liveness(msgspec.Struct):
     status: Literal["ok"] = "ok"
 
 
+class LatestQuery(msgspec.Struct):
+    """What `GET /requests` may be asked."""
+
+    client: str | None = None
+    limit: Annotated[int, numbered(1, MOST_LATEST)] = 100
+
+
 class StatusReport(msgspec.Struct):
     """`GET /status`: the router's snapshot and, under `gateway`, its counters, of all its processes.
 
@@ -66,6 +75,66 @@ class StatusReport(msgspec.Struct):
     workers: dict[str, Any]
     in_flight: int
     gateway: dict[str, Any]
+
+
+MODELS = Operation("GET", "/v1/models", "The models that the sender may ask for.", Models, (401,))
+ONE_MODEL = Operation(
+    "GET", "/v1/models/{id}", "A model by its name.", Model, (401, 404), where=AnyId, has_slashes=True
+)
+USAGE = Operation(
+    "GET", "/v1/usage", "What the sender has had, what it may have, and what is left.", UsageReport, (401,)
+)
+STORED = tuple(
+    Operation(method, path, f"{what}, of which there are none.", errors=(401, 404), where=AnyId)
+    for method, path, what in (
+        ("GET", "/v1/responses/{id}", "A stored response"),
+        ("DELETE", "/v1/responses/{id}", "Delete a stored response"),
+        ("POST", "/v1/responses/{id}/cancel", "Cancel a response in the background"),
+    )
+)
+HEALTH = Operation(
+    "GET",
+    "/health",
+    "Whether requests can be placed.",
+    HealthReport,
+    others={503: ("requests cannot be placed", HealthReport)},
+)
+ALIVE = Operation("GET", "/healthz", "Whether the process answers.", Liveness)
+READY = Operation(
+    "GET",
+    "/readyz",
+    "Whether requests may be sent here.",
+    Readiness,
+    others={503: ("requests cannot be placed, or it is about to end", Readiness)},
+)
+EXPLAIN = Operation(
+    "GET",
+    "/explain/{id}",
+    "Why a request was served as it was: what gateway, router and replica remember. By the id in its answer, "
+    "x-request-id or x-fair-request-id; a tenant sees its own.",
+    Explained,
+    (401, 403, 404),
+    where=AnyId,
+    has_slashes=True,
+)
+LATEST = Operation(
+    "GET",
+    "/requests",
+    "The requests that came last to this process, the latest first.",
+    Latest,
+    (400, 401, 403),
+    query=LatestQuery,
+)
+STATUS = Operation(
+    "GET", "/status", "The router's snapshot, and this gateway's counters.", StatusReport, (401, 403)
+)
+METRICS = Operation(
+    "GET", "/metrics", "Numbers for Prometheus.", content={"text/plain": str}, errors=(401, 403)
+)
+OPERATIONS = (
+    *(MODELS, ONE_MODEL, USAGE, *STORED, HEALTH, ALIVE, READY, EXPLAIN),
+    *(LATEST, STATUS, METRICS),
+)
 
 
 def public(gateway: Gateway) -> list[Route]:
@@ -116,15 +185,14 @@ def public(gateway: Gateway) -> list[Route]:
         return json_response(Readiness("no router"), 503)
 
     return [
-        Route("/healthz", alive, methods=["GET"]),
-        Route("/readyz", ready, methods=["GET"]),
-        Route("/v1/models", models, methods=["GET"]),
-        Route("/v1/models/{id:path}", one_model, methods=["GET"]),
-        Route("/v1/usage", usage, methods=["GET"]),
-        Route("/v1/responses/{id}", stored, methods=["GET", "DELETE"]),
-        Route("/v1/responses/{id}/cancel", stored, methods=["POST"]),
-        Route("/health", health, methods=["GET"]),
-        *([] if gateway.directory is None else [Route(EXPLAIN, explain, methods=["GET"])]),
+        ALIVE.route(alive),
+        READY.route(ready),
+        MODELS.route(models),
+        ONE_MODEL.route(one_model),
+        USAGE.route(usage),
+        *(operation.route(stored) for operation in STORED),
+        HEALTH.route(health),
+        *([] if gateway.directory is None else [EXPLAIN.route(explain)]),
     ]
 
 
@@ -137,10 +205,8 @@ def private(gateway: Gateway, check: Callable[[Request], None] = lambda _: None)
 
     async def latest(request: Request) -> Response:
         check(request)
-        asked = request.query_params.get("limit", "100")
-        if not (asked.isascii() and asked.isdecimal() and len(asked) < 5 and 1 <= int(asked) <= MOST_LATEST):
-            raise ApiError(400, f"limit is a number from 1 to {MOST_LATEST}", code="invalid_limit")
-        return json_response(gateway.explainer.latest(request.query_params.get("client"), int(asked)))
+        asked = LATEST.asked(request, LatestQuery)
+        return json_response(gateway.explainer.latest(asked.client, asked.limit))
 
     async def status(request: Request) -> Response:
         check(request)
@@ -161,10 +227,10 @@ def private(gateway: Gateway, check: Callable[[Request], None] = lambda _: None)
         return Response(await gateway.metrics.page(), headers={"content-type": CONTENT_TYPE})
 
     return [
-        Route("/status", status, methods=["GET"], middleware=behind_proxy()),
-        Route("/metrics", metrics, methods=["GET"], middleware=behind_proxy()),
-        Route("/requests", latest, methods=["GET"], middleware=behind_proxy()),
-        Route(EXPLAIN, explain, methods=["GET"], middleware=behind_proxy()),
+        STATUS.route(status, behind_proxy()),
+        METRICS.route(metrics, behind_proxy()),
+        LATEST.route(latest, behind_proxy()),
+        EXPLAIN.route(explain, behind_proxy()),
     ]
 
 

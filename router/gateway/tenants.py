@@ -16,10 +16,12 @@ from starlette.routing import Route
 from router.gateway.admin import read_body
 from router.gateway.errors import ApiError
 from router.gateway.guard import Guard
+from router.gateway.operations import Operation
 from router.gateway.pages import json_response
 from sglang_fair.common.weights import MOST_WEIGHT
 from sglang_fair.settings.setting import SettingError
 from sglang_fair.tenants import edit
+from sglang_fair.tenants.model import NAME_PATTERN
 
 
 class TenantChange(msgspec.Struct, forbid_unknown_fields=True):
@@ -35,6 +37,25 @@ class TenantState(msgspec.Struct):
 
     name: str
     weight: float
+
+
+class TenantName(msgspec.Struct):
+    """Which tenant."""
+
+    name: Annotated[str, Meta(pattern=NAME_PATTERN)]
+
+
+CHANGE = Operation(
+    "PATCH",
+    "/tenants/{name}",
+    "Change a tenant's weight, in the tenants' file.",
+    TenantState,
+    (400, 401, 403, 404, 409, 413),
+    body=TenantChange,
+    where=TenantName,
+    has_slashes=True,
+)
+OPERATIONS = (CHANGE,)
 
 
 def routes(path: Path, guard: Guard) -> list[Route]:
@@ -57,4 +78,4 @@ def routes(path: Path, guard: Guard) -> list[Route]:
             ) from error
         return json_response(TenantState(name, asked.weight))
 
-    return [Route("/tenants/{name:path}", change, methods=["PATCH"])]
+    return [CHANGE.route(change)]

@@ -4,7 +4,7 @@ Each API has a tenant of its own. What its clients were told that they used is w
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -117,14 +117,25 @@ def holds(served: Served, tenant: str) -> None:
     assert served.charged(tenant) == served.told[tenant]
 
 
-TOOL = {"name": "paint", "description": "Paints it.", "parameters": SCHEMA}
+TOOL = {"name": "paint", "description": "Paints it.", "parameters": SCHEMA, "strict": True}
+WHOLE = {"ignore_eos": True}
+"""So that an answer has the length that is asked for."""
 QUESTION = [{"role": "user", "content": "Which?"}]
 
 
 def test_chats(served: Served) -> None:
     client, told = served.openai("chat"), served.told["chat"]
     create = client.chat.completions.create
-    answer = create(model=MODEL, messages=QUESTION, max_tokens=12, logprobs=True, top_logprobs=2, n=2, seed=1)
+    answer = create(
+        model=MODEL,
+        messages=QUESTION,
+        max_tokens=12,
+        logprobs=True,
+        top_logprobs=2,
+        n=2,
+        seed=1,
+        extra_body=WHOLE,
+    )
     told.chat(answer.usage)
     assert len(answer.choices) == 2
     assert all(len(choice.logprobs.content) == 12 for choice in answer.choices)
@@ -148,7 +159,12 @@ def test_chats(served: Served) -> None:
     told.chat(answer.usage)
     jsonschema.validate(json.loads(answer.choices[0].message.content), SCHEMA)
     stream = create(
-        model=MODEL, messages=QUESTION, max_tokens=9, stream=True, stream_options={"include_usage": True}
+        model=MODEL,
+        messages=QUESTION,
+        max_tokens=9,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body=WHOLE,
     )
     *_, last = stream
     assert last.usage.completion_tokens == 9
@@ -167,7 +183,9 @@ def test_chats(served: Served) -> None:
 
 def test_completions(served: Served) -> None:
     client, told = served.openai("completions"), served.told["completions"]
-    answer = client.completions.create(model=MODEL, prompt=["a", "b"], max_tokens=4, n=2, logprobs=1, seed=3)
+    answer = client.completions.create(
+        model=MODEL, prompt=["a", "b"], max_tokens=4, n=2, logprobs=1, seed=3, extra_body=WHOLE
+    )
     told.chat(answer.usage)
     assert len(answer.choices) == 4
     assert all(len(choice.logprobs.tokens) == 4 for choice in answer.choices)
@@ -193,7 +211,7 @@ def test_responses(served: Served) -> None:
     answer = client.responses.create(model=MODEL, input="Which?", max_output_tokens=100, text=form)
     told.response(answer.usage)
     jsonschema.validate(json.loads(answer.output_text), SCHEMA)
-    tools = [{"type": "function", "strict": False, **TOOL}]
+    tools = [{"type": "function", **TOOL}]
     answer = client.responses.create(
         model=MODEL, input="Which?", max_output_tokens=200, tools=tools, tool_choice="required"
     )
@@ -231,12 +249,12 @@ def test_messages(served: Served) -> None:
         "messages": [{"role": "user", "content": "Which?"}],
         "system": "Be brief.",
     }
-    answer = create(**asked, max_tokens=7, temperature=0.5, top_p=0.9)
+    answer = create(**asked, max_tokens=7, extra_body={"temperature": 0, "top_p": 0.9})
     told.message(answer.usage)
     assert (answer.type, answer.stop_reason, answer.usage.output_tokens) == ("message", "max_tokens", 7)
     counted = client.messages.count_tokens(**asked).input_tokens
     assert counted == answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0)
-    tools = [{"name": "paint", "description": "Paints it.", "input_schema": SCHEMA}]
+    tools = [{"name": "paint", "description": "Paints it.", "input_schema": SCHEMA, "strict": True}]
     answer = create(**asked, max_tokens=200, tools=tools, tool_choice={"type": "any"})
     told.message(answer.usage)
     [call] = [block for block in answer.content if block.type == "tool_use"][:1]
@@ -256,7 +274,7 @@ def test_messages(served: Served) -> None:
     ]
     answer = create(**asked | {"messages": turns}, max_tokens=4, tools=tools)
     told.message(answer.usage)
-    with client.messages.stream(**asked, max_tokens=9) as stream:
+    with client.messages.stream(**asked, max_tokens=9, extra_body={"temperature": 0}) as stream:
         text = "".join(stream.text_stream)
         final = stream.get_final_message()
     assert text == final.content[0].text
@@ -337,7 +355,13 @@ def test_the_router_predicts_the_hit(served: Served, path: str, tools: bool) -> 
 def test_who_leaves_is_charged_for_what_was_computed(served: Served, path: str, streams: bool) -> None:
     name = "input" if path == "/v1/responses" else "messages"
     most = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
-    body = {"model": MODEL, name: [{"role": "user", "content": "a"}], most: 20_000, "stream": streams}
+    body = {
+        "model": MODEL,
+        name: [{"role": "user", "content": "a"}],
+        most: 20_000,
+        "stream": streams,
+        "temperature": 0,
+    }
     before = served.charged("leaver").output
 
     def runs() -> bool:
@@ -387,13 +411,20 @@ def test_a_model_that_makes_embeddings_does_not_generate(embedding: Served, stre
     client, other = embedding.openai("chat"), embedding.anthropic("messages")
     turns: Any = [{"role": "user", "content": "a"}]
     words = "makes embeddings"
-    for ask in (
+    asked: list[Callable[[], Any]] = [
         lambda: client.chat.completions.create(model=MODEL, messages=turns, max_tokens=3, stream=streams),
         lambda: client.completions.create(model=MODEL, prompt="a", max_tokens=3, stream=streams),
         lambda: other.messages.create(model=MODEL, messages=turns, max_tokens=3, stream=streams),
-        lambda: client.responses.create(model=MODEL, input="a", stream=streams),
-    ):
+    ]
+    for ask in asked:
         with pytest.raises((openai.APIError, anthropic.APIError), match=words):
             list(ask()) if streams else ask()
+    if streams:
+        *_, last = client.responses.create(model=MODEL, input="a", stream=True)
+        assert last.type == "response.failed"
+        assert words in last.response.error.message
+    else:
+        with pytest.raises(openai.BadRequestError, match=words):
+            client.responses.create(model=MODEL, input="a")
     assert client.embeddings.create(model=MODEL, input="a text").data
     assert other.messages.count_tokens(model=MODEL, messages=turns).input_tokens > 1

@@ -11,21 +11,31 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from router.batches.blobs import PIECE_BYTES
-from router.batches.model import Purpose, StoredBatch, StoredFile, window_s
+from router.batches.model import StoredBatch, StoredFile, window_s
 from router.gateway.admin import read_body
 from router.gateway.batches.files import Files
-from router.gateway.batches.schema import BatchList, BatchObject, FileDeleted, FileList, FileObject, NewBatch
+from router.gateway.batches.schema import (
+    BatchesQuery,
+    BatchId,
+    BatchList,
+    BatchObject,
+    FileDeleted,
+    FileId,
+    FileList,
+    FileObject,
+    FilesQuery,
+    NewBatch,
+    NewFile,
+)
 from router.gateway.batches.upload import HEAD_BYTES, Upload
 from router.gateway.errors import ApiError, overloaded
 from router.gateway.gateway import Gateway
+from router.gateway.operations import Operation
 from router.gateway.pages import json_response
 
 log = logging.getLogger("gateway")
 
 MOST_BODY_BYTES = 64 << 10
-MOST_FILES, MOST_BATCHES = 10_000, 100
-"""Listed in one answer."""
-LISTED = 20
 MOST_OPEN_BATCHES = 1000
 """Of one client, not over yet."""
 LEAST_EXPIRY_S = 3600
@@ -33,19 +43,56 @@ LEAST_EXPIRY_S = 3600
 CONTENT_TYPE = "application/octet-stream"
 
 
+FILE_ERRORS = (400, 401, 404, 408, 409, 413, 429, 503)
+UPLOAD = Operation(
+    "POST",
+    "/v1/files",
+    "Upload the requests of a batch.",
+    FileObject,
+    FILE_ERRORS,
+    body=NewFile,
+    sent="multipart/form-data",
+)
+FILES = Operation("GET", "/v1/files", "The sender's files.", FileList, FILE_ERRORS, query=FilesQuery)
+FILE = Operation("GET", "/v1/files/{id}", "A file.", FileObject, FILE_ERRORS, where=FileId)
+REMOVE = Operation("DELETE", "/v1/files/{id}", "Delete a file.", FileDeleted, FILE_ERRORS, where=FileId)
+CONTENT = Operation(
+    "GET",
+    "/v1/files/{id}/content",
+    "What is in a file.",
+    errors=FILE_ERRORS,
+    where=FileId,
+    content={CONTENT_TYPE: None},
+)
+CREATE = Operation(
+    "POST", "/v1/batches", "Have the requests of a file answered.", BatchObject, FILE_ERRORS, body=NewBatch
+)
+BATCHES = Operation("GET", "/v1/batches", "The sender's batches.", BatchList, FILE_ERRORS, query=BatchesQuery)
+BATCH = Operation("GET", "/v1/batches/{id}", "A batch.", BatchObject, FILE_ERRORS, where=BatchId)
+CANCEL = Operation(
+    "POST",
+    "/v1/batches/{id}/cancel",
+    "Answer no more of a batch's requests.",
+    BatchObject,
+    FILE_ERRORS,
+    where=BatchId,
+)
+OPERATIONS = (UPLOAD, FILES, FILE, REMOVE, CONTENT, CREATE, BATCHES, BATCH, CANCEL)
+
+
 def routes(gateway: Gateway, files: Files) -> list[Route]:
     """They raise `ApiError`."""
     asked = _Asked(gateway, files)
     return [
-        Route("/v1/files", asked.upload, methods=["POST"]),
-        Route("/v1/files", asked.list_files, methods=["GET"]),
-        Route("/v1/files/{id}", asked.file, methods=["GET"]),
-        Route("/v1/files/{id}", asked.remove, methods=["DELETE"]),
-        Route("/v1/files/{id}/content", asked.content, methods=["GET"]),
-        Route("/v1/batches", asked.create, methods=["POST"]),
-        Route("/v1/batches", asked.list_batches, methods=["GET"]),
-        Route("/v1/batches/{id}", asked.batch, methods=["GET"]),
-        Route("/v1/batches/{id}/cancel", asked.cancel, methods=["POST"]),
+        UPLOAD.route(asked.upload),
+        FILES.route(asked.list_files),
+        FILE.route(asked.file),
+        REMOVE.route(asked.remove),
+        CONTENT.route(asked.content),
+        CREATE.route(asked.create),
+        BATCHES.route(asked.list_batches),
+        BATCH.route(asked.batch),
+        CANCEL.route(asked.cancel),
     ]
 
 
@@ -115,25 +162,14 @@ class _Asked:
         return json_response(FileObject.of(file))
 
     async def list_files(self, request: Request) -> Response:
-        client, query = self._client(request), request.query_params
-        order = query.get("order", "desc")
-        if order not in ("asc", "desc"):
-            raise ApiError(400, "`order` must be asc or desc", code="invalid_order", param="order")
-        purpose: Purpose | None = None
-        if "purpose" in query:
-            try:
-                purpose = msgspec.convert(query["purpose"], Purpose)
-            except msgspec.ValidationError:
-                raise ApiError(
-                    400, "`purpose` must be batch or batch_output", code="invalid_purpose", param="purpose"
-                ) from None
-        limit = _limit(query.get("limit", str(MOST_FILES)), MOST_FILES)
+        client, query = self._client(request), FILES.asked(request, FilesQuery)
+        limit = query.limit
         found = await self._files.run(
-            self._files.store.files, client, purpose=purpose, after=query.get("after"), limit=limit + 1,
-            newest_first=order == "desc",
+            self._files.store.files, client, purpose=query.purpose, after=query.after, limit=limit + 1,
+            newest_first=query.order == "desc",
         )  # fmt: skip
         if found is None:
-            raise _no_file(query["after"])
+            raise _no_file(query.after or "")
         data = [FileObject.of(file) for file in found[:limit]]
         return json_response(FileList(data, *_ends([one.id for one in data]), len(found) > limit))
 
@@ -203,9 +239,8 @@ class _Asked:
         return json_response(BatchObject.of(batch))
 
     async def list_batches(self, request: Request) -> Response:
-        client, query = self._client(request), request.query_params
-        limit = _limit(query.get("limit", str(LISTED)), MOST_BATCHES)
-        after = query.get("after")
+        client, query = self._client(request), BATCHES.asked(request, BatchesQuery)
+        limit, after = query.limit, query.after
         found = await self._files.run(self._files.store.batches, client, after=after, limit=limit + 1)
         if found is None:
             raise _no_batch(after or "")
@@ -243,12 +278,6 @@ def _expiry_s(fields: dict[str, str], keep_s: int) -> int:
             400, f"`expires_after[seconds]` must be at least {LEAST_EXPIRY_S}", code="invalid_expiry"
         )
     return min(int(seconds), keep_s)
-
-
-def _limit(text: str, most: int) -> int:
-    if not (text.isascii() and text.isdecimal() and len(text) < 6 and 1 <= int(text) <= most):
-        raise ApiError(400, f"`limit` must be a number from 1 to {most}", code="invalid_limit", param="limit")
-    return int(text)
 
 
 def _ends(ids: list[str]) -> tuple[str | None, str | None]:

@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from router.batches.model import WINDOW_PATTERN, StoredBatch, StoredFile
+from router.batches.model import BATCH_PATTERN, FILE_PATTERN, WINDOW_PATTERN, Purpose, StoredBatch, StoredFile
+from router.gateway.operations import numbered
 
 MOST_METADATA = 16
 _Key = Annotated[str, Meta(max_length=64)]
@@ -32,6 +33,52 @@ class FileObject(msgspec.Struct):
         return FileObject(
             file.id, file.bytes, file.created_s, file.filename, file.purpose, expires_at=expires_at
         )
+
+
+After = Annotated[str | None, Meta(description="The last of the page before.")]
+MOST_FILES, MOST_BATCHES = 10_000, 100
+"""Listed in one answer."""
+
+
+class FilesQuery(msgspec.Struct):
+    """What `GET /v1/files` may be asked."""
+
+    after: After = None
+    limit: Annotated[int, numbered(1, MOST_FILES)] = MOST_FILES
+    purpose: Annotated[
+        Purpose | None, Meta(extra={"must": "be batch or batch_output", "code": "invalid_purpose"})
+    ] = None
+    order: Annotated[
+        Literal["asc", "desc"], Meta(extra={"must": "be asc or desc", "code": "invalid_order"})
+    ] = "desc"
+
+
+class BatchesQuery(msgspec.Struct):
+    """What `GET /v1/batches` may be asked."""
+
+    after: After = None
+    limit: Annotated[int, numbered(1, MOST_BATCHES)] = 20
+
+
+class FileId(msgspec.Struct):
+    """Which file."""
+
+    id: Annotated[str, Meta(pattern=FILE_PATTERN)]
+
+
+class BatchId(msgspec.Struct):
+    """Which batch."""
+
+    id: Annotated[str, Meta(pattern=BATCH_PATTERN)]
+
+
+class NewFile(msgspec.Struct, forbid_unknown_fields=True):
+    """The form of `POST /v1/files`."""
+
+    file: Annotated[
+        str, Meta(description="A request a line, in JSON.", extra_json_schema={"format": "binary"})
+    ]
+    purpose: Literal["batch"]
 
 
 class FileList(msgspec.Struct):

@@ -5,12 +5,13 @@ from typing import Any
 
 import msgspec
 
+from router.gateway.checks import check
 from router.gateway.errors import ApiError
 from router.gateway.request.call import Call, make_call
 from router.gateway.request.cap import capped
-from router.gateway.request.checking import check, check_prompts
 from router.gateway.request.kinds import Kind
 from router.gateway.request.names import Names
+from router.gateway.request.prompts import check_prompts
 from router.gateway.request.schema import (
     MAX_BATCH,
     MAX_MESSAGES,
