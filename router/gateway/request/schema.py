@@ -16,7 +16,8 @@ MAX_MESSAGES = 10_000
 
 Prompt = str | list[int]
 
-TokenIds = Annotated[list[Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]], Meta(min_length=1)]
+TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]
+TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
 Texts = Annotated[list[str], Meta(min_length=1, max_length=MAX_BATCH)]
 TokenIdLists = Annotated[list[TokenIds], Meta(min_length=1, max_length=MAX_BATCH)]
 
@@ -218,7 +219,7 @@ class DetokenizeRequest(Common, kw_only=True):
     tokens: Annotated[
         list[Any],
         Meta(
-            extra_json_schema=_any_of(list[int], list[list[int]]),
+            extra_json_schema=_any_of(list[TokenId], list[list[TokenId]]),
             extra={"must": "be a list of token ids or of lists of them"},
         ),
     ]
