@@ -33,7 +33,7 @@ REFUSABLE = [
     and one.label != "POST /v1/files"
     and not one.path.startswith("/v1/responses/")
 ]
-"""Any bytes are a file, and any name is one of a response that is not there, so Schemathesis finds none to be refused."""
+"""Any bytes are a file, and any name is one of a response that is not there: nothing is to be refused."""
 CONFORMS = (
     not_a_server_error,
     checks.status_code_conformance,
