@@ -41,14 +41,16 @@ help: ## list the targets
 
 setup: $(READY) ## install everything into .venv (DEVICE=cuda: with the GPU kernels; TORCH_INDEX: where torch comes from)
 
-check: $(READY) ## the gate, under a minute: lint, format, layers, types, tests without an engine
+check: $(READY) ## the gate: lint, format, layers, types, tests without an engine
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache & layers=$$!; $(BIN)/mypy && wait $$layers
 	$(BIN)/python -m pytest -q -n auto --dist worksteal -m "$(LIGHT)" $(PYTEST_ARGS)
 
+# Two workers: more would need more memory, and one would wait for engines. Each takes whole files, because the tests of
+# a file share a cluster.
 test: check ## all tests: the gate, then real replicas and a whole cluster on the CPU
-	$(BIN)/python -m pytest -q -m "not ($(LIGHT))" --durations=10 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not ($(LIGHT))" --durations=20 $(PYTEST_ARGS)
 
 cluster: $(READY) ## start replicas, router and gateway; Ctrl-C stops them
 	$(BIN)/sglang-fair cluster --device $(DEVICE) --replicas $(REPLICAS) --model $(MODEL) \

@@ -19,6 +19,16 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 fork_server.announce()
 
 
+LONGEST = ("workloads/test_experiments", "whole/test_faults", "whole/test_swaps", "overlay/test_preempt")
+"""Files of tests that begin first where files are shared out among workers, or the last of them would run alone."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whole files only change places: tests of one file share what they have started."""
+    order = {f"tests/{name}.py": number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.nodeid.partition("::")[0], len(order)))
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Replicas and clusters of whatever a test starts come from one process that has imported SGLang."""
     if item.get_closest_marker("engine") or item.get_closest_marker("e2e"):

@@ -174,7 +174,7 @@ def test_a_batch_whose_window_is_over_expires(tokenizer: Path, tmp_path: Path) -
     async def body(site: Batches) -> None:
         client = site.client("gold")
         lines = [line(str(index), "x", max_tokens=200) for index in range(300)]
-        found = await site.over(client, await created(client, jsonl(lines), "15s"))
+        found = await site.over(client, await created(client, jsonl(lines), "15s"), 300.0)
         assert found.status == "expired"
         assert found.request_counts is not None
         assert found.request_counts.failed > 0

@@ -27,7 +27,7 @@ def test_an_average_call_counts_one_whatever_the_application() -> None:
 
         async def scenario(numbers: range) -> None:
             for number in numbers:
-                for app, tokens, output in (("short", 20, 5), ("long", 200, 50)):
+                for app, tokens, output in (("short", 10, 2), ("long", 100, 20)):
                     await replica.ask(app, [number] * tokens, output, headers=says(app))
 
         asyncio.run(scenario(range(1, 31)))
