@@ -890,11 +890,13 @@ def placement_reason(request: Request, worker: Worker, match: Match, allowed: Se
         return "retry"
     if len(allowed) == 1:
         return "only"
-    held = match.lengths
+    held, own = match.lengths, match.of(worker.name)
+    if own and own == match.tokens:
+        return "prefix"
     longest = max([held.get(one.name, 0) for one in allowed]) if held else 0
     if not longest:
         return "new"
-    return "prefix" if match.of(worker.name) == longest else "load"
+    return "prefix" if own == longest else "load"
 
 
 def _state(worker: Worker) -> str:
