@@ -12,6 +12,7 @@ from hypothesis import settings
 from sglang_fair.engines import cpu
 from tests.support import fork_server
 from tests.support.live import Cluster, Replica
+from tests.support.wheel import Built, Installed, build, install
 
 settings.register_profile("default", deadline=None, derandomize=True)
 settings.load_profile("default")
@@ -91,3 +92,13 @@ def clusters() -> Iterator[tuple[Cluster, Cluster]]:
 @pytest.fixture(scope="session")
 def fair_cluster(clusters: tuple[Cluster, Cluster]) -> Cluster:
     return clusters[0]
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    return build(tmp_path_factory.mktemp("build"))
+
+
+@pytest.fixture(scope="session")
+def installed(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    return install(built.wheel, tmp_path_factory.mktemp("venv") / "v")

@@ -31,7 +31,8 @@ class Cable:
         run("ip", "link", "add", "front", "type", "veth", "peer", "name", "back", "netns", pid)
         run("ip", "address", "add", f"{FRONT}/24", "dev", "front")
         run(*self.inside, "ip", "address", "add", f"{BACK}/24", "dev", "back")
-        run(*self.inside, "ip", "link", "set", "back", "up")
+        for name in ("back", "lo"):
+            run(*self.inside, "ip", "link", "set", name, "up")
         self.set("up")
 
     def socket(self, family: int, kind: int) -> socket.socket:

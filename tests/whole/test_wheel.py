@@ -13,19 +13,9 @@ import pytest
 
 from sglang_fair.common.version import VERSION
 from tests.support.live import EMULATED, Cluster
-from tests.support.wheel import PACKAGES, ROOT, Built, Installed, build, clean_environment, install
+from tests.support.wheel import PACKAGES, ROOT, Built, Installed, clean_environment
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    return build(tmp_path_factory.mktemp("build"))
-
-
-@pytest.fixture(scope="module")
-def installed(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    return install(built.wheel, tmp_path_factory.mktemp("venv") / "v")
 
 
 def sources() -> set[str]:
