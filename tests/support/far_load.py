@@ -288,7 +288,7 @@ class Applications:
             model="default", messages=[{"role": "user", "content": question}], max_tokens=OUTPUT_TOKENS
         )
         self.retries += raw.retries_taken
-        answered = raw.parse()
+        answered = await raw.parse()
         assert answered.usage.output_tokens == OUTPUT_TOKENS
         return "".join(block.text for block in answered.content if block.type == "text")
 
@@ -302,7 +302,7 @@ class Applications:
         self.retries += raw.retries_taken
         said, ended = "", False
         try:
-            async for event in raw.parse():
+            async for event in await raw.parse():
                 if event.type == "content_block_delta" and event.delta.type == "text_delta":
                     said += event.delta.text
                 ended = ended or event.type == "message_stop"
