@@ -13,7 +13,7 @@ import pytest
 
 from sglang_fair.common.version import VERSION
 from tests.support.live import EMULATED, Cluster
-from tests.support.wheel import PACKAGES, ROOT, Built, Installed, clean_environment
+from tests.support.wheel import PACKAGES, ROOT, Built, Installed, clean_environment, install
 
 pytestmark = pytest.mark.slow
 
