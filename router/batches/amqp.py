@@ -62,6 +62,8 @@ class AmqpStore(Logged):
         self._said: dict[str, tuple[Change, Future[None]]] = {}
         """Changes that were not applied here yet, the oldest first."""
         self._channel: Any = None
+        self._broken: asyncio.Future[None] | None = None
+        """Of the connection that there is: done when it is no more."""
         self._why = "it does not answer"
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="broker", daemon=True)
@@ -93,7 +95,11 @@ class AmqpStore(Logged):
             future.result(WAIT_S)
         except TimeoutError:
             self._loop.call_soon_threadsafe(self._said.pop, change.id, None)
-            raise StoreError(f"broker {self._shown}: not within {WAIT_S:g} s: {self._why}") from None
+            self._loop.call_soon_threadsafe(self._connect_anew)
+            why = self._why
+            if self._channel is not None:  # of a shorter stream nothing comes that is behind its end
+                why = f"nothing comes, as if {self._path} had followed another log"
+            raise StoreError(f"broker {self._shown}: not within {WAIT_S:g} s: {why}") from None
         return self.outcome(change)
 
     # -- inside: the loop's thread
@@ -130,7 +136,7 @@ class AmqpStore(Logged):
             await channel.set_qos(prefetch_count=PREFETCH)
             kind = {"x-queue-type": "stream", "x-max-age": KEPT}
             stream = await channel.declare_queue(self._stream, durable=True, arguments=kind)
-            broken: asyncio.Future[None] = self._loop.create_future()
+            broken = self._broken = self._loop.create_future()
 
             async def came(message: Any) -> None:
                 try:
@@ -153,7 +159,12 @@ class AmqpStore(Logged):
             try:
                 await broken
             finally:
-                self._channel = None
+                self._channel = self._broken = None
+
+    def _connect_anew(self) -> None:
+        """A broker that has moved a stream may end its reader, and say so to nobody."""
+        if self._broken is not None and not self._broken.done():
+            self._broken.set_exception(OSError(f"nothing came for {WAIT_S:g} s"))
 
     def _apply(self, place: int, body: bytes) -> None:
         before = self.next

@@ -1,5 +1,6 @@
 """Every store of files and batches keeps the contract; and SQLite's keeps it on a disk that is full or damaged."""
 
+import asyncio
 import os
 import random
 import sqlite3
@@ -559,6 +560,27 @@ def test_machines_of_one_broker_are_alike_and_another_log_is_refused(broker: str
         store.shut()
     with pytest.raises(StoreError, match="another log"):
         AmqpStore(tmp_path / "1.db", broker, f"test-{uuid4().hex}")
+
+
+@pytest.mark.slow
+def test_a_reader_that_is_gone_comes_back(
+    broker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = AmqpStore(tmp_path / "1.db", broker, f"test-{uuid4().hex}")
+    store.add_batch(batch("b"))
+    monkeypatch.setattr(amqp, "WAIT_S", 2.0)
+
+    async def cancel() -> None:
+        channel = await store._channel.get_underlay_channel()
+        for tag in list(channel.consumers):
+            await channel.basic_cancel(tag)
+
+    asyncio.run_coroutine_threadsafe(cancel(), store._loop).result()
+    with pytest.raises(StoreError, match="not within 2 s"):
+        store.accept("b", [item(1)])
+    monkeypatch.setattr(amqp, "WAIT_S", 30.0)
+    assert store.start("b", NOW_S)
+    store.shut()
 
 
 @pytest.mark.slow
