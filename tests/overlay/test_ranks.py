@@ -49,11 +49,11 @@ class Ranks:
 
 
 @contextmanager
-def ranks(directory: Path, *arguments: str, forked: bool) -> Iterator[Ranks]:
+def ranks(directory: Path, *arguments: str) -> Iterator[Ranks]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(REPORTS, str(directory))
         patch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|0")  # on a CPU SGLang binds each rank to a core
-        with Replica(*arguments, module="tests.support.ranks_replica", forked=forked) as replica:
+        with Replica(*arguments, module="tests.support.ranks_replica", forked=False) as replica:
             yield Ranks(replica, directory)
 
 
@@ -71,7 +71,7 @@ def test_a_limit_per_minute_is_the_same_minute_on_all_ranks(kind: str, tmp_path:
                 await asyncio.sleep(0.02)
             return [(await each).status for each in asked]
 
-    with ranks(tmp_path, *limit, "--", *PARALLEL[kind], forked=True) as both:
+    with ranks(tmp_path, *limit, "--", *PARALLEL[kind]) as both:
         statuses = asyncio.run(load(both.replica))
         first, second = both.reports()
     assert set(statuses) == {200, 429}
@@ -106,7 +106,7 @@ def test_dlpm_decides_the_same_on_all_ranks(tmp_path: Path) -> None:
             return sum([(await each).retractions for each in asked])
 
     policy = ("--policy", "dlpm", "--quantum", "300", "--kv-tokens", "2048")
-    with ranks(tmp_path, *policy, "--", *PARALLEL["tensor"], *PRESSURE, forked=False) as both:
+    with ranks(tmp_path, *policy, "--", *PARALLEL["tensor"], *PRESSURE) as both:
         retractions = asyncio.run(load(both.replica))
         first, second = both.reports()
     assert retractions > 0, "the pool was not small enough"

@@ -123,6 +123,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 def main(name: str) -> None:
     die_with_parent()
+    importlib.import_module("tests.support.odd_policy")
     os.environ.update(replica.environment(replica.parse(["--device", "cpu", "--model", "tiny"])))
     fork_server.import_sglang()
     for module in ("sglang_fair.overlay.hooks", "sglang_fair.engines.emulated.hooks"):
