@@ -31,8 +31,8 @@ class Cable:
         run("ip", "link", "add", "front", "type", "veth", "peer", "name", "back", "netns", pid)
         run("ip", "address", "add", f"{FRONT}/24", "dev", "front")
         run(*self.inside, "ip", "address", "add", f"{BACK}/24", "dev", "back")
-        for name in ("back", "lo"):
-            run(*self.inside, "ip", "link", "set", name, "up")
+        run(*self.inside, "ip", "link", "set", "lo", "up")
+        run("ip", "link", "set", "front", "up")
         self.set("up")
 
     def socket(self, family: int, kind: int) -> socket.socket:
@@ -48,7 +48,8 @@ class Cable:
             return thread.submit(make).result()
 
     def set(self, state: str) -> None:
-        run("ip", "link", "set", "front", state)
+        """up or down, at the far end: this one keeps its address, at which processes here reach each other."""
+        run(*self.inside, "ip", "link", "set", "back", state)
 
     def close(self) -> None:
         self._holder.kill()
