@@ -1,4 +1,4 @@
-"""A cluster over two networks, through kills and an eavesdropper.
+"""A cluster over two networks, through cuts, kills and an eavesdropper.
 
     unshare -rmn python -m tests.support.far FOLDER PYTHON      the programs are those of PYTHON's packages
 
@@ -20,8 +20,9 @@ import zmq
 from router.wire import pack_tokens
 from sglang_fair.common.curve import Keys, make
 from tests.support.cable import BACK, FRONT, Cable
-from tests.support.far_load import Applications
+from tests.support.far_load import Applications, Flood, document
 from tests.support.far_site import FarSite, Programs
+from tests.support.live import check_conservation
 from tests.support.packets import Packets
 from tests.support.waiting import eventually
 
@@ -36,7 +37,11 @@ PATTERNS = {
     "token ids": pack_tokens(IDS),
 }
 
-PLENTY = ["--quantum", "100", "--max-running", "4", "--time-scale", "1.5"]
+WEIGHTS = {"gold": 2.0, "silver": 1.0, "tin": 1.0}
+PLENTY = [
+    "--quantum", "100", "--max-running", "4", "--time-scale", "1.5", "--client-weights", json.dumps(WEIGHTS)
+]  # fmt: skip
+TIMES_THE_BOUND = 1.5
 
 
 async def overheard(site: FarSite) -> dict[str, Any]:
@@ -134,6 +139,65 @@ async def refused(site: FarSite) -> dict[str, int]:
     }
 
 
+async def cut(site: FarSite, cable: Cable) -> dict[str, Any]:
+    """The cable is cut and healed under load, then a gateway dies and comes back."""
+    flood = Flood(site, WEIGHTS, connections=20)
+    await flood.goes_on()
+    await flood.shares_go_on(TIMES_THE_BOUND)
+    assert not flood.failed(), flood.outcomes
+    flood.may_go_on_elsewhere = True
+    cable.set("down")
+
+    async def all_sick() -> bool:
+        states = [await site.status(at) for at in range(len(site.gateways))]
+        return all(len(state["gateway"]["sick"]) == len(site.replicas) for state in states)
+
+    await eventually(all_sick, "the gateways miss the replicas")
+    await eventually(lambda: flood.failed() > 0, "clients are told")
+    cable.set("up")
+    await site.all_up()
+    told = dict(flood.outcomes)
+    await flood.goes_on()
+    await flood.shares_go_on(TIMES_THE_BOUND)
+    healed = dict(flood.outcomes)
+    flood.gateways_die = True
+    site.gateways[1].kill()
+    await flood.goes_on()
+    site.gateways[1].start()
+    await site.all_up()
+    flood.gateways_die = False
+    await flood.goes_on()
+    await flood.shares_go_on(TIMES_THE_BOUND)
+    await flood.stop()
+    await site.quiet()
+    check_conservation(*[await site.book(one) for one in site.replicas])
+    return {
+        "outcomes": dict(flood.outcomes),
+        "until it was healed": told,
+        "with the gateway": flood.failed() - sum(healed.values()) + healed["served"],
+        "least service by weight": flood.got(),
+        "bounds": {one.name: (await site.book(one))["bound"] for one in site.replicas},
+        "tree": await tree(site),
+    }
+
+
+async def tree(site: FarSite) -> dict[str, Any]:
+    """Whether routers know what replicas have cached: what they predict for prompts, and what was there."""
+    before = (await site.status())["hits"]
+    clients = ("gold", "silver", "tin")
+    for turn in range(4):
+        for client in clients:
+            body = {"prompt": document(client) + [97 + turn] * 40, "max_tokens": 2, "temperature": 0}
+            async with site.http.post(
+                f"{site.urls[turn % 2]}/v1/completions", json=body, headers={"x-fair-client": client}
+            ) as answer:
+                assert answer.status == 200, await answer.text()
+    await site.quiet()
+    after = (await site.status())["hits"]
+    found = {name: after[name] - before[name] for name in after}
+    return {"prompts": 4 * len(clients), **found}
+
+
 async def kills(site: FarSite) -> dict[str, Any]:
     """A replica, a router and a gateway die in turn and come back, while official clients ask."""
     async with site.http.post(f"{site.urls[0]}/v1/messages", json={}) as answer:
@@ -177,6 +241,7 @@ async def main(folder: Path, python: str) -> None:
             await checked("overheard", lambda: overheard(site))
             await checked("strangers", lambda: strangers(site, folder))
             await checked("kills", lambda: kills(site))
+            await checked("cut", lambda: cut(site, cable))
     finally:
         programs.close()
         cable.close()

@@ -1,19 +1,156 @@
-"""Who asks a cluster over two networks: the official clients of OpenAI and Anthropic."""
+"""Who asks a cluster over two networks: clients that always wait, and the official clients of OpenAI and Anthropic."""
 
 import asyncio
 from collections import Counter
+from collections.abc import Mapping
+from random import Random
 from types import ModuleType
 from typing import Any
 
+import aiohttp
 import anthropic
 import httpx
 import httpx2
 import openai
 
-from tests.support.far_site import FarSite
+from router.wire import pack_tokens
+from sglang_fair.sim.answers import answer
+from tests.support.far_site import FarReplica, FarSite
+from tests.support.shares import Shares
+from tests.support.site import Seen, read
 from tests.support.waiting import eventually
 
-OUTPUT_TOKENS = 24
+SHARED_TOKENS, OWN_TOKENS, OUTPUT_TOKENS = 256, 32, 24
+
+WATCH_S = 0.2
+
+
+def document(client: str) -> list[int]:
+    """What all prompts of a client begin with."""
+    random = Random(client)
+    return [random.randrange(97, 123) for _ in range(SHARED_TOKENS)]
+
+
+class Flood:
+    """Clients of these weights have as many requests at any time as they have connections, until `stop`."""
+
+    def __init__(self, site: FarSite, weights: Mapping[str, float], connections: int) -> None:
+        self.site = site
+        self.weights = dict(weights)
+        self.outcomes: Counter[str] = Counter()
+        self.served: Counter[str] = Counter()
+        self.gateways_die = False
+        """Whether a request may be lost with its gateway at this moment."""
+        self.may_go_on_elsewhere = False
+        """An emulated model goes on with other words than it would have gone on with."""
+        self._stops = False
+        self._shares = {one.name: Shares(weights) for one in site.replicas}
+        self._tasks = [
+            asyncio.create_task(self._ask(client, number))
+            for client in weights
+            for number in range(connections)
+        ]
+        self._tasks += [asyncio.create_task(self._watch(replica)) for replica in site.replicas]
+
+    def got(self) -> dict[str, float]:
+        """What each replica served of the one who got least by weight, while all waited there without a break."""
+        return {
+            name: min(got / self.weights[client] for client, got in shares.got.items())
+            for name, shares in self._shares.items()
+        }
+
+    async def goes_on(self, times: int = 3) -> None:
+        """Each client is served so often again."""
+        before = dict(self.served)
+        await eventually(
+            lambda: (
+                self._is_broken() or all(self.served[c] >= before.get(c, 0) + times for c in self.weights)
+            ),
+            "every client is served",
+        )
+
+    async def shares_go_on(self, times_the_bound: float) -> None:
+        """Each replica serves clients who all wait there, many times what their shares may differ by."""
+        before = self.got()
+        bounds = {one.name: (await self.site.book(one))["bound"] for one in self.site.replicas}
+        await eventually(
+            lambda: (
+                self._is_broken()
+                or all(
+                    got >= before[name] + times_the_bound * bounds[name] for name, got in self.got().items()
+                )
+            ),
+            "clients wait at each replica",
+        )
+
+    async def stop(self) -> None:
+        """Raises what any of them has seen and must not be."""
+        self._stops = True
+        await asyncio.gather(*self._tasks)
+
+    def failed(self) -> int:
+        return self.outcomes.total() - self.outcomes["served"]
+
+    def _is_broken(self) -> bool:
+        return any(task.done() for task in self._tasks)
+
+    async def _ask(self, client: str, number: int) -> None:
+        random = Random(f"{client} {number}")
+        gateway = number % len(self.site.urls)
+        while not self._stops:
+            prompt = document(client) + [random.randrange(97, 123) for _ in range(OWN_TOKENS)]
+            seen, text = Seen(), bytes(answer(pack_tokens(prompt), OUTPUT_TOKENS)[::4]).decode()
+            try:
+                await self._one(client, prompt, gateway, seen)
+            except aiohttp.ClientError:
+                assert self.gateways_die, seen
+                self.outcomes["lost with its gateway"] += 1
+                gateway = (gateway + 1) % len(self.site.urls)
+                continue
+            if seen.status != 200 or seen.error:
+                assert not seen.ended, seen
+                self.outcomes["refused" if seen.status != 200 else "broken off"] += 1
+                await asyncio.sleep(0.2)
+                continue
+            assert (seen.ended, len(seen.text), seen.completion_tokens) == (
+                True,
+                OUTPUT_TOKENS,
+                OUTPUT_TOKENS,
+            ), seen
+            if not self.may_go_on_elsewhere:
+                assert seen.text == text, seen
+            self.outcomes["served"] += 1
+            self.served[client] += 1
+
+    async def _one(self, client: str, prompt: list[int], gateway: int, seen: Seen) -> None:
+        body = {
+            "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "temperature": 0, "ignore_eos": True, "stream": True,
+            "stream_options": {"include_usage": True},
+        }  # fmt: skip
+        async with self.site.http.post(
+            f"{self.site.urls[gateway]}/v1/completions", json=body, headers={"x-fair-client": client}
+        ) as response:
+            seen.status = response.status
+            if response.status != 200:
+                seen.error = await response.text()
+                return
+            async for line in response.content:
+                if line.startswith(b"data: "):
+                    read(seen, line[6:].strip())
+        if not seen.ended and not seen.error:
+            raise aiohttp.ClientPayloadError("the stream has no end")
+
+    async def _watch(self, replica: FarReplica) -> None:
+        """Looks at its books, whenever the cable lets it."""
+        while not self._stops:
+            try:
+                async with asyncio.timeout(2.0):
+                    book = await self.site.book(replica)
+            except (aiohttp.ClientError, TimeoutError):
+                book = None
+            if book is not None:
+                self._shares[replica.name].see(book)
+            await asyncio.sleep(WATCH_S)
 
 
 class Either:

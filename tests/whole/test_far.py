@@ -1,4 +1,4 @@
-"""A cluster over two networks, with two routers and two gateways: what is killed and overheard there.
+"""A cluster over two networks, with two routers and two gateways: what is cut, killed and overheard there.
 
 Replicas are emulated and real in all else. Those beyond the cable are behind keys, TLS and a key of their own. The
 programs are those of the wheel, in an environment of its own.
@@ -79,3 +79,19 @@ def test_nothing_is_lost_when_a_replica_a_router_and_a_gateway_die(seen: Seen) -
     assert found["router0"] == {"retried by the client": 0, "streams asked for again": {}}
     assert found["r0"]["retried by the client"] == 0
     assert "OpenAI" not in found["r0"]["streams asked for again"]
+
+
+def test_a_cut_cable_leaves_each_request_one_outcome_and_shares_inside_the_bound(seen: Seen) -> None:
+    """That each has one, and what is in its answer, and that shares keep to the bound, is asserted as they come."""
+    found = seen["cut"]
+    assert found["until it was healed"].keys() <= {"served", "refused", "broken off"}
+    assert found["outcomes"]["served"] > found["until it was healed"]["served"]
+    for name, bound in found["bounds"].items():
+        assert found["least service by weight"][name] > 4 * bound
+
+
+def test_routers_know_again_what_is_cached(seen: Seen) -> None:
+    hits = seen["cut"]["tree"]
+    pages = 16 * hits["prompts"]
+    assert abs(hits["measured_predicted_tokens"] - hits["measured_cached_tokens"]) <= pages
+    assert hits["measured_cached_tokens"] > hits["measured_input_tokens"] / 2
