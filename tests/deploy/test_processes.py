@@ -193,7 +193,7 @@ def test_ports_are_those_that_processes_listen_at(name: str, sites: Mapping[str,
 
 PATHS: Mapping[str, tuple[str, str]] = {
     "router": ("router/http.py", r'web\.get\("(/\w+)"'),
-    "gateway": ("router/gateway/pages.py", r'Operation\("GET", "(/\w+)"'),
+    "gateway": ("router/gateway/pages.py", r'Operation\(\s*"GET",\s*"(/\w+)"'),
     "dashboard": ("sglang_fair/dashboard/server.py", r'web\.get\("(/\w+)"'),
 }
 """Where a program's paths stand. What they answer is tested where the program is."""

@@ -511,6 +511,7 @@ def test_a_worker_is_sick_while_any_gateway_says_so() -> None:
             peer.socket.send(HEARTBEAT)
             peer.hear_frames()
             peer.tell(WorkerHealth("r0", False))
+            peer.ask_past(Query("q"))
         wait_until(lambda: state() == "sick", "both say that it does not answer")
         w.now_s += 10.0
         first.tell(WorkerHealth("r0", True))
