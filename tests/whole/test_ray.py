@@ -18,7 +18,14 @@ from tests.support.streams import Load
 from tests.support.waiting import eventually, wait_until
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'sglang-fair[ray]'")
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(
+        os.environ.get("SGLANG_FAIR_NODES") is None,
+        reason="SGLANG_FAIR_NODES is not set: two nodes beside other tests",
+    ),
+]
 
 
 @pytest.fixture(scope="module")
