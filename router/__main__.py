@@ -65,6 +65,9 @@ def sources(settings: table.Router) -> list[Source]:
             found.append(DnsName(specs.name(text), settings.replicas_every_s))
         except ValueError as error:
             raise SettingError(f"--replicas-dns: {error}", "replicas_dns") from None
+    called = [str(one) for one in found]
+    if twice := next((one for one in called if called.count(one) > 1), None):
+        raise SettingError(f"--replicas-dns: {twice} is given twice", "replicas_dns")
     return found
 
 

@@ -145,6 +145,8 @@ class WorkerUp(Message, frozen=True):
     """Of its KV cache; 0: it does not say."""
     chunk_tokens: Count = 0
     """Of one prefill chunk; 0: it does not say."""
+    listed: str = ""
+    """The list that names it, as the router calls that (`replica_lists`); "": none does."""
 
     def __post_init__(self) -> None:
         """Raises ValueError if it has a model that it cannot load."""

@@ -60,6 +60,8 @@ class Worker:
     """Of its KV cache, as it said last; 0: it does not say."""
     chunk_tokens: int = 0
     """Of a prefill chunk; 0: it does not say."""
+    listed: str = ""
+    """The list that names it; "": none does."""
     draining: bool = False
     swapping: bool = False
     """It is about to load another model, or does."""
@@ -101,6 +103,7 @@ class Worker:
             self.loaded,
             self.kv_tokens,
             self.chunk_tokens,
+            self.listed,
         )
 
     def count(self, requests: int) -> None:
@@ -223,6 +226,7 @@ class WorkerTable:
             up.loaded,
             up.kv_tokens,
             up.chunk_tokens,
+            up.listed,
         )
         # Ties go to the worker that was sent fewer tokens: a newcomer must not win all of them.
         worker.dispatched_tokens = min((other.dispatched_tokens for other in self), default=0)

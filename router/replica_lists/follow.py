@@ -4,14 +4,14 @@ import asyncio
 import logging
 import ssl
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import aiohttp
 import zmq
 import zmq.asyncio
 
-from router.events import WorkerDrain, WorkerUp, encode
+from router.events import Follow, ProtocolError, WorkerDrain, Workers, WorkerUp, decode_answer, encode
 from router.replica_lists.listing import Listing
 from router.replica_lists.sources import Source
 from router.shell import INSIDE
@@ -61,15 +61,29 @@ async def _follow(
             connector=aiohttp.TCPConnector(ssl=tls or True),
             timeout=aiohttp.ClientTimeout(total=PROBE_TIMEOUT_S),
         ) as session:
-            tasks = [asyncio.create_task(Follower(one, router, session).run()) for one in sources]
-            waiting = asyncio.create_task(stop.wait())
-            await asyncio.wait([*tasks, waiting], return_when=asyncio.FIRST_COMPLETED)
-            for task in (*tasks, waiting):
+            followers = {str(one): Follower(one, router, session) for one in sources}
+            tasks = [asyncio.create_task(one.run()) for one in followers.values()]
+            others = [asyncio.create_task(stop.wait()), asyncio.create_task(_hear(router, followers))]
+            await asyncio.wait([*tasks, *others], return_when=asyncio.FIRST_COMPLETED)
+            for task in (*tasks, *others):
                 task.cancel()
-            ended = await asyncio.gather(*tasks, return_exceptions=True)
-    for one, error in zip(sources, ended, strict=True):
+            ended = await asyncio.gather(*tasks, others[1], return_exceptions=True)
+    for one, error in zip((*followers, "the router"), ended, strict=True):
         if isinstance(error, Exception):
             log.error("%s is followed no more", one, exc_info=error)
+
+
+async def _hear(router: zmq.asyncio.Socket, followers: Mapping[str, "Follower"]) -> None:
+    """Passes on the router's answers, until it is cancelled."""
+    while True:
+        message = await router.recv()
+        try:
+            answer = decode_answer(message)
+        except ProtocolError as error:
+            log.warning("ignored a message of the router: %s", error)
+            continue
+        if isinstance(answer, Workers) and answer.id in followers:
+            await followers[answer.id].hear(answer)
 
 
 class Follower:
@@ -79,7 +93,7 @@ class Follower:
         self._source = source
         self._router = router
         self._session = session
-        self._listing = Listing()
+        self._listing = Listing(str(source))
         self._probing: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
@@ -105,6 +119,11 @@ class Follower:
             events = self._listing.found(ups)
             log.info("%s lists %d replicas", self._source, len(self._listing))
             await self._tell(events)
+        await self._router.send(encode(Follow(str(self._source))))
+
+    async def hear(self, workers: Workers) -> None:
+        """The router has these workers, as it was asked at a look."""
+        await self._tell(self._listing.lost(workers))
 
     async def _probe(self, up: WorkerUp) -> None:
         try:

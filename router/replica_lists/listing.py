@@ -4,23 +4,32 @@ Rule. A replica that appears is probed, and the router is told of it once it is 
 gets no new requests, finishes those that it has, and is forgotten. One that comes back is probed again. A replica at
 another address, or with another model, is another one, whatever its name. A list that cannot be read, or has nobody in
 it although it had, changes nothing (`sources`): replicas that are dead are found by gateways.
+
+A router that is started again is told by gateways of the replicas that it had. Those that this list named then, and
+names no longer, vanished meanwhile: they are drained too. So each replica that is told has its list's name (`listed`).
 """
 
 from collections.abc import Iterable
 
-from router.events import WorkerDrain, WorkerUp
+import msgspec
+
+from router.events import WorkerDrain, Workers, WorkerUp
 
 
 class Listing:
     """State and decisions, no I/O. Each method returns the events that the router is told."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "") -> None:
+        """`name` is the list's."""
+        self._name = name
+        self._has_found = False
         self._listed: dict[str, WorkerUp] = {}
         self._told: dict[str, WorkerUp] = {}
 
     def found(self, ups: Iterable[WorkerUp]) -> list[WorkerUp | WorkerDrain]:
         """The source lists these replicas, and no others."""
-        self._listed = {up.worker: up for up in ups}
+        self._has_found = True
+        self._listed = {up.worker: msgspec.structs.replace(up, listed=self._name) for up in ups}
         events: list[WorkerUp | WorkerDrain] = []
         for name, told in list(self._told.items()):
             listed = self._listed.get(name)
@@ -42,6 +51,18 @@ class Listing:
             return []
         self._told[up.worker] = up
         return [up]
+
+    def lost(self, workers: Workers) -> list[WorkerUp | WorkerDrain]:
+        """The router has these workers: it drains those that the list named before it was started, and does not now."""
+        if not self._has_found:
+            return []
+        return [
+            WorkerDrain(up.worker)
+            for up in workers.workers
+            if up.listed == self._name
+            and up.worker not in workers.draining
+            and ((now := self._listed.get(up.worker)) is None or _identity(now) != _identity(up))
+        ]
 
     def __len__(self) -> int:
         """How many are listed."""

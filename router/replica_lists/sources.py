@@ -64,18 +64,26 @@ class ReplicaFile:
         """The replicas in it, when it has changed."""
         is_first, self._is_first = self._is_first, False
         try:
-            found = self._path.stat()
-            signature = found.st_mtime_ns, found.st_size, found.st_ino
+            signature = self._signature()
             is_settled = signature == self._seen or is_first
             self._seen = signature
+            if signature == self._read:
+                self._complaint = ""
             if signature == self._read or not is_settled:
                 return None
-            ups = lines(self._path.read_text())
+            text = self._path.read_text()
+            if self._signature() != signature:  # somebody writes it just now
+                return None
+            ups = lines(text)
         except (OSError, ValueError) as error:  # of which UnicodeDecodeError is one
             self._complain(_reason(error))
             return None
         self._read, self._complaint = signature, ""
         return ups
+
+    def _signature(self) -> Signature:
+        found = self._path.stat()
+        return found.st_mtime_ns, found.st_size, found.st_ino
 
     def _complain(self, text: str) -> None:
         if text != self._complaint:

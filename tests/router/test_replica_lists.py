@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.core import Router
-from router.events import Arrive, Done, Place, WorkerDrain, WorkerUp
+from router.events import Arrive, Done, Follow, Place, WorkerDrain, Workers, WorkerUp
 from router.placement import build
 from router.replica_lists import follow, specs
 from router.replica_lists.follow import following
@@ -50,6 +50,34 @@ def test_who_appears_is_told_when_ready_and_who_vanishes_drains() -> None:
     assert listing.ready(up("b", 2)) == [up("b", 2)]
     faster = WorkerUp("b", "http://h:2", capacity=2.0)
     assert listing.found([faster]) == [faster], "nothing else has changed"
+
+
+def test_who_vanished_while_the_router_was_away_drains_though_gateways_tell_of_it() -> None:
+    listing, core = Listing("file f"), Router(build("round_robin"))
+    told = [WorkerUp(name, f"http://h:{port}", listed=tag) for name, port, tag in (
+        ("gone", 1, "file f"), ("moved", 2, "file f"), ("stays", 3, "file f"), ("added", 4, ""), ("other", 5, "file g"),
+    )]  # fmt: skip
+    for one in told:
+        core.handle(one, 0.0)
+
+    def workers() -> Workers:
+        [(_, answer)] = core.handle(Follow("file f"), 0.0)
+        assert isinstance(answer, Workers)
+        return answer
+
+    assert list(workers().workers) == sorted(told, key=lambda one: one.worker), "gateways keep who lists it"
+    assert listing.lost(workers()) == [], "the list has not been read yet"
+    core.handle(Arrive("1", "c", pack_tokens([1]), exclude=("added", "moved", "other", "stays")), 0.0)
+    listing.found([up("moved", 9), up("stays", 3)])
+    drains = listing.lost(workers())
+    assert drains == [WorkerDrain("gone"), WorkerDrain("moved")]
+    for drain in drains:
+        core.handle(drain, 0.0)
+    assert workers().draining == ("gone",), "it has a request"
+    assert listing.lost(workers()) == [], "it is drained once"
+    [back] = listing.ready(next(one for one in listing.waiting() if one.worker == "moved"))
+    core.handle(back, 0.0)
+    assert listing.lost(workers()) == []
 
 
 @given(st.lists(st.tuples(st.sets(st.sampled_from("abcd")), st.sets(st.sampled_from("abcd")))))
@@ -143,6 +171,36 @@ def test_a_file_is_read_again_when_it_has_settled(tmp_path: Path, caplog: pytest
         assert looks(source, 3) == [["r2"]]
         path.write_text("")
         assert looks(source, 3) == [[]], "an empty one drains all"
+
+
+class Torn(type(Path())):  # type: ignore[misc]
+    """A file that its writer empties just when it is read."""
+
+    def read_text(self, *args: str, **options: str) -> str:
+        self.write_text("")
+        return super().read_text(*args, **options)
+
+
+def test_a_file_that_is_emptied_while_it_is_read_drains_nobody(tmp_path: Path) -> None:
+    path = Torn(tmp_path / "replicas")
+    source = ReplicaFile(path)
+    for _ in range(3):
+        path.write_text("r0,http=http://h:1\n")
+        assert looks(source) == []
+
+
+def test_a_file_that_is_gone_again_is_said_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "replicas"
+    path.write_text("r0,http=http://h:1\n")
+    source = ReplicaFile(path)
+    assert looks(source) == [["r0"]]
+    with caplog.at_level(logging.WARNING, "router"):
+        for times in (1, 2):
+            path.rename(tmp_path / "away")
+            assert looks(source, 3) == []
+            assert len(caplog.records) == times
+            (tmp_path / "away").rename(path)
+            assert looks(source, 3) == []
 
 
 @pytest.mark.parametrize(
@@ -247,6 +305,11 @@ def test_a_router_follows_a_file_and_loses_no_request(tmp_path: Path, quick: Non
             await eventually(lambda: has(r1="up"), "it is forgotten")
             write("r0", "r1")
             await eventually(lambda: has(r0="up", r1="up"), "it is back")
+            wire.peer.tell(WorkerUp("old", "http://old", listed=f"file {path}"))
+            wire.peer.tell(WorkerUp("r9", "http://r9"))
+            await eventually(
+                lambda: has(r0="up", r1="up", r9="up"), "who is told of and listed no more is forgotten"
+            )
         for replica in replicas.values():
             await replica.close()
 
