@@ -12,6 +12,7 @@ NAME.key (public) and NAME.key_secret, in ZMQ's format. A process needs its own 
 import contextlib
 import logging
 import os
+import struct
 import threading
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -78,6 +79,16 @@ def make_if_none(folder: Path) -> None:
         make(folder)
 
 
+def _check(key: bytes) -> None:
+    """Raises ValueError for what is no key."""
+    try:
+        is_key = len(key) == 40 and len(decode(key)) == 32
+    except (KeyError, struct.error):  # no character of Z85, or a number that is too large
+        is_key = False
+    if not is_key:
+        raise ValueError("a key has 40 characters of Z85")
+
+
 def _files(folder: Path, role: Role) -> tuple[Path, Path]:
     return folder / f"{role}.key", folder / f"{role}.key_secret"
 
@@ -94,16 +105,20 @@ class Keys:
 
     @staticmethod
     def read(folder: str | Path, role: Role) -> "Keys":
-        """From a folder as `make` makes it. Raises ValueError for keys that are missing or cannot be read."""
+        """From a folder as `make` makes it. Raises ValueError for keys that are missing, cannot be read, or are not of
+        one pair: those of others would be refused, or it would be."""
         needed = {*ADMITTED[role], *(server for server, clients in ADMITTED.items() if role in clients)}
         try:
             public, secret = zmq.auth.load_certificate(_files(Path(folder), role)[1])
             others = {one: zmq.auth.load_certificate(_files(Path(folder), one)[0])[0] for one in needed}
             keys = Keys(role, public, secret or b"", others)
-            for key in (keys.public, keys.secret, *others.values()):
-                if len(key) != 40 or len(decode(key)) != 32:
-                    raise ValueError("a key has 40 characters")
-        except (OSError, ValueError, KeyError) as error:
+            shown = _files(Path(folder), role)[0]  # others may have it, and it need not be here
+            told = zmq.auth.load_certificate(shown)[0] if shown.exists() else public
+            for key in (keys.public, keys.secret, told, *others.values()):
+                _check(key)
+            if zmq.curve_public(keys.secret) != public or told != public:
+                raise ValueError(f"{role}.key and {role}.key_secret are not of one pair")
+        except (OSError, ValueError) as error:
             raise ValueError(f"{folder} has no keys for a {role}: {error}") from None
         return keys
 

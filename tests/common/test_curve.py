@@ -56,6 +56,30 @@ def test_a_process_needs_its_own_secret_key_and_the_others_public_ones(folder: P
         Keys.read(folder, "router")
 
 
+@pytest.mark.parametrize("text", ["", "curve", "x", "#" * 40, "~" * 40, "ä" * 40, "x" * 39])
+@pytest.mark.parametrize("which", ["router.key_secret", "router.key", "gateway.key"])
+def test_what_is_no_key_is_one_line(folder: Path, which: str, text: str) -> None:
+    (folder / which).write_text(f'curve\n    public-key = "{text}"\n    secret-key = "{text}"\n')
+    with pytest.raises(ValueError, match=r"has no keys for a router: [^\n]+$"):
+        Keys.read(folder, "router")
+
+
+def test_keys_of_two_folders_do_not_go_together(folder: Path, tmp_path: Path) -> None:
+    """Half of a folder was copied anew: nobody would be let in, and nothing would say why."""
+    make(tmp_path / "new")
+    (tmp_path / "new" / "router.key").replace(folder / "router.key")
+    with pytest.raises(ValueError, match=r"router\.key and router\.key_secret are not of one pair"):
+        Keys.read(folder, "router")
+    (folder / "router.key").unlink()
+    assert Keys.read(folder, "router"), "its own public key is for others"
+    secret = (folder / "router.key_secret").read_text()
+    strange = (tmp_path / "new" / "router.key_secret").read_text()
+    ours, theirs = (text.partition("public-key = ")[2][:42] for text in (secret, strange))
+    (folder / "router.key_secret").write_text(secret.replace(ours, theirs))
+    with pytest.raises(ValueError, match="are not of one pair"):
+        Keys.read(folder, "router")
+
+
 class Server:
     """A router's socket behind a gate."""
 
