@@ -337,6 +337,13 @@ TRIAL = str(values_file("cpu-trial"))
         (["--set", "gateway.ingress.enabled=true"], "gateway.ingress: set host"),
         (["--set-json", 'swap.models=[{"name": "b", "source": "/models/b"}]'], "set modelVolume.existingClaim"),
         (["--set-json", 'swap.models=[{"name": "b", "source": "hub/b"}]'], "does not match pattern"),
+        (["--set", "model.source=/models/a #b"], "at '/model/source': '/models/a #b' does not match pattern"),
+        (["--set", "image.tag=1: 2"], "at '/image/tag': '1: 2' does not match pattern"),
+        (["--set", "nameOverride=Fair_X"], "at '/nameOverride': 'Fair_X' does not match pattern"),
+        (["--set", "fullnameOverride=9x"], "at '/fullnameOverride': '9x' does not match pattern"),
+        (["--set", "gateway.ingress.className=a: b"], "at '/gateway/ingress/className': 'a: b' does not match"),
+        (["--set-json", 'replicas.podLabels={"sglang-fair/leads": "false"}'], "'not' failed"),
+        (["--set-json", 'router.podLabels={"app.kubernetes.io/name": "x"}'], "'not' failed"),
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_one_clear_line(given: list[str], said: str) -> None:
@@ -344,6 +351,17 @@ def test_a_wrong_value_is_one_clear_line(given: list[str], said: str) -> None:
     assert done.returncode != 0
     assert said in done.stderr, done.stderr
     assert "nil pointer" not in done.stderr
+
+
+def test_a_host_may_stand_for_all_below_a_domain() -> None:
+    done = run(
+        "template", "rel", str(CHART), "-f", TRIAL, "--set", "gateway.ingress.enabled=true",
+        "--set", "gateway.ingress.host=*.example.com", "--set", "gateway.ingress.tlsSecret=t",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    [ingress] = [one for one in yaml.safe_load_all(done.stdout) if one and one["kind"] == "Ingress"]
+    assert ingress["spec"]["rules"][0]["host"] == "*.example.com"
+    assert ingress["spec"]["tls"][0]["hosts"] == ["*.example.com"]
 
 
 def test_nothing_is_started_unprotected_unless_somebody_says_so() -> None:
