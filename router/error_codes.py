@@ -36,11 +36,11 @@ OpenAI's, also for SGLang's own paths,
 {"error": {"message": "…", "type": "invalid_request_error", "param": "messages", "code": "invalid_messages"}}
 ```
 
-or Anthropic's for `/v1/messages`, which has a type and no code. `code` is what programs should look at: texts may
-change. Where a code is not given it is the status as a number. `param` names the field at fault, where one is. Statuses
-from 400 are the client's to mend, 429 says to come later, from 500 on it is the server's. Where `Retry-After` is sent,
-so many seconds are to be waited. Errors that a replica answers are passed on as they are, with the status and in the
-words of SGLang. Errors in single lines of a batch are in its file of errors.
+or Anthropic's for all below `/v1/messages`, which has a type and no code. `code` is what programs should look at: texts
+may change. Where a code is not given it is the status as a number. `param` names the field at fault, where one is.
+Statuses from 400 are the client's to mend, 429 says to come later, from 500 on it is the server's. Where `Retry-After`
+is sent, so many seconds are to be waited. Errors that a replica answers have the status and the words of SGLang, in the
+same shapes. Errors in single lines of a batch are in its file of errors.
 
 An answer that streams has status 200 already when something fails: it ends with an event that has such an `error`.
 """

@@ -102,12 +102,14 @@ class Pages(FastAPI):
     def __init__(self, gateway: Gateway, routes: Sequence[Route], relayed: Sequence[str]) -> None:
         """`relayed` are paths of the same address that replicas answer."""
 
-        async def refuse(_: Request, error: Exception) -> Response:
+        async def refuse(request: Request, error: Exception) -> Response:
             if isinstance(error, HTTPException):  # no such route, or not with this method
                 error = ApiError(error.status_code, str(error.detail))
             assert isinstance(error, ApiError)
             gateway.counters.refusals[error.status] += 1
-            return Response(error.body(), error.status, error.headers, "application/json")
+            is_anthropic = request.url.path.startswith(PATHS["messages"])
+            body = error.body("anthropic" if is_anthropic else "openai")
+            return Response(body, error.status, error.headers, "application/json")
 
         super().__init__(
             routes=list(routes),

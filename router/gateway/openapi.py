@@ -31,6 +31,7 @@ ERRORS: Mapping[int, str] = {
     413: "the body is too large, or the client's files together are",
     429: "too much is in flight, of this client or of all; the cluster is overloaded and the client at its limit "
     "(`throttled_user`, `throttled_app`); or the replica's policy refuses",
+    500: "the replica failed at it, and so might another one",
     502: "no replica could serve it to the end",
     503: "no router answers, or it has no replica to send it to; the disk is full",
 }

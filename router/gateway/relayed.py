@@ -1,6 +1,7 @@
 """What replicas answer, as operations: each kind of request with the type by which its body is checked.
 
-Fields that a type does not name go to the replica, which judges them; its errors (any 4xx) are passed on as they come.
+Fields that a type does not name go to the replica, which judges them; its errors are passed on, with any status from
+400 on, in the shape of the API that was asked (`answer.refused`).
 """
 
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from msgspec import Meta
 from router.gateway.errors import AnthropicErrorBody, ErrorBody
 from router.gateway.operations import JSON, Operation
 from router.gateway.record import REQUEST_ID
-from router.gateway.request.kinds import ANTHROPIC, PATHS, Kind
+from router.gateway.request.kinds import ANTHROPIC, PATHS, WITHOUT_ENGINE, Kind
 from router.gateway.request.schema import (
     ChatRequest,
     CompletionRequest,
@@ -47,6 +48,10 @@ ANSWER = (
 )
 
 
+WHOLE: frozenset[Kind] = WITHOUT_ENGINE | {"embeddings"}
+"""Of these the answer is never a stream."""
+
+
 class Sender(msgspec.Struct):
     """What a sender's headers may say."""
 
@@ -60,13 +65,14 @@ class Sender(msgspec.Struct):
 
 def _relayed(kind: Kind) -> Operation:
     body, summary = REQUESTS[kind]
+    answer = dict[str, Any] | list[Any] if kind == "generate" else dict[str, Any]
     return Operation(
         "POST",
         PATHS[kind],
         summary,
         body=body,
         headers=Sender,
-        content={JSON: dict[str, Any] | list[Any], "text/event-stream": None},
+        content={JSON: answer} if kind in WHOLE else {JSON: answer, "text/event-stream": None},
         answer_headers=(
             "x-fair-worker",
             "x-fair-client",
@@ -74,8 +80,8 @@ def _relayed(kind: Kind) -> Operation:
             "x-fair-matched-tokens",
             REQUEST_ID,
         ),
-        described=ANSWER,
-        errors=(400, 401, 404, 408, 413, 429, 502, 503),
+        described="The replica's answer." if kind in WHOLE else ANSWER,
+        errors=(400, 401, 404, 408, 413, 429, 500, 502, 503),
         error=AnthropicErrorBody if kind in ANTHROPIC else ErrorBody,
     )
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from router.gateway.answer.refused import refused as refused_by_replica
 from router.gateway.answer.sse import stream_of, usage_of
 from router.gateway.answer.typed import TypedStream, error_event
 from router.gateway.answer.usage import Usage
@@ -73,7 +74,8 @@ def refused(kind: Kind, **more: object) -> ApiError:
         ("responses", "prompt", {"id": "pmpt_1"}, "is not served here"),
         ("responses", "input", [], "must be a text or a non-empty list of objects"),
         ("responses", "input", 3, "must be a text or a non-empty list of objects"),
-        ("responses", "max_output_tokens", -1, "must be an integer from 0"),
+        ("responses", "max_output_tokens", 2, "must be an integer from 3"),
+        ("responses", "max_output_tokens", -1, "must be an integer from 3"),
         ("messages", "messages", [], "must be a non-empty list of objects"),
         ("messages", "max_tokens", 0, "must be an integer from 1"),
         ("messages", "max_tokens", None, "must be an integer from 1"),
@@ -218,7 +220,62 @@ def test_errors_have_the_shape_of_their_api() -> None:
         assert json.loads(ApiError(status, "x").body("anthropic"))["error"]["type"] == kind
 
 
+SAID = "temperature must be a number"
+
+
+@pytest.mark.parametrize("kind", [*LATER, "chat", "generate"])
+@pytest.mark.parametrize(
+    ("body", "message", "code"),
+    [
+        ({"object": "error", "message": SAID, "type": "BadRequestError", "code": 400}, SAID, 400),
+        ({"error": {"message": SAID, "type": "Bad Request", "code": "odd"}}, SAID, "odd"),
+        ({"type": "error", "error": {"type": "BadRequestError", "message": SAID}}, SAID, 400),
+        ({"message": f'{SAID}\n\n  File "/opt/sglang/http_server.py", line 5, in ask\n'}, SAID, 400),
+        ({"error": SAID}, SAID, 400),
+        (SAID, SAID, 400),
+        ({"error": {"message": 3, "code": [4]}}, "the replica answered 400", 400),
+        (None, "the replica answered 400", 400),
+    ],
+)
+def test_what_a_replica_refuses_is_said_as_the_api_says_it(
+    kind: Kind, body: object, message: str, code: object
+) -> None:
+    said = json.loads(refused_by_replica(kind, 400, json.dumps(body).encode()))
+    if kind in ANTHROPIC:
+        expected: Any = {"type": "error", "error": {"type": "invalid_request_error", "message": message}}
+    else:
+        detail = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
+        expected = {"error": detail}
+    assert said == expected
+
+
+@given(st.binary(max_size=40) | st.recursive(st.none() | st.text(max_size=4), lambda one: st.dictionaries(
+    st.sampled_from(["error", "message", "code", "param"]), one, max_size=3)).map(lambda one: json.dumps(one).encode())
+)  # fmt: skip
+def test_whatever_a_replica_says_its_error_is_one_of_the_api(body: bytes) -> None:
+    for kind in ("messages", "embeddings"):
+        said = json.loads(refused_by_replica(kind, 500, body))["error"]
+        assert isinstance(said["message"], str)
+        assert said["message"]
+
+
 # -- through the gateway
+
+
+def test_the_clients_understand_what_a_replica_refuses(tokenizer: Path) -> None:
+    async def body(c: Cluster) -> None:
+        c.replicas[0].mode = "400"
+        for kind in LATER:
+            status, headers, raw = await c.post(PATHS[kind], BODIES[PATHS[kind]])
+            assert (status, headers["content-type"]) == (400, "application/json")
+            assert json.loads(raw)["error"]["message"] == "as told"
+            assert ("type" in json.loads(raw)) is (kind in ANTHROPIC)
+        for path, is_anthropic in (("/v1/messages/batches", True), ("/v1/elsewhere", False)):
+            status, _, raw = await c.post(path, {})
+            assert status == 404
+            assert ("type" in json.loads(raw)) is is_anthropic
+
+    run(body, tokenizer)
 
 
 def test_each_kind_is_placed_charged_and_passed_on(tokenizer: Path) -> None:

@@ -4,6 +4,7 @@ The engines are stand-ins, which take whatever reaches them; so what is refused 
 """
 
 import asyncio
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,8 +20,12 @@ from schemathesis.specs.openapi import checks
 
 from router.gateway.app import Config, create_app
 from router.gateway.openapi import describe
+from router.gateway.request.kinds import PATHS
+from router.gateway.request.names import Names
+from router.gateway.request.parse import parse
 from sglang_fair.tenants import edit, keys
 from sglang_fair.tenants.model import Tenant
+from tests.support.apis import BODIES
 from tests.support.site import Site
 from tests.support.stand_in import MODEL, make_tokenizer
 from tests.support.waiting import DEADLINE_S
@@ -62,6 +67,16 @@ def test_the_document_has_every_route(tmp_path: Path) -> None:
     }
     paths: dict[str, Any] = app.pages.openapi()["paths"]
     assert {(path, method) for path, operations in paths.items() for method in operations} == routes
+
+
+def test_streams_are_described_where_there_are_some() -> None:
+    paths = describe("1")["paths"]
+    for kind, path in PATHS.items():
+        asked = json.dumps({**BODIES[path], "stream": True}).encode()
+        streams = parse(kind, asked, Names(MODEL)).stream
+        content = paths[path]["post"]["responses"]["200"]["content"]
+        assert ("text/event-stream" in content) is streams, path
+        assert "500" in paths[path]["post"]["responses"]
 
 
 class Gateway:

@@ -363,7 +363,12 @@ def test_the_router_predicts_the_hit(served: Served, path: str, tools: bool) -> 
     assert int(second.headers["x-fair-matched-tokens"]) == cached
 
 
-ENDLESS = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"], "additionalProperties": False}
+ENDLESS = {
+    "type": "object",
+    "properties": {"a": {"$ref": "#"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
 """No text is whole, so an answer in this form has all the tokens that it may have, or is cancelled."""
 MANY, MOST_AT_ONCE = 20_000, 10_000
 
@@ -383,7 +388,9 @@ def test_who_leaves_is_charged_for_what_was_computed(served: Served, path: str, 
         if streams:
             with http.stream("POST", path, json=body) as answer:
                 assert answer.status_code == 200
-                deltas = (line for line in answer.iter_lines() if line.startswith("data: ") and "delta" in line)
+                deltas = (
+                    line for line in answer.iter_lines() if line.startswith("data: ") and "delta" in line
+                )
                 for _ in range(8):
                     next(deltas)
         else:

@@ -10,6 +10,7 @@ import time
 
 from router.events import Done, Place, Progress
 from router.events import Outcome as Ending
+from router.gateway.answer.refused import refused
 from router.gateway.answer.reply import ClientGone, Reply
 from router.gateway.answer.resume import Diverged, Resumable
 from router.gateway.answer.sse import stream_of, usage_of
@@ -178,7 +179,7 @@ class Attempt:
                 self._may_be_working = False
 
     async def _pass_whole(self, answer: Connection, reply: Reply) -> None:
-        body = await answer.read()
+        body, headers = await answer.read(), self._headers(answer)
         self._is_whole = True
         self._replicas.health.heard(self._place.worker, time.monotonic())
         if answer.status < 400:
@@ -192,7 +193,9 @@ class Attempt:
                 answer.status,
             )
             self._settle("failed", Usage())
-        await reply.start(answer.status, self._headers(answer) | {"content-length": str(len(body))})
+            body = refused(self._call.kind, answer.status, body)
+            headers["content-type"] = "application/json"
+        await reply.start(answer.status, headers | {"content-length": str(len(body))})
         await reply.end(body)
 
     async def _pass_stream(self, answer: Connection, reply: Reply, resumable: Resumable | None) -> None:

@@ -85,7 +85,7 @@ def _chat(body: dict[str, Any], names: Names, group: str | None) -> Call:
 def _completion(body: dict[str, Any], names: Names, group: str | None) -> Call:
     request = check(body, CompletionRequest)
     if request.prompt is None:
-        raise ApiError(400, "`prompt` is missing", code="invalid_prompt")
+        raise ApiError(400, "`prompt` is missing", code="invalid_prompt", param="prompt")
     prompts, is_batch = check_prompts(request.prompt, "prompt")
     return _openai("completions", body, request, names, group, prompts, is_batch, request.max_tokens)
 
@@ -149,7 +149,7 @@ def _messages(body: dict[str, Any], names: Names, group: str | None) -> Call:
 def _embeddings(body: dict[str, Any], names: Names, group: str | None) -> Call:
     request = check(body, EmbeddingsRequest)
     if request.input is None:
-        raise ApiError(400, "`input` is missing", code="invalid_input")
+        raise ApiError(400, "`input` is missing", code="invalid_input", param="input")
     prompts, is_batch = check_prompts(request.input, "input")
     body = body | {"model": names.asked_for(request.model)}
     return make_call("embeddings", body, request, names, group, prompts, is_batch, [SamplingParams()])
@@ -179,7 +179,9 @@ def _detokenize(body: dict[str, Any], names: Names, _: str | None) -> Call:
         if not isinstance(one, list) or not all(
             type(token) is int and 0 <= token <= MAX_TOKEN_ID for token in one
         ):
-            raise ApiError(400, "`tokens` holds something that is no token id", code="invalid_prompt")
+            raise ApiError(
+                400, "`tokens` holds something that is no token id", code="invalid_prompt", param="tokens"
+            )
     return _for_the_tokenizer("detokenize", body, request, names)
 
 

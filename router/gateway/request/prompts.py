@@ -13,11 +13,14 @@ def check_prompts(value: Any, name: str) -> tuple[tuple[Prompt, ...], bool]:
     if isinstance(value, str):
         return (value,), False
     if not isinstance(value, list) or not value:
-        raise _invalid(f"`{name}` must be a text, a list of texts, or token ids")
+        raise _invalid(f"`{name}` must be a text, a list of texts, or token ids", name)
     first = value[0]
     if isinstance(first, str | list) and len(value) > MAX_BATCH:
         raise ApiError(
-            400, f"`{name}` holds {len(value)} prompts; at most {MAX_BATCH}", code="batch_too_large"
+            400,
+            f"`{name}` holds {len(value)} prompts; at most {MAX_BATCH}",
+            code="batch_too_large",
+            param=name,
         )
     try:
         if isinstance(first, str):
@@ -27,11 +30,11 @@ def check_prompts(value: Any, name: str) -> tuple[tuple[Prompt, ...], bool]:
         return (msgspec.convert(value, TokenIds),), False
     except msgspec.ValidationError as error:
         if isinstance(first, str):
-            raise _invalid(f"`{name}` mixes texts with something else") from error
+            raise _invalid(f"`{name}` mixes texts with something else", name) from error
         if "length" in str(error):
-            raise _invalid(f"`{name}` must hold a non-empty list of token ids") from error
-        raise _invalid(f"`{name}` holds something that is no token id") from error
+            raise _invalid(f"`{name}` must hold a non-empty list of token ids", name) from error
+        raise _invalid(f"`{name}` holds something that is no token id", name) from error
 
 
-def _invalid(message: str) -> ApiError:
-    return ApiError(400, message, code="invalid_prompt")
+def _invalid(message: str, name: str) -> ApiError:
+    return ApiError(400, message, code="invalid_prompt", param=name)

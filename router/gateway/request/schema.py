@@ -31,6 +31,15 @@ Count = Annotated[
     Annotated[int, Meta(ge=0, le=MAX_COUNT)] | None,
     Meta(extra={"must": f"be an integer from 0 to {MAX_COUNT}"}),
 ]
+KEPT_BACK = 2
+"""Tokens of `max_output_tokens` that SGLang 0.5.23 does not generate."""
+ResponseCount = Annotated[
+    Annotated[int, Meta(gt=KEPT_BACK, le=MAX_COUNT)] | None,
+    Meta(
+        description=f"{KEPT_BACK} of them are kept back.",
+        extra={"must": f"be an integer from {KEPT_BACK + 1} to {MAX_COUNT}"},
+    ),
+]
 Samples = Annotated[
     Annotated[int, Meta(ge=1, le=MAX_BATCH)] | None,
     Meta(extra={"must": f"be an integer from 1 to {MAX_BATCH}"}),
@@ -149,7 +158,7 @@ class ResponsesRequest(Common, kw_only=True):
         Meta(extra={"must": "be a text or a non-empty list of objects", "code": "invalid_input"}),
     ]
     instructions: str | None = None
-    max_output_tokens: Count = None
+    max_output_tokens: ResponseCount = None
     stream: bool | None = None
     tools: Tools | None = None
     user: User = None
