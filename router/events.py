@@ -124,6 +124,14 @@ LEAST_CAPACITY, LARGEST_CAPACITY = 1e-3, 1e3
 Capacity = Annotated[float, msgspec.Meta(ge=LEAST_CAPACITY, le=LARGEST_CAPACITY)]
 
 
+URL_PATTERN = "^https?://[!-.0-~]+/?$"
+"""Of the address of a replica: scheme, host and port, and no path."""
+
+ZMQ_PATTERN = r"^(tcp://[!-)+-~]+:[0-9]{1,5}|ipc://[!-~]+)$"
+"""Of an address to which a router connects for a replica's events or load. ZMQ refuses others when it is too late to
+tell who gave them."""
+
+
 class WorkerUp(Message, frozen=True):
     """Worker `worker` serves at `url` and publishes its KV events at `kv` and `replay`, and how much it has to do at
     `load`, if these are given.

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from router.events import Capacity, Refuse, WorkerDrain, Workers, WorkerUp
+from router.events import URL_PATTERN, ZMQ_PATTERN, Capacity, Refuse, WorkerDrain, Workers, WorkerUp
 from router.gateway.errors import RETRY_AFTER_S, ApiError, describe
 from router.gateway.guard import Guard, behind_proxy
 from router.gateway.operations import Operation
@@ -34,7 +34,6 @@ MAX_LIMITS_BYTES = 1 << 20
 ANSWER_TIMEOUT_S = 5.0
 
 NAME_PATTERN = "^[A-Za-z0-9._:-]{1,64}$"
-_ADDRESS_PATTERN = "^[a-z]+://[!-~]+$"
 
 
 def _matching(pattern: str, description: str | None = None) -> Meta:
@@ -49,13 +48,12 @@ def _matching(pattern: str, description: str | None = None) -> Meta:
 class NewWorker(msgspec.Struct, forbid_unknown_fields=True):
     """The body of `POST /workers`. A `name` is made up where none is given; `replay` needs `kv`."""
 
-    url: Annotated[str, _matching("^https?://[!-.0-~]+/?$")]
+    url: Annotated[str, _matching(URL_PATTERN)]
     name: Annotated[str, _matching(NAME_PATTERN)] | None = None
-    kv: Annotated[str, _matching(_ADDRESS_PATTERN, "ZMQ address of its KV events.")] | None = None
-    replay: Annotated[str, _matching(_ADDRESS_PATTERN, "ZMQ address that replays them.")] | None = None
+    kv: Annotated[str, _matching(ZMQ_PATTERN, "ZMQ address of its KV events.")] | None = None
+    replay: Annotated[str, _matching(ZMQ_PATTERN, "ZMQ address that replays them.")] | None = None
     load: (
-        Annotated[str, _matching(_ADDRESS_PATTERN, "ZMQ address at which it says how much it has to do.")]
-        | None
+        Annotated[str, _matching(ZMQ_PATTERN, "ZMQ address at which it says how much it has to do.")] | None
     ) = None
     capacity: Capacity = 1.0
     model: Annotated[

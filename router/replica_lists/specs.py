@@ -6,10 +6,11 @@
 All functions raise ValueError, with a text of one line, for what cannot be read.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from router.events import LARGEST_CAPACITY, LEAST_CAPACITY, WorkerUp
+from router.events import LARGEST_CAPACITY, LEAST_CAPACITY, URL_PATTERN, ZMQ_PATTERN, WorkerUp
 from sglang_fair.common.pairs import split_pairs
 
 FIELDS = ("kv", "replay", "load", "capacity", "model")
@@ -25,12 +26,12 @@ def worker(text: str) -> WorkerUp:
         raise ValueError(
             f"{text!r} is not NAME,http=URL[,kv=ADDRESS][,replay=ADDRESS][,load=ADDRESS][,capacity=NUMBER][,model=NAME]"
         )
-    if not values["http"].startswith(("http://", "https://")):
+    if not re.fullmatch(URL_PATTERN, values["http"]):
         raise ValueError(f"worker {called}: http={values['http']} is no URL")
     if "replay" in values and "kv" not in values:
         raise ValueError(f"worker {called}: replay= is of no use without kv=")
     for key in ADDRESSES:
-        if key in values and "://" not in values[key]:
+        if key in values and not re.fullmatch(ZMQ_PATTERN, values[key]):
             raise ValueError(f"worker {called}: {key}={values[key]} is no ZMQ address")
     return _up(called, values["http"], values)
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
@@ -132,11 +133,24 @@ def test_a_bad_name_is_refused(spec: str) -> None:
         ("r0,http=http://h:1\n\nr1", "line 3: 'r1' is not NAME,http=URL"),
         ("r0,http=http://h:1\nr0,http=http://h:2", "named twice: r0, r0"),
         ("r0,http=http://h:1,model=m\nr1,http=http://h:2", "say model= of r1 too"),
+        ("r0,http=http://", "worker r0: http=http:// is no URL"),
+        ("r0,http=http://h:1/v1", "worker r0: http=http://h:1/v1 is no URL"),
+        ("r0,http=http://h:1,kv=http://h:2", "worker r0: kv=http://h:2 is no ZMQ address"),
+        ("r0,http=http://h:1,load=tcp://h", "worker r0: load=tcp://h is no ZMQ address"),
+        ("r0,http=http://h:1,kv=tcp://*:2", "is no ZMQ address"),
+        ("r0,http=http://h:1,kv=inproc://router", "is no ZMQ address"),
     ],
 )
 def test_a_bad_line_is_named(text: str, what: str) -> None:
-    with pytest.raises(ValueError, match=what):
+    with pytest.raises(ValueError, match=re.escape(what)):
         specs.lines(text)
+
+
+@pytest.mark.parametrize(
+    "address", ["tcp://10.0.0.7:5557", "tcp://[fd00::7]:1", "tcp://a.b.svc:65535", "ipc:///run/kv"]
+)
+def test_what_zmq_connects_to_is_an_address(address: str) -> None:
+    assert specs.worker(f"r0,http=https://h:1/,kv={address},replay={address},load={address}").kv == address
 
 
 # -- a file
