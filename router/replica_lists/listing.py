@@ -61,12 +61,18 @@ class Listing:
             for up in workers.workers
             if up.listed == self._name
             and up.worker not in workers.draining
-            and ((now := self._listed.get(up.worker)) is None or _identity(now) != _identity(up))
+            and ((now := self._listed.get(up.worker)) is None or not _is_same(now, up))
         ]
 
     def __len__(self) -> int:
         """How many are listed."""
         return len(self._listed)
+
+
+def _is_same(listed: WorkerUp, known: WorkerUp) -> bool:
+    """Whether the router knows this replica. A list may leave open which model it has; the router learns that."""
+    has_same = listed.loaded in ("", known.loaded)
+    return has_same and (listed.url, listed.kv) == (known.url, known.kv)
 
 
 def _identity(up: WorkerUp) -> tuple[str, str | None, str]:

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.core import Router
-from router.events import Arrive, Done, Follow, Place, WorkerDrain, Workers, WorkerUp
+from router.events import Agent, Arrive, Done, Follow, Place, WorkerDrain, Workers, WorkerUp
 from router.placement import build
 from router.replica_lists import follow, specs
 from router.replica_lists.follow import following
@@ -79,6 +79,19 @@ def test_who_vanished_while_the_router_was_away_drains_though_gateways_tell_of_i
     [back] = listing.ready(next(one for one in listing.waiting() if one.worker == "moved"))
     core.handle(back, 0.0)
     assert listing.lost(workers()) == []
+
+
+def test_a_replica_that_has_loaded_one_of_its_models_is_still_the_one_that_is_listed() -> None:
+    listing, core = Listing("f"), Router(build("round_robin"))
+    listing.found([WorkerUp("a", "http://h:1", models=("m", "n")), WorkerUp("b", "http://h:2")])
+    for one in listing.waiting():
+        [told] = listing.ready(one)
+        core.handle(told, 0.0)
+    core.handle(Agent("q", "a", loaded="n"), 0.0, b"agent")
+    [(_, answer)] = core.handle(Follow("f"), 0.0)
+    assert isinstance(answer, Workers)
+    assert [(up.worker, up.loaded, up.listed) for up in answer.workers] == [("a", "n", "f"), ("b", "", "f")]
+    assert listing.lost(answer) == []
 
 
 @given(st.lists(st.tuples(st.sets(st.sampled_from("abcd")), st.sets(st.sampled_from("abcd")))))
