@@ -673,7 +673,7 @@ class Router:
         if known is not None and has_same and (known.url, known.kv) == (event.url, event.kv):
             known.models = event.models or known.models
             known.replay, known.load_address = event.replay, event.load
-            known.listed = event.listed or known.listed
+            known.listed = event.listed  # whoever tells of it last
             self._workers.set_draining(known, False)
             if known.capacity != event.capacity:
                 known.capacity = event.capacity

@@ -76,6 +76,8 @@ def test_who_vanished_while_the_router_was_away_drains_though_gateways_tell_of_i
         core.handle(drain, 0.0)
     assert workers().draining == ("gone",), "it has a request"
     assert listing.lost(workers()) == [], "it is drained once"
+    core.handle(WorkerUp("gone", "http://h:1"), 0.0)
+    assert listing.lost(workers()) == [], "an operator has added it, and it is nobody else's"
     [back] = listing.ready(next(one for one in listing.waiting() if one.worker == "moved"))
     core.handle(back, 0.0)
     assert listing.lost(workers()) == []

@@ -5,7 +5,8 @@
 
 Whoever looks makes FILE what the parts say, if it is not. So a list that two wrote at once is right after the next
 look, and the order of their writes does not matter. A part that nobody has touched for `STALE_S` does not count: its
-machine is gone. Times are those of files, which the disk's server gives, so that no two clocks are compared.
+machine is gone. Nor does one that is no line of a replica, as a machine that crashes may leave it: routers would refuse
+the whole list. Times are those of files, which the disk's server gives, so that no two clocks are compared.
 """
 
 import contextlib
@@ -14,6 +15,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from router.replica_lists.specs import worker
 
 LOOK_S = 3.0
 STALE_S = 60.0
@@ -69,8 +72,10 @@ class OwnPart:
         found = {}
         for entry in os.scandir(self._folder):
             if NAME.fullmatch(entry.name):
-                with contextlib.suppress(FileNotFoundError):  # it has just left
-                    found[entry.name] = Part(Path(entry.path).read_text().strip(), entry.stat().st_mtime)
+                with contextlib.suppress(FileNotFoundError, ValueError):  # it has just left, or is torn
+                    line = Path(entry.path).read_text().strip()
+                    worker(line)
+                    found[entry.name] = Part(line, entry.stat().st_mtime)
         return found
 
     def _list(self) -> str | None:
