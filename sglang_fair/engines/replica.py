@@ -158,6 +158,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )  # fmt: skip
 
 
+LEAST_NAME = len("--ho")
+"""What is shorter begins several arguments of SGLang, which refuses it."""
+
+
 def check_protection(options: Replica) -> None:
     """Raises SettingError for keys that cannot be used, and where others could reach it unprotected, by SGLang's own
     arguments too."""
@@ -165,9 +169,9 @@ def check_protection(options: Replica) -> None:
     has_key = bool(replica_key.key()) or _value(options.extra, "--api-key") is not None
     has_tls = _value(options.extra, "--ssl-certfile") is not None
     tls = f"give it a key in {replica_key.variable} and TLS with -- --ssl-certfile and --ssl-keyfile"
-    host = _value(options.extra, "--host") or options.host
+    host = _value(options.extra, "--host", shortened=True) or options.host
     addresses = [("--host", host, has_key and has_tls, tls)]
-    if (events := _value(options.extra, "--kv-events-config")) is not None:
+    if (events := _value(options.extra, "--kv-events-config", shortened=True)) is not None:
         addresses += [
             ("--kv-events-config", address, publisher == PUBLISHER and keys is not None, protection.GIVE_KEYS)
             for publisher, address in _published(events)
@@ -199,12 +203,13 @@ def _published(config: str) -> list[tuple[str, str]]:
     return [(publisher, str(address)) for address in addresses if address is not None]
 
 
-def _value(arguments: Sequence[str], option: str) -> str | None:
-    """What SGLang takes for an argument's value: the last one given; None: none is."""
+def _value(arguments: Sequence[str], option: str, *, shortened: bool = False) -> str | None:
+    """What SGLang takes for an argument's value: the last one given; None: none is. `shortened`: also by the beginning
+    of its name, which SGLang takes where no other argument begins so."""
     found = None
     for at, word in enumerate(arguments):
         name, equals, value = word.partition("=")
-        if name == option:
+        if name == option or (shortened and len(name) >= LEAST_NAME and option.startswith(name)):
             found = value if equals else next(iter(arguments[at + 1 :]), "")
     return found
 

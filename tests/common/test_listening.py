@@ -92,6 +92,10 @@ def test_a_replica(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
         (Replica(host="10.0.0.1", extra=("--api-key", "k")), "give it a key"),
         (Replica(host="10.0.0.1", kv_port=1, extra=(*tls, "--api-key", "k")), "give its KV events --keys"),
         (Replica(extra=("--host", "0.0.0.0")), "--host 0.0.0.0 is reached from elsewhere"),
+        (Replica(extra=("--hos", "0.0.0.0")), "--host 0.0.0.0 is reached from elsewhere"),
+        (Replica(extra=("--ho=0.0.0.0",)), "--host 0.0.0.0 is reached from elsewhere"),
+        (Replica(extra=("--kv-ev", events)), "is reached from elsewhere"),
+        (Replica(host="10.0.0.1", extra=(*tls, "--api-ke", "k")), "give it a key"),
         (Replica(host="127.0.0.1", extra=("--host=127.0.0.1", "--host=::")), "--host :: is reached"),
         (
             Replica(kv_port=1, extra=("--kv-events-config", events)),
