@@ -5,6 +5,7 @@ Each API has a tenant of its own. What its clients were told that they used is w
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,23 @@ from sglang_fair.tenants import edit, keys
 from sglang_fair.tenants.model import Tenant
 from tests.support.live import Cluster, check_conservation
 from tests.support.waiting import wait_until
+from workloads import serve, wire
+from workloads.records import read
 
 pytestmark = pytest.mark.e2e
 
 MODEL = "tiny"
-TENANTS = ("chat", "several", "completions", "responses", "messages", "tokenizer", "leaver", "embedder")
+TENANTS = (
+    "chat",
+    "several",
+    "completions",
+    "responses",
+    "messages",
+    "tokenizer",
+    "leaver",
+    "embedder",
+    "bench",
+)
 ENVIRONMENT = {KEY_VARIABLE: "the admin's key", replica_key.variable: "the replicas' key"}
 SCHEMA = {
     "type": "object",
@@ -70,12 +83,16 @@ class Served:
 
     cluster: Cluster
     told: dict[str, Told] = field(default_factory=lambda: {name: Told() for name in TENANTS})
+    clients: ExitStack = field(default_factory=ExitStack)
+    """Closed at the end: a stream that was given up has its connection still."""
 
     def openai(self, tenant: str) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.cluster.url}/v1", api_key=tenant, max_retries=0, timeout=120)
+        made = openai.OpenAI(base_url=f"{self.cluster.url}/v1", api_key=tenant, max_retries=0, timeout=120)
+        return self.clients.enter_context(made)
 
     def anthropic(self, tenant: str) -> anthropic.Anthropic:
-        return anthropic.Anthropic(base_url=self.cluster.url, api_key=tenant, max_retries=0, timeout=120)
+        made = anthropic.Anthropic(base_url=self.cluster.url, api_key=tenant, max_retries=0, timeout=120)
+        return self.clients.enter_context(made)
 
     def charged(self, tenant: str) -> Told:
         rows = [book["clients"].get(tenant, {}) for book in self.cluster.books()]
@@ -108,7 +125,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     tenants = ("--tenants", str(tenants_file(tmp_path_factory.mktemp("tenants"))))
     with Cluster(*tenants, "--", *ENGINE, environment=ENVIRONMENT) as cluster:
         made = Served(cluster)
-        yield made
+        with made.clients:
+            yield made
         check_conservation(*cluster.books())
 
 
@@ -302,8 +320,12 @@ def test_errors_are_those_of_the_clients(served: Served) -> None:
         one.responses.create(model="gpt-of-elsewhere", input="a")
     with pytest.raises(openai.AuthenticationError):
         served.openai("nobody").responses.create(model=MODEL, input="a")
-    with pytest.raises(openai.BadRequestError, match="embedding model"):
+    with pytest.raises(openai.BadRequestError, match="embedding model") as refused:
         one.embeddings.create(model=MODEL, input="a")
+    assert refused.value.type == "invalid_request_error"
+    with pytest.raises(openai.BadRequestError, match="valid number") as refused:
+        one.responses.create(model=MODEL, input="a", extra_body={"temperature": "hot"})
+    assert "File" not in refused.value.message
     with pytest.raises(anthropic.NotFoundError, match="does not exist here"):
         other.messages.create(
             model="claude-of-elsewhere", max_tokens=3, messages=[{"role": "user", "content": "a"}]
@@ -315,6 +337,12 @@ def test_errors_are_those_of_the_clients(served: Served) -> None:
     with pytest.raises(anthropic.BadRequestError) as caught:
         other.messages.create(model=MODEL, max_tokens=3, messages=[{"role": "nobody", "content": "a"}])
     assert caught.value.body["error"]["type"] == "invalid_request_error"
+    with pytest.raises(anthropic.BadRequestError, match="context length") as caught:
+        other.messages.create(model=MODEL, max_tokens=1_000_000, messages=QUESTION)
+    assert caught.value.body["error"]["type"] == "invalid_request_error"
+    with pytest.raises(anthropic.NotFoundError) as missing:
+        other.messages.batches.list()
+    assert missing.value.body["error"]["type"] == "not_found_error"
     assert [model.id for model in one.models.list()] == [MODEL]
     assert one.models.retrieve(MODEL).id == MODEL
     with pytest.raises(openai.NotFoundError):
@@ -400,6 +428,31 @@ def test_who_leaves_is_charged_for_what_was_computed(served: Served, path: str, 
     assert 0 < served.charged("leaver").output - before < MOST_AT_ONCE
 
 
+def bench(served: Served, api: str, folder: Path) -> None:
+    """Every answer of a short load came, and what they say that they came to is what was charged."""
+    keys_file, records = folder / "keys.json", folder / "records.jsonl"
+    keys_file.write_text(json.dumps({"bench": "bench"}))
+    before = served.charged("bench")
+    words = [
+        "--url", served.cluster.url, "--api", api, "--identity", "api-key", "--keys", str(keys_file),
+        "--clients", "bench:rate=12", "--cv", "0", "--input", "40", "--output", "8", "--warm-up", "0",
+        "--duration", "0.5", "--drain", "60", "--records", str(records),
+    ]  # fmt: skip
+    assert serve.main(words) == 0
+    found = read(records).requests
+    assert len(found) > 3
+    assert {one.outcome for one in found} == {"ok"}
+    wait_until(lambda: served.settled("bench"), "nothing runs")
+    after = served.charged("bench")
+    assert after.output - before.output == sum(one.output_tokens for one in found)
+    assert after.prompt - before.prompt == sum(one.prompt_tokens or 0 for one in found)
+
+
+@pytest.mark.parametrize("api", [api for api in wire.PATHS if api not in wire.WHOLE])
+def test_bench_serve_drives_it(served: Served, api: str, tmp_path: Path) -> None:
+    bench(served, api, tmp_path)
+
+
 # -- a model that makes embeddings
 
 
@@ -407,7 +460,9 @@ def test_who_leaves_is_charged_for_what_was_computed(served: Served, path: str, 
 def embedding(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     tenants = ("--tenants", str(tenants_file(tmp_path_factory.mktemp("tenants"))))
     with Cluster(*tenants, "--replicas", "1", "--", "--is-embedding", environment=ENVIRONMENT) as cluster:
-        yield Served(cluster)
+        made = Served(cluster)
+        with made.clients:
+            yield made
         check_conservation(*cluster.books())
 
 
@@ -447,3 +502,7 @@ def test_a_model_that_makes_embeddings_does_not_generate(embedding: Served, stre
             client.responses.create(model=MODEL, input="a")
     assert client.embeddings.create(model=MODEL, input="a text").data
     assert other.messages.count_tokens(model=MODEL, messages=turns).input_tokens > 1
+
+
+def test_bench_serve_drives_embeddings(embedding: Served, tmp_path: Path) -> None:
+    bench(embedding, wire.EMBEDDINGS, tmp_path)
