@@ -139,7 +139,17 @@ class RouterReady:
     """The folder with the keys that it is asked with."""
 
 
-Ready = HttpReady | LineReady | RouterReady
+@dataclass(frozen=True)
+class FleetReady:
+    """Ready when it has said so, and the router at `endpoint` knows as many replicas as are asked of it."""
+
+    endpoint: str
+    replicas: int
+    keys: str | None = None
+    """The folder with the keys that the router is asked with."""
+
+
+Ready = HttpReady | LineReady | RouterReady | FleetReady
 
 
 @dataclass(frozen=True)
@@ -296,7 +306,7 @@ def build(
         processes=(
             *((_fork_server(options, machine, each[0], fork_server),) if fork_server else ()),
             *replicas,
-            *((_fleet(options, device, machine, each, fleet),) if fleet else ()),
+            *((_fleet(options, device, machine, each, fleet, router),) if fleet else ()),
             _router(options, machine, router, workers, None if fleet is None else fleet.listed),
             *((_planner(options, machine, router),) if plans(options.placement) else ()),
             *(
@@ -464,14 +474,14 @@ def scheme(extra: Sequence[str]) -> str:
 
 
 def _fleet(
-    options: Options, device: Device, machine: Machine, models: Sequence[Model], files: FleetFiles
+    options: Options, device: Device, machine: Machine, models: Sequence[Model], files: FleetFiles, router: str
 ) -> Process:
     slowest_s = max(ready_timeout_s(options, device, machine, model) for model in models)
     return Process(
         name="fleet",
         role="fleet",
         argv=(machine.python, "-m", "sglang_fair.cluster.on_ray", str(files.told)),
-        ready=LineReady(FLEET_READY),
+        ready=FleetReady(router, len(models), _path(options.keys)),
         ready_timeout_s=options.ray_wait_s + slowest_s + FLEET_GRACE_S,
         stop_grace_s=FLEET_GRACE_S,
         env={"PYTHONUNBUFFERED": "1"},

@@ -28,6 +28,8 @@ from sglang_fair.cluster.link import RouterLink, router_answers
 from sglang_fair.cluster.model import NoModel, describe
 from sglang_fair.cluster.options import ConfigError, Options, check, extra_argument
 from sglang_fair.cluster.plan import (
+    FLEET_READY,
+    FleetReady,
     HttpReady,
     LineReady,
     Machine,
@@ -803,6 +805,33 @@ class TestSupervisor:
 
         asyncio.run(run())
         assert not asyncio.run(router_answers(endpoint, 0.1))
+
+    def test_a_fleet_is_ready_when_the_router_knows_its_replicas(self) -> None:
+        endpoint = f"tcp://127.0.0.1:{free_port()}"
+        router = Process(
+            "router", "router", (sys.executable, "-m", "router", "--bind", endpoint), RouterReady(endpoint),
+            LIMIT_S, LIMIT_S,
+        )  # fmt: skip
+        code = f"import time; print({FLEET_READY!r}, flush=True); time.sleep(1e6)"
+        fleet = Process(
+            "fleet", "fleet", (sys.executable, "-c", code), FleetReady(endpoint, 2), LIMIT_S, LIMIT_S
+        )
+
+        async def run() -> None:
+            record = Record()
+            with contextlib.closing(RouterLink(endpoint)) as link:
+                supervisor = Supervisor(Plan((router, fleet), endpoint), record)
+                running = asyncio.create_task(supervisor.run())
+                for name in ("r0", "r1"):
+                    await until(lambda: "router" in record.ready and ("fleet", FLEET_READY) in record.lines)
+                    assert "fleet" not in record.ready
+                    link.up(Worker(name, f"http://{name}", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2"))
+                    await until(lambda name=name: name in workers(endpoint))
+                await until(lambda: "fleet" in record.ready)
+                supervisor.stop()
+                assert await running is True
+
+        asyncio.run(run())
 
     def test_a_session_that_is_gone_is_not_killed_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Its id may be another's by then."""

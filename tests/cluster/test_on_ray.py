@@ -13,7 +13,7 @@ from sglang_fair.cluster.on_ray import driver, told
 from sglang_fair.cluster.on_ray.states import Fleet, Place
 from sglang_fair.cluster.on_ray.told import Told
 from sglang_fair.cluster.options import ConfigError, Options
-from sglang_fair.cluster.plan import FleetFiles, Ports, asked_for, build, placed, written
+from sglang_fair.cluster.plan import FleetFiles, FleetReady, Ports, asked_for, build, placed, written
 from sglang_fair.cluster.ports import ReplicaPorts
 from sglang_fair.cluster.restart import RestartRule
 from sglang_fair.cluster.run import run_cluster
@@ -61,6 +61,7 @@ def test_with_a_fleet_replicas_are_not_in_the_plan_and_the_router_follows_its_li
     assert "--worker" not in router.argv
     (fleet,) = found.of("fleet")
     assert fleet.argv[-1] == str(FILES.told)
+    assert fleet.ready == FleetReady("tcp://127.0.0.1:30100", 3), "the router knows all of it"
     assert "fleet" not in plan.DISPENSABLE, "without it a cluster does not go on"
     on_cpu = build(replace(ON_RAY, device="cpu"), "cpu", MACHINE, MODEL, Ports(8000, 30_100, ()), fleet=FILES)
     assert not on_cpu.of("fork-server"), "what is forked here helps nobody there"

@@ -26,8 +26,9 @@ List = Callable[[Sequence[str]], None]
 
 
 async def come_and_go(site: Site, listed: List) -> None:
-    """Two are listed at first; the third comes before it runs, and all of the first go, one after the other. No request
-    fails, and whoever is struck off and forgotten may be killed."""
+    """Two are listed at first; the third comes before it runs, and all of the first go, one after the other. Between, all
+    routers die and come back, and refuse nobody for lack of replicas. No request fails, and whoever is struck off and
+    forgotten may be killed."""
     first, second, third = site.replicas
     late = {third: (site.replicas.pop(third), site.urls[third])}
     listed([first, second])
@@ -46,6 +47,13 @@ async def come_and_go(site: Site, listed: List) -> None:
         return (await site.work(third))["requests"] > before
 
     await eventually(asked, "it gets requests")
+    for router in site.routers:
+        router.kill()
+    for router in site.routers:
+        router.start()
+    await load.goes_on()
+    await has(site, first, second, third)
+    await load.goes_on()
     for gone, left in ((first, (second, third)), (second, (third,))):
         listed(left)
         await has(site, *left)

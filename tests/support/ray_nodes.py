@@ -5,8 +5,8 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -24,7 +24,8 @@ STARTED = "Ray runtime started."
 class RayNodes:
     """The nodes at 127.0.0.2, 127.0.0.3 and so on, the first one the head; each has `cpus` CPUs, whatever is there."""
 
-    def __init__(self, count: int, cpus: int) -> None:
+    def __init__(self, count: int, cpus: int, python: str, environment: Mapping[str, str]) -> None:
+        """`python` is that of the environment whose packages run, and `environment` all that it gets."""
         # The paths of sockets are below it, and must be short.
         self._folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
         self.address = f"127.0.0.2:{free_port()}"
@@ -40,14 +41,14 @@ class RayNodes:
                 else (f"--address={self.address}",)
             )  # fmt: skip
             command = [
-                sys.executable, "-m", "ray.scripts.scripts", "start", *role, f"--node-ip-address=127.0.0.{index + 2}",
+                python, "-m", "ray.scripts.scripts", "start", *role, f"--node-ip-address=127.0.0.{index + 2}",
                 f"--num-cpus={cpus}", "--num-gpus=0", f"--object-store-memory={OBJECT_STORE_BYTES}",
                 "--min-worker-port=0", "--max-worker-port=0", "--block",
             ]  # fmt: skip
             with log.open("wb") as output:
                 node = subprocess.Popen(
-                    command, stdout=output, stderr=output, start_new_session=True,
-                    env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": os.pathsep.join(sys.path)},
+                    command, stdout=output, stderr=output, start_new_session=True, cwd=self._folder,
+                    env={**environment, "RAY_USAGE_STATS_ENABLED": "0"},
                 )  # fmt: skip
             self._nodes.append(node)
             wait_until(

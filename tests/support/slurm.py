@@ -60,7 +60,7 @@ class Slurm:
 
     def __enter__(self) -> "Slurm":
         self.folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
-        self._daemons: list[psutil.Process] = []
+        self._daemons: list[psutil.Popen] = []
         first = free_port(2)
         configuration = self.folder / "slurm.conf"
         configuration.write_text(
@@ -99,6 +99,7 @@ class Slurm:
         psutil.wait_procs(self._daemons, timeout=10)
         for process in living(family):
             process.kill()
+        psutil.wait_procs(self._daemons)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def run(self, *words: str) -> str:
@@ -111,10 +112,11 @@ class Slurm:
     def _start(self, *words: str) -> None:
         log = self.folder / f"{words[0]}-{len(self._daemons)}.out"
         with log.open("wb") as output:
-            process = subprocess.Popen(
-                words, stdout=output, stderr=output, env=self.environment, start_new_session=True
+            self._daemons.append(
+                psutil.Popen(
+                    words, stdout=output, stderr=output, env=self.environment, start_new_session=True
+                )
             )
-        self._daemons.append(psutil.Process(process.pid))
 
 
 def _children(process: psutil.Process) -> list[psutil.Process]:

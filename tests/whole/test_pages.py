@@ -237,8 +237,6 @@ OTHERS_OPTIONS = {
     "--array", "--batch", "--cpus-per-task", "--gpus-per-task", "--mem-per-gpu", "--ntasks", "--requeue", "--signal",
 }  # fmt: skip
 """SGLang's, docker's, Typer's, Slurm's."""
-OF_TESTS = {"SGLANG_FAIR_NODES": "tests/whole/test_ray.py"}
-"""Variables that tests alone read, and where."""
 
 
 @every_page
@@ -254,7 +252,7 @@ def test_options_exist(page: str) -> None:
 @every_page
 def test_variables_and_headers_exist(page: str) -> None:
     for name in set(re.findall(r"SGLANG_FAIR_[A-Z_]+[A-Z]|x-fair-[a-z-]+[a-z]", prose_of(page))):
-        assert named_in_sources(name) or name in sources()[OF_TESTS[name]], name
+        assert named_in_sources(name), name
 
 
 @every_page

@@ -25,10 +25,6 @@ pytestmark = [
     pytest.mark.e2e,
     pytest.mark.timeout(600),
     pytest.mark.skipif(bool(why_not()), reason=why_not()),
-    pytest.mark.skipif(
-        os.environ.get("SGLANG_FAIR_NODES") is None,
-        reason="SGLANG_FAIR_NODES is not set: two nodes beside other tests",
-    ),
 ]
 
 SCRIPT = Path(__file__).parents[2] / "deploy/slurm/replicas.sbatch"
@@ -95,17 +91,17 @@ def test_jobs_list_their_replicas_and_no_request_is_lost_when_one_is_cancelled(t
         wait_until(lambda: len(known(url)) == 2, f"two replicas {logs}")
         assert sorted(slurm.run("squeue", "-h", "-o", "%N").split()) == ["n1", "n2"]
         assert sorted(listed_in(listed)) == sorted(known(url))
-        jobs = {one.partition("-")[0].removeprefix("j"): one for one in listed_in(listed)}
-        second = submitted  # the number of the array is that of its last task, too, and would cancel both
-        (first,) = jobs.keys() - {second}
+        of = {one.partition("-")[0].removeprefix("j"): one for one in listed_in(listed)}
+        tasks = dict(line.split() for line in slurm.run("squeue", "-h", "-o", "%A %i").splitlines())
+        (first, _), (second, stays) = ((tasks[job], of[job]) for job in of)
 
         async def body() -> None:
             load = Load(url)
             await load.goes_on()
             await asyncio.to_thread(slurm.run, "scancel", first)
-            await eventually(lambda: listed_in(listed) == [jobs[second]], "the job takes its line away")
+            await eventually(lambda: listed_in(listed) == [stays], "the job takes its line away")
             await eventually(
-                lambda: asyncio.to_thread(lambda: known(url) == {jobs[second]}), "the router sees it"
+                lambda: asyncio.to_thread(lambda: known(url) == {stays}), "the router sees it"
             )
             await load.goes_on()
             await load.stop()
@@ -115,7 +111,7 @@ def test_jobs_list_their_replicas_and_no_request_is_lost_when_one_is_cancelled(t
         slurm.run("scancel", "--batch", "--signal=TERM", second)
         wait_until(lambda: not listed_in(listed), "the other one leaves, too")
         wait_until(lambda: not slurm.run("squeue", "-h"), "the end of all jobs")
-        log = next(one for one in tmp_path.glob("job-*.log") if f"{jobs[second]} is ready" in one.read_text())
+        log = next(one for one in tmp_path.glob("job-*.log") if f"{stays} is ready" in one.read_text())
         assert "killed by" not in log.read_text().partition("stopping: it is listed no more")[2], (
             "it finished"
         )
