@@ -474,7 +474,12 @@ def scheme(extra: Sequence[str]) -> str:
 
 
 def _fleet(
-    options: Options, device: Device, machine: Machine, models: Sequence[Model], files: FleetFiles, router: str
+    options: Options,
+    device: Device,
+    machine: Machine,
+    models: Sequence[Model],
+    files: FleetFiles,
+    router: str,
 ) -> Process:
     slowest_s = max(ready_timeout_s(options, device, machine, model) for model in models)
     return Process(

@@ -1,6 +1,7 @@
 """Who asks a cluster over two networks: clients that always wait, and the official clients of OpenAI and Anthropic."""
 
 import asyncio
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from random import Random
@@ -88,6 +89,18 @@ class Flood:
         self._stops = True
         await asyncio.gather(*self._tasks)
 
+    async def __aenter__(self) -> "Flood":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Ends them all; who has seen what must not be says so first."""
+        for task in self._tasks:
+            task.cancel()
+        ended = await asyncio.gather(*self._tasks, return_exceptions=True)
+        wrong = Counter(str(one) for one in ended if isinstance(one, Exception))
+        for text, count in wrong.most_common():
+            print(f"{count} times: {text}", file=sys.stderr)
+
     def failed(self) -> int:
         return self.outcomes.total() - self.outcomes["served"]
 
@@ -103,7 +116,9 @@ class Flood:
             try:
                 await self._one(client, prompt, gateway, seen)
             except aiohttp.ClientError:
-                assert self.gateways_die, seen
+                assert self.gateways_die, (
+                    f"gateway {gateway} has closed a connection without an answer: {seen}"
+                )
                 self.outcomes["lost with its gateway"] += 1
                 gateway = (gateway + 1) % len(self.site.urls)
                 continue

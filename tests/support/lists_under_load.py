@@ -26,9 +26,10 @@ List = Callable[[Sequence[str]], None]
 
 
 async def come_and_go(site: Site, listed: List) -> None:
-    """Two are listed at first; the third comes before it runs, and all of the first go, one after the other. Between, all
-    routers die and come back, and refuse nobody for lack of replicas. No request fails, and whoever is struck off and
-    forgotten may be killed."""
+    """Two are listed at first; the third comes before it runs, and all of the first go, one after the other.
+
+    Between, all routers die and come back. No request fails, and whoever is struck off and forgotten may be killed.
+    """
     first, second, third = site.replicas
     late = {third: (site.replicas.pop(third), site.urls[third])}
     listed([first, second])

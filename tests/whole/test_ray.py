@@ -1,5 +1,7 @@
-"""A cluster whose replicas are on two nodes of Ray's: node, router, gateway and fleet are killed in turn under load. All
-programs are those of the wheel, in an environment of its own."""
+"""A cluster whose replicas are on two nodes of Ray's: node, router, gateway and fleet are killed in turn under load.
+
+All programs are those of the wheel, in an environment of its own.
+"""
 
 import asyncio
 import os

@@ -100,9 +100,7 @@ def test_jobs_list_their_replicas_and_no_request_is_lost_when_one_is_cancelled(t
             await load.goes_on()
             await asyncio.to_thread(slurm.run, "scancel", first)
             await eventually(lambda: listed_in(listed) == [stays], "the job takes its line away")
-            await eventually(
-                lambda: asyncio.to_thread(lambda: known(url) == {stays}), "the router sees it"
-            )
+            await eventually(lambda: asyncio.to_thread(lambda: known(url) == {stays}), "the router sees it")
             await load.goes_on()
             await load.stop()
             assert load.outcomes.keys() == {"served"}, load.outcomes
