@@ -209,10 +209,17 @@ class FarSite:
 
     async def __aexit__(self, kind: object, *_: object) -> None:
         await self.http.close()
+        if kind is not None:
+            for one in (*self.replicas, *self.routers, *self.gateways):
+                if one.log.exists():
+                    print(f"--- {one.name}\n{one.log.read_text()[-1500:]}", file=sys.stderr)
+            ended = {one.name: code for one in self._started() if (code := one.exit_code()) is not None}
+            print(f"ended by themselves: {ended}", file=sys.stderr)
         for one in (*self.gateways, *self.routers, *self.replicas):
-            if kind is not None and one.log.exists():
-                print(f"--- {one.name}\n{one.log.read_text()[-2500:]}", file=sys.stderr)
             one.close()
+
+    def _started(self) -> list[Process]:
+        return [one for one in (*self.routers, *self.gateways) if one.is_started]
 
     async def all_up(self) -> None:
         """Until each gateway and router takes each replica for well."""

@@ -64,6 +64,10 @@ class Process:
     def send(self, number: int) -> None:
         self._signal(number)
 
+    @property
+    def is_started(self) -> bool:
+        return self._process is not None
+
     def exit_code(self) -> int | None:
         """None while it runs."""
         assert self._process is not None
