@@ -151,7 +151,7 @@ def test_names_are_unique_and_fit(name: str) -> None:
     found = [(one["kind"], one["metadata"]["name"]) for one in rendered(name).manifests]
     assert len(set(found)) == len(found)
     assert all(one["metadata"]["namespace"] == NAMESPACE for one in rendered(name).manifests)
-    long = rendered(name, "--set", "fullnameOverride=" + "a-very-long-name-" * 5)
+    long = rendered(name, "--set", "fullnameOverride=" + "-".join(["a-very-long-name"] * 5))
     assert all(
         len(one["metadata"]["name"]) <= 52 for one in long.manifests
     )  # and 11 characters of a revision
