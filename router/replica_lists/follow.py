@@ -104,7 +104,7 @@ class Follower:
             while True:
                 if loop.time() >= next_look_s:
                     next_look_s = loop.time() + self._source.every_s
-                    await self._look()
+                    await self.look()
                 for up in self._listing.waiting():
                     if up.worker not in self._probing:
                         self._probing[up.worker] = asyncio.create_task(self._probe(up))
@@ -113,13 +113,15 @@ class Follower:
             for task in self._probing.values():
                 task.cancel()
 
-    async def _look(self) -> None:
+    async def look(self) -> None:
+        """Looks once, and tells the router what has changed."""
         ups = await self._source.look()
         if ups is not None:
             events = self._listing.found(ups)
             log.info("%s lists %d replicas", self._source, len(self._listing))
             await self._tell(events)
-        await self._router.send(encode(Follow(str(self._source))))
+        if self._source.is_settled:
+            await self._router.send(encode(Follow(str(self._source))))
 
     async def hear(self, workers: Workers) -> None:
         """The router has these workers, as it was asked at a look."""

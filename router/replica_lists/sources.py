@@ -23,6 +23,9 @@ class Source(Protocol):
 
     every_s: float
     """Between two looks at it."""
+    is_settled: bool
+    """Whether the last look found what the one before did. A list that is just being written, or a name server that
+    is being started, does not say whom it lists no more."""
 
     async def look(self) -> Sequence[WorkerUp] | None:
         """Those that it lists; None: it says nothing that is new and can be used. What is wrong is logged, once."""
@@ -45,6 +48,7 @@ class ReplicaFile:
         self._seen: Signature | None = None
         self._is_first = True
         self._complaint = ""
+        self.is_settled = False
 
     def __str__(self) -> str:
         return f"file {self._path}"
@@ -63,13 +67,14 @@ class ReplicaFile:
     async def look(self) -> Sequence[WorkerUp] | None:
         """The replicas in it, when it has changed."""
         is_first, self._is_first = self._is_first, False
+        self.is_settled = False
         try:
             signature = self._signature()
-            is_settled = signature == self._seen or is_first
+            may_read = signature == self._seen or is_first
             self._seen = signature
             if signature == self._read:
-                self._complaint = ""
-            if signature == self._read or not is_settled:
+                self.is_settled, self._complaint = True, ""
+            if signature == self._read or not may_read:
                 return None
             text = self._path.read_text()
             if self._signature() != signature:  # somebody writes it just now
@@ -102,12 +107,14 @@ class DnsName:
         self._name = name
         self._listed: frozenset[str] | None = None
         self._complaint = ""
+        self.is_settled = False
 
     def __str__(self) -> str:
         return f"name {self._name}"
 
     async def look(self) -> Sequence[WorkerUp] | None:
         """The replicas at its addresses, when these have changed."""
+        self.is_settled = False
         resolving = asyncio.get_running_loop().getaddrinfo(
             self._name.host, self._name.port, type=socket.SOCK_STREAM
         )
@@ -121,6 +128,7 @@ class DnsName:
         self._complaint = ""
         addresses = frozenset(str(address[0]) for *_, address in found)
         if addresses == self._listed:
+            self.is_settled = True
             return None
         self._listed = addresses
         return [self._name.worker(address) for address in sorted(addresses)]

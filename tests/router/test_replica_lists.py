@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from aiohttp import web
@@ -19,7 +20,7 @@ from router.core import Router
 from router.events import Agent, Arrive, Done, Follow, Place, WorkerDrain, Workers, WorkerUp
 from router.placement import build
 from router.replica_lists import follow, specs
-from router.replica_lists.follow import following
+from router.replica_lists.follow import Follower, following
 from router.replica_lists.listing import Listing
 from router.replica_lists.sources import ReplicaFile
 from router.wire import pack_tokens
@@ -216,6 +217,30 @@ def test_a_file_that_is_emptied_while_it_is_read_drains_nobody(tmp_path: Path) -
     for _ in range(3):
         path.write_text("r0,http=http://h:1\n")
         assert looks(source) == []
+
+
+def test_a_file_that_is_half_written_when_a_router_begins_drains_nobody(tmp_path: Path) -> None:
+    path = tmp_path / "replicas"
+    path.write_text("r0,http=http://r0\n")
+    sent: list[bytes] = []
+
+    class Sent:
+        async def send(self, message: bytes) -> None:
+            sent.append(message)
+
+    async def looks() -> list[bool]:
+        """Whether the router is asked whom it has of the list, so that the others drain."""
+        follower = Follower(ReplicaFile(path), cast(Any, Sent()), cast(Any, None))
+        found = []
+        for text in ("", "r1,http=http://r1\n", "", ""):
+            with path.open("a") as file:
+                file.write(text)
+            await follower.look()
+            found.append(bool(sent))
+            sent.clear()
+        return found
+
+    assert asyncio.run(looks()) == [False, False, False, True], "at the last one it is what was read before"
 
 
 def test_a_file_that_is_gone_again_is_said_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
