@@ -24,6 +24,8 @@ from tests.support.waiting import eventually
 SHARED_TOKENS, OWN_TOKENS, OUTPUT_TOKENS = 256, 32, 24
 
 WATCH_S = 0.2
+SHARES_S = 240.0
+"""For shares to go on, which takes 20 s where nothing else runs."""
 
 
 def document(client: str) -> list[int]:
@@ -82,6 +84,7 @@ class Flood:
                 )
             ),
             "clients wait at each replica",
+            SHARES_S,
         )
 
     async def stop(self) -> None:
