@@ -28,6 +28,9 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 
+START_S = 300.0
+"""Until Ray has noticed that a node is gone, and a replica has started elsewhere; alone, 50 s."""
+
 
 @pytest.fixture(scope="module")
 def nodes(installed: Installed) -> Iterator[RayNodes]:
@@ -109,7 +112,7 @@ def test_a_node_is_killed_under_load_and_its_replica_comes_back_on_the_other(
                 known = cluster.status()["workers"].get(lost, {})
                 return row["state"] == "up" and first[lost]["url"] != row["url"] == known.get("url")
 
-            await eventually(lambda: asyncio.to_thread(is_back), "its replica is back")
+            await eventually(lambda: asyncio.to_thread(is_back), "its replica is back", START_S)
             await load.goes_on()
             os.kill(cluster.addresses["pids"]["router"], signal.SIGKILL)
             await load.goes_on()

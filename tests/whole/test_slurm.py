@@ -27,6 +27,9 @@ pytestmark = [
     pytest.mark.skipif(bool(why_not()), reason=why_not()),
 ]
 
+START_S = 300.0
+"""Until two replicas have started that are forked from nothing; alone, 25 s."""
+
 SCRIPT = Path(__file__).parents[2] / "deploy/slurm/replicas.sbatch"
 
 
@@ -88,7 +91,7 @@ def test_jobs_list_their_replicas_and_no_request_is_lost_when_one_is_cancelled(t
         )  # fmt: skip
         assert submitted
         logs = "".join(log.read_text()[-2000:] for log in tmp_path.glob("job-*.log"))
-        wait_until(lambda: len(known(url)) == 2, f"two replicas {logs}")
+        wait_until(lambda: len(known(url)) == 2, f"two replicas {logs}", START_S)
         assert sorted(slurm.run("squeue", "-h", "-o", "%N").split()) == ["n1", "n2"]
         assert sorted(listed_in(listed)) == sorted(known(url))
         of = {one.partition("-")[0].removeprefix("j"): one for one in listed_in(listed)}
