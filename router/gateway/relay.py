@@ -52,7 +52,7 @@ from router.gateway.replicas.retries import (
 )
 from router.gateway.request.call import Call, check_models
 from router.gateway.request.intake import MAX_ROUTED_TOKENS, Intake
-from router.gateway.request.kinds import ANTHROPIC, PATHS, Kind
+from router.gateway.request.kinds import PATHS, Kind, style_of
 from router.gateway.routing.link import RouterGone
 from router.gateway.routing.placer import Placer
 from router.gateway.sharing.allowance import Allowance, Capacity
@@ -613,7 +613,7 @@ class _Exchange:
         headers = [(b"content-type", b"application/json"), (b"x-fair-client", self._client.encode("latin-1"))]
         more = {**self._own_headers, **error.headers}
         headers += [(name.encode(), value.encode()) for name, value in more.items()]
-        body = error.body("anthropic" if self._kind in ANTHROPIC else "openai")
+        body = error.body(style_of(self._kind))
         headers.append((b"content-length", str(len(body)).encode()))
         await self._send({"type": "http.response.start", "status": error.status, "headers": headers})
         await self._send({"type": "http.response.body", "body": body})

@@ -74,7 +74,8 @@ class ReplicaFile:
             self._seen = signature
             if signature == self._read:
                 self.is_settled, self._complaint = True, ""
-            if signature == self._read or not may_read:
+                return None
+            if not may_read:
                 return None
             text = self._path.read_text()
             if self._signature() != signature:  # somebody writes it just now

@@ -41,7 +41,7 @@ WEIGHTS = {"gold": 2.0, "silver": 1.0, "tin": 1.0}
 PLENTY = [
     "--quantum", "100", "--max-running", "4", "--time-scale", "1.5", "--client-weights", json.dumps(WEIGHTS)
 ]  # fmt: skip
-TIMES_THE_BOUND = 1.0
+TIMES_THE_BOUND = 1.5
 
 
 async def overheard(site: FarSite) -> dict[str, Any]:

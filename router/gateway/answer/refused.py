@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from router.gateway.errors import ApiError
-from router.gateway.request.kinds import ANTHROPIC, Kind
+from router.gateway.request.kinds import Kind, style_of
 
 SOURCE = '\n\n  File "'
 """Begins what SGLang says of its own files, behind what is wrong with the body."""
@@ -30,4 +30,4 @@ def refused(kind: Kind, status: int, body: bytes) -> bytes:
     code = code if isinstance(code, str) else None
     param = param if isinstance(param, str) else None
     error = ApiError(status, text or f"the replica answered {status}", code=code, param=param)
-    return error.body("anthropic" if kind in ANTHROPIC else "openai")
+    return error.body(style_of(kind))

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Literal
 
+from router.gateway.errors import Style
+
 Kind = Literal[
     "chat",
     "completions",
@@ -38,3 +40,8 @@ ANTHROPIC: frozenset[Kind] = frozenset({"messages", "count_tokens"})
 
 BY_HEADER: frozenset[Kind] = frozenset({"messages", "embeddings"})
 """SGLang has no field for a cache salt in their bodies: the replica is told in a header (`common.caller`)."""
+
+
+def style_of(kind: Kind) -> Style:
+    """In which shape a request of this kind is told of an error."""
+    return "anthropic" if kind in ANTHROPIC else "openai"
