@@ -23,10 +23,7 @@ from tests.support.waiting import eventually, wait_until
 from tests.support.wheel import Installed, clean_environment
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'sglang-fair[ray]'")
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.timeout(600),
-]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 START_S = 300.0
 """Until Ray has noticed that a node is gone, and a replica has started elsewhere; alone, 50 s."""
@@ -99,8 +96,8 @@ def test_a_node_is_killed_under_load_and_its_replica_comes_back_on_the_other(
             await load.goes_on()
 
             def is_busy() -> bool:
-                known = cluster.status()["workers"].get(lost, {})  # the router looks at its list every second
-                return bool(known.get("in_flight"))
+                in_flight: int = cluster.status()["workers"][lost]["in_flight"]
+                return in_flight > 0
 
             await eventually(lambda: asyncio.to_thread(is_busy), "the node has requests")
             nodes.kill(1)
