@@ -257,7 +257,9 @@ def test_7_the_order_holds_with_more_than_128_waiting(one_at_a_time: Replica) ->
 
     async def finished_first() -> set[int]:
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-            blocker = asyncio.create_task(replica.ask("deep", [5] * 16, 8000, session=session, rid="d" * 32))
+            blocker = asyncio.create_task(
+                replica.ask("deep", [5] * 16, 20_000, session=session, rid="d" * 32)
+            )
             await asyncio.to_thread(
                 wait_until, lambda: replica.fair()["totals"]["running"] == 1, "the blocker"
             )
@@ -334,7 +336,7 @@ def test_9_weights_count_and_an_abort_leaves_nothing(one_at_a_time: Replica) -> 
     async def abort_while_waiting() -> Answer:
         async with aiohttp.ClientSession() as session:
             blocker = asyncio.create_task(
-                replica.ask("blocker", [5] * 16, 8000, session=session, rid="e" * 32)
+                replica.ask("blocker", [5] * 16, 20_000, session=session, rid="e" * 32)
             )
             await asyncio.to_thread(
                 wait_until, lambda: replica.fair()["totals"]["running"] == 1, "the blocker"

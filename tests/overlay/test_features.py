@@ -43,7 +43,7 @@ class TestCache:
         before = idle(replica)
 
         async def scenario(session: aiohttp.ClientSession) -> Answer:
-            first = asyncio.create_task(replica.ask("early", tokens, 8000, session=session, rid="9" * 32))
+            first = asyncio.create_task(replica.ask("early", tokens, 20_000, session=session, rid="9" * 32))
             await until(replica, "running", 1)
             second = asyncio.create_task(replica.ask("late", [*tokens, *[7] * 30], session=session))
             await until(replica, "waiting", 1)
@@ -114,7 +114,7 @@ class TestEnds:
 
         async def scenario(session: aiohttp.ClientSession) -> Answer:
             running = asyncio.create_task(
-                replica.ask("stopped", [3] * 20, 8000, session=session, rid="a" * 32)
+                replica.ask("stopped", [3] * 20, 20_000, session=session, rid="a" * 32)
             )
             await asyncio.to_thread(
                 wait_until, lambda: gained(before, replica.fair(), "stopped", "output_tokens") > 5, "outputs"
@@ -133,11 +133,11 @@ class TestEnds:
         replica = one_at_a_time
         before = idle(replica)
         seen = run(
-            lambda session: replica.ask("left", [4] * 20, 8000, session=session, leave_after_tokens=10)
+            lambda session: replica.ask("left", [4] * 20, 20_000, session=session, leave_after_tokens=10)
         )
         after = idle(replica)
         charged = gained(before, after, "left", "output_tokens")
-        assert 10 <= seen.output_tokens <= charged < 8000
+        assert 10 <= seen.output_tokens <= charged < 20_000
         assert replica.fair()["clients"]["left"] == after["clients"]["left"]
 
     def test_under_overlap_scheduling_the_step_past_the_end_is_nobodys(self, overlapping: Replica) -> None:
@@ -258,7 +258,7 @@ class TestAnnouncements:
 
         async def scenario(session: aiohttp.ClientSession) -> list[Answer]:
             blocker = asyncio.create_task(
-                replica.ask("program", [5] * 16, 8000, session=session, rid="b" * 32)
+                replica.ask("program", [5] * 16, 20_000, session=session, rid="b" * 32)
             )
             await until(replica, "running", 1)
             asked = []

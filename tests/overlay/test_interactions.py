@@ -46,7 +46,7 @@ def finished_in_order(replica: Replica, calls: list[tuple[str, str, int | None]]
     one request at a time is computed."""
 
     async def scenario() -> list[Any]:
-        blocker = asyncio.create_task(replica.ask("blocker", [9] * 40, 3000))
+        blocker = asyncio.create_task(replica.ask("blocker", [9] * 40, 20_000))
         await asyncio.to_thread(
             wait_until, lambda: replica.fair()["totals"]["running"] == 1, "a request that runs"
         )

@@ -147,13 +147,12 @@ def test_a_chat_s_first_token_comes_before_any_answer_of_a_flood_has_ended(slo: 
     assert 0 < gained(before, after, "(system)", "extend_tokens") < 40
     assert gained(before, after, "flood", "extend_tokens") == 20 * len(flood)
     assert gained(before, after, "flood", "output_tokens") == OUTPUT * len(flood)
-    page = httpx.get(f"{slo.url}/metrics", timeout=30).text
-    assert f"\nsglang_fair_evictions_total {float(after['evictions'])}\n" in page
+    assert f"\nsglang_fair_evictions_total {float(after['evictions'])}\n" in slo.metrics()
     back = next(one for one in flood if one.retractions)
     shown = httpx.get(f"{slo.url}/explain/{back.rid}", timeout=30).json()
     (told,) = shown["requests"][0]["evicted_for"]
     assert (told["same_client"], told["tier"]) == (False, 0)
-    assert 0 < told["slack_s"] <= 3
+    assert told["slack_s"] <= 3, "what the chat had left, which is less than nothing on a slow machine"
     for tokens, stream in zip(prompts(1, len(flood)), flood, strict=True):
         slo.flush()
         assert stream.ids == asyncio.run(alone(slo, tokens, OUTPUT)), f"{stream.retractions} times taken back"

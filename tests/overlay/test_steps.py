@@ -79,16 +79,19 @@ def overlapping(request: pytest.FixtureRequest) -> Iterator[Replica]:
 
 
 def test_prompts_that_are_cut_parked_aborted_and_left_end_no_scheduler(overlapping: Replica) -> None:
-    """Two clients' long prompts and a third one's short ones beside three that run. What is not aborted or left is
-    answered whole, nothing is kept in memory, and nobody was further behind than the bound."""
-    answers = asyncio.run(_cuts(overlapping))
-    books = overlapping.fair()
-    assert {(answer.finish, answer.output_tokens) for answer in answers} == {("length", OUTPUT_TOKENS)}
-    steps = books["steps"]
-    assert steps["stall_ms"] == STALL_MS
+    """Two clients' long prompts and a third one's short ones beside three that run, until the rule for steps had
+    something to do. What is not aborted or left is answered whole, nothing is kept in memory, and nobody was further
+    behind than the bound."""
+    for seed in range(ROUNDS):
+        answers = asyncio.run(_cuts(overlapping, seed))
+        assert {(answer.finish, answer.output_tokens) for answer in answers} == {("length", OUTPUT_TOKENS)}
+        steps = overlapping.fair()["steps"]
+        assert steps["stall_ms"] == STALL_MS
+        assert steps["largest_lag_s"] <= steps["bound_s"]
+        overlapping.flush()
+        if steps["held"]:
+            break
     assert steps["held"] > 0
-    assert steps["largest_lag_s"] <= steps["bound_s"]
-    overlapping.flush()
 
 
 def test_a_cut_prompt_that_stands_aside_for_another_one_loses_no_token(overlapping: Replica) -> None:
@@ -130,11 +133,13 @@ def test_a_cut_prompt_that_stands_aside_for_another_one_loses_no_token(overlappi
 
 
 OUTPUT_TOKENS = 60
+ROUNDS = 10
+"""A step that the machine held up for long would serve those that run for the rest of a round."""
 
 
-async def _cuts(replica: Replica) -> list[Answer]:
-    """The answers of those that are neither aborted nor left."""
-    rng = random.Random(1)
+async def _cuts(replica: Replica, seed: int) -> list[Answer]:
+    """The answers of those that are neither aborted nor left. Prompts and ids are those of `seed` alone."""
+    rng = random.Random(seed)
 
     def prompt(tokens: int) -> list[int]:
         return [rng.randrange(250) for _ in range(tokens)]
@@ -154,7 +159,7 @@ async def _cuts(replica: Replica) -> list[Answer]:
 
         async def is_aborted(client: str) -> list[Answer]:
             for number in range(6):
-                rid = f"{client} {number}"
+                rid = f"{seed} {client} {number}"
                 asked = asyncio.create_task(replica.ask(client, prompt(1500), session=session, rid=rid))
                 await asyncio.sleep(0.05 + 0.1 * number)
                 async with session.post(f"{replica.url}/abort_request", json={"rid": rid}):

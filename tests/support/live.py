@@ -177,6 +177,17 @@ class Replica:
         state: dict[str, Any] = httpx.get(f"{self.url}/fair", timeout=30).json()
         return state
 
+    def metrics(self, headers: Mapping[str, str] | None = None) -> str:
+        """GET /metrics. A scheduler that is too busy to answer leaves its numbers out, and is asked again."""
+
+        def page() -> str | None:
+            answer = httpx.get(f"{self.url}/metrics", headers=headers, timeout=30)
+            assert answer.status_code == 200
+            return answer.text if "\nsglang_fair_scheduler_answers 1.0\n" in answer.text else None
+
+        text: str = wait_until(page, "a page with the scheduler's numbers")
+        return text
+
     def flush(self) -> None:
         """Empty the prefix cache; waits until the engine is idle enough to do so."""
         wait_until(
