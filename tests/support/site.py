@@ -245,6 +245,13 @@ class Site:
         async with self.http.get(f"{self.urls[name]}/work") as response:
             return await response.json()
 
+    async def hold(self, tokens: int | None, *names: str) -> None:
+        """From here on no answer of these stand-ins, or of all, has more tokens, until None lets them go on. So nothing
+        ends before what is to happen to it has happened, however slow the machine is."""
+        for name in names or self.replicas:
+            async with self.http.post(f"{self.urls[name]}/hold", json={"tokens": tokens}) as response:
+                assert response.status == 200
+
     async def stream(
         self,
         kind: str,

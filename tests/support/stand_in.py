@@ -10,6 +10,7 @@ A prompt that ends in half a character takes the whole one away, as it does at S
 import argparse
 import asyncio
 import json
+import math
 import random
 import struct
 import zlib
@@ -237,15 +238,26 @@ class Server:
         self._step_s = step_s
         self.work = {"requests": 0, "running": 0, "output_tokens": 0, "cancelled": 0, "misdirected": 0}
         self.by_client: dict[str, int] = {}
+        self._most_tokens: float = math.inf
+        self._may_go_on = asyncio.Event()
+        self._may_go_on.set()
         self.app = web.Application(client_max_size=1 << 26)
         for path, kind in PATHS.items():
             self.app.router.add_post(path, self._handler(kind))
         self.app.router.add_post("/abort_request", _nothing)
         self.app.router.add_get("/ready", _nothing)
         self.app.router.add_get("/work", self._work)
+        self.app.router.add_post("/hold", self._hold)
 
     async def _work(self, _: web.Request) -> web.Response:
         return web.json_response(self.work | {"by_client": self.by_client})
+
+    async def _hold(self, request: web.Request) -> web.Response:
+        """No answer has more tokens than these, until null comes. All else goes on."""
+        tokens = (await request.json())["tokens"]
+        self._most_tokens = math.inf if tokens is None else tokens
+        self._may_go_on.set() if tokens is None else self._may_go_on.clear()
+        return web.Response()
 
     def _handler(self, kind: str) -> Callable[[web.Request], Any]:
         async def serve(request: web.Request) -> web.StreamResponse:
@@ -272,7 +284,7 @@ class Server:
             for step in self._engine.steps(kind, body):
                 steps.append(step)
                 if kind not in kinds.WITHOUT_ENGINE and kind != "embeddings":
-                    await self._computed(client)
+                    await self._computed(client, len(steps))
             return web.json_response(self._engine.whole(kind, body, steps[-1]))
         response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
@@ -283,13 +295,18 @@ class Server:
     async def _paced(
         self, kind: str, body: dict[str, Any], client: str, ids_of_chats: bool
     ) -> AsyncIterator[bytes]:
+        tokens = 0
         for event in self._engine.events(kind, body, ids_of_chats=ids_of_chats):
             if _is_token(kind, event):
-                await self._computed(client)
+                tokens += 1
+                await self._computed(client, tokens)
             yield event
 
-    async def _computed(self, client: str) -> None:
+    async def _computed(self, client: str, tokens: int) -> None:
+        """One more token of an answer, which makes so many."""
         await asyncio.sleep(self._step_s)
+        if tokens > self._most_tokens:
+            await self._may_go_on.wait()
         self.work["output_tokens"] += 1
         self.by_client[client] = self.by_client.get(client, 0) + 1
 

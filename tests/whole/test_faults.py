@@ -5,6 +5,7 @@ The engines are stand-ins but for the last tests, so that the right answer of ev
 
 import asyncio
 import contextlib
+import itertools
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
@@ -26,11 +27,14 @@ from tests.support.waiting import eventually, wait_until
 pytestmark = pytest.mark.slow
 
 KINDS = ("chat", "completions", "generate")
-FAST = ("--health-timeout", "2")
+FAST = ("--health-timeout", "5")
+"""For a replica that hangs. One that dies breaks its connections."""
 REAL_LENGTH = 1000
 REAL_START_S = 500.0
 """For a replica that was killed to serve again, on however busy a machine."""
 LENGTH = 60
+HELD = 20
+"""So many tokens streams have at most until their replicas are told to go on."""
 
 
 @pytest.fixture(scope="module")
@@ -85,11 +89,13 @@ def charged(state: dict[str, Any]) -> float:
 @pytest.mark.parametrize("fault", ["kill", "pause"])
 def test_streams_of_a_replica_that_dies_or_hangs_go_on_elsewhere(tokenizer: Path, fault: str) -> None:
     async def body(site: Site) -> None:
+        await site.hold(HELD)
         streams = Streams(site)
         await streams.under_way()
         lost = sum(seen.worker == "r0" for _, _, seen in streams.seen)
         assert 0 < lost < 12
         getattr(site.replicas["r0"], fault)()
+        await site.hold(None, "r1")
         await streams.end_well()
         state = await site.quiet()
         assert state["gateway"]["resumed"] == lost
@@ -111,13 +117,14 @@ def test_streams_of_a_replica_that_dies_or_hangs_go_on_elsewhere(tokenizer: Path
         if fault == "pause":
             await eventually(lambda: _idle(site, "r0"), "it works for nobody who has left")
 
-    run(Site(tokenizer, gateway_options=FAST), body)
+    run(Site(tokenizer, gateway_options=FAST if fault == "pause" else ()), body)
 
 
 def test_sampled_streams_go_on_elsewhere_and_whole_answers_are_asked_for_again(tokenizer: Path) -> None:
     """All but a stream that asked for a penalty on what its replica alone remembers."""
 
     async def body(site: Site) -> None:
+        await site.hold(HELD)
         sampled, penalized = [Seen() for _ in range(12)], [Seen() for _ in range(6)]
         streams = [
             asyncio.create_task(site.stream(KINDS[n % 3], f"s{n} é", LENGTH, seen, temperature=1))
@@ -137,6 +144,7 @@ def test_sampled_streams_go_on_elsewhere_and_whole_answers_are_asked_for_again(t
         lost = sum(seen.worker == "r0" for seen in sampled)
         assert 0 < lost < 12
         site.replicas["r0"].kill()
+        await site.hold(None, "r1")
         for number, seen in enumerate(await asyncio.gather(*streams)):
             assert (seen.error, seen.ended, seen.finish) == ("", True, ["length"]), (KINDS[number % 3], seen)
             assert seen.completion_tokens == LENGTH
@@ -151,25 +159,29 @@ def test_sampled_streams_go_on_elsewhere_and_whole_answers_are_asked_for_again(t
         assert state["gateway"]["failed"] == sum(bool(seen.error) for seen in penalized)
         assert state["gateway"]["retried"] > 0
 
-    run(Site(tokenizer, gateway_options=FAST), body)
+    run(Site(tokenizer), body)
 
 
 def test_replicas_that_die_in_turn(tokenizer: Path) -> None:
     """A stream that has gone on once goes on again."""
 
     async def body(site: Site) -> None:
+        await site.hold(HELD)
         streams = Streams(site)
         await streams.under_way()
+        lost = sum(seen.worker == "r0" for _, _, seen in streams.seen)
         site.replicas["r0"].kill()
         await eventually(lambda: _is(site, "r0", "sick"), "the router knows")
         site.replicas["r0"].start()
         await eventually(site.all_up, "it is taken back")
-        await streams.under_way(20)
+        await eventually(lambda: _works(site, "r1", 12), "all have gone on")
         site.replicas["r1"].kill()
         await streams.end_well()
-        assert (await site.quiet())["counts"]["ended ok"] == 12
+        state = await site.quiet()
+        assert state["counts"]["ended ok"] == 12
+        assert state["gateway"]["resumed"] == lost + 12
 
-    run(Site(tokenizer, step_s=0.1, gateway_options=FAST), body)
+    run(Site(tokenizer), body)
 
 
 # -- the router
@@ -242,6 +254,7 @@ def test_what_the_router_holds_waits_for_it_and_not_for_a_time(tokenizer: Path) 
 @pytest.mark.parametrize("fault", ["kill", "kill and start", "pause"])
 def test_a_router_that_dies_does_not_keep_what_it_holds(tokenizer: Path, fault: str) -> None:
     async def body(site: Site) -> None:
+        await site.hold(HELD)
         streams = Streams(site)
         await eventually(lambda: _waiting(site, 10), "the router holds all but two")
         if fault == "pause":
@@ -250,6 +263,7 @@ def test_a_router_that_dies_does_not_keep_what_it_holds(tokenizer: Path, fault: 
             site.router.kill()
         if fault == "kill and start":
             site.router.start()
+        await site.hold(None)
         await streams.end_well()
         if fault != "kill":
             site.router.go_on()
@@ -262,16 +276,18 @@ def test_a_replica_dies_while_the_router_holds_requests(tokenizer: Path) -> None
     """What it had waits in turn for the other one."""
 
     async def body(site: Site) -> None:
+        await site.hold(HELD)
         streams = Streams(site)
         await eventually(lambda: _waiting(site, 10), "the router holds all but two")
         await eventually(lambda: sum(seen.events > 3 for _, _, seen in streams.seen) == 2, "two have begun")
         site.replicas["r0"].kill()
+        await site.hold(None, "r1")
         await streams.end_well()
         state = await site.quiet()
         assert state["gateway"]["placed in fallback"] == 0
         assert state["gateway"]["resumed"] == 1
 
-    run(Site(tokenizer, router_options=HOLDS, gateway_options=(*IMPATIENT, *FAST)), body)
+    run(Site(tokenizer, router_options=HOLDS, gateway_options=IMPATIENT), body)
 
 
 def test_no_order_of_starting_matters(tokenizer: Path) -> None:
@@ -297,6 +313,7 @@ def test_no_order_of_starting_matters(tokenizer: Path) -> None:
 @pytest.mark.parametrize("fault", ["kill", "pause"])
 def test_nobody_works_for_a_gateway_that_is_gone(tokenizer: Path, fault: str) -> None:
     async def body(site: Site) -> None:
+        await site.hold(HELD)
         streams, others = Streams(site, gateway=0), Streams(site, gateway=1)
         await streams.under_way()
         await others.under_way()
@@ -306,6 +323,8 @@ def test_nobody_works_for_a_gateway_that_is_gone(tokenizer: Path, fault: str) ->
                 isinstance(one, Exception)
                 for one in await asyncio.gather(*streams.tasks, return_exceptions=True)
             )
+            await eventually(lambda: _running(site, 12), "the replicas work for the other gateway only")
+        await site.hold(None)
         await others.end_well()
         state = await site.quiet(gateway=1)
         assert state["counts"]["ended ok"] == 12
@@ -317,15 +336,12 @@ def test_nobody_works_for_a_gateway_that_is_gone(tokenizer: Path, fault: str) ->
         await eventually(lambda: _running(site, 0), "the replicas have stopped")
         if fault == "kill":
             work = [(await site.work(name))["output_tokens"] for name in site.replicas]
-            assert sum(work) < 12 * 2 * LENGTH
+            assert sum(work) <= 12 * (HELD + LENGTH)
             await asyncio.sleep(10 * site.step_s)
             assert [(await site.work(name))["output_tokens"] for name in site.replicas] == work
             assert charged(await site.state(1)) == charges, "nothing is charged after"
 
-    run(
-        Site(tokenizer, gateways=2, step_s=0.1, router_options=("--peer-timeout", "2"), gateway_options=FAST),
-        body,
-    )
+    run(Site(tokenizer, gateways=2, router_options=("--peer-timeout", "5"), gateway_options=FAST), body)
 
 
 # -- the fleet changes
@@ -384,6 +400,9 @@ def test_replicas_come_and_go_and_no_request_fails(tokenizer: Path) -> None:
 
 
 # -- wires
+
+MOST_ROUNDS = 20
+"""Of streams, until the wire has been bad often enough: what crosses it while they last is up to the machine."""
 
 
 class BadTcp:
@@ -463,13 +482,15 @@ def test_truncated_and_slow_streams(tokenizer: Path) -> None:
             streams = Streams(site)
             await streams.end_well()
             wire.drops = False
-            for cut in (700, 1501, 4002):  # in the middle of an event
-                wire.cut_after = cut
+            for cut in itertools.islice(itertools.cycle((700, 1501, 4002)), MOST_ROUNDS):
+                wire.cut_after = cut  # in the middle of an event
                 streams = Streams(site)
                 await streams.end_well()
+                resumed = (await site.quiet())["gateway"]["resumed"]
+                if cut == 4002 and min(wire.cuts, resumed) > 3:
+                    break
             assert wire.cuts > 3
-            state = await site.quiet()
-            assert state["gateway"]["resumed"] > 3
+            assert resumed > 3
         finally:
             await wire.close()
 
@@ -537,9 +558,11 @@ def test_lost_and_repeated_messages_to_the_router(tokenizer: Path) -> None:
             gateway = site.gateways[0]
             gateway.command = [one.replace(site.router_address, wire.address) for one in gateway.command]
             await site.start()
-            for _ in range(4):
+            for number in range(MOST_ROUNDS):
                 streams = Streams(site)
                 await streams.end_well()
+                if number >= 3 and min(wire.lost, wire.repeated) > 20:
+                    break
             state = await site.quiet()
             assert wire.lost > 20
             assert wire.repeated > 20
@@ -568,8 +591,12 @@ async def _worked(site: Site, worker: str) -> bool:
     return (await site.work(worker))["requests"] > 0
 
 
+async def _works(site: Site, worker: str, number: int) -> bool:
+    return (await site.work(worker))["running"] == number
+
+
 async def _idle(site: Site, worker: str) -> bool:
-    return (await site.work(worker))["running"] == 0
+    return await _works(site, worker, 0)
 
 
 async def _running(site: Site, number: int) -> bool:
@@ -647,6 +674,11 @@ def kill(cluster: Cluster, words: str) -> None:
     for process in [root, *root.children(recursive=True)]:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
+
+
+def _real_state(cluster: Cluster, worker: str) -> str:
+    state: str = cluster.status()["workers"][worker]["state"]
+    return state
 
 
 def settled(cluster: Cluster) -> bool:
@@ -735,21 +767,22 @@ def test_a_real_replica_whose_scheduler_hangs_is_given_up_and_taken_back(
         seen = [Seen() for _ in range(9)]
         asking = asyncio.create_task(ask_all(cluster, http, seen))
         await eventually(lambda: all(one.events > 10 for one in seen), "all streams are under way")
-        victim = seen[0].worker
+        victim = latest(seen).worker
         scheduler = process_of(cluster, f"--name {victim}", "sglang::scheduler")
         scheduler.suspend()
         try:
             await asking
             for before, after in zip(calm, seen, strict=True):
                 assert (after.error, after.ended, after.text) == ("", True, before.text)
-            assert cluster.status()["workers"][victim]["state"] == "sick"
-            assert httpx.get(f"{cluster.status()['workers'][victim]['url']}/ready").status_code == 200
+            await eventually(lambda: _real_state(cluster, victim) == "sick", "the router knows")
+            url = cluster.status()["workers"][victim]["url"]
+            assert httpx.get(f"{url}/ready", timeout=60).status_code == 200
             more = [Seen() for _ in range(6)]
             await ask_all(cluster, http, more, 20)
             assert victim not in {one.worker for one in more}
         finally:
             scheduler.resume()
-        await eventually(lambda: cluster.status()["workers"][victim]["state"] == "up", "it is taken back")
+        await eventually(lambda: _real_state(cluster, victim) == "up", "it is taken back")
         again = [Seen() for _ in range(9)]
         await ask_all(cluster, http, again, 20)
         assert victim in {one.worker for one in again}
@@ -773,8 +806,9 @@ def test_a_real_router_that_is_killed_is_missed_by_nobody(cluster: Cluster) -> N
         assert cluster.status()["gateway"]["placed in fallback"] > fallback
 
     run_real(cluster, body)
-    tree = cluster.status()["tree"]
-    assert tree["nodes"] > 1, "the replay has brought back what the replicas cache"
+    wait_until(
+        lambda: cluster.status()["tree"]["nodes"] > 1, "the replay brings back what the replicas cache"
+    )
 
 
 @pytest.mark.e2e
