@@ -183,19 +183,22 @@ def test_a_stream_goes_on_at_a_replica_of_its_model_and_nowhere_else(tokenizer: 
                 await stream
                 assert (seen.worker, seen.ended, seen.error) == ("r2", True, "")
                 assert seen.text == said(tokenizer, 1, "hello", 200) != said(tokenizer, 0, "hello", 200)
+            await site.hold(30, "r0", "r1")
             seen = Seen()
             stream = asyncio.create_task(site.stream("completions", "hello", 300, seen, model=MODEL))
             await eventually(lambda: seen.events > 20, "the stream has begun")
             lost = seen.worker
+            (left,) = {"r0", "r1"} - {lost}
             site.replicas[lost].kill()
+            await site.hold(None, left)
             await stream
             assert (seen.ended, seen.error, seen.text) == (
                 True,
                 "",
                 site.expected("completions", "hello", 300),
             )
-            (left,) = {"r0", "r1"} - {lost}
             before = (await site.work("r2"))["requests"]
+            await site.hold(30, left)
             seen = Seen()
             stream = asyncio.create_task(site.stream("completions", "again", 300, seen, model=MODEL))
             await eventually(lambda: seen.events > 20, "the stream has begun")

@@ -59,12 +59,14 @@ def test_it_is_not_ready_first_and_serves_until_all_is_answered(tmp_path: Path, 
             assert (await site.whole("a", 3))[0] == 200
             if workers > 1:
                 return  # uvicorn's supervisor passes no second signal on
+            await site.hold(10, "r0")
             seen = Seen()
             streaming = asyncio.create_task(site.stream("completions", "b", 60, seen))
             await eventually(lambda: seen.events > 2, "it streams")
             gateway.send(signal.SIGTERM)
             await eventually(lambda: refused(site), "nobody can connect")
             assert gateway.exit_code() is None
+            await site.hold(None, "r0")
             await streaming
             assert seen.text == site.expected("completions", "b", 60)
             assert seen.ended

@@ -9,24 +9,9 @@ from starlette.types import Message
 from router.gateway.answer.reply import ClientGone, Reply
 from router.gateway.replicas.connections import Connections
 from router.gateway.replicas.health import Health
+from tests.support import virtual_time
 
 IDLE_S = 0.05
-
-
-class Instant(asyncio.SelectorEventLoop):
-    """A loop without sockets whose sleeps take no time: its clock goes on when there is nothing else to do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._now_s = 0.0
-
-    def time(self) -> float:
-        return self._now_s
-
-    def _run_once(self) -> None:
-        if not self._ready and self._scheduled:
-            self._now_s = max(self._now_s, self._scheduled[0].when())
-        super()._run_once()
 
 
 class Peer:
@@ -54,8 +39,7 @@ def run(body: Callable[[Reply, Peer], Awaitable[None]], idle_s: float = IDLE_S) 
         assert task is not None
         assert not task.cancelling()
 
-    with asyncio.Runner(loop_factory=Instant) as runner:
-        runner.run(main())
+    virtual_time.run(main())
 
 
 def test_a_client_that_takes_nothing_is_gone() -> None:
