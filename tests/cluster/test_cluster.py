@@ -58,6 +58,8 @@ from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 
 LIMIT_S = 60.0
+WHOLE_S = 240.0
+"""For a step of a real cluster."""
 """For what takes little time, on however busy a machine."""
 
 GIGABYTE = 1_000_000_000
@@ -887,6 +889,7 @@ class TestConsole:
 
 
 @pytest.mark.e2e
+@pytest.mark.timeout(900)
 def test_a_whole_cluster_survives_a_dead_scheduler_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -913,13 +916,13 @@ def test_a_whole_cluster_survives_a_dead_scheduler_and_leaves_nothing(
                 if "scheduler" in " ".join(process.cmdline())
             )
             scheduler.kill()
-            wait_for(log, "r0 ended:", 60)
-            wait_for(log, "r0 is ready", 180, times=2)
+            wait_for(log, "r0 ended:")
+            wait_for(log, "r0 is ready", times=2)
             assert complete(facts["gateway"])["model"] == "tiny"
             sessions = [pid for name, pid in facts["pids"].items() if name not in ("cluster", "r0")]
             sessions += [process.pid for process in psutil.Process(running.pid).children()]
             running.send_signal(signal.SIGINT)
-            assert running.wait(60) == 0
+            assert running.wait(WHOLE_S) == 0
             assert not any(list(session_members(session)) for session in sessions)
         finally:
             running.kill()
@@ -932,13 +935,13 @@ def complete(gateway: str) -> dict[str, object]:
         json.dumps({"model": "default", "prompt": "hello", "max_tokens": 4}).encode(),
         {"content-type": "application/json", "x-fair-client": "alice"},
     )
-    with urllib.request.urlopen(request, timeout=60) as response:
+    with urllib.request.urlopen(request, timeout=WHOLE_S) as response:
         return json.load(response)
 
 
-def wait_for(log: Path, text: str, limit_s: float, times: int = 1) -> None:
+def wait_for(log: Path, text: str, times: int = 1) -> None:
     """Waits until `text` has been logged so many times."""
-    deadline_s = time.monotonic() + limit_s
+    deadline_s = time.monotonic() + WHOLE_S
     while log.read_text().count(text) < times:
         assert time.monotonic() < deadline_s, log.read_text()[-3000:]
         time.sleep(0.2)

@@ -27,6 +27,7 @@ from tests.cluster.test_cluster import GPU_MACHINE, MODEL, PORTS, of_our_own
 from tests.support.live import lives
 from tests.support.waiting import wait_until
 
+LIMIT_S = 240.0
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets are Linux's")
 
 FOUR = """\
@@ -293,7 +294,7 @@ class Machines:
         finally:
             self.may_end.touch()
             process.send_signal(signal.SIGINT)
-            process.wait(60)
+            process.wait(LIMIT_S)
             assert process.stdout is not None
             process.stdout.close()
 
@@ -312,24 +313,25 @@ class Running:
 
     def ask(self, **asked: Any) -> dict[str, Any]:
         port = int(self.facts["gateway"].rpartition(":")[2])
-        return ask(socket_path(port), asked, lambda text: None, 60.0)
+        return ask(socket_path(port), asked, lambda text: None, LIMIT_S)
 
 
 def _get(url: str) -> dict[str, Any]:
-    with urllib.request.urlopen(url, timeout=30) as answer:
+    with urllib.request.urlopen(url, timeout=LIMIT_S) as answer:
         found: dict[str, Any] = json.load(answer)
         return found
 
 
 @LINUX
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_clusters_on_one_machine(tmp_path: Path) -> None:
     machine = Machines(tmp_path)
     with machine.cluster(2) as first, machine.cluster(1, allowed="1,GPU-cc44") as second:
         assert first.gpus() == ["0", "1"]
         assert second.gpus() == ["3"]
         with machine.cluster(2) as third:
-            assert third.process.wait(60) == 1
+            assert third.process.wait(LIMIT_S) == 1
             said = third.log.read_text()
             assert "2 replicas with 1 GPU each need 2 GPUs; of 4 that are visible 1 are free" in said
         assert _get(first.ask(do="add")["url"])["gpus"] == "2"
@@ -343,7 +345,7 @@ def test_clusters_on_one_machine(tmp_path: Path) -> None:
         first.process.kill()
         first.process.wait()
         with machine.cluster(1) as fourth:
-            assert fourth.process.wait(60) == 1, "the old replicas still have their GPUs"
+            assert fourth.process.wait(LIMIT_S) == 1, "the old replicas still have their GPUs"
         machine.may_end.touch()
         wait_until(lambda: not any(map(lives, old)), "the end of the old replicas")
         with machine.cluster(3) as fifth:

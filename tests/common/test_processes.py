@@ -3,6 +3,8 @@
 A program that a shell has started lives on.
 """
 
+import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -27,12 +29,20 @@ def test_a_child_whose_parent_lives_goes_on_and_passes_nothing_on() -> None:
         assert ended.stdout == "False\n"
 
 
-def test_a_child_whose_parent_died_while_it_imported_ends() -> None:
-    child = f"import time; time.sleep(1); {DIES}; time.sleep(60)"
+def test_a_child_whose_parent_died_while_it_imported_ends(tmp_path: Path) -> None:
+    died = tmp_path / "died"
+    child = f"""
+        import time
+        from pathlib import Path
+        while not Path({str(died)!r}).exists():
+            time.sleep(0.01)
+        {DIES}
+        time.sleep(3600)
+    """
     parent = f"""
         import subprocess, sys
         from sglang_fair.common.processes import child_environment
-        child = [sys.executable, "-c", {child!r}]
+        child = [sys.executable, "-c", {textwrap.dedent(child)!r}]
         print(subprocess.Popen(child, stdout=subprocess.DEVNULL, env=child_environment()).pid)
     """
     ended = subprocess.run(
@@ -40,7 +50,12 @@ def test_a_child_whose_parent_died_while_it_imported_ends() -> None:
     )
     pid = int(ended.stdout)
     assert lives(pid)
-    wait_until(lambda: not lives(pid), "the orphan's end", 10.0)
+    died.touch()
+    try:
+        wait_until(lambda: not lives(pid), "the orphan's end")
+    except AssertionError:
+        os.kill(pid, signal.SIGKILL)
+        raise
 
 
 @pytest.mark.parametrize("is_supervised", [True, False])
@@ -73,9 +88,9 @@ def test_a_program_dies_with_its_supervisor_and_not_with_a_shell(tmp_path: Path,
     )
     pid = int(ended.stdout)
     if is_supervised:
-        wait_until(lambda: not lives(pid), "the orphan's end", 10.0)
+        wait_until(lambda: not lives(pid), "the orphan's end")
         assert not said.exists()
     else:
         word.touch()
-        wait_until(lambda: not lives(pid), "its own end", 10.0)
+        wait_until(lambda: not lives(pid), "its own end")
         assert said.exists(), "it was ended"

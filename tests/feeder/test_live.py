@@ -17,7 +17,7 @@ from tests.support.site import Process, Site
 from tests.support.stand_in import MODEL, make_tokenizer
 from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 FEEDER_KEY = "the feeder's own key"
 OVER = ("completed", "failed", "expired", "cancelled")

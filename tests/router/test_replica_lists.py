@@ -266,7 +266,7 @@ def test_the_router_does_not_start_on_a_bad_list(tmp_path: Path, option: str, va
         (tmp_path / "list").write_text(value)
         value = str(tmp_path / "list")
     command = [sys.executable, "-m", "router", "--bind", "tcp://127.0.0.1:*", option, value]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == BAD_INPUT
     assert what in done.stderr
     assert done.stderr.count("\n") == 1, done.stderr
@@ -373,9 +373,10 @@ def test_a_router_follows_a_file_and_loses_no_request(tmp_path: Path, quick: Non
 # -- a name
 
 
+@pytest.mark.timeout(900)
 def test_a_router_follows_a_name_at_a_local_name_server() -> None:
     if not may_unshare():
         pytest.skip("this process may not make a network of its own (unshare -rmn)")
     command = ["unshare", "-rmn", sys.executable, "-m", "tests.support.names"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=800)
     assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr[-3000:]

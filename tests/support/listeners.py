@@ -13,7 +13,7 @@ from tests.support.live import command_line
 
 Speaks = Literal["tls", "curve", "nothing protected"]
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 GREETING = (b"\xff" + bytes(8) + b"\x7f" + b"\3\0" + b"CURVE".ljust(20, b"\0")).ljust(64, b"\0")
 """That of a client of ZMQ's which speaks CURVE (https://rfc.zeromq.org/spec/23)."""

@@ -20,7 +20,7 @@ from tests.support import checkpoints
 from tests.support.live import Cluster, lives
 from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.engine, pytest.mark.e2e]
+pytestmark = [pytest.mark.engine, pytest.mark.e2e, pytest.mark.timeout(900)]
 
 ITEMS = 1000
 ROUNDS = 10

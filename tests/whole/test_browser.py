@@ -20,7 +20,7 @@ from sglang_fair.tenants.model import Tenant
 from tests.support.browser import IN_A_BROWSER, SIZES, Page, chromium
 from tests.support.live import EMULATED, Cluster
 
-pytestmark = list(IN_A_BROWSER)
+pytestmark = [*IN_A_BROWSER, pytest.mark.timeout(900)]
 
 ADMIN = "the admin's key"
 ENVIRONMENT = {KEY_VARIABLE: ADMIN, replica_key.variable: "the replicas' key"}
@@ -136,8 +136,15 @@ def test_a_weight_raised_in_the_page_raises_the_share(page: Page, load: Load, te
         return all(share is not None and 0.38 < share < 0.62 for share in shares)
 
     page.until(halves, "two that flood have equal shares")
-    for one in page.page.query_selector_all("#replicas tbody tr"):
-        said = one.evaluate("row => ({...row.dataset})")
+
+    def measured() -> list[dict[str, str]]:
+        """All replicas, if each has answered at this look."""
+        rows = page.page.eval_on_selector_all(
+            "#replicas tbody tr", "rows => rows.map(row => ({...row.dataset}))"
+        )
+        return rows if all(row["difference"] and row["bound"] for row in rows) else []
+
+    for said in page.until(measured, "all replicas have said what they served"):
         assert float(said["difference"]) <= float(said["bound"])
     page.page.click("#clients tr[data-client=rival] button")
     page.picture("weight")
@@ -148,11 +155,12 @@ def test_a_weight_raised_in_the_page_raises_the_share(page: Page, load: Load, te
     page.until(lambda: page.client("rival")["weight"] == 3, "the replicas have the new weight")
 
     def three_to_one() -> bool:
-        flood, rival = page.client("flood")["share"], page.client("rival")["share"]
-        return flood is not None and rival is not None and rival > 2.2 * flood
+        flood, rival = page.client("flood"), page.client("rival")
+        if None in (flood["share"], rival["share"], flood["fair"], rival["fair"]):
+            return False
+        return rival["share"] > 2.2 * flood["share"] and rival["fair"] > 2 * flood["fair"]
 
-    page.until(three_to_one, "the share follows")
-    assert page.client("rival")["fair"] > 2 * page.client("flood")["fair"]
+    page.until(three_to_one, "the share follows, as is fair")
 
 
 def test_a_click_on_a_request_shows_why_it_waited(page: Page) -> None:
@@ -187,7 +195,7 @@ def test_it_fits_and_everybody_can_read_it(
 
 
 def test_a_router_that_is_killed_is_said_and_comes_back(page: Page, cluster: Cluster) -> None:
-    assert page.health() == "ok"
+    page.until(lambda: page.health() == "ok", "all is well")
     router = cluster.addresses["pids"]["router"]
     os.kill(router, signal.SIGSTOP)  # the cluster starts a dead one again at once: this one is slow to die
     try:
@@ -197,7 +205,7 @@ def test_a_router_that_is_killed_is_said_and_comes_back(page: Page, cluster: Clu
     finally:
         os.kill(router, signal.SIGKILL)
     page.until(lambda: page.health() == "ok", "all is well again")
-    assert page.page.inner_text("#notes") == ""
+    page.until(lambda: page.page.inner_text("#notes") == "", "nothing is left to say")
 
 
 def test_a_page_whose_server_is_gone_says_so(browser: Any, cluster: Cluster, load: Load) -> None:

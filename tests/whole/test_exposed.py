@@ -4,6 +4,7 @@ import ssl
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -38,6 +39,10 @@ PROGRAMS = (
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
     return Certificates.make(tmp_path_factory.mktemp("certificates"))
+
+
+def get(url: str, **more: Any) -> httpx.Response:
+    return httpx.get(url, timeout=120, **more)
 
 
 def trusted(certificates: Certificates) -> ssl.SSLContext:
@@ -78,18 +83,20 @@ def test_a_cluster_with_all_that_it_can_have(certificates: Certificates, tmp_pat
 
         def whole() -> bool:
             """The planner is let in, the agent says what its replica has, the page reads the gateway."""
-            status = httpx.get(f"{cluster.addresses['admin']}/status", headers=headers, verify=verify).json()
-            view = httpx.get(f"{cluster.addresses['dashboard']}/view", headers=headers).json()
+            try:
+                status = get(f"{cluster.addresses['admin']}/status", headers=headers, verify=verify).json()
+                view = get(f"{cluster.addresses['dashboard']}/view", headers=headers).json()
+            except httpx.TransportError:
+                return False
             return bool(
                 status["planner"]["up"]
-                and status["swaps"]["r0"]["phase"] == "serves"
+                and status["swaps"].get("r0", {}).get("phase") == "serves"
                 and view["placement"] == "qlm"
             )
 
         wait_until(whole, "planner, agent and page reach the others")
-        assert not httpx.get(f"{cluster.addresses['admin']}/status", headers=headers, verify=verify).json()[
-            "wire"
-        ]["refused"]
+        status = get(f"{cluster.addresses['admin']}/status", headers=headers, verify=verify).json()
+        assert not status["wire"]["refused"]
     wrong = subprocess.run(
         [sys.executable, "-m", "sglang_fair.cli", "cluster", "--host", "0.0.0.0", "--keys", str(tmp_path / "k")],
         capture_output=True, text=True, check=False, timeout=120,
@@ -133,15 +140,21 @@ def test_each_program_alone(certificates: Certificates, keys: str, tmp_path: Pat
         wait_until(listening, "all listen")
         assert spoken([one for process in processes for one in exposed(process.pid)]) == expected
         verify = trusted(certificates)
-        assert httpx.get(f"https://127.0.0.1:{http}/healthz", verify=verify).status_code == 200
         operator = {"authorization": "Bearer operator"}
 
+        def lives() -> bool:
+            return get(f"https://127.0.0.1:{http}/healthz", verify=verify).status_code == 200
+
+        wait_until(lives, "the router answers over https")
+
         def reads() -> bool:
-            view = httpx.get(f"https://127.0.0.1:{page}/view", headers=operator, verify=verify)
+            view = get(f"https://127.0.0.1:{page}/view", headers=operator, verify=verify)
             return view.status_code == 200 and bool(view.json()["placement"] == "d2lpm-queue")
 
         wait_until(reads, "the page reads the gateway over https")
-        login = httpx.post(f"https://127.0.0.1:{page}/login", data={"key": "operator"}, verify=verify)
+        login = httpx.post(
+            f"https://127.0.0.1:{page}/login", data={"key": "operator"}, verify=verify, timeout=120
+        )
         assert "secure" in login.headers["set-cookie"].lower()
     finally:
         for process in processes:
@@ -175,9 +188,13 @@ def test_a_replica_alone(certificates: Certificates, keys: str, monkeypatch: pyt
             replica.kv_port + 1: "curve",
             replica.load_port: "curve",
         }
-        assert httpx.get(f"{replica.url}/fair").status_code == 401
-        answer = httpx.get(f"{replica.url}/fair", headers=replica_key.headers())
-        assert answer.json()["refused_peers"] >= 3, "those who asked what it speaks had no key"
+        assert get(f"{replica.url}/fair").status_code == 401
+
+        def are_refused() -> bool:
+            answer = get(f"{replica.url}/fair", headers=replica_key.headers())
+            return bool(answer.json()["refused_peers"] >= 3)
+
+        wait_until(are_refused, "those who asked what it speaks had no key")
 
 
 def _end(replica: Replica, *_: object) -> None:

@@ -15,7 +15,7 @@ from tests.support.networks import may_unshare
 from tests.support.site import Site
 from tests.support.stand_in import make_tokenizer
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def test_by_a_file(tmp_path: Path) -> None:
@@ -47,5 +47,5 @@ def test_by_the_addresses_of_a_name() -> None:
     if shutil.which("dnsmasq") is None:
         pytest.skip("there is no dnsmasq here (Debian's dnsmasq-base)")
     command = ["unshare", "-rmn", sys.executable, "-m", "tests.support.lists_under_load"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=800)
     assert (done.returncode, done.stdout) == (0, "ok\n"), done.stdout[-2000:] + done.stderr[-3000:]

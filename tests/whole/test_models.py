@@ -15,7 +15,7 @@ import pytest
 from tests.support.live import Cluster, lives
 from tests.support.waiting import eventually, wait_until
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 SMALL = ("--", "--max-running-requests", "8", "--max-total-tokens", "4096")
 PROMPTS = [[7 * at % 250 for at in range(first, first + 40)] for first in (0, 11, 300)]
@@ -55,7 +55,7 @@ def test_two_models_on_real_replicas() -> None:
             for at, model in enumerate("ab")
         }
         assert alone["a"] != alone["b"]
-        listed = httpx.get(f"{made.url}/v1/models").json()["data"]
+        listed = httpx.get(f"{made.url}/v1/models", timeout=120).json()["data"]
         assert [one["id"] for one in listed] == ["a", "b"]
         for _ in range(2):
             for number, prompt in enumerate(PROMPTS):
@@ -113,7 +113,7 @@ def one_book_for_both(made: Cluster) -> None:
     found = command("status", made.url)
     assert found.returncode == 0, found.stderr
     assert "model" in found.stdout
-    usage = httpx.get(f"{made.url}/v1/usage", headers={"x-fair-client": "c"}).json()
+    usage = httpx.get(f"{made.url}/v1/usage", headers={"x-fair-client": "c"}, timeout=120).json()
     assert usage["replicas"] == 2
 
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 from random import Random
+from typing import TypeVar
 
 import aiohttp
 import pytest
@@ -20,11 +21,15 @@ from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.e2e
 
+Found = TypeVar("Found")
+
 ARGUMENTS = (
     "--engine", "emulated", "--gpu", "a100-80g", "--model", "llama-3.1-8b", "--placement", "qlm",
     "--placement-options", "chunk_tokens=256", "--slo-classes", '{"chat": 3, "batch": 60}', "--scale-up", "1",
     "--", "--max-total-tokens", "6000", "--chunked-prefill-size", "256",
 )  # fmt: skip
+NEVER = aiohttp.ClientTimeout(total=None)
+"""Who may be answered late waits as long as there are others."""
 CLIENTS = 200
 """Each with one request at a time, so that nobody is ahead of its share."""
 
@@ -53,7 +58,7 @@ async def under_load(cluster: Cluster) -> "contextlib.AbstractAsyncContextManage
             statuses.append(await one(session, cluster, f"c{number}", random))
 
     async with (
-        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session,
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=NEVER) as session,
         asyncio.TaskGroup() as group,
     ):
         for number in range(CLIENTS):
@@ -68,16 +73,19 @@ def planner_of(cluster: Cluster) -> dict:
     return cluster.status()["planner"]
 
 
-async def until(cluster: Cluster, check: Callable[[], object], what: str) -> None:
-    def asked() -> Awaitable[object]:
+async def until(cluster: Cluster, check: Callable[[], Found], what: str) -> Found:
+    """The first true value of `check`."""
+
+    def asked() -> Awaitable[Found]:
         return asyncio.to_thread(check)
 
     try:
-        await eventually(asked, what)
+        found: Found = await eventually(asked, what)
     except AssertionError:
         status = cluster.status()
         print(status["planner"], status["queues"]["waiting"])
         raise
+    return found
 
 
 def pid_of(cluster: Cluster) -> int | None:
@@ -86,32 +94,34 @@ def pid_of(cluster: Cluster) -> int | None:
     return None if name is None else int(name.rpartition("/")[2])
 
 
+def are_shown(cluster: Cluster) -> bool:
+    """Whether `sglang-fair status` shows a planner and queues."""
+    shown = subprocess.run(
+        [sys.executable, "-m", "sglang_fair.cli", "status", cluster.url],
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    print(shown)
+    wanted = (r"planner \S+/\d+; \d+ plans asked", r"queues: [\d,]+ requests wait in \d+ groups")
+    return all(re.search(one, shown) for one in wanted)
+
+
 @pytest.mark.timeout(900)
 def test_nobody_waits_for_a_planner_and_replicas_that_are_missing_come() -> None:
     async def run(cluster: Cluster) -> None:
         async with under_load(cluster) as statuses:
             await until(cluster, lambda: planner_of(cluster)["counts"]["answered"] >= 2, "plans")
-            shown = subprocess.run(
-                [sys.executable, "-m", "sglang_fair.cli", "status", cluster.url],
-                capture_output=True, text=True, check=True,
-            ).stdout  # fmt: skip
-            assert re.search(r"planner \S+/\d+; \d+ plans asked", shown), shown
-            assert re.search(r"queues: [\d,]+ requests wait in \d+ groups", shown), shown
+            await until(cluster, lambda: are_shown(cluster), "planner and queues on the command line")
 
-            first = pid_of(cluster)
+            first = await until(cluster, lambda: pid_of(cluster), "a planner")
             assert first is not None
             os.kill(first, signal.SIGKILL)
             served = len(statuses)
             await until(cluster, lambda: len(statuses) > served + 50, "requests served while it is dead")
-            await until(
-                cluster,
-                lambda: pid_of(cluster) not in (None, first),
-                "a planner in its place",
-            )
+            await until(cluster, lambda: pid_of(cluster) not in (None, first), "a planner in its place")
             answered = planner_of(cluster)["counts"]["answered"]
             await until(cluster, lambda: planner_of(cluster)["counts"]["answered"] > answered, "its plans")
 
-            second = pid_of(cluster)
+            second = await until(cluster, lambda: pid_of(cluster), "that planner")
             assert second is not None
             os.kill(second, signal.SIGSTOP)
             served = len(statuses)

@@ -23,7 +23,7 @@ from tests.support.waiting import eventually, wait_until
 from tests.support.wheel import Installed, clean_environment
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'sglang-fair[ray]'")
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
 START_S = 300.0
 """Until Ray has noticed that a node is gone, and a replica has started elsewhere; alone, 50 s."""
@@ -40,7 +40,7 @@ def workers(cluster: Cluster) -> dict[str, dict[str, Any]]:
     """What `sglang-fair workers list` shows, by name."""
     port = urlsplit(cluster.url).port
     assert port is not None
-    rows = ask(socket_path(port), {"do": "list"}, lambda text: None, 10)["workers"]
+    rows = ask(socket_path(port), {"do": "list"}, lambda text: None, 60.0)["workers"]
     return {row["name"]: row for row in rows}
 
 

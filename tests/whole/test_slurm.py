@@ -23,7 +23,7 @@ from tests.support.waiting import eventually, wait_until
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1200),
     pytest.mark.skipif(bool(why_not()), reason=why_not()),
 ]
 
@@ -63,7 +63,7 @@ def front(listed: Path, log: Path) -> Iterator[str]:
         for process in processes:
             process.send_signal(signal.SIGTERM)
         for process in processes:
-            process.wait(30)
+            process.wait(240)
 
 
 def listed_in(path: Path) -> list[str]:

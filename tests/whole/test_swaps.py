@@ -22,7 +22,7 @@ from tests.support import checkpoints
 from tests.support.live import Cluster, Replica, command_line, lives
 from tests.support.waiting import wait_until
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 SMALL = ("--", "--max-running-requests", "8", "--max-total-tokens", "4096")
 PROMPTS = [[7 * at % 250 for at in range(first, first + 40)] for first in (0, 11, 300)]
@@ -60,7 +60,7 @@ def swap(made: Cluster, model: str, worker: str = "r0") -> None:
 
 
 def order(made: Cluster, model: str, worker: str = "r0") -> None:
-    answer = httpx.post(f"{made.url}/swap", json={"worker": worker, "model": model}, timeout=30)
+    answer = httpx.post(f"{made.url}/swap", json={"worker": worker, "model": model}, timeout=120)
     assert answer.status_code == 202, answer.text
 
 
@@ -137,9 +137,9 @@ def test_there_and_back_and_there_again(made: Cluster, alone: dict[str, list[lis
         assert said(replica, body_of(PROMPTS[0]), **{"x-fair-model": other})[0] == 421
         assert said(replica, body_of(PROMPTS[0]), **{"x-fair-model": model})[1] == alone[model][0]
         chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "model": model}
-        answer = httpx.post(f"{made.url}/v1/chat/completions", json=chat, timeout=60)
+        answer = httpx.post(f"{made.url}/v1/chat/completions", json=chat, timeout=120)
         assert (answer.status_code, answer.json()["model"]) == (200, model)
-        listed = httpx.get(f"{replica}/v1/models").json()["data"]
+        listed = httpx.get(f"{replica}/v1/models", timeout=120).json()["data"]
         assert [one["id"] for one in listed] == [model]
     assert (state(made)["swaps"], state(made)["failed"]) == (3, 0)
     wrong = workers(made, "swap", "r0", "c")
@@ -147,8 +147,8 @@ def test_there_and_back_and_there_again(made: Cluster, alone: dict[str, list[lis
         1,
         "sglang-fair: worker r0 cannot load 'c'; it can load a, b\n",
     )
-    assert httpx.post(f"{made.url}/swap", json={"worker": "r9", "model": "b"}).status_code == 409
-    assert httpx.post(f"{made.url}/swap", json={"worker": "r0"}).status_code == 400
+    for asked_for, status in (({"worker": "r9", "model": "b"}, 409), ({"worker": "r0"}, 400)):
+        assert httpx.post(f"{made.url}/swap", json=asked_for, timeout=120).status_code == status
 
 
 def test_weights_that_cannot_be_loaded_leave_the_old_model(
