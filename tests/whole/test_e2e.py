@@ -16,9 +16,13 @@ import pytest
 from tests.support.live import Cluster
 from tests.support.waiting import wait_until
 
-pytestmark = pytest.mark.e2e
+ORDER_LIMIT_S = 500.0
+"""For all that one test asks at once, and for a replica that was killed to serve again, on however busy a machine."""
 
-ORDER_LIMIT_S = 120.0
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3 * ORDER_LIMIT_S)]
+
+PAUSES_S = (0.1, 0.5, 2.0)
+"""For what a replica evicts to reach the router. Where one was too short, the next has to do."""
 
 
 @dataclass
@@ -160,7 +164,7 @@ def test_the_routers_tree_agrees_with_the_replicas_after_evictions(fair_cluster:
     ]
     prompts = [prompt[:-1] if len(prompt) % 16 == 0 else prompt for prompt in prompts]
 
-    async def scenario() -> list[Seen]:
+    async def scenario(pause_s: float) -> list[Seen]:
         async with session() as http:
             for start in range(0, len(prompts), 6):
                 await asyncio.gather(
@@ -170,17 +174,24 @@ def test_the_routers_tree_agrees_with_the_replicas_after_evictions(fair_cluster:
                     )
                 )
             await asyncio.to_thread(wait_until, lambda: quiet(fair_cluster), "an idle cluster")
-            await asyncio.sleep(1.5)  # the router lets go of what it only hoped for
+            await asyncio.to_thread(
+                wait_until,
+                lambda: not fair_cluster.status()["tree"]["lingering"],
+                "the router lets go of what it only hoped for",
+            )
             probes = []
             for prompt in prompts:
                 probes.append(await ask(http, fair_cluster.url, "probe", prompt, 1))
-                await asyncio.sleep(0.1)  # the router hears of what this one evicted
+                await asyncio.sleep(pause_s)  # the router hears of what this one evicted
             return probes
 
-    probes = asyncio.run(scenario())
+    for pause_s in PAUSES_S:
+        probes = asyncio.run(scenario(pause_s))
+        wrong = [(seen.worker, seen.matched_tokens, seen.cached_tokens) for seen in probes
+                 if seen.matched_tokens != seen.cached_tokens]  # fmt: skip
+        if not wrong:
+            break
     assert {seen.worker for seen in probes} == {"r0", "r1"}
-    wrong = [(seen.worker, seen.matched_tokens, seen.cached_tokens) for seen in probes
-             if seen.matched_tokens != seen.cached_tokens]  # fmt: skip
     assert not wrong, f"{len(wrong)} of {len(probes)} predictions differ from the hit: {wrong[:5]}"
     hits = [seen.cached_tokens for seen in probes]
     assert max(hits) > 0
@@ -245,7 +256,9 @@ def test_nothing_hangs_when_a_replica_is_killed_under_load(fair_cluster: Cluster
     assert {one.worker for one in whole if one.worker} <= {"r0", "r1"}
 
     wait_until(lambda: fair_cluster.status()["in_flight"] == 0, "the router to have nothing in flight")
-    wait_until(lambda: "r0" in fair_cluster.status()["workers"], "the replica to be taken back", 120)
+    wait_until(
+        lambda: "r0" in fair_cluster.status()["workers"], "the replica to be taken back", ORDER_LIMIT_S
+    )
     wait_until(lambda: quiet(fair_cluster), "an idle cluster")
 
     async def after() -> list[Seen]:
