@@ -21,7 +21,7 @@ from tests.support.ports import free_port
 from tests.support.stand_in import MODEL, make_tokenizer
 from tests.support.waiting import wait_until
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 PROGRAMS = (
     "cluster",
