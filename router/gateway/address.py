@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import Iterator
 
 import uvicorn
@@ -30,11 +31,10 @@ class Address:
         port: int,
         *,
         shared: bool,
-        certificate: str | None = None,
-        key: str | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
-        """`shared`: other processes of the same gateway listen there too, and each answers for itself. With
-        `certificate`, and `key` if that is in another file, by https."""
+        """`shared`: other processes of the same gateway listen there too, and each answers for itself. With `tls`, by
+        https."""
         self._host = host
         self._port = port
         self._shared = shared
@@ -47,8 +47,7 @@ class Address:
                 proxy_headers=False,
                 limit_concurrency=MOST_REQUESTS,
                 timeout_keep_alive=30,
-                ssl_certfile=certificate,
-                ssl_keyfile=key,
+                ssl_context_factory=None if tls is None else lambda *_: tls,
             )
         )
         self._serving: asyncio.Task[None] | None = None

@@ -179,6 +179,7 @@ def create_app(config: Config) -> App:
     """The application. Reads tokenizers and tenants, and opens the folder of batches, at once; raises `TokenizerError`
     and SettingError if it cannot."""
     files = open_files(config)
+    shown = tls.server(config.tls_cert, config.tls_key)
     gateway = Gateway(
         read_tokens(config.folders),
         config.router,
@@ -197,6 +198,7 @@ def create_app(config: Config) -> App:
         feeder_key.key() if files is not None else "",
         Keys.read_if(config.keys, "gateway"),
         tls.authorities(config.replica_ca),
+        (lambda: 0.0) if shown is None else lambda: shown.end_s,
     )
     guard = Guard(has_tenants=config.tenants is not None)
     workers = admin.routes(gateway.link, gateway.replicas, gateway.names, guard)
@@ -214,8 +216,7 @@ def create_app(config: Config) -> App:
             config.admin_host,
             config.admin_port,
             shared=config.processes > 1,
-            certificate=config.tls_cert,
-            key=config.tls_key,
+            tls=shown,
         )
     return App(gateway, Pages(gateway, public, relayed), address, files, config.notice_s)
 

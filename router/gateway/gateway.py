@@ -3,7 +3,7 @@
 import asyncio
 import ssl
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -68,6 +68,7 @@ class Gateway:
         feeder_key: str = "",
         keys: Keys | None = None,
         replica_tls: ssl.SSLContext | None = None,
+        certificate_end_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """`tokens` are the tokenizers of the models that it serves, the first one first. `routers` are the
         addresses of its routers, `identity` where a client's name is looked for. `start` opens connections.
@@ -78,7 +79,8 @@ class Gateway:
         which applications clients may name, `classes` what they may ask to be promised.
         With `feeder_key` the feeder of batches asks on behalf of clients. Spans go to `otlp_traces_endpoint`; None:
         none are made. Routers must have the keys that belong to `keys`, and replicas with https:// addresses a
-        certificate that `replica_tls` believes; None: the system's authorities do.
+        certificate that `replica_tls` believes; None: the system's authorities do. `certificate_end_s` is when its own
+        certificate ends, in seconds since 1970; 0: it has none.
         """
         self.processes = processes
         self.is_ending = False
@@ -100,6 +102,7 @@ class Gateway:
             link.cut = self._cut
         self.link = Links(links, self.fleet)
         self.replicas = Replicas(limits, lambda: self.fleet.workers, self.link.report_health, replica_tls)
+        self._certificate_end_s = certificate_end_s
         self._intake = Intake(
             tokens, limits.max_prompt_tokens, lambda model: self.replicas.context_tokens(model)
         )
@@ -209,6 +212,7 @@ class Gateway:
                 self.fleet.routers.state(one) == "up" for one in self.fleet.routers.names
             ),
             "gateway_tenants_ok": self.directory is None or not self.directory.error,
+            "gateway_certificate_end_timestamp_seconds": self._certificate_end_s(),
         }
 
     def _traced(self, endpoint: str) -> "Tracing":

@@ -36,7 +36,12 @@ FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 
 COPY_S = 1.0
 
-_LEAST = ("gateway_router_up", "gateway_routers_up", "gateway_tenants_ok")
+_LEAST = (
+    "gateway_router_up",
+    "gateway_routers_up",
+    "gateway_tenants_ok",
+    "gateway_certificate_end_timestamp_seconds",
+)
 """Of several processes the least counts; of other gauges the sum."""
 
 _SAME = ("batch_items",)

@@ -23,19 +23,26 @@ MOST_LATEST = 1000
 
 
 class Model(msgspec.Struct):
-    """A model, as OpenAI describes one."""
+    """A model, as OpenAI describes one and as Anthropic does. When it was made is not known."""
 
     id: str
+    display_name: str
     object: Literal["model"] = "model"
+    type: Literal["model"] = "model"
     created: int = 0
+    created_at: str = "1970-01-01T00:00:00Z"
+    lifecycle: Literal["active"] = "active"
     owned_by: str = "sglang-fair"
 
 
 class Models(msgspec.Struct):
-    """`GET /v1/models`."""
+    """`GET /v1/models`: all of them, in one page."""
 
     data: list[Model]
+    first_id: str | None
+    last_id: str | None
     object: Literal["list"] = "list"
+    has_more: Literal[False] = False
 
 
 class HealthReport(msgspec.Struct):
@@ -150,10 +157,12 @@ def public(gateway: Gateway) -> list[Route]:
         return json_response(await gateway.explainer.explain(request.path_params["id"], client))
 
     def allowed(request: Request) -> list[Model]:
-        return [Model(name) for name in gateway.models(request.headers, request.scope.get("client"))]
+        return [Model(name, name) for name in gateway.models(request.headers, request.scope.get("client"))]
 
     async def models(request: Request) -> Response:
-        return json_response(Models(allowed(request)))
+        found = allowed(request)
+        first, last = (found[0].id, found[-1].id) if found else (None, None)
+        return json_response(Models(found, first, last))
 
     async def one_model(request: Request) -> Response:
         asked = request.path_params["id"]

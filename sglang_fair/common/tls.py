@@ -1,9 +1,106 @@
-"""TLS: whom a client believes, and whether a server's certificate can be used."""
+"""TLS: whom a client believes, and what a server shows.
 
+Certificates are renewed while programs run. So each context here looks at its files at every new connection, and reads
+them again when they have changed. While they cannot be used, as between the writing of a certificate and that of its
+key, it goes on with what it read before. Connections that have begun stay as they are.
+"""
+
+import logging
 import ssl
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 BEGIN, END = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
+
+SOON_S = 14 * 86_400.0
+"""A certificate that ends sooner is warned of."""
+
+_WHATEVER_THE_TIME = 0x200000
+"""OpenSSL's X509_V_FLAG_NO_CHECK_TIME."""
+
+_log = logging.getLogger("tls")
+
+
+class Renewed(ssl.SSLContext):
+    """Makes each connection by a context of what is in its files then."""
+
+    def __new__(cls, *_: Any) -> "Renewed":
+        return super().__new__(cls, ssl.PROTOCOL_TLS_CLIENT)  # its own settings are never used
+
+    def __init__(self, make: Callable[[], ssl.SSLContext], *files: str | None) -> None:
+        """`make` reads `files` and raises ValueError, in one line, if they cannot be used; so does this."""
+        self._make = make
+        self._files = [file for file in files if file is not None]
+        self._seen = self._tried = self._stamps()
+        self._newest = make()
+
+    def wrap_bio(self, *args: Any, **kwargs: Any) -> ssl.SSLObject:
+        return self._renewed().wrap_bio(*args, **kwargs)
+
+    def wrap_socket(self, *args: Any, **kwargs: Any) -> ssl.SSLSocket:
+        return self._renewed().wrap_socket(*args, **kwargs)
+
+    def _renewed(self) -> ssl.SSLContext:
+        found = self._stamps()
+        if found not in (self._seen, self._tried):
+            self._tried = found
+            try:
+                self._newest = self._make()
+            except ValueError as error:
+                _log.warning("%s; what was there before is still used", error)
+            else:
+                self._seen = found
+                self._was_renewed()
+        return self._newest
+
+    def _was_renewed(self) -> None:
+        _log.info("read again: %s", ", ".join(self._files))
+
+    def _stamps(self) -> list[tuple[int, int] | None]:
+        """Others, if one of the files was written or replaced."""
+        return [_stamp(file) for file in self._files]
+
+
+class Server(Renewed):
+    """A server's context."""
+
+    def __init__(self, certificate: str, key: str | None) -> None:
+        """Raises ValueError, in one line, for what cannot be used."""
+        self._certificate, self._key = certificate, key
+        self._end_s = 0.0
+        super().__init__(self._read, certificate, key)
+
+    @property
+    def end_s(self) -> float:
+        """When its certificate ends, in seconds since 1970. Reads the files if they have changed."""
+        self._renewed()
+        return self._end_s
+
+    def warn(self) -> None:
+        """Says in the log if the certificate ends within `SOON_S`, or has ended."""
+        left_s = self._end_s - time.time()
+        if not self._end_s:
+            return
+        if left_s < 0:
+            _log.warning("%s: this certificate has ended, so clients refuse it", self._certificate)
+        elif left_s < SOON_S:
+            _log.warning("%s: this certificate ends in %.1f days", self._certificate, left_s / 86_400)
+
+    def _was_renewed(self) -> None:
+        super()._was_renewed()
+        self.warn()
+
+    def _read(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            context.load_cert_chain(self._certificate, self._key, password=_no_password)
+        except OSError as error:
+            names = self._certificate if self._key is None else f"{self._certificate}, {self._key}"
+            raise ValueError(f"{names}: {_reason(error)}") from None
+        self._end_s = _end_s(context, _first(self._certificate))
+        return context
 
 
 def authorities(path: str | None) -> ssl.SSLContext | None:
@@ -11,20 +108,21 @@ def authorities(path: str | None) -> ssl.SSLContext | None:
     one. Raises ValueError, in one line, for a file that cannot be used."""
     if path is None:
         return None
-    try:
-        return ssl.create_default_context(cafile=path)
-    except OSError as error:  # of which SSLError is one
-        raise ValueError(f"{path}: {_reason(error)}") from None
+
+    def read() -> ssl.SSLContext:
+        try:
+            return ssl.create_default_context(cafile=path)
+        except OSError as error:  # of which SSLError is one
+            raise ValueError(f"{path}: {_reason(error)}") from None
+
+    return Renewed(read, path)
 
 
 def pinned(certificate: str) -> ssl.SSLContext:
     """For a client of a server that must show the first certificate in the PEM file at `certificate`, or one that this
     has signed, whatever name it is asked by: two processes of one machine know each other so. Raises ValueError, in one
     line, for a file that cannot be used."""
-    context = ssl.create_default_context(cadata=_first(certificate))
-    context.check_hostname = False
-    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # whoever has signed it need not be known
-    return context
+    return Renewed(lambda: _believing(_first(certificate)), certificate)
 
 
 def believed(authority: str | None, certificate: str | None) -> ssl.SSLContext | None:
@@ -33,21 +131,52 @@ def believed(authority: str | None, certificate: str | None) -> ssl.SSLContext |
     return authorities(authority) if certificate is None else pinned(certificate)
 
 
-def server(certificate: str | None, key: str | None) -> ssl.SSLContext | None:
+def server(certificate: str | None, key: str | None) -> Server | None:
     """For a server; None without a certificate. Raises ValueError, in one line, for what cannot be used."""
-    if certificate is None:
-        return None
-    try:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(certificate, key, password=_no_password)
-    except OSError as error:
-        raise ValueError(f"{certificate}{'' if key is None else f', {key}'}: {_reason(error)}") from None
-    return context
+    return None if certificate is None else Server(certificate, key)
 
 
 def check_certificate(certificate: str | None, key: str | None) -> None:
     """Raises ValueError, in one line, if a server cannot use them. None: it has none."""
     server(certificate, key)
+
+
+def _believing(certificate: str) -> ssl.SSLContext:
+    context = ssl.create_default_context(cadata=certificate)
+    context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # whoever has signed it need not be known
+    return context
+
+
+def _end_s(shows: ssl.SSLContext, certificate: str) -> float:
+    """When `certificate`, which this server shows, ends: what a client in memory is told. 0 if it cannot be told, as
+    of one that is not for servers."""
+    client = _believing(certificate)
+    client.verify_flags |= _WHATEVER_THE_TIME
+    there, here = ssl.MemoryBIO(), ssl.MemoryBIO()
+    asks = client.wrap_bio(here, there)
+    answers = shows.wrap_bio(there, here, server_side=True)
+    for _ in range(8):  # a handshake takes two turns
+        for side in (asks, answers):
+            try:
+                side.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
+            except ssl.SSLError:
+                return 0.0
+        found = asks.getpeercert() if asks.version() else None
+        if found:
+            return float(ssl.cert_time_to_seconds(str(found["notAfter"])))
+    return 0.0
+
+
+def _stamp(file: str) -> tuple[int, int] | None:
+    """None: it is not there."""
+    try:
+        found = Path(file).stat()
+    except OSError:
+        return None
+    return found.st_ctime_ns, found.st_ino
 
 
 def _first(certificate: str) -> str:

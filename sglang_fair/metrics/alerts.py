@@ -161,6 +161,15 @@ ALERTS: tuple[Alert, ...] = (
         "file as the gateway does.",
     ),
     Alert(
+        "SglangFairCertificateEnds", "warning",
+        "min by (instance) ((sglang_fair_gateway_certificate_end_timestamp_seconds > 0) - time())", "<", 7 * 86_400, 60,
+        "The certificate of the gateway at {{ $labels.instance }} ends in {{ $value | humanizeDuration }}",
+        "Once it has ended, clients refuse to connect.",
+        "Write the new certificate and its key over the files of `--tls-cert` and `--tls-key`: they are read again at "
+        "the next connection, and nothing is restarted. If they are new already, the gateway's log says why it cannot "
+        "use them.",
+    ),
+    Alert(
         "SglangFairForgedHeaders", "info",
         "sum by (instance, header) (rate(sglang_fair_ignored_headers_total[$window]))", ">", 0, 5,
         "Somebody at {{ $labels.instance }} names clients in {{ $labels.header }}",

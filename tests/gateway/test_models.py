@@ -6,7 +6,9 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import msgspec
+import openai
 import pytest
 
 from router.events import Arrive, Place, WorkerUp
@@ -95,6 +97,10 @@ def test_they_are_listed_and_others_are_not_found(tokenizer: Path) -> None:
     async def body(c: Cluster) -> None:
         status, listed = await get(c, "/v1/models")
         assert (status, [one["id"] for one in listed["data"]]) == (200, [MODEL, OTHER])
+        assert (listed["first_id"], listed["last_id"], listed["has_more"]) == (MODEL, OTHER, False)
+        for one in listed["data"]:
+            openai.types.Model.model_validate(one)
+            assert anthropic.types.ModelInfo.model_validate(one).display_name == one["id"]
         assert (await get(c, f"/v1/models/{OTHER}"))[1]["id"] == OTHER
         assert (await get(c, "/health"))[1] == {"status": "ok", "model": MODEL, "models": [MODEL, OTHER]}
         assert (await get(c, "/v1/models/gpt-9"))[0] == 404

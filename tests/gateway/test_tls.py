@@ -1,15 +1,19 @@
 """TLS: a gateway is served over https, and believes only replicas that the right authority has signed."""
 
 import asyncio
+import logging
+import shutil
 import ssl
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 from aiohttp import web
+from prometheus_client.parser import text_string_to_metric_families
 
 from router.gateway.replicas.connections import Connections, NotConnected
 from sglang_fair.common import tls
@@ -22,6 +26,15 @@ from tests.support.waiting import wait_until
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
     return Certificates.make(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture
+def files(certificates: Certificates, tmp_path: Path) -> Certificates:
+    """Copies, which a test may change."""
+    names = ("ca.pem", "cert.pem", "key.pem")
+    return Certificates(
+        *(shutil.copy(Path(certificates.certificate).parent / one, tmp_path) for one in names)
+    )
 
 
 def test_a_replica_is_believed_by_its_authority(certificates: Certificates, tmp_path: Path) -> None:
@@ -66,14 +79,102 @@ def test_a_replica_is_believed_by_its_authority(certificates: Certificates, tmp_
     asyncio.run(main())
 
 
+class TestRenewed:
+    """Files that change while a program runs."""
+
+    @staticmethod
+    def put(new: str, old: str) -> None:
+        """As a secret of Kubernetes is renewed: a link that points elsewhere."""
+        Path(old).unlink()
+        Path(old).symlink_to(new)
+
+    @staticmethod
+    def connects(client: ssl.SSLContext | None, server: ssl.SSLContext | None) -> bool:
+        assert client is not None
+        assert server is not None
+        there, here = ssl.MemoryBIO(), ssl.MemoryBIO()
+        sides = (
+            client.wrap_bio(here, there, server_hostname="127.0.0.1"),
+            server.wrap_bio(there, here, server_side=True),
+        )
+        done = set()
+        for _ in range(8):
+            for side in sides:
+                try:
+                    side.do_handshake()
+                except ssl.SSLWantReadError:
+                    continue
+                except ssl.SSLError:
+                    return False
+                done.add(side)
+        return len(done) == 2
+
+    def test_a_server_shows_the_newest_pair(
+        self, files: Certificates, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        new = Certificates.make(tmp_path / "new", days=3)
+        server = tls.server(files.certificate, files.key)
+        assert server is not None
+        before, after = tls.authorities(files.authority), tls.authorities(new.authority)
+        first = server.end_s
+        assert first == pytest.approx(time.time() + 2 * 86_400, abs=3600)
+        assert self.connects(before, server)
+        assert not self.connects(after, server)
+        with caplog.at_level(logging.INFO, "tls"):
+            self.put(new.certificate, files.certificate)
+            for _ in range(3):
+                assert self.connects(before, server), "no pair yet"
+            assert [one.levelname for one in caplog.records] == ["WARNING"], "said once"
+            self.put(new.key, files.key)
+            assert self.connects(after, server)
+            assert not self.connects(before, server)
+            assert caplog.records[1].message == f"read again: {files.certificate}, {files.key}"
+            assert "ends in 3.0 days" in caplog.records[2].message
+        assert server.end_s == pytest.approx(first + 86_400, abs=3600)
+        assert len(caplog.records) == 3
+
+    def test_clients_believe_the_newest_authority_alone(self, files: Certificates, tmp_path: Path) -> None:
+        new = Certificates.make(tmp_path / "new")
+        client = tls.authorities(files.authority)
+        old_server, new_server = (tls.server(one.certificate, one.key) for one in (files, new))
+        assert self.connects(client, old_server)
+        assert not self.connects(client, new_server)
+        Path(files.authority).unlink()
+        assert self.connects(client, old_server), "what it read before holds"
+        shutil.copy(new.authority, files.authority)
+        assert self.connects(client, new_server)
+        assert not self.connects(client, old_server)
+
+    def test_who_knows_a_server_by_its_certificate_follows_it(
+        self, files: Certificates, tmp_path: Path
+    ) -> None:
+        new = Certificates.make(tmp_path / "new")
+        client, server = tls.pinned(files.certificate), tls.server(files.certificate, files.key)
+        assert self.connects(client, server)
+        shutil.copy(new.certificate, files.certificate)
+        shutil.copy(new.key, files.key)
+        assert self.connects(client, server)
+
+    def test_one_that_has_ended_is_shown_and_warned_of(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        ended = Certificates.make(tmp_path / "ended", days=-1)
+        server = tls.server(ended.certificate, ended.key)
+        assert server is not None
+        assert 0 < server.end_s < time.time()
+        assert not self.connects(tls.authorities(ended.authority), server)
+        server.warn()
+        assert "has ended" in caplog.text
+
+
 @pytest.fixture
-def served(certificates: Certificates, tmp_path: Path) -> Iterator[tuple[int, int]]:
+def served(files: Certificates, tmp_path: Path) -> Iterator[tuple[int, int]]:
     """Ports of a gateway: that of clients, and that of operators."""
     port, admin = free_port(), free_port()
     command = [
         sys.executable, "-m", "router.gateway", "--port", str(port), "--router", "tcp://127.0.0.1:1",
         "--model-name", MODEL, "--tokenizer", str(make_tokenizer(tmp_path)), "--admin-port", str(admin),
-        "--tls-cert", certificates.certificate, "--tls-key", certificates.key,
+        "--tls-cert", files.certificate, "--tls-key", files.key,
     ]  # fmt: skip
     with subprocess.Popen(command) as process:
         try:
@@ -83,9 +184,9 @@ def served(certificates: Certificates, tmp_path: Path) -> Iterator[tuple[int, in
 
 
 def test_clients_and_operators_are_served_over_https(
-    served: tuple[int, int], certificates: Certificates
+    served: tuple[int, int], files: Certificates, tmp_path: Path
 ) -> None:
-    context = tls.authorities(certificates.authority)
+    context = tls.authorities(files.authority)
     assert context is not None
     port, admin = served
 
@@ -97,8 +198,24 @@ def test_clients_and_operators_are_served_over_https(
 
     wait_until(answers, "the gateway answers, and says that it has no router")
     assert httpx.get(f"https://127.0.0.1:{admin}/status", verify=context).status_code == 200
+    page = httpx.get(f"https://127.0.0.1:{admin}/metrics", verify=context).text
+    (ends,) = [
+        one
+        for one in text_string_to_metric_families(page)
+        if one.name.endswith("certificate_end_timestamp_seconds")
+    ]
+    assert ends.samples[0].value == pytest.approx(time.time() + 2 * 86_400, abs=3600)
     for one in served:
         with pytest.raises(httpx.TransportError):
             httpx.get(f"http://127.0.0.1:{one}/health")
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"https://127.0.0.1:{one}/health")
+    new = Certificates.make(tmp_path / "new")
+    for old, renewed in zip((files.certificate, files.key), (new.certificate, new.key), strict=True):
+        shutil.copy(renewed, old)
+    after = tls.authorities(new.authority)
+    assert after is not None
+    for one, path in ((port, "health"), (admin, "status")):
+        assert httpx.get(f"https://127.0.0.1:{one}/{path}", verify=after).status_code in (200, 503)
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"https://127.0.0.1:{one}/{path}", verify=context)

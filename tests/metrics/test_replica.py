@@ -168,5 +168,6 @@ def test_names_say_what_they_are() -> None:
     assert len({metric.name for metric in METRICS}) == len(METRICS)
     for metric in METRICS:
         assert metric.name.endswith("_total") == (metric.kind == "counter"), metric.name
-        assert metric.name.endswith("_seconds") == (metric.kind == "histogram"), metric.name
+        is_time = metric.name.endswith("_seconds") and not metric.name.endswith("_timestamp_seconds")
+        assert is_time == (metric.kind == "histogram"), metric.name
         assert metric.help.endswith("."), metric.name

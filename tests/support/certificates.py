@@ -17,8 +17,8 @@ class Certificates:
     key: str
 
     @staticmethod
-    def make(folder: Path, names: Sequence[str] = HERE) -> "Certificates":
-        """It is for `names`."""
+    def make(folder: Path, names: Sequence[str] = HERE, days: int = 2) -> "Certificates":
+        """It is for `names`, and ends in so many days; or it ended so many ago."""
         folder.mkdir(parents=True, exist_ok=True)
         names_of = ",".join(names)
         (folder / "extensions").write_text(f"basicConstraints=critical,CA:FALSE\nsubjectAltName={names_of}\n")
@@ -32,5 +32,5 @@ class Certificates:
         )
         openssl("req", *new, "-keyout", "key.pem", "-out", "request.pem", "-subj", "/CN=localhost")
         openssl("x509", "-req", "-in", "request.pem", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial",
-                "-out", "cert.pem", "-days", "2", "-extfile", "extensions")  # fmt: skip
+                "-out", "cert.pem", "-days", str(days), "-extfile", "extensions")  # fmt: skip
         return Certificates(*(str(folder / name) for name in ("ca.pem", "cert.pem", "key.pem")))

@@ -345,6 +345,10 @@ def test_errors_are_those_of_the_clients(served: Served) -> None:
     assert missing.value.body["error"]["type"] == "not_found_error"
     assert [model.id for model in one.models.list()] == [MODEL]
     assert one.models.retrieve(MODEL).id == MODEL
+    assert [(model.id, model.type, model.lifecycle) for model in other.models.list()] == [
+        (MODEL, "model", "active")
+    ]
+    assert other.models.retrieve(MODEL).created_at.year == 1970, "nobody knows"
     with pytest.raises(openai.NotFoundError):
         one.models.retrieve("another")
 
