@@ -23,10 +23,13 @@ import msgspec
 
 from router.events import MOST_POINTS, MOST_SORTS, Lengths, Plan, Planner, Replan, Shortage, Sorts
 from router.placement.contract import Planning
+from router.silence import OwnTime
 
 MOST_PLANNERS = 8
 SILENT_S = 3.5
 """A planner says every second that it is there."""
+LOOK_S = 1.0
+"""While the router runs it looks at least so often."""
 MOST_NAME = 100
 """Characters of a planner's name that are kept."""
 LENGTHS_EVERY_S = 30.0
@@ -65,7 +68,9 @@ class Planners:
         self._placement = placement
         self._known: dict[bytes, str] = {}
         """Peers and their names, the first one first."""
+        self._time = OwnTime(LOOK_S)
         self._heard_s: dict[bytes, float] = {}
+        """By `_time`."""
         self._asked: _Asked | None = None
         self._answered: _Answered | None = None
         self._short_since_s = 0.0
@@ -79,7 +84,7 @@ class Planners:
         """`peer` plans."""
         if peer not in self._known and len(self._known) >= MOST_PLANNERS:
             return
-        self._heard_s[peer] = now_s
+        self._heard_s[peer] = self._time.look(now_s)
         if peer in self._known:
             return
         self._known[peer] = event.name[:MOST_NAME]
@@ -102,7 +107,8 @@ class Planners:
 
     def look(self, now_s: float) -> list[tuple[bytes, Replan]]:
         """Who is silent is gone. To be called when all that has come so far was heard."""
-        silent = [peer for peer, heard_s in self._heard_s.items() if now_s - heard_s > SILENT_S]
+        own_s = self._time.look(now_s)
+        silent = [peer for peer, heard_s in self._heard_s.items() if own_s - heard_s > SILENT_S]
         return [asked for peer in silent for asked in self.gone(peer, now_s)]
 
     def plan(self, peer: bytes, plan: Plan, now_s: float) -> None:

@@ -48,6 +48,7 @@ from router.events import (
     encode,
 )
 from router.replicas import LoadFeed, Replica
+from router.silence import OwnTime
 from router.sockets import has_come
 from router.wire import HEARTBEAT, HEARTBEAT_ANSWER
 from sglang_fair.common.curve import Gate, Keys
@@ -127,7 +128,9 @@ class Shell:
         self._loads: dict[str, LoadFeed] = {}
         self._workers = Workers("", (), router=self._name)
         """As the peers were last told."""
+        self._time = OwnTime(2 * TURN_MS / 1e3)
         self._heard_s: dict[bytes, float] = {}
+        """Peers, and when something came from them last, by `_time`."""
         """When each peer that sends heartbeats was last heard."""
         self._counts: Counter[str] = Counter()
         self._claims = Claims() if router.plans else None
@@ -275,9 +278,9 @@ class Shell:
                 continue
             peer, message = frames
             if peer in self._heard_s:
-                self._heard_s[peer] = self._clock()
+                self._heard_s[peer] = self._time.look(self._clock())
             if message == HEARTBEAT:
-                self._heard_s[peer] = self._clock()
+                self._heard_s[peer] = self._time.look(self._clock())
                 self._send(peer, HEARTBEAT_ANSWER)
                 continue
             try:
@@ -416,7 +419,7 @@ class Shell:
         replica.close()
 
     def _drop_silent_peers(self) -> None:
-        now_s = self._clock()
+        now_s = self._time.look(self._clock())
         for peer in [p for p, heard_s in self._heard_s.items() if now_s - heard_s > self._peer_timeout_s]:
             del self._heard_s[peer]
             self._counts["peers lost"] += 1

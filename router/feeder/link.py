@@ -11,6 +11,7 @@ import zmq
 import zmq.asyncio
 
 from router.events import Answer, Backlog, Event, Follow, ProtocolError, Workers, decode_answer, encode
+from router.silence import OwnTime
 from router.wire import HEARTBEAT, HEARTBEAT_ANSWER
 from sglang_fair.common.curve import Keys
 
@@ -39,12 +40,13 @@ class _Side:
     ) -> None:
         self._context, self._address, self._hear, self._keys = context, address, hear, keys
         self.workers: Workers | None = None
+        self._time = OwnTime(2 * HEARTBEAT_S)
         self._echo_s = float("-inf")
         self._open()
 
     @property
     def alive(self) -> bool:
-        return time.monotonic() - self._echo_s < SILENT_S
+        return self._time.look(time.monotonic()) - self._echo_s < SILENT_S
 
     def send(self, event: Event) -> None:
         self._send(encode(event))
@@ -56,7 +58,7 @@ class _Side:
                 self.close()
                 self._open()
                 continue
-            self._echo_s = time.monotonic()
+            self._echo_s = self._time.look(time.monotonic())
             if frames == [HEARTBEAT_ANSWER]:
                 continue
             try:

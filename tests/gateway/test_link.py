@@ -118,7 +118,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_module, "COMPARE_S", 0.1)
     monkeypatch.setattr(link_module, "HEARTBEAT_S", 0.05)
     monkeypatch.setattr(link_module, "ASK_AGAIN_S", 0.3)
-    monkeypatch.setattr(Link, "alive", property(lambda link: time.monotonic() - link._echo_s < TIMEOUT_S))
+    monkeypatch.setattr(link_module, "SILENT_S", TIMEOUT_S)
 
 
 def ask(placer: Placer, name: str) -> "asyncio.Task[object]":
@@ -141,6 +141,22 @@ def test_what_is_held_waits_while_the_router_lives() -> None:
         await compared(wire, 5)
         assert not second.done()
         assert wire.asked("2") == asked, "what is held is not asked again: it may be long"
+        placer.end(Done("1"))
+        assert await second == Place("2", "r0", "http://r0", 0)
+
+    run(body, full())
+
+
+def test_a_gateway_that_stood_still_takes_no_router_for_dead() -> None:
+    async def body(wire: Wire, placer: Placer, link: Link) -> None:
+        await ask(placer, "1")
+        second = ask(placer, "2")
+        await eventually(lambda: "2" in link._waiting and link._waiting["2"].is_held, "it is held")
+        for _ in range(3):
+            time.sleep(1.5 * TIMEOUT_S)  # the loop, and with it the router's end, stand still
+            assert link.alive
+            await compared(wire, 1)
+        assert not second.done()
         placer.end(Done("1"))
         assert await second == Place("2", "r0", "http://r0", 0)
 

@@ -33,10 +33,11 @@ from router.events import (
 )
 from router.placement.contract import Planning
 from router.planner import answers
-from router.planning import COUNTS, LENGTHS_EVERY_S, MOST_PLANNERS, OLD_S, SILENT_S
+from router.planning import COUNTS, LENGTHS_EVERY_S, LOOK_S, MOST_PLANNERS, OLD_S, SILENT_S
 from router.queues.centres import centres
 from router.queues.plan import plan
 from router.queues.problem import FAR_S, Demand, Problem, Queue, faults
+from router.silence import OwnTime
 from router.throttling import Throttling
 from sglang_fair.core.throttle import PREDICTED_S, make_rules
 from tests.support.planned_queues import GROUPS, Queues, small
@@ -160,12 +161,20 @@ def test_one_that_is_silent_is_gone_until_it_speaks_again() -> None:
     queues.is_late = True
     to, replan = asked(made, 1.0)
     assert to == b"p"
-    assert made.handle(Tick(), SILENT_S) == []
+    for now_s in (2.0, 3.0, SILENT_S):
+        assert made.handle(Tick(), now_s) == []
     assert question(made.handle(Tick(), SILENT_S + 0.1)) == (b"q", replan)
-    assert made.handle(Tick(), 5.0) == []
+    assert made.handle(Tick(), 4.3) == made.handle(Tick(), 5.0) == []
     assert queues.attended == [True, False]
     made.handle(Planner("p"), 5.0, b"p")
     assert queues.attended == [True, False, True]
+
+
+def test_none_is_gone_because_the_router_stood_still() -> None:
+    made, queues = router()
+    made.handle(Planner("p"), 0.0, b"p")
+    assert made.handle(Tick(), 1.0) == made.handle(Tick(), 60.0) == made.handle(Tick(), 61.0) == []
+    assert queues.attended == [True]
 
 
 def test_a_planner_that_comes_back_is_asked_again() -> None:
@@ -290,7 +299,7 @@ PEERS = st.sampled_from([b"p", b"q", b"r"])
             st.tuples(st.just("gone"), PEERS),
             st.tuples(st.just("plan"), PEERS, st.integers(0, 6)),
             st.tuples(st.just("late"), st.booleans()),
-            st.tuples(st.just("wait"), st.floats(0, 15)),
+            st.tuples(st.just("wait"), st.floats(0, LOOK_S) | st.floats(0, 15)),
             st.tuples(st.just("tick")),
         ),
         max_size=60,
@@ -299,12 +308,13 @@ PEERS = st.sampled_from([b"p", b"q", b"r"])
 def test_whatever_planners_do_each_question_is_answered_once_by_who_was_asked(steps: list[tuple]) -> None:
     made, queues = router()
     now_s, there, sent, taken = 0.0, dict[bytes, float](), dict[int, list[bytes]](), 0
+    time = OwnTime(LOOK_S)
     for step in steps:
         before = len(queues.applied)
         match step:
             case ("hello", peer):
                 actions = made.handle(Planner(), now_s, peer)
-                there[peer] = now_s
+                there[peer] = time.look(now_s)
             case ("gone", peer):
                 actions = made.handle(PeerGone(), now_s, peer)
                 there.pop(peer, None)
@@ -322,7 +332,8 @@ def test_whatever_planners_do_each_question_is_answered_once_by_who_was_asked(st
                 actions = made.handle(NOTHING, now_s)
             case _:
                 actions = made.handle(Tick(), now_s)
-                there = {peer: heard_s for peer, heard_s in there.items() if now_s - heard_s <= SILENT_S}
+                own_s = time.look(now_s)
+                there = {peer: heard_s for peer, heard_s in there.items() if own_s - heard_s <= SILENT_S}
         for peer, answer in actions:
             assert isinstance(answer, Replan)
             assert peer in there

@@ -23,6 +23,7 @@ import aiohttp
 import msgspec
 
 from router.events import WorkerUp
+from router.silence import OwnTime
 
 log = logging.getLogger("gateway")
 
@@ -81,7 +82,7 @@ class Watch:
         self._refusals: dict[str, int] = {}
         self._hangs: dict[str, int] = {}
         self._leaving: set[str] = set()
-        self._decided_s: float | None = None
+        self._time = OwnTime(INTERVAL_S + timeout_s / 2)
         self.silent: frozenset[str] = frozenset()
 
     def is_well(self, worker: str) -> bool:
@@ -94,7 +95,7 @@ class Watch:
 
     def heard(self, worker: str, now_s: float) -> None:
         """Bytes came from it."""
-        self._heard_s[worker] = now_s
+        self._heard_s[worker] = self._time.look(now_s)
 
     def hangs(self, worker: str) -> bool:
         """Whether it answers although its scheduler hangs."""
@@ -102,7 +103,7 @@ class Watch:
 
     def answered(self, worker: str, ready: bool, now_s: float, liveness: Liveness | None = None) -> None:
         """It has answered a health check."""
-        self._heard_s[worker] = now_s
+        self._heard_s[worker] = self._time.look(now_s)
         self._refusals.pop(worker, None)
         (self._leaving.discard if ready else self._leaving.add)(worker)
         if liveness is None or not any(one.hangs(self._timeout_s) for one in liveness.schedulers):
@@ -114,7 +115,7 @@ class Watch:
 
     def refused(self, worker: str, now_s: float) -> None:
         """It refused a connection, or broke it."""
-        self._heard_s[worker] = now_s  # refusing is not silence
+        self._heard_s[worker] = self._time.look(now_s)  # refusing is not silence
         self._refusals[worker] = self._refusals.get(worker, 0) + 1
         self._hangs.pop(worker, None)
         self.silent -= {worker}
@@ -122,14 +123,12 @@ class Watch:
     def decide(self, workers: Iterable[str], now_s: float) -> frozenset[str]:
         """The workers that have fallen silent, or begun to hang, since the last decision. Call it every `INTERVAL_S`.
 
-        A caller that is late by more than half the timeout was itself not running; then silence means nothing.
+        A caller that is late by more than half the timeout was itself not running, and that time is nobody's silence.
         """
+        now_s = self._time.look(now_s)
         names = set(workers)
-        asleep = self._decided_s is not None and now_s - self._decided_s > INTERVAL_S + self._timeout_s / 2
-        self._decided_s = now_s
         for name in names:
-            if asleep or name not in self._heard_s:
-                self._heard_s[name] = now_s
+            self._heard_s.setdefault(name, now_s)
         for known in (self._heard_s, self._refusals, self._hangs):
             for name in known.keys() - names:
                 del known[name]

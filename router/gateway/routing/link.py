@@ -51,6 +51,7 @@ from router.events import (
     encode,
 )
 from router.gateway.routing.side import Side
+from router.silence import OwnTime
 from router.sockets import has_come
 from router.wire import HEARTBEAT, HEARTBEAT_ANSWER
 from sglang_fair.common.curve import Keys, Refusals
@@ -58,6 +59,8 @@ from sglang_fair.common.curve import Keys, Refusals
 log = logging.getLogger("gateway")
 
 HEARTBEAT_S = 1.0
+SILENT_S = 3.0
+"""A router that has not answered for so long, while this process ran, is gone."""
 SEARCH_S = 0.02
 """Between two heartbeats while no router answers."""
 COMPARE_S = 5.0
@@ -154,7 +157,9 @@ class Link:
         self._told: list[bytes] = []
         """What is about to leave."""
         self._telling: asyncio.TimerHandle | None = None
+        self._time = OwnTime(2 * HEARTBEAT_S)
         self._echo_s = float("-inf")
+        """By `_time`."""
         self._compared_s = float("-inf")
         self._beating: asyncio.Task[None] | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
@@ -215,8 +220,8 @@ class Link:
 
     @property
     def alive(self) -> bool:
-        """Whether the router has answered one of the last three heartbeats."""
-        return time.monotonic() - self._echo_s < 3 * HEARTBEAT_S
+        """Whether the router has answered a heartbeat lately."""
+        return self._time.look(time.monotonic()) - self._echo_s < SILENT_S
 
     async def place(self, arrive: Arrive) -> Place | Refuse:
         """The router's answer, which it may hold back while it lives. Raises `RouterGone`; then, or when cancelled, the
@@ -369,8 +374,9 @@ class Link:
     def _take(self, frames: list[bytes]) -> None:
         if frames == [HEARTBEAT_ANSWER]:
             is_new = not self.alive
-            self._echo_s = time.monotonic()
-            if self.side.answers(self._echo_s):
+            now_s = time.monotonic()
+            self._echo_s = self._time.look(now_s)
+            if self.side.answers(now_s):
                 self.changed()
             if is_new:
                 self.compare()

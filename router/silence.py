@@ -1,0 +1,26 @@
+"""How long others have been silent, counted in the time in which this process itself ran.
+
+A process that stood still, for want of a processor or because its machine was paused, has heard nobody meanwhile, and
+whom it listens to may have stood still with it. So their silence says nothing of that time.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class OwnTime:
+    """A clock that stands still while its process does. While that runs, two looks are at most `most_s` apart; a longer
+    time between them does not count."""
+
+    most_s: float
+    _now_s: float = 0.0
+    _looked_s: float | None = None
+
+    def look(self, now_s: float) -> float:
+        """What it shows at `now_s` of a monotonic clock, in seconds."""
+        gap_s = 0.0 if self._looked_s is None else now_s - self._looked_s
+        if gap_s > 0 or self._looked_s is None:
+            self._looked_s = now_s
+        if 0 < gap_s <= self.most_s:
+            self._now_s += gap_s
+        return self._now_s
