@@ -123,7 +123,7 @@ def test_a_short_run_ends_with_one_line_of_json(tmp_path: Path):
 def eviction(*arguments: str) -> dict[str, Any]:
     ended = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", BENCHES["eviction"].module, "--nodes", "1000", *arguments],
-        capture_output=True, text=True, timeout=300, check=False,
+        capture_output=True, text=True, timeout=500, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr[-3000:]
     told: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
@@ -139,6 +139,7 @@ def test_the_rule_of_eviction_is_timed_alone(rule: str) -> None:
 
 
 @pytest.mark.engine
+@pytest.mark.timeout(600)
 def test_eviction_is_timed_on_each_tree(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     told = eviction("--json", str(file))

@@ -16,7 +16,7 @@ import pytest
 
 from sglang_fair.cluster.child import Child
 from sglang_fair.cluster.plan import LineReady, Process
-from tests.support.live import Cluster, lives
+from tests.support.live import START_S, Cluster, lives
 from tests.support.waiting import wait_until
 
 FAKE_FORK_SERVER = """
@@ -27,13 +27,13 @@ from sglang_fair.engines import fork_server
 def main(argv):
     print("I am", *argv, os.environ["SAID"], flush=True)
     if argv[0] == "sleeps":
-        child = subprocess.Popen(["sleep", "60"])
+        child = subprocess.Popen(["sleep", "600"])
         print("child", child.pid, flush=True)
         child.wait()
     if argv[0] == "asks":
         processes.die_with_supervisor()
         print("asked", flush=True)
-        time.sleep(60)
+        time.sleep(600)
     return int(argv[1])
 
 def slowly(make_session=os.setsid):
@@ -140,7 +140,7 @@ class TestForkServer:
             pid = json.loads(connection.recv(4096))["pid"]
             assert lives(pid)
             connection.close()
-            wait_until(lambda: not lives(pid), "the orphan's end", 10.0)
+            wait_until(lambda: not lives(pid), "the orphan's end")
 
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
     def test_a_fork_server_that_ends_takes_its_replicas_along(self, number: signal.Signals) -> None:
@@ -171,7 +171,7 @@ class TestForkServer:
             with os.fdopen(ours) as output:
                 assert [output.readline(), output.readline()] == ["I am asks 0 x\n", "asked\n"]
             server.kill()
-            wait_until(lambda: not lives(pid), "its end", 10.0)
+            wait_until(lambda: not lives(pid), "its end")
 
     def test_a_fork_server_that_is_still_importing_is_waited_for(self) -> None:
         name = f"sglang-fair-test/{os.getpid()}/e"
@@ -187,6 +187,7 @@ class TestForkServer:
 
 
 @pytest.mark.e2e
+@pytest.mark.timeout(600)
 def test_a_cluster_forks_its_replicas_and_one_that_is_killed_returns() -> None:
     arguments = ("--engine", "emulated", "--gpu", "a10g", "--model", "llama-3.2-3b")
     with Cluster(*arguments, forked=False) as cluster:
@@ -201,8 +202,8 @@ def test_a_cluster_forks_its_replicas_and_one_that_is_killed_returns() -> None:
         first = httpx.post(ask, json=body, timeout=60).json()["choices"][0]["message"]["content"]
         assert [books["policy"] for books in cluster.books()] == ["dlpm", "dlpm"]
         os.kill(facts["pids"]["r0"], signal.SIGKILL)
-        wait_until(lambda: "r0 ended: killed by SIGKILL" in cluster.log.read_text(), "the death of r0", 30.0)
-        wait_until(lambda: cluster.log.read_text().count("r0 is ready") == 2, "r0's return", 120.0)
+        wait_until(lambda: "r0 ended: killed by SIGKILL" in cluster.log.read_text(), "the death of r0")
+        wait_until(lambda: cluster.log.read_text().count("r0 is ready") == 2, "r0's return", START_S)
         for _ in range(4):
             told = httpx.post(ask, json=body, timeout=60).json()
             assert told["choices"][0]["message"]["content"] == first

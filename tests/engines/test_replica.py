@@ -12,13 +12,14 @@ import pytest
 
 from sglang_fair.common.processes import PARENT
 from tests.support.fork_server import PREFIX
-from tests.support.live import START_S, check_conservation, check_nothing_is_shared_after, lives
+from tests.support.live import SPAWNED_S, check_conservation, check_nothing_is_shared_after, lives
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 
 
 @pytest.mark.engine
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_it_serves_on_when_the_shell_has_ended(tmp_path: Path) -> None:
     port, log = free_port(), tmp_path / "log"
     url = f"http://127.0.0.1:{port}"
@@ -40,7 +41,7 @@ def test_it_serves_on_when_the_shell_has_ended(tmp_path: Path) -> None:
         assert shell.stdout is not None
         pid = int(shell.stdout.readline())
         try:
-            wait_until(ready, command, START_S)
+            wait_until(ready, command, SPAWNED_S)
             shell.communicate(b"end\n")
             assert shell.returncode is not None
             body = {"text": "Hello", "sampling_params": {"max_new_tokens": 4}}

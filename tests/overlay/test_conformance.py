@@ -175,6 +175,7 @@ def differences(watched: Watched, replicas: dict[str, Replica]) -> dict[str, Any
     return found
 
 
+@pytest.mark.timeout(600)
 def test_the_tree_is_what_the_replicas_cache() -> None:
     made = {
         name: Replica(
@@ -201,9 +202,7 @@ def test_the_tree_is_what_the_replicas_cache() -> None:
         wait_until(quiet, "an idle site")
         late, _ = stack.enter_context(routing(1, replicas))
         for watched, followed in ((router, replicas), (of_blocks, blocks), (late, replicas)):
-            wait_until(
-                lambda w=watched, f=followed: not differences(w, f), "the tree to be what is cached", 20
-            )
+            wait_until(lambda w=watched, f=followed: not differences(w, f), "the tree to be what is cached")
         for name in PAGES:
             state = router.state()["workers"][name]
             assert state["dispatched"] > REQUESTS / 4

@@ -26,4 +26,4 @@ def test_half_a_request_holds_nobody_back() -> None:
         assert replica.process is not None
         process = replica.process
         os.kill(process.pid, signal.SIGTERM)
-        wait_until(lambda: process.poll() is not None, "it has ended", 60)
+        wait_until(lambda: process.poll() is not None, "it has ended")

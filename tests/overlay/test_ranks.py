@@ -15,7 +15,7 @@ from tests.overlay.test_charges import idle, prompt
 from tests.support.live import REPORTS, Replica
 from tests.support.waiting import wait_until
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]  # both ranks import SGLang
 
 PARALLEL = {
     "tensor": ("--tp-size", "2"),

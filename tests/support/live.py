@@ -26,6 +26,8 @@ from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 
 START_S = 240.0
+SPAWNED_S = 600.0
+"""How long a replica may take that is not forked: its processes import SGLang, each for 30 s of CPU time and more."""
 STEP_S = 120.0
 
 EMULATED = ("--engine", "emulated", "--gpu", "a100-80g", "--model", "llama-3.1-8b")
@@ -140,7 +142,8 @@ class Replica:
                     command, stdout=log, stderr=log, start_new_session=True, env=environment
                 )
         try:
-            wait_until(self._ready, f"a replica {' '.join(self._arguments)}", START_S)
+            limit_s = START_S if self._forked else SPAWNED_S
+            wait_until(self._ready, f"a replica {' '.join(self._arguments)}", limit_s)
         except BaseException as error:
             self.__exit__(type(error))
             print(self.log.read_text()[-4000:])

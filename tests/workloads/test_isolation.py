@@ -231,6 +231,7 @@ def test_a_running_victim_keeps_its_share_beside_the_trickle(policy):
 
 @pytest.mark.engine
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_short_run_on_an_emulated_gpu_keeps_the_contract(capsys):
     arguments = [
         "--quick", "--attacks", TRICKLE, "--policies", "dlpm", "--replicas", "1",
