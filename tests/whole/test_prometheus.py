@@ -1,6 +1,7 @@
 """Debian's Prometheus scrapes a cluster with emulated GPUs that one tenant floods.
 
-Every query of every panel and alert has samples, the flood's alert fires and ends, and no critical one fires at all.
+Every query of every panel and alert has samples, the flood's alert fires and ends, no alert tells of a defect, and no
+critical one is left in the end.
 """
 
 import asyncio
@@ -44,6 +45,11 @@ MINUTE_S = 2.0
 """So long a minute of the rules takes here."""
 WINDOW = f"{WINDOW_MINUTES * MINUTE_S:.0f}s"
 LIMIT_S = 120.0
+DEFECTS = tuple(
+    f"SglangFair{name}" for name in ("BoundExceeded", "BooksDoNotBalance", "RequestsFail", "NoReplica")
+)
+"""Alerts that are wrong on however busy a machine. The other critical ones are of processes that do not answer within
+the two seconds that a minute has here."""
 FLOOD, LIGHT = 60, 2
 """Requests at a time."""
 
@@ -157,30 +163,39 @@ def test_what_prometheus_sees_of_a_flood(cluster: Cluster, tmp_path: Path) -> No
     queries = {query.replace("$__rate_interval", WINDOW).replace("$client", ".*")
                for panel in PANELS for query, _ in panel.queries}  # fmt: skip
     queries |= {alert.asked(WINDOW) for alert in ALERTS}
+    assert {alert.name for alert in ALERTS if alert.severity == "critical"} > set(DEFECTS)
     queries -= {query for query in queries if "sglang_fair_batch_items" in query}  # nobody has batches here
 
     async def main(prometheus: Prometheus) -> None:
         def unanswered() -> list[str]:
             return [query for query in queries if not prometheus.samples(query)]
 
+        def waits_less() -> bool:
+            found = prometheus.samples(
+                f"sum(rate(sglang_fair_queue_wait_seconds_sum{{client='light'}}[{WINDOW}])) / "
+                f"sum(rate(sglang_fair_queue_wait_seconds_sum{{client='flood'}}[{WINDOW}]))"
+            )
+            return len(found) == 1 and float(found[0]["value"][1]) < 1
+
         answered: Counter[str] = Counter()
         async with traffic(cluster.url, "light", LIGHT, answered):
             async with traffic(cluster.url, "flood", FLOOD, answered):
                 refused = await asyncio.to_thread(
-                    httpx.get, f"{cluster.url}/v1/models/none", headers={"authorization": "Bearer light"}
+                    httpx.get,
+                    f"{cluster.url}/v1/models/none",
+                    headers={"authorization": "Bearer light"},
+                    timeout=LIMIT_S,
                 )
                 assert refused.status_code == 404
                 try:
                     await eventually(lambda: not unanswered(), "samples for every query")
                 except AssertionError:
                     raise AssertionError(f"no samples: {unanswered()}") from None
-                await eventually(lambda: bool(prometheus.firing("SglangFairFlood")), "the flood's alert")
-                assert [one["client"] for one in prometheus.firing("SglangFairFlood")] == ["flood"]
-                [waits] = prometheus.samples(
-                    f"sum(rate(sglang_fair_queue_wait_seconds_sum{{client='light'}}[{WINDOW}])) / "
-                    f"sum(rate(sglang_fair_queue_wait_seconds_sum{{client='flood'}}[{WINDOW}]))"
+                await eventually(
+                    lambda: [one["client"] for one in prometheus.firing("SglangFairFlood")] == ["flood"],
+                    "the flood's alert, and no other",
                 )
-                assert float(waits["value"][1]) < 1, "the light tenant waits less in all"
+                await eventually(waits_less, "the light tenant waits less in all")
             await eventually(lambda: not prometheus.firing("SglangFairFlood"), "the end of the alert")
         for tenant, count in answered.items():
             query = f"sum(sglang_fair_requests_total{{client='{tenant}', outcome='ok'}})"
@@ -193,8 +208,14 @@ def test_what_prometheus_sees_of_a_flood(cluster: Cluster, tmp_path: Path) -> No
             if metric.kind != "gauge":
                 fallen = prometheus.samples(f"resets({metric.series}[{LIMIT_S * 4:.0f}s]) > 0")
                 assert fallen == [], f"{metric.name} falls"
-        critical = prometheus.samples(f'count_over_time(ALERTS{{severity="critical"}}[{LIMIT_S * 4:.0f}s])')
-        assert critical == []
+        defects = prometheus.samples(
+            f'count_over_time(ALERTS{{alertname=~"{"|".join(DEFECTS)}"}}[{LIMIT_S * 4:.0f}s])'
+        )
+        assert defects == []
+        await eventually(
+            lambda: not prometheus.samples('ALERTS{severity="critical", alertstate="firing"}'),
+            "no critical alert any more",
+        )
 
     with Prometheus(cluster, tmp_path) as prometheus:
         asyncio.run(main(prometheus))
