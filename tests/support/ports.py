@@ -14,11 +14,11 @@ _given: set[int] = set()
 
 
 def free_port(count: int = 1) -> int:
-    """The first of `count` adjacent ports that nobody listens on."""
+    """The first of `count` adjacent ports that nobody listens on. AssertionError if none is left."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % WORKERS
     first = FIRST + worker * EACH
-    while True:
-        port = random.SystemRandom().randrange(first, first + EACH - count + 1)
+    ports = range(first, first + EACH - count + 1)
+    for port in random.SystemRandom().sample(ports, len(ports)):
         wanted = range(port, port + count)
         if _given.intersection(wanted):
             continue
@@ -29,3 +29,6 @@ def free_port(count: int = 1) -> int:
                 probe.bind(("127.0.0.1", each))
             _given.update(wanted)
             return port
+    raise AssertionError(
+        f"all ports from {first} to {first + EACH - 1} were given or are in use: {count} more wanted"
+    )

@@ -13,6 +13,8 @@ class Shares:
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         self._weights = weights
+        self.stretches = 0
+        """Until now, the one under way included."""
         self._begin: dict[str, tuple[float, int | None]] = {}
         self._before = self._stretch = dict.fromkeys(weights, 0.0)
 
@@ -31,6 +33,7 @@ class Shares:
             self._stretch = dict.fromkeys(self._weights, 0.0)
             waits = len(now) == len(self._weights) and all(backlog is not None for _, backlog in now.values())
             self._begin = now if waits else {}
+            self.stretches += waits
         if self._begin:
             self._stretch = {name: now[name][0] - begin for name, (begin, _) in self._begin.items()}
             by_weight = [service / self._weights[name] for name, service in self._stretch.items()]

@@ -1,7 +1,6 @@
 """Two gateways with a router each over two replicas: all obey the newest tenants' file, and nobody keeps a copy."""
 
 import asyncio
-import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 import aiohttp
 import pytest
 
-from sglang_fair.cluster.ports import Reservations
 from sglang_fair.common.caller import GROUP_MARK
 from sglang_fair.tenants import edit, keys
 from sglang_fair.tenants.model import Tenant
@@ -57,14 +55,11 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         made = Tenant(keys=[keys.written(keys.digest(KEYS[name]))], weight=1.5, cache_group=group)
         edit.add(path, name, made)
     arguments = ("--quantum", "100", "--max-running", "4")
-    reservations = Reservations("127.0.0.1")
-    ports = (port for port in range(20_000, 30_000) if reservations.take(port))
     with (
-        contextlib.closing(reservations),
         Replica(*arguments, kv_events=True) as r0,
         Replica(*arguments, kv_events=True) as r1,
-        front([r0, r1], ports, folder, path) as first,
-        front([r0, r1], ports, folder, path) as second,
+        front([r0, r1], folder, path) as first,
+        front([r0, r1], folder, path) as second,
     ):
         yield Site([first, second], [r0, r1], path)
 

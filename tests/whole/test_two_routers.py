@@ -6,6 +6,7 @@ all traffic meets, so it does not matter who placed a request.
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -18,9 +19,9 @@ import aiohttp
 import httpx
 import pytest
 
-from sglang_fair.cluster.ports import Reservations
 from sglang_fair.models.catalog import resolve
 from tests.support.live import Replica
+from tests.support.ports import free_port
 from tests.support.shares import Shares
 from tests.support.waiting import wait_until
 
@@ -34,12 +35,10 @@ TIMES_THE_BOUND = 14
 
 
 @contextlib.contextmanager
-def front(
-    replicas: list[Replica], ports: Iterator[int], logs: Path, tenants: Path | None = None
-) -> Iterator[str]:
+def front(replicas: list[Replica], logs: Path, tenants: Path | None = None) -> Iterator[str]:
     """A router and a gateway of its own over `replicas`; the gateway's address. With a tenants' file the router knows
     no weights of its own."""
-    router, gateway = f"tcp://127.0.0.1:{next(ports)}", next(ports)
+    router, gateway = f"tcp://127.0.0.1:{free_port()}", free_port()
     workers = [
         word
         for place, replica in enumerate(replicas)
@@ -102,13 +101,14 @@ async def flood(client: str, urls: list[str], stop: asyncio.Event) -> None:
 
 
 async def shares(replica: Replica) -> tuple[float, float]:
-    """Service of both clients while both waited at `replica`; inside the bound that it reports."""
+    """Service of both clients while both waited at `replica`; inside the bound that it reports. It is so much that
+    what the bound allows in each stretch is small in their sum."""
     seen = Shares({"heavy": 4.0, "light": 1.0})
     while True:
         book = await asyncio.to_thread(replica.fair)
         assert book["conservation"]["ok"]
         got = seen.see(book)
-        if got["light"] > TIMES_THE_BOUND * book["bound"]:
+        if got["light"] > TIMES_THE_BOUND * book["bound"] * math.sqrt(max(1, seen.stretches)):
             return got["heavy"], got["light"]
         await asyncio.sleep(0.2)
 
@@ -131,14 +131,11 @@ def test_shares_hold_whichever_router_the_traffic_enters_by(tmp_path: Path) -> N
             await asyncio.gather(*floods)
 
     arguments = ("--client-weights", WEIGHTS, "--quantum", "100", "--max-running", "4")
-    reservations = Reservations("127.0.0.1")
-    ports = (port for port in range(20_000, 30_000) if reservations.take(port))
     with (
-        contextlib.closing(reservations),
         Replica(*arguments, kv_events=True) as r0,
         Replica(*arguments, kv_events=True) as r1,
-        front([r0, r1], ports, tmp_path) as first,
-        front([r0, r1], ports, tmp_path) as second,
+        front([r0, r1], tmp_path) as first,
+        front([r0, r1], tmp_path) as second,
     ):
         got = asyncio.run(run(first, second, [r0, r1]))
     heavy, light = (sum(units) for units in zip(*got, strict=True))
