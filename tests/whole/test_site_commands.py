@@ -19,6 +19,7 @@ import pytest
 
 from sglang_fair.cli import PROGRAMS
 from sglang_fair.common import curve
+from sglang_fair.core.dlpm import Dlpm
 from sglang_fair.settings.table import SECTIONS
 from tests.support.certificates import Certificates
 from tests.support.live import lives, living
@@ -30,11 +31,20 @@ ROOT = Path(__file__).parents[2]
 HOUR = (ROOT / "docs/first-hour.md").read_text(encoding="utf-8")
 LIMIT_S = 400.0
 """For one block, on however busy a machine."""
-AT_THE_ENDS = 2 * 16 * (400 + 2 * 64)
-"""Units: each of two replicas runs 8 requests when a span of `bench serve` begins, and 8 when it ends."""
+RUNNING, INPUT_UNITS, OUTPUT_UNITS = 8, 400, 2 * 64
+"""At a time in each of two replicas; of one request of `bench serve`."""
+AT_THE_ENDS = 2 * 2 * RUNNING * (INPUT_UNITS + OUTPUT_UNITS)
+"""Units: of what runs when a span of `bench serve` begins and when it ends."""
 
 
 # ---- the first hour
+
+
+def dlpm_bound(quantum: float) -> float:
+    """Of each replica while both tenants wait, units. What it reports afterwards is of nobody."""
+    promised = Dlpm(quantum=quantum).bound(INPUT_UNITS, RUNNING * OUTPUT_UNITS)
+    assert promised is not None
+    return promised
 
 
 def shell_blocks() -> list[str]:
@@ -160,7 +170,7 @@ class TestTheFirstHour:
         """As exactly as the policy promises it, however much a busy machine has done in that time."""
         clients, report = hour.clients("weighted.json"), hour.report("weighted.json")
         assert clients["bob"]["fair_share"] == 0.75
-        margin = sum(book["bound"] for book in hour.books) + AT_THE_ENDS
+        margin = sum(dlpm_bound(book["config"]["quantum"]) for book in hour.books) + AT_THE_ENDS
         assert report["accumulated_difference"] <= margin
         start_s, end_s = report["span_s"]
         if (end_s - start_s) * report["service_rate"] > 15 * margin:
