@@ -235,7 +235,7 @@ def test_a_running_victim_keeps_its_share_beside_the_trickle(policy):
 def test_a_short_run_on_an_emulated_gpu_keeps_the_contract(capsys):
     arguments = [
         "--quick", "--attacks", TRICKLE, "--policies", "dlpm", "--replicas", "1",
-        "--seconds", "2", "--time-scale", "2", "--sglang-router", "/nonexistent",
+        "--seconds", "4", "--time-scale", "1.5", "--sglang-router", "/nonexistent",
     ]  # fmt: skip
     assert main(arguments) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
