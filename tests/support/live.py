@@ -79,7 +79,7 @@ def shared_files(processes: Sequence[psutil.Process]) -> set[str]:
 
 def check_nothing_is_shared_after(replica: int, url: str) -> None:
     """kill -9 of a replica's processes: its schedulers have reported their load, and no file of it is left."""
-    loads = httpx.get(f"{url}/v1/loads", timeout=30).json()["loads"]
+    loads = httpx.get(f"{url}/v1/loads", timeout=120).json()["loads"]
     assert [load["dp_rank"] for load in loads] == [0], "the schedulers' reports arrive"
     family = [psutil.Process(replica)]
     family += family[0].children(recursive=True)
@@ -177,14 +177,14 @@ class Replica:
 
     def fair(self) -> dict[str, Any]:
         """GET /fair."""
-        state: dict[str, Any] = httpx.get(f"{self.url}/fair", timeout=30).json()
+        state: dict[str, Any] = httpx.get(f"{self.url}/fair", timeout=120).json()
         return state
 
     def metrics(self, headers: Mapping[str, str] | None = None) -> str:
         """GET /metrics. A scheduler that is too busy to answer leaves its numbers out, and is asked again."""
 
         def page() -> str | None:
-            answer = httpx.get(f"{self.url}/metrics", headers=headers, timeout=30)
+            answer = httpx.get(f"{self.url}/metrics", headers=headers, timeout=120)
             assert answer.status_code == 200
             return answer.text if "\nsglang_fair_scheduler_answers 1.0\n" in answer.text else None
 
@@ -194,11 +194,11 @@ class Replica:
     def flush(self) -> None:
         """Empty the prefix cache; waits until the engine is idle enough to do so."""
         wait_until(
-            lambda: httpx.post(f"{self.url}/flush_cache", timeout=30).status_code == 200, "an idle engine"
+            lambda: httpx.post(f"{self.url}/flush_cache", timeout=120).status_code == 200, "an idle engine"
         )
 
     def abort(self, request_id: str) -> None:
-        httpx.post(f"{self.url}/abort_request", json={"rid": request_id}, timeout=30)
+        httpx.post(f"{self.url}/abort_request", json={"rid": request_id}, timeout=120)
 
     def generate(self, client: str, tokens: list[int], output_tokens: int = 1, **body: Any) -> Answer:
         return asyncio.run(self.ask(client, tokens, output_tokens, **body))
