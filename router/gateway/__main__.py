@@ -18,7 +18,7 @@ from router.descriptors import raise_limit
 from router.gateway import logs, otlp
 from router.gateway.access import proxies
 from router.gateway.access.quota import MEMORY, check_store
-from router.gateway.address import check_free
+from router.gateway.address import Shown, check_free
 from router.gateway.app import CONFIG_VARIABLE, Config, create_app
 from router.gateway.guard import KEY_VARIABLE
 from router.gateway.limits import fit
@@ -27,7 +27,6 @@ from router.gateway.metrics import FOLDER_VARIABLE
 from router.gateway.request.tokens import TokenizerError, read_tokens
 from router.gateway.routing.routers import Routers
 from router.gateway.shared_port import SharedPort
-from sglang_fair.common import tls
 from sglang_fair.common.deadlines import make_classes
 from sglang_fair.common.files import read_json
 from sglang_fair.common.interaction import make_apps
@@ -64,6 +63,7 @@ def configure(settings: table.Gateway) -> Config:
         **shared(settings, table.Access),
         metrics_clients=settings.metrics_clients,
         processes=settings.workers,
+        log_level=settings.log_level,
         log_format=settings.log_format,
         **shared(settings, table.Tracing),
         apps=settings.apps,
@@ -118,7 +118,7 @@ def warn(settings: table.Gateway) -> None:
     """Says loudly what an operator would not want to find out later."""
     log = logging.getLogger("gateway")
     if settings.tls_cert is not None:
-        shown(settings).warn()
+        Shown(settings.tls_cert, settings.tls_key)().warn()
     if settings.tenants is None and not is_loopback(settings.host):
         log.warning(
             "ANYBODY WHO REACHES %s MAY ASK, AND AS WHOM THEY LIKE: k made-up names get k shares. "
@@ -162,13 +162,6 @@ def shared_port(host: str, port: int) -> SharedPort:
         raise Mistake(f"--port: {host}:{port}: {error.strerror}") from None
 
 
-def shown(settings: table.Gateway, *_: object) -> tls.Server:
-    """What clients are shown by https."""
-    made = tls.server(settings.tls_cert, settings.tls_key)
-    assert made is not None
-    return made
-
-
 def serve(settings: table.Gateway) -> int:
     """Serves until SIGTERM or SIGINT; the exit code."""
     logs.configure(settings.log_level, settings.log_format)
@@ -195,7 +188,9 @@ def serve(settings: table.Gateway) -> int:
         "log_level": "warning",
         "timeout_keep_alive": 30,
         "timeout_graceful_shutdown": settings.drain_s,
-        "ssl_context_factory": None if settings.tls_cert is None else partial(shown, settings),
+        "ssl_context_factory": None
+        if settings.tls_cert is None
+        else Shown(settings.tls_cert, settings.tls_key),
     }
     # uvicorn drains, then raises the signal again for whoever handled it before: that is the end.
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -3,11 +3,14 @@
 import asyncio
 import contextlib
 import socket
-import ssl
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
 
 import uvicorn
 from starlette.types import ASGIApp
+
+from sglang_fair.common import tls
 
 MOST_REQUESTS = 64
 """At a time; more get 503. Whoever asks here has the admin key, or gets a short answer."""
@@ -21,6 +24,23 @@ class _Server(uvicorn.Server):
         yield
 
 
+@dataclass(frozen=True)
+class Shown:
+    """The certificate of all addresses of a gateway. Called by uvicorn in each of its processes, which has one context
+    of it."""
+
+    certificate: str
+    key: str | None
+
+    def __call__(self, *_: object) -> tls.Server:
+        return _context(self)
+
+
+@cache
+def _context(shown: Shown) -> tls.Server:
+    return tls.Server(shown.certificate, shown.key)
+
+
 class Address:
     """`start` it, `close` it. Belongs to one event loop."""
 
@@ -31,9 +51,9 @@ class Address:
         port: int,
         *,
         shared: bool,
-        tls: ssl.SSLContext | None = None,
+        shown: Shown | None = None,
     ) -> None:
-        """`shared`: other processes of the same gateway listen there too, and each answers for itself. With `tls`, by
+        """`shared`: other processes of the same gateway listen there too, and each answers for itself. With `shown`, by
         https."""
         self._host = host
         self._port = port
@@ -47,7 +67,7 @@ class Address:
                 proxy_headers=False,
                 limit_concurrency=MOST_REQUESTS,
                 timeout_keep_alive=30,
-                ssl_context_factory=None if tls is None else lambda *_: tls,
+                ssl_context_factory=shown,
             )
         )
         self._serving: asyncio.Task[None] | None = None

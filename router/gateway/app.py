@@ -20,7 +20,7 @@ from router.collector import collect_seldom
 from router.gateway import admin, logs, notice, pages, tenants
 from router.gateway.access import proxies
 from router.gateway.access.quota import MEMORY
-from router.gateway.address import Address
+from router.gateway.address import Address, Shown
 from router.gateway.batches import routes as batches
 from router.gateway.batches.files import Bounds, Files
 from router.gateway.errors import ApiError
@@ -64,6 +64,7 @@ class Config:
     limit_store: str = MEMORY
     metrics_clients: int = METRICS_CLIENTS
     processes: int = 1
+    log_level: str = "info"
     log_format: str = "text"
     otlp_traces_endpoint: str | None = None
     apps: str | None = None
@@ -179,7 +180,7 @@ def create_app(config: Config) -> App:
     """The application. Reads tokenizers and tenants, and opens the folder of batches, at once; raises `TokenizerError`
     and SettingError if it cannot."""
     files = open_files(config)
-    shown = tls.server(config.tls_cert, config.tls_key)
+    shown = None if config.tls_cert is None else Shown(config.tls_cert, config.tls_key)
     gateway = Gateway(
         read_tokens(config.folders),
         config.router,
@@ -198,7 +199,7 @@ def create_app(config: Config) -> App:
         feeder_key.key() if files is not None else "",
         Keys.read_if(config.keys, "gateway"),
         tls.authorities(config.replica_ca),
-        (lambda: 0.0) if shown is None else lambda: shown.end_s,
+        (lambda: 0.0) if shown is None else lambda: shown().end_s,
     )
     guard = Guard(has_tenants=config.tenants is not None)
     workers = admin.routes(gateway.link, gateway.replicas, gateway.names, guard)
@@ -216,7 +217,7 @@ def create_app(config: Config) -> App:
             config.admin_host,
             config.admin_port,
             shared=config.processes > 1,
-            tls=shown,
+            shown=shown,
         )
     return App(gateway, Pages(gateway, public, relayed), address, files, config.notice_s)
 
@@ -236,8 +237,7 @@ def create_app_from_environment() -> App:
     """The factory for uvicorn's worker processes."""
     die_with_parent()
     config = Config.from_json(os.environ[CONFIG_VARIABLE])
-    if config.log_format == "json":
-        logs.configure("info", config.log_format)
+    logs.configure(config.log_level, config.log_format)
     app = create_app(config)
     collect_seldom()
     return app

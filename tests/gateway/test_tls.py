@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -167,20 +168,23 @@ class TestRenewed:
         assert "has ended" in caplog.text
 
 
-@pytest.fixture
-def served(files: Certificates, tmp_path: Path) -> Iterator[tuple[int, int]]:
+@pytest.fixture(params=[1, 2], ids=["a process", "two processes"])
+def served(request: pytest.FixtureRequest, files: Certificates, tmp_path: Path) -> Iterator[tuple[int, int]]:
     """Ports of a gateway: that of clients, and that of operators."""
     port, admin = free_port(), free_port()
     command = [
         sys.executable, "-m", "router.gateway", "--port", str(port), "--router", "tcp://127.0.0.1:1",
         "--model-name", MODEL, "--tokenizer", str(make_tokenizer(tmp_path)), "--admin-port", str(admin),
-        "--tls-cert", files.certificate, "--tls-key", files.key,
+        "--tls-cert", files.certificate, "--tls-key", files.key, "--workers", str(request.param),
     ]  # fmt: skip
     with subprocess.Popen(command) as process:
         try:
             yield port, admin
         finally:
             process.terminate()
+
+
+get = partial(httpx.get, timeout=60)
 
 
 def test_clients_and_operators_are_served_over_https(
@@ -192,13 +196,13 @@ def test_clients_and_operators_are_served_over_https(
 
     def answers() -> bool:
         try:
-            return httpx.get(f"https://127.0.0.1:{port}/health", verify=context).status_code == 503
+            return get(f"https://127.0.0.1:{port}/health", verify=context).status_code == 503
         except httpx.TransportError:
             return False
 
     wait_until(answers, "the gateway answers, and says that it has no router")
-    assert httpx.get(f"https://127.0.0.1:{admin}/status", verify=context).status_code == 200
-    page = httpx.get(f"https://127.0.0.1:{admin}/metrics", verify=context).text
+    assert get(f"https://127.0.0.1:{admin}/status", verify=context).status_code == 200
+    page = get(f"https://127.0.0.1:{admin}/metrics", verify=context).text
     (ends,) = [
         one
         for one in text_string_to_metric_families(page)
@@ -207,15 +211,15 @@ def test_clients_and_operators_are_served_over_https(
     assert ends.samples[0].value == pytest.approx(time.time() + 2 * 86_400, abs=3600)
     for one in served:
         with pytest.raises(httpx.TransportError):
-            httpx.get(f"http://127.0.0.1:{one}/health")
+            get(f"http://127.0.0.1:{one}/health")
         with pytest.raises(httpx.ConnectError):
-            httpx.get(f"https://127.0.0.1:{one}/health")
+            get(f"https://127.0.0.1:{one}/health")
     new = Certificates.make(tmp_path / "new")
     for old, renewed in zip((files.certificate, files.key), (new.certificate, new.key), strict=True):
         shutil.copy(renewed, old)
     after = tls.authorities(new.authority)
     assert after is not None
     for one, path in ((port, "health"), (admin, "status")):
-        assert httpx.get(f"https://127.0.0.1:{one}/{path}", verify=after).status_code in (200, 503)
+        assert get(f"https://127.0.0.1:{one}/{path}", verify=after).status_code in (200, 503)
         with pytest.raises(httpx.ConnectError):
-            httpx.get(f"https://127.0.0.1:{one}/{path}", verify=context)
+            get(f"https://127.0.0.1:{one}/{path}", verify=context)
