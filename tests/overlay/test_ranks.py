@@ -15,7 +15,7 @@ from tests.overlay.test_charges import idle, prompt
 from tests.support.live import REPORTS, Replica
 from tests.support.waiting import wait_until
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]  # both ranks import SGLang
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]  # where ranks are spawned, each imports SGLang
 
 PARALLEL = {
     "tensor": ("--tp-size", "2"),
@@ -49,11 +49,11 @@ class Ranks:
 
 
 @contextmanager
-def ranks(directory: Path, *arguments: str) -> Iterator[Ranks]:
+def ranks(directory: Path, *arguments: str, forked: bool = False) -> Iterator[Ranks]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(REPORTS, str(directory))
         patch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|0")  # on a CPU SGLang binds each rank to a core
-        with Replica(*arguments, module="tests.support.ranks_replica", forked=False) as replica:
+        with Replica(*arguments, module="tests.support.ranks_replica", forked=forked) as replica:
             yield Ranks(replica, directory)
 
 
@@ -71,7 +71,7 @@ def test_a_limit_per_minute_is_the_same_minute_on_all_ranks(kind: str, tmp_path:
                 await asyncio.sleep(0.02)
             return [(await each).status for each in asked]
 
-    with ranks(tmp_path, *limit, "--", *PARALLEL[kind]) as both:
+    with ranks(tmp_path, *limit, "--", *PARALLEL[kind], forked=True) as both:
         statuses = asyncio.run(load(both.replica))
         first, second = both.reports()
     assert set(statuses) == {200, 429}

@@ -34,6 +34,7 @@ def install() -> None:
     _install()
     from sglang.srt.runtime_context import get_parallel
 
+    from sglang_fair.overlay.clock import Clock
     from sglang_fair.overlay.replica import ReplicaFairness
 
     made, status = ReplicaFairness.__init__, ReplicaFairness.status
@@ -73,6 +74,7 @@ def install() -> None:
         return books
 
     ReplicaFairness.__init__, ReplicaFairness.status = noting, report  # type: ignore[method-assign]
+    Clock.__init__.__kwdefaults__["read"] = odd_monotonic  # where it was imported before this
 
 
 # SGLang's spawned processes import this module again.
