@@ -1,5 +1,6 @@
 """Real servers, started once per session, and stopped by their process ids."""
 
+import gc
 import importlib
 import json
 import os
@@ -75,6 +76,7 @@ def sglang() -> None:
             patch.setenv(name, value)
         cpu.define_torchvision_operators()
         importlib.import_module("sglang_fair.overlay.hooks")
+    gc.freeze()  # or the collector looks through all of SGLang and torch again and again in the tests that follow
 
 
 SMALL_REPLICAS = ("--", "--max-running-requests", "4", "--max-total-tokens", "4096")
