@@ -5,6 +5,7 @@ import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -199,7 +200,7 @@ def create_app(config: Config) -> App:
         feeder_key.key() if files is not None else "",
         Keys.read_if(config.keys, "gateway"),
         tls.authorities(config.replica_ca),
-        (lambda: 0.0) if shown is None else lambda: shown().end_s,
+        (lambda: inf) if shown is None else lambda: shown().end_s,
     )
     guard = Guard(has_tenants=config.tenants is not None)
     workers = admin.routes(gateway.link, gateway.replicas, gateway.names, guard)

@@ -4,6 +4,7 @@ import asyncio
 import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -68,7 +69,7 @@ class Gateway:
         feeder_key: str = "",
         keys: Keys | None = None,
         replica_tls: ssl.SSLContext | None = None,
-        certificate_end_s: Callable[[], float] = lambda: 0.0,
+        certificate_end_s: Callable[[], float] = lambda: inf,
     ) -> None:
         """`tokens` are the tokenizers of the models that it serves, the first one first. `routers` are the
         addresses of its routers, `identity` where a client's name is looked for. `start` opens connections.
@@ -80,7 +81,7 @@ class Gateway:
         With `feeder_key` the feeder of batches asks on behalf of clients. Spans go to `otlp_traces_endpoint`; None:
         none are made. Routers must have the keys that belong to `keys`, and replicas with https:// addresses a
         certificate that `replica_tls` believes; None: the system's authorities do. `certificate_end_s` is when its own
-        certificate ends, in seconds since 1970; 0: it has none.
+        certificate ends, in seconds since 1970; inf: it has none.
         """
         self.processes = processes
         self.is_ending = False

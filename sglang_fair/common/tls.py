@@ -9,6 +9,7 @@ import logging
 import ssl
 import time
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -69,20 +70,19 @@ class Server(Renewed):
     def __init__(self, certificate: str, key: str | None) -> None:
         """Raises ValueError, in one line, for what cannot be used."""
         self._certificate, self._key = certificate, key
-        self._end_s = 0.0
+        self._end_s = inf
         super().__init__(self._read, certificate, key)
 
     @property
     def end_s(self) -> float:
-        """When its certificate ends, in seconds since 1970. Reads the files if they have changed."""
+        """When its certificate ends, in seconds since 1970; inf if it does not say so to a client, as one that is not
+        for servers. Reads the files if they have changed."""
         self._renewed()
         return self._end_s
 
     def warn(self) -> None:
         """Says in the log if the certificate ends within `SOON_S`, or has ended."""
         left_s = self._end_s - time.time()
-        if not self._end_s:
-            return
         if left_s < 0:
             _log.warning("%s: this certificate has ended, so clients refuse it", self._certificate)
         elif left_s < SOON_S:
@@ -149,8 +149,7 @@ def _believing(certificate: str) -> ssl.SSLContext:
 
 
 def _end_s(shows: ssl.SSLContext, certificate: str) -> float:
-    """When `certificate`, which this server shows, ends: what a client in memory is told. 0 if it cannot be told, as
-    of one that is not for servers."""
+    """When `certificate`, which this server shows, ends: what a client in memory is told. inf if it is told nothing."""
     client = _believing(certificate)
     client.verify_flags |= _WHATEVER_THE_TIME
     there, here = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -163,11 +162,11 @@ def _end_s(shows: ssl.SSLContext, certificate: str) -> float:
             except ssl.SSLWantReadError:
                 continue
             except ssl.SSLError:
-                return 0.0
+                return inf
         found = asks.getpeercert() if asks.version() else None
         if found:
             return float(ssl.cert_time_to_seconds(str(found["notAfter"])))
-    return 0.0
+    return inf
 
 
 def _stamp(file: str) -> tuple[int, int] | None:

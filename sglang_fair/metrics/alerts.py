@@ -162,7 +162,7 @@ ALERTS: tuple[Alert, ...] = (
     ),
     Alert(
         "SglangFairCertificateEnds", "warning",
-        "min by (instance) ((sglang_fair_gateway_certificate_end_timestamp_seconds > 0) - time())", "<", 7 * 86_400, 60,
+        "min by (instance) (sglang_fair_gateway_certificate_end_timestamp_seconds) - time()", "<", 7 * 86_400, 60,
         "The certificate of the gateway at {{ $labels.instance }} ends in {{ $value | humanizeDuration }}",
         "Once it has ended, clients refuse to connect.",
         "Write the new certificate and its key over the files of `--tls-cert` and `--tls-key`: they are read again at "

@@ -75,7 +75,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("gateway_tenants_ok", "gateway", "gauge",
            "1: the newest tenants' file is in force, or there is none; 0: it cannot be used."),
     Metric("gateway_certificate_end_timestamp_seconds", "gateway", "gauge",
-           "When the certificate that clients are shown ends, in seconds since 1970; 0: there is none."),
+           "When the certificate that clients are shown ends, in seconds since 1970; +Inf: there is none."),
     # ---- router
     Metric("router_placements_total", "router", "counter",
            "Requests that were given to a replica, because: it has the longest cached prefix (prefix); nobody has any "
