@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Mapping
+from math import isfinite
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -158,6 +159,8 @@ class GatewayMetrics:
         pairs: dict[str, dict[tuple[str, str], float]] = {}
         for family in self._everybody().collect():
             for sample in family.samples:
+                if not isfinite(sample.value):  # a time that never comes
+                    continue
                 of = found.setdefault(sample.name.removeprefix(table.PREFIX), {})
                 key = sample.labels.get("outcome") or next(iter(sample.labels.values()), "")
                 of[key] = of.get(key, 0) + int(sample.value)

@@ -122,7 +122,8 @@ import asyncio, os, sys
 from router.gateway.counters import Counters
 from router.gateway.metrics import GatewayMetrics
 counters = Counters()
-gauges = {"gateway_requests_in_flight": 7, "gateway_router_up": float(sys.argv[1])}
+gauges = {"gateway_requests_in_flight": 7, "gateway_router_up": float(sys.argv[1]),
+          "gateway_certificate_end_timestamp_seconds": float("inf")}
 metrics = GatewayMetrics(5, counters, lambda: gauges, shared=True)
 for at in range(3):
     metrics.ended("a", "ok", is_tenant=False, tokens=10, duration_s=0.5, ttft_s=None)
