@@ -130,8 +130,7 @@ class Shell:
         """As the peers were last told."""
         self._time = OwnTime(2 * TURN_MS / 1e3)
         self._heard_s: dict[bytes, float] = {}
-        """Peers, and when something came from them last, by `_time`."""
-        """When each peer that sends heartbeats was last heard."""
+        """When each peer that sends heartbeats was last heard, by `_time`."""
         self._counts: Counter[str] = Counter()
         self._claims = Claims() if router.plans else None
         self._ticked_s = clock()
@@ -277,10 +276,9 @@ class Shell:
                 self._note("peer frames", f"a message of {len(frames) - 1} frames, one is expected")
                 continue
             peer, message = frames
-            if peer in self._heard_s:
+            if message == HEARTBEAT or peer in self._heard_s:
                 self._heard_s[peer] = self._time.look(self._clock())
             if message == HEARTBEAT:
-                self._heard_s[peer] = self._time.look(self._clock())
                 self._send(peer, HEARTBEAT_ANSWER)
                 continue
             try:

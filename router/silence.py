@@ -18,9 +18,11 @@ class OwnTime:
 
     def look(self, now_s: float) -> float:
         """What it shows at `now_s` of a monotonic clock, in seconds."""
-        gap_s = 0.0 if self._looked_s is None else now_s - self._looked_s
-        if gap_s > 0 or self._looked_s is None:
+        if self._looked_s is None:
             self._looked_s = now_s
-        if 0 < gap_s <= self.most_s:
-            self._now_s += gap_s
+        gap_s = now_s - self._looked_s
+        if gap_s > 0:
+            self._looked_s = now_s
+            if gap_s <= self.most_s:
+                self._now_s += gap_s
         return self._now_s

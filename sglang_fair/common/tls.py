@@ -34,7 +34,7 @@ class Renewed(ssl.SSLContext):
         """`make` reads `files` and raises ValueError, in one line, if they cannot be used; so does this."""
         self._make = make
         self._files = [file for file in files if file is not None]
-        self._seen = self._tried = self._stamps()
+        self._tried = self._stamps()
         self._newest = make()
 
     def wrap_bio(self, *args: Any, **kwargs: Any) -> ssl.SSLObject:
@@ -45,14 +45,13 @@ class Renewed(ssl.SSLContext):
 
     def _renewed(self) -> ssl.SSLContext:
         found = self._stamps()
-        if found not in (self._seen, self._tried):
+        if found != self._tried:
             self._tried = found
             try:
                 self._newest = self._make()
             except ValueError as error:
                 _log.warning("%s; what was there before is still used", error)
             else:
-                self._seen = found
                 self._was_renewed()
         return self._newest
 
