@@ -155,6 +155,9 @@ class TestRenewed:
         shutil.copy(new.certificate, files.certificate)
         shutil.copy(new.key, files.key)
         assert self.connects(client, server)
+        assert self.connects(client, tls.server(new.certificate, new.key)), (
+            "and has not stayed with the old one"
+        )
 
     def test_one_that_has_ended_is_shown_and_warned_of(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
