@@ -11,12 +11,11 @@ import pytest
 from hypothesis import settings
 
 from sglang_fair.engines import cpu
-from tests.support import fork_server
+from tests.support import budget, fork_server
 from tests.support.live import Cluster, Replica
 from tests.support.wheel import Built, Installed, build, install
 
-settings.register_profile("default", deadline=None, derandomize=True)
-settings.load_profile("default")
+settings.load_profile(budget.PUSH)  # which --hypothesis-profile=nightly replaces
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 fork_server.announce()
 

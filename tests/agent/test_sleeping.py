@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_fair.agent.sleeping import Do, Turns
+from tests.support.budget import examples
 
 SERVERS = ("a", "b", "c")
 
@@ -122,7 +123,7 @@ def test_names_are_names() -> None:
         Turns(("a",), "a").wake("b")
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     steps=st.lists(
         st.sampled_from(["turn"] * 6 + ["fail", "wake a", "wake b", "wake c", "enter", "leave", "agent"]),

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from sglang_fair.agent.steps import EMPTY_S, Do, Ended, Steps
 from sglang_fair.common.swapping import HEADER_MODEL, HEADER_PROBE, Gate, Seen, seen
+from tests.support.budget import examples
 
 MODELS = ("a", "b")
 MIX = "?"
@@ -236,7 +237,7 @@ KINDS = st.sampled_from(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(kinds=st.lists(KINDS, max_size=120))
 def test_no_request_meets_the_wrong_weights(kinds: list[str]) -> None:
     steps, replica, number = Steps(MODELS), Replica(), 0

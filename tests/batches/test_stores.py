@@ -25,6 +25,7 @@ from router.batches.memory import MemoryStore
 from router.batches.model import Ending, Issue, Item, StoredBatch, StoredFile
 from router.batches.sqlite import SqliteStore
 from tests.support.broker import Broker, broker_url, why_none, why_none_to_kill
+from tests.support.budget import examples
 from tests.support.ports import free_port
 
 
@@ -459,7 +460,7 @@ def test_a_store_is_as_memory(tmp_path: Path, kind: str, request: pytest.Fixture
     run_state_machine_as_test(
         TwoStores,
         settings=settings(
-            max_examples=5 if kind == "amqp" else 25, stateful_step_count=25, deadline=None,
+            max_examples=examples(5 if kind == "amqp" else 25), stateful_step_count=25,
             suppress_health_check=list(HealthCheck),
         ),
     )  # fmt: skip

@@ -15,6 +15,7 @@ from sglang_fair.cluster.plan import DISPENSABLE, LineReady, build
 from sglang_fair.cluster.scale import ScaleUp
 from sglang_fair.cluster.scaling import Scaling
 from tests.cluster.test_cluster import MACHINE, MODEL, PORTS
+from tests.support.budget import examples
 
 SHORT = {"more": 2, "least": 1, "models": {"b": 1, "a": 1, "c": 0}, "why": "work", "for_s": 3.0}
 
@@ -73,7 +74,7 @@ def test_where_no_number_was_found_but_one_is_necessary_whichever_is_rarest_is_s
     assert ScaleUp(1, lasts_s=0).look({"more": None, "least": 3, "models": {}}, 0) == ""
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(
     st.integers(0, 3),
     st.lists(st.tuples(st.sampled_from([None, SHORT]), st.floats(0, 60), st.booleans()), max_size=80),

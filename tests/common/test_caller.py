@@ -5,8 +5,9 @@ from hypothesis import strategies as st
 
 from sglang_fair.common.caller import GROUP_MARK, HEADER_WEIGHT, Caller, read_weight, salted
 from sglang_fair.common.weights import MOST_WEIGHT
+from tests.support.budget import examples
 
-CALLER = settings(max_examples=300, deadline=None, derandomize=True)
+CALLER = settings(max_examples=examples(300))
 
 
 @CALLER

@@ -22,9 +22,10 @@ from sglang_fair.common.identity import (
     identify,
 )
 from sglang_fair.core.ledger import OTHERS, SYSTEM
+from tests.support.budget import examples
 
 HEADERS = [place for place in DEFAULT_ORDER if place not in (API_KEY, USER)]
-IDENTITY = settings(max_examples=100, deadline=None, derandomize=True)
+IDENTITY = settings(max_examples=examples(100))
 
 
 @pytest.mark.parametrize("header", HEADERS)

@@ -7,12 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_fair.common.weights import KEPT, Weights
+from tests.support.budget import examples
 
 WEIGHT = st.sampled_from([0.001, 0.5, 1.0, 3.0, 1000.0])
 TELLINGS = st.lists(st.tuples(st.sampled_from("abc"), WEIGHT, st.integers(0, 5)), max_size=30)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=examples(200))
 @given(tellings=TELLINGS, by_hand=st.dictionaries(st.sampled_from("abcd"), WEIGHT))
 def test_the_latest_version_wins_in_whatever_order_requests_come(tellings, by_hand):
     weights, latest = Weights(by_hand), dict[str, tuple[int, float]]()
@@ -29,7 +30,7 @@ def test_the_latest_version_wins_in_whatever_order_requests_come(tellings, by_ha
         assert weights.smallest_ever() <= weights.smallest() <= min(in_force)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=examples(200))
 @given(tellings=TELLINGS, owing=st.sets(st.sampled_from("abc")))
 def test_a_weight_that_was_counts_until_nobody_is_left_whom_it_concerns(tellings, owing):
     weights = Weights()

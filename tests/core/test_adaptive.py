@@ -15,9 +15,10 @@ from sglang_fair.core.adaptive import DOUBLED, GAIN, STEP, DlpmAdaptive
 from sglang_fair.core.dlpm import Dlpm
 from sglang_fair.core.job import Job
 from sglang_fair.core.predictor import MeanOfLast, Predictor
+from tests.support.budget import examples
 from tests.support.engine_model import ClientHabit, EngineCase, EngineModel, Trace, cases, run
 
-ADAPTIVE = settings(max_examples=18, deadline=None, derandomize=True)
+ADAPTIVE = settings(max_examples=examples(18))
 CHANGES = st.lists(st.sampled_from([1, 3, 10, 25, 80, 400]), max_size=12)
 WEIGHTS = st.fixed_dictionaries({name: st.sampled_from([0.5, 1.0, 2.0, 3.0]) for name in "abcd"})
 
@@ -265,7 +266,7 @@ def responding(quantum: float, target: float, knee: float, most: float) -> Respo
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(QUANTA, st.floats(0, 0.49))
 def test_where_the_hit_rate_stays_the_same_the_quantum_falls_and_stays_near_its_least(quantum, most):
     path = responding(quantum, 0.5, LEAST, most).steps(100)
@@ -274,7 +275,7 @@ def test_where_the_hit_rate_stays_the_same_the_quantum_falls_and_stays_near_its_
     assert max(path[len(down) :]) == pytest.approx(LEAST * STEP**4)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(QUANTA, KNEES, st.floats(0.4, 0.79))
 def test_a_target_that_is_out_of_reach_ends_near_the_smallest_quantum_of_the_best_hit_rate(
     quantum, knee, most
@@ -288,7 +289,7 @@ def test_a_target_that_is_out_of_reach_ends_near_the_smallest_quantum_of_the_bes
     assert max(settled) > min(settled)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(QUANTA, KNEES, st.floats(0.6, 1.0))
 def test_a_target_within_reach_is_kept_within_a_step(quantum, knee, most):
     """Whatever the way there: from then on it swings by a step around the quantum that reaches it."""

@@ -12,6 +12,7 @@ from sglang_fair.core.job import Job
 from sglang_fair.core.policy import Policy
 from sglang_fair.core.queue import FairQueue
 from tests.core.test_theorems import WEIGHTS, Burst, Schedule, carry_out, schedules
+from tests.support.budget import examples
 from tests.support.engine_model import Trace
 
 SHARE = 0.3
@@ -34,7 +35,7 @@ def carried_out(policy: Policy, schedule: Schedule) -> tuple[FairQueue, Trace]:
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=examples(150))
 @given(
     schedule=schedules(),
     weights=WEIGHTS,
@@ -117,7 +118,7 @@ def test_no_more_than_a_quantum_is_borrowed_until_rounds_have_paid_it_back():
     assert 10 * served.count("f") == pytest.approx(20 * served.count("g"), abs=2 * (20 + 50 + 50))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80))
 @given(
     seed=st.integers(0, 2**32),
     quantum=st.sampled_from([5, 30, 100]),

@@ -15,6 +15,7 @@ from sglang_fair.core.job import Job
 from sglang_fair.core.lpm import Lpm
 from sglang_fair.core.policy import Policy
 from sglang_fair.core.queue import FairQueue
+from tests.support.budget import examples
 from tests.support.engine_model import (
     ClientHabit,
     EngineCase,
@@ -31,7 +32,7 @@ QUANTA = st.sampled_from([1, 3, 10, 25, 80, 400])
 WEIGHTS = st.fixed_dictionaries({name: st.sampled_from([0.5, 1.0, 2.0, 3.0]) for name in "abcd"})
 GOLDEN = Path(__file__).parent / "golden" / "dlpm_trace.txt"
 
-DLPM = settings(max_examples=30, deadline=None, derandomize=True)
+DLPM = settings(max_examples=examples(30))
 
 
 # ---- the algorithm, literally
@@ -122,21 +123,21 @@ class LiteralDlpm(Literal):
         return kept == above and policy.counters() == {c: min(q, self.quantum) for c, q in self.q.items()}
 
 
-@settings(DLPM, max_examples=100)
+@settings(DLPM, max_examples=examples(100))
 @given(quantum=st.integers(1, 40), seed=st.integers(0, 2**32), newcomers=st.sampled_from([0, 4]))
 def test_counted_rounds_are_the_literal_rounds(quantum, seed, newcomers):
     literal = LiteralDlpm(quantum=quantum, newcomers=newcomers)
     Twins(Dlpm(quantum=quantum, newcomers=newcomers), literal, seed).run(100)
 
 
-@settings(DLPM, max_examples=50)
+@settings(DLPM, max_examples=examples(50))
 @given(quantum=st.integers(1, 40), seed=st.integers(0, 2**32), newcomers=st.integers(0, 4))
 def test_new_clients_start_with_a_quantum_within_their_limit(quantum, seed, newcomers):
     literal = LiteralDlpm(quantum=quantum, newcomers=newcomers)
     Twins(Dlpm(quantum=quantum, newcomers=newcomers), literal, seed, clients=ascii_letters).run(150)
 
 
-@settings(DLPM, max_examples=100)
+@settings(DLPM, max_examples=examples(100))
 @given(quantum=st.integers(1, 40), seed=st.integers(0, 2**32))
 def test_rounds_are_literal_while_requests_are_held(quantum, seed):
     Twins(Dlpm(quantum=quantum), LiteralDlpm(quantum=quantum), seed, holds=True).run(100)
@@ -152,7 +153,7 @@ class Changing(Dlpm):
             self._change_quantum(self.changes.pop(0))
 
 
-@settings(DLPM, max_examples=100)
+@settings(DLPM, max_examples=examples(100))
 @given(changes=st.lists(st.integers(1, 80), max_size=30), seed=st.integers(0, 2**32), holds=st.booleans())
 def test_rounds_are_literal_while_the_quantum_changes(changes, seed, holds):
     """Nobody gains or loses by a change: q is the sum of what was granted and charged, whatever the quantum is."""
@@ -315,7 +316,7 @@ SENT = st.lists(
 ).map(lambda sent: sorted(sent, key=lambda request: request.step))
 
 
-@settings(DLPM, max_examples=120)
+@settings(DLPM, max_examples=examples(120))
 @given(sent=SENT, pool_tokens=st.integers(18, 60), quantum=st.integers(1, 30))
 def test_admissions_are_those_of_algorithm_1(sent, pool_tokens, quantum):
     paper = AlgorithmOne(pool_tokens, quantum)
@@ -323,7 +324,7 @@ def test_admissions_are_those_of_algorithm_1(sent, pool_tokens, quantum):
     assert our_admissions(sent, pool_tokens, quantum, steps=40) == paper.admitted
 
 
-@settings(DLPM, max_examples=120)
+@settings(DLPM, max_examples=examples(120))
 @given(sent=SENT, pool_tokens=st.integers(18, 60), quantum=st.integers(8, 30), many=st.booleans())
 def test_admissions_are_those_of_the_listing_as_printed(sent, pool_tokens, quantum, many):
     """As far as the listing does not let a refill in the middle of a scan change the order."""

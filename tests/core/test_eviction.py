@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from sglang_fair.common.weights import Weights
 from sglang_fair.core.eviction import MAX_CLAIMS, MOMENTS, SLACK, FairEviction, LeastRecentlyUsed, Piece
 from sglang_fair.sim.cache import Node, PrefixCache
+from tests.support.budget import examples
 
 
 class Cache:
@@ -99,13 +100,12 @@ def attacked(order: LeastRecentlyUsed, attacks: list[tuple[str, int]], *, patien
 
 
 @given(ATTACKS)
-@settings(deadline=None)
 def test_small_clients_keep_their_documents_whatever_another_does(attacks):
     assert attacked(FairEviction(CAPACITY), [("stream", 100)] * 10 + attacks) == 1.0
 
 
 @given(ATTACKS)
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=examples(10))
 def test_they_do_while_a_flood_takes_the_cache_five_times_between_their_questions(attacks):
     flood = [("stream", 100)] * 50
     assert attacked(FairEviction(CAPACITY), [*flood, *attacks, *flood], patience=50) == 1.0
@@ -265,7 +265,6 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-@settings(deadline=None)
 def test_the_books_are_right_after_every_step(steps):
     order = FairEviction(30)
     tree = PrefixCache(1, order, events=False)
@@ -317,7 +316,6 @@ def pieces(tree: PrefixCache) -> Iterator[Node]:
 
 
 @given(STEPS)
-@settings(deadline=None)
 def test_only_what_clients_above_their_share_claim_goes_while_there_is_some(steps):
     """The claim of the docstring, on every eviction that step 2 makes."""
     order = Watched(30)

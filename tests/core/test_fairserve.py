@@ -36,6 +36,7 @@ from sglang_fair.core.throttle import Limits, Rules
 from sglang_fair.core.vtc import Vtc
 from sglang_fair.core.wsc import Wsc
 from tests.core.test_wsc import Engine, Habit, habits
+from tests.support.budget import examples
 
 USER, APPS = 6, {"chat": 3, "*": 4}
 WORKERS = "ab"
@@ -189,7 +190,7 @@ class Traffic:
         return len(times_s)
 
 
-ROUTER = settings(max_examples=25, deadline=None)
+ROUTER = settings(max_examples=examples(25))
 seeds = st.integers(0, 2**32)
 
 
@@ -266,7 +267,7 @@ def learn(
 STAGES = st.lists(st.tuples(st.integers(1, 300), st.integers(1, 40)), min_size=1, max_size=5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     means=STAGES,
     calls=STAGES,
@@ -334,7 +335,7 @@ def test_fs_p5_an_interaction_is_charged_the_sum_of_its_calls_over_what_is_norma
     assert queue.account._owed_tokens == {}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(means=STAGES, weight=st.sampled_from([0.5, 1.0, 4.0]))
 def test_fs_p5_an_average_call_is_charged_one_over_the_weight(
     means: list[tuple[int, int]], weight: float
@@ -353,7 +354,7 @@ def test_fs_p5_an_average_call_is_charged_one_over_the_weight(
     assert policy.counters()["a"] == pytest.approx(len(means) / weight)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(seeds, st.sampled_from(["incremental", "on_finish"]), st.sampled_from([0.0, 2.0, inf]))
 def test_fs_p6_no_counter_ever_decreases(seed: int, charge: str, lead: float) -> None:
     """Not even of a client that was forgotten and comes again: it is lifted to the level of those who wait."""
@@ -408,7 +409,7 @@ def test_fs_p11_who_comes_back_with_open_interactions_saves_nothing_up(lead: flo
     assert made.difference <= bound + 1e-6
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     st.lists(habits, min_size=2, max_size=4),
     st.integers(0, 2**20),
@@ -426,7 +427,7 @@ def test_fs_p7_and_p11_counters_of_who_waits_differ_by_a_batch_and_the_lead(
     assert made.difference <= (bound or 2 * (made.worst_batch + lead)) + 1e-6
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(seeds)
 def test_fs_p8_of_one_application_it_picks_as_vtc(seed: int) -> None:
     """Counters are VTC's over w, which is held still here, and a power of two, so that nothing is rounded."""
@@ -464,7 +465,7 @@ def test_fs_p8_of_one_application_it_picks_as_vtc(seed: int) -> None:
         assert scaled == vtc.counters()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(st.lists(habits, min_size=2, max_size=4), st.integers(0, 2**20))
 def test_fs_p9_with_an_infinite_lead_interactions_that_have_begun_go_first(
     kinds: list[Habit], seed: int
@@ -473,7 +474,7 @@ def test_fs_p9_with_an_infinite_lead_interactions_that_have_begun_go_first(
     assert made.passed_over == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     short=st.integers(10, 100),
     times=st.floats(1, 8),
@@ -494,7 +495,7 @@ def test_fs_p10_tokens_count_as_parts_of_what_is_normal(short: int, times: float
         assert policy.counters()[client] == pytest.approx(tokens / normal)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(st.lists(habits, min_size=2, max_size=4), st.integers(0, 2**20), st.sampled_from([0.5, 2.0, 20.0]))
 def test_fs_p12_with_normalised_charges_dlpm_keeps_its_bound(
     kinds: list[Habit], seed: int, quantum: float

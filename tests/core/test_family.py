@@ -20,10 +20,11 @@ from sglang_fair.core.predictor import MeanOfLast, Noisy, Oracle
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.vtc import Vtc
 from tests.core.test_dlpm import Flood
+from tests.support.budget import examples
 from tests.support.engine_model import ClientHabit, EngineCase, EngineModel, Watcher, cases, run, traced
 from tests.support.twins import Literal, Twins
 
-FAMILY = settings(max_examples=40, deadline=None, derandomize=True)
+FAMILY = settings(max_examples=examples(40))
 QUANTA = st.sampled_from([1, 3, 10, 25, 80, 400])
 WEIGHTS = st.fixed_dictionaries({name: st.sampled_from([0.5, 1.0, 2.0, 3.0]) for name in "abcd"})
 
@@ -143,7 +144,7 @@ class LiteralDrr(Literal):
         return policy.counters() == self.credit
 
 
-@settings(FAMILY, max_examples=120)
+@settings(FAMILY, max_examples=examples(120))
 @given(quantum=st.integers(1, 40), seed=st.integers(0, 2**32))
 def test_counted_visits_are_the_literal_visits(quantum, seed):
     Twins(Drr(quantum=quantum), LiteralDrr(quantum=quantum), seed, clients="abcdef").run(150)

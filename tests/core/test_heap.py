@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_fair.core.heap import SLACK, LazyHeap
+from tests.support.budget import examples
 
 ITEMS = st.sampled_from("abcdefgh")
 STEPS = st.lists(
@@ -21,7 +22,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=examples(100))
 @given(steps=STEPS)
 def test_heap_is_a_sorted_list(steps):
     """Keys are total, as the contract asks: the number and then the item itself."""
@@ -74,7 +75,7 @@ def test_an_item_that_comes_back_is_there_once():
     assert heap.first() is None
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=examples(20))
 @given(moves=st.integers(1000, 4000), live=st.integers(1, 50))
 def test_moves_do_not_fill_memory(moves, live):
     heap: LazyHeap[int] = LazyHeap()

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from sglang_fair.common.deadlines import Promise
 from sglang_fair.core.interactions import MOST, Interaction, Interactions
 from sglang_fair.core.interactions import MOST_OPEN as MOST_OPEN_OF_ONE
+from tests.support.budget import examples
 
 SILENCE_S, MOST_CALLS, MOST_OPEN, FEW = 10.0, 4, 3, 6
 NAME = Interaction("c", "chat", "1")
@@ -115,7 +116,7 @@ class Against(RuleBasedStateMachine):
                 assert self.made.calls(name) == (one.calls if one else 0)
 
 
-Against.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+Against.TestCase.settings = settings(max_examples=examples(150), stateful_step_count=40)
 TestAgainstTheModel = Against.TestCase
 
 

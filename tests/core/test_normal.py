@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from sglang_fair.core import normal
 from sglang_fair.core.normal import ENOUGH, MOST_PAIRS, BadNormal, Normal
+from tests.support.budget import examples
 
 
 def price(extend: float, output: float) -> float:
@@ -38,7 +39,7 @@ def test_a_pair_that_is_new_weighs_as_its_app_and_an_app_as_all() -> None:
     assert made.weight("chat", "9") == pytest.approx(40)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(
     honest=st.lists(st.floats(1, 1000), min_size=3, max_size=normal.PAIR_CLIENTS - 1),
     lies=st.lists(st.sampled_from([0.0, 1.0, 1e4, 1e9]), min_size=1, max_size=300),
@@ -117,7 +118,7 @@ def test_an_old_habit_is_forgotten() -> None:
     assert made._pairs["chat", "1"].clients["a"].extend_variance < 1000
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(
     st.lists(
         st.tuples(

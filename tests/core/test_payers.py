@@ -18,12 +18,13 @@ from sglang_fair.core.job import Job
 from sglang_fair.core.ledger import SYSTEM
 from sglang_fair.core.payers import EQUAL, FIRST, PER_USE, Payers, Swing, make_payers, path_of
 from sglang_fair.core.queue import FairQueue
+from tests.support.budget import examples
 from tests.support.engine_model import ClientHabit, EngineCase, cases, run, traced
 
 pytestmark = pytest.mark.slow
 
-PAYERS = settings(max_examples=80, deadline=None, derandomize=True)
-ON_THE_ENGINE = settings(PAYERS, max_examples=30)
+PAYERS = settings(max_examples=examples(80))
+ON_THE_ENGINE = settings(PAYERS, max_examples=examples(30))
 both = pytest.mark.parametrize("rule", [EQUAL, PER_USE])
 every_policy = pytest.mark.parametrize("name", sorted(POLICIES))
 QUANTA = st.sampled_from([1, 3, 10, 25, 80, 400])
@@ -386,7 +387,7 @@ def with_sharing(case: EngineCase) -> EngineCase:
 
 @every_policy
 @both
-@settings(PAYERS, max_examples=10)
+@settings(PAYERS, max_examples=examples(10))
 @given(case=cases())
 def test_transfers_move_charges_and_create_none(name, rule, case):
     case = with_sharing(case)
@@ -402,7 +403,7 @@ def test_transfers_move_charges_and_create_none(name, rule, case):
 
 @every_policy
 @both
-@settings(PAYERS, max_examples=10)
+@settings(PAYERS, max_examples=examples(10))
 @given(case=cases())
 def test_without_sharing_every_rule_is_the_first(name, rule, case):
     loads = tuple(replace(load, private=True) for load in case.loads)

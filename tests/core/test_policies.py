@@ -21,10 +21,11 @@ from sglang_fair.core.job import Job
 from sglang_fair.core.payers import RULES, make_payers
 from sglang_fair.core.policy import Policy
 from sglang_fair.core.queue import FairQueue
+from tests.support.budget import examples
 from tests.support.engine_model import ClientHabit, EngineCase, EngineModel, Request, Traffic, cases, run
 
-CONFORMANCE = settings(max_examples=20, deadline=None, derandomize=True)
-ON_THE_ENGINE = settings(CONFORMANCE, max_examples=10)
+CONFORMANCE = settings(max_examples=examples(20))
+ON_THE_ENGINE = settings(CONFORMANCE, max_examples=examples(10))
 every_policy = pytest.mark.parametrize("name", sorted(POLICIES))
 BOUNDED = ("vtc", "vtc-oracle", "drr", "dlpm", "dlpm-predict", "dlpm-adaptive", "wsc", "wsc-dlpm", "slo")
 """Policies that limit the difference between two clients. Tests of theorems hold each of them to its bound."""

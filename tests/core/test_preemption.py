@@ -14,8 +14,9 @@ from sglang_fair.core.job import Job
 from sglang_fair.core.preemption import Missing, Preemption, Runner
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.slo import MOST_EVICTIONS, due_step
+from tests.support.budget import examples
 
-PURE = settings(max_examples=200, deadline=None, derandomize=True)
+PURE = settings(max_examples=examples(200))
 STEP_S, TOKEN_S = 0.1, 0.001
 MISSING = Missing(tokens=10)
 

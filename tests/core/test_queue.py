@@ -18,9 +18,10 @@ from sglang_fair.core.policy import Policy
 from sglang_fair.core.predicted import VtcOracle
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.vtc import Vtc
+from tests.support.budget import examples
 from tests.support.engine_model import EngineModel, Request, Traffic, cases
 
-QUEUE = settings(max_examples=40, deadline=None, derandomize=True)
+QUEUE = settings(max_examples=examples(40))
 ordered = pytest.mark.parametrize("name", ["fcfs", "lpm", "vtc", "dlpm"])
 
 
@@ -533,7 +534,7 @@ def test_the_bound_knows_how_long_cached_prompts_are():
 
 
 @ordered
-@settings(QUEUE, max_examples=20)
+@settings(QUEUE, max_examples=examples(20))
 @given(case=cases())
 def test_status_is_json_and_adds_up(name, case):
     queue = FairQueue(make_policy(name, quantum=20), payers=Payers("equal", 1))

@@ -16,9 +16,10 @@ from sglang_fair.core.record import MOST_FOUND, MOST_ID, NS, Record
 from sglang_fair.core.steps import Steps
 from sglang_fair.core.waits import BATCH, CAUSES, DEFICIT, MEMORY, PREFIX, PROMPTS, RATE, STEP, TARGET
 from tests.core.test_admission import Engine
+from tests.support.budget import examples
 from tests.support.engine_model import EngineCase, EngineModel, Request, Traffic, cases
 
-ON_THE_ENGINE = settings(max_examples=5, deadline=None, derandomize=True)
+ON_THE_ENGINE = settings(max_examples=examples(5))
 every_policy = pytest.mark.parametrize("name", sorted(POLICIES))
 
 

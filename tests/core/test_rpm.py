@@ -16,10 +16,11 @@ from sglang_fair.core.job import Job
 from sglang_fair.core.policy import Policy
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.rpm import Rpm
+from tests.support.budget import examples
 from tests.support.engine_model import EngineModel, Traffic, cases, run
 from tests.support.twins import Literal, Twins
 
-RPM = settings(max_examples=40, deadline=None, derandomize=True)
+RPM = settings(max_examples=examples(40))
 WINDOWS = st.sampled_from(["sliding", "calendar"])
 WEIGHTS = st.fixed_dictionaries({name: st.sampled_from([0.1, 0.5, 1.0, 2.5]) for name in "abcd"})
 MOMENTS = st.lists(
@@ -75,7 +76,7 @@ class LiteralRpm(Literal):
         return policy.counters() == self.counts()
 
 
-@settings(RPM, max_examples=80)
+@settings(RPM, max_examples=examples(80))
 @given(
     limit=st.integers(1, 6),
     window=WINDOWS,
@@ -192,14 +193,14 @@ def test_a_delayed_request_waits_alone():
     assert policy.pick() is jobs[1]
 
 
-@settings(RPM, max_examples=15)
+@settings(RPM, max_examples=examples(15))
 @given(case=cases())
 def test_below_the_limit_it_is_fcfs(case):
     for excess in ("refuse", "delay"):
         assert run(case, Rpm(10**6, excess)).admissions == run(case, Fcfs()).admissions
 
 
-@settings(RPM, max_examples=20)
+@settings(RPM, max_examples=examples(20))
 @given(case=cases(), window=WINDOWS)
 def test_who_is_delayed_is_served_in_the_end(case, window):
     """On the engine model, where a step is a second."""

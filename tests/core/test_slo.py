@@ -16,9 +16,10 @@ from sglang_fair.core.slo import LARGEST_EVICTIONS, Slo, due_step
 from sglang_fair.core.steps import Steps
 from sglang_fair.core.wsc import WscDlpm
 from tests.core.test_theorems import carry_out, schedules
+from tests.support.budget import examples
 from tests.support.engine_model import BASE_S, EngineModel, Request
 
-THEOREMS = settings(max_examples=60, deadline=None, derandomize=True)
+THEOREMS = settings(max_examples=examples(60))
 
 
 def picked(queue: FairQueue) -> list[str]:

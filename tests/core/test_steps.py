@@ -24,6 +24,7 @@ from sglang_fair.core.steps import (
     StepTimes,
     make_steps,
 )
+from tests.support.budget import examples
 
 STALL_S = 0.1
 DECODE_S = 0.01
@@ -207,7 +208,7 @@ VICTIM = Sender("victim", prompt_s=(0.01, 0.01), output_steps=(10**6, 10**6), go
 TRICKLE = Sender("x", waiting=16, prompt_s=(0.014, 0.014), output_steps=(0, 0))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(senders(), st.integers(0, 2**20))
 def test_nobody_who_runs_is_behind_by_more_than_the_bound(senders: list[Sender], seed: int) -> None:
     """By the engine's own meter, over every interval in which a client runs."""
@@ -216,7 +217,7 @@ def test_nobody_who_runs_is_behind_by_more_than_the_bound(senders: list[Sender],
     assert made.steps.largest_lag_s <= made.steps.bound_s + SLACK_S
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(senders(), st.integers(0, 2**20))
 def test_prompts_are_held_back_for_as_long_as_they_held_up(senders: list[Sender], seed: int) -> None:
     """Decode steps that the rule forces are paid for by prefill steps before them, and last for one step more."""
@@ -341,7 +342,7 @@ def test_a_long_run_of_short_requests_gets_its_share() -> None:
     assert made.now_s - made.prefills_s >= 0.3 * made.now_s
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(senders(), st.integers(0, 2**20))
 def test_an_overlapped_engine_decides_a_step_earlier(senders: list[Sender], seed: int) -> None:
     """The rule hears of a step when the next one has begun; the bound has one step more."""
@@ -398,7 +399,7 @@ def shared() -> Steps:
     return steps
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(st.floats(0, 0.02), st.floats(2e-6, 4e-4), st.lists(st.integers(1, 200), max_size=20))
 def test_chunks_come_to_take_the_stall_time(base_s: float, token_s: float, trickle: list[int]) -> None:
     """Whatever the engine's speed, and whatever small prompts come between."""

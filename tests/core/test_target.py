@@ -16,6 +16,7 @@ from sglang_fair.core.job import Job
 from sglang_fair.core.ledger import SYSTEM
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.steps import PACE, USUAL_OF, Steps, make_steps
+from tests.support.budget import examples
 
 SHARING = [name for name in POLICIES if make_policy(name).shares_steps]
 PLAIN = [name for name in SHARING if not POLICIES[name].scales]
@@ -206,7 +207,7 @@ def senders(draw: st.DrawFn) -> list[Sender]:
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     senders(),
     st.sampled_from(SHARING),
@@ -262,7 +263,7 @@ def test_beside_a_client_that_always_runs_the_target_is_kept() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     st.lists(
         st.builds(

@@ -28,6 +28,7 @@ from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.steps import Steps
 from sglang_fair.core.vtc import Vtc
 from tests.core.test_dlpm import BURSTS
+from tests.support.budget import examples
 from tests.support.engine_model import (
     BASE_S,
     REQUEST_S,
@@ -43,7 +44,7 @@ from tests.support.engine_model import (
 
 pytestmark = pytest.mark.slow
 
-THEOREMS = settings(max_examples=40, deadline=None, derandomize=True)
+THEOREMS = settings(max_examples=examples(40))
 WEIGHTS = st.fixed_dictionaries({name: st.sampled_from([0.5, 1.0, 3.0]) for name in "abc"})
 
 
@@ -201,7 +202,7 @@ COSTS: list[Cost] = [
 
 
 @pytest.mark.parametrize("cost", COSTS, ids=repr)
-@settings(THEOREMS, max_examples=20)
+@settings(THEOREMS, max_examples=examples(20))
 @given(schedule=schedules(), quantum=st.sampled_from([1.0, 50.0, 1000.0]))
 def test_the_bounds_hold_for_any_cost(cost, schedule, quantum):
     """T6 of VTC, and the same of DLPM: U is the dearest prompt and the dearest outputs owed (VTC §4.2)."""
@@ -266,7 +267,7 @@ READ: dict[str, tuple[Callable[[Weights], Policy], float]] = {
 
 
 @pytest.mark.parametrize("name", sorted(READ))
-@settings(THEOREMS, max_examples=30)
+@settings(THEOREMS, max_examples=examples(30))
 @given(schedule=schedules(), weights=WEIGHTS, huge=st.integers(0, 25))
 def test_what_is_read_holds_for_every_interval_that_ends_then(name, schedule, weights, huge):
     """Whatever the quantum was when the interval began, and however large the requests were before it: one of them may
@@ -296,7 +297,7 @@ class DrrWithoutForgetting(Drr):
         pass
 
 
-@settings(THEOREMS, max_examples=20)
+@settings(THEOREMS, max_examples=examples(20))
 @given(case=cases())
 def test_vtc_serves_as_if_it_forgot_nobody(case):
     """Who is forgotten would have been lifted over its counter: the order is the same to the last request."""
@@ -317,7 +318,7 @@ def test_a_ring_remembers_debts():
     assert erased.lag_of_backlogged() > 2 * erased.replica.queue.account.bound()
 
 
-@settings(THEOREMS, max_examples=15)
+@settings(THEOREMS, max_examples=examples(15))
 @given(case=cases(), quantum=st.sampled_from([1, 10, 80]))
 def test_the_bound_of_a_ring_does_not_depend_on_whom_is_remembered(case, quantum):
     """Only credit is dropped, at most a quantum; a client that comes back waits for the end of the round, as one
@@ -387,7 +388,7 @@ def test_memory_that_is_lent_breaks_the_printed_bounds():
     assert carry_out(schedule, FairQueue(Vtc())).gap_between_backlogged() <= 2 * max(1, 2 * 50)
 
 
-@settings(THEOREMS, max_examples=20)
+@settings(THEOREMS, max_examples=examples(20))
 @given(schedule=schedules(), quantum=st.sampled_from([1, 10, 80]))
 def test_the_exported_bounds_hold_where_memory_is_lent(schedule, quantum):
     for policy, lag in ((Vtc(), 2), (Dlpm(quantum=quantum), 1), (Drr(quantum=quantum), 1)):
@@ -459,7 +460,7 @@ def test_the_latency_of_a_newcomer_is_that_of_its_first_dispatch():
     assert others_before(patience=1) <= bound
 
 
-@settings(THEOREMS, max_examples=25)
+@settings(THEOREMS, max_examples=examples(25))
 @given(case=cases(whole_prompts=True, deferral=False, aborts=False))
 def test_a_tiny_quantum_is_vtc(case):
     """Q^u below every charge, no shared prefixes, and clients that wait from the first step to the last: the same

@@ -20,6 +20,7 @@ from sglang_fair.core.throttle import (
     Refusal,
     Throttle,
 )
+from tests.support.budget import examples
 
 USER, APP = 6, 4
 LIMITS = Limits(USER, {"chat": APP, "*": 5})
@@ -125,7 +126,7 @@ senders = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(
     senders=senders,
     counts=st.sampled_from(COUNTS),

@@ -16,10 +16,11 @@ from sglang_fair.core.cost import Linear
 from sglang_fair.core.job import Job
 from sglang_fair.core.policy import Policy
 from sglang_fair.core.vtc import Vtc
+from tests.support.budget import examples
 from tests.support.engine_model import ClientHabit, EngineCase, EngineModel, cases, run, traced
 from tests.support.twins import Literal, Twins
 
-VTC = settings(max_examples=30, deadline=None, derandomize=True)
+VTC = settings(max_examples=examples(30))
 WEIGHTS = st.fixed_dictionaries({name: st.sampled_from([0.5, 1.0, 2.0, 3.0]) for name in "abcd"})
 WHOLE = cases(whole_prompts=True, deferral=False)
 
@@ -70,13 +71,13 @@ class LiteralVtc(Literal):
         return policy.counters().items() <= self.c.items()
 
 
-@settings(VTC, max_examples=100)
+@settings(VTC, max_examples=examples(100))
 @given(seed=st.integers(0, 2**32))
 def test_picks_and_counters_are_those_of_algorithm_2(seed):
     Twins(Vtc(), LiteralVtc(), seed, clients="abcdef").run(120)
 
 
-@settings(VTC, max_examples=100)
+@settings(VTC, max_examples=examples(100))
 @given(seed=st.integers(0, 2**32))
 def test_picks_are_those_of_algorithm_2_while_requests_are_held(seed):
     """A held client still waits: a newcomer is lifted to the smallest counter in the queue, held or not."""

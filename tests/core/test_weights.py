@@ -20,6 +20,7 @@ from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.rpm import Rpm
 from sglang_fair.core.steps import Steps
 from tests.core.test_theorems import READ, Readings, Schedule, bursts, schedules
+from tests.support.budget import examples
 from tests.support.engine_model import EngineModel, Request
 
 WEIGHT = st.sampled_from([0.05, 0.5, 1.0, 3.0, 20.0])
@@ -67,7 +68,7 @@ def carry_out(schedule: Schedule, queue: FairQueue, told: list[tuple[float | Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(READ))
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=examples(25))
 @given(
     schedule=schedules(),
     more=st.lists(bursts(), max_size=10),

@@ -17,6 +17,7 @@ from sglang_fair.core.job import Job
 from sglang_fair.core.options import check_together, parse, shown
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.wsc import Wsc
+from tests.support.budget import examples
 
 
 @dataclass(frozen=True)
@@ -261,7 +262,7 @@ def test_prices_are_the_policy_s_own(charge: str) -> None:
     assert charged(55, charge=charge, system_price=0.0) == pytest.approx(40 - 35 + 2 * 5)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20))
 @given(st.integers(0, 2**20), st.sampled_from(["wsc", "wsc-dlpm"]))
 def test_with_prices_of_its_own_the_bound_holds(seed: int, name: str) -> None:
     """The engine counts what clients received by 1 and 2 a token; here the policy's counters must stay together."""

@@ -32,6 +32,7 @@ from sglang_fair.dashboard.reading import (
 )
 from sglang_fair.dashboard.shares import fair_shares
 from sglang_fair.dashboard.view import View
+from tests.support.budget import examples
 from tests.support.engine_model import EngineModel, Traffic, cases
 
 NAMES = st.sampled_from("abcdefg")
@@ -177,7 +178,7 @@ def report_of(queue: FairQueue, most: int = 1000) -> ReplicaReport:
     return found
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     case=cases(), every=st.integers(1, 5), weights=st.dictionaries(NAMES, st.sampled_from([0.5, 1.0, 3.0]))
 )

@@ -26,6 +26,7 @@ from router.feeder.core import (
     Send,
     Write,
 )
+from tests.support.budget import examples
 
 CLASSES = {"interactive": 20.0, "batch-1": 60.0, "batch-2": 3600.0}
 NOW_S = 1_000_000
@@ -225,7 +226,7 @@ class Deaths(RuleBasedStateMachine):
 
 
 TestDeaths = Deaths.TestCase
-TestDeaths.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestDeaths.settings = settings(max_examples=examples(150), stateful_step_count=40)
 
 
 # ---- who is next

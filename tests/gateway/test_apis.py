@@ -27,6 +27,7 @@ from sglang_fair.tenants.model import Limits, Tenant
 from tests.gateway.test_callers import listening
 from tests.gateway.test_gateway import MODEL, Cluster, run
 from tests.support.apis import BODIES, Counts, events, whole
+from tests.support.budget import examples
 from tests.support.stand_in import make_tokenizer
 from tests.support.waiting import eventually
 
@@ -171,7 +172,7 @@ def feed(kind: Kind, stream: bytes, at: list[int]) -> tuple[TypedStream, bytes]:
     return reader, out
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(
     kind=st.sampled_from(STREAMED),
     pieces=st.lists(
@@ -531,7 +532,7 @@ ITEMS = st.lists(
 MORE = st.dictionaries(st.sampled_from(["tools", "tool_choice", "thinking", "reasoning", "system"]), JSON)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(kind=st.sampled_from(STREAMED), items=ITEMS, more=MORE)
 def test_no_body_breaks_the_routing(tokens: Tokens, kind: Kind, items: Any, more: Any) -> None:
     """What a body says is the replica's to judge; the router gets some tokens for it."""

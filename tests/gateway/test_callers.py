@@ -21,6 +21,7 @@ from sglang_fair.tenants import edit, keys
 from sglang_fair.tenants.model import Tenant
 from tests.gateway.test_gateway import CHAT, COMPLETION, GENERATE, MODEL, Cluster, run
 from tests.support.apis import BODIES
+from tests.support.budget import examples
 from tests.support.stand_in import make_tokenizer
 from tests.support.waiting import eventually
 
@@ -141,7 +142,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=examples(200))
 @given(
     kind=st.sampled_from(SALTED),
     salt=JSON,

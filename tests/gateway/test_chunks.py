@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
 from router.gateway.request.chunks import CHUNK_CHARS, LEARNT, WORD_CHARS, ChunkedTokenizer, Words
+from tests.support.budget import examples
 
 LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -76,7 +77,7 @@ def by_parts(chunks: ChunkedTokenizer, text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("name", list(PRE))
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(seed=st.integers(0, 2**32), words=st.integers(0, 800), tail=st.text(max_size=20))
 def test_the_parts_tokens_are_the_texts(
     tokenizers: dict[str, Tokenizer], name: str, seed: int, words: int, tail: str
@@ -116,7 +117,7 @@ def test_memory_is_bounded(tokenizers: dict[str, Tokenizer]) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in PRE if name != "whole"])
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(seed=st.integers(0, 2**32), tail=st.text(max_size=20))
 def test_tokens_of_known_words_are_the_texts(
     tokenizers: dict[str, Tokenizer], name: str, seed: int, tail: str

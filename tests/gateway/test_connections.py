@@ -21,6 +21,7 @@ from router.gateway.replicas.connections import (
     NoDescriptors,
     NotConnected,
 )
+from tests.support.budget import examples
 
 LOOPS = [asyncio.new_event_loop]
 """The last one is used."""
@@ -119,7 +120,7 @@ async def ask(connections: Connections, url: str, body: bytes = b"{}") -> tuple[
         return answer.status, answer.headers, await answer.read()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(
     st.lists(st.tuples(st.binary(max_size=300), st.integers(0, 4)), min_size=1, max_size=4),
     st.integers(0, 2**32),

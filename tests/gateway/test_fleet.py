@@ -26,6 +26,7 @@ from router.gateway.routing.fallback import SLACK, choose
 from router.gateway.routing.fleet import MAX_ENDED, ONE, Fleet
 from router.placement import build
 from sglang_fair.core.interactions import Interaction
+from tests.support.budget import examples
 
 [ROUTER] = ONE
 clients = st.text("abcdef", min_size=1, max_size=3)
@@ -98,7 +99,7 @@ def test_another_router_is_told_of_the_interactions_under_way_in_parts() -> None
     assert fleet.side().learn(Workers("", (), router="b")) == []
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     steps=st.lists(
         st.tuples(

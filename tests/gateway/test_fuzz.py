@@ -48,6 +48,7 @@ from router.wire import decode_kv_batch
 from sglang_fair.tenants import edit, keys
 from sglang_fair.tenants.model import Limits as TenantLimits
 from sglang_fair.tenants.model import Tenant
+from tests.support.budget import examples
 from tests.support.stand_in import MODEL, make_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -94,7 +95,7 @@ def damaged(draw: Any, whole: st.SearchStrategy[bytes]) -> bytes:
     return bytes(data[: draw(st.integers(0, len(data)))]) if draw(st.booleans()) else bytes(data)
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(st.one_of(st.binary(), damaged(events.map(encode)), msgpack_values.map(msgspec.msgpack.encode)))
 def test_a_message_is_an_event_or_refused(data: bytes) -> None:
     for decode in (decode_event, decode_answer):
@@ -103,7 +104,7 @@ def test_a_message_is_an_event_or_refused(data: bytes) -> None:
             assert decode(encode(found)) == found or "nan" in repr(found)
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(
     st.one_of(
         st.binary(),
@@ -128,7 +129,7 @@ def test_a_kv_batch_is_read_or_refused(data: bytes) -> None:
 
 
 @pytest.mark.parametrize("placement", list(PLACEMENTS))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(told=st.lists(st.tuples(events, st.sampled_from([b"g", b"h"])), max_size=40))
 def test_whatever_peers_say_the_router_stays_whole(placement: str, told: list[tuple[Event, bytes]]) -> None:
     router = Router(build(placement))
@@ -158,7 +159,7 @@ bodies = st.one_of(
 )
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(kind=st.sampled_from(["chat", "completions", "generate"]), raw=bodies)
 def test_a_body_is_a_call_or_refused(kind: Any, raw: bytes) -> None:
     try:
@@ -208,7 +209,7 @@ chunk = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     kind=st.sampled_from(["chat", "completions", "generate"]),
     first=st.lists(chunk, min_size=1, max_size=4),
@@ -268,7 +269,7 @@ PATHS = (
 paths = st.sampled_from(PATHS) | st.text("abc/%.?&", max_size=10).map(lambda text: "/x" + text)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     method=st.sampled_from(["GET", "POST", "DELETE", "PUT", "PATCH", "OPTIONS", "HEAD"]),
     path=paths,
@@ -297,7 +298,7 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Http]:
     made.close()
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     method=st.sampled_from(["GET", "POST", "DELETE", "PUT", "HEAD"]),
     path=paths,
@@ -332,7 +333,7 @@ def limits_in_a_body(named: dict[str, int]) -> bytes:
     return json.dumps(body | named).encode()
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     kind=st.sampled_from(["chat", "completions", "generate"]),
     raw=bodies | st.dictionaries(st.sampled_from(LENGTHS), st.integers(0, 400)).map(limits_in_a_body),

@@ -39,6 +39,7 @@ from router.placement import build
 from router.throttling import Throttling
 from router.wire import HEARTBEAT, HEARTBEAT_ANSWER
 from sglang_fair.core.throttle import Limits, Rules
+from tests.support.budget import examples
 from tests.support.virtual_time import run
 
 LONG_S = 900.0
@@ -220,7 +221,7 @@ def _losses(seed: int, part: float) -> Callable[[object], bool]:
     return lambda message: isinstance(message, losable) and rng.random() < part
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     seed=st.integers(0, 2**32),
     part=st.sampled_from([0.0, 0.1, 0.5]),

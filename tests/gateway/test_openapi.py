@@ -26,6 +26,7 @@ from router.gateway.request.parse import parse
 from sglang_fair.tenants import edit, keys
 from sglang_fair.tenants.model import Tenant
 from tests.support.apis import BODIES
+from tests.support.budget import examples
 from tests.support.site import Site
 from tests.support.stand_in import MODEL, make_tokenizer
 from tests.support.waiting import DEADLINE_S
@@ -156,7 +157,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
 
 
 def ask(gateway: Gateway, operation: APIOperation[Any, Any, Any, Any], mode: GenerationMode) -> None:
-    @settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples(EXAMPLES), suppress_health_check=list(HealthCheck))
     @given(operation.as_strategy(generation_mode=mode))
     def each(case: Case) -> None:
         gateway.check(case, mode is GenerationMode.NEGATIVE)

@@ -18,6 +18,7 @@ from router.gateway.errors import ApiError
 from sglang_fair.common.caller import Caller
 from sglang_fair.settings.setting import SettingError
 from sglang_fair.tenants.model import Limits, Tenant
+from tests.support.budget import examples
 from tests.support.ports import free_port
 from tests.support.waiting import eventually
 
@@ -142,7 +143,7 @@ def test_a_refusal_charges_nothing() -> None:
     run(body)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     requests=st.lists(
         st.tuples(

@@ -20,6 +20,7 @@ from router.gateway.request.names import Names
 from router.gateway.request.parse import parse
 from router.gateway.request.tokens import Tokens
 from sglang_fair.common.token_ids import comment
+from tests.support.budget import examples
 from tests.support.stand_in import Engine, make_tokenizer
 
 KINDS = ("chat", "completions", "generate")
@@ -135,7 +136,7 @@ class Client:
         }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     kind=st.sampled_from(KINDS),
     limit=st.integers(1, 40),
@@ -284,7 +285,7 @@ def with_losses(client: Client, engine: Engine, cuts: list[int], rng: random.Ran
     client.read(engine, rng, None)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(
     kind=st.sampled_from(KINDS),
     limit=st.integers(1, 40),

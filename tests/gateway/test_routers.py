@@ -27,6 +27,7 @@ from router.gateway.routing.merged import added, merged, merged_workers
 from router.gateway.routing.routers import BACK_S, Routers
 from router.placement import build
 from sglang_fair.core.interactions import Interaction
+from tests.support.budget import examples
 
 NAMES = ("tcp://a:1", "tcp://b:1", "tcp://c:1")
 CLIENTS = [f"client {number}" for number in range(300)]
@@ -186,7 +187,7 @@ class Site:
                 core.handle(event, self.now_s, b"g")
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     steps=st.lists(
         st.tuples(

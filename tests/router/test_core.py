@@ -47,6 +47,7 @@ from router.placement import PLACEMENTS, build
 from router.placement.contract import Holding
 from router.placement.d2lpm import D2lpm
 from router.wire import pack_tokens
+from tests.support.budget import examples
 
 PROMPT = np.arange(64, dtype="<u4").tobytes()
 
@@ -377,7 +378,7 @@ def test_what_waits_for_nobody_is_refused():
     assert ask(made, "4", may_hold=True) == refused, "as if it had come now"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(
     st.sampled_from(sorted(HOLDING)),
     st.lists(
@@ -481,7 +482,7 @@ def test_only_the_peer_s_own_request_is_undone_when_it_cannot_be_reached():
     assert counts(made)["ended aborted"] == 1
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(st.sampled_from(sorted(PLACEMENTS)), st.integers(0, 2**32))
 def test_each_request_ends_once_with_every_placement(placement, seed):
     """Requests with and without deadlines, interactions, answers and failures, workers that come and go: each request
@@ -574,7 +575,7 @@ peers_say = st.tuples(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(st.lists(peers_say, max_size=60))
 def test_votes_and_requests_belong_to_their_peers(said):
     """Beside a model of two maps: worker -> the peers that call it sick, request -> its peer and worker."""
@@ -791,7 +792,7 @@ def test_messages_survive_the_wire_and_nonsense_does_not():
         decode_answer(encode(Query("q")))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(st.sampled_from([1.0, 64.0, 5000.0]), st.integers(0, 2**32))
 def test_credits_and_loads_keep_their_invariants(quantum, seed):
     """q <= Qw; loads are not negative, add up to the requests in flight, and to nothing when all is done."""

@@ -22,6 +22,7 @@ from router.radix import Match
 from sglang_fair.common.weights import Weights
 from sglang_fair.core.dlpm import Dlpm
 from sglang_fair.core.job import Job
+from tests.support.budget import examples
 
 INF = math.inf
 WEIGHTS = {"f": 1.0, "g": 2.0, "h": 0.5}
@@ -55,7 +56,7 @@ def cached(**lengths: int) -> Match:
 # ---- queues
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(
     st.lists(st.tuples(st.sampled_from("fghijkl"), st.floats(0.1, 1e7), st.floats(0, 1e4)), max_size=40),
     st.floats(0.1, 1e7),
@@ -164,7 +165,7 @@ prompts = st.tuples(
 ends = st.tuples(st.integers(0, 99), st.integers(0, 300), st.sampled_from(["ok", "ok", "aborted", "failed"]))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(
     st.sampled_from([1.0, 300.0, 5000.0, INF]),
     st.sampled_from([0.0, 0.5]),
@@ -207,7 +208,7 @@ def test_it_is_its_definition(quantum, delayed, steps):
 # ---- rules 1 and 2
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(
     st.sampled_from([50.0, 1000.0]),
     st.integers(1, 30),

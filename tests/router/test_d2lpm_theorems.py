@@ -37,6 +37,7 @@ from sglang_fair.core.lpm import Lpm
 from sglang_fair.core.policy import Policy
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.vtc import Vtc
+from tests.support.budget import examples
 from tests.support.engine_model import (
     ClientHabit,
     EngineCase,
@@ -50,7 +51,7 @@ from tests.support.engine_model import (
 
 pytestmark = pytest.mark.slow
 
-THEOREMS = settings(max_examples=6, deadline=None, derandomize=True)
+THEOREMS = settings(max_examples=examples(6))
 INF = float("inf")
 CREDITED = ("d2lpm", "d2lpm-tokens", "d2lpm-time", "d2lpm-queue")
 
@@ -407,7 +408,7 @@ def plans(draw, *, steps: int = 40) -> Plan:
 
 
 @pytest.mark.parametrize("placement", sorted(PLACEMENTS))
-@settings(THEOREMS, max_examples=4)
+@settings(THEOREMS, max_examples=examples(4))
 @given(plan=plans())
 def test_backlogged_clients_differ_by_at_most_the_bound_of_all_workers(placement, plan):
     """Theorems 5.1 (both wait everywhere) and 5.2 (one does), whatever the placement is."""
@@ -440,7 +441,7 @@ def test_a_cache_blind_turn_adds_the_bounds_up_too(plan):
 # ---- workers that die and come back
 
 
-@settings(THEOREMS, max_examples=8)
+@settings(THEOREMS, max_examples=examples(8))
 @given(
     plan=plans(),
     placement=st.sampled_from((*CREDITED, "round_robin")),
@@ -556,7 +557,7 @@ def test_who_never_leaves_its_prefix_falls_behind_without_end(placement):
 # ---- the books
 
 
-@settings(THEOREMS, max_examples=12)
+@settings(THEOREMS, max_examples=examples(12))
 @given(plan=plans(steps=25), placement=st.sampled_from([*CREDITED, *PLACEMENTS]), seed=st.integers(0, 2**20))
 def test_nothing_is_given_that_is_not_in_the_books(plan, placement, seed):
     """While workers die, drain and come back: what the ledgers charged is what the engines did, every request ends

@@ -16,6 +16,7 @@ from sglang_fair.common.weights import Weights
 from sglang_fair.core.eviction import MAX_CLAIMS
 from sglang_fair.settings.program import parse
 from tests.router.test_radix import PAGE, STEPS, Pair, Prefix, ids
+from tests.support.budget import examples
 
 LIMIT = 6400
 """Tokens. A request adds at most 200 of them."""
@@ -143,7 +144,7 @@ def attacked(attacks: list[tuple[str, int, int]], rounds: int = 3) -> int:
 
 
 @given(ATTACKS)
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=examples(30))
 def test_small_clients_stay_known_whatever_another_does(attacks):
     assert attacked(attacks) == 192
 
@@ -249,7 +250,7 @@ def claiming(max_tree_tokens: int) -> tuple[Pair, ClaimingTree]:
 
 @pytest.mark.parametrize("limits", [st.integers(PAGE, 16), st.integers(20, 60), st.just(1_000_000)])
 def test_what_is_evicted_is_removed_and_what_is_removed_forgotten(limits):
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=examples(60))
     @given(STEPS, limits)
     def holds(steps, max_tree_tokens):
         pair, tree = claiming(max_tree_tokens)

@@ -32,6 +32,7 @@ from router.radix import Match
 from router.throttling import Throttling
 from router.wire import pack_tokens
 from sglang_fair.core.throttle import Limits, Rules
+from tests.support.budget import examples
 
 PEER = b"g"
 PROMPT = pack_tokens(range(64))
@@ -148,7 +149,7 @@ STEPS = st.lists(
 
 
 @pytest.mark.parametrize("name", PLACEMENTS)
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(steps=STEPS)
 def test_no_placement_sees_a_worker_without_the_request_s_model(
     name: str, steps: list[tuple[str, int, str]]

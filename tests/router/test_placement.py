@@ -37,6 +37,7 @@ from router.placement.preble import Preble
 from router.placement.prefix_window import PrefillCost
 from router.radix import Match
 from sglang_fair.settings.program import parse
+from tests.support.budget import examples
 from workloads.simulation import Site
 
 INF = float("inf")
@@ -383,7 +384,7 @@ class Paper:
 WORKERS = ["w0", "w1", "w2"]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(
     st.sampled_from([1, 7, 50, 1000]),
     st.lists(
@@ -431,7 +432,7 @@ def test_d2lpm_follows_a_match_of_more_than_its_threshold(name, threshold, held,
     assert placement.place(Request("", "f", b"", 1000), match, views, 0.0) == chosen
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(st.sampled_from(["d2lpm", "d2lpm-tokens"]), st.sampled_from([0.0, 0.5]), st.integers(0, 2**32))
 def test_d2lpm_refills_alike_whatever_it_follows(name, threshold, seed):
     """A threshold decides where, among the workers with credit; the books are the same: a chosen worker has credit,
@@ -647,7 +648,7 @@ def test_d2lpm_a_smaller_capacity_takes_credit_and_no_debt_away():
     assert placement.credits(1) == {"f": {"a": 1000, "b": 1500}}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(
     st.lists(st.tuples(st.sampled_from("fgh"), st.sampled_from(WORKERS), st.integers(0, 10**6)), max_size=30),
     st.sampled_from([0.5, 1.0, 64.0]),
@@ -847,7 +848,7 @@ def test_least_requests_and_least_tokens_see_different_loads():
     assert build("least_tokens").place(request, Match(), tied, 0.0) == "b"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=6), st.integers(0, 1000))
 def test_power_of_two_takes_the_less_loaded_of_two(loads, seed):
     views = [View(f"w{number}", load) for number, load in enumerate(loads)]
@@ -917,7 +918,7 @@ def by_time(**values) -> D2lpmTime:
     return placement
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(
     st.integers(0, 2000), st.integers(0, 2000), st.integers(0, 200), st.integers(0, 1000), st.integers(0, 9)
 )
@@ -934,7 +935,7 @@ def test_d2lpm_time_weighs_saved_prefill_against_queueing(prefill, held, decode,
     assert chosen == ("a" if at_a_ms <= at_b_ms else "b")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(st.data())
 def test_d2lpm_time_chooses_what_adds_least_to_the_sum_of_all_requests_times(data):
     """The rule by its meaning, worked out in whole milliseconds: the request's own time and everybody's delay."""
@@ -1037,7 +1038,7 @@ def test_d2lpm_time_does_not_learn_from_what_was_not_served():
     assert not placement._sent
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(st.lists(st.tuples(st.floats(min_value=0), st.floats(0, 1e12)), max_size=400))
 def test_a_pace_stays_positive_and_finite_whatever_is_reported(samples):
     pace = Pace(1e-3)

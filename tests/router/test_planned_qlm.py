@@ -32,6 +32,7 @@ from router.placement import build
 from router.planner import answers
 from sglang_fair.cluster import explain, queues
 from sglang_fair.cluster.status import render
+from tests.support.budget import examples
 
 MODELS = ("a", "b")
 
@@ -125,7 +126,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120))
 @given(STEPS, st.integers(0, 2**32))
 def test_whatever_a_planner_says_each_request_is_served_once(steps: list[tuple], seed: int) -> None:
     site = Site(seed)

@@ -40,6 +40,7 @@ from router.queues.problem import FAR_S, Demand, Problem, Queue, faults
 from router.silence import OwnTime
 from router.throttling import Throttling
 from sglang_fair.core.throttle import PREDICTED_S, make_rules
+from tests.support.budget import examples
 from tests.support.planned_queues import GROUPS, Queues, small
 from tests.support.queue_problems import a_problem
 
@@ -291,7 +292,7 @@ def test_time_alone_places_what_waits() -> None:
 PEERS = st.sampled_from([b"p", b"q", b"r"])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(
     st.lists(
         st.one_of(
@@ -429,7 +430,7 @@ def test_a_question_that_cannot_be_planned_is_refused() -> None:
         decode_answer(msgspec.msgpack.encode(whole))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(st.binary(max_size=40), st.integers(0, 400), st.integers(0, 2**32))
 def test_a_damaged_message_is_refused_or_is_a_message(garbage: bytes, at: int, seed: int) -> None:
     whole = encode(Plan(3, {"w0": (1, 2), "w1": ()}, 2, 1.5, 0.25, 0.5, Shortage(2, 1, {"m": 1}, "why")))
@@ -449,7 +450,7 @@ def test_a_damaged_message_is_refused_or_is_a_message(garbage: bytes, at: int, s
 # -- answers
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(st.integers(0, 2**32), st.integers(0, 8), st.integers(1, 4))
 def test_the_answer_is_the_plan_and_a_shortage_is_told_if_there_is_one(
     seed: int, groups: int, workers: int

@@ -29,6 +29,7 @@ from router.placement import build
 from router.placement.qlm import Qlm
 from router.queues.backlog import MOST, PATIENCE_S, STAND_INS
 from router.wire import pack_tokens
+from tests.support.budget import examples
 
 FEEDER, GATEWAY = b"feeder", b"gateway"
 KV_TOKENS = 2_000
@@ -295,7 +296,7 @@ class Feeders(RuleBasedStateMachine):
 
 
 TestFeeders = Feeders.TestCase
-TestFeeders.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestFeeders.settings = settings(max_examples=examples(60), stateful_step_count=30)
 
 
 @pytest.mark.parametrize("name", ["stand-in 1", "made up"])

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.radix import Hold, Match, RadixTree
+from tests.support.budget import examples
 
 PAGE = 2
 BLOCK_PAGES = {"a": 1, "b": 2, "c": 1}
@@ -147,7 +148,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(STEPS, PROMPTS)
 def test_tree_is_the_model(steps, probe):
     pair = Pair(max_tree_tokens=1_000_000)
@@ -163,7 +164,7 @@ def test_tree_is_the_model(steps, probe):
         assert pair.tree.holdings(worker) == pair.model.holdings(worker)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(STEPS, st.integers(PAGE, 16))
 def test_bounded_tree_claims_no_more_than_the_model(steps, max_tree_tokens):
     pair = Pair(max_tree_tokens)
@@ -361,7 +362,7 @@ def test_a_parent_that_was_used_longer_ago_than_its_children_stays():
     assert tree.evicted_tokens == 2
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(STEPS, st.integers(PAGE, 60))
 def test_what_a_replica_holds_is_evicted_last_and_never_while_there_is_room(steps, max_tree_tokens):
     pair = Pair(max_tree_tokens)

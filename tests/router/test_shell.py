@@ -52,6 +52,7 @@ from router.wire import (
     pack_tokens,
     unpack_tokens,
 )
+from tests.support.budget import examples
 from tests.support.waiting import wait_until
 
 DEADLINE_S = 60.0
@@ -703,7 +704,7 @@ def test_without_replay_a_gap_is_lost_at_once() -> None:
     assert follower.ask_from is None
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120))
 @given(
     times=st.lists(st.integers(0, 2), min_size=1, max_size=30),
     echoes=st.lists(st.none() | st.integers(1, 9), min_size=30, max_size=30),

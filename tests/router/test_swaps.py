@@ -34,6 +34,7 @@ from router.placement.centralized_dlpm import CentralizedDlpm
 from router.placement.contract import Holding, Swapping
 from router.swaps import LONGEST_RETRY_S, RETRY_S, Phase, Swaps
 from router.wire import pack_tokens
+from tests.support.budget import examples
 
 PEER = b"g"
 PROMPT = pack_tokens(range(64))
@@ -306,7 +307,7 @@ class Machine:
 
 
 @pytest.mark.parametrize("name", [*PLACEMENTS, "wishes"])
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(steps=STEPS)
 def test_no_worker_is_sent_anything_while_it_swaps(name: str, steps: list[tuple[str, int, str]]) -> None:
     placement: Any = Wishes() if name == "wishes" else build(name)

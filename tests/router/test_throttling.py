@@ -35,6 +35,7 @@ from router.placement.d2lpm import D2lpm
 from router.throttling import SETTLE_S, Kind, Throttling
 from sglang_fair.core.interactions import MOST_CALLS, MOST_OPEN, SILENCE_S, Interaction, Interactions
 from sglang_fair.core.throttle import Limits, Rules
+from tests.support.budget import examples
 
 PROMPT = bytes(64)
 LIMIT = 3
@@ -243,7 +244,7 @@ HABITS: dict[str, Callable[[int], dict[str, object]]] = {
 """What a call of a client says that wants more than its limit."""
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20))
 @given(
     habits=st.lists(st.sampled_from(sorted(HABITS)), min_size=1, max_size=3),
     aborts=st.booleans(),
@@ -308,7 +309,7 @@ def settling() -> Router:
     return made
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(st.integers(0, 2**32))
 def test_no_call_of_an_open_interaction_is_refused_whatever_restarts(seed: int) -> None:
     """Two gateways, replicas that die, a router that is restarted. A gateway notices that within `SETTLE_S`, and calls

@@ -25,6 +25,7 @@ from router.placement.queues import Queues
 from router.wire import namespace
 from sglang_fair.common.caller import GROUP_MARK, salted
 from sglang_fair.common.weights import KEPT, MOST_WEIGHT, Weights
+from tests.support.budget import examples
 
 PROMPT = np.arange(64, dtype="<u4").tobytes()
 WEIGHED = sorted(name for name in PLACEMENTS if build(name).weights is not None)
@@ -87,7 +88,7 @@ def test_ten_thousand_names_with_weights_leave_little():
 WEIGHT = st.sampled_from([0.01, 0.5, 1.0, 3.0, 700.0])
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=examples(200))
 @given(
     sent=st.lists(st.tuples(st.sampled_from("fgh"), st.integers(0, 1), st.floats(1, 1e6)), max_size=20),
     changes=st.lists(st.tuples(st.integers(0, 20), st.sampled_from("fgh"), WEIGHT), max_size=8),
@@ -114,7 +115,7 @@ def test_queues_are_as_if_the_weight_had_always_been_this_one(sent, changes, mor
         assert queues.delays(queues.of(client), units) == pytest.approx(fresh.delays(fresh.of(client), units))
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=examples(100))
 @given(steps=st.lists(st.tuples(st.sampled_from("fg"), WEIGHT, st.integers(1, 400)), max_size=30))
 def test_credit_is_never_above_the_quantum_of_now(steps):
     placement = build("d2lpm", worker_quantum=100.0)
@@ -178,7 +179,7 @@ def test_the_tree_is_shared_out_by_the_new_weight():
 PARTS = st.text(alphabet="ag\x1d\x1e\x1f\\s", max_size=5)
 
 
-@settings(max_examples=500, deadline=None, derandomize=True)
+@settings(max_examples=examples(500))
 @given(one=st.tuples(PARTS, PARTS, PARTS), other=st.tuples(PARTS, PARTS, PARTS))
 @example(("", "a\x1fb", ""), ("", "a", "b\x1f"))
 @example(("", "a", "b\x1f"), ("", "a\x1fb", ""))

@@ -14,6 +14,7 @@ from sglang_fair.sim.answers import answer
 from sglang_fair.sim.host import HostPool
 from sglang_fair.sim.replica import Event, Finished, Progress, Removed
 from tests.sim.test_replica import SMALL, STEP, Seconds, drain, finished, new, packed, request
+from tests.support.budget import examples
 
 HOST = replace(SMALL, host_tokens=2000, host_token_s=0.001)
 
@@ -105,7 +106,7 @@ def test_who_does_not_decode_is_not_evicted():
 
 
 @given(st.integers(0, 10_000), st.integers(0, 3000))
-@hypothesis_settings(max_examples=60, deadline=None)
+@hypothesis_settings(max_examples=examples(60))
 def test_nothing_is_lost_or_said_twice_whoever_is_taken_back_when(seed, host_tokens):
     """Every request ends once, with all of its answer; tokens are told in order, once; the pool and the host add up."""
     rng = Random(seed)

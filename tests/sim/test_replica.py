@@ -38,6 +38,7 @@ from sglang_fair.sim.replica import (
     Stored,
 )
 from tests.support import fork_server
+from tests.support.budget import examples
 from tests.support.sim_traces import LOADS, Traced, load
 
 
@@ -420,7 +421,7 @@ def play(
     return replica, told
 
 
-@hypothesis_settings(deadline=None, max_examples=25)
+@hypothesis_settings(max_examples=examples(25))
 @given(CASES, st.sampled_from(POLICIES), st.sampled_from([None, Quadratic(d=64.0)]), st.booleans())
 def test_a_jump_is_the_same_as_its_steps(case, policy, cost, says_weights):
     """Same events at the same times, same charges, same meters, whether 50 steps are taken at once, or each alone; and
@@ -492,7 +493,7 @@ def told(events: Sequence[Event]) -> list[Event]:
     return kept
 
 
-@hypothesis_settings(deadline=None, max_examples=25)
+@hypothesis_settings(max_examples=examples(25))
 @given(CASES, st.sampled_from(POLICIES), st.booleans())
 def test_every_request_ends_once_and_nothing_is_lost(case, policy, shared_prices):
     replica, events = play(

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from sglang_fair.tenants import edit, file, keys
 from sglang_fair.tenants.__main__ import main
 from sglang_fair.tenants.model import Limits, Tenant
+from tests.support.budget import examples
 
 TEXT = """\
 # head
@@ -120,7 +121,7 @@ STEPS = st.lists(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(60))
 @given(steps=STEPS)
 def test_any_changes_leave_what_was_wanted(tmp_path: Path, steps: list[tuple[str, str]]) -> None:
     path = tmp_path / "t.yaml"

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.budget import examples
 from workloads.programs import Call, Execution, PackedCodec, TextCodec, TokenCodec
 from workloads.statistics import statistics
 from workloads.traces import (
@@ -86,7 +87,7 @@ def chained(choices: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(int("1" + "".join(map(str, choices[: k + 1])) + "0") for k in range(len(choices)))
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     st.lists(st.tuples(BLOCKS, st.integers(1, BLOCK_TOKENS)), min_size=2, max_size=5),
     st.sampled_from([BYTES, PackedCodec(), TextCodec()]),

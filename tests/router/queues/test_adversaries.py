@@ -12,6 +12,7 @@ from router.placement.qlm import Qlm
 from router.radix import Match
 from sglang_fair.common.deadlines import Promise
 from tests.router.queues.cluster import Asked, ByQlm, Engine, lengths, serve
+from tests.support.budget import examples
 
 
 def engines(count: int = 2, kv_tokens: int = 20_000) -> list[Engine]:
@@ -89,7 +90,7 @@ def test_ten_thousand_names_share_alike_and_leave_nothing() -> None:
     assert (len(qlm.queues.groups), len(qlm.shares)) == (0, 0)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(st.integers(0, 2**32))
 def test_each_request_leaves_once_and_sending_again_gains_nothing(seed: int) -> None:
     """Arrivals, withdrawals, the same ids again, ends that fail, workers that go, other tiers, plans of nonsense."""

@@ -19,6 +19,7 @@ from sglang_fair.sim.cost_model import kv_tokens, make_cost_model
 from sglang_fair.sim.gpus import GPUS
 from sglang_fair.sim.replica import Finished, Progress, Replica, Settings, SimRequest
 from sglang_fair.sim.shapes import SHAPES
+from tests.support.budget import examples
 
 MOST_TOKENS = 2_048
 QUEUED = 3_000
@@ -155,7 +156,7 @@ def test_qlm_p3_short_queues_are_not_under_estimated(machine: str, requests: int
 # ---- rates
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.floats(1e-6, 1e-2), st.floats(1e-6, 1e-1), st.sampled_from(["steps", "mixed"]), st.integers(0, 2**32)
 )

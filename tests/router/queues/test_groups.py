@@ -11,6 +11,7 @@ from router.queues.centres import centres
 from router.queues.group import Group
 from router.queues.groups import MOST_KINDS, Groups, lengths
 from router.queues.line import Queued
+from tests.support.budget import examples
 
 
 def queued(
@@ -34,7 +35,7 @@ def waiting(group: Group) -> list[str]:
     return [entry.request.id for entry in group.line]
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.integers(0, 2**32), st.sampled_from([1.0, 4.0]), st.sampled_from([1.0, 3.0]), st.booleans())
 def test_qlm_p1_each_request_is_in_one_pure_group_of_limited_size_in_order(
     seed: int, delta: float, batch: float, prefixes: bool

@@ -26,6 +26,7 @@ from router.queues.problem import (
 )
 from router.queues.search import MOST_WORK, search
 from router.queues.weigh import State
+from tests.support.budget import examples
 from tests.support.queue_problems import a_problem, all_orders, best_of_all
 
 LITTLE_WORK = MOST_WORK // 50
@@ -48,7 +49,7 @@ def close(one: Worth, other: Worth) -> bool:
 # ---- QLM-P4: against brute force and the program
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(SEEDS, st.integers(1, 4), st.integers(1, 2), TIGHT)
 def test_qlm_p4_the_program_is_as_good_as_the_best_of_all_orders(
     seed: int, groups: int, workers: int, tight: float
@@ -62,7 +63,7 @@ def test_qlm_p4_the_program_is_as_good_as_the_best_of_all_orders(
     assert found.waiting_s == pytest.approx(best.waiting_s, abs=0.05)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(SEEDS, st.integers(1, 5), st.integers(1, 2), TIGHT)
 def test_qlm_p4_the_search_is_never_better_than_the_best_of_all_orders_nor_worse_than_edf(
     seed: int, groups: int, workers: int, tight: float
@@ -107,7 +108,7 @@ def test_qlm_p4_the_search_is_optimal_in_nearly_all_small_cases() -> None:
     assert optimal >= 39
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(SEEDS, st.integers(2, 30), st.integers(1, 6), TIGHT)
 def test_the_search_keeps_every_rule_and_says_what_its_orders_are_worth(
     seed: int, groups: int, workers: int, tight: float
@@ -120,7 +121,7 @@ def test_the_search_keeps_every_rule_and_says_what_its_orders_are_worth(
     assert found.worth <= found.start <= worth(problem, edf(problem)).rounded()
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(SEEDS, st.integers(2, 9), st.integers(1, 4))
 def test_what_a_change_is_worth_is_what_the_definition_says(seed: int, groups: int, workers: int) -> None:
     """For every place of every queue, and for every group of another queue to change places with."""
@@ -181,7 +182,7 @@ def test_the_same_problem_has_the_same_plan_and_less_work_is_not_exceeded() -> N
     assert one.worth < least.worth
 
 
-@settings(max_examples=6)
+@settings(max_examples=examples(6))
 @given(SEEDS)
 def test_a_plan_takes_the_better_of_search_and_program(seed: int) -> None:
     problem = a_problem(Random(seed), 4, 2, tight=0.3)
@@ -199,7 +200,7 @@ def test_a_plan_takes_the_better_of_search_and_program(seed: int) -> None:
 # ---- QLM-P5, P6
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.lists(st.tuples(st.integers(1, 20), st.integers(0, 60)), min_size=1, max_size=6))
 def test_qlm_p5_one_model_is_in_time_if_and_only_if_it_is_in_the_order_of_slack_and_drain(
     groups: list[tuple[int, int]],
@@ -217,7 +218,7 @@ def test_qlm_p5_edf_by_slack_does_not_do() -> None:
     assert plan(problem).is_feasible
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(SEEDS, st.integers(1, 20), st.integers(1, 4))
 def test_qlm_p6_swaps_are_at_most_the_boundaries_between_models(seed: int, groups: int, workers: int) -> None:
     problem = a_problem(Random(seed), groups, workers, models=3)
@@ -254,7 +255,7 @@ def test_a_deadline_that_a_swap_still_meets_interrupts_the_loaded_model() -> Non
 # ---- QLM-P9: what cannot be met
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(SEEDS, st.integers(1, 25), st.integers(1, 4))
 def test_qlm_p9_what_cannot_be_in_time_is_planned_all_the_same(seed: int, groups: int, workers: int) -> None:
     problem = a_problem(Random(seed), groups, workers, models=3)
@@ -267,7 +268,7 @@ def test_qlm_p9_what_cannot_be_in_time_is_planned_all_the_same(seed: int, groups
     assert told.more is None or not any(one.tier == 0 for one in hopeless.demands)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(SEEDS, st.integers(2, 7), st.integers(1, 2))
 def test_qlm_p9_so_many_replicas_do_and_fewer_than_the_least_never(
     seed: int, groups: int, workers: int
@@ -306,7 +307,7 @@ def test_qlm_p9_the_least_number_follows_from_the_work() -> None:
 # ---- tiers, and who lies
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(SEEDS, st.integers(2, 12), st.integers(1, 3))
 def test_tier_1_never_stands_before_tier_0_whatever_deadlines_it_claims(
     seed: int, groups: int, workers: int
@@ -368,7 +369,7 @@ def test_nothing_to_plan() -> None:
     assert not can_serve(problem.queues[0], Demand(1, "m", 0.0, {}))
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(SEEDS)
 def test_a_problem_travels_to_the_planner_s_process(seed: int) -> None:
     problem = a_problem(Random(seed), 5, 2)

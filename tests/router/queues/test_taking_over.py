@@ -12,6 +12,7 @@ from router.queues.taking_over import LAST
 from router.queues.virtual import VirtualQueues
 from router.queues.worker import Worker
 from tests.router.queues.test_virtual import add, check, queued
+from tests.support.budget import examples
 
 SWAP_S = 5.0
 SWAPS = {"a": SWAP_S, "b": SWAP_S}
@@ -71,7 +72,7 @@ def test_half_of_a_group_that_has_begun_is_taken_over() -> None:
     check(site)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20))
 @given(st.integers(0, 2**32), st.sampled_from(["ab", "abb", "aabb"]))
 def test_whatever_is_asked_for_and_when_swaps_are_bounded(seed: int, models: str) -> None:
     """The adversary sees every state, and asks for the model that has just been given up."""

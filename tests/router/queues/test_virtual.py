@@ -21,6 +21,7 @@ from router.queues.pulls import OVERDUE_EVERY
 from router.queues.shares import Shares
 from router.queues.virtual import VirtualQueues
 from router.queues.worker import Worker
+from tests.support.budget import examples
 
 SWAPS = {"a": 10.0, "b": 10.0}
 
@@ -83,7 +84,7 @@ def check(site: VirtualQueues) -> None:
         assert site.of(name).in_flight_tokens == pytest.approx(sum(held.values()))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.integers(0, 2**32))
 def test_every_group_is_in_one_queue_and_nobody_of_tier_1_before_tier_0(seed: int) -> None:
     """Requests come and go, workers come and go, models change, and plans are stale or made up."""
@@ -280,7 +281,7 @@ def test_what_nobody_can_serve_waits_for_a_worker() -> None:
     assert (site.stranded, len(site.groups)) == ([], 0)
 
 
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 @given(st.integers(0, 2**32), st.sampled_from([1, 200]))
 def test_a_flood_that_claims_the_tightest_deadlines_does_not_delay_who_is_within_its_share(
     seed: int, flood_tokens: int
