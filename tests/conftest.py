@@ -4,6 +4,7 @@ import gc
 import importlib
 import json
 import os
+import signal
 import warnings
 from collections.abc import Iterator
 
@@ -18,6 +19,10 @@ from tests.support.wheel import Built, Installed, build, install
 settings.load_profile(budget.PUSH)  # which --hypothesis-profile=nightly replaces
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 fork_server.announce()
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # `make test &` in a script: children would inherit that
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 LONGEST = ("workloads/test_experiments", "whole/test_faults", "whole/test_swaps", "overlay/test_preempt")

@@ -893,13 +893,23 @@ class TestConsole:
 def test_a_whole_cluster_survives_a_dead_scheduler_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`sglang-fair cluster --json` as a program uses it: one real replica, router and gateway."""
+    """`sglang-fair cluster --json` as a script uses it, in whose background SIGINT is ignored until the cluster takes it:
+    one real replica, router and gateway."""
     monkeypatch.delenv(fork_server.PREFIX)
     log = tmp_path / "log"
-    command = [sys.executable, "-m", "sglang_fair.cli", "cluster", "--replicas", "1", "--device", "cpu"]
+    command = [
+        "sh",
+        "-c",
+        "trap '' INT; exec \"$@\"",
+        "sh",
+        sys.executable,
+        "-m",
+        "sglang_fair.cli",
+        "cluster",
+    ]
     with log.open("w") as errors:
         running = subprocess.Popen(
-            [*command, "--model", "tiny", "--port", "0", "--json"],
+            [*command, "--replicas", "1", "--device", "cpu", "--model", "tiny", "--port", "0", "--json"],
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,

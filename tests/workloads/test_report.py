@@ -604,14 +604,13 @@ def test_a_cluster_that_does_not_start_says_why(tmp_path):
         pass
 
 
-def test_a_cluster_is_interrupted_at_the_end(tmp_path):
+def test_a_cluster_is_asked_to_end(tmp_path):
     script = tmp_path / "cluster.py"
     script.write_text(
-        "import json, pathlib, sys, time\n"
-        "try:\n"
-        "    print(json.dumps({'gateway': 'http://g', 'replicas': ['http://r']}), flush=True)\n"
-        "    time.sleep(60)\n"
-        f"except KeyboardInterrupt:\n    pathlib.Path({str(tmp_path / 'ended')!r}).touch()\n"
+        "import json, pathlib, signal\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])\n"
+        "print(json.dumps({'gateway': 'http://g', 'replicas': ['http://r']}), flush=True)\n"
+        f"signal.sigwait([signal.SIGTERM])\npathlib.Path({str(tmp_path / 'ended')!r}).touch()\n"
     )
     spawn = SpawnCluster(table.Cluster(), tmp_path / "logs", command=(sys.executable, str(script)))
     with spawn("d2lpm", "dlpm") as cluster:

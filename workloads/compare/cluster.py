@@ -167,9 +167,12 @@ def _first_line(process: "subprocess.Popen[str]", timeout_s: float) -> str:
 
 
 def _end(process: "subprocess.Popen[str]", timeout_s: float) -> None:
-    """Interrupt the supervisor, which ends its children. Kill its whole session if it does not end in time."""
+    """Ask the supervisor to end, and its children with it. Kill its whole session if it does not end in time.
+
+    By SIGTERM: a shell without job control starts what it puts into the background with SIGINT ignored.
+    """
     if process.poll() is None:
-        process.send_signal(signal.SIGINT)
+        process.terminate()
     try:
         process.wait(timeout_s)
     except subprocess.TimeoutExpired:
