@@ -1,7 +1,7 @@
 """DLPM, Figure 7: three kinds of programs, two kinds of misbehaviour, one to eight A100s, five schedulers."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,14 @@ from workloads.experiments import style
 from workloads.experiments.claims import Drawing, shown
 from workloads.experiments.contract import SEEDS, Cell, Json, Result, Size
 from workloads.experiments.curves import Line
-from workloads.experiments.dlpm_fig7_setting import KINDS, SCHEDULERS, is_cut, latency, shown_latency
+from workloads.experiments.dlpm_fig7_setting import (
+    KINDS,
+    SCHEDULERS,
+    SHIPPED_STEPS,
+    is_cut,
+    latency,
+    shown_latency,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
@@ -23,6 +30,16 @@ NUMBERS = (1, 2, 4, 8)
 """Of GPUs. With the largest there is one seed, with the others there are three."""
 
 LENGTH_S = 240.0
+
+STALL_BOUND = "d2lpm-stall"
+"""D2LPM with the bound on prefill steps, and the target that goes with it, that replicas have by default. All others
+here compute prompts first, as the paper's did."""
+COLUMNS: Mapping[str, str] = {
+    "d2lpm": SCHEDULERS["d2lpm"].label,
+    STALL_BOUND: "D2LPM, stall bound",
+    **{name: chosen.label for name, chosen in SCHEDULERS.items()},
+}
+"""What tables and figures call each scheduler, by the last part of a cell's name."""
 
 AHEAD = 0.01
 """Throughputs that differ by less count as equal."""
@@ -36,20 +53,26 @@ class Figure7(setting.ScenarioExperiment):
     def cells(self, size: Size) -> Sequence[Cell]:
         full = size == "full"
         duration_s, numbers = (LENGTH_S, NUMBERS) if full else (15.0, NUMBERS[:2])
+
+        def cell(scenario: str, replicas: int, column: str, scheduler: str, **more: Json) -> Cell:
+            seeds = SEEDS if full and replicas < max(numbers) else SEEDS[:1]
+            name = f"{scenario}-d{replicas}-{column}"
+            found = setting.cell(name, scenario, scheduler, replicas, duration_s, seeds=seeds, **more)
+            return replace(found, label=COLUMNS[column])
+
         return [
-            setting.cell(
-                f"{scenario}-d{replicas}-{scheduler}",
-                scenario,
-                scheduler,
-                replicas,
-                duration_s,
-                seeds=SEEDS if full and replicas < max(numbers) else SEEDS[:1],
-            )
+            one
             for replicas in numbers
             for row in PANELS
             for scenario in row
-            for scheduler, chosen in SCHEDULERS.items()
-            if chosen.single or replicas > 1
+            for one in (
+                *(
+                    cell(scenario, replicas, name, name)
+                    for name, chosen in SCHEDULERS.items()
+                    if chosen.single or replicas > 1
+                ),
+                cell(scenario, replicas, STALL_BOUND, "d2lpm", **SHIPPED_STEPS),
+            )
         ]
 
     def values(self, results: Mapping[str, Result]) -> Mapping[str, Json]:
@@ -59,9 +82,9 @@ class Figure7(setting.ScenarioExperiment):
             "throughput": {name: gain(grid.rates(name)) for name in others},
             "latency": {name: gain(grid.latencies(name), 2 * grid.count(name)) for name in others},
             "gains": [
-                {"what": what, "name": name, "beside": SCHEDULERS[name].label} | _shown_gain(ratios)
+                {"what": what, "name": name, "beside": COLUMNS[name]} | _shown_gain(ratios)
                 for what, of in (("throughput", grid.rates), ("latency", grid.latencies))
-                for name in ("vtc", "rr", "preble", "cache-aware")
+                for name in ("vtc", "rr", "preble", "cache-aware", STALL_BOUND)
                 if (ratios := of(name))
             ],
             "preble": _beside_preble(grid),
@@ -69,6 +92,7 @@ class Figure7(setting.ScenarioExperiment):
                 f"{above}_{below}": _order(grid, above, below)
                 for above, below in (("vtc", "d2lpm"), ("d2lpm", "preble"), ("preble", "rr"))
             },
+            "stall": _stall_bound(grid),
             "points": {measure.name: _rows(grid, measure) for measure in MEASURES},
             **_asides(grid),
         }
@@ -194,6 +218,16 @@ def _beside_preble(grid: Grid) -> dict[str, Json]:
     }
 
 
+def _stall_bound(grid: Grid) -> dict[str, Json]:
+    """What the default bound on prefill steps changes: D2LPM with it over D2LPM without."""
+    return {
+        "bound_ms": SHIPPED_STEPS["stall_ms"],
+        "rate": gain(grid.rates("d2lpm", over=STALL_BOUND)),
+        "p50": gain(grid.latencies(STALL_BOUND, percents=(50,))),
+        "p99": gain(grid.latencies(STALL_BOUND, percents=(99,))),
+    }
+
+
 def _order(grid: Grid, above: str, below: str) -> dict[str, Json]:
     """At how many points one scheduler's Jain's index is at least, or above, another's."""
     pairs = [
@@ -284,10 +318,7 @@ MEASURES = (
 def _rows(grid: Grid, measure: GridMeasure) -> list[dict[str, str]]:
     return [
         {"workload": _workload(point[0]), "gpus": f"{point[1]}"}
-        | {
-            name.replace("-", "_"): _entry(grid.get(point, name), measure.path(point[0]))
-            for name in SCHEDULERS
-        }
+        | {name.replace("-", "_"): _entry(grid.get(point, name), measure.path(point[0])) for name in COLUMNS}
         for point in grid.points
     ]
 
@@ -306,13 +337,13 @@ def _draw_panels(grid: Grid, measure: GridMeasure) -> Callable[["Canvas"], None]
         for row, names in zip(axes, PANELS, strict=True):
             for panel, scenario in zip(row, names, strict=True):
                 lines: dict[str, Line] = {}
-                for scheduler, chosen in SCHEDULERS.items():
+                for scheduler, label in COLUMNS.items():
                     there = [
                         (number, result.median(measure.path(scenario)))
                         for number in grid.numbers
                         if (result := grid.get((scenario, number), scheduler)) is not None
                     ]
-                    lines[chosen.label] = [at for at, _ in there], [value for _, value in there]
+                    lines[label] = [at for at, _ in there], [value for _, value in there]
                 panel.set_xscale("log", base=2)
                 style.scheduler_lines(panel, lines, marker="o", markersize=4)
                 panel.set_xticks(grid.numbers, [f"{number}" for number in grid.numbers])
@@ -320,6 +351,6 @@ def _draw_panels(grid: Grid, measure: GridMeasure) -> Callable[["Canvas"], None]
                 style.label(panel, "D, GPUs", measure.unit, _workload(scenario), legend=False)
                 panel.set_ylim(top=measure.top)
         lines_and_names = axes[0][0].get_legend_handles_labels()
-        canvas.legend(*lines_and_names, loc="outside lower center", ncols=len(SCHEDULERS), fontsize=8)
+        canvas.legend(*lines_and_names, loc="outside lower center", ncols=len(COLUMNS), fontsize=8)
 
     return draw

@@ -15,6 +15,7 @@ Clients have as many connections as they like, so requests wait at the replicas,
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from sglang_fair.settings.table import Cluster
 from workloads.clients import SCENARIOS, Client, Scale
 from workloads.experiments.contract import Cell, Json, Result, Simulated, TrafficSpec
 from workloads.measures import ClientSummary, Percentile, summarize
@@ -28,6 +29,12 @@ LOAD = 1.0
 REQUESTS_PER_QUANTUM = 4
 PROGRAMS_PER_WORKER_QUANTUM = 16
 MAX_RUNNING = 256
+
+SHIPPED_STEPS: Mapping[str, Json] = {
+    "stall_ms": Cluster.stall_ms,
+    "target_tpot_ms": Cluster.target_tpot_ms,
+}
+"""Fields of a site whose replicas share steps as `sglang-fair cluster` has it, unless told otherwise."""
 
 DRAIN_S = 240.0
 """After the last arrival, the well-behaved clients' programs are waited for at most so long."""
