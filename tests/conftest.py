@@ -13,26 +13,50 @@ from hypothesis import settings
 
 from sglang_fair.engines import cpu
 from tests.support import budget, fork_server
-from tests.support.live import Cluster, Replica
+from tests.support.live import Replica
 from tests.support.wheel import Built, Installed, build, install
 
 settings.load_profile(budget.PUSH)  # which --hypothesis-profile=nightly replaces
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 fork_server.announce()
-if (
-    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-):  # `make test &` in a script: children would inherit that
+# `make test &` in a script: children would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-LONGEST = ("workloads/test_experiments", "whole/test_faults", "whole/test_swaps", "overlay/test_preempt")
-"""Files of tests that begin first where files are shared out among workers, or the last of them would run alone."""
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """All workers of pytest-xdist share one fork server. This process, which outlives them, starts it beside the
+    collection."""
+    chosen = session.config.getoption("markexpr")
+    if session.config.getoption("numprocesses", None) and "not engine" not in chosen:
+        fork_server.launch()
 
 
+NEEDS = ("machine", "browser", "e2e", "engine", "slow")
+"""What a test may need, by its mark. What waits longest begins first; what only computes fills the gaps at the end."""
+
+COMPUTE = ("tests/core/", "tests/router/", "tests/sim/")
+"""Folders whose slow tests share nothing that was started, so that each may run in any worker."""
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whole files only change places: tests of one file share what they have started."""
-    order = {f"tests/{name}.py": number for number, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: order.get(item.nodeid.partition("::")[0], len(order)))
+    """Tests that share servers run in one worker (`--dist loadgroup`): those of a group, or else of a file."""
+
+    def rank(item: pytest.Item) -> int:
+        return next((rank for rank, mark in enumerate(NEEDS) if item.get_closest_marker(mark)), len(NEEDS))
+
+    first: dict[str, int] = {}
+    groups = []
+    for item in items:
+        file, _, _ = item.nodeid.partition("::")
+        mark = item.get_closest_marker("xdist_group")
+        if mark is None and not (file.startswith(COMPUTE) and rank(item) >= NEEDS.index("slow")):
+            item.add_marker(mark := pytest.mark.xdist_group(file))
+        groups.append(mark.args[0] if mark else file)
+        first[groups[-1]] = min(first.get(groups[-1], len(NEEDS)), rank(item))
+    order = sorted(range(len(items)), key=lambda place: first[groups[place]])
+    items[:] = [items[place] for place in order]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -81,23 +105,6 @@ def sglang() -> None:
         cpu.define_torchvision_operators()
         importlib.import_module("sglang_fair.overlay.hooks")
     gc.freeze()  # or the collector looks through all of SGLang and torch again and again in the tests that follow
-
-
-SMALL_REPLICAS = ("--", "--max-running-requests", "4", "--max-total-tokens", "4096")
-
-
-@pytest.fixture(scope="session")
-def clusters() -> Iterator[tuple[Cluster, Cluster]]:
-    """D2LPM over DLPM, and round robin over LPM, side by side."""
-    fair = Cluster("--quantum", "100", "--worker-quantum", "1000", *SMALL_REPLICAS).start()
-    greedy = Cluster("--policy", "lpm", "--placement", "round_robin", *SMALL_REPLICAS).start()
-    with fair, greedy:
-        yield fair, greedy
-
-
-@pytest.fixture(scope="session")
-def fair_cluster(clusters: tuple[Cluster, Cluster]) -> Cluster:
-    return clusters[0]
 
 
 @pytest.fixture(scope="session")

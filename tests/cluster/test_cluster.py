@@ -893,8 +893,7 @@ class TestConsole:
 def test_a_whole_cluster_survives_a_dead_scheduler_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`sglang-fair cluster --json` as a script uses it, in whose background SIGINT is ignored until the cluster takes it:
-    one real replica, router and gateway."""
+    """`sglang-fair cluster --json` in a script's background, where SIGINT is ignored until the cluster takes it."""
     monkeypatch.delenv(fork_server.PREFIX)
     log = tmp_path / "log"
     command = [
