@@ -1,17 +1,12 @@
 """Another network than this process has, and a cable between the two. This process is in one of its own (unshare)."""
 
-import ctypes
 import os
-import socket
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
 
 from tests.support.waiting import wait_until
 
 FRONT, BACK = "10.9.0.1", "10.9.0.2"
 """This process's end, and the other one."""
-
-CLONE_NEWNET = 0x40000000
 
 
 def run(*words: str) -> None:
@@ -24,7 +19,8 @@ class Cable:
     def __init__(self) -> None:
         run("ip", "link", "set", "lo", "up")
         self._holder = subprocess.Popen(["unshare", "-n", "sleep", "infinity"])
-        pid = str(self._holder.pid)
+        self.pid = self._holder.pid
+        pid = str(self.pid)
         own = os.readlink("/proc/self/ns/net")
         wait_until(lambda: os.readlink(f"/proc/{pid}/ns/net") != own, "the other network")
         self.inside = ("nsenter", "--target", pid, "--net")
@@ -34,18 +30,6 @@ class Cable:
         run(*self.inside, "ip", "link", "set", "lo", "up")
         run("ip", "link", "set", "front", "up")
         self.set("up")
-
-    def socket(self, family: int, kind: int) -> socket.socket:
-        """A socket of the other network."""
-
-        def make() -> socket.socket:
-            with open(f"/proc/{self._holder.pid}/ns/net") as network:
-                if ctypes.CDLL(None, use_errno=True).setns(network.fileno(), CLONE_NEWNET):
-                    raise OSError(ctypes.get_errno(), "setns")
-            return socket.socket(family, kind)
-
-        with ThreadPoolExecutor(1) as thread:  # which alone goes there, and ends
-            return thread.submit(make).result()
 
     def set(self, state: str) -> None:
         """up or down, at the far end: this one keeps its address, at which processes here reach each other."""

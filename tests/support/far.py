@@ -1,16 +1,18 @@
 """A cluster over two networks, through cuts, kills and an eavesdropper.
 
-    unshare -rmn python -m tests.support.far FOLDER PYTHON      the programs are those of PYTHON's packages
+    unshare -rmn python -m tests.support.far FOLDER long|short FD...
 
-Prints what it has seen, as one object of JSON for each check.
+FDs are connections to a fork server, of which replicas are forked. Prints what it has seen, as one object of JSON for
+each check. The short form kills a gateway alone, whose clients have to ask again, and leaves the cable as it is.
 """
 
 import asyncio
 import json
+import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,10 @@ from router.wire import pack_tokens
 from sglang_fair.common.curve import Keys, make
 from tests.support.cable import BACK, FRONT, Cable
 from tests.support.far_load import Applications, Flood, document
-from tests.support.far_site import FarSite, Programs
+from tests.support.far_site import FarReplica, FarSite
 from tests.support.live import check_conservation
 from tests.support.packets import Packets
+from tests.support.site import Process
 from tests.support.waiting import eventually
 
 MARK = "nobody on the wire may read this secret"
@@ -198,14 +201,12 @@ async def tree(site: FarSite) -> dict[str, Any]:
     return {"prompts": 4 * len(clients), **found}
 
 
-async def kills(site: FarSite) -> dict[str, Any]:
-    """A replica, a router and a gateway die in turn and come back, while official clients ask."""
-    async with site.http.post(f"{site.urls[0]}/v1/messages", json={}) as answer:
-        has_messages = answer.status != 404
-    applications = Applications(site, each=2, has_messages=has_messages)
+async def kills(site: FarSite, victims: Sequence[FarReplica | Process]) -> dict[str, Any]:
+    """They die in turn and come back, while official clients ask."""
+    applications = Applications(site, each=2)
     await applications.goes_on()
     found: dict[str, Any] = {}
-    for victim in (site.replicas[0], site.routers[0], site.gateways[0]):
+    for victim in victims:
         before = applications.retries, Counter(applications.asked_again)
         victim.kill()
         await applications.goes_on()
@@ -228,25 +229,27 @@ async def checked(name: str, check: Callable[[], Awaitable[dict[str, Any]]]) -> 
     print(f"{name}: {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
 
 
-async def main(folder: Path, python: str) -> None:
+async def main(folder: Path, is_long: bool, forks: list[socket.socket]) -> None:
     cable = Cable()
-    programs = Programs(cable, python, folder)
     try:
-        programs.wait()
-        plain = FarSite(programs, folder / "plain", is_secure=False, replicas=1, fronts=1)
-        async with plain:
+        async with FarSite(cable, forks, folder / "plain", is_secure=False, replicas=1, fronts=1) as plain:
             await checked("overheard without keys", lambda: overheard(plain))
-        site = FarSite(programs, folder / "secure", is_secure=True, replicas=3, fronts=2, options=PLENTY)
+        count = 3 if is_long else 2
+        site = FarSite(
+            cable, forks, folder / "secure", is_secure=True, replicas=count, fronts=2, options=PLENTY
+        )
         async with site:
             await checked("overheard", lambda: overheard(site))
             await checked("strangers", lambda: strangers(site, folder))
-            await checked("kills", lambda: kills(site))
-            await checked("cut", lambda: cut(site, cable))
+            others = (site.replicas[0], site.routers[0]) if is_long else ()
+            await checked("kills", lambda: kills(site, (*others, site.gateways[0])))
+            if is_long:
+                await checked("cut", lambda: cut(site, cable))
     finally:
-        programs.close()
         cable.close()
 
 
 if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1]), sys.argv[2]))
+    connections = [socket.socket(fileno=int(number)) for number in sys.argv[3:]]
+    asyncio.run(main(Path(sys.argv[1]), sys.argv[2] == "long", connections))
     print('"ok"')

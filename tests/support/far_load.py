@@ -204,7 +204,7 @@ class Either:
 class Applications:
     """Each asks questions, one after the other, with an official client, whose own retries are its only ones."""
 
-    def __init__(self, site: FarSite, each: int, has_messages: bool) -> None:
+    def __init__(self, site: FarSite, each: int) -> None:
         fronts = range(len(site.urls))
         self._ways = [Either(library, site, at) for library in (httpx, httpx2) for at in fronts]
         clients = [way.client() for way in self._ways]
@@ -214,7 +214,7 @@ class Applications:
         """Streams that broke, and were asked for by the application once more, by whose client."""
         self._said: dict[str, str] = {}
         self._stops = False
-        asked = [self._chat, self._stream] + [self._message, self._message_stream] * has_messages
+        asked = [self._chat, self._stream, self._message, self._message_stream]
         base = f"{site.scheme}://gateway"
         self._openai = [
             openai.AsyncOpenAI(base_url=f"{base}/v1", api_key="k", max_retries=4, http_client=clients[at])

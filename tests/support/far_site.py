@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import ssl
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -19,9 +18,11 @@ import psutil
 from sglang_fair.common.curve import Keys, make
 from sglang_fair.common.service_keys import replica_key
 from sglang_fair.engines import fork_server
+from sglang_fair.models import catalog
 from sglang_fair.models.catalog import EMULATED
 from tests.support.cable import BACK, FRONT, Cable
 from tests.support.certificates import Certificates
+from tests.support.fork_server import NETWORK
 from tests.support.live import lives, living
 from tests.support.ports import free_port
 from tests.support.site import Process
@@ -32,61 +33,21 @@ ENGINE = ("--engine", "emulated", "--gpu", "a100-80g", "--model", MODEL)
 START_S = 300.0
 
 
-class Programs:
-    """The Python whose packages run, and the process from which replicas in the other network are forked."""
-
-    def __init__(self, cable: Cable, python: str, folder: Path) -> None:
-        """`folder` is where programs run: not in the checkout, whose packages Python would find."""
-        self.cable, self.python, self.folder = cable, python, folder
-        found = subprocess.run(
-            [python, "-m", "sglang_fair.cluster.model", EMULATED + MODEL],
-            capture_output=True, text=True, check=True, cwd=folder,
-        )  # fmt: skip
-        self.model = json.loads(found.stdout)
-        self._name = f"sglang-fair-tests/far/{os.getpid()}"
-        self._server = self.process("fork-server", "sglang_fair.engines.fork_server", self._name, *ENGINE,
-                                    before=cable.inside, environment={"OPENBLAS_NUM_THREADS": "1"})  # fmt: skip
-        self._server.start()
-
-    def process(self, name: str, *arguments: str, **more: Any) -> Process:
-        return Process(name, *arguments, python=self.python, folder=self.folder, **more)
-
-    def wait(self) -> None:
-        """Until replicas can be forked."""
-        wait_until(self._listens, "the fork server", START_S)
-
-    def fork(
-        self, arguments: list[str], environment: dict[str, str], output: int
-    ) -> tuple[socket.socket, int]:
-        """A replica: its connection, which ends with it, and its process id."""
-        connection = self.cable.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        connection.connect(f"\0{self._name}")
-        wanted = {"argv": arguments, "env": environment}
-        socket.send_fds(connection, [json.dumps(wanted).encode()], [output])
-        return connection, json.loads(connection.recv(fork_server.LONGEST_MESSAGE))["pid"]
-
-    def close(self) -> None:
-        self._server.close()
-
-    def _listens(self) -> bool:
-        with self.cable.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
-            return probe.connect_ex(f"\0{self._name}") == 0
-
-
 class FarReplica:
     """Can be killed, and started again at the same address."""
 
     def __init__(
         self,
-        programs: Programs,
+        cable: Cable,
+        forks: list[socket.socket],
         name: str,
         options: Sequence[str],
         engine: Sequence[str],
         environment: Mapping[str, str],
     ) -> None:
-        """`engine` are SGLang's own arguments."""
+        """`engine` are SGLang's own arguments; each start takes one of `forks`, connections to a fork server."""
         self.name = name
-        self._programs, self._environment = programs, dict(environment)
+        self._forks, self._environment = forks, {**environment, NETWORK: str(cable.pid)}
         self.port, self.kv_port, self.load_port = free_port(), free_port(2), free_port()
         self.arguments = [
             "--name", name, *ENGINE, "--host", BACK, "--port", str(self.port), "--kv-port", str(self.kv_port),
@@ -103,8 +64,11 @@ class FarReplica:
         return f"{self.name},http={scheme}://{BACK}:{self.port},kv={kv},replay={replay},load={load}"
 
     def start(self) -> None:
+        self._connection = self._forks.pop()
+        wanted = {"argv": ["sglang_fair.engines.replica", *self.arguments], "env": self._environment}
         with self.log.open("ab") as log:
-            self._connection, self.pid = self._programs.fork(self.arguments, self._environment, log.fileno())
+            socket.send_fds(self._connection, [json.dumps(wanted).encode()], [log.fileno()])
+        self.pid = json.loads(self._connection.recv(fork_server.LONGEST_MESSAGE))["pid"]
 
     def kill(self) -> None:
         """kill -9 to all of it; when it returns its ports are free."""
@@ -127,7 +91,8 @@ class FarSite:
 
     def __init__(
         self,
-        programs: Programs,
+        cable: Cable,
+        forks: list[socket.socket],
         folder: Path,
         *,
         is_secure: bool,
@@ -138,7 +103,7 @@ class FarSite:
         """`fronts` routers and as many gateways; `options` are the replicas'."""
         folder.mkdir(parents=True, exist_ok=True)
         self.scheme = "https" if is_secure else "http"
-        self.programs, self.folder = programs, folder
+        self.folder = folder
         environment: dict[str, str] = {}
         common, served, believed, engine = ["--insecure"], [], [], []
         self.headers: dict[str, str] = {}
@@ -155,30 +120,24 @@ class FarSite:
             environment = {replica_key.variable: "a replica's key"}
             self.headers = {"authorization": "Bearer a replica's key"}
         self.replicas = [
-            FarReplica(programs, f"r{at}", [*common, *options], engine, environment) for at in range(replicas)
+            FarReplica(cable, forks, f"r{at}", [*common, *options], engine, environment)
+            for at in range(replicas)
         ]
+        tokenizer = str(catalog.find(EMULATED + MODEL, None).path)
         workers = [word for one in self.replicas for word in ("--worker", one.worker(self.scheme))]
         self.router_ports = [free_port() for _ in range(fronts)]
         self.gateway_ports = [free_port() for _ in range(fronts)]
         bound = [f"tcp://{FRONT}:{port}" for port in self.router_ports]
         self.routers = [
-            programs.process(
-                f"router{at}",
-                "router",
-                "--bind",
-                address,
-                "--placement",
-                "d2lpm",
-                *common,
-                *believed,
-                *workers,
+            Process(
+                f"router{at}", "router", "--bind", address, "--placement", "d2lpm", *common, *believed, *workers
             )
             for at, address in enumerate(bound)
-        ]
+        ]  # fmt: skip
         self.gateways = [
-            programs.process(
+            Process(
                 f"gateway{at}", "router.gateway", "--host", FRONT, "--port", str(port),
-                "--model-name", programs.model["served_name"], "--tokenizer", programs.model["folder"],
+                "--model-name", MODEL, "--tokenizer", tokenizer,
                 "--health-timeout", "4", "--connect-timeout", "2", *common, *believed, *served,
                 *(word for address in bound for word in ("--router", address)),
                 environment=environment,

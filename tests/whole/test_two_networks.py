@@ -7,10 +7,10 @@ import pytest
 
 from tests.support.networks import may_join_two
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.machine, pytest.mark.timeout(900)]
 
 
-def test_a_cable_is_cut_and_healed_and_a_replica_and_routers_are_killed_under_load() -> None:
+def test_a_cable_is_cut_and_healed_under_load() -> None:
     if not may_join_two():
         pytest.skip("this process may not make networks and join them (unshare -rmn, ip link add type veth)")
     command = ["unshare", "-rmn", sys.executable, "-m", "tests.support.two_networks"]
