@@ -9,8 +9,6 @@ from router.placement.client_round_robin import ClientRoundRobin
 from router.placement.contract import Placement, Planning
 from router.placement.d2lpm import D2lpm
 from router.placement.d2lpm_queue import D2lpmQueue
-from router.placement.d2lpm_time import D2lpmTime
-from router.placement.d2lpm_tokens import D2lpmTokens
 from router.placement.least_requests import LeastRequests
 from router.placement.least_tokens import LeastTokens
 from router.placement.lmetric import LMetric
@@ -22,8 +20,6 @@ from sglang_fair.common.pairs import split_pairs
 
 PLACEMENTS: dict[str, type[Placement]] = {
     "d2lpm": D2lpm,
-    "d2lpm-tokens": D2lpmTokens,
-    "d2lpm-time": D2lpmTime,
     "d2lpm-queue": D2lpmQueue,
     "round_robin": RoundRobin,
     "client_round_robin": ClientRoundRobin,

@@ -20,9 +20,7 @@ only. Prices are linear in tokens.
 As printed, any match makes its holders the only candidates. Behind a system prompt that all clients share, a client
 then stays with one worker for a whole Qw, for the sake of a few hundred tokens: the larger Qw, the more the loads of
 the workers differ. `cache_threshold` is the cure, as in `cache_aware`: a match is followed if it is more than that
-part of the prompt. 0 is the paper's algorithm.
-
-Load is the number of requests, as in the paper. `d2lpm_tokens` and `d2lpm_time` compare workers in another way.
+part of the prompt. 0 is the paper's algorithm. Load is the number of requests, as in the paper.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,16 +35,15 @@ from sglang_fair.common.weights import Weights
 
 
 @dataclass
-class Credited:
-    """Refills and charges as D2LPM does; its subclasses choose the worker.
-
-    `worker_quantum` is Qw in units of service; the two weights are the prices of a prompt token and of an output
+class D2lpm:
+    """`worker_quantum` is Qw in units of service; the two weights are the prices of a prompt token and of an output
     token. `charge` "full" charges the whole prompt, as the paper does; "extend" only what the worker is not believed
     to hold. `client_weights` are 1 unless given. The accounts of `max_clients` clients are kept exactly.
+    `cache_threshold` is the part of a prompt, from 0 to 1, beyond which a match is followed.
     """
 
     uses_caches: ClassVar[bool] = True
-    uses_progress: ClassVar[bool] = True
+    uses_progress: ClassVar[bool] = False
 
     worker_quantum: float = 20_000.0
     extend_weight: float = 1.0
@@ -54,6 +51,7 @@ class Credited:
     charge: Literal["full", "extend"] = "full"
     client_weights: Mapping[str, float] = field(default_factory=dict)
     max_clients: int = 50_000
+    cache_threshold: float = 0.0
 
     _credits: Credits = field(init=False, repr=False)
 
@@ -63,7 +61,22 @@ class Credited:
         check_prices(self.extend_weight, self.output_weight)
         if not isinstance(self.client_weights, Mapping):
             raise ValueError(f"client_weights is {self.client_weights!r}: it maps clients to weights")
+        if not 0 <= self.cache_threshold <= 1:
+            raise ValueError(f"cache_threshold is {self.cache_threshold}: it is a share, from 0 to 1")
         self._credits = Credits(self.worker_quantum, Weights(self.client_weights), self.max_clients)
+
+    def place(self, request: Request, match: Match, workers: Sequence[WorkerView], now_s: float) -> str:
+        """The paper's SelectWorker(G, i), with G the holders of the longest match."""
+        client, credits = request.client, self._credits
+        holders: list[WorkerView] = []
+        if match.tokens > self.cache_threshold * request.input_tokens:
+            held = match.lengths.get
+            holders = [worker for worker in workers if held(worker.name) == match.tokens]
+        candidates = credits.usable(client, holders)
+        if not candidates:
+            available = credits.available(client, workers)  # this may refill
+            candidates = credits.usable(client, holders) or available
+        return least_loaded(candidates)
 
     def placed(self, request: Request, worker: str, match: Match, now_s: float) -> None:
         """Charges the prompt, or what is not cached of it."""
@@ -103,33 +116,3 @@ class Credited:
     def _price(self, request: Request, matched_tokens: int) -> float:
         tokens = request.input_tokens - (matched_tokens if self.charge == "extend" else 0)
         return self.extend_weight * tokens
-
-
-@dataclass
-class D2lpm(Credited):
-    """`cache_threshold` is the part of a prompt, from 0 to 1, beyond which a match is followed."""
-
-    uses_progress: ClassVar[bool] = False
-
-    cache_threshold: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.cache_threshold <= 1:
-            raise ValueError(f"cache_threshold is {self.cache_threshold}: it is a share, from 0 to 1")
-
-    def place(self, request: Request, match: Match, workers: Sequence[WorkerView], now_s: float) -> str:
-        """The paper's SelectWorker(G, i), with G the holders of the longest match."""
-        client, credits = request.client, self._credits
-        holders: list[WorkerView] = []
-        if match.tokens > self.cache_threshold * request.input_tokens:
-            held = match.lengths.get
-            holders = [worker for worker in workers if held(worker.name) == match.tokens]
-        candidates = credits.usable(client, holders)
-        if not candidates:
-            available = credits.available(client, workers)  # this may refill
-            candidates = credits.usable(client, holders) or available
-        return self._least_loaded(candidates)
-
-    def _least_loaded(self, workers: Sequence[WorkerView]) -> str:
-        return least_loaded(workers)

@@ -28,18 +28,15 @@ class LeastTokens(Memoryless):
 
     def place(self, request: Request, match: Match, workers: Sequence[WorkerView], now_s: float) -> str:
         """The worker with the least work. Ties as in `least`."""
-        return least(workers, work_left(workers, self.extend_weight, self.output_weight)).name
+        work = [
+            (self.extend_weight * worker.prefill_tokens + self.output_weight * worker.decode_tokens)
+            / worker.capacity
+            for worker in workers
+        ]
+        return least(workers, work).name
 
 
 def check_prices(extend_weight: float, output_weight: float) -> None:
     """Raises ValueError unless both prices are finite and not negative."""
     if not (0 <= extend_weight < math.inf and 0 <= output_weight < math.inf):
         raise ValueError("extend_weight and output_weight are finite and not negative")
-
-
-def work_left(workers: Sequence[WorkerView], extend_weight: float, output_weight: float) -> list[float]:
-    """The work left at each of `workers`, in units of service per unit of capacity."""
-    return [
-        (extend_weight * worker.prefill_tokens + output_weight * worker.decode_tokens) / worker.capacity
-        for worker in workers
-    ]

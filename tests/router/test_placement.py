@@ -31,7 +31,6 @@ from router.placement import PLACEMENTS, build, parameters, parse_options
 from router.placement.contract import Ended, Holding, Request
 from router.placement.credit import Credits
 from router.placement.d2lpm import D2lpm
-from router.placement.d2lpm_time import D2lpmTime, Pace
 from router.placement.outputs import ExpectedOutputs
 from router.placement.preble import Preble
 from router.placement.prefix_window import PrefillCost
@@ -286,11 +285,8 @@ def test_an_unknown_placement_is_an_error():
         ("d2lpm", {"client_weights": {"gold": 0}}),
         ("d2lpm", {"client_weights": "gold"}),
         ("d2lpm", {"cache_threshold": 1.1}),
-        ("d2lpm-tokens", {"cache_threshold": float("nan")}),
-        ("d2lpm-time", {"cache_threshold": 0.5}),
-        ("d2lpm-tokens", {"extend_weight": -1.0}),
-        ("d2lpm-time", {"prefill_tokens_per_s": 0}),
-        ("d2lpm-time", {"decode_tokens_per_s": float("inf")}),
+        ("d2lpm", {"cache_threshold": float("nan")}),
+        ("d2lpm", {"extend_weight": -1.0}),
         ("d2lpm-queue", {"worker_quantum": 0}),
         ("d2lpm-queue", {"worker_quantum": float("nan")}),
         ("d2lpm-queue", {"delayed": -1.0}),
@@ -420,11 +416,10 @@ def test_d2lpm_is_the_papers_loop(quantum, steps):
             assert all(credit <= quanta[other, w] for w, credit in row.items())
 
 
-@pytest.mark.parametrize("name", ["d2lpm", "d2lpm-tokens"])
 @pytest.mark.parametrize(("threshold", "held", "chosen"), [(0, 1, "a"), (0.3, 300, "b"), (0.3, 301, "a")])
-def test_d2lpm_follows_a_match_of_more_than_its_threshold(name, threshold, held, chosen):
+def test_d2lpm_follows_a_match_of_more_than_its_threshold(threshold, held, chosen):
     """0.3 of 1,000 tokens is not more than 0.3; "a" holds them and is the busier one."""
-    placement = build(name, cache_threshold=threshold)
+    placement = build("d2lpm", cache_threshold=threshold)
     for worker in "ab":
         placement.worker_up(worker)
     views = [View("a", load=9, prefill_tokens=900), View("b", load=1)]
@@ -433,12 +428,12 @@ def test_d2lpm_follows_a_match_of_more_than_its_threshold(name, threshold, held,
 
 
 @settings(max_examples=examples(50))
-@given(st.sampled_from(["d2lpm", "d2lpm-tokens"]), st.sampled_from([0.0, 0.5]), st.integers(0, 2**32))
-def test_d2lpm_refills_alike_whatever_it_follows(name, threshold, seed):
+@given(st.sampled_from([0.0, 0.5]), st.integers(0, 2**32))
+def test_d2lpm_refills_alike_whatever_it_follows(threshold, seed):
     """A threshold decides where, among the workers with credit; the books are the same: a chosen worker has credit,
     no credit is above its quantum, and it is refilled only when none is left."""
     rng = random.Random(seed)
-    placement = build(name, worker_quantum=100.0, cache_threshold=threshold)
+    placement = build("d2lpm", worker_quantum=100.0, cache_threshold=threshold)
     for worker in WORKERS:
         placement.worker_up(worker)
     views = [View(worker) for worker in WORKERS]
@@ -895,107 +890,9 @@ def test_cache_aware_names_the_first_holder_and_breaks_ties_by_requests():
     assert placement.place(request, Match(), views, 0.0) == "b"
 
 
-# -- D2LPM by what is still to be computed, and by time
-
-
-def test_d2lpm_tokens_counts_what_is_owed_where_d2lpm_counts_requests():
-    views = [View("a", load=1, prefill_tokens=5000), View("b", load=2, decode_tokens=100)]
-    both = Match(64, ("a", "b"), {"a": 64, "b": 64})
-    for name, chosen in (("d2lpm", "a"), ("d2lpm-tokens", "b")):
-        placement = build(name)
-        for worker in "ab":
-            placement.worker_up(worker)
-        request = Request("", "f", b"", 100)
-        assert placement.place(request, both, views, 0.0) == chosen
-        assert placement.place(request, Match(), views, 0.0) == chosen
-        assert placement.place(request, Match(64, ("a",), {"a": 64}), views, 0.0) == "a"
-
-
-def by_time(**values) -> D2lpmTime:
-    placement = D2lpmTime(**{"prefill_tokens_per_s": 1000.0, "decode_tokens_per_s": 100.0, **values})
-    for worker in "ab":
-        placement.worker_up(worker)
-    return placement
-
-
-@settings(max_examples=examples(100))
-@given(
-    st.integers(0, 2000), st.integers(0, 2000), st.integers(0, 200), st.integers(0, 1000), st.integers(0, 9)
-)
-def test_d2lpm_time_weighs_saved_prefill_against_queueing(prefill, held, decode, input_tokens, others):
-    """At the first guesses: 1 ms a prefilled and 10 ms a decoded token. "b" is idle, or has `others` to delay."""
-    held = min(held, input_tokens)
-    placement = by_time()
-    views = [View("a", load=3, prefill_tokens=prefill, decode_tokens=decode), View("b", load=others)]
-    match = Match(held, ("a",), {"a": held}) if held else Match()
-    chosen = placement.place(Request("1", "f", b"", input_tokens), match, views, 0.0)
-    new = input_tokens - held
-    at_a_ms = prefill + 10 * decode + new + 2 * 3 * new
-    at_b_ms = input_tokens + 2 * others * input_tokens
-    assert chosen == ("a" if at_a_ms <= at_b_ms else "b")
-
-
-@settings(max_examples=examples(100))
-@given(st.data())
-def test_d2lpm_time_chooses_what_adds_least_to_the_sum_of_all_requests_times(data):
-    """The rule by its meaning, worked out in whole milliseconds: the request's own time and everybody's delay."""
-    names = WORKERS[: data.draw(st.integers(1, 3))]
-    placement = D2lpmTime(prefill_tokens_per_s=1000.0, decode_tokens_per_s=500.0)
-    views, held = [], {}
-    tokens = data.draw(st.integers(1, 500))
-    for name in names:
-        placement.worker_up(name, 1.0)
-        requests = data.draw(st.integers(0, 50))
-        view = View(name, requests, data.draw(st.integers(0, 3)))
-        view.prefill_tokens = data.draw(st.integers(0, 4000)) if requests else 0
-        view.decode_tokens = data.draw(st.integers(0, 4000)) if requests else 0
-        views.append(view)
-        if most := data.draw(st.integers(0, tokens)):
-            held[name] = most
-    longest = max(held.values(), default=0)
-    match = Match(longest, tuple(w for w in held if held[w] == longest), held)
-
-    def added_ms(view: View) -> int:
-        new = tokens - held.get(view.name, 0)
-        own = view.prefill_tokens + new + 2 * view.decode_tokens
-        in_flight_and_to_come = 2 * int(view.load)
-        return own + in_flight_and_to_come * new
-
-    chosen = placement.place(Request("1", "f", b"", tokens), match, views, 0.0)
-    costs = {view.name: added_ms(view) for view in views}
-    assert costs[chosen] == min(costs.values())
-
-
-def test_d2lpm_time_keeps_requests_with_one_prefix_together_under_overload():
-    """Eight questions about a document come side by side, where two workers have as much to do. Where the first went,
-    the others wait for its prefill as long as elsewhere for their own; but there it would delay all the rest."""
-    placement = by_time(worker_quantum=1e9)
-    busy = {worker: View(worker, load=20, prefill_tokens=8000, decode_tokens=100) for worker in "ab"}
-    match, chosen = Match(), []
-    for number in range(8):
-        request = Request(str(number), "f", b"", 2000)
-        worker = placement.place(request, match, list(busy.values()), 0.0)
-        placement.placed(request, worker, match, 0.0)
-        busy[worker].load += 1
-        busy[worker].prefill_tokens += 2000 - match.of(worker)
-        match = Match(1990, (worker,), {worker: 1990}) if not match.tokens else match
-        chosen.append(worker)
-    assert len(set(chosen)) == 1
-
-
-def test_d2lpm_time_uses_an_idle_worker_though_it_must_compute_a_prefix_again():
-    placement = by_time()
-    views = [View("a", load=2, prefill_tokens=1000, decode_tokens=100), View("b")]
-    held = Match(900, ("a",), {"a": 900})
-    assert placement.place(Request("1", "f", b"", 1000), held, views, 0.0) == "b"
-    views[1].load = 2
-    assert placement.place(Request("2", "f", b"", 1000), held, views, 0.0) == "a"
-
-
-@pytest.mark.parametrize("name", ["d2lpm", "d2lpm-tokens", "d2lpm-time"])
-def test_no_load_makes_a_request_go_where_its_client_has_no_credit(name):
+def test_no_load_makes_a_request_go_where_its_client_has_no_credit():
     """The deficit comes before anything that a placement follows."""
-    placement = build(name, worker_quantum=100.0)
+    placement = build("d2lpm", worker_quantum=100.0)
     for worker in "ab":
         placement.worker_up(worker)
     request = Request("1", "f", b"", 150)
@@ -1003,57 +900,6 @@ def test_no_load_makes_a_request_go_where_its_client_has_no_credit(name):
     views = [View("a"), View("b", load=50, prefill_tokens=10**6, decode_tokens=10**5)]
     whole = Match(144, ("a",), {"a": 144})
     assert placement.place(Request("2", "f", b"", 150), whole, views, 0.0) == "b"
-
-
-def test_d2lpm_time_learns_each_worker_s_pace():
-    placement = by_time()
-    request = Request("1", "f", b"", 1000)
-    views = [View("a"), View("b", prefill_tokens=1000)]
-    for _ in range(300):
-        for worker, view, ttft_s, tpot_s in (("a", views[0], 10.0, 0.05), ("b", views[1], 0.2, 0.001)):
-            assert placement.place(request, Match(), [view], 0.0) == worker
-            placement.placed(request, worker, Match(), 0.0)
-            placement.done(ended(request, worker, output=100, ttft_s=ttft_s, tpot_s=tpot_s), 0.0)
-    assert placement.costs_s(request, Match(), [View("a")])[0] == pytest.approx(10.0, rel=0.1)
-    assert placement.costs_s(request, Match(), [View("b")])[0] == pytest.approx(0.1, rel=0.1)
-    assert placement.costs_s(Request("", "f", b"", 0), Match(), [View("a", decode_tokens=100)])[0] == (
-        pytest.approx(5.0, rel=0.1)
-    )
-    # so "b" is worth a queue, and a worker that comes later is taken for one like those before
-    assert placement.place(request, Match(500, ("a",), {"a": 500}), views, 0.0) == "b"
-    placement.worker_up("c", 2.0)
-    like_all = placement.costs_s(request, Match(), [View("c")])[0]
-    assert 0.1 / 2 < like_all < 10 / 2
-    assert not placement._sent or set(placement._sent) == {"1"}
-
-
-def test_d2lpm_time_does_not_learn_from_what_was_not_served():
-    placement = by_time()
-    request = Request("1", "f", b"", 1000)
-    for outcome in ("aborted", "failed"):
-        placement.place(request, Match(), [View("a")], 0.0)
-        placement.placed(request, "a", Match(), 0.0)
-        placement.done(ended(request, "a", outcome=outcome, ttft_s=100.0, tpot_s=9.0), 0.0)
-    assert placement.costs_s(request, Match(), [View("a", decode_tokens=1)])[0] == pytest.approx(1.01)
-    assert not placement._sent
-
-
-@settings(max_examples=examples(200))
-@given(st.lists(st.tuples(st.floats(min_value=0), st.floats(0, 1e12)), max_size=400))
-def test_a_pace_stays_positive_and_finite_whatever_is_reported(samples):
-    pace = Pace(1e-3)
-    for seconds, tokens in samples:
-        pace.learn(seconds, tokens)
-        assert 1e-9 < pace.s_per_token < 11
-
-
-def test_a_pace_follows_what_is_measured_and_not_one_outlier():
-    pace = Pace(1e-3)
-    pace.learn(1000.0, 100)
-    assert pace.s_per_token < 2e-3
-    for _ in range(300):
-        pace.learn(0.05, 500)
-    assert pace.s_per_token == pytest.approx(1e-4, rel=0.05)
 
 
 def test_expected_outputs_follow_each_client_and_are_bounded():

@@ -202,7 +202,7 @@ def test_a_clients_connections_are_bounded(steps):
 
 
 SPREADING = (
-    "d2lpm", "d2lpm-tokens", "d2lpm-time", "round_robin", "client_round_robin", "least_requests", "least_tokens",
+    "d2lpm", "round_robin", "client_round_robin", "least_requests", "least_tokens",
     "power_of_two", "cache_aware", "preble", "centralized_dlpm",
 )  # fmt: skip
 """Placements that use both replicas for two clients. Another one need not, if it keeps a client at one replica."""

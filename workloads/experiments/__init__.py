@@ -21,7 +21,6 @@ from workloads.experiments.beyond_placement import Contest
 from workloads.experiments.beyond_production import Production
 from workloads.experiments.beyond_routers import Routers
 from workloads.experiments.beyond_target import Target
-from workloads.experiments.beyond_tokens import Placements
 from workloads.experiments.contract import Experiment
 from workloads.experiments.cost_functions import CostFunctions
 from workloads.experiments.dlpm_fig1 import Figure1
@@ -63,6 +62,6 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         Abuse(), Delay(), Table3(), Table4(), Equity(),
         Waits(), Blocking(), Drain(), Sweep(), Ablation(), Models(), Hardware(), Mega(), Queues(),
         Overhead(), Needed(), Shared(),
-        Placements(), Routers(), Payers(), Adaptive(), Production(), Cache(), BesideFloods(), Contest(), Target(),
+        Routers(), Payers(), Adaptive(), Production(), Cache(), BesideFloods(), Contest(), Target(),
     )
 }  # fmt: skip

@@ -58,7 +58,6 @@ BESIDE = {
         worker_quantum=LARGE_WORKER_QUANTUM,
         options=THRESHOLD,
     ),
-    "d2lpm-time.small": MixScheduler("d2lpm-time, Q^u = 1,000", "d2lpm-time", quantum=SMALL_QUANTUM),
     "cache-aware.dlpm": MixScheduler(
         "cache_aware over DLPM, Q^u = 1,000", "cache_aware", quantum=SMALL_QUANTUM
     ),

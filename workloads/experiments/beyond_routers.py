@@ -21,7 +21,7 @@ INGRESS: Mapping[str, tuple[float, ...]] = {
     "skewed": (4.0, 1.0),
 }
 TITLES = {"one": "one router", "even": "two routers, evenly", "skewed": "two routers, 4 : 1"}
-PLACEMENTS = {"d2lpm": "D2LPM", "d2lpm-tokens": "D2LPM (tokens)", "cache_aware": "cache_aware"}
+PLACEMENTS = {"d2lpm": "D2LPM", "cache_aware": "cache_aware"}
 LENGTH_S = 400.0
 WARM_UP = 0.25
 """After this part of a run both clients wait at every replica."""

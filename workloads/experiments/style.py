@@ -13,8 +13,6 @@ SCHEDULERS: Mapping[str, str] = {
     "DLPM": "#1f5fa8",
     "D2LPM": "#1f5fa8",
     "D2LPM, stall bound": "#7fb0e0",
-    "D2LPM (tokens)": "#5b93d1",
-    "D2LPM (time)": "#12375f",
     "D2LPM by queues": "#12375f",
     "LMetric": "#8c6d1f",
     "DLPM (adaptive)": "#5b93d1",
