@@ -28,7 +28,6 @@ pytestmark = [
     pytest.mark.e2e,
     pytest.mark.machine,
     pytest.mark.timeout(LIMIT_S + 100),
-    pytest.mark.xdist_group("test_far"),
 ]
 
 Seen = dict[str, dict[str, Any]]

@@ -16,7 +16,7 @@ from tests.support.waiting import eventually, wait_until
 START_S = 500.0
 """For a replica that was killed to serve again, on however busy a machine."""
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3 * START_S), pytest.mark.xdist_group("kills")]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3 * START_S)]
 
 KINDS = ("chat", "completions", "generate")
 LENGTH = 600
@@ -119,7 +119,7 @@ def test_streams_of_a_replica_that_is_killed_go_on_elsewhere(cluster: Cluster, c
     random is full of broken characters."""
 
     async def body(http: aiohttp.ClientSession) -> None:
-        seen, sampled = [Seen() for _ in range(9)], [Seen() for _ in range(6)]
+        seen, sampled = [Seen() for _ in range(6)], [Seen() for _ in range(3)]
         every = seen + sampled
         resumed = cluster.status()["gateway"]["resumed"]
         asking = asyncio.gather(ask_all(cluster, http, seen), ask_all(cluster, http, sampled, temperature=1))
@@ -131,7 +131,7 @@ def test_streams_of_a_replica_that_is_killed_go_on_elsewhere(cluster: Cluster, c
         for one in every:
             assert (one.error, one.ended, one.finish) == ("", True, ["length"])
             assert one.completion_tokens == LENGTH
-        assert [one.text for one in seen] == [one.text for one in calm]
+        assert [one.text for one in seen] == [one.text for one in calm[:6]]
         # The replica may have been ahead of what its clients had read.
         assert 0 < cluster.status()["gateway"]["resumed"] - resumed <= placed
 

@@ -30,7 +30,7 @@ from tests.support.ports import free_port
 from tests.support.shares import Shares
 from tests.support.waiting import eventually, wait_until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("test_tenants_weights")]
+pytestmark = [pytest.mark.e2e]
 
 KEYS = {"gold": "key of gold", "silver": "key of silver"}
 CONNECTIONS = {"gold": 48, "silver": 40}

@@ -1,0 +1,58 @@
+"""Clusters that the tests of several files share: these are of one group, `pytest.mark.xdist_group`, of its name."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from router.gateway.guard import KEY_VARIABLE
+from sglang_fair.common.service_keys import replica_key
+from sglang_fair.tenants import edit, keys
+from sglang_fair.tenants.model import Limits, Tenant
+from tests.support.collector import Collector
+from tests.support.live import EMULATED, Cluster
+from tests.support.ports import free_port
+
+ADMIN = "the admin's key"
+ENVIRONMENT = {KEY_VARIABLE: ADMIN, replica_key.variable: "the replicas' key"}
+APIS = ("chat", "several", "completions", "responses", "messages", "tokenizer", "leaver", "bench")
+"""Tenants, of whom each asks by one API: what its replicas charge it is what that told it."""
+
+
+def tenant(name: str, **more: object) -> Tenant:
+    """Whose key is its name."""
+    return Tenant(keys=[keys.written(keys.digest(name))], **more)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="session")
+def collector() -> Iterator[Collector]:
+    with Collector() as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def keyed(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Cluster]:
+    """Two small models with tools and schemas, for tenants; spans, and a log in JSON."""
+    file = tmp_path_factory.mktemp("tenants") / "tenants.yaml"
+    for name in APIS:
+        edit.add(file, name, tenant(name))
+    for name, limits in (("light", Limits(requests_per_minute=1000)), ("heavy", Limits())):
+        edit.add(file, name, tenant(name, weight=3.0, limits=limits))
+    options = ("--tenants", str(file), "--log-format", "json", "--otlp-traces-endpoint", collector.url)
+    engine = ("--tool-call-parser", "qwen25", "--constrained-json-disable-any-whitespace")
+    environment = {**ENVIRONMENT, "OTEL_BSP_SCHEDULE_DELAY": "20"}
+    with Cluster(*options, "--", *engine, environment=environment) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def flooded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two emulated GPUs and a page, for tenants who flood them. `tenants` is in `folder`."""
+    file = tmp_path_factory.mktemp("tenants") / "tenants.yaml"
+    for name in ("flood", "light", "rival", "honest", "adversary"):
+        edit.add(file, name, tenant(name))
+    edit.add(file, "thrifty", tenant("thrifty", limits=Limits(output_tokens=4)))
+    options = (
+        "--tenants", str(file), "--dashboard-port", str(free_port()), "--quantum", "500", "--gateway-workers", "2",
+    )  # fmt: skip
+    with Cluster(*EMULATED, *options, "--", "--max-running-requests", "8", environment=ENVIRONMENT) as made:
+        yield made
