@@ -24,21 +24,14 @@ from sglang_fair.common.caller import GROUP_MARK, HEADER_SALT, read_salt, salt_h
 from sglang_fair.common.identity import HEADER_ATTEMPT, HEADER_CLIENT
 from sglang_fair.tenants import edit, keys
 from sglang_fair.tenants.model import Limits, Tenant
-from tests.gateway.test_callers import listening
-from tests.gateway.test_gateway import MODEL, Cluster, run
+from tests.gateway.clusters import MODEL, Cluster, listening
 from tests.support.apis import BODIES, Counts, events, whole
 from tests.support.budget import examples
-from tests.support.stand_in import make_tokenizer
 from tests.support.waiting import eventually
 
 STREAMED: tuple[Kind, ...] = ("responses", "messages")
 LATER: tuple[Kind, ...] = ("responses", "messages", "embeddings", "count_tokens", "tokenize", "detokenize")
 GOLD = "key of gold"
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture(scope="module")
@@ -263,123 +256,103 @@ def test_whatever_a_replica_says_its_error_is_one_of_the_api(body: bytes) -> Non
 # -- through the gateway
 
 
-def test_the_clients_understand_what_a_replica_refuses(tokenizer: Path) -> None:
-    async def body(c: Cluster) -> None:
-        c.replicas[0].mode = "400"
-        for kind in LATER:
-            status, headers, raw = await c.post(PATHS[kind], BODIES[PATHS[kind]])
-            assert (status, headers["content-type"]) == (400, "application/json")
-            assert json.loads(raw)["error"]["message"] == "as told"
-            assert ("type" in json.loads(raw)) is (kind in ANTHROPIC)
-        for path, is_anthropic in (("/v1/messages/batches", True), ("/v1/elsewhere", False)):
-            status, _, raw = await c.post(path, {})
-            assert status == 404
-            assert ("type" in json.loads(raw)) is is_anthropic
-
-    run(body, tokenizer)
+async def test_the_clients_understand_what_a_replica_refuses(c: Cluster) -> None:
+    c.replicas[0].mode = "400"
+    for kind in LATER:
+        status, headers, raw = await c.post(PATHS[kind], BODIES[PATHS[kind]])
+        assert (status, headers["content-type"]) == (400, "application/json")
+        assert json.loads(raw)["error"]["message"] == "as told"
+        assert ("type" in json.loads(raw)) is (kind in ANTHROPIC)
+    for path, is_anthropic in (("/v1/messages/batches", True), ("/v1/elsewhere", False)):
+        status, _, raw = await c.post(path, {})
+        assert status == 404
+        assert ("type" in json.loads(raw)) is is_anthropic
 
 
-def test_each_kind_is_placed_charged_and_passed_on(tokenizer: Path) -> None:
-    async def body(c: Cluster) -> None:
-        arrived = listening(c)
-        for kind in LATER:
-            path = PATHS[kind]
-            status, headers, raw = await c.post(path, BODIES[path], headers={HEADER_CLIENT: "me"})
-            assert (status, headers["x-fair-client"]) == (200, "me")
-            assert json.loads(raw)
-            seen_path, seen, sent = c.replicas[0].requests[-1]
-            assert seen_path == path
-            assert seen[HEADER_ATTEMPT] == headers["x-fair-request-id"]
-            assert sent["model"] == MODEL
-            assert bool(arrived[-1].tokens) is (kind not in WITHOUT_ENGINE)
-            found = await noted(c, headers["x-request-id"])
-            assert found["outcome"] == "ok"
-            assert found["tokens"]["output"] == (3 if kind in STREAMED else 0)
-
-    run(body, tokenizer)
+async def test_each_kind_is_placed_charged_and_passed_on(c: Cluster) -> None:
+    arrived = listening(c)
+    for kind in LATER:
+        path = PATHS[kind]
+        status, headers, raw = await c.post(path, BODIES[path], headers={HEADER_CLIENT: "me"})
+        assert (status, headers["x-fair-client"]) == (200, "me")
+        assert json.loads(raw)
+        seen_path, seen, sent = c.replicas[0].requests[-1]
+        assert seen_path == path
+        assert seen[HEADER_ATTEMPT] == headers["x-fair-request-id"]
+        assert sent["model"] == MODEL
+        assert bool(arrived[-1].tokens) is (kind not in WITHOUT_ENGINE)
+        found = await noted(c, headers["x-request-id"])
+        assert found["outcome"] == "ok"
+        assert found["tokens"]["output"] == (3 if kind in STREAMED else 0)
 
 
-def test_a_stream_is_passed_on_and_counted(tokenizer: Path) -> None:
-    async def body(c: Cluster) -> None:
-        for kind in STREAMED:
-            status, headers, raw = await c.post(PATHS[kind], BODIES[PATHS[kind]] | {"stream": True})
-            assert status == 200
-            assert headers["content-type"].startswith("text/event-stream")
-            assert raw == b"".join(
-                events(PATHS[kind], c.replicas[0].body.get("request_id", "x"), ["t0", "t1", "t2"], MODEL, 5)
-            ).replace(b"msg_x", f"msg_{headers['x-fair-request-id']}".encode())
-            assert (await noted(c, headers["x-request-id"]))["tokens"]["output"] == 3
-
-    run(body, tokenizer)
+async def test_a_stream_is_passed_on_and_counted(c: Cluster) -> None:
+    for kind in STREAMED:
+        status, headers, raw = await c.post(PATHS[kind], BODIES[PATHS[kind]] | {"stream": True})
+        assert status == 200
+        assert headers["content-type"].startswith("text/event-stream")
+        assert raw == b"".join(
+            events(PATHS[kind], c.replicas[0].body.get("request_id", "x"), ["t0", "t1", "t2"], MODEL, 5)
+        ).replace(b"msg_x", f"msg_{headers['x-fair-request-id']}".encode())
+        assert (await noted(c, headers["x-request-id"]))["tokens"]["output"] == 3
 
 
-def test_a_stream_that_loses_its_replica_ends_in_an_error_event(tokenizer: Path) -> None:
-    async def body(c: Cluster) -> None:
-        for kind in STREAMED:
-            c.replicas[0].mode = "die midway"
-            _, _, raw = await c.post(PATHS[kind], BODIES[PATHS[kind]] | {"stream": True})
-            last = raw.decode().rstrip("\n").split("\n\n")[-1]
-            assert last.startswith("event: error\n")
-            assert "the stream was lost midway" in last
-            if kind == "responses":
-                assert json.loads(last.split("data: ")[1])["sequence_number"] == 2
-            c.replicas[0].mode = "die"
+async def test_a_stream_that_loses_its_replica_ends_in_an_error_event(c: Cluster) -> None:
+    for kind in STREAMED:
+        c.replicas[0].mode = "die midway"
+        _, _, raw = await c.post(PATHS[kind], BODIES[PATHS[kind]] | {"stream": True})
+        last = raw.decode().rstrip("\n").split("\n\n")[-1]
+        assert last.startswith("event: error\n")
+        assert "the stream was lost midway" in last
+        if kind == "responses":
+            assert json.loads(last.split("data: ")[1])["sequence_number"] == 2
+        c.replicas[0].mode = "die"
+        status, _, raw = await c.post(PATHS[kind], BODIES[PATHS[kind]] | {"stream": True})
+        assert status == 502
+        assert ("type" in json.loads(raw)) is (kind in ANTHROPIC)
+
+
+@pytest.mark.cluster(replicas=2)
+async def test_before_the_first_event_another_replica_is_tried(c: Cluster) -> None:
+    c.replicas[0].mode = "die after headers"
+    for kind in STREAMED:
+        for _ in range(2):
             status, _, raw = await c.post(PATHS[kind], BODIES[PATHS[kind]] | {"stream": True})
-            assert status == 502
-            assert ("type" in json.loads(raw)) is (kind in ANTHROPIC)
-
-    run(body, tokenizer)
-
-
-def test_before_the_first_event_another_replica_is_tried(tokenizer: Path) -> None:
-    async def body(c: Cluster) -> None:
-        c.replicas[0].mode = "die after headers"
-        for kind in STREAMED:
-            for _ in range(2):
-                status, _, raw = await c.post(PATHS[kind], BODIES[PATHS[kind]] | {"stream": True})
-                assert status == 200
-                assert b"t2" in raw
-
-    run(body, tokenizer, replicas=2)
+            assert status == 200
+            assert b"t2" in raw
 
 
 @pytest.mark.parametrize("streams", [True, False])
-def test_who_leaves_has_the_work_cancelled(tokenizer: Path, streams: bool) -> None:
-    async def body(c: Cluster) -> None:
-        c.replicas[0].mode = "endless"
-        for kind in STREAMED:
-            asked = asyncio.create_task(c.post(PATHS[kind], BODIES[PATHS[kind]] | {"stream": streams}))
-            await eventually(lambda: c.replicas[0].working == 1, "it works")
-            asked.cancel()
-            await eventually(lambda: c.replicas[0].working == 0, "it has stopped")
-            if not streams:
-                _, seen, _ = c.replicas[0].requests[-1]
-                prefix = "resp_" if kind == "responses" else ""
-                assert c.replicas[0].aborted[-1] == prefix + seen[HEADER_ATTEMPT]
-
-    run(body, tokenizer)
+async def test_who_leaves_has_the_work_cancelled(streams: bool, c: Cluster) -> None:
+    c.replicas[0].mode = "endless"
+    for kind in STREAMED:
+        asked = asyncio.create_task(c.post(PATHS[kind], BODIES[PATHS[kind]] | {"stream": streams}))
+        await eventually(lambda: c.replicas[0].working == 1, "it works")
+        asked.cancel()
+        await eventually(lambda: c.replicas[0].working == 0, "it has stopped")
+        if not streams:
+            _, seen, _ = c.replicas[0].requests[-1]
+            prefix = "resp_" if kind == "responses" else ""
+            assert c.replicas[0].aborted[-1] == prefix + seen[HEADER_ATTEMPT]
 
 
-def test_anthropic_s_errors_are_anthropic_s(tokenizer: Path) -> None:
-    async def body(c: Cluster) -> None:
-        for kind in ANTHROPIC:
-            for asked, status, type in (
-                ({"model": "other"}, 404, "not_found_error"),
-                ({"messages": 3}, 400, "invalid_request_error"),
-            ):
-                got, _, raw = await c.post(PATHS[kind], BODIES[PATHS[kind]] | asked)
-                assert (got, json.loads(raw)["type"], json.loads(raw)["error"]["type"]) == (
-                    status,
-                    "error",
-                    type,
-                )
-            c.replicas[0].mode = "503"
-            got, headers, raw = await c.post(PATHS[kind], BODIES[PATHS[kind]])
-            assert (got, json.loads(raw)["error"]["type"]) == (502, "api_error")
-            assert headers["retry-after"] == "1"
-            c.replicas[0].mode = "ok"
-
-    run(body, tokenizer)
+async def test_anthropic_s_errors_are_anthropic_s(c: Cluster) -> None:
+    for kind in ANTHROPIC:
+        for asked, status, type in (
+            ({"model": "other"}, 404, "not_found_error"),
+            ({"messages": 3}, 400, "invalid_request_error"),
+        ):
+            got, _, raw = await c.post(PATHS[kind], BODIES[PATHS[kind]] | asked)
+            assert (got, json.loads(raw)["type"], json.loads(raw)["error"]["type"]) == (
+                status,
+                "error",
+                type,
+            )
+        c.replicas[0].mode = "503"
+        got, headers, raw = await c.post(PATHS[kind], BODIES[PATHS[kind]])
+        assert (got, json.loads(raw)["error"]["type"]) == (502, "api_error")
+        assert headers["retry-after"] == "1"
+        c.replicas[0].mode = "ok"
 
 
 @pytest.fixture
@@ -391,36 +364,31 @@ def tenants(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_tenant_s_key_group_and_limits_hold_for_each_kind(tokenizer: Path, tenants: Path) -> None:
-    async def body(c: Cluster) -> None:
-        arrived = listening(c)
-        key = {"x-api-key": GOLD}
-        for kind in LATER:
-            path = PATHS[kind]
-            status, _, raw = await c.post(path, BODIES[path])
-            assert status == 401
-            assert ("type" in json.loads(raw)) is (kind in ANTHROPIC)
-            status, headers, _ = await c.post(path, BODIES[path], headers=key | {HEADER_SALT: "theirs"})
-            assert (status, headers["x-fair-client"]) == (200, "gold")
-            _, seen, sent = c.replicas[0].requests[-1]
-            assert "x-api-key" not in seen
-            salt = salted("team", None)
-            if kind in WITHOUT_ENGINE:
-                assert HEADER_SALT not in seen
-            else:
-                assert (read_salt(seen[HEADER_SALT]) if kind in BY_HEADER else sent["cache_salt"]) == salt
-                assert arrived[-1].namespace == namespace(None, salt, None)
-                assert GROUP_MARK in (salt or "")
-        async with c.http.get(c.url + "/v1/usage", headers=key) as answer:
-            [left] = (await answer.json())["limits"]
-        used = sum(len(one.tokens) // 4 for one in arrived) + 2 * 3
-        assert left["remaining"] == 400 - used
-        status, _, raw = await c.post(
-            "/v1/messages", BODIES["/v1/messages"] | {"max_tokens": 400}, headers=key
-        )
-        assert (status, json.loads(raw)["error"]["type"]) == (429, "rate_limit_error")
-
-    run(body, tokenizer, tenants=tenants)
+async def test_a_tenant_s_key_group_and_limits_hold_for_each_kind(tenants: Path, c: Cluster) -> None:
+    arrived = listening(c)
+    key = {"x-api-key": GOLD}
+    for kind in LATER:
+        path = PATHS[kind]
+        status, _, raw = await c.post(path, BODIES[path])
+        assert status == 401
+        assert ("type" in json.loads(raw)) is (kind in ANTHROPIC)
+        status, headers, _ = await c.post(path, BODIES[path], headers=key | {HEADER_SALT: "theirs"})
+        assert (status, headers["x-fair-client"]) == (200, "gold")
+        _, seen, sent = c.replicas[0].requests[-1]
+        assert "x-api-key" not in seen
+        salt = salted("team", None)
+        if kind in WITHOUT_ENGINE:
+            assert HEADER_SALT not in seen
+        else:
+            assert (read_salt(seen[HEADER_SALT]) if kind in BY_HEADER else sent["cache_salt"]) == salt
+            assert arrived[-1].namespace == namespace(None, salt, None)
+            assert GROUP_MARK in (salt or "")
+    async with c.http.get(c.url + "/v1/usage", headers=key) as answer:
+        [left] = (await answer.json())["limits"]
+    used = sum(len(one.tokens) // 4 for one in arrived) + 2 * 3
+    assert left["remaining"] == 400 - used
+    status, _, raw = await c.post("/v1/messages", BODIES["/v1/messages"] | {"max_tokens": 400}, headers=key)
+    assert (status, json.loads(raw)["error"]["type"]) == (429, "rate_limit_error")
 
 
 # -- what the router is told

@@ -24,7 +24,7 @@ from router.gateway.errors import ApiError
 from sglang_fair.common.identity import DEFAULT_ORDER
 from sglang_fair.tenants import edit, keys
 from sglang_fair.tenants.model import Tenant
-from tests.support.stand_in import MODEL, make_tokenizer
+from tests.support.stand_in import MODEL
 
 GOLD, SILVER = "gold", "silver"
 LINE = {
@@ -33,11 +33,6 @@ LINE = {
     "url": "/v1/completions",
     "body": {"model": MODEL, "prompt": "hello", "max_tokens": 3},
 }
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 class Asked:

@@ -1,6 +1,5 @@
 """What goes to router and replica with a tenant's request, and what a sender cannot put there."""
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.events import Arrive
 from router.gateway.errors import ApiError
 from router.gateway.request.call import Call
 from router.gateway.request.kinds import BY_HEADER, PATHS, WITHOUT_ENGINE
@@ -19,19 +17,13 @@ from router.wire import namespace
 from sglang_fair.common.caller import GROUP_MARK, HEADER_WEIGHT, read_weight, salted
 from sglang_fair.tenants import edit, keys
 from sglang_fair.tenants.model import Tenant
-from tests.gateway.test_gateway import CHAT, COMPLETION, GENERATE, MODEL, Cluster, run
+from tests.gateway.clusters import CHAT, COMPLETION, GENERATE, MODEL, Cluster, listening
 from tests.support.apis import BODIES
 from tests.support.budget import examples
-from tests.support.stand_in import make_tokenizer
 from tests.support.waiting import eventually
 
 GOLD, SILVER = "key of gold", "key of silver"
 SALT = f"{GROUP_MARK}team{GROUP_MARK}"
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture
@@ -42,81 +34,62 @@ def tenants(tmp_path: Path) -> Path:
     return path
 
 
-def listening(c: Cluster) -> list[Arrive]:
-    arrived: list[Arrive] = []
-    tell = c.router.shell.tell
-    c.router.shell.tell = lambda event, peer=b"": (  # type: ignore[method-assign]
-        arrived.append(event) if isinstance(event, Arrive) else None,
-        tell(event, peer),
-    )[1]
-    return arrived
+async def test_weight_and_group_go_with_each_request(tenants: Path, c: Cluster) -> None:
+    arrived = listening(c)
+    liar = {HEADER_WEIGHT: "9@99", "x-fair-client": "silver", "x-fair-group": "other"}
+    for path, asked in (
+        ("/v1/chat/completions", CHAT | {"custom_params": {"fair": {"weight": 9, "weight_version": 99}}}),
+        ("/v1/completions", COMPLETION | {"cache_salt": "mine", "weight": 9}),
+        ("/generate", GENERATE | {"cache_salt": ""}),
+    ):
+        for key, client, weight, group in ((GOLD, "gold", 3.0, "team"), (SILVER, "silver", 1.0, None)):
+            bearer = {"authorization": f"Bearer {key}"}
+            status, headers, _ = await c.post(path, asked, headers=liar | bearer)
+            assert (status, headers["x-fair-client"]) == (200, client)
+            _, seen, sent = c.replicas[0].requests[-1]
+            assert seen["x-fair-client"] == client
+            told = read_weight(seen[HEADER_WEIGHT])
+            assert told is not None
+            assert told[0] == weight
+            salt = salted(group, asked.get("cache_salt"))
+            assert (sent.get("cache_salt") or None) == salt
+            assert "fair" not in (sent.get("custom_params") or {})
+            assert arrived[-1].namespace == namespace(None, salt, None)
+            assert (arrived[-1].client, arrived[-1].weight, arrived[-1].weight_version) == (client, *told)
+    assert len({one.weight_version for one in arrived}) == 1
 
 
-def test_weight_and_group_go_with_each_request(tokenizer: Path, tenants: Path) -> None:
-    async def body(c: Cluster) -> None:
-        arrived = listening(c)
-        liar = {HEADER_WEIGHT: "9@99", "x-fair-client": "silver", "x-fair-group": "other"}
-        for path, asked in (
-            ("/v1/chat/completions", CHAT | {"custom_params": {"fair": {"weight": 9, "weight_version": 99}}}),
-            ("/v1/completions", COMPLETION | {"cache_salt": "mine", "weight": 9}),
-            ("/generate", GENERATE | {"cache_salt": ""}),
-        ):
-            for key, client, weight, group in ((GOLD, "gold", 3.0, "team"), (SILVER, "silver", 1.0, None)):
-                bearer = {"authorization": f"Bearer {key}"}
-                status, headers, _ = await c.post(path, asked, headers=liar | bearer)
-                assert (status, headers["x-fair-client"]) == (200, client)
-                _, seen, sent = c.replicas[0].requests[-1]
-                assert seen["x-fair-client"] == client
-                told = read_weight(seen[HEADER_WEIGHT])
-                assert told is not None
-                assert told[0] == weight
-                salt = salted(group, asked.get("cache_salt"))
-                assert (sent.get("cache_salt") or None) == salt
-                assert "fair" not in (sent.get("custom_params") or {})
-                assert arrived[-1].namespace == namespace(None, salt, None)
-                assert (arrived[-1].client, arrived[-1].weight, arrived[-1].weight_version) == (client, *told)
-        assert len({one.weight_version for one in arrived}) == 1
+async def test_a_new_file_holds_for_the_next_request_and_counts_as_newer(tenants: Path, c: Cluster) -> None:
+    async def told() -> tuple[float, int]:
+        await c.post("/generate", GENERATE, headers={"authorization": f"Bearer {GOLD}"})
+        found = read_weight(c.replicas[0].requests[-1][1][HEADER_WEIGHT])
+        assert found is not None
+        return found
 
-    run(body, tokenizer, tenants=tenants)
+    async def follows() -> bool:
+        return (await told())[0] == 0.5
+
+    before = await told()
+    tenants.write_text(tenants.read_text().replace("weight: 3.0", "weight: 0.5"))
+    await eventually(follows, "the new weight")
+    after = await told()
+    assert after[1] > before[1]
+    tenants.write_text("tenants: {gold: {weight: -1}}")
+    directory = c.gateway.directory
+    await eventually(lambda: directory is not None and directory.failures, "the bad file is noticed")
+    assert await told() == after
 
 
-def test_a_new_file_holds_for_the_next_request_and_counts_as_newer(tokenizer: Path, tenants: Path) -> None:
-    async def body(c: Cluster) -> None:
-        async def told() -> tuple[float, int]:
-            await c.post("/generate", GENERATE, headers={"authorization": f"Bearer {GOLD}"})
-            found = read_weight(c.replicas[0].requests[-1][1][HEADER_WEIGHT])
-            assert found is not None
-            return found
-
-        before = await told()
-        text = tenants.read_text()
-        tenants.write_text(text.replace("weight: 3.0", "weight: 0.5"))
-
-        async def follows() -> bool:
-            return (await told())[0] == 0.5
-
-        await eventually(follows, "the new weight")
-        after = await told()
-        assert after[1] > before[1]
-        tenants.write_text("tenants: {gold: {weight: -1}}")
-        await asyncio.sleep(1.5)
-        assert await told() == after
-
-    run(body, tokenizer, tenants=tenants)
-
-
-def test_the_rest_of_a_stream_is_in_the_same_group(tokenizer: Path, tenants: Path) -> None:
-    async def body(c: Cluster) -> None:
-        c.replicas[0].mode = c.replicas[1].mode = "die midway"
-        asked = COMPLETION | {"stream": True, "temperature": 0, "cache_salt": "mine"}
-        await c.post("/v1/completions", asked, headers={"authorization": f"Bearer {GOLD}"})
-        sent = [one for replica in c.replicas for one in replica.requests]
-        assert len(sent) > 1
-        for _, seen, request in sent:
-            assert request["cache_salt"] == salted("team", "mine")
-            assert seen[HEADER_WEIGHT].startswith("3.0@")
-
-    run(body, tokenizer, replicas=2, tenants=tenants)
+@pytest.mark.cluster(replicas=2)
+async def test_the_rest_of_a_stream_is_in_the_same_group(tenants: Path, c: Cluster) -> None:
+    c.replicas[0].mode = c.replicas[1].mode = "die midway"
+    asked = COMPLETION | {"stream": True, "temperature": 0, "cache_salt": "mine"}
+    await c.post("/v1/completions", asked, headers={"authorization": f"Bearer {GOLD}"})
+    sent = [one for replica in c.replicas for one in replica.requests]
+    assert len(sent) > 1
+    for _, seen, request in sent:
+        assert request["cache_salt"] == salted("team", "mine")
+        assert seen[HEADER_WEIGHT].startswith("3.0@")
 
 
 # ---- bodies
@@ -184,14 +157,11 @@ def test_without_a_group_a_body_is_passed_on_as_it_is(kind) -> None:
     assert "cache_salt" not in parsed(kind, None).body
 
 
-def test_a_client_s_trace_goes_on_at_the_replica(tokenizer: Path) -> None:
-    async def body(c: Cluster) -> None:
-        trace = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01", "tracestate": "a=1"}
-        for path, asked in (("/v1/chat/completions", CHAT), ("/generate", GENERATE)):
-            await c.post(path, asked, headers=trace)
-            _, seen, _ = c.replicas[0].requests[-1]
-            assert {name: seen[name] for name in trace} == trace
-        await c.post("/generate", GENERATE)
-        assert not trace.keys() & c.replicas[0].requests[-1][1].keys()
-
-    run(body, tokenizer)
+async def test_a_client_s_trace_goes_on_at_the_replica(c: Cluster) -> None:
+    trace = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01", "tracestate": "a=1"}
+    for path, asked in (("/v1/chat/completions", CHAT), ("/generate", GENERATE)):
+        await c.post(path, asked, headers=trace)
+        _, seen, _ = c.replicas[0].requests[-1]
+        assert {name: seen[name] for name in trace} == trace
+    await c.post("/generate", GENERATE)
+    assert not trace.keys() & c.replicas[0].requests[-1][1].keys()

@@ -2,27 +2,27 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from router.events import Arrive, Load
+from router.gateway.app import Config, create_app
 from router.throttling import Throttling
 from sglang_fair.core.throttle import Limits as Limited
 from sglang_fair.core.throttle import Rules
 from sglang_fair.settings.table import Limits
 from sglang_fair.tenants import edit, keys
 from sglang_fair.tenants.model import Overload, Tenant
-from tests.gateway.test_callers import listening
-from tests.gateway.test_gateway import (
+from tests.gateway.clusters import (
     CHAT,
     COMPLETION,
     GENERATE,
     MODEL,
     Cluster,
-    Config,
     RouterThread,
-    create_app,
-    run,
+    cluster,
+    listening,
     served,
 )
 from tests.support.stand_in import make_tokenizer
@@ -31,9 +31,9 @@ from tests.support.waiting import eventually
 NAMED = {"x-fair-client": "c", "x-fair-app": "chat", "x-fair-interaction": "7", "x-fair-stage": "plan"}
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+def oit(calls: int) -> dict[str, Any]:
+    """A router that throttles, and lets a user have so many calls."""
+    return {"throttling": Throttling("oit", Rules(Limited(calls)))}
 
 
 def fair_headers(c: Cluster) -> dict[str, str]:
@@ -50,26 +50,23 @@ def full(c: Cluster) -> None:
     c.router.shell.tell(Load("r0", 1000, 0, 1000))
 
 
-def test_a_call_s_place_in_its_interaction_goes_to_router_and_replica(tokenizer: Path) -> None:
-    async def body(c: Cluster) -> None:
-        arrived = listening(c)
-        for number in (1, 2):
-            assert (await c.post("/generate", GENERATE, headers=NAMED | {"x-fair-call": "99"}))[0] == 200
-            assert fair_headers(c) == NAMED | {"x-fair-call": str(number)}
-        assert [one.begun for one in arrived] == [0, 1]
-        said = {"metadata": {"app": "chat", "interaction": "7", "stage": "m\u00e9rge", "last": "1"}}
-        for path, asked in (("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)):
-            assert (await c.post(path, asked | said, headers={"x-fair-client": "c"}))[0] == 200
-        assert arrived[-1].stage == "m%C3%A9rge"
-        assert (arrived[-2].begun, arrived[-2].last, arrived[-1].begun) == (2, True, 0), (
-            "it ended with its last call"
-        )
-        assert fair_headers(c)["x-fair-last"] == "1"
-        bare = {"x-fair-client": "c", "x-fair-call": "5"}
-        assert (await c.post("/generate", GENERATE, headers=bare))[0] == 200
-        assert fair_headers(c) == {"x-fair-client": "c"}
-
-    run(body, tokenizer)
+async def test_a_call_s_place_in_its_interaction_goes_to_router_and_replica(c: Cluster) -> None:
+    arrived = listening(c)
+    for number in (1, 2):
+        assert (await c.post("/generate", GENERATE, headers=NAMED | {"x-fair-call": "99"}))[0] == 200
+        assert fair_headers(c) == NAMED | {"x-fair-call": str(number)}
+    assert [one.begun for one in arrived] == [0, 1]
+    said = {"metadata": {"app": "chat", "interaction": "7", "stage": "m\u00e9rge", "last": "1"}}
+    for path, asked in (("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)):
+        assert (await c.post(path, asked | said, headers={"x-fair-client": "c"}))[0] == 200
+    assert arrived[-1].stage == "m%C3%A9rge"
+    assert (arrived[-2].begun, arrived[-2].last, arrived[-1].begun) == (2, True, 0), (
+        "it ended with its last call"
+    )
+    assert fair_headers(c)["x-fair-last"] == "1"
+    bare = {"x-fair-client": "c", "x-fair-call": "5"}
+    assert (await c.post("/generate", GENERATE, headers=bare))[0] == 200
+    assert fair_headers(c) == {"x-fair-client": "c"}
 
 
 @pytest.mark.parametrize(
@@ -81,219 +78,192 @@ def test_a_call_s_place_in_its_interaction_goes_to_router_and_replica(tokenizer:
         {"x-fair-interaction": "(system)", "x-fair-stage": "  "},
     ],
 )
-def test_no_request_fails_for_what_it_says(tokenizer: Path, headers: dict[str, str]) -> None:
-    async def body(c: Cluster) -> None:
-        for metadata in ({}, [], None, {"app": 3, "last": True}, {"interaction": "x" * 10_000}):
-            status, _, _ = await c.post(
-                "/v1/completions", COMPLETION | {"metadata": metadata}, headers=headers
-            )
-            assert status == 200
-
-    run(body, tokenizer)
+async def test_no_request_fails_for_what_it_says(headers: dict[str, str], c: Cluster) -> None:
+    for metadata in ({}, [], None, {"app": 3, "last": True}, {"interaction": "x" * 10_000}):
+        status, _, _ = await c.post("/v1/completions", COMPLETION | {"metadata": metadata}, headers=headers)
+        assert status == 200
 
 
-def test_a_throttled_client_is_told_why_and_when_to_come_back(tokenizer: Path) -> None:
-    async def body(c: Cluster) -> None:
+@pytest.mark.cluster(router=oit(1))
+async def test_a_throttled_client_is_told_why_and_when_to_come_back(c: Cluster) -> None:
+    assert (await c.post("/generate", GENERATE, headers=NAMED))[0] == 200
+    full(c)
+    status, headers, told = await c.post("/generate", GENERATE, headers=NAMED | {"x-fair-interaction": "8"})
+    error = json.loads(told)["error"]
+    assert (status, error["code"], error["type"]) == (429, "throttled_user", "rate_limit_error")
+    assert 1 <= int(headers["retry-after"]) <= 60
+    assert "limit is 1" in error["message"]
+    assert "pressure 1.00" in error["message"]
+    assert (await c.post("/generate", GENERATE, headers=NAMED))[0] == 200, "its interaction goes on"
+    other = NAMED | {"x-fair-client": "other"}
+    assert (await c.post("/generate", GENERATE, headers=other))[0] == 200
+    state = (await c.state())["throttle"]
+    assert state["refused"]["throttled_user"] == 1
+    assert state["open_interactions"] == 2
+    async with c.http.post(c.url + "/limits", json={"user": 5}) as answer:
+        assert (answer.status, (await answer.json())["throttle"]["rules"]["user"]) == (200, 5)
+    again = NAMED | {"x-fair-interaction": "9"}
+    assert (await c.post("/generate", GENERATE, headers=again))[0] == 200
+    for bad in ({"user": 0}, {"low": 0.9, "high": 0.5}, {"users": 3}, [], {"apps": {"chat": "many"}}):
+        async with c.http.post(c.url + "/limits", json=bad) as answer:
+            assert answer.status == 400
+    async with c.http.get(c.url + "/limits") as answer:
+        assert (await answer.json())["throttle"]["rules"]["user"] == 5
+
+
+@pytest.mark.cluster(router=oit(1), router_timeout_s=2.0)
+async def test_a_router_that_is_restarted_cuts_no_interaction(c: Cluster) -> None:
+    assert (await c.post("/generate", GENERATE, headers=NAMED))[0] == 200
+    endpoint = c.router.endpoint
+    c.router.close()
+    await eventually(lambda: not c.gateway.link.alive, "the gateway misses the router")
+    assert (await c.post("/generate", GENERATE, headers=NAMED))[0] == 200
+    assert fair_headers(c)["x-fair-call"] == "2", "numbered without a router"
+    again = RouterThread(c.replicas, endpoint=endpoint, **oit(1))
+    try:
+        await eventually(lambda: c.gateway.link.alive, "the gateway hears the new router")
+        again.shell.tell(Load("r0", 1000, 0, 1000))
+        assert (await c.post("/generate", GENERATE, headers=NAMED | {"x-fair-interaction": "8"}))[0] == 200
+        assert (await c.post("/generate", GENERATE, headers=NAMED | {"x-fair-interaction": "9"}))[0] == 429
         assert (await c.post("/generate", GENERATE, headers=NAMED))[0] == 200
-        full(c)
-        status, headers, told = await c.post(
-            "/generate", GENERATE, headers=NAMED | {"x-fair-interaction": "8"}
-        )
-        error = json.loads(told)["error"]
-        assert (status, error["code"], error["type"]) == (429, "throttled_user", "rate_limit_error")
-        assert 1 <= int(headers["retry-after"]) <= 60
-        assert "limit is 1" in error["message"]
-        assert "pressure 1.00" in error["message"]
-        assert (await c.post("/generate", GENERATE, headers=NAMED))[0] == 200, "its interaction goes on"
-        other = NAMED | {"x-fair-client": "other"}
-        assert (await c.post("/generate", GENERATE, headers=other))[0] == 200
-        state = (await c.state())["throttle"]
-        assert state["refused"]["throttled_user"] == 1
-        assert state["open_interactions"] == 2
-        async with c.http.post(c.url + "/limits", json={"user": 5}) as answer:
-            assert (answer.status, (await answer.json())["throttle"]["rules"]["user"]) == (200, 5)
-        again = NAMED | {"x-fair-interaction": "9"}
-        assert (await c.post("/generate", GENERATE, headers=again))[0] == 200
-        for bad in ({"user": 0}, {"low": 0.9, "high": 0.5}, {"users": 3}, [], {"apps": {"chat": "many"}}):
-            async with c.http.post(c.url + "/limits", json=bad) as answer:
-                assert answer.status == 400
-        async with c.http.get(c.url + "/limits") as answer:
-            assert (await answer.json())["throttle"]["rules"]["user"] == 5
-
-    run(body, tokenizer, throttling=Throttling("oit", Rules(Limited(1))))
+        assert fair_headers(c)["x-fair-call"] == "3"
+    finally:
+        again.close()
 
 
-def test_a_router_that_is_restarted_cuts_no_interaction(tokenizer: Path) -> None:
-    async def body(c: Cluster) -> None:
-        assert (await c.post("/generate", GENERATE, headers=NAMED))[0] == 200
-        endpoint = c.router.endpoint
-        c.router.close()
-        await eventually(lambda: not c.gateway.link.alive, "the gateway misses the router")
-        assert (await c.post("/generate", GENERATE, headers=NAMED))[0] == 200
-        assert fair_headers(c)["x-fair-call"] == "2", "numbered without a router"
-        again = RouterThread(c.replicas, Throttling("oit", Rules(Limited(1))), endpoint)
-        try:
-            await eventually(lambda: c.gateway.link.alive, "the gateway hears the new router")
-            again.shell.tell(Load("r0", 1000, 0, 1000))
-            assert (await c.post("/generate", GENERATE, headers=NAMED | {"x-fair-interaction": "8"}))[
-                0
-            ] == 200
-            assert (await c.post("/generate", GENERATE, headers=NAMED | {"x-fair-interaction": "9"}))[
-                0
-            ] == 429
-            assert (await c.post("/generate", GENERATE, headers=NAMED))[0] == 200
-            assert fair_headers(c)["x-fair-call"] == "3"
-        finally:
-            again.close()
-
-    run(body, tokenizer, throttling=Throttling("oit", Rules(Limited(1))), router_timeout_s=2.0)
-
-
-def test_a_router_that_is_restarted_hears_from_every_gateway_what_is_under_way(tokenizer: Path) -> None:
+@pytest.mark.cluster(router=oit(1), router_timeout_s=2.0)
+async def test_a_router_that_is_restarted_hears_from_every_gateway_what_is_under_way(
+    tokenizer: Path, c: Cluster
+) -> None:
     """The second call of an interaction comes through another gateway than the first, and the router between them is
     another one."""
 
-    async def body(c: Cluster) -> None:
-        other = create_app(Config((c.router.endpoint,), MODEL, str(tokenizer), 2.0, Limits()))
-        async with served(other) as url:
-            await eventually(lambda: other.gateway.link.alive, "the other gateway hears the router")
-            async with c.http.post(url + "/generate", json=GENERATE, headers=NAMED) as answer:
-                assert answer.status == 200
-            endpoint = c.router.endpoint
-            c.router.close()
-            again = RouterThread(c.replicas, Throttling("oit", Rules(Limited(1))), endpoint)
-            try:
-
-                async def is_told() -> bool:
-                    return (await c.state()).get("throttle", {}).get("open_interactions") == 1
-
-                await eventually(is_told, "the new router knows the interaction")
-                again.shell.tell(Load("r0", 1000, 0, 1000))
-                for number in ("1", "2"):
-                    first = NAMED | {"x-fair-interaction": f"new {number}"}
-                    status, _, _ = await c.post("/generate", GENERATE, headers=first)
-                    assert status == (200 if number == "1" else 429)
-                assert (await c.post("/generate", GENERATE, headers=NAMED))[0] == 200
-                assert fair_headers(c)["x-fair-call"] == "2"
-            finally:
-                again.close()
-
-    run(body, tokenizer, throttling=Throttling("oit", Rules(Limited(1))), router_timeout_s=2.0)
-
-
-def test_limits_that_were_posted_hold_in_a_router_that_is_restarted(tokenizer: Path) -> None:
-    async def body(c: Cluster) -> None:
-        async with c.http.post(c.url + "/limits", json={"user": 5}) as answer:
+    other = create_app(Config((c.router.endpoint,), MODEL, str(tokenizer), 2.0, Limits()))
+    async with served(other) as url:
+        await eventually(lambda: other.gateway.link.alive, "the other gateway hears the router")
+        async with c.http.post(url + "/generate", json=GENERATE, headers=NAMED) as answer:
             assert answer.status == 200
-        router = c.router
+        endpoint = c.router.endpoint
+        c.router.close()
+        again = RouterThread(c.replicas, endpoint=endpoint, **oit(1))
+        try:
 
-        async def user() -> object:
-            return (await c.state()).get("throttle", {}).get("rules", {}).get("user")
+            async def is_told() -> bool:
+                return (await c.state()).get("throttle", {}).get("open_interactions") == 1
 
-        for started_with, expected in ((1, 5), (7, 7), (1, 1)):
-            router.close()
-            router = RouterThread(
-                c.replicas, Throttling("oit", Rules(Limited(started_with))), router.endpoint
-            )
-            try:
+            await eventually(is_told, "the new router knows the interaction")
+            again.shell.tell(Load("r0", 1000, 0, 1000))
+            for number in ("1", "2"):
+                first = NAMED | {"x-fair-interaction": f"new {number}"}
+                status, _, _ = await c.post("/generate", GENERATE, headers=first)
+                assert status == (200 if number == "1" else 429)
+            assert (await c.post("/generate", GENERATE, headers=NAMED))[0] == 200
+            assert fair_headers(c)["x-fair-call"] == "2"
+        finally:
+            again.close()
 
-                async def holds(expected: int = expected) -> bool:
-                    return await user() == expected
 
-                await eventually(holds, f"a limit of {expected}")
-                for _ in range(2):  # once as those of another router, and once more
-                    await c.gateway.link.workers()
-                assert await holds()
-            except BaseException:
-                router.close()
-                raise
+@pytest.mark.cluster(router=oit(1), router_timeout_s=2.0)
+async def test_limits_that_were_posted_hold_in_a_router_that_is_restarted(c: Cluster) -> None:
+    async with c.http.post(c.url + "/limits", json={"user": 5}) as answer:
+        assert answer.status == 200
+    router = c.router
+
+    async def user() -> object:
+        return (await c.state()).get("throttle", {}).get("rules", {}).get("user")
+
+    for started_with, expected in ((1, 5), (7, 7), (1, 1)):
         router.close()
+        router = RouterThread(
+            c.replicas, endpoint=router.endpoint, throttling=Throttling("oit", Rules(Limited(started_with)))
+        )
+        try:
 
-    run(body, tokenizer, throttling=Throttling("oit", Rules(Limited(1))), router_timeout_s=2.0)
+            async def holds(expected: int = expected) -> bool:
+                return await user() == expected
 
-
-def test_a_gateway_remembers_the_number_that_the_router_gave(tokenizer: Path) -> None:
-    async def body(c: Cluster) -> None:
-        arrived = listening(c)
-        other = create_app(Config((c.router.endpoint,), MODEL, str(tokenizer), 2.0, Limits()))
-        async with served(other) as url:
-            await eventually(lambda: other.gateway.link.alive, "the other gateway hears the router")
-            for _ in range(2):
-                for at in (url, c.url):
-                    async with c.http.post(at + "/generate", json=GENERATE, headers=NAMED) as answer:
-                        assert answer.status == 200
-        assert fair_headers(c)["x-fair-call"] == "4"
-        assert [one.begun for one in arrived] == [0, 0, 1, 2]
-
-    run(body, tokenizer)
+            await eventually(holds, f"a limit of {expected}")
+            for _ in range(2):  # once as those of another router, and once more
+                await c.gateway.link.workers()
+            assert await holds()
+        except BaseException:
+            router.close()
+            raise
+    router.close()
 
 
-def test_a_retry_is_the_same_call(tokenizer: Path) -> None:
-    async def body(c: Cluster) -> None:
-        arrived: list[Arrive] = listening(c)
-        c.replicas[0].mode = "die"
-        assert (await c.post("/generate", GENERATE, headers=NAMED))[0] == 200
-        assert [(one.attempt, one.begun) for one in arrived] == [(0, 0), (1, 1)]
-        _, seen, _ = c.replicas[1].requests[-1]
-        assert {name.lower(): value for name, value in seen.items()}["x-fair-call"] == "1"
-        [row] = (await c.state())["throttle"]["nearest"]
-        assert row == {"client": "c", "calls": 1, "limit": 9}
+async def test_a_gateway_remembers_the_number_that_the_router_gave(tokenizer: Path, c: Cluster) -> None:
+    arrived = listening(c)
+    other = create_app(Config((c.router.endpoint,), MODEL, str(tokenizer), 2.0, Limits()))
+    async with served(other) as url:
+        await eventually(lambda: other.gateway.link.alive, "the other gateway hears the router")
+        for _ in range(2):
+            for at in (url, c.url):
+                async with c.http.post(at + "/generate", json=GENERATE, headers=NAMED) as answer:
+                    assert answer.status == 200
+    assert fair_headers(c)["x-fair-call"] == "4"
+    assert [one.begun for one in arrived] == [0, 0, 1, 2]
 
-    run(body, tokenizer, replicas=2, throttling=Throttling("oit", Rules(Limited(9))))
+
+@pytest.mark.cluster(replicas=2, router=oit(9))
+async def test_a_retry_is_the_same_call(c: Cluster) -> None:
+    arrived: list[Arrive] = listening(c)
+    c.replicas[0].mode = "die"
+    assert (await c.post("/generate", GENERATE, headers=NAMED))[0] == 200
+    assert [(one.attempt, one.begun) for one in arrived] == [(0, 0), (1, 1)]
+    _, seen, _ = c.replicas[1].requests[-1]
+    assert {name.lower(): value for name, value in seen.items()}["x-fair-call"] == "1"
+    [row] = (await c.state())["throttle"]["nearest"]
+    assert row == {"client": "c", "calls": 1, "limit": 9}
 
 
-def test_tenants_have_applications_and_limits_of_their_own(tokenizer: Path, tmp_path: Path) -> None:
-    path, key = tmp_path / "tenants.yaml", "key of gold"
+@pytest.fixture
+def tenants(tmp_path: Path) -> Path:
+    path = tmp_path / "tenants.yaml"
     own = Overload(calls_per_minute=5, apps={"chat": 2, "*": 1})
-    edit.add(path, "gold", Tenant(keys=[keys.written(keys.digest(key))], apps=["chat"], overload=own))
+    edit.add(path, "gold", Tenant(keys=[keys.written(keys.digest("gold"))], apps=["chat"], overload=own))
+    return path
 
-    async def body(c: Cluster) -> None:
-        arrived = listening(c)
-        for app in ("chat", "code"):
-            headers = NAMED | {"x-fair-app": app, "authorization": f"Bearer {key}"}
-            assert (await c.post("/generate", GENERATE, headers=headers))[0] == 200
-        assert [(one.app, one.most_calls, one.app_calls) for one in arrived] == [
-            ("chat", 5, 2),
-            ("(other)", 5, 1),
-        ]
 
-    run(body, tokenizer, tenants=path)
+async def test_tenants_have_applications_and_limits_of_their_own(tenants: Path, c: Cluster) -> None:
+    arrived = listening(c)
+    for app in ("chat", "code"):
+        headers = NAMED | {"x-fair-app": app, "authorization": "Bearer gold"}
+        assert (await c.post("/generate", GENERATE, headers=headers))[0] == 200
+    assert [(one.app, one.most_calls, one.app_calls) for one in arrived] == [
+        ("chat", 5, 2),
+        ("(other)", 5, 1),
+    ]
 
 
 @pytest.mark.parametrize("length", [6, 9000])
-def test_the_tokens_of_system_messages_go_to_the_replica(tokenizer: Path, length: int) -> None:
+async def test_the_tokens_of_system_messages_go_to_the_replica(length: int, c: Cluster) -> None:
     """Counted by the gateway, whatever the client says."""
     system = {"role": "system", "content": "é" + "s" * (length - 2)}  # a token is a byte
     parts = {"role": "system", "content": [{"type": "text", "text": "more"}]}
     user = {"role": "user", "content": "hi"}
-    lie = {"x-fair-client": "c", "x-fair-system-tokens": "1"}
-
-    async def counted(c: Cluster, path: str, asked: dict) -> str | None:
-        assert (await c.post(path, asked, headers=lie))[0] == 200
-        return fair_headers(c).get("x-fair-system-tokens")
-
-    async def body(c: Cluster) -> None:
-        path = "/v1/chat/completions"
-        assert await counted(c, path, CHAT | {"messages": [system, user]}) == str(length)
-        assert await counted(c, path, CHAT | {"messages": [system, parts, user]}) == str(length + 1 + 4)
-        assert await counted(c, path, CHAT | {"messages": [system, user], "input_ids": [1, 2]}) is None
-        assert await counted(c, path, CHAT | {"messages": [{"role": "system"}, user]}) is None
-        for others, asked in (("/v1/completions", COMPLETION), ("/generate", GENERATE), (path, CHAT)):
-            assert await counted(c, others, asked | {"system_tokens": 5}) is None
-
-    run(body, tokenizer)
+    path = "/v1/chat/completions"
+    for at, asked, counted in (
+        (path, CHAT | {"messages": [system, user]}, str(length)),
+        (path, CHAT | {"messages": [system, parts, user]}, str(length + 1 + 4)),
+        (path, CHAT | {"messages": [system, user], "input_ids": [1, 2]}, None),
+        (path, CHAT | {"messages": [{"role": "system"}, user]}, None),
+        (path, CHAT | {"system_tokens": 5}, None),
+        ("/v1/completions", COMPLETION | {"system_tokens": 5}, None),
+        ("/generate", GENERATE | {"system_tokens": 5}, None),
+    ):
+        lie = {"x-fair-client": "c", "x-fair-system-tokens": "1"}
+        assert (await c.post(at, asked, headers=lie))[0] == 200
+        assert fair_headers(c).get("x-fair-system-tokens") == counted
 
 
-def test_system_messages_are_no_more_than_the_prompt(tmp_path: Path) -> None:
+async def test_system_messages_are_no_more_than_the_prompt(tmp_path: Path) -> None:
     """Of a template that leaves them out."""
     folder = make_tokenizer(tmp_path)
     config = json.loads((folder / "tokenizer_config.json").read_text())
     config["chat_template"] = "{{ messages[-1]['content'] }}"
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-
-    async def body(c: Cluster) -> None:
-        messages = [{"role": "system", "content": "s" * 100}, {"role": "user", "content": "hi"}]
+    messages = [{"role": "system", "content": "s" * 100}, {"role": "user", "content": "hi"}]
+    async with cluster(folder) as c:
         assert (await c.post("/v1/chat/completions", CHAT | {"messages": messages}))[0] == 200
         assert fair_headers(c)["x-fair-system-tokens"] == "2"
-
-    run(body, folder)

@@ -17,14 +17,8 @@ from router.gateway.metrics import FOLDER_VARIABLE, GatewayMetrics
 from sglang_fair.metrics.labels import OTHER
 from sglang_fair.metrics.table import OUTCOMES, of
 from sglang_fair.metrics.waits import SECONDS
-from tests.gateway.test_gateway import COMPLETION, GENERATE, Cluster, run
-from tests.support.stand_in import make_tokenizer
+from tests.gateway.clusters import COMPLETION, GENERATE, Cluster
 from tests.support.waiting import eventually
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 def samples(page: str) -> dict[tuple[str, ...], float]:
@@ -57,62 +51,57 @@ def as_(client: str, **more: Any) -> dict[str, Any]:
     return {"headers": {"x-fair-client": client}, **more}
 
 
-def test_how_requests_end(tokenizer: Path) -> None:
-    async def body(c: Cluster) -> None:
-        async def counted(outcome: str, count: int) -> None:
-            async def done() -> bool:
-                return outcomes(await metrics(c), "a").get(outcome) == count
+async def test_how_requests_end(c: Cluster) -> None:
+    async def counted(outcome: str, count: int) -> None:
+        async def done() -> bool:
+            return outcomes(await metrics(c), "a").get(outcome) == count
 
-            await eventually(done, f"{count} {outcome}")
+        await eventually(done, f"{count} {outcome}")
 
-        await c.post("/generate", GENERATE, **as_("a"))
-        await c.post("/v1/completions", COMPLETION | {"stream": True}, **as_("a"))
-        await counted("ok", 2)
-        await c.post("/v1/completions", COMPLETION | {"model": "none"}, **as_("a"))
-        await counted("refused", 1)
-        c.replicas[0].mode = "die midway"
-        await c.post("/v1/completions", COMPLETION | {"stream": True, "logprobs": 1}, **as_("a"))
-        await counted("failed", 1)
-        c.replicas[0].mode = "endless"
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.2):
-                await c.post("/v1/completions", COMPLETION | {"stream": True}, **as_("a"))
-        await counted("left", 1)
-        found = await metrics(c)
-        assert sum(outcomes(found, "a").values()) == 5
-        assert found[("request_seconds_count", "a")] == 2
-        assert found[("ttft_seconds_count", "a")] == 3, "each stream that had begun"
-        assert found[("request_seconds_bucket", "a", "+Inf")] == 2
-        assert found[("gateway_router_up",)] == found[("gateway_tenants_ok",)] == 1
-        assert found[("refusals_total", "404")] == 1
-        ends = ("_bucket", "_count", "_sum", "")
-        names = {metric.name + end for metric in of("gateway") for end in ends}
-        assert {name for name, *_ in found} <= names
-
-    run(body, tokenizer)
+    await c.post("/generate", GENERATE, **as_("a"))
+    await c.post("/v1/completions", COMPLETION | {"stream": True}, **as_("a"))
+    await counted("ok", 2)
+    await c.post("/v1/completions", COMPLETION | {"model": "none"}, **as_("a"))
+    await counted("refused", 1)
+    c.replicas[0].mode = "die midway"
+    await c.post("/v1/completions", COMPLETION | {"stream": True, "logprobs": 1}, **as_("a"))
+    await counted("failed", 1)
+    c.replicas[0].mode = "endless"
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.2):
+            await c.post("/v1/completions", COMPLETION | {"stream": True}, **as_("a"))
+    await counted("left", 1)
+    found = await metrics(c)
+    assert sum(outcomes(found, "a").values()) == 5
+    assert found[("request_seconds_count", "a")] == 2
+    assert found[("ttft_seconds_count", "a")] == 3, "each stream that had begun"
+    assert found[("request_seconds_bucket", "a", "+Inf")] == 2
+    assert found[("gateway_router_up",)] == found[("gateway_tenants_ok",)] == 1
+    assert found[("refusals_total", "404")] == 1
+    ends = ("_bucket", "_count", "_sum", "")
+    names = {metric.name + end for metric in of("gateway") for end in ends}
+    assert {name for name, *_ in found} <= names
 
 
-def test_five_thousand_invented_names(tokenizer: Path) -> None:
+@pytest.mark.cluster(access={"metrics_clients": 3}, max_in_flight=4096)
+async def test_five_thousand_invented_names(c: Cluster) -> None:
     """Each asks once, and is refused or served: the number of series stays what it was after the first hundred."""
 
-    async def body(c: Cluster) -> None:
-        async def ask(at: int) -> None:
-            await c.post("/generate", GENERATE if at % 50 == 0 else {"text": 5}, **as_(f"invented-{at}"))
+    async def ask(at: int) -> None:
+        await c.post("/generate", GENERATE if at % 50 == 0 else {"text": 5}, **as_(f"invented-{at}"))
 
-        series = []
-        for start in range(0, 5000, 500):
-            await asyncio.gather(*(ask(at) for at in range(start, start + 500)))
-            series.append(len(await metrics(c)))
-        found = await metrics(c)
-        total = sum(count for (name, *_), count in found.items() if name == "requests_total")
-        assert total == 5000
-        clients = {labels[0] for name, *labels in found if name == "requests_total"}
-        assert OTHER in clients
-        assert len(clients) <= 3 + 1
-        assert max(series) <= 3 * (len(OUTCOMES) + 2 * (len(SECONDS) + 3)) + 4 * (len(OUTCOMES) + 40)
-        assert series[-1] == series[1]
-
-    run(body, tokenizer, access={"metrics_clients": 3}, max_in_flight=4096)
+    series = []
+    for start in range(0, 5000, 500):
+        await asyncio.gather(*(ask(at) for at in range(start, start + 500)))
+        series.append(len(await metrics(c)))
+    found = await metrics(c)
+    total = sum(count for (name, *_), count in found.items() if name == "requests_total")
+    assert total == 5000
+    clients = {labels[0] for name, *labels in found if name == "requests_total"}
+    assert OTHER in clients
+    assert len(clients) <= 3 + 1
+    assert max(series) <= 3 * (len(OUTCOMES) + 2 * (len(SECONDS) + 3)) + 4 * (len(OUTCOMES) + 40)
+    assert series[-1] == series[1]
 
 
 def test_processes_add_up_and_a_dead_one_has_no_gauges(tmp_path: Path) -> None:

@@ -21,14 +21,9 @@ from router.gateway.request.parse import parse
 from router.gateway.request.tokens import Tokens
 from sglang_fair.common.token_ids import comment
 from tests.support.budget import examples
-from tests.support.stand_in import Engine, make_tokenizer
+from tests.support.stand_in import Engine
 
 KINDS = ("chat", "completions", "generate")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 def request(kind: str, text: str, limit: int, stop: list[str] | None = None, **more: Any) -> dict[str, Any]:

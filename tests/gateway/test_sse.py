@@ -1,13 +1,17 @@
 """Which events of a stream the client gets, however many come together."""
 
 import json
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.gateway.answer.sse import Stream
+from router.gateway.answer.sse import Stream, usage_of
 from router.gateway.answer.usage import Usage
-from tests.gateway.test_gateway import call
+from router.gateway.request.call import Call
+from router.gateway.request.names import Names
+from router.gateway.request.parse import parse
+from tests.gateway.clusters import CHAT, COMPLETION, GENERATE, MODEL
 
 TEXT = {"choices": [{"delta": {"content": 'b "usage":{ \n\n'}}]}
 WITH_TEXT = TEXT | {"usage": {"completion_tokens": 3}}
@@ -16,6 +20,11 @@ TWICE = {"choices": [], "usage": {"completion_tokens": 2}, "more": {"usage": {"c
 EVENTS = st.lists(
     st.sampled_from([TEXT, TEXT | {"usage": None}, WITH_TEXT, ALONE, TWICE, "no JSON"]), max_size=12
 )
+
+
+def call(kind: Any, **body: object) -> Call:
+    default = {"chat": CHAT, "completions": COMPLETION, "generate": GENERATE}[kind]
+    return parse(kind, json.dumps(default | body).encode(), Names(MODEL))
 
 
 @given(events=EVENTS, step=st.integers(1, 400), is_shown=st.booleans())
@@ -33,3 +42,28 @@ def test_events_of_usage_alone_are_hidden_and_all_others_passed_on(
     said = [event for event in events if event in (ALONE, TWICE)]
     if said:
         assert stream.usage == (Usage(9, 4) if said[-1] == ALONE else Usage(2))
+
+
+def test_without_usage_events_are_counted() -> None:
+    stream = Stream(call("completions", stream=True))
+    for _ in range(5):
+        stream.feed(b'data: {"choices":[{"text":"a"}]}\n\n')
+    assert stream.usage == Usage(4)
+    assert not stream.ended
+
+
+def test_generate_streams_count_the_last_of_each_index() -> None:
+    def event(index: int, tokens: int) -> bytes:
+        meta = {"completion_tokens": tokens, "cached_tokens": index}
+        return b"data: " + json.dumps({"index": index, "meta_info": meta}).encode() + b"\n\n"
+
+    stream = Stream(call("generate", text=["a", "b"], stream=True))
+    stream.feed(event(0, 1) + event(1, 1) + event(0, 2))
+    stream.feed(event(1, 2) + event(1, 5) + b"data: [DONE]\n\n")
+    assert stream.usage == Usage(7, 1)
+
+
+def test_a_body_without_usage_has_none() -> None:
+    for kind, body in (("chat", b"no json"), ("chat", b"{}"), ("generate", b"[]")):
+        assert usage_of(kind, body) is None
+    assert usage_of("completions", b'{"usage":{"completion_tokens":3}}') == Usage(3, None)

@@ -13,7 +13,7 @@ from zmq.asyncio import Context
 from router.events import Agent, Exchange, decode_answer, encode
 from router.wire import HEARTBEAT, HEARTBEAT_ANSWER
 from tests.support.site import Seen, Site
-from tests.support.stand_in import MODEL, make_tokenizer
+from tests.support.stand_in import MODEL
 from tests.support.waiting import eventually
 
 OTHER = "other"
@@ -21,11 +21,6 @@ PROMPT = "a prompt of some words"
 TOKENS = 60
 PASSED_S = 2.0
 """That a stream has been under way, at least: longer than the router of a busy machine takes to place a request."""
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 class Says:

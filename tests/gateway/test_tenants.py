@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +11,19 @@ from router.gateway.guard import KEY_VARIABLE
 from sglang_fair.common.service_keys import replica_key
 from sglang_fair.tenants import edit, keys
 from sglang_fair.tenants.model import Limits, Tenant
-from tests.gateway.test_gateway import CHAT, COMPLETION, ENDPOINTS, GENERATE, MODEL, Cluster
-from tests.gateway.test_gateway import run as run_cluster
+from tests.gateway.clusters import CHAT, COMPLETION, ENDPOINTS, GENERATE, MODEL, Cluster
 from tests.support.ports import free_port
-from tests.support.stand_in import make_tokenizer
 from tests.support.waiting import eventually
-
-pytestmark = pytest.mark.slow
 
 STREAM = COMPLETION | {"stream": True}
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+def tenant(key: str, *, models: list[str] | None = None, **limits: int) -> Tenant:
+    return Tenant(keys=[keys.written(keys.digest(key))], models=models, limits=Limits(**limits))
 
 
 @pytest.fixture
-def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def tenants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(KEY_VARIABLE, "the admin's")
     monkeypatch.setenv(replica_key.variable, "the replicas'")
     made = tmp_path / "t.yaml"
@@ -38,18 +32,13 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     return made
 
 
-def tenant(key: str, *, models: list[str] | None = None, **limits: int) -> Tenant:
-    return Tenant(keys=[keys.written(keys.digest(key))], models=models, limits=Limits(**limits))
-
-
-def limited(path: Path, **limits: Any) -> None:
-    """A tenant "thrifty" with these limits."""
-    edit.add(path, "thrifty", tenant("thrifty", **limits))
-
-
-def run(body: Callable[[Cluster], Awaitable[None]], tokenizer: Path, path: Path, **options: Any) -> None:
-    access = {"tenants": str(path), "admin_port": free_port(), **options.pop("access", {})}
-    run_cluster(body, tokenizer, access=access, **options)
+@pytest.fixture
+def options(tenants: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """With the file; `thrifty` are the limits of a tenant of that name."""
+    if limits := options.pop("thrifty", None):
+        edit.add(tenants, "thrifty", tenant("thrifty", **limits))
+    access = {"admin_port": free_port(), **options.pop("access", {})}
+    return {"tenants": tenants, "access": access, **options}
 
 
 def as_(key: str, **headers: str) -> dict[str, Any]:
@@ -68,193 +57,165 @@ async def used(c: Cluster, tenant: str = "thrifty", window: str = "tokens-day", 
     return await quotas._local.get(f"sglang-fair/{window}/{tenant}/{int(quotas._clock_s() // seconds)}")
 
 
-def test_fifty_invented_keys_under_load_are_nobody(tokenizer: Path, path: Path) -> None:
+async def test_fifty_invented_keys_under_load_are_nobody(c: Cluster) -> None:
     """The adversary: fifty keys at a time, beginnings and neighbours of a right one among them."""
 
-    async def body(c: Cluster) -> None:
-        real = "gold"
-        invented = [keys.new_key() for _ in range(44)]
-        invented += [
-            real[:-1],
-            real + "x",
-            real.upper(),
-            "sha256:" + keys.digest(real).hex(),
-            "\u00e4",
-            "None",
-        ]
+    real = "gold"
+    invented = [keys.new_key() for _ in range(44)]
+    invented += [
+        real[:-1],
+        real + "x",
+        real.upper(),
+        "sha256:" + keys.digest(real).hex(),
+        "\u00e4",
+        "None",
+    ]
 
-        async def intrude(number: int) -> tuple[int, str]:
-            kind = list(ENDPOINTS)[number % 3]
-            given = as_(invented[number % 50], **{"x-fair-client": "gold"})
-            status, headers, answer = await c.post(kind, ENDPOINTS[kind], **given)
-            assert headers["www-authenticate"] == "Bearer"
-            return status, json.loads(answer)["error"]["code"]
+    async def intrude(number: int) -> tuple[int, str]:
+        kind = list(ENDPOINTS)[number % 3]
+        given = as_(invented[number % 50], **{"x-fair-client": "gold"})
+        status, headers, answer = await c.post(kind, ENDPOINTS[kind], **given)
+        assert headers["www-authenticate"] == "Bearer"
+        return status, json.loads(answer)["error"]["code"]
 
-        async def serve(name: str) -> int:
-            return (await c.post("/v1/completions", COMPLETION, **as_(name)))[0]
+    async def serve(name: str) -> int:
+        return (await c.post("/v1/completions", COMPLETION, **as_(name)))[0]
 
-        work = [intrude(number) for number in range(200)]
-        found = await asyncio.gather(*work, *[serve(name) for name in ("gold", "silver") for _ in range(20)])
-        assert found[:200] == [(401, "invalid_api_key")] * 200
-        assert found[200:] == [200] * 40
-        assert {headers["x-fair-client"] for _, headers, _ in c.replicas[0].requests} == {"gold", "silver"}
-        state = await c.ended(ok=40)
-        assert state["gateway"]["refusals"] == {"401": 200}
-        assert state["gateway"]["ignored headers"] == {"x-fair-client": 200}
-
-    run(body, tokenizer, path)
+    work = [intrude(number) for number in range(200)]
+    found = await asyncio.gather(*work, *[serve(name) for name in ("gold", "silver") for _ in range(20)])
+    assert found[:200] == [(401, "invalid_api_key")] * 200
+    assert found[200:] == [200] * 40
+    assert {headers["x-fair-client"] for _, headers, _ in c.replicas[0].requests} == {"gold", "silver"}
+    state = await c.ended(ok=40)
+    assert state["gateway"]["refusals"] == {"401": 200}
+    assert state["gateway"]["ignored headers"] == {"x-fair-client": 200}
 
 
-def test_a_forged_header_changes_nothing_and_is_counted(tokenizer: Path, path: Path) -> None:
-    async def body(c: Cluster) -> None:
-        forged = {
-            "x-fair-client": "silver",
-            "x-tenant-id": "silver",
-            "x-fair-weight": "9@9999999999999999999",
-        }
-        request = COMPLETION | {"user": "silver", "custom_params": {"fair": {"client": "silver"}}}
-        _, headers, _ = await c.post("/v1/completions", request, **as_("gold", **forged))
-        _, seen, sent = c.replicas[0].requests[-1]
-        assert headers["x-fair-client"] == seen["x-fair-client"] == "gold"
-        assert seen["x-fair-weight"].startswith("1.0@")
-        assert "x-tenant-id" not in seen
-        assert "fair" not in sent["custom_params"]
-        ignored = (await c.state())["gateway"]["ignored headers"]
-        assert ignored == {
-            "x-fair-client": 1,
-            "x-tenant-id": 1,
-            "x-fair-weight": 1,
-        }
-
-    run(body, tokenizer, path)
+async def test_a_forged_header_changes_nothing_and_is_counted(c: Cluster) -> None:
+    forged = {
+        "x-fair-client": "silver",
+        "x-tenant-id": "silver",
+        "x-fair-weight": "9@9999999999999999999",
+    }
+    request = COMPLETION | {"user": "silver", "custom_params": {"fair": {"client": "silver"}}}
+    _, headers, _ = await c.post("/v1/completions", request, **as_("gold", **forged))
+    _, seen, sent = c.replicas[0].requests[-1]
+    assert headers["x-fair-client"] == seen["x-fair-client"] == "gold"
+    assert seen["x-fair-weight"].startswith("1.0@")
+    assert "x-tenant-id" not in seen
+    assert "fair" not in sent["custom_params"]
+    ignored = (await c.state())["gateway"]["ignored headers"]
+    assert ignored == {
+        "x-fair-client": 1,
+        "x-tenant-id": 1,
+        "x-fair-weight": 1,
+    }
 
 
-def test_a_proxy_that_is_trusted_names_the_tenant(tokenizer: Path, path: Path) -> None:
-    async def body(c: Cluster) -> None:
-        given = {"headers": {"x-tenant-id": "silver"}}
-        status, headers, _ = await c.post("/v1/completions", COMPLETION, **given)
-        assert (status, headers["x-fair-client"]) == (200, "silver")
-        given = {"headers": {"x-tenant-id": "bronze"}}
-        assert (await c.post("/v1/completions", COMPLETION, **given))[0] == 401
-
-    run(body, tokenizer, path, access={"trusted_proxies": "127.0.0.0/8"})
+@pytest.mark.cluster(access={"trusted_proxies": "127.0.0.0/8"})
+async def test_a_proxy_that_is_trusted_names_the_tenant(c: Cluster) -> None:
+    given = {"headers": {"x-tenant-id": "silver"}}
+    status, headers, _ = await c.post("/v1/completions", COMPLETION, **given)
+    assert (status, headers["x-fair-client"]) == (200, "silver")
+    given = {"headers": {"x-tenant-id": "bronze"}}
+    assert (await c.post("/v1/completions", COMPLETION, **given))[0] == 401
 
 
-def test_a_client_s_key_stays_here_and_the_gateway_has_its_own(tokenizer: Path, path: Path) -> None:
-    async def body(c: Cluster) -> None:
-        await c.post("/v1/completions", COMPLETION, **as_("gold"))
-        lower = {name.lower(): value for name, value in c.replicas[0].requests[-1][1].items()}
-        assert lower["authorization"] == "Bearer the replicas'"
-
-    run(body, tokenizer, path)
+async def test_a_client_s_key_stays_here_and_the_gateway_has_its_own(c: Cluster) -> None:
+    await c.post("/v1/completions", COMPLETION, **as_("gold"))
+    lower = {name.lower(): value for name, value in c.replicas[0].requests[-1][1].items()}
+    assert lower["authorization"] == "Bearer the replicas'"
 
 
-def test_keys_that_are_rotated_while_a_stream_runs(tokenizer: Path, path: Path) -> None:
-    async def body(c: Cluster) -> None:
-        c.replicas[0].mode = "endless"
-        async with c.http.post(c.url + "/v1/completions", json=STREAM, **as_("gold")) as stream:
-            assert stream.status == 200
-            edit.set_keys(path, "gold", lambda old: [keys.written(keys.digest("new"))])
+async def test_keys_that_are_rotated_while_a_stream_runs(tenants: Path, c: Cluster) -> None:
+    c.replicas[0].mode = "endless"
+    async with c.http.post(c.url + "/v1/completions", json=STREAM, **as_("gold")) as stream:
+        assert stream.status == 200
+        edit.set_keys(tenants, "gold", lambda old: [keys.written(keys.digest("new"))])
 
-            async def is_new() -> bool:
-                async with c.http.get(c.url + "/v1/models", **as_("new")) as answer:
-                    return answer.status == 200
+        async def is_new() -> bool:
+            async with c.http.get(c.url + "/v1/models", **as_("new")) as answer:
+                return answer.status == 200
 
-            await eventually(is_new, "the new key holds")
-            assert (await c.post("/v1/completions", COMPLETION, **as_("gold")))[0] == 401
-            assert await stream.content.readline()  # what runs goes on
-        path.write_text("tenants:\n  gold: {weigth: 1}\n")
-        directory = c.gateway.directory
-        assert directory is not None
-        await eventually(lambda: directory.failures == 1, "the bad file is noticed")
-        state = (await c.state())["gateway"]["tenants"]
-        assert (state["tenants"], state["failures"]) == (2, 1)
-        assert state["error"].startswith(f"{path}:2:")
-        assert await is_new()
-
-    run(body, tokenizer, path)
+        await eventually(is_new, "the new key holds")
+        assert (await c.post("/v1/completions", COMPLETION, **as_("gold")))[0] == 401
+        assert await stream.content.readline()  # what runs goes on
+    tenants.write_text("tenants:\n  gold: {weigth: 1}\n")
+    directory = c.gateway.directory
+    assert directory is not None
+    await eventually(lambda: directory.failures == 1, "the bad file is noticed")
+    state = (await c.state())["gateway"]["tenants"]
+    assert (state["tenants"], state["failures"]) == (2, 1)
+    assert state["error"].startswith(f"{tenants}:2:")
+    assert await is_new()
 
 
-def test_models_and_lengths(tokenizer: Path, path: Path) -> None:
-    limited(path, models=[MODEL], output_tokens=8, prompt_tokens=200)
+@pytest.mark.cluster(thrifty={"models": [MODEL], "output_tokens": 8, "prompt_tokens": 200})
+async def test_models_and_lengths(c: Cluster) -> None:
+    async def ask(kind: str, **more: Any) -> tuple[int, str | None]:
+        status, _, answer = await c.post(kind, ENDPOINTS[kind] | more, **as_("thrifty"))
+        return status, json.loads(answer)["error"]["code"] if status >= 400 else None
 
-    async def body(c: Cluster) -> None:
-        async def ask(kind: str, **more: Any) -> tuple[int, str | None]:
-            status, _, answer = await c.post(kind, ENDPOINTS[kind] | more, **as_("thrifty"))
-            return status, json.loads(answer)["error"]["code"] if status >= 400 else None
-
-        chat, completions, generate = ENDPOINTS
-        assert await ask(chat) == (200, None)
-        assert c.replicas[0].body["max_completion_tokens"] == 8
-        assert await ask(chat, max_tokens=0, max_completion_tokens=0) == (200, None)
-        assert c.replicas[0].body["max_completion_tokens"] == 8
-        assert await ask(chat, max_tokens=5) == (200, None)
-        assert "max_completion_tokens" not in c.replicas[0].body
-        assert await ask(chat, max_tokens=9, max_completion_tokens=1) == (400, "output_too_long")
-        assert await ask(completions) == (200, None)
-        assert c.replicas[0].body["max_tokens"] == 8
-        assert await ask(completions, max_tokens=9) == (400, "output_too_long")
-        assert await ask(generate, sampling_params=None) == (200, None)
-        assert c.replicas[0].body["sampling_params"] == {"max_new_tokens": 8}
-        assert await ask(generate, sampling_params={"max_new_tokens": None}) == (200, None)
-        assert c.replicas[0].body["sampling_params"] == {"max_new_tokens": 8}
-        several = {"text": ["a", "b"], "sampling_params": [{"max_new_tokens": 1}, {"temperature": 0}]}
-        assert await ask(generate, **several) == (200, None)
-        assert c.replicas[0].body["sampling_params"][1]["max_new_tokens"] == 8
-        several["sampling_params"] = [{"max_new_tokens": 1}, {"max_new_tokens": 9}]
-        assert await ask(generate, **several) == (400, "output_too_long")
-        assert await ask(completions, prompt="x" * 201) == (400, "prompt_too_large")
-        assert await ask(completions, prompt=["x" * 101, "x" * 101]) == (400, "prompt_too_large")
-        assert await ask(completions, model=f"{MODEL}:adapter") == (404, "model_not_found")
-        assert await ask(completions, lora_path="adapter") == (404, "model_not_found")
-        assert await ask(generate, lora_path=["adapter"]) == (404, "model_not_found")
-        assert await ask(generate, text=["a", "b"], lora_path=[None, "adapter"]) == (404, "model_not_found")
-
-    run(body, tokenizer, path)
+    chat, completions, generate = ENDPOINTS
+    assert await ask(chat) == (200, None)
+    assert c.replicas[0].body["max_completion_tokens"] == 8
+    assert await ask(chat, max_tokens=0, max_completion_tokens=0) == (200, None)
+    assert c.replicas[0].body["max_completion_tokens"] == 8
+    assert await ask(chat, max_tokens=5) == (200, None)
+    assert "max_completion_tokens" not in c.replicas[0].body
+    assert await ask(chat, max_tokens=9, max_completion_tokens=1) == (400, "output_too_long")
+    assert await ask(completions) == (200, None)
+    assert c.replicas[0].body["max_tokens"] == 8
+    assert await ask(completions, max_tokens=9) == (400, "output_too_long")
+    assert await ask(generate, sampling_params=None) == (200, None)
+    assert c.replicas[0].body["sampling_params"] == {"max_new_tokens": 8}
+    assert await ask(generate, sampling_params={"max_new_tokens": None}) == (200, None)
+    assert c.replicas[0].body["sampling_params"] == {"max_new_tokens": 8}
+    several = {"text": ["a", "b"], "sampling_params": [{"max_new_tokens": 1}, {"temperature": 0}]}
+    assert await ask(generate, **several) == (200, None)
+    assert c.replicas[0].body["sampling_params"][1]["max_new_tokens"] == 8
+    several["sampling_params"] = [{"max_new_tokens": 1}, {"max_new_tokens": 9}]
+    assert await ask(generate, **several) == (400, "output_too_long")
+    assert await ask(completions, prompt="x" * 201) == (400, "prompt_too_large")
+    assert await ask(completions, prompt=["x" * 101, "x" * 101]) == (400, "prompt_too_large")
+    assert await ask(completions, model=f"{MODEL}:adapter") == (404, "model_not_found")
+    assert await ask(completions, lora_path="adapter") == (404, "model_not_found")
+    assert await ask(generate, lora_path=["adapter"]) == (404, "model_not_found")
+    assert await ask(generate, text=["a", "b"], lora_path=[None, "adapter"]) == (404, "model_not_found")
 
 
-def test_what_is_left_is_told_and_too_much_is_429(tokenizer: Path, path: Path) -> None:
-    limited(path, requests_per_minute=10_000, tokens_per_day=20)
-
-    async def body(c: Cluster) -> None:
-        for left in (20 - 2 - 5, 20 - (2 + 3) - 2 - 5, 20 - 2 * (2 + 3) - 2 - 5):
-            status, headers, _ = await c.post(
-                "/v1/completions", COMPLETION | {"max_tokens": 5}, **as_("thrifty")
-            )
-            assert status == 200
-            assert headers["x-ratelimit-limit-tokens-day"] == "20"
-            assert headers["x-ratelimit-remaining-tokens-day"] == str(left)
-            assert int(headers["x-ratelimit-remaining-requests"]) < 10_000
-            await used(c)
-        status, headers, answer = await c.post(
-            "/v1/completions", COMPLETION | {"max_tokens": 5}, **as_("thrifty")
-        )
-        error = json.loads(answer)["error"]
-        assert (status, error["code"], error["type"]) == (429, "rate_limit_exceeded", "rate_limit_error")
-        assert 1 <= int(headers["retry-after"]) <= 86400
-        assert headers["x-ratelimit-remaining-tokens-day"] == "5"
-        assert (await c.post("/v1/completions", COMPLETION, **as_("gold")))[0] == 200
-        assert await used(c) == 15
-        assert (await c.state())["gateway"]["limits"]["refused"] == {"tokens-day": 1}
-
-    run(body, tokenizer, path)
+@pytest.mark.cluster(thrifty={"requests_per_minute": 10_000, "tokens_per_day": 20})
+async def test_what_is_left_is_told_and_too_much_is_429(c: Cluster) -> None:
+    for left in (20 - 2 - 5, 20 - (2 + 3) - 2 - 5, 20 - 2 * (2 + 3) - 2 - 5):
+        status, headers, _ = await c.post("/v1/completions", COMPLETION | {"max_tokens": 5}, **as_("thrifty"))
+        assert status == 200
+        assert headers["x-ratelimit-limit-tokens-day"] == "20"
+        assert headers["x-ratelimit-remaining-tokens-day"] == str(left)
+        assert int(headers["x-ratelimit-remaining-requests"]) < 10_000
+        await used(c)
+    status, headers, answer = await c.post(
+        "/v1/completions", COMPLETION | {"max_tokens": 5}, **as_("thrifty")
+    )
+    error = json.loads(answer)["error"]
+    assert (status, error["code"], error["type"]) == (429, "rate_limit_exceeded", "rate_limit_error")
+    assert 1 <= int(headers["retry-after"]) <= 86400
+    assert headers["x-ratelimit-remaining-tokens-day"] == "5"
+    assert (await c.post("/v1/completions", COMPLETION, **as_("gold")))[0] == 200
+    assert await used(c) == 15
+    assert (await c.state())["gateway"]["limits"]["refused"] == {"tokens-day": 1}
 
 
-def test_requests_at_a_time(tokenizer: Path, path: Path) -> None:
-    limited(path, concurrency=1)
+@pytest.mark.cluster(thrifty={"concurrency": 1})
+async def test_requests_at_a_time(c: Cluster) -> None:
+    c.replicas[0].mode = "endless"
+    async with c.http.post(c.url + "/v1/completions", json=STREAM, **as_("thrifty")):
+        assert (await c.post("/v1/completions", COMPLETION, **as_("thrifty")))[0] == 429
+    c.replicas[0].mode = "ok"
 
-    async def body(c: Cluster) -> None:
-        c.replicas[0].mode = "endless"
-        async with c.http.post(c.url + "/v1/completions", json=STREAM, **as_("thrifty")):
-            assert (await c.post("/v1/completions", COMPLETION, **as_("thrifty")))[0] == 429
-        c.replicas[0].mode = "ok"
+    async def free() -> bool:
+        return (await c.post("/v1/completions", COMPLETION, **as_("thrifty")))[0] == 200
 
-        async def free() -> bool:
-            return (await c.post("/v1/completions", COMPLETION, **as_("thrifty")))[0] == 200
-
-        await eventually(free, "the stream's place is free again")
-
-    run(body, tokenizer, path)
+    await eventually(free, "the stream's place is free again")
 
 
 PROMPT, ANSWER = 2, 3
@@ -263,104 +224,75 @@ PROMPT, ANSWER = 2, 3
 
 @pytest.mark.parametrize("kind", list(ENDPOINTS))
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_is_charged_once(tokenizer: Path, path: Path, kind: str, stream: bool) -> None:
-    limited(path, tokens_per_day=10_000)
-
-    async def body(c: Cluster) -> None:
-        for number in range(1, 4):
-            assert (await c.post(kind, ENDPOINTS[kind] | {"stream": stream}, **as_("thrifty")))[0] == 200
-            each = await used(c) / number
-            assert each == (PROMPT + ANSWER if kind != "/v1/chat/completions" else each)
-            assert each >= PROMPT + ANSWER
-
-    run(body, tokenizer, path)
+@pytest.mark.cluster(thrifty={"tokens_per_day": 10_000})
+async def test_an_answer_is_charged_once(kind: str, stream: bool, c: Cluster) -> None:
+    for number in range(1, 4):
+        assert (await c.post(kind, ENDPOINTS[kind] | {"stream": stream}, **as_("thrifty")))[0] == 200
+        each = await used(c) / number
+        assert each == (PROMPT + ANSWER if kind != "/v1/chat/completions" else each)
+        assert each >= PROMPT + ANSWER
 
 
 @pytest.mark.parametrize("mode", ["die", "503", "die after headers"])
-def test_a_request_that_is_tried_again_is_charged_once(tokenizer: Path, path: Path, mode: str) -> None:
-    limited(path, tokens_per_day=10_000)
-
-    async def body(c: Cluster) -> None:
-        c.replicas[0].mode = mode
-        for number in range(1, 5):  # in turn, so that half of them come to the bad one first
-            status, _, _ = await c.post("/v1/completions", STREAM, **as_("thrifty"))
-            assert status == 200
-            assert await used(c) == number * (PROMPT + ANSWER)
-        assert (await c.state())["gateway"]["retried"] >= 1
-
-    run(body, tokenizer, path, replicas=2)
+@pytest.mark.cluster(thrifty={"tokens_per_day": 10_000}, replicas=2)
+async def test_a_request_that_is_tried_again_is_charged_once(mode: str, c: Cluster) -> None:
+    c.replicas[0].mode = mode
+    for number in range(1, 5):  # in turn, so that half of them come to the bad one first
+        status, _, _ = await c.post("/v1/completions", STREAM, **as_("thrifty"))
+        assert status == 200
+        assert await used(c) == number * (PROMPT + ANSWER)
+    assert (await c.state())["gateway"]["retried"] >= 1
 
 
-def test_a_stream_that_is_cut_is_charged_what_came(tokenizer: Path, path: Path) -> None:
-    limited(path, tokens_per_day=100_000)
-
-    async def body(c: Cluster) -> None:
-        c.replicas[0].mode = "endless"
-        request = GENERATE | {"stream": True, "sampling_params": {"max_new_tokens": 50_000}}
-        async with c.http.post(c.url + "/generate", json=request, **as_("thrifty")) as stream:
-            seen = 0
-            while seen < 20:
-                seen += (await stream.content.readline()).startswith(b"data: ")
-        after = await used(c)
-        assert PROMPT + 20 <= after < 50_000
-
-    run(body, tokenizer, path)
+@pytest.mark.cluster(thrifty={"tokens_per_day": 100_000})
+async def test_a_stream_that_is_cut_is_charged_what_came(c: Cluster) -> None:
+    c.replicas[0].mode = "endless"
+    request = GENERATE | {"stream": True, "sampling_params": {"max_new_tokens": 50_000}}
+    async with c.http.post(c.url + "/generate", json=request, **as_("thrifty")) as stream:
+        seen = 0
+        while seen < 20:
+            seen += (await stream.content.readline()).startswith(b"data: ")
+    after = await used(c)
+    assert PROMPT + 20 <= after < 50_000
 
 
-def test_a_client_that_leaves_an_answer_in_one_piece_pays_what_it_asked_for(
-    tokenizer: Path, path: Path
-) -> None:
-    limited(path, tokens_per_day=100_000)
-
-    async def body(c: Cluster) -> None:
-        c.replicas[0].mode = "endless"
-        request = GENERATE | {"sampling_params": {"max_new_tokens": 500}}
-        asking = asyncio.create_task(c.post("/generate", request, **as_("thrifty")))
-        await eventually(lambda: c.replicas[0].working, "it is at work")
-        asking.cancel()
-        assert await used(c) == PROMPT + 500
-
-    run(body, tokenizer, path)
+@pytest.mark.cluster(thrifty={"tokens_per_day": 100_000})
+async def test_a_client_that_leaves_an_answer_in_one_piece_pays_what_it_asked_for(c: Cluster) -> None:
+    c.replicas[0].mode = "endless"
+    request = GENERATE | {"sampling_params": {"max_new_tokens": 500}}
+    asking = asyncio.create_task(c.post("/generate", request, **as_("thrifty")))
+    await eventually(lambda: c.replicas[0].working, "it is at work")
+    asking.cancel()
+    assert await used(c) == PROMPT + 500
 
 
 @pytest.mark.parametrize("mode", ["503", "401", "refuse"])
-def test_what_every_replica_turned_away_costs_no_tokens(tokenizer: Path, path: Path, mode: str) -> None:
-    limited(path, tokens_per_day=100_000)
-
-    async def body(c: Cluster) -> None:
-        for replica in c.replicas:
-            if mode == "refuse":
-                await replica.close()
-            replica.mode = mode
-        for kind in ENDPOINTS:
-            assert (await c.post(kind, ENDPOINTS[kind], **as_("thrifty")))[0] in (502, 503)
-        assert await used(c) == 0
-
-    run(body, tokenizer, path, replicas=2)
+@pytest.mark.cluster(thrifty={"tokens_per_day": 100_000}, replicas=2)
+async def test_what_every_replica_turned_away_costs_no_tokens(mode: str, c: Cluster) -> None:
+    for replica in c.replicas:
+        if mode == "refuse":
+            await replica.close()
+        replica.mode = mode
+    for kind in ENDPOINTS:
+        assert (await c.post(kind, ENDPOINTS[kind], **as_("thrifty")))[0] in (502, 503)
+    assert await used(c) == 0
 
 
-def test_what_nobody_could_serve_costs_no_tokens(tokenizer: Path, path: Path) -> None:
-    limited(path, tokens_per_day=100_000)
-
-    async def body(c: Cluster) -> None:
-        c.router.close()
-        await eventually(lambda: not c.gateway.link.alive, "the router is missed")
-        c.gateway.fleet.workers.clear()
-        status, _, _ = await c.post("/v1/completions", COMPLETION, **as_("thrifty"))
-        assert status == 503
-        quotas = c.gateway.quotas
-        await eventually(lambda: not quotas._settling, "everything is charged")
-        day = int(quotas._clock_s() // 86400)
-        assert await quotas._local.get(f"sglang-fair/tokens-day/thrifty/{day}") == 0
-
-    run(body, tokenizer, path, router_timeout_s=1.0)
+@pytest.mark.cluster(thrifty={"tokens_per_day": 100_000}, router_timeout_s=1.0)
+async def test_what_nobody_could_serve_costs_no_tokens(c: Cluster) -> None:
+    c.router.close()
+    await eventually(lambda: not c.gateway.link.alive, "the router is missed")
+    c.gateway.fleet.workers.clear()
+    status, _, _ = await c.post("/v1/completions", COMPLETION, **as_("thrifty"))
+    assert status == 503
+    quotas = c.gateway.quotas
+    await eventually(lambda: not quotas._settling, "everything is charged")
+    day = int(quotas._clock_s() // 86400)
+    assert await quotas._local.get(f"sglang-fair/tokens-day/thrifty/{day}") == 0
 
 
-def test_a_key_that_the_replica_refuses_is_not_the_client_s_fault(tokenizer: Path, path: Path) -> None:
-    async def body(c: Cluster) -> None:
-        c.replicas[0].mode = "401"
-        status, _, answer = await c.post("/v1/chat/completions", CHAT, **as_("gold"))
-        assert status == 502
-        assert "does not accept this gateway's key" in json.loads(answer)["error"]["message"]
-
-    run(body, tokenizer, path)
+async def test_a_key_that_the_replica_refuses_is_not_the_client_s_fault(c: Cluster) -> None:
+    c.replicas[0].mode = "401"
+    status, _, answer = await c.post("/v1/chat/completions", CHAT, **as_("gold"))
+    assert status == 502
+    assert "does not accept this gateway's key" in json.loads(answer)["error"]["message"]

@@ -266,19 +266,7 @@ class Site:
     ) -> Seen:
         """One stream; what has come so far is in `seen`. `more` are further fields of the body."""
         path, body = request(kind, prompt, tokens, temperature)
-        body |= more
-        async with self.http.post(
-            self.gateway_urls[gateway] + path, json=body, headers={"x-fair-client": client}
-        ) as response:
-            seen.status = response.status
-            seen.worker = response.headers.get("x-fair-worker", "")
-            if response.status != 200:
-                seen.error = await response.text()
-                return seen
-            async for line in response.content:
-                if line.startswith(b"data: "):
-                    read(seen, line[6:].strip())
-        return seen
+        return await read_stream(self.http, self.gateway_urls[gateway] + path, body | more, seen, client)
 
     async def whole(
         self, prompt: str, tokens: int, *, client: str = "c", gateway: int = 0
@@ -324,6 +312,22 @@ def request(kind: str, prompt: str, tokens: int, temperature: float) -> tuple[st
     if kind == "chat":
         return "/v1/chat/completions", {"messages": [{"role": "user", "content": prompt}]} | options
     return "/v1/completions", {"prompt": prompt} | options
+
+
+async def read_stream(
+    http: aiohttp.ClientSession, url: str, body: dict[str, Any], seen: Seen, client: str = "c"
+) -> Seen:
+    """The stream that answers `body`, into `seen`."""
+    async with http.post(url, json=body, headers={"x-fair-client": client}) as response:
+        seen.status = response.status
+        seen.worker = response.headers.get("x-fair-worker", "")
+        if response.status != 200:
+            seen.error = await response.text()
+            return seen
+        async for line in response.content:
+            if line.startswith(b"data: "):
+                read(seen, line[6:].strip())
+    return seen
 
 
 def read(seen: Seen, data: bytes) -> None:

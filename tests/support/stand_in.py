@@ -253,11 +253,13 @@ class Server:
         return web.json_response(self.work | {"by_client": self.by_client})
 
     async def _hold(self, request: web.Request) -> web.Response:
-        """No answer has more tokens than these, until null comes. All else goes on."""
-        tokens = (await request.json())["tokens"]
+        self.hold((await request.json())["tokens"])
+        return web.Response()
+
+    def hold(self, tokens: int | None) -> None:
+        """No answer has more tokens than these, until None comes. All else goes on."""
         self._most_tokens = math.inf if tokens is None else tokens
         self._may_go_on.set() if tokens is None else self._may_go_on.clear()
-        return web.Response()
 
     def _handler(self, kind: str) -> Callable[[web.Request], Any]:
         async def serve(request: web.Request) -> web.StreamResponse:

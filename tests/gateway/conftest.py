@@ -1,0 +1,65 @@
+"""Tests of the gateway may be coroutine functions, and have a cluster of their own in the loop that runs them."""
+
+import asyncio
+import inspect
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gateway.clusters import Cluster, cluster
+from tests.support.stand_in import make_tokenizer
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "cluster(**options): of the fixture `c`")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    pyfuncitem.funcargs["runner"].run(
+        pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names if name in pyfuncitem.funcargs})
+    )
+    return True
+
+
+@pytest.fixture
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """Of the loop that runs a test; a module may have another one."""
+    return None
+
+
+@pytest.fixture(autouse=True)
+def runner(loop_factory: Callable[[], asyncio.AbstractEventLoop] | None) -> Iterator[asyncio.Runner]:
+    with asyncio.Runner(loop_factory=loop_factory) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a byte-level tokenizer: one token a byte."""
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def options(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Of `c`: those of the mark `cluster`, and the file of a test's fixture `tenants`. A module may add some."""
+    marker = request.node.get_closest_marker("cluster")
+    found = dict(marker.kwargs) if marker else {}
+    if "tenants" in request.fixturenames:
+        found["tenants"] = request.getfixturevalue("tenants")
+    return found
+
+
+@pytest.fixture
+def c(runner: asyncio.Runner, tokenizer: Path, options: dict[str, Any]) -> Iterator[Cluster]:
+    """A fresh cluster."""
+    made = cluster(tokenizer, **options)
+    try:
+        yield runner.run(made.__aenter__())
+    finally:
+        runner.run(made.__aexit__(None, None, None))
