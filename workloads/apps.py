@@ -7,7 +7,6 @@ say is assumed: an application's calls begin with a system prompt of its own, ha
 log-normal; the mean rates of users are log-normal.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import exp
 from random import Random
@@ -152,11 +151,6 @@ def client(name: str, app: App, arrivals: Arrivals, seed: str, *, well_behaved: 
         return app.interaction(seeded(seed, name, "interaction", index))
 
     return Client(name, program, arrivals, seed, app=app.name, well_behaved=well_behaved)
-
-
-def case_study(rates: Sequence[tuple[str, float]], seed: str) -> tuple[Client, ...]:
-    """One client of each of these applications, so many interactions a minute (the paper's Table 4)."""
-    return tuple(client(name, BY_NAME[name], GammaArrivals(rpm / 60), seed) for name, rpm in rates)
 
 
 def _drawn(rng: Random, mean: float) -> int:

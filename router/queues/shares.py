@@ -178,16 +178,6 @@ class Shares:
         self._moved(account)
         self._go_on(start)
 
-    def come_back(self, request_id: str) -> int | None:
-        """A request that was served was taken back and waits again: what it has had is not to be paid twice. Returns
-        the tier; None if it does not run."""
-        tagged = self._requests.get(request_id)
-        if tagged is None or tagged.waits:
-            return None
-        tagged.waits = True
-        self._wait(self._clients[tagged.client], tagged)
-        return tagged.tier
-
     def miss(self, request_id: str) -> None:
         """A request that waits is late: it stands among its client's late ones."""
         tagged = self._requests.get(request_id)

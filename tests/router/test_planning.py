@@ -36,13 +36,13 @@ from router.planner import answers
 from router.planning import COUNTS, LENGTHS_EVERY_S, LOOK_S, MOST_PLANNERS, OLD_S, SILENT_S
 from router.queues.centres import centres
 from router.queues.plan import plan
-from router.queues.problem import FAR_S, Demand, Problem, Queue, faults
+from router.queues.problem import FAR_S, Demand, Problem, Queue
 from router.silence import OwnTime
 from router.throttling import Throttling
 from sglang_fair.core.throttle import PREDICTED_S, make_rules
 from tests.support.budget import examples
 from tests.support.planned_queues import GROUPS, Queues, small
-from tests.support.queue_problems import a_problem
+from tests.support.queue_problems import a_problem, faults
 
 NOTHING = Progress("nobody's", 1)
 

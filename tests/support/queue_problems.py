@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from itertools import permutations, product
 from random import Random
 
-from router.queues.problem import Demand, Problem, Queue, Worth, can_serve, faults, worth
+from router.queues.problem import Demand, Orders, Problem, Queue, Worth, can_serve, worth
 
 
 def a_problem(
@@ -62,3 +62,30 @@ def all_orders(problem: Problem) -> Iterator[dict[str, tuple[int, ...]]]:
 def best_of_all(problem: Problem) -> Worth:
     """By looking at every plan."""
     return min(worth(problem, orders).rounded() for orders in all_orders(problem))
+
+
+def faults(problem: Problem, orders: Orders) -> list[str]:
+    """What is wrong with a plan for this problem; empty for one that every group is in once, where it can be served,
+    that leaves what has begun at its worker and has nobody of tier 1 before tier 0."""
+    queues = {queue.worker: queue for queue in problem.queues}
+    demands = {demand.number: demand for demand in problem.demands}
+    found, seen = [], set[int]()
+    for worker, order in orders.items():
+        if worker not in queues:
+            found.append(f"there is no worker {worker}")
+            continue
+        bound = None
+        for number in order:
+            if number not in demands or number in seen:
+                found.append(f"group {number} is {'there twice' if number in seen else 'not there'}")
+                continue
+            seen.add(number)
+            demand = demands[number]
+            if not can_serve(queues[worker], demand):
+                found.append(f"group {number} cannot be served by {worker}")
+            if demand.is_bound:
+                bound = number
+            elif demand.tier == 0 and bound is not None:
+                found.append(f"group {bound} of tier 1 stands before group {number} of tier 0")
+    found += [f"group {number} is in no queue" for number in demands if number not in seen]
+    return found

@@ -20,14 +20,13 @@ from router.queues.problem import (
     Worth,
     all_slots,
     can_serve,
-    faults,
     slots,
     worth,
 )
 from router.queues.search import MOST_WORK, search
 from router.queues.weigh import State
 from tests.support.budget import examples
-from tests.support.queue_problems import a_problem, all_orders, best_of_all
+from tests.support.queue_problems import a_problem, all_orders, best_of_all, faults
 
 LITTLE_WORK = MOST_WORK // 50
 TIGHT = st.sampled_from([0.2, 0.5, 1.0])

@@ -215,26 +215,11 @@ def test_ids_that_come_twice_or_never_came() -> None:
     assert shares.lead("c") == 50, "it is served: nothing comes back"
     assert shares.arrive("x", "c", "m", 50.0, 0.0) == 0
     shares.end("x", 50.0, 0.0)
-    for act in (shares.go, shares.withdraw, shares.come_back):
+    for act in (shares.go, shares.withdraw):
         act("x")
     shares.end("x", 1e6, 0.0)
     assert shares.tier("x") is None
     assert shares.lead("c") == 50
-
-
-def test_one_that_was_taken_back_pays_once() -> None:
-    shares = Shares(ahead=100.0)
-    shares.arrive("other", "other", "m", 1.0, 0.0)
-    for name in "wxy":
-        shares.arrive(name, "c", "m", 80.0, 0.0)
-    assert [shares.tier(name) for name in "wxy"] == [0, 0, 1]
-    shares.go("w")
-    assert shares.come_back("w") == 0
-    assert [shares.tier(name) for name in "wxy"] == [0, 0, 1]
-    assert shares.lead("c") == 240
-    shares.go("w")
-    shares.end("w", 80.0, 0.0)
-    assert shares.lead("c") == 240
 
 
 def test_what_a_client_needs_soon_goes_before_its_own_backlog() -> None:

@@ -16,12 +16,12 @@ from router.queues.group import Group
 from router.queues.groups import Groups
 from router.queues.line import Queued
 from router.queues.plan import plan
-from router.queues.problem import faults
 from router.queues.pulls import OVERDUE_EVERY
 from router.queues.shares import Shares
 from router.queues.virtual import VirtualQueues
 from router.queues.worker import Worker
 from tests.support.budget import examples
+from tests.support.queue_problems import faults
 
 SWAPS = {"a": 10.0, "b": 10.0}
 
