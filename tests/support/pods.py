@@ -1,9 +1,11 @@
-"""The chart's pods as processes: run it as `unshare -rmn python -m tests.support.pods`.
+"""The chart's pods as processes.
+
+    unshare -rmn python -m tests.support.pods long|short      prints `ok`
 
 Each is in a network of its own, with a name server that knows the chart's services. What a container would find is
 where it looks for it, its variables are those of the manifest, and it is probed as the manifest says; a service has the
-addresses of the pods that are ready. Replicas emulate a GPU. A router and a replica are replaced, and come back at
-other addresses. Everything is protected: keys, and certificates with the pods' names. It prints `ok`. No API server, no
+addresses of the pods that are ready. Replicas emulate a GPU. A router, and in the long form a replica, is replaced, and
+comes back at another address. Everything is protected: keys, and certificates with the pods' names. No API server, no
 container and no volume has a part in it.
 """
 
@@ -278,7 +280,7 @@ class Checks:
         return all(name in text for name in ("client-", *(one.name for one in self._kubelet.of("replica"))))
 
 
-async def body(kubelet: Kubelet) -> None:
+async def body(kubelet: Kubelet, is_long: bool) -> None:
     await asyncio.get_running_loop().create_datagram_endpoint(
         lambda: Names(kubelet.zone), local_addr=(NODE, 53)
     )
@@ -311,6 +313,8 @@ async def body(kubelet: Kubelet) -> None:
             await eventually(lambda: checks.gateways_see(2), "gateways find the router by its name")
             await checks.serves("one ")
             await eventually(checks.routers_follow_caches, "the new router hears of caches")
+            if not is_long:
+                return
 
             await asyncio.to_thread(kubelet.replace, "rel-sglang-fair-replica-0")
             await ready("the replica is back at another address")
@@ -332,12 +336,12 @@ async def body(kubelet: Kubelet) -> None:
             watching.cancel()
 
 
-def main() -> None:
+def main(is_long: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         rendered = render("-f", str(values_file("cpu-trial")), "--set", PROTECTED)
         kubelet = Kubelet(rendered, Path(folder))
         try:
-            asyncio.run(body(kubelet))
+            asyncio.run(body(kubelet, is_long))
         except BaseException:
             for name in kubelet.pods:
                 print(f"==== {name}\n{kubelet.log(name)}")
@@ -348,4 +352,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:] == ["long"])

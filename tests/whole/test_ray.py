@@ -1,11 +1,11 @@
-"""A cluster whose replicas are on two nodes of Ray's: node, router, gateway and fleet are killed in turn under load.
-
-All programs are those of the wheel, in an environment of its own.
+"""A cluster whose replicas are on two nodes of Ray's: a node and the fleet are killed in turn under load, and at night,
+when all programs are those of the wheel, router and gateway, too.
 """
 
 import asyncio
 import os
 import signal
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +16,7 @@ import openai
 import pytest
 
 from sglang_fair.cluster.control import ask, socket_path
+from tests.support.budget import is_night
 from tests.support.live import EMULATED, Cluster, lives
 from tests.support.ray_nodes import RayNodes
 from tests.support.streams import Load
@@ -23,15 +24,23 @@ from tests.support.waiting import eventually, wait_until
 from tests.support.wheel import Installed, clean_environment
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'sglang-fair[ray]'")
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.e2e, pytest.mark.machine, pytest.mark.timeout(1200)]
 
 START_S = 300.0
 """Until Ray has noticed that a node is gone, and a replica has started elsewhere; alone, 50 s."""
 
 
 @pytest.fixture(scope="module")
-def nodes(installed: Installed) -> Iterator[RayNodes]:
-    found = RayNodes(2, cpus=2, python=installed.python, environment=clean_environment())
+def wheel(request: pytest.FixtureRequest) -> Installed | None:
+    return request.getfixturevalue("installed") if is_night() else None
+
+
+@pytest.fixture(scope="module")
+def nodes(wheel: Installed | None) -> Iterator[RayNodes]:
+    found = RayNodes(
+        2, cpus=2, python=wheel.python if wheel else sys.executable,
+        environment=clean_environment() if wheel else os.environ,
+    )  # fmt: skip
     yield found
     found.close()
 
@@ -78,12 +87,10 @@ async def clients_ask_while_the_gateway_is_killed(cluster: Cluster) -> None:
 
 
 def test_a_node_is_killed_under_load_and_its_replica_comes_back_on_the_other(
-    nodes: RayNodes, installed: Installed, tmp_path: Path
+    nodes: RayNodes, wheel: Installed | None, tmp_path: Path
 ) -> None:
-    with Cluster(
-        "--ray", nodes.address, "--replicas", "2", *EMULATED,
-        command=(installed.command,), environment=clean_environment(), folder=tmp_path,
-    ) as cluster:  # fmt: skip
+    of: dict[str, Any] = {"command": (wheel.command,), "environment": clean_environment()} if wheel else {}
+    with Cluster("--ray", nodes.address, "--replicas", "2", *EMULATED, folder=tmp_path, **of) as cluster:
         first = workers(cluster)
         assert sorted(urlsplit(row["url"]).hostname or "" for row in first.values()) == [
             "127.0.0.2",
@@ -111,11 +118,13 @@ def test_a_node_is_killed_under_load_and_its_replica_comes_back_on_the_other(
 
             await eventually(lambda: asyncio.to_thread(is_back), "its replica is back", START_S)
             await load.goes_on()
-            os.kill(cluster.addresses["pids"]["router"], signal.SIGKILL)
-            await load.goes_on()
+            if wheel:
+                os.kill(cluster.addresses["pids"]["router"], signal.SIGKILL)
+                await load.goes_on()
             await load.stop()
             assert load.outcomes.keys() == {"served"}, load.outcomes
-            await clients_ask_while_the_gateway_is_killed(cluster)
+            if wheel:
+                await clients_ask_while_the_gateway_is_killed(cluster)
 
         asyncio.run(body())
         now = workers(cluster)
@@ -127,4 +136,4 @@ def test_a_node_is_killed_under_load_and_its_replica_comes_back_on_the_other(
         wait_until(
             lambda: not any(lives(row["pid"]) for row in now.values()), "no replica outlives the driver"
         )
-    assert installed.read_from_the_checkout() == []
+    assert not wheel or wheel.read_from_the_checkout() == []

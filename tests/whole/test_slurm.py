@@ -23,6 +23,7 @@ from tests.support.waiting import eventually, wait_until
 
 pytestmark = [
     pytest.mark.e2e,
+    pytest.mark.machine,
     pytest.mark.timeout(1200),
     pytest.mark.skipif(bool(why_not()), reason=why_not()),
 ]
