@@ -1,14 +1,19 @@
-"""A queue of ten minutes and more: what the router holds is placed, refused or given up by its client, and by nothing
-else. Router core, placer, fleet and link are the real ones; only the socket between them, and the time, are not."""
+"""How long a gateway waits for the router: what is held waits while the router lives, for ten minutes and more, and is
+placed, refused or given up by its client, and by nothing else. Router core, placer, fleet and link are the real ones;
+only the socket between them, and the time, are not."""
 
 import asyncio
 import random
+import time
 import types
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import zmq
+import zmq.asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,7 +24,6 @@ from router.events import (
     Difference,
     Done,
     Due,
-    Follow,
     Held,
     Place,
     Refuse,
@@ -32,7 +36,7 @@ from router.events import (
 from router.gateway.counters import Counters
 from router.gateway.routing import link as link_module
 from router.gateway.routing.fleet import Fleet
-from router.gateway.routing.link import Link
+from router.gateway.routing.link import Link, RouterGone
 from router.gateway.routing.links import Links
 from router.gateway.routing.placer import Placer
 from router.placement import build
@@ -40,8 +44,9 @@ from router.throttling import Throttling
 from router.wire import HEARTBEAT, HEARTBEAT_ANSWER
 from sglang_fair.core.throttle import Limits, Rules
 from tests.support.budget import examples
-from tests.support.virtual_time import run
+from tests.support.virtual_time import VirtualLoop, run
 
+TIMEOUT_S = 5.0
 LONG_S = 900.0
 PEER = b"g"
 HELD_UP = Due("batch-2", 3600.0, 3600.0)
@@ -65,11 +70,9 @@ class Wire:
                 self.link.later(HEARTBEAT_ANSWER)
             return
         event = decode_event(message)
-        if self.loses(event):
-            return
-        self.heard.append(event)
-        for _, answer in self.core.handle(event, asyncio.get_running_loop().time(), PEER):
-            self.answer(answer)
+        if not self.loses(event):
+            self.heard.append(event)
+            self.tell(event)
 
     def answer(self, answer: Answer) -> None:
         assert self.link is not None
@@ -79,7 +82,6 @@ class Wire:
             self.link.later(encode(answer))
 
     def tell(self, event: Any) -> None:
-        """Somebody else tells the router something."""
         for _, answer in self.core.handle(event, asyncio.get_running_loop().time(), PEER):
             self.answer(answer)
 
@@ -95,7 +97,7 @@ class DirectLink(Link):
     """A link without a socket."""
 
     def __init__(self, wire: Wire, fleet: Fleet) -> None:
-        super().__init__("nowhere", 5.0, fleet.side())
+        super().__init__("nowhere", TIMEOUT_S, fleet.side())
         self._wire = wire
         wire.link = self
 
@@ -110,39 +112,48 @@ class DirectLink(Link):
         asyncio.get_running_loop().call_later(0.001, self._take, [message])
 
 
+@pytest.fixture
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    return VirtualLoop
+
+
 @pytest.fixture(autouse=True)
 def virtual(monkeypatch: pytest.MonkeyPatch) -> None:
     patched = types.SimpleNamespace(monotonic=lambda: asyncio.get_running_loop().time())
     monkeypatch.setattr(link_module, "time", patched)
 
 
-def full(**options: Any) -> Router:
-    """A router whose only worker takes one request at a time."""
-    made = Router(build("centralized_dlpm", slots=1), **options)
+def full(slots: int = 1, **options: Any) -> Router:
+    """A router whose only worker takes so many requests at a time."""
+    made = Router(build("centralized_dlpm", slots=slots), **options)
     made.handle(WorkerUp("r0", "http://r0", models=("a",), loaded="a"), 0.0)
     return made
 
 
-async def gateway(wire: Wire) -> tuple[Placer, Link]:
-    fleet = Fleet(lambda name: True)
+@asynccontextmanager
+async def gateway(core: Router) -> AsyncIterator[tuple[Wire, Placer, Link]]:
+    wire, fleet = Wire(core), Fleet(lambda name: True)
     made = DirectLink(wire, fleet)
     await made.start()
     await asyncio.sleep(0.1)
     assert made.alive
     assert fleet.workers
-    return Placer(Links([made], fleet), fleet, Counters()), made
+    yield wire, Placer(Links([made], fleet), fleet, Counters()), made
+    await made.close()
+
+
+def stand_still(seconds: float) -> None:
+    """As a process that is stopped: the time passes, and nobody has done anything."""
+    asyncio.get_running_loop()._passing.now_s += seconds  # type: ignore[attr-defined]
 
 
 def ask(placer: Placer, name: str, **more: Any) -> "asyncio.Task[Place | Refuse]":
     return asyncio.create_task(placer.place(Arrive(name, "c", b"", model="a", **more)))
 
 
-def test_a_queue_of_a_quarter_of_an_hour() -> None:
-    async def main() -> None:
-        wire = Wire(full())
-        placer, link = await gateway(wire)
-        first = await ask(placer, "1")
-        assert isinstance(first, Place)
+async def test_a_queue_of_a_quarter_of_an_hour() -> None:
+    async with gateway(full()) as (wire, placer, _):
+        assert isinstance(await ask(placer, "1"), Place)
         waiting = [ask(placer, f"w{number}", due=HELD_UP) for number in range(20)]
         await asyncio.sleep(LONG_S)
         assert not any(task.done() for task in waiting)
@@ -155,20 +166,29 @@ def test_a_queue_of_a_quarter_of_an_hour() -> None:
             assert place.due is not None
             assert abs(place.due.left_s - (3600.0 - LONG_S)) < 0.1, "the time in the queue counts"
             placer.end(Done(f"w{number}"))
-        await link.close()
-
-    run(main())
 
 
-def test_who_was_let_in_is_not_throttled_after_a_restart() -> None:
+async def test_a_gateway_that_stood_still_takes_no_router_for_dead() -> None:
+    async with gateway(full()) as (_, placer, link):
+        await ask(placer, "1")
+        second = ask(placer, "2")
+        await asyncio.sleep(1.0)
+        for _ in range(3):
+            stand_still(3 * link_module.SILENT_S)
+            assert link.alive
+            await asyncio.sleep(1.0)
+        assert not second.done()
+        placer.end(Done("1"))
+        assert (await second).id == "2"
+
+
+async def test_who_was_let_in_is_not_throttled_after_a_restart() -> None:
     """The router that follows knows nothing of the ten minutes; what it hears is a further attempt at a call."""
 
-    async def main() -> None:
-        def throttled() -> Router:
-            return full(throttling=Throttling("rpm", Rules(Limits(user=2))))
+    def throttled() -> Router:
+        return full(throttling=Throttling("rpm", Rules(Limits(user=2))))
 
-        wire = Wire(throttled())
-        placer, link = await gateway(wire)
+    async with gateway(throttled()) as (wire, placer, _):
         await ask(placer, "1")
         second = ask(placer, "2", due=HELD_UP)
         await asyncio.sleep(LONG_S)
@@ -181,26 +201,15 @@ def test_who_was_let_in_is_not_throttled_after_a_restart() -> None:
         again = wire.asked("2")[-1]
         assert again.due is not None
         assert 3600.0 - LONG_S - 30.0 < again.due.left_s < 3600.0 - LONG_S, (
-            "what is left, when it is asked again"
+            "what is left when it is asked again"
         )
-        placer.end(Done("1"))
-        for number in range(2):
-            wire.core.handle(Done(f"x{number}"), LONG_S + 31.0, b"other")
-        wire.tell(Follow(""))
-        await asyncio.sleep(10.0)
-        await link.close()
         second.cancel()
         await asyncio.gather(second, return_exceptions=True)
 
-    run(main())
 
-
-def test_a_router_that_dies_changes_no_deadline() -> None:
+async def test_a_router_that_dies_changes_no_deadline() -> None:
     """What the gateway places by itself after ten minutes is due when it was."""
-
-    async def main() -> None:
-        wire = Wire(full())
-        placer, link = await gateway(wire)
+    async with gateway(full()) as (wire, placer, _):
         await ask(placer, "1")
         second = ask(placer, "2", due=HELD_UP)
         await asyncio.sleep(LONG_S)
@@ -210,9 +219,87 @@ def test_a_router_that_dies_changes_no_deadline() -> None:
         assert isinstance(place, Place)
         assert (place.worker, place.id == "2") == ("r0", False)
         assert place.due is None, "the gateway has not forgotten what it promised"
-        await link.close()
 
-    run(main())
+
+@pytest.mark.parametrize("lost", [Held, Place])
+async def test_an_answer_that_was_lost_is_asked_for(lost: type) -> None:
+    async with gateway(full()) as (wire, placer, _):
+        await ask(placer, "1")
+        losses = [True]
+        wire.loses = lambda message: isinstance(message, lost) and bool(losses) and losses.pop()
+        second = ask(placer, "2")
+        await asyncio.sleep(0.01)
+        placer.end(Done("1"))
+        assert (await second).id == "2"
+        assert wire.core.state()["in_flight"] == 1
+
+
+async def test_a_client_that_leaves_withdraws_what_is_held() -> None:
+    async with gateway(full()) as (wire, placer, _):
+        await ask(placer, "1")
+        second = ask(placer, "2")
+        await asyncio.sleep(10.0)
+        assert wire.core.state()["waiting"] == 1
+        second.cancel()
+        await asyncio.gather(second, return_exceptions=True)
+        await asyncio.sleep(0.1)
+        assert wire.core.state()["waiting"] == 0
+
+
+@pytest.mark.parametrize("held", [False, True])
+async def test_a_router_of_before_that_says_nothing_is_given_up(held: bool) -> None:
+    """It has no `Held`, and answers only when it has a place. It may follow one that has."""
+    async with gateway(full()) as (wire, _, link):
+        wire.loses = lambda message: isinstance(message, Held | Place | Difference)
+        asking = asyncio.create_task(link.place(Arrive("1", "c", b"")))
+        await asyncio.sleep(0.5)
+        if held:
+            link.later(encode(Held("1")))
+            await asyncio.sleep(LONG_S)
+            assert not asking.done()
+            link.later(encode(Difference("", (), ())))
+        with pytest.raises(RouterGone, match="no answer from the router within"):
+            await asking
+        assert len(wire.asked("1")) > 1
+
+
+async def test_what_is_told_arrives_before_what_is_asked_later() -> None:
+    """Ends that are told together with the next question leave before it; those that nobody follows leave all the
+    same, also of a link that is being closed."""
+    async with gateway(full(slots=100)) as (wire, placer, link):
+        wire.heard.clear()
+        names = []
+        for number in range(20):
+            for told in range(number % 3):
+                link.tell(Done(f"{number}.{told}"))
+                names.append(f"{number}.{told}")
+            await ask(placer, f"q{number}")
+            names.append(f"q{number}")
+        link.tell(Done("alone"))
+        await asyncio.sleep(0.1)
+        heard = [event.id for event in wire.heard if isinstance(event, Done | Arrive)]
+        assert heard == [*names, "alone"]
+        link.tell(Done("last"))
+    assert wire.heard[-1] == Done("last")
+
+
+def test_what_was_told_last_leaves_through_a_real_socket() -> None:
+    async def main() -> None:
+        with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as router:
+            port = router.bind_to_random_port("tcp://127.0.0.1")
+            link = Link(f"tcp://127.0.0.1:{port}", TIMEOUT_S, Fleet(lambda name: True).side())
+            await link.start()
+            await router.recv_multipart()
+            link.tell(Done("last"))
+            await link.close()
+            heard = b""
+            while heard in (b"", HEARTBEAT):
+                _, heard = await router.recv_multipart()
+            assert decode_event(heard) == Done("last")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(link_module, "time", time)
+        asyncio.run(main())
 
 
 def _losses(seed: int, part: float) -> Callable[[object], bool]:
@@ -234,33 +321,24 @@ def test_whatever_is_lost_who_waits_is_placed_in_the_end(
 ) -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
-        wire = Wire(full())
-        placer, link = await gateway(wire)
-        first = await ask(placer, "1")
-        assert isinstance(first, Place)
-        wire.loses = _losses(seed, part)
-        for at_s in restarts:
-            loop.call_at(at_s, lambda: wire.restart(full()))
-        waiting = {number: ask(placer, f"w{number}", due=HELD_UP) for number in range(5)}
-        loop.call_at(lasts, placer.end, Done("1"))
-        for number in leaves:
-            loop.call_at(lasts / 2, waiting[number].cancel)
-        served: set[int] = set()
-        while len(served) < len(waiting) - len(leaves):
-            done = [
-                number
-                for number, task in waiting.items()
-                if number not in served and task.done() and not task.cancelled()
-            ]
-            for number in done:
-                place = waiting[number].result()
-                assert isinstance(place, Place), place
-                assert part or place.id == f"w{number}", "the router lives, and so it is who decides"
-                served.add(number)
-                loop.call_later(1.0, placer.end, Done(place.id))
-            await asyncio.sleep(0.5)
-            assert loop.time() < 10 * LONG_S, f"who waits: {set(waiting) - served - leaves}"
-        await asyncio.gather(*waiting.values(), return_exceptions=True)
-        await link.close()
+
+        async def waits(number: int) -> None:
+            place = await ask(placer, f"w{number}", due=HELD_UP)
+            assert isinstance(place, Place), place
+            assert part or place.id == f"w{number}", "the router lives, and so it is who decides"
+            loop.call_later(1.0, placer.end, Done(place.id))
+
+        async with gateway(full()) as (wire, placer, _):
+            assert isinstance(await ask(placer, "1"), Place)
+            wire.loses = _losses(seed, part)
+            for at_s in restarts:
+                loop.call_at(at_s, lambda: wire.restart(full()))
+            waiting = [asyncio.create_task(waits(number)) for number in range(5)]
+            loop.call_at(lasts, placer.end, Done("1"))
+            for number in leaves:
+                loop.call_at(lasts / 2, waiting[number].cancel)
+            async with asyncio.timeout_at(10 * LONG_S):
+                await asyncio.gather(*(task for at, task in enumerate(waiting) if at not in leaves))
+            await asyncio.gather(*waiting, return_exceptions=True)
 
     run(main())
