@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI, Request
-from fastapi.responses import Response
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Mount, Route, Router
 from starlette.types import Receive, Scope, Send
 
@@ -98,7 +99,20 @@ class Config:
         return msgspec.json.decode(text, type=Config)
 
 
-class Pages(FastAPI):
+DOCUMENTATION = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<title>sglang-fair gateway</title>
+<link rel="stylesheet" href="https://cdn.jsdelivr.net/npm/swagger-ui-dist@5/swagger-ui.css">
+<div id="page"></div>
+<script src="https://cdn.jsdelivr.net/npm/swagger-ui-dist@5/swagger-ui-bundle.js"></script>
+<script>SwaggerUIBundle({url: "openapi.json", dom_id: "#page", deepLinking: true})</script>
+</html>
+"""
+
+
+class Pages(Starlette):
     """What the gateway answers itself, and its documentation at /docs and /openapi.json."""
 
     def __init__(self, gateway: Gateway, routes: Sequence[Route], relayed: Sequence[str]) -> None:
@@ -113,21 +127,25 @@ class Pages(FastAPI):
             body = error.body("anthropic" if is_anthropic else "openai")
             return Response(body, error.status, error.headers, "application/json")
 
+        async def openapi(_: Request) -> Response:
+            return JSONResponse(self.openapi())
+
+        async def documentation(_: Request) -> Response:
+            return HTMLResponse(DOCUMENTATION)
+
+        about = [Route("/openapi.json", openapi), Route("/docs", documentation)]
         super().__init__(
-            routes=list(routes),
-            exception_handlers={ApiError: refuse, HTTPException: refuse},
-            title="sglang-fair gateway",
-            version=VERSION,
+            routes=[*routes, *about], exception_handlers={ApiError: refuse, HTTPException: refuse}
         )
         self._paths = {*relayed, *(route.path.replace(":path", "") for route in routes)}
 
     def openapi(self) -> dict[str, Any]:
         """The document of this address, which is made from our own types."""
-        return describe(self.version, self._paths)
+        return describe(VERSION, self._paths)
 
 
 class App(Router):
-    """The application. Requests for replicas stand in front of the pages, because FastAPI's middleware would take 12 µs
+    """The application. Requests for replicas stand in front of the pages, whose middleware would take 12 µs
     for each, and they answer their errors themselves.
     """
 

@@ -54,7 +54,7 @@ async def used(c: Cluster, tenant: str = "thrifty", window: str = "tokens-day", 
 
     await eventually(settled, "everything is charged")
     quotas = c.gateway.quotas
-    return await quotas._local.get(f"sglang-fair/{window}/{tenant}/{int(quotas._clock_s() // seconds)}")
+    return quotas._local.incr(f"sglang-fair/{window}/{tenant}/{int(quotas._clock_s() // seconds)}", 60, 0)
 
 
 async def test_fifty_invented_keys_under_load_are_nobody(c: Cluster) -> None:
@@ -288,7 +288,7 @@ async def test_what_nobody_could_serve_costs_no_tokens(c: Cluster) -> None:
     quotas = c.gateway.quotas
     await eventually(lambda: not quotas._settling, "everything is charged")
     day = int(quotas._clock_s() // 86400)
-    assert await quotas._local.get(f"sglang-fair/tokens-day/thrifty/{day}") == 0
+    assert quotas._local.incr(f"sglang-fair/tokens-day/thrifty/{day}", 60, 0) == 0
 
 
 async def test_a_key_that_the_replica_refuses_is_not_the_client_s_fault(c: Cluster) -> None:

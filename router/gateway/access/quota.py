@@ -1,4 +1,4 @@
-"""Tenants' limits: requests and tokens in a minute, tokens in a day, requests at a time. The library `limits` counts.
+"""Tenants' limits: requests and tokens in a minute, tokens in a day, requests at a time.
 
 Rule. Time is cut into minutes and days of UTC's clock, the same for all gateways. A request is counted when it comes.
 Its tokens are charged once, however many replicas try it: the prompt, cached or not, when it has been counted and
@@ -23,9 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from math import ceil
-from typing import Any, NamedTuple
-
-from limits.aio.storage import MemoryStorage, RedisStorage
+from typing import NamedTuple
 
 from router.gateway.access.directory import Known
 from router.gateway.errors import ApiError
@@ -44,6 +42,8 @@ RETRY_S = 2.0
 COUNT_S = 1.0
 """Between two looks at what has been answered."""
 BUSY_RETRY_S = 1
+SWEEP_S = 60.0
+"""Between two times that counts of windows long over are forgotten."""
 
 
 class _Window(NamedTuple):
@@ -68,25 +68,51 @@ def check_store(address: str) -> None:
     try:
         if address != MEMORY:
             _Remote(address)
-    except Exception as error:  # a port that is none; or the client library is not installed
+    except ImportError:
+        raise SettingError(
+            "--limit-store: a Redis needs its client library: pip install 'sglang-fair[redis]'", "limit_store"
+        ) from None
+    except Exception as error:  # a port that is none
         raise SettingError(f"--limit-store: {error}", "limit_store") from None
+
+
+class _Local:
+    """The counts of this process."""
+
+    def __init__(self, clock_s: Callable[[], float]) -> None:
+        self._clock_s = clock_s
+        self._counts: dict[str, tuple[int, float]] = {}
+        """By key, each with the time at which it is forgotten."""
+        self._sweep_at_s = 0.0
+
+    def incr(self, key: str, expiry_s: int, amount: int) -> int:
+        """The count, with `amount` in it."""
+        now_s = self._clock_s()
+        if now_s >= self._sweep_at_s:
+            self._counts = {key: one for key, one in self._counts.items() if one[1] > now_s}
+            self._sweep_at_s = now_s + SWEEP_S
+        count, until_s = self._counts.get(key, (0, now_s + expiry_s))
+        self._counts[key] = count + amount, until_s
+        return count + amount
 
 
 class _Remote:
     """A Redis. Its client library is imported where there is one."""
 
     def __init__(self, address: str) -> None:
-        from redis.asyncio import ConnectionPool
+        from redis.asyncio import ConnectionPool, Redis
 
-        self._connections = ConnectionPool.from_url(address)
-        options: dict[str, Any] = {"implementation": "redispy", "connection_pool": self._connections}
-        self._storage = RedisStorage(f"async+{address}", **options)
+        self._redis = Redis.from_pool(ConnectionPool.from_url(address))
 
     async def incr(self, key: str, expiry_s: int, amount: int) -> int:
-        return int(await self._storage.incr(key, expiry_s, amount))
+        async with self._redis.pipeline() as both:
+            both.incrby(key, amount)
+            both.expire(key, expiry_s)
+            count, _ = await both.execute()
+        return int(count)
 
     async def close(self) -> None:
-        await self._connections.aclose()
+        await self._redis.aclose()
 
 
 class Quotas:
@@ -95,7 +121,7 @@ class Quotas:
     def __init__(self, address: str = MEMORY, clock_s: Callable[[], float] = time.time) -> None:
         """`address` is `memory` or that of a Redis. Raises as `check_store`."""
         check_store(address)
-        self._local = MemoryStorage()
+        self._local = _Local(clock_s)
         self._remote = None if address == MEMORY else _Remote(address)
         self._clock_s = clock_s
         self._silent_until_s = 0.0
@@ -170,7 +196,7 @@ class Quotas:
             used = await self._ask(self._remote, key, expiry_s, amount)
             if used is not None:
                 return _Charged(used, True)
-        return _Charged(int(await self._local.incr(key, expiry_s, amount)), False)
+        return _Charged(self._local.incr(key, expiry_s, amount), False)
 
     async def give_back(
         self, tenant: str, window: _Window, number: int, amount: int, is_remote: bool
@@ -178,7 +204,7 @@ class Quotas:
         """Undoes a charge where it was made. What the window has been charged since; None: it could not be undone."""
         key, expiry_s = _key(tenant, window, number), 2 * window.seconds
         if not is_remote:
-            return int(await self._local.incr(key, expiry_s, -amount))
+            return self._local.incr(key, expiry_s, -amount)
         assert self._remote is not None
         return await self._ask(self._remote, key, expiry_s, -amount)
 
