@@ -1,6 +1,7 @@
 """Clusters that the tests of several files share: these are of one group, `pytest.mark.xdist_group`, of its name."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,9 @@ ADMIN = "the admin's key"
 ENVIRONMENT = {KEY_VARIABLE: ADMIN, replica_key.variable: "the replicas' key"}
 APIS = ("chat", "several", "completions", "responses", "messages", "tokenizer", "leaver", "bench")
 """Tenants, of whom each asks by one API: what its replicas charge it is what that told it."""
+
+
+FLOODING = ("flood", "light", "rival", "honest", "adversary", "hose", "drop")
 
 
 def tenant(name: str, **more: object) -> Tenant:
@@ -45,10 +49,16 @@ def keyed(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Ite
 
 
 @pytest.fixture(scope="session")
-def flooded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Two emulated GPUs and a page, for tenants who flood them. `tenants` is in `folder`."""
-    file = tmp_path_factory.mktemp("tenants") / "tenants.yaml"
-    for name in ("flood", "light", "rival", "honest", "adversary"):
+def flooded_tenants(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of `flooded`."""
+    return tmp_path_factory.mktemp("tenants") / "tenants.yaml"
+
+
+@pytest.fixture(scope="session")
+def flooded(flooded_tenants: Path) -> Iterator[Cluster]:
+    """Two emulated GPUs, two processes of a gateway and a page, for tenants who flood them."""
+    file = flooded_tenants
+    for name in FLOODING:
         edit.add(file, name, tenant(name))
     edit.add(file, "thrifty", tenant("thrifty", limits=Limits(output_tokens=4)))
     options = (

@@ -1,6 +1,5 @@
 """Spans of a request through a whole cluster: a collector gets one tree, and it says what `GET /explain/ID` says."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -11,29 +10,17 @@ from tests.support.collector import Collector, Node, tree
 from tests.support.live import Cluster
 from tests.support.waiting import wait_until
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("keyed")]
 
 TIMEOUT_S = 60.0
 CALLER = "cd" * 8
+TENANT = {"authorization": "Bearer light"}
 
 
-@pytest.fixture(scope="module")
-def collector() -> Iterator[Collector]:
-    with Collector() as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def cluster(collector: Collector) -> Iterator[Cluster]:
-    arguments = ("--replicas", "2", "--otlp-traces-endpoint", collector.url)
-    with Cluster(*arguments, environment={"OTEL_BSP_SCHEDULE_DELAY": "20"}) as started:
-        yield started
-
-
-def ask(cluster: Cluster, trace: str, name: str, **body: Any) -> None:
-    headers = {"traceparent": f"00-{trace}-{CALLER}-01", "x-request-id": name, "x-fair-client": "alice"}
+def ask(keyed: Cluster, trace: str, name: str, **body: Any) -> None:
+    headers = {"traceparent": f"00-{trace}-{CALLER}-01", "x-request-id": name, **TENANT}
     body = {"prompt": "some words", "max_tokens": 4, **body}
-    answer = httpx.post(f"{cluster.url}/v1/completions", json=body, headers=headers, timeout=TIMEOUT_S)
+    answer = httpx.post(f"{keyed.url}/v1/completions", json=body, headers=headers, timeout=TIMEOUT_S)
     assert answer.status_code == 200, answer.text
 
 
@@ -56,17 +43,17 @@ def said(node: Node, fields: tuple[str, ...], record: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_one_tree_that_says_what_the_explanation_says(
-    cluster: Cluster, collector: Collector, stream: bool
+    keyed: Cluster, collector: Collector, stream: bool
 ) -> None:
     trace = f"{1 + stream:032x}"
-    ask(cluster, trace, f"mine-{stream}", stream=stream)
+    ask(keyed, trace, f"mine-{stream}", stream=stream)
     wait_until(lambda: [node for node in collector.of(trace) if node.parent == CALLER], "the root")
     wait_until(lambda: len(collector.of(trace)) == 6, "all spans")
     root = tree(collector.of(trace), CALLER)
     assert root.names() == [
         "POST /v1/completions", ["attempt", ["placement"], ["waiting"], ["prefill"], ["decode"]]
     ]  # fmt: skip
-    answer = httpx.get(f"{cluster.url}/explain/mine-{stream}", timeout=TIMEOUT_S).json()
+    answer = httpx.get(f"{keyed.url}/explain/mine-{stream}", headers=TENANT, timeout=TIMEOUT_S).json()
     [request] = answer["requests"]
     assert request["trace_id"] == trace
     [explained] = request["attempts"]
@@ -85,23 +72,15 @@ def test_one_tree_that_says_what_the_explanation_says(
     assert lengths == pytest.approx(told, abs=1e-4), "nothing had to be cut to lie within the attempt"
 
 
-def test_of_several_answers_each_is_there(cluster: Cluster, collector: Collector) -> None:
+def test_of_several_answers_each_is_there(keyed: Cluster, collector: Collector) -> None:
     trace = f"{3:032x}"
-    ask(cluster, trace, "several", n=2)
+    ask(keyed, trace, "several", n=2)
     wait_until(lambda: [node for node in collector.of(trace) if node.parent == CALLER], "the root")
-    [request] = httpx.get(f"{cluster.url}/explain/several", timeout=TIMEOUT_S).json()["requests"]
+    [request] = httpx.get(f"{keyed.url}/explain/several", headers=TENANT, timeout=TIMEOUT_S).json()[
+        "requests"
+    ]
     records = len(request["attempts"][0]["replica"])
     assert records >= 2
     wait_until(lambda: len(collector.of(trace)) == 3 + 3 * records, "all spans")
     [attempt] = tree(collector.of(trace), CALLER).children
     assert len(attempt.below("waiting")) == len(attempt.below("decode")) == records
-
-
-def test_each_trace_is_a_tree_of_its_own(cluster: Cluster, collector: Collector) -> None:
-    """Of requests of one name, too."""
-    traces = [f"{10 + number:032x}" for number in range(6)]
-    for trace in traces:
-        ask(cluster, trace, "one-name")
-    for trace in traces:
-        wait_until(lambda trace=trace: len(collector.of(trace)) == 6, "all spans")
-        assert tree(collector.of(trace), CALLER).attributes["sglang_fair.request"] == "one-name"
