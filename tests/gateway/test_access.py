@@ -1,9 +1,9 @@
 """Who may ask: identity from keys and trusted proxies, a tenants' file that changes, and what each key opens."""
 
-import asyncio
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from router.gateway.counters import Counters
 from router.gateway.errors import ApiError
 from router.gateway.guard import KEY_VARIABLE
 from router.gateway.openapi import describe
-from router.gateway.request.kinds import PATHS
 from sglang_fair.common.caller import HEADER_WEIGHT
 from sglang_fair.common.identity import API_KEY, DEFAULT_ORDER, USER
 from sglang_fair.settings.setting import SettingError
@@ -168,120 +167,86 @@ def later(path: Path) -> None:
     os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns + 5_000_000))
 
 
-def _garbage(path: Path, whole: str) -> None:
-    path.write_bytes(b"\xff\x00\xfe")
+TEXTS: dict[str, Callable[[str], str]] = {
+    "half": lambda whole: whole[:-30],
+    "empty": lambda whole: "",
+    "wrong": lambda whole: whole.replace("keys", "kyes"),
+    "twice": lambda whole: whole + whole.partition("\n")[2].partition("tenants:\n")[2],
+    "a circle": lambda whole: "tenants: &a {b: *a}\n",
+}
 
 
-def _half(path: Path, whole: str) -> None:
-    path.write_text(whole[: len(whole) - 30])
+def spoil(path: Path, how: str) -> None:
+    match how:
+        case "garbage":
+            path.write_bytes(b"\xff\x00\xfe")
+        case "huge":
+            os.truncate(path, 1 << 40)
+        case "gone" | "a folder" | "a pipe":
+            path.unlink()
+            {"gone": lambda _: None, "a folder": os.mkdir, "a pipe": os.mkfifo}[how](path)
+        case _:
+            path.write_text(TEXTS[how](path.read_text()))
 
 
-def _empty(path: Path, whole: str) -> None:
-    path.write_text("")
-
-
-def _wrong(path: Path, whole: str) -> None:
-    path.write_text(whole.replace("keys", "kyes"))
-
-
-def _gone(path: Path, whole: str) -> None:
-    path.unlink()
-
-
-def _folder(path: Path, whole: str) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-def _pipe(path: Path, whole: str) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-def _huge(path: Path, whole: str) -> None:
-    os.truncate(path, 1 << 40)
-
-
-def _twice(path: Path, whole: str) -> None:
-    path.write_text(whole + whole.partition("\n")[2].partition("tenants:\n")[2])
-
-
-def _circle(path: Path, whole: str) -> None:
-    path.write_text("tenants: &a {b: *a}\n")
-
-
-@pytest.mark.parametrize(
-    "spoil", [_garbage, _half, _empty, _wrong, _gone, _folder, _pipe, _huge, _twice, _circle]
-)
-def test_a_bad_file_changes_nothing_and_is_counted_once(
-    changing: Path, spoil: Callable[[Path, str], None]
-) -> None:
-    async def main() -> None:
-        directory, whole = Directory(changing), changing.read_text()
-        before = directory.by_key(GOLD)
-        spoil(changing, whole)
-        for _ in range(3):
-            await looks(directory)
-        assert directory.by_key(GOLD) == before
-        assert (directory.failures, directory.reloads) == (1, 0)
-        assert str(changing) in directory.error
-        if changing.is_dir():
-            changing.rmdir()
-        changing.unlink(missing_ok=True)
-        changing.write_text(whole)
-        later(changing)
-        edit.add(changing, "silver", tenant(SILVER))
+@pytest.mark.parametrize("how", [*TEXTS, "garbage", "huge", "gone", "a folder", "a pipe"])
+async def test_a_bad_file_changes_nothing_and_is_counted_once(changing: Path, how: str) -> None:
+    directory, whole = Directory(changing), changing.read_text()
+    before = directory.by_key(GOLD)
+    spoil(changing, how)
+    for _ in range(3):
         await looks(directory)
-        assert directory.by_key(SILVER) is not None
-        assert (directory.failures, directory.reloads, directory.error) == (1, 1, "")
-
-    asyncio.run(main())
-
-
-def test_a_file_that_is_being_written_is_left_alone(changing: Path) -> None:
-    async def main() -> None:
-        directory = Directory(changing)
-        whole = changing.read_text()
-        with changing.open("w") as out:
-            for character in whole:  # a look between any two writes
-                out.write(character)
-                out.flush()
-                later(changing)
-                await directory.look()
-        await looks(directory)
-        assert directory.failures == 0
-        assert directory.by_key(GOLD) is not None
-
-    asyncio.run(main())
+    assert directory.by_key(GOLD) == before
+    assert (directory.failures, directory.reloads) == (1, 0)
+    assert str(changing) in directory.error
+    if changing.is_dir():
+        changing.rmdir()
+    changing.unlink(missing_ok=True)
+    changing.write_text(whole)
+    later(changing)
+    edit.add(changing, "silver", tenant(SILVER))
+    await looks(directory)
+    assert directory.by_key(SILVER) is not None
+    assert (directory.failures, directory.reloads, directory.error) == (1, 1, "")
 
 
-def test_keys_and_weights_follow_the_file(changing: Path) -> None:
-    async def main() -> None:
-        directory = Directory(changing)
-        first = directory.by_key(GOLD)
-        assert first is not None
-        edit.set_keys(changing, "gold", lambda old: [keys.written(keys.digest("new"))])
-        await looks(directory)
-        assert directory.by_key(GOLD) is None
-        second = directory.by_key("new")
-        assert second is not None
-        assert second.caller.version > first.caller.version
-        os.utime(changing, ns=(0, 0))  # put back from an archive
-        await looks(directory)
-        third = directory.by_key("new")
-        assert third is not None
-        assert third.caller.version > second.caller.version
-        edit.remove(changing, "gold")
-        await looks(directory)
-        assert directory.by_key("new") is None
-        assert directory.by_name("gold") is None
+async def test_a_file_that_is_being_written_is_left_alone(changing: Path) -> None:
+    directory = Directory(changing)
+    whole = changing.read_text()
+    with changing.open("w") as out:
+        for character in whole:  # a look between any two writes
+            out.write(character)
+            out.flush()
+            later(changing)
+            await directory.look()
+    await looks(directory)
+    assert directory.failures == 0
+    assert directory.by_key(GOLD) is not None
 
-    asyncio.run(main())
+
+async def test_keys_and_weights_follow_the_file(changing: Path) -> None:
+    directory = Directory(changing)
+    first = directory.by_key(GOLD)
+    assert first is not None
+    edit.set_keys(changing, "gold", lambda old: [keys.written(keys.digest("new"))])
+    await looks(directory)
+    assert directory.by_key(GOLD) is None
+    second = directory.by_key("new")
+    assert second is not None
+    assert second.caller.version > first.caller.version
+    os.utime(changing, ns=(0, 0))  # put back from an archive
+    await looks(directory)
+    third = directory.by_key("new")
+    assert third is not None
+    assert third.caller.version > second.caller.version
+    edit.remove(changing, "gold")
+    await looks(directory)
+    assert directory.by_key("new") is None
+    assert directory.by_name("gold") is None
 
 
 # -- what each key opens
 
-KEYS = {"none": None, "invented": INVENTED, "tenant": GOLD, "admin": ADMIN}
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
 BODIES: dict[str, Any] = {
     **apis.BODIES,
@@ -291,102 +256,61 @@ BODIES: dict[str, Any] = {
     "/tenants/{name}": {"weight": 2},
     "/v1/batches": {"input_file_id": "file-", "endpoint": "/v1/completions", "completion_window": "24h"},
 }
-# By route: with no key, an invented one, a tenant's, the admin's. There is no router: 503 is what gets through.
+# By what no key, an invented one, a tenant's and the admin's get: routes. There is no router: 503 is what gets through.
+# All others are 404 to everybody.
 CLIENTS_ADDRESS = {
-    ("post", "/v1/chat/completions"): (401, 401, 503, 401),
-    ("post", "/v1/completions"): (401, 401, 503, 401),
-    ("post", "/generate"): (401, 401, 503, 401),
-    ("post", "/v1/responses"): (401, 401, 503, 401),
-    ("post", "/v1/messages"): (401, 401, 503, 401),
-    ("post", "/v1/embeddings"): (401, 401, 503, 401),
-    ("post", "/v1/messages/count_tokens"): (401, 401, 503, 401),
-    ("post", "/tokenize"): (401, 401, 503, 401),
-    ("post", "/detokenize"): (401, 401, 503, 401),
-    ("get", "/v1/models"): (401, 401, 200, 401),
-    ("get", "/v1/models/{id}"): (401, 401, 200, 401),
-    ("get", "/v1/usage"): (401, 401, 200, 401),
-    ("get", "/v1/responses/{id}"): (401, 401, 404, 401),
-    ("delete", "/v1/responses/{id}"): (401, 401, 404, 401),
-    ("post", "/v1/responses/{id}/cancel"): (401, 401, 404, 401),
-    ("post", "/v1/files"): (401, 401, 400, 401),
-    ("get", "/v1/files"): (401, 401, 200, 401),
-    ("get", "/v1/files/{id}"): (401, 401, 404, 401),
-    ("delete", "/v1/files/{id}"): (401, 401, 404, 401),
-    ("get", "/v1/files/{id}/content"): (401, 401, 404, 401),
-    ("post", "/v1/batches"): (401, 401, 404, 401),
-    ("get", "/v1/batches"): (401, 401, 200, 401),
-    ("get", "/v1/batches/{id}"): (401, 401, 404, 401),
-    ("post", "/v1/batches/{id}/cancel"): (401, 401, 404, 401),
-    ("get", "/explain/{id}"): (401, 401, 404, 401),
-    ("get", "/requests"): (404, 404, 404, 404),
-    ("get", "/health"): (503, 503, 503, 503),
-    ("get", "/healthz"): (200, 200, 200, 200),
-    ("get", "/readyz"): (503, 503, 503, 503),
-    ("get", "/status"): (404, 404, 404, 404),
-    ("get", "/metrics"): (404, 404, 404, 404),
-    ("get", "/workers"): (404, 404, 404, 404),
-    ("post", "/workers"): (404, 404, 404, 404),
-    ("delete", "/workers/{name}"): (404, 404, 404, 404),
-    ("get", "/limits"): (404, 404, 404, 404),
-    ("post", "/limits"): (404, 404, 404, 404),
-    ("post", "/swap"): (404, 404, 404, 404),
-    ("patch", "/tenants/{name}"): (404, 404, 404, 404),
+    (401, 401, 503, 401): (
+        "post /v1/chat/completions, post /v1/completions, post /generate, post /v1/responses, "
+        "post /v1/messages, post /v1/embeddings, post /v1/messages/count_tokens, post /tokenize, "
+        "post /detokenize"
+    ),
+    (
+        401,
+        401,
+        200,
+        401,
+    ): "get /v1/models, get /v1/models/{id}, get /v1/usage, get /v1/files, get /v1/batches",
+    (401, 401, 404, 401): (
+        "get /v1/responses/{id}, delete /v1/responses/{id}, post /v1/responses/{id}/cancel, get "
+        "/v1/files/{id}, delete /v1/files/{id}, get /v1/files/{id}/content, post /v1/batches, get "
+        "/v1/batches/{id}, post /v1/batches/{id}/cancel, get /explain/{id}"
+    ),
+    (401, 401, 400, 401): "post /v1/files",
+    (503, 503, 503, 503): "get /health, get /readyz",
+    (200, 200, 200, 200): "get /healthz",
 }
 OPERATORS_ADDRESS = {
-    ("post", "/v1/chat/completions"): (404, 404, 404, 404),
-    ("post", "/v1/completions"): (404, 404, 404, 404),
-    ("post", "/generate"): (404, 404, 404, 404),
-    ("post", "/v1/responses"): (404, 404, 404, 404),
-    ("post", "/v1/messages"): (404, 404, 404, 404),
-    ("post", "/v1/embeddings"): (404, 404, 404, 404),
-    ("post", "/v1/messages/count_tokens"): (404, 404, 404, 404),
-    ("post", "/tokenize"): (404, 404, 404, 404),
-    ("post", "/detokenize"): (404, 404, 404, 404),
-    ("get", "/v1/models"): (404, 404, 404, 404),
-    ("get", "/v1/models/{id}"): (404, 404, 404, 404),
-    ("get", "/v1/usage"): (404, 404, 404, 404),
-    ("get", "/v1/responses/{id}"): (404, 404, 404, 404),
-    ("delete", "/v1/responses/{id}"): (404, 404, 404, 404),
-    ("post", "/v1/responses/{id}/cancel"): (404, 404, 404, 404),
-    ("post", "/v1/files"): (404, 404, 404, 404),
-    ("get", "/v1/files"): (404, 404, 404, 404),
-    ("get", "/v1/files/{id}"): (404, 404, 404, 404),
-    ("delete", "/v1/files/{id}"): (404, 404, 404, 404),
-    ("get", "/v1/files/{id}/content"): (404, 404, 404, 404),
-    ("post", "/v1/batches"): (404, 404, 404, 404),
-    ("get", "/v1/batches"): (404, 404, 404, 404),
-    ("get", "/v1/batches/{id}"): (404, 404, 404, 404),
-    ("post", "/v1/batches/{id}/cancel"): (404, 404, 404, 404),
-    ("get", "/explain/{id}"): (401, 401, 401, 404),
-    ("get", "/requests"): (401, 401, 401, 200),
-    ("get", "/health"): (404, 404, 404, 404),
-    ("get", "/healthz"): (404, 404, 404, 404),
-    ("get", "/readyz"): (404, 404, 404, 404),
-    ("get", "/status"): (401, 401, 401, 200),
-    ("get", "/metrics"): (401, 401, 401, 200),
-    ("get", "/workers"): (401, 401, 401, 503),
-    ("post", "/workers"): (401, 401, 401, 400),
-    ("delete", "/workers/{name}"): (401, 401, 401, 503),
-    ("get", "/limits"): (401, 401, 401, 503),
-    ("post", "/limits"): (401, 401, 401, 503),
-    ("post", "/swap"): (401, 401, 401, 503),
-    ("patch", "/tenants/{name}"): (401, 401, 401, 404),
+    (401, 401, 401, 404): "get /explain/{id}, patch /tenants/{name}",
+    (401, 401, 401, 200): "get /requests, get /status, get /metrics",
+    (401, 401, 401, 503): "get /workers, delete /workers/{name}, get /limits, post /limits, post /swap",
+    (401, 401, 401, 400): "post /workers",
 }
-ROUTES = [(method, route) for route, found in describe("1")["paths"].items() for method in found]
+ROUTES = [f"{method} {route}" for route, found in describe("1")["paths"].items() for method in found]
 
 
-@pytest.fixture
-def with_admin_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(KEY_VARIABLE, ADMIN)
+@asynccontextmanager
+async def asking(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, admin_key: str = "", **config: Any
+) -> AsyncIterator[tuple[App, httpx.AsyncClient, httpx.AsyncClient]]:
+    """A gateway that has no router, its clients' address and its operators'."""
+    monkeypatch.setenv(KEY_VARIABLE, admin_key)
+    port = free_port()
+    app = made(tmp_path, **{"admin_port": port, **config})
+    near = httpx.ASGITransport(app, client=("127.0.0.1", 1))
+    async with (
+        app.lifespan_context(app),
+        httpx.AsyncClient(transport=near, base_url="http://gateway") as clients,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as operators,
+    ):
+        yield app, clients, operators
 
 
-async def ask(base: str, app: App | None, method: str, route: str, key: str | None) -> int:
-    transport = None if app is None else httpx.ASGITransport(app, client=("127.0.0.1", 1))
-    async with httpx.AsyncClient(transport=transport, base_url=base) as http:
-        target = route.replace("{id}", MODEL).replace("{name}", "r0")
-        headers = bearer(key) if key is not None else {}
-        body = BODIES.get(route) if method in ("post", "patch") else None
-        return (await http.request(method, target, headers=headers, json=body)).status_code
+async def ask(http: httpx.AsyncClient, asked: str, key: str | None) -> int:
+    method, route = asked.split()
+    target = route.replace("{id}", MODEL).replace("{name}", "r0")
+    headers = bearer(key) if key is not None else {}
+    body = BODIES.get(route) if method in ("post", "patch") else None
+    return (await http.request(method, target, headers=headers, json=body)).status_code
 
 
 def made(tmp_path: Path, **config: Any) -> App:
@@ -394,41 +318,24 @@ def made(tmp_path: Path, **config: Any) -> App:
     return create_app(Config(("tcp://127.0.0.1:17998",), MODEL, str(make_tokenizer(tmp_path)), 0.1, **config))
 
 
-def test_the_tables_have_every_route() -> None:
-    assert set(CLIENTS_ADDRESS) == set(OPERATORS_ADDRESS) == set(ROUTES)
+async def test_what_each_key_opens(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with asking(tmp_path, monkeypatch, ADMIN, tenants=str(path)) as (_, clients, operators):
+        for http, table in ((clients, CLIENTS_ADDRESS), (operators, OPERATORS_ADDRESS)):
+            expected = dict.fromkeys(ROUTES, (404, 404, 404, 404))
+            for statuses, routes in table.items():
+                expected |= dict.fromkeys(routes.split(", "), statuses)
+            for route, statuses in expected.items():
+                got = tuple([await ask(http, route, key) for key in (None, INVENTED, GOLD, ADMIN)])
+                assert got == statuses, (http.base_url, route)
 
 
-@pytest.mark.usefixtures("with_admin_key")
-def test_what_each_key_opens(path: Path, tmp_path: Path) -> None:
-    async def main() -> None:
-        port = free_port()
-        app = made(tmp_path, tenants=str(path), admin_port=port)
-        async with app.lifespan_context(app):
-            for address, base, table in (
-                (app, "http://gateway", CLIENTS_ADDRESS),
-                (None, f"http://127.0.0.1:{port}", OPERATORS_ADDRESS),
-            ):
-                for (method, route), expected in table.items():
-                    got = tuple([await ask(base, address, method, route, key) for key in KEYS.values()])
-                    assert got == expected, (base, method, route)
-
-    asyncio.run(main())
-
-
-def test_without_an_admin_key_nobody_is_an_operator(
+async def test_without_an_admin_key_nobody_is_an_operator(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(KEY_VARIABLE, raising=False)
-
-    async def main() -> None:
-        port = free_port()
-        app = made(tmp_path, tenants=str(path), admin_port=port)
-        async with app.lifespan_context(app):
-            for method, route in (("get", "/status"), ("get", "/workers"), ("delete", "/workers/{name}")):
-                for key in (None, "x", GOLD, ADMIN):
-                    assert await ask(f"http://127.0.0.1:{port}", None, method, route, key) == 403
-
-    asyncio.run(main())
+    async with asking(tmp_path, monkeypatch, tenants=str(path)) as (_, _, operators):
+        for route in ("get /status", "get /workers", "delete /workers/{name}"):
+            for key in (None, "x", GOLD, ADMIN):
+                assert await ask(operators, route, key) == 403
 
 
 def test_an_address_that_is_taken_is_one_line() -> None:
@@ -439,107 +346,64 @@ def test_an_address_that_is_taken_is_one_line() -> None:
     check_free("127.0.0.1", port, shared=False)
 
 
-def test_a_proxy_on_this_machine_is_not_an_operator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(KEY_VARIABLE, raising=False)
-
-    async def main() -> None:
-        port = free_port()
-        app = made(tmp_path, admin_port=port)
-        async with (
-            app.lifespan_context(app),
-            httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http,
-        ):
-            for route in ("/status", "/metrics", "/workers"):
-                far = await http.get(route, headers={"x-forwarded-for": "192.0.2.1"})
-                assert far.status_code == 403
-                assert (await http.get(route)).status_code != 403
-
-    asyncio.run(main())
-
-
-def test_without_tenants_all_is_at_one_address_as_ever(
+async def test_a_proxy_on_this_machine_is_not_an_operator(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(KEY_VARIABLE, raising=False)
-
-    async def main() -> None:
-        app = made(tmp_path)
-        async with app.lifespan_context(app):
-            got = {
-                (method, route): await ask("http://gateway", app, method, route, None)
-                for method, route in ROUTES
-                if not route.startswith("/tenants")  # of which there are none
-            }
-        assert 401 not in got.values()
-        unknown = {route for route, status in got.items() if status == 404 and "/v1/" not in route[1]}
-        assert unknown == {("get", "/explain/{id}")}
-        assert got["get", "/status"] == 200
-
-    asyncio.run(main())
+    async with asking(tmp_path, monkeypatch) as (_, _, operators):
+        for route in ("/status", "/metrics", "/workers"):
+            far = await operators.get(route, headers={"x-forwarded-for": "192.0.2.1"})
+            assert far.status_code == 403
+            assert (await operators.get(route)).status_code != 403
 
 
-def test_a_tenant_sees_the_models_that_it_may_ask_for(path: Path, tmp_path: Path) -> None:
-    async def main() -> None:
-        app = made(tmp_path, tenants=str(path))
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
-            seen = {
-                key: [one["id"] for one in (await http.get("/v1/models", headers=bearer(key))).json()["data"]]
-                for key in (GOLD, SILVER)
-            }
-            assert seen == {GOLD: [MODEL], SILVER: [f"{MODEL}:a"]}
-            answer = await http.get(f"/v1/models/{MODEL}", headers=bearer(SILVER))
-            assert answer.status_code == 404
+async def test_without_tenants_all_is_at_one_address_as_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with asking(tmp_path, monkeypatch, admin_port=None) as (_, clients, _):
+        got = {route: await ask(clients, route, None) for route in ROUTES if "/tenants" not in route}
+    assert 401 not in got.values()
+    unknown = {route for route, status in got.items() if status == 404 and "/v1/" not in route}
+    assert unknown == {"get /explain/{id}"}
+    assert got["get /status"] == 200
 
-    asyncio.run(main())
+
+async def test_a_tenant_sees_the_models_that_it_may_ask_for(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with asking(tmp_path, monkeypatch, tenants=str(path)) as (_, clients, _):
+        for key, models in ((GOLD, [MODEL]), (SILVER, [f"{MODEL}:a"])):
+            listed = (await clients.get("/v1/models", headers=bearer(key))).json()["data"]
+            assert [one["id"] for one in listed] == models
+        assert (await clients.get(f"/v1/models/{MODEL}", headers=bearer(SILVER))).status_code == 404
 
 
 def test_an_address_documents_what_it_has(path: Path, tmp_path: Path) -> None:
     app = made(tmp_path, tenants=str(path), admin_port=free_port())
-    assert set(app.pages.openapi()["paths"]) == {
-        *PATHS.values(),
-        *("/v1/models", "/v1/models/{id}", "/health", "/healthz", "/readyz"),
-        *("/v1/responses/{id}", "/v1/responses/{id}/cancel"),
-        *(
-            "/v1/usage",
-            "/explain/{id}",
-            "/v1/files",
-            "/v1/files/{id}",
-            "/v1/files/{id}/content",
-            "/v1/batches",
-        ),
-        *("/v1/batches/{id}", "/v1/batches/{id}/cancel"),
-    }
+    opened = {route.split()[1] for routes in CLIENTS_ADDRESS.values() for route in routes.split(", ")}
+    assert set(app.pages.openapi()["paths"]) == opened
 
 
-@pytest.mark.usefixtures("with_admin_key")
-def test_an_operator_changes_a_weight_and_the_gateway_follows(changing: Path, tmp_path: Path) -> None:
-    async def main() -> None:
-        port = free_port()
-        app = made(tmp_path, tenants=str(changing), admin_port=port)
-        base = f"http://127.0.0.1:{port}"
-        async with app.lifespan_context(app), httpx.AsyncClient(base_url=base, headers=bearer(ADMIN)) as http:
-            directory = app.gateway.directory
-            assert directory is not None
-            for body in (
-                b"",
-                b'{"weight": 0}',
-                b'{"weight": "2"}',
-                b'{"weight": 2, "keys": []}',
-                b"[" * 4000,
-            ):
-                assert (await http.patch("/tenants/gold", content=body)).status_code == 400
-            assert (await http.patch("/tenants/gold", content=b" " * 5000)).status_code == 413
-            answer = await http.patch("/tenants/gold", json={"weight": 2.5})
-            assert (answer.status_code, answer.json()) == (200, {"name": "gold", "weight": 2.5})
+async def test_an_operator_changes_a_weight_and_the_gateway_follows(
+    changing: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with asking(tmp_path, monkeypatch, ADMIN, tenants=str(changing)) as (app, _, operators):
+        directory = app.gateway.directory
+        assert directory is not None
 
-            def weight() -> float:
-                known = directory.by_key(GOLD)
-                assert known is not None
-                return known.caller.weight
+        async def patch(body: bytes) -> httpx.Response:
+            return await operators.patch("/tenants/gold", content=body, headers=bearer(ADMIN))
 
-            await eventually(lambda: weight() == 2.5, "the gateway has read the file again")
-            changing.write_text("tenants: {gold: {weight: 1}, gold: {}}")
-            assert (await http.patch("/tenants/gold", json={"weight": 3})).status_code == 409
+        for body in (b"", b'{"weight": 0}', b'{"weight": "2"}', b'{"weight": 2, "keys": []}', b"[" * 4000):
+            assert (await patch(body)).status_code == 400
+        assert (await patch(b" " * 5000)).status_code == 413
+        answer = await patch(b'{"weight": 2.5}')
+        assert (answer.status_code, answer.json()) == (200, {"name": "gold", "weight": 2.5})
 
-    asyncio.run(main())
+        def weight() -> float:
+            known = directory.by_key(GOLD)
+            assert known is not None
+            return known.caller.weight
+
+        await eventually(lambda: weight() == 2.5, "the gateway has read the file again")
+        changing.write_text("tenants: {gold: {weight: 1}, gold: {}}")
+        assert (await patch(b'{"weight": 3}')).status_code == 409
