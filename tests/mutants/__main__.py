@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -31,8 +31,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("sglang_fair", "router", "workloads", "tests")
 
-LONGEST_S = 600.0
-"""For tests of the unchanged tree."""
+ALL_TESTS_S, LIMIT_S = 3600.0, 600.0
+"""How long the tests may take of all mutants together, unchanged, and of one."""
 
 KILLED, SURVIVED = "killed", "survived"
 
@@ -47,12 +47,6 @@ class Mutant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tests: tuple[str, ...]
     hangs: bool = False
     """The tests of it run into the time limit, and that is how it is found."""
-
-    def apply(self, tree: Path) -> None:
-        text = (tree / self.file).read_text()
-        if (times := text.count(self.find)) != 1:
-            raise ValueError(f"what it changes stands {times} times in {self.file}: it has to be adapted")
-        write(tree / self.file, text.replace(self.find, self.replace))
 
 
 def mutants() -> list[Mutant]:
@@ -99,34 +93,40 @@ def run(tree: Path, *arguments: str, limit_s: float, cwd: Path) -> tuple[int | N
             return None, process.communicate()[0]
 
 
-def pytest_in(tree: Path, tests: tuple[str, ...], limit_s: float) -> tuple[int | None, str]:
-    return run(tree, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests, limit_s=limit_s, cwd=tree)
+def pytest_in(tree: Path, tests: Iterable[str], *options: str, limit_s: float) -> tuple[int | None, str]:
+    return run(
+        tree, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, *tests, limit_s=limit_s, cwd=tree
+    )
 
 
-def unchanged(tree: Path, tests: tuple[str, ...]) -> float:
-    """The seconds that the tests take on the unchanged tree, where they must pass."""
+def check_unchanged(tree: Path, chosen: list[Mutant]) -> float:
+    """All tests that are named for them pass on the unchanged tree. The seconds that this took."""
     started_s = time.monotonic()
-    code, printed = pytest_in(tree, tests, LONGEST_S)
+    tests = dict.fromkeys(test for mutant in chosen for test in mutant.tests)
+    code, printed = pytest_in(tree, tests, limit_s=ALL_TESTS_S)
     if code != pytest.ExitCode.OK:
-        raise ValueError(f"without it, its tests end with {code}:\n{printed[-4000:]}")
+        raise SystemExit(f"on the unchanged tree the tests end with {code}:\n{printed[-8000:]}")
     return time.monotonic() - started_s
 
 
-def outcome(mutant: Mutant, tree: Path, limit_s: float) -> str:
+def outcome(mutant: Mutant, tree: Path) -> str:
     """`KILLED`, `SURVIVED`, or what is wrong with the entry."""
-    before = (tree / mutant.file).read_text()
-    mutant.apply(tree)
+    path = tree / mutant.file
+    before = path.read_text() if path.is_file() else ""
+    if (times := before.count(mutant.find)) != 1:
+        return f"what it changes stands {times} times in {mutant.file}: it has to be adapted"
+    write(path, before.replace(mutant.find, mutant.replace))
     try:
-        code, printed = pytest_in(tree, mutant.tests, limit_s)
+        code, printed = pytest_in(tree, mutant.tests, "-x", limit_s=LIMIT_S)
     finally:
-        write(tree / mutant.file, before)
+        write(path, before)
     match code:
         case pytest.ExitCode.OK:
             return SURVIVED
         case pytest.ExitCode.TESTS_FAILED:
             return KILLED
         case None:
-            return KILLED if mutant.hangs else f"its tests have not ended after {limit_s:.0f} s"
+            return KILLED if mutant.hangs else f"its tests have not ended after {LIMIT_S:.0f} s"
     return f"pytest ended with {code}:\n{printed[-4000:]}"
 
 
@@ -144,26 +144,18 @@ def tried(chosen: list[Mutant], jobs: int, tell: Callable[[str], None]) -> dict[
         for number in range(jobs):
             trees.put(copy(Path(folder) / str(number)))
         check_imports(Path(folder) / "0")
+        tell(f"{check_unchanged(Path(folder) / '0', chosen):6.1f} s  their tests, unchanged: all pass")
 
-        def attempt(tests: tuple[str, ...]) -> dict[str, str]:
-            tree = trees.get()
-            found: dict[str, str] = {}
+        def attempt(mutant: Mutant) -> str:
+            tree, started_s = trees.get(), time.monotonic()
             try:
-                took_s = None
-                for mutant in (mutant for mutant in chosen if mutant.tests == tests):
-                    started_s = time.monotonic()
-                    try:
-                        took_s = unchanged(tree, tests) if took_s is None else took_s
-                        found[mutant.name] = outcome(mutant, tree, limit_s=60.0 + 3.0 * took_s)
-                    except ValueError as error:
-                        found[mutant.name] = str(error)
-                    tell(f"{time.monotonic() - started_s:6.1f} s  {mutant.name}: {found[mutant.name]}")
+                found = outcome(mutant, tree)
             finally:
                 trees.put(tree)
+            tell(f"{time.monotonic() - started_s:6.1f} s  {mutant.name}: {found}")
             return found
 
-        sets = list(dict.fromkeys(mutant.tests for mutant in chosen))
-        return {name: how for found in pool.map(attempt, sets) for name, how in found.items()}
+        return dict(zip((mutant.name for mutant in chosen), pool.map(attempt, chosen), strict=True))
 
 
 def main() -> int:
