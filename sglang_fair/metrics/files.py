@@ -27,8 +27,6 @@ RULES = Path("monitoring/alerts.yaml")
 DASHBOARD = Path("monitoring/grafana-dashboard.json")
 SCRAPES = Path("monitoring/prometheus.yaml")
 PAGE = Path("docs/metrics.md")
-CHART = Path("deploy/helm/sglang-fair/files")
-"""A chart reads nothing outside its folder."""
 
 PLACES: Mapping[Place, str] = {
     "gateway": "the gateway, where `/status` is (with `--admin-port` there, with the admin key)",
@@ -140,13 +138,12 @@ def files() -> Mapping[Path, str]:
         ["127.0.0.1:8001"], ["127.0.0.1:9001"], ["127.0.0.1:30000", "127.0.0.1:30003"],
         admin_key="admin.key", replica_key="replica.key",
     )  # fmt: skip
-    made = {
+    return {
         PAGE: page(),
         RULES: _yaml(rules()),
         SCRAPES: _yaml(example),
         DASHBOARD: json.dumps(dashboard(), indent=1) + "\n",
     }
-    return made | {CHART / path.name: made[path] for path in (RULES, DASHBOARD)}
 
 
 def _yaml(content: Mapping[str, Any]) -> str:
