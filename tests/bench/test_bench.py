@@ -3,21 +3,20 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sglang_fair.bench import gateway, queue, router
 from sglang_fair.cli import BENCHES
+from sglang_fair.engines.bench import scheduler
 from sglang_fair.engines.bench.scheduler import (
-    STOCK,
     Prompts,
     QueueShape,
     StepTimes,
-    choose,
-    main,
-    queue_shapes,
     table,
 )
 from sglang_fair.settings.commands import run
@@ -27,10 +26,6 @@ def row(policy: str, queued: int, step_ms: float) -> StepTimes:
     return StepTimes(
         policy, queued, 10, 1000, "partly", step_ms, 2 * step_ms, step_ms, 0.1, 5.0, 0.2, 0.5, 100
     )
-
-
-def test_cases_are_all_combinations():
-    assert len(queue_shapes((128, 1_000, 10_000), (10, 1_000), (1_000, 8_000))) == 12
 
 
 def test_prompts_are_the_same_for_the_same_seed_and_share_their_first_half():
@@ -63,26 +58,29 @@ def test_the_record_s_part_of_a_turn():
     assert of_turn.endswith("of a turn of the scheduler with 128 queued: median 2.0%, at most 2.5%")
 
 
-def test_policies_are_chosen_by_name():
-    assert [contender.label for contender in choose("sglang:lpm", STOCK)] == ["sglang:lpm"]
-    assert choose(None, STOCK) == list(STOCK)
-    with pytest.raises(ValueError, match=r"unknown policy sjf; there are sglang:fcfs"):
-        choose("sjf", STOCK)
-
-
 @pytest.mark.parametrize(
-    "arguments",
+    ("main", "arguments"),
     [
-        ["--queued", "0"],
-        ["--prompt-tokens", "20000"],
-        ["--clients", "x"],
-        ["--steps", "0"],
-        ["--policies", "sjf"],
+        (scheduler.main, ["--queued", "0"]),
+        (scheduler.main, ["--prompt-tokens", "20000"]),
+        (scheduler.main, ["--clients", "x"]),
+        (scheduler.main, ["--policies", "sjf"]),
+        (router.main, ["--workers", "0"]),
+        (router.main, ["--tree-tokens", "1000"]),
+        (router.main, ["--placements", "luck"]),
+        (queue.main, ["--requests", "0"]),
+        (gateway.main, ["--rounds", "0"]),
+        (gateway.main, ["--rates", "0"]),
+        (gateway.main, ["--no-such"]),
     ],
 )
-def test_bad_arguments_are_refused_in_one_line(arguments, capsys):
-    assert run(main, "sglang-fair bench scheduler", arguments) == 2
-    assert capsys.readouterr().err.startswith("sglang-fair bench scheduler: ")
+def test_bad_arguments_are_refused_in_one_line(
+    main: Callable[..., None], arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(main, "sglang-fair bench x", arguments) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("sglang-fair bench x: ")
 
 
 @pytest.mark.engine
@@ -128,14 +126,6 @@ def eviction(*arguments: str) -> dict[str, Any]:
     assert ended.returncode == 0, ended.stderr[-3000:]
     told: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
     return told
-
-
-@pytest.mark.parametrize("rule", ["lru", "rule"])
-def test_the_rule_of_eviction_is_timed_alone(rule: str) -> None:
-    row = eviction("--row", rule, "--clients", "50")
-    assert (row["core"], row["nodes"], row["clients"]) == (rule, 1000, 50)
-    assert 0 < row["evict_prefill_ms"] <= row["evict_prefill_max_ms"]
-    assert row["match_us"] > 0 < row["insert_us"]
 
 
 @pytest.mark.engine

@@ -47,21 +47,10 @@ def test_what_is_linear_is_bounded_by_the_cores(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.slow
 def test_the_last_line_says_what_was_measured_and_what_is_absent(tmp_path: Path) -> None:
     command = [
-        sys.executable,
-        "-m",
-        "sglang_fair.cli",
-        "bench",
-        "gateway",
-        "--seconds",
-        "0.5",
-        "--rates",
-        "20,40",
-        "--rounds",
-        "2",
-        "--gateway-workers",
-        "1",
-    ]
-    command += ["--sglang-router", str(tmp_path / "smg"), "--json", str(tmp_path / "result.json")]
+        sys.executable, "-m", "sglang_fair.cli", "bench", "gateway", "--seconds", "0.3", "--rates", "20,40",
+        "--rounds", "2", "--gateway-workers", "1", "--sglang-router", str(tmp_path / "smg"),
+        "--json", str(tmp_path / "result.json"),
+    ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     last = done.stdout.splitlines()[-1]
@@ -84,47 +73,3 @@ def test_the_last_line_says_what_was_measured_and_what_is_absent(tmp_path: Path)
     assert result["ratios"] == []
     assert result["rounds"] == 2
     assert {"commit", "python", "uvicorn", "tokenizers"} <= result["versions"].keys()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        ["--rounds", "0"],
-        ["--gateway-workers", "0"],
-        ["--rates", "x"],
-        ["--rates", "0"],
-        ["--seconds", "-1"],
-        ["--no-such"],
-    ],
-)
-def test_bad_arguments_are_refused(wrong: list[str]) -> None:
-    command = [sys.executable, "-m", "sglang_fair.bench.gateway", *wrong]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2
-    assert not done.stdout
-
-
-@pytest.mark.slow
-def test_a_router_that_does_not_start_is_shown_with_its_last_words(tmp_path: Path) -> None:
-    program = tmp_path / "sglang-router"
-    program.write_text("#!/bin/sh\necho starting\necho 'error: no such policy' >&2\nexit 3\n")
-    program.chmod(0o755)
-    command = [
-        sys.executable,
-        "-m",
-        "sglang_fair.bench.gateway",
-        "--seconds",
-        "0.3",
-        "--rates",
-        "20",
-        "--gateway-workers",
-        "1",
-    ]
-    command += ["--sglang-router", str(program)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2
-    assert not done.stdout
-    *_, said = done.stderr.split("sglang-fair bench gateway: ")
-    assert said.startswith(f"{program} launch --host 127.0.0.1 --port ")
-    assert ": ended with exit code 3\n    starting\n    error: no such policy\n" in said

@@ -5,26 +5,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from router.placement import PLACEMENTS
 from sglang_fair.bench.router import (
     CALLS,
     PAGE,
     DecisionTimes,
-    Setting,
     Traffic,
-    choose,
     filled,
-    main,
     measure,
-    measure_events,
-    measure_throttle,
-    quantile,
     table,
 )
 from sglang_fair.cli import BENCHES
-from sglang_fair.settings.commands import run
 
 LENGTHS = (200, 1_000)
 
@@ -63,15 +53,6 @@ def test_requests_are_calls_of_interactions_that_half_of_the_clients_end():
     assert 0.4 < sum(said[-1] for said in whole) / len(whole) < 0.6
 
 
-@pytest.mark.slow
-def test_the_throttle_is_timed_beside_none():
-    setting = Setting(("round_robin",), LENGTHS, (4,), 60_000, 100, 1, throttle="oit")
-    found = measure_throttle(setting)
-    assert set(found) == {"throttle_ratio", "plain_ratio", "us_p99", "interaction_bytes"}
-    assert all(0 < found[name] < 10 for name in ("throttle_ratio", "plain_ratio"))
-    assert 1e6 < found["interaction_bytes"] < 1e8
-
-
 def test_the_tree_is_filled_to_its_size_and_decisions_keep_it_there():
     traffic = Traffic(1, 4, LENGTHS)
     router, rate = filled("d2lpm", traffic, 60_000)
@@ -88,19 +69,6 @@ def test_the_tree_is_filled_to_its_size_and_decisions_keep_it_there():
     assert 0.2 < found.matched_share < 0.5
 
 
-def test_events_come_and_go_without_a_trace():
-    traffic = Traffic(1, 4, LENGTHS)
-    found = measure_events(traffic, 60_000, conversations=100)
-    assert 60_000 <= found.tree_tokens <= 60_000 + 65 * 640  # the last 64 conversations have not ended
-    assert found.tokens_per_s > 0
-
-
-def test_quantiles_are_values_that_occur():
-    assert quantile([3.0, 1.0, 2.0], 0.5) == 2.0
-    assert quantile(list(range(100)), 0.99) == 99
-    assert quantile([7.0], 1.0) == 7.0
-
-
 def test_the_table_has_a_line_per_placement_and_marks_what_was_not_measured():
     lines = table([row("d2lpm", 200, 1234.5), row("d2lpm", 1000, 999.0), row("preble", 200, 10.0)]).split(
         "\n"
@@ -108,24 +76,6 @@ def test_the_table_has_a_line_per_placement_and_marks_what_was_not_measured():
     found = next(line for line in lines if line.startswith("d2lpm")).split("  ")
     assert [cell.strip() for cell in found if cell] == ["d2lpm", "1,234 (10 / 20)", "999 (10 / 20)"]
     assert next(line for line in lines if line.startswith("preble")).split()[-1] == "-"
-
-
-def test_placements_are_chosen_by_name():
-    assert choose(None) == tuple(PLACEMENTS)
-    assert choose("preble,d2lpm") == ("preble", "d2lpm")
-    with pytest.raises(ValueError, match="unknown placement luck; there are d2lpm"):
-        choose("luck")
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [["--workers", "0"], ["--tree-tokens", "1000"], ["--prompt-tokens", "8"], ["--decisions", "-1"]],
-)
-def test_bad_arguments_are_refused_in_one_line(arguments, capsys):
-    assert run(main, "sglang-fair bench router", arguments) == 2
-    said = capsys.readouterr()
-    assert (said.out, said.err.count("\n")) == ("", 1)
-    assert arguments[0] in said.err
 
 
 def test_a_short_run_ends_with_one_line_of_json(tmp_path: Path):
@@ -149,10 +99,3 @@ def test_a_short_run_ends_with_one_line_of_json(tmp_path: Path):
     ]
     keys = {"placement", "prompt_tokens", "workers", "decisions_per_s", "us_p50", "us_p99"}
     assert all(keys < set(row) for row in result["rows"])
-
-
-def test_an_unknown_placement_is_one_line(capsys):
-    assert run(main, "sglang-fair bench router", ["--placements", "luck"]) == 2
-    assert capsys.readouterr().err == (
-        f"sglang-fair bench router: unknown placement luck; there are {', '.join(PLACEMENTS)}\n"
-    )

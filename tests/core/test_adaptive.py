@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_fair.common.weights import Weights
-from sglang_fair.core import make_policy, options_of
+from sglang_fair.core import make_policy
 from sglang_fair.core.adaptive import DOUBLED, GAIN, STEP, DlpmAdaptive
 from sglang_fair.core.dlpm import Dlpm
 from sglang_fair.core.job import Job
@@ -178,22 +178,6 @@ def anew(policy: DlpmAdaptive) -> DlpmAdaptive:
     return policy
 
 
-def test_a_debt_is_kept_for_longer_when_the_quantum_shrinks():
-    """x owes 95: one round of 100 would pay for it, and it takes 96 of 1. Nobody who is gone with credit is kept."""
-    policy = Scheduled(quantum=100, min_quantum=1, changes=[1], remembered_clients=0)
-    for number, (client, units) in enumerate([("x", 195), ("a", 101), *[("a", 1)] * 39]):
-        if number == 1:
-            policy.idle("x")
-        policy.arrive(Job(str(number), client, arrival=number))
-        policy.release()
-        job = policy.pick()
-        assert job is not None
-        policy.leave(job)
-        policy.charge(client, units)
-    assert policy.quantum == 1
-    assert -60 < policy.deficit("x") < -50
-
-
 # ---- the targets
 
 
@@ -202,26 +186,6 @@ CROWDED = EngineCase(
     tuple(replace(HOT, client=name) for name in "abcdef"), 80, 60, 1, None, None, seed=1, steps=600
 )
 """Six clients, each with a hot prefix, and a cache for two of them: the longer the runs, the more hits."""
-
-
-@pytest.mark.slow
-def test_the_quantum_is_the_smallest_that_reaches_the_hit_rate():
-    """With a fixed quantum the hit rate of this case is 0.5 at 30 units, 0.7 at 100 and 0.8 at 300."""
-
-    def reached(target: float) -> tuple[float, float]:
-        """The quantum at the end, and the hit rate of the second half."""
-        policy = DlpmAdaptive(
-            quantum=60, min_quantum=5, max_quantum=2000, target_hit_rate=target, horizon_tokens=1000
-        )
-        late = (half := run(CROWDED, policy).admissions)[len(half) // 2 :]
-        cached = sum(entry.cached_tokens for entry in late)
-        return policy.quantum, cached / (cached + sum(entry.extend_tokens for entry in late))
-
-    (little, low), (medium, middle), (much, high) = reached(0.3), reached(0.5), reached(0.7)
-    assert little < medium < much
-    assert [low, middle, high] == pytest.approx([0.3, 0.5, 0.7], abs=0.08)
-    assert reached(0)[0] < 10
-    assert reached(1)[0] > much
 
 
 def test_without_a_cache_the_quantum_stays_near_what_one_request_is_charged():
@@ -301,16 +265,6 @@ def test_a_target_within_reach_is_kept_within_a_step(quantum, knee, most):
         assert before == after == LEAST or (after > before) == (before < wanted)
 
 
-def test_a_climb_in_vain_is_taken_back_and_one_that_pays_goes_on():
-    policy = responding(1000.0, 0.8, LEAST, 0.0)
-    assert LEAST in policy.steps(40)
-    policy.most = 0.3  # whatever the quantum
-    assert LEAST in policy.steps(20)
-    assert max(policy.steps(40)) == pytest.approx(LEAST * STEP**4)
-    policy.knee, policy.most = 500.0, 0.7
-    assert min(policy.steps(100)[60:]) > 250
-
-
 def test_at_its_limit_a_climb_is_in_vain_too():
     """It cannot double any more, so one look at the limit decides."""
     policy = responding(MOST / 1.5, 0.8, MOST, 0.7)
@@ -340,33 +294,18 @@ def test_a_gap_below_the_least_bound_is_not_promised():
     assert queue.account.bound() > 10
 
 
-def test_weights_narrow_the_quantum_for_a_gap():
+@pytest.mark.parametrize(
+    ("options", "quantum"),
+    [({"weights": Weights({"a": 0.5})}, 1000 / 4 - 60), ({"predictor": MeanOfLast()}, 1000 / 2 - 100)],
+)
+def test_a_weight_and_what_is_charged_ahead_narrow_the_quantum_for_a_gap(options, quantum):
     """The bound is of service divided by weight: half a weight doubles it."""
-    policy = DlpmAdaptive(min_quantum=5, target_gap=1000, weights=Weights({"a": 0.5}), newcomers=0)
+    policy = DlpmAdaptive(min_quantum=5, target_gap=1000, newcomers=0, **options)
     policy.admitted(Job("1", "a"), 20, 40)
     policy.arrive(Job("2", "a", arrival=1))
     policy.pick()
-    assert policy.quantum == 1000 / 4 - 60
+    assert policy.quantum == quantum
     assert anew(policy).recent_bound(20, 40) == 1000
-
-
-def test_what_is_charged_ahead_narrows_the_quantum_for_a_gap():
-    policy = DlpmAdaptive(min_quantum=5, target_gap=1000, predictor=MeanOfLast(), newcomers=0)
-    policy.admitted(Job("1", "a"), 20, 40)
-    policy.arrive(Job("2", "a", arrival=1))
-    policy.pick()
-    assert policy.quantum == 1000 / 2 - 100
-    assert anew(policy).recent_bound(20, 40) == 1000
-
-
-def test_it_works_without_options_and_takes_them_by_name():
-    policy = make_policy("dlpm-adaptive", quantum=2000)
-    assert (policy.target_hit_rate, policy.target_gap, policy.quantum) == (0.5, None, 2000)
-    assert make_policy("dlpm-adaptive", quantum=1).quantum == 200
-    given_a_gap = make_policy("dlpm-adaptive", target_gap=5000, min_quantum=1, max_quantum=50.0)
-    assert (given_a_gap.target_hit_rate, given_a_gap.quantum) == (None, 50)
-    kinds = options_of("dlpm-adaptive")
-    assert (kinds["target_gap"], kinds["target_hit_rate"], kinds["horizon_tokens"]) == (float, float, int)
 
 
 @pytest.mark.parametrize(

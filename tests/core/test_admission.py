@@ -346,22 +346,6 @@ def test_who_comes_is_looked_up_once_and_again_when_its_prefix_may_have_grown():
     assert engine.looked_up == ["2"]
 
 
-def test_nobody_is_looked_up_while_the_cache_does_not_change():
-    engine = Engine()
-    for number in range(10):
-        engine.arrive(str(number))
-    engine.begin_pass()
-    for _ in range(3):
-        engine.begin_pass()
-    engine.looked_up.clear()
-    engine.admission.begin_pass(engine.cached_tokens)
-    engine.admission.begin_pass(engine.cached_tokens)
-    engine.admission.begin_pass(engine.cached_tokens)
-    engine.looked_up.clear()
-    engine.admission.begin_pass(engine.cached_tokens)
-    assert engine.looked_up == []
-
-
 # ---- what identifies a block
 
 

@@ -95,29 +95,6 @@ def test_what_is_cheap_beside_its_prefix_goes_on_without_credit(output, picked):
     assert queue.next().client == picked
 
 
-def test_no_more_than_a_quantum_is_borrowed_until_rounds_have_paid_it_back():
-    queue = FairQueue(policy := Dlpm(quantum=50, borrow=SHARE))
-    queue.arrive(first := job(0, "f", 60, 0))
-    queue.begin_pass()
-    admit(queue, first)
-    policy.charge("g", 1)
-    served = ""
-    for number in range(1, 40):
-        for client, cached in (("f", 100), ("g", 0)):
-            queue.arrive(job(2 * number + (client == "g"), client, 110 if cached else 20, cached))
-        queue.begin_pass()
-        one = queue.next()
-        served += one.client
-        before = policy.deficit("f")
-        admit(queue, one)
-        queue.finish(one.id)
-        assert one.client == "g" or before > -10 - 50
-        assert policy.deficit("f") > -10 - 50 - 10
-    # Five of 10 units each, then g has what is its own; rounds give both the same.
-    assert served.startswith("fffff" + "g")
-    assert 10 * served.count("f") == pytest.approx(20 * served.count("g"), abs=2 * (20 + 50 + 50))
-
-
 @settings(max_examples=examples(80))
 @given(
     seed=st.integers(0, 2**32),
@@ -158,10 +135,3 @@ def test_what_is_admitted_without_credit_is_cheap_and_within_the_limit(seed, qua
                 queue.finish(one.id)
                 running.remove(one)
         borrowed = {name: 0.0 if policy.deficit(name) > 0 else units for name, units in borrowed.items()}
-
-
-def test_off_by_default_and_refused_where_it_is_no_number():
-    assert Dlpm().borrow == 0
-    for bad in (-0.1, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="borrow must be"):
-            Dlpm(borrow=bad)

@@ -23,9 +23,6 @@ from sglang_fair.core.cost import (
     describe,
     make_cost,
 )
-from sglang_fair.core.job import Job
-from sglang_fair.core.queue import FairQueue
-from sglang_fair.core.vtc import Vtc
 
 SMALL_LLAMA = Flops(parameters=106_168_320, layers=30, hidden=576)
 
@@ -125,27 +122,6 @@ def test_the_dearest_is_reached(cost: Cost, longest_input: int, longest_output: 
     assert most_output == pytest.approx(last, rel=1e-6)
 
 
-def test_nothing_owed_is_free() -> None:
-    for cost in EXAMPLES:
-        assert cost.dearest(0, 0, 0)[1] == 0
-
-
-def test_a_queue_charges_any_function_exactly() -> None:
-    """A prompt in chunks behind a cached prefix, then output token by token."""
-    for cost in EXAMPLES:
-        queue = FairQueue(Vtc(), cost)
-        job = Job("1", "a", prompt_tokens=500, max_output_tokens=40)
-        queue.arrive(job)
-        queue.admit(job, extend_tokens=64, cached_tokens=100)
-        for chunk in (64, 64, 200, 8):
-            queue.account.extend(job, chunk)
-        for _ in range(40):
-            queue.account.emit(job, 1)
-        expected = pytest.approx(cost(400, 40, 100), rel=1e-12)
-        assert queue.account.ledger.usage("a").service == expected
-        assert queue.policy.counters()["a"] == expected
-
-
 # ---- the functions
 
 
@@ -186,16 +162,6 @@ def test_quadratic_has_the_papers_numbers() -> None:
     assert Quadratic()(1024, 0) / Linear()(1024, 0) == pytest.approx(2.02, abs=0.005)
     assert Quadratic()(1024, 1024) / Linear()(1024, 1024) == pytest.approx(1.68, abs=0.005)
     assert Quadratic()(0, 1024) / Linear()(0, 1024) == pytest.approx(1.51, abs=0.005)
-
-
-@given(TOKENS, TOKENS, TOKENS)
-def test_limits_are_linear(extend: int, output: int, cached: int) -> None:
-    linear = Linear()(extend, output)
-    for context in (False, True):
-        assert Quadratic(d=math.inf, context=context)(extend, output, cached) == linear
-        assert Quadratic(d=1e15, context=context)(extend, output, cached) == pytest.approx(linear, abs=1e-6)
-    assert Tiered(threshold=math.inf)(extend, output, cached) == linear
-    assert Tiered(threshold=0, factor=1)(extend, output, cached) == linear
 
 
 def test_the_tier_is_the_whole_prompts_from_the_chunk_that_crosses() -> None:
@@ -243,10 +209,8 @@ def test_flops_of_a_models_configuration() -> None:
     ("change", "said"),
     [
         ({"model_type": "gpt2"}, "model_type 'gpt2' is not counted; there are llama"),
-        ({"model_type": None}, "model_type None is not counted"),
         ({"hidden_size": None}, "lacks hidden_size"),
         ({"num_hidden_layers": "30"}, "num_hidden_layers must be a whole number from 1, not '30'"),
-        ({"intermediate_size": 0}, "intermediate_size must be a whole number"),
     ],
 )
 def test_a_configuration_that_cannot_be_counted(change: dict[str, Any], said: str) -> None:
@@ -262,11 +226,9 @@ def test_a_configuration_that_cannot_be_counted(change: dict[str, Any], said: st
     ("text", "cost"),
     [
         ("linear", Linear()),
-        ("linear:", Linear()),
         ("linear:1,2", Linear(1, 2)),
         ("linear:output_weight=3", Linear(1, 3)),
         (" profiled ", Profiled()),
-        ("quadratic", Quadratic()),
         ("quadratic:d=500", Quadratic(500)),
         ("quadratic:500,1,4,true", Quadratic(500, 1, 4, context=True)),
         ("quadratic:d=1e3, context=True", Quadratic(1000, context=True)),
@@ -312,27 +274,20 @@ def test_the_weights_apart_belong_to_the_plain_linear_cost() -> None:
     [
         ("", "unknown cost ''; there are linear, profiled, quadratic, tiered, flops"),
         ("cheap", "unknown cost 'cheap'"),
-        ("cheap\nline", r"unknown cost 'cheap\nline'"),
         ("linear:1,2,3", "unknown parameter '3'; there are extend_weight, output_weight"),
         ("linear:one", "extend_weight must be a number, not 'one'"),
         ("linear:-1", "extend weight must be a finite number, at least 0, not -1.0"),
         ("linear:0,0", "cannot both be 0"),
         ("linear:1,inf", "output weight must be a finite number"),
-        ("linear:nan", "extend weight must be a finite number"),
         ("linear:1,extend_weight=2", "extend_weight is given twice"),
-        ("profiled:2", "unknown parameter '2'; it has none"),
         ("quadratic:d=0", "d must be at least 1 token, not 0.0"),
-        ("quadratic:d=nan", "d must be at least 1 token"),
-        ("quadratic:d=", "d must be a number, not ''"),
         ("quadratic:,", "d must be a number, not ''"),
         ("quadratic:w=1", "unknown parameter 'w=1'; there are d, extend_weight, output_weight, context"),
         ("quadratic:context=maybe", "context must be true or false, not 'maybe'"),
         ("tiered", "cost tiered: needs threshold"),
-        ("tiered:-5", "threshold must be a number of tokens, at least 0"),
         ("tiered:5,0.5", "factor must be a finite number, at least 1, not 0.5"),
         ("flops", "cost flops: needs parameters, layers, hidden"),
         ("flops:layers=2,hidden=8,parameters=1.5", "parameters must be a whole number, not '1.5'"),
-        ("flops:parameters=0,layers=2,hidden=8", "parameters must be at least 1"),
         ("flops:/no/such/config.json", "cannot read /no/such/config.json: No such file"),
         ("flops:\0", "is not a JSON file"),
     ],

@@ -20,9 +20,9 @@ from tests.support.engine_model import (
     ClientHabit,
     EngineCase,
     EngineModel,
-    Request,
     Traffic,
     cases,
+    engine_of,
     run,
     traced,
 )
@@ -162,177 +162,7 @@ def test_rounds_are_literal_while_the_quantum_changes(changes, seed, holds):
     Twins(policy, LiteralDlpm(quantum=20, changes=changes), seed, holds=holds).run(100)
 
 
-def test_a_held_client_is_not_overtaken_by_rounds():
-    """h waits all the time: one request that the engine passes over in each pass, and one that it admits.
-    The rounds that pass for g's sake must not run past the one that would have made h positive."""
-    policy, service = Dlpm(quantum=10), {"g": 0, "h": 0}
-    number = 0
-
-    def arrive(client: str, prefix_tokens: int = 0) -> Job:
-        nonlocal number
-        number += 1
-        job = Job(str(number), client, arrival=number, prefix_tokens=prefix_tokens)
-        policy.arrive(job)
-        return job
-
-    deferred = arrive("h", prefix_tokens=1)
-    for _ in range(50):
-        arrive("h")
-        arrive("g")
-        arrive("g")
-        policy.release()
-        for _ in range(3):
-            while (job := policy.pick()) is deferred:
-                policy.hold(job)
-            if job is None:
-                break
-            policy.leave(job)
-            units = {"g": 50, "h": 15}[job.client]
-            service[job.client] += units
-            policy.charge(job.client, units)
-    assert service["g"] - service["h"] <= 2 * (50 + 10)
-
-
 # ---- whole steps of Algorithm 1
-
-
-@dataclass(frozen=True)
-class Sent:
-    """A request of a small case; its cached prefix never changes."""
-
-    step: int
-    client: str
-    prefix_tokens: int
-    extend_tokens: int
-    output_tokens: int
-
-    @property
-    def reserved_tokens(self) -> int:
-        return self.prefix_tokens + self.extend_tokens + self.output_tokens
-
-
-@dataclass
-class AlgorithmOne:
-    """The paper's listing, line by line. `many` rounds at once is the fast CheckRefill. `restart` begins the
-    scan of the sorted queue again after a refill; without it a refill in the middle of a scan lets a client's
-    later requests pass its earlier ones, which the paper's order (longest prefix first) does not mean.
-    """
-
-    pool_tokens: int
-    quantum: int
-    many: bool = True
-    restart: bool = True
-    q: dict[str, int] = field(default_factory=dict)
-    queue: list[int] = field(default_factory=list)
-    batch: dict[int, int] = field(default_factory=dict)
-    admitted: list[tuple[int, int]] = field(default_factory=list)
-    ambiguous_from: int | None = None
-    """The first step with a refill in the middle of a scan."""
-
-    def run(self, sent: list[Sent], steps: int) -> None:
-        for step in range(steps):
-            for number, request in enumerate(sent):
-                if request.step == step:
-                    self.q.setdefault(request.client, 0)  # L12
-                    self.queue.append(number)  # L13
-            self.queue.sort(key=lambda number: (-sent[number].prefix_tokens, number))  # L16
-            while self.queue and self._scan(step, sent):  # L17
-                pass
-            for number in self.batch:  # L25, L26
-                self.batch[number] += 1
-                self.q[sent[number].client] -= 2
-            self.batch = {n: made for n, made in self.batch.items() if made < sent[n].output_tokens}  # L27
-
-    def _scan(self, step: int, sent: list[Sent]) -> bool:
-        """One `for r in Queue`. False when the `while` must end."""
-        progressed = refilled = skipped = False
-        for number in list(self.queue):  # L18
-            request = sent[number]
-            if self.q[request.client] <= 0 and self._check_refill(sent):  # L20
-                refilled = True
-                if skipped and self.ambiguous_from is None:
-                    self.ambiguous_from = step
-                if self.restart:
-                    return True
-            if self.q[request.client] <= 0:
-                skipped = True
-                continue
-            used = sum(sent[running].reserved_tokens for running in self.batch)
-            if used + request.reserved_tokens > self.pool_tokens:  # L21
-                return False
-            self.batch[number] = 0  # L22
-            self.q[request.client] -= request.extend_tokens  # L23
-            self.queue.remove(number)  # L24
-            self.admitted.append((step, number))
-            progressed = True
-        return progressed or refilled
-
-    def _check_refill(self, sent: list[Sent]) -> bool:
-        waiting = {sent[number].client for number in self.queue}
-        if any(self.q[client] > 0 for client in waiting):  # L4, L5
-            return False
-        rounds = min(-self.q[client] // self.quantum + 1 for client in waiting) if self.many else 1
-        for client in self.q:  # L6, L7
-            for _ in range(rounds):
-                self.q[client] += self.quantum if self.q[client] <= 0 else 0
-        return True
-
-
-def our_admissions(sent: list[Sent], pool_tokens: int, quantum: int, steps: int) -> list[tuple[int, int]]:
-    """The same engine around our queue, new clients as in the paper."""
-    queue, admitted = FairQueue(Dlpm(quantum=quantum, newcomers=0)), []
-    for step in range(steps):
-        for number, request in enumerate(sent):
-            if request.step == step:
-                job = Job(str(number), request.client, prefix_tokens=request.prefix_tokens)
-                job.max_output_tokens = request.output_tokens
-                queue.arrive(job)
-        queue.begin_pass()
-        while (job := queue.next()) is not None:
-            request = sent[int(job.id)]
-            used = sum(sent[int(running.id)].reserved_tokens for running in queue.running())
-            if used + request.reserved_tokens > pool_tokens:
-                break
-            queue.admit(job, extend_tokens=request.extend_tokens, cached_tokens=request.prefix_tokens)
-            admitted.append((step, int(job.id)))
-        for job in list(queue.running()):
-            queue.account.emit(job, 1)
-            if job.output_tokens == sent[int(job.id)].output_tokens:
-                queue.finish(job.id)
-    return admitted
-
-
-SENT = st.lists(
-    st.builds(
-        Sent,
-        step=st.integers(0, 12),
-        client=st.sampled_from("abc"),
-        prefix_tokens=st.integers(0, 3),
-        extend_tokens=st.integers(1, 9),
-        output_tokens=st.integers(1, 6),
-    ),
-    min_size=1,
-    max_size=14,
-).map(lambda sent: sorted(sent, key=lambda request: request.step))
-
-
-@settings(DLPM, max_examples=examples(120))
-@given(sent=SENT, pool_tokens=st.integers(18, 60), quantum=st.integers(1, 30))
-def test_admissions_are_those_of_algorithm_1(sent, pool_tokens, quantum):
-    paper = AlgorithmOne(pool_tokens, quantum)
-    paper.run(sent, steps=40)
-    assert our_admissions(sent, pool_tokens, quantum, steps=40) == paper.admitted
-
-
-@settings(DLPM, max_examples=examples(120))
-@given(sent=SENT, pool_tokens=st.integers(18, 60), quantum=st.integers(8, 30), many=st.booleans())
-def test_admissions_are_those_of_the_listing_as_printed(sent, pool_tokens, quantum, many):
-    """As far as the listing does not let a refill in the middle of a scan change the order."""
-    paper = AlgorithmOne(pool_tokens, quantum, many=many, restart=False)
-    paper.run(sent, steps=40)
-    end = paper.ambiguous_from if paper.ambiguous_from is not None else 40
-    ours = our_admissions(sent, pool_tokens, quantum, steps=end)
-    assert ours == [(step, number) for step, number in paper.admitted if step < end]
 
 
 # ---- the invariants and theorems (DLPM §4, appendix A)
@@ -437,32 +267,26 @@ def test_service_is_whole_quanta_up_to_the_counter(case, quantum):
             assert counters.q[start][client] != 0 or abs(off) <= max(quantum, u)
 
 
-@DLPM
-@given(case=cases(), quantum=QUANTA)
-def test_backlogged_clients_differ_by_at_most_the_bound(case, quantum):
-    """T2 (theorem 4.1), with the bound that the queue exports."""
-    trace = traced(case, Dlpm(quantum=quantum))
+@settings(DLPM, max_examples=examples(80))
+@given(
+    case=cases(),
+    quantum=QUANTA,
+    remembered=st.sampled_from([0, 2, 10_000]),
+    patience=st.integers(1, 12),
+    weights=st.just({}) | WEIGHTS,
+)
+def test_theorems_4_1_and_4_2_and_a_2(case, quantum, remembered, patience, weights):
+    """T2, T3 and T4, without a clock, with the bound that the queue exports: whoever is remembered, whatever the order
+    within a client, and for service divided by weight."""
+    policy = Dlpm(quantum=quantum, remembered_clients=remembered, patience=patience, weights=Weights(weights))
+    trace = traced(case, policy, weights=weights)
     bound = trace.replica.queue.account.bound()
     assert bound is not None
-    assert bound <= 2 * (case.longest_prompt + 2 * case.pool_tokens + quantum)
-    assert trace.gap_between_backlogged() <= bound
-
-
-@DLPM
-@given(case=cases(), quantum=QUANTA)
-def test_a_backlogged_client_lags_nobody_by_more_than_the_bound(case, quantum):
-    """T3 (theorem 4.2)."""
-    trace = traced(case, Dlpm(quantum=quantum))
-    assert trace.lag_of_backlogged() <= trace.replica.queue.account.bound()
-
-
-@DLPM
-@given(case=cases(), quantum=QUANTA)
-def test_a_newcomer_waits_for_bounded_service(case, quantum):
-    """T4 (theorem A.2), for the first dispatch of any of its requests: without a clock, the others get at
-    most 2·(n - 1)·(U + Qu) meanwhile."""
-    trace = traced(case, Dlpm(quantum=quantum))
-    assert trace.service_before_dispatch() <= (len(case.clients) - 1) * trace.replica.queue.account.bound()
+    smallest = min(weights.values(), default=1.0)
+    assert bound <= 2 * (case.longest_prompt + 2 * case.pool_tokens + quantum) / min(1.0, smallest)
+    assert trace.gap_between_backlogged() <= bound + 1e-6
+    assert trace.lag_of_backlogged() <= bound + 1e-6
+    assert trace.service_before_dispatch() <= (len(case.clients) - 1) * bound + 1e-6
 
 
 @DLPM
@@ -470,14 +294,7 @@ def test_a_newcomer_waits_for_bounded_service(case, quantum):
 def test_nobody_is_left_who_fits(case, quantum):
     """T5: a pass ends with an empty queue, a full step, a candidate that does not fit, or with requests
     whose tokens another one is computing in this very step; a client's credit may wait for those."""
-    replica = EngineModel(
-        FairQueue(Dlpm(quantum=quantum)),
-        pool_tokens=case.pool_tokens,
-        cache_tokens=case.cache_tokens,
-        page_tokens=case.page_tokens,
-        step_tokens=case.step_tokens,
-        block_tokens=case.block_tokens,
-    )
+    replica = engine_of(case, FairQueue(Dlpm(quantum=quantum)))
     traffic, seen = Traffic(case), []
     deferred: set[str] = set()
     defer = replica.admission._defer
@@ -499,16 +316,6 @@ def test_nobody_is_left_who_fits(case, quantum):
         if replica.candidate is not None:
             assert replica.queue.is_waiting(replica.candidate.id)
     assert not seen or case.block_tokens is not None
-
-
-@DLPM
-@given(case=cases(), quantum=QUANTA, weights=WEIGHTS)
-def test_weighted_clients_differ_by_at_most_the_bound(case, quantum, weights):
-    """T2 and T3 for service divided by weight."""
-    trace = traced(case, Dlpm(quantum=quantum, weights=Weights(weights)), weights=weights)
-    bound = trace.replica.queue.account.bound()
-    assert trace.gap_between_backlogged() <= bound + 1e-6
-    assert trace.lag_of_backlogged() <= bound + 1e-6
 
 
 # ---- scenarios
@@ -538,57 +345,6 @@ def test_a_hot_client_cannot_starve_a_cold_one(quantum):
     assert fair.replica.service["b"] > 0.45 * sum(fair.replica.service.values())
 
 
-def test_weights_divide_the_service():
-    trace = traced(FLOOD, Dlpm(quantum=30, weights=Weights({"a": 3.0})))
-    assert trace.replica.service["a"] / trace.replica.service["b"] == pytest.approx(3, rel=0.1)
-
-
-def test_the_worked_example():
-    """Qu = 10, prices 1 and 2. The cache holds a's prefix of 8 tokens. All arrive at once; pool for all.
-
-    round 1: a = 10, b = 10.  a1 -4, a2 -4, a3 -4 -> a = -2: the longest prefix no longer decides.
-             b1 -6, b2 -6 -> b = -2.  a4 is left and nobody who waits can spend:
-    round 2: a = 8, b = 8.  a4 -> a = 4.
-    """
-    replica = EngineModel(FairQueue(Dlpm(quantum=10, newcomers=0)), pool_tokens=1000, cache_tokens=8)
-    hot = tuple(range(8))
-    replica.cache.insert(hot)
-
-    def a(number: int) -> Request:
-        return Request(f"a{number}", "a", (*hot, *range(100 * number, 100 * number + 4)), 3, 3)
-
-    def b(number: int) -> Request:
-        return Request(f"b{number}", "b", tuple(range(1000 * number, 1000 * number + 6)), 1, 1)
-
-    policy = replica.queue.policy
-    for request in (b(1), b(2), a(1), a(2), a(3), a(4)):
-        replica.arrive(request)
-    replica.step()
-    assert [admission.id for admission in replica.admissions] == ["a1", "a2", "a3", "b1", "b2", "a4"]
-    assert {admission.extend_tokens for admission in replica.admissions} == {4, 6}
-    # Four first tokens of a cost 8, two of b 4.
-    assert policy.counters() == {"a": -4, "b": 4}
-
-    # b has credit left and a has not, whatever the prefix. Then both are at -4, -2: one round, a = 6 and b = 8.
-    replica.cache.insert(hot)
-    replica.arrive(b(3))
-    replica.arrive(a(5))
-    replica.step()
-    assert [admission.id for admission in replica.admissions[6:]] == ["b3", "a5"]
-    # a: 6 - 4 - 5 tokens, b: 8 - 1 token.
-    assert policy.counters() == {"a": -8, "b": 6}
-    # Five more tokens for a; b is gone.
-    replica.step()
-    assert policy.counters() == {"a": -18, "b": 6}
-    replica.cache.insert(hot)
-    replica.arrive(a(6))
-    replica.arrive(b(4))
-    replica.step()
-    # b = 6 pays for b4; two rounds make a = 2 and b = 10.
-    assert [admission.id for admission in replica.admissions[8:]] == ["b4", "a6"]
-    assert policy.refills == 4
-
-
 def test_a_large_quantum_is_lpm():
     """For the clients that are there from the start: nobody's quantum is ever used up."""
     for seed in range(5):
@@ -597,35 +353,6 @@ def test_a_large_quantum_is_lpm():
         )
         case = replace(FLOOD, loads=loads, seed=seed, steps=60)
         assert run(case, Dlpm(quantum=1e15, newcomers=0)).admissions == run(case, Lpm()).admissions
-
-
-@DLPM
-@given(case=cases(whole_prompts=True, aborts=False))
-def test_a_small_quantum_serves_the_least_served(case):
-    """Among clients that were there from the start and never ran out of requests."""
-    loads = tuple(
-        replace(load, start=0, busy_steps=1, pause_steps=0, closed=False, depth=80) for load in case.loads
-    )
-    case = replace(case, loads=loads, steps=15, pool_tokens=min(case.pool_tokens, 80))
-    replica = EngineModel(FairQueue(Dlpm(quantum=1 / 1024)), pool_tokens=case.pool_tokens, block_tokens=None)
-    traffic = Traffic(case)
-    served_before: dict[str, dict[str, float]] = {}
-    next_job = replica.queue.next
-
-    def spy() -> Job | None:
-        job = next_job()
-        if job is not None:
-            served_before[job.id] = dict(replica.service)
-        return job
-
-    replica.queue.next = spy
-    for _ in range(case.steps):
-        traffic.step(replica)
-        replica.step()
-    for admission in replica.admissions:
-        served = served_before[admission.id]
-        least = min(served.get(client, 0.0) for client in case.clients)
-        assert served.get(admission.client, 0.0) <= least + 1 / 512
 
 
 class Forgiving(Dlpm):
@@ -714,17 +441,6 @@ def test_a_debtor_is_absent_with_credit_from_the_round_that_pays_it(passes_begin
         policy.release()
     policy.idle("late")
     assert sorted(policy.counters()) == ["late", "poor"]
-
-
-@DLPM
-@given(case=cases(), quantum=QUANTA, remembered=st.integers(0, 2))
-def test_no_bound_depends_on_whom_is_remembered(case, quantum, remembered):
-    """T2, T3 and T4 with clients that come back to an account that was dropped."""
-    trace = traced(case, Dlpm(quantum=quantum, remembered_clients=remembered))
-    bound = trace.replica.queue.account.bound()
-    assert trace.gap_between_backlogged() <= bound
-    assert trace.lag_of_backlogged() <= bound
-    assert trace.service_before_dispatch() <= (len(case.clients) - 1) * bound
 
 
 def names_before_the_cold_one(policy: Dlpm) -> int:
@@ -897,29 +613,18 @@ def test_names_that_abort_as_they_wait_use_nothing_up():
     assert policy.deficit("welcome") == 10
 
 
-def test_a_client_that_lived_through_a_round_lets_new_ones_in():
-    """It is known from its first request after that round on, whether it was welcomed or had started at 0."""
-    policy = Dlpm(quantum=10, newcomers=2)
-    number = 0
-
-    def serve_next(client: str, units: int) -> None:
-        nonlocal number
-        number += 1
-        policy.arrive(job := Job(str(number), client, arrival=number))
-        assert policy.pick() is job
-        policy.leave(job)
-        policy.charge(client, units)
-
-    for name in range(NEWCOMERS_AT_ONCE):
-        serve_next(f"name {name}", 10)
-    serve_next("at nothing", 15)  # a round passes
-    assert policy._for_new == 0
-    policy.charge("at nothing", 5)
-    assert policy._for_new == 0, "its own quantum paid for it"
-    serve_next("name 0", 4)
-    assert policy._for_new == 8
-    serve_next("at nothing", 3)
-    assert policy._for_new == 14
+def test_a_name_that_gives_a_request_up_is_not_known_before_a_round():
+    """Or a flood of names with two requests each would let in what it costs, over and over."""
+    policy = Dlpm(quantum=10)
+    first, second = (Job(f"{number}", "name", arrival=number) for number in range(2))
+    policy.arrive(first)
+    policy.arrive(second)
+    policy.leave(first)
+    policy.charge("name", 15)
+    policy.leave(second)
+    before = policy._for_new
+    policy.charge("name", 100)
+    assert policy._for_new == before - 100
 
 
 def test_what_is_charged_ahead_and_given_back_changes_no_allowance():
@@ -942,36 +647,6 @@ def test_what_is_charged_ahead_and_given_back_changes_no_allowance():
     assert policy._for_new == full - 10, "that much was counted before"
     policy.charge("known", 1)
     assert policy._for_new == full - 6
-
-
-def test_a_new_client_is_served_at_once_and_keeps_nobody_from_a_quantum():
-    """Fifty clients with deep queues; one with a single request and no cached prefix comes."""
-    policy = Dlpm(quantum=1000)
-    for number in range(500):
-        policy.arrive(Job(str(number), f"client{number % 50}", arrival=number, prefix_tokens=9))
-    for _ in range(60):
-        job = policy.pick()
-        policy.leave(job)
-        policy.charge(job.client, 500)
-    policy.arrive(cold := Job("cold", "new", arrival=1000))
-    assert policy.pick() is cold
-    policy.leave(cold)
-    policy.charge("new", 10)
-    policy.arrive(again := Job("again", "new", arrival=1001))
-    assert policy.deficit("new") == 990
-    assert policy.pick() is not again, "its second goes by its prefix like all others"
-
-
-@pytest.mark.parametrize("newcomers", [-1, float("nan"), float("inf")])
-def test_the_part_of_new_clients_is_a_number(newcomers):
-    with pytest.raises(ValueError, match="newcomers must be a number"):
-        Dlpm(newcomers=newcomers)
-
-
-@pytest.mark.parametrize("quantum", [0, -1, float("nan"), float("inf")])
-def test_a_quantum_must_be_positive(quantum):
-    with pytest.raises(ValueError, match="quantum must be a positive number"):
-        Dlpm(quantum=quantum)
 
 
 def test_fractions_do_not_stop_the_rounds():

@@ -47,34 +47,6 @@ def test_heap_is_a_sorted_list(steps):
         assert all((item in heap) == (item in expected) for item in "abcdefgh")
 
 
-def test_the_order_of_insertion_does_not_matter():
-    one: LazyHeap[int] = LazyHeap()
-    other: LazyHeap[int] = LazyHeap()
-    for item in range(100):
-        one.put(item, (item * 37) % 101)
-    for item in reversed(range(100)):
-        other.put(item, -item)
-        other.put(item, (item * 37) % 101)
-    drained = []
-    while (item := one.first()) is not None:
-        assert other.first() == item
-        one.discard(item)
-        other.discard(item)
-        drained.append(item)
-    assert drained == sorted(range(100), key=lambda item: (item * 37) % 101)
-
-
-def test_an_item_that_comes_back_is_there_once():
-    heap: LazyHeap[str] = LazyHeap()
-    for _ in range(3):
-        heap.put("a", 1)
-        heap.discard("a")
-    heap.put("a", 1)
-    assert heap.first() == "a"
-    heap.discard("a")
-    assert heap.first() is None
-
-
 @settings(max_examples=examples(20))
 @given(moves=st.integers(1000, 4000), live=st.integers(1, 50))
 def test_moves_do_not_fill_memory(moves, live):

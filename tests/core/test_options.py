@@ -5,10 +5,8 @@ from pathlib import Path
 import pytest
 
 from sglang_fair.cluster.options import ConfigError, Options, check
-from sglang_fair.cluster.plan import Machine, Model, build
-from sglang_fair.cluster.ports import Ports, ReplicaPorts
 from sglang_fair.common.weights import Weights
-from sglang_fair.core import POLICIES, options_of
+from sglang_fair.core import POLICIES
 from sglang_fair.core.options import make, parse, shown
 from sglang_fair.engines import replica
 from sglang_fair.models import catalog as models
@@ -48,11 +46,6 @@ def test_what_cannot_be_meant_is_refused_in_one_line(policy: str, text: str, sai
     assert said in str(refusal.value)
 
 
-def test_every_option_of_every_policy_can_be_written_as_text() -> None:
-    for policy in POLICIES:
-        assert set(options_of(policy).values()) <= {int, float, str, bool}
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -65,26 +58,6 @@ def test_a_cluster_refuses_them_before_anything_starts(options: Options, said: s
     with pytest.raises(ConfigError, match=r"^[^\n]*$") as refusal:
         check(options)
     assert said in str(refusal.value)
-
-
-def test_a_cluster_takes_what_its_policy_has() -> None:
-    check(Options(policy="rpm", policy_options="limit=5,excess=delay"))
-    check(Options(policy="sglang:lpm"))
-
-
-def test_they_reach_each_replicas_server() -> None:
-    """From the cluster's options over the replica's command line to SGLang's."""
-    ports = Ports(
-        20_000, 20_001, (ReplicaPorts(20_002, 20_003, 20_005), ReplicaPorts(20_006, 20_007, 20_009))
-    )
-    options = Options(policy="rpm", policy_options="limit=5,excess=delay")
-    machine = Machine(cores=2, available_bytes=2**40, gpus=(), cuda_build=False, python="python")
-    plan = build(options, "cpu", machine, Model(Path("tiny"), "tiny", 0), ports)
-    for process in plan.of("replica"):
-        own = replica.parse(process.argv)
-        found = models.ServedModel("tiny", "/models/tiny", "tiny")
-        words = replica.server_arguments(own, found)
-        assert words[words.index("--fair-options") + 1] == "limit=5,excess=delay"
 
 
 def test_every_setting_of_fairness_reaches_sglang_s_server(tmp_path: Path) -> None:

@@ -61,13 +61,3 @@ def test_one_that_waits_for_ever_costs_no_memory() -> None:
         overtakes.end_batch()
     assert overtakes.of(0) == Overtaken(19_999, 19_999)
     assert len(overtakes._tree) == LEAST_SLOTS
-
-
-def test_those_of_one_batch_do_not_overtake_each_other() -> None:
-    overtakes = Overtakes[str]()
-    for item in ("first", "second", "third"):
-        overtakes.arrive(item)
-    assert overtakes.admit("third") == Overtaken(0, 0)
-    assert overtakes.admit("first") == Overtaken(0, 0)
-    overtakes.end_batch()
-    assert overtakes.admit("second") == Overtaken(1, 1)

@@ -4,7 +4,6 @@ import json
 from array import array
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from itertools import permutations
 
 import pytest
 from hypothesis import given, settings
@@ -12,11 +11,12 @@ from hypothesis import strategies as st
 
 from sglang_fair.common.weights import Weights
 from sglang_fair.core import POLICIES, make_policy, options_of
-from sglang_fair.core.cost import Linear, Quadratic
+from sglang_fair.core.cost import Linear
 from sglang_fair.core.dlpm import NEWCOMERS_AT_ONCE, Dlpm
 from sglang_fair.core.job import Job
 from sglang_fair.core.ledger import SYSTEM
-from sglang_fair.core.payers import EQUAL, FIRST, PER_USE, Payers, Swing, make_payers, path_of
+from sglang_fair.core.payers import EQUAL, FIRST, PER_USE, Payers, Swing, path_of
+from sglang_fair.core.predictor import MeanOfLast
 from sglang_fair.core.queue import FairQueue
 from tests.support.budget import examples
 from tests.support.engine_model import ClientHabit, EngineCase, cases, run, traced
@@ -147,27 +147,6 @@ def charged(rule: str, users: str) -> Counter[str]:
     return ours.charges
 
 
-@both
-def test_one_client_pays_for_itself(rule):
-    assert charged(rule, "aaaa") == {"a": 64}
-
-
-def test_equal_parts_whoever_comes_when_and_however_often():
-    for users in permutations("abcd"):
-        assert charged(EQUAL, "".join(users) + "aab") == pytest.approx(dict.fromkeys("abcd", 16))
-
-
-@given(users=st.lists(st.integers(0, 300), min_size=1))
-def test_all_users_pay_alike(users):
-    charges = charged(EQUAL, [f"client{number}" for number in users])
-    assert charges == pytest.approx(dict.fromkeys(charges, 64 / len(charges)))
-
-
-def test_parts_per_use_whoever_comes_when():
-    for users in set(permutations("aaaabbcd")):
-        assert charged(PER_USE, "".join(users)) == pytest.approx({"a": 32, "b": 16, "c": 8, "d": 8})
-
-
 @given(users=st.text("abc", min_size=1, max_size=300))
 def test_uses_wait_for_the_next_settlement_but_no_longer_than_an_eighth(users):
     charges, uses = charged(PER_USE, users), Counter(users)
@@ -183,39 +162,6 @@ def test_settlements_grow_apart():
     for use in range(1000):
         settled += bool(payers.used(f"client{use % 100}", PROMPT, 64))
     assert 10 < settled < 60
-
-
-def test_who_branches_off_pays_for_the_common_part():
-    ours = Ours(Payers(EQUAL, 1))
-    one, two = path_of(None, [1, 2, 3, 4], 1), path_of(None, [1, 2, 5, 6], 1)
-    ours.request("a", one, 0, 4, 1.0)
-    ours.request("b", two, 2, 4, 1.0)
-    assert ours.charges == {"a": 3, "b": 3}
-    ours.request("c", two, 4, 4, 1.0)
-    assert ours.charges == pytest.approx({"a": 2 + 2 / 3, "b": 1 + 2 / 3, "c": 1 + 2 / 3})
-
-
-@both
-def test_what_is_computed_again_starts_anew(rule):
-    ours = Ours(Payers(rule, 1))
-    ours.request("a", PROMPT, 0, 64, 1.0)
-    ours.request("b", PROMPT, 64, 64, 1.0)
-    ours.request("c", PROMPT, 32, 64, 1.0)  # the rear half was evicted
-    assert ours.charges == pytest.approx({"a": 16 + 32 / 3, "b": 16 + 32 / 3, "c": 32 + 32 / 3})
-    ours.request("d", PROMPT, 64, 64, 1.0)
-    assert ours.charges == pytest.approx({"a": 24, "b": 24, "c": 24, "d": 24}), (
-        "a and b keep their bill of 16"
-    )
-
-
-@both
-def test_a_block_that_two_chunks_compute_again_starts_anew_too(rule):
-    ours = Ours(Payers(rule, 4))
-    path = path_of(None, list(range(12)), 4)
-    ours.request("a", path, 0, 12, 1.0)
-    ours.request("b", path, 4, 12, 2.0, chunk=6)
-    ours.request("c", path, 12, 12, 1.0)
-    assert ours.charges == pytest.approx({"a": 8 + 4 / 3, "b": 8 + 4 / 3, "c": 8 + 4 / 3})
 
 
 @both
@@ -270,15 +216,6 @@ def test_paths_name_prefixes():
     assert path_of("root", tokens[:63]) == []
 
 
-def test_rules_by_name():
-    assert make_payers(FIRST) is None
-    assert make_payers(EQUAL).rule == EQUAL
-    with pytest.raises(ValueError, match=r"unknown payer 'all'; there are first, equal, per-use"):
-        make_payers("all")
-    with pytest.raises(ValueError, match="unknown payer 'first'"):
-        Payers(FIRST)
-
-
 # ---- in the queue
 
 
@@ -330,20 +267,6 @@ def test_the_server_neither_pays_nor_is_paid(rule):
     assert queue.account.ledger.usage("probe").transferred_units == 0
 
 
-def test_chunks_and_prices_that_grow():
-    """Of any cost function, a block costs its part of what its chunk was charged."""
-    queue = FairQueue(make_policy("vtc"), Quadratic(10), payers=Payers(EQUAL, 8))
-    path = path_of(None, list(range(40)), 8)
-    queue.arrive(job := Job("1", "a"))
-    queue.admit(job, extend_tokens=12, cached_tokens=0, path=path)
-    queue.account.extend(job, 28)
-    cost = queue.account.cost
-    first, second = cost(12, 0), cost(40, 0) - cost(12, 0)
-    queue.arrive(job := Job("2", "b"))
-    queue.admit(job, extend_tokens=1, cached_tokens=16, path=path[:2])
-    assert queue.account.ledger.usage("b").transferred_units == pytest.approx((first + second * 4 / 28) / 2)
-
-
 @every_policy
 @both
 def test_who_is_gone_stays_forgotten_when_it_is_refunded(name, rule):
@@ -356,22 +279,6 @@ def test_who_is_gone_stays_forgotten_when_it_is_refunded(name, rule):
         assert queue.account.ledger.total.transferred_units == pytest.approx(0, abs=1e-9)
     assert len(queue.policy.counters()) <= 2 + NEWCOMERS_AT_ONCE
     assert queue._clients == {}
-
-
-def test_absent_clients_keep_refunds_as_credit_under_dlpm_and_not_under_vtc():
-    queue = queue_of(EQUAL, "dlpm")
-    serve(queue, "a", 0)
-    serve(queue, "b", 64)
-    assert (queue.policy.deficit("a"), queue.policy.deficit("b")) == (100 - 32, 100 - 32)
-    queue = queue_of(EQUAL, "vtc")
-    serve(queue, "a", 0)
-    queue.arrive(job := Job("long", "c"))
-    queue.admit(job, extend_tokens=500, cached_tokens=0)
-    queue.arrive(Job("waits", "c"))
-    serve(queue, "b", 64)
-    assert "a" not in queue.policy.counters()
-    queue.arrive(Job("returns", "a"))
-    assert queue.policy.counters()["a"] == queue.policy.counters()["c"] >= 500
 
 
 # ---- on the engine
@@ -417,30 +324,19 @@ def test_without_sharing_every_rule_is_the_first(name, rule, case):
 
 @both
 @ON_THE_ENGINE
-@given(case=cases(), quantum=QUANTA, borrow=st.sampled_from([0.0, 0.3, 1e6]))
-def test_dlpm_bounds_the_charged_service(rule, case, quantum, borrow):
-    trace = traced(with_sharing(case), Dlpm(quantum=quantum, borrow=borrow), payers=Payers(rule, 1))
+@given(
+    case=cases(),
+    quantum=QUANTA,
+    borrow=st.sampled_from([0.0, 0.3, 1e6]),
+    predictor=st.none() | st.builds(MeanOfLast),
+    weights=st.sampled_from([{}, {"a": 2.0, "c": 0.5}]),
+)
+def test_dlpm_bounds_the_charged_service(rule, case, quantum, borrow, predictor, weights):
+    policy = Dlpm(quantum=quantum, borrow=borrow, predictor=predictor, weights=Weights(weights))
+    trace = traced(with_sharing(case), policy, Linear(), weights, Payers(rule, 1))
     bound = trace.replica.queue.account.bound()
     assert trace.gap_between_backlogged() <= bound + 1e-6
     assert trace.lag_of_backlogged() <= bound + 1e-6
-
-
-@both
-@ON_THE_ENGINE
-@given(case=cases(), quantum=QUANTA)
-def test_dlpm_predicting_bounds_it_too(rule, case, quantum):
-    trace = traced(with_sharing(case), make_policy("dlpm-predict", quantum=quantum), payers=Payers(rule, 1))
-    assert trace.gap_between_backlogged() <= trace.replica.queue.account.bound() + 1e-6
-
-
-@both
-@ON_THE_ENGINE
-@given(case=cases(), quantum=QUANTA)
-def test_dlpm_bounds_the_charged_service_of_weighted_clients(rule, case, quantum):
-    weights = {"a": 2.0, "c": 0.5}
-    policy = Dlpm(quantum=quantum, weights=Weights(weights))
-    trace = traced(with_sharing(case), policy, Linear(), weights, Payers(rule, 1))
-    assert trace.gap_between_backlogged() <= trace.replica.queue.account.bound() + 1e-6
 
 
 @both
@@ -528,14 +424,6 @@ def test_a_forgotten_swing_is_the_farthest_one():
     swing.admitted("a")
     swing.transferred("a", 6.5)
     assert swing.most_charged == 7
-
-
-@every_policy
-@both
-def test_only_deficits_have_a_bound(name, rule):
-    queue = queue_of(rule, name)
-    assert (queue.account.bound() is not None) == name.startswith(("dlpm", "slo"))
-    assert FairQueue(make_policy(name)).account.bound() == make_policy(name).bound(0, 0)
 
 
 def test_a_refund_breaks_the_lemma_under_vtc():

@@ -14,7 +14,7 @@ from sglang_fair.core.job import Job
 from sglang_fair.core.preemption import Missing, Preemption, Runner
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.slo import MOST_EVICTIONS, due_step
-from tests.support.budget import examples
+from tests.support.budget import examples, seeds
 
 PURE = settings(max_examples=examples(200))
 STEP_S, TOKEN_S = 0.1, 0.001
@@ -273,7 +273,7 @@ def need(job: Job) -> int:
     return job.prompt_tokens + job.max_output_tokens
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(20))
 def test_any_history_keeps_the_books_and_ends(seed):
     """Floods of tier 1, liars and honest chats, aborts in between: each request ends once, nobody is taken back more
     than three times, and the books agree with what the engine did."""

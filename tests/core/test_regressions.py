@@ -72,19 +72,6 @@ def test_2_the_charge_is_what_the_engine_extends_and_not_a_length_from_before_it
 
 
 @pytest.mark.engine
-def test_3_every_chunk_of_a_long_prompt_is_charged(under_pressure: Replica) -> None:
-    """900 tokens in 15 chunks."""
-    replica = under_pressure
-    replica.flush()
-    before = idle(replica)
-    replica.generate("long", prompt(random.Random(1), 900), 3)
-    after = idle(replica)
-    assert gained(before, after, "long", "extend_tokens") == 900
-    assert gained(before, after, "long", "output_tokens") == 3
-    assert gained(before, after, "long", "service") == 900 + 2 * 3
-
-
-@pytest.mark.engine
 @pytest.mark.usefixtures("sglang")
 class TestSpeculation:
     """SGLang's requests and its own bookkeeping of accepted runs, with a model that proposes what the test says:

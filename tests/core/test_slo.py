@@ -12,9 +12,8 @@ from sglang_fair.core import make_policy
 from sglang_fair.core.clients import PATIENCE
 from sglang_fair.core.job import Job
 from sglang_fair.core.queue import FairQueue
-from sglang_fair.core.slo import LARGEST_EVICTIONS, Slo, due_step
+from sglang_fair.core.slo import Slo, due_step
 from sglang_fair.core.steps import Steps
-from sglang_fair.core.wsc import WscDlpm
 from tests.core.test_theorems import carry_out, schedules
 from tests.support.budget import examples
 from tests.support.engine_model import BASE_S, EngineModel, Request
@@ -86,19 +85,6 @@ def test_a_new_name_is_no_more_urgent_than_it_says():
     for job in (Job("known again", "known", deadline_s=5.0), Job("new", "new", deadline_s=9.0)):
         queue.arrive(job)
     assert picked(queue) == ["known again", "new"]
-
-
-def test_the_quantum_is_in_average_calls_where_charges_are_normalised():
-    assert make_policy("slo").quantum == make_policy("dlpm").quantum
-    assert make_policy("slo", normalised=True).quantum == WscDlpm.quantum
-    assert make_policy("slo", normalised=True, quantum=7.0).quantum == 7.0
-    assert make_policy("slo", quantum=7.0).quantum == 7.0
-
-
-@pytest.mark.parametrize("number", [-1, LARGEST_EVICTIONS + 1])
-def test_evictions_are_limited(number):
-    with pytest.raises(ValueError, match="evictions must be from 0 to 16"):
-        Slo(evictions=number)
 
 
 @pytest.mark.parametrize("normalised", [False, True])

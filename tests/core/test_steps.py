@@ -291,12 +291,6 @@ def test_a_client_s_own_prompts_are_not_held_for_itself() -> None:
     assert not any(steps.may_prefill(client) for client in "abc")
 
 
-def test_without_anybody_else_prompts_go_first() -> None:
-    """A client holds itself up as it likes."""
-    made = engine([Sender("a", waiting=4, output_steps=(50, 50))]).run(500)
-    assert made.held_s == 0
-
-
 def beside() -> Steps:
     """`a` runs, and `b` is here."""
     steps = Steps(STALL_S)

@@ -1,14 +1,12 @@
 """Throttling by overload and interaction: what is promised (FS-P1 to FS-P4), under adversaries."""
 
-from dataclasses import dataclass, field
 from math import inf
-from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_fair.core.interactions import MOST_CALLS, Interaction, Interactions
+from sglang_fair.core.interactions import Interaction, Interactions
 from sglang_fair.core.throttle import (
     COUNTS,
     MOST_REMEMBERED,
@@ -20,7 +18,6 @@ from sglang_fair.core.throttle import (
     Refusal,
     Throttle,
 )
-from tests.support.budget import examples
 
 USER, APP = 6, 4
 LIMITS = Limits(USER, {"chat": APP, "*": 5})
@@ -28,119 +25,6 @@ LIMITS = Limits(USER, {"chat": APP, "*": 5})
 
 def overloaded(throttle: Throttle, now_s: float, part: float = 1.0) -> None:
     throttle.overload.report("r0", round(1000 * part), 0, 1000, now_s)
-
-
-@dataclass(frozen=True)
-class Sends:
-    """A client's habit: calls a second, of so many interactions at a time, each of so many calls."""
-
-    client: str
-    rate: float
-    calls: int = 1
-    apps: tuple[str, ...] = ("chat",)
-    retries: bool = False
-
-
-@dataclass
-class Run:
-    """Seconds of traffic at a router that is overloaded in some of them. Every call is noted."""
-
-    senders: list[Sends]
-    counts: Counts
-    seed: int
-    overload: list[bool]
-    """By ten seconds."""
-    firsts: dict[str, list[float]] = field(default_factory=dict)
-    """When first calls were let in while the cluster was overloaded."""
-    cut: int = 0
-    """Calls refused of an interaction of which one was let in."""
-    refused_without: int = 0
-
-    def go(self) -> "Run":
-        random, throttle = Random(self.seed), Throttle(LIMITS, counts=self.counts)
-        under_way: dict[Interaction, int] = {}
-        number = 0
-        for tenth in range(len(self.overload) * 100):
-            now_s = tenth / 10
-            is_over = self.overload[tenth // 100]
-            overloaded(throttle, now_s, 1.0 if is_over else 0.1)
-            for sender in self.senders:
-                if random.random() * 10 >= sender.rate:
-                    continue
-                own = [name for name in under_way if name.client == sender.client]
-                if own and random.random() < 0.5:
-                    name = random.choice(own)
-                else:
-                    number += 1
-                    name = Interaction(sender.client, random.choice(sender.apps), str(number))
-                for _ in range(3 if sender.retries else 1):
-                    if self.call(throttle, name, under_way, now_s, is_over):
-                        break
-                if under_way.get(name, 0) >= sender.calls:
-                    del under_way[name]
-                    throttle.interactions.end(name, is_answered=True)
-                elif name in under_way:
-                    throttle.interactions.end(name)
-            for name in [name for name in under_way if throttle.interactions.calls(name) == 0]:
-                del under_way[name]  # closed, by silence
-        return self
-
-    def call(
-        self,
-        throttle: Throttle,
-        name: Interaction,
-        under_way: dict[Interaction, int],
-        now_s: float,
-        is_over: bool,
-    ) -> bool:
-        throttle.interactions.tick(now_s)
-        is_first = not 0 < throttle.interactions.calls(name) < MOST_CALLS
-        found = throttle.judge(name, ["r0"], now_s)
-        if isinstance(found, Refusal):
-            self.refused_without += not is_over
-            self.cut += not is_first
-            assert found.retry_after_s >= 1
-            return False
-        under_way[name] = under_way.get(name, 0) + 1
-        if is_first and is_over:
-            self.firsts.setdefault(name.client, []).append(now_s)
-        return True
-
-    def most_in_a_minute(self, client: str) -> int:
-        times = self.firsts.get(client, [])
-        return max((sum(t <= other < t + 60 for other in times) for t in times), default=0)
-
-
-senders = st.lists(
-    st.builds(
-        Sends,
-        client=st.sampled_from(["b", "c", "d"]),
-        rate=st.sampled_from([0.05, 1.0, 9.0]),
-        calls=st.sampled_from([1, 3, 12]),
-        apps=st.sampled_from([("chat",), ("chat", "code"), ("x", "y", "z")]),
-        retries=st.booleans(),
-    ),
-    min_size=1,
-    max_size=3,
-    unique_by=lambda one: one.client,
-)
-
-
-@settings(max_examples=examples(25))
-@given(
-    senders=senders,
-    counts=st.sampled_from(COUNTS),
-    seed=st.integers(0, 2**20),
-    overload=st.lists(st.booleans(), min_size=6, max_size=14),
-)
-def test_the_promises(senders: list[Sends], counts: Counts, seed: int, overload: list[bool]) -> None:
-    """Nothing is refused without overload, no interaction is cut, and nobody is let in with more first calls than its
-    limit."""
-    run = Run(senders, counts, seed, overload).go()
-    assert run.refused_without == 0
-    assert run.cut == 0
-    for sender in run.senders:
-        assert run.most_in_a_minute(sender.client) <= USER
 
 
 @pytest.mark.parametrize("counts", COUNTS)

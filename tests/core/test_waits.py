@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from sglang_fair.core.job import Job
 from sglang_fair.core.waits import (
     BATCH,
-    CAUSES,
     DEFICIT,
     ENGINE,
     FIRST,
@@ -142,10 +141,3 @@ def test_ten_thousand_names_leave_nothing_behind() -> None:
     assert len(waits) == 0
     assert list(waits._clients) == [FIRST]
     assert [*waits._held, *waits._held_before, *waits._aside, *waits._aside_before] == []
-
-
-@pytest.mark.parametrize("cause", CAUSES)
-def test_every_cause_is_explained(cause: str) -> None:
-    import sglang_fair.core.waits as module
-
-    assert f"\n    {cause} " in (module.__doc__ or "")

@@ -15,7 +15,6 @@ from sglang_fair.common.weights import KEPT, Weights
 from sglang_fair.core import make_policy
 from sglang_fair.core.dlpm import Dlpm
 from sglang_fair.core.job import Job
-from sglang_fair.core.predicted import DlpmPredict
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.rpm import Rpm
 from sglang_fair.core.steps import Steps
@@ -206,23 +205,6 @@ def test_ten_thousand_names_with_weights_leave_little_and_debts_keep_theirs():
         assert len(weights.items()) <= KEPT + 2
     assert weights.of("debtor") == 0.5
     assert weights.smallest() == 0.5
-
-
-def test_what_was_charged_ahead_is_charged_by_the_new_weight():
-    class Says(DlpmPredict):
-        pass
-
-    queue = FairQueue(Says(quantum=1000))
-    queue.policy.predictor.predict = lambda job: 10  # type: ignore[method-assign, union-attr]
-    queue.arrive(one := job("1", "a", 1.0, 1))
-    queue.begin_pass()
-    queue.admit(one, extend_tokens=10, cached_tokens=0)
-    charged = queue.policy.counters()["a"]
-    queue.arrive(job("2", "a", 2.0, 2))
-    assert queue.policy.counters()["a"] - charged == 10, "of 20 units ahead, half"
-    queue.account.emit(one, 10)
-    queue.finish("1")
-    assert queue.account.ledger.usage("a").service == 30
 
 
 def test_a_limit_of_requests_follows_the_weight_that_a_request_brings():

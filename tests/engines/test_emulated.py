@@ -1,8 +1,6 @@
 """The emulated GPU: what it makes of a GPU's name, what its processes are told, and a replica and a cluster of it."""
 
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +18,7 @@ from sglang_fair.models import catalog as models
 from sglang_fair.sim.answers import answer
 from sglang_fair.sim.cost_model import make_cost_model, to_json
 from sglang_fair.sim.emulation import Emulation
+from tests.support import fork_server
 from tests.support.live import Replica
 
 A100 = Emulation("a100-80g", "llama-3.1-8b")
@@ -126,14 +125,10 @@ class TestPlan:
         assert said in str(refused.value)
         assert "\n" not in str(refused.value)
 
-    @pytest.mark.parametrize("device", ["auto", "cpu", "cuda"])
-    def test_a_device_alone_says_enough(self, device: str) -> None:
-        check(Options(device=device))
-
 
 @pytest.fixture(scope="module")
 def emulated() -> Iterator[Replica]:
-    with Replica(*EMULATED, "--policy", "dlpm", forked=False) as one:
+    with Replica(*EMULATED, "--policy", "dlpm") as one:
         yield one
 
 
@@ -221,10 +216,7 @@ class TestReplica:
 def test_without_its_hooks_the_model_cannot_be_loaded() -> None:
     """As if SGLang's loader had only logged that the plugin failed."""
     load = "from sglang_fair.engines.emulated.networks.nothing import EntryClass; EntryClass(None)"
-    variables = {**os.environ, **settings.environment(Emulation("a10g", "llama-3.2-3b"))}
-    setup = "from sglang_fair.engines.cpu import define_torchvision_operators as o; o(); "
-    ended = subprocess.run(
-        [sys.executable, "-c", setup + load], capture_output=True, text=True, check=False, env=variables
-    )
+    variables = settings.environment(Emulation("a10g", "llama-3.2-3b"))
+    ended = fork_server.run("-c", load, environment=variables)
     assert ended.returncode == 1
     assert "SGLang did not apply the hooks on sglang.srt.managers.tp_worker" in ended.stderr

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.usefixtures("sglang")
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("sglang")]
 
 SAID = {"x-fair-slack-ms": "1500.0", "x-fair-class": "batch-1"}
 

@@ -13,7 +13,6 @@ PROLOGUE = """
 import os
 from sglang_fair.engines import cpu
 os.environ.update(cpu.environment())
-cpu.define_torchvision_operators()
 """
 
 

@@ -1,10 +1,11 @@
 """/metrics of a real replica: its clients' tokens are what SGLang has counted, and who may read it."""
 
 import asyncio
+import sys
 from collections.abc import Iterator
 from random import Random
+from types import SimpleNamespace
 
-import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -15,7 +16,6 @@ from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.engine
 
-KEY = "the operators' key"
 LIMIT_S = 120
 
 
@@ -135,20 +135,34 @@ def test_the_difference_is_below_the_bound_while_two_wait(replica: Replica) -> N
     assert all(0.5 <= jain <= 1 for _, _, jain in seen)
 
 
-def test_a_key_that_opens_fair_opens_metrics_and_nothing_else_does() -> None:
-    with Replica("--", "--enable-metrics", "--api-key", KEY) as replica:
-        for headers, status in (
-            ({}, 401),
-            ({"authorization": "Bearer x"}, 401),
-            ({"authorization": f"Bearer {KEY}"}, 200),
-        ):
-            for path in ("/fair", "/metrics"):
-                answer = httpx.get(f"{replica.url}{path}", headers=headers, timeout=30)
-                assert answer.status_code == status, path
-                assert status == 200 or "client" not in answer.text
-        headers = {"authorization": f"Bearer {KEY}"}
-        assert "client" in replica.metrics(headers)
-        named = httpx.get(f"{replica.url}/fair", headers=headers, timeout=30).json()["clients"]
-        assert "anonymous" in named, "SGLang's warm-up"
-        assert not any(name.startswith("key:") for name in named), "a key that all have names nobody"
-        replica.fair = lambda: {}  # type: ignore[method-assign]  # it does not send the key
+@pytest.mark.usefixtures("sglang")
+@pytest.mark.parametrize(("said", "status"), [(None, 401), ("Bearer x", 401), ("Bearer the key", 200)])
+def test_a_key_that_opens_fair_opens_metrics_and_nothing_else_does(said: str | None, status: int) -> None:
+    """SGLang itself shows its numbers to everybody."""
+    from sglang_fair.overlay.metrics import Page
+
+    async def no_states() -> list[dict[str, object]]:
+        return []
+
+    arguments = SimpleNamespace(api_key="the key", admin_api_key=None, enable_metrics=False)
+    manager = SimpleNamespace(server_args=arguments, get_internal_state=no_states)
+    answer = asyncio.run(Page(manager).answer(said))
+    assert answer.status_code == status
+    assert (b"scheduler_answers" in answer.body) == (status == 200)
+
+
+@pytest.mark.usefixtures("sglang")
+def test_a_key_that_all_have_names_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang_fair.overlay.identity import carry_client
+
+    def client(api_key: str | None) -> str:
+        server = SimpleNamespace(get_serving=lambda: SimpleNamespace(api_key=api_key), health_generate=None)
+        monkeypatch.setitem(sys.modules, "sglang.srt.entrypoints.http_server", server)
+        obj = SimpleNamespace(sampling_params={})
+        headers = {"authorization": "Bearer the key"}
+        carry_client(obj, SimpleNamespace(headers=headers, scope={"app": None, "endpoint": "x"}))
+        named: str = obj.sampling_params["custom_params"]["fair"]["client"]
+        return named
+
+    assert client(None).startswith("key:")
+    assert client("the key") == "anonymous"

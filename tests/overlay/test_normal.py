@@ -13,6 +13,7 @@ from sglang_fair.core.job import Job
 from sglang_fair.core.normal import VERSION
 from sglang_fair.core.wsc import Wsc
 from sglang_fair.overlay.normal import EVERY_S, IDLE_S, NormalFile, restore
+from tests.support.budget import seeds
 from tests.support.waiting import wait_until
 
 
@@ -53,7 +54,7 @@ def test_whoever_is_killed_while_it_writes_leaves_a_whole_file(tmp_path: Path) -
     least = path.stat().st_size
     assert least > 100_000, "so large that it takes several writes"
     random.seed(7)
-    for _ in range(20):
+    for _ in seeds(20):
         if (pid := os.fork()) == 0:
             kept = NormalFile(str(path))
             while True:

@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 
 from tests.support import fork_server
+from tests.support.odd_requests import OUTPUT_TOKENS, SHARED_TOKENS
 
 pytestmark = pytest.mark.engine
-
-OUTPUT_TOKENS = 5
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +42,19 @@ def test_no_id_makes_a_request_the_servers_own(books: dict[str, Any]) -> None:
     assert set(found) == {"liar"}
     assert found["liar"][0] + found["liar"][1] == 3 * 40
     assert found["liar"][2] == 3 * OUTPUT_TOKENS
+
+
+def test_the_price_of_a_shared_prompt_is_split_to_the_unit(books: dict[str, Any]) -> None:
+    found = books["a_system_prompt_that_three_share"]
+    assert given(found) == {
+        "a": (SHARED_TOKENS + 40, 0, OUTPUT_TOKENS),
+        "b": (2 * 40, 2 * SHARED_TOKENS, 2 * OUTPUT_TOKENS),
+        "c": (40, SHARED_TOKENS, OUTPUT_TOKENS),
+    }
+    part = SHARED_TOKENS / 3
+    paid = {name: client["transferred_units"] for name, client in found["clients"].items()}
+    assert paid == pytest.approx({"a": part - SHARED_TOKENS, "b": part, "c": part})
+    assert found["totals"]["transferred_units"] == pytest.approx(0)
 
 
 def test_requests_that_join_unseen_are_entered(books: dict[str, Any]) -> None:

@@ -45,19 +45,6 @@ def test_the_worked_example(one_at_a_time: Replica) -> None:
     assert replica.fair()["conservation"]["ok"]
 
 
-def test_arrival_order_does_not_matter_between_clients(one_at_a_time: Replica) -> None:
-    """B's requests came first; A's are hotter and A can pay, so A still goes first."""
-    replica = one_at_a_time
-    replica.flush()
-    replica.generate("before", hot_prompt(9))
-    replica.generate("before", hot_prompt(8))
-    order = asyncio.run(_admission_order(replica, [
-        *[("late B", f"B{n}", cold_prompt(n)) for n in range(1, 3)],
-        *[("late A", f"A{n}", hot_prompt(n)) for n in range(1, 4)],
-    ]))  # fmt: skip
-    assert order == ["A1", "A2", "B1", "B2", "A3"]
-
-
 async def _admission_order(replica: Replica, requests: list[tuple[str, str, list[int]]]) -> list[str]:
     """Queue `requests` in this order behind a running one, let go, and see in which order they ran."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from tests.overlay.test_charges import gained, idle, prompt
+from tests.support.budget import is_night
 from tests.support.live import Replica
 from tests.support.waiting import wait_until
 
@@ -80,16 +81,12 @@ class Watch:
         return stream
 
 
-def small(policy: str, *more: str, engine: tuple[str, ...] = ()) -> Replica:
-    return Replica(
-        "--policy", policy, "--quantum", "500", "--kv-tokens", str(KV_TOKENS), *more, "--", *engine
-    )
-
-
-@pytest.fixture(scope="module", params=["plain", "overlap"])
+@pytest.fixture(scope="module", params=["plain", "overlap"] if is_night() else ["overlap"])
 def slo(request: pytest.FixtureRequest) -> Iterator[Replica]:
     engine = ("--disable-overlap-schedule",) if request.param == "plain" else ()
-    with small("slo", engine=engine) as replica:
+    with Replica(
+        "--policy", "slo", "--quantum", "500", "--kv-tokens", str(KV_TOKENS), "--", *engine
+    ) as replica:
         yield replica
 
 
@@ -103,11 +100,8 @@ def prompts(seed: int, count: int, tokens: int = 20) -> list[list[int]]:
     return [prompt(rng, tokens) for _ in range(count)]
 
 
-async def chat_beside_a_flood(
-    replica: Replica, seed: int, *, waits: bool = False
-) -> tuple[Stream, list[Stream]]:
-    """The flood's answers are under way when the chat comes, and go on fast when it is answered; or, if it `waits`,
-    when it waits."""
+async def chat_beside_a_flood(replica: Replica, seed: int) -> tuple[Stream, list[Stream]]:
+    """The flood's answers are under way when the chat comes, and go on fast when it is answered."""
     slow(replica, STEP_S)
     async with aiohttp.ClientSession() as session:
         watch = Watch(replica, session)
@@ -118,15 +112,10 @@ async def chat_beside_a_flood(
         ]
         while sum(len(stream.ids) > 3 for stream in streams) < FLOOD:
             await asyncio.sleep(0.01)
-        chat = asyncio.create_task(watch.ask("chat", prompts(seed + 1, 1, 150)[0], 5, CHAT))
-        if waits:
-            while replica.fair()["clients"].get("chat", {}).get("waiting") != 1:
-                await asyncio.sleep(0.01)
-        else:
-            await chat
+        chat = await watch.ask("chat", prompts(seed + 1, 1, 150)[0], 5, CHAT)
         slow(replica, None)
         await asyncio.gather(*flood)
-        return await chat, streams
+        return chat, streams
 
 
 async def alone(replica: Replica, tokens: list[int], output_tokens: int) -> list[int]:
@@ -156,14 +145,6 @@ def test_a_chat_s_first_token_comes_before_any_answer_of_a_flood_has_ended(slo: 
     for tokens, stream in zip(prompts(1, len(flood)), flood, strict=True):
         slo.flush()
         assert stream.ids == asyncio.run(alone(slo, tokens, OUTPUT)), f"{stream.retractions} times taken back"
-
-
-def test_without_the_policy_it_waits_for_one_to_end() -> None:
-    with small("dlpm") as replica:
-        chat, flood = asyncio.run(chat_beside_a_flood(replica, 1, waits=True))
-        assert chat.first > min(one.last for one in flood)
-        assert not any(one.retractions for one in flood)
-        assert "evictions" not in replica.fair() or replica.fair()["evictions"] == 0
 
 
 async def _mixed(replica: Replica, seed: int) -> list[tuple[str, list[int], int, Stream]]:

@@ -11,7 +11,9 @@ from typing import Any
 import aiohttp
 import pytest
 
+from tests.conftest import PRESSURE
 from tests.overlay.test_charges import idle, prompt
+from tests.support.budget import is_night
 from tests.support.live import REPORTS, Replica
 from tests.support.waiting import wait_until
 
@@ -25,7 +27,6 @@ PARALLEL = {
         "--json-model-override-args", json.dumps({"tie_word_embeddings": False}),
     ),
 }  # fmt: skip
-PRESSURE = ("--chunked-prefill-size", "64", "--enable-mixed-chunk", "--schedule-conservativeness", "0.1")
 
 
 class Ranks:
@@ -57,7 +58,7 @@ def ranks(directory: Path, *arguments: str, forked: bool = False) -> Iterator[Ra
             yield Ranks(replica, directory)
 
 
-@pytest.mark.parametrize("kind", PARALLEL)
+@pytest.mark.parametrize("kind", PARALLEL if is_night() else ["pipeline"])
 def test_a_limit_per_minute_is_the_same_minute_on_all_ranks(kind: str, tmp_path: Path) -> None:
     """Each rank would open the minute by its own clock, and admit what the other one refuses."""
     limit = ("--policy", "hasty", "--policy-options", "limit=3,window=calendar")
@@ -80,8 +81,8 @@ def test_a_limit_per_minute_is_the_same_minute_on_all_ranks(kind: str, tmp_path:
 
 
 def test_dlpm_decides_the_same_on_all_ranks(tmp_path: Path) -> None:
-    """Shared prefixes, prompts in chunks, a pool so small that requests are taken back, aborts; each process is spawned
-    and has its own hash seed."""
+    """Shared prefixes, prompts in chunks, a pool so small that requests are taken back, aborts. At night each process
+    is spawned and has its own hash seed; `tests/core/test_policies.py` compares such processes on each push."""
 
     async def load(replica: Replica) -> int:
         rng = random.Random(2)
@@ -106,7 +107,7 @@ def test_dlpm_decides_the_same_on_all_ranks(tmp_path: Path) -> None:
             return sum([(await each).retractions for each in asked])
 
     policy = ("--policy", "dlpm", "--quantum", "300", "--kv-tokens", "2048")
-    with ranks(tmp_path, *policy, "--", *PARALLEL["tensor"], *PRESSURE) as both:
+    with ranks(tmp_path, *policy, "--", *PARALLEL["tensor"], *PRESSURE, forked=not is_night()) as both:
         retractions = asyncio.run(load(both.replica))
         first, second = both.reports()
     assert retractions > 0, "the pool was not small enough"

@@ -1,4 +1,5 @@
-"""A replica's publisher of KV events behind keys: SGLang makes it, a router follows it, others are refused."""
+"""A replica's publisher of KV events behind keys: SGLang makes it, a router follows it, others are refused. Whole replicas
+of such a cluster: `tests/whole/test_exposed.py`."""
 
 import os
 from collections.abc import Iterator
@@ -8,10 +9,7 @@ import msgspec
 import pytest
 import zmq
 
-from router.events import Stored
-from router.wire import decode_kv_batch, unpack_tokens
 from sglang_fair.common.curve import KEYS_VARIABLE, PUBLISHER, Keys, make
-from tests.support.live import Replica
 from tests.support.ports import free_port
 from tests.support.proxy import Capture
 from tests.support.waiting import wait_until
@@ -112,46 +110,6 @@ def test_events_and_load_go_to_routers_alone(sglang: None, folder: Path, clients
     assert not any(one.poll(100) for one in strangers)
     publisher.shutdown()
     loads.close(0)
-
-
-@pytest.mark.timeout(400)
-def test_a_replica_with_keys(folder: Path, clients: Clients) -> None:
-    """What it caches is told to routers alone; others are refused and counted, and the wire holds no token."""
-    right = Keys.read(folder, "router")
-    load = free_port()
-    tokens = [200 + number for number in range(32)]
-    with Replica("--keys", str(folder), "--load-port", str(load), kv_events=True) as replica:
-        assert replica.fair()["refused_peers"] == 0
-        assert replica.kv_port is not None
-        with Capture(f"tcp://127.0.0.1:{replica.kv_port}") as wire:
-            feed = clients.connect(zmq.SUB, wire.address, right)
-            much = clients.connect(zmq.SUB, f"tcp://127.0.0.1:{load}", right)
-
-            def heard() -> bool:
-                replica.flush()
-                replica.generate("c", tokens)
-                return bool(feed.poll(200) and much.poll(200))
-
-            wait_until(heard, "the router hears events and load")
-            told: list[int] = []
-            while not told:
-                replica.flush()
-                replica.generate("c", tokens)
-                while feed.poll(200):
-                    batch = decode_kv_batch("r0", feed.recv_multipart()[2])
-                    told += [
-                        t
-                        for one in batch.events
-                        if isinstance(one, Stored)
-                        for t in unpack_tokens(one.tokens)
-                    ]
-            assert set(tokens) & set(told)
-            inside = b"".join(msgspec.msgpack.encode(token) for token in tokens[:4])
-            assert inside not in wire.bytes
-        clients.connect(zmq.SUB, f"tcp://127.0.0.1:{replica.kv_port}", None)
-        clients.connect(zmq.DEALER, f"tcp://127.0.0.1:{replica.kv_port + 1}", None)
-        clients.connect(zmq.SUB, f"tcp://127.0.0.1:{load}", None)
-        wait_until(lambda: replica.fair()["refused_peers"] >= 3, "they are refused and counted")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from sglang_fair.sim.budget import LONGEST_RESERVATION
 from sglang_fair.sim.decode_batch import DecodeBatch
 from sglang_fair.sim.events import SimRequest
 from sglang_fair.sim.task import Task
+from tests.support.budget import seeds
 
 PAGE_TOKENS = 4
 
@@ -59,7 +60,7 @@ def test_an_aborted_request_ends_earlier_and_once():
     assert not other.aborted
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(20))
 def test_the_sums_are_those_of_the_requests(seed):
     random = Random(seed)
     batch, tasks = DecodeBatch(PAGE_TOKENS), list[Task]()

@@ -174,11 +174,6 @@ def test_the_link_carries_one_copy_after_the_other():
     assert host.wait_s(0, 20.0) == 0.0
 
 
-def test_negative_sizes_are_no_host():
-    with pytest.raises(ValueError, match="cannot be negative"):
-        HostPool(-1)
-
-
 # ---- swap
 
 

@@ -11,6 +11,7 @@ from sglang_fair.sim.cache import PrefixCache
 from sglang_fair.sim.events import SimRequest
 from sglang_fair.sim.pool import Pool
 from sglang_fair.sim.task import Task
+from tests.support.budget import seeds
 
 SETTINGS = Settings(kv_tokens=400, page_tokens=4)
 
@@ -72,7 +73,7 @@ def test_locked_pages_are_not_evicted():
     pool.check([(running, running.length)])
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(20))
 def test_no_page_is_lost_or_invented(seed):
     pool, random = new_pool(), Random(seed)
     running: list[Task] = []

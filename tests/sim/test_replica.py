@@ -4,7 +4,6 @@ import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from math import inf
 from random import Random
 
@@ -165,40 +164,6 @@ def test_an_engine_cuts_one_prompt_at_a_time():
     told += drain(replica)
     replica.check_pool()
     assert [event.id for event in told if isinstance(event, Finished)] == ["short", "first", "second"]
-
-
-def test_prompts_are_never_cut_without_chunks():
-    replica = new(replace(SMALL, chunked_prefill_tokens=None, max_prefill_tokens=100))
-    for name in ("a", "b", "c"):
-        replica.arrive(request(name, 150, 1), 0.0)
-    assert [finished(drain(replica))[name].t_s for name in ("a",)] == [1.0]
-    assert replica.meters.prefill_steps == 3
-
-
-def test_whoever_comes_during_a_run_is_considered_when_the_step_under_way_ends():
-    replica = new(events=False)
-    replica.arrive(request("first", 10, 30), 0.0)
-    drain(replica, 1.0)
-    replica.arrive(request("second", 10, 1), 7.25)
-    assert replica.next_s == 8.0
-    ended = finished(drain(replica))
-    assert (ended["second"].t_s, ended["first"].t_s) == (9.0, 31.0)
-
-
-def test_those_that_come_to_an_idle_replica_at_the_same_time_are_one_batch():
-    replica = new(events=False)
-    for name in ("x", "y", "z"):
-        replica.arrive(request(name, 8, 1), 3.0)
-    assert {event.t_s for event in finished(drain(replica)).values()} == {4.0}
-    assert replica.meters.prefill_steps == 1
-
-
-def test_no_more_run_at_once_than_may():
-    replica = new(replace(SMALL, max_running=2))
-    for name in ("x", "y", "z"):
-        replica.arrive(request(name, 8, 5), 0.0)
-    ended = finished(drain(replica))
-    assert [ended[name].t_s for name in ("x", "y", "z")] == [5.0, 5.0, 10.0]
 
 
 def test_the_next_turn_finds_the_prompt_and_the_answer_in_the_cache():
@@ -437,49 +402,6 @@ def test_a_jump_is_the_same_as_its_steps(case, policy, cost, says_weights):
     assert jumping.meters == stepping.meters
 
 
-def served_by_weight(
-    policy: str, weights: Sequence[float], cache_share: bool
-) -> list[tuple[float, float, float]]:
-    """Two clients with 30 requests here at any time, and a weight of "b" that is the next one every 40 s. Of the last
-    30 s of each: what "a" and "b" got, and the bound at its end."""
-    settings = replace(SMALL, cache_share=cache_share)
-    policy = make_policy(policy, quantum=200)
-    steps = None if policy.name == "drr" else Steps(0.1, policy.weights)
-    replica = Replica(FairQueue(policy), Seconds(), settings, steps=steps)
-    number, here, found = 0, {"a": 0, "b": 0}, []
-    ledger = replica.queue.account.ledger
-    for version, weight in enumerate(weights):
-        for second in range(40):
-            if second == 10:
-                before = ledger.usage("a").service, ledger.usage("b").service
-            for tenth in range(10):
-                now_s = 40.0 * version + second + tenth / 10
-                for event in replica.advance(now_s):
-                    if isinstance(event, Finished):
-                        here[event.id[0]] -= 1
-                for client, told in (("a", 1.0), ("b", weight)):
-                    while here[client] < 30:
-                        number, here[client] = number + 1, here[client] + 1
-                        id = f"{client}{number}"
-                        replica.arrive(
-                            request(id, 40, 20, client, weight=told, weight_version=version), now_s
-                        )
-        got = ledger.usage("a").service - before[0], ledger.usage("b").service - before[1]
-        bound = replica.queue.account.recent_bound()
-        found.append((*got, bound))
-    return found
-
-
-@pytest.mark.parametrize(
-    ("policy", "cache_share"), [("dlpm", False), ("dlpm", True), ("vtc", False), ("drr", False)]
-)
-def test_new_service_is_by_the_weight_that_requests_bring(policy, cache_share):
-    weights = (1.0, 3.0, 0.5)
-    for weight, (a, b, bound) in zip(weights, served_by_weight(policy, weights, cache_share), strict=True):
-        assert abs(a - b / weight) <= bound, (weight, a, b, bound)
-        assert b / a == pytest.approx(weight, rel=0.15)
-
-
 def told(events: Sequence[Event]) -> list[Event]:
     """All but the progress after the first token."""
     seen: Counter[str] = Counter()
@@ -540,80 +462,7 @@ def test_the_random_traffic_reaches_every_rule():
     assert min(met[name] for name in ("retractions", "cached", "removed", "aborted")) > 5, met
 
 
-@pytest.mark.parametrize("policy", [Vtc, lambda: Dlpm(quantum=100.0)])
-@pytest.mark.parametrize("seed", range(4))
-def test_backlogged_clients_differ_by_no_more_than_the_bound(policy, seed):
-    """Theorem 4.1's 2(U + Q), and VTC's, after each step; U as the queue has seen it."""
-    random = Random(seed)
-    settings = Settings(kv_tokens=2000, page_tokens=4, chunked_prefill_tokens=64, progress_steps=1)
-    replica = Replica(FairQueue(policy()), Seconds(), settings)
-    sent: Counter[str] = Counter()
-    lags: dict[str, tuple[int, int, float, float]] = {}
-    worst, now_s = 0.0, 0.0
-    for _ in range(1500):
-        for client, depth in (("flood", 20), ("steady", 4), ("long", 2)):
-            while sum(job.client == client for job in replica.queue.waiting()) < depth:
-                sent[client] += 1
-                own = random.randint(1, 120 if client == "long" else 30)
-                tokens = packed(
-                    *range(40 * (client == "flood")), *(random.randrange(10**6) for _ in range(own))
-                )
-                replica.arrive(
-                    request(f"{client}{sent[client]}", tokens, random.randint(1, 40), client), now_s
-                )
-        replica.advance(replica.next_s)
-        now_s = replica.next_s
-        clients = replica.queue.status()["clients"]
-        for one, other in (("flood", "steady"), ("steady", "long"), ("flood", "long")):
-            lead = clients[one]["service"] - clients[other]["service"]
-            backlogs = clients[one]["backlog"], clients[other]["backlog"]
-            before = lags.get(one + other)
-            if None in backlogs:
-                lags.pop(one + other, None)
-            elif before is None or before[:2] != backlogs:
-                lags[one + other] = (*backlogs, lead, lead)
-            else:
-                least, most = min(before[2], lead), max(before[3], lead)
-                lags[one + other] = (*backlogs, least, most)
-                worst = max(worst, most - least)
-    bound = replica.queue.account.bound()
-    assert replica.meters.retractions == 0
-    assert 0.05 * bound < worst <= bound
-
-
 # ---- the real scheduler
-
-
-def beside_a_flood(target_s: float) -> tuple[float, float]:
-    """A client that writes one long answer beside 400 requests of another, each followed by the next when it ends: the
-    median time between its later tokens, and the tokens per second of both."""
-    policy = make_policy("dlpm")
-    roomy = Settings(kv_tokens=400_000, page_tokens=16, max_running=512, ignore_eos=True, progress_steps=1)
-    cost = Seconds(base_s=0.005, extend_token_s=1e-6, request_s=1e-4, context_token_s=0.0)
-    replica = new(roomy, policy, cost, steps=Steps(0.1, policy.weights, target_s=target_s), events=False)
-    random, times = Random(0), list[float]()
-    for number in range(400):
-        replica.arrive(request(f"flood {number}", 20, random.randint(1, 200), "flood"), 0.0)
-    replica.arrive(request("light", 20, 600, "light"), 0.0)
-    while len(times) < 600 and replica.next_s < inf:
-        for event in replica.advance(now_s := replica.next_s):
-            if isinstance(event, Progress) and event.id == "light":
-                times.append(event.t_s)
-            if isinstance(event, Finished) and event.id == "light":
-                times += [event.t_s] * (600 - len(times))
-            elif isinstance(event, Finished):
-                number += 1
-                replica.arrive(request(f"flood {number}", 20, random.randint(100, 200), "flood"), now_s)
-    gaps = sorted(later - earlier for earlier, later in pairwise(times[200:]))
-    return gaps[len(gaps) // 2], replica.meters.output_tokens / now_s
-
-
-def test_a_light_client_s_tokens_come_in_the_target_s_time_beside_400_requests():
-    """A step with all of them takes 45 ms, one with half of them the target. The price is the flood's throughput."""
-    (free_s, free_rate), (held_s, held_rate) = beside_a_flood(0.0), beside_a_flood(0.025)
-    assert free_s > 0.04
-    assert held_s <= 0.025
-    assert free_rate > held_rate > 0.7 * free_rate
 
 
 @pytest.mark.engine

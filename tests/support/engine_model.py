@@ -490,6 +490,17 @@ class Traffic:
         return Request(f"{load.client}{serial}", load.client, shared + own, output, load.output_tokens[1])
 
 
+def engine_of(case: EngineCase, queue: FairQueue) -> EngineModel:
+    return EngineModel(
+        queue,
+        pool_tokens=case.pool_tokens,
+        cache_tokens=case.cache_tokens,
+        page_tokens=case.page_tokens,
+        step_tokens=case.step_tokens,
+        block_tokens=case.block_tokens,
+    )
+
+
 def run(
     case: EngineCase,
     policy: Policy,
@@ -498,14 +509,7 @@ def run(
     payers: Payers | None = None,
 ):
     """The case under a policy, to its end. `watch` makes a watcher, called after every event."""
-    replica = EngineModel(
-        FairQueue(policy, cost or Linear(), payers=payers),
-        pool_tokens=case.pool_tokens,
-        cache_tokens=case.cache_tokens,
-        page_tokens=case.page_tokens,
-        step_tokens=case.step_tokens,
-        block_tokens=case.block_tokens,
-    )
+    replica = engine_of(case, FairQueue(policy, cost or Linear(), payers=payers))
     if watch is not None:
         replica.watchers.append(watch(replica))
     traffic = Traffic(case)

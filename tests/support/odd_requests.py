@@ -2,6 +2,7 @@
 prints the books after each scenario as JSON. The scheduler has to be alone in its process."""
 
 import json
+import os
 import traceback
 from array import array
 from collections.abc import Callable
@@ -11,6 +12,8 @@ from sglang_fair.engines.bench.one_process import Engine
 
 STEPS = 40
 OUTPUT_TOKENS = 5
+SHARED_TOKENS = 192
+"""Three blocks of 64."""
 
 
 class Odd:
@@ -46,6 +49,19 @@ class Odd:
         self.engine.use("dlpm", overlay=True)
         self.engine.arrive([self.request(f"HEALTH_CHECK_{number}", "liar", first=60) for number in range(3)])
         return self.finish()
+
+    def a_system_prompt_that_three_share(self) -> dict[str, Any]:
+        """One request after the other, in chunks that end in the middle of blocks."""
+        os.environ["SGLANG_FAIR_PAYER"] = "equal"
+        chunk, self.scheduler.chunked_prefill_size = self.scheduler.chunked_prefill_size, 96
+        self.engine.use("dlpm", overlay=True)
+        for number, client in enumerate(("a", "b", "b", "c")):
+            prompt = array("q", [*range(1, 1 + SHARED_TOKENS), *[number + 1] * 40])
+            self.engine.arrive([self.engine.request(f"{number}", client, prompt, OUTPUT_TOKENS)])
+            books = self.finish()
+        self.scheduler.chunked_prefill_size = chunk
+        del os.environ["SGLANG_FAIR_PAYER"]
+        return books
 
     def requests_that_join_unseen(self) -> dict[str, Any]:
         """As in the loops of a prefill server, which extend the queue."""
@@ -165,6 +181,7 @@ class Odd:
 SCENARIOS: tuple[Callable[[Odd], dict[str, Any]], ...] = (
     Odd.two_requests_with_one_id,
     Odd.an_id_like_a_health_checks,
+    Odd.a_system_prompt_that_three_share,
     Odd.requests_that_join_unseen,
     Odd.requests_that_join_a_fair_queue_unseen,
     Odd.requests_whose_prompt_another_server_computed,
