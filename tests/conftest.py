@@ -102,7 +102,6 @@ def sglang() -> None:
         warnings.simplefilter("ignore")
         for name, value in cpu.environment().items():
             patch.setenv(name, value)
-        cpu.define_torchvision_operators()
         importlib.import_module("sglang_fair.overlay.hooks")
     gc.freeze()  # or the collector looks through all of SGLang and torch again and again in the tests that follow
 

@@ -13,6 +13,7 @@ from typing import Annotated
 from rich.console import Console
 from rich.table import Table
 
+from sglang_fair.common.installed import missing_extra
 from sglang_fair.settings.commands import Argument, Mistake, Option
 from sglang_fair.settings.commands import run as run_command
 from workloads.measures import Percentile, Summary, summarize
@@ -150,6 +151,8 @@ def command(
         console.print(client_table(summary))
     console.print(comparison_table(rows(summaries), summaries))
     if out is not None:
+        if missing := missing_extra("matplotlib"):
+            raise Mistake(missing)
         from workloads.plots import draw_all
 
         for path in draw_all(runs, summaries, out):

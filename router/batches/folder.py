@@ -6,6 +6,7 @@ from router.batches.amqp import AmqpStore
 from router.batches.blobs import Blobs
 from router.batches.contract import StoreError
 from router.batches.sqlite import SqliteStore
+from sglang_fair.common.installed import missing_extra
 from sglang_fair.common.service_keys import broker_url
 
 DATABASE, UPLOADS, MARK = "batches.db", "files", "feeder.lock"
@@ -27,7 +28,10 @@ def open_store(folder: Path) -> SqliteStore:
 
 
 def check(folder: Path, option: str = "--batches") -> None:
-    """ValueError, in one line, for a folder that cannot be had, or whose database is damaged."""
+    """ValueError, in one line, for a folder that cannot be had, or whose database is damaged, and where what reads
+    uploads is not installed."""
+    if missing := missing_extra("python_multipart"):
+        raise ValueError(missing)
     try:
         store = open_store(folder)
         try:

@@ -6,6 +6,7 @@ import sys
 from functools import partial
 from typing import cast
 
+from sglang_fair.common.installed import missing_extra
 from sglang_fair.common.processes import die_with_parent
 from sglang_fair.settings import protection
 from sglang_fair.settings.commands import Mistake
@@ -15,12 +16,14 @@ from sglang_fair.settings.table import Planner
 
 
 def check(settings: Planner) -> None:
-    """Raises SettingError for an address that is none."""
+    """Raises SettingError for an address that is none, and where what it counts with is not installed."""
     if "://" not in settings.router or not settings.router.split("://")[1]:
         raise SettingError(
             f"--router must be an address as tcp://127.0.0.1:9000, not {settings.router!r:.80}", "router"
         )
     protection.read_keys(settings.keys, "gateway")
+    if missing := missing_extra("scipy"):
+        raise SettingError(missing, "solver")
 
 
 def serve(settings: Planner) -> int:

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from math import log
 
 import numpy as np
-from scipy.cluster.vq import ClusterError, kmeans2
 
 from router.queues.groups import MOST_KINDS, Centre
 
@@ -21,6 +20,8 @@ FEW = 8
 def centres(points: Sequence[Centre], *, most: int = MOST_KINDS, seed: int = 0) -> tuple[Centre, ...]:
     """At most `most` centres of `points` (`groups.lengths`), in order; none without points. The same for the same
     arguments."""
+    from scipy.cluster.vq import ClusterError, kmeans2
+
     data = np.array(points, float).reshape(-1, 2)
     found: tuple[Centre, ...] = ()
     for count in range(1, most + 1):

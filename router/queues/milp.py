@@ -16,14 +16,15 @@ The swap stands in d because how long it takes depends on the model; slack[g,i] 
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array
 
 from router.queues.problem import Problem, can_serve
+
+if TYPE_CHECKING:
+    from scipy.optimize import LinearConstraint
 
 MOST_GROUPS = 6
 NODES = 1_000
@@ -52,7 +53,10 @@ class _Rows:
         self._least.append(least)
         self._most.append(most)
 
-    def constraint(self, variables: int) -> LinearConstraint:
+    def constraint(self, variables: int) -> "LinearConstraint":
+        from scipy.optimize import LinearConstraint
+        from scipy.sparse import coo_array
+
         shape = len(self._least), variables
         matrix = coo_array((self._coefficients, (self._at, self._variables)), shape=shape)
         return LinearConstraint(matrix.tocsr(), self._least, self._most)
@@ -143,6 +147,8 @@ class _Program:
 
     def minimise(self, goal: Sequence[int], nodes: int) -> NDArray[np.float64] | None:
         """The variables where the sum of `goal` is least, which is kept from now on; None if the nodes do not do."""
+        from scipy.optimize import Bounds, milp
+
         cost, integer = np.zeros(self.count), np.zeros(self.count)
         upper = np.full(self.count, np.inf)
         cost[list(goal)] = 1

@@ -15,6 +15,7 @@ from router.placement import build, parse_options, plans
 from sglang_fair.cluster import models
 from sglang_fair.common.deadlines import make_classes
 from sglang_fair.common.files import read_json
+from sglang_fair.common.installed import missing_extra
 from sglang_fair.common.interaction import make_apps
 from sglang_fair.common.weights import Weights
 from sglang_fair.core import make_policy
@@ -158,6 +159,8 @@ def check(options: Options) -> None:
             make()
         except ValueError as error:
             raise ConfigError(str(error), field) from None
+    if plans(options.placement) and (missing := missing_extra("scipy")):
+        raise ConfigError(missing, "placement")
     if options.scale_up and not plans(options.placement):
         raise ConfigError("--scale-up is for --placement qlm, whose planner says what is missing", "scale_up")
     _check_extra(options.extra)

@@ -1,8 +1,19 @@
-"""Whether SGLang is beside this package. A wheel brings no engine: which one fits depends on the machine."""
+"""What is beside this package. A wheel brings no engine, which depends on the machine, and leaves to extras what one
+command alone needs.
+"""
 
 from importlib.util import find_spec
 
 ENGINE = ("sglang", "torch")
+
+EXTRAS = {
+    "matplotlib": ("workloads", "plots"),
+    "python_multipart": ("batches", "--batches"),
+    "scipy": ("qlm", "the planner of placement qlm"),
+    "textual": ("top", "sglang-fair top"),
+}
+"""Packages, each with the extra that has it and what needs it. Ray's, Redis', AMQP's and OpenTelemetry's are asked for
+where they are used."""
 
 
 def missing_engine() -> str | None:
@@ -14,3 +25,11 @@ def missing_engine() -> str | None:
         f"{' and '.join(missing)} not installed beside this package; run: sglang-fair install cpu "
         "(with GPUs: sglang-fair install cuda)"
     )
+
+
+def missing_extra(package: str) -> str | None:
+    """What installs a package of `EXTRAS`, in a line; None where it is there. Nothing is imported."""
+    if find_spec(package) is not None:
+        return None
+    extra, user = EXTRAS[package]
+    return f"{user} needs {package.replace('_', '-')}: pip install 'sglang-fair[{extra}]'"

@@ -7,6 +7,8 @@ PyTorch path instead. It is slow but complete, with the real scheduler, radix ca
 
 import multiprocessing
 import os
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 PLATFORM = "sglang_fair_cpu"
@@ -49,26 +51,36 @@ def activate() -> str | None:
     """SGLang's platform loader calls this. Returns the platform's class, None unless it was asked for by name."""
     if os.environ.get("SGLANG_PLATFORM") != PLATFORM:
         return None
-    define_torchvision_operators()
     return "sglang_fair.engines.cpu_platform.PlainTorchPlatform"
 
 
 def define_torchvision_operators() -> None:
-    """Makes torchvision's CUDA wheel importable on a CPU build of torch.
+    """Makes torchvision's CUDA wheel, the only one that PyPI has, importable beside a CPU build of torch.
 
     The wheel registers fake kernels for two operators that only its CUDA library defines. Nothing here calls them, so
-    their schemas are enough. Must run in every process before torchvision is imported.
+    their schemas are enough. torch calls this at the end of its import (`torch.backends` in pyproject.toml).
     """
     import torch
 
-    if torch.version.cuda is not None:
-        return  # torchvision's own library loads there
-    if _LIBRARIES or hasattr(torch.ops.torchvision, "nms"):
+    if torch.version.cuda is not None or not _is_cuda_torchvision():
+        return  # its own library loads, and defines them
+    if _LIBRARIES:
         return
     library = torch.library.Library("torchvision", "DEF")
     for name in ("nms", "qnms"):
         library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     _LIBRARIES.append(library)
+
+
+def _is_cuda_torchvision() -> bool:
+    """By the version that the build has written down. Nothing is imported."""
+    found = find_spec("torchvision")
+    if found is None or found.origin is None:
+        return False
+    try:
+        return "+cu" in Path(found.origin).with_name("version.py").read_text(encoding="utf-8")
+    except OSError:
+        return False
 
 
 START_METHOD_SET = "sglang.srt.entrypoints.engine._set_envs_and_config"

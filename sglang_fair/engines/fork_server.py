@@ -67,7 +67,6 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 def import_sglang() -> None:
     """Imports what replicas share. The environment must be a replica's already."""
-    cpu.define_torchvision_operators()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about kernels that a CPU lacks
         for module in MODULES:

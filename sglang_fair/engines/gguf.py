@@ -8,12 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from sglang_fair.engines.cpu import define_torchvision_operators
-
 
 def convert(gguf: Path, folder: Path) -> None:
     """Writes the model in `gguf` to `folder` as safetensors in bf16, with tokenizer and chat template."""
-    define_torchvision_operators()
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

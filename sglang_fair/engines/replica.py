@@ -29,10 +29,6 @@ from sglang_fair.settings.setting import SettingError
 from sglang_fair.settings.table import Replica
 from sglang_fair.sim.emulation import MAX_RUNNING, Emulation
 
-if os.environ.get("SGLANG_PLATFORM") == cpu.PLATFORM:
-    # SGLang's spawned processes import this module again, before anything of SGLang's.
-    cpu.define_torchvision_operators()
-
 SMALL_MODEL_BYTES = 100_000_000
 
 
@@ -228,8 +224,6 @@ def serve(options: Replica) -> int:
     except (ValueError, OSError, RuntimeError) as error:
         print(f"sglang-fair replica: {error}", file=sys.stderr)
         return 2
-    if options.device == "cpu":
-        cpu.define_torchvision_operators()
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args

@@ -40,7 +40,6 @@ def find_fault(profile: str) -> str | None:
     try:
         if profile == "cpu":
             os.environ.update(cpu.environment())
-            cpu.define_torchvision_operators()
         importlib.import_module("sglang.launch_server")
         importlib.import_module("sglang.srt.managers.scheduler")
     except Exception as error:

@@ -18,7 +18,7 @@ from sglang_fair.dashboard import session as sessions
 from sglang_fair.dashboard.__main__ import main
 from sglang_fair.dashboard.server import application
 from sglang_fair.dashboard.session import HOLDS_S, Session
-from sglang_fair.dashboard.top import Top
+from sglang_fair.dashboard.terminal import Top
 from tests.support.ports import free_port
 
 KEY = "the admin's key"

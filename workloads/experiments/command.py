@@ -20,6 +20,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from sglang_fair.common.installed import missing_extra
 from sglang_fair.common.provenance import cores, machine, versions
 from sglang_fair.settings.commands import Argument, Mistake, Option, run
 from workloads.experiments import EXPERIMENTS, results, runner, store
@@ -255,7 +256,7 @@ def _draw(
     try:
         written = results.draw(reported, folder, suffixes)
     except ImportError as error:
-        console.print(f"no plots: {error}")
+        console.print(f"no plots: {missing_extra('matplotlib') or error}", markup=False)
     else:
         if written:
             console.print(f"{len(written)} plots in {folder}")

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
+from sglang_fair.common.installed import missing_extra
 from sglang_fair.common.provenance import machine
 from workloads.measures import Summary
 from workloads.medians import ComparisonRow, ratios, rows
@@ -38,7 +39,7 @@ def keep(
     try:
         from workloads.plots import draw_all
     except ImportError as error:
-        console.print(f"no plots: {error}", highlight=False)
+        console.print(f"no plots: {missing_extra('matplotlib') or error}", highlight=False, markup=False)
     else:
         draw_all(runs, summaries, folder)
     kept = {

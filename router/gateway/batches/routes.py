@@ -27,7 +27,6 @@ from router.gateway.batches.schema import (
     NewBatch,
     NewFile,
 )
-from router.gateway.batches.upload import HEAD_BYTES, Upload
 from router.gateway.errors import ApiError, overloaded
 from router.gateway.gateway import Gateway
 from router.gateway.operations import Operation
@@ -109,6 +108,8 @@ class _Asked:
     # -- files
 
     async def upload(self, request: Request) -> Response:
+        from router.gateway.batches.upload import HEAD_BYTES  # of an extra, which others do not need
+
         client, files = self._client(request), self._files
         announced = request.headers.get("content-length", "")
         if announced.isdecimal() and int(announced) > files.bounds.file_bytes + HEAD_BYTES:
@@ -126,6 +127,8 @@ class _Asked:
             files.uploads.give(client)
 
     async def _take_in(self, request: Request, client: str) -> Response:
+        from router.gateway.batches.upload import Upload
+
         files = self._files
         left = files.bounds.client_bytes - await files.run(files.store.file_bytes, client)
         if left <= 0:

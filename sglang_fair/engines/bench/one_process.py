@@ -68,7 +68,6 @@ class Engine:
     ) -> None:
         os.environ.update(cpu.environment())
         os.environ["OMP_NUM_THREADS"] = "1"
-        cpu.define_torchvision_operators()
         from sglang.srt.plugins import load_plugins
 
         from sglang_fair.overlay.hooks import HOOKS
