@@ -1,6 +1,7 @@
 """Tests of the gateway may be coroutine functions, and have a cluster of their own in the loop that runs them."""
 
 import asyncio
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,13 +19,26 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    if not inspect.iscoroutinefunction(pyfuncitem.obj):
-        return None
-    names = inspect.signature(pyfuncitem.obj).parameters
-    pyfuncitem.funcargs["runner"].run(
-        pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names if name in pyfuncitem.funcargs})
-    )
-    return True
+    test, given = pyfuncitem.obj, getattr(pyfuncitem.obj, "hypothesis", None)
+    if given is not None:  # each example has a loop of its own
+        inner = getattr(given.inner_test, "coroutine", given.inner_test)
+        if inspect.iscoroutinefunction(inner):
+            given.inner_test = _in_own_loop(inner, pyfuncitem.funcargs["loop_factory"])
+    elif inspect.iscoroutinefunction(test):
+        names = inspect.signature(test).parameters
+        pyfuncitem.funcargs["runner"].run(test(**{name: pyfuncitem.funcargs[name] for name in names}))
+        return True
+    return None
+
+
+def _in_own_loop(test: Callable[..., Any], loop_factory: Any) -> Callable[..., None]:
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            runner.run(test(*args, **kwargs))
+
+    run.coroutine = test  # type: ignore[attr-defined]
+    return run
 
 
 @pytest.fixture

@@ -44,7 +44,7 @@ from router.throttling import Throttling
 from router.wire import HEARTBEAT, HEARTBEAT_ANSWER
 from sglang_fair.core.throttle import Limits, Rules
 from tests.support.budget import examples
-from tests.support.virtual_time import VirtualLoop, run
+from tests.support.virtual_time import VirtualLoop
 
 TIMEOUT_S = 5.0
 LONG_S = 900.0
@@ -316,29 +316,26 @@ def _losses(seed: int, part: float) -> Callable[[object], bool]:
     leaves=st.sets(st.integers(0, 4)),
     lasts=st.floats(620.0, 1.5 * LONG_S),
 )
-def test_whatever_is_lost_who_waits_is_placed_in_the_end(
+async def test_whatever_is_lost_who_waits_is_placed_in_the_end(
     seed: int, part: float, restarts: list[float], leaves: set[int], lasts: float
 ) -> None:
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
+    loop = asyncio.get_running_loop()
 
-        async def waits(number: int) -> None:
-            place = await ask(placer, f"w{number}", due=HELD_UP)
-            assert isinstance(place, Place), place
-            assert part or place.id == f"w{number}", "the router lives, and so it is who decides"
-            loop.call_later(1.0, placer.end, Done(place.id))
+    async def waits(number: int) -> None:
+        place = await ask(placer, f"w{number}", due=HELD_UP)
+        assert isinstance(place, Place), place
+        assert part or place.id == f"w{number}", "the router lives, and so it is who decides"
+        loop.call_later(1.0, placer.end, Done(place.id))
 
-        async with gateway(full()) as (wire, placer, _):
-            assert isinstance(await ask(placer, "1"), Place)
-            wire.loses = _losses(seed, part)
-            for at_s in restarts:
-                loop.call_at(at_s, lambda: wire.restart(full()))
-            waiting = [asyncio.create_task(waits(number)) for number in range(5)]
-            loop.call_at(lasts, placer.end, Done("1"))
-            for number in leaves:
-                loop.call_at(lasts / 2, waiting[number].cancel)
-            async with asyncio.timeout_at(10 * LONG_S):
-                await asyncio.gather(*(task for at, task in enumerate(waiting) if at not in leaves))
-            await asyncio.gather(*waiting, return_exceptions=True)
-
-    run(main())
+    async with gateway(full()) as (wire, placer, _):
+        assert isinstance(await ask(placer, "1"), Place)
+        wire.loses = _losses(seed, part)
+        for at_s in restarts:
+            loop.call_at(at_s, lambda: wire.restart(full()))
+        waiting = [asyncio.create_task(waits(number)) for number in range(5)]
+        loop.call_at(lasts, placer.end, Done("1"))
+        for number in leaves:
+            loop.call_at(lasts / 2, waiting[number].cancel)
+        async with asyncio.timeout_at(10 * LONG_S):
+            await asyncio.gather(*(task for at, task in enumerate(waiting) if at not in leaves))
+        await asyncio.gather(*waiting, return_exceptions=True)

@@ -39,69 +39,57 @@ PIECES = st.lists(
 
 
 @given(pieces=PIECES, closes=st.booleans())
-def test_the_same_bytes_arrive_in_order(pieces: list[bytes | None], closes: bool) -> None:
-    async def main() -> None:
-        made, transport = wire()
-        for at, piece in enumerate(pieces):
-            if piece is not None:
-                made.write(piece)
-                continue
-            await asyncio.sleep(0)  # the loop's turn is over
-            await asyncio.sleep(0)
-            assert b"".join(transport.written) == b"".join(one for one in pieces[:at] if one)
-        if closes:
-            made.close()
-            assert made.is_closing()
+async def test_the_same_bytes_arrive_in_order(pieces: list[bytes | None], closes: bool) -> None:
+    made, transport = wire()
+    for at, piece in enumerate(pieces):
+        if piece is not None:
+            made.write(piece)
+            continue
+        await asyncio.sleep(0)  # the loop's turn is over
         await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert b"".join(transport.written) == b"".join(one for one in pieces if one)
-
-    asyncio.run(main())
-
-
-def test_head_and_body_are_one_piece() -> None:
-    async def main() -> None:
-        made, transport = wire()
-        made.write(b"HTTP/1.1 200 OK\r\n\r\n")
-        assert transport.written == []
-        made.write(b"body")
-        assert transport.written == [b"HTTP/1.1 200 OK\r\n\r\nbody"]
-        made.write(b"more")
-        assert transport.written[1:] == [b"more"]
-
-    asyncio.run(main())
-
-
-def test_a_head_without_a_body_does_not_wait_for_one() -> None:
-    async def main() -> None:
-        made, transport = wire()
-        made.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert transport.written == [b"HTTP/1.1 100 Continue\r\n\r\n"]
-        made.write(b"HTTP/1.1 204 No Content\r\n\r\n")
+        assert b"".join(transport.written) == b"".join(one for one in pieces[:at] if one)
+    if closes:
         made.close()
-        assert transport.written[1:] == [b"HTTP/1.1 204 No Content\r\n\r\n"]
-        assert transport.closed_after == 2
+        assert made.is_closing()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert b"".join(transport.written) == b"".join(one for one in pieces if one)
 
-    asyncio.run(main())
+
+async def test_head_and_body_are_one_piece() -> None:
+    made, transport = wire()
+    made.write(b"HTTP/1.1 200 OK\r\n\r\n")
+    assert transport.written == []
+    made.write(b"body")
+    assert transport.written == [b"HTTP/1.1 200 OK\r\n\r\nbody"]
+    made.write(b"more")
+    assert transport.written[1:] == [b"more"]
 
 
-def test_who_leaves_is_noticed_once_and_only_while_listened_for() -> None:
-    async def main() -> None:
-        told: list[str] = []
-        gone = asyncio.Event()
+async def test_a_head_without_a_body_does_not_wait_for_one() -> None:
+    made, transport = wire()
+    made.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert transport.written == [b"HTTP/1.1 100 Continue\r\n\r\n"]
+    made.write(b"HTTP/1.1 204 No Content\r\n\r\n")
+    made.close()
+    assert transport.written[1:] == [b"HTTP/1.1 204 No Content\r\n\r\n"]
+    assert transport.closed_after == 2
 
-        async def receive() -> dict[str, Any]:
-            await gone.wait()
-            return {"type": "http.disconnect"}
 
-        stop = when_client_leaves({}, receive, lambda: told.append("early"))
-        stop()
-        when_client_leaves({}, receive, lambda: told.append("left"))
-        await asyncio.sleep(0)
-        gone.set()
-        await asyncio.sleep(0.01)
-        assert told == ["left"]
+async def test_who_leaves_is_noticed_once_and_only_while_listened_for() -> None:
+    told: list[str] = []
+    gone = asyncio.Event()
 
-    asyncio.run(main())
+    async def receive() -> dict[str, Any]:
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    stop = when_client_leaves({}, receive, lambda: told.append("early"))
+    stop()
+    when_client_leaves({}, receive, lambda: told.append("left"))
+    await asyncio.sleep(0)
+    gone.set()
+    await asyncio.sleep(0.01)
+    assert told == ["left"]

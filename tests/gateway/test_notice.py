@@ -42,56 +42,47 @@ async def ended(process: Process) -> int:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_it_is_not_ready_first_and_serves_until_all_is_answered(tmp_path: Path, workers: int) -> None:
-    async def main() -> None:
-        options = ("--notice", LONG, "--workers", str(workers))
-        async with Site(make_tokenizer(tmp_path), replicas=1, step_s=0.05, gateway_options=options) as site:
-            await site.start()
-            assert await readiness(site) == (200, "ready")
-            [gateway] = site.gateways
-            gateway.send(signal.SIGTERM)
+async def test_it_is_not_ready_first_and_serves_until_all_is_answered(tmp_path: Path, workers: int) -> None:
+    options = ("--notice", LONG, "--workers", str(workers))
+    async with Site(make_tokenizer(tmp_path), replicas=1, step_s=0.05, gateway_options=options) as site:
+        await site.start()
+        assert await readiness(site) == (200, "ready")
+        [gateway] = site.gateways
+        gateway.send(signal.SIGTERM)
 
-            async def all_say_so() -> bool:
-                found = [await readiness(site) for _ in range(4 * workers)]
-                return set(found) == {(503, "ending")}
+        async def all_say_so() -> bool:
+            found = [await readiness(site) for _ in range(4 * workers)]
+            return set(found) == {(503, "ending")}
 
-            await eventually(all_say_so, "it is not ready")
-            assert (await site.whole("a", 3))[0] == 200
-            if workers > 1:
-                return  # uvicorn's supervisor passes no second signal on
-            await site.hold(10, "r0")
-            seen = Seen()
-            streaming = asyncio.create_task(site.stream("completions", "b", 60, seen))
-            await eventually(lambda: seen.events > 2, "it streams")
-            gateway.send(signal.SIGTERM)
-            await eventually(lambda: refused(site), "nobody can connect")
-            assert gateway.exit_code() is None
-            await site.hold(None, "r0")
-            await streaming
-            assert seen.text == site.expected("completions", "b", 60)
-            assert seen.ended
-            assert await ended(gateway) == 0
-
-    asyncio.run(main())
+        await eventually(all_say_so, "it is not ready")
+        assert (await site.whole("a", 3))[0] == 200
+        if workers > 1:
+            return  # uvicorn's supervisor passes no second signal on
+        await site.hold(10, "r0")
+        seen = Seen()
+        streaming = asyncio.create_task(site.stream("completions", "b", 60, seen))
+        await eventually(lambda: seen.events > 2, "it streams")
+        gateway.send(signal.SIGTERM)
+        await eventually(lambda: refused(site), "nobody can connect")
+        assert gateway.exit_code() is None
+        await site.hold(None, "r0")
+        await streaming
+        assert seen.text == site.expected("completions", "b", 60)
+        assert seen.ended
+        assert await ended(gateway) == 0
 
 
-def test_when_the_notice_is_over_it_ends_by_itself(tmp_path: Path) -> None:
-    async def main() -> None:
-        options = ("--notice", "0.2")
-        async with Site(make_tokenizer(tmp_path), replicas=1, gateway_options=options) as site:
-            await site.start()
-            site.gateways[0].send(signal.SIGTERM)
-            assert await ended(site.gateways[0]) == 0
-
-    asyncio.run(main())
+async def test_when_the_notice_is_over_it_ends_by_itself(tmp_path: Path) -> None:
+    options = ("--notice", "0.2")
+    async with Site(make_tokenizer(tmp_path), replicas=1, gateway_options=options) as site:
+        await site.start()
+        site.gateways[0].send(signal.SIGTERM)
+        assert await ended(site.gateways[0]) == 0
 
 
-def test_ctrl_c_does_not_wait(tmp_path: Path) -> None:
-    async def main() -> None:
-        options = ("--notice", LONG)
-        async with Site(make_tokenizer(tmp_path), replicas=1, gateway_options=options) as site:
-            await site.start()
-            site.gateways[0].send(signal.SIGINT)
-            assert await ended(site.gateways[0]) == 0
-
-    asyncio.run(main())
+async def test_ctrl_c_does_not_wait(tmp_path: Path) -> None:
+    options = ("--notice", LONG)
+    async with Site(make_tokenizer(tmp_path), replicas=1, gateway_options=options) as site:
+        await site.start()
+        site.gateways[0].send(signal.SIGINT)
+        assert await ended(site.gateways[0]) == 0

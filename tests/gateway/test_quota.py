@@ -4,7 +4,8 @@ import asyncio
 import shutil
 import subprocess
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,92 +56,89 @@ async def used(quotas: Quotas, name: str = "tokens") -> int:
     """What the present window has been charged."""
     window = {"tokens": 60, "tokens-day": 86400, "requests": 60}[name]
     number = int(quotas._clock_s() // window)
-    return await quotas._local.get(f"sglang-fair/{name}/gold/{number}")
+    return quotas._local.incr(f"sglang-fair/{name}/gold/{number}", 60, 0)
 
 
-def run(body: Callable[[Quotas, Clock], Awaitable[None]]) -> None:
-    async def main() -> None:
-        clock = Clock()
-        quotas = Quotas(clock_s=clock)
-        await body(quotas, clock)
-        await quotas.close()
-        assert not quotas._open
-        assert quotas.state()["at once"] == {}
-
-    asyncio.run(main())
+@asynccontextmanager
+async def counting(clock: Clock) -> AsyncIterator[Quotas]:
+    made = Quotas(clock_s=clock)
+    yield made
+    await made.close()
+    assert not made._open
+    assert made.state()["at once"] == {}
 
 
-def test_requests_in_a_minute() -> None:
-    async def body(quotas: Quotas, clock: Clock) -> None:
-        for left in (2, 1, 0):
-            ticket = await opened(quotas, requests_per_minute=3)
-            assert ticket.headers["x-ratelimit-remaining-requests"] == str(left)
-            ticket.close(0)
-        clock.now_s += 20
-        error = await refused(quotas.enter(known(requests_per_minute=3)))
-        left_s = str(int(60 - clock.now_s % 60))
-        assert (error.status, error.code, error.headers["retry-after"]) == (
-            429,
-            "rate_limit_exceeded",
-            left_s,
-        )
-        assert error.headers["x-ratelimit-reset-requests"] == f"{left_s}s"
-        assert quotas.state()["refused"] == {"requests": 1}
-        other = await quotas.enter(known("silver", requests_per_minute=3))
-        assert other is not None
-        other.close(0)
-        clock.now_s += 60
-        (await opened(quotas, requests_per_minute=3)).close(0)
-
-    run(body)
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
 
 
-def test_requests_at_a_time() -> None:
-    async def body(quotas: Quotas, clock: Clock) -> None:
-        first, second = [await opened(quotas, concurrency=2) for _ in range(2)]
-        assert (await refused(quotas.enter(known(concurrency=2)))).headers["retry-after"] == "1"
-        first.close(0)
-        first.close(0)  # once is enough
-        third = await opened(quotas, concurrency=2)
-        assert (await refused(quotas.enter(known(concurrency=2)))).status == 429
-        second.close(None)
-        third.close(0)
-
-    run(body)
+@pytest.fixture
+def quotas(clock: Clock, runner: asyncio.Runner) -> Iterator[Quotas]:
+    made = counting(clock)
+    yield runner.run(made.__aenter__())
+    runner.run(made.__aexit__(None, None, None))
 
 
-def test_the_longest_prompt_and_what_never_fits() -> None:
-    async def body(quotas: Quotas, clock: Clock) -> None:
-        ticket = await opened(quotas, prompt_tokens=10)
-        assert (await refused(ticket.admit(11, 0))).code == "prompt_too_large"
+async def test_requests_in_a_minute(quotas: Quotas, clock: Clock) -> None:
+    for left in (2, 1, 0):
+        ticket = await opened(quotas, requests_per_minute=3)
+        assert ticket.headers["x-ratelimit-remaining-requests"] == str(left)
         ticket.close(0)
-        ticket = await opened(quotas, tokens_per_minute=LIMIT, tokens_per_day=2 * LIMIT)
-        error = await refused(ticket.admit(LIMIT + 1, 0))
-        assert (error.status, error.code) == (400, "prompt_too_large")  # to try again would be in vain
+    clock.now_s += 20
+    error = await refused(quotas.enter(known(requests_per_minute=3)))
+    left_s = str(int(60 - clock.now_s % 60))
+    assert (error.status, error.code, error.headers["retry-after"]) == (
+        429,
+        "rate_limit_exceeded",
+        left_s,
+    )
+    assert error.headers["x-ratelimit-reset-requests"] == f"{left_s}s"
+    assert quotas.state()["refused"] == {"requests": 1}
+    other = await quotas.enter(known("silver", requests_per_minute=3))
+    assert other is not None
+    other.close(0)
+    clock.now_s += 60
+    (await opened(quotas, requests_per_minute=3)).close(0)
+
+
+async def test_requests_at_a_time(quotas: Quotas) -> None:
+    first, second = [await opened(quotas, concurrency=2) for _ in range(2)]
+    assert (await refused(quotas.enter(known(concurrency=2)))).headers["retry-after"] == "1"
+    first.close(0)
+    first.close(0)  # once is enough
+    third = await opened(quotas, concurrency=2)
+    assert (await refused(quotas.enter(known(concurrency=2)))).status == 429
+    second.close(None)
+    third.close(0)
+
+
+async def test_the_longest_prompt_and_what_never_fits(quotas: Quotas) -> None:
+    ticket = await opened(quotas, prompt_tokens=10)
+    assert (await refused(ticket.admit(11, 0))).code == "prompt_too_large"
+    ticket.close(0)
+    ticket = await opened(quotas, tokens_per_minute=LIMIT, tokens_per_day=2 * LIMIT)
+    error = await refused(ticket.admit(LIMIT + 1, 0))
+    assert (error.status, error.code) == (400, "prompt_too_large")  # to try again would be in vain
+    ticket.close(0)
+    await quotas.close()
+    assert await used(quotas) == await used(quotas, "tokens-day") == 0
+
+
+async def test_a_refusal_charges_nothing(quotas: Quotas) -> None:
+    limits = {"tokens_per_minute": LIMIT, "tokens_per_day": 10 * LIMIT}
+    first = await opened(quotas, **limits)
+    await first.admit(900, 50)
+    for _ in range(20):
+        ticket = await opened(quotas, **limits)
+        assert (await refused(ticket.admit(51, 0))).status == 429
         ticket.close(0)
-        await quotas.close()
-        assert await used(quotas) == await used(quotas, "tokens-day") == 0
-
-    run(body)
-
-
-def test_a_refusal_charges_nothing() -> None:
-    async def body(quotas: Quotas, clock: Clock) -> None:
-        limits = {"tokens_per_minute": LIMIT, "tokens_per_day": 10 * LIMIT}
-        first = await opened(quotas, **limits)
-        await first.admit(900, 50)
-        for _ in range(20):
-            ticket = await opened(quotas, **limits)
-            assert (await refused(ticket.admit(51, 0))).status == 429
-            ticket.close(0)
-        await quotas.close()
-        assert await used(quotas) == await used(quotas, "tokens-day") == 950
-        assert quotas.state()["refused"] == {"tokens": 20}
-        first.close(20)
-        await quotas.close()
-        assert await used(quotas) == await used(quotas, "tokens-day") == 920
-
-    run(body)
+    await quotas.close()
+    assert await used(quotas) == await used(quotas, "tokens-day") == 950
+    assert quotas.state()["refused"] == {"tokens": 20}
+    first.close(20)
+    await quotas.close()
+    assert await used(quotas) == await used(quotas, "tokens-day") == 920
 
 
 @settings(max_examples=examples(60))
@@ -156,12 +154,10 @@ def test_a_refusal_charges_nothing() -> None:
         max_size=12,
     )
 )
-def test_every_token_is_charged_once(requests: list[tuple[int, int, int, int, str]]) -> None:
+async def test_every_token_is_charged_once(requests: list[tuple[int, int, int, int, str]]) -> None:
     """Within one window the charge is the prompts and the answers, of those that were admitted, to the token."""
-
-    async def body(quotas: Quotas, clock: Clock) -> None:
-        limits = {"tokens_per_minute": LIMIT, "tokens_per_day": 3 * LIMIT}
-        due = 0
+    limits, due = {"tokens_per_minute": LIMIT, "tokens_per_day": 3 * LIMIT}, 0
+    async with counting(Clock()) as quotas:
         for prompt, named, answered, looks, end in requests:
             answered = min(answered, named) if named else answered
             ticket = await opened(quotas, **limits)
@@ -182,20 +178,20 @@ def test_every_token_is_charged_once(requests: list[tuple[int, int, int, int, st
                     continue
                 held = min(named, LIMIT - prompt)
                 assert await used(quotas) == due + prompt + held
-                counting = []
+                looking = []
                 for look in range(1, looks + 1):
                     if end != "unknown":
                         ticket.answered = lambda share=answered * look // looks: share
-                    counting.append(asyncio.create_task(ticket.count()))
+                    looking.append(asyncio.create_task(ticket.count()))
                     await asyncio.sleep(0)
                 if end == "not taken":
                     ticket.answered = lambda: 0
-                    await asyncio.gather(*counting)
-                    counting = []
+                    await asyncio.gather(*looking)
+                    looking = []
                     answered = ticket._charged
                 ticket.close(None if end == "unknown" else answered, was_taken=end != "not taken")
                 ticket.close(answered)
-                await asyncio.gather(*counting)
+                await asyncio.gather(*looking)
                 await quotas.close()
                 if end == "ends":
                     due += prompt + answered
@@ -205,68 +201,56 @@ def test_every_token_is_charged_once(requests: list[tuple[int, int, int, int, st
                     due += answered
             assert await used(quotas) == await used(quotas, "tokens-day") == due
 
-    run(body)
 
-
-def test_a_limit_holds_against_many_at_once() -> None:
+async def test_a_limit_holds_against_many_at_once(quotas: Quotas) -> None:
     """The adversary sends a thousand at the same moment, each with a longest answer."""
 
-    async def body(quotas: Quotas, clock: Clock) -> None:
-        async def one() -> Ticket | None:
-            ticket = await opened(quotas, tokens_per_minute=LIMIT)
-            try:
-                await ticket.admit(7, 30)
-            except ApiError:
-                ticket.close(0)
-                return None
-            return ticket
-
-        admitted = [one for one in await asyncio.gather(*[one() for _ in range(1000)]) if one is not None]
-        assert len(admitted) == LIMIT // 37
-        for ticket in admitted:
-            ticket.answered = lambda: 30
-            ticket.close(30)
-        await quotas.close()
-        assert await used(quotas) == LIMIT // 37 * 37
-
-    run(body)
-
-
-def test_a_trickle_is_charged_as_it_comes() -> None:
-    """The adversary names no longest answer and keeps streams open: new ones wait as soon as the minute is used."""
-
-    async def body(quotas: Quotas, clock: Clock) -> None:
-        stream = await opened(quotas, tokens_per_minute=LIMIT)
-        await stream.admit(10, 0)
-        for so_far in range(0, 1100, 100):
-            stream.answered = lambda so_far=so_far: so_far
-            await stream.count()
-        second = await opened(quotas, tokens_per_minute=LIMIT)
-        assert (await refused(second.admit(1, 0))).status == 429
-        second.close(0)
-        clock.now_s += 60  # what comes now belongs to the new minute
-        stream.close(1300)
-        await quotas.close()
-        assert await used(quotas) == 300
-
-    run(body)
-
-
-def test_an_answer_over_two_minutes() -> None:
-    async def body(quotas: Quotas, clock: Clock) -> None:
+    async def one() -> Ticket | None:
         ticket = await opened(quotas, tokens_per_minute=LIMIT)
-        await ticket.admit(100, 500)
-        ticket.answered = lambda: 200
-        await ticket.count()
-        assert await used(quotas) == 600
-        clock.now_s += 60
-        ticket.close(450)
-        await quotas.close()
-        assert await used(quotas) == 250
-        clock.now_s -= 60
-        assert await used(quotas) == 600  # that minute is over: nothing is given back
+        try:
+            await ticket.admit(7, 30)
+        except ApiError:
+            ticket.close(0)
+            return None
+        return ticket
 
-    run(body)
+    admitted = [one for one in await asyncio.gather(*[one() for _ in range(1000)]) if one is not None]
+    assert len(admitted) == LIMIT // 37
+    for ticket in admitted:
+        ticket.answered = lambda: 30
+        ticket.close(30)
+    await quotas.close()
+    assert await used(quotas) == LIMIT // 37 * 37
+
+
+async def test_a_trickle_is_charged_as_it_comes(quotas: Quotas, clock: Clock) -> None:
+    """The adversary names no longest answer and keeps streams open: new ones wait as soon as the minute is used."""
+    stream = await opened(quotas, tokens_per_minute=LIMIT)
+    await stream.admit(10, 0)
+    for so_far in range(0, 1100, 100):
+        stream.answered = lambda so_far=so_far: so_far
+        await stream.count()
+    second = await opened(quotas, tokens_per_minute=LIMIT)
+    assert (await refused(second.admit(1, 0))).status == 429
+    second.close(0)
+    clock.now_s += 60  # what comes now belongs to the new minute
+    stream.close(1300)
+    await quotas.close()
+    assert await used(quotas) == 300
+
+
+async def test_an_answer_over_two_minutes(quotas: Quotas, clock: Clock) -> None:
+    ticket = await opened(quotas, tokens_per_minute=LIMIT)
+    await ticket.admit(100, 500)
+    ticket.answered = lambda: 200
+    await ticket.count()
+    assert await used(quotas) == 600
+    clock.now_s += 60
+    ticket.close(450)
+    await quotas.close()
+    assert await used(quotas) == 250
+    clock.now_s -= 60
+    assert await used(quotas) == 600  # that minute is over: nothing is given back
 
 
 @pytest.mark.parametrize("address", ["redis:/x", "file:x", "", "redis://h:port"])
@@ -275,20 +259,16 @@ def test_what_is_no_store(address: str) -> None:
         check_store(address)
 
 
-def test_a_store_that_is_not_there_leaves_each_process_to_itself() -> None:
+async def test_a_store_that_is_not_there_leaves_each_process_to_itself() -> None:
     pytest.importorskip("redis", reason="the client library of Redis is not installed")
-
-    async def main() -> None:
-        quotas = Quotas(f"redis://127.0.0.1:{free_port()}/0")
-        (await opened(quotas, requests_per_minute=1)).close(0)
-        assert (await refused(quotas.enter(known(requests_per_minute=1)))).status == 429
-        assert quotas.state()["store failures"] == 1
-        await quotas.close()
-
-    asyncio.run(main())
+    quotas = Quotas(f"redis://127.0.0.1:{free_port()}/0")
+    (await opened(quotas, requests_per_minute=1)).close(0)
+    assert (await refused(quotas.enter(known(requests_per_minute=1)))).status == 429
+    assert quotas.state()["store failures"] == 1
+    await quotas.close()
 
 
-def test_what_was_charged_here_is_given_back_here() -> None:
+async def test_what_was_charged_here_is_given_back_here() -> None:
     """A store that comes back between a charge and its end is not given what it never had."""
     pytest.importorskip("redis", reason="the client library of Redis is not installed")
 
@@ -305,32 +285,29 @@ def test_what_was_charged_here_is_given_back_here() -> None:
         async def close(self) -> None:
             pass
 
-    async def main() -> None:
-        quotas = Quotas(f"redis://127.0.0.1:{free_port()}/0")
-        store = Store()
-        quotas._remote = store  # type: ignore[assignment]
+    quotas = Quotas(f"redis://127.0.0.1:{free_port()}/0")
+    store = Store()
+    quotas._remote = store  # type: ignore[assignment]
 
-        async def request(*, there_at_first: bool, there_at_last: bool) -> Counter[str]:
-            before = Counter(store.counts)
-            store.is_there, quotas._silent_until_s = there_at_first, 0.0
-            ticket = await opened(quotas, tokens_per_day=10 * LIMIT)
-            await ticket.admit(100, 500)
-            store.is_there, quotas._silent_until_s = there_at_last, 0.0
-            ticket.close(200)
-            while quotas._settling:
-                await asyncio.wait(quotas._settling)
-            store.counts.subtract(before)
-            changed, store.counts = store.counts, store.counts + before
-            return changed
+    async def request(*, there_at_first: bool, there_at_last: bool) -> Counter[str]:
+        before = Counter(store.counts)
+        store.is_there, quotas._silent_until_s = there_at_first, 0.0
+        ticket = await opened(quotas, tokens_per_day=10 * LIMIT)
+        await ticket.admit(100, 500)
+        store.is_there, quotas._silent_until_s = there_at_last, 0.0
+        ticket.close(200)
+        while quotas._settling:
+            await asyncio.wait(quotas._settling)
+        store.counts.subtract(before)
+        changed, store.counts = store.counts, store.counts + before
+        return changed
 
-        assert set((await request(there_at_first=False, there_at_last=True)).values()) <= {0}
-        assert await used(quotas, "tokens-day") == 300
-        assert set((await request(there_at_first=True, there_at_last=False)).values()) == {600}
-        assert await used(quotas, "tokens-day") == 300
-        assert set((await request(there_at_first=True, there_at_last=True)).values()) == {300}
-        await quotas.close()
-
-    asyncio.run(main())
+    assert set((await request(there_at_first=False, there_at_last=True)).values()) <= {0}
+    assert await used(quotas, "tokens-day") == 300
+    assert set((await request(there_at_first=True, there_at_last=False)).values()) == {600}
+    assert await used(quotas, "tokens-day") == 300
+    assert set((await request(there_at_first=True, there_at_last=True)).values()) == {300}
+    await quotas.close()
 
 
 @pytest.mark.skipif(shutil.which("redis-server") is None, reason="Debian's redis-server is not installed")

@@ -1,7 +1,8 @@
 """A client that takes nothing is given up, a replica that falls silent too; whoever is quick enough is not."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 import pytest
 from starlette.types import Message
@@ -9,7 +10,7 @@ from starlette.types import Message
 from router.gateway.answer.reply import ClientGone, Reply
 from router.gateway.replicas.connections import Connections
 from router.gateway.replicas.health import Health
-from tests.support import virtual_time
+from tests.support.virtual_time import VirtualLoop
 
 IDLE_S = 0.05
 
@@ -27,34 +28,33 @@ class Peer:
         self.taken.append(message)
 
 
-def run(body: Callable[[Reply, Peer], Awaitable[None]], idle_s: float = IDLE_S) -> None:
-    async def main() -> None:
-        peer = Peer()
-        reply = Reply(peer.send, idle_s)
-        try:
-            await body(reply, peer)
-        finally:
-            reply.close()
-        task = asyncio.current_task()
-        assert task is not None
-        assert not task.cancelling()
-
-    virtual_time.run(main())
+@pytest.fixture
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    return VirtualLoop
 
 
-def test_a_client_that_takes_nothing_is_gone() -> None:
-    async def body(reply: Reply, peer: Peer) -> None:
+@asynccontextmanager
+async def replying(idle_s: float = IDLE_S) -> AsyncIterator[tuple[Reply, Peer]]:
+    peer = Peer()
+    reply = Reply(peer.send, idle_s)
+    yield reply, peer
+    reply.close()
+    task = asyncio.current_task()
+    assert task is not None
+    assert not task.cancelling()
+
+
+async def test_a_client_that_takes_nothing_is_gone() -> None:
+    async with replying() as (reply, peer):
         await reply.start(200, {"x": "y"})
         peer.willing.clear()
         with pytest.raises(ClientGone):
             await reply.piece(b"a")
         assert len(peer.taken) == 1
 
-    run(body)
 
-
-def test_pieces_that_are_taken_may_take_long_together_and_nothing_may_be_sent_for_long() -> None:
-    async def body(reply: Reply, peer: Peer) -> None:
+async def test_pieces_that_are_taken_may_take_long_together_and_nothing_may_be_sent_for_long() -> None:
+    async with replying(idle_s=1.0) as (reply, peer):
         await reply.start(200, {})
         await asyncio.sleep(1.2)
         for _ in range(6):
@@ -64,11 +64,9 @@ def test_pieces_that_are_taken_may_take_long_together_and_nothing_may_be_sent_fo
         await reply.end(b"z")
         assert [message.get("body") for message in peer.taken] == [None, *[b"a"] * 6, b"z"]
 
-    run(body, idle_s=1.0)
 
-
-def test_whoever_else_cancels_is_not_taken_for_the_client() -> None:
-    async def body(reply: Reply, peer: Peer) -> None:
+async def test_whoever_else_cancels_is_not_taken_for_the_client() -> None:
+    async with replying() as (reply, peer):
         peer.willing.clear()
         sending = asyncio.create_task(reply.piece(b"a"))
         await asyncio.sleep(0)
@@ -76,20 +74,15 @@ def test_whoever_else_cancels_is_not_taken_for_the_client() -> None:
         with pytest.raises(asyncio.CancelledError):
             await sending
 
-    run(body)
 
-
-def test_a_connection_that_breaks_is_a_client_that_has_gone() -> None:
+async def test_a_connection_that_breaks_is_a_client_that_has_gone() -> None:
     async def broken(_: Message) -> None:
         raise ConnectionResetError
 
-    async def main() -> None:
-        reply = Reply(broken, IDLE_S)
-        with pytest.raises(ClientGone):
-            await reply.piece(b"a")
-        reply.close()
-
-    asyncio.run(main())
+    reply = Reply(broken, IDLE_S)
+    with pytest.raises(ClientGone):
+        await reply.piece(b"a")
+    reply.close()
 
 
 def test_what_waits_for_a_worker_that_falls_silent_is_given_up() -> None:

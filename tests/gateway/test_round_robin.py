@@ -59,58 +59,52 @@ def test_between_two_turns_of_one_client_all_others_that_wait_have_one(steps: li
         assert len(turns) == sum(map(len, waiting.values()))
 
 
-def test_a_flood_of_long_work_does_not_hold_up_a_short_one() -> None:
-    async def main() -> None:
-        threads, ended = FairThreadPool(1), list[str]()
+async def test_a_flood_of_long_work_does_not_hold_up_a_short_one() -> None:
+    threads, ended = FairThreadPool(1), list[str]()
 
-        def work(steps: int) -> Iterator[int]:
-            yield from range(steps)
+    def work(steps: int) -> Iterator[int]:
+        yield from range(steps)
 
-        async def ask(client: str, steps: int) -> None:
-            made = await threads.run(client, work(steps))
-            assert made == list(range(steps))
-            ended.append(client)
+    async def ask(client: str, steps: int) -> None:
+        made = await threads.run(client, work(steps))
+        assert made == list(range(steps))
+        ended.append(client)
 
-        flood = [asyncio.create_task(ask("flood", 20 * STEPS_PER_TURN)) for _ in range(8)]
-        await asyncio.sleep(0)
-        await ask("modest", 2 * STEPS_PER_TURN)
-        assert ended == ["modest"]
-        await asyncio.gather(*flood)
-        threads.close()
-
-    asyncio.run(main())
+    flood = [asyncio.create_task(ask("flood", 20 * STEPS_PER_TURN)) for _ in range(8)]
+    await asyncio.sleep(0)
+    await ask("modest", 2 * STEPS_PER_TURN)
+    assert ended == ["modest"]
+    await asyncio.gather(*flood)
+    threads.close()
 
 
-def test_an_error_is_the_callers_and_whoever_leaves_is_worked_for_no_more() -> None:
-    async def main() -> None:
-        threads, going_on, begun = FairThreadPool(1), threading.Event(), threading.Event()
-        turns = 0
+async def test_an_error_is_the_callers_and_whoever_leaves_is_worked_for_no_more() -> None:
+    threads, going_on, begun = FairThreadPool(1), threading.Event(), threading.Event()
+    turns = 0
 
-        def wrong() -> Iterator[int]:
-            yield 1
-            raise ValueError("as told")
+    def wrong() -> Iterator[int]:
+        yield 1
+        raise ValueError("as told")
 
-        def endless() -> Iterator[int]:
-            nonlocal turns
-            for number in itertools.count():
-                turns = number // STEPS_PER_TURN
-                begun.set()
-                going_on.wait(60)
-                yield number
+    def endless() -> Iterator[int]:
+        nonlocal turns
+        for number in itertools.count():
+            turns = number // STEPS_PER_TURN
+            begun.set()
+            going_on.wait(60)
+            yield number
 
-        with pytest.raises(ValueError, match="as told"):
-            await threads.run("a", wrong())
-        running = asyncio.create_task(threads.run("a", endless()))
-        while not begun.is_set():
-            await asyncio.sleep(0.001)
-        waiting = asyncio.create_task(threads.run("a", endless()))
-        await asyncio.sleep(0)
-        running.cancel()
-        waiting.cancel()
-        await asyncio.gather(running, waiting, return_exceptions=True)
-        going_on.set()
-        assert await threads.run("b", iter([7])) == [7]
-        assert turns == 0, "the turn that was under way was the last"
-        threads.close()
-
-    asyncio.run(main())
+    with pytest.raises(ValueError, match="as told"):
+        await threads.run("a", wrong())
+    running = asyncio.create_task(threads.run("a", endless()))
+    while not begun.is_set():
+        await asyncio.sleep(0.001)
+    waiting = asyncio.create_task(threads.run("a", endless()))
+    await asyncio.sleep(0)
+    running.cancel()
+    waiting.cancel()
+    await asyncio.gather(running, waiting, return_exceptions=True)
+    going_on.set()
+    assert await threads.run("b", iter([7])) == [7]
+    assert turns == 0, "the turn that was under way was the last"
+    threads.close()

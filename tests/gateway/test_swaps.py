@@ -92,117 +92,107 @@ async def swap(made: Site, worker: str, model: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["generate", "completions", "chat"])
-def test_a_stream_is_cut_and_goes_on_at_another_replica(kind: str, tokenizer: Path) -> None:
+async def test_a_stream_is_cut_and_goes_on_at_another_replica(kind: str, tokenizer: Path) -> None:
     """By its tokens; a greedy chat, which only could be repeated, finishes where it is."""
 
-    async def body() -> None:
-        async with site(tokenizer, {"r0": MODEL, "r1": MODEL}) as (made, says):
-            await made.hold(10, "r0")
-            seen = [Seen("c") for _ in range(4)]
-            streams = [
-                asyncio.create_task(made.stream(kind, f"{PROMPT} {at}", TOKENS, one, client=f"c{at}"))
-                for at, one in enumerate(seen)
-            ]
-            await eventually(lambda: all(one.worker for one in seen), "all have begun")
-            of_r0 = [one for one in seen if one.worker == "r0"]
-            assert of_r0
-            began = await swap(made, "r0", OTHER)
-            assert (began["phase"], began["target"]) == ("empties", OTHER)
-            must_cut = 0 if kind == "chat" else len(of_r0)
+    async with site(tokenizer, {"r0": MODEL, "r1": MODEL}) as (made, says):
+        await made.hold(10, "r0")
+        seen = [Seen("c") for _ in range(4)]
+        streams = [
+            asyncio.create_task(made.stream(kind, f"{PROMPT} {at}", TOKENS, one, client=f"c{at}"))
+            for at, one in enumerate(seen)
+        ]
+        await eventually(lambda: all(one.worker for one in seen), "all have begun")
+        of_r0 = [one for one in seen if one.worker == "r0"]
+        assert of_r0
+        began = await swap(made, "r0", OTHER)
+        assert (began["phase"], began["target"]) == ("empties", OTHER)
+        must_cut = 0 if kind == "chat" else len(of_r0)
 
-            async def are_cut() -> bool:
-                return (await made.state())["gateway"]["cut"] == must_cut
+        async def are_cut() -> bool:
+            return (await made.state())["gateway"]["cut"] == must_cut
 
-            await eventually(are_cut, "what can go on is cut")
-            await made.hold(None, "r0")
-            await asyncio.gather(*streams)
-            for at, one in enumerate(seen):
-                assert not one.error
-                assert one.text == made.expected(kind, f"{PROMPT} {at}", TOKENS)
-            await eventually(lambda: "r0" in says.orders, "nothing is left: the agent has its order")
-            assert says.orders["r0"].model == OTHER
-            state = await made.state()
-            assert state["gateway"]["cut"] == must_cut
-            says.loaded["r0"], says.number["r0"] = OTHER, says.orders["r0"].number
+        await eventually(are_cut, "what can go on is cut")
+        await made.hold(None, "r0")
+        await asyncio.gather(*streams)
+        for at, one in enumerate(seen):
+            assert not one.error
+            assert one.text == made.expected(kind, f"{PROMPT} {at}", TOKENS)
+        await eventually(lambda: "r0" in says.orders, "nothing is left: the agent has its order")
+        assert says.orders["r0"].model == OTHER
+        state = await made.state()
+        assert state["gateway"]["cut"] == must_cut
+        says.loaded["r0"], says.number["r0"] = OTHER, says.orders["r0"].number
 
-            async def is_loaded() -> bool:
-                return (await made.state())["workers"]["r0"]["model"] == OTHER
+        async def is_loaded() -> bool:
+            return (await made.state())["workers"]["r0"]["model"] == OTHER
 
-            await eventually(is_loaded, "the router hears it")
-            await made.quiet()
-
-    asyncio.run(body())
+        await eventually(is_loaded, "the router hears it")
+        await made.quiet()
 
 
-def test_a_stream_that_goes_on_is_as_urgent_as_a_new_one(tokenizer: Path) -> None:
+async def test_a_stream_that_goes_on_is_as_urgent_as_a_new_one(tokenizer: Path) -> None:
     """Its first token has come: by its old deadline it would be late, and behind everybody."""
 
-    async def body() -> None:
-        async with site(tokenizer, {"r0": MODEL, "r1": MODEL}, "--slo-classes", '{"soon": 0.001}') as (
-            made,
-            _,
-        ):
-            await made.hold(TOKENS - 10)
-            seen = Seen("c")
-            stream = asyncio.create_task(made.stream("completion", PROMPT, TOKENS, seen))
-            await eventually(lambda: bool(seen.text), "it has begun")
-            await asyncio.sleep(PASSED_S)
-            await swap(made, seen.worker, OTHER)
-            await stream
-            assert (seen.error, (await made.state())["gateway"]["cut"]) == ("", 1)
-            async with made.http.get(made.gateway_urls[0] + "/requests") as response:
-                [latest] = (await response.json())["requests"]
-            async with made.http.get(made.gateway_urls[0] + f"/explain/{latest['id']}") as response:
-                [told] = (await response.json())["requests"]
-            began, went_on = (one["router"]["slo"]["left_s"] for one in told["attempts"])
-            assert went_on > began - PASSED_S
-            await made.quiet()
-
-    asyncio.run(body())
+    async with site(tokenizer, {"r0": MODEL, "r1": MODEL}, "--slo-classes", '{"soon": 0.001}') as (
+        made,
+        _,
+    ):
+        await made.hold(TOKENS - 10)
+        seen = Seen("c")
+        stream = asyncio.create_task(made.stream("completion", PROMPT, TOKENS, seen))
+        await eventually(lambda: bool(seen.text), "it has begun")
+        await asyncio.sleep(PASSED_S)
+        await swap(made, seen.worker, OTHER)
+        await stream
+        assert (seen.error, (await made.state())["gateway"]["cut"]) == ("", 1)
+        async with made.http.get(made.gateway_urls[0] + "/requests") as response:
+            [latest] = (await response.json())["requests"]
+        async with made.http.get(made.gateway_urls[0] + f"/explain/{latest['id']}") as response:
+            [told] = (await response.json())["requests"]
+        began, went_on = (one["router"]["slo"]["left_s"] for one in told["attempts"])
+        assert went_on > began - PASSED_S
+        await made.quiet()
 
 
-def test_where_nobody_else_has_the_model_streams_finish(tokenizer: Path) -> None:
-    async def body() -> None:
-        async with site(tokenizer, {"r0": MODEL}) as (made, says):
-            await made.hold(10, "r0")
-            seen = Seen("c")
-            stream = asyncio.create_task(made.stream("generate", PROMPT, TOKENS, seen))
-            await eventually(lambda: bool(seen.worker), "it has begun")
-            await swap(made, "r0", OTHER)
-            before = says.answered["r0"]
-            await eventually(lambda: says.answered["r0"] > before + 2, "the router has spoken to the agent")
-            assert "r0" not in says.orders
-            await made.hold(None, "r0")
-            await stream
-            assert seen.text == made.expected("generate", PROMPT, TOKENS)
-            assert (await made.state())["gateway"]["cut"] == 0
-            await eventually(lambda: "r0" in says.orders, "then the agent has its order")
-
-    asyncio.run(body())
+async def test_where_nobody_else_has_the_model_streams_finish(tokenizer: Path) -> None:
+    async with site(tokenizer, {"r0": MODEL}) as (made, says):
+        await made.hold(10, "r0")
+        seen = Seen("c")
+        stream = asyncio.create_task(made.stream("generate", PROMPT, TOKENS, seen))
+        await eventually(lambda: bool(seen.worker), "it has begun")
+        await swap(made, "r0", OTHER)
+        before = says.answered["r0"]
+        await eventually(lambda: says.answered["r0"] > before + 2, "the router has spoken to the agent")
+        assert "r0" not in says.orders
+        await made.hold(None, "r0")
+        await stream
+        assert seen.text == made.expected("generate", PROMPT, TOKENS)
+        assert (await made.state())["gateway"]["cut"] == 0
+        await eventually(lambda: "r0" in says.orders, "then the agent has its order")
 
 
-def test_a_replica_with_another_model_is_not_believed_and_the_router_asked_again(tokenizer: Path) -> None:
+async def test_a_replica_with_another_model_is_not_believed_and_the_router_asked_again(
+    tokenizer: Path,
+) -> None:
     """r0 is taken to have the other model, and has not: nobody is answered by it, and all are in the end."""
 
-    async def body() -> None:
-        loaded = {"r0": OTHER}
-        async with site(tokenizer, loaded, replica_options=("--model", MODEL)) as (made, says):
-            seen = Seen("c")
-            stream = asyncio.create_task(made.stream("generate", PROMPT, 5, seen, model=MODEL))
-            await stream
-            assert seen.status == 503, "nobody has it, as far as is known"
-            seen = Seen("c")
-            stream = asyncio.create_task(made.stream("generate", PROMPT, 5, seen, model=OTHER))
+    loaded = {"r0": OTHER}
+    async with site(tokenizer, loaded, replica_options=("--model", MODEL)) as (made, says):
+        seen = Seen("c")
+        stream = asyncio.create_task(made.stream("generate", PROMPT, 5, seen, model=MODEL))
+        await stream
+        assert seen.status == 503, "nobody has it, as far as is known"
+        seen = Seen("c")
+        stream = asyncio.create_task(made.stream("generate", PROMPT, 5, seen, model=OTHER))
 
-            async def is_misdirected() -> bool:
-                return (await made.work("r0"))["misdirected"] >= 2
+        async def is_misdirected() -> bool:
+            return (await made.work("r0"))["misdirected"] >= 2
 
-            await eventually(is_misdirected, "it was asked more than once")
-            assert (await made.work("r0"))["requests"] == 0
-            says.loaded["r0"] = MODEL
-            await stream
-            assert seen.status == 503, "now the router knows better"
-            seen = await made.stream("generate", PROMPT, 5, Seen("c"), model=MODEL)
-            assert seen.text == made.expected("generate", PROMPT, 5)
-
-    asyncio.run(body())
+        await eventually(is_misdirected, "it was asked more than once")
+        assert (await made.work("r0"))["requests"] == 0
+        says.loaded["r0"] = MODEL
+        await stream
+        assert seen.status == 503, "now the router knows better"
+        seen = await made.stream("generate", PROMPT, 5, Seen("c"), model=MODEL)
+        assert seen.text == made.expected("generate", PROMPT, 5)
