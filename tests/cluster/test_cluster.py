@@ -24,8 +24,7 @@ from router.events import Query, Snapshot, decode_answer, encode
 from sglang_fair.cluster.child import Child, how_it_ended, session_members
 from sglang_fair.cluster.console import ConsoleReporter, make_console
 from sglang_fair.cluster.gpus import Gpu
-from sglang_fair.cluster.link import RouterLink, router_answers
-from sglang_fair.cluster.model import NoModel, describe
+from sglang_fair.cluster.link import RouterLink
 from sglang_fair.cluster.options import ConfigError, Options, check, extra_argument
 from sglang_fair.cluster.plan import (
     FLEET_READY,
@@ -46,7 +45,7 @@ from sglang_fair.cluster.plan import (
     gateway_url,
     ready_timeout_s,
 )
-from sglang_fair.cluster.ports import Ports, PortTaken, ReplicaPorts, Reservations, choose, claim, is_free
+from sglang_fair.cluster.ports import Ports, PortTaken, ReplicaPorts, Reservations, choose, is_free
 from sglang_fair.cluster.restart import RestartRule
 from sglang_fair.cluster.supervisor import StartFailed, Supervisor
 from sglang_fair.core import POLICIES
@@ -85,9 +84,6 @@ def after(argv: Sequence[str], option: str) -> str:
 
 
 class TestOptions:
-    def test_the_defaults_are_good(self) -> None:
-        check(Options())
-
     @pytest.mark.parametrize(
         ("options", "said"),
         [
@@ -136,10 +132,6 @@ class TestOptions:
         assert said in str(refused.value)
         assert "\n" not in str(refused.value)
 
-    @pytest.mark.parametrize("policy", ["dlpm", "vtc", "lpm", "fcfs", "sglang:lpm"])
-    def test_policies(self, policy: str) -> None:
-        check(Options(policy=policy))
-
     def test_the_last_of_two_values_counts(self) -> None:
         assert extra_argument(("--tp", "2", "--x", "--tp=4"), "--tp", "--tp-size") == "4"
         assert extra_argument(("--tp-size=8",), "--tp", "--tp-size") == "8"
@@ -165,10 +157,6 @@ class TestPorts:
         assert not taken & set(used)
         assert set(used) - {gateway} <= reserved
 
-    def test_the_gateway_s_port_is_in_use(self) -> None:
-        with pytest.raises(PortTaken, match="port 8000 is in use"):
-            claim(8000, lambda port: port != 8000)
-
     def test_no_port_is_left(self) -> None:
         with pytest.raises(PortTaken, match="too few free ports"):
             choose(0, 1, lambda port: False)
@@ -179,12 +167,6 @@ class TestPorts:
             assert not is_free("127.0.0.1", port)
             assert not is_free("", port)
         assert is_free("127.0.0.1", port)
-
-    def test_an_address_that_is_not_ours(self) -> None:
-        with pytest.raises(PortTaken, match=r"cannot listen on 192\.0\.2\.1"):
-            is_free("192.0.2.1", 31_999)
-        with pytest.raises(PortTaken, match="--host"):
-            is_free("::1%none", 31_999)
 
     @pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets are Linux's")
     def test_two_clusters_never_reserve_the_same(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,10 +270,6 @@ class TestPlan:
         (router,) = build(options, "cpu", MACHINE, MODEL, PORTS).of("router")
         assert [router.argv[i + 1] for i, word in enumerate(router.argv) if word == "--parameter"] == told
 
-    def test_the_router_s_own_quantum_stands(self) -> None:
-        (router,) = build(Options(), "cpu", MACHINE, MODEL, PORTS).of("router")
-        assert "--worker-quantum" not in router.argv
-
     @pytest.mark.parametrize(
         ("options", "replica_s", "router_s"),
         [
@@ -322,16 +300,6 @@ class TestPlan:
         assert (after(router.argv, "--extend-weight"), after(router.argv, "--output-weight")) == router_s
         parsed = parse("replica", r0.argv)
         assert make_cost(parsed.cost, parsed.extend_weight, parsed.output_weight) == options.service_cost()
-
-    def test_their_programs_take_these_command_lines(self) -> None:
-        from router.__main__ import workers
-
-        plan = build(Options(worker_quantum=9.0), "cpu", MACHINE, MODEL, PORTS)
-        _, r0, _, router, gateway = plan.processes
-        replica = parse("replica", r0.argv)
-        assert (replica.name, replica.port, replica.extra[:2]) == ("r0", 30001, ("--log-level", "info"))
-        assert workers(parse("router", router.argv[3:]))[1].worker == "r1"
-        assert parse("gateway", gateway.argv[3:]).port == 8000
 
     def test_the_device(self) -> None:
         assert choose_device("auto", MACHINE) == "cpu"
@@ -372,14 +340,6 @@ class TestPlan:
             check=True,
         ).stdout
         assert json.loads(body)["model"] == "default"
-
-
-class TestModel:
-    def test_one_that_is_missing(self) -> None:
-        with pytest.raises(NoModel, match="there is no model folder"):
-            describe("/no/such/folder")
-        with pytest.raises(NoModel, match="unknown model 'tinny'"):
-            describe("tinny")
 
 
 class TestRestartRule:
@@ -750,16 +710,6 @@ class TestSupervisor:
         assert lines[1:3] == ["100%", "\N{REPLACEMENT CHARACTER}"]
         assert lines[3].endswith("(298000 more characters)")
 
-    def test_ready_over_http(self) -> None:
-        port = free_port()
-        serves = Process(
-            "r0", "replica", (sys.executable, "-m", "http.server", "--bind", "127.0.0.1", str(port)),
-            HttpReady(f"http://127.0.0.1:{port}/"), LIMIT_S, 1,
-        )  # fmt: skip
-        outcome, record = supervise(cluster(serves))
-        assert outcome is True
-        assert "r0" in record.ready
-
     def test_children_die_with_a_killed_supervisor(self) -> None:
         die = "from sglang_fair.common.processes import die_with_parent; die_with_parent()"
         child = f"{die}; print('ready', flush=True)"
@@ -784,29 +734,6 @@ class TestSupervisor:
             supervisor.kill()
             supervisor.wait()
         wait_until(lambda: not lives(pid), "the orphan's end", LIMIT_S)
-
-    def test_a_real_router_is_asked_and_told(self) -> None:
-        endpoint = f"tcp://127.0.0.1:{free_port()}"
-        router = Process(
-            "router", "router",
-            (sys.executable, "-m", "router", "--bind", endpoint, "--worker", "r0,http=http://x"),
-            RouterReady(endpoint), LIMIT_S, LIMIT_S,
-        )  # fmt: skip
-
-        async def run() -> None:
-            record = Record()
-            with contextlib.closing(RouterLink(endpoint)) as link:
-                supervisor = Supervisor(Plan((router,), endpoint), record)
-                running = asyncio.create_task(supervisor.run())
-                await until(lambda: record.ready == ["router"])
-                link.down(Worker("r0", "http://x", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2"))
-                link.up(Worker("r9", "http://y", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2"))
-                await until(lambda: workers(endpoint) == ["r9"])
-                supervisor.stop()
-                assert await running is True
-
-        asyncio.run(run())
-        assert not asyncio.run(router_answers(endpoint, 0.1))
 
     def test_a_fleet_is_ready_when_the_router_knows_its_replicas(self) -> None:
         endpoint = f"tcp://127.0.0.1:{free_port()}"
@@ -878,14 +805,6 @@ class TestConsole:
             "[r0] Decode batch [bold]",
             "cluster r0 ended: exit code 1",
         ]
-
-    def test_a_child_that_says_nothing_is_one_too(self) -> None:
-        async def run() -> None:
-            child = await Child.start(program("r0", "pass"), lambda *_: None)
-            assert await child.exited() == "exit code 0"
-            assert not await child.stop(asyncio.Event()) or not child.running
-
-        asyncio.run(run())
 
 
 @pytest.mark.e2e

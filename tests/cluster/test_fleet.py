@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 import textwrap
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
@@ -298,32 +297,6 @@ def test_two_on_one_node_have_ports_of_their_own_before_either_listens() -> None
         assert len(set(ports)) == 6
         for node in nodes:
             await node.stop()
-
-    asyncio.run(body())
-
-
-def test_a_replica_ends_with_the_process_that_is_its_actor(tmp_path: Path) -> None:
-    code = f"""
-        import asyncio, sys
-        from tests.cluster.test_fleet import Node, SERVES
-        from sglang_fair.cluster.plan import Asked
-        async def main():
-            print((await Node(Asked("r0", {{"name": "r0", "extra": ()}}, "info", 9.0), lambda: {DEAF!r}).place()).pid,
-                  flush=True)
-            await asyncio.sleep(60)
-        asyncio.run(main())
-    """
-
-    async def body() -> None:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", textwrap.dedent(code), stdout=asyncio.subprocess.PIPE
-        )
-        assert process.stdout is not None
-        pid = int(await process.stdout.readline())
-        assert lives(pid)
-        process.kill()
-        await process.wait()
-        await eventually(lambda: not lives(pid), "its replica has ended", 30)
 
     asyncio.run(body())
 

@@ -64,11 +64,3 @@ def test_replicas_of_a_throttled_cluster_publish_their_load(tmp_path: Path) -> N
         )
         == 10
     )
-
-
-def test_without_it_they_do_not() -> None:
-    ports = choose(0, 1, lambda port: True)
-    plan = build(
-        Options(), "cpu", Machine(2, 1 << 40, (), False, "python"), Model(Path("model"), "m", 0), ports
-    )
-    assert not any("load" in word for process in plan.processes for word in process.argv)

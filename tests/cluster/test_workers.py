@@ -151,19 +151,6 @@ def test_a_peer_that_says_nothing_is_sent_away(path: Path, monkeypatch: pytest.M
     run(body())
 
 
-def test_a_peer_that_breaks_off_is_forgotten(path: Path) -> None:
-    async def body() -> None:
-        async with controlled(path, echo) as made:
-            _, writer = await asyncio.open_unix_connection(path)
-            reader = asyncio.StreamReader()
-            reader.set_exception(ConnectionResetError("reset"))
-            await made._serve(reader, writer)
-            assert writer.is_closing()
-            await until(lambda: not made._peers)
-
-    run(body())
-
-
 def test_a_request_whose_sender_has_gone_is_carried_out(path: Path) -> None:
     go_on, done = asyncio.Event(), asyncio.Event()
 

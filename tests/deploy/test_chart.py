@@ -15,7 +15,6 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from sglang_fair.common import version
 from sglang_fair.metrics.alerts import ALERTS, rules
 from sglang_fair.settings import chart
 from tests.support.helm import (
@@ -24,7 +23,6 @@ from tests.support.helm import (
     ROOT,
     VALUES,
     Manifest,
-    Rendered,
     rendered,
     run,
     values_file,
@@ -100,10 +98,6 @@ CUSTOM: Mapping[tuple[str, str], Mapping[str, Any]] = {
 """`spec` by apiVersion and kind. Pods of a LeaderWorkerSet are checked as pods."""
 
 with_each = pytest.mark.parametrize("name", VALUES)
-
-
-def test_there_are_six() -> None:
-    assert len(VALUES) >= 6
 
 
 @with_each
@@ -266,17 +260,7 @@ def test_rules_and_dashboard_are_those_of_the_tables() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["minimal", "cpu-trial"])
-def test_without_monitoring_there_are_no_custom_resources(name: str) -> None:
-    assert not rendered(name).of("ServiceMonitor", "PrometheusRule", "LeaderWorkerSet")
-
-
 # ---- values
-
-
-def test_the_chart_has_the_package_s_version() -> None:
-    chart_of = yaml.safe_load((CHART / "Chart.yaml").read_text(encoding="utf-8"))
-    assert chart_of["appVersion"] == chart_of["version"] == version.VERSION
 
 
 def test_the_schema_has_the_settings_of_the_table() -> None:
@@ -353,47 +337,9 @@ def test_a_wrong_value_is_one_clear_line(given: list[str], said: str) -> None:
     assert "nil pointer" not in done.stderr
 
 
-def test_a_host_may_stand_for_all_below_a_domain() -> None:
-    done = run(
-        "template", "rel", str(CHART), "-f", TRIAL, "--set", "gateway.ingress.enabled=true",
-        "--set", "gateway.ingress.host=*.example.com", "--set", "gateway.ingress.tlsSecret=t",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    [ingress] = [one for one in yaml.safe_load_all(done.stdout) if one and one["kind"] == "Ingress"]
-    assert ingress["spec"]["rules"][0]["host"] == "*.example.com"
-    assert ingress["spec"]["tls"][0]["hosts"] == ["*.example.com"]
-
-
 def test_nothing_is_started_unprotected_unless_somebody_says_so() -> None:
     done = run("template", "rel", str(CHART), "--set", "model.name=m,model.source=default,replicas.gpus=0")
     assert done.returncode != 0
     assert "or set insecure to true" in done.stderr
     protected = rendered("many-replicas")
     assert "--insecure" not in json.dumps([one.manifest for one in protected.containers])
-
-
-def test_the_notes_say_how_to_ask() -> None:
-    for name in ("many-replicas", "batches", "minimal"):
-        done = run("install", "rel", str(CHART), "--dry-run=client", "-f", str(values_file(name)))
-        notes = done.stdout.partition("NOTES:")[2]
-        assert "/v1/chat/completions" in notes, done.stderr
-        assert ("insecure is true" in notes) == (name != "many-replicas")
-
-
-def find(found: Rendered, kind: str, name: str) -> Manifest:
-    one = found.named(kind, name)
-    assert one is not None, (kind, name)
-    return one
-
-
-def test_a_second_router_is_one_more_address_for_everybody() -> None:
-    found = rendered("many-replicas")
-    routers = [
-        [word for word in container.arguments if word.startswith("--router=")]
-        for container in found.containers
-        if container.program == "gateway"
-    ]
-    assert find(found, "StatefulSet", "rel-sglang-fair-router")["spec"]["replicas"] == 2
-    assert routers == [
-        [f"--router=tcp://rel-sglang-fair-router-{i}.rel-sglang-fair-router.prod.svc:5555" for i in (0, 1)]
-    ]

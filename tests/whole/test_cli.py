@@ -41,11 +41,6 @@ class TestHelp:
         for command in ("cluster", "replica", "router", "gateway", "compare", "status", "models"):
             assert command in done.stdout
 
-    def test_the_cluster_s_options_are_explained(self) -> None:
-        shown = command("cluster", "--help").stdout
-        for word in ("--replicas", "--quantum", "service units", "--placement", "d2lpm", "[default: dlpm]"):
-            assert word in shown
-
 
 @pytest.fixture(scope="module")
 def tiny() -> None:
@@ -68,10 +63,6 @@ class TestCluster:
 
         monkeypatch.setattr(run, "run_cluster", remember)
         return calls
-
-    def test_the_defaults_are_those_of_the_options(self, asked: list[Options]) -> None:
-        assert cluster_command.main([]) == 0
-        assert asked == [Options()]
 
     def test_everything_arrives(self, asked: list[Options]) -> None:
         line = (
@@ -154,9 +145,6 @@ class TestPrograms:
             cli.main()
         assert became == [[sys.executable, "-m", cli.PROGRAMS[name].module, "--help", "--", "--tp", "2"]]
 
-    def test_the_exit_code_is_the_program_s(self) -> None:
-        assert command("router", "--no-such-option").returncode == 2
-
     @pytest.mark.parametrize(
         ("line", "said"),
         [
@@ -183,23 +171,6 @@ class TestPrograms:
         assert (end.value.code, shown.out) == (2, "")
         assert shown.err.startswith(said)
         assert shown.err.count("\n") == 1
-
-    @pytest.mark.parametrize("group", ["", "bench", "workers"])
-    def test_a_group_alone_shows_its_help(
-        self, group: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        monkeypatch.setattr(sys, "argv", ["sglang-fair", *group.split()])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        shown = capsys.readouterr()
-        assert end.value.code == 2
-        assert "Usage: sglang-fair" in shown.out + shown.err
-        assert not shown.err.startswith("sglang-fair")
-
-    def test_models(self) -> None:
-        shown = invoke("models").output
-        for name in ("default", "tiny", "bench"):
-            assert name in shown
 
 
 FRONT = {

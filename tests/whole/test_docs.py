@@ -79,23 +79,6 @@ def test_every_cost_has_its_section_and_no_other():
     assert sorted(OUR_COSTS) == sorted(COSTS)
 
 
-@every_policy
-def test_policies_are_told_in_one_shape(name):
-    assert list(OUR_POLICIES[name]) == OF_A_POLICY
-    assert all(part.strip() for part in OUR_POLICIES[name].values())
-
-
-@every_cost
-def test_costs_are_told_in_one_shape(name):
-    assert list(OUR_COSTS[name]) == OF_A_COST
-    assert all(part.strip() for part in OUR_COSTS[name].values())
-
-
-@every_policy
-def test_the_choice_names_every_policy(name):
-    assert f"`{name}`" in PAGE.partition("\n## Which one?\n")[2].partition("\n## ")[0]
-
-
 def test_the_table_of_placements_names_each_of_them():
     chapter = PAGE.partition("\n## The placements\n")[2].partition("\n## ")[0]
     assert re.findall(r"^\| `([^`]+)` \|", chapter, flags=re.M) == list(PLACEMENTS)

@@ -95,10 +95,6 @@ def test_lines_fit_the_screen(page: str) -> None:
     assert not long
 
 
-def test_the_readme_is_short() -> None:
-    assert len(text_of("README.md").splitlines()) <= 150
-
-
 # ---- links
 
 

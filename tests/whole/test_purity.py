@@ -96,17 +96,6 @@ def test_importing_the_core_loads_the_standard_library_only():
     assert "sglang_fair" in loaded
 
 
-def test_importing_the_pure_router_loads_no_shell():
-    loaded = loaded_after("import router.core, router.placement")
-    assert loaded & (SERVERS_AND_ENGINES - {"numpy", "msgspec"}) == set()
-
-
-def test_importing_a_simulated_replica_loads_the_core_and_numpy_only():
-    loaded = loaded_after("import sglang_fair.sim.replica, sglang_fair.sim.fitting")
-    assert loaded & (SERVERS_AND_ENGINES - {"numpy"}) == set()
-    assert loaded & {"router", "workloads"} == set()
-
-
 def test_importing_the_simulated_cluster_loads_no_engine_and_no_server():
     loaded = loaded_after("import workloads.simulation, workloads.simulation.command")
     assert loaded & {"fastapi", "sglang", "starlette", "torch", "transformers", "uvicorn", "zmq"} == set()

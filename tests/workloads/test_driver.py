@@ -3,7 +3,6 @@
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from workloads.arrivals import GammaArrivals
 from workloads.clients import Client
 from workloads.driver import Driver, Endpoint
 from workloads.programs import Call, PackedCodec, Program, TextCodec, TokenCodec, TreeOfThought
-from workloads.records import Manifest, Records, Run, read
+from workloads.records import Manifest, Records, Run
 from workloads.session import Plan
 
 LIMIT_S = 60.0
@@ -151,23 +150,6 @@ def test_a_tree_goes_over_the_wire_with_its_thoughts_identity_and_exact_counts(i
         assert record.t_intended_s <= record.t_start_s <= record.t_first_token_s <= record.t_done_s
 
 
-def test_a_child_is_intended_when_its_parent_is_done():
-    run = drive({"/generate": FakeServer(delay_s=0.01).generate}, [client(tree)])
-    ends = {record.t_done_s for record in run.requests if record.stage == "plan"}
-    assert {record.t_intended_s for record in run.requests if record.stage == "answer"} == ends
-
-
-def test_the_records_on_disk_are_the_records_in_memory(tmp_path):
-    path = tmp_path / "run" / "records.jsonl"
-    run = drive({"/generate": FakeServer().generate}, [client(tree)], path=path)
-    loaded = read(path)
-    assert loaded.programs == run.programs
-    assert [list(map(tuple, record.token_times)) for record in loaded.requests] == [
-        record.token_times for record in run.requests
-    ]
-    assert loaded.end == run.end
-
-
 def one_call(_: int) -> Program:
     yield Call("Why?", 2, "ask")
 
@@ -268,58 +250,6 @@ def test_what_is_under_way_at_the_end_is_cancelled_and_recorded(monkeypatch):
     assert server.dropped == 2, "the server saw its clients hang up"
 
 
-def test_the_run_may_wait_for_the_well_behaved_only():
-    def endless(_: int) -> Program:
-        yield Call("Why?", 10_000)
-
-    server = FakeServer(delay_s=0.002)
-    clients = [client(tree, "good"), client(endless, "bad", well_behaved=False)]
-    run = drive({"/generate": server.generate}, clients, Plan(0.05, 1, drain_s=1e6, drain_for="well-behaved"))
-    assert {program.client: program.outcome for program in run.programs} == {"good": "ok", "bad": "cancelled"}
-
-
-def test_connections_are_bounded_per_client_and_waiting_counts_as_latency():
-    def wide(_: int) -> Program:
-        yield tuple(Call("Why?", 1) for _ in range(6))
-
-    server = FakeServer(delay_s=0.05)
-    plan = Plan(0.05, 1, drain_s=LIMIT_S, connections_per_client=2)
-    run = drive({"/generate": server.generate}, [client(wide)], plan)
-    assert server.most_at_once == 2
-    assert len({record.t_intended_s for record in run.requests}) == 1
-    assert max(record.t_start_s - record.t_intended_s for record in run.requests) > 0.09
-
-
-def test_arrivals_do_not_wait_for_answers():
-    server, eight = FakeServer(), asyncio.Event()
-
-    async def patient(request: web.Request) -> web.StreamResponse:
-        """Answers nobody before eight have asked."""
-        if server.at_once == 7:
-            eight.set()
-        server.at_once += 1
-        await eight.wait()
-        server.at_once -= 1
-        return await server.generate(request)
-
-    steady = Client("a", one_call, GammaArrivals(100.0, 0.0), seed="s")
-    run = drive({"/generate": patient}, [steady], Plan(0.1, drain_s=LIMIT_S))
-    assert {record.outcome for record in run.requests} == {"ok"}
-    starts = sorted(record.t_intended_s for record in run.requests)
-    assert [later - earlier for earlier, later in pairwise(starts)] == pytest.approx(
-        [0.01] * (len(starts) - 1), abs=1e-5
-    )
-
-
-def test_a_program_that_breaks_the_protocol_ends_the_run():
-    def broken(_: int) -> Program:
-        yield Call("Why?", 1)
-        raise LookupError("a bug in the program")
-
-    with pytest.raises(LookupError, match="a bug in the program"):
-        drive({"/generate": FakeServer().generate}, [client(broken)])
-
-
 def test_token_ids_to_a_chat_endpoint_are_the_callers_mistake():
     with pytest.raises(ValueError, match="TextCodec"):
         drive({"/v1/chat/completions": refuse}, [client(tree)], kind=wire.CHAT)
@@ -389,11 +319,6 @@ def test_replicas_are_sampled_under_plain_names_and_lost_samples_are_counted():
     assert lost.end.lost_samples >= 1
 
 
-def test_two_clients_of_one_name_are_refused():
-    with pytest.raises(ValueError, match="names of their own"):
-        drive({"/generate": refuse}, [client(tree), client(tree)])
-
-
 # ---- the closed loop
 
 
@@ -411,30 +336,6 @@ def test_a_closed_loop_keeps_its_number_of_programs_under_way():
     assert sorted(program.program for program in run.programs) == list(range(len(run.programs)))
 
 
-def test_no_program_of_a_closed_loop_begins_after_the_end_of_arrivals():
-    plan = Plan(0.1, drain_s=LIMIT_S, at_once={"a": 3})
-    run = drive({"/generate": FakeServer(delay_s=0.005).generate}, [client(one_call)], plan)
-    assert max(program.t_intended_s for program in run.programs) < 0.1 + 0.001
-    assert {program.outcome for program in run.programs} == {"ok"}
-
-
-def test_closed_and_open_loop_clients_run_side_by_side():
-    clients = [client(one_call, "closed"), client(one_call, "open", rate=100.0)]
-    plan = Plan(LIMIT_S, 10, drain_s=LIMIT_S, at_once={"closed": 1})
-    run = drive({"/generate": FakeServer(delay_s=0.005).generate}, clients, plan)
-    opened = sorted(program.t_intended_s for program in run.programs if program.client == "open")
-    assert [later - earlier for earlier, later in pairwise(opened)] == pytest.approx(
-        [0.01] * (len(opened) - 1), abs=1e-5
-    )
-    assert len(opened) == sum(program.client == "closed" for program in run.programs) == 10
-
-
-def test_a_closed_loop_ends_with_its_last_program():
-    plan = Plan(1e6, programs_per_client=5, drain_s=None, at_once={"a": 2})
-    run = drive({"/generate": FakeServer().generate}, [client(one_call)], plan)
-    assert [program.outcome for program in run.programs] == ["ok"] * 5
-
-
 def test_of_programs_that_have_ended_nothing_is_kept_but_records():
     kept, drivers = [], []
 
@@ -448,16 +349,6 @@ def test_of_programs_that_have_ended_nothing_is_kept_but_records():
     run = drive({"/generate": FakeServer().generate}, [client(one_call)], plan, driver_class=Kept)
     assert len(run.programs) == len(kept) == 20
     assert max(kept) <= 2
-
-
-def test_a_server_that_refuses_is_not_flooded_by_the_closed_loop():
-    run = drive({"/generate": refuse}, [client(one_call)], Plan(0.3, at_once={"a": 2}))
-    assert len(run.requests) == 2
-
-
-def test_a_closed_loop_of_a_client_that_there_is_not_is_refused():
-    with pytest.raises(ValueError, match="no such clients"):
-        drive({"/generate": refuse}, [client(tree)], Plan(1.0, at_once={"b": 1}))
 
 
 # ---- time
@@ -482,17 +373,6 @@ def test_a_stalled_server_does_not_hide_latency():
     assert all(
         record.t_first_token_s - record.t_intended_s >= 0.2 - record.t_intended_s for record in run.requests
     )
-
-
-def test_a_thought_between_two_calls_is_no_latency():
-    def chat(_: int) -> Program:
-        yield Call("Why?", 1, "first")
-        yield Call("Why then?", 1, "second", after_s=0.1)
-
-    run = drive({"/generate": FakeServer().generate}, [client(chat)])
-    first, second = run.requests
-    assert second.t_intended_s == pytest.approx(first.t_done_s + 0.1, abs=1e-5)
-    assert second.t_start_s >= second.t_intended_s - 1e-5
 
 
 def test_a_run_that_is_stopped_leaves_whole_records(monkeypatch):

@@ -14,14 +14,11 @@ import pytest
 from tests.support import odd_experiments
 from tests.support.live import lives
 from tests.support.odd_experiments import Odd
-from workloads.experiments import EXPERIMENTS, curves, results, runner, store, style, vtc_setting, words
-from workloads.experiments.claims import Table, shown
+from workloads.experiments import EXPERIMENTS, curves, results, runner, store, vtc_setting, words
 from workloads.experiments.command import chosen, main, on_page
 from workloads.experiments.contract import SIZES, Cell, Result, TrafficSpec
 from workloads.experiments.dlpm_table2 import WORKLOADS, Table2
-from workloads.experiments.runner import Failed, Made
 from workloads.experiments.senders import clients_of, even, on_off, poisson, sender, traffic
-from workloads.experiments.words import heading
 from workloads.session import Plan
 from workloads.simulation import Site
 
@@ -50,15 +47,6 @@ def test_quick_is_not_larger_than_full(experiment):
     quick, full = (runner.jobs_of({experiment.id: experiment}, size) for size in SIZES)
     assert len(quick) <= len(full)
     assert sum(job.cell.simulated_s for job in quick) <= sum(job.cell.simulated_s for job in full)
-
-
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_an_experiment_says_what_it_is(name):
-    experiment = EXPERIMENTS[name]
-    assert experiment.id == name
-    said = heading(experiment)
-    assert all((said.title, said.source))
-    assert said.about.endswith(".")
 
 
 def test_a_cell_has_a_name_for_a_file_and_seeds_that_differ():
@@ -101,14 +89,6 @@ def test_rates_that_nobody_has_are_not_equal():
     assert vtc_setting.largest_gap(result, "a", "b", since_s=61.0) == 0.0
     with pytest.raises(ValueError, match="no value"):
         vtc_setting.largest_gap(result, "a", "b", since_s=71.0)
-
-
-def test_numbers_for_people():
-    assert [shown(value) for value in (None, "x", 0.0, 1.23456, 123.4, 12345.6)] == [
-        "–", "x", "0", "1.23", "123", "12,346",
-    ]  # fmt: skip
-    with pytest.raises(ValueError, match="not as wide"):
-        Table("t", ("a", "b"), [("only one",)])
 
 
 # ---- traffic
@@ -222,20 +202,6 @@ def test_an_interruption_keeps_what_was_made(tmp_path):
     assert rest.ran == [("b", "0")]
 
 
-def test_a_worker_that_dies_fails_its_cell_alone():
-    from tests.support.odd_experiments import EXPERIMENTS as ODD
-
-    jobs = runner.jobs_of(ODD, "quick")
-    ended = {
-        job.cell.name: outcome
-        for job, outcome in runner.in_processes(1, "tests.support.odd_experiments")(jobs, lambda _: None)
-    }
-    assert isinstance(ended["good"], Made)
-    assert isinstance(ended["late"], Made)
-    assert ended["bad"] == Failed("its process died with exit code 7")
-    assert ended["late"].measured.values["y"] == 4
-
-
 ABANDONS = """
 from multiprocessing import active_children
 from tests.support import odd_experiments
@@ -308,12 +274,6 @@ def test_the_page_says_where_we_differ_and_why(tmp_path):
     assert "Where we differ" not in results.page(records_of(tmp_path), {"odd": Odd(CELLS)})
 
 
-def test_an_experiment_without_all_its_records_has_no_claims(tmp_path):
-    page = results.page(records_of(tmp_path), {"odd": Odd([*CELLS, ("c", {"x": 3})])})
-    assert "Not complete: without c." in page
-    assert "The sum is 6" not in page
-
-
 def test_a_record_of_another_form_of_its_cell_is_not_reported(tmp_path):
     page = results.page(records_of(tmp_path), {"odd": Odd([("a", {"x": 1}), ("b", {"x": 5})])})
     assert "Not complete: without b." in page
@@ -352,12 +312,6 @@ def test_numbers_are_kept_short_and_finite():
     )
     assert kept == {"a": 1.2346, "b": None, "c": [None, 3, 7], "d": True, "e": None}
     json.dumps(kept, allow_nan=False)
-
-
-def test_schedulers_have_colours():
-    assert style.scheduler_colour("DLPM") == style.scheduler_colour("D2LPM") != style.scheduler_colour("VTC")
-    with pytest.raises(KeyError):
-        style.scheduler_colour("unheard of")
 
 
 @pytest.mark.skipif(not (DOCS / "results.md").exists(), reason="no results are published")
@@ -429,11 +383,6 @@ def test_what_is_not_explained_is_not_published(kind, status, says, tmp_path, ca
 def test_the_command_refuses_what_cannot_be_meant(given, capsys):
     assert main(given, experiments={"odd": Odd(CELLS)}) == 2
     assert capsys.readouterr().err.startswith("sglang-fair reproduce: ")
-
-
-def test_the_command_lists(tmp_path, capsys):
-    assert main(["--list", "--out", str(tmp_path)], experiments={"odd": Odd(CELLS)}) == 0
-    assert "Nobody, Figure 0" in capsys.readouterr().out
 
 
 def test_experiments_are_chosen_by_pattern_in_the_registrys_order():

@@ -13,13 +13,12 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from rich.console import Console
 
 from tests.support.stand_in import MODEL, PATHS, Engine, make_tokenizer
 from workloads import wire
 from workloads.endpoints import EndpointError, find_model, identity, read_keys
-from workloads.fairness_report import failures, fairness_report, render
-from workloads.load import ClientSpec, LoadOptions, load, load_trace, parse_clients, read_trace
+from workloads.fairness_report import failures, fairness_report
+from workloads.load import ClientSpec, LoadOptions, load_trace, parse_clients, read_trace
 from workloads.programs import TextCodec
 from workloads.records import End, Manifest, ProgramRecord, RequestRecord, Run, read
 from workloads.serve import main
@@ -167,13 +166,6 @@ def test_an_open_loop_load_reports_each_client_without_the_warm_up(tokenizer, tm
         assert text in said
 
 
-def test_a_copy_that_cannot_be_written_costs_no_result(tokenizer, tmp_path, capsys):
-    copy = str(tmp_path / "none" / "result.json")
-    told, said = bench(capsys, Peer(tokenizer), "--clients", "a:rate=40", "--json", copy, status=2)
-    assert told["report"]["clients"][0]["ok"] == 6
-    assert "No such file or directory" in said
-
-
 @pytest.mark.parametrize("api", list(wire.PATHS))
 def test_every_interface_is_driven(api, tokenizer, capsys, tmp_path):
     peer, path = Peer(tokenizer), tmp_path / "records.jsonl"
@@ -209,12 +201,6 @@ def test_clients_are_named_where_the_endpoint_looks(place, header, value, tokeni
         assert {"x-fair-app", "x-fair-client"} <= set(named)
     else:
         assert named == ([header] if "fair" in header or "tenant" in header else [])
-
-
-def test_the_user_field_names_clients_too(tokenizer, capsys):
-    peer = Peer(tokenizer)
-    bench(capsys, peer, "--identity", "user", "--clients", "a:rate=40", "--api", "chat")
-    assert {body["user"] for body in peer.bodies} == {"a"}
 
 
 def test_a_closed_loop_load(tokenizer, capsys):
@@ -293,12 +279,6 @@ def test_refusals_are_counted_apart(tokenizer, capsys):
     )
     assert rows(told)["b"]["program_p50"] is None
     assert "6 × refused (HTTP 429): b 6; the first: HTTP 429: too many requests" in said
-
-
-def test_nothing_served_is_status_1(tokenizer, capsys):
-    peer = Peer(tokenizer)
-    peer.refused = {"a"}
-    bench(capsys, peer, "--clients", "a:rate=40", status=1)
 
 
 def test_what_the_endpoint_does_not_tell_is_missing_and_not_zero(tokenizer, capsys):
@@ -405,25 +385,6 @@ def test_a_number_of_clients_is_that_many_equal_ones():
         parse_clients(["a:weight=0"], "single")
 
 
-def test_equal_seeds_give_equal_loads():
-    def first_prompt(seed: str, workload: str) -> Any:
-        made = load(parse_clients(["1"], workload), LoadOptions(workload, rate=1.0, seed=seed), TextCodec())
-        step = next(made.clients[0].program(0))
-        return step if not isinstance(step, tuple) else step[0] if workload == "judge-s1" else next(step[0])
-
-    for workload in ("single", "judge-s1", "tot-s1", "chat"):
-        assert first_prompt("1", workload) == first_prompt("1", workload)
-        assert first_prompt("1", workload) != first_prompt("2", workload)
-
-
-def test_two_good_clients_of_a_scenario_send_different_programs():
-    made = load(parse_clients(["2"], "judge-s1"), LoadOptions("judge-s1", rate=1.0), TextCodec())
-    first, second, bad = made.clients
-    assert next(first.program(0)) != next(second.program(0))
-    assert first.arrival_times(until_s=100.0) != second.arrival_times(until_s=100.0)
-    assert len(next(bad.program(0))) > len(next(first.program(0)))
-
-
 def test_a_trace_takes_weights_and_nothing_else():
     traffic = LoadOptions("trace", rate=5.0)
     trace = read_trace("arena", traffic, 20.0)
@@ -515,18 +476,3 @@ def test_failures_by_kind(status, error, kind):
     failed = [request("a", 1.0, None, 2.0, outcome="failed", status=status, error=error)] * 2
     (failure,) = failures([*failed, request("a", 1.0, 1.5, 2.0)])
     assert (failure.kind, failure.status, failure.count, failure.example) == (kind, status, 2, error)
-
-
-def test_the_report_is_shown_with_what_is_not_known():
-    console = Console(width=200, record=True)
-    broken = request(
-        "b", 3.0, 3.5, 4.0, outcome="failed", prompt_tokens=None, error="[/oops] the stream ended"
-    )
-    report = fairness_report(
-        run_of(request("a", 3.0, 4.0, 5.0), request("a", 3.0, None, 9.0, prompt_tokens=None), broken)
-    )
-    console.print(render(report, closed_loop=False))
-    said = " ".join(console.export_text().split())
-    assert "[/oops]" in said
-    assert "1 answers broke off" in said
-    assert "the length of prompts without an answer is unknown" in said

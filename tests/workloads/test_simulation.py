@@ -4,7 +4,7 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -130,12 +130,6 @@ def test_an_answer_may_be_shorter_than_its_limit(steps):
     assert record.t_done_s == pytest.approx(0.02 + 2 * 0.002)
 
 
-@pytest.mark.parametrize("answered", [0, 6])
-def test_an_answer_is_never_longer_than_its_limit(answered):
-    with pytest.raises(ValueError, match="from 1 to 5 tokens"):
-        Call(CODEC.encode("x"), 5, output_tokens=answered)
-
-
 def test_the_network_takes_its_time(steps):
     clients = [asking("a", lambda _: one_call(300, 5))]
     [near] = simulate(steps, clients, Plan(0.5, drain_s=None)).requests
@@ -153,49 +147,6 @@ def test_a_faster_replica_is_faster_and_the_router_knows(steps):
     assert records["r0"].t_done_s == pytest.approx(0.01 + 300 * 0.0001 + 4 * 0.002)
     assert records["r1"].t_done_s == pytest.approx((0.01 + 4 * 300 * 0.0001 + 4 * 0.002) / 4)
     assert simulation.routers[0].state()["workers"]["r1"]["dispatched"] == 4
-
-
-def test_a_call_is_made_after_its_own_time(steps):
-    def chatting(_: int) -> Program:
-        yield Call(CODEC.encode("hello"), 2)
-        yield Call(CODEC.encode("goodbye"), 2, after_s=3.0)
-
-    first, second = simulate(steps, [asking("a", chatting)], Plan(0.5, drain_s=None)).requests
-    assert second.t_intended_s == second.t_start_s == pytest.approx(first.t_done_s + 3.0)
-    cut = simulate(steps, [asking("a", chatting)], Plan(0.5, drain_s=1.0))
-    assert len(cut.requests) == 1
-    assert cut.programs[0].outcome == "cancelled"
-
-
-def test_a_closed_loop_keeps_its_programs_under_way(steps):
-    plan = Plan(2.0, drain_s=None, at_once={"a": 3})
-    run = simulate(
-        steps, [asking("a", lambda _: one_call(300, 50)), asking("b", lambda _: one_call(9, 1))], plan
-    )
-    spans = {p.program: (p.t_intended_s, p.t_done_s) for p in run.programs if p.client == "a"}
-    edges = sorted(edge for began, ended in spans.values() for edge in ((began, 1), (ended, -1)))
-    depths = {
-        time_s: depth for (time_s, _), depth in zip(edges, accumulate(e for _, e in edges), strict=True)
-    }
-    assert {depth for time_s, depth in depths.items() if time_s < 2.0} == {3}
-    assert max(began for began, _ in spans.values()) < 2.0 < run.end.t_s
-    few = simulate(steps, [asking("a", lambda _: one_call(9, 1))], replace(plan, programs_per_client=7))
-    assert len(few.programs) == 7
-    with pytest.raises(ValueError, match="no such clients"):
-        simulate(steps, [asking("a", lambda _: one_call(9, 1))], replace(plan, at_once={"c": 1}))
-
-
-def test_a_clients_connections_are_bounded(steps):
-    def six(_: int) -> Program:
-        yield tuple(Call(CODEC.encode(f"{k} and some more"), 5) for k in range(6))
-
-    plan = Plan(0.5, drain_s=None, connections_per_client=2)
-    records = simulate(steps, [asking("a", six)], plan).requests
-    assert [record.t_start_s for record in records[:2]] == [0.0, 0.0]
-    assert all(record.t_intended_s == 0.0 for record in records)
-    edges = sorted(edge for r in records for edge in ((r.t_start_s, 1), (r.t_done_s, -1)))
-    depth = [sum(change for _, change in edges[: k + 1]) for k in range(len(edges))]
-    assert max(depth) == 2
 
 
 # ---- every placement and every policy
@@ -311,13 +262,6 @@ def test_what_is_sent_as_the_run_ends_has_a_record(steps):
     assert (last.client, last.outcome, last.t_start_s) == ("bad", "cancelled", run.end.t_s)
 
 
-def test_a_run_waits_for_well_behaved_clients_alone_if_the_plan_says_so():
-    plan = Plan(2.0, drain_s=None, drain_for="well-behaved")
-    run = simulate(replace(TIGHT, policy="vtc"), traffic(rate_per_s=8.0), plan)
-    unfinished = {program.client for program in run.programs if program.t_done_s is None}
-    assert unfinished == {"bad"}
-
-
 def test_the_records_in_a_file_are_the_run(tmp_path):
     clients = traffic()
     manifest = replace(describe(TIGHT, clients, TO_THE_END, workload="tot-s1"), versions={"here": "1"})
@@ -376,13 +320,6 @@ def cached(replica: Any) -> set[tuple[int, ...]]:
         if prefix and not node.children:
             found.add(tuple(np.frombuffer(prefix, "<u4").tolist()))
     return found
-
-
-def test_a_router_hears_late_of_what_is_cached():
-    now, late = (
-        done(replace(TIGHT, events_lag_s=lag_s), traffic()).routers[0].state()["hits"] for lag_s in (0.0, 0.4)
-    )
-    assert now["measured_predicted_tokens"] != late["measured_predicted_tokens"]
 
 
 @pytest.mark.parametrize(
@@ -529,19 +466,7 @@ def iter_call(prompt: Any) -> Program:
     yield Call(prompt, 1)
 
 
-def test_clients_need_names_of_their_own(steps):
-    clients = [asking("a", lambda _: one_call(1, 1))] * 2
-    with pytest.raises(ValueError, match="names of their own"):
-        simulate(steps, clients, TO_THE_END)
-
-
 # ---- packed prompts
-
-
-@pytest.mark.parametrize("text", ["plain", "grüße", "日本", ""])
-def test_a_packed_token_is_a_byte(text):
-    assert np.frombuffer(CODEC.encode(text), "<u4").tolist() == list(text.encode())
-    assert CODEC.count(text) == len(text.encode())
 
 
 def test_packed_programs_are_the_same_programs():
@@ -608,13 +533,6 @@ def test_the_command_compares(tmp_path, capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_several_sizes_are_compared_by_name(capsys):
-    arguments = ["--schedulers", "d2lpm+dlpm", "--replicas", "1,2", "--quantum", "100,1000"]
-    assert main([*FEW, *arguments]) == 0
-    names = [row["scheduler"] for row in last_line(capsys.readouterr().out)["rows"]]
-    assert names == [f"d2lpm+dlpm D={d} Qu={q}" for d in (1, 2) for q in (100, 1000)]
-
-
 def test_options_reach_policy_and_placement(monkeypatch):
     cases = []
     monkeypatch.setattr("workloads.simulation.command.compare", lambda case, *_: cases.append(case))
@@ -661,14 +579,6 @@ def test_a_trace_is_replayed(tmp_path, capsys):
     trace.write_text('{"arrival_s": 0}')
     assert main([*arguments, "--trace", str(trace)]) == 2
     assert "mine.jsonl:1: " in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_processes_find_the_same(capsys):
-    arguments = ["--schedulers", "d2lpm+dlpm,preble+lpm"]
-    assert main([*FEW, *arguments]) == main([*FEW, *arguments, "--jobs", "2"]) == 0
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
-    assert lines[0]["rows"] == lines[1]["rows"]
 
 
 @pytest.mark.parametrize(
