@@ -6,7 +6,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -401,10 +401,10 @@ async def cluster(
     tenants: Path | None = None,
     access: dict | None = None,
     models: Sequence[str] = (),
-    router: dict | None = None,
+    router: Callable[[], dict] = dict,
     **limits: object,
 ) -> AsyncIterator[Cluster]:
-    """`access` are fields of `Config`, `router` options of the router, `models` those of the replicas.
+    """`access` are fields of `Config`, `router` makes options of the router, `models` those of the replicas.
 
     With an address for operators /status is there, with the admin key.
     """
@@ -414,7 +414,7 @@ async def cluster(
             fake.context_tokens = context_tokens
             await fake.start()
             stack.push_async_callback(fake.close)
-        thread = RouterThread(fakes, models, **(router or {}))
+        thread = RouterThread(fakes, models, **router())
         stack.callback(thread.close)
         access = ({} if tenants is None else {"tenants": str(tenants)}) | (access or {})
         access["more_models"] = {model: str(tokenizer) for model in models if model != MODEL}
@@ -435,8 +435,8 @@ async def cluster(
 class StandIn:
     """A replica that computes (`tests.support.stand_in`), and may be taken away."""
 
-    def __init__(self, tokenizer: Path, step_s: float, salt: int = 0, model: str = "") -> None:
-        self.server = Server(Engine(tokenizer, salt), step_s, model)
+    def __init__(self, tokenizer: Path, salt: int, model: str) -> None:
+        self.server = Server(Engine(tokenizer, salt), 0.0, model)
         self._runner = web.AppRunner(self.server.app, handler_cancellation=True, shutdown_timeout=0.01)
 
     async def start(self) -> str:
@@ -450,11 +450,12 @@ class StandIn:
 
 @contextlib.asynccontextmanager
 async def stand_ins(
-    c: Cluster, tokenizer: Path, *models: str, step_s: float = 0.0
+    c: Cluster, tokenizer: Path, *models: str, has: str = ""
 ) -> AsyncIterator[dict[str, StandIn]]:
-    """r0, r1, ..., with these models: each has answers of its own, as MODEL has."""
+    """r0, r1, ..., which the router takes to have these models: each has answers of its own, as MODEL has. With `has`
+    they refuse to answer for another one."""
     salts = {model: salt for salt, model in enumerate(dict.fromkeys((MODEL, *models)))}
-    made = {f"r{at}": StandIn(tokenizer, step_s, salts[model]) for at, model in enumerate(models)}
+    made = {f"r{at}": StandIn(tokenizer, salts[model], has) for at, model in enumerate(models)}
     try:
         for (name, one), model in zip(made.items(), models, strict=True):
             c.router.tell(worker(name, await one.start(), model))

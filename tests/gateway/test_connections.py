@@ -5,7 +5,7 @@ import contextlib
 import os
 import random
 import resource
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 import uvloop
@@ -23,9 +23,6 @@ from router.gateway.replicas.connections import (
 )
 from tests.support.budget import examples
 
-LOOPS = [asyncio.new_event_loop]
-"""The last one is used."""
-
 LIMIT_S = 60.0
 """For what takes no time, on however busy a machine."""
 
@@ -34,12 +31,10 @@ HEADERS = {"content-type": "application/json", "x-fair-client": "c"}
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
-@pytest.fixture(scope="module", autouse=True, params=[asyncio, uvloop], ids=["asyncio", "uvloop"])
-def loop(request: pytest.FixtureRequest) -> Iterator[None]:
+@pytest.fixture(params=[asyncio, uvloop], ids=["asyncio", "uvloop"])
+def loop_factory(request: pytest.FixtureRequest) -> Callable[[], asyncio.AbstractEventLoop]:
     """A gateway runs on uvloop."""
-    LOOPS.append(request.param.new_event_loop)
-    yield
-    LOOPS.pop()
+    return request.param.new_event_loop
 
 
 def response(body: bytes, *, chunks: int = 0, status: str = "200 OK", more: str = "") -> bytes:
@@ -83,20 +78,15 @@ async def serving(serve: Serve) -> AsyncIterator[str]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def run(
-    serve: Serve, body: Callable[[Connections, str], Awaitable[None]], idle_timeout_s: float = LIMIT_S
-) -> None:
-    async def main() -> None:
-        async with asyncio.timeout(LIMIT_S), serving(serve) as url:
-            connections = Connections(LIMIT_S, idle_timeout_s)
-            try:
-                await body(connections, url)
-            finally:
-                connections.close()
-                await asyncio.sleep(0)
-
-    with asyncio.Runner(loop_factory=LOOPS[-1]) as runner:
-        runner.run(main())
+@contextlib.asynccontextmanager
+async def connected(serve: Serve) -> AsyncIterator[tuple[Connections, str]]:
+    async with asyncio.timeout(LIMIT_S), serving(serve) as url:
+        connections = Connections(LIMIT_S, LIMIT_S)
+        try:
+            yield connections, url
+        finally:
+            connections.close()
+            await asyncio.sleep(0)
 
 
 def sends(*data: bytes, closes: bool = False) -> Serve:
@@ -125,7 +115,9 @@ async def ask(connections: Connections, url: str, body: bytes = b"{}") -> tuple[
     st.lists(st.tuples(st.binary(max_size=300), st.integers(0, 4)), min_size=1, max_size=4),
     st.integers(0, 2**32),
 )
-def test_answers_that_are_cut_anywhere_arrive_whole(answers: list[tuple[bytes, int]], seed: int) -> None:
+async def test_answers_that_are_cut_anywhere_arrive_whole(
+    answers: list[tuple[bytes, int]], seed: int
+) -> None:
     """One after the other over one connection, however the bytes are cut."""
     rng, peers = random.Random(seed), []
 
@@ -144,13 +136,11 @@ def test_answers_that_are_cut_anywhere_arrive_whole(answers: list[tuple[bytes, i
                 data = data[size:]
         await reader.read()
 
-    async def body(connections: Connections, url: str) -> None:
+    async with connected(serve) as (connections, url):
         for expected, _ in answers:
             status, headers, got = await ask(connections, url, b"\x00" * len(expected))
             assert (status, headers["content-type"], got) == (200, "text/plain", expected)
         assert len(peers) == 1
-
-    run(serve, body)
 
 
 @pytest.mark.parametrize(
@@ -167,13 +157,11 @@ def test_answers_that_are_cut_anywhere_arrive_whole(answers: list[tuple[bytes, i
         (response(b"x", more="connection: close\r\n"), 200, b"x"),
     ],
 )
-def test_other_ways_to_end(data: bytes, status: int, expected: bytes) -> None:
-    async def body(connections: Connections, url: str) -> None:
+async def test_other_ways_to_end(data: bytes, status: int, expected: bytes) -> None:
+    async with connected(sends(data, closes=True)) as (connections, url):
         for _ in range(2):
             got, _, read = await ask(connections, url)
             assert (got, read) == (status, expected)
-
-    run(sends(data, closes=True), body)
 
 
 @pytest.mark.parametrize(
@@ -189,57 +177,48 @@ def test_other_ways_to_end(data: bytes, status: int, expected: bytes) -> None:
         b"HTTP/1.1 101 Switching\r\nconnection: upgrade\r\nupgrade: x\r\n\r\n",
     ],
 )
-def test_a_broken_answer_is_an_error(data: bytes) -> None:
-    async def body(connections: Connections, url: str) -> None:
+async def test_a_broken_answer_is_an_error(data: bytes) -> None:
+    async with connected(sends(data, closes=True)) as (connections, url):
         with pytest.raises(Broken):
             await ask(connections, url)
 
-    run(sends(data, closes=True), body)
+
+async def test_what_came_before_the_break_is_read() -> None:
+    serve = sends(b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\n", b"first", closes=True)
+    async with connected(serve) as (connections, url), connections.post(url, "/", HEADERS, b"") as answer:
+        assert await answer.piece() == b"first"
+        with pytest.raises(Broken):
+            await answer.piece()
 
 
-def test_what_came_before_the_break_is_read() -> None:
-    async def body(connections: Connections, url: str) -> None:
-        async with connections.post(url, "/", HEADERS, b"") as answer:
-            assert await answer.piece() == b"first"
-            with pytest.raises(Broken):
-                await answer.piece()
-
-    run(sends(b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\n", b"first", closes=True), body)
-
-
-def test_a_silent_replica_is_an_error_and_a_slow_reader_is_none() -> None:
+async def test_a_silent_replica_is_an_error_and_a_slow_reader_is_none() -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await read_request(reader)
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nab")
         await reader.read()
 
-    async def body(connections: Connections, url: str) -> None:
-        async with connections.post(url, "/", HEADERS, b"") as answer:
-            while not answer._pieces:
-                await asyncio.sleep(0)
-            answer._idle_timeout_s = 0.02
-            answer._look()
-            await asyncio.sleep(0.1)
-            assert await answer.piece() == b"ab"
-            with pytest.raises(TimeoutError, match="nothing came for"):
-                await answer.piece()
-
-    run(serve, body)
+    async with connected(serve) as (connections, url), connections.post(url, "/", HEADERS, b"") as answer:
+        while not answer._pieces:
+            await asyncio.sleep(0)
+        answer._idle_timeout_s = 0.02
+        answer._look()
+        await asyncio.sleep(0.1)
+        assert await answer.piece() == b"ab"
+        with pytest.raises(TimeoutError, match="nothing came for"):
+            await answer.piece()
 
 
-def test_nobody_listens() -> None:
-    async def body(connections: Connections, url: str) -> None:
+async def test_nobody_listens() -> None:
+    async with connected(sends(b"")) as (connections, _):
         for wrong in ("http://127.0.0.1:1", "ftp://127.0.0.1", "http://", "http://127.0.0.1:x"):
             with pytest.raises(NotConnected):
                 await ask(connections, wrong)
 
-    run(sends(b""), body)
 
-
-def test_giving_up_ends_an_attempt_to_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_giving_up_ends_an_attempt_to_connect(monkeypatch: pytest.MonkeyPatch) -> None:
     """At once, not when the attempt ends by itself."""
 
-    async def body(connections: Connections, url: str) -> None:
+    async with connected(sends(response(b"ok"))) as (connections, url):
         begun = asyncio.Event()
 
         async def never(*_: object, **__: object) -> None:
@@ -258,14 +237,12 @@ def test_giving_up_ends_an_attempt_to_connect(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.undo()
         assert (await ask(connections, url))[2] == b"ok"
 
-    run(sends(response(b"ok")), body)
 
-
-def test_giving_up_as_the_connection_is_made_sends_nothing() -> None:
+async def test_giving_up_as_the_connection_is_made_sends_nothing() -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         assert not await reader.read()
 
-    async def body(connections: Connections, url: str) -> None:
+    async with connected(serve) as (connections, url):
         asking = connections.post(url, "/", HEADERS, b"")
         connect = connections.connect
 
@@ -278,23 +255,19 @@ def test_giving_up_as_the_connection_is_made_sends_nothing() -> None:
         with pytest.raises(Broken, match="it is down"):
             await asking.__aenter__()
 
-    run(serve, body)
 
-
-def test_an_attempt_to_connect_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_attempt_to_connect_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     async def never(*_: object, **__: object) -> None:
         await asyncio.Event().wait()
 
-    async def body(connections: Connections, url: str) -> None:
+    async with connected(sends(b"")) as (connections, url):
         monkeypatch.setattr(asyncio.get_running_loop().__class__, "create_connection", never)
         connections.connect_timeout_s = 0.05
         with pytest.raises(TimeoutError, match=r"no connection within 0\.05 s"):
             await ask(connections, url)
 
-    run(sends(b""), body)
 
-
-def test_an_answer_that_is_not_read_to_its_end_costs_its_connection() -> None:
+async def test_an_answer_that_is_not_read_to_its_end_costs_its_connection() -> None:
     asked, ended = asyncio.Event(), asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -304,7 +277,7 @@ def test_an_answer_that_is_not_read_to_its_end_costs_its_connection() -> None:
         assert not await reader.read()
         ended.set()
 
-    async def body(connections: Connections, url: str) -> None:
+    async with connected(serve) as (connections, url):
         async with connections.post(url, "/", HEADERS, b"") as answer:
             assert await answer.piece() == b"ab"
         await ended.wait()
@@ -315,10 +288,8 @@ def test_an_answer_that_is_not_read_to_its_end_costs_its_connection() -> None:
         asking.cancel()
         await ended.wait()
 
-    run(serve, body)
 
-
-def test_a_connection_that_was_closed_or_speaks_out_of_turn_is_not_used_again(
+async def test_a_connection_that_was_closed_or_speaks_out_of_turn_is_not_used_again(
     opened: list[Connection],
 ) -> None:
     peers = 0
@@ -334,14 +305,12 @@ def test_a_connection_that_was_closed_or_speaks_out_of_turn_is_not_used_again(
             writer.write(response(b"unasked"))
             await reader.read()
 
-    async def body(connections: Connections, url: str) -> None:
+    async with connected(serve) as (connections, url):
         for _ in range(3):
             assert (await ask(connections, url))[2] == b"ok"
             while not opened[-1]._transport.is_closing():
                 await asyncio.sleep(0)
         assert peers == len(opened) == 3
-
-    run(serve, body)
 
 
 @pytest.fixture
@@ -358,10 +327,10 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Connection]:
     return all_of_them
 
 
-def test_idle_connections_are_kept_and_then_closed(
+async def test_idle_connections_are_kept_and_then_closed(
     opened: list[Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def body(connections: Connections, url: str) -> None:
+    async with connected(sends(response(b"ok"))) as (connections, url):
         monkeypatch.setattr("router.gateway.replicas.connections.KEEP_S", LIMIT_S)
         assert {(await ask(connections, url))[0] for _ in range(3)} == {200}
         assert len(opened) == 1
@@ -376,10 +345,8 @@ def test_idle_connections_are_kept_and_then_closed(
         assert (await ask(connections, url))[0] == 200
         assert len(opened) == 2
 
-    run(sends(response(b"ok")), body)
 
-
-def test_an_answer_that_nobody_reads_waits_at_the_replica() -> None:
+async def test_an_answer_that_nobody_reads_waits_at_the_replica() -> None:
     size = 64 * MAX_BUFFERED_BYTES
     sent = 0
 
@@ -393,21 +360,23 @@ def test_an_answer_that_nobody_reads_waits_at_the_replica() -> None:
             sent += 1
         await reader.read()
 
-    async def body(connections: Connections, url: str) -> None:
-        async with connections.post(url, "/", HEADERS, b"") as answer:
-            before = -1
-            while before != sent:
-                before = sent
-                await asyncio.sleep(0.2)
-            assert sent < 64
-            assert answer._buffered_bytes < 4 * MAX_BUFFERED_BYTES
-            assert len(await answer.read()) == size
-
-    run(serve, body)
+    async with connected(serve) as (connections, url), connections.post(url, "/", HEADERS, b"") as answer:
+        before = -1
+        while before != sent:
+            before = sent
+            await asyncio.sleep(0.05)
+        assert sent < 64
+        assert answer._buffered_bytes < 4 * MAX_BUFFERED_BYTES
+        assert len(await answer.read()) == size
 
 
-def test_without_files_to_open_nobody_but_this_process_is_at_fault() -> None:
-    async def body(connections: Connections, url: str) -> None:
+async def test_without_files_to_open_nobody_but_this_process_is_at_fault() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(response(b"x"))
+        await writer.drain()
+
+    async with connected(serve) as (connections, url):
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         free = os.dup(0)
         os.close(free)
@@ -420,10 +389,3 @@ def test_without_files_to_open_nobody_but_this_process_is_at_fault() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         async with connections.post(url, "/", HEADERS, b"") as answer:
             assert await answer.read() == b"x"
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await read_request(reader)
-        writer.write(response(b"x"))
-        await writer.drain()
-
-    run(serve, body)

@@ -1,6 +1,7 @@
 """What the gateway passes on of interactions, what it remembers of them, and what a refused client is told."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ async def test_no_request_fails_for_what_it_says(headers: dict[str, str], c: Clu
         assert status == 200
 
 
-@pytest.mark.cluster(router=oit(1))
+@pytest.mark.cluster(router=partial(oit, 1))
 async def test_a_throttled_client_is_told_why_and_when_to_come_back(c: Cluster) -> None:
     assert (await c.post("/generate", GENERATE, headers=NAMED))[0] == 200
     full(c)
@@ -111,7 +112,7 @@ async def test_a_throttled_client_is_told_why_and_when_to_come_back(c: Cluster) 
         assert (await answer.json())["throttle"]["rules"]["user"] == 5
 
 
-@pytest.mark.cluster(router=oit(1), router_timeout_s=2.0)
+@pytest.mark.cluster(router=partial(oit, 1), router_timeout_s=2.0)
 async def test_a_router_that_is_restarted_cuts_no_interaction(c: Cluster) -> None:
     assert (await c.post("/generate", GENERATE, headers=NAMED))[0] == 200
     endpoint = c.router.endpoint
@@ -131,7 +132,7 @@ async def test_a_router_that_is_restarted_cuts_no_interaction(c: Cluster) -> Non
         again.close()
 
 
-@pytest.mark.cluster(router=oit(1), router_timeout_s=2.0)
+@pytest.mark.cluster(router=partial(oit, 1), router_timeout_s=2.0)
 async def test_a_router_that_is_restarted_hears_from_every_gateway_what_is_under_way(
     tokenizer: Path, c: Cluster
 ) -> None:
@@ -163,7 +164,7 @@ async def test_a_router_that_is_restarted_hears_from_every_gateway_what_is_under
             again.close()
 
 
-@pytest.mark.cluster(router=oit(1), router_timeout_s=2.0)
+@pytest.mark.cluster(router=partial(oit, 1), router_timeout_s=2.0)
 async def test_limits_that_were_posted_hold_in_a_router_that_is_restarted(c: Cluster) -> None:
     async with c.http.post(c.url + "/limits", json={"user": 5}) as answer:
         assert answer.status == 200
@@ -205,7 +206,7 @@ async def test_a_gateway_remembers_the_number_that_the_router_gave(tokenizer: Pa
     assert [one.begun for one in arrived] == [0, 0, 1, 2]
 
 
-@pytest.mark.cluster(replicas=2, router=oit(9))
+@pytest.mark.cluster(replicas=2, router=partial(oit, 9))
 async def test_a_retry_is_the_same_call(c: Cluster) -> None:
     arrived: list[Arrive] = listening(c)
     c.replicas[0].mode = "die"

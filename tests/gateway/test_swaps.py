@@ -11,16 +11,21 @@ import zmq
 from zmq.asyncio import Context
 
 from router.events import Agent, Exchange, decode_answer, encode
+from router.swaps import Swaps
 from router.wire import HEARTBEAT, HEARTBEAT_ANSWER
-from tests.support.site import Seen, Site
-from tests.support.stand_in import MODEL
+from tests.gateway.clusters import MODEL, Cluster, stand_ins, text_of
+from tests.support.site import Seen
 from tests.support.waiting import eventually
 
 OTHER = "other"
 PROMPT = "a prompt of some words"
 TOKENS = 60
-PASSED_S = 2.0
+PASSED_S = 1.0
 """That a stream has been under way, at least: longer than the router of a busy machine takes to place a request."""
+
+pytestmark = pytest.mark.cluster(
+    replicas=0, models=(OTHER,), access={"slo_classes": {"soon": 0.001}}, router=lambda: {"swaps": Swaps(0.0)}
+)
 
 
 class Says:
@@ -56,143 +61,124 @@ class Says:
 
 
 @contextlib.asynccontextmanager
-async def site(
-    tokenizer: Path, loaded: dict[str, str], *gateway_options: str, **options: Any
-) -> AsyncIterator[tuple[Site, Says]]:
-    made = Site(
-        tokenizer,
-        replicas=len(loaded),
-        router_options=("--swap-finish", "0"),
-        gateway_options=("--more-models", f"{OTHER}={tokenizer}", *gateway_options),
-        **options,
-    )
-    async with made:
-        says = Says(loaded)
-        talking = asyncio.create_task(says.run(made.router_address))
-        try:
-            await made.start()
+async def speaking(c: Cluster, **loaded: str) -> AsyncIterator[Says]:
+    """Agents, and a router that has heard them."""
+    says = Says(loaded)
+    talking = asyncio.create_task(says.run(c.router.endpoint))
 
-            async def are_known() -> bool:
-                workers = (await made.state())["workers"]
-                return {name: one["model"] for name, one in workers.items()} == loaded
+    async def are_known() -> bool:
+        return {name: one["model"] for name, one in (await c.state())["workers"].items()} == loaded
 
-            await eventually(are_known, "the router knows who has what")
-            yield made, says
-        finally:
-            talking.cancel()
-            await asyncio.gather(talking, return_exceptions=True)
+    await eventually(are_known, "the router knows who has what")
+    try:
+        yield says
+    finally:
+        talking.cancel()
+        await asyncio.gather(talking, return_exceptions=True)
 
 
-async def swap(made: Site, worker: str, model: str) -> dict[str, Any]:
-    async with made.http.post(
-        made.gateway_urls[0] + "/swap", json={"worker": worker, "model": model}
-    ) as response:
+async def swap(c: Cluster, worker: str) -> dict[str, Any]:
+    """It is to load the other model."""
+    async with c.http.post(c.url + "/swap", json={"worker": worker, "model": OTHER}) as response:
         assert response.status == 202
         return await response.json()
 
 
-@pytest.mark.parametrize("kind", ["generate", "completions", "chat"])
-async def test_a_stream_is_cut_and_goes_on_at_another_replica(kind: str, tokenizer: Path) -> None:
-    """By its tokens; a greedy chat, which only could be repeated, finishes where it is."""
+async def cut(c: Cluster) -> int:
+    return (await c.state())["gateway"]["cut"]
 
-    async with site(tokenizer, {"r0": MODEL, "r1": MODEL}) as (made, says):
-        await made.hold(10, "r0")
-        seen = [Seen("c") for _ in range(4)]
+
+@pytest.mark.parametrize("kind", ["generate", "completions", "chat"])
+async def test_a_stream_is_cut_and_goes_on_at_another_replica(kind: str, tokenizer: Path, c: Cluster) -> None:
+    """By its tokens; a greedy chat, which only could be repeated, finishes where it is."""
+    async with stand_ins(c, tokenizer, MODEL, MODEL) as replicas, speaking(c, r0=MODEL, r1=MODEL) as says:
+        replicas["r0"].server.hold(10)
+        seen = [Seen() for _ in range(4)]
         streams = [
-            asyncio.create_task(made.stream(kind, f"{PROMPT} {at}", TOKENS, one, client=f"c{at}"))
+            asyncio.create_task(c.stream(kind, f"{PROMPT} {at}", TOKENS, one, client=f"c{at}"))
             for at, one in enumerate(seen)
         ]
         await eventually(lambda: all(one.worker for one in seen), "all have begun")
         of_r0 = [one for one in seen if one.worker == "r0"]
         assert of_r0
-        began = await swap(made, "r0", OTHER)
+        began = await swap(c, "r0")
         assert (began["phase"], began["target"]) == ("empties", OTHER)
         must_cut = 0 if kind == "chat" else len(of_r0)
 
         async def are_cut() -> bool:
-            return (await made.state())["gateway"]["cut"] == must_cut
+            return await cut(c) == must_cut
 
         await eventually(are_cut, "what can go on is cut")
-        await made.hold(None, "r0")
+        replicas["r0"].server.hold(None)
         await asyncio.gather(*streams)
         for at, one in enumerate(seen):
             assert not one.error
-            assert one.text == made.expected(kind, f"{PROMPT} {at}", TOKENS)
+            assert one.text == text_of(tokenizer, kind, f"{PROMPT} {at}", TOKENS)
         await eventually(lambda: "r0" in says.orders, "nothing is left: the agent has its order")
         assert says.orders["r0"].model == OTHER
-        state = await made.state()
-        assert state["gateway"]["cut"] == must_cut
+        assert await cut(c) == must_cut
         says.loaded["r0"], says.number["r0"] = OTHER, says.orders["r0"].number
 
         async def is_loaded() -> bool:
-            return (await made.state())["workers"]["r0"]["model"] == OTHER
+            return (await c.state())["workers"]["r0"]["model"] == OTHER
 
         await eventually(is_loaded, "the router hears it")
-        await made.quiet()
+        await c.ended()
 
 
-async def test_a_stream_that_goes_on_is_as_urgent_as_a_new_one(tokenizer: Path) -> None:
+async def test_a_stream_that_goes_on_is_as_urgent_as_a_new_one(tokenizer: Path, c: Cluster) -> None:
     """Its first token has come: by its old deadline it would be late, and behind everybody."""
-
-    async with site(tokenizer, {"r0": MODEL, "r1": MODEL}, "--slo-classes", '{"soon": 0.001}') as (
-        made,
-        _,
-    ):
-        await made.hold(TOKENS - 10)
-        seen = Seen("c")
-        stream = asyncio.create_task(made.stream("completion", PROMPT, TOKENS, seen))
+    async with stand_ins(c, tokenizer, MODEL, MODEL) as replicas, speaking(c, r0=MODEL, r1=MODEL):
+        for one in replicas.values():
+            one.server.hold(TOKENS - 10)
+        seen = Seen()
+        stream = asyncio.create_task(c.stream("completions", PROMPT, TOKENS, seen))
         await eventually(lambda: bool(seen.text), "it has begun")
         await asyncio.sleep(PASSED_S)
-        await swap(made, seen.worker, OTHER)
+        await swap(c, seen.worker)
+        await eventually(lambda: c.gateway.counters.cut == 1, "it is cut")
+        for one in replicas.values():
+            one.server.hold(None)
         await stream
-        assert (seen.error, (await made.state())["gateway"]["cut"]) == ("", 1)
-        async with made.http.get(made.gateway_urls[0] + "/requests") as response:
-            [latest] = (await response.json())["requests"]
-        async with made.http.get(made.gateway_urls[0] + f"/explain/{latest['id']}") as response:
-            [told] = (await response.json())["requests"]
-        began, went_on = (one["router"]["slo"]["left_s"] for one in told["attempts"])
+        assert (seen.error, await cut(c)) == ("", 1)
+        _, latest = await c.get("/requests")
+        _, told = await c.get(f"/explain/{latest['requests'][0]['id']}")
+        began, went_on = (one["router"]["slo"]["left_s"] for one in told["requests"][0]["attempts"])
         assert went_on > began - PASSED_S
-        await made.quiet()
+        await c.ended()
 
 
-async def test_where_nobody_else_has_the_model_streams_finish(tokenizer: Path) -> None:
-    async with site(tokenizer, {"r0": MODEL}) as (made, says):
-        await made.hold(10, "r0")
-        seen = Seen("c")
-        stream = asyncio.create_task(made.stream("generate", PROMPT, TOKENS, seen))
+async def test_where_nobody_else_has_the_model_streams_finish(tokenizer: Path, c: Cluster) -> None:
+    async with stand_ins(c, tokenizer, MODEL) as replicas, speaking(c, r0=MODEL) as says:
+        replicas["r0"].server.hold(10)
+        seen = Seen()
+        stream = asyncio.create_task(c.stream("generate", PROMPT, TOKENS, seen))
         await eventually(lambda: bool(seen.worker), "it has begun")
-        await swap(made, "r0", OTHER)
+        await swap(c, "r0")
         before = says.answered["r0"]
         await eventually(lambda: says.answered["r0"] > before + 2, "the router has spoken to the agent")
         assert "r0" not in says.orders
-        await made.hold(None, "r0")
+        replicas["r0"].server.hold(None)
         await stream
-        assert seen.text == made.expected("generate", PROMPT, TOKENS)
-        assert (await made.state())["gateway"]["cut"] == 0
+        assert seen.text == text_of(tokenizer, "generate", PROMPT, TOKENS)
+        assert await cut(c) == 0
         await eventually(lambda: "r0" in says.orders, "then the agent has its order")
 
 
 async def test_a_replica_with_another_model_is_not_believed_and_the_router_asked_again(
-    tokenizer: Path,
+    tokenizer: Path, c: Cluster
 ) -> None:
     """r0 is taken to have the other model, and has not: nobody is answered by it, and all are in the end."""
 
-    loaded = {"r0": OTHER}
-    async with site(tokenizer, loaded, replica_options=("--model", MODEL)) as (made, says):
-        seen = Seen("c")
-        stream = asyncio.create_task(made.stream("generate", PROMPT, 5, seen, model=MODEL))
-        await stream
-        assert seen.status == 503, "nobody has it, as far as is known"
-        seen = Seen("c")
-        stream = asyncio.create_task(made.stream("generate", PROMPT, 5, seen, model=OTHER))
+    async def ask(model: str) -> Seen:
+        return await c.stream("generate", PROMPT, 5, Seen(), model=model)
 
-        async def is_misdirected() -> bool:
-            return (await made.work("r0"))["misdirected"] >= 2
-
-        await eventually(is_misdirected, "it was asked more than once")
-        assert (await made.work("r0"))["requests"] == 0
+    async with stand_ins(c, tokenizer, OTHER, has=MODEL) as replicas, speaking(c, r0=OTHER) as says:
+        assert (await ask(MODEL)).status == 503, "nobody has it, as far as is known"
+        asking = asyncio.create_task(ask(OTHER))
+        work = replicas["r0"].server.work
+        await eventually(lambda: work["misdirected"] >= 2, "it was asked more than once")
+        assert work["requests"] == 0
         says.loaded["r0"] = MODEL
-        await stream
-        assert seen.status == 503, "now the router knows better"
-        seen = await made.stream("generate", PROMPT, 5, Seen("c"), model=MODEL)
-        assert seen.text == made.expected("generate", PROMPT, 5)
+        assert (await asking).status == 503, "now the router knows better"
+        assert (await ask(MODEL)).text == text_of(tokenizer, "generate", PROMPT, 5, salt=1)
