@@ -4,18 +4,13 @@ Every query of every panel and alert has samples, the flood's alert fires and en
 critical one is left in the end.
 """
 
-import asyncio
 import contextlib
 import shutil
 import subprocess
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from random import Random
 from typing import Any
 from urllib.parse import urlsplit
 
-import aiohttp
 import httpx
 import pytest
 import yaml
@@ -26,21 +21,22 @@ from sglang_fair.metrics.alerts import ALERTS, WINDOW_MINUTES, rules
 from sglang_fair.metrics.files import scrapes
 from sglang_fair.metrics.panels import PANELS
 from sglang_fair.metrics.table import METRICS
-from sglang_fair.tenants import edit, keys
-from sglang_fair.tenants.model import Tenant
+from tests.support.asking import Asking
 from tests.support.live import Cluster
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until
+from tests.whole.conftest import ENVIRONMENT
 
 pytestmark = [
     pytest.mark.e2e,
+    pytest.mark.machine,
+    pytest.mark.xdist_group("flooded"),
     pytest.mark.skipif(
         not (shutil.which("prometheus") and shutil.which("promtool")),
         reason="prometheus and promtool are not installed (Debian: apt-get install prometheus)",
     ),
 ]
 
-ENVIRONMENT = {KEY_VARIABLE: "the admin's key", replica_key.variable: "the replicas' key"}
 MINUTE_S = 2.0
 """So long a minute of the rules takes here."""
 WINDOW = f"{WINDOW_MINUTES * MINUTE_S:.0f}s"
@@ -52,19 +48,6 @@ DEFECTS = tuple(
 the two seconds that a minute has here."""
 FLOOD, LIGHT = 60, 2
 """Requests at a time."""
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    path = tmp_path_factory.mktemp("tenants") / "tenants.yaml"
-    for name in ("flood", "light"):
-        edit.add(path, name, Tenant(keys=[keys.written(keys.digest(name))]))
-    arguments = (
-        "--engine", "emulated", "--gpu", "a100-80g", "--model", "llama-3.1-8b", "--quantum", "500",
-        "--gateway-workers", "2", "--tenants", str(path), "--", "--max-running-requests", "8",
-    )  # fmt: skip
-    with Cluster(*arguments, environment=ENVIRONMENT) as made:
-        yield made
 
 
 class Prometheus:
@@ -126,88 +109,54 @@ class Prometheus:
                 if one["state"] == "firing" and one["labels"]["alertname"] == name]  # fmt: skip
 
 
-@contextlib.asynccontextmanager
-async def traffic(url: str, tenant: str, count: int, answered: Counter[str]) -> AsyncIterator[None]:
-    """`count` requests of a tenant at a time, half of them streams, with a forged header that changes nothing."""
-    stop = asyncio.Event()
-
-    async def ask(number: int, http: aiohttp.ClientSession) -> None:
-        random = Random(f"{tenant} {number}")
-        while not stop.is_set():
-            body = {
-                "input_ids": [7] * 128 + [random.randrange(3, 30_000) for _ in range(200)],
-                "sampling_params": {"max_new_tokens": 40, "ignore_eos": True},
-                "stream": number % 2 == 0,
-            }
-            async with http.post(f"{url}/generate", json=body) as answer:
-                assert answer.status == 200
-                await answer.read()
-                answered[tenant] += 1
-
-    headers = {"authorization": f"Bearer {tenant}", "x-tenant-id": "forged"}
-    async with aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0)) as http:
-        asking = [asyncio.create_task(ask(number, http)) for number in range(count)]
-        try:
-            yield
-        finally:
-            stop.set()
-            await asyncio.gather(*asking)
-
-
-async def eventually(condition: Callable[[], bool], what: str) -> None:
-    """Like `wait_until`, beside the traffic."""
-    await asyncio.to_thread(wait_until, condition, what, LIMIT_S)
-
-
-def test_what_prometheus_sees_of_a_flood(cluster: Cluster, tmp_path: Path) -> None:
+def test_what_prometheus_sees_of_a_flood(flooded: Cluster, tmp_path: Path) -> None:
     queries = {query.replace("$__rate_interval", WINDOW).replace("$client", ".*")
                for panel in PANELS for query, _ in panel.queries}  # fmt: skip
     queries |= {alert.asked(WINDOW) for alert in ALERTS}
     assert {alert.name for alert in ALERTS if alert.severity == "critical"} > set(DEFECTS)
     queries -= {query for query in queries if "sglang_fair_batch_items" in query}  # nobody has batches here
+    left = list(queries)
 
-    async def main(prometheus: Prometheus) -> None:
-        left = list(queries)
+    def unanswered() -> list[str]:
+        """Those that have had no samples yet: of some there are only while somebody waits."""
+        left[:] = [query for query in left if not prometheus.samples(query)]
+        return left
 
-        def unanswered() -> list[str]:
-            """Those that have had no samples yet: of some there are only while somebody waits."""
-            left[:] = [query for query in left if not prometheus.samples(query)]
-            return left
+    def waits_less() -> bool:
+        found = prometheus.samples(
+            f"sum(rate(sglang_fair_queue_wait_seconds_sum{{client='drop'}}[{WINDOW}])) / "
+            f"sum(rate(sglang_fair_queue_wait_seconds_sum{{client='hose'}}[{WINDOW}]))"
+        )
+        return len(found) == 1 and float(found[0]["value"][1]) < 1
 
-        def waits_less() -> bool:
-            found = prometheus.samples(
-                f"sum(rate(sglang_fair_queue_wait_seconds_sum{{client='light'}}[{WINDOW}])) / "
-                f"sum(rate(sglang_fair_queue_wait_seconds_sum{{client='flood'}}[{WINDOW}]))"
-            )
-            return len(found) == 1 and float(found[0]["value"][1]) < 1
-
-        answered: Counter[str] = Counter()
-        async with traffic(cluster.url, "light", LIGHT, answered):
-            async with traffic(cluster.url, "flood", FLOOD, answered):
-                refused = await asyncio.to_thread(
-                    httpx.get,
-                    f"{cluster.url}/v1/models/none",
-                    headers={"authorization": "Bearer light"},
-                    timeout=LIMIT_S,
-                )
-                assert refused.status_code == 404
-                try:
-                    await eventually(lambda: not unanswered(), "samples for every query")
-                except AssertionError:
-                    raise AssertionError(f"no samples: {left}") from None
-                await eventually(
-                    lambda: [one["client"] for one in prometheus.firing("SglangFairFlood")] == ["flood"],
-                    "the flood's alert, and no other",
-                )
-                await eventually(waits_less, "the light tenant waits less in all")
-            await eventually(lambda: not prometheus.firing("SglangFairFlood"), "the end of the alert")
-        for tenant, count in answered.items():
+    with Prometheus(flooded, tmp_path) as prometheus:
+        with Asking(flooded.url, prompt_tokens=330, output_tokens=40) as asking:
+            forged = {"x-tenant-id": "forged"}
+            asking.ask("drop", LIGHT, forged)
+            asking.ask("hose", FLOOD, forged)
+            wrong = {"authorization": "Bearer drop"}
+            url = f"{flooded.url}/v1/models/none"
+            assert httpx.get(url, headers=wrong, timeout=LIMIT_S).status_code == 404
+            try:
+                wait_until(lambda: not unanswered(), "samples for every query", LIMIT_S)
+            except AssertionError:
+                raise AssertionError(f"no samples: {left}") from None
+            wait_until(
+                lambda: [one["client"] for one in prometheus.firing("SglangFairFlood")] == ["hose"],
+                "the flood's alert, and no other", LIMIT_S,
+            )  # fmt: skip
+            wait_until(waits_less, "the light tenant waits less in all", LIMIT_S)
+            asking.ask("hose", 0)
+            wait_until(lambda: not prometheus.firing("SglangFairFlood"), "the end of the alert", LIMIT_S)
+        for tenant in ("drop", "hose"):
+            assert asking.statuses(tenant) == {200}
+            count = asking.answered[tenant, 200]
             query = f"sum(sglang_fair_requests_total{{client='{tenant}', outcome='ok'}})"
 
             def is_counted(query: str = query, count: int = count) -> bool:
                 return float(prometheus.samples(query)[0]["value"][1]) == count
 
-            await eventually(is_counted, f"all {count} answers of {tenant}, whichever process gave them")
+            wait_until(is_counted, f"all {count} answers of {tenant}, whichever process gave them", LIMIT_S)
         for metric in METRICS:
             if metric.kind != "gauge":
                 fallen = prometheus.samples(f"resets({metric.series}[{LIMIT_S * 4:.0f}s]) > 0")
@@ -216,23 +165,20 @@ def test_what_prometheus_sees_of_a_flood(cluster: Cluster, tmp_path: Path) -> No
             f'count_over_time(ALERTS{{alertname=~"{"|".join(DEFECTS)}"}}[{LIMIT_S * 4:.0f}s])'
         )
         assert defects == []
-        await eventually(
+        wait_until(
             lambda: not prometheus.samples('ALERTS{severity="critical", alertstate="firing"}'),
-            "no critical alert any more",
-        )
-
-    with Prometheus(cluster, tmp_path) as prometheus:
-        asyncio.run(main(prometheus))
+            "no critical alert any more", LIMIT_S,
+        )  # fmt: skip
 
 
-def test_promtool_finds_nothing_to_complain_of(cluster: Cluster, tmp_path: Path) -> None:
+def test_promtool_finds_nothing_to_complain_of(flooded: Cluster) -> None:
     """In the pages as they are, and in the configuration that is written for users."""
     admin = {"authorization": f"Bearer {ENVIRONMENT[KEY_VARIABLE]}"}
     operator = {"authorization": f"Bearer {ENVIRONMENT[replica_key.variable]}"}
     for url, headers in (
-        (cluster.addresses["admin"], admin),
-        (cluster.addresses["router_http"], {}),
-        (cluster.addresses["replicas"][0], operator),
+        (flooded.addresses["admin"], admin),
+        (flooded.addresses["router_http"], {}),
+        (flooded.addresses["replicas"][0], operator),
     ):
         page = httpx.get(f"{url}/metrics", headers=headers, timeout=30)
         assert page.status_code == 200

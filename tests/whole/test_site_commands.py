@@ -20,6 +20,7 @@ import pytest
 from sglang_fair.cli import PROGRAMS
 from sglang_fair.common import curve
 from sglang_fair.settings.table import SECTIONS
+from tests.support.budget import is_night
 from tests.support.certificates import Certificates
 from tests.support.live import lives, living
 from tests.support.ports import free_port
@@ -49,9 +50,9 @@ class Hour:
         """By the first words of a block."""
         bin = folder / "bin"
         bin.mkdir()
-        for name, command in {"sglang-fair": f'{sys.executable} -m sglang_fair.cli "$@"'}.items():
-            (bin / name).write_text(f"#!/bin/sh\nexec {command}\n")
-            (bin / name).chmod(0o755)
+        command = bin / "sglang-fair"
+        command.write_text(f'#!/bin/sh\nexec {sys.executable} -m sglang_fair.cli "$@"\n')
+        command.chmod(0o755)
         self._start = folder
         self._environment = {**os.environ, "PATH": f"{bin}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
         self._ports = {str(port): str(free_port()) for port in (8000, 8001, 8002)}
@@ -63,6 +64,8 @@ class Hour:
             block = block.replace(f"127.0.0.1:{shown}", f"127.0.0.1:{real}").replace(
                 f"port {shown}", f"port {real}"
             )
+        if not is_night() and "weight=" not in block:
+            block = block.replace("--duration 15", "--duration 6")
         script = f"set -eo pipefail\n[ ! -e keys.env ] || . ./keys.env\n{block}"
         folder = self.folder if self.folder.is_dir() else self._start
         if "sglang-fair cluster" in block:
@@ -129,6 +132,7 @@ def hour(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hour]:
 
 
 @pytest.mark.e2e
+@pytest.mark.machine
 @pytest.mark.timeout(1500)
 class TestTheFirstHour:
     def test_it_answers_who_has_a_key(self, hour: Hour) -> None:
