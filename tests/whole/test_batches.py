@@ -161,7 +161,9 @@ def test_each_item_has_one_result_whatever_is_killed(tmp_path: Path, placement: 
                 killed.append(await kill(cluster, wanted, rng))
         print("killed:", ", ".join(filter(None, killed)))
         for client, name in zip(clients, names, strict=True):
-            await check(client, await over(client, name), size)
+            results = await check(client, await over(client, name), size)
+            for index, one in enumerate(results if models else ()):
+                assert one["response"]["body"]["model"] == models[index % len(models)]
             await client.close()
 
     with Cluster("--batches", str(tmp_path / "kept"), *options) as cluster:

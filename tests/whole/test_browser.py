@@ -57,12 +57,6 @@ def test_a_weight_raised_in_the_page_raises_the_share(
 ) -> None:
     load.ask("rival", 48)
 
-    def halves() -> bool:
-        shares = [page.client(name)["share"] for name in ("flood", "rival")]
-        return all(share is not None and 0.38 < share < 0.62 for share in shares)
-
-    page.until(halves, "two that flood have equal shares")
-
     def measured() -> list[dict[str, str]]:
         """All replicas, if each has answered at this look."""
         rows = page.page.eval_on_selector_all(

@@ -1,5 +1,6 @@
 """Every process of a whole cluster that is told to listen beyond its machine: what it listens on is protected."""
 
+import contextlib
 import ssl
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
-PROGRAMS = (
+PROGRAMS = [
     "cluster",
     "fork_server",
     "replica",
@@ -33,7 +34,7 @@ PROGRAMS = (
     "agent",
     "feeder",
     "dashboard",
-)
+]
 
 
 @pytest.fixture(scope="module")
@@ -83,30 +84,16 @@ def test_a_cluster_with_all_that_it_can_have(certificates: Certificates, tmp_pat
 
         def whole() -> bool:
             """The planner is let in, the agent says what its replica has, the page reads the gateway."""
-            try:
+            with contextlib.suppress(httpx.TransportError):
                 status = get(f"{cluster.addresses['admin']}/status", headers=headers, verify=verify).json()
                 view = get(f"{cluster.addresses['dashboard']}/view", headers=headers).json()
-            except httpx.TransportError:
-                return False
-            return bool(
-                status["planner"]["up"]
-                and status["swaps"].get("r0", {}).get("phase") == "serves"
-                and view["placement"] == "qlm"
-            )
+                phase = status["swaps"].get("r0", {}).get("phase")
+                return bool(status["planner"]["up"] and phase == "serves" and view["placement"] == "qlm")
+            return False
 
         wait_until(whole, "planner, agent and page reach the others")
         status = get(f"{cluster.addresses['admin']}/status", headers=headers, verify=verify).json()
         assert not status["wire"]["refused"]
-    wrong = subprocess.run(
-        [sys.executable, "-m", "sglang_fair.cli", "cluster", "--host", "0.0.0.0", "--keys", str(tmp_path / "k")],
-        capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
-    assert wrong.returncode == 2
-    assert (
-        "--host 0.0.0.0 is reached from elsewhere: give it TLS with --tls-cert, or say --insecure"
-        in wrong.stderr
-    )
-    assert not (tmp_path / "k").exists(), "nothing is made for a cluster that does not start"
 
 
 @pytest.fixture
@@ -142,19 +129,12 @@ def test_each_program_alone(certificates: Certificates, keys: str, tmp_path: Pat
         verify = trusted(certificates)
         operator = {"authorization": "Bearer operator"}
 
-        def lives() -> bool:
-            return get(f"https://127.0.0.1:{http}/healthz", verify=verify).status_code == 200
-
-        wait_until(lives, "the router answers over https")
-
         def reads() -> bool:
             view = get(f"https://127.0.0.1:{page}/view", headers=operator, verify=verify)
             return view.status_code == 200 and bool(view.json()["placement"] == "d2lpm-queue")
 
         wait_until(reads, "the page reads the gateway over https")
-        login = httpx.post(
-            f"https://127.0.0.1:{page}/login", data={"key": "operator"}, verify=verify, timeout=120
-        )
+        login = httpx.post(f"https://127.0.0.1:{page}/login", data={"key": "operator"}, verify=verify)
         assert "secure" in login.headers["set-cookie"].lower()
     finally:
         for process in processes:

@@ -353,6 +353,7 @@ def test_a_replica_comes_and_goes_with_its_agent(made: Cluster, alone: Answers) 
     check(made, "a", alone)
 
 
+@pytest.mark.skipif(not is_night(), reason="each push has batches for models that take turns")
 def test_two_models_on_one_replica_are_served_in_turn(folders: dict[str, Path], alone: Answers) -> None:
     """Placement qlm has the replica load what its queue needs; each request meets its deadline, of ten minutes."""
     named = ",".join(f"{name}={folder}" for name, folder in folders.items())
