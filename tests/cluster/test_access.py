@@ -10,8 +10,7 @@ from router.gateway.__main__ import is_loopback, warn
 from router.gateway.guard import KEY_VARIABLE
 from sglang_fair.cluster import __main__ as cluster_command
 from sglang_fair.cluster.options import Options
-from sglang_fair.cluster.plan import build, curl_example
-from sglang_fair.cluster.ports import PortTaken, choose_one
+from sglang_fair.cluster.plan import build
 from sglang_fair.common.service_keys import replica_key
 from sglang_fair.engines.replica import server_arguments
 from sglang_fair.models.catalog import ServedModel
@@ -42,13 +41,6 @@ def test_the_gateway_is_told(path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert (found.tenants, found.trusted_proxies) == (str(path), "10.0.0.0/8")
     assert (found.admin_host, found.admin_port) == ("127.0.0.1", 9001)
     assert found.limit_store == "redis://127.0.0.1:1/0"
-
-
-def test_operators_get_the_port_they_ask_for_or_a_free_one() -> None:
-    assert choose_one(9001, "--admin-port", lambda port: True) == 9001
-    assert choose_one(None, "--admin-port", lambda port: port > 30_010) == 30_011
-    with pytest.raises(PortTaken, match="--admin-port"):
-        choose_one(9001, "--admin-port", lambda port: False)
 
 
 @pytest.mark.parametrize(
@@ -103,14 +95,6 @@ def test_a_gateway_that_operators_cannot_ask_says_so(
     assert "--limit-store" not in caplog.text
 
 
-def test_processes_that_count_by_themselves_say_so(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        warn(Gateway(tenants=str(path), workers=2, limit_store="redis://127.0.0.1:1/0", **GATEWAY))
-        assert "--limit-store" not in caplog.text
-        warn(Gateway(tenants=str(path), workers=2, **GATEWAY))
-        assert "each of the 2 processes" in caplog.text
-
-
 def test_the_replica_s_key_is_in_no_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(replica_key.variable, "the key")
     plan = build(Options(), "cpu", MACHINE, MODEL, PORTS)
@@ -120,8 +104,3 @@ def test_the_replica_s_key_is_in_no_command_line(monkeypatch: pytest.MonkeyPatch
     assert argv[argv.index("--api-key") + 1] == "the key"
     monkeypatch.delenv(replica_key.variable)
     assert "--api-key" not in server_arguments(Replica(), model)
-
-
-def test_the_example_says_who_asks() -> None:
-    assert "x-fair-client: alice" in curl_example("http://x")
-    assert "authorization: Bearer KEY" in curl_example("http://x", has_tenants=True)

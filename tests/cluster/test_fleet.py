@@ -286,24 +286,3 @@ def test_the_last_one_is_not_drained(tmp_path: Path) -> None:
 
     with router_thread() as router:
         asyncio.run(body(router))
-
-
-def test_two_on_one_node_have_ports_of_their_own_before_either_listens() -> None:
-    async def body() -> None:
-        nodes = [Node(Asked(name, {"name": name, "extra": ()}, "info", 9.0), lambda: DEAF) for name in "ab"]
-        places = [await node.place() for node in nodes]
-        urls = {one for place in places for one in (place.worker.url, place.worker.kv, place.worker.replay)}
-        ports = [url.rpartition(":")[2] for url in urls]
-        assert len(set(ports)) == 6
-        for node in nodes:
-            await node.stop()
-
-    asyncio.run(body())
-
-
-DEAF = """
-    from sglang_fair.common.processes import die_with_supervisor
-    die_with_supervisor()
-    import time
-    time.sleep(60)
-"""

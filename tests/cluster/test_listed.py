@@ -2,7 +2,6 @@
 
 import os
 import socket
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -115,12 +114,6 @@ def test_a_machines_address_is_one_that_others_reach(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(socket, "getaddrinfo", resolved("127.0.1.1"))
     with pytest.raises(Mistake, match=r"is 127\.0\.1\.1, which no other machine reaches; say --address"):
         listed.own_address(None)
-
-
-def test_the_script_for_slurm_is_bash() -> None:
-    script = Path(__file__).parents[2] / "deploy/slurm/replicas.sbatch"
-    done = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(

@@ -104,16 +104,6 @@ def test_every_process_is_told_its_models() -> None:
     assert type(config).from_json(config.to_json()) == config
 
 
-def test_one_model_is_started_as_ever() -> None:
-    with contextlib.closing(Reservations("127.0.0.1")) as reservations:
-        ports = choose(0, 2, reservations.take)
-    plan = build(Options(), "cpu", MACHINE, Model(Path("/m"), "m", 1), ports)
-    assert all("--served-name" not in process.argv for process in plan.of("replica"))
-    assert "--more-models" not in plan.of("gateway")[0].argv
-    told = workers_of(parse("router", plan.of("router")[0].argv[3:]))
-    assert {(up.models, up.loaded) for up in told} == {((), "")}, "gateways may call it as they like"
-
-
 def test_memory_is_counted_for_each_model() -> None:
     options = Options(models="a=tiny,b=/models/b", replicas=4)
     check_memory(options, "cpu", MACHINE, [A, B, A, B])

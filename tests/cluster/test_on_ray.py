@@ -123,17 +123,6 @@ def test_what_cannot_be_is_one_line(options: Options, text: str) -> None:
     assert "\n" not in str(raised.value)
 
 
-def test_a_shortage_says_what_is_asked_and_what_there_is() -> None:
-    nodes = {
-        "10.0.0.1": {"CPU": 8.0, "GPU": 2.0, "node:10.0.0.1": 1.0, "object_store_memory": 1e9},
-        "10.0.0.2": {"CPU": 8.0, "memory": 64e9},
-    }
-    assert told.shortage("auto", 4, {"CPU": 1, "GPU": 1}, nodes, {"CPU": 15.0}, 60) == (
-        "the Ray cluster at auto has no room for 4 x (CPU 1, GPU 1) within 60 s: 10.0.0.1 has CPU 8, GPU 2; 10.0.0.2 "
-        "has CPU 8, memory 64.0e9; free are CPU 15, GPU 0 in all (--replicas, --ray-resources, --ray-wait)"
-    )
-
-
 def test_replicas_get_what_is_meant_for_them_alone() -> None:
     environment = {
         "SGLANG_FAIR_REPLICA_KEY": "theirs", "SGLANG_FAIR_ADMIN_KEY": "ours", "SGLANG_FAIR_FEEDER_KEY": "ours",
@@ -188,14 +177,6 @@ def is_up(found: Fleet, name: str, now_s: float = 0.0) -> None:
 
 def names(found: Fleet) -> list[str]:
     return [worker.name for worker in found.listed()]
-
-
-def test_who_ends_before_all_were_ready_ends_the_attempt() -> None:
-    found = fleet()
-    is_up(found, "r0")
-    found.starts("r1", place("r1", 1))
-    assert found.ended("r1", 5.0) is None
-    assert found.is_lost()
 
 
 def test_one_that_ends_soon_each_time_is_given_up_and_the_others_go_on() -> None:

@@ -99,13 +99,6 @@ def test_never_more_than_it_may_and_never_two_within_the_time(
     assert all(after - before >= rule.settle_s for before, after in itertools.pairwise(starts))
 
 
-def test_what_cannot_be() -> None:
-    with pytest.raises(ValueError, match="not negative"):
-        ScaleUp(-1)
-    with pytest.raises(ValueError, match="not negative"):
-        ScaleUp(1, lasts_s=-1)
-
-
 def test_replicas_are_started_and_what_fails_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sglang_fair.cluster.scaling.LOOK_S", 0.0)
     said: list[str] = []
@@ -150,11 +143,6 @@ def test_a_cluster_with_queues_that_are_planned_has_a_planner() -> None:
     assert planner.argv[1:5] == ("-m", "router.planner", "--router", plan.router)
     assert "planner" in DISPENSABLE
     assert build(Options(), "cpu", MACHINE, MODEL, PORTS).of("planner") == ()
-
-
-def test_the_router_of_such_a_cluster_knows_how_large_caches_are() -> None:
-    assert Options(placement="qlm").needs_loads()
-    assert not Options().needs_loads()
 
 
 def test_scale_up_needs_a_planner() -> None:

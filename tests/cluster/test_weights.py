@@ -82,6 +82,7 @@ def test_one_that_says_nothing(config: dict[str, Any]) -> None:
 class TestFiles:
     def test_the_files_are_weighed(self, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text("{}")
+        (tmp_path / "model.safetensors.index.json").write_text("{}")
         assert stored_bytes(tmp_path) == 0
         for part, size in (("1.safetensors", 300), ("2.safetensors", 50), ("pytorch_model.bin", 90)):
             (tmp_path / part).write_bytes(bytes(size))
@@ -92,10 +93,6 @@ class TestFiles:
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
         (tmp_path / "model-00001.safetensors").write_bytes(bytes(10))
         assert stored_bytes(tmp_path) == 140_000_000_000
-
-    def test_an_index_without_a_size(self, tmp_path: Path) -> None:
-        (tmp_path / "model.safetensors.index.json").write_text("{}")
-        assert stored_bytes(tmp_path) == 0
 
     def test_they_win_over_the_configuration(self, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import socket
@@ -10,7 +11,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,9 @@ from router.placement import build as build_placement
 from router.shell import Shell
 from sglang_fair.cluster import control
 from sglang_fair.cluster.added import AddedReplicas
-from sglang_fair.cluster.control import Control, NoCluster, Refused, Say, ask, own_folder
-from sglang_fair.cluster.gpus import Gpu, GpusTaken
+from sglang_fair.cluster.control import Control, Refused, Say, ask, own_folder
 from sglang_fair.cluster.link import RouterLink
-from sglang_fair.cluster.options import ConfigError, Options
+from sglang_fair.cluster.options import Options
 from sglang_fair.cluster.plan import (
     HttpReady,
     Plan,
@@ -38,7 +38,7 @@ from sglang_fair.cluster.plan import (
     build,
     with_workers,
 )
-from sglang_fair.cluster.ports import Ports, ReplicaPorts, Reservations, choose
+from sglang_fair.cluster.ports import Reservations, choose
 from sglang_fair.cluster.restart import RestartRule
 from sglang_fair.cluster.supervisor import StartFailed, Supervisor
 from sglang_fair.cluster.workers import Workers
@@ -50,6 +50,7 @@ from tests.cluster.test_cluster import (
     SERVES,
     Record,
     after,
+    cluster,
     of_our_own,
     program,
     until,
@@ -173,25 +174,6 @@ def test_a_request_whose_sender_has_gone_is_carried_out(path: Path) -> None:
     run(body())
 
 
-def test_the_end_of_the_cluster_ends_requests(path: Path) -> None:
-    async def never(asked: dict[str, Any], say: Say) -> dict[str, Any]:
-        await asyncio.Event().wait()
-        return {}
-
-    async def body() -> None:
-        made = Control(path, never)
-        await made.start()
-        asking = asyncio.create_task(asyncio.to_thread(ask, path, {"do": "it"}, print))
-        await until(lambda: made._at_work)
-        await made.close()
-        with pytest.raises(Refused, match="the cluster is being stopped"):
-            await asking
-        with pytest.raises(NoCluster):
-            ask(path, {"do": "it"}, print)
-
-    run(body())
-
-
 def test_a_socket_that_was_left_behind_is_replaced(path: Path) -> None:
     own_folder(path.parent)
     with socket.socket(socket.AF_UNIX) as left:
@@ -245,42 +227,6 @@ def after_all(spec: Process, options: set[str]) -> set[str]:
     return {after(spec.argv, option) for option in options}
 
 
-def test_a_further_replica_needs_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    of_our_own(monkeypatch)
-    small = MACHINE.__class__(**{**vars(MACHINE), "available_bytes": 1_000})
-    two = (Gpu("0", "GPU-0"), Gpu("1", "GPU-1"))
-    gpus = MACHINE.__class__(**{**vars(MACHINE), "gpus": two, "cuda_build": True})
-    with (
-        contextlib.closing(Reservations("127.0.0.1")) as reservations,
-        contextlib.closing(Marks(f"gpu-test-{os.getpid()}")) as marks,
-    ):
-        ports = Ports(8000, 30_000, (ReplicaPorts(30_001, 30_002, 30_004),))
-        with pytest.raises(ConfigError, match="too little memory"):
-            AddedReplicas(Options(), "cpu", TINY, ports, reservations, marks, lambda: small).plan(2)
-        on_gpus = AddedReplicas(Options(), "cuda", TINY, ports, reservations, marks, lambda: gpus)
-        assert marks.take("GPU-0")
-        r7 = on_gpus.plan(7)
-        assert r7.env["CUDA_VISIBLE_DEVICES"] == "1", "the one that is free"
-        with pytest.raises(GpusTaken, match="2 that are visible 0 are free"):
-            on_gpus.plan(2)
-        on_gpus.freed(r7)
-        assert after(on_gpus.plan(3).argv, "--port") == after(r7.argv, "--port"), (
-            "the ports that were reserved for nothing are given back"
-        )
-
-
-def test_a_new_router_is_told_of_other_workers() -> None:
-    ports = Ports(8000, 30_000, (ReplicaPorts(30_001, 30_002, 30_004), ReplicaPorts(30_005, 30_006, 30_008)))
-    plan = build(Options(worker_quantum=9.0), "cpu", MACHINE, TINY, ports)
-    [router] = plan.of("router")
-    workers = [spec.worker for spec in plan.of("replica") if spec.worker]
-    assert with_workers(router, workers) == router
-    changed = with_workers(router, [workers[1], Worker("r7", "http://x", "tcp://k", "tcp://r")])
-    named = [changed.argv[at + 1] for at, word in enumerate(changed.argv) if word == "--worker"]
-    assert [one.partition(",")[0] for one in named] == ["r1", "r7"]
-    assert after(changed.argv, "--worker-quantum") == "9.0"
-
-
 # -- the supervisor
 
 
@@ -321,20 +267,24 @@ class Changed:
         return {row.name: row.state for row in self.workers.rows()}
 
 
+@contextlib.contextmanager
+def placed_request(endpoint: str) -> Iterator[tuple[zmq.Socket[bytes], str]]:
+    """A gateway's socket, and where the router has placed its request q0."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as gateway:
+        gateway.setsockopt(zmq.LINGER, 0)
+        gateway.connect(endpoint)
+        gateway.send(encode(Arrive("q0", "c", b"")))
+        placed = decode_answer(gateway.recv())
+        assert isinstance(placed, Place)
+        yield gateway, placed.worker
+
+
 def changing(body: Callable[[Changed, str], Awaitable[None]]) -> None:
     """Runs `body` beside a supervisor of r0, r1, a router and a gateway; none is left."""
 
     async def main() -> None:
         with router_thread() as endpoint, contextlib.closing(RouterLink(endpoint)) as link:
-            plan = Plan(
-                (
-                    program("r0", SERVES),
-                    program("r1", SERVES),
-                    program("router", SERVES, "router"),
-                    program("gateway", SERVES, "gateway"),
-                ),
-                endpoint,
-            )
+            plan = replace(cluster(program("r0", SERVES), program("r1", SERVES)), router=endpoint)
             record, up, freed = Record(), asyncio.Event(), []
             record.when_up = up.set
             supervisor = Supervisor(plan, record, rule=RestartRule(first_delay_s=0.01), link=link)
@@ -387,21 +337,16 @@ def test_an_added_replica_is_kept_and_a_drained_one_is_stopped() -> None:
 
 def test_a_replica_finishes_before_it_is_stopped() -> None:
     async def body(made: Changed, endpoint: str) -> None:
-        with zmq.Context() as context, context.socket(zmq.DEALER) as gateway:
-            gateway.setsockopt(zmq.LINGER, 0)
-            gateway.connect(endpoint)
-            gateway.send(encode(Arrive("q0", "c", b"")))
-            placed = decode_answer(gateway.recv())
-            assert isinstance(placed, Place)
-            draining = asyncio.create_task(made.drain(placed.worker))
+        with placed_request(endpoint) as (gateway, worker):
+            draining = asyncio.create_task(made.drain(worker))
             await until(lambda: any("1 requests under way" in text for text in made.said))
-            assert made.states()[placed.worker] == "draining"
+            assert made.states()[worker] == "draining"
             gateway.send(encode(Arrive("q1", "c", b"")))
             other = decode_answer(gateway.recv())
             assert isinstance(other, Place)
-            assert other.worker != placed.worker
-            with pytest.raises(Refused, match=f"{placed.worker} is draining"):
-                await made.drain(placed.worker)
+            assert other.worker != worker
+            with pytest.raises(Refused, match=f"{worker} is draining"):
+                await made.drain(worker)
             with pytest.raises(Refused, match="no other replica is up"):
                 await made.drain(other.worker)
             assert not draining.done()
@@ -432,18 +377,13 @@ def test_what_cannot_be_changed() -> None:
 
 def test_a_replica_that_dies_while_it_drains_is_not_started_again() -> None:
     async def body(made: Changed, endpoint: str) -> None:
-        with zmq.Context() as context, context.socket(zmq.DEALER) as gateway:
-            gateway.setsockopt(zmq.LINGER, 0)
-            gateway.connect(endpoint)
-            gateway.send(encode(Arrive("q0", "c", b"")))
-            placed = decode_answer(gateway.recv())
-            assert isinstance(placed, Place)
-            draining = asyncio.create_task(made.drain(placed.worker))
+        with placed_request(endpoint) as (_, worker):
+            draining = asyncio.create_task(made.drain(worker))
             await until(lambda: made.said)
-            psutil.Process(made.supervisor.pids[placed.worker]).kill()
+            psutil.Process(made.supervisor.pids[worker]).kill()
             await draining  # though no gateway says that its request has ended
-            assert placed.worker not in made.states()
-            assert made.record.ready.count(placed.worker) == 1
+            assert worker not in made.states()
+            assert made.record.ready.count(worker) == 1
 
     changing(body)
 
@@ -490,16 +430,7 @@ def test_no_request_fails_while_replicas_come_go_and_die(
     def stand_in(number: int, model: str | None = None, has: Sequence[str] = ()) -> Process:
         port = free_port()
         own = f"http://127.0.0.1:{port}"
-        argv = (
-            "-m",
-            "tests.support.stand_in",
-            "--port",
-            str(port),
-            "--tokenizer",
-            str(tokenizer),
-            "--step",
-            "0.005",
-        )
+        argv = f"-m tests.support.stand_in --port {port} --tokenizer {tokenizer} --step 0.005".split()
         return Process(
             f"r{number}", "replica", (sys.executable, *argv), HttpReady(f"{own}/ready"), LIMIT_S, LIMIT_S,
             worker=Worker(f"r{number}", own, "tcp://127.0.0.1:1", "tcp://127.0.0.1:1"),
@@ -519,12 +450,12 @@ def test_no_request_fails_while_replicas_come_go_and_die(
     router = with_workers(router, [spec.worker for spec in first if spec.worker])
     engine = Engine(tokenizer)
 
-    async def load(
-        http: aiohttp.ClientSession, client: int, ended: list[Seen], stopping: asyncio.Event
-    ) -> None:
-        number = 0
-        while not stopping.is_set():
-            number += 1
+    ended: list[Seen] = []
+
+    async def load(http: aiohttp.ClientSession, client: int, stopping: asyncio.Event) -> None:
+        for number in itertools.count(1):
+            if stopping.is_set():
+                return
             path, body = request("generate", f"p{client} {number}", 20, 0)
             *_, last = engine.steps("generate", body)
             seen = Seen()
@@ -536,28 +467,27 @@ def test_no_request_fails_while_replicas_come_go_and_die(
             assert (seen.status, seen.error, seen.text, seen.ended) == (200, "", last.text, True)
             ended.append(seen)
 
-    async def worked(ended: list[Seen], name: str) -> None:
+    async def worked(name: str) -> None:
         before = len(ended)
         await eventually(lambda: any(seen.worker == name for seen in ended[before:]), f"{name} gets requests")
 
     async def body(supervisor: Supervisor, record: Record) -> None:
-        ended: list[Seen] = []
         stopping = asyncio.Event()
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=LIMIT_S)) as http:
-            loads = [asyncio.create_task(load(http, client, ended, stopping)) for client in range(6)]
-            await worked(ended, "r0")
+            loads = [asyncio.create_task(load(http, client, stopping)) for client in range(6)]
+            await worked("r0")
             said = await asyncio.to_thread(command, "add", "--cluster", url)
             assert (said.returncode, said.stdout[:8]) == (0, "r2 is up"), said
-            await worked(ended, "r2")
+            await worked("r2")
             said = await asyncio.to_thread(command, "drain", "r0", "--cluster", url)
             assert (said.returncode, said.stdout) == (0, "r0 has finished and is stopped\n"), said
             before = len(ended)
             psutil.Process(supervisor.pids["r2"]).kill()
             await until(lambda: record.ready.count("r2") == 2)
-            await worked(ended, "r2")
+            await worked("r2")
             psutil.Process(supervisor.pids["router"]).kill()
             await until(lambda: record.ready.count("router") == 2)
-            await worked(ended, "r1")
+            await worked("r1")
             assert not any(seen.worker == "r0" for seen in ended[before:]), "a new router does not know it"
             said = await asyncio.to_thread(command, "list", "--json", "--cluster", url)
             rows = {row["name"]: row["state"] for row in json.loads(said.stdout)}
@@ -571,12 +501,8 @@ def test_no_request_fails_while_replicas_come_go_and_die(
         record, up = Record(), asyncio.Event()
         record.when_up = up.set
         with contextlib.closing(RouterLink(router_address)) as link:
-            supervisor = Supervisor(
-                Plan((*first, router, gateway), router_address),
-                record,
-                rule=RestartRule(first_delay_s=0.05),
-                link=link,
-            )
+            plan = Plan((*first, router, gateway), router_address)
+            supervisor = Supervisor(plan, record, rule=RestartRule(first_delay_s=0.05), link=link)
             workers = Workers(supervisor, link, router_address, stand_in, lambda _: None)
             made = Control(control.socket_path(gateway_port), workers.handle)
             await made.start()
