@@ -232,6 +232,7 @@ def test_prometheus_scrapes_what_listens(composition: Composition, tmp_path: Pat
     assert f"{len(ALERTS)} rules found" in done.stdout
 
 
+@pytest.mark.machine
 @pytest.mark.parametrize("which", list(FILES))
 def test_docker_compose_understands_it(which: str) -> None:
     tool = shutil.which("docker-compose")

@@ -19,14 +19,8 @@ def test_pods_serve_and_are_replaced_at_other_addresses() -> None:
     helm()  # skips the test where there is none
     if not may_join_two():
         pytest.skip("this process may not make networks and join them (unshare -rmn, ip link add type veth)")
-    command = [
-        "unshare",
-        "-rmn",
-        sys.executable,
-        "-m",
-        "tests.support.pods",
-        "long" if is_night() else "short",
-    ]
+    length = "long" if is_night() else "short"
+    command = ["unshare", "-rmn", sys.executable, "-m", "tests.support.pods", length]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
     assert done.stdout.endswith("ok\n")

@@ -158,11 +158,7 @@ class TestPrograms:
         ],
     )
     def test_a_mistake_is_one_line(
-        self,
-        line: str,
-        said: str,
-        monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str],
+        self, line: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         monkeypatch.setattr(sys, "argv", ["sglang-fair", *line.split()])
         with pytest.raises(SystemExit) as end:

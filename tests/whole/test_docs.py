@@ -21,22 +21,14 @@ from router.placement import PLACEMENTS
 from sglang_fair.core import POLICIES, make_policy, options, options_of
 from sglang_fair.core.admission import Admission
 from sglang_fair.core.cost import COSTS, make_cost
-from sglang_fair.core.dlpm import Dlpm
 from sglang_fair.core.job import Job
 from sglang_fair.core.normal import ALL_CLIENTS
 from sglang_fair.core.payers import FIRST, RULES
-from sglang_fair.core.policy import Policy
 from sglang_fair.core.queue import FairQueue
-from sglang_fair.core.vtc import Vtc
 from sglang_fair.core.wsc import Normalised
 from sglang_fair.overlay.config import server_name
-from tests.core.test_family import PREDICTABLE
-from tests.support.engine_model import traced
 
 PAGE = (Path(__file__).parents[2] / "docs/policies.md").read_text(encoding="utf-8")
-
-OF_A_POLICY = ["Rule", "Unit of fairness", "Bound", "Knobs", "Cost", "Trade-offs", "Known leaks", "Select it"]
-OF_A_COST = ["Unit", "Formula", "When", "Parameters", "Quanta"]
 
 every_policy = pytest.mark.parametrize("name", list(POLICIES))
 every_cost = pytest.mark.parametrize("name", list(COSTS))
@@ -141,33 +133,6 @@ def test_prices_are_those_of_the_costs():
         cost = make_cost(text)
         said = [cost(1000, 200), cost(1000, 200, 4000), cost(8000, 200)]
         assert prices == [f"{units:,.0f}" for units in said], text
-
-
-def test_the_worked_quantum_adds_up():
-    worked = " ".join(PAGE.partition("\n## Sizing Q^u\n")[2].partition("\n## ")[0].split())
-    cost = make_cost("linear")
-    prompt, outputs = cost(4000, 0), cost(0, 16 * 500)
-    burst = 10 * cost(100, 200)
-    assert f"w_e·L_input = {prompt:,.0f}" in worked
-    assert f"w_q·M = {outputs:,.0f}" in worked
-    for quantum in (burst, prompt + outputs):
-        bound = make_policy("dlpm", quantum=quantum).bound(prompt, outputs)
-        assert f"| {quantum:,.0f} | {bound:,.0f} |" in worked
-
-
-@pytest.mark.parametrize(("name", "plain"), [("vtc-predict", Vtc()), ("dlpm-predict", Dlpm(quantum=50))])
-def test_what_a_prediction_gains_is_what_the_page_says(name, plain):
-    """Of two clients with outputs of 30 tokens: the swing of their lead after a warm-up, as in test_family."""
-
-    def swing(policy: Policy) -> tuple[float, float | None]:
-        trace = traced(PREDICTABLE, policy)
-        leads = [row.service[0] - row.service[1] for row in trace.rows[len(trace.rows) // 4 :]]
-        return max(leads) - min(leads), trace.gap_between_backlogged()
-
-    text = " ".join(OUR_POLICIES[name]["Trade-offs"].split())
-    (before, worst), (after, narrower) = swing(plain), swing(make_policy(name, quantum=50))
-    assert f"{after:g} units once the length is known, instead of {before:g}" in text
-    assert name == "vtc-predict" or f"is {narrower:g} instead of {worst:g}" in text
 
 
 # ---- memory

@@ -6,7 +6,6 @@ Pages that are generated (`GENERATED`) answer for themselves; only links into th
 """
 
 import contextlib
-import importlib.util
 import io
 import json
 import os
@@ -135,26 +134,6 @@ def test_files_exist(page: str) -> None:
         assert (ROOT / path).exists() or any(one.endswith(f"/{path}") for one in known), path
 
 
-def tree(page: str) -> Iterator[str]:
-    """The paths of a drawn tree: a folder a line, indented by two spaces for each level."""
-    drawn = next((block for block in blocks(page) if re.match(r"sglang_fair/ *(\n| )", block)), "")
-    above: list[str] = []
-    for line in drawn.splitlines():
-        found = re.match(r"((?:  )*)([\w.]+/)", line)
-        if found:
-            del above[len(found[1]) // 2 :]
-            above.append(found[2])
-            yield "".join(above)
-
-
-def test_the_tree_of_folders_is_there() -> None:
-    folders = list(tree("docs/architecture.md"))
-    assert len(folders) > 10
-    assert [folder for folder in folders if not (ROOT / folder).is_dir()] == []
-    packages = [*ROOT.glob("*/__init__.py"), *ROOT.glob("sglang_fair/*/__init__.py")]
-    assert {f"{package.parent.relative_to(ROOT)}/" for package in packages} <= set(folders)
-
-
 def test_the_picture_of_layers_is_the_contract() -> None:
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
         "contracts"
@@ -205,7 +184,6 @@ def commands(page: str) -> Iterator[Sequence[str]]:
             yield shlex.split(line, comments=True)[1:]
 
 
-@pytest.mark.slow
 def test_commands_are_accepted() -> None:
     """Each is a command that there is, and has the options that are shown. One test: each --help is asked for once."""
     shown_on = [(page, words) for page in WRITTEN for words in commands(page)]
@@ -249,12 +227,6 @@ def test_options_exist(page: str) -> None:
 def test_variables_and_headers_exist(page: str) -> None:
     for name in set(re.findall(r"SGLANG_FAIR_[A-Z_]+[A-Z]|x-fair-[a-z-]+[a-z]", prose_of(page))):
         assert named_in_sources(name), name
-
-
-@every_page
-def test_modules_that_are_run_exist(page: str) -> None:
-    for module in re.findall(r"python -m ([a-z_.]+)", prose_of(page)):
-        assert importlib.util.find_spec(module), module
 
 
 def test_make_targets_exist() -> None:

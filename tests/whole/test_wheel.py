@@ -15,7 +15,7 @@ from sglang_fair.common.version import VERSION
 from tests.support.live import EMULATED, Cluster
 from tests.support.wheel import PACKAGES, ROOT, Built, Installed, clean_environment, install
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.machine, pytest.mark.slow]
 
 
 def sources() -> set[str]:
@@ -57,10 +57,8 @@ class TestContents:
 
 
 def test_records_name_no_commit_of_a_repository_around_the_environment(built: Built, tmp_path: Path) -> None:
-    for words in (
-        ["init", "-q"],
-        ["-c", "user.name=x", "-c", "user.email=x", "commit", "-q", "--allow-empty", "-m", "x"],
-    ):
+    who = ["-c", "user.name=x", "-c", "user.email=x"]
+    for words in (["init", "-q"], [*who, "commit", "-q", "--allow-empty", "-m", "x"]):
         subprocess.run(["git", *words], cwd=tmp_path, check=True)
     inside = install(built.wheel, tmp_path / "v")
     said = inside.run(
@@ -82,14 +80,10 @@ def cluster(installed: Installed, tmp_path_factory: pytest.TempPathFactory) -> I
 @pytest.mark.e2e
 class TestFromTheWheel:
     def test_it_answers(self, cluster: Cluster) -> None:
-        body = {
-            "model": "default",
-            "messages": [{"role": "user", "content": "What is the capital of Italy?"}],
-            "max_tokens": 16,
-        }
-        answer = httpx.post(
-            f"{cluster.url}/v1/chat/completions", json=body, headers={"x-fair-client": "alice"}, timeout=120
-        )
+        asked = [{"role": "user", "content": "What is the capital of Italy?"}]
+        body = {"model": "default", "messages": asked, "max_tokens": 16}
+        url, who = f"{cluster.url}/v1/chat/completions", {"x-fair-client": "alice"}
+        answer = httpx.post(url, json=body, headers=who, timeout=120)
         assert answer.status_code == 200, answer.text
         assert answer.json()["usage"]["completion_tokens"] > 0
         assert sum(book["clients"].get("alice", {}).get("service", 0) for book in cluster.books()) > 0
