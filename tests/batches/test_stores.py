@@ -21,11 +21,11 @@ from router.batches import amqp
 from router.batches.amqp import AmqpStore
 from router.batches.contract import FileInUse, Store, StoreDamaged, StoreError, StoreFull
 from router.batches.journal import Change, Journal, Logged
-from router.batches.memory import MemoryStore
 from router.batches.model import Ending, Issue, Item, StoredBatch, StoredFile
 from router.batches.sqlite import SqliteStore
 from tests.support.broker import Broker, broker_url, why_none, why_none_to_kill
 from tests.support.budget import examples
+from tests.support.memory_store import MemoryStore
 from tests.support.ports import free_port
 
 
@@ -42,7 +42,6 @@ class LocalLog(Logged):
 
 
 STORES: dict[str, Callable[[Path], Store]] = {
-    "memory": lambda folder: MemoryStore(),
     "sqlite": lambda folder: SqliteStore(folder / "batches.db"),
     "journal": lambda folder: LocalLog(folder / "batches.db"),
     "amqp": of_broker,

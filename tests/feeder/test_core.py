@@ -10,7 +10,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from router.batches.memory import MemoryStore
 from router.batches.model import Ending, Item, StoredBatch
 from router.feeder.answers import MOST_TRIES, Answer
 from router.feeder.core import (
@@ -27,6 +26,7 @@ from router.feeder.core import (
     Write,
 )
 from tests.support.budget import examples
+from tests.support.memory_store import MemoryStore
 
 CLASSES = {"interactive": 20.0, "batch-1": 60.0, "batch-2": 3600.0}
 NOW_S = 1_000_000

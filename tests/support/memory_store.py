@@ -1,6 +1,4 @@
-"""A store in memory: the contract in the fewest words, for tests of whoever uses a store. It forgets when its process
-ends, so no gateway has it.
-"""
+"""A store in memory: the contract in the fewest words, what the stores are compared with."""
 
 from collections.abc import Mapping, Sequence
 
