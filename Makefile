@@ -56,7 +56,7 @@ setup: $(READY) ## install everything into .venv (DEVICE=cuda: with the GPU kern
 check: $(READY) lint ## the gate: lint, format, layers, types, tests without an engine
 	$(BIN)/python -m pytest $(GATE) $(PYTEST_ARGS)
 
-lint: $(READY)
+lint: $(READY) ## lint, format, layers and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache & layers=$$!; $(BIN)/mypy && wait $$layers
@@ -117,16 +117,17 @@ $(STAMPS)/cpu: $(LOCK) pyproject.toml sglang_fair/install/check.py | $(STAMPS)/v
 	$(PIP) -q 'uv<1'
 	@grep -vE '^(torch|torchvision)==' $(LOCK) >$(STAMPS)/others.txt
 	@echo "setup: installing torch, and beside it $$(grep -c == $(STAMPS)/others.txt) other packages"
-	$(PIP) --progress-bar off --no-deps $(TORCH) & torch=$$!; \
+	@$(PIP) --progress-bar off --no-deps $(TORCH) & torch=$$!; \
 	  { $(call get,-r $(STAMPS)/others.txt); }; others=$$?; wait $$torch && exit $$others
-	$(PIP) -q $(TORCH)
-	$(call get,--no-build-isolation -e .)
+	@$(PIP) -q $(TORCH)
+	@$(call get,--no-build-isolation -e .)
 	@echo 'setup: importing SGLang for the first time'
-	$(if $(filter default,$(MODEL)),$(BIN)/sglang-fair models default >/dev/null & )$(BIN)/python -m sglang_fair.install.check cpu && wait
+	@$(if $(filter default,$(MODEL)),$(BIN)/sglang-fair models default >/dev/null & )$(BIN)/python -m sglang_fair.install.check cpu && wait
 	@touch $@
 
 $(STAMPS)/cpu-dev: $(MORE) $(STAMPS)/cpu
-	$(call get,-r $(MORE))
+	@echo "setup: installing $$(grep -c == $(MORE)) packages for tests and docs"
+	@$(call get,-r $(MORE))
 	@touch $@
 
 $(STAMPS)/cuda: pyproject.toml sglang_fair/install/check.py | $(STAMPS)/venv

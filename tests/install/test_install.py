@@ -14,29 +14,14 @@ from sglang_fair.install import __main__ as command
 from sglang_fair.install.steps import CPU_LOCK, MODEL_TOOLS, PROFILES, install_steps, locked
 from sglang_fair.overlay import SGLANG_VERSION
 from sglang_fair.settings.commands import Mistake, run
-from tests.whole.test_setup import LOCK, PROJECT, canonical, requirements
-
-SHIPPED = dict(line.split("==") for line in CPU_LOCK.read_text().splitlines() if not line.startswith("#"))
-
-
-class TestShippedLock:
-    def test_its_versions_are_those_that_are_tested(self) -> None:
-        assert {name: LOCK[name] for name in SHIPPED} == SHIPPED
-
-    def test_it_has_all_that_a_cluster_needs(self) -> None:
-        asked = PROJECT["project"]["dependencies"] + requirements("cpu.in")
-        assert {canonical(one) for one in asked} <= set(SHIPPED)
-
-    def test_it_has_nothing_that_only_tests_need(self) -> None:
-        tools = {"hypothesis", "mkdocs-material", "mypy", "playwright", "pytest", "ray", "ruff"}
-        assert tools <= set(LOCK)
-        assert not tools & set(SHIPPED)
+from tests.whole.test_setup import RUNS as SHIPPED
 
 
 class TestSteps:
     def test_torch_comes_first_and_with_its_dependencies_then_the_lock_alone(self) -> None:
         torch, lock = install_steps("cpu", torch_index="https://torch.example")
-        assert torch == (f"torch=={SHIPPED['torch']}", "--index-url", "https://torch.example")
+        wheels = [f"{name}=={SHIPPED[name]}" for name in ("torch", "torchvision")]
+        assert torch == (*wheels, "--index-url", "https://torch.example")
         assert lock == ("--no-deps", "-r", str(CPU_LOCK))
 
     def test_on_gpus_it_is_sglang_s_own_choice(self) -> None:
@@ -86,7 +71,7 @@ class TestCommand:
         monkeypatch.setenv("PYTHONPATH", os.getcwd())
         monkeypatch.setattr(command, "installer", lambda: [str(pip)])
         assert run(command.main, "sglang-fair install", ["cpu"]) == 1
-        assert asked.read_text() == f"|torch=={SHIPPED['torch']}\n"
+        assert asked.read_text() == f"|torch=={SHIPPED['torch']} torchvision=={SHIPPED['torchvision']}\n"
         assert "failed, with exit code 3" in capsys.readouterr().err.splitlines()[-1]
 
 
@@ -111,3 +96,50 @@ def test_without_an_engine_a_cluster_says_what_installs_it(tmp_path: Path) -> No
 
 def test_with_one_nothing_is_said() -> None:
     assert installed.missing_engine() is None
+
+
+@pytest.mark.parametrize(
+    ("package", "main", "words"),
+    [
+        ("scipy", "router.planner.__main__", "--router tcp://127.0.0.1:9"),
+        ("scipy", "sglang_fair.cluster.__main__", "--placement qlm"),
+        ("python_multipart", "sglang_fair.cluster.__main__", "--batches here"),
+        (
+            "python_multipart",
+            "router.gateway.__main__",
+            "--router tcp://127.0.0.1:9 --model-name m --tokenizer . --port 1 --batches here",
+        ),
+        (
+            "redis",
+            "router.gateway.__main__",
+            "--router tcp://127.0.0.1:9 --model-name m --tokenizer . --port 1 --limit-store redis://h",
+        ),
+        ("textual", "sglang_fair.dashboard.top", ""),
+    ],
+)
+def test_a_missing_extra_is_named_in_one_line(package: str, main: str, words: str, tmp_path: Path) -> None:
+    """Nothing but what needs it imports it."""
+    (tmp_path / "hide.py").write_text(
+        "import sys\n"
+        "class Hiding:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name.partition('.')[0] == hidden: raise ModuleNotFoundError(name)\n"
+        "hidden = sys.argv[1]\n"
+        "sys.meta_path.insert(0, Hiding())\n"
+        "import importlib.util\n"
+        "real = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *more: None if name == hidden else real(name, *more)\n"
+        "from importlib import import_module\n"
+        "module = import_module(sys.argv[2])\n"
+        "sys.argv = sys.argv[2:]\n"
+        "main = module.main\n"
+        "sys.exit(main() if 'dashboard' not in module.__name__ else module.run(main, 'sglang-fair top', []))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "hide.py", package, main, *words.split()],
+        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    line = done.stderr.splitlines()[-1]
+    assert "pip install 'sglang-fair[" in line

@@ -1,4 +1,4 @@
-"""The set-up: one lock with everything, one version of SGLang, targets that explain themselves."""
+"""The set-up: two locks without a package in both, one version of SGLang, an environment to work in."""
 
 import os
 import re
@@ -19,11 +19,12 @@ from sglang_fair.overlay import SGLANG_VERSION
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-LOCK = dict(
-    line.split("==")
-    for line in (ROOT / "requirements/cpu.txt").read_text().splitlines()
-    if line[:1] not in ("#", "")
+RUNS, MORE = (
+    dict(line.split("==") for line in (ROOT / file).read_text().splitlines() if not line.startswith("#"))
+    for file in ("sglang_fair/install/cpu.txt", "requirements/dev.txt")
 )
+LOCK = RUNS | MORE
+EXTRAS = PROJECT["project"]["optional-dependencies"]
 
 
 def canonical(requirement: str) -> str:
@@ -35,11 +36,26 @@ def requirements(file: str) -> list[str]:
     return [line for line in lines if line.strip() and not line.startswith("#")]
 
 
+def of_extras(*names: str) -> list[str]:
+    """What they ask for, those that they refer to included."""
+    found = []
+    for one in map(Requirement, [one for name in names for one in EXTRAS[name]]):
+        found += of_extras(*one.extras) if one.name == "sglang-fair" else [str(one)]
+    return found
+
+
 class TestLock:
-    def test_it_has_all_that_the_project_asks_for(self) -> None:
-        project = PROJECT["project"]
-        asked = project["dependencies"] + project["optional-dependencies"]["dev"] + requirements("cpu.in")
-        assert {canonical(one) for one in asked} <= set(LOCK)
+    def test_a_cluster_has_all_that_it_needs_and_nothing_that_only_tests_need(self) -> None:
+        asked = PROJECT["project"]["dependencies"] + of_extras("top", "workloads", "batches")
+        assert {canonical(one) for one in asked + requirements("cpu.in")} <= set(RUNS)
+        assert {"hypothesis", "mkdocs-material", "mypy", "playwright", "pytest", "ray", "ruff"} <= set(MORE)
+
+    def test_tests_have_every_extra_and_no_package_is_in_both(self) -> None:
+        assert {canonical(one) for one in of_extras("dev")} <= set(LOCK)
+        assert set(EXTRAS) - {"dev", "all", "cuda", "qlm"} == {
+            name for one in EXTRAS["all"] for name in Requirement(one).extras
+        }
+        assert not set(RUNS) & set(MORE)
 
     def test_what_is_dropped_is_not_in_it(self) -> None:
         dropped = [one for one in requirements("overrides.txt") if "'never'" in one]
@@ -49,7 +65,7 @@ class TestLock:
 
     def test_one_version_of_sglang(self) -> None:
         assert LOCK["sglang"] == SGLANG_VERSION
-        assert f"sglang=={SGLANG_VERSION}" in PROJECT["project"]["optional-dependencies"]["cuda"]
+        assert f"sglang=={SGLANG_VERSION}" in EXTRAS["cuda"]
         assert f"FROM lmsysorg/sglang:v{SGLANG_VERSION} AS cuda" in (ROOT / "Dockerfile").read_text()
 
 
@@ -93,24 +109,31 @@ class TestMake:
         for target in phony[1].split():
             assert re.search(rf"^\W*(\[1m)?{target}\b", shown, re.MULTILINE), target
 
-    def test_torch_comes_first_and_with_its_dependencies(self, tmp_path: Path) -> None:
+    def test_torch_comes_at_last_with_its_dependencies(self, tmp_path: Path) -> None:
         steps = make(
             "-n", "setup", f"VENV={tmp_path}/v", "DEVICE=cpu", "TORCH_INDEX=https://torch.example"
         ).splitlines()
-        torch = next(i for i, step in enumerate(steps) if f"'torch=={LOCK['torch']}'" in step)
-        lock = next(i for i, step in enumerate(steps) if "-r requirements/cpu.txt" in step)
+        index = f"torch=={LOCK['torch']} torchvision=={LOCK['torchvision']} --index-url https://torch.example"
+        alone, whole = (i for i, step in enumerate(steps) if index in step)
+        lock = next(i for i, step in enumerate(steps) if "--no-deps -r" in step)
         check = next(i for i, step in enumerate(steps) if "install.check cpu" in step)
-        assert "--no-deps" not in steps[torch]
-        assert steps[torch].endswith("--index-url https://torch.example")
-        assert "--no-deps" in steps[lock]
-        assert torch < lock < check
+        more = next(i for i, step in enumerate(steps) if "-r requirements/dev.txt" in step)
+        assert "--no-deps" in steps[alone]
+        assert "--no-deps" not in steps[whole]
+        assert alone < lock < whole < check < more
+
+    @pytest.mark.parametrize("target", ["cluster", "compare", "reproduce"])
+    def test_who_only_looks_installs_what_that_needs(self, target: str, tmp_path: Path) -> None:
+        assert "dev.txt" not in make("-n", target, f"VENV={tmp_path}/v")
+        assert "dev.txt" in make("-n", "check", f"VENV={tmp_path}/v")
 
     def test_what_is_set_up_is_not_set_up_again(self, tmp_path: Path) -> None:
         stamps = tmp_path / "v/.make"
         stamps.mkdir(parents=True)
-        for name in ("venv", "cpu"):
+        for name in ("venv", "cpu", "cpu-dev"):
             (stamps / name).touch()
         assert "Nothing to be done" in make("setup", f"VENV={tmp_path}/v")
+        assert "pip" not in make("-n", "cluster", f"VENV={tmp_path}/v")
         os.utime(stamps / "cpu", (1, 1))
         assert "install.check cpu" in make("-n", "setup", f"VENV={tmp_path}/v")
 
@@ -118,7 +141,7 @@ class TestMake:
         assert "[cuda,dev]" in make("-n", "setup", f"VENV={tmp_path}/v", "DEVICE=cuda")
         (tmp_path / "v/.make").mkdir(parents=True)
         (tmp_path / "v/.make/cuda").touch()
-        assert "requirements/cpu.txt" not in make("-n", "check", f"VENV={tmp_path}/v")
+        assert "requirements/dev.txt" not in make("-n", "check", f"VENV={tmp_path}/v")
 
     def test_a_missing_python_is_one_line(self, tmp_path: Path) -> None:
         done = subprocess.run(
@@ -156,6 +179,20 @@ def test_a_broken_installation_is_named_in_one_line(hidden: str, said: str) -> N
     assert said in line
 
 
+@pytest.mark.slow
+def test_a_program_of_the_user_s_finds_what_is_installed(tmp_path: Path) -> None:
+    """In a process of the environment, without an import of ours."""
+    program = (
+        "import torchvision.ops, torchvision.transforms.v2, sglang.lang\n"
+        "from sglang import function, gen\n"
+        "from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
 class TestImage:
     """The CUDA image cannot be built here: it takes what it has from SGLang's, whose packages' metadata is known."""
 
@@ -165,8 +202,7 @@ class TestImage:
             for one in map(Requirement, metadata.requires("sglang") or ())
             if one.marker is None and str(one.specifier).startswith("==")
         }
-        project = PROJECT["project"]
-        asked = project["dependencies"] + project["optional-dependencies"]["workloads"]
+        asked = PROJECT["project"]["dependencies"] + of_extras("all")
         asked = [one for one in map(Requirement, asked) if canonical(one.name) in pinned]
         assert len(asked) > 1
         assert all(pinned[canonical(one.name)] in one.specifier for one in asked)
@@ -201,7 +237,7 @@ class TestImage:
         assert done.returncode == 0, done.stderr
         cuda = (ROOT / "Dockerfile").read_text().partition(" AS cuda")[2]
         assert "install.check image\n" in cuda
-        assert re.search(r"pip install --no-cache-dir '\.\[workloads\]'", cuda), "with its dependencies"
+        assert re.search(r"pip install --no-cache-dir '\.\[all\]'", cuda), "with its dependencies"
 
 
 def make(*arguments: str) -> str:
