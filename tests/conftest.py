@@ -35,8 +35,14 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 NEEDS = ("machine", "browser", "e2e", "engine", "slow")
 """What a test may need, by its mark. What waits longest begins first; what only computes fills the gaps at the end."""
 
-COMPUTE = ("tests/core/", "tests/router/", "tests/sim/")
-"""Folders whose slow tests share nothing that was started, so that each may run in any worker."""
+COMPUTE = (
+    "tests/core/",
+    "tests/router/",
+    "tests/sim/",
+    "tests/whole/test_faults",
+    "tests/whole/test_several_routers",
+)
+"""Where slow tests share nothing that was started, so that each may run in any worker."""
 
 
 @pytest.hookimpl(tryfirst=True)
