@@ -84,12 +84,6 @@ def test_a_fit_needs_enough_that_differs():
         errors(KNOWN, [])
 
 
-@pytest.mark.parametrize("bad", [((), 1, 1.0), (((1, 0),), -1, 1.0), (((1, 0),), 0, 0.0)])
-def test_a_measurement_is_of_something(bad):
-    with pytest.raises(ValueError, match="not a measurement"):
-        Measurement(*bad)
-
-
 @given(st.integers(0, 10**6))
 def test_non_negative_least_squares_meet_their_conditions(seed):
     """Karush-Kuhn-Tucker: the gradient vanishes where a coefficient is used and points up where it is 0."""
@@ -151,24 +145,6 @@ def test_limits_are_what_the_server_tells():
 
 
 # ---- the command
-
-
-@pytest.mark.parametrize(
-    ("given", "status", "says"),
-    [
-        (["localhost:1"], 2, "must begin with http://"),
-        (["http://127.0.0.1:1", "--context", "100"], 2, "--context must be at least 512 tokens"),
-        (["http://127.0.0.1:1", "--out", "no/such/folder/x.json"], 2, "there is no folder no/such/folder"),
-        (["http://127.0.0.1:1"], 1, "cannot reach http://127.0.0.1:1"),
-    ],
-)
-def test_errors_are_one_line(given, status, says, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert run(main, "sglang-fair calibrate", given) == status
-    said = capsys.readouterr().err
-    assert says in said
-    assert said.count("\n") == 1
-    assert not list(tmp_path.iterdir())
 
 
 LIMIT_S = 60.0

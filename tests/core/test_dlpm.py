@@ -328,10 +328,6 @@ FLOOD = EngineCase(
     ),
     pool_tokens=120,
     cache_tokens=256,
-    page_tokens=1,
-    step_tokens=None,
-    block_tokens=None,
-    seed=1,
     steps=300,
 )
 """Client a has a hot prefix, client b has none, and both want everything."""
@@ -362,24 +358,9 @@ class Forgiving(Dlpm):
         self._deficits.pop(client, None)
 
 
-BURSTS = EngineCase(
-    loads=(
-        ClientHabit(
-            "x", 4, closed=True, prompt_tokens=(1, 1), output_tokens=(16, 16), families=1, shared_tokens=0
-        ),
-        ClientHabit(
-            "y", 4, closed=True, prompt_tokens=(1, 1), output_tokens=(16, 16), families=1, shared_tokens=0
-        ),
-        ClientHabit("z", 16, prompt_tokens=(1, 1), output_tokens=(16, 16), families=1, shared_tokens=0),
-    ),
-    pool_tokens=68,
-    cache_tokens=0,
-    page_tokens=1,
-    step_tokens=None,
-    block_tokens=None,
-    seed=1,
-    steps=1000,
-)
+FLOODING = ClientHabit("z", 16, prompt_tokens=(1, 1), output_tokens=(16, 16), families=1, shared_tokens=0)
+BURST = replace(FLOODING, client="x", depth=4, closed=True)
+BURSTS = EngineCase((BURST, replace(BURST, client="y"), FLOODING), pool_tokens=68, steps=1000)
 """Two clients send a burst when the one before it is done; z always waits. Room for four."""
 
 

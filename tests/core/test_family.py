@@ -140,6 +140,22 @@ def test_backlogged_clients_of_a_ring_differ_by_at_most_the_bound(case, quantum,
     assert all(credit <= quantum for credit in trace.replica.queue.policy.counters().values())
 
 
+def test_the_ring_stands_still_while_a_client_whose_turn_it_is_is_held():
+    """Or the one behind it would be served without credit, in a round that has not come."""
+    policy = Drr(quantum=10)
+    first, second, other = (Job(id, id[0], arrival=number) for number, id in enumerate(("a1", "a2", "b1")))
+    for job in (first, second, other):
+        policy.arrive(job)
+    assert policy.pick() is first
+    policy.leave(first)
+    policy.charge("a", 25)
+    assert policy.pick() is other
+    policy.hold(other)
+    assert policy.pick() is None
+    policy.release()
+    assert policy.pick() is other
+
+
 @FAMILY
 @given(
     quantum=st.integers(5, 60),

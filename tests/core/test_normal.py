@@ -160,12 +160,3 @@ def test_what_is_no_such_record_changes_nothing(saved: object) -> None:
     with pytest.raises(BadNormal):
         made.restore(saved)
     assert made.to_json() == before
-
-
-def test_numbers_that_are_none() -> None:
-    for bad in (0.5, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="spread"):
-            Normal(price, bad)
-    for tokens in (-1.0, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="tokens"):
-            Normal(price).learn("a", "chat", "1", tokens, 0)

@@ -411,6 +411,19 @@ def test_what_clients_pay_each_other_in_turn_does_not_add_up(rule):
     assert (queue.account._swing.most_charged, queue.account._swing.most_refunded) == (4.5, 4.5)
 
 
+@pytest.mark.parametrize(("borrows", "most"), [(False, 5), (True, 10)])
+def test_transfers_add_up_while_a_client_borrows(borrows, most):
+    """Its counter is positive when a request is admitted, but for one that borrows."""
+    queue = queue_of(EQUAL, "dlpm")
+    queue.policy.borrows = lambda client: borrows
+    for number in range(2):
+        path = path_of(number, list(range(10)), 1)
+        for client, cached in (("a", 0), ("b", 10)):
+            queue.arrive(job := Job(f"{client}{number}", client))
+            queue.admit(job, extend_tokens=10 - cached, cached_tokens=cached, path=path)
+    assert queue.account._swing.most_charged == most
+
+
 def test_a_forgotten_swing_is_the_farthest_one():
     swing = Swing(max_clients=1)
     swing.transferred("a", -5)
@@ -437,16 +450,8 @@ def test_a_refund_breaks_the_lemma_under_vtc():
     assert min(queue.policy.counters().values()) < before
 
 
-TYPICAL = EngineCase(
-    (ClientHabit("a", 4, private=False), ClientHabit("b", 2, private=False)),
-    60,
-    64,
-    1,
-    None,
-    1,
-    seed=3,
-    steps=40,
-)
+SHARERS = (ClientHabit("a", 4, private=False), ClientHabit("b", 2, private=False))
+TYPICAL = EngineCase(SHARERS, 60, cache_tokens=64, block_tokens=1, seed=3, steps=40)
 
 
 def test_sharing_changes_who_is_served():

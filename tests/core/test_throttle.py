@@ -198,16 +198,3 @@ def test_a_cluster_is_overloaded_when_all_that_take_requests_are() -> None:
 def test_loads_that_cannot_be(load: tuple[int, int, int]) -> None:
     with pytest.raises(BadLoad, match="of"):
         Overload().report("r0", *load, 0.0)
-
-
-def test_bad_settings() -> None:
-    for bad in ({"user": 0}, {"apps": {"chat": 0}}, {"apps": {"chat": True}}, {"user": 1.5}):
-        with pytest.raises(ValueError, match="whole number"):
-            Limits(**bad)  # type: ignore[arg-type]
-    for high, low in ((0.5, 0.5), (1.1, 0.5), (0.5, 0.0), (float("nan"), 0.1)):
-        with pytest.raises(ValueError, match="low"):
-            Overload(high, low)
-    with pytest.raises(ValueError, match="accepted, arrivals"):
-        Throttle(Limits(), counts="all")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="seconds"):
-        Throttle(Limits()).judge(Interaction("a", "b", ""), [], float("nan"))

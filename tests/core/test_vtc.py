@@ -181,10 +181,7 @@ def test_waiting_for_a_shared_prefix_does_not_break_the_bound(cache_tokens):
         ),
         pool_tokens=400,
         cache_tokens=cache_tokens,
-        page_tokens=1,
-        step_tokens=None,
         block_tokens=4,
-        seed=1,
         steps=200,
     )
     trace = traced(case, Vtc())
@@ -206,7 +203,7 @@ class NoLiftWhenEmpty(Vtc):
 
 EARLY = ClientHabit("early", 12, prompt_tokens=(8, 8), output_tokens=(4, 4), families=1, shared_tokens=0)
 LATE = replace(EARLY, client="late", start=200)
-ALONE = EngineCase((EARLY, LATE), 60, 0, 1, None, None, seed=1, steps=500)
+ALONE = EngineCase((EARLY, LATE), 60, steps=500)
 """One client floods from the start, the other comes when it has been served for a long time."""
 
 GAP = replace(ALONE, loads=(replace(LATE, start=220), replace(EARLY, busy_steps=150, pause_steps=70)))

@@ -54,20 +54,6 @@ class TestReplicaArguments:
         assert argv[argv.index("--max-total-tokens") + 1] == "4096"
         assert argv[argv.index("--max-running-requests") + 1] == "3"
 
-    @pytest.mark.parametrize(
-        ("arguments", "said"),
-        [
-            (["--gpu", "a10g"], "--gpu is for --engine emulated"),
-            (["--time-scale", "2"], "--time-scale is for --engine emulated"),
-            (["--engine", "emulated", "--model", "llama-2-7b"], "unknown --gpu ''; there are a10g"),
-            ([*EMULATED, "--cost-model", "/no/such.json"], "cannot read /no/such.json"),
-        ],
-    )
-    def test_what_does_not_fit_together(self, arguments: list[str], said: str) -> None:
-        options = replica.parse(arguments)
-        with pytest.raises(ValueError, match=said):
-            replica.server_arguments(options, self.model)
-
 
 class TestPlan:
     machine = Machine(2, 16 * 10**9, (), False, "python")

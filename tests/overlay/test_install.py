@@ -73,11 +73,6 @@ def test_without_the_overlay_sglang_refuses_our_policies() -> None:
     assert "invalid choice: 'dlpm'" in done.stderr
 
 
-def test_sglang_takes_our_arguments() -> None:
-    done = run(PARSE.format(arguments='"--schedule-policy", "dlpm", "--fair-quantum", "700"'))
-    assert done.stdout.strip().splitlines()[-1:] == ["policy dlpm"], done.stderr[-2000:]
-
-
 def test_sglang_takes_what_a_replica_on_gpus_is_started_with() -> None:
     """Its own parser, without the rest of its start, which looks for the GPUs."""
     done = run("""

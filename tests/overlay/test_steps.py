@@ -11,6 +11,7 @@ import pytest
 
 from sglang_fair.core.steps import LEAST_SHARE
 from tests.support import fork_server
+from tests.support.budget import is_night
 from tests.support.live import Answer, Replica
 from tests.support.step_attack import DECODE_S, PREFILL_S, RUNNING, STEPS, VICTIMS
 
@@ -66,9 +67,10 @@ HEAVY = "runs 0"
 """Its share is nearly all of the time, so a mixed step serves it for less than it is due, however slow the machine."""
 
 
-@pytest.fixture(scope="module", params=["alone", "mixed"])
+@pytest.fixture(scope="module", params=["alone", "mixed"] if is_night() else ["alone"])
 def overlapping(request: pytest.FixtureRequest) -> Iterator[Replica]:
-    """A real server whose loop forms a step before it has seen the last one's end; "mixed": steps of both kinds."""
+    """A real server whose loop forms a step before it has seen the last one's end; "mixed": steps of both kinds, as the
+    session's `overlapping` has them."""
     mixed = ["--enable-mixed-chunk"] if request.param == "mixed" else []
     with Replica(
         "--policy", "dlpm", "--stall-ms", str(STALL_MS), "--kv-tokens", "8192",

@@ -1,5 +1,5 @@
-"""A replica's publisher of KV events behind keys: SGLang makes it, a router follows it, others are refused. Whole replicas
-of such a cluster: `tests/whole/test_exposed.py`."""
+"""A replica's publisher of KV events behind keys: SGLang makes it, a router follows it, others are refused. A whole
+cluster with keys: `tests/whole/test_exposed.py`."""
 
 import os
 from collections.abc import Iterator

@@ -34,15 +34,3 @@ class TestEmulation:
         assert scaled.describe(read_json)["cost"]["factor"] == 0.5
         assert "h100" in str(scaled)
         assert "x 0.5" in str(scaled)
-
-    @pytest.mark.parametrize(
-        ("given", "said"),
-        [
-            (("tpu", "llama-3.1-8b"), "unknown --gpu 'tpu'; there are a10g, a100-80g"),
-            (("a10g", "tiny"), "unknown --model 'tiny'; there are llama-3.2-3b"),
-            (("a10g", "llama-3.2-3b", None, 0.0), "--time-scale must be a number above 0, not 0.0"),
-        ],
-    )
-    def test_what_cannot_be_emulated(self, given: tuple, said: str) -> None:
-        with pytest.raises(ValueError, match=said):
-            Emulation(*given)

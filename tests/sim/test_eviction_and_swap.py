@@ -39,20 +39,6 @@ def test_an_evicted_request_goes_on_at_the_next_token():
     replica.check_pool()
 
 
-def test_it_leaves_after_the_step_under_way_and_its_pages_are_free_then():
-    replica = new(HOST, events=False)
-    replica.arrive(request("long", 400, 100), 0.0)
-    drain(replica, 9.0)
-    before = replica.queue.find("long")
-    assert before is not None
-    replica.evict(["long"], 9.5)
-    assert not replica.queue.is_waiting("long")
-    replica.advance(replica.next_s)
-    assert replica.queue.is_waiting("long")
-    assert replica.load()[0] == 0
-    replica.check_pool()
-
-
 def test_what_the_host_holds_is_not_computed_again():
     """The cache keeps nothing of it: others need the whole pool meanwhile."""
     replica = new(replace(HOST, kv_tokens=1024, chunked_prefill_tokens=None), events=False)
@@ -193,17 +179,6 @@ def test_a_swap_drops_the_cache_and_requests_wait_for_it():
     assert [(event.id, event.t_s) for event in events if isinstance(event, Finished)] == [("b", 44.0)]
     assert finished(events)["b"].cached_tokens == 0
     assert (replica.meters.swaps, replica.meters.swap_s) == (1, 30.0)
-    replica.check_pool()
-
-
-def test_there_and_back_again_answers_are_the_same():
-    replica = new(SMALL, events=False)
-    for place, model in enumerate((STEP, Seconds(0.5), STEP)):
-        if place:
-            replica.swap(model, SMALL, 5.0, 100.0 * place)
-        asked = request(f"r{place}", 20, 7)
-        replica.arrive(asked, 100.0 * place + 1)
-        assert finished(drain(replica))[asked.id].answer == answer(asked.tokens, 7)
     replica.check_pool()
 
 

@@ -35,20 +35,6 @@ def admit(pool: Pool, task: Task) -> int:
     return node.end
 
 
-def test_a_released_prompt_is_cached_and_found_again():
-    pool = new_pool()
-    first, second = task("1", list(range(41))), task("2", list(range(41)))
-    assert admit(pool, first) == 0
-    assert pool.free_pages == 100 - 11
-    pool.keep(first, first.length)
-    pool.check([(first, first.length)])
-    pool.release(first, first.length, 0, keep=True)
-    assert pool.free_pages == 90
-    assert pool.room_tokens() == 400
-    assert admit(pool, second) == 40
-    assert pool.free_pages == 89
-
-
 def test_what_two_computed_at_once_is_kept_once():
     pool = new_pool()
     both = [task("1", list(range(40))), task("2", list(range(40)))]
@@ -59,18 +45,6 @@ def test_what_two_computed_at_once_is_kept_once():
         pool.keep(each, each.length)
     assert pool.free_pages == 90
     pool.check([(each, each.length) for each in both])
-
-
-def test_locked_pages_are_not_evicted():
-    pool = new_pool()
-    running, gone = task("1", list(range(40))), task("2", list(range(100, 140)))
-    for each in (running, gone):
-        admit(pool, each)
-        pool.keep(each, each.length)
-    pool.release(gone, gone.length, 0, keep=True)
-    assert pool.make_free_pages(90)
-    assert not pool.make_free_pages(91)
-    pool.check([(running, running.length)])
 
 
 @pytest.mark.parametrize("seed", seeds(20))

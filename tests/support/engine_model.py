@@ -431,11 +431,11 @@ class EngineCase:
 
     loads: tuple[ClientHabit, ...]
     pool_tokens: int
-    cache_tokens: int
-    page_tokens: int
-    step_tokens: int | None
-    block_tokens: int | None
-    seed: int
+    cache_tokens: int = 0
+    page_tokens: int = 1
+    step_tokens: int | None = None
+    block_tokens: int | None = None
+    seed: int = 1
     steps: int = 60
 
     @property
