@@ -124,7 +124,3 @@ def test_up_to_a_paper_s_number_holds_near_it(values, verdict):
         runs |= {f"tot-s1-d{number}-d2lpm": taking(1.0), f"tot-s1-d{number}-rr": taking(value)}
     [claim] = [claim for claim in claims_of(runs) if "RR+LPM, beside" in claim.text]
     assert claim.holds == verdict
-
-
-def test_nothing_holds_of_no_points():
-    assert {claim.holds for claim in claims_of({})} == {"no"}

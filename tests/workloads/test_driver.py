@@ -126,25 +126,13 @@ def test_a_tree_goes_over_the_wire_with_its_thoughts_identity_and_exact_counts(i
     for leaf in leaves:
         assert any(leaf["input_ids"][: len(root["input_ids"])] == root["input_ids"] for root in roots)
         assert 1002 in leaf["input_ids"], "the thought's own token ids are part of the path"
-    assert server.bodies[0]["sampling_params"] == {
-        "max_new_tokens": 3,
-        "temperature": 0.0,
-        "ignore_eos": True,
-    }
-    sent = server.headers[0]
-    assert [sent[f"x-fair-{name}"] for name in ("client", "app", "interaction", "stage")] == [
-        "a@7",
-        "tot",
-        "a@7-0",
-        "plan",
-    ]
+    asked, sent = server.bodies[0]["sampling_params"], server.headers[0]
+    assert asked == {"max_new_tokens": 3, "temperature": 0.0, "ignore_eos": True}
+    named = [sent[f"x-fair-{name}"] for name in ("client", "app", "interaction", "stage")]
+    assert named == ["a@7", "tot", "a@7-0", "plan"]
     for record in run.requests:
-        assert (record.outcome, record.worker, record.output_tokens, record.cached_tokens) == (
-            "ok",
-            "r1",
-            3,
-            3,
-        )
+        assert (record.outcome, record.worker) == ("ok", "r1")
+        assert (record.output_tokens, record.cached_tokens) == (3, 3)
         assert record.extend_tokens == record.prompt_tokens - 3
         assert [count for _, count in record.token_times] == [1, 2, 3]
         assert record.t_intended_s <= record.t_start_s <= record.t_first_token_s <= record.t_done_s
@@ -158,28 +146,24 @@ async def refuse(_: web.Request) -> web.StreamResponse:
     return web.Response(status=503, text="full")
 
 
-async def break_off(request: web.Request) -> web.StreamResponse:
-    response = web.StreamResponse()
-    await response.prepare(request)
-    meta = {"prompt_tokens": 4, "cached_tokens": 0, "completion_tokens": 1, "finish_reason": None}
-    await response.write(b"data: " + json.dumps({"text": "x", "meta_info": meta}).encode() + b"\n\n")
-    return response
+def says(text: str) -> Handler:
+    """A server that ends its answer after this event."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(f"data: {text}\n\n".encode())
+        return response
+
+    return answer
 
 
-async def abort(request: web.Request) -> web.StreamResponse:
-    response = web.StreamResponse()
-    await response.prepare(request)
-    reason = {"type": "abort", "message": "too long"}
-    meta = {"prompt_tokens": 4, "completion_tokens": 0, "finish_reason": reason}
-    await response.write(b"data: " + json.dumps({"text": "", "meta_info": meta}).encode() + b"\n\n")
-    return response
-
-
-async def babble(request: web.Request) -> web.StreamResponse:
-    response = web.StreamResponse()
-    await response.prepare(request)
-    await response.write(b"data: {not json\n\n")
-    return response
+COUNTS = {"prompt_tokens": 4, "cached_tokens": 0, "completion_tokens": 1, "finish_reason": None}
+ABORTED = {
+    "prompt_tokens": 4,
+    "completion_tokens": 0,
+    "finish_reason": {"type": "abort", "message": "too long"},
+}
 
 
 async def hang(request: web.Request) -> web.StreamResponse:
@@ -191,9 +175,9 @@ async def hang(request: web.Request) -> web.StreamResponse:
     ("handler", "timeout_s", "error"),
     [
         (refuse, LIMIT_S, "HTTP 503: full"),
-        (break_off, LIMIT_S, "ended before"),
-        (abort, LIMIT_S, "too long"),
-        (babble, LIMIT_S, "DecodeError"),
+        (says(json.dumps({"text": "x", "meta_info": COUNTS})), LIMIT_S, "ended before"),
+        (says(json.dumps({"text": "", "meta_info": ABORTED})), LIMIT_S, "too long"),
+        (says("{not json"), LIMIT_S, "DecodeError"),
         (hang, 0.1, "within 0.1 s"),
     ],
 )
@@ -377,7 +361,7 @@ def test_a_stalled_server_does_not_hide_latency():
 
 def test_a_run_that_is_stopped_leaves_whole_records(monkeypatch):
     server, feed = FakeServer(delay_s=0.001), wire.Answer.feed
-    drivers = []
+    drivers: list[Driver] = []
 
     def stopping(answer: wire.Answer, event: Any) -> None:
         feed(answer, event)

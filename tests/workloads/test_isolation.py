@@ -7,7 +7,7 @@ import pytest
 
 from sglang_fair.settings.table import Cluster
 from workloads.clients import client_facts
-from workloads.isolation.attacks import ATTACKS, OTHER, TRICKLE, VICTIM, Scene, scenes
+from workloads.isolation.attacks import OTHER, TRICKLE, VICTIM, Scene, scenes
 from workloads.isolation.command import main, our_settings, render
 from workloads.isolation.measures import OURS, STOCK, Observed, Stack, observe, rows
 from workloads.programs import PackedCodec
@@ -24,13 +24,6 @@ def first_calls(client, count):
     return [next(client.program(index)) for index in range(count)]
 
 
-def test_every_attack_keeps_its_requests_under_way_at_every_replica():
-    for name, attack in ATTACKS.items():
-        clients, at_once = Scene(name, light=2).load(PackedCodec(), "0", replicas=4)
-        assert [client.name for client in clients] == ["light-0", "light-1", OTHER]
-        assert at_once == {OTHER: 4 * attack.requests.under_way}
-
-
 def test_requests_differ_in_length_and_those_of_the_start_are_part_done():
     (client,), _ = Scene("1000-concurrent").load(PackedCodec(), "0", replicas=4)
     calls = first_calls(client, 2_000)
@@ -40,15 +33,6 @@ def test_requests_differ_in_length_and_those_of_the_start_are_part_done():
     assert sum(call.max_output_tokens for call in begun) / 1_000 == pytest.approx(mean / 2, rel=0.1)
     assert {len(call.prompt) // 4 for call in later} <= set(range(256, 769))
     assert first_calls(client, 50) == calls[:50]
-
-
-def test_the_trickle_asks_for_one_token_after_short_pauses():
-    (client,), _ = Scene(TRICKLE).load(PackedCodec(), "0", replicas=1, pace=2.0)
-    calls = first_calls(client, 500)
-    assert {call.max_output_tokens for call in calls} == {1}
-    assert sum(call.after_s for call in calls) / 500 == pytest.approx(
-        2 * ATTACKS[TRICKLE].requests.pause_s, rel=0.2
-    )
 
 
 def test_light_clients_take_turns_and_wait_longer_where_time_is_slow():

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
@@ -31,7 +30,6 @@ from workloads.statistics import statistics
 
 BYTES = TokenCodec(lambda text: list(text.encode()))
 WORDS = TokenCodec(lambda text: [len(word) for word in text.split()])
-GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k_test.jsonl"
 
 
 def unique_thought(number: int, call: Call) -> Reply:
@@ -149,28 +147,6 @@ def test_a_text_has_exactly_the_tokens_asked_for(source, tokens):
     assert len(draw(source, seeded("seed", tokens), PackedCodec(), tokens)) == 4 * tokens
 
 
-def test_a_long_text_is_counted_few_times():
-    counted = 0
-
-    def words(text: str) -> list[int]:
-        nonlocal counted
-        counted += 1
-        return [len(word) for word in text.split()]
-
-    draw(Articles(), seeded("long"), TokenCodec(words), 5000)
-    assert counted < 6
-
-
-def test_generated_texts_are_many_and_differ_early():
-    heads = {draw(WordProblems(), seeded("client", index), TextCodec(1.0))[:40] for index in range(300)}
-    assert len(heads) > 295
-
-
-def test_questions_end_with_a_question():
-    text = bytes(draw(WordProblems(), seeded("q"), BYTES, 400)).decode()
-    assert text.endswith("?")
-
-
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_programs_are_the_same_for_the_same_seed_client_and_index(name):
     def prompts(seed: str, client: int, index: int) -> list[Call]:
@@ -241,20 +217,6 @@ def test_a_bad_line_of_questions_is_named(tmp_path):
         read_questions(path)
 
 
-@pytest.mark.skipif(not GSM8K.exists(), reason=f"needs GSM8K's test questions at {GSM8K}")
-def test_real_questions_make_trees():
-    questions = read_questions(GSM8K)
-    assert len(questions.texts) == 1319
-    natural = draw(questions, seeded(1), TextCodec())
-    assert natural in questions.texts
-    assert len(draw(questions, seeded(1), BYTES, 5000)) == 5000
-
-
-def test_a_single_program_is_one_call():
-    calls = run(Single(7).program("Why?"))
-    assert calls == [Call("Why?", 7, "single")]
-
-
 def test_document_questions_share_the_document_and_are_asked_side_by_side():
     questions = [BYTES.encode(f"? {k}") for k in range(3)]
     execution = Execution(DocumentQa(3, 15).program(BYTES.encode("Document."), questions, BYTES))
@@ -299,17 +261,6 @@ def test_conversations_have_the_papers_lengths_on_average():
     assert found.common_tokens == pytest.approx(56, rel=0.06)
     assert found.shared_tokens == pytest.approx(56, rel=0.15)
     assert found.output_tokens == pytest.approx(142, rel=0.05)
-
-
-def test_one_turn_conversations_and_no_thinking_can_be_had():
-    kind = Chat(turns=1.0, think_s=0.0)
-    assert {len(kind.draw(seeded(k), BYTES)) for k in range(50)} == {1}
-    thinking = [
-        turn.think_s for k in range(50) for turn in Chat(turns=5.0, think_s=2.0).draw(seeded(k), BYTES)
-    ]
-    assert min(thinking) == 0.0 < max(thinking)
-    with pytest.raises(ValueError, match="1 turn or more"):
-        Chat(turns=0.5)
 
 
 @pytest.mark.parametrize("after_s", [-1.0, float("inf"), float("nan")])
@@ -375,12 +326,3 @@ def test_statistics_find_what_is_shared_with_any_earlier_request():
     assert found.common_tokens == found.prompt_tokens
     with pytest.raises(ValueError, match="no requests"):
         statistics([])
-
-
-def test_document_questions_have_the_papers_statistics():
-    scale = Scale(good_clients=1)
-    (client,) = SCENARIOS["qa-s1"].clients(scale=scale, rate_per_s=1.0, codec=PackedCodec(), with_bad=False)
-    found = statistics(client.program(k) for k in range(60))
-    assert found.common_tokens == pytest.approx(21449, rel=0.07)
-    assert found.output_tokens == 15
-    assert found.requests_per_program == 8

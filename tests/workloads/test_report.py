@@ -6,7 +6,6 @@ The comparison itself runs here against a server that only pretends to be a clus
 import asyncio
 import json
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -18,77 +17,25 @@ from rich.console import Console
 
 from sglang_fair.settings import table
 from sglang_fair.settings.program import parse
-from workloads import plots, report
+from tests.support.records import request
+from tests.support.stand_in import make_tokenizer
+from tests.support.threaded import served
+from workloads import report
 from workloads.clients import Scale
 from workloads.compare.cluster import Cluster, ClusterError, SpawnCluster, verify
 from workloads.compare.command import json_line, spawn
 from workloads.compare.command import main as compare_main
 from workloads.compare.comparison import LiveCase, order
 from workloads.measures import Percentile, summarize
-from workloads.records import (
-    End,
-    Manifest,
-    ProgramRecord,
-    Records,
-    RequestRecord,
-    Run,
-    Sample,
-    read,
-    to_json,
-)
+from workloads.records import End, Manifest, ProgramRecord, Records, Run, Sample, read, to_json
 from workloads.runs.case import EACH_PLACEMENT, SCHEDULERS
 
 CLIENTS = {"bad": {"well_behaved": False}, "good": {"well_behaved": True}}
 
 
-BYTE_TOKENIZER = json.dumps(
-    {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [],
-        "normalizer": None,
-        "pre_tokenizer": {
-            "type": "Split",
-            "pattern": {"Regex": "."},
-            "behavior": "Isolated",
-            "invert": False,
-        },
-        "post_processor": None,
-        "decoder": None,
-        "model": {
-            "type": "WordLevel",
-            "vocab": {chr(code): code for code in range(256)},
-            "unk_token": "?",
-        },
-    }
-)
-
-
 def manifest(**changes) -> Manifest:
     given = {"workload": "w", "scheduler": "s", "clients": CLIENTS, "duration_s": 10.0, "workers": 1}
     return Manifest(**{**given, **changes})
-
-
-def request(client: str, intended: float, first: float | None, done: float, **changes) -> RequestRecord:
-    """40 prompt tokens, half of them cached, and 5 output tokens that come with the first one."""
-    given = RequestRecord(
-        client=client,
-        program=0,
-        call=0,
-        stage="",
-        t_intended_s=intended,
-        t_start_s=intended,
-        t_first_token_s=first,
-        t_done_s=done,
-        outcome="ok",
-        prompt_tokens=40,
-        cached_tokens=20,
-        output_tokens=5,
-        token_times=() if first is None else ((first, 5),),
-        worker="r0",
-    )
-    return replace(given, **changes)
 
 
 def program(client: str, intended: float, done: float | None, outcome: str = "ok") -> ProgramRecord:
@@ -140,11 +87,8 @@ def test_jain_is_of_the_time_in_which_all_are_active():
     assert summarize(run_of(*TWO, late)).jain < limited.jain
 
 
-def test_a_client_that_never_came_leaves_no_jain():
-    assert summarize(run_of(TWO[0])).jain is None
-
-
 def test_a_single_client_is_fair_and_has_no_difference():
+    assert summarize(run_of(TWO[0])).jain is None, "the other one never came"
     summary = summarize(run_of(request("good", 0.0, 1.0, 2.0), clients={"good": {"well_behaved": True}}))
     assert summary.jain == pytest.approx(1.0)
     assert summary.service_difference is None
@@ -198,16 +142,12 @@ def test_what_was_not_measured_is_none_and_printed_as_a_dash():
 
 
 def sampled(rounds: list[dict[str, tuple[float, int]]], worker: str = "r0", backlog: int = 0) -> list[Sample]:
+    def row(service: float, waiting: int) -> dict[str, float]:
+        return {"service": service, "waiting": waiting, "backlog": backlog}
+
     return [
         Sample(
-            number,
-            float(number),
-            worker,
-            {
-                name: {"service": service, "waiting": waiting, "backlog": backlog}
-                for name, (service, waiting) in accounts.items()
-            },
-            bound=70.0,
+            number, float(number), worker, {name: row(*seen) for name, seen in accounts.items()}, bound=70.0
         )
         for number, accounts in enumerate(rounds)
     ]
@@ -253,14 +193,10 @@ def test_a_queue_that_ran_dry_between_two_samples_was_not_backlogged():
 
 def test_where_replicas_do_not_count_that_the_records_must_show_the_waiting():
     both = [{"bad": (0, 1), "good": (0, 1)}, {"bad": (50, 1), "good": (0, 1)}]
-    silent = [
-        replace(sample, clients={name: {**account} for name, account in sample.clients.items()})
-        for sample in sampled(both)
-    ]
+    silent = [replace(sample, t_s=sample.t_s + 1) for sample in sampled(both)]
     for sample in silent:
         for account in sample.clients.values():
             del account["backlog"]
-    silent = [replace(sample, t_s=sample.t_s + 1) for sample in silent]
     waited = [request(name, 0.0, 3.0, 4.0) for name in CLIENTS]
     assert summarize(run_of(*silent, *waited)).service_difference == 50
     assert summarize(run_of(*silent, waited[0], request("good", 0.0, 2.1, 4.0))).service_difference is None
@@ -316,15 +252,11 @@ def summaries() -> list:
     for scheduler, speed in (("d2lpm+dlpm", 2.0), ("round_robin+lpm", 1.0)):
         for repeat in (0, 1):
             one = summarize(run_of(*TWO, scheduler=scheduler, workload="tot-s1", repeat=repeat))
-            found.append(
-                replace(
-                    one,
-                    throughput_tokens_per_s=speed * (10 + repeat),
-                    well_behaved_p99_s=(4.0 + repeat) / speed,
-                    service_difference=None if repeat else 5.0,
-                    bound=None,
-                )
-            )
+            rates = {
+                "throughput_tokens_per_s": speed * (10 + repeat),
+                "well_behaved_p99_s": (4.0 + repeat) / speed,
+            }
+            found.append(replace(one, service_difference=None if repeat else 5.0, bound=None, **rates))
     return found
 
 
@@ -361,18 +293,10 @@ def test_the_json_line_has_exactly_the_agreed_fields():
     told = json.loads(json.dumps(line))
     assert list(told) == ["bench", "rows", "versions", "seed"]
     assert (told["bench"], told["seed"]) == ("compare", 7)
-    assert list(told["rows"][0]) == [
-        "scheduler",
-        "workload",
-        "throughput_tokens_per_s",
-        "service_rate",
-        "jain",
-        "well_behaved_p50_s",
-        "well_behaved_p99_s",
-        "hit_rate",
-        "service_difference",
-        "bound",
-    ]
+    assert " ".join(told["rows"][0]) == (
+        "scheduler workload throughput_tokens_per_s service_rate jain well_behaved_p50_s well_behaved_p99_s hit_rate "
+        "service_difference bound"
+    )
     assert told["rows"][0]["bound"] is None
 
 
@@ -389,27 +313,6 @@ def test_report_prints_tables_and_draws_plots(tmp_path, capsys):
     assert plots == ["throughput-jain.png", "w-latency.png", "w-percentiles.png", "w-service.png"]
     assert all((tmp_path / "plots" / name).read_bytes().startswith(b"\x89PNG") for name in plots)
     assert report.main([str(tmp_path / "nothing.jsonl")]) == 2
-
-
-@pytest.mark.slow
-def test_of_a_thousand_clients_those_with_most_service_are_drawn_and_the_others_as_one_line(tmp_path):
-    """A warning is an error here: matplotlib warns of a layout that collapses."""
-    names = [f"client-{place:04}" for place in range(1000)]
-    served = [
-        replace(request(name, 0.0, 1.0, 2.0), prompt_tokens=40 + place) for place, name in enumerate(names)
-    ]
-    runs = [run_of(*served, scheduler=scheduler, clients={name: {} for name in names}) for scheduler in "ab"]
-    figure = plots._service(runs, "w")
-    for panel in figure.axes:
-        _, labels = panel.get_legend_handles_labels()
-        assert labels == [*names[-plots.MOST_CLIENTS :], "992 others"]
-        others = panel.get_lines()[plots.MOST_CLIENTS]
-        assert others.get_ydata()[-1] == sum(20 + place + 10 for place in range(992))
-    written = {path.name: path for path in plots.draw_all(runs, [summarize(run) for run in runs], tmp_path)}
-    path = written["w-service.png"]
-    width, height = (int.from_bytes(path.read_bytes()[at : at + 4]) for at in (16, 20))
-    assert (width, height) == (round(2 * 4.2 * 130), round(3.6 * 130))
-    assert figure.axes[0].get_position().width > 0.2, "there is room for the curves"
 
 
 # ---- the comparison's plan
@@ -440,7 +343,7 @@ def test_a_case_survives_json_and_refuses_unknown_names():
 
 
 def test_the_command_line_makes_the_case(tmp_path, monkeypatch):
-    (tmp_path / "tokenizer.json").write_text(BYTE_TOKENIZER)
+    make_tokenizer(tmp_path)
     asked = []
     monkeypatch.setattr("workloads.compare.command.carry_out", lambda one, _: asked.append(one) or 0)
     words = ["--s2", "--rates", "tot-s1=0.5,judge-s1=2", "--duration", "5", "--tokenizer", str(tmp_path)]
@@ -489,12 +392,8 @@ class PretendedCluster:
         prompt, output = len(body["input_ids"]), body["sampling_params"]["max_new_tokens"]
         slow = 20 if request.headers["x-fair-client"] == "probe" else 1
         await asyncio.sleep(slow * (20e-6 * prompt + 0.5e-3 * output))
-        meta = {
-            "prompt_tokens": prompt,
-            "cached_tokens": 1,
-            "completion_tokens": output,
-            "finish_reason": {"type": "length"},
-        }
+        meta = {"prompt_tokens": prompt, "cached_tokens": 1, "completion_tokens": output}
+        meta["finish_reason"] = {"type": "length"}
         event = json.dumps({"text": "x", "output_ids": [7] * output, "meta_info": meta})
         return web.Response(text=f"data: {event}\n\ndata: [DONE]\n\n", headers={"x-fair-worker": "r0"})
 
@@ -510,34 +409,13 @@ class PretendedCluster:
 
     @contextmanager
     def serve(self) -> Iterator[None]:
-        loop, ready = asyncio.new_event_loop(), threading.Event()
         app = web.Application()
         app.router.add_post("/generate", self.generate)
         app.router.add_get("/fair", self.fair)
         app.router.add_get("/status", self.status)
         app.router.add_post("/flush_cache", self.flush)
-        runner = web.AppRunner(app)
-
-        async def up() -> None:
-            await runner.setup()
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-            ready.set()
-
-        def work() -> None:
-            loop.run_until_complete(up())
-            loop.run_forever()
-            loop.run_until_complete(runner.cleanup())
-            loop.close()
-
-        thread = threading.Thread(target=work)
-        thread.start()
-        try:
-            assert ready.wait(10)
+        with served(app) as self.url:
             yield
-        finally:
-            loop.call_soon_threadsafe(loop.stop)
-            thread.join()
 
     @contextmanager
     def start(self, placement: str, policy: str) -> Iterator[Cluster]:
@@ -554,7 +432,7 @@ def test_a_comparison_runs_from_nothing_to_its_json_line_and_resumes_where_it_wa
     monkeypatch.setattr("workloads.compare.command.spawn", lambda *_: pretended.start)
     words = "--schedulers d2lpm+dlpm,round_robin+lpm --workloads judge-s1 --duration 2 --repeats 2 --drain 2"
     words += f" --model {tmp_path} --load 0.05 --article-tokens 40 --judgement-tokens 2 --replicas 1"
-    (tmp_path / "tokenizer.json").write_text(BYTE_TOKENIZER)
+    make_tokenizer(tmp_path)
     with pretended.serve():
         assert compare_main([*words.split(), "--out", str(folder)]) == 0
         # Repeats turn around: the second scheduler's cluster serves both of its runs.

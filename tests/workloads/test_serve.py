@@ -4,17 +4,17 @@ import asyncio
 import json
 import os
 import signal
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 
+from tests.support.records import request as record
 from tests.support.stand_in import MODEL, PATHS, Engine, make_tokenizer
+from tests.support.threaded import served
 from workloads import wire
 from workloads.endpoints import EndpointError, find_model, identity, read_keys
 from workloads.fairness_report import failures, fairness_report
@@ -75,32 +75,12 @@ class Peer:
     @contextmanager
     def serve(self) -> Iterator[str]:
         """Its URL, for as long as it runs."""
-        loop, started = asyncio.new_event_loop(), threading.Event()
         app = web.Application()
         app.router.add_get("/v1/models", self._models)
         for path, kind in PATHS.items():
             app.router.add_post(path, self._handler(kind))
-        runner = web.AppRunner(app, handler_cancellation=True)
-
-        async def up() -> None:
-            await runner.setup()
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-
-        def work() -> None:
-            loop.run_until_complete(up())
-            loop.call_soon(started.set)
-            loop.run_forever()
-            loop.run_until_complete(runner.cleanup())
-            loop.close()
-
-        thread = threading.Thread(target=work)
-        thread.start()
-        try:
-            assert started.wait(10)
-            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-        finally:
-            loop.call_soon_threadsafe(loop.stop)
-            thread.join(10)
+        with served(app) as url:
+            yield url
 
 
 @pytest.fixture(scope="module")
@@ -108,20 +88,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-SHORT = (
-    "--duration",
-    "0.15",
-    "--warm-up",
-    "0.05",
-    "--drain",
-    "60",
-    "--input",
-    "16",
-    "--output",
-    "4",
-    "--cv",
-    "0",
-)
+SHORT = "--duration 0.15 --warm-up 0.05 --drain 60 --input 16 --output 4 --cv 0"
 
 
 def bench(
@@ -129,7 +96,7 @@ def bench(
 ) -> tuple[dict[str, Any], str]:
     """The last line of stdout of a short load on `peer`, and stderr."""
     with peer.serve() as url:
-        assert main(["--url", url, *SHORT, *words]) == status
+        assert main(["--url", url, *SHORT.split(), *words]) == status
     said = capsys.readouterr()
     (line,) = said.out.splitlines()
     return json.loads(line), " ".join(said.err.split())
@@ -226,14 +193,6 @@ def test_token_ids_are_sent_where_there_is_a_tokenizer(tokenizer, capsys):
     assert told["case"]["token_ids"]
 
 
-def test_a_scenario_has_a_client_that_misbehaves(tokenizer, capsys):
-    peer = Peer(tokenizer)
-    told, _ = bench(capsys, peer, "--workload", "judge-s1", "--clients", "1", "--rate", "10", "--api", "chat")
-    assert set(rows(told)) == {"good-0", "bad"}
-    behaved = {name: client["well_behaved"] for name, client in told["clients_asked"].items()}
-    assert behaved == {"good-0": True, "bad": False}
-
-
 def test_questions_and_articles_may_come_from_files(tokenizer, capsys, tmp_path):
     questions, articles = tmp_path / "questions.jsonl", tmp_path / "articles.txt"
     questions.write_text(json.dumps({"question": "How many doves are seven doves?"}) + "\n")
@@ -271,12 +230,8 @@ def test_refusals_are_counted_apart(tokenizer, capsys):
     peer.refused = {"b"}
     told, said = bench(capsys, peer, "--clients", "a:rate=40", "b:rate=40")
     (failure,) = told["report"]["failures"]
-    assert (failure["kind"], failure["status"], failure["count"], failure["clients"]) == (
-        "refused",
-        429,
-        6,
-        {"b": 6},
-    )
+    found = [failure[name] for name in ("kind", "status", "count", "clients")]
+    assert found == ["refused", 429, 6, {"b": 6}]
     assert rows(told)["b"]["program_p50"] is None
     assert "6 × refused (HTTP 429): b 6; the first: HTTP 429: too many requests" in said
 
@@ -299,16 +254,6 @@ def test_ctrl_c_ends_with_the_report_of_what_there_is(tokenizer, capsys):
     assert 5 <= rows(told)["a"]["requests"] < 80 * 30
 
 
-def test_ctrl_c_within_the_warm_up_is_no_bad_input(tokenizer, capsys):
-    peer = Peer(tokenizer)
-    peer.interrupt_after = 2
-    with peer.serve() as url:
-        assert main(["--url", url, "--clients", "a:rate=80", "--warm-up", "60"]) == 130
-    said = capsys.readouterr()
-    assert "ended within its warm-up" in said.err
-    assert not said.out
-
-
 @pytest.mark.parametrize(
     ("words", "error"),
     [
@@ -318,7 +263,6 @@ def test_ctrl_c_within_the_warm_up_is_no_bad_input(tokenizer, capsys):
         (["--clients", "a:speed=1"], "unknown key 'speed'"),
         (["--clients", "a:rate=1,rate=2"], "client a: option 'rate' is given twice"),
         (["--clients", "a:rate=fast"], "client a: rate must be a number, not 'fast'"),
-        (["--clients", "a:rate=fast"], "must be a number"),
         (["--rate", "1", "--concurrency", "1"], "not both"),
         (["--rate", "0"], "rate must be positive, not 0.0"),
         (["--concurrency", "0"], "concurrency must be positive, not 0"),
@@ -403,13 +347,12 @@ def test_a_trace_takes_weights_and_nothing_else():
 
 def request(client: str, due: float, first: float | None, done: float, **changes: Any) -> RequestRecord:
     """10 tokens of prompt, 5 of output, half of them at the end."""
-    times = () if first is None else ((first, 1), (done, 5))
-    given = RequestRecord(
-        client, 0, 0, "", due, due, first, done, "ok" if first is not None else "cancelled",
-        prompt_tokens=10, cached_tokens=4, output_tokens=5 if first is not None else 0, max_output_tokens=5,
-        token_times=times, status=200,
-    )  # fmt: skip
-    return replace(given, **changes)
+    lengths = {"prompt_tokens": 10, "cached_tokens": 4, "max_output_tokens": 5, "status": 200}
+    if first is None:
+        return record(
+            client, due, first, done, **{**lengths, "outcome": "cancelled", "output_tokens": 0, **changes}
+        )
+    return record(client, due, first, done, **{**lengths, "token_times": ((first, 1), (done, 5)), **changes})
 
 
 def run_of(*rows: RequestRecord | ProgramRecord, end_s: float = 20.0) -> Run:
@@ -443,20 +386,6 @@ def test_requests_that_the_end_cut_off_make_percentiles_lower_bounds():
     first = report.clients[0]
     assert (first.cut_off, first.ttft_p99.value_s, first.ttft_p99.at_least) == (1, 17.0, True)
     assert not first.ttft_p50.at_least
-
-
-def test_weights_decide_what_is_fair():
-    served = (request("a", 1.0, 2.0, 3.0), request("a", 1.0, 2.0, 3.0), request("b", 1.0, 2.0, 3.0))
-    report = fairness_report(run_of(*served), weights={"a": 2.0})
-    assert report.jain == pytest.approx(1.0)
-    assert report.accumulated_difference == pytest.approx(0.0)
-    assert report.clients[0].share == pytest.approx(report.clients[0].fair_share)
-    assert fairness_report(run_of(*served)).jain < 1.0
-
-
-def test_a_run_without_anything_behind_its_warm_up_is_an_error():
-    with pytest.raises(ValueError, match="nothing to measure"):
-        fairness_report(run_of(end_s=1.0), warm_up_s=2.0)
 
 
 @pytest.mark.parametrize(

@@ -57,17 +57,7 @@ def test_bad_arguments_are_refused(capsys):
 @pytest.mark.timeout(700)
 def test_a_short_soak_answers_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(PREFIX)  # the processes are sought below the cluster's
-    command = [
-        sys.executable,
-        "-m",
-        "workloads.soak",
-        "--minutes",
-        "0.3",
-        "--every",
-        "1",
-        "--logs",
-        str(tmp_path),
-    ]
+    command = [sys.executable, *f"-m workloads.soak --minutes 0.3 --every 1 --logs {tmp_path}".split()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     result = json.loads(done.stdout.splitlines()[-1])

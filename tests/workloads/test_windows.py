@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from sglang_fair.core.cost import Cost, Linear, Profiled, Quadratic, Tiered
 from sglang_fair.core.fairness import Curve
+from tests.support.records import request as record
 from workloads.records import End, Manifest, RequestRecord, Run
 from workloads.windows import DifferenceTable, Windows, regular_times, sample_times, throughput
 
@@ -19,23 +20,17 @@ COSTS: tuple[Cost, ...] = (Linear(), Profiled(), Quadratic(context=True), Tiered
 
 def request(client: str, sent: float, *tokens_at: float, prompt: int | None = 10, **changes) -> RequestRecord:
     """A request whose output tokens come one by one at `tokens_at`; 4 of its prompt's tokens were cached."""
-    given = RequestRecord(
-        client=client,
-        program=0,
-        call=0,
-        stage="",
-        t_intended_s=sent,
-        t_start_s=sent,
-        t_first_token_s=tokens_at[0] if tokens_at else None,
-        t_done_s=tokens_at[-1] if tokens_at else 20.0,
-        outcome="ok" if tokens_at else "cancelled",
+    changes = {"output_tokens": len(tokens_at), "max_output_tokens": max(1, len(tokens_at)), **changes}
+    return record(
+        client,
+        sent,
+        tokens_at[0] if tokens_at else None,
+        tokens_at[-1] if tokens_at else 20.0,
         prompt_tokens=prompt,
         cached_tokens=None if prompt is None else 4,
-        output_tokens=len(tokens_at),
-        max_output_tokens=max(1, len(tokens_at)),
         token_times=[(at, count) for count, at in enumerate(tokens_at, start=1)],
+        **{"outcome": "ok" if tokens_at else "cancelled", **changes},
     )
-    return replace(given, **changes)
 
 
 def run_of(*requests: RequestRecord, clients: tuple[str, ...] = (), end_s: float = 20.0, **manifest) -> Run:
@@ -58,11 +53,6 @@ def test_the_sample_times_of_the_papers_tables():
     assert {round(later - earlier, 9) for earlier, later in pairwise(times)} == {28.5}
 
 
-def test_sample_times_need_something_behind_the_warm_up():
-    with pytest.raises(ValueError, match="warm-up"):
-        sample_times(20.0)
-
-
 def test_regular_times_have_their_windows_inside_the_run():
     assert regular_times(20.0, step_s=5.0, window_s=6.0) == (3.0, 8.0, 13.0)
     assert regular_times(20.0, step_s=5.0, since_s=4.0, window_s=6.0) == (7.0, 12.0, 17.0)
@@ -77,12 +67,6 @@ def test_a_prompt_counts_with_the_first_token_and_output_when_it_comes():
     windows = Windows(run_of(ONE), window_s=2.0)
     assert windows.service_rate([1.0, 3.0, 5.0]) == {"a": ((10 + 2) / 2, 2 * 2 / 2, 0.0)}
     assert windows.service(0.0, 20.0) == {"a": 16.0}
-
-
-def test_windows_are_half_open():
-    windows = Windows(run_of(ONE), window_s=2.0)
-    assert windows.service(1.0, 3.0) == {"a": 14.0}
-    assert windows.service(1.5, 3.0) == {"a": 2.0}
 
 
 def test_the_artifact_spreads_a_requests_cost_from_first_token_to_end():
@@ -106,11 +90,6 @@ def test_cached_tokens_are_free_in_actual_service():
 
 def test_prices_are_the_manifests_unless_a_cost_is_given():
     assert Windows(run_of(ONE, extend_weight=2.0, output_weight=5.0)).service(0.0, 20.0) == {"a": 35.0}
-
-
-def test_several_tokens_may_come_at_once():
-    lumps = replace(ONE, token_times=[(1.0, 2), (3.0, 3)])
-    assert Windows(run_of(lumps), window_s=2.0).service_rate([1.0, 3.0]) == {"a": (7.0, 1.0)}
 
 
 def test_service_is_divided_by_the_clients_weight():
@@ -143,13 +122,6 @@ def test_what_a_failed_request_received_counts_by_events_and_not_as_the_artifact
     assert Windows(broken, method="spread").service(0.0, 20.0) == {"a": 0.0}
     assert Windows(broken).requested(0.0, 20.0) == {"a": 0.0}
     assert Windows(broken).response_time([5.0]) == {"a": (None,)}
-
-
-def test_a_client_without_requests_received_nothing():
-    windows = Windows(run_of(clients=("a",)))
-    assert windows.service_rate([5.0]) == {"a": (0.0,)}
-    assert windows.requested_rate([5.0]) == {"a": (0.0,)}
-    assert windows.response_time([5.0]) == {"a": (None,)}
 
 
 # ---- demand and response
