@@ -32,7 +32,7 @@ ARGUMENTS = (
 )  # fmt: skip
 NEVER = aiohttp.ClientTimeout(total=None)
 """Who may be answered late waits as long as there are others."""
-CLIENTS = 200
+CLIENTS = 100
 """Each with one request at a time, so that nobody is ahead of its share."""
 
 

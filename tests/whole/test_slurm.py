@@ -3,10 +3,7 @@
 import asyncio
 import contextlib
 import os
-import signal
-import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -15,8 +12,8 @@ import pytest
 from router.replica_lists import specs
 from sglang_fair.models.catalog import EMULATED as EMULATED_MODEL
 from sglang_fair.models.catalog import find
+from tests.support.front import front
 from tests.support.live import EMULATED
-from tests.support.ports import free_port
 from tests.support.slurm import Slurm, why_not
 from tests.support.streams import Load
 from tests.support.waiting import eventually, wait_until
@@ -29,42 +26,9 @@ pytestmark = [
 ]
 
 START_S = 300.0
-"""Until two replicas have started that are forked from nothing; alone, 25 s."""
+"""Until two replicas have started, on however busy a machine."""
 
 SCRIPT = Path(__file__).parents[2] / "deploy/slurm/replicas.sbatch"
-
-
-@contextlib.contextmanager
-def front(listed: Path, log: Path) -> Iterator[str]:
-    """A router that follows the list, and a gateway; the gateway's address."""
-    router, port = f"tcp://127.0.0.1:{free_port()}", free_port()
-    folder = find(EMULATED_MODEL + EMULATED[-1], None).path
-    commands = (
-        ("router", "--bind", router, "--replicas-file", str(listed), "--page-size", "16"),
-        (
-            "router.gateway",
-            "--port",
-            str(port),
-            "--router",
-            router,
-            "--model-name",
-            "m",
-            "--tokenizer",
-            folder,
-        ),
-    )
-    with log.open("wb") as output:
-        processes = [
-            subprocess.Popen([sys.executable, "-m", *words], stdout=output, stderr=output)
-            for words in commands
-        ]
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        for process in processes:
-            process.send_signal(signal.SIGTERM)
-        for process in processes:
-            process.wait(240)
 
 
 def listed_in(path: Path) -> list[str]:
@@ -81,10 +45,12 @@ def known(url: str) -> set[str]:
 
 def test_jobs_list_their_replicas_and_no_request_is_lost_when_one_is_cancelled(tmp_path: Path) -> None:
     listed = tmp_path / "replicas"
-    with Slurm() as slurm, front(listed, tmp_path / "front.log") as url:
+    tokenizer = find(EMULATED_MODEL + EMULATED[-1], None).path
+    options = ("--replicas-file", str(listed), "--page-size", "16")
+    with Slurm() as slurm, front(tokenizer, tmp_path, options) as url:
         slurm.environment |= {
             "SGLANG_FAIR_LIST": str(listed), "SGLANG_FAIR_ADDRESS": "127.0.0.1", "SGLANG_FAIR_PYTHON": sys.executable,
-            "PYTHONPATH": os.pathsep.join(sys.path), "SGLANG_FAIR_LISTED": "--loads",
+            "PYTHONPATH": os.pathsep.join([os.environ["PYTHONPATH"], *sys.path]), "SGLANG_FAIR_LISTED": "--loads",
         }  # fmt: skip
         submitted = slurm.run(
             "sbatch", "--parsable", "--array=0-1", "--exclusive", f"--output={tmp_path}/job-%a.log", str(SCRIPT),

@@ -6,10 +6,6 @@ newest tenants' file.
 
 import asyncio
 import contextlib
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +13,6 @@ from random import Random
 from typing import Any
 
 import aiohttp
-import httpx
 import pytest
 
 from sglang_fair.common.caller import GROUP_MARK
@@ -25,10 +20,10 @@ from sglang_fair.models.catalog import resolve
 from sglang_fair.tenants import edit, keys
 from sglang_fair.tenants.model import Tenant
 from tests.support.budget import is_night
+from tests.support.front import front
 from tests.support.live import Replica
-from tests.support.ports import free_port
 from tests.support.shares import Shares
-from tests.support.waiting import eventually, wait_until
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.e2e]
 
@@ -60,43 +55,6 @@ class Site:
         made.replace(self.tenants)
 
 
-@contextlib.contextmanager
-def front(replicas: list[Replica], logs: Path, tenants: Path) -> Iterator[str]:
-    """A router and a gateway of its own over `replicas`; the gateway's address."""
-    router, gateway = f"tcp://127.0.0.1:{free_port()}", free_port()
-    workers = [
-        word
-        for place, replica in enumerate(replicas)
-        for word in (
-            "--worker",
-            f"r{place},http={replica.url},kv=tcp://127.0.0.1:{replica.kv_port},"
-            f"replay=tcp://127.0.0.1:{(replica.kv_port or 0) + 1}",
-        )
-    ]
-    commands = [
-        ["router", "--bind", router, "--placement", "d2lpm", *workers],
-        ["router.gateway", "--port", str(gateway), "--router", router, "--model-name", "tiny",
-         "--tokenizer", str(resolve("tiny")), "--tenants", str(tenants)],
-    ]  # fmt: skip
-    url = f"http://127.0.0.1:{gateway}"
-
-    def ready() -> bool:
-        with contextlib.suppress(httpx.TransportError):
-            return httpx.get(f"{url}/health", timeout=5).status_code == 200
-        return False
-
-    with contextlib.ExitStack() as stack:
-        for place, command in enumerate(commands):
-            log = stack.enter_context((logs / f"{gateway}-{place}.log").open("wb"))
-            process = subprocess.Popen(
-                [sys.executable, "-m", *command], stdout=log, stderr=log, start_new_session=True
-            )
-            stack.callback(process.wait)
-            stack.callback(os.killpg, process.pid, signal.SIGKILL)
-        wait_until(ready, f"{url} to know its replicas")
-        yield url
-
-
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     folder = tmp_path_factory.mktemp("tenants")
@@ -108,10 +66,15 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     with (
         Replica(*arguments, kv_events=True) as r0,
         Replica(*arguments, kv_events=True) as r1,
-        front([r0, r1], folder, path) as first,
-        front([r0, r1], folder, path) as second,
+        contextlib.ExitStack() as stack,
     ):
-        yield Site([first, second], [r0, r1], path)
+        options = ["--placement", "d2lpm"]
+        for place, replica in enumerate((r0, r1)):
+            assert replica.kv_port is not None
+            kv, replay = (f"tcp://127.0.0.1:{replica.kv_port + at}" for at in (0, 1))
+            options += ["--worker", f"r{place},http={replica.url},kv={kv},replay={replay}"]
+        fronts = [front(resolve("tiny"), folder, options, ("--tenants", str(path))) for _ in range(2)]
+        yield Site([stack.enter_context(one) for one in fronts], [r0, r1], path)
 
 
 async def post(
