@@ -45,11 +45,6 @@ class ModelChanges:
         self._asked_s: dict[str, float] = {}
         """By worker, when the placement was last asked what it wants there."""
 
-    @property
-    def may_wait(self) -> bool:
-        """Whether requests wait for a model that no worker has."""
-        return self._placement is not None
-
     def may_come(self, model: str, exclude: Iterable[str]) -> bool:
         """Whether a worker, other than `exclude`, may be made to load `model`."""
         return self._placement is not None and any(

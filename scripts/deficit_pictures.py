@@ -10,7 +10,6 @@ import sys
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 from sglang_fair.sim.events import Finished, SimRequest
@@ -185,15 +184,6 @@ def pictures() -> dict[str, str]:
         "deficit-share.svg": share({"Longest prefix first (lpm)": run("lpm"), "With deficits (dlpm)": fair}),
         "deficit-rounds.svg": rounds([one for one in fair if one.t_s <= DURATION_S]),
     }
-
-
-def switches(samples: Sequence[Sample]) -> int:
-    """How often a deficit turns from used up to credit."""
-    return sum(
-        (before.counters[name] or 0.0) <= 0 < (after.counters[name] or 0.0)
-        for before, after in pairwise(samples)
-        for name in AT_A_TIME
-    )
 
 
 def main() -> int:

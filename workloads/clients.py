@@ -265,7 +265,6 @@ def fixed_length_client(
     prefix: str | None = None,
     seed: str = "0",
     app: str = "",
-    well_behaved: bool = True,
 ) -> Client:
     """A client whose requests all have these lengths, as in the VTC paper (§5.1).
 
@@ -286,7 +285,7 @@ def fixed_length_client(
         own = filler(f"{seed}/{name}/{index}", codec, input_tokens - prefix_tokens)
         return single.program(codec.join(*common, own))
 
-    return Client(name, program, arrivals, seed, app, well_behaved, single.requests)
+    return Client(name, program, arrivals, seed, app, True, single.requests)
 
 
 def chat_client(
@@ -294,15 +293,12 @@ def chat_client(
     *,
     arrivals: Arrivals,
     codec: Codec,
-    chat: Chat | None = None,
     seed: str = "0",
-    app: str = "chat",
-    well_behaved: bool = True,
 ) -> Client:
-    """A client that begins conversations of one kind; `arrivals` are their first turns."""
-    kind = chat or Chat()
+    """A client that begins conversations; `arrivals` are their first turns."""
+    kind = Chat()
 
     def program(index: int) -> Program:
         return kind.program(kind.draw(seeded(seed, name, "chat", index), codec), codec)
 
-    return Client(name, program, arrivals, seed, app, well_behaved)
+    return Client(name, program, arrivals, seed, "chat")

@@ -57,8 +57,8 @@ class Totals:
         }
 
 
-def totals(run: Run, names: Iterable[str], window: tuple[float, float] | None = None) -> Totals:
-    """Of these users' interactions that were begun within `window`."""
+def totals(run: Run, names: Iterable[str]) -> Totals:
+    """Of these users' interactions."""
     wanted = set(names)
     by_name: dict[tuple[str, int], list[RequestRecord]] = {}
     for record in run.requests:
@@ -71,7 +71,7 @@ def totals(run: Run, names: Iterable[str], window: tuple[float, float] | None = 
     waits: dict[str, list[float]] = {}
     for name, records in by_name.items():
         program = begun.get(name)
-        if program is None or (window is not None and not window[0] <= program.t_intended_s < window[1]):
+        if program is None:
             continue
         for record in records:
             found.calls += 1

@@ -47,15 +47,15 @@ WINDOW_S = 60.0
 """VTC's 2T."""
 
 
-def sample_times(until_s: float, *, warm_up_s: float = 30.0, samples: int = 19) -> tuple[float, ...]:
-    """The sample times of VTC's tables: `samples` times that divide the run after its warm-up into equal parts.
+def sample_times(until_s: float, *, warm_up_s: float = 30.0) -> tuple[float, ...]:
+    """The sample times of VTC's tables: 19 times that divide the run after its warm-up into equal parts.
 
     Of 600 s these are 58.5, 87, ..., 571.5: 19 times, 28.5 s apart.
     """
-    if not 0 <= warm_up_s < until_s or samples < 1:
+    if not 0 <= warm_up_s < until_s:
         raise ValueError(f"a warm-up of {warm_up_s!r} s leaves nothing of {until_s!r} s")
-    step_s = (until_s - warm_up_s) / (samples + 1)
-    return tuple(warm_up_s + step_s * k for k in range(1, samples + 1))
+    step_s = (until_s - warm_up_s) / 20
+    return tuple(warm_up_s + step_s * k for k in range(1, 20))
 
 
 def regular_times(

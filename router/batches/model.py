@@ -24,9 +24,6 @@ FILE_PATTERN = "^file-[0-9a-f]{32}(-output|-error)?$"
 BATCH_PATTERN = "^batch_[0-9a-f]{32}$"
 """What ids are like."""
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
-"""What the lines of a batch may ask for, the same in all of them."""
-
 WINDOW_PATTERN = "^([1-9][0-9]{0,4}s|[1-9][0-9]{0,3}m|([1-9][0-9]?|1[0-5][0-9]|16[0-8])h|[1-7]d)$"
 """A completion window: seconds, minutes, hours or days, at most seven of these."""
 

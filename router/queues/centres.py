@@ -17,14 +17,14 @@ FEW = 8
 """Requests for each centre at least."""
 
 
-def centres(points: Sequence[Centre], *, most: int = MOST_KINDS, seed: int = 0) -> tuple[Centre, ...]:
-    """At most `most` centres of `points` (`groups.lengths`), in order; none without points. The same for the same
+def centres(points: Sequence[Centre], *, seed: int = 0) -> tuple[Centre, ...]:
+    """At most `MOST_KINDS` centres of `points` (`groups.lengths`), in order; none without points. The same for the same
     arguments."""
     from scipy.cluster.vq import ClusterError, kmeans2
 
     data = np.array(points, float).reshape(-1, 2)
     found: tuple[Centre, ...] = ()
-    for count in range(1, most + 1):
+    for count in range(1, MOST_KINDS + 1):
         if count > 1 and len(data) < FEW * count:
             break
         if not len(data):

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from router.queues.group import Group, Kind
 from router.queues.heads import Heads
-from router.queues.line import MOST_OVERTAKES, Entry, Key, Line, Queued
+from router.queues.line import Entry, Key, Line, Queued
 
 MOST_KINDS = 4
 MOST_MARGIN = 0.25
@@ -68,14 +68,12 @@ class _Member:
 class Groups:
     """All groups. ValueError for a `delta` or a batch that is no positive number."""
 
-    def __init__(
-        self, delta: float = 4.0, batch: float = 64.0, prefixes: bool = True, overtakes: int = MOST_OVERTAKES
-    ) -> None:
+    def __init__(self, delta: float = 4.0, batch: float = 64.0, prefixes: bool = True) -> None:
         """`batch`: requests that a worker runs at a time, until `set_batch` says what was measured. Without `prefixes`
         the order inside is first come, first served, and nothing is saved by those that share one, as in the paper."""
         self._delta = _positive("delta", delta)
         self._batch = _positive("batch", batch)
-        self._prefixes, self._overtakes = prefixes, overtakes
+        self._prefixes = prefixes
         self._batches: dict[str, float] = {}
         self._groups: dict[int, Group] = {}
         self._of_kind: dict[Kind, list[Group]] = {}
@@ -187,7 +185,7 @@ class Groups:
         """The newer half of those that wait become a group of its own, which has not begun; all, if that is one."""
         line = group.line.split() if len(group) > 1 else group.line
         if line is group.line:
-            group.line = Line(self._overtakes)
+            group.line = Line()
         newer = self._halve(group, line)
         for half in (group, newer):
             half.recount()
@@ -295,7 +293,7 @@ class Groups:
             if group.begun_on is None or group.joined < self.limit(kind.model):
                 return group
         since = max(key, groups[-1].since) if groups else key
-        return self._create(kind, since, Line(self._overtakes), None)
+        return self._create(kind, since, Line(), None)
 
     def _create(self, kind: Kind, since: Key, line: Line, after: Group | None) -> Group:
         self._numbers += 1

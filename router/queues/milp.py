@@ -181,7 +181,7 @@ class _Program:
         }
 
 
-def solve(problem: Problem, *, nodes: int = NODES, starts: bool = False) -> dict[str, list[int]] | None:
+def solve(problem: Problem, *, starts: bool = False) -> dict[str, list[int]] | None:
     """Orders that are late as little as possible; with `starts`, of these the ones that start earliest. None if the
     nodes did not suffice. O(groups² · queues) variables: for few groups."""
     if not problem.demands:
@@ -192,7 +192,7 @@ def solve(problem: Problem, *, nodes: int = NODES, starts: bool = False) -> dict
     ]
     for goal in [*goals, list(program.w) if starts else []]:
         if goal:
-            found = program.minimise(goal, nodes)
+            found = program.minimise(goal, NODES)
             if found is None:
                 return None
     assert found is not None

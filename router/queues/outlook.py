@@ -27,10 +27,9 @@ Paces = dict[tuple[str, str], Pace]
 class Outlook:
     """Looks at queues, and changes nothing but what it remembers of `stays`."""
 
-    def __init__(self, groups: Groups, estimator: Estimator, held: Held | None, *, last_too: bool) -> None:
-        """`last_too`: the last request of a group has to be in time too."""
+    def __init__(self, groups: Groups, estimator: Estimator, held: Held | None) -> None:
         self._groups, self._estimator = groups, estimator
-        self._held, self._last_too = held, last_too
+        self._held = held
 
     def problem(self, workers: Sequence[Worker], now_s: float) -> Problem:
         """What a planner is asked: the groups that have somebody waiting, at all workers that can serve them."""
@@ -128,7 +127,7 @@ class Outlook:
             number=group.number,
             model=model,
             slack_s=FAR_S if is_late else group.deadline_s - now_s if waits else 0.0,
-            last_slack_s=group.last_deadline_s - now_s if waits and self._last_too and not is_late else inf,
+            last_slack_s=group.last_deadline_s - now_s if waits and not is_late else inf,
             drain_s=drain_s,
             tail_s=tail_s,
             tier=group.kind.tier,

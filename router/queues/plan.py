@@ -68,7 +68,7 @@ def plan(problem: Problem, *, solver: Solver = "auto", most_work: int = MOST_WOR
     return Planned(orders, best, tuple(number for _, number in late), "milp" if by == "milp" else "search")
 
 
-def needed(problem: Problem, like: Queue, *, most_work: int = MOST_WORK // 10, seed: int = 0) -> Needed:
+def needed(problem: Problem, like: Queue, *, most_work: int = MOST_WORK // 10) -> Needed:
     """How many replicas like the worker of `like`, each there at once with one of its models, must be added so that
     nobody of tier 0 is late. Tier 1 takes what is left and is not counted.
 
@@ -86,7 +86,7 @@ def needed(problem: Problem, like: Queue, *, most_work: int = MOST_WORK // 10, s
 
     def tried(more: int) -> Needed | None:
         models = _shared_out(work, more)
-        found = search(_with(problem, urgent, like, models), most_work=most_work, seed=seed)
+        found = search(_with(problem, urgent, like, models), most_work=most_work, seed=0)
         return None if found.worth.late_s else Needed(more, least, models, why)
 
     low, more = least - 1, least

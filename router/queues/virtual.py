@@ -27,13 +27,10 @@ from router.queues.worker import Worker
 class VirtualQueues:
     """One queue for each worker. Every group is in one, or in `stranded`."""
 
-    def __init__(
-        self, groups: Groups, estimator: Estimator, held: Held | None = None, *, last_too: bool = True
-    ) -> None:
-        """`last_too`: the last request of a group has to be in time too, not only the first one as in the paper."""
+    def __init__(self, groups: Groups, estimator: Estimator, held: Held | None = None) -> None:
         self.groups = groups
         self.estimator = estimator
-        self._outlook = Outlook(groups, estimator, held, last_too=last_too)
+        self._outlook = Outlook(groups, estimator, held)
         self._standing = Standing(groups, self._start_s)
         self._taking_over = TakingOver(groups, self._standing, self._outlook)
         self._pulls = Pulls(groups, self._standing, self._outlook)

@@ -111,12 +111,11 @@ def scrapes(
     admin_key: str | None = None,
     replica_key: str | None = None,
     interval_s: float = 15.0,
-    rule_file: str = RULES.name,
 ) -> dict[str, Any]:
     """Prometheus' configuration for processes at these addresses, HOST:PORT, with the keys in these files."""
     return {
         "global": {"scrape_interval": f"{interval_s:g}s", "evaluation_interval": f"{interval_s:g}s"},
-        "rule_files": [rule_file],
+        "rule_files": [RULES.name],
         "scrape_configs": [
             {
                 "job_name": f"sglang-fair-{place}",

@@ -63,7 +63,6 @@ def test_what_the_pictures_show() -> None:
     assert 2.7 < lpm["greedy"] / lpm["calm"] < 3.3
     assert 0.85 < dlpm["greedy"] / dlpm["calm"] < 1.15
     samples = deficit_pictures.run("dlpm")
-    assert deficit_pictures.switches(samples) >= 4
     for one in samples:
         assert one.bound is None or abs(one.service["greedy"] - one.service["calm"]) <= one.bound
 

@@ -159,7 +159,7 @@ def draw_bars(canvas: "Canvas", panels: Mapping[Panel, Mapping[str, Sequence[flo
     canvas.axes[0].legend(fontsize=8, loc="lower left", framealpha=0.9)
 
 
-def points(axes: "Axes", places: Mapping[str, tuple[float, float]], *, marker: str = "D") -> None:
+def points(axes: "Axes", places: Mapping[str, tuple[float, float]]) -> None:
     """A point for each scheduler, in its colour."""
     for label, (x, y) in places.items():
-        axes.plot([x], [y], marker, color=style.scheduler_colour(label), label=label, markersize=7)
+        axes.plot([x], [y], "D", color=style.scheduler_colour(label), label=label, markersize=7)

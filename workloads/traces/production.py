@@ -17,7 +17,7 @@ OPEN_CONVERSATIONS = 4
 """How many a client holds at once."""
 
 
-def production(senders: Trace, content: Trace, *, seed: str = "0", name: str = "production") -> Trace:
+def production(senders: Trace, content: Trace, *, seed: str = "0") -> Trace:
     """`senders`' clients and arrivals with the lengths and blocks of `content`'s conversations.
 
     A client has up to four conversations open and goes on with one of them at random, turn by turn; one that
@@ -30,10 +30,10 @@ def production(senders: Trace, content: Trace, *, seed: str = "0", name: str = "
     queues: dict[str, list[list[TraceRequest]]] = {}
     requests: list[TraceRequest] = []
     for sent in senders.requests:
-        rng = seeded(seed, name, len(requests))
+        rng = seeded(seed, "production", len(requests))
         said = _next(queues.setdefault(sent.client, []), conversations, rng)
         requests.append(replace(said, arrival_s=sent.arrival_s, client=sent.client))
-    return Trace(name, requests, senders.duration_s)
+    return Trace("production", requests, senders.duration_s)
 
 
 def _next(

@@ -4,7 +4,7 @@ A replica's bundle is what Ray keeps free for it on one node: a GPU for each of 
 `--ray-resources CPU=8,GPU=2,memory=64e9,NAME=1` says otherwise, resource by resource.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,12 +149,12 @@ def shortage(
     )
 
 
-def amounts(resources: Mapping[str, float], besides: Sequence[str] = ("object_store_memory",)) -> str:
+def amounts(resources: Mapping[str, float]) -> str:
     """Resources in words. Ray's own marks of nodes are left out."""
     return ", ".join(
         f"{name} {_number(amount)}"
         for name, amount in sorted(resources.items(), key=lambda one: (one[0] not in (CPU, GPU), one[0]))
-        if name not in besides and not name.startswith("node:")
+        if name != "object_store_memory" and not name.startswith("node:")
     ) or "nothing"  # fmt: skip
 
 
