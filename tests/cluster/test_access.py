@@ -7,7 +7,6 @@ import pytest
 
 from router.gateway.__main__ import check as check_gateway
 from router.gateway.__main__ import is_loopback, warn
-from router.gateway.guard import KEY_VARIABLE
 from sglang_fair.cluster import __main__ as cluster_command
 from sglang_fair.cluster.options import Options
 from sglang_fair.cluster.plan import build
@@ -82,17 +81,6 @@ def test_a_gateway_for_everybody_is_loud(
         caplog.clear()
         warn(Gateway(host=host, tenants=str(path), admin_port=9, **GATEWAY))
         assert "ANYBODY" not in caplog.text
-
-
-def test_a_gateway_that_operators_cannot_ask_says_so(
-    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv(KEY_VARIABLE, raising=False)
-    with caplog.at_level(logging.WARNING):
-        warn(Gateway(tenants=str(path), **GATEWAY))
-    assert "--admin-port" in caplog.text
-    assert KEY_VARIABLE in caplog.text
-    assert "--limit-store" not in caplog.text
 
 
 def test_the_replica_s_key_is_in_no_command_line(monkeypatch: pytest.MonkeyPatch) -> None:

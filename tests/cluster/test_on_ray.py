@@ -16,7 +16,6 @@ from sglang_fair.cluster.options import ConfigError, Options
 from sglang_fair.cluster.plan import FleetFiles, FleetReady, Ports, asked_for, build, placed, written
 from sglang_fair.cluster.ports import ReplicaPorts
 from sglang_fair.cluster.restart import RestartRule
-from sglang_fair.cluster.run import run_cluster
 from sglang_fair.common.processes import PARENT
 from tests.cluster.test_cluster import MACHINE, MODEL
 
@@ -140,17 +139,6 @@ def test_an_address_where_nobody_answers_is_said_at_once(address: str) -> None:
     with pytest.raises(driver.RayFailed, match=address) as raised:
         driver.Ray(address, {}, 1, False, {})
     assert "\n" not in str(raised.value)
-
-
-def test_without_ray_the_command_says_how_to_install_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(driver, "find_spec", lambda name: None)
-    assert run_cluster(Options(ray="auto")) == 2
-    assert (
-        capsys.readouterr().err
-        == "sglang-fair: --ray needs the package ray: pip install 'sglang-fair[ray]'\n"
-    )
 
 
 # -- what has become of each

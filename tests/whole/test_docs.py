@@ -23,7 +23,6 @@ from sglang_fair.core.admission import Admission
 from sglang_fair.core.cost import COSTS, make_cost
 from sglang_fair.core.job import Job
 from sglang_fair.core.normal import ALL_CLIENTS
-from sglang_fair.core.payers import FIRST, RULES
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.wsc import Normalised
 from sglang_fair.overlay.config import server_name
@@ -115,13 +114,6 @@ def test_parameters_are_the_costs_with_their_defaults(name):
     told = {field.name: written(field.default) for field in fields(COSTS[name])}
     told = {key: "needed" if "MISSING" in value else value.lower() for key, value in told.items()}
     assert knobs(text) == told
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_every_payer_is_explained(rule):
-    chapter = PAGE.partition("\n## Who pays for a shared prefix\n")[2].partition("\n## ")[0]
-    assert re.search(rf"^\| `{rule}`", chapter, flags=re.M)
-    assert ("(default)" in chapter.partition(f"| `{rule}`")[2].partition("|")[0]) == (rule == FIRST)
 
 
 def test_prices_are_those_of_the_costs():

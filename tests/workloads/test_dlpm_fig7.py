@@ -100,27 +100,3 @@ def latency_claim(ours: dict[str, object], others: dict[str, object]) -> Claim:
     """Under RR+LPM, of one point."""
     claims = claims_of({"tot-s1-d1-d2lpm": ours, "tot-s1-d1-rr": others})
     return next(claim for claim in claims if "RR+LPM, beside" in claim.text)
-
-
-@pytest.mark.parametrize(
-    ("values", "verdict"),
-    [
-        ((9.6, 1.0, 1.0), "yes"),
-        ((7.2, 1.0, 1.0), "yes"),
-        ((7.1, 3.0, 3.0), "partly"),
-        ((7.2, 1.0, 0.5), "partly"),
-        ((1.3, 0.6, 0.6), "no"),
-        ((1.2, 1.1, 1.1), "no"),
-    ],
-)
-def test_up_to_a_paper_s_number_holds_near_it(values, verdict):
-    """Latency beside RR+LPM: the paper has up to 9.55×, 4.06× in the mean; three quarters of both are near."""
-
-    def taking(latency_s):
-        return {"p50_cut": False, "p99_cut": False, "p50_s": latency_s, "p99_s": latency_s}
-
-    runs = {}
-    for number, value in zip((1, 2, 4), values, strict=True):
-        runs |= {f"tot-s1-d{number}-d2lpm": taking(1.0), f"tot-s1-d{number}-rr": taking(value)}
-    [claim] = [claim for claim in claims_of(runs) if "RR+LPM, beside" in claim.text]
-    assert claim.holds == verdict

@@ -101,8 +101,9 @@ def drive(
             with Records(path, Manifest("test", "none", {}, 1.0)) as records:
                 once = plan or Plan(duration_s=1.0, programs_per_client=1, drain_s=LIMIT_S)
                 endpoint = Endpoint(url, kind, **driver.pop("endpoint", {}))
-                kind_of_driver = driver.pop("driver_class", Driver)
-                await kind_of_driver(endpoint, clients, once, records, replicas=replicas, **driver).run()
+                kind_of_driver, made = driver.pop("driver_class", Driver), driver.pop("made", [])
+                made.append(kind_of_driver(endpoint, clients, once, records, replicas=replicas, **driver))
+                await made[0].run()
                 return records.run
         finally:
             await runner.cleanup()
@@ -210,10 +211,6 @@ def test_what_is_under_way_at_the_end_is_cancelled_and_recorded(monkeypatch):
         def _now(self) -> float:
             return super()._now() + (2 * LIMIT_S if len(begun) == 2 else 0.0)
 
-        def __init__(self, *arguments: Any, **more: Any) -> None:
-            super().__init__(*arguments, **more)
-            drivers.append(self)
-
     def noted(answer: wire.Answer, event: Any) -> None:
         feed(answer, event)
         if answer.output_tokens == 2:
@@ -226,7 +223,7 @@ def test_what_is_under_way_at_the_end_is_cancelled_and_recorded(monkeypatch):
         yield (Call("Why?", 100), Call("How?", 100))
 
     plan = Plan(0.5, programs_per_client=1, drain_s=LIMIT_S)
-    run = drive({"/generate": server.generate}, [client(long_call)], plan, driver_class=Late)
+    run = drive({"/generate": server.generate}, [client(long_call)], plan, driver_class=Late, made=drivers)
     assert [record.outcome for record in run.requests] == ["cancelled", "cancelled"]
     assert all(record.output_tokens == record.token_times[-1][1] > 0 for record in run.requests)
     (program,) = run.programs
@@ -322,15 +319,9 @@ def test_a_closed_loop_keeps_its_number_of_programs_under_way():
 
 def test_of_programs_that_have_ended_nothing_is_kept_but_records():
     kept, drivers = [], []
-
-    class Kept(Driver):
-        def __init__(self, *arguments: Any, **more: Any) -> None:
-            more["watch"] = lambda _: kept.append(len(drivers[0]._session._programs))
-            super().__init__(*arguments, **more)
-            drivers.append(self)
-
     plan = Plan(60.0, 20, at_once={"a": 2}, drain_s=None)
-    run = drive({"/generate": FakeServer().generate}, [client(one_call)], plan, driver_class=Kept)
+    more = {"made": drivers, "watch": lambda _: kept.append(len(drivers[0]._session._programs))}
+    run = drive({"/generate": FakeServer().generate}, [client(one_call)], plan, **more)
     assert len(run.programs) == len(kept) == 20
     assert max(kept) <= 2
 
@@ -373,14 +364,8 @@ def test_a_run_that_is_stopped_leaves_whole_records(monkeypatch):
     def endless(_: int) -> Program:
         yield Call("Why?", 10_000)
 
-    class Kept(Driver):
-        def __init__(self, *arguments: Any, **more: Any) -> None:
-            super().__init__(*arguments, **more)
-            drivers.append(self)
-
-    run = drive(
-        {"/generate": server.generate}, [client(endless)], Plan(1e6, 1, drain_s=None), driver_class=Kept
-    )
+    plan = Plan(1e6, 1, drain_s=None)
+    run = drive({"/generate": server.generate}, [client(endless)], plan, made=drivers)
     assert [record.outcome for record in run.requests] == ["cancelled"]
     assert run.requests[0].output_tokens > 0
     assert [program.outcome for program in run.programs] == ["cancelled"]

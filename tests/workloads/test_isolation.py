@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from sglang_fair.settings.table import Cluster
+from tests.support.budget import is_night
 from workloads.clients import client_facts
 from workloads.isolation.attacks import OTHER, TRICKLE, VICTIM, Scene, scenes
 from workloads.isolation.command import main, our_settings, render
@@ -219,7 +220,7 @@ def test_a_running_victim_keeps_its_share_beside_the_trickle(policy):
 def test_a_short_run_on_an_emulated_gpu_keeps_the_contract(capsys):
     arguments = [
         "--quick", "--attacks", TRICKLE, "--policies", "dlpm", "--replicas", "1",
-        "--seconds", "4", "--time-scale", "1.5", "--sglang-router", "/nonexistent",
+        "--seconds", "4", "--time-scale", "1.5" if is_night() else "1", "--sglang-router", "/nonexistent",
     ]  # fmt: skip
     assert main(arguments) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])

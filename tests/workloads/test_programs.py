@@ -1,7 +1,6 @@
 """Programs run against replies made up here: how many calls, in which order, sharing which prefixes."""
 
 from collections.abc import Callable
-from itertools import pairwise
 
 import pytest
 
@@ -302,21 +301,6 @@ def test_requests_of_fixed_lengths_share_the_prefix_that_they_name_and_no_more()
     assert call.max_output_tokens == 64
     with pytest.raises(ValueError, match="beyond its prefix"):
         client("e", None, 256)
-
-
-def test_statistics_of_a_tree_are_those_of_its_shape():
-    """Question 50; level k's prompts are 50 and k instructions and k - 1 thoughts long."""
-    tree, question = TreeOfThought(2, 3, 10), bytes(50).decode()
-    found = statistics([tree.program(BYTES.encode(question), BYTES)])
-    calls = run(tree.program(BYTES.encode(question), BYTES))
-    assert (found.programs, found.requests, found.requests_per_program) == (1, 14, 14)
-    assert found.output_tokens == 10
-    assert found.prompt_tokens == pytest.approx(sum(len(call.prompt) for call in calls) / 14)
-    assert 50 < found.common_tokens < 60
-    siblings = [agreeing(one.prompt, other.prompt) for one, other in pairwise(calls)]
-    assert siblings[0] == found.common_tokens
-    assert found.shared_tokens < found.prompt_tokens
-    assert found.hit_rate == pytest.approx(found.shared_tokens / found.prompt_tokens)
 
 
 def test_statistics_find_what_is_shared_with_any_earlier_request():

@@ -44,11 +44,6 @@ def test_a_job_that_fails_or_kills_its_worker_fails_alone():
         assert "double" in ended[-1].trace
 
 
-def test_a_pool_has_no_negative_number_of_workers():
-    with pytest.raises(ValueError, match="not -1"):
-        Pool(-1)
-
-
 def test_the_rate_follows_from_the_capacity():
     for case in (LiveCase(), SimulatedCase()):
         rates = case.with_capacity("tot-s1", 8.0).with_capacity("judge-s1", 4.0).rates_per_s

@@ -18,7 +18,7 @@ from tests.support.threaded import served
 from workloads import wire
 from workloads.endpoints import EndpointError, find_model, identity, read_keys
 from workloads.fairness_report import failures, fairness_report
-from workloads.load import ClientSpec, LoadOptions, load_trace, parse_clients, read_trace
+from workloads.load import ClientSpec, LoadOptions, load_trace, read_trace
 from workloads.programs import TextCodec
 from workloads.records import End, Manifest, ProgramRecord, RequestRecord, Run, read
 from workloads.serve import main
@@ -319,14 +319,6 @@ def test_keys_come_from_a_file_and_belong_to_clients(tmp_path):
 
 
 # ---- loads
-
-
-def test_a_number_of_clients_is_that_many_equal_ones():
-    assert [spec.name for spec in parse_clients(["3"], "single")] == ["client-0", "client-1", "client-2"]
-    assert [spec.name for spec in parse_clients(["2"], "tot-s1")] == ["good-0", "good-1", "bad"]
-    assert parse_clients(["a:rate=2,weight=3"], "single") == (ClientSpec("a", rate=2.0, weight=3.0),)
-    with pytest.raises(ValueError, match="must be positive"):
-        parse_clients(["a:weight=0"], "single")
 
 
 def test_a_trace_takes_weights_and_nothing_else():

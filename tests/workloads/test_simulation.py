@@ -3,7 +3,7 @@
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -401,15 +401,6 @@ def test_a_site_that_cannot_be_built_is_refused(wrong):
         simulate(replace(TIGHT, **wrong), traffic(), TO_THE_END)
 
 
-def test_a_site_survives_json():
-    site = replace(
-        TIGHT, capacities=(1.0, 2.0), client_weights={"bad": 0.5}, placement_options={"charge": "extend"}
-    )
-    assert Site.from_json(json.loads(json.dumps(asdict(site)))) == site
-    with pytest.raises(ValueError, match="no colour"):
-        Site.from_json({"colour": "red"})
-
-
 def test_a_calibrated_site_has_the_replicas_limits(tmp_path, steps):
     limits = {
         "chunk_tokens": 512,
@@ -429,15 +420,6 @@ def test_a_calibrated_site_has_the_replicas_limits(tmp_path, steps):
     path.write_text(json.dumps({"cost_model": told["cost_model"]}))
     with pytest.raises(ValueError, match="limits"):
         Site.calibrated(path)
-
-
-def test_prompts_must_be_packed(steps):
-    with pytest.raises(ValueError, match="PackedCodec"):
-        simulate(steps, [asking("a", lambda _: iter_call("text"))], TO_THE_END)
-
-
-def iter_call(prompt: Any) -> Program:
-    yield Call(prompt, 1)
 
 
 # ---- the command
