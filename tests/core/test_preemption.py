@@ -54,7 +54,7 @@ def test_somebody_goes_only_if_the_deadline_would_be_missed():
     assert measured().choose(urgent(), MISSING, [*late, ends_soon], 0.0) == [], (
         "2.9 s, and 0.1 s for the prompt"
     )
-    assert names(measured().choose(urgent(2.9), MISSING, [*late, ends_soon], 0.0)) == ["long"]
+    assert names(measured().choose(urgent(2.95), MISSING, [*late, ends_soon], 0.0)) == ["long"]
 
 
 def test_who_owes_makes_room_however_long_it_is_overdue():

@@ -358,6 +358,15 @@ def test_the_server_s_own_prompts_are_never_held() -> None:
     assert steps.lag_s("a") == pytest.approx(before_s + 0.025)
 
 
+def test_who_joins_with_a_step_was_not_held_up_by_it() -> None:
+    steps = shared()
+    steps.decode("a")
+    steps.step(0.05, {"a": 10, "b": 90})
+    assert steps.lag_s("a") == 0
+    steps.step(0.05, {"b": 100})
+    assert steps.lag_s("a") == pytest.approx(0.025)
+
+
 def test_in_a_mixed_step_those_who_run_are_served_for_a_decode_step() -> None:
     steps = beside()
     steps.step(0.1, decoded=10)

@@ -164,7 +164,9 @@ def test_an_equal_weight_costs_nothing_and_a_changed_one_is_told_once():
     queue.arrive(job("older", "a", 9.0, 6))
     queue.arrive(job("none", "a"))
     queue.arrive(job("another", "b", 1.0, 7))
-    queue.arrive(Job("health", "a", 1, 1, system=True, weight=5.0, weight_version=99))
+    health = Job("health", "a", 1, 1, system=True, weight=5.0, weight_version=99)
+    assert queue.refuses(health) is None
+    queue.arrive(health)
     assert told == ["a"]
     queue.arrive(job("newer", "a", 3.0, 8))
     assert told == ["a", "a"]
