@@ -4,7 +4,7 @@ import gc
 import weakref
 from random import Random
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sglang_fair.core.heap import SLACK, LazyHeap
@@ -24,6 +24,7 @@ STEPS = st.lists(
 
 @settings(max_examples=examples(100))
 @given(steps=STEPS)
+@example(steps=[("put", "a", 0), ("put", "b", 1), ("put", "a", 2), ("first", "a", 0)])
 def test_heap_is_a_sorted_list(steps):
     """Keys are total, as the contract asks: the number and then the item itself."""
     heap: LazyHeap[str] = LazyHeap()

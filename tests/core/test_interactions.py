@@ -128,6 +128,17 @@ def test_a_call_without_an_id_is_one_by_itself() -> None:
     assert len(made) == 0
 
 
+def test_who_opens_one_more_than_it_may_closes_its_own_that_is_silent() -> None:
+    made = Interactions(most_open=2)
+    busy, silent, third = (Interaction("a", "chat", id) for id in "123")
+    for name in (busy, silent):
+        made.accept(name)
+    made.end(silent)
+    made.accept(third)
+    assert list(map(made.calls, (busy, silent, third))) == [1, 0, 1]
+    assert len(made) == 2
+
+
 def test_invented_clients_close_nothing_of_one_that_has_fewer_open() -> None:
     """Fifty names that open as many as they may, beside a client with ten."""
     made = Interactions(most=MOST // 20)

@@ -437,6 +437,8 @@ def test_a_forgotten_swing_is_the_farthest_one():
     swing.admitted("a")
     swing.transferred("a", 6.5)
     assert swing.most_charged == 7
+    swing.transferred("b", 1)
+    assert swing.most_charged == 8
 
 
 def test_a_refund_breaks_the_lemma_under_vtc():

@@ -401,6 +401,26 @@ def test_one_huge_limit_loosens_the_bound_for_a_while():
     assert (status["bound"], status["bound_since_start"]) == (2 * 7, loose)
 
 
+def test_a_debt_keeps_the_bound_loose_until_it_is_paid():
+    """The request is over, everybody waits anew, and its client has still to wait for its own service to be matched."""
+    queue = new_queue(Dlpm(quantum=7, newcomers=0))
+    big = arrive(queue, "big")
+    queue.begin_pass()
+    assert queue.next() is big
+    admit(queue, big, extend=100)
+    queue.finish("big")
+    for number in range(40):
+        queue.begin_pass()
+        job = arrive(queue, str(number), "b", max_output_tokens=1)
+        assert queue.next() is job
+        owes = queue.policy.deficit("a") < 0
+        assert (queue.account.largest_input_tokens == 100) or not owes
+        admit(queue, job, extend=10)
+        queue.finish(job.id)
+        queue.account.recent_bound()
+    assert queue.account.recent_bound() == 2 * (10 + 2 * 1 + 7)
+
+
 def test_what_the_bound_remembers_is_bounded():
     """Three thousand clients with one request each, and nobody reads."""
     queue = new_queue(Dlpm(quantum=7, remembered_clients=10))
