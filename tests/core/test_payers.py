@@ -21,8 +21,6 @@ from sglang_fair.core.queue import FairQueue
 from tests.support.budget import examples
 from tests.support.engine_model import ClientHabit, EngineCase, cases, run, traced
 
-pytestmark = pytest.mark.slow
-
 PAYERS = settings(max_examples=examples(80))
 ON_THE_ENGINE = settings(PAYERS, max_examples=examples(30))
 both = pytest.mark.parametrize("rule", [EQUAL, PER_USE])

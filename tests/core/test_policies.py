@@ -353,8 +353,11 @@ def decisions(name: str, seed: int) -> list[str]:
 
 
 def fingerprints() -> dict[str, str]:
-    """Of every policy's decisions in four cases."""
-    made = {name: "\n".join(line for seed in range(4) for line in decisions(name, seed)) for name in POLICIES}
+    """Of every policy's decisions, with each rule of who pays."""
+    made = {
+        name: "\n".join(line for seed in range(len(RULES)) for line in decisions(name, seed))
+        for name in POLICIES
+    }
     return {name: hashlib.sha256(lines.encode()).hexdigest() for name, lines in made.items()}
 
 

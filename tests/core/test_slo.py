@@ -160,7 +160,6 @@ claims = st.builds(
 )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("is_shared", [False, True], ids=["prompts first", "steps shared"])
 @THEOREMS
 @given(
@@ -273,7 +272,6 @@ def against(
 HONEST = Adversary(slack_s=30.0, count=2, every=7, prompt_tokens=6, output_tokens=4)
 
 
-@pytest.mark.slow
 @THEOREMS
 @given(
     others=st.lists(adversaries, min_size=1, max_size=5),

@@ -38,8 +38,6 @@ from tests.support.engine_model import (
     traced,
 )
 
-pytestmark = pytest.mark.slow
-
 THEOREMS = settings(max_examples=examples(40))
 WEIGHTS = st.fixed_dictionaries({name: st.sampled_from([0.5, 1.0, 3.0]) for name in "abc"})
 

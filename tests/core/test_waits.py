@@ -3,7 +3,6 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -60,7 +59,6 @@ class Looked:
             self.aside.discard(client)
 
 
-@pytest.mark.slow
 @given(st.data())
 def test_the_causes_of_a_wait_are_those_that_it_had_at_each_moment(data: st.DataObject) -> None:
     waits, looked = Waits(), Looked()

@@ -65,7 +65,6 @@ def carry_out(schedule: Schedule, queue: FairQueue, told: list[tuple[float | Non
     return watch
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(READ))
 @settings(max_examples=examples(25))
 @given(
@@ -111,18 +110,17 @@ def loaded(
     return replica, go_on
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["dlpm", "dlpm-predict", "vtc", "drr", "dlpm-adaptive"])
 def test_new_service_is_by_the_new_weight_inside_the_bound(policy):
     replica, go_on = loaded(policy)
     go_on(1.0, 1, 400)
     for weight, version in ((3.0, 2), (0.25, 3)):
-        got = go_on(weight, version, 2000)
+        got = go_on(weight, version, 1000)
         bound = replica.queue.account.recent_bound()
         assert bound is not None
         assert abs(got["a"] - got["b"] / weight) <= bound
         assert got["b"] / got["a"] == pytest.approx(weight, rel=0.15)
-    got = go_on(3.0, 2, 2000)
+    got = go_on(3.0, 2, 1000)
     assert got["b"] / got["a"] == pytest.approx(0.25, rel=0.15), "an older file says nothing any more"
 
 
