@@ -258,7 +258,8 @@ def test_the_policy_that_is_shown_works(page: str) -> None:
 
 
 WORKLOADS = {"tot": "trees", "judge": "judges", "qa": "documents"}
-SCHEDULERS = ("d2lpm", "vtc", "rr", "preble")
+SCHEDULERS = {"d2lpm": "", "d2lpm-stall": ", stall bound", "vtc": "", "rr": "", "preble": ""}
+"""By cell, and what their names have behind placement and policy."""
 
 
 def results() -> list[str]:
@@ -269,7 +270,7 @@ def results() -> list[str]:
         by_cell[run["cell"]["name"]].append(run)
     rows = []
     for workload, title in WORKLOADS.items():
-        for scheduler in SCHEDULERS:
+        for scheduler, more in SCHEDULERS.items():
             cell = by_cell[f"{workload}-s1-d4-{scheduler}"]
             measured, site = [run["measured"] for run in cell], cell[0]["cell"]["site"]
 
@@ -279,8 +280,8 @@ def results() -> list[str]:
             cut = "≥ " if any(one["p50_cut"] for one in measured) else ""
             bound = "none" if measured[0]["bound"] is None else f"{middle('bound') / 1000:,.0f}"
             cells = (
-                title if scheduler == SCHEDULERS[0] else "",
-                f"{site['placement']} + {site['policy']}",
+                title if scheduler == "d2lpm" else "",
+                f"{site['placement']} + {site['policy']}{more}",
                 f"{middle('service_rate') / 1000:,.0f}",
                 f"{cut}{middle('p50_s'):.0f} s",
                 f"{middle('hit_rate'):.2f}",

@@ -191,6 +191,8 @@ class Experiment(ABC):
     id: ClassVar[str]
     version: ClassVar[int] = 1
     """Raise it when what is measured changes: older records then count no more."""
+    bounds_steps: ClassVar[bool] = True
+    """Whether replicas have the stall bound of their cell's site. False: they compute prompts first, whatever it is."""
 
     @abstractmethod
     def cells(self, size: Size) -> Sequence[Cell]:

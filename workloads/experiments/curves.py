@@ -27,9 +27,9 @@ def largest(line: Line, start: float = -inf, end: float = inf) -> float:
     return max(_some(line, start, end))
 
 
-def variation(line: Line, start: float = -inf) -> float:
+def variation(line: Line, start: float = -inf, end: float = inf) -> float:
     """The standard deviation over the mean. Raises ValueError if no value is known, or the mean is 0."""
-    values = _some(line, start, inf)
+    values = _some(line, start, end)
     if not (mean := fmean(values)):
         raise ValueError("the mean of a curve is 0: it has no variation")
     return pstdev(values) / mean

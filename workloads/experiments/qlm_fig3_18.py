@@ -44,6 +44,7 @@ CURVE_POINTS = 60
 
 class Waits(Experiment):
     id = "qlm-fig3-18"
+    bounds_steps = False
 
     def cells(self, size: Size) -> Sequence[Cell]:
         full = size == "full"

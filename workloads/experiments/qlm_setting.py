@@ -71,22 +71,17 @@ def other(placement: str, like: Fleet, **options: Json) -> Fleet:
     return replace(like, placement=placement, options=options, policy="fcfs", evicts=False)
 
 
-def w_a(rate_per_s: float, parts: Sequence[float] = (1 / 3, 1 / 3, 1 / 3), **others: Any) -> list[Stream]:
+def w_a(rate_per_s: float, **others: Any) -> list[Stream]:
     """Requests of one model, so many a second of all classes together."""
     names = ("interactive", "batch-1", "batch-2")
     model = next(iter(ONE_MODEL))
-    return [
-        Stream(model, name, part * rate_per_s, **others)
-        for name, part in zip(names, parts, strict=True)
-        if part
-    ]
+    return [Stream(model, name, 1 / 3 * rate_per_s, **others) for name in names]
 
 
-def w_b(batch_1_per_s: float, batch_2_per_s: float | None = None) -> list[Stream]:
-    """Requests of five models; as many of Batch-2 as of Batch-1 if nothing is said."""
-    batch_2_per_s = batch_1_per_s if batch_2_per_s is None else batch_2_per_s
-    first = [Stream(model, "batch-1", batch_1_per_s / len(BATCH_1)) for model in BATCH_1]
-    return first + [Stream(model, "batch-2", batch_2_per_s / len(BATCH_2)) for model in BATCH_2]
+def w_b(rate_per_s: float) -> list[Stream]:
+    """Requests of five models; as many of Batch-2 as of Batch-1."""
+    first = [Stream(model, "batch-1", rate_per_s / len(BATCH_1)) for model in BATCH_1]
+    return first + [Stream(model, "batch-2", rate_per_s / len(BATCH_2)) for model in BATCH_2]
 
 
 def cell(
@@ -132,6 +127,8 @@ def run_of(cell: Cell, seed: str, **changes: Any) -> Outcome:
 
 class Deadlines(Experiment):
     """An experiment whose cells are such runs."""
+
+    bounds_steps = False
 
     def run(self, cell: Cell, seed: str) -> Measured:
         outcome = run_of(cell, seed)

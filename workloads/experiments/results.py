@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sglang_fair.core import POLICIES
+from sglang_fair.settings.table import Cluster
 from workloads.experiments.claims import Claim, Figure, Report, Table, shown
 from workloads.experiments.contract import Cell, Experiment, Result, Size
 from workloads.experiments.store import Record
@@ -27,7 +29,15 @@ CPU time of decisions, and `validation` starts real replicas. It runs by itself:
 
 Absolute numbers depend on a cost model of a GPU and are not the papers'. What is compared is order, ratio and
 shape: who is served, how evenly, how fast, and how much caching saves.
+
+Each section says which *stall bound* replicas had (`--stall-ms`): the longest step for prompts while others have
+requests. The papers' engines have none and compute prompts first, so most experiments do; replicas of this project have
+one by default. What that changes is told for Figure 7 of DLPM, which has both.
 """
+
+_NO_BOUND = "none, prompts go first"
+MOST_NAMED = 4
+"""So many cells with one stall bound, where others have another, are named; of more there is the number."""
 
 HOLDS = {"yes": "yes", "partly": "partly", "no": "**no**"}
 
@@ -175,7 +185,8 @@ def _differences(told: Sequence[Reported]) -> str:
 
 def _section(one: Reported, plots: str) -> str:
     name, said = one.experiment.id, one.heading
-    parts = [f"## {_section_title(one)}", f"*{said.source}* (`{name}`). {said.about}"]
+    about = f"*{said.source}* (`{name}`). {said.about}"
+    parts = [f"## {_section_title(one)}", about, *([_stall_bounds(one)] if one.records else [])]
     if one.report is None:
         parts.append(one.lacks)
     else:
@@ -187,6 +198,37 @@ def _section(one: Reported, plots: str) -> str:
         parts += one.report.notes
     parts.append(_provenance(one.records))
     return "\n\n".join(parts)
+
+
+def _stall_bounds(one: Reported) -> str:
+    """Which bound on prefill steps the replicas had, by the records' own cells."""
+    titles = {cell.name: cell.title for cell in one.experiment.cells(_size(one.records))}
+    found: dict[str, dict[str, None]] = {}
+    for record in one.records:
+        site = record.cell["site"]
+        if one.experiment.bounds_steps and POLICIES[site["policy"]].shares_steps:
+            bound = _stall_bound(site.get("stall_ms", 0.0), site.get("target_tpot_ms", 0.0))
+            found.setdefault(bound, {})[titles[record.name]] = None
+    if not set(found) - {_NO_BOUND}:
+        return f"Stall bound: {_NO_BOUND}. The default is {Cluster.stall_ms:g} ms."
+    if len(found) == 1:
+        return f"Stall bound: {next(iter(found))}."
+    parts = [
+        f"{bound} ({', '.join(names) if len(names) <= MOST_NAMED else f'{len(names)} cells'})"
+        for bound, names in found.items()
+    ]
+    return f"Stall bound: {'; '.join(parts)}."
+
+
+def _stall_bound(stall_ms: float, target_tpot_ms: float | None) -> str:
+    if not stall_ms:
+        return _NO_BOUND
+    default = ", the default" if stall_ms == Cluster.stall_ms else ""
+    if target_tpot_ms is None:
+        target = "the default target"
+    else:
+        target = f"a target of {target_tpot_ms:g} ms" if target_tpot_ms else "no target"
+    return f"{stall_ms:g} ms{default}, with {target}"
 
 
 def _section_title(one: Reported) -> str:
