@@ -438,11 +438,12 @@ class StandIn:
     def __init__(self, tokenizer: Path, salt: int, model: str) -> None:
         self.server = Server(Engine(tokenizer, salt), 0.0, model)
         self._runner = web.AppRunner(self.server.app, handler_cancellation=True, shutdown_timeout=0.01)
+        self.url = ""
 
-    async def start(self) -> str:
+    async def start(self) -> None:
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        return f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
 
     async def lose(self) -> None:
         await self._runner.cleanup()
@@ -458,7 +459,8 @@ async def stand_ins(
     made = {f"r{at}": StandIn(tokenizer, salts[model], has) for at, model in enumerate(models)}
     try:
         for (name, one), model in zip(made.items(), models, strict=True):
-            c.router.tell(worker(name, await one.start(), model))
+            await one.start()
+            c.router.tell(worker(name, one.url, model))
         await eventually(lambda: len(c.gateway.fleet.workers) == len(made), "the gateway knows the workers")
         yield made
     finally:

@@ -3,7 +3,6 @@
 The engines are stand-ins, which take whatever reaches them; so what is refused is refused by the gateway.
 """
 
-import asyncio
 import json
 import re
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import schemathesis
+from anyio.from_thread import start_blocking_portal
 from hypothesis import HealthCheck, given, settings
 from schemathesis import Case, GenerationMode
 from schemathesis.checks import not_a_server_error
@@ -19,16 +19,18 @@ from schemathesis.schemas import APIOperation
 from schemathesis.specs.openapi import checks
 
 from router.gateway.app import Config, create_app
+from router.gateway.guard import KEY_VARIABLE
 from router.gateway.openapi import describe
 from router.gateway.request.kinds import PATHS
 from router.gateway.request.names import Names
 from router.gateway.request.parse import parse
 from sglang_fair.tenants import edit, keys
 from sglang_fair.tenants.model import Tenant
+from tests.gateway.clusters import Cluster, StandIn, cluster, stand_ins
 from tests.support.apis import BODIES
 from tests.support.budget import examples
-from tests.support.site import Site
-from tests.support.stand_in import MODEL, make_tokenizer
+from tests.support.ports import free_port
+from tests.support.stand_in import MODEL
 from tests.support.waiting import DEADLINE_S
 
 OPERATIONS = [found.ok() for found in schemathesis.openapi.from_dict(describe("1")).get_all_operations()]
@@ -54,11 +56,8 @@ KEY, ADMIN_KEY = "the key of gold", "the admin's key"
 URL = re.compile("https?://[!-.0-~]+/?")
 
 
-def test_the_document_has_every_route(tmp_path: Path) -> None:
-    config = Config(
-        ("tcp://127.0.0.1:17999",), MODEL, str(make_tokenizer(tmp_path)), batches=str(tmp_path / "b")
-    )
-    app = create_app(config)
+def test_the_document_has_every_route(tokenizer: Path, tmp_path: Path) -> None:
+    app = create_app(Config(("tcp://127.0.0.1:1",), MODEL, str(tokenizer), batches=str(tmp_path / "b")))
     about = {"/openapi.json", "/docs"}
     routes = {
         (route.path.replace(":path", ""), method.lower())
@@ -81,54 +80,33 @@ def test_streams_are_described_where_there_are_some() -> None:
 
 
 class Gateway:
-    """A gateway before two stand-ins, asked from a thread that has no event loop."""
+    """Asks a gateway from a thread that has no event loop."""
 
-    def __init__(self, folder: Path, has_tenants: bool) -> None:
-        self._runner = asyncio.Runner()
-        tenants = folder / "tenants.yaml" if has_tenants else None
-        if tenants is not None:
-            edit.add(tenants, "gold", Tenant(keys=[keys.written(keys.digest(KEY))]))
-        self._site = Site(
-            make_tokenizer(folder),
-            step_s=0.0,
-            tenants=tenants,
-            admin_key=ADMIN_KEY,
-            gateway_options=("--batches", str(folder / "batches")),
-        )
-        self._runner.run(self._site.__aenter__())
-        self._runner.run(self._site.start())
+    def __init__(self, c: Cluster, replicas: dict[str, StandIn]) -> None:
+        self._url, self._admin_url = c.url, c.status_url.removesuffix("/status")
+        self._urls = {name: one.url for name, one in replicas.items()}
 
     def check(self, case: Case, refused: bool) -> None:
         """Asks, and holds the answer against the document."""
         if isinstance(case.body, dict):
             case.body = self._harmless(case.body)
-        elif case.operation.path == "/workers/{name}" and case.path_parameters["name"] in self._site.urls:
+        elif case.operation.path == "/workers/{name}" and case.path_parameters["name"] in self._urls:
             case.path_parameters["name"] += "-"
         case.headers = {name: one for name, one in case.headers.items() if name.lower() != "authorization"}
         is_for_operators = case.operation.path.startswith(
             ("/status", "/metrics", "/workers", "/tenants", "/requests", "/limits")
         )
-        urls = self._site.admin_urls if is_for_operators else self._site.gateway_urls
+        url = self._admin_url if is_for_operators else self._url
         headers = {"authorization": f"Bearer {ADMIN_KEY if is_for_operators else KEY}"}
-        answer = case.call(base_url=urls[0], timeout=DEADLINE_S, headers=headers)
+        answer = case.call(base_url=url, timeout=DEADLINE_S, headers=headers)
         judged = checks.negative_data_rejection if refused else checks.positive_data_acceptance
         case.validate_response(answer, checks=[*CONFORMS, judged])
-
-    def close(self) -> None:
-        """Nothing is in flight any more, and everything that was placed has ended once."""
-        try:
-            self._runner.run(self._site.quiet())
-            for name in self._site.replicas:
-                assert self._runner.run(self._site.work(name))["running"] == 0
-        finally:
-            self._runner.run(self._site.__aexit__(None))
-            self._runner.close()
 
     def _harmless(self, body: dict[str, Any]) -> dict[str, Any]:
         """`body` with short answers to one prompt, and no address but of a stand-in."""
         body = whole(body)
         if isinstance(body.get("url"), str) and URL.fullmatch(body["url"]):
-            body |= {"url": self._site.urls["r0"], "name": "r0"}
+            body |= {"url": self._urls["r0"], "name": "r0"}
         sampling = body.get("sampling_params")
         for holder in [body, *(sampling if isinstance(sampling, list) else [sampling])]:
             for name in LIMITS if isinstance(holder, dict) else ():
@@ -150,10 +128,26 @@ def whole(value: Any) -> Any:
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["open", "with keys"])
-def gateway(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Gateway]:
-    made = Gateway(tmp_path_factory.mktemp("tokenizer"), request.param)
-    yield made
-    made.close()
+def gateway(
+    tokenizer: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Gateway]:
+    """It is before two stand-ins. In the end nothing is in flight, and everything that was placed has ended once."""
+    folder = tmp_path_factory.mktemp("gateway")
+    options: dict[str, Any] = {"access": {"batches": str(folder / "batches")}}
+    if request.param:
+        options["tenants"] = folder / "tenants.yaml"
+        options["access"]["admin_port"] = free_port()
+        edit.add(options["tenants"], "gold", Tenant(keys=[keys.written(keys.digest(KEY))]))
+    with pytest.MonkeyPatch.context() as patch, start_blocking_portal() as portal:
+        patch.setenv(KEY_VARIABLE, ADMIN_KEY if request.param else "")
+        wrap = portal.wrap_async_context_manager
+        with (
+            wrap(cluster(tokenizer, replicas=0, **options)) as c,
+            wrap(stand_ins(c, tokenizer, "", "")) as replicas,
+        ):
+            yield Gateway(c, replicas)
+            portal.call(c.ended)
+            assert not any(one.server.work["running"] for one in replicas.values())
 
 
 def ask(gateway: Gateway, operation: APIOperation[Any, Any, Any, Any], mode: GenerationMode) -> None:
@@ -165,13 +159,11 @@ def ask(gateway: Gateway, operation: APIOperation[Any, Any, Any, Any], mode: Gen
     each()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.label)
 def test_what_may_be_asked_is_answered(gateway: Gateway, operation: APIOperation[Any, Any, Any, Any]) -> None:
     ask(gateway, operation, GenerationMode.POSITIVE)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("operation", REFUSABLE, ids=lambda operation: operation.label)
 def test_what_may_not_be_asked_is_refused(
     gateway: Gateway, operation: APIOperation[Any, Any, Any, Any]
