@@ -5,10 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from sglang_fair.bench.batches import BATCHES
 from sglang_fair.cli import BENCHES
 
 
+@pytest.mark.slow
 def test_a_short_run_ends_with_one_line_of_json(tmp_path: Path) -> None:
     file, folder = tmp_path / "batches.json", tmp_path / "disk"
     folder.mkdir()

@@ -157,6 +157,7 @@ raise SystemExit(run(main, "sglang-fair bench x", []))
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_a_bench_ends_in_its_result_a_line_or_130(tmp_path: Path) -> None:
     good = ends("return {'a': 1}", file=tmp_path / "out.json")
     assert (good.returncode, good.stdout, good.stderr) == (0, '{"a":1}\n', "begun\n")

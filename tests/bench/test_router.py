@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from sglang_fair.bench.router import (
     CALLS,
     PAGE,
@@ -78,6 +80,7 @@ def test_the_table_has_a_line_per_placement_and_marks_what_was_not_measured():
     assert next(line for line in lines if line.startswith("preble")).split()[-1] == "-"
 
 
+@pytest.mark.slow
 def test_a_short_run_ends_with_one_line_of_json(tmp_path: Path):
     file = tmp_path / "rows.json"
     ended = subprocess.run(

@@ -658,6 +658,7 @@ class TestSupervisor:
         assert lines[1:3] == ["100%", "\N{REPLACEMENT CHARACTER}"]
         assert lines[3].endswith("(298000 more characters)")
 
+    @pytest.mark.slow
     def test_children_die_with_a_killed_supervisor(self) -> None:
         die = "from sglang_fair.common.processes import die_with_parent; die_with_parent()"
         child = f"{die}; print('ready', flush=True)"
@@ -683,6 +684,7 @@ class TestSupervisor:
             supervisor.wait()
         wait_until(lambda: not lives(pid), "the orphan's end", LIMIT_S)
 
+    @pytest.mark.slow
     def test_a_fleet_is_ready_when_the_router_knows_its_replicas(self) -> None:
         endpoint = f"tcp://127.0.0.1:{free_port()}"
         router = Process(

@@ -520,6 +520,7 @@ def test_no_request_fails_while_replicas_come_go_and_die(
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_without_a_cluster_the_command_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     said = command("list", "--cluster", "http://127.0.0.1:8123")

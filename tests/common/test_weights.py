@@ -67,6 +67,7 @@ def test_what_is_no_weight_changes_nothing(weight):
     assert weights.items() == {}
 
 
+@pytest.mark.slow
 def test_names_with_weights_do_not_stay_for_ever():
     weights, forgets = Weights({"set": 0.5}), 0
     needed = {f"{number}" for number in range(100)}

@@ -34,6 +34,7 @@ def carried_out(policy: Policy, schedule: Schedule) -> tuple[FairQueue, Trace]:
 # ---- the bound
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(150))
 @given(
     schedule=schedules(),
@@ -61,6 +62,7 @@ HOT = Schedule(
 """a's prompts agree in all but their last token, b's in none."""
 
 
+@pytest.mark.slow
 def test_without_its_limit_a_hot_prefix_would_starve_the_others():
     kept, limited = carried_out(Dlpm(quantum=40, borrow=SHARE), HOT)
     broken, unlimited = carried_out(Unlimited(quantum=40, borrow=SHARE), HOT)

@@ -115,6 +115,7 @@ def test_lru_lets_a_stream_take_all():
     assert attacked(LeastRecentlyUsed(), [("stream", 100)] * 100) == 0.0
 
 
+@pytest.mark.slow
 def test_ten_thousand_names_take_what_they_hold_and_no_more():
     words, capacity = fresh_words(), 60_000
     cache = Cache(capacity, FairEviction(capacity))

@@ -471,6 +471,7 @@ ALIKE = replace(UNSURE, output_tokens=(30, 30), depth=20)
 PREDICTABLE = EngineCase((ALIKE, replace(ALIKE, client="b")), 400, 0, 1, None, None, seed=1, steps=400)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plain", "told"),
     [(Vtc(), VtcOracle()), (Vtc(), VtcPredict()), (Dlpm(quantum=50), DlpmPredict(quantum=50))],

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from random import Random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,6 +23,7 @@ class Counted:
         return Overtaken(len(later), len(set(later)))
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2**20), st.sampled_from([1, 5, 40]), st.sampled_from([0, 1, 5]))
 def test_the_counts_are_those_of_everybody(seed: int, at_once: int, aborts: int) -> None:
     """Batches take requests at random, mostly late ones, so that some wait through many drops of unused slots."""

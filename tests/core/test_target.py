@@ -227,6 +227,7 @@ def test_only_those_above_their_share_are_held_back(
     assert not made.running
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", SHARING)
 def test_a_flood_comes_down_to_the_target_and_light_clients_run_at_once(policy: str) -> None:
     made = Engine([FLOOD, LIGHT], policy).run(1)
@@ -261,6 +262,7 @@ def test_beside_a_client_that_always_runs_the_target_is_kept() -> None:
     assert sum(lengths) / len(lengths) > 0.8 * TARGET_S
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(60))
 @given(
     st.lists(
@@ -323,6 +325,7 @@ def flooded(others: int = 1, weight: float = 1.0, *, is_warm: bool = True) -> li
     return lengths
 
 
+@pytest.mark.slow
 def test_without_a_number_a_token_takes_little_longer_than_on_an_engine_of_its_client_s_share() -> None:
     """A step for one request is known from the server's warm-up."""
     alone_s = step_s(1)
@@ -358,6 +361,7 @@ def test_a_client_alone_is_never_held_back() -> None:
     assert not made.waiting
 
 
+@pytest.mark.slow
 def test_a_target_that_no_step_can_meet_starves_nobody() -> None:
     always = Sender("light", output_steps=(400, 400), sends=1.0)
     made = Engine([FLOOD, always], target_s=BASE_S / 2, most=40).run(3000)
@@ -451,6 +455,7 @@ def test_what_counts_is_the_token_beside_one_request_more(step_s: float, is_held
     assert not steps.holds_back("one")
 
 
+@pytest.mark.slow
 def test_ten_thousand_waiting_requests_are_passed_over_in_one_go() -> None:
     """So the cost of a pass is that of its clients, however many requests each of them has."""
     always = Sender("light", output_steps=(10**6, 10**6))

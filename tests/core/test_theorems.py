@@ -397,6 +397,7 @@ def test_whole_quanta_are_counted_from_zero_only():
     assert max(quantum, u) < service < quantum + u
 
 
+@pytest.mark.slow
 def test_the_latency_of_a_newcomer_is_that_of_its_first_dispatch():
     """DLPM's theorem A.2 says it of the request that came first, and its proof takes that for the client's next one.
     Hotter ones of the same client go before it; `patience` limits how many."""

@@ -105,6 +105,7 @@ def test_a_restarted_router_cuts_no_interaction() -> None:
     assert throttle.judge(Interaction("a", "chat", "2"), ["r0"], 0.0) == 5
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_refused_ids_take_bounded_memory() -> None:
     throttle = Throttle(Limits(1), Interactions(most=100))
     overloaded(throttle, 0.0)
@@ -115,6 +116,7 @@ def test_a_hundred_thousand_refused_ids_take_bounded_memory() -> None:
     assert throttle.nearest(60.0) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("invented", ["app", "client"])
 @pytest.mark.parametrize("counts", COUNTS)
 def test_a_hundred_thousand_names_a_minute_take_bounded_memory(counts: Counts, invented: str) -> None:

@@ -170,6 +170,7 @@ def test_theorems_4_4_and_4_9_and_4_11_and_4_13(case, weights):
         assert trace.lag_behind_mean() <= 4 * u
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache_tokens", [0, 4096])
 def test_waiting_for_a_shared_prefix_does_not_break_the_bound(cache_tokens):
     """f's requests share a prefix, h's share nothing. While one of f's computes the prefix, the others must

@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -59,6 +60,7 @@ class Looked:
             self.aside.discard(client)
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_the_causes_of_a_wait_are_those_that_it_had_at_each_moment(data: st.DataObject) -> None:
     waits, looked = Waits(), Looked()

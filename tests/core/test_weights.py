@@ -110,6 +110,7 @@ def loaded(
     return replica, go_on
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["dlpm", "dlpm-predict", "vtc", "drr", "dlpm-adaptive"])
 def test_new_service_is_by_the_new_weight_inside_the_bound(policy):
     replica, go_on = loaded(policy)
@@ -185,6 +186,7 @@ def test_a_new_name_with_a_weight_makes_nobody_count_all_others(monkeypatch):
     assert sums["all"] == 1
 
 
+@pytest.mark.slow
 def test_ten_thousand_names_with_weights_leave_little_and_debts_keep_theirs():
     queue = FairQueue(Dlpm(quantum=10, remembered_clients=10))
     weights = queue.policy.weights

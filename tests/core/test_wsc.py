@@ -212,6 +212,7 @@ def gain(make: Callable[[], Wsc], label: str) -> float:
     return got[1] / got[0]
 
 
+@pytest.mark.slow
 def test_a_liar_gains_no_more_than_the_spread_allows() -> None:
     gains = {spread: gain(lambda spread=spread: Wsc(spread=spread), "heavy") for spread in (1.0, 2.0, 8.0)}
     assert gains[1.0] == pytest.approx(1, rel=0.15)

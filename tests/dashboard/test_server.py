@@ -254,6 +254,7 @@ def test_without_a_key_a_name_that_is_not_this_machines_opens_nothing() -> None:
     running(test)
 
 
+@pytest.mark.slow
 @given(cookie=st.text(max_size=90), host=st.text(max_size=20))
 def test_no_invented_cookie_is_ours(cookie: str, host: str) -> None:
     session = Session(KEY, 1)

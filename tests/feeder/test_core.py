@@ -344,6 +344,7 @@ def test_a_client_with_a_limit_is_seldom_sent_more_than_it_may_have() -> None:
     assert refused < 150
 
 
+@pytest.mark.slow
 def test_a_thousand_names_leave_nothing_behind() -> None:
     world = World()
     for index in range(1000):

@@ -318,6 +318,7 @@ def made(tmp_path: Path, **config: Any) -> App:
     return create_app(Config(("tcp://127.0.0.1:17998",), MODEL, str(make_tokenizer(tmp_path)), 0.1, **config))
 
 
+@pytest.mark.slow
 async def test_what_each_key_opens(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with asking(tmp_path, monkeypatch, ADMIN, tenants=str(path)) as (_, clients, operators):
         for http, table in ((clients, CLIENTS_ADDRESS), (operators, OPERATORS_ADDRESS)):

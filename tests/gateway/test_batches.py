@@ -367,6 +367,7 @@ def test_without_a_key_nobody_is_the_feeder() -> None:
 # ---- the command
 
 
+@pytest.mark.slow
 def test_a_damaged_database_is_one_line(tmp_path: Path, tokenizer: Path) -> None:
     kept = tmp_path / "kept"
     kept.mkdir()

@@ -59,6 +59,7 @@ async def test_weight_and_group_go_with_each_request(tenants: Path, c: Cluster) 
     assert len({one.weight_version for one in arrived}) == 1
 
 
+@pytest.mark.slow
 async def test_a_new_file_holds_for_the_next_request_and_counts_as_newer(tenants: Path, c: Cluster) -> None:
     async def told() -> tuple[float, int]:
         await c.post("/generate", GENERATE, headers={"authorization": f"Bearer {GOLD}"})

@@ -98,6 +98,7 @@ def test_token_ids_and_long_texts_are_no_structure() -> None:
         check_size(json.dumps({"prompt": [7] * 600_000}).encode(), 300_000)
 
 
+@pytest.mark.slow
 def test_messages_are_bounded() -> None:
     message = {"role": "user", "content": "a"}
     assert (

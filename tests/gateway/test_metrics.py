@@ -83,6 +83,7 @@ async def test_how_requests_end(c: Cluster) -> None:
     assert {name for name, *_ in found} <= names
 
 
+@pytest.mark.slow
 @pytest.mark.cluster(access={"metrics_clients": 3}, max_in_flight=4096)
 async def test_five_thousand_invented_names(c: Cluster) -> None:
     """Each asks once, and is refused or served: the number of series stays what it was after the first hundred."""
@@ -104,6 +105,7 @@ async def test_five_thousand_invented_names(c: Cluster) -> None:
     assert series[-1] == series[1]
 
 
+@pytest.mark.slow
 def test_processes_add_up_and_a_dead_one_has_no_gauges(tmp_path: Path) -> None:
     """Three processes with one folder, as those of `--workers 3`: sums of counts, of gauges of those that live."""
     code = """

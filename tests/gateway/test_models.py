@@ -317,6 +317,7 @@ async def test_a_tenant_sees_what_its_own_requests_attained(tenants: Path, c: Cl
     }
 
 
+@pytest.mark.slow
 @pytest.mark.cluster(idle_timeout_s=0.5, health_timeout_s=60.0)
 async def test_a_class_of_hours_waits_longer_for_a_replica_that_is_silent(c: Cluster) -> None:
     """Timeouts are made for the first class. What may take longer by its class is not given up before."""

@@ -27,6 +27,7 @@ def serve(sockets: list[socket.socket], told: Connection) -> None:
     told.send(len(taken))
 
 
+@pytest.mark.slow
 def test_connections_that_come_at_once_are_dealt_out() -> None:
     context = multiprocessing.get_context("spawn")
     with SharedPort("127.0.0.1", 0) as port:

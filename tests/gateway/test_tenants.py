@@ -57,6 +57,7 @@ async def used(c: Cluster, tenant: str = "thrifty", window: str = "tokens-day", 
     return quotas._local.incr(f"sglang-fair/{window}/{tenant}/{int(quotas._clock_s() // seconds)}", 60, 0)
 
 
+@pytest.mark.slow
 async def test_fifty_invented_keys_under_load_are_nobody(c: Cluster) -> None:
     """The adversary: fifty keys at a time, beginnings and neighbours of a right one among them."""
 
@@ -127,6 +128,7 @@ async def test_a_client_s_key_stays_here_and_the_gateway_has_its_own(c: Cluster)
     assert lower["authorization"] == "Bearer the replicas'"
 
 
+@pytest.mark.slow
 async def test_keys_that_are_rotated_while_a_stream_runs(tenants: Path, c: Cluster) -> None:
     c.replicas[0].mode = "endless"
     async with c.http.post(c.url + "/v1/completions", json=STREAM, **as_("gold")) as stream:

@@ -190,6 +190,7 @@ def served(request: pytest.FixtureRequest, files: Certificates, tmp_path: Path) 
 get = partial(httpx.get, timeout=60)
 
 
+@pytest.mark.slow
 def test_clients_and_operators_are_served_over_https(
     served: tuple[int, int], files: Certificates, tmp_path: Path
 ) -> None:

@@ -498,6 +498,7 @@ def test_a_gateway_ends_soon_while_its_collector_is_silent(
 # ---- off, and on
 
 
+@pytest.mark.slow
 def test_off_nothing_of_the_sdk_is_imported(tokenizer: Path) -> None:
     program = f"""
 import sys

@@ -75,6 +75,7 @@ class TestCommand:
         assert "failed, with exit code 3" in capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_without_an_engine_a_cluster_says_what_installs_it(tmp_path: Path) -> None:
     """In a process in which neither can be found."""
     code = (
@@ -98,6 +99,7 @@ def test_with_one_nothing_is_said() -> None:
     assert installed.missing_engine() is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("package", "main", "words"),
     [

@@ -2,6 +2,7 @@
 
 from itertools import combinations, pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -66,6 +67,7 @@ def test_a_new_weight_begins_anew() -> None:
     assert differences.difference is None
 
 
+@pytest.mark.slow
 def test_readings_are_bounded() -> None:
     differences = Differences()
     for at in range(10_000):

@@ -88,6 +88,7 @@ def test_sums_are_the_ledgers_and_nothing_falls(seed: int, names: int, most: int
         site.read()
 
 
+@pytest.mark.slow
 def test_ten_thousand_invented_names_and_one_that_stays() -> None:
     """They come before it, one request each, and fill the ledger: it has its label, and few of them have."""
     queue, counts, largest = FairQueue(make_policy("dlpm")), ReplicaCounts(20), 0.0

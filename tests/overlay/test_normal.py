@@ -46,6 +46,7 @@ def test_written_each_minute_and_when_idle_and_at_the_end(tmp_path: Path) -> Non
     assert [one.name for one in tmp_path.iterdir()] == ["normal.json"]
 
 
+@pytest.mark.slow
 def test_whoever_is_killed_while_it_writes_leaves_a_whole_file(tmp_path: Path) -> None:
     path, policy = tmp_path / "normal.json", Wsc()
     for app in range(100):

@@ -712,6 +712,7 @@ def test_loads_in_tokens_follow_the_request():
     assert loads() == (0, 0)
 
 
+@pytest.mark.slow
 def test_the_core_makes_no_garbage_in_cycles():
     """So a process that serves it need not look for any: `router.collector`. Other threads may make some meanwhile."""
     assert any(garbage_of_the_core() == 0 for _ in range(3))

@@ -249,6 +249,7 @@ def test_a_replica_refuses_and_counts_whoever_is_no_router(running: Running, fol
     publisher.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_keys", [True], indirect=True)
 def test_a_planner_with_keys_is_let_in(running: Running, folder: Path) -> None:
     for keys, lets_in in ((None, False), (Keys.read(folder, "gateway"), True)):

@@ -324,6 +324,7 @@ BOUND = 2 * 2 * (PREFIX + 4 + 2 * 4 * 60 + 50)
 """2·|W|·(U + Q^u), with the outputs of all 60 requests owed at once."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [60, 4])
 def test_a_hot_prefix_does_not_hold_its_client(depth):
     """With many requests that is rule 1, in a shallow closed loop rule 2. Without them the client gets half of one
@@ -339,6 +340,7 @@ def test_a_hot_prefix_does_not_hold_its_client(depth):
     assert gaps[INF][1] == pytest.approx(2 * gaps[INF][0], rel=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.5, 0.8])
 def test_two_routers_that_do_not_know_each_other_keep_the_bound(share):
     clients = {"g": Behaviour(60, False), "h": Behaviour(60, False), "f": Behaviour(60, True)}

@@ -153,6 +153,7 @@ def test_requests_that_are_given_up_make_nothing_of_others_older():
     assert attacked([("give up", 0, 9)] * 100 + [("stream", 0, 9)] * 50) == 192
 
 
+@pytest.mark.slow
 def test_ten_thousand_names_take_what_they_hold_and_no_more():
     """Every other one has a page of its own; all use a head that a small client uses too, which stores nothing."""
     limit = 240_000

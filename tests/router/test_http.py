@@ -62,6 +62,7 @@ def numbers(url: str) -> dict[tuple[str, ...], float]:
     }
 
 
+@pytest.mark.slow
 def test_from_sigterm_on_it_is_not_ready() -> None:
     """It goes on placing until a second one, or until the notice is over."""
     port = free_port()

@@ -158,6 +158,7 @@ def drive(name: str, seed: int, steps: int = 400, **values: object) -> tuple[Rou
     return router, choices
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLACEMENTS)
 @pytest.mark.parametrize("seed", range(3))
 def test_places_on_workers_that_are_up_and_loses_nothing(name, seed):
@@ -191,6 +192,7 @@ def test_the_same_calls_give_the_same_choices(name):
     assert drive(name, 7)[1] == drive(name, 7)[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_memory_is_bounded_in_clients(name):
     small = {"max_clients": 50, "remembered_clients": 50, "max_window": 200}
@@ -581,6 +583,7 @@ def run_cluster(quantum: float, jobs: int) -> dict[str, float]:
     return service
 
 
+@pytest.mark.slow
 def test_d2lpm_with_a_finite_quantum_is_fair_and_with_an_infinite_one_is_not():
     bound = 2 * 2 * (36 + 2 * 4 * 60 + 50)
     gaps = {

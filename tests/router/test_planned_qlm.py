@@ -6,6 +6,7 @@ from io import StringIO
 from random import Random
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -204,6 +205,7 @@ def test_late_is_where_nobody_could_help_for_two_looks() -> None:
     assert not qlm.late(site.now_s)
 
 
+@pytest.mark.slow
 def test_the_report_counts_all_that_wait() -> None:
     site = crowded()
     report = site.core.state()["queues"]

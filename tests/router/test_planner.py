@@ -129,6 +129,7 @@ def served(site: Site, socket: "zmq.Socket[bytes]", name: str) -> None:
     socket.send(encode(Done(name)))
 
 
+@pytest.mark.slow
 def test_a_planner_answers_dies_and_comes_back() -> None:
     with site() as one, gateway(one.shell.endpoint) as socket:
         first = one.planner()
@@ -149,6 +150,7 @@ def test_a_planner_answers_dies_and_comes_back() -> None:
         served(one, socket, "2")
 
 
+@pytest.mark.slow
 def test_one_that_is_stopped_delays_nobody_and_is_taken_for_dead() -> None:
     with site(peer_timeout_s=1.5) as one, gateway(one.shell.endpoint) as socket:
         planner = one.planner()
@@ -165,6 +167,7 @@ def test_one_that_is_stopped_delays_nobody_and_is_taken_for_dead() -> None:
         one.until_planned()
 
 
+@pytest.mark.slow
 def test_the_second_takes_over_from_the_first_when_it_is_killed() -> None:
     with site() as one:
         first = one.planner()
@@ -179,6 +182,7 @@ def test_the_second_takes_over_from_the_first_when_it_is_killed() -> None:
         assert one.queues.attended == [True]
 
 
+@pytest.mark.slow
 def test_what_waits_in_queues_is_served_once_while_planners_are_killed() -> None:
     """Of placement qlm more is asked than can be in time, and whoever plans is killed again and again."""
     core = Router(build("qlm", every_s=0.05), name="qlm", linger_s=0.0)
@@ -247,6 +251,7 @@ def test_a_planner_to_which_nothing_can_be_sent_is_gone_at_once() -> None:
         shell.close()
 
 
+@pytest.mark.slow
 def test_it_finds_a_router_that_is_started_again() -> None:
     first = Site(60.0)
     planner = first.planner()
@@ -353,6 +358,7 @@ def test_a_replica_has_one_name_whatever_it_is_called(url: str, same: bool) -> N
         second.close()
 
 
+@pytest.mark.slow
 def test_a_second_router_that_plans_does_not_start() -> None:
     with site() as one:
         command = [
@@ -367,6 +373,7 @@ def test_a_second_router_that_plans_does_not_start() -> None:
     )
 
 
+@pytest.mark.slow
 def test_it_exits_when_it_is_asked_to() -> None:
     with site() as one:
         planner = one.planner()

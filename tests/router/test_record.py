@@ -108,6 +108,7 @@ def test_what_another_placed_and_what_is_lost_with_its_worker() -> None:
     assert told["outcome"] == "failed"
 
 
+@pytest.mark.slow
 def test_names_that_lie_hide_nobody_and_cost_no_memory() -> None:
     """Somebody calls ten thousand requests by the name of another one's."""
     made = router()

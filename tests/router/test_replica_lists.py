@@ -257,6 +257,7 @@ def test_a_file_that_is_gone_again_is_said_again(tmp_path: Path, caplog: pytest.
             assert looks(source, 3) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "value", "what"),
     [("--replicas-file", "r0", "line 1: 'r0' is not"), ("--replicas-dns", "name", "is not NAME:PORT")],
@@ -373,6 +374,7 @@ def test_a_router_follows_a_file_and_loses_no_request(tmp_path: Path, quick: Non
 # -- a name
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_router_follows_a_name_at_a_local_name_server() -> None:
     if not may_unshare():

@@ -572,6 +572,7 @@ def test_a_placement_that_cannot_be_delivered_is_undone() -> None:
         assert state["counts"]["ended aborted"] == 1
 
 
+@pytest.mark.slow
 def test_any_number_of_placements_that_cannot_be_delivered_are_undone() -> None:
     """Each end frees the slot for the next that waits, and more of them wait than Python recurses."""
     core = Router(build("centralized_dlpm", slots=1), page_size=PAGE, linger_s=0.0)
@@ -587,6 +588,7 @@ def test_any_number_of_placements_that_cannot_be_delivered_are_undone() -> None:
         w.start()
 
 
+@pytest.mark.slow
 def test_the_process_starts_serves_and_exits() -> None:
     command = [sys.executable, "-m", "router", "--bind", "tcp://127.0.0.1:*", "--placement", "round_robin"]
     command += [

@@ -71,6 +71,7 @@ def test_what_a_gateway_says_is_checked():
             decode_event(encode(Arrive("1", "c", PROMPT, weight=weight)))
 
 
+@pytest.mark.slow
 def test_ten_thousand_names_with_weights_leave_little():
     router = made(shares=Weights())
     for number in range(10_000):
@@ -155,6 +156,7 @@ def shares_of(placement: str, weight: float, **values: float) -> float:
     return placed["g"] / placed["f"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weight", [1.0, 3.0, 0.25])
 def test_a_queue_in_the_router_gives_new_service_by_the_new_weight(weight):
     assert shares_of("centralized_dlpm", weight, slots=2, quantum=100.0) == pytest.approx(weight, rel=0.1)

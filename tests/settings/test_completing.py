@@ -73,12 +73,14 @@ def test_commands_are_offered() -> None:
     assert set(ask("sglang-fair ")) >= {*cli.PROGRAMS, "status", "bench", "workers"}
 
 
+@pytest.mark.slow
 def test_options_are_those_of_the_program_that_is_named() -> None:
     for section in ("cluster", "router"):
         flags = {one.flag for one in settings_of(SECTIONS[section]).values() if not one.about.behind_dashes}
         assert set(ask(f"sglang-fair {section} --")) == flags | {"--config", "--print-config", "--help"}
 
 
+@pytest.mark.slow
 def test_values_are_those_of_the_registry() -> None:
     assert ask("sglang-fair router --placement d") == [name for name in PLACEMENTS if name.startswith("d")]
     assert ask("sglang-fair cluster --config ") == [], "the shell offers files"

@@ -146,6 +146,7 @@ def test_what_is_required_is_missed_by_name(capsys: pytest.CaptureFixture[str]) 
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("section", SECTIONS)
 def test_nothing_starts_on_a_bad_file(section: str, tmp_path: Path) -> None:
     module = {"cluster": "sglang_fair.cluster", "replica": "sglang_fair.engines.replica", "router": "router",

@@ -56,6 +56,7 @@ def test_a_mistake_is_one_line_with_its_place(tmp_path: Path, text: str, error: 
     assert "\n" not in str(found.value)
 
 
+@pytest.mark.slow
 def test_aliases_that_multiply_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "t.yaml"
     rows = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
@@ -73,6 +74,7 @@ def test_a_file_that_is_not_there_or_no_text(tmp_path: Path) -> None:
         file.read(tmp_path / "t.yaml")
 
 
+@pytest.mark.slow
 def test_what_might_never_end_is_not_read(tmp_path: Path) -> None:
     pipe, huge, deep = tmp_path / "pipe", tmp_path / "huge.yaml", tmp_path / "deep.yaml"
     os.mkfifo(pipe)

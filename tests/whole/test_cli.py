@@ -81,6 +81,7 @@ class TestCluster:
         )  # fmt: skip
         assert asked == [expected]
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("arguments", "code", "said"),
         [
@@ -103,6 +104,7 @@ class TestCluster:
         assert said in line
         assert not told.out
 
+    @pytest.mark.slow
     def test_so_it_is_for_a_process(self) -> None:
         done = command("cluster", "--policy", "magic")
         assert (done.returncode, done.stdout) == (2, "")

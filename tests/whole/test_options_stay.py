@@ -83,6 +83,7 @@ DEFAULTS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "options"),
     [

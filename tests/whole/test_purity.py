@@ -96,6 +96,7 @@ def test_importing_the_core_loads_the_standard_library_only():
     assert "sglang_fair" in loaded
 
 
+@pytest.mark.slow
 def test_importing_the_simulated_cluster_loads_no_engine_and_no_server():
     loaded = loaded_after("import workloads.simulation, workloads.simulation.command")
     assert loaded & {"fastapi", "sglang", "starlette", "torch", "transformers", "uvicorn", "zmq"} == set()

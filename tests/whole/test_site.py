@@ -27,6 +27,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_every_page_is_on_it(site: Path) -> None:
     pages = {file.stem for file in (ROOT / "docs").glob("*.md")}
     assert pages | {"404"} == {file.stem for file in site.glob("*.html")}

@@ -193,6 +193,7 @@ def test_a_refused_call_after_an_answered_one_cuts_the_interaction() -> None:
     assert found.to_json()["refused_part"] == 2 / 5
 
 
+@pytest.mark.slow
 def test_limits_are_what_nearly_all_stay_below() -> None:
     requests = [row(f"u{user}", call, 0, 10.0 * call) for user in range(99) for call in range(6)]
     requests += [row("abuser", call, 0, call / 10) for call in range(600)]

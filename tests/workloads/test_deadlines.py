@@ -158,6 +158,7 @@ def test_a_short_run_of_edf_is_as_it_was() -> None:
     assert outcome.swaps == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("evicts", [False, True])
 def test_with_one_model_qlm_keeps_as_many_deadlines_as_edf(evicts: bool) -> None:
     streams = [Stream("m", name, 4.0) for name in ("interactive", "batch-1", "batch-2")]
@@ -174,6 +175,7 @@ def test_with_one_model_qlm_keeps_as_many_deadlines_as_edf(evicts: bool) -> None
     assert met["qlm"] > met["fcfs_models"] + 0.05
 
 
+@pytest.mark.slow
 def test_with_several_models_qlm_loads_few_times() -> None:
     asked = requests([Stream(model, "batch-1", 2.0) for model in TWO], "0", most=60)
     fleet = Fleet(placement="qlm", options={"prefixes": False, "tiers": False}, models=TWO)

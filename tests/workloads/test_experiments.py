@@ -314,6 +314,7 @@ def test_numbers_are_kept_short_and_finite():
     json.dumps(kept, allow_nan=False)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (DOCS / "results.md").exists(), reason="no results are published")
 def test_the_committed_page_is_what_the_committed_records_yield():
     records = store.read_published(DOCS / "results")

@@ -196,6 +196,7 @@ def simulated(stack, scene, seconds=10.0):
     return observe(simulate(site, clients, plan), 3.0)
 
 
+@pytest.mark.slow
 def test_stock_starves_a_running_victim_beside_the_trickle():
     beside, alone = (simulated(BY_STOCK, scene) for scene in (Scene(TRICKLE, victim=True), VICTIM_ALONE))
     runs = {(BY_STOCK, Scene(TRICKLE, victim=True)): [beside], (BY_STOCK, VICTIM_ALONE): [alone]}

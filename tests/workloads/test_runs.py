@@ -24,6 +24,7 @@ def double(number: int) -> int:
     return 2 * number
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_results_come_in_the_order_of_the_jobs(workers):
     seen = []
@@ -36,6 +37,7 @@ def test_results_come_in_the_order_of_the_jobs(workers):
             pool.results(double, [-1])
 
 
+@pytest.mark.slow
 def test_a_job_that_fails_or_kills_its_worker_fails_alone():
     with Pool(1) as pool:
         ended = dict(pool.carry_out(double, [13, -1, 3]))

@@ -169,6 +169,7 @@ def test_every_placement_carries_all_programs_to_their_end(placement, workload):
     settled(simulation)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_carries_all_programs_to_their_end(policy):
     options = "limit=100000" if policy == "rpm" else ""
@@ -335,6 +336,7 @@ def test_routers_that_do_not_know_each_other_share_the_programs():
     assert first > 2 * second > 0
 
 
+@pytest.mark.slow
 def test_the_bound_of_d2lpm_holds_and_is_put_to_the_test():
     site = replace(TIGHT, kv_tokens=2000, quantum=50.0)
     run = simulate(site, traffic(rate_per_s=30.0), Plan(5.0, sample_s=0.1))

@@ -202,6 +202,7 @@ def stand_in() -> Trace:
     return mooncake()
 
 
+@pytest.mark.slow
 def test_conversations_belong_to_one_client_each_and_clients_are_skewed(stand_in):
     owners: dict[tuple[int, ...], set[str]] = {}
     for request in stand_in.requests:
@@ -248,6 +249,7 @@ def test_mooncakes_trace_is_read_and_its_prompts_share_as_it_says():
     assert found.shared_tokens > BLOCK_TOKENS * 0.9
 
 
+@pytest.mark.slow
 def test_the_stand_in_is_like_mooncake(stand_in):
     is_like_mooncake(stand_in)
     assert stand_in.between(0.0, 120.0).rate_per_s == pytest.approx(3.4, rel=0.15), "in the midst of it"
@@ -370,6 +372,7 @@ def test_servegens_profiles_are_read_and_mixed():
     assert len({request.client for request in trace.requests}) > 40
 
 
+@pytest.mark.slow
 def test_stand_in_profiles_are_bursty_and_differ():
     trace = mix(servegen(count=30), clients=30, rate_per_s=50.0, duration_s=600.0, skew=0.0)
     assert trace.rate_per_s == pytest.approx(50.0, rel=0.1)

@@ -39,6 +39,7 @@ def flood(rng: Random, seconds: float, rate: float, kind: str) -> list[Asked]:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["claims a second", "lies", "piece by piece"])
 def test_a_flood_delays_nobody_who_is_within_its_share(kind: str) -> None:
     """It asks for three times what the cluster can do, each within a second. A light client's request goes at once, or

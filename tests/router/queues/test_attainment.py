@@ -29,6 +29,7 @@ def in_time(asked: Sequence[Asked], slo_class: str) -> float:
     return attained([one for one in asked if one.slo_class == slo_class])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tiers", [False, True])
 @pytest.mark.parametrize("rate", [10.0, 16.0])
 def test_with_one_model_it_is_no_worse_than_edf_by_request(rate: float, tiers: bool) -> None:
@@ -42,6 +43,7 @@ def test_with_one_model_it_is_no_worse_than_edf_by_request(rate: float, tiers: b
     assert attained(ours) >= attained(theirs) - 0.01
 
 
+@pytest.mark.slow
 def test_urgent_requests_do_not_wait_for_their_own_queue_while_another_has_time() -> None:
     """Four queues, and all could be in time: without lending one in thirty is late."""
     ours = mix(1, 22.0, 150.0)
@@ -50,6 +52,7 @@ def test_urgent_requests_do_not_wait_for_their_own_queue_while_another_has_time(
     assert attained(ours) >= 0.995
 
 
+@pytest.mark.slow
 def test_who_is_late_already_does_not_make_others_late() -> None:
     """Far beyond what can be served EDF serves those who have just missed their deadline, all the time."""
     ours, theirs = mix(2, 20.0, 150.0), mix(2, 20.0, 150.0)

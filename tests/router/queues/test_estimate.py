@@ -117,6 +117,7 @@ def queued(made: Run) -> Iterator[tuple[Ahead, float]]:
 MACHINES = ["a100-80g/llama-2-7b", "a100-80g/llama-2-13b", "a10g/llama-3.1-8b"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("machine", MACHINES)
 def test_qlm_p2_waits_in_a_long_queue_are_predicted(machine: str) -> None:
     """R² >= 0.99 for what was learnt in a run of other requests, from steps or from windows of 5 s; the paper's Eq. 2,

@@ -35,6 +35,7 @@ def waiting(group: Group) -> list[str]:
     return [entry.request.id for entry in group.line]
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(40))
 @given(st.integers(0, 2**32), st.sampled_from([1.0, 4.0]), st.sampled_from([1.0, 3.0]), st.booleans())
 def test_qlm_p1_each_request_is_in_one_pure_group_of_limited_size_in_order(

@@ -48,6 +48,7 @@ def close(one: Worth, other: Worth) -> bool:
 # ---- QLM-P4: against brute force and the program
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(25))
 @given(SEEDS, st.integers(1, 4), st.integers(1, 2), TIGHT)
 def test_qlm_p4_the_program_is_as_good_as_the_best_of_all_orders(
@@ -98,6 +99,7 @@ def test_where_nothing_is_late_groups_start_earlier_than_in_the_first_orders() -
     assert earlier >= 4
 
 
+@pytest.mark.slow
 def test_qlm_p4_the_search_is_optimal_in_nearly_all_small_cases() -> None:
     """39 of 40 are the least that must be; the seeds are fixed, so this always says the same."""
     rng, optimal = Random(11), 0
@@ -181,6 +183,7 @@ def test_the_same_problem_has_the_same_plan_and_less_work_is_not_exceeded() -> N
     assert one.worth < least.worth
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(6))
 @given(SEEDS)
 def test_a_plan_takes_the_better_of_search_and_program(seed: int) -> None:

@@ -281,6 +281,7 @@ def test_what_nobody_can_serve_waits_for_a_worker() -> None:
     assert (site.stranded, len(site.groups)) == ([], 0)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(8))
 @given(st.integers(0, 2**32), st.sampled_from([1, 200]))
 def test_a_flood_that_claims_the_tightest_deadlines_does_not_delay_who_is_within_its_share(
