@@ -613,6 +613,7 @@ def test_a_broker_that_is_killed_loses_nothing_that_was_accepted(
 # ---- disks
 
 
+@pytest.mark.slow
 def test_what_was_committed_is_there_after_a_kill(tmp_path: Path) -> None:
     code = f"""
 import os, signal

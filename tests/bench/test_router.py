@@ -55,6 +55,7 @@ def test_requests_are_calls_of_interactions_that_half_of_the_clients_end():
     assert 0.4 < sum(said[-1] for said in whole) / len(whole) < 0.6
 
 
+@pytest.mark.slow
 def test_the_tree_is_filled_to_its_size_and_decisions_keep_it_there():
     traffic = Traffic(1, 4, LENGTHS)
     router, rate = filled("d2lpm", traffic, 60_000)

@@ -127,6 +127,7 @@ class TestOptions:
 
 
 class TestPorts:
+    @pytest.mark.slow
     @given(st.integers(1, 12), st.sets(st.integers(30_000, 30_060)), st.sampled_from([0, 8000]))
     def test_none_is_used_twice_and_none_is_taken(self, replicas: int, taken: set[int], gateway: int) -> None:
         reserved: set[int] = set()

@@ -84,6 +84,7 @@ def test_a_replica_reads_what_a_gateway_says(slo_s: float, passed_s: float, name
     assert read_class(headers[HEADER_CLASS]) == name
 
 
+@pytest.mark.slow
 @given(st.text(max_size=20))
 def test_a_slack_is_a_number_or_nothing(text: str) -> None:
     slack_s = read_slack(text)

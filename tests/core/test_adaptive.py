@@ -287,6 +287,7 @@ def test_the_quantum_is_the_largest_that_keeps_the_gap():
     assert u < live.gap_between_backlogged() <= target
 
 
+@pytest.mark.slow
 def test_a_gap_below_the_least_bound_is_not_promised():
     policy = DlpmAdaptive(min_quantum=5, target_gap=10, newcomers=0)
     queue = run(CROWDED, policy).queue

@@ -159,6 +159,7 @@ def test_names_that_use_what_a_small_client_uses_take_it_from_nobody(names):
             cache.serve("flood", document(words, 100))
 
 
+@pytest.mark.slow
 def test_last_uses_are_kept_in_bounded_memory():
     words, order = fresh_words(), FairEviction(10**6)
     cache = Cache(10**6, order)

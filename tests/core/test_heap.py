@@ -4,6 +4,7 @@ import gc
 import weakref
 from random import Random
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -61,6 +62,7 @@ class Thing:
     """Something that can be seen to be gone."""
 
 
+@pytest.mark.slow
 def test_removals_do_not_keep_what_was_removed():
     """Memory is O(live items) after removals too, whether or not anybody asks for the first one."""
     heap: LazyHeap[Thing] = LazyHeap()

@@ -21,6 +21,8 @@ from sglang_fair.core.queue import FairQueue
 from tests.support.budget import examples
 from tests.support.engine_model import ClientHabit, EngineCase, cases, run, traced
 
+pytestmark = pytest.mark.slow  # together
+
 PAYERS = settings(max_examples=examples(80))
 ON_THE_ENGINE = settings(PAYERS, max_examples=examples(30))
 both = pytest.mark.parametrize("rule", [EQUAL, PER_USE])
@@ -306,6 +308,7 @@ def test_transfers_move_charges_and_create_none(name, rule, case):
     assert_consistent(replica.queue.account.payers)
 
 
+@pytest.mark.slow
 @every_policy
 @both
 @settings(PAYERS, max_examples=examples(10))

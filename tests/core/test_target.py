@@ -206,6 +206,7 @@ def senders(draw: st.DrawFn) -> list[Sender]:
     ]
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(60))
 @given(
     senders(),
@@ -350,6 +351,7 @@ def test_the_usual_length_of_a_step_counts_and_a_rare_one_does_not() -> None:
     assert steps.status()["solo_s"] == 0.02, "another model, longer contexts"
 
 
+@pytest.mark.slow
 def test_without_a_number_nobody_is_held_back_before_short_steps_were_seen() -> None:
     """How long a token takes on an engine of one's own is not guessed from steps with a hundred requests."""
     assert max(flooded(is_warm=False)) == step_s(101)

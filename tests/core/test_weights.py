@@ -65,6 +65,7 @@ def carry_out(schedule: Schedule, queue: FairQueue, told: list[tuple[float | Non
     return watch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(READ))
 @settings(max_examples=examples(25))
 @given(

@@ -126,6 +126,7 @@ def composition(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     return Composition(request.param, tmp_path_factory.mktemp(request.param))
 
 
+@pytest.mark.slow
 def test_each_program_accepts_its_command_line(
     composition: Composition, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -87,6 +87,7 @@ def sites(secrets: Secrets, tmp_path_factory: pytest.TempPathFactory) -> Mapping
 # ---- command lines
 
 
+@pytest.mark.slow
 @with_each
 def test_each_program_accepts_its_command_line(
     name: str, sites: Mapping[str, Site], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -82,6 +82,7 @@ class TestForkServer:
         lines: list[str] = []
         return await Child.start(spec, lambda _, line: lines.append(line)), lines
 
+    @pytest.mark.slow
     def test_replicas_have_output_environment_session_and_exit_code_of_their_own(self) -> None:
         name = f"sglang-fair-test/{os.getpid()}/a"
 
@@ -96,6 +97,7 @@ class TestForkServer:
         with fake_fork_server(name):
             asyncio.run(both())
 
+    @pytest.mark.slow
     def test_one_that_is_killed_takes_its_session_along_and_not_its_siblings(self) -> None:
         name = f"sglang-fair-test/{os.getpid()}/b"
 
@@ -115,6 +117,7 @@ class TestForkServer:
         with fake_fork_server(name):
             asyncio.run(killed())
 
+    @pytest.mark.slow
     def test_a_signal_that_comes_before_a_replica_has_begun_ends_it_and_not_its_siblings(self) -> None:
         name = f"sglang-fair-test/{os.getpid()}/f"
 
@@ -130,6 +133,7 @@ class TestForkServer:
         with fake_fork_server(name, "forks slowly"):
             asyncio.run(killed())
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("how", [(), ("slowly",)], ids=["its session is there", "not yet"])
     def test_whoever_asked_is_gone(self, how: tuple[str, ...]) -> None:
         name = f"sglang-fair-test/{os.getpid()}/c"
@@ -142,6 +146,7 @@ class TestForkServer:
             connection.close()
             wait_until(lambda: not lives(pid), "the orphan's end")
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
     def test_a_fork_server_that_ends_takes_its_replicas_along(self, number: signal.Signals) -> None:
         name = f"sglang-fair-test/{os.getpid()}/d"
@@ -156,6 +161,7 @@ class TestForkServer:
         with fake_fork_server(name) as fork_server:
             asyncio.run(orphaned(fork_server))
 
+    @pytest.mark.slow
     def test_a_replica_ends_with_its_fork_server_even_if_nobody_else_looks(self) -> None:
         name = f"sglang-fair-test/{os.getpid()}/g"
         ours, its = os.pipe()
@@ -173,6 +179,7 @@ class TestForkServer:
             server.kill()
             wait_until(lambda: not lives(pid), "its end")
 
+    @pytest.mark.slow
     def test_a_fork_server_that_is_still_importing_is_waited_for(self) -> None:
         name = f"sglang-fair-test/{os.getpid()}/e"
 

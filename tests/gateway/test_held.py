@@ -308,6 +308,7 @@ def _losses(seed: int, part: float) -> Callable[[object], bool]:
     return lambda message: isinstance(message, losable) and rng.random() < part
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(40))
 @given(
     seed=st.integers(0, 2**32),

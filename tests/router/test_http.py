@@ -89,6 +89,7 @@ def test_from_sigterm_on_it_is_not_ready() -> None:
         router.close()
 
 
+@pytest.mark.slow
 def test_ready_while_somebody_takes_requests() -> None:
     with site() as (wire, url):
         assert get(f"{url}/healthz").json() == {"status": "ok"}

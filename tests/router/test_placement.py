@@ -36,7 +36,7 @@ from router.placement.preble import Preble
 from router.placement.prefix_window import PrefillCost
 from router.radix import Match
 from sglang_fair.settings.program import parse
-from tests.support.budget import examples
+from tests.support.budget import examples, is_night, seeds
 from workloads.simulation import Site
 
 INF = float("inf")
@@ -160,7 +160,7 @@ def drive(name: str, seed: int, steps: int = 400, **values: object) -> tuple[Rou
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLACEMENTS)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(3 if is_night() else 1))
 def test_places_on_workers_that_are_up_and_loses_nothing(name, seed):
     router, choices = drive(name, seed)
     counts = router.state()["counts"]
@@ -170,6 +170,7 @@ def test_places_on_workers_that_are_up_and_loses_nothing(name, seed):
     assert "done ignored" not in counts
 
 
+@pytest.mark.slow
 def test_what_waiting_requests_match_is_looked_up_once_and_is_never_out_of_date(monkeypatch):
     remembered, looks = Router._match, []
 
@@ -187,6 +188,7 @@ def test_what_waiting_requests_match_is_looked_up_once_and_is_never_out_of_date(
     assert not all(looks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_the_same_calls_give_the_same_choices(name):
     assert drive(name, 7)[1] == drive(name, 7)[1]
@@ -261,11 +263,12 @@ def choices_of(name: str, seed: int, *, caches: bool = True, progress: bool = Tr
     return choices
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_it_uses_what_it_says_it_uses(name):
-    whole = [choices_of(name, seed) for seed in range(5)]
-    no_caches = [choices_of(name, seed, caches=False) for seed in range(5)]
-    no_progress = [choices_of(name, seed, progress=False) for seed in range(5)]
+    whole = [choices_of(name, seed) for seed in seeds(5)]
+    no_caches = [choices_of(name, seed, caches=False) for seed in seeds(5)]
+    no_progress = [choices_of(name, seed, progress=False) for seed in seeds(5)]
     assert (whole != no_caches) is PLACEMENTS[name].uses_caches
     assert (whole != no_progress) is PLACEMENTS[name].uses_progress
 

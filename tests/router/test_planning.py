@@ -466,6 +466,7 @@ def test_the_answer_is_the_plan_and_a_shortage_is_told_if_there_is_one(
     assert decode_event(encode(answer)) == answer
 
 
+@pytest.mark.slow
 def test_kinds_are_those_of_the_lengths() -> None:
     points = ((1.0, 1.0),) * 20 + ((6.0, 6.0),) * 20
     question = Replan(1, small(), (Lengths("m", "c", points), Lengths("m", "d", ())))

@@ -91,6 +91,7 @@ def test_who_does_not_decode_is_not_evicted():
     assert {name: one.output_tokens for name, one in finished(events).items()} == {"prompt": 5, "waits": 5}
 
 
+@pytest.mark.slow
 @given(st.integers(0, 10_000), st.integers(0, 3000))
 @hypothesis_settings(max_examples=examples(60))
 def test_nothing_is_lost_or_said_twice_whoever_is_taken_back_when(seed, host_tokens):

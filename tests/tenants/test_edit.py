@@ -177,6 +177,7 @@ def test_a_link_stays_one(path: Path, tmp_path: Path) -> None:
     assert "new" in file.read(path).tenants
 
 
+@pytest.mark.slow
 def test_the_command_is_there() -> None:
     said = subprocess.run(
         [sys.executable, "-m", "sglang_fair.cli", "tenants", "--help"],

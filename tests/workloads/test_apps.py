@@ -137,6 +137,7 @@ def test_nothing_is_left_behind_by_what_was_given_up() -> None:
     assert router.state()["in_flight"] == 0
 
 
+@pytest.mark.slow
 def test_a_throttled_cluster_refuses_first_calls_of_the_flood_alone() -> None:
     site = Site(**SMALL, policy="wsc", throttle="oit", limits={"user": 20})
     flood = client("flood", BY_NAME["app12"], EvenArrivals(20.0), "s", well_behaved=False)

@@ -15,6 +15,7 @@ def hit_rates() -> dict[str, float]:
     }
 
 
+@pytest.mark.slow
 def test_fair_eviction_keeps_all_that_they_would_have_alone(hit_rates: dict[str, float]) -> None:
     assert hit_rates["solo"] > 0.5, "each conversation goes on at least once"
     assert hit_rates["fair"] >= 0.95 * hit_rates["solo"]

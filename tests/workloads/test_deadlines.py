@@ -118,6 +118,7 @@ def test_a_worker_serves_the_model_that_it_has():
     assert outcome.swap_s >= outcome.swaps * fleet.weight_bytes("a") / HOST_WEIGHTS_PER_S
 
 
+@pytest.mark.slow
 def test_earliest_deadline_first_keeps_more_deadlines_than_order_of_arrival():
     streams = [Stream("m", "interactive", 3.0), Stream("m", "batch-2", 9.0)]
     asked = requests(streams, "0", most=600)

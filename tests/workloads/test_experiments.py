@@ -217,6 +217,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_worker_ends_with_its_parent(tmp_path):
     """However that ends."""
     script = tmp_path / "abandons.py"
@@ -332,6 +333,7 @@ def test_the_committed_page_is_what_the_committed_records_yield():
 # ---- the command
 
 
+@pytest.mark.slow
 def test_the_command_runs_shows_and_writes_the_page(tmp_path, capsys):
     odd = {"odd": Odd(CELLS)}
     page, out = tmp_path / "page.md", tmp_path / "out"

@@ -206,6 +206,7 @@ def test_stock_starves_a_running_victim_beside_the_trickle():
     assert row.victim_share_of_gps < 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["dlpm", "vtc"])
 def test_a_running_victim_keeps_its_share_beside_the_trickle(policy):
     stack = Stack(OURS, "d2lpm", policy)

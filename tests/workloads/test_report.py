@@ -300,6 +300,7 @@ def test_the_json_line_has_exactly_the_agreed_fields():
     assert told["rows"][0]["bound"] is None
 
 
+@pytest.mark.slow
 def test_report_prints_tables_and_draws_plots(tmp_path, capsys):
     for scheduler in ("a", "b"):
         with Records(tmp_path / f"{scheduler}.jsonl", manifest(scheduler=scheduler)) as records:

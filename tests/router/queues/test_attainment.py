@@ -62,6 +62,7 @@ def test_who_is_late_already_does_not_make_others_late() -> None:
     assert attained(ours) >= attained(theirs) + 0.1
 
 
+@pytest.mark.slow
 def test_no_worker_has_room_while_somebody_waits() -> None:
     """Whom a worker with room could serve with its model: in tier 0 up to the last chunk, in tier 1 below the cache."""
     made = engines(3)

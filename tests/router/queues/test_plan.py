@@ -220,6 +220,7 @@ def test_qlm_p5_edf_by_slack_does_not_do() -> None:
     assert plan(problem).is_feasible
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(60))
 @given(SEEDS, st.integers(1, 20), st.integers(1, 4))
 def test_qlm_p6_swaps_are_at_most_the_boundaries_between_models(seed: int, groups: int, workers: int) -> None:

@@ -84,6 +84,7 @@ def check(site: VirtualQueues) -> None:
         assert site.of(name).in_flight_tokens == pytest.approx(sum(held.values()))
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(60))
 @given(st.integers(0, 2**32))
 def test_every_group_is_in_one_queue_and_nobody_of_tier_1_before_tier_0(seed: int) -> None:
