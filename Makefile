@@ -44,7 +44,7 @@ REST = -q -n $(shell echo $$((2 * $(CORES) < 10 ? 2 * $(CORES) : 10))) --dist lo
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check lint test nightly cluster compare reproduce lock dist docs image clean
+.PHONY: help setup check lint test nightly gate-3.13 cluster compare reproduce lock dist docs image clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  \033[1m%-10s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,7 +60,7 @@ check: $(READY) lint ## the gate: lint, format, layers, types, tests without an 
 lint: $(READY) ## lint, format, layers and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/lint-imports --no-cache & layers=$$!; $(BIN)/mypy && wait $$layers
+	$(BIN)/lint-imports --no-cache && $(BIN)/mypy & $(BIN)/mypy --python-version 3.13 && wait $$!
 
 test: check ## all tests: the gate, then real replicas and whole clusters on the CPU
 	$(BIN)/python -m pytest $(REST) $(PYTEST_ARGS)
@@ -72,8 +72,12 @@ nightly: lint ## hours: random tests with their whole budget and new seeds, long
 	@echo 'nightly: SEED=$(SEED)'
 	$(BIN)/python -m pytest $(GATE) $(NIGHT) $(PYTEST_ARGS)
 	$(BIN)/python -m pytest $(REST) $(NIGHT) $(PYTEST_ARGS)
+	$(MAKE) gate-3.13 PYTEST_ARGS='$(NIGHT)'
 	$(BIN)/sglang-fair bench soak --minutes 10
 	$(BIN)/python -m tests.mutants --jobs 2
+
+gate-3.13: $(READY)
+	scripts/gate_on_trixie.sh $(BIN)/uv $(GATE) $(PYTEST_ARGS)
 
 cluster: $(RUNS) ## start replicas, router and gateway; Ctrl-C stops them
 	$(BIN)/sglang-fair cluster --device $(DEVICE) --replicas $(REPLICAS) --model $(MODEL) \

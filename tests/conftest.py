@@ -27,8 +27,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 def pytest_sessionstart(session: pytest.Session) -> None:
     """All workers of pytest-xdist share one fork server. This process, which outlives them, starts it beside the
     collection."""
-    chosen = session.config.getoption("markexpr")
-    if session.config.getoption("numprocesses", None) and "not engine" not in chosen:
+    is_gate = session.config.getoption("markexpr").startswith("not engine")
+    if session.config.getoption("numprocesses", None) and not is_gate:
         fork_server.launch()
 
 
@@ -67,7 +67,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Replicas and clusters of whatever a test starts come from one process that has imported SGLang."""
-    if item.get_closest_marker("engine") or item.get_closest_marker("e2e"):
+    if any(item.get_closest_marker(mark) for mark in ("engine", "e2e", "machine")):
         fork_server.start()
 
 

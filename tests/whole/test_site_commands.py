@@ -54,7 +54,12 @@ class Hour:
         command.write_text(f'#!/bin/sh\nexec {sys.executable} -m sglang_fair.cli "$@"\n')
         command.chmod(0o755)
         self._start = folder
-        self._environment = {**os.environ, "PATH": f"{bin}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+        found = (
+            (str(ROOT),) if is_night() else (str(ROOT), os.environ["PYTHONPATH"])
+        )  # at night nothing is forked
+        self._environment = {
+            **os.environ, "PATH": f"{bin}:{os.environ['PATH']}", "PYTHONPATH": os.pathsep.join(found)
+        }  # fmt: skip
         self._ports = {str(port): str(free_port()) for port in (8000, 8001, 8002)}
         self.cluster: subprocess.Popen[bytes] | None = None
 
