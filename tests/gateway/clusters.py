@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -36,17 +37,13 @@ from tests.support.waiting import eventually
 
 DEADLINE_S = 60.0
 """For what takes little time, on however busy a machine."""
-
-
 ROUTER_TIMEOUT_S = 1.0
 """Where the router is to be missed soon."""
-
-
-START_S = 120.0
-"""For three interpreters to import what they need, on a busy machine."""
-
-
 MODEL = "tiny"
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
+COMPLETION = {"model": MODEL, "prompt": "hi"}
+GENERATE = {"text": "hi", "sampling_params": {"max_new_tokens": 3}}
+ENDPOINTS = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETION, "/generate": GENERATE}
 
 
 class FakeReplica:
@@ -188,29 +185,20 @@ class FakeReplica:
 
     def _event(self, path: str, rid: str, index: int, token: int) -> bytes:
         if path == "/generate":
-            event: dict = {"text": "t" * (token + 1), "meta_info": self._meta(rid, token + 1), "index": index}
+            event = {"text": "t" * (token + 1), "meta_info": self._meta(rid, token + 1), "index": index}
         elif path == "/v1/completions":
-            choice = {"index": index, "text": f"t{token}", "finish_reason": None}
-            event = {
-                "id": rid,
-                "object": "text_completion",
-                "created": 1,
-                "model": MODEL,
-                "choices": [choice],
-            }
+            event = self._head(rid, "text_completion", {"index": index, "text": f"t{token}"})
         else:
             delta = {"role": "assistant", "content": f't{token} "usage":{{}}'}
-            choice = {"index": index, "delta": delta, "finish_reason": None}
-            kind = "chat.completion.chunk"
-            event = {
-                "id": rid,
-                "object": kind,
-                "created": 1,
-                "model": MODEL,
-                "choices": [choice],
-                "usage": None,
+            event = self._head(rid, "chat.completion.chunk", {"index": index, "delta": delta}) | {
+                "usage": None
             }
         return json.dumps(event, separators=(",", ":")).encode()
+
+    @staticmethod
+    def _head(rid: str, kind: str, *choices: dict) -> dict[str, Any]:
+        choices = tuple({"finish_reason": None, **choice} for choice in choices)
+        return {"id": rid, "object": kind, "created": 1, "model": MODEL, "choices": choices}
 
     def _whole(self, path: str, body: dict, rids: list[str]) -> object:
         if path not in ("/v1/chat/completions", "/v1/completions", "/generate"):
@@ -224,15 +212,7 @@ class FakeReplica:
             {"index": i, "text": "ttt", "message": message, "finish_reason": "stop"} for i, _ in samples
         ]
         kind = "chat.completion" if path == "/v1/chat/completions" else "text_completion"
-        usage = self._usage(3 * len(samples))
-        return {
-            "id": rids[0],
-            "object": kind,
-            "created": 1,
-            "model": MODEL,
-            "choices": choices,
-            "usage": usage,
-        }
+        return self._head(rids[0], kind, *choices) | {"usage": self._usage(3 * len(samples))}
 
     @staticmethod
     def _samples(path: str, body: dict, rids: list[str]) -> list[tuple[int, str]]:
@@ -245,23 +225,13 @@ class FakeReplica:
 
     @staticmethod
     def _meta(rid: str, tokens: int) -> dict:
-        return {
-            "id": rid,
-            "finish_reason": None,
-            "prompt_tokens": 5,
-            "completion_tokens": tokens,
-            "cached_tokens": 2,
-        }
+        counts = {"prompt_tokens": 5, "completion_tokens": tokens, "cached_tokens": 2}
+        return {"id": rid, "finish_reason": None, **counts}
 
     @staticmethod
     def _usage(tokens: int) -> dict:
-        details = {"cached_tokens": 2}
-        return {
-            "prompt_tokens": 5,
-            "total_tokens": 8,
-            "completion_tokens": tokens,
-            "prompt_tokens_details": details,
-        }
+        counts = {"prompt_tokens": 5, "total_tokens": 8, "completion_tokens": tokens}
+        return counts | {"prompt_tokens_details": {"cached_tokens": 2}}
 
 
 class QuietServer(uvicorn.Server):
@@ -318,23 +288,17 @@ class RouterThread:
             self.shell.close()
 
 
+@dataclass
 class Cluster:
     """Replicas, router, gateway, and an HTTP client."""
 
-    def __init__(
-        self,
-        replicas: list[FakeReplica],
-        router: RouterThread,
-        gateway: Gateway,
-        url: str,
-        http: aiohttp.ClientSession,
-    ):
-        self.replicas = replicas
-        self.router = router
-        self.gateway = gateway
-        self.url = url
-        self.http = http
-        self.status_url, self.status_headers = url + "/status", dict[str, str]()
+    replicas: list[FakeReplica]
+    router: RouterThread
+    gateway: Gateway
+    url: str
+    http: aiohttp.ClientSession
+    status_url: str
+    status_headers: dict[str, str]
 
     async def stream(
         self, kind: str, prompt: str, tokens: int, seen: Seen, *, client: str = "c", **more: Any
@@ -423,13 +387,13 @@ async def cluster(
         )
         url = await stack.enter_async_context(served(app))
         http = await stack.enter_async_context(aiohttp.ClientSession())
-        made = Cluster(fakes, thread, app.gateway, url, http)
+        status_url, status_headers = f"{url}/status", dict[str, str]()
         if "admin_port" in access:
-            made.status_url = f"http://127.0.0.1:{access['admin_port']}/status"
-            made.status_headers = {"authorization": f"Bearer {os.environ[KEY_VARIABLE]}"}
+            status_url = f"http://127.0.0.1:{access['admin_port']}/status"
+            status_headers = {"authorization": f"Bearer {os.environ[KEY_VARIABLE]}"}
         link, fleet = app.gateway.link, app.gateway.fleet
         await eventually(lambda: link.alive and len(fleet.workers) == replicas, "it knows the workers")
-        yield made
+        yield Cluster(fakes, thread, app.gateway, url, http, status_url, status_headers)
 
 
 class StandIn:
@@ -472,18 +436,6 @@ def text_of(tokenizer: Path, kind: str, prompt: str, tokens: int, salt: int = 0)
     """What an undisturbed stand-in answers."""
     *_, last = Engine(tokenizer, salt).steps(kind, request(kind, prompt, tokens, 0)[1])
     return last.text
-
-
-CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
-
-
-COMPLETION = {"model": MODEL, "prompt": "hi"}
-
-
-GENERATE = {"text": "hi", "sampling_params": {"max_new_tokens": 3}}
-
-
-ENDPOINTS = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETION, "/generate": GENERATE}
 
 
 def held_router(c: Cluster) -> threading.Event:

@@ -13,7 +13,7 @@ from router.gateway.relay import LARGE_BYTES
 from router.gateway.replicas.connections import NoDescriptors
 from router.gateway.request.chunks import ChunkedTokenizer
 from router.gateway.request.parse import LARGE_BODY_BYTES, parse
-from tests.gateway.clusters import CHAT, COMPLETION, START_S, Cluster, FakeReplica
+from tests.gateway.clusters import CHAT, COMPLETION, DEADLINE_S, Cluster, FakeReplica
 from tests.support.stand_in import MODEL
 from tests.support.waiting import eventually
 
@@ -38,7 +38,7 @@ async def test_bodies_that_are_not_read_yet_count_for_their_address(c: Cluster) 
     slow = [await connect(c, "127.0.0.2") for _ in range(8)]
     for _, writer in slow:
         writer.write(head(100) + b"{")
-    await eventually(lambda: c.gateway.counters.refusals[429] == 4, "it has its share", START_S)
+    await eventually(lambda: c.gateway.counters.refusals[429] == 4, "it has its share")
     assert c.gateway.capacity.requests.most(9) == {"(127.0.0.2)": 4}
     for _ in range(3):
         status, headers, _ = await c.post("/v1/completions", COMPLETION | {"user": "modest"})
@@ -70,7 +70,7 @@ async def test_a_body_that_comes_piece_by_piece_has_an_end_too(c: Cluster) -> No
     reader, writer = await connect(c)
     writer.write(head(1 << 20))
     answer = asyncio.create_task(reader.readline())
-    async with asyncio.timeout(START_S):
+    async with asyncio.timeout(DEADLINE_S):
         while not answer.done():
             writer.write(b" ")
             await asyncio.sleep(0.02)
@@ -82,7 +82,7 @@ async def test_a_body_that_comes_piece_by_piece_has_an_end_too(c: Cluster) -> No
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/comp", b"\r\n"])
 @pytest.mark.cluster(head_timeout_s=0.2)
 async def test_a_connection_that_asks_nothing_is_closed(sent: bytes, c: Cluster) -> None:
-    async with asyncio.timeout(START_S):
+    async with asyncio.timeout(DEADLINE_S):
         reader, writer = await connect(c)
         writer.write(sent)
         assert await reader.read() == b""
@@ -114,7 +114,7 @@ async def test_a_connection_that_is_at_work_is_not_closed(c: Cluster) -> None:
 async def test_connections_of_one_address_leave_room_to_the_others(c: Cluster) -> None:
     many = [await connect(c, "127.0.0.2") for _ in range(12)]
     refused = []
-    async with asyncio.timeout(START_S):
+    async with asyncio.timeout(DEADLINE_S):
         while len(refused) < 7:
             refused = [one for one in many if one[0].at_eof() or one[0]._buffer]
             await asyncio.sleep(0.005)
@@ -126,9 +126,7 @@ async def test_connections_of_one_address_leave_room_to_the_others(c: Cluster) -
     assert (await c.post("/v1/completions", COMPLETION))[0] == 200
     for _, writer in many:
         writer.close()
-    await eventually(
-        lambda: not c.gateway.connection_bounds.open.held("(127.0.0.2)"), "they are given back", START_S
-    )
+    await eventually(lambda: not c.gateway.connection_bounds.open.held("(127.0.0.2)"), "they are given back")
 
 
 @pytest.mark.cluster(replicas=2)
@@ -153,7 +151,7 @@ async def test_without_a_file_to_open_the_gateway_is_at_fault(c: Cluster) -> Non
 
 async def knows_context(c: Cluster, tokens: int | None) -> None:
     await eventually(
-        lambda: c.gateway.replicas.context_tokens(MODEL) == tokens, f"a context of {tokens} tokens", START_S
+        lambda: c.gateway.replicas.context_tokens(MODEL) == tokens, f"a context of {tokens} tokens"
     )
 
 
@@ -276,12 +274,12 @@ async def test_a_replica_is_not_given_more_to_read_than_it_has_time_for(c: Clust
     c.replicas[0].mode = "endless"
     large = {"prompt": "x" * 100_000}
     flood = [asyncio.create_task(c.post("/v1/completions", large)) for _ in range(8)]
-    await eventually(lambda: c.gateway.fleet.in_flight["r0"] == 8, "all are placed", START_S)
-    await eventually(lambda: c.replicas[0].working == 3, "a window is sent", START_S)
+    await eventually(lambda: c.gateway.fleet.in_flight["r0"] == 8, "all are placed")
+    await eventually(lambda: c.replicas[0].working == 3, "a window is sent")
     await asyncio.sleep(0.05)
     assert c.replicas[0].working == 3
     has_read.set()
-    await eventually(lambda: c.replicas[0].working == 8, "it has read all", START_S)
+    await eventually(lambda: c.replicas[0].working == 8, "it has read all")
     for task in flood:
         task.cancel()
     await c.ended(aborted=8)

@@ -45,16 +45,21 @@ def as_(key: str, **headers: str) -> dict[str, Any]:
     return {"headers": {"authorization": f"Bearer {key}", **headers}}
 
 
-async def used(c: Cluster, tenant: str = "thrifty", window: str = "tokens-day", seconds: int = 86400) -> int:
-    """What the tenant has been charged in this window, once everything is settled."""
+def charged(c: Cluster) -> int:
+    """What the tenant "thrifty" has been charged today."""
+    quotas = c.gateway.quotas
+    return quotas._local.incr(f"sglang-fair/tokens-day/thrifty/{int(quotas._clock_s() // 86400)}", 60, 0)
+
+
+async def used(c: Cluster) -> int:
+    """The same, once everything is settled."""
 
     async def settled() -> bool:
         state = await c.state()
         return not (state["gateway"]["in_flight"] or c.gateway.quotas._settling or c.gateway.quotas._open)
 
     await eventually(settled, "everything is charged")
-    quotas = c.gateway.quotas
-    return quotas._local.incr(f"sglang-fair/{window}/{tenant}/{int(quotas._clock_s() // seconds)}", 60, 0)
+    return charged(c)
 
 
 @pytest.mark.slow
@@ -90,27 +95,6 @@ async def test_fifty_invented_keys_under_load_are_nobody(c: Cluster) -> None:
     state = await c.ended(ok=40)
     assert state["gateway"]["refusals"] == {"401": 200}
     assert state["gateway"]["ignored headers"] == {"x-fair-client": 200}
-
-
-async def test_a_forged_header_changes_nothing_and_is_counted(c: Cluster) -> None:
-    forged = {
-        "x-fair-client": "silver",
-        "x-tenant-id": "silver",
-        "x-fair-weight": "9@9999999999999999999",
-    }
-    request = COMPLETION | {"user": "silver", "custom_params": {"fair": {"client": "silver"}}}
-    _, headers, _ = await c.post("/v1/completions", request, **as_("gold", **forged))
-    _, seen, sent = c.replicas[0].requests[-1]
-    assert headers["x-fair-client"] == seen["x-fair-client"] == "gold"
-    assert seen["x-fair-weight"].startswith("1.0@")
-    assert "x-tenant-id" not in seen
-    assert "fair" not in sent["custom_params"]
-    ignored = (await c.state())["gateway"]["ignored headers"]
-    assert ignored == {
-        "x-fair-client": 1,
-        "x-tenant-id": 1,
-        "x-fair-weight": 1,
-    }
 
 
 @pytest.mark.cluster(access={"trusted_proxies": "127.0.0.0/8"})
@@ -285,12 +269,9 @@ async def test_what_nobody_could_serve_costs_no_tokens(c: Cluster) -> None:
     c.router.close()
     await eventually(lambda: not c.gateway.link.alive, "the router is missed")
     c.gateway.fleet.workers.clear()
-    status, _, _ = await c.post("/v1/completions", COMPLETION, **as_("thrifty"))
-    assert status == 503
-    quotas = c.gateway.quotas
-    await eventually(lambda: not quotas._settling, "everything is charged")
-    day = int(quotas._clock_s() // 86400)
-    assert quotas._local.incr(f"sglang-fair/tokens-day/thrifty/{day}", 60, 0) == 0
+    assert (await c.post("/v1/completions", COMPLETION, **as_("thrifty")))[0] == 503
+    await eventually(lambda: not c.gateway.quotas._settling, "everything is charged")
+    assert charged(c) == 0
 
 
 async def test_a_key_that_the_replica_refuses_is_not_the_client_s_fault(c: Cluster) -> None:
