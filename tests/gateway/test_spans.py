@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -40,10 +41,7 @@ PLACED_S, ENDED_S = 100.25, 110.0
 
 
 def attempt(**changes: Any) -> Try:
-    one = Try("id", 100.0, "r0", PLACED_S, 105.0, ENDED_S, 8, outcome="ok")
-    for name, value in changes.items():
-        setattr(one, name, value)
-    return one
+    return replace(Try("id", 100.0, "r0", PLACED_S, 105.0, ENDED_S, 8, outcome="ok"), **changes)
 
 
 def of_replica(*, retracted: bool = False, ends: str = "finished") -> dict[str, Any]:
@@ -220,15 +218,12 @@ def test_they_say_what_an_explanation_says() -> None:
         for field in fields:
             value = record[field]
             if isinstance(value, dict):
-                for key, one in value.items():
-                    assert said.get(f"{field}.{key}") == one
+                assert {f"{field}.{key}": one for key, one in value.items()}.items() <= said.items()
             elif value not in (None, "", []):
                 assert said[field] == value
             else:
                 assert field not in said
-    assert found["placement"].attributes[OWN + "why"] == router["why"]
     assert found["waiting"].attributes[OWN + "waited_for"] == BATCH, "the longest"
-    assert found["waiting"].attributes[OWN + "waited_for_s.batch"] == replica["waited_for_s"]["batch"]
 
 
 ELSEWHERE = {"came_s_ago", "client", "id", "request", "outcome", "reason", "state", "evicted_for", "standing"}
@@ -240,15 +235,11 @@ def test_nothing_that_is_recorded_is_left_out() -> None:
     """A field that a record gets one day is in a span too, or here."""
     said = {*WAITING, *PREFILL, *DECODE, *END}
     assert of_replica().keys() - said - ELSEWHERE == {"prefill_s", "decode_s"}, "the lengths of their spans"
-    assert of_router().keys() - set(PLACEMENT) - ELSEWHERE == {"cached_tokens"}, (
-        "the replica's prefill has it"
-    )
+    assert of_router().keys() - set(PLACEMENT) - ELSEWHERE == {"cached_tokens"}, "the prefill has it"
     assert shown_try(attempt(), 0.0).keys() - set(ATTEMPT) == {"router_wait_s", "replica_wait_s"}
-    exchange = Exchange("name", "chat", 1.0, 1.0)
+    shown = Exchange("name", "chat", 1.0, 1.0).shown(2.0).keys()
     as_others_call_it = {"model", "status", "tokens"}
-    assert exchange.shown(2.0).keys() - set(REQUEST) - as_others_call_it == {
-        "came_at_s", "duration_s", "tries"
-    }  # fmt: skip
+    assert shown - set(REQUEST) - as_others_call_it == {"came_at_s", "duration_s", "tries"}
 
 
 def served(outcome: str, **changes: Any) -> Exchange:
@@ -265,33 +256,35 @@ def served(outcome: str, **changes: Any) -> Exchange:
 
 
 def test_what_a_request_came_to() -> None:
-    exchange = served("ok", status=200, cached_tokens=8, output_tokens=5)
-    assert error_of_request(exchange) is None
-    assert of_request(exchange) == {
+    ours = {
+        "request": "my-name", "kind": "chat", "client": "alice", "outcome": "ok",
+        "retries": 0, "resumes": 0, "fallback": False,
+    }  # fmt: skip
+    assert of_request(served("ok", status=200, cached_tokens=8, output_tokens=5)) == {
         "http.response.status_code": 200,
         "gen_ai.operation.name": "chat",
         "gen_ai.request.model": "llama",
         "gen_ai.usage.input_tokens": 12,
         "gen_ai.usage.cache_read.input_tokens": 8,
         "gen_ai.usage.output_tokens": 5,
-        "sglang_fair.request": "my-name",
-        "sglang_fair.kind": "chat",
-        "sglang_fair.client": "alice",
-        "sglang_fair.outcome": "ok",
-        "sglang_fair.retries": 0,
-        "sglang_fair.resumes": 0,
-        "sglang_fair.fallback": False,
+        **{OWN + name: value for name, value in ours.items()},
     }
 
 
-def test_only_what_the_server_did_wrong_is_an_error() -> None:
-    assert error_of_request(served("refused", status=429, error="overloaded: too many")) is None
-    assert error_of_request(served("left")) is None
-    assert (
-        error_of_request(served("failed", status=502, error="no_replica: all died")) == "no_replica: all died"
-    )
-    assert error_of_request(served("failed")) == "failed"
-    assert error_of_attempt(attempt()) is None
+@pytest.mark.parametrize(
+    ("outcome", "said", "error"),
+    [
+        ("ok", {}, None),
+        ("refused", {"status": 429, "error": "overloaded: too many"}, None),
+        ("left", {}, None),
+        ("failed", {"status": 502, "error": "no_replica: all died"}, "no_replica: all died"),
+        ("failed", {}, "failed"),
+    ],
+)
+def test_only_what_the_server_did_wrong_is_an_error(
+    outcome: str, said: dict[str, Any], error: str | None
+) -> None:
+    assert error_of_request(served(outcome, **said)) == error
     assert error_of_attempt(attempt(outcome="left")) is None
     assert error_of_attempt(attempt(outcome="failed", reason="it answered 503")) == "it answered 503"
 
@@ -301,9 +294,9 @@ def test_who_could_not_be_asked_is_named() -> None:
     known = told(None, router_error="no answer")
     known.attempt["replica_error"] = "this replica is gone"  # type: ignore[index]
     said = of_attempt(attempt(), shown, known)
-    assert said[OWN + "replica_error"] == "this replica is gone"
-    assert said[OWN + "router_error"] == "no answer"
-    assert said[OWN + "worker"] == "r0"
+    assert [said[OWN + name] for name in ("replica_error", "router_error", "worker")] == [
+        "this replica is gone", "no answer", "r0",
+    ]  # fmt: skip
     assert "not asked" in str(of_attempt(attempt(), shown, None)[OWN + "replica_error"])
     assert [span.name for span in below(attempt(), None)] == ["placement"]
 

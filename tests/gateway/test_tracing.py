@@ -7,18 +7,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
-from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from router.gateway import otlp, tracing
 from router.gateway.__main__ import main as gateway
-from router.gateway.app import Config, create_app
 from sglang_fair.cluster.options import Options
 from sglang_fair.cluster.options import check as check_cluster
 from sglang_fair.settings.setting import SettingError
@@ -39,6 +37,7 @@ TRACE, CALLER = "ab" * 16, "cd" * 8
 SAMPLED = {"traceparent": f"00-{TRACE}-{CALLER}-01", "tracestate": "vendor=1"}
 NOT_SAMPLED = {"traceparent": f"00-{TRACE}-{CALLER}-00"}
 SECRET = "nobody-may-read-this"
+SERVED = ["attempt", ["placement"], ["waiting"], ["prefill"], ["decode"]]
 
 
 class Memory(InMemorySpanExporter):
@@ -87,8 +86,7 @@ def state(c: Cluster) -> dict[str, int]:
 # ---- one tree
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("headers", [{}, SAMPLED])
+@pytest.mark.parametrize(("stream", "headers"), [(False, {}), (True, {}), (True, SAMPLED)])
 async def test_the_spans_of_a_request_are_one_tree(
     memory: Memory, stream: bool, headers: dict[str, str], c: Cluster
 ) -> None:
@@ -98,20 +96,18 @@ async def test_the_spans_of_a_request_are_one_tree(
         status, answered, _ = await c.post(path, asked | {"stream": stream}, headers={**headers, **name})
         assert status == 200
         [root] = await memory.trees(1)
-        assert root.names() == [
-            f"POST {path}", ["attempt", ["placement"], ["waiting"], ["prefill"], ["decode"]]
-        ]  # fmt: skip
+        assert root.names() == [f"POST {path}", SERVED]
         assert (root.kind, root.service, root.failed) == ("SERVER", "sglang-fair-gateway", False)
-        if headers:
-            assert (root.trace, root.parent) == (TRACE, CALLER)
-        else:
-            assert root.parent == ""
-        assert root.attributes["http.response.status_code"] == 200
-        assert root.attributes["gen_ai.request.model"] == MODEL
-        assert root.attributes["sglang_fair.request"] == f"mine-{number}"
-        assert root.attributes["sglang_fair.client"] == "alice"
-        assert root.attributes["sglang_fair.outcome"] == "ok"
-        assert root.attributes["gen_ai.usage.output_tokens"] == 3
+        assert root.parent == (CALLER if headers else "")
+        assert root.trace == TRACE or not headers
+        assert root.attributes.items() >= {
+            "http.response.status_code": 200,
+            "gen_ai.request.model": MODEL,
+            "gen_ai.usage.output_tokens": 3,
+            "sglang_fair.request": f"mine-{number}",
+            "sglang_fair.client": "alice",
+            "sglang_fair.outcome": "ok",
+        }.items()  # fmt: skip
         [attempt] = root.children
         assert attempt.kind == "CLIENT"
         assert attempt.attributes["sglang_fair.id"] == answered["x-fair-request-id"]
@@ -231,18 +227,14 @@ async def test_when_no_replica_is_there(memory: Memory, c: Cluster) -> None:
 
 
 async def test_without_a_router_the_gateway_places(memory: Memory, c: Cluster) -> None:
-    await eventually(lambda: len(c.gateway.fleet.workers) == 1, "the gateway knows the workers")
     c.router.close()
     await eventually(lambda: not c.gateway.link.alive, "the gateway misses the router")
     assert (await c.post("/v1/completions", COMPLETION))[0] == 200
     [root] = await memory.trees(1)
     [attempt] = root.children
-    assert attempt.names() == ["attempt", ["placement"], ["waiting"], ["prefill"], ["decode"]]
+    assert attempt.names() == SERVED
     [placement] = attempt.below("placement")
-    assert (placement.service, placement.attributes["sglang_fair.why"]) == (
-        "sglang-fair-gateway",
-        "gateway",
-    )
+    assert (placement.service, placement.attributes["sglang_fair.why"]) == ("sglang-fair-gateway", "gateway")
     assert "router" in attempt.attributes["sglang_fair.router_error"]
 
 
@@ -435,29 +427,14 @@ async def test_while_the_collector_is_away_requests_go_on_and_one_line_says_so(
     assert SECRET not in caplog.text
 
 
-class Failing(SpanExporter):
-    """Fails as told."""
-
-    def __init__(self) -> None:
-        self.results: list[SpanExportResult | Exception] = []
-
-    def export(self, _: Sequence[ReadableSpan]) -> SpanExportResult:
-        result = self.results.pop(0)
-        if isinstance(result, Exception):
-            raise result
-        return result
-
-    def shutdown(self) -> None:
-        pass
-
-
 def test_each_outage_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     good, bad = SpanExportResult.SUCCESS, SpanExportResult.FAILURE
-    failing = Failing()
-    delivery = tracing.Delivery(failing, "collector:4318")
-    failing.results = [good, bad, RuntimeError("odd"), bad, good, good, ValueError("other"), bad]
-    while failing.results:
+    results = (good, bad, RuntimeError("odd"), bad, good, good, ValueError("other"), bad)
+    exporter = Mock(SpanExporter)
+    exporter.export.side_effect = results
+    delivery = tracing.Delivery(exporter, "collector:4318")
+    for _ in results:
         delivery.export([])
     delivery.close()
     said = [one.message for one in caplog.records]
@@ -467,30 +444,23 @@ def test_each_outage_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     assert said[2].endswith("ValueError: other")
 
 
-def test_a_gateway_ends_soon_while_its_collector_is_silent(
+async def test_a_gateway_ends_soon_while_its_collector_is_silent(
     tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It accepts connections and says nothing."""
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "1")
-
-    async def main(url: str) -> None:
-        app = create_app(
-            Config(("tcp://127.0.0.1:17998",), MODEL, str(tokenizer), 0.1, otlp_traces_endpoint=url)
-        )
-        made = app.gateway.tracing
-        assert made is not None
-        await app.gateway.start()
-        exchange = app.gateway.record.came("chat", None)
-        trace = made.begin(exchange, "/v1/chat/completions", {})
-        app.gateway.record.ended(exchange, "left")
-        trace.end()
-        closing = asyncio.create_task(made.close())
-        done, _ = await asyncio.wait([closing], timeout=10 * tracing.CLOSE_S)
-        assert done, "the SDK would wait for thirty seconds"
-        await app.gateway.close()
-
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        asyncio.run(main(f"http://127.0.0.1:{silent.getsockname()[1]}"))
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        async with cluster(tokenizer, access={"otlp_traces_endpoint": url}) as c:
+            made = c.gateway.tracing
+            assert made is not None
+            exchange = c.gateway.record.came("chat", None)
+            trace = made.begin(exchange, "/v1/chat/completions", {})
+            c.gateway.record.ended(exchange, "left")
+            trace.end()
+            closing = asyncio.create_task(made.close())
+            done, _ = await asyncio.wait([closing], timeout=10 * tracing.CLOSE_S)
+            assert done, "the SDK would wait for thirty seconds"
     names = "OtelBatchSpanRecordProcessor"
     wait_until(lambda: names not in {one.name for one in threading.enumerate()}, "the SDK's thread")
 
@@ -558,7 +528,7 @@ async def test_a_collector_gets_them_by_otlp_with_the_headers_of_the_environment
                 "made": 6, "sent": 6, "failed": 0, "unexplained": 0, "unknown": 0
             }  # fmt: skip
         root = tree(collector.of(TRACE), CALLER)
-        assert root.names()[1] == ["attempt", ["placement"], ["waiting"], ["prefill"], ["decode"]]
+        assert root.names()[1] == SERVED
         assert root.service == "our-gateway"
         assert abs(root.began_ns / 1e9 - time.time()) < 3600, "since the epoch"
         assert (collector.path, collector.headers["x-key"]) == ("/v1/traces", "secret")
