@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from router.gateway.access import directory
+from router.gateway.replicas import context
 from tests.gateway.clusters import Cluster, cluster
 from tests.support.stand_in import make_tokenizer
 
@@ -51,6 +53,13 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 def runner(loop_factory: Callable[[], asyncio.AbstractEventLoop] | None) -> Iterator[asyncio.Runner]:
     with asyncio.Runner(loop_factory=loop_factory) as made:
         yield made
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files and replicas are looked at again soon."""
+    for module in (directory, context):
+        monkeypatch.setattr(module, "LOOK_S", 0.02)
 
 
 @pytest.fixture(scope="session")

@@ -394,84 +394,55 @@ async def test_a_tenant_s_key_group_and_limits_hold_for_each_kind(tenants: Path,
 # -- what the router is told
 
 
+def said(role: str, content: Any) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def part(type: str, text: str, **more: Any) -> dict[str, Any]:
+    return {"type": type, "text": text, **more}
+
+
+CALL = {"type": "tool_use", "id": "1", "name": "f", "input": {"x": 1}}
+RESULT = {"type": "tool_result", "tool_use_id": "1", "content": "r"}
 CHATS: list[tuple[Kind, dict[str, Any], list[dict[str, Any]]]] = [
-    ("messages", {"messages": [{"role": "user", "content": "a"}]}, [{"role": "user", "content": "a"}]),
+    ("messages", {"messages": [said("user", "a")]}, [said("user", "a")]),
     (
         "messages",
         {
-            "system": [{"type": "text", "text": "s"}, {"type": "text", "text": "t"}],
+            "system": [part("text", "s"), part("text", "t")],
             "messages": [
-                {
-                    "role": "user",
-                    "content": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}],
-                },
-                {"role": "assistant", "content": [{"type": "text", "text": "b"}]},
-                {"role": "user", "content": "c"},
+                said("user", [part("text", "a", cache_control={"type": "ephemeral"})]),
+                said("assistant", [part("text", "b")]),
+                said("user", "c"),
             ],
         },
-        [
-            {"role": "system", "content": "s\nt"},
-            {"role": "user", "content": "a"},
-            {"role": "assistant", "content": "b"},
-            {"role": "user", "content": "c"},
-        ],
+        [said("system", "s\nt"), said("user", "a"), said("assistant", "b"), said("user", "c")],
     ),
     (
         "messages",
-        {
-            "messages": [
-                {"role": "user", "content": "a"},
-                {
-                    "role": "assistant",
-                    "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {"x": 1}}],
-                },
-                {
-                    "role": "user",
-                    "content": [
-                        {"type": "tool_result", "tool_use_id": "1", "content": "r"},
-                        {"type": "text", "text": "b"},
-                    ],
-                },
-            ]
-        },
-        [
-            {"role": "user", "content": "a"},
-            {"role": "assistant", "content": ""},
-            {"role": "tool", "content": "r"},
-            {"role": "user", "content": "b"},
-        ],
+        {"messages": [said("user", "a"), said("assistant", [CALL]), said("user", [RESULT, part("text", "b")])]},
+        [said("user", "a"), said("assistant", ""), said("tool", "r"), said("user", "b")],
     ),
-    (
-        "responses",
-        {"input": "a", "instructions": "s"},
-        [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}],
-    ),
+    ("responses", {"input": "a", "instructions": "s"}, [said("system", "s"), said("user", "a")]),
     (
         "responses",
         {
             "instructions": "s",
             "input": [
-                {"role": "developer", "content": "d"},
-                {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+                said("developer", "d"),
+                said("user", [part("input_text", "a")]),
                 {"type": "reasoning", "summary": [], "encrypted_content": "?"},
-                {
-                    "type": "message",
-                    "id": "m",
-                    "role": "assistant",
-                    "content": [{"type": "output_text", "text": "b"}],
-                },
+                {"type": "message", "id": "m", **said("assistant", [part("output_text", "b")])},
                 {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
                 {"type": "function_call_output", "call_id": "1", "output": "r"},
             ],
         },
         [
-            {"role": "system", "content": "s\n\nDeveloper instructions:\nd"},
-            {"role": "user", "content": "a"},
-            {"role": "assistant", "content": "b"},
-            {"role": "tool", "content": "r"},
+            said("system", "s\n\nDeveloper instructions:\nd"), said("user", "a"),
+            said("assistant", "b"), said("tool", "r"),
         ],
     ),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "asked", "messages"), CHATS)

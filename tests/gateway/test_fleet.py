@@ -2,17 +2,15 @@
 
 from collections import Counter
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from router.core import Router
 from router.events import (
     MOST_BEGUN,
     Arrive,
     Begun,
     Difference,
     Done,
-    Follow,
     Place,
     Running,
     WorkerDrain,
@@ -24,9 +22,7 @@ from router.events import (
 from router.gateway.replicas.health import INTERVAL_S, Watch
 from router.gateway.routing.fallback import SLACK, choose
 from router.gateway.routing.fleet import MAX_ENDED, ONE, Fleet
-from router.placement import build
 from sglang_fair.core.interactions import Interaction
-from tests.support.budget import examples
 
 [ROUTER] = ONE
 clients = st.text("abcdef", min_size=1, max_size=3)
@@ -97,66 +93,6 @@ def test_another_router_is_told_of_the_interactions_under_way_in_parts() -> None
     assert [len(part.interactions) for part in told if isinstance(part, Begun)] == [MOST_BEGUN, MOST_BEGUN, 1]
     assert [decode_event(encode(part)) for part in told] == told
     assert fleet.side().learn(Workers("", (), router="b")) == []
-
-
-@settings(max_examples=examples(100))
-@given(
-    steps=st.lists(
-        st.tuples(
-            st.sampled_from(["ask", "fall back", "end", "lose", "restart", "compare"]), st.integers(0, 99)
-        ),
-        max_size=60,
-    )
-)
-def test_after_a_comparison_router_and_gateway_agree(steps: list[tuple[str, int]]) -> None:
-    """Whatever was lost between them, and however often the router was started anew."""
-    fleet = Fleet(lambda name: True)
-
-    def router() -> Router:
-        made = Router(build("d2lpm"))
-        for name in ("r0", "r1"):
-            made.handle(up(name), 0.0)
-        return made
-
-    core, running = router(), []
-    [(_, known)] = core.handle(Follow(""), 0.0)
-    fleet.side().learn(known)
-
-    def compare() -> None:
-        for _ in range(2):
-            [(_, found)] = core.handle(fleet.side().table(""), 0.0, b"g")
-            for told in fleet.side().settle(found):
-                core.handle(told, 0.0, b"g")
-
-    for number, (what, at) in enumerate(steps):
-        arrive = Arrive(f"{number}", f"c{at % 3}", bytes(64))
-        if what in ("ask", "lose"):
-            fleet.ask(arrive, ROUTER)
-            [(_, place)] = core.handle(arrive, 0.0, b"g") if what == "ask" or at % 2 else [(b"", None)]
-            if what == "ask":
-                fleet.begin(arrive, place, ROUTER)
-                running.append(arrive.id)
-            else:  # the question or its answer is lost, and so is what takes it back
-                fleet.end(Done(arrive.id, outcome="failed"))
-        elif what == "fall back":
-            place = fleet.place(arrive)
-            fleet.begin(arrive, place, None)
-            running.append(arrive.id)
-        elif what == "end" and running:
-            done = Done(running.pop(at % len(running)), output_tokens=at)
-            if fleet.end(done) and at % 3:
-                core.handle(done, 0.0, b"g")
-        elif what == "restart":
-            core = router()
-        elif what == "compare":
-            compare()
-    compare()
-    state = core.state()
-    assert state["in_flight"] == len(running)
-    loads = {name: worker["in_flight"] for name, worker in state["workers"].items()}
-    assert loads == {name: fleet.in_flight[name] for name in loads}
-    [(_, found)] = core.handle(fleet.side().table(""), 0.0, b"g")
-    assert found == Difference("", (), ())
 
 
 def test_an_end_that_is_long_past_is_told_as_aborted() -> None:

@@ -131,6 +131,20 @@ class Client:
         }
 
 
+def with_losses(client: Client, engine: Engine, cuts: list[int], rng: random.Random) -> None:
+    """Reads a whole stream, and loses the replica after each of `cuts` events of a leg."""
+    for cut in cuts:
+        client.read(engine, rng, cut)
+        if client.got.endswith(b"[DONE]\n\n"):
+            return
+        if client.got and client.resumable.is_complete:
+            client.got += client.resumable.closing() + b"data: [DONE]\n\n"
+            return
+        if client.got:
+            client.lose()
+    client.read(engine, rng, None)
+
+
 @settings(max_examples=examples(60))
 @given(
     kind=st.sampled_from(KINDS),
@@ -148,17 +162,7 @@ def test_wherever_it_is_cut_the_client_reads_the_same(
     calm = Client(tokenizer, kind, body)
     calm.read(engine, random.Random(0), None)
     client = Client(tokenizer, kind, body)
-    for cut in cuts:
-        client.read(engine, rng, cut)
-        if client.got.endswith(b"[DONE]\n\n"):
-            break
-        if client.got and client.resumable.is_complete:
-            client.got += b"data: [DONE]\n\n"
-            break
-        if client.got:
-            client.lose()
-    else:
-        client.read(engine, rng, None)
+    with_losses(client, engine, cuts, rng)
     got, expected = client.reading(), calm.reading()
     texts = sorted((got.pop("text"), expected.pop("text")), key=len)
     assert got == expected
@@ -266,20 +270,6 @@ def sampled(kind: str, text: str, limit: int, **more: Any) -> dict[str, Any]:
     return body
 
 
-def with_losses(client: Client, engine: Engine, cuts: list[int], rng: random.Random) -> None:
-    """Reads a whole stream, and loses the replica after each of `cuts` events of a leg."""
-    for cut in cuts:
-        client.read(engine, rng, cut)
-        if client.got.endswith(b"[DONE]\n\n"):
-            return
-        if client.got and client.resumable.is_complete:
-            client.got += client.resumable.closing() + b"data: [DONE]\n\n"
-            return
-        if client.got:
-            client.lose()
-    client.read(engine, rng, None)
-
-
 @settings(max_examples=examples(150))
 @given(
     kind=st.sampled_from(KINDS),
@@ -331,7 +321,7 @@ def test_a_sampled_stream_that_was_cut_is_a_true_sample(tokenizer: Path, kind: s
     engine = Engine(tokenizer, rng=rng)
     body = sampled(kind, "p", DRAWN)
     pairs: Counter[tuple[int, int, int]] = Counter()
-    number = 3000
+    number = examples(3000)
     prompt: list[int] = []
     for _ in range(number):
         client = Client(tokenizer, kind, body)

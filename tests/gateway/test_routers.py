@@ -215,12 +215,14 @@ def test_each_request_is_counted_by_one_router_that_lives(
                 running.append(arrive.id)
                 continue
             fleet.ask(arrive, decides)
-            [(_, answer)] = site.cores[decides].handle(arrive, site.now_s, b"g")
             if what == "place":
+                [(_, answer)] = site.cores[decides].handle(arrive, site.now_s, b"g")
                 assert isinstance(answer, Place)
                 fleet.begin(arrive, answer, decides)
                 running.append(arrive.id)
-            else:  # the answer is lost, and so is what takes the question back
+            else:  # the question or its answer is lost, and so is what takes it back
+                if at % 2:
+                    site.cores[decides].handle(arrive, site.now_s, b"g")
                 fleet.end(Done(arrive.id, outcome="failed"))
         elif what == "end" and running:
             done = Done(running.pop(at % len(running)), output_tokens=at)
@@ -242,6 +244,9 @@ def test_each_request_is_counted_by_one_router_that_lives(
     states = [site.cores[name].state() for name in living]
     assert sum(state["in_flight"] for state in states) == len(running)  # type: ignore[misc]
     assert sum(fleet.counted_by()[name] for name in living) == len(running)
+    for name in living:
+        [(_, found)] = site.cores[name].handle(fleet.side(name).table(""), site.now_s, b"g")
+        assert found == Difference("", (), ())
     for worker in ("r0", "r1"):
         loads = [state["workers"][worker]["in_flight"] for state in states]  # type: ignore[index]
         assert sum(loads) == fleet.in_flight[worker]

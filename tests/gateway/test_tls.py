@@ -1,6 +1,5 @@
 """TLS: a gateway is served over https, and believes only replicas that the right authority has signed."""
 
-import asyncio
 import logging
 import shutil
 import ssl
@@ -20,7 +19,7 @@ from router.gateway.replicas.connections import Connections, NotConnected
 from sglang_fair.common import tls
 from tests.support.certificates import Certificates
 from tests.support.ports import free_port
-from tests.support.stand_in import MODEL, make_tokenizer
+from tests.support.stand_in import MODEL
 from tests.support.waiting import wait_until
 
 
@@ -38,46 +37,40 @@ def files(certificates: Certificates, tmp_path: Path) -> Certificates:
     )
 
 
-def test_a_replica_is_believed_by_its_authority(certificates: Certificates, tmp_path: Path) -> None:
+async def test_a_replica_is_believed_by_its_authority(certificates: Certificates, tmp_path: Path) -> None:
     other = Certificates.make(tmp_path / "other")
 
-    async def ask(context: ssl.SSLContext | None, url: str) -> bytes:
+    async def echo(request: web.Request) -> web.Response:
+        return web.Response(body=await request.read())
+
+    async def ask(context: ssl.SSLContext | None, host: str = "127.0.0.1") -> bytes:
         connections = Connections(5.0, 30.0, context)
         try:
-            async with connections.post(url, "/generate", {}, b"what") as answer:
+            async with connections.post(f"https://{host}:{port}", "/generate", {}, b"what") as answer:
                 return await answer.read()
         finally:
             connections.close()
 
-    async def main() -> None:
-        async def echo(request: web.Request) -> web.Response:
-            return web.Response(body=await request.read())
-
-        app = web.Application()
-        app.add_routes([web.post("/generate", echo)])
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(certificates.certificate, certificates.key)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "0.0.0.0", 0, ssl_context=context).start()
-        port = runner.addresses[0][1]
-        url = f"https://127.0.0.1:{port}"
-        assert await ask(tls.authorities(certificates.authority), url) == b"what"
-        shown = tls.pinned(certificates.certificate)
-        assert await ask(shown, url) == b"what"
-        assert await ask(shown, f"https://127.0.0.2:{port}") == b"what", "by whatever name it is asked"
+    app = web.Application()
+    app.add_routes([web.post("/generate", echo)])
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificates.certificate, certificates.key)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "0.0.0.0", 0, ssl_context=context).start()
+    port = runner.addresses[0][1]
+    ours, shown = tls.authorities(certificates.authority), tls.pinned(certificates.certificate)
+    for right, host in ((ours, "127.0.0.1"), (shown, "127.0.0.1"), (shown, "127.0.0.2")):
+        assert await ask(right, host) == b"what"
+    for wrong, host in (
+        (tls.pinned(other.certificate), "127.0.0.1"),
+        (tls.authorities(other.authority), "127.0.0.1"),
+        (tls.authorities(None), "127.0.0.1"),
+        (ours, "127.0.0.2"),
+    ):
         with pytest.raises(NotConnected):
-            await ask(tls.pinned(other.certificate), url)
-        for wrong, address in (
-            (other.authority, url),
-            (None, url),
-            (certificates.authority, f"https://127.0.0.2:{port}"),
-        ):
-            with pytest.raises(NotConnected):
-                await ask(tls.authorities(wrong), address)
-        await runner.cleanup()
-
-    asyncio.run(main())
+            await ask(wrong, host)
+    await runner.cleanup()
 
 
 class TestRenewed:
@@ -172,13 +165,13 @@ class TestRenewed:
 
 
 @pytest.fixture(params=[1, 2], ids=["a process", "two processes"])
-def served(request: pytest.FixtureRequest, files: Certificates, tmp_path: Path) -> Iterator[tuple[int, int]]:
+def served(request: pytest.FixtureRequest, files: Certificates, tokenizer: Path) -> Iterator[tuple[int, int]]:
     """Ports of a gateway: that of clients, and that of operators."""
     port, admin = free_port(), free_port()
     command = [
         sys.executable, "-m", "router.gateway", "--port", str(port), "--router", "tcp://127.0.0.1:1",
-        "--model-name", MODEL, "--tokenizer", str(make_tokenizer(tmp_path)), "--admin-port", str(admin),
-        "--tls-cert", files.certificate, "--tls-key", files.key, "--workers", str(request.param),
+        "--model-name", MODEL, "--tokenizer", str(tokenizer), "--admin-port", str(admin),
+        "--tls-cert", files.certificate, "--tls-key", files.key, "--workers", str(request.param), "--notice", "0",
     ]  # fmt: skip
     with subprocess.Popen(command) as process:
         try:
@@ -207,12 +200,9 @@ def test_clients_and_operators_are_served_over_https(
     wait_until(answers, "the gateway answers, and says that it has no router")
     assert get(f"https://127.0.0.1:{admin}/status", verify=context).status_code == 200
     page = get(f"https://127.0.0.1:{admin}/metrics", verify=context).text
-    (ends,) = [
-        one
-        for one in text_string_to_metric_families(page)
-        if one.name.endswith("certificate_end_timestamp_seconds")
-    ]
-    assert ends.samples[0].value == pytest.approx(time.time() + 2 * 86_400, abs=3600)
+    families = {one.name: one for one in text_string_to_metric_families(page)}
+    [ends] = families["sglang_fair_gateway_certificate_end_timestamp_seconds"].samples
+    assert ends.value == pytest.approx(time.time() + 2 * 86_400, abs=3600)
     for one in served:
         with pytest.raises(httpx.TransportError):
             get(f"http://127.0.0.1:{one}/health")
