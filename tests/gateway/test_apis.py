@@ -343,11 +343,7 @@ async def test_anthropic_s_errors_are_anthropic_s(c: Cluster) -> None:
             ({"messages": 3}, 400, "invalid_request_error"),
         ):
             got, _, raw = await c.post(PATHS[kind], BODIES[PATHS[kind]] | asked)
-            assert (got, json.loads(raw)["type"], json.loads(raw)["error"]["type"]) == (
-                status,
-                "error",
-                type,
-            )
+            assert (got, json.loads(raw)["type"], json.loads(raw)["error"]["type"]) == (status, "error", type)
         c.replicas[0].mode = "503"
         got, headers, raw = await c.post(PATHS[kind], BODIES[PATHS[kind]])
         assert (got, json.loads(raw)["error"]["type"]) == (502, "api_error")

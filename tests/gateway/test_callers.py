@@ -118,11 +118,7 @@ JSON = st.recursive(
 
 @settings(max_examples=examples(200))
 @given(
-    kind=st.sampled_from(SALTED),
-    salt=JSON,
-    extra_key=JSON,
-    lora=JSON,
-    group=st.sampled_from([None, "other"]),
+    kind=st.sampled_from(SALTED), salt=JSON, extra_key=JSON, lora=JSON, group=st.sampled_from([None, "other"])
 )
 def test_no_body_reaches_into_a_group(kind, salt, extra_key, lora, group) -> None:
     """Neither of somebody without a group nor of another one's: not at the replica, not in the router's tree."""

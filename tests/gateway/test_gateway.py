@@ -500,9 +500,7 @@ async def test_a_router_that_goes_and_comes_back(c: Cluster) -> None:
     await eventually(lambda: not c.gateway.link.alive, "the gateway misses the router")
     without = [
         await c.http.post(
-            c.url + "/v1/completions",
-            json=COMPLETION | {"stream": True},
-            headers={"x-fair-client": str(n)},
+            c.url + "/v1/completions", json=COMPLETION | {"stream": True}, headers={"x-fair-client": str(n)}
         )
         for n in range(5)
     ]

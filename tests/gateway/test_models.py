@@ -288,13 +288,7 @@ async def test_what_was_attained_is_counted_and_told(monkeypatch: pytest.MonkeyP
         ("interactive", "met"), ("interactive", "missed"), ("batch-1", "met"), ("", ""), ("batch-1", "missed"),
     ]  # fmt: skip
     listed = (await c.get("/requests"))[1]["requests"]
-    assert [one["slo_class"] for one in listed] == [
-        "batch-1",
-        "",
-        "batch-1",
-        "interactive",
-        "interactive",
-    ]
+    assert [one["slo_class"] for one in listed] == ["batch-1", "", "batch-1", "interactive", "interactive"]
 
 
 @pytest.fixture

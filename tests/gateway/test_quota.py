@@ -88,11 +88,7 @@ async def test_requests_in_a_minute(quotas: Quotas, clock: Clock) -> None:
     clock.now_s += 20
     error = await refused(quotas.enter(known(requests_per_minute=3)))
     left_s = str(int(60 - clock.now_s % 60))
-    assert (error.status, error.code, error.headers["retry-after"]) == (
-        429,
-        "rate_limit_exceeded",
-        left_s,
-    )
+    assert (error.status, error.code, error.headers["retry-after"]) == (429, "rate_limit_exceeded", left_s)
     assert error.headers["x-ratelimit-reset-requests"] == f"{left_s}s"
     assert quotas.state()["refused"] == {"requests": 1}
     other = await quotas.enter(known("silver", requests_per_minute=3))

@@ -49,11 +49,7 @@ def test_a_served_request_is_done(sent: Sent) -> None:
 @pytest.mark.parametrize("lost", [BROKEN, SILENT])
 @pytest.mark.parametrize(
     ("sent", "step"),
-    [
-        (Sent.NOTHING, TryAnother()),
-        (Sent.CONTINUABLE, ContinueElsewhere()),
-        (Sent.ALL_BUT_END, EndStream()),
-    ],
+    [(Sent.NOTHING, TryAnother()), (Sent.CONTINUABLE, ContinueElsewhere()), (Sent.ALL_BUT_END, EndStream())],
 )
 def test_after_a_loss_another_replica_serves_or_continues(lost: Lost, sent: Sent, step: Step) -> None:
     found, retries = after(lost, sent)

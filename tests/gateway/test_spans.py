@@ -114,8 +114,7 @@ def test_a_served_request_is_placement_waiting_prefill_and_decode() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ends", "names"),
-    [("left", ["waiting"]), ("in its prompt", ["waiting", "prefill"])],
+    ("ends", "names"), [("left", ["waiting"]), ("in its prompt", ["waiting", "prefill"])]
 )
 def test_what_did_not_happen_has_no_span(ends: str, names: list[str]) -> None:
     [_, *found] = below(attempt(), told([of_replica(ends=ends)]))

@@ -68,14 +68,7 @@ async def test_fifty_invented_keys_under_load_are_nobody(c: Cluster) -> None:
 
     real = "gold"
     invented = [keys.new_key() for _ in range(44)]
-    invented += [
-        real[:-1],
-        real + "x",
-        real.upper(),
-        "sha256:" + keys.digest(real).hex(),
-        "\u00e4",
-        "None",
-    ]
+    invented += [real[:-1], real + "x", real.upper(), "sha256:" + keys.digest(real).hex(), "\u00e4", "None"]
 
     async def intrude(number: int) -> tuple[int, str]:
         kind = list(ENDPOINTS)[number % 3]

@@ -22,13 +22,7 @@ from sglang_fair.cluster.options import check as check_cluster
 from sglang_fair.settings.setting import SettingError
 from sglang_fair.tenants import edit, keys
 from sglang_fair.tenants.model import Limits, Tenant
-from tests.gateway.clusters import (
-    COMPLETION,
-    ENDPOINTS,
-    MODEL,
-    Cluster,
-    cluster,
-)
+from tests.gateway.clusters import COMPLETION, ENDPOINTS, MODEL, Cluster, cluster
 from tests.support.collector import Collector, Node, node_of, tree
 from tests.support.ports import free_port
 from tests.support.waiting import eventually, wait_until

@@ -28,7 +28,7 @@ PLACEMENTS = ("d2lpm-queue", "qlm") if is_night() else ("qlm",)
 TURNS = 2 if is_night() else 1
 """Of each kind. More than 4 may end the cluster: what dies five times, each within a minute of being ready, is not
 started again."""
-WAIT_S = 200.0
+WAIT_S = 500.0
 
 
 def client_of(cluster: Cluster, name: str) -> openai.AsyncOpenAI:

@@ -19,7 +19,6 @@ import pytest
 
 from tests.support.budget import is_night
 from tests.support.live import Cluster
-from tests.support.waiting import DEADLINE_S
 
 pytestmark = pytest.mark.e2e
 
@@ -32,6 +31,8 @@ ARGUMENTS = (
 )  # fmt: skip
 NEVER = aiohttp.ClientTimeout(total=None)
 """Who may be answered late waits as long as there are others."""
+LIMIT_S = 400.0
+"""For one look, on however busy a machine."""
 CLIENTS = 100
 """Each with one request at a time, so that nobody is ahead of its share."""
 
@@ -77,7 +78,7 @@ def planner_of(cluster: Cluster) -> dict:
 
 async def until(cluster: Cluster, check: Callable[[], Found], what: str) -> Found:
     """The first true value of `check`, a look at the cluster, of which there are few: it has its work to do."""
-    end = time.monotonic() + DEADLINE_S
+    end = time.monotonic() + LIMIT_S
     while not (found := await asyncio.to_thread(check)):
         assert time.monotonic() < end, (what, cluster.status()["planner"])
         await asyncio.sleep(0.2)

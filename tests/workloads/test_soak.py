@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.budget import is_night
 from tests.support.fork_server import PREFIX
 from workloads.soak import MIB, MemorySample, ProcessMemory, growth_per_h, kind_of, main, rows, table
 
@@ -54,6 +55,7 @@ def test_bad_arguments_are_refused(capsys):
 
 
 @pytest.mark.e2e
+@pytest.mark.skipif(not is_night(), reason="a soak is for the night")
 @pytest.mark.timeout(700)
 def test_a_short_soak_answers_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(PREFIX)  # the processes are sought below the cluster's
