@@ -3,7 +3,6 @@
 import asyncio
 import json
 import logging
-import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import httpx
 import pytest
 import yarl
 
-from router.core import Router
 from router.gateway.app import Config, create_app
 from router.gateway.clients import header_safe
 from router.gateway.errors import ApiError
@@ -20,8 +18,6 @@ from router.gateway.limits import Limits
 from router.gateway.request.names import Names
 from router.gateway.request.parse import parse
 from router.gateway.request.tokens import TokenizerError, Tokens
-from router.placement import build
-from router.shell import Shell
 from tests.gateway.clusters import (
     CHAT,
     COMPLETION,
@@ -438,20 +434,6 @@ async def test_before_the_first_byte_another_replica_is_tried(mode: str, stream:
         await eventually(lambda: c.replicas[0].aborted == [c.replicas[0].body["rid"]], "it was cancelled")
 
 
-@pytest.mark.cluster(replicas=2)
-async def test_when_no_replica_serves_the_client_is_told(c: Cluster) -> None:
-    for replica in c.replicas:
-        replica.mode = "die"
-    for stream in (True, False):
-        status, headers, answer = await c.post("/v1/chat/completions", CHAT | {"stream": stream})
-        assert (status, headers["retry-after"]) == (502, "1")
-        error = json.loads(answer)["error"]
-        assert error["code"] == "no_replica"
-        assert "r0" in error["message"]
-        assert "r1" in error["message"]
-    await c.ended(failed=4)
-
-
 @pytest.mark.parametrize("mode", ["die midway", "no end"])
 @pytest.mark.parametrize("path", list(ENDPOINTS))
 @pytest.mark.cluster(replicas=2)
@@ -481,67 +463,6 @@ async def test_a_replicas_own_error_is_passed_on(mode: str, c: Cluster) -> None:
 
 
 # -- the router fails
-
-
-@pytest.mark.cluster(replicas=0)
-async def test_without_workers_the_client_is_told_to_come_back(c: Cluster) -> None:
-    status, headers, answer = await c.post("/v1/completions", COMPLETION)
-    assert (status, headers["retry-after"]) == (503, "1")
-    assert "no worker is up" in json.loads(answer)["error"]["message"]
-
-
-@pytest.mark.cluster(replicas=2, router_timeout_s=ROUTER_TIMEOUT_S)
-async def test_a_router_that_goes_and_comes_back(c: Cluster) -> None:
-    c.replicas[0].mode = c.replicas[1].mode = "endless"
-    streaming = await c.http.post(c.url + "/v1/completions", json=COMPLETION | {"stream": True})
-    await streaming.content.readuntil(b"\n\n")
-    await eventually(lambda: len(c.gateway.fleet.workers) == 2, "the gateway knows the workers")
-    c.router.close()
-    await eventually(lambda: not c.gateway.link.alive, "the gateway misses the router")
-    without = [
-        await c.http.post(
-            c.url + "/v1/completions", json=COMPLETION | {"stream": True}, headers={"x-fair-client": str(n)}
-        )
-        for n in range(5)
-    ]
-    assert [one.status for one in without] == [200] * 5
-    assert {one.headers["x-fair-worker"] for one in without} == {"r0", "r1"}
-    state = await c.state()
-    assert (state["placement"], state["in_flight"], state["gateway"]["fallback"]) == ("fallback", 6, True)
-    assert state["gateway"]["placed in fallback"] == 5
-    assert sum(worker["in_flight"] for worker in state["workers"].values()) == 6
-    async with c.http.get(c.url + "/health") as response:
-        assert (response.status, (await response.json())["status"]) == (200, "fallback")
-
-    # Another router, which knows no worker and no request: the gateway tells it both.
-    shell = Shell(Router(build("d2lpm"), name="d2lpm"), c.router.endpoint)
-    thread = threading.Thread(target=shell.run)
-    thread.start()
-    try:
-
-        async def taken_over() -> bool:
-            state = await c.state()
-            return state["placement"] == "d2lpm" and state["in_flight"] == 6
-
-        await eventually(taken_over, "the new router counts what is in flight")
-        state = await c.state()
-        loads = {name: worker["in_flight"] for name, worker in state["workers"].items()}
-        assert loads == dict(c.gateway.fleet.in_flight)
-        assert state["counts"]["taken over"] == 6
-        assert all(min(row.values()) <= -2 for row in state["deficits"].values()), "prompts are charged"
-        for replica in c.replicas:
-            replica.mode = "ok"
-        for one in (streaming, *without):
-            assert (await one.content.read()).endswith(b"data: [DONE]\n\n")
-        state = await c.ended()
-        assert state["counts"]["ended ok"] == 6
-        assert not any(worker["in_flight"] for worker in state["workers"].values())
-        assert (await c.post("/v1/completions", COMPLETION))[0] == 200
-        assert not (await c.state())["gateway"]["fallback"]
-    finally:
-        shell.stop()
-        thread.join()
-        shell.close()
 
 
 @pytest.mark.cluster(router_timeout_s=ROUTER_TIMEOUT_S)
