@@ -475,74 +475,55 @@ def test_text_of_a_chat_waits_for_its_token_ids(tokenizer: Path) -> None:
     assert client.resumable._sent_text == "ab", "what waits was not sent"
 
 
+DRAW: dict[str, Any] = {"temperature": 1}
+WAYS: list[tuple[str, dict[str, Any], str | None, list[dict[str, Any]]]] = [
+    ("completions", {}, "tokens", [
+        {}, {"temperature": 0, "seed": 3}, {"min_tokens": 4}, {"repetition_penalty": 1.0},
+    ]),
+    ("generate", {}, "tokens", [{}]),
+    ("chat", {}, "repeat", [{}]),
+    ("completions", DRAW, "sample", [
+        {}, {"seed": 3}, {"stop": ["x"], "min_tokens": 2, "logit_bias": {"5": 1.5}},
+        {"frequency_penalty": 0.5}, {"presence_penalty": 0.0, "repetition_penalty": 1},
+        {"logit_bias": {"5": "1.5"}},
+    ]),
+    ("chat", DRAW, "sample", [
+        {}, {"max_tokens": None}, {"max_completion_tokens": 9},
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+    ]),
+    ("generate", {}, "sample", [
+        {"sampling_params": {"temperature": 1, "max_new_tokens": 5}},
+        {"sampling_params": {"temperature": 1, "sampling_seed": 3, "max_new_tokens": 5}},
+    ]),
+    ("completions", {}, "sample", [{"temperature": None}]),
+    ("completions", DRAW, None, [
+        {"frequency_penalty": "0.5"}, {"presence_penalty": 0.5}, {"repetition_penalty": 1.1},
+        {"max_tokens": None}, {"min_tokens": "4"}, {"logit_bias": [5]},
+        {"logit_bias": {"5": "1.5"}, "frequency_penalty": 0.5}, {"regex": "a*"}, {"stop_regex": "a*"},
+        {"response_format": {"type": "json_object"}}, {"custom_logit_processor": "x"}, {"echo": True},
+        {"logprobs": 1}, {"n": 2}, {"an_option_of_tomorrow": 1},
+    ]),
+    ("chat", DRAW, None, [
+        {"tools": [{"type": "function"}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+    ]),
+    ("completions", DRAW, "tokens", [{"top_k": 1}]),
+    ("completions", {}, None, [
+        {"stream": False}, {"n": 2}, {"logprobs": 1}, {"logprobs": 0}, {"return_token_ids": True},
+        {"session_params": {"id": "x"}}, {"stream_options": {"continuous_usage_stats": True}},
+        {"prompt": ["a", "b"]},
+    ]),
+    ("completions", {}, "repeat", [
+        {"max_tokens": None}, {"min_tokens": "4"}, {"repetition_penalty": 1.1}, {"regex": "a*"},
+        {"response_format": {"type": "json_object"}}, {"echo": True}, {"an_option_of_tomorrow": 1},
+    ]),
+]  # fmt: skip
+"""Kinds, what their requests have in common, how they can go on, and what else they have."""
+
+
 @pytest.mark.parametrize(
     ("kind", "change", "way"),
-    [
-        ("completions", {}, "tokens"),
-        ("generate", {}, "tokens"),
-        ("chat", {}, "repeat"),
-        ("completions", {"temperature": 1}, "sample"),
-        ("chat", {"temperature": 1}, "sample"),
-        ("generate", {"sampling_params": {"temperature": 1, "max_new_tokens": 5}}, "sample"),
-        ("completions", {"temperature": None}, "sample"),
-        ("completions", {"temperature": 1, "seed": 3}, "sample"),
-        (
-            "completions",
-            {"temperature": 1, "stop": ["x"], "min_tokens": 2, "logit_bias": {"5": 1.5}},
-            "sample",
-        ),
-        ("completions", {"temperature": 1, "frequency_penalty": 0.5}, "sample"),
-        ("completions", {"temperature": 1, "frequency_penalty": "0.5"}, None),
-        ("completions", {"temperature": 1, "presence_penalty": 0.5}, None),
-        ("completions", {"temperature": 1, "presence_penalty": 0.0, "repetition_penalty": 1}, "sample"),
-        ("completions", {"temperature": 1, "repetition_penalty": 1.1}, None),
-        ("completions", {"temperature": 1, "max_tokens": None}, None),
-        ("completions", {"temperature": 1, "min_tokens": "4"}, None),
-        ("completions", {"temperature": 1, "logit_bias": [5]}, None),
-        ("completions", {"temperature": 1, "logit_bias": {"5": "1.5"}}, "sample"),
-        ("completions", {"temperature": 1, "logit_bias": {"5": "1.5"}, "frequency_penalty": 0.5}, None),
-        ("completions", {"temperature": 1, "regex": "a*"}, None),
-        ("completions", {"temperature": 1, "stop_regex": "a*"}, None),
-        ("completions", {"temperature": 1, "response_format": {"type": "json_object"}}, None),
-        ("completions", {"temperature": 1, "custom_logit_processor": "x"}, None),
-        ("completions", {"temperature": 1, "echo": True}, None),
-        ("completions", {"temperature": 1, "logprobs": 1}, None),
-        ("completions", {"temperature": 1, "n": 2}, None),
-        ("completions", {"temperature": 1, "an_option_of_tomorrow": 1}, None),
-        ("chat", {"temperature": 1, "max_tokens": None}, "sample"),
-        ("chat", {"temperature": 1, "max_completion_tokens": 9}, "sample"),
-        ("chat", {"temperature": 1, "tools": [{"type": "function"}]}, None),
-        (
-            "chat",
-            {"temperature": 1, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            None,
-        ),
-        ("chat", {"temperature": 1, "messages": [{"role": "user", "content": [{"type": "text"}]}]}, "sample"),
-        ("completions", {"temperature": 0, "seed": 3}, "tokens"),
-        (
-            "generate",
-            {"sampling_params": {"temperature": 1, "sampling_seed": 3, "max_new_tokens": 5}},
-            "sample",
-        ),
-        ("completions", {"temperature": 1, "top_k": 1}, "tokens"),
-        ("completions", {"stream": False}, None),
-        ("completions", {"n": 2}, None),
-        ("completions", {"logprobs": 1}, None),
-        ("completions", {"logprobs": 0}, None),
-        ("completions", {"return_token_ids": True}, None),
-        ("completions", {"session_params": {"id": "x"}}, None),
-        ("completions", {"stream_options": {"continuous_usage_stats": True}}, None),
-        ("completions", {"prompt": ["a", "b"]}, None),
-        ("completions", {"max_tokens": None}, "repeat"),
-        ("completions", {"min_tokens": 4}, "tokens"),
-        ("completions", {"min_tokens": "4"}, "repeat"),
-        ("completions", {"repetition_penalty": 1.0}, "tokens"),
-        ("completions", {"repetition_penalty": 1.1}, "repeat"),
-        ("completions", {"regex": "a*"}, "repeat"),
-        ("completions", {"response_format": {"type": "json_object"}}, "repeat"),
-        ("completions", {"echo": True}, "repeat"),
-        ("completions", {"an_option_of_tomorrow": 1}, "repeat"),
-    ],
+    [(kind, shared | change, way) for kind, shared, way, changes in WAYS for change in changes],
 )
 def test_how_a_stream_can_go_on(kind: str, change: dict[str, Any], way: str | None) -> None:
     body = request(kind, "x", 5) | change
