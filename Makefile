@@ -48,7 +48,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: help setup check lint test nightly gate-3.13 cluster compare reproduce lock dist docs image clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  \033[1m%-10s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9.-]+:.*## / {printf "  \033[1m%-10s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
 	@echo 'Variables: DEVICE=cpu|cuda|auto REPLICAS=2 MODEL=default|tiny|bench|<hf id>|<folder> POLICY=dlpm'
 	@echo '  PLACEMENT=d2lpm-queue PORT=8000 ARGS="more arguments"  VENV=.venv PYTHON=python3.11 TORCH_INDEX=<url>'
@@ -77,7 +77,7 @@ nightly: lint ## hours: random tests with their whole budget and new seeds, long
 	$(BIN)/sglang-fair bench soak --minutes 10
 	$(BIN)/python -m tests.mutants --jobs 2
 
-gate-3.13: $(READY)
+gate-3.13: $(READY) ## the gate's tests under Debian trixie's Python 3.13, in a folder of its own (needs root)
 	scripts/gate_on_trixie.sh $(BIN)/uv $(GATE) $(PYTEST_ARGS)
 
 cluster: $(RUNS) ## start replicas, router and gateway; Ctrl-C stops them
