@@ -6,12 +6,9 @@ from statistics import mean
 
 import pytest
 
-from workloads.apps import APPS, BY_NAME, Crowd, client, service
+from workloads.apps import APPS, BY_NAME, Crowd, client
 from workloads.arrivals import EvenArrivals
 from workloads.clients import Client
-from workloads.experiments.contract import Result
-from workloads.experiments.fairserve_abuse import Abuse
-from workloads.experiments.fairserve_setting import ABUSED, compared, served
 from workloads.programs import Call, Execution, Outcome, Program, Reply
 from workloads.records import Manifest, ProgramRecord, RequestRecord, Run
 from workloads.served import busiest_minute, limits_of, totals
@@ -207,25 +204,3 @@ def test_limits_are_what_nearly_all_stay_below() -> None:
         limits_of(ran([], []), 99)
     with pytest.raises(ValueError, match="percentile"):
         limits_of(run, 0)
-
-
-def test_fairness_in_plain_and_in_normalised_service() -> None:
-    """One average call of each application costs as much as the application says, and counts 1."""
-    one = {app.name: {"prompt_tokens": app.input_tokens, "output_tokens": app.output_tokens} for app in APPS}
-    for app, (plain, normalised) in served(one).items():
-        assert plain == service(BY_NAME[app].input_tokens, BY_NAME[app].output_tokens)
-        assert normalised == pytest.approx(1)
-    few = {"apps": {name: one[name] for name in ("app7", ABUSED)}, "good": {"heard_users": 4}}
-    abused = {key: 30 * tokens for key, tokens in one[ABUSED].items()}
-    experiment = Abuse()
-    cells = {cell.name: cell for cell in experiment.cells("full")}
-    results = {
-        name: Result(cell, [{**few, "bad": {**abused, "users": 5}, "all": {"throttled": 1}}] * 2)
-        for name, cell in cells.items()
-    }
-    [rpm, *_] = experiment.values(results)["fairness"]
-    users = served(one)["app7"][0] + served(one)[ABUSED][0]
-    assert rpm["label"] == "RPM"
-    assert rpm["plain"] == pytest.approx(6 * served(one)[ABUSED][0] / (users / 4))
-    assert rpm["normalised"] == pytest.approx(6 / (2 / 4))
-    assert compared(results["rpm"], lambda run: (None, 2.0))["plain"] is None

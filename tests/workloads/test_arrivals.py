@@ -30,10 +30,6 @@ def test_mean_and_variation_are_as_stated(cv):
     assert pstdev(drawn) / mean(drawn) == pytest.approx(cv, rel=0.05)
 
 
-def test_without_variation_arrivals_are_evenly_spaced():
-    assert gaps(GammaArrivals(rate_per_s=2.0, cv=0.0), 50) == pytest.approx([0.5] * 50)
-
-
 def test_the_first_arrival_can_be_given():
     assert GammaArrivals(rate_per_s=0.01, first_s=0.0).schedule(Random(1), until_s=1.0) == (0.0,)
     with pytest.raises(ValueError, match="must be at 0 s or later"):

@@ -45,14 +45,6 @@ def test_a_stream_does_not_depend_on_the_others():
     assert len(alone[0].tokens) == 4 * alone[0].prompt_tokens
 
 
-def test_who_shares_a_prefix_has_the_same_first_tokens():
-    asked = requests([Stream("m", "batch-1", 5.0, count=40, prefixes=2, prefix_tokens=100)], "0")
-    assert {one.prefix for one in asked} == {"batch-1:m prefix 0", "batch-1:m prefix 1"}
-    heads = {one.prefix: one.tokens[:400] for one in asked}
-    assert all(one.tokens.startswith(heads[one.prefix]) for one in asked)
-    assert len({one.tokens for one in asked}) == 40
-
-
 def test_streams_and_fleets_are_plain_values():
     stream, fleet = Stream("m", "batch-1", 5.0), Fleet(placement="edf", models=TWO)
     assert Stream.from_json({**asdict(stream), "until_s": None}) == stream

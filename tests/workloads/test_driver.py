@@ -190,47 +190,6 @@ def test_every_way_to_fail_is_one_record_that_says_so(handler, timeout_s, error)
     assert [(program.outcome, program.failed) for program in run.programs] == [("failed", 1)]
 
 
-def test_a_server_that_is_not_there_is_an_error_of_the_request():
-    async def main() -> Run:
-        with Records(None, Manifest("test", "none", {}, 1.0)) as records:
-            plan = Plan(duration_s=1.0, programs_per_client=1, drain_s=LIMIT_S)
-            await Driver(Endpoint("http://127.0.0.1:9"), [client(one_call)], plan, records).run()
-            return records.run
-
-    (record,) = asyncio.run(main()).requests
-    assert record.outcome == "failed"
-    assert "ClientConnectorError" in record.error
-
-
-def test_what_is_under_way_at_the_end_is_cancelled_and_recorded(monkeypatch):
-    """The time for draining is over as soon as both requests have begun to be answered."""
-    server, feed, begun, drivers = FakeServer(), wire.Answer.feed, [], []
-    server.stops_after = 3
-
-    class Late(Driver):
-        def _now(self) -> float:
-            return super()._now() + (2 * LIMIT_S if len(begun) == 2 else 0.0)
-
-    def noted(answer: wire.Answer, event: Any) -> None:
-        feed(answer, event)
-        if answer.output_tokens == 2:
-            begun.append(answer)
-            drivers[0]._wake.set()
-
-    monkeypatch.setattr(wire.Answer, "feed", noted)
-
-    def long_call(_: int) -> Program:
-        yield (Call("Why?", 100), Call("How?", 100))
-
-    plan = Plan(0.5, programs_per_client=1, drain_s=LIMIT_S)
-    run = drive({"/generate": server.generate}, [client(long_call)], plan, driver_class=Late, made=drivers)
-    assert [record.outcome for record in run.requests] == ["cancelled", "cancelled"]
-    assert all(record.output_tokens == record.token_times[-1][1] > 0 for record in run.requests)
-    (program,) = run.programs
-    assert (program.outcome, program.t_done_s) == ("cancelled", None)
-    assert server.dropped == 2, "the server saw its clients hang up"
-
-
 def test_token_ids_to_a_chat_endpoint_are_the_callers_mistake():
     with pytest.raises(ValueError, match="TextCodec"):
         drive({"/v1/chat/completions": refuse}, [client(tree)], kind=wire.CHAT)
@@ -303,20 +262,6 @@ def test_replicas_are_sampled_under_plain_names_and_lost_samples_are_counted():
 # ---- the closed loop
 
 
-def test_a_closed_loop_keeps_its_number_of_programs_under_way():
-    server = FakeServer(delay_s=0.005)
-    plan = Plan(LIMIT_S, 20, drain_s=LIMIT_S, at_once={"a": 3})
-    run = drive({"/generate": server.generate}, [client(one_call)], plan)
-    assert server.most_at_once == 3
-    ends = sorted(program.t_done_s for program in run.programs)
-    begins = sorted(program.t_intended_s for program in run.programs)
-    assert len(run.programs) == 20
-    assert all(begin >= end for begin, end in zip(begins[3:], ends, strict=False)), (
-        "each takes an ended one's place"
-    )
-    assert sorted(program.program for program in run.programs) == list(range(len(run.programs)))
-
-
 def test_of_programs_that_have_ended_nothing_is_kept_but_records():
     kept, drivers = [], []
     plan = Plan(60.0, 20, at_once={"a": 2}, drain_s=None)
@@ -327,48 +272,6 @@ def test_of_programs_that_have_ended_nothing_is_kept_but_records():
 
 
 # ---- time
-
-
-def test_a_stalled_server_does_not_hide_latency():
-    """One connection, a server that says nothing for a fifth of a second, a request every 20 ms: latencies are those
-    of requests sent on time."""
-    server = FakeServer()
-
-    async def stalled(request: web.Request) -> web.StreamResponse:
-        if not server.bodies:
-            await asyncio.sleep(0.2)
-        return await server.generate(request)
-
-    steady = Client("a", one_call, GammaArrivals(50.0, 0.0, first_s=0.0), seed="s")
-    plan = Plan(0.18, drain_s=LIMIT_S, connections_per_client=1)
-    run = drive({"/generate": stalled}, [steady], plan)
-    due = [record.t_intended_s for record in sorted(run.requests, key=lambda record: record.program)]
-    assert due == pytest.approx([0.02 * k for k in range(len(due))], abs=1e-5)
-    assert len(due) >= 9
-    assert all(
-        record.t_first_token_s - record.t_intended_s >= 0.2 - record.t_intended_s for record in run.requests
-    )
-
-
-def test_a_run_that_is_stopped_leaves_whole_records(monkeypatch):
-    server, feed = FakeServer(delay_s=0.001), wire.Answer.feed
-    drivers: list[Driver] = []
-
-    def stopping(answer: wire.Answer, event: Any) -> None:
-        feed(answer, event)
-        if answer.output_tokens == 3:
-            drivers[0].stop()
-
-    monkeypatch.setattr(wire.Answer, "feed", stopping)
-
-    def endless(_: int) -> Program:
-        yield Call("Why?", 10_000)
-
-    plan = Plan(1e6, 1, drain_s=None)
-    run = drive({"/generate": server.generate}, [client(endless)], plan, made=drivers)
-    assert [record.outcome for record in run.requests] == ["cancelled"]
-    assert run.requests[0].output_tokens > 0
-    assert [program.outcome for program in run.programs] == ["cancelled"]
 
 
 def test_of_many_tokens_the_first_and_the_last_are_on_time():

@@ -230,12 +230,6 @@ def test_a_worker_ends_with_its_parent(tmp_path):
     wait_until(lambda: not lives(pid), "the worker's end")
 
 
-def test_curves_are_kept_of_the_first_seed_alone(tmp_path):
-    make(tmp_path, Odd([("a", {"x": 1})], ("5", "1")))
-    kept = {record.seed: set(record.measured) for record in store.read_folder(tmp_path, ["odd"])}
-    assert kept == {"5": {"y", "deep", "curves"}, "1": {"y", "deep"}}
-
-
 # ---- records and the page
 
 
@@ -264,14 +258,6 @@ def test_the_page_is_a_function_of_the_records_whatever_their_order(tmp_path):
     assert results.page(shuffled, {"odd": Odd(CELLS, ("0", "1"))}) == page
     for part in ("2.5 (2 to 3)", "Nobody, Figure 0", "odd-y.png", "The sum is 6", "commit abc"):
         assert part in page
-
-
-def test_the_page_says_where_we_differ_and_why(tmp_path):
-    differs = results.page(records_of(tmp_path), {"odd": Odd([("a", {"x": 1})])})
-    assert "0 hold here, 1 hold in part, 0 do not" in differs
-    assert "Where we differ" in differs
-    assert "Paper: 6. Here: 2. Other numbers." in differs
-    assert "Where we differ" not in results.page(records_of(tmp_path), {"odd": Odd(CELLS)})
 
 
 def test_a_record_of_another_form_of_its_cell_is_not_reported(tmp_path):

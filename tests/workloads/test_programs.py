@@ -193,15 +193,6 @@ def test_the_bad_client_of_document_questions_sends_more_often_or_longer_documen
     assert lengths == [{1000}, {2000}]
 
 
-def test_arrivals_differ_between_clients_and_not_between_runs():
-    first, second = (
-        SCENARIOS["tot-s1"].clients(scale=Scale(), rate_per_s=2.0, codec=BYTES) for _ in range(2)
-    )
-    times = [client.arrival_times(until_s=20.0) for client in first]
-    assert times == [client.arrival_times(until_s=20.0) for client in second]
-    assert len(set(times)) == len(times)
-
-
 def test_articles_are_read_from_a_folder_and_from_a_file(tmp_path):
     (tmp_path / "b.txt").write_text("Second.")
     (tmp_path / "a.txt").write_text("First.\n\nStill first.")

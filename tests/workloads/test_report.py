@@ -28,7 +28,7 @@ from workloads.compare.command import main as compare_main
 from workloads.compare.comparison import LiveCase, order
 from workloads.measures import Percentile, summarize
 from workloads.records import End, Manifest, ProgramRecord, Records, Run, Sample, read, to_json
-from workloads.runs.case import EACH_PLACEMENT, SCHEDULERS
+from workloads.runs.case import SCHEDULERS
 
 CLIENTS = {"bad": {"well_behaved": False}, "good": {"well_behaved": True}}
 
@@ -341,21 +341,6 @@ def test_a_case_survives_json_and_refuses_unknown_names():
     assert LiveCase(schedulers=("least_tokens+dlpm-adaptive",)).repeats == 2
     with pytest.raises(ValueError, match="unknown workload"):
         LiveCase(workloads=("tot",))
-
-
-def test_the_command_line_makes_the_case(tmp_path, monkeypatch):
-    make_tokenizer(tmp_path)
-    asked = []
-    monkeypatch.setattr("workloads.compare.command.carry_out", lambda one, _: asked.append(one) or 0)
-    words = ["--s2", "--rates", "tot-s1=0.5,judge-s1=2", "--duration", "5", "--tokenizer", str(tmp_path)]
-    assert compare_main([*words, "--", "--page-size", "32"]) == 0
-    assert compare_main([*words, "--placements", "--engine", "emulated"]) == 0
-    case, other = (one.case for one in asked)
-    assert (other.schedulers, other.replica_arguments) == (EACH_PLACEMENT, ())
-    assert case.workloads == ("tot-s1", "judge-s1", "tot-s2", "judge-s2")
-    assert case.rates_per_s == {"tot-s1": 0.5, "judge-s1": 2.0}
-    assert case.duration_s == 5
-    assert case.replica_arguments == ("--page-size", "32")
 
 
 def test_the_command_that_starts_a_cluster():

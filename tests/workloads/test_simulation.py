@@ -120,14 +120,6 @@ def test_a_second_request_finds_the_first_ones_pages(steps):
     assert second.t_done_s - first.t_done_s == pytest.approx(0.01 + 20 * 0.0001)
 
 
-def test_an_answer_may_be_shorter_than_its_limit(steps):
-    site = replace(steps, ignore_eos=False)
-    clients = [asking("a", lambda _: one_call(100, 50, answered=3))]
-    [record] = simulate(site, clients, Plan(0.5, drain_s=None)).requests
-    assert (record.output_tokens, record.max_output_tokens) == (3, 50)
-    assert record.t_done_s == pytest.approx(0.02 + 2 * 0.002)
-
-
 def test_the_network_takes_its_time(steps):
     clients = [asking("a", lambda _: one_call(300, 5))]
     [near] = simulate(steps, clients, Plan(0.5, drain_s=None)).requests
@@ -237,13 +229,6 @@ def test_a_run_that_is_cut_off_has_a_record_of_everything(steps):
     assert {(program.outcome, program.t_done_s) for program in run.programs} == {("cancelled", None)}
     assert (simulation.session.progress.cancelled, simulation.session.progress.in_flight) == (3, 0)
     assert summarize(run).throughput_tokens_per_s > 0
-
-
-def test_a_run_that_is_cut_off_amid_many_programs_has_a_record_of_everything():
-    run = simulate(TIGHT, traffic(rate_per_s=30.0), Plan(2.0, drain_s=0.3, connections_per_client=3))
-    complete(run)
-    assert {record.outcome for record in run.requests} == {"ok", "cancelled"}
-    assert any(record.t_start_s is None for record in run.requests)
 
 
 def test_what_is_sent_as_the_run_ends_has_a_record(steps):
@@ -385,24 +370,6 @@ def test_a_site_that_makes_no_sense_is_refused(wrong, says):
         replace(TIGHT, **wrong)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"policy_options": "patience=x"},
-        {"policy": "fcfs", "policy_options": "limit=3"},
-        {"quantum": 0.0},
-        {"worker_quantum": -1.0},
-        {"gpu": "abacus", "kv_tokens": None},
-        {"cost_model": "nowhere.json"},
-        {"placement_options": {"speed": 1}},
-        {"payer": "nobody"},
-    ],
-)
-def test_a_site_that_cannot_be_built_is_refused(wrong):
-    with pytest.raises(ValueError, match=r"^[^\n]+$"):
-        simulate(replace(TIGHT, **wrong), traffic(), TO_THE_END)
-
-
 def test_a_calibrated_site_has_the_replicas_limits(tmp_path, steps):
     limits = {
         "chunk_tokens": 512,
@@ -525,6 +492,7 @@ WRONG = {
     "--cache-share": ["maybe"],
     "--client-weights": ["[]", "{", '{"bad": -1}'],
     "--cost-model": ["nowhere.json", __file__],
+    "--payer": ["nobody"],
     "--duration": ["0"],
     "--good-clients": ["0"],
     "--thought-tokens": ["0"],

@@ -63,22 +63,9 @@ def test_regular_times_have_their_windows_inside_the_run():
 # ---- service
 
 
-def test_a_prompt_counts_with_the_first_token_and_output_when_it_comes():
-    windows = Windows(run_of(ONE), window_s=2.0)
-    assert windows.service_rate([1.0, 3.0, 5.0]) == {"a": ((10 + 2) / 2, 2 * 2 / 2, 0.0)}
-    assert windows.service(0.0, 20.0) == {"a": 16.0}
-
-
 def test_the_artifact_spreads_a_requests_cost_from_first_token_to_end():
     windows = Windows(run_of(replace(ONE, t_done_s=5.0)), method="spread", window_s=2.0)
     assert windows.service_rate([2.0, 4.0, 5.0]) == {"a": (4.0, 4.0, 2.0)}
-
-
-def test_other_costs_charge_each_token_what_it_adds():
-    cost = Profiled()
-    windows = Windows(run_of(ONE), cost=cost, window_s=2.0)
-    (rates,) = windows.service_rate([1.0, 3.0]).values()
-    assert rates == pytest.approx((33.892 / 2, (cost(10, 3) - 33.892) / 2))
 
 
 def test_cached_tokens_are_free_in_actual_service():
@@ -125,11 +112,6 @@ def test_what_a_failed_request_received_counts_by_events_and_not_as_the_artifact
 
 
 # ---- demand and response
-
-
-def test_a_request_is_asked_for_when_it_was_sent_and_in_full():
-    windows = Windows(run_of(ONE, request("a", 4.0, 9.0, 10.0)), window_s=4.0)
-    assert windows.requested_rate([2.0, 6.0, 10.0]) == {"a": (16 / 4, 14 / 4, 0.0)}
 
 
 def test_a_request_that_the_end_cut_off_asks_for_its_most_output():

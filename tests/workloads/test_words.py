@@ -85,12 +85,6 @@ def fields(*runs: dict[str, Any]) -> RecordFields:
     return RecordFields(Result(Cell("vtc", Site(), TrafficSpec("t"), Plan(1.0), seeds), runs))
 
 
-def test_a_record_is_read_by_attribute_and_by_key() -> None:
-    names = {"cells": {"vtc": fields({"a": {"client 1": 1}}, {"a": {"client 1": 5}}, {"a": {"client 1": 3}})}}
-    assert evaluate('cells.vtc.a["client 1"] * 2', names) == 6
-    assert quote("{cells[vtc].a[client 1]:.1f} s", names) == "3.0 s"
-
-
 def test_a_number_that_a_run_lacks_is_an_error() -> None:
     names = {"cells": {"vtc": fields({"a": 1}, {"a": None})}}
     for expression in ("cells.vtc.a", "cells.vtc.b"):
@@ -156,41 +150,6 @@ claims:
     )
     [claim] = report.claims
     assert (claim.text, claim.paper, claim.ours, claim.holds, claim.why) == ("t", "p", "3.0", verdict, "w")
-
-
-def test_groups_repeat_their_claims_and_when_leaves_one_out(report_of):
-    report = report_of(
-        """
-values: {ratio: cells.b.x / cells.a.x}
-claims:
-  - each: [{cell: a}, {cell: b}]
-    claims:
-      - {text: "{cell}", paper: p, values: {x: "cells[cell].x"}, here: "{x:g}", holds: x < ratio}
-      - {text: "{cell} again", paper: p, when: cell == "b", here: "", holds: "true"}
-"""
-    )
-    assert [(claim.text, claim.ours, claim.holds) for claim in report.claims] == [
-        ("a", "1", "yes"),
-        ("b", "3", "no"),
-        ("b again", "", "yes"),
-    ]
-
-
-def test_a_table_has_a_row_for_each_cell_or_for_what_it_names(report_of):
-    report = report_of(
-        """
-tables:
-  - {title: All, columns: {cell: = label, x: x, twice: = 2 * own.x}}
-  - title: "{what}"
-    each: [{what: Some}]
-    rows: '[{"cell": "b", "n": 7}]'
-    columns: {cell: = cell, x: x, n: = n, none: y}
-"""
-    )
-    assert [(table.title, table.rows) for table in report.tables] == [
-        ("All", [["a", "1", 2], ["b", "3", 6]]),
-        ("Some", [["b", "3", 7, "–"]]),
-    ]
 
 
 @pytest.mark.parametrize(
