@@ -28,22 +28,15 @@ HEADERS = [place for place in DEFAULT_ORDER if place not in (API_KEY, USER)]
 IDENTITY = settings(max_examples=examples(100))
 
 
-@pytest.mark.parametrize("header", HEADERS)
-def test_each_header_names_the_client(header):
-    assert identify({header: "acme"}) == "acme"
-
-
 def test_the_first_place_of_the_order_wins():
     everywhere = {header: f"by-{header}" for header in HEADERS} | {"authorization": "Bearer secret"}
     for place, name in zip(DEFAULT_ORDER[:-2], HEADERS, strict=True):
         assert identify(everywhere, "me") == f"by-{name}"
+        assert identify({place: "acme"}) == "acme"
         del everywhere[place]
     assert identify(everywhere, "me").startswith("key:")
     assert identify({}, "me") == "me"
     assert identify(everywhere, "me", order=(USER, API_KEY)) == "me"
-
-
-def test_only_the_places_of_the_order_count():
     assert identify({HEADER_CLIENT: "liar"}, "liar", order=(API_KEY,)) == ANONYMOUS
     assert identify({"x-own": "acme"}, order=("x-own",)) == "acme"
 
@@ -53,22 +46,16 @@ def test_a_key_is_never_shown():
     assert name == "key:" + hashlib.sha256(b"sk-secret").hexdigest()[:12]
     assert name == identify({"authorization": "bearer   sk-secret "})
     assert name != identify({"authorization": "Bearer sk-other"})
-
-
-@pytest.mark.parametrize("value", ["", "Bearer", "Bearer ", "Bearer    ", "Basic dXNlcg==", "sk-secret"])
-def test_what_is_no_key_names_nobody(value):
-    assert identify({"authorization": value}) == ANONYMOUS
+    for no_key in ("", "Bearer", "Bearer ", "Bearer    ", "Basic dXNlcg==", "sk-secret"):
+        assert identify({"authorization": no_key}) == ANONYMOUS
 
 
 @pytest.mark.parametrize("blank", ["", " ", "\t"])
-def test_a_blank_name_is_none(blank):
+def test_a_blank_name_is_none_and_space_around_one_makes_no_other(blank):
     assert identify({HEADER_CLIENT: blank}, blank) == ANONYMOUS
     assert identify({HEADER_CLIENT: blank}, "me") == "me"
     assert identify({}, None) == ANONYMOUS
-
-
-def test_surrounding_space_does_not_make_another_client():
-    assert identify({HEADER_CLIENT: " acme\t"}) == identify({}, "acme")
+    assert identify({HEADER_CLIENT: f"{blank}acme\t"}) == identify({}, "acme")
 
 
 @IDENTITY

@@ -7,7 +7,7 @@ import pytest
 
 from router.__main__ import check as check_router
 from router.gateway.__main__ import check as check_gateway
-from sglang_fair.cluster.options import ConfigError, Options
+from sglang_fair.cluster.options import Options
 from sglang_fair.cluster.options import check as check_cluster
 from sglang_fair.common.curve import make
 from sglang_fair.common.listening import is_local
@@ -44,36 +44,43 @@ def folder(tmp_path: Path) -> str:
     return str(tmp_path / "keys")
 
 
-def test_the_router(folder: str) -> None:
-    check_router(Router(bind="tcp://127.0.0.1:5555"))
-    check_router(Router(bind="tcp://0.0.0.0:5555", insecure=True))
+def test_keys_and_tls_protect(
+    certificates: Certificates, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where they are, and go together. That without them nothing listens elsewhere is below."""
+    monkeypatch.setenv(admin_key.variable, "k")
+    key, authority, here = certificates.key, certificates.authority, "tcp://127.0.0.1:5555"
+    tls, everywhere = {"tls_cert": certificates.certificate, "tls_key": key}, {"host": "0.0.0.0"}
+    admin = {"admin_host": "::", "admin_port": 9001}
+
+    def gateway(**more: object) -> Gateway:
+        return Gateway(**GATEWAY, **more)  # type: ignore[arg-type]
+
     check_router(Router(bind="tcp://0.0.0.0:5555", keys=folder))
-    with pytest.raises(SettingError, match=r"--bind tcp://\*:5555 is reached from elsewhere: give it --keys"):
-        check_router(Router(bind="tcp://*:5555"))
-    with pytest.raises(SettingError, match=r"--keys: /none has no keys for a router"):
-        check_router(Router(bind="tcp://127.0.0.1:5555", keys="/none"))
-    with pytest.raises(SettingError, match=r"--replica-ca: /none"):
-        check_router(Router(bind="tcp://127.0.0.1:5555", replica_ca="/none"))
-
-
-def test_the_gateway(certificates: Certificates, folder: str) -> None:
-    tls = {"tls_cert": certificates.certificate, "tls_key": certificates.key}
-    check_gateway(Gateway(**GATEWAY, host="0.0.0.0", **tls, keys=folder))
-    check_gateway(Gateway(**GATEWAY, host="0.0.0.0", insecure=True))
-    check_gateway(Gateway(**GATEWAY, admin_host="0.0.0.0"))
-    for bad, what in (
-        ({"host": "0.0.0.0"}, "--host 0.0.0.0 is reached from elsewhere: give it TLS with --tls-cert"),
-        ({"host": "0.0.0.0", "keys": folder}, "--host 0.0.0.0 is reached from elsewhere"),
-        ({"admin_host": "::", "admin_port": 9000}, "--admin-host :: is reached from elsewhere"),
-        ({"tls_key": certificates.key}, "--tls-key is of no use without --tls-cert"),
-        (tls | {"tls_key": certificates.authority}, "--tls-cert: .*(not its key|TLS says)"),
-        ({"tls_cert": "/none"}, "--tls-cert: /none: No such file"),
-        ({"replica_ca": certificates.key}, "--replica-ca: "),
-        ({"keys": "/none"}, "--keys: /none has no keys for a gateway"),
+    check_gateway(gateway(**everywhere, **tls, keys=folder))
+    check_gateway(gateway(admin_host="0.0.0.0"))
+    check_cluster(Options(**everywhere, **admin, **tls))
+    check_dashboard(Dashboard(**everywhere, **tls))
+    for check, settings, what in (
+        (check_router, Router(bind=here, keys="/none"), "--keys: /none has no keys for a router"),
+        (check_router, Router(bind=here, replica_ca="/none"), "--replica-ca: /none"),
+        (check_gateway, gateway(**everywhere, keys=folder), "--host 0.0.0.0 is reached from elsewhere: give it TLS"),
+        (check_gateway, gateway(tls_key=key), "--tls-key is of no use without --tls-cert"),
+        (check_gateway, gateway(**tls | {"tls_key": authority}), "--tls-cert: .*(not its key|TLS says)"),
+        (check_gateway, gateway(tls_cert="/none"), "--tls-cert: /none: No such file"),
+        (check_gateway, gateway(replica_ca=key), "--replica-ca: "),
+        (check_gateway, gateway(keys="/none"), "--keys: /none has no keys for a gateway"),
+        (check_cluster, Options(tls_cert=authority), "--tls-cert: "),
+        (check_dashboard, Dashboard(gateway_ca=authority, gateway_cert=tls["tls_cert"]), "give one of them"),
+        (check_dashboard, Dashboard(gateway_cert=key), "--gateway-cert: .*no certificate in it"),
+        (check_dashboard, Dashboard(replica_ca="/none"), "--replica-ca: /none"),
     ):  # fmt: skip
         with pytest.raises(SettingError, match=what) as raised:
-            check_gateway(Gateway(**GATEWAY, **bad))
+            check(settings)  # type: ignore[operator]
         assert "\n" not in str(raised.value)
+    monkeypatch.delenv(admin_key.variable)
+    with pytest.raises(SettingError, match="the page is for this machine alone"):
+        check_dashboard(Dashboard(**everywhere, **tls))
 
 
 def test_a_replica(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,40 +115,6 @@ def test_a_replica(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
             check_replica(bad)
     monkeypatch.setenv(replica_key.variable, "k")
     check_replica(Replica(host="10.0.0.1", extra=tls))
-
-
-def test_a_cluster(certificates: Certificates) -> None:
-    tls = {"tls_cert": certificates.certificate, "tls_key": certificates.key}
-    check_cluster(Options())
-    check_cluster(Options(host="0.0.0.0", insecure=True))
-    check_cluster(Options(host="0.0.0.0", admin_host="::", admin_port=9001, **tls))
-    with pytest.raises(ConfigError, match=r"--host 0\.0\.0\.0 is reached from elsewhere: give it TLS"):
-        check_cluster(Options(host="0.0.0.0"))
-    with pytest.raises(ConfigError, match=r"--admin-host 0\.0\.0\.0 is reached from elsewhere"):
-        check_cluster(Options(admin_host="0.0.0.0", admin_port=9001))
-    with pytest.raises(ConfigError, match=r"--tls-cert: "):
-        check_cluster(Options(tls_cert=certificates.authority))
-
-
-def test_the_page(certificates: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(admin_key.variable, "k")
-    tls = {"tls_cert": certificates.certificate, "tls_key": certificates.key}
-    check_dashboard(Dashboard(host="0.0.0.0", **tls))
-    check_dashboard(Dashboard(host="0.0.0.0", insecure=True))
-    for bad, what in (
-        ({"host": "0.0.0.0"}, "--host 0.0.0.0 is reached from elsewhere: give it TLS"),
-        (
-            {"gateway_ca": certificates.authority, "gateway_cert": certificates.certificate},
-            "give one of them",
-        ),
-        ({"gateway_cert": certificates.key}, "--gateway-cert: .*no certificate in it"),
-        ({"replica_ca": "/none"}, "--replica-ca: /none"),
-    ):
-        with pytest.raises(SettingError, match=what):
-            check_dashboard(Dashboard(**bad))
-    monkeypatch.delenv(admin_key.variable)
-    with pytest.raises(SettingError, match="the page is for this machine alone"):
-        check_dashboard(Dashboard(host="0.0.0.0", **tls))
 
 
 LISTENING = {

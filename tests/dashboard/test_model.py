@@ -130,32 +130,6 @@ def test_a_report_that_contradicts_itself_gains_nobody_more_than_its_totals(repo
         before = now
 
 
-@given(gifts=st.lists(st.tuples(NAMES, st.integers(1, 100)), max_size=40))
-def test_every_client_gains_what_it_was_given_where_all_are_named(gifts):
-    source, counters, gained = Source(most=100), Counters(), Counter()
-    counters.take(source.report())
-    for name, units in gifts:
-        source.given[name] += units
-        gain = counters.take(source.report())
-        assert gain is not None
-        assert gain.others.service == 0
-        gained.update({client: amount.service for client, amount in gain.clients.items()})
-        assert gain.admitted[name] == units
-    assert +gained == source.given
-
-
-def test_after_a_restart_all_that_is_counted_is_new():
-    source, counters = Source(most=100), Counters()
-    source.given["a"] = 500
-    counters.take(source.report())
-    source.begin()
-    source.given.update(a=30, b=20)
-    gain = counters.take(source.report())
-    assert gain is not None
-    assert gain.restarted
-    assert {name: amount.service for name, amount in gain.clients.items()} == {"a": 30, "b": 20}
-
-
 def test_a_client_that_rises_into_the_list_did_not_get_all_of_it_just_now():
     source, counters = Source(most=1), Counters()
     source.given.update(a=100, b=90)
@@ -370,17 +344,6 @@ def test_what_is_wrong_is_told_apart(found, health, about):
     view = after(found)
     assert view.health == health
     assert [note.about for note in view.notes] == [about]
-
-
-def test_without_a_look_there_is_no_data():
-    view = Model().view()
-    assert (view.health, view.rate, view.waiting, view.clients, view.replicas) == (
-        "no data",
-        None,
-        None,
-        [],
-        [],
-    )
 
 
 def test_a_silent_replica_has_no_numbers_and_goes_on_where_it_was():

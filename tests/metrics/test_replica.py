@@ -15,7 +15,7 @@ from sglang_fair.core.queue import FairQueue
 from sglang_fair.metrics import exposition
 from sglang_fair.metrics.labels import OTHER
 from sglang_fair.metrics.replica import COUNTS, ReplicaCounts
-from sglang_fair.metrics.table import BY_NAME, METRICS
+from sglang_fair.metrics.table import BY_NAME
 from sglang_fair.metrics.waits import SECONDS, Histogram
 from sglang_fair.overlay.metrics import client_rows, waiting_of
 
@@ -162,13 +162,3 @@ def test_a_histogram_is_cumulative() -> None:
     }
     assert (found["0.01"], found["0.03"], found["300.0"], found["+Inf"]) == (2, 3, 4, 5)
     assert (found["unt"], found["sum"]) == (5, pytest.approx(600.021))
-
-
-def test_names_say_what_they_are() -> None:
-    """Prometheus' conventions, and no name twice."""
-    assert len({metric.name for metric in METRICS}) == len(METRICS)
-    for metric in METRICS:
-        assert metric.name.endswith("_total") == (metric.kind == "counter"), metric.name
-        is_time = metric.name.endswith("_seconds") and not metric.name.endswith("_timestamp_seconds")
-        assert is_time == (metric.kind == "histogram"), metric.name
-        assert metric.help.endswith("."), metric.name

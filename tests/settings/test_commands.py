@@ -68,16 +68,3 @@ def test_a_mistake_is_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("sglang-fair bench it: ")
     assert said in line
-
-
-def test_help_shows_defaults_and_brackets(capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("--help") == 0
-    shown = capsys.readouterr().out
-    for word in (
-        "sglang-fair bench it",
-        "[in brackets]",
-        "--queued N,N",
-        "[default: 128, 1000]",
-        "dlpm, vtc",
-    ):
-        assert word in shown

@@ -254,13 +254,3 @@ POINTS = [
 )
 def test_the_roofline_is_near_what_was_measured(ours, measured, apart):
     assert ours == pytest.approx(measured, rel=apart)
-
-
-def test_a_decoded_token_costs_a_few_prefilled_ones():
-    """VTC, appendix B.2: the decoding of full batches takes 2 to 5 times their prefill; and A100 with 8B: about 3."""
-    for tokens in (128, 256):
-        requests = 10_000 // tokens
-        prefill_s = A10G_7B.prefill_s([(tokens, 0)] * requests)
-        assert 1.5 < A10G_7B.decode_run_s(requests, 0, tokens) / prefill_s < 5.5
-    prefilled_s = A100_8B.prefill_s([(2048, 0)] * 4) / 8192
-    assert 2 < A100_8B.decode_s(64, 64_000) / 64 / prefilled_s < 4.5

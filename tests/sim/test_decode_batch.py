@@ -31,20 +31,6 @@ def task(id: str, prompt_tokens: int, output_tokens: int, most: int | None = Non
     return made
 
 
-def test_requests_end_after_their_last_token_and_in_order_of_joining():
-    batch = DecodeBatch(PAGE_TOKENS)
-    long, first, second = task("long", 5, 9), task("first", 5, 4), task("second", 5, 4)
-    for joining in (long, first, second):
-        batch.join(joining)
-    assert batch.first_end() == 3
-    batch.advance(3)
-    assert batch.ended() == [first, second]
-    assert batch.ended() == []
-    for gone in (first, second):
-        batch.leave(gone)
-    assert (len(batch), batch.first_end()) == (1, 8)
-
-
 def test_an_aborted_request_ends_earlier_and_once():
     batch = DecodeBatch(PAGE_TOKENS)
     batch.join(given_up := task("1", 5, 50))

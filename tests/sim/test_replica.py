@@ -34,7 +34,6 @@ from sglang_fair.sim.replica import (
     Replica,
     Settings,
     SimRequest,
-    Stored,
 )
 from tests.support import fork_server
 from tests.support.budget import examples
@@ -123,29 +122,11 @@ def test_a_run_of_decode_steps_is_one_jump():
     assert times == [0.0, 1.0, 500.0]
 
 
-def test_the_books_follow_a_jump_as_far_as_time_has_come():
-    replica = new(replace(SMALL, progress_steps=1000))
-    replica.arrive(request("r", 10, 500), 0.0)
-    drain(replica, 1.0)
-    replica.advance(100.7)
-    assert replica.queue.account.ledger.usage("a").output_tokens == 100
-    assert replica.next_s == 500.0
-
-
 def test_progress_is_told_as_often_as_asked():
     replica = new(replace(SMALL, progress_steps=3), events=False)
     replica.arrive(request("r", 10, 9), 0.0)
     progress = [event for event in drain(replica) if isinstance(event, Progress)]
     assert [(event.t_s, event.output_tokens) for event in progress] == [(1.0, 1), (4.0, 4), (7.0, 7)]
-
-
-def test_a_long_prompt_is_computed_in_chunks_and_others_join_its_last_one():
-    replica = new()
-    replica.arrive(request("long", 150, 1), 0.0)
-    replica.arrive(request("short", 20, 1), 0.5)
-    ended = finished(drain(replica))
-    assert (ended["long"].t_s, ended["short"].t_s) == (3.0, 3.0)
-    assert replica.meters.prefill_steps == 3
 
 
 def test_an_engine_cuts_one_prompt_at_a_time():
@@ -185,16 +166,6 @@ def test_the_last_token_of_a_prompt_is_always_computed():
         replica.arrive(request(name, tokens, 1), 0.0)
         ended = finished(drain(replica))
     assert ended["again"].cached_tokens == 60
-
-
-def test_a_prompt_that_two_compute_at_once_is_cached_once():
-    replica = new(replace(SMALL, chunked_prefill_tokens=None), events=False)
-    for name in ("x", "y"):  # FCFS does not wait for a prefix that is being computed
-        replica.arrive(request(name, packed(*range(64)), 8), 0.0)
-    drain(replica, 3.0)
-    assert replica.meters.extend_tokens == 128
-    assert replica.cache.tokens == 64
-    replica.check_pool()
 
 
 def test_a_prompt_whose_prefix_is_being_computed_waits_for_it():
@@ -253,16 +224,6 @@ def test_a_waiting_request_is_given_up_at_once_and_a_running_one_after_its_next_
     replica.check_pool()
 
 
-def test_a_request_is_given_up_while_its_prompt_is_computed_and_writes_one_token_more():
-    replica = new(events=False)
-    asked = request("r", 10, 30)
-    replica.arrive(asked, 0.0)
-    replica.advance(0.0)
-    replica.abort("r", 0.5)
-    assert drain(replica)[-1] == ended(asked, 2.0, 2, aborted=True)
-    replica.check_pool()
-
-
 def test_a_request_is_given_up_inside_its_prompt():
     replica = new(events=False)
     asked = request("long", 200, 9)
@@ -307,22 +268,6 @@ def test_reserved_output_keeps_requests_waiting_where_ends_are_ignored():
     ended = finished(drain(replica))
     assert replica.meters.retractions == 0
     assert ended["y"].t_s == 2 * ended["x"].t_s
-
-
-def test_the_cache_is_evicted_for_those_who_run_and_the_router_hears_of_it():
-    replica = new(replace(SMALL, kv_tokens=256))
-    events: list[Event] = []
-    for number in range(12):
-        replica.arrive(request(str(number), 40, 30), 100.0 * number)
-        events += drain(replica)
-        replica.check_pool()
-    stored = {name for event in events if isinstance(event, Stored) for name in event.hashes}
-    removed = {name for event in events if isinstance(event, Removed) for name in event.hashes}
-    assert removed < stored
-    assert (len(stored) - len(removed)) * 4 == replica.cache.tokens
-    assert all(
-        isinstance(event, Removed) or event.block_tokens == 4 for event in events if hasattr(event, "hashes")
-    )
 
 
 # ---- any traffic

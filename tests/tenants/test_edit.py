@@ -1,8 +1,6 @@
 """`sglang-fair tenants`: keys are shown once and kept as digests; comments stay; the file is whole at every moment."""
 
 import json
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -175,17 +173,6 @@ def test_a_link_stays_one(path: Path, tmp_path: Path) -> None:
     edit.add(link, "new", Tenant())
     assert link.is_symlink()
     assert "new" in file.read(path).tenants
-
-
-@pytest.mark.slow
-def test_the_command_is_there() -> None:
-    said = subprocess.run(
-        [sys.executable, "-m", "sglang_fair.cli", "tenants", "--help"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert all(word in said.stdout for word in ("add", "list", "rotate", "remove", "schema"))
 
 
 def test_a_weight_is_changed_and_nothing_else(path: Path) -> None:
