@@ -16,8 +16,7 @@ from typer.testing import CliRunner, Result
 from router.gateway.guard import KEY_VARIABLE
 from sglang_fair import cli
 from sglang_fair.cluster import __main__ as cluster_command
-from sglang_fair.cluster import run, status
-from sglang_fair.cluster.options import Options
+from sglang_fair.cluster import status
 from sglang_fair.common.service_keys import replica_key
 from sglang_fair.models import catalog as models
 
@@ -53,34 +52,6 @@ def run_command(*arguments: str) -> int:
 
 
 class TestCluster:
-    @pytest.fixture
-    def asked(self, monkeypatch: pytest.MonkeyPatch) -> list[Options]:
-        calls: list[Options] = []
-
-        def remember(options: Options) -> int:
-            calls.append(options)
-            return 0
-
-        monkeypatch.setattr(run, "run_cluster", remember)
-        return calls
-
-    def test_everything_arrives(self, asked: list[Options]) -> None:
-        line = (
-            "--replicas 4 --device cuda --model m --policy vtc --placement preble --insecure --host 0.0.0.0 "
-            "--port 1 --quantum 10 --worker-quantum 20 --extend-weight 2 --output-weight 3 "
-            '--client-weights {"a":2} '
-            "--gateway-workers 2 --gateway-options tries=2 --log-level debug --start-timeout 9 --json "
-            "--quiet-replicas -- --tp 2"
-        )
-        assert cluster_command.main(line.split()) == 0
-        expected = Options(
-            replicas=4, device="cuda", model="m", policy="vtc", placement="preble", host="0.0.0.0", port=1,
-            insecure=True, quantum=10, worker_quantum=20, extend_weight=2, output_weight=3, client_weights={"a": 2},
-            gateway_workers=2, gateway_options="tries=2", log_level="debug", start_timeout_s=9, json=True,
-            quiet_replicas=True, extra=("--tp", "2"),
-        )  # fmt: skip
-        assert asked == [expected]
-
     @pytest.mark.slow
     @pytest.mark.parametrize(
         ("arguments", "code", "said"),
@@ -104,13 +75,6 @@ class TestCluster:
         assert said in line
         assert not told.out
 
-    @pytest.mark.slow
-    def test_so_it_is_for_a_process(self) -> None:
-        done = command("cluster", "--policy", "magic")
-        assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr.startswith("sglang-fair cluster: unknown --policy 'magic'")
-        assert done.stderr.count("\n") == 1
-
     @pytest.mark.usefixtures("tiny")
     def test_a_port_in_use(self, capfd: pytest.CaptureFixture[str]) -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -120,16 +84,6 @@ class TestCluster:
         assert capfd.readouterr().err == (
             f"sglang-fair: port {port} is in use; choose another with --port, or --port 0 for a free one\n"
         )
-
-
-def command(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-m", "sglang_fair.cli", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
 
 
 class TestPrograms:

@@ -18,19 +18,13 @@ ORDER_LIMIT_S = 500.0
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3 * ORDER_LIMIT_S)]
 
-PAUSES_S = (0.1, 0.5, 2.0)
-"""For what a replica evicts to reach the router. Where one was too short, the next has to do."""
-
 
 @dataclass
 class Seen:
-    """What a client saw of one request, and when (seconds on one clock)."""
+    """When a client sent one request, and had all of its answer (seconds on one clock)."""
 
     sent_s: float
     done_s: float
-    worker: str
-    matched_tokens: int
-    cached_tokens: int
 
 
 async def ask(
@@ -42,9 +36,8 @@ async def ask(
     sent_s = time.monotonic()
     async with session.post(f"{url}/generate", json=body, headers={"x-fair-client": client}) as response:
         assert response.status == 200, await response.text()
-        cached = (await response.json())["meta_info"]["cached_tokens"]
-        worker, matched = (response.headers[f"x-fair-{name}"] for name in ("worker", "matched-tokens"))
-    return Seen(sent_s, time.monotonic(), worker, int(matched), cached)
+        await response.read()
+    return Seen(sent_s, time.monotonic())
 
 
 def session() -> aiohttp.ClientSession:
@@ -107,47 +100,3 @@ async def _flood(cluster: Cluster) -> list[int]:
         ]
         mine, theirs = await asyncio.gather(*light), await asyncio.gather(*flood)
     return [sum(one.sent_s < other.done_s < one.done_s for other in theirs) for one in mine]
-
-
-def test_the_routers_tree_agrees_with_the_replicas_after_evictions(clusters: tuple[Cluster, Cluster]) -> None:
-    """Four times as many tokens as both pools hold; then every prediction must equal the hit."""
-    fair_cluster, _ = clusters
-    rng = random.Random(5)
-    roots = [[rng.randrange(250) for _ in range(160)] for _ in range(8)]
-    prompts = [
-        rng.choice(roots) + [rng.randrange(250) for _ in range(rng.randrange(60, 900))] for _ in range(60)
-    ]
-    prompts = [prompt[:-1] if len(prompt) % 16 == 0 else prompt for prompt in prompts]
-
-    async def scenario(pause_s: float) -> list[Seen]:
-        async with session() as http:
-            for start in range(0, len(prompts), 6):
-                await asyncio.gather(
-                    *(
-                        ask(http, fair_cluster.url, f"c{i % 3}", p, 4)
-                        for i, p in enumerate(prompts[start : start + 6])
-                    )
-                )
-            await asyncio.to_thread(wait_until, lambda: quiet(fair_cluster), "an idle cluster")
-            await asyncio.to_thread(
-                wait_until,
-                lambda: not fair_cluster.status()["tree"]["lingering"],
-                "the router lets go of what it only hoped for",
-            )
-            probes = []
-            for prompt in prompts:
-                probes.append(await ask(http, fair_cluster.url, "probe", prompt, 1))
-                await asyncio.sleep(pause_s)  # the router hears of what this one evicted
-            return probes
-
-    for pause_s in PAUSES_S:
-        probes = asyncio.run(scenario(pause_s))
-        wrong = [(seen.worker, seen.matched_tokens, seen.cached_tokens) for seen in probes
-                 if seen.matched_tokens != seen.cached_tokens]  # fmt: skip
-        if not wrong:
-            break
-    assert {seen.worker for seen in probes} == {"r0", "r1"}
-    assert not wrong, f"{len(wrong)} of {len(probes)} predictions differ from the hit: {wrong[:5]}"
-    hits = [seen.cached_tokens for seen in probes]
-    assert max(hits) > 0
-    assert min(hits) < 160, "the pools were too large to evict anything"

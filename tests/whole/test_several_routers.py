@@ -61,32 +61,3 @@ def test_one_of_two_routers_is_killed_under_load_and_comes_back(tokenizer: Path,
             await body(site)
 
     asyncio.run(main())
-
-
-def test_an_operator_drains_a_replica_at_both(tokenizer: Path) -> None:
-    """Also at the one that does not answer at that moment."""
-
-    async def main() -> None:
-        async with Site(tokenizer, gateways=2, routers=2, step_s=0.01) as site:
-            await site.start()
-            load = Load(site)
-            await load.goes_on()
-            site.routers[1].pause()
-
-            async def gone() -> bool:
-                return states(await site.state()) == ["up", "gone"]
-
-            await eventually(gone, "the gateway misses one router")
-            async with site.http.delete(f"{site.admin_urls[0]}/workers/r1") as answer:
-                assert answer.status == 200, await answer.text()
-            site.routers[1].go_on()
-
-            async def drained() -> bool:
-                state = await site.state()
-                return states(state) == ["up", "up"] and list(state["workers"]) == ["r0"]
-
-            await eventually(drained, "both routers have forgotten it")
-            await load.goes_on()
-            await load.stop()
-
-    asyncio.run(main())

@@ -175,27 +175,6 @@ def test_there_and_back(made: Cluster, alone: Answers) -> None:
         assert httpx.post(f"{made.url}/swap", json=asked_for, timeout=120).status_code == status
 
 
-def test_clients_name_the_model_and_what_it_is_for(made: Cluster, alone: Answers) -> None:
-    """The first model is meant by whoever names none; a promise reaches the replica, and what came of it is told."""
-    listed = httpx.get(f"{made.url}/v1/models", timeout=120).json()["data"]
-    assert [one["id"] for one in listed] == ["a", "b"]
-    assert said(made.url, body_of(PROMPTS[0])) == (200, alone["a"][0])
-    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
-    for model, status in (("a", 200), ("b", 200), ("c", 404)):
-        answer = httpx.post(f"{made.url}/v1/chat/completions", json=chat | {"model": model}, timeout=120)
-        assert answer.status_code == status, answer.text
-        assert status == 404 or answer.json()["model"] == model
-    before = made.status()["gateway"]["classes"]
-    headers = {"x-fair-class": "batch", "x-request-id": "late"}
-    assert said(made.url, body_of(PROMPTS[0], "b"), **headers)[0] == 200
-    assert said(made.url, body_of(PROMPTS[0]), **{"x-fair-slo-ms": "0.001"})[0] == 200
-    classes = made.status()["gateway"]["classes"]
-    assert classes["batch"] == {"requests": 1, "met": 1, "missed": 0}
-    assert classes["interactive"]["missed"] == before["interactive"]["missed"] + 1
-    told = command("explain", "late", "--gateway", made.url)
-    assert "class batch: first token within 3,600.00 s: met" in told.stdout, told.stdout
-
-
 def test_weights_that_cannot_be_loaded_leave_the_old_model(
     made: Cluster, alone: Answers, folders: dict[str, Path]
 ) -> None:

@@ -73,14 +73,6 @@ def test_replicas_answer_whoever_has_their_key(flooded: Cluster) -> None:
         assert httpx.post(f"{url}/generate", json=body, timeout=30).status_code == 401
 
 
-def test_operators_have_an_address_of_their_own(flooded: Cluster) -> None:
-    assert flooded.addresses["admin"] != flooded.url
-    for key in ("", "honest", "the replicas' key"):
-        for url, status in ((flooded.addresses["admin"], 401), (flooded.url, 404)):
-            assert httpx.get(f"{url}/status", headers=bearer(key), timeout=30).status_code == status
-    assert flooded.status()["gateway"]["tenants"]["failures"] == 0
-
-
 def test_the_longest_answer_is_what_the_engine_makes(flooded: Cluster) -> None:
     """By the engine's own count, for requests that name no limit."""
     requests = {

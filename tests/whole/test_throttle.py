@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import aiohttp
-import httpx
 import pytest
 
 from tests.support.live import Cluster
@@ -98,10 +97,3 @@ def test_a_flood_is_throttled_and_an_interaction_beside_it_loses_nothing(cluster
         assert one["status"] == 429
         assert one["body"]["error"]["code"] == "throttled_user"
         assert 1 <= int(one["headers"]["Retry-After"]) <= 60
-
-
-def test_limits_that_are_posted_reach_the_router(cluster: Cluster) -> None:
-    assert httpx.post(f"{cluster.url}/limits", json={"user": 7}, timeout=30).status_code == 200
-    assert throttle(cluster)["rules"]["user"] == 7
-    assert httpx.post(f"{cluster.url}/limits", json={"user": 0}, timeout=30).status_code == 400
-    assert throttle(cluster)["rules"]["user"] == 7

@@ -5,8 +5,7 @@ from typing import Any
 import httpx
 import pytest
 
-from router.gateway.spans import DECODE, END, PLACEMENT, PREFILL, WAITING
-from tests.support.collector import Collector, Node, tree
+from tests.support.collector import Collector, tree
 from tests.support.live import Cluster
 from tests.support.waiting import wait_until
 
@@ -22,23 +21,6 @@ def ask(keyed: Cluster, trace: str, name: str, **body: Any) -> None:
     body = {"prompt": "some words", "max_tokens": 4, **body}
     answer = httpx.post(f"{keyed.url}/v1/completions", json=body, headers=headers, timeout=TIMEOUT_S)
     assert answer.status_code == 200, answer.text
-
-
-def said(node: Node, fields: tuple[str, ...], record: dict[str, Any]) -> None:
-    """That a span says what the record says."""
-    own = {
-        key.removeprefix("sglang_fair."): value
-        for key, value in node.attributes.items()
-        if key.startswith("sglang_fair.")
-    }
-    for field in fields:
-        value = record[field]
-        if isinstance(value, dict):
-            assert {
-                f"{field}.{key}": one for key, one in value.items() if one is not None
-            }.items() <= own.items()
-        elif value not in (None, "", []):
-            assert own[field] == value
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -59,28 +41,10 @@ def test_one_tree_that_says_what_the_explanation_says(
     [explained] = request["attempts"]
     [record] = explained["replica"]
     [attempt] = root.children
-    placement, waiting, prefill, decode = attempt.children
+    _, waiting, prefill, decode = attempt.children
     assert attempt.attributes["sglang_fair.worker"] == explained["worker"]
-    said(placement, PLACEMENT, explained["router"])
-    said(waiting, WAITING, record)
-    said(prefill, PREFILL, record)
-    said(decode, (*DECODE, *END), record)
     assert decode.attributes["sglang_fair.outcome"] == "finished"
     assert root.attributes["gen_ai.usage.output_tokens"] == 4
     lengths = [(node.ended_ns - node.began_ns) / 1e9 for node in (waiting, prefill, decode)]
     told = [record["waited_s"], record["prefill_s"], record["decode_s"]]
     assert lengths == pytest.approx(told, abs=1e-4), "nothing had to be cut to lie within the attempt"
-
-
-def test_of_several_answers_each_is_there(keyed: Cluster, collector: Collector) -> None:
-    trace = f"{3:032x}"
-    ask(keyed, trace, "several", n=2)
-    wait_until(lambda: [node for node in collector.of(trace) if node.parent == CALLER], "the root")
-    [request] = httpx.get(f"{keyed.url}/explain/several", headers=TENANT, timeout=TIMEOUT_S).json()[
-        "requests"
-    ]
-    records = len(request["attempts"][0]["replica"])
-    assert records >= 2
-    wait_until(lambda: len(collector.of(trace)) == 3 + 3 * records, "all spans")
-    [attempt] = tree(collector.of(trace), CALLER).children
-    assert len(attempt.below("waiting")) == len(attempt.below("decode")) == records
