@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from sglang_fair.common.deadlines import Promise
-from sglang_fair.core.interactions import MOST, Interaction, Interactions
-from sglang_fair.core.interactions import MOST_OPEN as MOST_OPEN_OF_ONE
+from sglang_fair.core.interactions import Interaction, Interactions
 from tests.support.budget import examples
 
 SILENCE_S, MOST_CALLS, MOST_OPEN, FEW = 10.0, 4, 3, 6
@@ -137,35 +136,6 @@ def test_who_opens_one_more_than_it_may_closes_its_own_that_is_silent() -> None:
     made.accept(third)
     assert list(map(made.calls, (busy, silent, third))) == [1, 0, 1]
     assert len(made) == 2
-
-
-def test_invented_clients_close_nothing_of_one_that_has_fewer_open() -> None:
-    """Fifty names that open as many as they may, beside a client with ten."""
-    made = Interactions(most=MOST // 20)
-    own = [Interaction("quiet", "chat", str(id)) for id in range(10)]
-    for name in own:
-        made.accept(name)
-        made.end(name)
-    for id in range(MOST_OPEN_OF_ONE + 20):
-        for number in range(50):
-            name = Interaction(f"new {number}", "chat", str(id))
-            made.accept(name)
-            if id % 8:
-                made.end(name)
-    assert len(made) == MOST // 20
-    assert all(map(made.calls, own))
-
-
-@given(st.lists(st.booleans(), min_size=1, max_size=200))
-def test_an_endless_interaction_begins_anew(answers: list[bool]) -> None:
-    """A client that never ends an interaction has no more than `most_calls` calls that cannot be refused."""
-    made, name = Interactions(most_calls=7), Interaction("a", "chat", "1")
-    refusable = 0
-    for _ in answers:
-        if not made.go_on(name):
-            refusable += 1
-            made.accept(name)
-    assert refusable == -(-len(answers) // 7)
 
 
 def test_all_calls_of_an_interaction_are_due_when_its_first_one_is() -> None:

@@ -22,12 +22,6 @@ def test_what_a_policy_runs_with_can_be_said_again(policy: str) -> None:
     assert shown(make(policy, text, quantum=2000, weights=Weights())) == shown(default)
 
 
-def test_each_option_has_the_type_of_its_policy() -> None:
-    assert parse("vtc-noisy", "noise_percent=5,seed=7") == {"noise_percent": 5.0, "seed": 7}
-    assert parse("rpm", "excess=delay,,limit=3,") == {"excess": "delay", "limit": 3}
-    assert parse("fcfs", "") == {}
-
-
 @pytest.mark.parametrize(
     ("policy", "text", "said"),
     [

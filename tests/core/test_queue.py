@@ -133,16 +133,6 @@ def test_output_past_the_limit_is_the_servers():
 # ---- ends
 
 
-def test_an_abort_while_waiting_costs_nothing():
-    queue = new_queue(Vtc())
-    arrive(queue, "1")
-    queue.leave("1")
-    queue.leave("1")
-    assert (len(queue), offers(queue), queue.find("1")) == (0, [], None)
-    assert queue.account.ledger.total.service == 0
-    assert queue.policy.counters() == {}
-
-
 def test_what_cannot_be_is_refused():
     queue = new_queue()
     job = arrive(queue, "1")

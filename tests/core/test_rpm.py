@@ -10,13 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_fair.common.weights import Weights
-from sglang_fair.core.fcfs import Fcfs
 from sglang_fair.core.job import Job
 from sglang_fair.core.policy import Policy
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.rpm import Rpm
 from tests.support.budget import examples
-from tests.support.engine_model import EngineModel, Traffic, cases, run
+from tests.support.engine_model import EngineModel, Traffic, cases
 from tests.support.twins import Literal, Twins
 
 RPM = settings(max_examples=examples(40))
@@ -154,13 +153,6 @@ def test_a_refusal_says_when_to_try_again(moments, window, limit):
             then = pickle.loads(pickle.dumps(policy))
             then.tick(now_s + later_s)
             assert (then.refuses(job) is None) == open_then
-
-
-@settings(RPM, max_examples=examples(15))
-@given(case=cases())
-def test_below_the_limit_it_is_fcfs(case):
-    for excess in ("refuse", "delay"):
-        assert run(case, Rpm(10**6, excess)).admissions == run(case, Fcfs()).admissions
 
 
 @settings(RPM, max_examples=examples(20))

@@ -66,18 +66,6 @@ def test_within_a_client_slack_counts_and_tiers_do_not():
     assert picked(queue) == ["other", "soon, beyond its share", "lax"]
 
 
-def test_who_has_had_its_quantum_waits_however_urgent_it_is():
-    queue = queue_of(quantum=10)
-    for number in range(3):
-        queue.arrive(Job(f"liar {number}", "liar", 20, deadline_s=0.001))
-    queue.arrive(Job("honest", "honest", 20, deadline_s=60.0))
-    queue.begin_pass()
-    job = queue.next()
-    assert job.client == "liar"
-    queue.admit(job, extend_tokens=20, cached_tokens=0)
-    assert queue.next().id == "honest"
-
-
 def test_a_new_name_is_no_more_urgent_than_it_says():
     queue = queue_of(Job("known", "known", 10, deadline_s=1.0))
     queue.begin_pass()

@@ -27,36 +27,6 @@ def overloaded(throttle: Throttle, now_s: float, part: float = 1.0) -> None:
     throttle.overload.report("r0", round(1000 * part), 0, 1000, now_s)
 
 
-@pytest.mark.parametrize("counts", COUNTS)
-def test_who_is_below_its_limits_is_not_refused(counts: Counts) -> None:
-    throttle = Throttle(LIMITS, counts=counts)
-    for minute in range(5):
-        for n in range(APP):
-            now_s = 60.0 * minute + 15.0 * n
-            overloaded(throttle, now_s)
-            for k in range(100):
-                throttle.judge(Interaction("flood", "chat", f"{now_s} {k}"), ["r0"], now_s)
-            assert throttle.judge(Interaction("a", "chat", str(now_s)), ["r0"], now_s) == 1
-    assert throttle.refused["throttled_app"] + throttle.refused["throttled_user"] > 1000
-
-
-def test_the_user_s_limit_is_looked_at_first() -> None:
-    throttle = Throttle(Limits(2, {"chat": 2}))
-    overloaded(throttle, 0.0)
-    for id in "12":
-        assert throttle.judge(Interaction("a", "chat", id), ["r0"], 0.0) == 1
-    found = throttle.judge(Interaction("a", "chat", "3"), ["r0"], 1.0)
-    assert isinstance(found, Refusal)
-    assert (found.code, found.retry_after_s) == ("throttled_user", 59.0)
-    assert "its limit is 2" in found.reason
-    throttle.limits = Limits(None, {"chat": 2})
-    found = throttle.judge(Interaction("a", "chat", "4"), ["r0"], 1.0)
-    assert isinstance(found, Refusal)
-    assert found.code == "throttled_app"
-    assert throttle.judge(Interaction("a", "code", "4"), ["r0"], 1.0) == 1
-    assert throttle.judge(Interaction("b", "chat", "4"), ["r0"], 1.0) == 1, "b has its own"
-
-
 def test_an_app_s_limit_may_be_that_of_all_together() -> None:
     throttle = Throttle(Limits(None, {"chat": 2}, app_total=True))
     overloaded(throttle, 0.0)

@@ -166,22 +166,6 @@ def test_the_paper_s_rule_has_no_bound() -> None:
     assert Wsc(lead=inf).bound(1, 1) is None
 
 
-def test_clients_whose_applications_differ_get_as_many_average_calls() -> None:
-    habits = {
-        "a": Habit(app="short", prompt=(10, 10), output=(5, 5)),
-        "b": Habit(app="long", prompt=(60, 60), output=(10, 10)),
-    }
-    made = Engine(Wsc(), habits)
-    made.run(300)
-    before = dict(made.received)
-    calls = {client: made.queue.account.ledger.usage(client).requests for client in habits}
-    made.run(1500)
-    for client in habits:
-        more = made.queue.account.ledger.usage(client).requests - calls[client]
-        assert made.received[client] - before[client] == pytest.approx(more, rel=0.1)
-    assert made.received["a"] == pytest.approx(made.received["b"], rel=0.1)
-
-
 @pytest.mark.parametrize(("lead", "first"), [(0.0, "new"), (2.0, "started")])
 def test_a_call_of_an_interaction_that_has_begun_goes_first(lead: float, first: str) -> None:
     policy = Wsc(lead=lead)
