@@ -225,15 +225,3 @@ def test_a_refused_request_costs_the_one_token_that_was_computed(under_pressure:
     after = idle(under_pressure)
     assert gained(before, after, "too-long", "extend_tokens") <= 1
     assert after["conservation"]["ok"]
-
-
-def test_the_openai_user_field_and_the_api_key_name_a_client(under_pressure: Replica) -> None:
-    body = {"model": "tiny", "prompt": "x", "max_tokens": 1}
-    url = f"{under_pressure.url}/v1/completions"
-    assert httpx.post(url, json={**body, "user": "by-user"}, timeout=60).status_code == 200
-    assert (
-        httpx.post(url, json=body, headers={"Authorization": "Bearer secret"}, timeout=60).status_code == 200
-    )
-    clients = idle(under_pressure)["clients"]
-    assert clients["by-user"]["requests"] == 1
-    assert clients["key:2bb80d537b1d"]["requests"] == 1

@@ -36,28 +36,6 @@ def computed(*answers: Answer) -> int:
 
 
 class TestCache:
-    def test_a_prefix_that_appears_while_its_request_waits_is_free(self, one_at_a_time: Replica) -> None:
-        """Nobody had sent it when it was queued; the one that runs computes it."""
-        replica, tokens = one_at_a_time, prompt(random.Random(21), 96)
-        replica.flush()
-        before = idle(replica)
-
-        async def scenario(session: aiohttp.ClientSession) -> Answer:
-            first = asyncio.create_task(replica.ask("early", tokens, 20_000, session=session, rid="9" * 32))
-            await until(replica, "running", 1)
-            second = asyncio.create_task(replica.ask("late", [*tokens, *[7] * 30], session=session))
-            await until(replica, "waiting", 1)
-            await asyncio.to_thread(replica.abort, "9" * 32)
-            await first
-            return await second
-
-        answer = run(scenario)
-        after = idle(replica)
-        assert answer.cached_tokens == 96
-        assert gained(before, after, "late", "extend_tokens") == 30
-        assert gained(before, after, "late", "cached_tokens") == 96
-        assert gained(before, after, "early", "extend_tokens") == 96
-
     def test_a_prefix_that_vanishes_while_its_request_waits_is_paid(self, under_pressure: Replica) -> None:
         """It was in the cache when the request was looked up; a prompt of its client, which fills the pool and is
         computed first, pushes it out."""
@@ -205,42 +183,8 @@ class TestOtherRequests:
         assert gained(between, after, "(system)", "requests") == 1
         assert "probe" not in after["clients"]
 
-    def test_the_check_ran_after_every_batch(self, under_pressure: Replica) -> None:
-        before = idle(under_pressure)["conservation"]
-        under_pressure.generate("checked", prompt(random.Random(34), 200), 5)
-        after = idle(under_pressure)["conservation"]
-        chunks, decodes = 4, 4
-        assert after["checks"] - before["checks"] == 2 * chunks + decodes
-        assert after["mismatches"] == 0
-
 
 class TestAnnouncements:
-    def test_a_request_that_unblocks_others_goes_first_among_its_clients_own(
-        self, one_at_a_time: Replica
-    ) -> None:
-        replica = one_at_a_time
-        replica.flush()
-        hints: list[dict[str, str]] = [{}, {"x-fair-unblocks": "no"}, {"x-fair-unblocks": "3"}, {}]
-
-        async def scenario(session: aiohttp.ClientSession) -> list[Answer]:
-            blocker = asyncio.create_task(
-                replica.ask("program", [5] * 16, 20_000, session=session, rid="b" * 32)
-            )
-            await until(replica, "running", 1)
-            asked = []
-            for number, headers in enumerate(hints):
-                request = replica.ask("program", [40 + number] * 40, session=session, headers=headers)
-                asked.append(asyncio.create_task(request))
-                await until(replica, "waiting", number + 1)
-            await asyncio.to_thread(replica.abort, "b" * 32)
-            await blocker
-            return await asyncio.gather(*asked)
-
-        answers = run(scenario)
-        order = sorted(range(len(hints)), key=lambda number: answers[number].finished_at)
-        assert order == [2, 0, 1, 3]
-        assert [answer.status for answer in answers] == [200] * 4
-
     @pytest.mark.usefixtures("sglang")
     @pytest.mark.parametrize(
         ("client", "said", "call", "system_tokens"),

@@ -100,41 +100,6 @@ def test_the_clients_tokens_are_sglangs(replica: Replica) -> None:
     }
 
 
-def test_the_difference_is_below_the_bound_while_two_wait(replica: Replica) -> None:
-    """Read as Prometheus does, while more wait than run."""
-
-    done = asyncio.Event()
-
-    async def flood(client: str, number: int) -> None:
-        """One client's requests cost 140 units, the other's 132: were they the same, so would be the service."""
-        random = Random(f"{client} {number}")
-        length, output = (100, 20) if client == "a" else (70, 31)
-        while not done.is_set():
-            await replica.ask(client, [random.randint(10, 200) for _ in range(length)], output)
-
-    async def watch() -> list[tuple[float, float, float]]:
-        """Until it has seen what it is for."""
-        seen: list[tuple[float, float, float]] = []
-        try:
-            async with asyncio.timeout(LIMIT_S):
-                while sum(difference > 0 for difference, _, _ in seen) < 3:
-                    found = await asyncio.to_thread(samples, replica)
-                    seen.append((found["difference_units",], found["bound_units",], found["jain_index",]))
-                    await asyncio.sleep(0.2)
-        finally:
-            done.set()
-        return seen
-
-    async def main() -> list[tuple[float, float, float]]:
-        flooding = [flood(client, number) for client in "ab" for number in range(40)]
-        seen, *_ = await asyncio.gather(watch(), *flooding)
-        return seen
-
-    seen = asyncio.run(main())
-    assert all(difference <= bound for difference, bound, _ in seen)
-    assert all(0.5 <= jain <= 1 for _, _, jain in seen)
-
-
 @pytest.mark.usefixtures("sglang")
 @pytest.mark.parametrize(("said", "status"), [(None, 401), ("Bearer x", 401), ("Bearer the key", 200)])
 def test_a_key_that_opens_fair_opens_metrics_and_nothing_else_does(said: str | None, status: int) -> None:

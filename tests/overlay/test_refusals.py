@@ -151,17 +151,8 @@ class TestMiddleware:
         asyncio.run(Refusals(app)({"type": "http"}, None, send))
         return sent
 
-    def test_a_stream_passes(self) -> None:
-        assert self.told(STREAM, None) == STREAM
-
     def test_a_refused_stream_is_one_answer(self) -> None:
         start, body = self.told(STREAM, "not now")
         assert start["status"] == 429
         assert json.loads(body["body"])["message"] == "not now"
         assert dict(start["headers"])[b"content-length"] == str(len(body["body"])).encode()
-
-    def test_other_answers_pass_at_once(self) -> None:
-        plain = [
-            {"type": "http.response.start", "status": 429, "headers": [(b"content-type", b"text/plain")]}
-        ]
-        assert self.told(plain, "not now") == plain
