@@ -1,13 +1,9 @@
 """Whatever comes over a wire is taken or refused: nothing else is raised, and nothing answers 500."""
 
-import asyncio
 import json
-from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 import pytest
 from hypothesis import example, given, settings
@@ -37,17 +33,12 @@ from router.events import (
 )
 from router.gateway.answer.resume import Diverged, Resumable
 from router.gateway.answer.sse import Stream
-from router.gateway.app import Config, create_app
 from router.gateway.errors import ApiError
-from router.gateway.limits import Limits
 from router.gateway.request.call import Call
 from router.gateway.request.names import Names
 from router.gateway.request.parse import parse
 from router.placement import PLACEMENTS, build
 from router.wire import decode_kv_batch
-from sglang_fair.tenants import edit, keys
-from sglang_fair.tenants.model import Limits as TenantLimits
-from sglang_fair.tenants.model import Tenant
 from tests.support.budget import examples
 from tests.support.stand_in import MODEL
 
@@ -223,79 +214,6 @@ def test_whatever_a_replica_streams_is_passed_on_or_given_up(
             resumable.next_leg([1, 2, 3], lambda ids, hide: "x" * len(ids))
             continue
         return
-
-
-class Http:
-    """A gateway without sockets, and without a router: what is not refused cannot be placed."""
-
-    def __init__(self, folder: Path, tenants: Path | None = None) -> None:
-        limits, self.has_keys = Limits(max_body_bytes=500), tenants is not None
-        found = str(tenants) if self.has_keys else None
-        app = create_app(Config(("tcp://127.0.0.1:1",), MODEL, str(folder), 0.1, limits, tenants=found))
-        self.gateway = app.gateway
-        self._runner = asyncio.Runner()
-        self._runner.run(self.gateway.start())
-        transport = httpx.ASGITransport(app, raise_app_exceptions=True)
-        self._client = httpx.AsyncClient(transport=transport, base_url="http://gateway")
-
-    def ask(self, method: str, path: str, **options: Any) -> httpx.Response:
-        return self._runner.run(self._client.request(method, path, **options))
-
-    def close(self) -> None:
-        self._runner.run(self.gateway.close())
-        self._runner.close()
-
-
-PATHS = (
-    "/v1/chat/completions", "/v1/completions", "/generate", "/v1/models", "/health", "/status", "/workers",
-    "/workers/x",
-)  # fmt: skip
-paths = st.sampled_from(PATHS) | st.text("abc/%.?&", max_size=10).map(lambda text: "/x" + text)
-
-
-@pytest.fixture(scope="module", params=[False, True], ids=["open", "with keys"])
-def http(
-    tokenizer: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> Iterator[Http]:
-    tenants = tmp_path_factory.mktemp("tenants") / "t.yaml" if request.param else None
-    if tenants is not None:
-        limits = TenantLimits(
-            requests_per_minute=1 << 40, tokens_per_day=1 << 40, concurrency=4, output_tokens=9
-        )
-        gold = Tenant(keys=[keys.written(keys.digest("gold"))], models=[MODEL, "x"], limits=limits)
-        edit.add(tenants, "gold", gold)
-    made = Http(tokenizer, tenants)
-    yield made
-    made.close()
-
-
-latin = st.characters(min_codepoint=32, max_codepoint=255)
-
-
-@settings(max_examples=examples(300))
-@given(
-    method=st.sampled_from(["GET", "POST", "DELETE", "PUT", "PATCH", "OPTIONS", "HEAD"]),
-    path=paths,
-    body=bodies | st.binary(min_size=600, max_size=700),
-    client=st.none() | st.text(latin, max_size=200),
-    key=st.none() | st.just("Bearer gold") | st.text(latin, max_size=80),
-)
-def test_every_request_is_answered(
-    http: Http, method: str, path: str, body: bytes, client: str | None, key: str | None
-) -> None:
-    given = {"x-fair-client": client, "authorization": key}
-    headers = {name: text.encode("latin-1") for name, text in given.items() if text is not None}
-    answer = http.ask(method, path, content=body, headers=headers)
-    assert answer.status_code in (200, 307, 400, 401, 403, 404, 405, 413, 503)
-    if http.has_keys:
-        assert answer.status_code != 403
-        if key != "Bearer gold" and method == "POST" and path in PATHS[:3]:
-            assert answer.status_code == 401
-    if answer.status_code >= 400 and method != "HEAD":
-        assert answer.json() if path == "/health" else answer.json()["error"]["message"]
-    gateway = http.gateway
-    assert (gateway.capacity.requests.taken, gateway.capacity.body_bytes.taken) == (0, 0)
-    assert gateway.quotas.state()["at once"] == {}
 
 
 LENGTHS = ("max_tokens", "max_completion_tokens", "max_new_tokens", "n")

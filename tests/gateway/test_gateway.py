@@ -83,31 +83,6 @@ async def test_usage_is_shown_to_whom_asks(c: Cluster) -> None:
     await c.ended(ok=6)
 
 
-async def test_the_openai_client(c: Cluster) -> None:
-    import openai  # takes as long as many tests, and is for this one
-
-    async with openai.AsyncOpenAI(base_url=c.url + "/v1", api_key="secret", max_retries=0) as client:
-        assert [model.id async for model in client.models.list()] == [MODEL]
-        assert (await client.models.retrieve(MODEL)).id == MODEL
-        for unknown in ("gpt-9", "org/gpt-9"):
-            with pytest.raises(openai.NotFoundError, match="gpt-9") as missing:
-                await client.models.retrieve(unknown)
-            assert missing.value.code == "model_not_found"
-        answer = await client.chat.completions.with_raw_response.create(**CHAT | {"model": "default"})
-        assert answer.parse().choices[0].message.content == "ttt"
-        assert answer.headers["x-fair-client"].startswith("key:")
-        assert c.replicas[0].body["model"] == MODEL
-        stream = await client.chat.completions.create(**CHAT, stream=True)
-        texts = [chunk.choices[0].delta.content async for chunk in stream]
-        assert [text[:2] for text in texts] == ["t0", "t1", "t2"]
-        whole = await client.completions.create(**COMPLETION)
-        assert whole.usage.prompt_tokens_details.cached_tokens == 2
-        with pytest.raises(openai.NotFoundError) as caught:
-            await client.chat.completions.create(**CHAT | {"model": "gpt-9"})
-        assert caught.value.code == "model_not_found"
-    await c.ended(ok=3)
-
-
 async def test_batches_and_samples_go_to_one_worker_whole(c: Cluster) -> None:
     batches = [
         ("/v1/completions", COMPLETION | {"prompt": ["a", "b"], "n": 2}),

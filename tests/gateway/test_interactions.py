@@ -21,7 +21,6 @@ from tests.gateway.clusters import (
     GENERATE,
     MODEL,
     Cluster,
-    RouterThread,
     cluster,
     listening,
     served,
@@ -70,21 +69,6 @@ async def test_a_call_s_place_in_its_interaction_goes_to_router_and_replica(c: C
     assert fair_headers(c) == {"x-fair-client": "c"}
 
 
-@pytest.mark.parametrize(
-    "headers",
-    [
-        {"x-fair-last": "yes"},
-        {"x-fair-app": "x" * 5000},
-        {"x-fair-interaction": "\u65e5\u672c".encode().decode("latin-1")},
-        {"x-fair-interaction": "(system)", "x-fair-stage": "  "},
-    ],
-)
-async def test_no_request_fails_for_what_it_says(headers: dict[str, str], c: Cluster) -> None:
-    for metadata in ({}, [], None, {"app": 3, "last": True}, {"interaction": "x" * 10_000}):
-        status, _, _ = await c.post("/v1/completions", COMPLETION | {"metadata": metadata}, headers=headers)
-        assert status == 200
-
-
 @pytest.mark.cluster(router=partial(oit, 1))
 async def test_a_throttled_client_is_told_why_and_when_to_come_back(c: Cluster) -> None:
     assert (await c.post("/generate", GENERATE, headers=NAMED))[0] == 200
@@ -110,57 +94,6 @@ async def test_a_throttled_client_is_told_why_and_when_to_come_back(c: Cluster) 
             assert answer.status == 400
     async with c.http.get(c.url + "/limits") as answer:
         assert (await answer.json())["throttle"]["rules"]["user"] == 5
-
-
-@pytest.mark.cluster(router=partial(oit, 1), router_timeout_s=2.0)
-async def test_a_router_that_is_restarted_hears_from_every_gateway_what_is_under_way(
-    tokenizer: Path, c: Cluster
-) -> None:
-    """The third call of an interaction comes through another gateway than the others, and the router between them is
-    another one."""
-    other = create_app(Config((c.router.endpoint,), MODEL, str(tokenizer), 2.0, Limits()))
-    async with served(other) as url:
-        await eventually(lambda: other.gateway.link.alive, "the other gateway hears the router")
-
-        async def ask() -> None:
-            async with c.http.post(url + "/generate", json=GENERATE, headers=NAMED) as answer:
-                assert answer.status == 200
-
-        await ask()
-        c.router.close()
-        await eventually(lambda: not other.gateway.link.alive, "it misses the router")
-        await ask()
-        assert fair_headers(c)["x-fair-call"] == "2", "numbered without a router"
-        again = RouterThread(c.replicas, endpoint=c.router.endpoint, **oit(1))
-        try:
-
-            async def is_told() -> bool:
-                return (await c.state()).get("throttle", {}).get("open_interactions") == 1
-
-            await eventually(is_told, "the new router knows the interaction")
-            again.shell.tell(Load("r0", 1000, 0, 1000))
-            for number, status in (("new 1", 200), ("new 2", 429), ("7", 200)):
-                asked = NAMED | {"x-fair-interaction": number}
-                assert (await c.post("/generate", GENERATE, headers=asked))[0] == status
-            assert fair_headers(c)["x-fair-call"] == "3"
-        finally:
-            again.close()
-
-
-@pytest.mark.cluster(router=partial(oit, 1), router_timeout_s=2.0)
-async def test_limits_that_were_posted_hold_in_a_router_that_is_restarted(c: Cluster) -> None:
-    async with c.http.post(c.url + "/limits", json={"user": 5}) as answer:
-        assert answer.status == 200
-    c.router.close()
-    again = RouterThread(c.replicas, endpoint=c.router.endpoint, **oit(1))
-    try:
-
-        async def holds() -> bool:
-            return (await c.state()).get("throttle", {}).get("rules", {}).get("user") == 5
-
-        await eventually(holds, "a limit of 5")
-    finally:
-        again.close()
 
 
 async def test_a_gateway_remembers_the_number_that_the_router_gave(tokenizer: Path, c: Cluster) -> None:

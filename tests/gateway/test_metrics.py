@@ -14,9 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from router.gateway.counters import Counters
 from router.gateway.metrics import FOLDER_VARIABLE, GatewayMetrics
-from sglang_fair.metrics.labels import OTHER
 from sglang_fair.metrics.table import OUTCOMES, of
-from sglang_fair.metrics.waits import SECONDS
 from tests.gateway.clusters import COMPLETION, GENERATE, Cluster
 from tests.support.waiting import eventually
 
@@ -81,28 +79,6 @@ async def test_how_requests_end(c: Cluster) -> None:
     ends = ("_bucket", "_count", "_sum", "")
     names = {metric.name + end for metric in of("gateway") for end in ends}
     assert {name for name, *_ in found} <= names
-
-
-@pytest.mark.slow
-@pytest.mark.cluster(access={"metrics_clients": 3}, max_in_flight=4096)
-async def test_five_thousand_invented_names(c: Cluster) -> None:
-    """Each asks once, and is refused or served: the number of series stays what it was after the first hundred."""
-
-    async def ask(at: int) -> None:
-        await c.post("/generate", GENERATE if at % 50 == 0 else {"text": 5}, **as_(f"invented-{at}"))
-
-    series = []
-    for start in range(0, 5000, 500):
-        await asyncio.gather(*(ask(at) for at in range(start, start + 500)))
-        series.append(len(await metrics(c)))
-    found = await metrics(c)
-    total = sum(count for (name, *_), count in found.items() if name == "requests_total")
-    assert total == 5000
-    clients = {labels[0] for name, *labels in found if name == "requests_total"}
-    assert OTHER in clients
-    assert len(clients) <= 3 + 1
-    assert max(series) <= 3 * (len(OUTCOMES) + 2 * (len(SECONDS) + 3)) + 4 * (len(OUTCOMES) + 40)
-    assert series[-1] == series[1]
 
 
 @pytest.mark.slow

@@ -8,8 +8,6 @@ import pytest
 from starlette.types import Message
 
 from router.gateway.answer.reply import ClientGone, Reply
-from router.gateway.replicas.connections import Connections
-from router.gateway.replicas.health import Health
 from tests.support.virtual_time import VirtualLoop
 
 IDLE_S = 0.05
@@ -83,43 +81,3 @@ async def test_a_connection_that_breaks_is_a_client_that_has_gone() -> None:
     with pytest.raises(ClientGone):
         await reply.piece(b"a")
     reply.close()
-
-
-def test_what_waits_for_a_worker_that_falls_silent_is_given_up() -> None:
-    async def main() -> None:
-        never = asyncio.Event()
-
-        async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await never.wait()
-            writer.close()
-
-        server = await asyncio.start_server(silent, "127.0.0.1", 0)
-        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        health = Health(10.0, dict, lambda: None)
-        connections = Connections(2.0, 20.0)
-
-        async def ask() -> None:
-            asking = connections.post(url, "/", {}, b"")
-            with health.while_it_answers("r0", asking.give_up):
-                async with asking as answer:
-                    await answer.read()
-
-        waiting = asyncio.create_task(ask())
-        while "r0" not in health.open:
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(IDLE_S)
-        for give_up in list(health.open["r0"]):
-            give_up(TimeoutError("r0 does not answer"))
-        with pytest.raises(TimeoutError, match="r0 does not answer"):
-            await waiting
-        assert not health.open
-        health.watch.silent = frozenset({"r0"})
-        with pytest.raises(TimeoutError, match="r0 does not answer"):
-            await ask()
-        assert not health.open
-        never.set()
-        server.close()
-        connections.close()
-        await asyncio.sleep(IDLE_S)
-
-    asyncio.run(main())

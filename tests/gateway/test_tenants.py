@@ -62,34 +62,6 @@ async def used(c: Cluster) -> int:
     return charged(c)
 
 
-@pytest.mark.slow
-async def test_fifty_invented_keys_under_load_are_nobody(c: Cluster) -> None:
-    """The adversary: fifty keys at a time, beginnings and neighbours of a right one among them."""
-
-    real = "gold"
-    invented = [keys.new_key() for _ in range(44)]
-    invented += [real[:-1], real + "x", real.upper(), "sha256:" + keys.digest(real).hex(), "\u00e4", "None"]
-
-    async def intrude(number: int) -> tuple[int, str]:
-        kind = list(ENDPOINTS)[number % 3]
-        given = as_(invented[number % 50], **{"x-fair-client": "gold"})
-        status, headers, answer = await c.post(kind, ENDPOINTS[kind], **given)
-        assert headers["www-authenticate"] == "Bearer"
-        return status, json.loads(answer)["error"]["code"]
-
-    async def serve(name: str) -> int:
-        return (await c.post("/v1/completions", COMPLETION, **as_(name)))[0]
-
-    work = [intrude(number) for number in range(200)]
-    found = await asyncio.gather(*work, *[serve(name) for name in ("gold", "silver") for _ in range(20)])
-    assert found[:200] == [(401, "invalid_api_key")] * 200
-    assert found[200:] == [200] * 40
-    assert {headers["x-fair-client"] for _, headers, _ in c.replicas[0].requests} == {"gold", "silver"}
-    state = await c.ended(ok=40)
-    assert state["gateway"]["refusals"] == {"401": 200}
-    assert state["gateway"]["ignored headers"] == {"x-fair-client": 200}
-
-
 @pytest.mark.cluster(access={"trusted_proxies": "127.0.0.0/8"})
 async def test_a_proxy_that_is_trusted_names_the_tenant(c: Cluster) -> None:
     given = {"headers": {"x-tenant-id": "silver"}}
@@ -103,30 +75,6 @@ async def test_a_client_s_key_stays_here_and_the_gateway_has_its_own(c: Cluster)
     await c.post("/v1/completions", COMPLETION, **as_("gold"))
     lower = {name.lower(): value for name, value in c.replicas[0].requests[-1][1].items()}
     assert lower["authorization"] == "Bearer the replicas'"
-
-
-@pytest.mark.slow
-async def test_keys_that_are_rotated_while_a_stream_runs(tenants: Path, c: Cluster) -> None:
-    c.replicas[0].mode = "endless"
-    async with c.http.post(c.url + "/v1/completions", json=STREAM, **as_("gold")) as stream:
-        assert stream.status == 200
-        edit.set_keys(tenants, "gold", lambda old: [keys.written(keys.digest("new"))])
-
-        async def is_new() -> bool:
-            async with c.http.get(c.url + "/v1/models", **as_("new")) as answer:
-                return answer.status == 200
-
-        await eventually(is_new, "the new key holds")
-        assert (await c.post("/v1/completions", COMPLETION, **as_("gold")))[0] == 401
-        assert await stream.content.readline()  # what runs goes on
-    tenants.write_text("tenants:\n  gold: {weigth: 1}\n")
-    directory = c.gateway.directory
-    assert directory is not None
-    await eventually(lambda: directory.failures == 1, "the bad file is noticed")
-    state = (await c.state())["gateway"]["tenants"]
-    assert (state["tenants"], state["failures"]) == (2, 1)
-    assert state["error"].startswith(f"{tenants}:2:")
-    assert await is_new()
 
 
 @pytest.mark.cluster(thrifty={"models": [MODEL], "output_tokens": 8, "prompt_tokens": 200})
@@ -182,19 +130,6 @@ async def test_what_is_left_is_told_and_too_much_is_429(c: Cluster) -> None:
     assert (await c.post("/v1/completions", COMPLETION, **as_("gold")))[0] == 200
     assert await used(c) == 15
     assert (await c.state())["gateway"]["limits"]["refused"] == {"tokens-day": 1}
-
-
-@pytest.mark.cluster(thrifty={"concurrency": 1})
-async def test_requests_at_a_time(c: Cluster) -> None:
-    c.replicas[0].mode = "endless"
-    async with c.http.post(c.url + "/v1/completions", json=STREAM, **as_("thrifty")):
-        assert (await c.post("/v1/completions", COMPLETION, **as_("thrifty")))[0] == 429
-    c.replicas[0].mode = "ok"
-
-    async def free() -> bool:
-        return (await c.post("/v1/completions", COMPLETION, **as_("thrifty")))[0] == 200
-
-    await eventually(free, "the stream's place is free again")
 
 
 PROMPT, ANSWER = 2, 3

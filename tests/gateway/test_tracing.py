@@ -121,18 +121,6 @@ async def test_the_spans_of_a_request_are_one_tree(
     assert state(c)["unexplained"] == 0
 
 
-@pytest.mark.cluster(access={"log_format": "json"})
-async def test_an_explanation_and_a_line_in_the_log_name_the_trace(
-    memory: Memory, caplog: pytest.LogCaptureFixture, c: Cluster
-) -> None:
-    caplog.set_level(logging.INFO)
-    await c.post("/generate", ENDPOINTS["/generate"], headers={**SAMPLED, "x-request-id": "mine"})
-    [request] = (await c.get("/explain/mine"))[1]["requests"]
-    assert request["trace_id"] == TRACE
-    [line] = [one for one in caplog.records if one.name == "gateway.requests"]
-    assert line.__dict__["fields"]["trace_id"] == TRACE
-
-
 @pytest.mark.cluster(replicas=3)
 async def test_each_attempt_is_there(memory: Memory, c: Cluster) -> None:
     c.replicas[0].mode = c.replicas[1].mode = "die"
@@ -154,28 +142,6 @@ async def test_each_attempt_is_there(memory: Memory, c: Cluster) -> None:
     ]  # fmt: skip
     parents = [replica.requests[-1][1]["traceparent"].split("-")[2] for replica in c.replicas]
     assert parents == [first.id, second.id, third.id]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves(memory: Memory, stream: bool, c: Cluster) -> None:
-    replica = c.replicas[0]
-    replica.mode = "endless"
-    if stream:
-        async with c.http.post(c.url + "/generate", json=ENDPOINTS["/generate"] | {"stream": True}) as answer:
-            await answer.content.readuntil(b"\n\n")
-            answer.close()
-    else:
-        asking = asyncio.create_task(c.post("/generate", ENDPOINTS["/generate"]))
-        await eventually(lambda: replica.working, "the replica is at work")
-        asking.cancel()
-    [root] = await memory.trees(1)
-    assert root.attributes["sglang_fair.outcome"] == "left"
-    assert not root.failed
-    [attempt] = root.children
-    assert attempt.attributes["sglang_fair.outcome"] == "left"
-    assert not attempt.failed
-    # It was asked until it had stopped.
-    assert "sglang_fair.outcome" in attempt.below("decode")[0].attributes
 
 
 @pytest.fixture
@@ -207,29 +173,6 @@ async def test_what_is_refused_has_a_span_with_its_status(tenants: Path, memory:
         assert root.attributes["sglang_fair.outcome"] == "refused"
         assert root.attributes["sglang_fair.error"]
         assert not root.failed, "its client's fault is no error of a server"
-
-
-@pytest.mark.cluster(replicas=0)
-async def test_when_no_replica_is_there(memory: Memory, c: Cluster) -> None:
-    assert (await c.post("/v1/completions", COMPLETION))[0] == 503
-    [root] = await memory.trees(1)
-    assert root.names() == ["POST /v1/completions", ["attempt", ["placement"]]]
-    assert root.failed
-    [attempt] = root.children
-    assert attempt.failed
-    assert attempt.children[0].attributes["sglang_fair.refused"] == "no worker is up"
-
-
-async def test_without_a_router_the_gateway_places(memory: Memory, c: Cluster) -> None:
-    c.router.close()
-    await eventually(lambda: not c.gateway.link.alive, "the gateway misses the router")
-    assert (await c.post("/v1/completions", COMPLETION))[0] == 200
-    [root] = await memory.trees(1)
-    [attempt] = root.children
-    assert attempt.names() == SERVED
-    [placement] = attempt.below("placement")
-    assert (placement.service, placement.attributes["sglang_fair.why"]) == ("sglang-fair-gateway", "gateway")
-    assert "router" in attempt.attributes["sglang_fair.router_error"]
 
 
 async def test_a_replica_without_the_overlay_or_with_other_records(
