@@ -175,6 +175,29 @@ async def test_what_is_refused_has_a_span_with_its_status(tenants: Path, memory:
         assert not root.failed, "its client's fault is no error of a server"
 
 
+@pytest.mark.cluster(replicas=0)
+async def test_when_no_replica_is_there(memory: Memory, c: Cluster) -> None:
+    assert (await c.post("/v1/completions", COMPLETION))[0] == 503
+    [root] = await memory.trees(1)
+    assert root.names() == ["POST /v1/completions", ["attempt", ["placement"]]]
+    assert root.failed
+    [attempt] = root.children
+    assert attempt.failed
+    assert attempt.children[0].attributes["sglang_fair.refused"] == "no worker is up"
+
+
+async def test_without_a_router_the_gateway_places(memory: Memory, c: Cluster) -> None:
+    c.router.close()
+    await eventually(lambda: not c.gateway.link.alive, "the gateway misses the router")
+    assert (await c.post("/v1/completions", COMPLETION))[0] == 200
+    [root] = await memory.trees(1)
+    [attempt] = root.children
+    assert attempt.names() == SERVED
+    [placement] = attempt.below("placement")
+    assert (placement.service, placement.attributes["sglang_fair.why"]) == ("sglang-fair-gateway", "gateway")
+    assert "router" in attempt.attributes["sglang_fair.router_error"]
+
+
 async def test_a_replica_without_the_overlay_or_with_other_records(
     memory: Memory, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, c: Cluster
 ) -> None:
