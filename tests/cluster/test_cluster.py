@@ -660,32 +660,6 @@ class TestSupervisor:
         assert lines[3].endswith("(298000 more characters)")
 
     @pytest.mark.slow
-    def test_children_die_with_a_killed_supervisor(self) -> None:
-        die = "from sglang_fair.common.processes import die_with_parent; die_with_parent()"
-        child = f"{die}; print('ready', flush=True)"
-        code = f"""
-            import asyncio, sys
-            from sglang_fair.cluster.plan import LineReady, Plan, Process
-            from sglang_fair.cluster.supervisor import Supervisor
-            from tests.cluster.test_cluster import Record
-            argv = (sys.executable, "-c", {child!r} + "; import time; time.sleep(60)")
-            class Prints(Record):
-                def up(self, pids):
-                    print(*pids.values(), flush=True)
-            plan = Plan((Process("r0", "replica", argv, LineReady("ready"), 60, 1),))
-            asyncio.run(Supervisor(plan, Prints()).run())
-        """
-        with subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True
-        ) as supervisor:
-            assert supervisor.stdout is not None
-            pid = int(supervisor.stdout.readline())
-            assert lives(pid)
-            supervisor.kill()
-            supervisor.wait()
-        wait_until(lambda: not lives(pid), "the orphan's end", LIMIT_S)
-
-    @pytest.mark.slow
     def test_a_fleet_is_ready_when_the_router_knows_its_replicas(self) -> None:
         endpoint = f"tcp://127.0.0.1:{free_port()}"
         router = Process(

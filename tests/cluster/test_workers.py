@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import itertools
 import json
 import os
 import socket
@@ -10,12 +9,11 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import psutil
 import pytest
 import zmq
@@ -30,13 +28,8 @@ from sglang_fair.cluster.control import Control, Refused, Say, ask, own_folder
 from sglang_fair.cluster.link import RouterLink
 from sglang_fair.cluster.options import Options
 from sglang_fair.cluster.plan import (
-    HttpReady,
-    Plan,
     Process,
-    RouterReady,
-    Worker,
     build,
-    with_workers,
 )
 from sglang_fair.cluster.ports import Reservations, choose
 from sglang_fair.cluster.restart import RestartRule
@@ -58,9 +51,6 @@ from tests.cluster.test_cluster import (
 from tests.cluster.test_cluster import MODEL as TINY
 from tests.support.live import lives
 from tests.support.ports import free_port
-from tests.support.site import Seen, read, request
-from tests.support.stand_in import MODEL, Engine, make_tokenizer
-from tests.support.waiting import eventually
 
 
 def run(body: Awaitable[None]) -> None:
@@ -405,7 +395,7 @@ def test_the_end_of_the_cluster_ends_an_addition() -> None:
     changing(body)
 
 
-# -- the whole, under load
+# -- the commands
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -418,106 +408,23 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_no_request_fails_while_replicas_come_go_and_die(
-    tmp_path: Path, short: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A cluster of stand-ins, changed by the commands that a user has."""
+def test_a_running_cluster_is_changed_by_commands(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(short))
-    tokenizer = make_tokenizer(tmp_path)
-    gateway_port, router_address = free_port(), f"tcp://127.0.0.1:{free_port()}"
-    url = f"http://127.0.0.1:{gateway_port}"
+    port = free_port()
 
-    def stand_in(number: int, model: str | None = None, has: Sequence[str] = ()) -> Process:
-        port = free_port()
-        own = f"http://127.0.0.1:{port}"
-        argv = f"-m tests.support.stand_in --port {port} --tokenizer {tokenizer} --step 0.005".split()
-        return Process(
-            f"r{number}", "replica", (sys.executable, *argv), HttpReady(f"{own}/ready"), LIMIT_S, LIMIT_S,
-            worker=Worker(f"r{number}", own, "tcp://127.0.0.1:1", "tcp://127.0.0.1:1"),
-        )  # fmt: skip
+    async def said(*arguments: str) -> str:
+        done = await asyncio.to_thread(command, *arguments, "--cluster", f"http://127.0.0.1:{port}")
+        assert done.returncode == 0, done
+        return done.stdout
 
-    first = [stand_in(0), stand_in(1)]
-    router = Process(
-        "router", "router", (sys.executable, "-m", "router", "--bind", router_address),
-        RouterReady(router_address), LIMIT_S, LIMIT_S,
-    )  # fmt: skip
-    gateway = Process(
-        "gateway", "gateway",
-        (sys.executable, "-m", "router.gateway", "--port", str(gateway_port), "--router", router_address,
-         "--model-name", MODEL, "--tokenizer", str(tokenizer)),
-        HttpReady(f"{url}/health"), LIMIT_S, LIMIT_S,
-    )  # fmt: skip
-    router = with_workers(router, [spec.worker for spec in first if spec.worker])
-    engine = Engine(tokenizer)
+    async def body(made: Changed, _: str) -> None:
+        async with controlled(control.socket_path(port), made.workers.handle):
+            assert (await said("add")).startswith("r2 is up")
+            assert await said("drain", "r0") == "r0 has finished and is stopped\n"
+            rows = json.loads(await said("list", "--json"))
+            assert {row["name"]: row["state"] for row in rows} == {"r1": "up", "r2": "up"}
 
-    ended: list[Seen] = []
-
-    async def load(http: aiohttp.ClientSession, client: int, stopping: asyncio.Event) -> None:
-        for number in itertools.count(1):
-            if stopping.is_set():
-                return
-            path, body = request("generate", f"p{client} {number}", 20, 0)
-            *_, last = engine.steps("generate", body)
-            seen = Seen()
-            async with http.post(url + path, json=body, headers={"x-fair-client": f"c{client}"}) as response:
-                seen.status, seen.worker = response.status, response.headers.get("x-fair-worker", "")
-                async for line in response.content:
-                    if line.startswith(b"data: "):
-                        read(seen, line[6:].strip())
-            assert (seen.status, seen.error, seen.text, seen.ended) == (200, "", last.text, True)
-            ended.append(seen)
-
-    async def worked(name: str) -> None:
-        before = len(ended)
-        await eventually(lambda: any(seen.worker == name for seen in ended[before:]), f"{name} gets requests")
-
-    async def body(supervisor: Supervisor, record: Record) -> None:
-        stopping = asyncio.Event()
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=LIMIT_S)) as http:
-            loads = [asyncio.create_task(load(http, client, stopping)) for client in range(6)]
-            await worked("r0")
-            said = await asyncio.to_thread(command, "add", "--cluster", url)
-            assert (said.returncode, said.stdout[:8]) == (0, "r2 is up"), said
-            await worked("r2")
-            said = await asyncio.to_thread(command, "drain", "r0", "--cluster", url)
-            assert (said.returncode, said.stdout) == (0, "r0 has finished and is stopped\n"), said
-            before = len(ended)
-            psutil.Process(supervisor.pids["r2"]).kill()
-            await until(lambda: record.ready.count("r2") == 2)
-            await worked("r2")
-            psutil.Process(supervisor.pids["router"]).kill()
-            await until(lambda: record.ready.count("router") == 2)
-            await worked("r1")
-            assert not any(seen.worker == "r0" for seen in ended[before:]), "a new router does not know it"
-            said = await asyncio.to_thread(command, "list", "--json", "--cluster", url)
-            rows = {row["name"]: row["state"] for row in json.loads(said.stdout)}
-            assert rows == {"r1": "up", "r2": "up"}
-            stopping.set()
-            await asyncio.gather(*loads)
-            async with http.get(f"{url}/status") as response:
-                assert (await response.json())["gateway"]["failed"] == 0
-
-    async def main() -> None:
-        record, up = Record(), asyncio.Event()
-        record.when_up = up.set
-        with contextlib.closing(RouterLink(router_address)) as link:
-            plan = Plan((*first, router, gateway), router_address)
-            supervisor = Supervisor(plan, record, rule=RestartRule(first_delay_s=0.05), link=link)
-            workers = Workers(supervisor, link, router_address, stand_in, lambda _: None)
-            made = Control(control.socket_path(gateway_port), workers.handle)
-            await made.start()
-            running = asyncio.create_task(supervisor.run())
-            try:
-                await up.wait()
-                await body(supervisor, record)
-            finally:
-                supervisor.stop()
-                await running
-                await made.close()
-                for name, line in record.lines[-40:]:
-                    print(name, line)
-
-    asyncio.run(main())
+    changing(body)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from openai.types import Batch
 
 from sglang_fair.tenants import edit, keys
 from sglang_fair.tenants.model import Limits, Tenant
+from tests.support.budget import is_night
 from tests.support.site import Process, Site
 from tests.support.stand_in import MODEL, make_tokenizer
 from tests.support.waiting import eventually
@@ -170,24 +171,6 @@ def test_wrong_lines_are_listed_and_nothing_runs(tokenizer: Path, tmp_path: Path
     run(body, tokenizer, tmp_path)
 
 
-def test_a_batch_whose_window_is_over_expires(tokenizer: Path, tmp_path: Path) -> None:
-    async def body(site: Batches) -> None:
-        client = site.client("gold")
-        lines = [line(str(index), "x", max_tokens=200) for index in range(300)]
-        found = await site.over(client, await created(client, jsonl(lines), "15s"), 300.0)
-        assert found.status == "expired"
-        assert found.request_counts is not None
-        assert found.request_counts.failed > 0
-        assert found.request_counts.completed + found.request_counts.failed == 300
-        lost = await results(client, found.error_file_id)
-        assert {one["error"]["code"] for one in lost} == {"batch_expired"}
-        done = await results(client, found.output_file_id)
-        assert len({one["custom_id"] for one in lost + done}) == 300
-        await site.quiet()
-
-    run(body, tokenizer, tmp_path, step_s=0.2)  # 40 s an answer
-
-
 def test_a_batch_is_cancelled(tokenizer: Path, tmp_path: Path) -> None:
     async def body(site: Batches) -> None:
         client = site.client("gold")
@@ -208,7 +191,7 @@ def test_a_batch_is_cancelled(tokenizer: Path, tmp_path: Path) -> None:
     run(body, tokenizer, tmp_path, step_s=0.02)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(5 if is_night() else 1))
 def test_each_item_has_one_result_whatever_dies(tokenizer: Path, tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
 

@@ -233,22 +233,6 @@ def test_a_capture_of_a_replicas_wires(running: Running, folder: Path, has_keys:
     publisher.close()
 
 
-@pytest.mark.parametrize("has_keys", [True], indirect=True)
-def test_a_replica_refuses_and_counts_whoever_is_no_router(running: Running, folder: Path) -> None:
-    make(folder / "other")
-    publisher = Publisher(Keys.read(folder / "other", "replica"))
-    live, replay, load = publisher.addresses
-    running.tell(WorkerUp("r0", "http://r0", live, replay, load=load))
-
-    def refused() -> bool:
-        publisher.turn()
-        return publisher.refused >= 3
-
-    wait_until(refused, "all three are refused")
-    assert running.state()["wire"]["kv"]["r0"]["applied_batches"] == 0
-    publisher.close()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("has_keys", [True], indirect=True)
 def test_a_planner_with_keys_is_let_in(running: Running, folder: Path) -> None:

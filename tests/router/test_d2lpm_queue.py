@@ -22,29 +22,13 @@ from router.radix import Match
 from sglang_fair.common.weights import Weights
 from sglang_fair.core.dlpm import Dlpm
 from sglang_fair.core.job import Job
+from tests.router.test_placement import View, ids
 from tests.support.budget import examples
 
 INF = math.inf
 WEIGHTS = {"f": 1.0, "g": 2.0, "h": 0.5}
 CAPACITIES = {"w0": 1.0, "w1": 4.0, "w2": 0.5}
 WORKERS = list(CAPACITIES)
-
-
-@dataclass
-class View:
-    """A worker as a placement sees it."""
-
-    name: str
-    load: float = 0.0
-    dispatched_tokens: int = 0
-    capacity: float = 1.0
-    prefill_tokens: float = 0
-    decode_tokens: float = 0.0
-    dispatched: int = 0
-
-
-def ids(*tokens: int) -> bytes:
-    return np.asarray(tokens, "<u4").tobytes()
 
 
 def cached(**lengths: int) -> Match:
@@ -445,16 +429,6 @@ def test_a_worker_that_comes_back_is_used_and_not_flooded():
         router.handle(Done(f"{number:08x}"), 0.0)
     router.handle(WorkerUp("w1", ""), 0.0)
     assert 15 <= [ask() for _ in range(40)].count("w1") <= 25
-
-
-def test_an_excluded_worker_need_not_be_made_up_for():
-    placement, views = queue_placement("a", "b", worker_quantum=500.0)
-    for _ in range(100):
-        request = Request("", "f", b"", 100)
-        place_all(placement, [(request, Match())], views[:1])
-        placement.done(Ended(request, "a", 0, 0, "ok"), 0.0)
-    chosen = place_all(placement, [(Request("", "f", b"", 100), Match()) for _ in range(40)], views)
-    assert 15 <= chosen.count("b") <= 25
 
 
 def test_requests_go_by_capacity_also_when_it_changes():

@@ -1,6 +1,5 @@
 """Several models behind one router: a request goes only to workers that have its model, whatever the placement."""
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -27,8 +26,6 @@ from router.events import (
 )
 from router.models import meant
 from router.placement import PLACEMENTS, build
-from router.placement.contract import Holding, May, Placement, Request, WorkerView
-from router.radix import Match
 from router.throttling import Throttling
 from router.wire import pack_tokens
 from sglang_fair.core.throttle import Limits, Rules
@@ -91,53 +88,6 @@ def test_a_request_meets_its_model_and_no_other(known: set[str], said: str, has:
 # ---- whatever the placement, and whatever comes
 
 
-class Watching:
-    """A placement that looks at what it is shown, in front of another one."""
-
-    uses_caches = True
-    uses_progress = True
-
-    def __init__(self, inner: Placement, models: dict[str, str]) -> None:
-        self._inner = inner
-        self._models = models
-
-    def __deepcopy__(self, memo: Any) -> "Watching":
-        from copy import deepcopy
-
-        return type(self)(deepcopy(self._inner, memo), self._models)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def place(
-        self, request: Request, match: Match, workers: Sequence[WorkerView], now_s: float
-    ) -> str | None:
-        self._check(request, workers)
-        return self._inner.place(request, match, workers, now_s)
-
-    def _check(self, request: Request, workers: Sequence[WorkerView]) -> None:
-        assert workers
-        assert not {one.name for one in workers} & set(request.exclude)
-        assert {self._models[one.name] for one in workers} == {request.model}
-
-
-class WatchingHolding(Watching):
-    """The same for one that holds."""
-
-    def next(
-        self, workers: Sequence[WorkerView], match: Callable[[Request], Match], may: May, now_s: float
-    ) -> tuple[Request, str] | None:
-        assert isinstance(self._inner, Holding)
-        found = self._inner.next(workers, match, may, now_s)
-        if found is not None:
-            assert self._models[found[1]] == found[0].model
-        return found
-
-    def give_up(self, request: Request) -> None:
-        assert isinstance(self._inner, Holding)
-        self._inner.give_up(request)
-
-
 STEPS = st.lists(
     st.tuples(
         st.sampled_from(["ask", "ask", "ask", "done", "up", "down", "swap", "running"]),
@@ -151,13 +101,11 @@ STEPS = st.lists(
 @pytest.mark.parametrize("name", PLACEMENTS)
 @settings(max_examples=examples(25))
 @given(steps=STEPS)
-def test_no_placement_sees_a_worker_without_the_request_s_model(
+def test_requests_are_placed_where_their_model_is_and_nowhere_else(
     name: str, steps: list[tuple[str, int, str]]
 ) -> None:
     has: dict[str, str] = {}
-    inner = build(name, slots=1) if name == "centralized_dlpm" else build(name)
-    kind = WatchingHolding if isinstance(inner, Holding) else Watching
-    made = Router(kind(inner, has), page_size=4)  # type: ignore[arg-type]
+    made = Router(build(name, slots=1) if name == "centralized_dlpm" else build(name), page_size=4)
     wanted: dict[str, str] = {}
     at: dict[str, str] = {}
     ended: set[str] = set()
@@ -331,6 +279,7 @@ def test_messages_of_before_are_understood_and_say_what_they_said() -> None:
         assert b"model" not in encoded
         assert b"loaded" not in encoded
         assert b"due" not in encoded
+        assert b"may_hold" not in encoded
 
 
 def test_a_worker_has_only_what_it_can_load() -> None:

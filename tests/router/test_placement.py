@@ -4,6 +4,7 @@ thresholds of the cache-aware rule, costs in seconds, Preble's choices."""
 import itertools
 import pickle
 import random
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -17,6 +18,8 @@ from router.core import Router
 from router.events import (
     Arrive,
     Done,
+    Due,
+    Held,
     Place,
     Progress,
     Query,
@@ -29,7 +32,6 @@ from router.events import (
 )
 from router.placement import PLACEMENTS, build, parameters, parse_options
 from router.placement.contract import Ended, Holding, Request
-from router.placement.credit import Credits
 from router.placement.d2lpm import D2lpm
 from router.placement.outputs import ExpectedOutputs
 from router.placement.preble import Preble
@@ -38,8 +40,6 @@ from router.radix import Match
 from sglang_fair.settings.program import parse
 from tests.support.budget import examples, is_night, seeds
 from workloads.simulation import Site
-
-INF = float("inf")
 
 
 def ids(*tokens: int) -> bytes:
@@ -74,7 +74,14 @@ def script(seed: int, steps: int) -> Iterator[tuple[str, object]]:
             shared = [int(client[1:])] * 4 * rng.randrange(6)
             prompt = ids(*shared, *(rng.randrange(3) for _ in range(rng.randrange(8))))
             exclude = tuple(f"w{i}" for i in range(4) if rng.random() < 0.15)
-            yield "arrive", Arrive(f"{number:08x}", client, prompt, rng.choice([0, 20]), exclude=exclude)
+            due = Due("k", slo_s, slo_s) if (slo_s := rng.choice([0.0, 1.0, 60.0])) else None
+            yield (
+                "arrive",
+                Arrive(
+                    f"{number:08x}", client, prompt, rng.choice([0, 20]), exclude=exclude, may_hold=True,
+                    due=due, interaction=rng.choice(["", "i", "j"]),
+                ),
+            )  # fmt: skip
         elif roll < 0.7:
             yield "progress", (rng.random(), rng.randrange(1, 30))
         elif roll < 0.95:
@@ -102,6 +109,9 @@ def drive(name: str, seed: int, steps: int = 400, **values: object) -> tuple[Rou
 
     def tell(event: object, now: float) -> None:
         for _, answer in router.handle(event, now):
+            if isinstance(answer, Held):
+                assert answer.id in asked
+                continue
             exclude = asked.pop(answer.id)
             if isinstance(answer, Refuse):
                 assert answer.retry
@@ -123,6 +133,9 @@ def drive(name: str, seed: int, steps: int = 400, **values: object) -> tuple[Rou
             asked[event.id] = event.exclude
             tell(event, float(now))
             assert holds or not asked
+        elif kind == "done" and asked and event[0] < 0.2:
+            tell(Done(waits := next(iter(asked)), outcome="aborted"), float(now))
+            asked.pop(waits, None)
         elif kind == "done" and live:
             at, output, outcome = event
             request = live.pop(int(at * len(live)))
@@ -158,11 +171,11 @@ def drive(name: str, seed: int, steps: int = 400, **values: object) -> tuple[Rou
     return router, choices
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", PLACEMENTS)
-@pytest.mark.parametrize("seed", range(3 if is_night() else 1))
+@pytest.mark.parametrize("seed", range(20 if is_night() else 2))
 def test_places_on_workers_that_are_up_and_loses_nothing(name, seed):
-    router, choices = drive(name, seed)
+    """Whatever comes: requests with and without deadlines, interactions, ends of all kinds, workers that go."""
+    router, choices = drive(name, seed, steps=200)
     counts = router.state()["counts"]
     assert counts["placed"] == len(choices)
     ends = {key: count for key, count in counts.items() if key.startswith("ended ")}
@@ -316,28 +329,17 @@ def test_bad_values_are_refused(name, values):
 # -- round robins
 
 
-def test_round_robin_takes_turns_over_all():
+@pytest.mark.parametrize("name", ["round_robin", "client_round_robin"])
+def test_round_robins_take_turns_over_all_or_per_client(name):
     views = [View("a"), View("b"), View("c")]
-    placement = build("round_robin")
-    turns = []
-    for client in "xyxyy":
-        request = Request("", client, b"", 0)
-        turns.append(placement.place(request, Match(), views, 0.0))
-        placement.placed(request, turns[-1], Match(), 0.0)
-    assert turns == ["a", "b", "c", "a", "b"]
-
-
-def test_client_round_robin_takes_turns_per_client():
-    views = [View("a"), View("b"), View("c")]
-    placement = build("client_round_robin")
-    turns: dict[str, str] = {"x": "", "y": ""}
+    placement = build(name)
+    turns: dict[str, str] = defaultdict(str)
     for client in "xyxxyxxyyxy":
         request = Request("", client, b"", 0)
         worker = placement.place(request, Match(), views, 0.0)
         placement.placed(request, worker, Match(), 0.0)
-        turns[client] += worker
-    for turn in turns.values():
-        assert turn in "abcabcabc"
+        turns["" if name == "round_robin" else client] += worker
+    assert all(turn in "abcabcabcabc" for turn in turns.values())
 
 
 # -- D2LPM
@@ -359,19 +361,19 @@ class Paper:
     def load(self, w: str) -> float:
         return self.s[w] / CAPACITIES[w]
 
-    def select_worker(self, holders: set[str], client: str) -> str:
+    def select_worker(self, followed: set[str], client: str) -> str:
         avail = {w for w in self.workers if self.q[client, w] > 0}
         while not avail:
             for w in self.workers:
                 self.q[client, w] += self.quantum[client, w]
             avail = {w for w in self.workers if self.q[client, w] > 0}
-        cand = holders & avail
+        cand = followed & avail
         return min(cand or avail, key=lambda w: (self.load(w), self.sent[w], w))
 
-    def arrive(self, holders: set[str], client: str, tokens: int) -> str:
+    def arrive(self, followed: set[str], client: str, tokens: int) -> str:
         for w in self.workers:
             self.q.setdefault((client, w), 0)
-        worker = self.select_worker(holders, client)
+        worker = self.select_worker(followed, client)
         self.q[client, worker] -= self.extend * tokens
         self.s[worker] += 1
         self.sent[worker] += tokens
@@ -388,6 +390,7 @@ WORKERS = ["w0", "w1", "w2"]
 @settings(max_examples=examples(150))
 @given(
     st.sampled_from([1, 7, 50, 1000]),
+    st.sampled_from([0.0, 0.25]),
     st.lists(
         st.tuples(
             st.booleans(), st.sampled_from("fgh"), st.sets(st.sampled_from(WORKERS)), st.integers(0, 300)
@@ -395,10 +398,11 @@ WORKERS = ["w0", "w1", "w2"]
         max_size=60,
     ),
 )
-def test_d2lpm_is_the_papers_loop(quantum, steps):
+def test_d2lpm_is_the_papers_loop(quantum, threshold, steps):
+    """A threshold decides where, among the workers with credit; the books are the same."""
     quanta = {(i, w): quantum * WEIGHTS[i] * CAPACITIES[w] for i in WEIGHTS for w in WORKERS}
     paper = Paper(WORKERS, quanta)
-    placement = D2lpm(worker_quantum=quantum, client_weights=WEIGHTS)
+    placement = D2lpm(worker_quantum=quantum, client_weights=WEIGHTS, cache_threshold=threshold)
     for worker in WORKERS:
         placement.worker_up(worker, CAPACITIES[worker])
     flights: list[tuple[Request, str]] = []
@@ -407,7 +411,7 @@ def test_d2lpm_is_the_papers_loop(quantum, steps):
             request = Request("", client, b"", tokens)
             views = [View(w, paper.load(w), paper.sent[w]) for w in WORKERS]
             match = Match(16, tuple(sorted(holders)), dict.fromkeys(holders, 16)) if holders else Match()
-            expected = paper.arrive(holders, client, tokens)
+            expected = paper.arrive(holders if threshold * tokens < 16 else set(), client, tokens)
             worker = placement.place(request, match, views, 0.0)
             assert worker == expected
             placement.placed(request, worker, match, 0.0)
@@ -430,48 +434,6 @@ def test_d2lpm_follows_a_match_of_more_than_its_threshold(threshold, held, chose
     views = [View("a", load=9, prefill_tokens=900), View("b", load=1)]
     match = Match(held, ("a",), {"a": held})
     assert placement.place(Request("", "f", b"", 1000), match, views, 0.0) == chosen
-
-
-@settings(max_examples=examples(50))
-@given(st.sampled_from([0.0, 0.5]), st.integers(0, 2**32))
-def test_d2lpm_refills_alike_whatever_it_follows(threshold, seed):
-    """A threshold decides where, among the workers with credit; the books are the same: a chosen worker has credit,
-    no credit is above its quantum, and it is refilled only when none is left."""
-    rng = random.Random(seed)
-    placement = build("d2lpm", worker_quantum=100.0, cache_threshold=threshold)
-    for worker in WORKERS:
-        placement.worker_up(worker)
-    views = [View(worker) for worker in WORKERS]
-    before = dict.fromkeys(WORKERS, 100.0)
-    for _ in range(30):
-        held = {worker: 16 for worker in WORKERS if rng.random() < 0.4}
-        match = Match(16, tuple(held), held) if held else Match()
-        request = Request("", "f", b"", rng.choice([20, 40, 300]))
-        worker = placement.place(request, match, views, 0.0)
-        after = placement.credits(1)["f"]
-        assert after[worker] > 0
-        assert (after == before) == any(credit > 0 for credit in before.values())
-        assert max(after.values()) <= 100
-        placement.placed(request, worker, match, 0.0)
-        before = placement.credits(1)["f"]
-
-
-def test_d2lpm_with_a_threshold_does_not_herd_behind_a_common_head():
-    """Prompts of 1,000 tokens that share their first 100, of which "a" alone has computed some."""
-    busiest = {}
-    for threshold in (0.0, 0.3):
-        placement = D2lpm(worker_quantum=1e6, cache_threshold=threshold)
-        for worker in WORKERS:
-            placement.worker_up(worker)
-        views = {worker: View(worker) for worker in WORKERS}
-        match = Match(100, ("w0",), {"w0": 100})
-        for client in range(60):
-            request = Request("", f"c{client}", b"", 1000)
-            worker = placement.place(request, match, list(views.values()), 0.0)
-            placement.placed(request, worker, match, 0.0)
-            views[worker].load += 1
-        busiest[threshold] = max(view.load for view in views.values())
-    assert busiest == {0.0: 60, 0.3: 20}
 
 
 def test_d2lpm_jumps_over_any_number_of_refills():
@@ -541,65 +503,6 @@ def test_d2lpm_never_forgets_a_debt():
     assert placement.credits(1)["debtor"] == {"a": -800, "b": 90}
 
 
-def run_cluster(quantum: float, jobs: int) -> dict[str, float]:
-    """Service when f (one long prefix), g and h (fresh prompts) saturate two fair workers (Theorem A.5)."""
-    dlpm = pytest.importorskip("sglang_fair.core.dlpm")
-    from sglang_fair.core.job import Job
-
-    router = Router(D2lpm(worker_quantum=quantum), page_size=4)
-    policies = {worker: dlpm.Dlpm(quantum=50.0) for worker in ("w0", "w1")}
-    for worker in policies:
-        router.handle(WorkerUp(worker, ""), 0.0)
-    fresh = itertools.count(1000)
-    arrivals = itertools.count()
-    service = dict.fromkeys("fgh", 0.0)
-    cached = dict.fromkeys(policies, False)
-
-    def submit(client: str) -> None:
-        number = next(arrivals)
-        prefix = [1] * 32 if client == "f" else [next(fresh)] * 32
-        tokens = ids(*prefix, *[next(fresh)] * 4)
-        ((_, place),) = router.handle(Arrive(f"{number:08x}", client, tokens), 0.0)
-        matched = 32 if client == "f" else 0
-        policies[place.worker].arrive(Job(f"{number:08x}", client, 36, arrival=number, prefix_tokens=matched))
-
-    for _ in range(60):
-        for client in service:
-            submit(client)
-    free_s = dict.fromkeys(policies, 0.0)
-    for _ in range(jobs):
-        worker = min(policies, key=lambda name: (free_s[name], name))
-        policy = policies[worker]
-        job = policy.pick()
-        if job is None:
-            free_s[worker] += 10
-            continue
-        policy.leave(job)
-        hit = 32 if job.client == "f" and cached[worker] else 0
-        cached[worker] = cached[worker] or job.client == "f"
-        units = 36 - hit + 2 * 4
-        policy.charge(job.client, units)
-        service[job.client] += units
-        free_s[worker] += units
-        router.handle(Done(job.id, 4), 0.0)
-        submit(job.client)
-    return service
-
-
-@pytest.mark.slow
-def test_d2lpm_with_a_finite_quantum_is_fair_and_with_an_infinite_one_is_not():
-    bound = 2 * 2 * (36 + 2 * 4 * 60 + 50)
-    gaps = {
-        quantum: [max(w.values()) - min(w.values()) for w in (run_cluster(quantum, n) for n in (2000, 4000))]
-        for quantum in (50.0, 200.0, INF)
-    }
-    for quantum in (50.0, 200.0):
-        assert max(gaps[quantum]) <= bound
-        assert max(gaps[quantum]) < 500
-    assert gaps[INF][0] > 10_000
-    assert gaps[INF][1] == pytest.approx(2 * gaps[INF][0], rel=0.1)
-
-
 def send(placement: D2lpm, client: str, tokens: int, match: Match, views: list[View]) -> str:
     """A request that is done at once and has no output."""
     request = Request("", client, b"", tokens)
@@ -607,33 +510,6 @@ def send(placement: D2lpm, client: str, tokens: int, match: Match, views: list[V
     placement.placed(request, worker, match, 0.0)
     placement.done(ended(request, worker), 0.0)
     return worker
-
-
-def test_d2lpm_shares_follow_the_capacities():
-    """A client whose prefix is everywhere spends as many quanta at each worker, so tokens go by capacity."""
-    placement = D2lpm(worker_quantum=1000)
-    capacities = {"a": 1.0, "b": 3.0, "c": 0.5}
-    for worker, capacity in capacities.items():
-        placement.worker_up(worker, capacity)
-    views = [View(worker, capacity=capacity) for worker, capacity in capacities.items()]
-    sent = dict.fromkeys(capacities, 0)
-    for _ in range(20_000):
-        sent[send(placement, "f", 100, Match(16, tuple("abc"), dict.fromkeys("abc", 16)), views)] += 100
-    rounds = {worker: sent[worker] / (1000 * capacity) for worker, capacity in capacities.items()}
-    assert max(rounds.values()) - min(rounds.values()) <= 1.2
-
-
-def test_d2lpm_a_client_stays_with_its_prefix_for_its_weight():
-    placement = D2lpm(worker_quantum=1000, client_weights={"gold": 3.0})
-    for worker in "ab":
-        placement.worker_up(worker)
-    views = [View("a"), View("b")]
-    held = Match(16, ("a",), {"a": 16})
-    stays = {
-        client: [send(placement, client, 100, held, views) for _ in range(60)].index("b")
-        for client in ("gold", "iron")
-    }
-    assert stays == {"gold": 30, "iron": 10}
 
 
 def test_d2lpm_a_smaller_capacity_takes_credit_and_no_debt_away():
@@ -647,38 +523,6 @@ def test_d2lpm_a_smaller_capacity_takes_credit_and_no_debt_away():
     assert placement.credits(1) == {"f": {"a": 1490, "b": 1500}}
     placement.worker_changed("a", 1.0)
     assert placement.credits(1) == {"f": {"a": 1000, "b": 1500}}
-
-
-@settings(max_examples=examples(100))
-@given(
-    st.lists(st.tuples(st.sampled_from("fgh"), st.sampled_from(WORKERS), st.integers(0, 10**6)), max_size=30),
-    st.sampled_from([0.5, 1.0, 64.0]),
-)
-def test_credits_refill_in_one_step_as_in_a_loop(charges, quantum):
-    from sglang_fair.common.weights import Weights
-
-    credits = Credits(quantum, Weights(WEIGHTS), 100)
-    literal = {(i, w): 0.0 for i in WEIGHTS for w in WORKERS}
-    views = [View(worker) for worker in WORKERS]
-    for worker, capacity in CAPACITIES.items():
-        credits.worker_up(worker, capacity)
-    for client, worker, units in charges:
-        while all(literal[client, w] <= 0 for w in WORKERS) and units < 10_000 * quantum:
-            for w in WORKERS:
-                literal[client, w] += quantum * WEIGHTS[client] * CAPACITIES[w]
-        found = [view.name for view in credits.available(client, views)]
-        row = credits.latest(3)[client]
-        assert found == [w for w in WORKERS if row[w] > 0]
-        if units < 10_000 * quantum:
-            assert row == {w: literal[client, w] for w in WORKERS}
-        else:  # too many rounds for the loop: somebody is positive, and nobody would be a round before
-            steps = {w: quantum * WEIGHTS[client] * CAPACITIES[w] for w in WORKERS}
-            assert found
-            assert all(row[w] <= steps[w] for w in WORKERS)
-            literal |= {(client, w): row[w] for w in WORKERS}
-        credits.begin(client, worker, units)
-        credits.end(client, worker, 0.0)
-        literal[client, worker] -= units
 
 
 # -- LMetric
@@ -896,18 +740,6 @@ def test_cache_aware_names_the_first_holder_and_breaks_ties_by_requests():
     assert placement.place(request, Match(), views, 0.0) == "b"
 
 
-def test_no_load_makes_a_request_go_where_its_client_has_no_credit():
-    """The deficit comes before anything that a placement follows."""
-    placement = build("d2lpm", worker_quantum=100.0)
-    for worker in "ab":
-        placement.worker_up(worker)
-    request = Request("1", "f", b"", 150)
-    placement.placed(request, "a", Match(), 0.0)
-    views = [View("a"), View("b", load=50, prefill_tokens=10**6, decode_tokens=10**5)]
-    whole = Match(144, ("a",), {"a": 144})
-    assert placement.place(Request("2", "f", b"", 150), whole, views, 0.0) == "b"
-
-
 def test_expected_outputs_follow_each_client_and_are_bounded():
     outputs = ExpectedOutputs(max_clients=10)
     assert outputs.of("new", 0) == 128
@@ -931,27 +763,13 @@ def test_the_command_line_reaches_the_placement(name):
     threshold = ["--parameter", "cache_threshold=0.25"] if "cache_threshold" in parameters(name) else []
     placed = make_router(parse("router", [*line, *threshold])).state()
     assert placed["placement"] == name
-    expected = {
-        "client_weights": {"gold": 2},
-        "output_weight": 3,
-        "quantum": 5,
-        "worker_quantum": 7,
-        "cache_threshold": 0.25,
-    }
-    assert {
-        key: placed["parameters"][key] for key in expected if key in parameters(name)
-    } == {key: value for key, value in expected.items() if key in parameters(name)}  # fmt: skip
+    expected = {"client_weights": {"gold": 2}, "output_weight": 3, "quantum": 5, "worker_quantum": 7,
+                "cache_threshold": 0.25}  # fmt: skip
+    found = {key: value for key, value in placed["parameters"].items() if key in expected}
+    assert found == {key: value for key, value in expected.items() if key in parameters(name)}
     assert ("lpm" in name or name == "qlm") == ("client_weights" in parameters(name))
-
-
-@pytest.mark.parametrize("name", PLACEMENTS)
-def test_a_simulated_site_hands_its_quanta_to_the_placement(name):
-    found = Site(placement=name, quantum=5.0, worker_quantum=7.0).make_router().state()["parameters"]
-    expected = {"quantum": 5.0, "worker_quantum": 7.0}
-    assert {key: found[key] for key in expected if key in found} == {
-        key: expected[key] for key in expected if key in parameters(name)
-    }
-    assert ("quantum" in found) == (name == "centralized_dlpm")
+    simulated = Site(placement=name, quantum=5.0, worker_quantum=7.0).make_router().state()["parameters"]
+    assert all(simulated[key] == found[key] for key in ("quantum", "worker_quantum") if key in found)
 
 
 def test_a_placement_s_options_are_read_as_they_are_written():

@@ -7,7 +7,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from itertools import count
 from uuid import uuid4
 
 import pytest
@@ -18,7 +17,6 @@ from router.core import Router
 from router.events import (
     Arrive,
     Done,
-    Due,
     Held,
     Place,
     Planner,
@@ -34,7 +32,7 @@ from router.placement import build
 from router.planner.__main__ import main
 from router.planner.link import Link
 from router.shell import Shell
-from router.wire import HEARTBEAT, pack_tokens
+from router.wire import HEARTBEAT
 from tests.support.planned_queues import Queues
 from tests.support.waiting import wait_until
 
@@ -165,65 +163,6 @@ def test_one_that_is_stopped_delays_nobody_and_is_taken_for_dead() -> None:
         planner.send_signal(signal.SIGCONT)
         one.until_up()
         one.until_planned()
-
-
-@pytest.mark.slow
-def test_the_second_takes_over_from_the_first_when_it_is_killed() -> None:
-    with site() as one:
-        first = one.planner()
-        one.until_up()
-        one.planner()
-        wait_until(lambda: one.state()["standing_by"] == 1, "the second")
-        assert one.state()["name"].endswith(f"/{first.pid}")
-        first.kill()
-        one.queues.is_late = True
-        one.until_planned()
-        wait_until(lambda: one.state()["standing_by"] == 0, "the first to be gone")
-        assert one.queues.attended == [True]
-
-
-@pytest.mark.slow
-def test_what_waits_in_queues_is_served_once_while_planners_are_killed() -> None:
-    """Of placement qlm more is asked than can be in time, and whoever plans is killed again and again."""
-    core = Router(build("qlm", every_s=0.05), name="qlm", linger_s=0.0)
-    with site(core=core) as one, gateway(one.shell.endpoint) as socket:
-        due = Due("chat", 0.5, 0.5)
-        for number in range(300):
-            tokens = pack_tokens([number] * 100)
-            socket.send(encode(Arrive(str(number), f"c{number % 9}", tokens, 20, may_hold=True, due=due)))
-        placed: list[str] = []
-        running: list[str] = []
-        more = count()
-
-        def serve() -> None:
-            """Takes what has come, and ends the oldest."""
-            while socket.poll(20):
-                answer = decode_answer(socket.recv())
-                if isinstance(answer, Place):
-                    placed.append(answer.id)
-                    running.append(answer.id)
-            if running:
-                socket.send(encode(Done(running.pop(0), 10)))
-
-        for _ in range(3):
-            planner = one.planner()
-            wait_until(lambda: one.state()["up"], "a planner")
-            before = one.counts()["answered"]
-            serve()
-            while one.counts()["answered"] == before and one.whole()["waiting"]:
-                socket.send(encode(Arrive(f"late {next(more)}", "c", b"", may_hold=True, due=due)))
-                serve()
-            for _ in range(10):
-                serve()
-            planner.kill()
-            planner.wait()
-            for _ in range(10):
-                serve()
-        while one.whole()["waiting"] or running:
-            serve()
-        state = one.whole()
-        assert state["in_flight"] == 0
-        assert len(placed) == len(set(placed)) == state["counts"]["arrived"]
 
 
 def test_a_planner_to_which_nothing_can_be_sent_is_gone_at_once() -> None:
@@ -371,15 +310,6 @@ def test_a_second_router_that_plans_does_not_start() -> None:
         f"sglang-fair router: --placement qlm: r0 at {one.url}: another router of this machine orders its queue, and "
         "only one may\n"
     )
-
-
-@pytest.mark.slow
-def test_it_exits_when_it_is_asked_to() -> None:
-    with site() as one:
-        planner = one.planner()
-        one.until_up()
-        planner.terminate()
-        assert planner.wait(DEADLINE_S) == 0
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,6 +25,7 @@ from router.replica_lists.sources import ReplicaFile
 from router.wire import pack_tokens
 from sglang_fair.settings.commands import BAD_INPUT
 from tests.router.test_shell import Wire
+from tests.support.names import FakeReplica
 from tests.support.networks import may_unshare
 from tests.support.waiting import eventually
 
@@ -147,6 +147,12 @@ def test_a_bad_name_is_refused(spec: str) -> None:
     ("text", "what"),
     [
         ("r0,http=http://h:1\n\nr1", "line 3: 'r1' is not NAME,http=URL"),
+        (",http=http://h:1", "is not NAME,http=URL"),
+        ("r0,http=", "is not"),
+        ("r0,http=http://x,kv=1", "kv=1 is no ZMQ address"),
+        ("r0,http=http://x,replay=tcp://y:1", "of no use"),
+        ("r0,http=http://x,what=1", "is not NAME,http=URL"),
+        ("r0,http=http://x,http=http://y", "is given twice"),
         ("r0,http=http://h:1\nr0,http=http://h:2", "named twice: r0, r0"),
         ("r0,http=http://h:1,model=m\nr1,http=http://h:2", "say model= of r1 too"),
         ("r0,http=http://", "worker r0: http=http:// is no URL"),
@@ -166,7 +172,8 @@ def test_a_bad_line_is_named(text: str, what: str) -> None:
     "address", ["tcp://10.0.0.7:5557", "tcp://[fd00::7]:1", "tcp://a.b.svc:65535", "ipc:///run/kv"]
 )
 def test_what_zmq_connects_to_is_an_address(address: str) -> None:
-    assert specs.worker(f"r0,http=https://h:1/,kv={address},replay={address},load={address}").kv == address
+    found = specs.worker(f"r0,http=https://h:1/,kv={address},replay={address},load={address},capacity=2.5")
+    assert found == WorkerUp("r0", "https://h:1/", address, address, 2.5, address)
 
 
 # -- a file
@@ -243,20 +250,6 @@ def test_a_file_that_is_half_written_when_a_router_begins_drains_nobody(tmp_path
     assert asyncio.run(looks()) == [False, False, False, True], "at the last one it is what was read before"
 
 
-def test_a_file_that_is_gone_again_is_said_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "replicas"
-    path.write_text("r0,http=http://h:1\n")
-    source = ReplicaFile(path)
-    assert looks(source) == [["r0"]]
-    with caplog.at_level(logging.WARNING, "router"):
-        for times in (1, 2):
-            path.rename(tmp_path / "away")
-            assert looks(source, 3) == []
-            assert len(caplog.records) == times
-            (tmp_path / "away").rename(path)
-            assert looks(source, 3) == []
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "value", "what"),
@@ -274,27 +267,6 @@ def test_the_router_does_not_start_on_a_bad_list(tmp_path: Path, option: str, va
 
 
 # -- a router that follows it
-
-
-class FakeReplica:
-    def __init__(self) -> None:
-        self.status = 200
-        self.probes = 0
-
-    async def start(self) -> str:
-        async def ready(_: web.Request) -> web.Response:
-            self.probes += 1
-            return web.Response(status=self.status)
-
-        app = web.Application()
-        app.add_routes([web.get("/ready", ready)])
-        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        return f"http://127.0.0.1:{self._runner.addresses[0][1]}"
-
-    async def close(self) -> None:
-        await self._runner.cleanup()
 
 
 @pytest.fixture
@@ -323,7 +295,7 @@ def test_a_router_follows_a_file_and_loses_no_request(tmp_path: Path, quick: Non
 
     async def body() -> None:
         replicas = {name: FakeReplica() for name in ("r0", "r1")}
-        urls = {name: await replica.start() for name, replica in replicas.items()}
+        urls = {name: await replica.start("127.0.0.1", 0) for name, replica in replicas.items()}
 
         def write(*names: str) -> None:
             path.with_suffix(".new").write_text("".join(f"{name},http={urls[name]}\n" for name in names))

@@ -1,7 +1,6 @@
 """The router process over real sockets: a fake replica publishes KV events, a peer asks for placements."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -39,7 +38,6 @@ from router.events import (
     encode,
 )
 from router.placement import build
-from router.replica_lists.specs import worker
 from router.replicas import Follower
 from router.shell import TURN_MS, Shell
 from router.wire import (
@@ -255,20 +253,6 @@ def up(name: str, replica: FakeReplica | None = None, *, replay: bool = True) ->
     return WorkerUp(name, url, replica.kv, replica.replay if replay else None)
 
 
-def test_a_request_is_placed_and_ends() -> None:
-    with wire() as w:
-        assert w.peer.ask(Arrive("a", "c", b"")) == Refuse("a", "no worker is up", retry=True)
-        w.peer.tell(up("r0"))
-        assert w.peer.ask(Arrive("a", "c", pack_tokens([1, 2]))) == Place(
-            "a", "r0", "http://127.0.0.1:1/r0", 0
-        )
-        assert w.peer.state()["in_flight"] == 1
-        w.peer.tell(Done("a", output_tokens=3))
-        assert w.peer.state()["in_flight"] == 0
-        w.peer.tell(Done("a", output_tokens=3))
-        assert w.peer.state()["counts"]["done ignored"] == 1
-
-
 def test_kv_events_decide_where_a_prefix_is() -> None:
     with wire() as w:
         replicas = {name: w.new_replica() for name in ("r0", "r1")}
@@ -301,32 +285,20 @@ def test_what_was_published_before_we_came_is_replayed() -> None:
         assert w.peer.kv()["restarts"] == 0
 
 
-def test_a_gap_is_healed_by_replay() -> None:
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_gap_is_healed_by_replay_or_passed_over(kept: bool) -> None:
     with wire() as w:
         replica = w.new_replica()
         w.peer.tell(up("r0", replica))
         replica.subscribed()
         wait_until(lambda: replica.asked == [0], "the replay of the beginning")
         replica.publish(stored_prompt(10))
-        replica.publish(stored_prompt(100), live=False)
-        replica.publish(stored_prompt(1000))
-        wait_until(lambda: w.peer.kv()["expected"] == 3, "all three are applied")
-        assert all(w.peer.matched(prompt(first))[1] == 3 * PAGE for first in (10, 100, 1000))
-        kv = w.peer.kv()
-        assert (kv["lost_batches"], kv["applied_batches"]) == (0, 3)
-
-
-def test_a_gap_beyond_replay_is_passed_over() -> None:
-    with wire() as w:
-        replica = w.new_replica()
-        w.peer.tell(up("r0", replica))
-        replica.subscribed()
-        replica.publish(stored_prompt(10))
-        replica.publish(stored_prompt(100), live=False, keep=False)
+        replica.publish(stored_prompt(100), live=False, keep=kept)
         replica.publish(stored_prompt(1000))
         wait_until(lambda: w.peer.kv()["expected"] == 3, "the stream goes on")
-        assert w.peer.kv()["lost_batches"] == 1
-        assert w.peer.matched(prompt(1000))[1] == 3 * PAGE
+        assert [w.peer.matched(prompt(first))[1] > 0 for first in (10, 100, 1000)] == [True, kept, True]
+        kv = w.peer.kv()
+        assert (kv["lost_batches"], kv["applied_batches"]) == (not kept, 2 + kept)
 
 
 def test_a_replay_that_never_answers_is_given_up() -> None:
@@ -529,9 +501,6 @@ def test_a_worker_is_sick_while_any_gateway_says_so() -> None:
         first.tell(WorkerHealth("r0", True))
         first.ask_past(Query("q"))
         assert state() == "sick"
-        first.tell(WorkerHealth("nobody", False))
-        first.ask_past(Query("q"))
-        assert w.peer.state()["counts"]["worker health ignored"] == 1, "there is no such worker"
         w.runs(1.0)
         wait_until(lambda: state() == "up", "the second gateway is gone, and with it what it said")
         wait_until(lambda: w.peer.matched(prompt(10))[1] == 3 * PAGE, "the replay has brought its cache back")
@@ -568,8 +537,7 @@ def test_a_placement_that_cannot_be_delivered_is_undone() -> None:
         w.shell.tell(Arrive("a", "c", b""), peer=b"nobody")
         w.start()
         state = w.peer.state()
-        assert state["in_flight"] == 0
-        assert state["counts"]["ended aborted"] == 1
+        assert (state["in_flight"], state["counts"]["ended aborted"]) == (0, 1)
 
 
 @pytest.mark.slow
@@ -586,30 +554,6 @@ def test_any_number_of_placements_that_cannot_be_delivered_are_undone() -> None:
         assert (state["in_flight"], state["waiting"]) == (0, 0)
         assert state["counts"]["ended aborted"] == 1100
         w.start()
-
-
-@pytest.mark.slow
-def test_the_process_starts_serves_and_exits() -> None:
-    command = [sys.executable, "-m", "router", "--bind", "tcp://127.0.0.1:*", "--placement", "round_robin"]
-    command += [
-        "--worker",
-        "r0,http=http://127.0.0.1:1",
-        "--worker",
-        "r1,http=http://127.0.0.1:2",
-        "--worker-quantum",
-        "9",
-    ]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process, zmq.Context() as context:
-        line = process.stderr.readline()
-        endpoint = re.fullmatch(r"router ready on (tcp://\S+)\n", line)
-        assert endpoint, line
-        peer = Peer(context, endpoint[1])
-        workers = {peer.ask(Arrive(name, "c", b"")).worker for name in "ab"}
-        peer.socket.close(0)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(DEADLINE_S) == 0
-        assert process.stderr.read() == ""
-    assert workers == {"r0", "r1"}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl")
@@ -637,33 +581,6 @@ def test_the_process_dies_with_its_parent() -> None:
     finally:
         if not gone():
             os.kill(child, signal.SIGKILL)
-
-
-@pytest.mark.parametrize(
-    "spec",
-    [
-        "",
-        "r0",
-        "r0,http=",
-        "r0,http=x",
-        "r0,http=http://x,kv=1",
-        "r0,http=http://x,replay=tcp://y",
-        "r0,what=1",
-        "r0,http=http://x,http=http://y",
-    ],
-)
-def test_a_bad_worker_is_refused_in_one_line(spec: str) -> None:
-    with pytest.raises(
-        Exception, match=r"NAME,http=URL|is no URL|of no use|is no ZMQ address|is given twice|not one$"
-    ):
-        worker(spec)
-
-
-def test_worker_specs() -> None:
-    spec = "r0,http=http://127.0.0.1:30000,kv=tcp://127.0.0.1:1,replay=tcp://127.0.0.1:2,capacity=2.5"
-    assert worker(spec) == WorkerUp(
-        "r0", "http://127.0.0.1:30000", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2", 2.5
-    )
 
 
 # -- pure parts

@@ -25,9 +25,6 @@ from router.events import (
     Swap,
     WorkerDown,
     WorkerUp,
-    decode_answer,
-    decode_event,
-    encode,
 )
 from router.placement import PLACEMENTS, build
 from router.placement.centralized_dlpm import CentralizedDlpm
@@ -96,13 +93,6 @@ def worker(made: Router, name: str) -> dict[str, Any]:
 def swap(made: Router, name: str) -> dict[str, Any]:
     found: Any = made.state()["swaps"]
     return found[name]
-
-
-def test_messages_travel() -> None:
-    for event in (says("r0", "a", number=3, error="x", busy=4, target="b"), Swap("s", "r0", "b")):
-        assert decode_event(encode(event)) == event
-    for answer in (Exchange("?", "r0", 4, "b", ("c",)), Cut("q")):
-        assert decode_answer(encode(answer)) == answer
 
 
 def test_a_worker_with_an_agent_serves_what_that_says_and_nothing_before() -> None:

@@ -59,12 +59,17 @@ class FakeReplica:
         self.probes += 1
         return web.Response(status=self.status)
 
-    async def start(self, address: str) -> None:
+    async def start(self, address: str, port: int = PORT) -> str:
+        """Its URL."""
         app = web.Application()
         app.add_routes([web.get("/ready", self.ready)])
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, address, PORT).start()
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, address, port).start()
+        return f"http://{address}:{self._runner.addresses[0][1]}"
+
+    async def close(self) -> None:
+        await self._runner.cleanup()
 
 
 def become_network() -> None:

@@ -160,51 +160,6 @@ def test_a_flood_is_ahead_of_its_share_and_the_others_are_not(cost: float) -> No
     assert len(shares) == 0
 
 
-def test_leaving_and_coming_back_resets_nothing_and_saves_nothing_up() -> None:
-    shares = Shares(ahead=100.0)
-    shares.arrive("other", "other", "m", 10.0, 0.0)
-    for number in range(5):
-        shares.arrive(str(number), "c", "m", 100.0, 0.0)
-        shares.go(str(number))
-        shares.end(str(number), 100.0, 0.0)
-    assert shares.lead("c") == 500
-    assert shares.arrive("back", "c", "m", 1.0, 0.0) == 1
-    shares.withdraw("back")
-    assert shares.lead("c") == 500, "neither by withdrawing"
-    shares.go("other")
-    for number in range(1000):
-        shares.arrive(f"o{number}", "other", "m", 10.0, 0.0)
-        shares.go(f"o{number}")
-    assert shares.lead("c") == 0, "others have had as much"
-    assert shares.arrive("idle", "idle", "m", 300.0, 0.0) == 0
-    assert shares.arrive("idle2", "idle", "m", 1.0, 0.0) == 1, "a long idle client has no more than a new one"
-
-
-def test_alone_nobody_gets_ahead() -> None:
-    """What nobody else wanted is not held against a client."""
-    shares = Shares(ahead=100.0)
-    for number in range(50):
-        assert shares.arrive(str(number), "c", "m", 90.0, 0.0) == 0
-        shares.go(str(number))
-        shares.end(str(number), 90.0, 0.0)
-    assert shares.arrive("new", "other", "m", 90.0, 0.0) == 0
-
-
-def test_who_says_less_than_it_takes_pays_later_and_who_takes_less_gets_it_back() -> None:
-    shares = Shares(ahead=100.0)
-    shares.arrive("wait", "other", "m", 1.0, 0.0)
-    shares.arrive("liar", "liar", "m", 1.0, 0.0)
-    shares.go("liar")
-    shares.end("liar", 1.0, 400.0)
-    assert shares.lead("liar") == 801
-    assert shares.arrive("more", "liar", "m", 1.0, 0.0) == 1
-    shares.arrive("short", "careful", "m", 1.0, 400.0)
-    shares.go("short")
-    shares.end("short", 1.0, 10.0)
-    assert shares.lead("careful") == 21
-    assert shares.arrive("next", "careful", "m", 1.0, 0.0) == 0
-
-
 def test_ids_that_come_twice_or_never_came() -> None:
     shares = Shares(ahead=100.0)
     assert shares.arrive("x", "c", "m", 50.0, 0.0) == shares.arrive("x", "d", "n", 5e6, 0.0) == 0
