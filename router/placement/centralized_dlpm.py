@@ -50,7 +50,7 @@ class CentralizedDlpm(Memoryless):
     _waiting: dict[str, tuple[Request, Job]] = field(default_factory=dict, init=False, repr=False)
     _requests: Counter[str] = field(default_factory=Counter, init=False, repr=False)
     """How many each client has waiting or in flight."""
-    _pulled: set[str] = field(default_factory=set, init=False, repr=False)
+    _pulled: dict[str, Job] = field(default_factory=dict, init=False, repr=False)
     """Requests that `next` has returned and `placed` has not confirmed."""
     _arrivals: int = field(default=0, init=False, repr=False)
 
@@ -90,11 +90,12 @@ class CentralizedDlpm(Memoryless):
 
     def placed(self, request: Request, worker: str, match: Match, now_s: float) -> None:
         """Charges the prompt tokens that are not cached."""
-        if request.id in self._pulled:
-            self._pulled.remove(request.id)
+        job, units = self._pulled.pop(request.id, None), self._price(request, match.of(worker))
+        self._dlpm.charge(request.client, units)
+        if job is not None:
+            self._dlpm.admitted(job, units, 0.0)
         else:  # it did not wait here
             self._requests[request.client] += 1
-        self._dlpm.charge(request.client, self._price(request, match.of(worker)))
 
     def done(self, ended: Ended, now_s: float) -> None:
         """Charges the output; a failed dispatch gives the first charge back."""
@@ -120,7 +121,7 @@ class CentralizedDlpm(Memoryless):
             request, job = self._waiting[picked.id]
             if may(request, worker):
                 self._leave(request)
-                self._pulled.add(request.id)
+                self._pulled[request.id] = job
                 return request
             self._dlpm.hold(job)
         return None

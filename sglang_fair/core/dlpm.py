@@ -24,15 +24,16 @@ starves nobody.
 
     a client is             until                                           what it gets
     new, welcomed           it has been charged, a round has paid it a      counts against the allowance
-    new, started at 0       quantum, and a request of it left the queue     counts neither way: its rounds paid for it
+    new, started at 0       quantum, and a request of it was admitted       counts neither way: its rounds paid for it
     known                   it is forgotten                                 raises the allowance `newcomers`-fold
 
-So a name that comes, is served and goes raises nothing, however long its output goes on. Bound (ours): in any time,
-those that were welcomed get at most newcomers·W + 65·Q^u + Z, W what known clients get in that time, Z what earlier
-ones still had set aside at its begin and what those that run may exceed their quantum by. For each welcome takes a
-quantum from the allowance, each unit beyond is taken too, nobody is welcomed once it is used up, and it never holds
-more than 64 quanta. Take one known client that always waits beside new names of c units, k of them waiting: it gets
-Q^u a round, and names that started at 0 get k·c; so in the long run 1/share <= 1 + newcomers + k·c/Q^u.
+So a name that comes, is served and goes raises nothing, however long its output goes on, and whatever else it sends and
+gives up meanwhile. Bound (ours): in any time, those that were welcomed get at most newcomers·W + 65·Q^u + Z, W what
+known clients get in that time, Z what earlier ones still had set aside at its begin and what those that run may exceed
+their quantum by. For each welcome takes a quantum from the allowance, each unit beyond is taken too, nobody is welcomed
+once it is used up, and it never holds more than 64 quanta. Take one known client that always waits beside new names of
+c units, k of them waiting: it gets Q^u a round, and names that started at 0 get k·c; so in the long run
+1/share <= 1 + newcomers + k·c/Q^u.
 
 A client that is gone keeps its debt. It keeps its credit too, unless more than `remembered_clients` with credit are
 gone; then the longest absent one is forgotten. No new client starts with more than the least credit that was ever
@@ -157,9 +158,6 @@ class Dlpm(Policy):
         self._seat(job.client)
 
     def leave(self, job: Job) -> None:
-        account = self._deficits[job.client]
-        if not account.known and self._is_refilled(account):
-            account.known, account.welcome, account.drawn = True, 0.0, 0.0
         self._borrower = job if self.borrows(job.client) else None
         self._queues.leave(job)
         self._seat(job.client)
@@ -196,9 +194,12 @@ class Dlpm(Policy):
             self._seat(client)
 
     def admitted(self, job: Job, input_units: float, output_units: float) -> None:
+        account = self._account(job.client)
+        if not account.known and self._is_refilled(account):
+            account.known, account.welcome, account.drawn = True, 0.0, 0.0
         if job is self._borrower and self.borrow:
             own, _ = self._prices(job, job.cached_tokens)
-            self._deficits[job.client].borrowed += own / self.weights.of(job.client)
+            account.borrowed += own / self.weights.of(job.client)
             self._seat(job.client)
 
     def borrows(self, client: str) -> bool:

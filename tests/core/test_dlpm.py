@@ -1,5 +1,6 @@
 """DLPM against the paper: Algorithm 1 transcribed, the theorems, the worked example, the limits of the quantum."""
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from string import ascii_letters
@@ -43,8 +44,8 @@ class LiteralDlpm(Literal):
     """Algorithm 1 with lists: the queue is sorted at each pick, a round is executed, nothing is remembered
     beside q and l. A held request stays in the queue and is skipped, its client keeps its say in the refill.
     Clients that are new start with a quantum and go first, within what `for_new` allows: it is worth that a new client
-    was welcomed with, or what it was charged if that is more. It is known once a request of it leaves after a round
-    that followed its first charge. `changes` are the quanta from each refill on.
+    was welcomed with, or what it was charged if that is more. It is known once a request of it is admitted after a
+    round that followed its first charge. `changes` are the quanta from each refill on.
     """
 
     quantum: int = 0
@@ -74,11 +75,10 @@ class LiteralDlpm(Literal):
                 self.for_new -= self.quantum
         super().arrive(job)
 
-    def leave(self, job: Job) -> None:
+    def admitted(self, job: Job, input_units: float, output_units: float) -> None:
         if job.client in self.refilled - self.known:
             self.known.add(job.client)
             self.welcome.pop(job.client, None)
-        super().leave(job)
 
     def order(self, job: Job) -> tuple[bool, int, int]:
         is_new = job.client in self.welcome and job.client not in self.charged
@@ -467,7 +467,9 @@ class Flood:
     waiting: int = 1
     aborts: bool = False
     """Half of the names go before they are served."""
-    service: dict[str, int] = field(default_factory=lambda: {"known": 0, "name": 0})
+    cancels: bool = False
+    """Beside them one name has an answer without end, and in each step sends another request and gives it up."""
+    service: dict[str, int] = field(default_factory=Counter)
     most_accounts: int = 0
     number: int = 0
     names: list[Job] = field(default_factory=list)
@@ -481,16 +483,22 @@ class Flood:
     def run(self, requests: int) -> None:
         """Until so many were admitted."""
         if not self.number:
+            if self.cancels:
+                self.arrive("canceller")
+                self.admit()
             self.arrive("known")
             self.arrive("known")
         admitted = 0
         while admitted < requests:
-            while len(self.running) < self.slots:
+            while len(self.running) < self.slots + self.cancels:
                 self.top_up()
                 self.admit()
                 admitted += 1
             for job in list(self.running):
                 self.charge(job, 2)
+                if job.client == "canceller":
+                    self.policy.leave(self.arrive(job.client))
+                    continue
                 self.running[job] -= 1
                 if not self.running[job]:
                     self.end(job)
@@ -517,10 +525,11 @@ class Flood:
         assert job is not None
         self.policy.leave(job)
         self.charge(job, self.prompt)
+        self.policy.admitted(job, self.prompt, 2 * self.output)
         self.running[job] = self.output
         if job.client == "known":
             self.arrive("known")
-        else:
+        elif job in self.names:
             self.names.remove(job)
 
     def charge(self, job: Job, units: int) -> None:
@@ -537,7 +546,7 @@ def known_share(newcomers: float) -> tuple[float, int]:
     """Of the service, what the known client gets beside new names of 500 + 1,000 tokens; and the accounts kept."""
     flood = Flood(Dlpm(quantum=2000, newcomers=newcomers, remembered_clients=10))
     flood.run(150)
-    flood.service = {"known": 0, "name": 0}
+    flood.service.clear()
     flood.run(250)
     return flood.service["known"] / sum(flood.service.values()), flood.most_accounts
 
@@ -562,14 +571,16 @@ def test_a_known_client_keeps_its_part_beside_names_that_are_charged_token_by_to
     slots=st.integers(1, 12),
     waiting=st.integers(1, 4),
     aborts=st.booleans(),
+    cancels=st.booleans(),
 )
 def test_a_flood_of_new_names_gets_its_part_and_no_more(
-    newcomers, quantum, prompt, output, slots, waiting, aborts
+    newcomers, quantum, prompt, output, slots, waiting, aborts, cancels
 ):
     """The bound of the module's head: what was set aside at once, `newcomers` times what the known client got, and a
-    quantum with an overdraft in each round for those that wait; and the accounts are as many as that keeps in debt."""
+    quantum with an overdraft in each round for those that wait; and the accounts are as many as that keeps in debt. What
+    a name gives up lets nobody in: once it made that name known, and all that followed of its answer let others in."""
     policy = Dlpm(quantum=quantum, newcomers=newcomers, remembered_clients=5)
-    flood = Flood(policy, prompt, output, slots, waiting, aborts)
+    flood = Flood(policy, prompt, output, slots, waiting, aborts, cancels)
     cost = flood.cost
     flood.run(150 + 100 * quantum // cost)
     known = flood.service["known"]
@@ -594,18 +605,26 @@ def test_names_that_abort_as_they_wait_use_nothing_up():
     assert policy.deficit("welcome") == 10
 
 
-def test_a_name_that_gives_a_request_up_is_not_known_before_a_round():
+def test_a_name_is_known_by_a_request_that_is_admitted_after_a_round_and_by_nothing_else():
     """Or a flood of names with two requests each would let in what it costs, over and over."""
     policy = Dlpm(quantum=10)
-    first, second = (Job(f"{number}", "name", arrival=number) for number in range(2))
-    policy.arrive(first)
-    policy.arrive(second)
-    policy.leave(first)
-    policy.charge("name", 15)
-    policy.leave(second)
-    before = policy._for_new
-    policy.charge("name", 100)
-    assert policy._for_new == before - 100
+
+    def lets_in(units: int, *, admits: bool = True) -> float:
+        policy.arrive(job := Job("", "name"))
+        policy.leave(job)
+        if admits:
+            policy.admitted(job, 0, 0)
+        before = policy._for_new
+        policy.charge("name", units)
+        return policy._for_new - before
+
+    assert lets_in(15) == -5, "beyond its welcome"
+    assert lets_in(30) == -30, "no round has passed"
+    policy.arrive(waits := Job("", "name"))
+    assert policy.pick() is waits, "and now some have"
+    policy.leave(waits)
+    assert lets_in(100, admits=False) == -100, "it gave two requests up"
+    assert lets_in(10) == 4 * 10
 
 
 def test_what_is_charged_ahead_and_given_back_changes_no_allowance():
@@ -617,6 +636,7 @@ def test_what_is_charged_ahead_and_given_back_changes_no_allowance():
         assert policy.pick() is job
         policy.leave(job)
         policy.charge("known", 10 if number == 0 else 0)
+        policy.admitted(job, 0, 0)
     assert policy._for_new == full - 10
     policy.charge("known", 1000)
     assert policy._for_new == full

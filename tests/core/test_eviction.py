@@ -254,6 +254,18 @@ def test_who_goes_leaves_the_whole_to_those_who_stay():
     assert order.held()["client 0"] == pytest.approx(80)
 
 
+@pytest.mark.parametrize("guests", [0, 40])
+def test_a_client_that_is_gone_leaves_its_place_to_those_below_the_level_and_not_to_a_flood(guests):
+    """Long before all clients have stored `MEMORY` times the capacity."""
+    words, order = fresh_words(), FairEviction(CAPACITY)
+    cache = Cache(CAPACITY, order)
+    cache.serve("gone", document(words, 20))
+    for number in range(25):
+        cache.serve("flood", document(words, 100))
+        cache.serve(f"guest {number}", document(words, guests)) if guests else None
+    assert ("gone" in order.held()) == (guests == 0)
+
+
 # ---- the books
 
 STEPS = st.lists(
