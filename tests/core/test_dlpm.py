@@ -577,8 +577,8 @@ def test_a_flood_of_new_names_gets_its_part_and_no_more(
     newcomers, quantum, prompt, output, slots, waiting, aborts, cancels
 ):
     """The bound of the module's head: what was set aside at once, `newcomers` times what the known client got, and a
-    quantum with an overdraft in each round for those that wait; and the accounts are as many as that keeps in debt. What
-    a name gives up lets nobody in: once it made that name known, and all that followed of its answer let others in."""
+    quantum with an overdraft in each round for those that wait; and the accounts are as many as that keeps in debt.
+    What a name gave up made it known once, so that the rest of its answer let others in."""
     policy = Dlpm(quantum=quantum, newcomers=newcomers, remembered_clients=5)
     flood = Flood(policy, prompt, output, slots, waiting, aborts, cancels)
     cost = flood.cost

@@ -304,6 +304,19 @@ def test_requests_of_a_gone_peer_do_not_wait():
     assert counts(made)["given up"] == 2
 
 
+def test_centralized_dlpm_hears_what_is_placed_and_nothing_is_known_by_what_is_given_up():
+    placement, admitted = build("centralized_dlpm", slots=1), []
+    placement._dlpm.admitted = lambda job, *units: admitted.append((job.id, *units))
+    made = Router(placement, page_size=16)
+    made.handle(WorkerUp("a", "http://a", "tcp://kv"), 0.0)
+    ask(made, "1")
+    for request in ("given up", "3"):
+        made.handle(Arrive(request, "c", PROMPT), 0.0, b"g")
+    for request in ("given up", "1", "3"):
+        made.handle(Done(request), 1.0, b"g")
+    assert admitted == [("1", 64, 0), ("3", 0, 0)]
+
+
 HOLDING = {
     "centralized_dlpm": {"slots": 1},
     "qlm": {"kv_tokens": 64, "chunk_tokens": 0},
