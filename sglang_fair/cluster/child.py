@@ -14,7 +14,8 @@ from sglang_fair.cluster.forked import Forked, fork
 from sglang_fair.cluster.plan import Process
 from sglang_fair.common.processes import child_environment
 
-TAIL_LINES = 30
+TAIL_LINES = 100
+"""As many as the stack of a thread of a scheduler that hung has, and some more."""
 LONGEST_LINE = 2_000
 """Characters of a line that are shown. SGLang prints its whole configuration in one line."""
 

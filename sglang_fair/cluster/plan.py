@@ -167,6 +167,11 @@ class Worker:
     models: tuple[str, ...] = ()
     """Those that it can load in turn; its agent says which it has. (): it keeps its own."""
 
+    @property
+    def all_models(self) -> tuple[str, ...]:
+        """The one that it has or begins with, and those that it can load."""
+        return self.model, *self.models
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -181,6 +186,11 @@ class Asked:
     model: str = ""
     models: tuple[str, ...] = ()
     """As those of `Worker`."""
+
+    @property
+    def all_models(self) -> tuple[str, ...]:
+        """As those of `Worker`."""
+        return self.model, *self.models
 
     def renamed(self, name: str) -> "Asked":
         """Another one like it."""

@@ -27,7 +27,7 @@ from sglang_fair.cluster.plan import (
     Ready,
     RouterReady,
 )
-from sglang_fair.cluster.restart import RestartRule
+from sglang_fair.cluster.restart import Deaths, RestartRule, is_last
 from sglang_fair.common import tls
 from sglang_fair.common.curve import Keys
 
@@ -284,7 +284,7 @@ class Supervisor:
 
     async def _keep(self, child: Child) -> None:
         """Restarts the process whenever it ends. Returns when it is given up."""
-        early_deaths = 0
+        deaths = Deaths()
         while True:
             how = await child.exited()
             spec = self._spec(child.spec.name)
@@ -292,13 +292,13 @@ class Supervisor:
             if child.ready_s is not None:
                 self._reporter.died(spec.name, how, child.tail)
                 self._tell_down(spec)
-            early_deaths = self._rule.early_deaths(early_deaths, served_s)
-            delay_s = self._rule.delay_s(early_deaths)
+            deaths = self._rule.after(deaths, served_s, is_replica=spec.worker is not None)
+            delay_s = self._rule.delay_s(deaths, is_last=self._is_last(spec))
             if delay_s is None:
                 self._given_up.add(spec.name)
+                within = "before" if spec.worker is not None else f"within {self._rule.early_s:.0f} s of"
                 self._reporter.say(
-                    f"{spec.name} is given up: it died {early_deaths} times in a row within "
-                    f"{self._rule.early_s:.0f} s of being ready"
+                    f"{spec.name} is given up: it died {deaths.counted} times in a row {within} being ready"
                 )
                 return
             self._reporter.say(f"{spec.name} is started again in {delay_s:.1f} s")
@@ -315,6 +315,15 @@ class Supervisor:
 
     def _spec(self, name: str) -> Process:
         return next(spec for spec in self._plan.processes if spec.name == name)
+
+    def _is_last(self, spec: Process) -> bool:
+        """Whether it is the last replica of a model."""
+        others = [
+            one.worker.all_models
+            for one in self._plan.of("replica")
+            if one.worker is not None and one.name != spec.name and one.name not in self._given_up
+        ]
+        return spec.worker is not None and is_last(spec.worker.all_models, others)
 
     def _tell_down(self, spec: Process) -> None:
         if self._link is not None and spec.worker is not None:

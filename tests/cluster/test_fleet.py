@@ -198,7 +198,7 @@ def test_one_whose_node_is_gone_is_listed_where_it_comes_back(
             node.is_gone = False
             await run.until(lambda: run.listed().keys() == {"r0", "r1"}, "it is back")
             assert run.listed()["r1"] == before["r1"], "nobody else has moved"
-            assert run.crew.fleet["r0"].early_deaths == 0
+            assert run.crew.fleet["r0"].deaths.early == 0
 
     asyncio.run(body())
 

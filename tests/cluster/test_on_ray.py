@@ -167,21 +167,20 @@ def names(found: Fleet) -> list[str]:
     return [worker.name for worker in found.listed()]
 
 
-def test_one_that_ends_soon_each_time_is_given_up_and_the_others_go_on() -> None:
+def test_one_that_cannot_be_started_again_is_given_up_unless_it_is_the_last() -> None:
     found = fleet()
     is_up(found, "r0")
     is_up(found, "r1")
     assert found.was_up
-    assert found.ended("r1", 1.0) == 0.5
-    assert names(found) == ["r0"]
-    is_up(found, "r1", 2.0)
-    assert found.ended("r1", 3.0) == 1.0
-    assert found.ended("r1", 4.0) is None
+    for now_s in range(1, 9):
+        assert found.ended("r1", now_s) is not None, "it was ready, so it may have died of a request"
+        is_up(found, "r1", now_s)
+    assert names(found) == ["r0", "r1"]
+    assert [found.ended("r1", 100.0) is None for _ in range(4)] == [False, False, False, True]
     assert not found.is_lost()
     assert found["r1"].state == "given up"
-    for now_s in (100.0, 101.0, 102.0, 103.0):
-        found.ended("r0", now_s)
-    assert found.is_lost(), "nobody is left"
+    assert None not in [found.ended("r0", 100.0) for _ in range(9)]
+    assert not found.is_lost(), "the last one is started again and again"
 
 
 def test_a_node_that_is_gone_is_no_early_death() -> None:
@@ -193,7 +192,7 @@ def test_a_node_that_is_gone_is_no_early_death() -> None:
         assert names(found) == ["r0"]
         found.starts("r1", place("r1", life))
         found.is_ready("r1", 0.0)
-    assert found["r1"].early_deaths == 0
+    assert found["r1"].deaths.early == 0
     assert names(found) == ["r0", "r1"]
 
 

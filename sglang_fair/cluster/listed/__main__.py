@@ -18,6 +18,7 @@ from typing import Annotated
 from sglang_fair.cluster.listed.parts import LOOK_S, OwnPart
 from sglang_fair.cluster.plan import Asked, Plan, Process, Worker, placed, written
 from sglang_fair.cluster.ports import PortTaken, Reservations, choose_replica
+from sglang_fair.cluster.restart import RestartRule
 from sglang_fair.cluster.supervisor import StartFailed, Supervisor
 from sglang_fair.common.listening import is_loopback
 from sglang_fair.settings import program
@@ -124,7 +125,8 @@ async def serve(spec: Process, part: OwnPart, leave_file: Path | None) -> int:
     assert spec.worker is not None
     loop, tasks = asyncio.get_running_loop(), set[asyncio.Task[None]]()
     link = Listed(part)
-    supervisor = Supervisor(Plan((spec,)), Lines(spec.worker, link), link=link)
+    rule = RestartRule(spares_last=False)  # others of its model are elsewhere, and so may it be
+    supervisor = Supervisor(Plan((spec,)), Lines(spec.worker, link), rule=rule, link=link)
 
     async def leave() -> None:
         link.leave()

@@ -71,7 +71,7 @@ class Crew:
         self._begin(asked, room, index)
         try:
             while (state := self.fleet[asked.name]).state != "up":
-                if state.early_deaths:
+                if state.deaths.early:
                     raise RayFailed(self._why)
                 await asyncio.sleep(POLL_S)
         except BaseException:

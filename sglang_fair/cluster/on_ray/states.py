@@ -4,7 +4,7 @@
     starts      its process runs on a node
     up          it has answered that it is ready; only then, and as long as that, it is listed
     draining    it is listed no more, and finishes what it has
-    given up    it ended too often, each time soon after it was ready, or before
+    given up    it ended too often, each time before it was ready, and is not the last of its model
 
 A replica that ends by itself is started again after a wait (`cluster.restart`); its actor ends with it, so that Ray may
 place it anew. One whose actor is gone, as with its node, is no early death: Ray starts it again where there is room.
@@ -12,10 +12,10 @@ Whoever ends before all were ready once ends the attempt, because a wrong argume
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sglang_fair.cluster.plan import Asked, Worker
-from sglang_fair.cluster.restart import RestartRule
+from sglang_fair.cluster.restart import Deaths, RestartRule, is_last
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class State:
     state: str = "asked"
     place: Place | None = None
     up_s: float | None = None
-    early_deaths: int = 0
+    deaths: Deaths = field(default_factory=Deaths)
 
 
 class Fleet:
@@ -82,8 +82,10 @@ class Fleet:
         up."""
         one = self._states[name]
         served_s = 0.0 if one.up_s is None else now_s - one.up_s
-        one.early_deaths = self._rule.early_deaths(one.early_deaths, served_s)
-        delay_s = None if not self.was_up else self._rule.delay_s(one.early_deaths)
+        one.deaths = self._rule.after(one.deaths, served_s, is_replica=True)
+        others = [each.asked.all_models for each in self if each is not one and each.state != "given up"]
+        last = is_last(one.asked.all_models, others)
+        delay_s = None if not self.was_up else self._rule.delay_s(one.deaths, is_last=last)
         self.lost(name)
         if delay_s is None:
             one.state = "given up"
