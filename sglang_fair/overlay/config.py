@@ -21,7 +21,7 @@ from sglang_fair.core.policy import Policy, checked_quantum
 from sglang_fair.core.steps import DEFAULT_STALL_MS, checked_stall_ms, checked_target_tpot_ms
 from sglang_fair.overlay import normal
 from sglang_fair.settings.setting import Setting, help_text, settings_of
-from sglang_fair.settings.table import METRICS_CLIENTS, Fairness
+from sglang_fair.settings.table import HANG_TIMEOUT_S, METRICS_CLIENTS, Fairness
 
 STOCK_POLICIES = ("lpm", "random", "fcfs", "dfs-weight", "lof", "priority", "routing-key", "hrrn")
 """Names that keep SGLang's own meaning after --schedule-policy."""
@@ -64,6 +64,8 @@ class Config:
     identity: tuple[str, ...] = DEFAULT_ORDER
     cache_share: bool = False
     metrics_clients: int = METRICS_CLIENTS
+    hang_timeout_s: float = HANG_TIMEOUT_S
+    """0: nothing is watched."""
     normal: str | None = None
     """The file of what is normal (`overlay.normal`)."""
     apps: Apps = field(default_factory=Apps)
@@ -135,6 +137,7 @@ def read(environ: Mapping[str, str] = os.environ) -> Config:
         identity=read_identity(environ),
         cache_share=given.get("cache_share", "off") == "on",
         metrics_clients=given.get("metrics_clients", METRICS_CLIENTS),
+        hang_timeout_s=given.get("hang_timeout_s", HANG_TIMEOUT_S),
         normal=given.get("normal"),
         apps=make_apps(read_json(path), path) if (path := given.get("apps")) else Apps(),
     )

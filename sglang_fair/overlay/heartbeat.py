@@ -2,7 +2,8 @@
 
     ran       a thread of the scheduler's process ran: the process is not stopped, and nothing holds its interpreter
     passed    the scheduler's loop began its latest iteration
-    computes  since then it entered a forward pass, or began to wait for the results of one
+    computes  since then it entered a forward pass, began to wait for the results of one, or carries out an order, as
+              the loading of weights: that may take long
 
 Each is a reading of the monotonic clock, which all processes of a machine share. They lie in shared memory (see
 `shared_file`), so a scheduler that hangs cannot make its reader hang.
@@ -14,7 +15,7 @@ import threading
 import time
 from array import array
 from collections.abc import MutableMapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from sglang_fair.overlay import shared_file
 
@@ -49,7 +50,7 @@ class Heartbeat:
         self._readings[self._passed] = time.monotonic()
 
     def computes(self) -> None:
-        """A forward pass begins, or the wait for the results of one."""
+        """A forward pass begins, the wait for the results of one, or an operator's order."""
         self._readings[self._computes] = time.monotonic()
 
 
@@ -72,6 +73,14 @@ def attach(rank: int | None, environ: MutableMapping[str, str] = os.environ) -> 
     return Heartbeat(readings, at)
 
 
+class Reading(NamedTuple):
+    """What one scheduler wrote last, in seconds of the monotonic clock."""
+
+    ran_s: float
+    passed_s: float
+    computes: bool
+
+
 class Heartbeats:
     """The reading side: all schedulers of a server."""
 
@@ -80,18 +89,26 @@ class Heartbeats:
         path = environ.get(VARIABLE)
         self._readings = array("d") if path is None else _open(path, mmap.ACCESS_READ)
 
+    def readings(self) -> dict[int, Reading]:
+        """By rank, of each scheduler that has begun to serve."""
+        starts = range(0, len(self._readings), _READINGS)
+        slots = (self._readings[at : at + _READINGS] for at in starts)
+        return {
+            rank: Reading(slot[_RAN], slot[_PASSED], slot[_COMPUTES] >= slot[_PASSED])
+            for rank, slot in enumerate(slots)
+            if slot[_PASSED] > 0
+        }
+
     def read(self, now_s: float) -> list[dict[str, Any]]:
         """For each scheduler that has begun to serve: the seconds since it last ran and passed, and whether it
         computes. Fit for JSON."""
-        slots = [self._readings[at : at + _READINGS] for at in range(0, len(self._readings), _READINGS)]
         return [
             {
-                "ran_s_ago": round(now_s - slot[_RAN], 3),
-                "passed_s_ago": round(now_s - slot[_PASSED], 3),
-                "computes": slot[_COMPUTES] >= slot[_PASSED],
+                "ran_s_ago": round(now_s - one.ran_s, 3),
+                "passed_s_ago": round(now_s - one.passed_s, 3),
+                "computes": one.computes,
             }
-            for slot in slots
-            if slot[_PASSED] > 0
+            for one in self.readings().values()
         ]
 
 

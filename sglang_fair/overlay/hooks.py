@@ -8,7 +8,16 @@ from math import lcm
 from typing import Any
 
 from sglang.srt.disaggregation.utils import DisaggregationMode
-from sglang.srt.managers.io_struct import GenerateReqInput, GetInternalStateReqOutput, SetInternalStateReq
+from sglang.srt.managers.io_struct import (
+    AbortReq,
+    BatchTokenizedEmbeddingReqInput,
+    BatchTokenizedGenerateReqInput,
+    GenerateReqInput,
+    GetInternalStateReqOutput,
+    SetInternalStateReq,
+    TokenizedEmbeddingReqInput,
+    TokenizedGenerateReqInput,
+)
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder, SchedulePolicy
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_disagg, get_parallel
@@ -31,6 +40,7 @@ from sglang_fair.overlay import (
     refusal,
     token_ids,
     tree_core,
+    watchdog,
     wire,
 )
 from sglang_fair.overlay.clock import Clock, TimedReceiver
@@ -42,6 +52,15 @@ logger = logging.getLogger(__name__)
 
 DELAYED_POLL_MS = round(1000 * DELAYED_POLL_S)
 """A new request wakes the engine at once."""
+
+FROM_CLIENTS = (
+    TokenizedGenerateReqInput,
+    TokenizedEmbeddingReqInput,
+    BatchTokenizedGenerateReqInput,
+    BatchTokenizedEmbeddingReqInput,
+    AbortReq,
+)
+"""What a scheduler receives besides orders, which take as long as they take."""
 
 
 class FairSchedulePolicy(SchedulePolicy):
@@ -209,6 +228,7 @@ def init_schedule_policy(original: Callable[..., None], scheduler: Any) -> None:
     # SGLang's own policies decide nothing by our clock.
     scheduler.clock = Clock(is_shared=together > 1 and ours is not None)
     scheduler.heartbeat = heartbeat.attach((parallel.dp_rank or 0) if _leads(parallel) else None)
+    watchdog.show_stacks_when_asked()
 
 
 def _leads(ranks: Any) -> bool:
@@ -233,7 +253,12 @@ def process_input_requests(original: Callable[..., None], scheduler: Any, receiv
     scheduler.heartbeat.passed()
     requests = scheduler.clock.advance(received)
     scheduler.fair.tick(scheduler.clock.now_s)
-    original(scheduler, requests)
+    if all(isinstance(each, FROM_CLIENTS) for each in requests):
+        original(scheduler, requests)
+    else:  # the loop stands still while it carries out an order, as the loading of weights
+        scheduler.heartbeat.computes()
+        original(scheduler, requests)
+        scheduler.heartbeat.passed()
 
 
 def run_event_loop(original: Callable[..., None], scheduler: Any) -> None:
@@ -311,12 +336,6 @@ def process_batch_result(
     scheduler.kv_events_publisher.publish_kv_events()
 
 
-def update_weights_from_disk(manager: Any, *args: Any, **kwargs: Any) -> None:
-    """It takes as long as the disk does, and the scheduler's loop stands still: that is work, too."""
-    if manager.scheduler is not None:
-        manager.scheduler.heartbeat.computes()
-
-
 def checkpoint_into_tree(result: None, cache: Any, request: Any, *args: Any, **kwargs: Any) -> None:
     tree_core.served(cache, request, getattr(request, JOB_ATTRIBUTE, None))
 
@@ -381,6 +400,7 @@ async def _refused(reason: str) -> AsyncIterator[Any]:
 
 def tokenizer_manager_started(result: Any, manager: Any, server_args: Any, *args: Any, **kwargs: Any) -> None:
     add_routes(manager)
+    watchdog.start(manager, config.read().hang_timeout_s)
     model_gate.add_gate(manager)
     token_ids.attach()
     if refusal.may_refuse(server_args.schedule_policy):
@@ -402,7 +422,6 @@ _ARGUMENTS = "sglang.srt.server_args.ServerArgs."
 _RECORDER = "sglang.srt.mem_cache.events.KVCacheEventRecorder."
 _CACHE = "sglang.srt.mem_cache.unified_cache."
 _RADIX = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache."
-_WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
 _LOAD_FILE = "sglang.srt.managers.load_snapshot."
 _LOAD = "sglang.srt.managers.scheduler_components.load_publisher."
 _MEETING = "sglang.srt.distributed.bootstrap._resolve_dist_init_method"
@@ -428,7 +447,6 @@ HOOKS: tuple[Hook, ...] = (
     Hook(_SCHEDULER + "_get_new_batch_prefill_raw", form_prefill_batch, HookType.AROUND),
     Hook(_SCHEDULER + "get_prefill_adder_class", get_prefill_adder_class, HookType.AFTER),
     Hook(_SCHEDULER + "process_batch_result", process_batch_result, HookType.AROUND),
-    Hook(_WEIGHTS + "update_weights_from_disk", update_weights_from_disk, HookType.BEFORE),
     Hook(_RECORDER + "_namespace_seed", kv_events.namespace_seed, HookType.AFTER),
     Hook(_RECORDER + "record_store", kv_events.record_store, HookType.AROUND),
     Hook(_CACHE + "tree_core_registry.select_tree_core_backend", tree_core.select_tree_core_backend, HookType.AFTER),

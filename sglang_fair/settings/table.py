@@ -27,6 +27,8 @@ ON_OFF = ("on", "off")
 
 METRICS_CLIENTS = 20
 
+HANG_TIMEOUT_S = 60.0
+
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 NoticeS = Annotated[
@@ -235,6 +237,17 @@ class Fairness:
             at_least=0,
         ),
     ] = METRICS_CLIENTS
+    hang_timeout_s: Annotated[
+        float,
+        About(
+            "A replica of whose scheduler nothing has run for so long ends, after its stacks are in the log, to be "
+            "started again. 0: never.",
+            unit="seconds",
+            metavar="S",
+            fair="hang-timeout",
+            at_least=0,
+        ),
+    ] = HANG_TIMEOUT_S
 
 
 @dataclass(frozen=True, kw_only=True)
