@@ -20,6 +20,7 @@ import msgspec
 
 from router.backlogs import Backlogs
 from router.events import (
+    MOST_COUNT,
     TOKEN_BYTES,
     Action,
     Agent,
@@ -774,7 +775,7 @@ class Router:
             self._counts["load ignored"] += 1
             return
         self._throttling.load(event, now_s)
-        if event.size_tokens > 0 and event.size_tokens != worker.kv_tokens:
+        if 0 < event.size_tokens <= MOST_COUNT and event.size_tokens != worker.kv_tokens:
             worker.kv_tokens = event.size_tokens
             self._equip(worker, now_s)
 

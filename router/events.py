@@ -20,10 +20,18 @@ MOST_SPAN_S = 2 * MOST_SLO_S
 Outcome = Literal["ok", "aborted", "failed"]
 """How a request ended: served; given up by its client or the server; never accepted by the worker."""
 
-Count = Annotated[int, msgspec.Meta(ge=0)]
-Seconds = Annotated[float, msgspec.Meta(ge=0)]
+MOST_COUNT = 1 << 32
+"""Counts are added up, and no sum of so many messages may be more than msgpack can hold."""
+MOST_SECONDS = 1e10
+"""Of Unix time too."""
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=MOST_COUNT)]
+Number = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+"""Of an order or a question, counted from 1."""
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=MOST_SECONDS)]
+Model = Annotated[str, msgspec.Meta(min_length=1)]
 Weight = Annotated[float, msgspec.Meta(ge=1 / MOST_WEIGHT, le=MOST_WEIGHT)]
-Limit = Annotated[int, msgspec.Meta(ge=1)] | None
+Limit = Annotated[int, msgspec.Meta(ge=1, le=MOST_COUNT)] | None
 Span = Annotated[float, msgspec.Meta(ge=-MOST_SPAN_S, le=MOST_SPAN_S)]
 
 
@@ -147,7 +155,7 @@ class WorkerUp(Message, frozen=True):
     replay: str | None = None
     capacity: Capacity = 1.0
     load: str | None = None
-    models: tuple[str, ...] = ()
+    models: tuple[Model, ...] = ()
     loaded: str = ""
     kv_tokens: Count = 0
     """Of its KV cache; 0: it does not say."""
@@ -172,13 +180,13 @@ class Agent(Message, frozen=True):
     worker: str
     loaded: str = ""
     """The model that the worker serves; "": none, or it is not known."""
-    number: Count = 0
+    number: Number = 0
     error: str = ""
     """Why that order failed; "": it did not."""
-    busy: Count = 0
+    busy: Number = 0
     target: str = ""
     """What the order under way is to load."""
-    swap_s: dict[str, Seconds] = {}
+    swap_s: dict[Model, Seconds] = {}
     """The models that the worker can load, and about how long each takes."""
 
 
@@ -300,7 +308,8 @@ class Posted(Message, frozen=True):
     `start`. Gateways keep them for a router that was restarted. One that was started with other rules keeps its own."""
 
     rules: bytes
-    at_s: Seconds
+    at_s: Annotated[float, msgspec.Meta(ge=0, le=2 * MOST_SECONDS)]
+    """More than can be said: of rules that follow others at once it is a little later."""
     start: str
 
 
@@ -354,7 +363,7 @@ class Plan(Message, frozen=True):
     cannot be in time, `needed` says what would do, once the planner has found out.
     """
 
-    number: Count
+    number: Number
     orders: dict[str, tuple[int, ...]]
     late: Count = 0
     late_s: Seconds = 0.0
@@ -467,7 +476,7 @@ class Replan(Message, frozen=True):
     `lengths`, which are told now and then, are those of some requests that wait.
     """
 
-    number: Count
+    number: Number
     problem: Problem
     lengths: Sorts = ()
 
@@ -479,7 +488,7 @@ class Place(Message, frozen=True):
     worker: str
     url: str
     matched_tokens: int
-    call: Count = 0
+    call: Number = 0
     """The number of the call in its interaction, from 1; 0: it names none."""
     due: Due | None = None
     """What holds for the call: a later one of an interaction is due when the first was. None: what its gateway has
@@ -522,9 +531,11 @@ class Exchange(Message, frozen=True):
 
     id: str
     worker: str
-    number: Count = 0
+    number: Annotated[int, msgspec.Meta(ge=0)] = 0
     model: str = ""
     ahead: tuple[str, ...] = ()
+    complaint: str = ""
+    """What is wrong with what it said; "": nothing."""
 
 
 class Cut(Message, frozen=True):

@@ -12,6 +12,8 @@ is asked which models it wants, and that what is in flight ends before a worker 
 from collections.abc import Callable, Iterable
 from math import inf
 
+import msgspec
+
 from router.events import Action, Agent, Cut, Exchange
 from router.placement.contract import Placement, Swapping
 from router.swaps import Swaps
@@ -54,13 +56,21 @@ class ModelChanges:
         )
 
     def told(self, said: Agent, now_s: float, peer: bytes) -> list[Action]:
-        """An agent has said what its worker has; the answer to it. Of a worker that is not up nothing is kept."""
-        if self._workers.get(said.worker) is None:
-            return [(peer, Exchange(said.id, said.worker))]
+        """An agent has said what its worker has; the answer to it. Of a worker that is not up nothing is kept, and what
+        it cannot load it does not have."""
+        worker = self._workers.get(said.worker)
+        if worker is None:
+            complaint = f"there is no worker {said.worker[:100]!r}"
+            return [(peer, Exchange(said.id, said.worker, complaint=complaint))]
+        complaint = ""
+        if said.loaded and said.loaded not in (said.swap_s or worker.models):
+            complaint = f"{said.loaded[:100]!r} is none of the models that worker {said.worker} can load"
+            said = msgspec.structs.replace(said, loaded="")
         self.swaps.told(said, now_s, peer)
         self.align(said.worker, now_s)
         ahead = () if self._placement is None else self._placement.next_models(said.worker)
-        return [(peer, self.swaps.order(said.worker, said.id, ahead))]
+        order = self.swaps.order(said.worker, said.id, ahead)
+        return [(peer, msgspec.structs.replace(order, complaint=complaint) if complaint else order)]
 
     def ask(self, name: str, model: str, now_s: float) -> str | None:
         """As `Swaps.ask`, of a worker that is up."""
@@ -126,7 +136,9 @@ class ModelChanges:
         if self._placement is not None and self._told.get(name, {}) != can_load:
             self._told[name] = can_load
             self._placement.can_load(name, can_load, now_s)
-        if worker.loaded != served:
+        # One that has not said its models was taken to have the only one; it has none if its agent serves none.
+        has_none = not served and bool(models) and worker.pool is not self._workers.nobody
+        if worker.loaded != served or has_none:
             self._rehome(worker, served, now_s)
 
     def _order(self, name: str) -> list[Action]:

@@ -16,7 +16,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from router.events import Arrive, Begun, Due, Load, Posted, Running, SetLimits
+from router.events import MOST_SECONDS, Arrive, Begun, Due, Load, Posted, Running, SetLimits
 from sglang_fair.common.deadlines import Promise
 from sglang_fair.core.interactions import Interaction, Interactions
 from sglang_fair.core.throttle import BadLoad, Overload, Refusal, Rules, Throttle, make_rules
@@ -151,6 +151,7 @@ class Throttling:
     def post(self, event: SetLimits) -> None:
         """An operator sets limits. ValueError, or msgspec's errors, if they are none; then the old ones hold."""
         at_s = event.at_s if self.posted is None else max(event.at_s, self.posted.at_s + 1e-3)
+        at_s = min(at_s, 2 * MOST_SECONDS)
         self._follow(Posted(event.rules, at_s, self._start))
 
     def resume_limits(self, event: Posted) -> bool:

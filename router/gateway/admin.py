@@ -27,7 +27,7 @@ from router.gateway.request.names import Names, model_not_found
 from router.gateway.routing.link import RouterGone
 from router.gateway.routing.links import Links
 from router.throttling import NO_THROTTLE
-from sglang_fair.core.throttle import HIGH, LOW
+from sglang_fair.core.throttle import HIGH, LOW, MOST_CALLS
 
 MAX_BODY_BYTES = 4096
 MAX_LIMITS_BYTES = 1 << 20
@@ -109,10 +109,14 @@ class NewLimits(msgspec.Struct, forbid_unknown_fields=True):
     """The body of `POST /limits`: it takes the place of all that held before."""
 
     user: (
-        Annotated[int, Meta(ge=1, description="Calls a minute of one client, over all applications.")] | None
+        Annotated[
+            int,
+            Meta(ge=1, le=MOST_CALLS, description="Calls a minute of one client, over all applications."),
+        ]
+        | None
     ) = None
     apps: Annotated[
-        dict[str, Annotated[int, Meta(ge=1)]],
+        dict[str, Annotated[int, Meta(ge=1, le=MOST_CALLS)]],
         Meta(description='The same of one client in an application; "*" is each one that is not named.'),
     ] = {}
     app_total: Annotated[bool, Meta(description="An application's limit is of all its clients together.")] = (

@@ -61,6 +61,8 @@ class Agent:
         """There is something to do before the next look would be due."""
         self._was_read: tuple[str, ...] = ()
         self._is_ready = False
+        self._complaint = ""
+        """What the router has against what was said last."""
 
     async def run(self) -> None:
         """Until it is cancelled."""
@@ -156,6 +158,9 @@ class Agent:
                 await self._told(answer)
 
     async def _told(self, answer: Exchange) -> None:
+        if answer.complaint != self._complaint:
+            self._complaint = answer.complaint
+            log.info("the router says: %s", answer.complaint or "all is well")
         before = self._said()
         if answer.number:
             self._steps.order(answer.number, answer.model, time.monotonic())

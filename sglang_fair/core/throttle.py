@@ -46,6 +46,9 @@ counted."""
 MOST_SHOWN = 10_000
 """Of so many that called last the nearest to their limits are looked for."""
 
+MOST_CALLS = 1_000_000_000
+"""A minute. A limit beyond that is none."""
+
 EVERY_APP = "*"
 
 Counts = Literal["accepted", "arrivals"]
@@ -59,7 +62,8 @@ class BadLoad(ValueError):
 @dataclass(frozen=True)
 class Limits:
     """Calls a minute while overloaded. `user`: of one user over all apps. `apps`: of one user of an app; "*" stands for
-    every app that is not named. None and what is missing: no limit. ValueError for a limit below 1.
+    every app that is not named. None and what is missing: no limit. ValueError for a limit below 1 or above
+    `MOST_CALLS`.
 
     With `app_total`, an app's limit is that of all its users together (the paper's letter, where one user may use up
     what another needs).
@@ -72,8 +76,12 @@ class Limits:
     def __post_init__(self) -> None:
         given = {"user": self.user, **{f"apps.{app}": limit for app, limit in self.apps.items()}}
         for name, limit in given.items():
-            if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-                raise ValueError(f"{name:.80} must be a whole number of calls from 1 on, not {limit!r:.80}")
+            if limit is None:
+                continue
+            if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= MOST_CALLS:
+                raise ValueError(
+                    f"{name:.80} must be a whole number of calls from 1 to {MOST_CALLS}, not {limit!r:.80}"
+                )
 
     def of_app(self, app: str) -> int | None:
         return self.apps.get(app, self.apps.get(EVERY_APP))

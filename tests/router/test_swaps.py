@@ -406,7 +406,7 @@ def test_agents_of_workers_that_are_not_there_leave_nothing_behind(name: str) ->
     made = Router(Wishes() if name == "wishes" else build(name))
     for number in range(1000):
         ((_, answer),) = made.handle(says(f"x{number}", "a"), 0.0, b"liar")
-        assert answer == Exchange("?", f"x{number}")
+        assert answer == Exchange("?", f"x{number}", complaint=f"there is no worker 'x{number}'")
     made.handle(up("r0"), 0.0)
     made.handle(says("r0", "a"), 0.0, b"agent")
     made.handle(WorkerDown("r0"), 1.0)
