@@ -4,6 +4,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from http import HTTPStatus
 from math import lcm
 from typing import Any
 
@@ -38,6 +39,7 @@ from sglang_fair.overlay import (
     preempt,
     ranks,
     refusal,
+    room,
     token_ids,
     tree_core,
     watchdog,
@@ -67,11 +69,13 @@ class FairSchedulePolicy(SchedulePolicy):
     """Stands where SGLang orders its queue, and leaves it as it is: `Candidates` asks for one request at a time."""
 
     fair: ReplicaFairness
+    cut: Callable[[], Any]
+    """The prompt that was cut, if there is one."""
 
     def calc_priority(
         self, waiting_queue: list[Any], running_batch: Any = None, *args: Any, **kwargs: Any
     ) -> None:
-        self.fair.begin_pass(waiting_queue, running_batch)
+        self.fair.begin_pass(waiting_queue, lambda: room.can_decode(running_batch, self.cut()))
 
     def shortest_prefill_chunk_limit(
         self, chunked_req: Any, waiting_queue: list[Any], budget: int, page_size: int
@@ -118,8 +122,10 @@ class Candidates:
 class FairPrefillAdder(PrefillAdder):
     """Asks before a request is admitted, and reports what was admitted with the engine's own numbers."""
 
-    def __init__(self, *args: Any, fair: ReplicaFairness, cut_tokens: int, **kwargs: Any) -> None:
-        """`cut_tokens`: a prompt is cut at multiples of it."""
+    def __init__(
+        self, *args: Any, fair: ReplicaFairness, cut_tokens: int, mixes: bool = False, **kwargs: Any
+    ) -> None:
+        """`cut_tokens`: a prompt is cut at multiples of it. `mixes`: those that run get a token in the same step."""
         super().__init__(*args, **kwargs)
         self.fair = fair
         self._cut_tokens = cut_tokens
@@ -132,6 +138,8 @@ class FairPrefillAdder(PrefillAdder):
             budget.rem_input_tokens = min(budget.rem_input_tokens, most)
             if budget.rem_chunk_tokens is not None:
                 budget.rem_chunk_tokens = min(budget.rem_chunk_tokens, most)
+        if mixes and fair.orders and not self.running_batch.is_empty():
+            self.memory_budget.total_offset += self.running_batch.new_tokens_required_next_decode()
         fair.arm()
 
     def add_one_req(self, req: Any, has_chunked_req: bool, *args: Any, **kwargs: Any) -> AddReqResult:
@@ -148,6 +156,8 @@ class FairPrefillAdder(PrefillAdder):
                 # is aborted, its memory.
                 self._parked.inflight_middle_chunks -= 1
             self.fair.admitted(req)
+            if self.new_chunked_req is req:
+                self._keep_for(req)
         if verdict is not AddReqResult.CONTINUE:
             self.fair.stopped(MEMORY if verdict is AddReqResult.NO_TOKEN else PROMPTS)
         return verdict
@@ -178,19 +188,35 @@ class FairPrefillAdder(PrefillAdder):
         return AddReqResult.OTHER if self._beside_cut and getattr(verdict, "is_chunked", False) else verdict
 
     def add_chunked_req(self, req: Any) -> Any:
-        if self.fair.goes_on(req) is False:
-            self._parked = req
-            return req  # it stays where it is, as where SGLang itself finds no room for its next chunk
+        unfinished = req
+        if self.fair.goes_on(req) is not False and self._bound_chunk(req):
+            before = len(self.can_run_list)
+            unfinished = super().add_chunked_req(req)
+            if len(self.can_run_list) > before:
+                self.fair.continued(req)
+        if unfinished is not None:
+            self._parked = None if unfinished in self.can_run_list else unfinished
+            self._keep_for(unfinished)
+        return unfinished  # a parked one stays where it is, as where SGLang itself finds no room for its next chunk
+
+    def _bound_chunk(self, req: Any) -> bool:
+        """Bounds the next chunk of a cut prompt by what there is. Whether that is anything."""
         budget: Any = self
-        if budget.chunked_req_limit is not None:
-            budget.chunked_req_limit = budget.chunked_req_limit // self._cut_tokens * self._cut_tokens or None
-        before = len(self.can_run_list)
-        unfinished = super().add_chunked_req(req)
-        if len(self.can_run_list) > before:
-            self.fair.continued(req)
-        else:
-            self._parked = unfinished
-        return unfinished
+        whole = budget.chunked_req_limit
+        limit = None if whole is None else whole // self._cut_tokens * self._cut_tokens or None
+        if self.fair.orders:
+            free = room.free_tokens(self.token_to_kv_pool_allocator, self.tree_cache)
+            if len(req.full_untruncated_fill_ids) - req.prefix_len > free:
+                most = free // self._cut_tokens * self._cut_tokens
+                limit = most if limit is None else min(limit, most)
+        budget.chunked_req_limit = limit
+        return limit != 0
+
+    def _keep_for(self, cut: Any) -> None:
+        """Its whole rest and its output are taken."""
+        if self.fair.orders:
+            self.memory_budget.total_offset += room.kept_for(cut, self.page_size)
+            self.memory_budget.current_offset += room.rest_of(cut, self.page_size)
 
 
 def init_schedule_policy(original: Callable[..., None], scheduler: Any) -> None:
@@ -221,6 +247,7 @@ def init_schedule_policy(original: Callable[..., None], scheduler: Any) -> None:
         scheduler.schedule_low_priority_values_first,
     )
     scheduler.policy.fair = scheduler.fair
+    scheduler.policy.cut = lambda: scheduler.chunked_req
     scheduler.preempt = None
     kv_events.attach()
     parallel = get_parallel()
@@ -278,7 +305,9 @@ def get_prefill_adder_class(result: type[PrefillAdder], scheduler: Any) -> Any:
     if result is not PrefillAdder:
         raise SystemExit(f"sglang-fair: another plugin replaced the prefill adder by {result.__name__}")
     cut_tokens = lcm(scheduler.page_size, scheduler.truncation_align_size or 1)
-    return partial(FairPrefillAdder, fair=scheduler.fair, cut_tokens=cut_tokens)
+    return partial(
+        FairPrefillAdder, fair=scheduler.fair, cut_tokens=cut_tokens, mixes=scheduler.is_mixed_chunk
+    )
 
 
 def form_prefill_batch(
@@ -291,7 +320,9 @@ def form_prefill_batch(
         scheduler.preempt = preempt.Preempt(scheduler)
     taken = scheduler.preempt.make_room(running_batch)
     queue = scheduler.waiting_queue = Candidates(scheduler.waiting_queue, scheduler.fair)
-    was_full = running_batch.batch_is_full
+    was_full, mixes, cut = running_batch.batch_is_full, scheduler.is_mixed_chunk, scheduler.chunked_req
+    if mixes and cut is not None and scheduler.fair.orders:
+        scheduler.is_mixed_chunk = room.can_decode(running_batch, cut)
     try:
         batch, running_batch = original(scheduler, prefill_delayer_single_pass, running_batch)
         scheduler.fair.end_pass(is_full=running_batch.batch_is_full, was_full=was_full)
@@ -300,6 +331,7 @@ def form_prefill_batch(
         return batch, running_batch
     finally:
         scheduler.fair.disarm()
+        scheduler.is_mixed_chunk = mixes
         if scheduler.waiting_queue is queue:
             scheduler.waiting_queue = queue.waiting
         scheduler.preempt.queue_again(taken)
@@ -307,15 +339,23 @@ def form_prefill_batch(
 
 def abort_on_queued_limit(result: bool, scheduler: Any, req: Any) -> bool:
     """SGLang's last question before a request joins the queue; True: it was ended instead."""
-    if result or (reason := scheduler.fair.refuses(req)) is None:
+    if result:
         return result
-    refusal.refuse(scheduler, req, reason)
-    return True
+    if (reason := room.never_fits(scheduler, req)) is not None:
+        refusal.refuse(scheduler, req, reason, HTTPStatus.BAD_REQUEST)
+    elif (reason := scheduler.fair.refuses(req)) is not None:
+        refusal.refuse(scheduler, req, reason)
+    return reason is not None
 
 
 def add_request_to_queue(result: Any, scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> None:
     if scheduler.waiting_queue and scheduler.waiting_queue[-1] is req:
         scheduler.fair.arrive(req)
+
+
+def send_abort_output(result: None, scheduler: Any, output: Any, req: Any, *args: Any, **kwargs: Any) -> None:
+    """Whatever SGLang ends outside a batch's result, its sender is told of here."""
+    scheduler.fair.ended(req)
 
 
 def on_idle(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
@@ -444,6 +484,7 @@ HOOKS: tuple[Hook, ...] = (
     Hook(_SCHEDULER + "run_batch", run_batch, HookType.BEFORE),
     Hook(_SCHEDULER + "_abort_on_queued_limit", abort_on_queued_limit, HookType.AFTER),
     Hook(_SCHEDULER + "_add_request_to_queue", add_request_to_queue, HookType.AFTER),
+    Hook(_SCHEDULER + "send_abort_output", send_abort_output, HookType.AFTER),
     Hook(_SCHEDULER + "_get_new_batch_prefill_raw", form_prefill_batch, HookType.AROUND),
     Hook(_SCHEDULER + "get_prefill_adder_class", get_prefill_adder_class, HookType.AFTER),
     Hook(_SCHEDULER + "process_batch_result", process_batch_result, HookType.AROUND),

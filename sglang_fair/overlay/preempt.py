@@ -12,19 +12,19 @@ models; both give the computed tokens up. A request that goes on has the tokens 
 up in the cache, and computes those that are not there any more, the last one at least.
 
 Memory is counted as SGLang's admission counts it: what is free or may be evicted, without what is kept for the outputs
-of those that run, and for the prompt that was cut.
+of those that run, and for the whole of the prompt that was cut (`room`).
 """
 
 import logging
 from typing import Any
 
 from sglang.srt.disaggregation.utils import DisaggregationMode
-from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.runtime_context import get_disagg, get_parallel
 
 from sglang_fair.core.preemption import Missing
 from sglang_fair.overlay.replica import ReplicaFairness
+from sglang_fair.overlay.room import free_tokens, kept_for, most_output
 
 logger = logging.getLogger(__name__)
 
@@ -105,12 +105,14 @@ class Preempt:
         tree = scheduler.tree_cache
         lock = tree.lock(request.last_node)
         try:
-            free = scheduler.token_to_kv_pool_allocator.create_prefill_budget(tree).remaining_total
+            free = free_tokens(scheduler.token_to_kv_pool_allocator, tree)
         finally:
             tree.unlock(lock)
-        kept = sum(self._reserved_tokens(one) for one in running) + self._for_cut_prompt()
+        kept = sum(self._reserved_tokens(one) for one in running) + kept_for(
+            scheduler.chunked_req, scheduler.page_size
+        )
         known = len(request.origin_input_ids) + len(request.output_ids)
-        needed = known - request.prefix_len + _most_output(request) + scheduler.page_size
+        needed = known - request.prefix_len + most_output(request) + scheduler.page_size
         allocatable = scheduler.get_num_allocatable_reqs(len(running))
         return Missing(needed - (free - kept) + 1, max(0, 1 - allocatable))
 
@@ -122,26 +124,7 @@ class Preempt:
 
     def _reserved_tokens(self, request: Any) -> float:
         ratio = 1.0 if request.sampling_params.ignore_eos else self._scheduler.new_token_ratio_tracker.current
-        return _most_output(request) * float(ratio)
-
-    def _for_cut_prompt(self) -> int:
-        """What the next chunk of the prompt that was cut takes, and if it is the last one, what is kept for its
-        output."""
-        cut = self._scheduler.chunked_req
-        if cut is None:
-            return 0
-        rest = len(cut.origin_input_ids) + len(cut.output_ids) - cut.extend_end
-        chunk = self._scheduler.chunked_prefill_size
-        if chunk is not None and rest > chunk:
-            return int(chunk)
-        return int(rest + _most_output(cut) + self._scheduler.page_size)
-
-
-def _most_output(request: Any) -> int:
-    """What SGLang keeps for its output at most."""
-    return int(
-        min(max(request.sampling_params.max_new_tokens - len(request.output_ids), 0), CLIP_MAX_NEW_TOKENS)
-    )
+        return most_output(request) * float(ratio)
 
 
 def _can_go_on(request: Any) -> bool:

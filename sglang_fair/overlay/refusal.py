@@ -31,10 +31,10 @@ def may_refuse(chosen: str) -> bool:
     return ours is not None and POLICIES[ours].may_refuse
 
 
-def refuse(scheduler: Any, request: Any, reason: str) -> None:
+def refuse(scheduler: Any, request: Any, reason: str, status: HTTPStatus = STATUS) -> None:
     """End a request that is in no queue yet, with `reason` for its sender. The caller releases what SGLang holds for
     it."""
-    finish = {"type": "abort", "status_code": STATUS, "message": reason}
+    finish = {"type": "abort", "status_code": status, "message": reason}
     scheduler.send_abort_output(AbortReq(rid=request.rid, finished_reason=finish), request)
     request.time_stats.trace_ctx.abort(abort_info={"reason": reason})
 

@@ -1,9 +1,10 @@
 """SGLang's scheduler as `Admission` and `Account` see it: requests become jobs, counters become charges.
 
 Nothing is decided here. Everything runs on the scheduler's thread. SGLang's own `waiting_queue` remains the truth about
-who waits: requests join it in one place, which is hooked, and leave it in too many places to hook (aborts, time-outs,
-a full queue), so each pass compares the two and drops who has left. Where SGLang divides prefill and decode among
-servers, requests join unseen as well, and with their prompts computed elsewhere: they are entered when they are found.
+who waits: requests join it in one place, which is hooked, and SGLang tells the sender of each one that it drops from
+there, or from its batch, in another (`ended`): O(1) for each, whether a batch is formed or not. Each pass compares the
+two in number, for what left unseen. Where SGLang divides prefill and decode among servers, requests join unseen as
+well, and with their prompts computed elsewhere: they are entered when they are found.
 
 After each batch that was formed, and each whose result was processed, the ledger is compared with the engine's own
 counts (`counts.py`): O(batch), always.
@@ -215,13 +216,26 @@ class ReplicaFairness:
         self._enter(request)
 
     @guarded
-    def begin_pass(self, waiting: list[Any], decoding: Any = None) -> None:
-        """A batch is about to be formed from `waiting`; if it is not, the batch `decoding` goes on."""
+    def ended(self, request: Any) -> None:
+        """SGLang has ended `request` without a result of a batch: aborted while it waited or between two chunks, or
+        dropped because the queue or the memory is full. One that is not in the books is ignored."""
+        job = self._job(request)
+        if job is None:
+            return
+        if self.queue.is_waiting(job.id):
+            self._leave(job)
+        else:
+            self._taken_back.pop(job.id, None)
+            self._finish(request, job)
+
+    @guarded
+    def begin_pass(self, waiting: list[Any], can_decode: Callable[[], bool] = lambda: False) -> None:
+        """A batch is about to be formed from `waiting`; `can_decode` is that of `Admission.begin_pass`."""
         self._follow(waiting)
         self._passes, self._offered, self._stopped = True, False, None
         if self.orders:
             cached_tokens = self._tree_cache.evictable_size() + self._tree_cache.protected_size()
-            self._admission.begin_pass(cached_tokens, lambda: _can_decode(decoding))
+            self._admission.begin_pass(cached_tokens, can_decode)
 
     def only_waits(self) -> bool:
         """Nothing runs although requests wait: the policy lets none of them go yet."""
@@ -239,10 +253,9 @@ class ReplicaFairness:
         """
         if len(self.queue) != len(waiting) or not self._sees_all:
             present = {id(request) for request in waiting}
-            for job in self.queue.waiting():
+            for job in list(self.queue.jobs()):
                 if id(self._requests[job.id]) not in present:
-                    self._admission.leave(job)
-                    self._forget(job)
+                    self._leave(job)
             if len(self.queue) != len(waiting):
                 if self._sees_all:
                     self._corrected("a request joined the waiting queue unseen")
@@ -548,6 +561,10 @@ class ReplicaFairness:
         past_end = min(unbooked, len(request.output_ids) - end)
         self.queue.account.emit(job, unbooked - past_end, unasked_tokens=past_end)
 
+    def _leave(self, job: Job) -> None:
+        self._admission.leave(job)
+        self._forget(job)
+
     def _finish(self, request: Any, job: Job) -> None:
         self._emit(request, job)
         self._admission.finish(job, _outcome(request))
@@ -619,16 +636,6 @@ class ReplicaFairness:
 def _outcome(request: Any) -> Outcome:
     reason = request.finished_reason
     return "aborted" if reason is None or isinstance(reason, FINISH_ABORT) else "finished"
-
-
-def _can_decode(batch: Any) -> bool:
-    """Whether `batch` could make a decode step with the memory that there is."""
-    return (
-        batch is not None
-        and not batch.is_empty()
-        and not batch.is_prefill_only
-        and bool(batch.check_decode_mem())
-    )
 
 
 MOST_SHOWN = 100

@@ -5,6 +5,8 @@
                 `LONGEST_RESERVATION`, times a ratio below 1 that bets on early ends. The ratio decays with each decode
                 step and is raised after a retraction. If ends of sequence are ignored it is 1.
     a candidate fits when  extend + most output + a page  <  room - reserved - what the batch has taken
+    a cut prompt   until it is computed, its whole rest and its output are taken for every other candidate; no decode
+                step takes of the rest (`Replica._can_decode`), so that there is always room for it (`overlay.room`)
     compute     extend tokens, rounded up to pages, count against the chunk size and `max_prefill_tokens`. A prompt
                 that is longer than the rest of the chunk is cut at a page boundary and ends the batch
 
@@ -184,11 +186,17 @@ class Budget:
         return self._chunk_left
 
     def next_chunk(self, tokens: int, room: int, most_tokens: int) -> int:
-        """How much of the rest of a prompt that was cut before is computed next: always some. At most `most_tokens`, in
-        whole pages, if that is one at least."""
+        """How much of the rest of a prompt that was cut before is computed next: always some, as `keep` was called for
+        it. At most `most_tokens`, in whole pages, if that is one at least."""
         fits = min(self.chunk_tokens, int(room - self._reserved))
         most = most_tokens // self._page * self._page or self.chunk_tokens
-        return min(tokens, most, fits if fits > 0 else self.chunk_tokens)
+        return min(tokens, most, room, fits if fits > 0 else self.chunk_tokens)
+
+    def keep(self, rest_tokens: int, output_tokens: int) -> None:
+        """The rest of a prompt that was cut is taken for whoever is tried from here on."""
+        paged = -(-rest_tokens // self._page) * self._page
+        self._reserved += paged + self._page + min(output_tokens, LONGEST_RESERVATION)
+        self._taken += paged
 
     def take(self, extend_tokens: int, output_tokens: int, loaded_tokens: int = 0) -> None:
         """Subtract what a prompt in the batch takes, `loaded_tokens` of it without being computed. `output_tokens` is 0

@@ -442,6 +442,8 @@ class Replica:
             self._compute(chunked, budget.next_chunk(rest, pool.room_tokens(), most_tokens), budget)
             self._continued(chunked)
             batch.append(chunked)
+        elif chunked is not None:
+            self._keep_for(chunked, budget)
         for job in self._admission.candidates():
             task = self._tasks[job.id]
             if budget.verdict(pool.room_tokens()) is Verdict.FULL:
@@ -505,10 +507,12 @@ class Replica:
         )
 
     def _can_decode(self) -> bool:
-        """A decode step is possible without taking anybody's memory."""
+        """A decode step is possible without taking anybody's memory, or what the rest of a cut prompt needs."""
         if not self._decoding:
             return False
         pages = self._pool.free_pages + self.cache.evictable_tokens // self.settings.page_tokens
+        if (cut := self._chunked) is not None:
+            pages -= self.settings.pages_of(cut.length - cut.computed)
         return pages >= self._decoding.pages_for_step()
 
     def _compute(self, task: Task, tokens: int, budget: Budget, loaded: int = 0) -> None:
@@ -519,6 +523,12 @@ class Replica:
         elif self._chunked is task:
             self._chunked = None
         budget.take(tokens, 0 if self._chunked is task else task.job.max_output_tokens, loaded)
+        if self._chunked is task:
+            self._keep_for(task, budget)
+
+    def _keep_for(self, cut: Task, budget: Budget) -> None:
+        """Nobody else is admitted to what the rest of a cut prompt and its output will take."""
+        budget.keep(cut.length - cut.computed, cut.job.max_output_tokens - cut.output)
 
     def _computed(self, t_s: float) -> None:
         """The extend batch is done: its requests have a first token, except one whose prompt was cut."""

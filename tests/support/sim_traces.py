@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import inf
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,7 @@ LOADS = (
     "steps",
     "steps retracted",
     "steps vtc",
+    "steps cut",
     "target",
 )
 STALL_MS, SHORT_STALL_MS = 2000.0, 300.0
@@ -95,10 +97,22 @@ def load(name: str) -> TraceLoad:
                 writers, kv_tokens=2400, chunked_prefill_tokens=256, ignore_eos=False, steps=4000
             )
         case "steps":
-            # Without aborts: SGLang's queue is compared with ours when a batch is formed, after the last step was told.
+            # Without aborts, which the real queue hears of before the last step is told, and ours after.
             return TraceLoad(crowd, kv_tokens=6000, chunked_prefill_tokens=480, stall_ms=SHORT_STALL_MS)
         case "steps vtc":
             return TraceLoad(crowd, policy="vtc", chunked_prefill_tokens=256, stall_ms=STALL_MS)
+        case "steps cut":  # what is left of a prompt is kept, or those that run would have to be taken back
+            writers = tuple(_arrivals(name, requests=40, until_step=60, longest_answer=400))
+            return TraceLoad(
+                writers,
+                policy="vtc",
+                kv_tokens=1600,
+                chunked_prefill_tokens=64,
+                ignore_eos=False,
+                ratio=0.1,
+                steps=4000,
+                stall_ms=STALL_MS,
+            )
         case "target":  # no step takes less, so all above their share are held back
             return TraceLoad(crowd, stall_ms=STALL_MS, target_tpot_ms=STALL_MS / 4)
         case "steps retracted":
@@ -189,7 +203,8 @@ class Traced:
         engine.use(load.policy, overlay=True)
         scheduler.clock = Clock(is_shared=False, read=lambda: now_s)
         engine.limit_pool(load.kv_tokens)
-        scheduler.send_abort_output = lambda *args, **kwargs: None
+        sender = SimpleNamespace(send_output=lambda *_: None)
+        object.__setattr__(scheduler.ipc_channels, "send_to_tokenizer", sender)
         scheduler.chunked_prefill_size = load.chunked_prefill_tokens
         ratio = scheduler.new_token_ratio_tracker
         ratio.init = ratio.current = load.ratio

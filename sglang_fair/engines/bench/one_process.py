@@ -64,8 +64,15 @@ class Engine:
     same work. It is built for `policy`, which decides on the tree of its cache for good."""
 
     def __init__(
-        self, admit_per_step: int, seed: int, *, policy: str = "fcfs", pool_tokens: int = POOL_TOKENS
+        self,
+        admit_per_step: int,
+        seed: int,
+        *,
+        policy: str = "fcfs",
+        pool_tokens: int = POOL_TOKENS,
+        arguments: Sequence[str] = (),
     ) -> None:
+        """`arguments`: more of SGLang's, which win."""
         os.environ.update(cpu.environment())
         os.environ["OMP_NUM_THREADS"] = "1"
         from sglang.srt.plugins import load_plugins
@@ -77,7 +84,7 @@ class Engine:
         self._stock = [vars(owner)[name] for owner, name in zip(self._targets, self._names, strict=True)]
         load_plugins()
         self._ours = [vars(owner)[name] for owner, name in zip(self._targets, self._names, strict=True)]
-        self._scheduler = _scheduler(admit_per_step, seed, policy, pool_tokens)
+        self._scheduler = _scheduler(admit_per_step, seed, policy, pool_tokens, arguments)
         self._step: Step | None = None
         self._ballast: Any = None
         self.recorded_us = 0.0
@@ -259,7 +266,7 @@ def _build_marks() -> Iterator[list[tuple[float, float]]]:
         ScheduleBatch.init_new, PrefillStats.from_adder = first, last
 
 
-def _scheduler(admit_per_step: int, seed: int, policy: str, pool_tokens: int) -> Any:
+def _scheduler(admit_per_step: int, seed: int, policy: str, pool_tokens: int, more: Sequence[str]) -> Any:
     """Builds the scheduler as SGLang's `run_scheduler_process` does before its loop."""
     import torch
     from sglang.srt.managers import scheduler as module
@@ -282,6 +289,7 @@ def _scheduler(admit_per_step: int, seed: int, policy: str, pool_tokens: int) ->
         "--prefill-max-requests", str(admit_per_step),
         "--random-seed", str(seed),
         "--log-level", "error",
+        *more,
     ])  # fmt: skip
     ranks = module.SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0)
     module.publish(arguments, role="scheduler", ranks=ranks)
