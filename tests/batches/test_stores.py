@@ -99,6 +99,12 @@ def running(store: Store, name: str, count: int, client: str = GOLD) -> None:
     assert store.start(name, NOW_S + 1)
 
 
+def kept(store: Store, name: str = "b") -> StoredBatch:
+    found = store.batch(GOLD, name)
+    assert found is not None
+    return found
+
+
 def lines_of(store: Store, client: str, name: str | None, most_bytes: int = 1 << 20) -> list[int]:
     """The numbers in a file of results, read piece by piece."""
     assert name is not None
@@ -165,21 +171,17 @@ def test_batches_are_their_clients_alone(store: Store) -> None:
     assert store.cancel(SILVER, "b", NOW_S) is None
     assert store.batches(SILVER, after=None, limit=9) == []
     assert store.batches(SILVER, after="b", limit=9) is None
-    found = store.batch(GOLD, "b")
-    assert found is not None
-    assert found.status == "validating"
+    assert kept(store).status == "validating"
 
 
 def test_a_batch_ends_with_the_last_of_its_items(store: Store) -> None:
     running(store, "b", 3)
     assert store.finish([ending("b", 2), ending("b", 1, is_ok=False)], NOW_S + 5) == 2
-    found = store.batch(GOLD, "b")
-    assert found is not None
+    found = kept(store)
     assert (found.status, found.total, found.completed, found.failed) == ("in_progress", 3, 1, 1)
     assert found.output_file is None
     assert store.finish([ending("b", 3)], NOW_S + 9) == 1
-    found = store.batch(GOLD, "b")
-    assert found is not None
+    found = kept(store)
     assert (found.status, found.completed, found.failed) == ("completed", 2, 1)
     assert found.times == {"in_progress": NOW_S + 1, "finalizing": NOW_S + 9, "completed": NOW_S + 9}
     for most_bytes in (1, 1 << 20):
@@ -198,8 +200,7 @@ def test_an_item_has_the_first_result_that_it_gets(store: Store) -> None:
     assert store.finish([ending("b", 7), ending("nobody's", 1)], NOW_S) == 0
     assert store.finish([ending("b", 2), ending("b", 1, is_ok=False)], NOW_S) == 1
     assert store.finish([ending("b", 2, is_ok=False)], NOW_S) == 0
-    found = store.batch(GOLD, "b")
-    assert found is not None
+    found = kept(store)
     assert (found.status, found.completed, found.failed, found.error_file) == ("completed", 2, 0, None)
     assert lines_of(store, GOLD, found.output_file) == [1, 2]
 
@@ -219,8 +220,7 @@ def test_what_is_wrong_with_a_batch_leaves_no_items(store: Store) -> None:
     store.accept("b", [item(1)])
     issues = (Issue("invalid_json_line", "no JSON", 2), Issue("empty_file", "nothing"))
     assert store.fail("b", issues, NOW_S)
-    found = store.batch(GOLD, "b")
-    assert found is not None
+    found = kept(store)
     assert (found.status, found.total, found.issues) == ("failed", 0, issues)
     assert store.items("b", "tiny", 0, 9) == []
     assert not store.start("b", NOW_S)
@@ -268,14 +268,13 @@ def test_a_batch_that_closes_gives_each_item_a_line(store: Store, cancelled: boo
     assert store.finish([ending("b", 5)], NOW_S + 3) == 1  # one that was under way
     assert store.close("b", NOW_S + 3, 3)
     assert store.close("b", NOW_S + 4, 3)
-    found = store.batch(GOLD, "b")
-    assert found is not None
+    found = kept(store)
     assert (found.status, found.completed, found.failed) == ("cancelled" if cancelled else "expired", 2, 3)
     assert found.output_file is not None
     assert lines_of(store, GOLD, found.output_file) == [2, 5]
-    kept = store.file(GOLD, found.error_file or "")
-    assert kept is not None
-    content, _ = store.results(kept, 0, 1 << 20)
+    errors = store.file(GOLD, found.error_file or "")
+    assert errors is not None
+    content, _ = store.results(errors, 0, 1 << 20)
     code = "batch_cancelled" if cancelled else "batch_expired"
     assert [msgspec.json.decode(line)["error"]["code"] for line in content.splitlines()] == [code] * 3
 
@@ -292,19 +291,8 @@ def test_what_is_over_is_not_cancelled_and_what_is_cancelled_is_not_validated(st
     assert not store.start("c", NOW_S)
     assert not store.fail("c", (), NOW_S)
     assert store.close("c", NOW_S, 9)
-    found = store.batch(GOLD, "c")
-    assert found is not None
+    found = kept(store, "c")
     assert (found.status, found.error_file) == ("cancelled", None)
-
-
-def test_totals(store: Store) -> None:
-    running(store, "b", 3)
-    running(store, "c", 2, SILVER)
-    store.finish([ending("b", 1), ending("b", 2, is_ok=False)], NOW_S)
-    found = store.totals()
-    assert {name: (one.left, one.completed, one.failed) for name, one in found.items()} == {
-        GOLD: (1, 1, 1), SILVER: (2, 0, 0),
-    }  # fmt: skip
 
 
 def test_what_is_old_is_forgotten_and_what_runs_is_not(store: Store) -> None:
@@ -329,8 +317,7 @@ def test_what_is_old_is_forgotten_and_what_runs_is_not(store: Store) -> None:
 def test_a_file_of_results_goes_with_its_results(store: Store) -> None:
     running(store, "b", 2)
     store.finish([ending("b", 1), ending("b", 2, is_ok=False)], NOW_S)
-    found = store.batch(GOLD, "b")
-    assert found is not None
+    found = kept(store)
     assert found.output_file is not None
     assert store.remove_file(GOLD, found.output_file)
     assert store.finish([ending("b", 1)], NOW_S) == 0
@@ -495,8 +482,7 @@ def test_a_message_is_applied_once_and_in_order_whoever_does_it(tmp_path: Path) 
         other.apply(max(0, place - 1), said[max(0, place - 1)])
     assert other.next == one.next == len(said)
     assert other.batch(GOLD, "b") == one.batch(GOLD, "b")
-    found = other.batch(GOLD, "b")
-    assert found is not None
+    found = kept(other)
     assert lines_of(other, GOLD, found.output_file) == [1, 2, 3]
     with pytest.raises(ValueError, match="no change of a store"):
         one.apply(len(said), b"what")
@@ -641,9 +627,7 @@ def test_two_processes_of_one_store(tmp_path: Path) -> None:
     running(one, "b", 2)
     assert other.finish([ending("b", 1)], NOW_S) == 1
     assert one.finish([ending("b", 1, is_ok=False), ending("b", 2)], NOW_S) == 1
-    found = other.batch(GOLD, "b")
-    assert found is not None
-    assert found.status == "completed"
+    assert kept(other).status == "completed"
     one.shut()
     other.shut()
 
@@ -657,8 +641,7 @@ def test_a_full_disk_accepts_nothing(tmp_path: Path) -> None:
     with pytest.raises(StoreFull):
         store.accept("b", large)
     store._db.execute("PRAGMA max_page_count = 3000")
-    found = store.batch(GOLD, "b")
-    assert found is not None
+    found = kept(store)
     assert found.total == 1
     assert store.accept("b", large)
     store.check()

@@ -227,10 +227,7 @@ def test_a_link_that_hangs_for_a_moment_changes_nothing(
 
 @pytest.mark.parametrize(
     ("cloud", "why"),
-    [
-        (Here(1), "no room"),
-        (Here(2, lambda: DIES), r"r\d ended on node here: exit code 3: I have a reason"),
-    ],
+    [(Here(1), "no room"), (Here(2, lambda: DIES), r"r\d ended on node here: exit code 3: I have a reason")],
 )
 def test_what_cannot_start_says_why(tmp_path: Path, cloud: Here, why: str) -> None:
     async def body() -> None:

@@ -27,10 +27,7 @@ from sglang_fair.cluster.added import AddedReplicas
 from sglang_fair.cluster.control import Control, Refused, Say, ask, own_folder
 from sglang_fair.cluster.link import RouterLink
 from sglang_fair.cluster.options import Options
-from sglang_fair.cluster.plan import (
-    Process,
-    build,
-)
+from sglang_fair.cluster.plan import Process, build
 from sglang_fair.cluster.ports import Reservations, choose
 from sglang_fair.cluster.restart import RestartRule
 from sglang_fair.cluster.supervisor import StartFailed, Supervisor

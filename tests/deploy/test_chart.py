@@ -5,26 +5,14 @@ Nothing is applied to an API server.
 
 import json
 import re
-from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import Any
 
 import kubernetes_validate
 import pytest
-import yaml
 
 from sglang_fair.metrics.alerts import ALERTS, rules
 from sglang_fair.settings import chart
-from tests.support.helm import (
-    CHART,
-    NAMESPACE,
-    ROOT,
-    VALUES,
-    Manifest,
-    rendered,
-    run,
-    values_file,
-)
+from tests.support.helm import CHART, NAMESPACE, ROOT, VALUES, Manifest, rendered, run, values_file
 
 KUBERNETES = ("1.35", "1.31")
 CUSTOM = ("LeaderWorkerSet", "PrometheusRule", "ServiceMonitor")
@@ -195,29 +183,6 @@ def test_rules_and_dashboard_are_those_of_the_tables() -> None:
 def test_the_schema_has_the_settings_of_the_table() -> None:
     before = (ROOT / chart.SCHEMA).read_text(encoding="utf-8")
     assert before == chart.text(before), "run: python -m sglang_fair.settings.chart --write"
-
-
-def keys(schema: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    for name, one in schema.get("properties", {}).items():
-        if name == "global" or path == "settings.":
-            continue
-        inner = list(keys(one, f"{path}{name}."))
-        yield from inner or [f"{path}{name}"]
-
-
-def test_each_value_is_in_values_yaml() -> None:
-    """So that whoever reads that file sees all there is."""
-    schema = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
-    values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
-    for key in keys(schema):
-        at = values
-        for word in key.split("."):
-            if at == {} and key.rpartition(".")[2] in ("requests", "limits"):
-                break
-            if word in ("requests", "limits") and word not in at:
-                break
-            assert word in at, key
-            at = at[word]
 
 
 TRIAL = str(values_file("cpu-trial"))

@@ -3,8 +3,6 @@
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from router.core import Router
 from router.events import (
@@ -25,15 +23,13 @@ from router.events import (
     encode,
 )
 from router.models import meant
-from router.placement import PLACEMENTS, build
+from router.placement import build
 from router.throttling import Throttling
 from router.wire import pack_tokens
 from sglang_fair.core.throttle import Limits, Rules
-from tests.support.budget import examples
 
 PEER = b"g"
 PROMPT = pack_tokens(range(64))
-MODELS = ("a", "b", "c")
 
 
 def up(name: str, model: str = "", **more: Any) -> WorkerUp:
@@ -73,96 +69,7 @@ def test_what_is_meant() -> None:
     assert meant("", {"a", "b"}) is None, "who says nothing is not understood"
 
 
-@given(
-    known=st.sets(st.sampled_from(MODELS)),
-    said=st.sampled_from(["", *MODELS]),
-    has=st.sampled_from(["", *MODELS]),
-)
-def test_a_request_meets_its_model_and_no_other(known: set[str], said: str, has: str) -> None:
-    known = known | ({has} - {""})
-    if (model := meant(said, known)) is not None and meant(has, known) == model and said and has:
-        assert said == has
-    assert meant(said, known) in {None, "", *known}
-
-
 # ---- whatever the placement, and whatever comes
-
-
-STEPS = st.lists(
-    st.tuples(
-        st.sampled_from(["ask", "ask", "ask", "done", "up", "down", "swap", "running"]),
-        st.integers(0, 5),
-        st.sampled_from(["a", "b", "c"]),
-    ),
-    max_size=60,
-)
-
-
-@pytest.mark.parametrize("name", PLACEMENTS)
-@settings(max_examples=examples(25))
-@given(steps=STEPS)
-def test_requests_are_placed_where_their_model_is_and_nowhere_else(
-    name: str, steps: list[tuple[str, int, str]]
-) -> None:
-    has: dict[str, str] = {}
-    made = Router(build(name, slots=1) if name == "centralized_dlpm" else build(name), page_size=4)
-    wanted: dict[str, str] = {}
-    at: dict[str, str] = {}
-    ended: set[str] = set()
-
-    def take(actions: list[Any]) -> None:
-        for _, answer in actions:
-            if isinstance(answer, Place):
-                assert has[answer.worker] == wanted[answer.id]
-                assert answer.id not in ended
-                at[answer.id] = answer.worker
-            elif isinstance(answer, Refuse):
-                ended.add(answer.id)
-
-    def tell(event: Any, now_s: float) -> None:
-        take(made.handle(event, now_s, PEER))
-
-    for number, (what, index, model) in enumerate(steps):
-        one, now_s = f"w{index}", float(number)
-        match what:
-            case "ask":
-                wanted[f"q{number}"] = model
-                tokens = pack_tokens(range(index, index + 16))
-                tell(Arrive(f"q{number}", f"c{index}", tokens, model=model, may_hold=True), now_s)
-            case "done" if at:
-                request = list(at)[index % len(at)]
-                del at[request]
-                ended.add(request)
-                tell(Done(request, output_tokens=index), now_s)
-            case "up" if one not in has:
-                has[one] = model
-                tell(up(one, model), now_s)
-            case "down" if one in has:
-                tell(WorkerDown(one), now_s)
-                del has[one]
-                gone = [request for request, worker in at.items() if worker == one]
-                for request in gone:
-                    del at[request]
-                    ended.add(request)
-            case "swap" if one in has:
-                if has[one] != model:
-                    for request in [request for request, worker in at.items() if worker == one]:
-                        del at[request]
-                        ended.add(request)
-                has[one] = model
-                tell(up(one, model), now_s)
-            case "running" if one in has:
-                wanted[f"t{number}"] = has[one]
-                at[f"t{number}"] = one
-                tell(Running(f"t{number}", f"c{index}", one, PROMPT), now_s)
-            case _:
-                pass
-    state = made.state()
-    assert state["in_flight"] == len(at)
-    workers: Any = state["workers"]
-    assert {name: one["model"] for name, one in workers.items()} == has
-    waiting = {request for request in wanted if request not in at and request not in ended}
-    assert state["waiting"] == len(waiting), "each is placed, refused or waits"
 
 
 def test_turns_are_taken_among_the_workers_of_a_model() -> None:

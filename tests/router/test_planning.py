@@ -33,7 +33,7 @@ from router.events import (
 )
 from router.placement.contract import Planning
 from router.planner import answers
-from router.planning import COUNTS, LENGTHS_EVERY_S, LOOK_S, MOST_PLANNERS, OLD_S, SILENT_S
+from router.planning import LENGTHS_EVERY_S, LOOK_S, MOST_PLANNERS, OLD_S, SILENT_S
 from router.queues.centres import centres
 from router.queues.plan import plan
 from router.queues.problem import FAR_S, Demand, Problem, Queue
@@ -78,46 +78,11 @@ def reply(replan: Replan, **more: object) -> Plan:
     return Plan(replan.number, orders_of(replan.problem), **more)
 
 
-def test_nobody_is_asked_unless_somebody_is_late_and_then_once_a_second() -> None:
-    made, queues = router()
-    made.handle(Planner("p"), 0.0, b"p")
-    for tenth in range(30):
-        assert made.handle(Tick(), tenth / 10) == []
-    queues.is_late = True
-    peer, first = asked(made, 3.0)
-    assert (peer, first.number, first.problem) == (b"p", 1, small(1))
-    assert made.handle(reply(first), 3.1, b"p") == []
-    times = []
-    for hundredth in range(310, 620):
-        found = made.handle(NOTHING, hundredth / 100)
-        times += [hundredth / 100] * len(found)
-        for _, replan in found:
-            made.handle(reply(replan), hundredth / 100, b"p")
-    assert times == [4.0, 5.0, 6.0]
-    assert [number for number, _ in queues.applied] == [1, 2, 3, 4]
-    assert counts(made) == dict.fromkeys(COUNTS, 0) | {"asked": 4, "answered": 4}
-
-
 def test_the_question_goes_out_whatever_happens_next() -> None:
     made, queues = router()
     made.handle(Planner(), 0.0, b"p")
     queues.is_late = True
     assert question(made.handle(Arrive("1", "c", b"", may_hold=True), 0.0, b"g"))[0] == b"p"
-
-
-def test_without_a_planner_the_placement_is_told_so_and_nothing_is_sent() -> None:
-    made, queues = router()
-    assert made.handle(Tick(), 0.0) == []
-    assert queues.attended == []  # in the beginning there is none
-    made.handle(Planner(), 1.0, b"p")
-    made.handle(Planner(), 2.0, b"p")
-    made.handle(Planner(), 2.0, b"q")
-    assert queues.attended == [True]
-    made.handle(PeerGone(), 3.0, b"p")
-    assert queues.attended == [True]
-    made.handle(PeerGone(), 3.0, b"q")
-    made.handle(PeerGone(), 3.0, b"q")
-    assert queues.attended == [True, False]
 
 
 def test_the_first_planner_counts_and_the_next_takes_over() -> None:
@@ -169,13 +134,6 @@ def test_one_that_is_silent_is_gone_until_it_speaks_again() -> None:
     assert queues.attended == [True, False]
     made.handle(Planner("p"), 5.0, b"p")
     assert queues.attended == [True, False, True]
-
-
-def test_none_is_gone_because_the_router_stood_still() -> None:
-    made, queues = router()
-    made.handle(Planner("p"), 0.0, b"p")
-    assert made.handle(Tick(), 1.0) == made.handle(Tick(), 60.0) == made.handle(Tick(), 61.0) == []
-    assert queues.attended == [True]
 
 
 def test_a_planner_that_comes_back_is_asked_again() -> None:

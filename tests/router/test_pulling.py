@@ -158,16 +158,6 @@ def test_an_item_that_does_not_come_keeps_no_room() -> None:
     assert name in world.places or name in world.held
 
 
-def test_what_a_feeder_had_goes_with_it() -> None:
-    world = World()
-    world.backlog(row(waiting=1000))
-    world.tell(PeerGone(), FEEDER)
-    assert world.state()["batches"]["stand_ins"] == 0
-    world.now_s += PATIENCE_S + 0.1
-    world.tell(Query("q"))
-    assert world.in_flight_tokens() == 0
-
-
 def test_without_a_worker_nothing_is_asked_for_and_with_one_it_is() -> None:
     world = World(workers=0)
     world.backlog(row(waiting=10))

@@ -8,17 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from router.core import Router
-from router.events import (
-    Arrive,
-    Done,
-    Place,
-    ProtocolError,
-    Running,
-    Stored,
-    WorkerUp,
-    decode_event,
-    encode,
-)
+from router.events import Arrive, Done, Place, ProtocolError, Running, Stored, WorkerUp, decode_event, encode
 from router.placement import PLACEMENTS, build
 from router.placement.contract import Placement
 from router.placement.queues import Queues
@@ -126,40 +116,6 @@ def test_credit_is_never_above_the_quantum_of_now(steps):
         router.handle(Arrive(f"{number}", client, prompt, weight=weight, weight_version=number), 0.0, b"g")
         for credit in placement.credits(9)[client].values():
             assert credit <= 100.0 * weight * (1 + 1e-9)
-
-
-def shares_of(placement: str, weight: float, **values: float) -> float:
-    """Of two clients that always wait for a slot, how much more the one gets that says `weight` from the middle on."""
-    router = made(build(placement, **values))
-    assert router._holding is not None
-    placed, flying = dict.fromkeys("fg", 0), list[str]()
-    number = 0
-
-    def note(actions: list) -> None:
-        for _, answer in actions:
-            if isinstance(answer, Place):
-                flying.append(answer.id)
-                if number > 400:
-                    placed[answer.id[0]] += 1
-
-    for number in range(2000):
-        for client in "fg":
-            told = weight if client == "g" and number >= 400 else 1.0
-            prompt = np.full(32, 2 * number + (client == "g"), "<u4").tobytes()
-            note(
-                router.handle(
-                    Arrive(f"{client}{number}", client, prompt, weight=told, weight_version=number), 0.0, b"g"
-                )
-            )
-        if number % 2 and flying:
-            note(router.handle(Done(flying.pop(0), 8), 0.0, b"g"))
-    return placed["g"] / placed["f"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("weight", [1.0, 3.0, 0.25])
-def test_a_queue_in_the_router_gives_new_service_by_the_new_weight(weight):
-    assert shares_of("centralized_dlpm", weight, slots=2, quantum=100.0) == pytest.approx(weight, rel=0.1)
 
 
 def test_the_tree_is_shared_out_by_the_new_weight():

@@ -273,9 +273,6 @@ class EngineModel:
     def is_running(self, request_id: str) -> bool:
         return request_id in self._running
 
-    def output_of(self, request_id: str) -> int:
-        return self._requests[request_id].output_tokens
-
     def _form_batch(self) -> list[Running]:
         most = self.admission.chunk_tokens()
         left = min(each for each in (self.step_tokens, most, 1 << 60) if each is not None)

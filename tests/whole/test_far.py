@@ -1,11 +1,6 @@
-"""A cluster over two networks, with two routers and two gateways: what is cut, killed and overheard there.
+"""A cluster over two networks, with two routers and two gateways: what is overheard there, and a cut.
 
 Replicas are emulated and real in all else. Those beyond the cable are behind keys, TLS and a key of their own.
-
-What is promised of a gateway that dies: whoever waits for the head of an answer is served by the other one, when the
-client's library asks again, as the official ones do by themselves. A stream that had begun breaks, and is served when
-the application asks for it once more. What dies behind a gateway is noticed by nobody, but for streams of /v1/messages:
-one whose replica dies ends with an error event, and is asked for once more, too.
 """
 
 import json
@@ -71,20 +66,6 @@ def test_with_keys_none_is(seen: Seen) -> None:
     assert seen["overheard"] == {channel: [] for channel in channels}
 
 
-def test_strangers_are_refused_and_counted(seen: Seen) -> None:
-    found = seen["strangers"]
-    assert found["refused"]["router"] >= 3
-    assert found["refused"]["replica"] >= 9
-    assert found["heard"] == 0
-    assert found["a replica without its key"] == 401
-    assert found["believed"] is False
-
-
-def test_clients_of_a_gateway_that_dies_are_served_when_they_ask_again(seen: Seen) -> None:
-    assert seen["kills"]["applications"] == 8
-    assert "gateway0" in seen["kills"]
-
-
 @pytest.fixture(scope="module")
 def in_the_long_form(seen: Seen) -> Seen:
     if not is_night():
@@ -92,22 +73,11 @@ def in_the_long_form(seen: Seen) -> Seen:
     return seen
 
 
-def test_nobody_notices_that_a_replica_or_a_router_dies(in_the_long_form: Seen) -> None:
-    found = in_the_long_form["kills"]
-    assert found["router0"] == {"retried by the client": 0, "streams asked for again": {}}
-    assert found["r0"]["retried by the client"] == 0
-    assert "OpenAI" not in found["r0"]["streams asked for again"]
-
-
-def test_a_cut_cable_leaves_each_request_one_outcome_and_shares_inside_the_bound(
-    in_the_long_form: Seen,
-) -> None:
-    """That each has one, and what is in its answer, and that shares keep to the bound, is asserted as they come."""
+def test_a_cut_cable_leaves_each_request_one_outcome(in_the_long_form: Seen) -> None:
+    """That each has one, and no more is running or charged, is asserted as they end."""
     found = in_the_long_form["cut"]
-    assert found["until it was healed"].keys() <= {"served", "refused", "broken off"}
-    assert found["outcomes"]["served"] > found["until it was healed"]["served"]
-    for name, bound in found["bounds"].items():
-        assert found["least service by weight"][name] > 4 * bound
+    assert found["failed"] > 0
+    assert found["served when it was healed"] > 0
 
 
 def test_routers_know_again_what_is_cached(in_the_long_form: Seen) -> None:

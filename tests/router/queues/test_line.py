@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.queues.line import MOST_OVERTAKES, Entry, Line, Queued
+from router.queues.line import Entry, Line, Queued
 
 
 def queued(name: str, prefix: str | None = None, since_s: float = 0.0) -> Queued:
@@ -90,22 +90,6 @@ def test_what_was_overtaken_before_a_split_is_forgotten_with_those_who_were() ->
     for number, prefix in enumerate("xq", 4):
         line.put(Entry((1, number, number), queued(str(number), prefix)))
     assert [entry.request.id for _ in range(2) if (entry := line.take()) is not None] == ["5", "4"]
-
-
-def test_a_stream_of_one_prefix_does_not_keep_another_request_waiting_for_ever() -> None:
-    """It would otherwise: each that goes is followed by one more with the same prefix."""
-    line, number = Line(), 0
-    for prefix in ("flood", "other"):
-        number += 1
-        line.put(Entry((1, number, number), queued(prefix, prefix)))
-    gone = []
-    while "other" not in gone:
-        number += 1
-        line.put(Entry((1, number, number), queued(f"flood{number}", "flood")))
-        entry = line.take()
-        assert entry is not None
-        gone.append(entry.request.id)
-    assert len(gone) == 1 + MOST_OVERTAKES + 1
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from dataclasses import replace
 from itertools import pairwise
 from random import Random
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -63,18 +62,6 @@ def test_qlm_p4_the_program_is_as_good_as_the_best_of_all_orders(
     assert found.waiting_s == pytest.approx(best.waiting_s, abs=0.05)
 
 
-@settings(max_examples=examples(40))
-@given(SEEDS, st.integers(1, 5), st.integers(1, 2), TIGHT)
-def test_qlm_p4_the_search_is_never_better_than_the_best_of_all_orders_nor_worse_than_edf(
-    seed: int, groups: int, workers: int, tight: float
-) -> None:
-    problem = a_problem(Random(seed), groups, workers, tight=tight)
-    found = search(problem, most_work=LITTLE_WORK)
-    assert faults(problem, found.orders) == []
-    assert worth(problem, found.orders).rounded() == found.worth
-    assert best_of_all(problem) <= found.worth <= found.start <= worth(problem, edf(problem)).rounded()
-
-
 def test_qlm_p4_the_program_keeps_tiers_and_waits_for_what_runs() -> None:
     """Tier 1 would be in time if it went first; and a switch in front of the first group waits for its tail."""
     demands = [Demand(1, "a", 100.0, {"w": 10.0}), Demand(2, "a", 1.0, {"w": 10.0}, tier=1)]
@@ -109,17 +96,19 @@ def test_qlm_p4_the_search_is_optimal_in_nearly_all_small_cases() -> None:
     assert optimal >= 39
 
 
-@settings(max_examples=examples(40))
-@given(SEEDS, st.integers(2, 30), st.integers(1, 6), TIGHT)
-def test_the_search_keeps_every_rule_and_says_what_its_orders_are_worth(
+@settings(max_examples=examples(80))
+@given(SEEDS, st.integers(1, 5) | st.integers(6, 30), st.integers(1, 2) | st.integers(3, 6), TIGHT)
+def test_qlm_p4_the_search_keeps_every_rule_and_is_between_the_best_of_all_orders_and_edf(
     seed: int, groups: int, workers: int, tight: float
 ) -> None:
     """Each group once, where it can be served, begun ones at their worker, no tier 1 before tier 0."""
-    problem = a_problem(Random(seed), groups, workers, models=3, tight=tight)
+    is_small = groups <= 5 and workers <= 2
+    problem = a_problem(Random(seed), groups, workers, models=2 if is_small else 3, tight=tight)
     found = search(problem, most_work=LITTLE_WORK // 4)
     assert faults(problem, found.orders) == []
     assert worth(problem, found.orders).rounded() == found.worth
     assert found.worth <= found.start <= worth(problem, edf(problem)).rounded()
+    assert not is_small or best_of_all(problem) <= found.worth
 
 
 @settings(max_examples=examples(60))
@@ -370,15 +359,3 @@ def test_nothing_to_plan() -> None:
     assert plan(problem, solver="milp").orders == {"w": []}
     assert needed(problem, problem.queues[0]).more == 0
     assert not can_serve(problem.queues[0], Demand(1, "m", 0.0, {}))
-
-
-@settings(max_examples=examples(20))
-@given(SEEDS)
-def test_a_problem_travels_to_the_planner_s_process(seed: int) -> None:
-    problem = a_problem(Random(seed), 5, 2)
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(problem), type=Problem) == problem
-    with pytest.raises(msgspec.ValidationError, match="two queues"):
-        msgspec.msgpack.decode(
-            msgspec.msgpack.encode({"demands": [], "queues": [{"worker": "w", "loaded": None}] * 2}),
-            type=Problem,
-        )

@@ -143,23 +143,6 @@ def test_nobody_starves_and_who_always_waits_is_served_alike(seed: int, clients:
         send(client)
 
 
-@pytest.mark.parametrize("cost", [1e-9, 1.0, 30.0])
-def test_a_flood_is_ahead_of_its_share_and_the_others_are_not(cost: float) -> None:
-    """10,000 tiny requests, or fewer large ones: beyond `ahead` they are in tier 1, and a call now and then is not."""
-    shares = Shares(ahead=500.0)
-    tiers = [shares.arrive(f"flood{number}", "flood", "m", cost, 0.0) for number in range(10_000)]
-    assert tiers[0] == 0
-    assert sum(tier == 0 for tier in tiers) == 1 + int(500 / max(1.0, cost))
-    for number in range(20):
-        assert shares.arrive(f"light{number}", "light", "m", 20.0, 2.0) == 0
-        shares.go(f"light{number}")
-        shares.end(f"light{number}", 20.0, 2.0)
-    for number in range(10_000):
-        shares.go(f"flood{number}")
-        shares.end(f"flood{number}", cost, 0.0)
-    assert len(shares) == 0
-
-
 def test_ids_that_come_twice_or_never_came() -> None:
     shares = Shares(ahead=100.0)
     assert shares.arrive("x", "c", "m", 50.0, 0.0) == shares.arrive("x", "d", "n", 5e6, 0.0) == 0
@@ -175,34 +158,6 @@ def test_ids_that_come_twice_or_never_came() -> None:
     shares.end("x", 1e6, 0.0)
     assert shares.tier("x") is None
     assert shares.lead("c") == 50
-
-
-def test_what_a_client_needs_soon_goes_before_its_own_backlog() -> None:
-    """A thousand of its requests that are due tomorrow do not put its chat behind others."""
-    shares = Shares(ahead=100.0)
-    shares.arrive("other", "other", "m", 10.0, 0.0, 5.0)
-    for number in range(1_000):
-        shares.arrive(f"batch{number}", "c", "m", 20.0, 0.0, 86_400.0 + number)
-    assert [shares.tier(f"batch{number}") for number in (5, 6)] == [0, 1]
-    assert shares.arrive("chat", "c", "m", 30.0, 0.0, 20.0) == 0
-    for _ in range(3):
-        shares.serve(None)
-    assert dict(shares.drain_changed()) == {"batch4": 1, "batch5": 1}
-    shares.withdraw("chat")
-    assert dict(shares.drain_changed()) == {"batch4": 0, "batch5": 0}
-
-
-def test_of_what_is_late_one_is_always_within_the_share() -> None:
-    """So a client that goes on sending does not leave it behind for ever."""
-    shares = Shares(ahead=100.0)
-    shares.arrive("other", "other", "m", 10.0, 0.0, 5.0)
-    for number in range(100):
-        shares.arrive(str(number), "c", "m", 60.0, 0.0, float(number))
-    for number in range(10, 20):
-        shares.miss(str(number))
-    assert [shares.tier(str(number)) for number in (10, 11, 12)] == [0, 0, 1]
-    shares.go("10")
-    assert [shares.tier(str(number)) for number in (11, 12)] == [0, 1]
 
 
 def test_a_change_takes_a_bounded_time_however_much_it_pushes_out() -> None:

@@ -17,7 +17,6 @@ from router.queues.groups import Groups
 from router.queues.line import Queued
 from router.queues.plan import plan
 from router.queues.pulls import OVERDUE_EVERY
-from router.queues.shares import Shares
 from router.queues.virtual import VirtualQueues
 from router.queues.worker import Worker
 from tests.support.budget import examples
@@ -280,52 +279,6 @@ def test_what_nobody_can_serve_waits_for_a_worker() -> None:
     assert site.stranded == [1]
     site.ended("x")
     assert (site.stranded, len(site.groups)) == ([], 0)
-
-
-@pytest.mark.slow
-@settings(max_examples=examples(8))
-@given(st.integers(0, 2**32), st.sampled_from([1, 200]))
-def test_a_flood_that_claims_the_tightest_deadlines_does_not_delay_who_is_within_its_share(
-    seed: int, flood_tokens: int
-) -> None:
-    """One sends everything at once, each with a second of time; others a request now and then, with a minute. From
-    what they send until they are served, it is served at most `ahead` and a group that had begun."""
-    rng, shares = Random(seed), Shares(ahead=1_000.0)
-    site = a_site("v", kv_tokens=1_000, batch=2.0)
-    sent: dict[str, float] = {}
-    costs: dict[str, float] = {}
-
-    def send(name: str, client: str, slo_s: float, tokens: int) -> None:
-        costs[name] = tokens + 2 * 100.0
-        tier = shares.arrive(name, client, "a", tokens, 100.0)
-        add(site, queued(name, client=client, slo_s=slo_s, tokens=tokens), tier)
-
-    for number in range(300):
-        send(f"flood{number}", "flood", 1.0, flood_tokens)
-    served, running = 0.0, list[str]()
-    for number in range(400):
-        if rng.random() < 0.05:
-            name = f"light{number}"
-            sent[name] = served
-            send(name, "light", 60.0, 100)
-        for name, tier in shares.drain_changed():
-            site.judge(name, tier)
-        if not number % 10:
-            problem = site.problem(0.0)
-            site.apply(plan(problem, solver="search", most_work=100_000).orders)
-        while (request := site.pull("v")) is not None:
-            shares.go(request.id)
-            running.append(request.id)
-            if request.client == "flood":
-                served += costs[request.id]
-            else:
-                group_tokens = site.groups.limit("a") * (flood_tokens + 200.0)
-                assert served - sent.pop(request.id) <= 2 * (1_000.0 + group_tokens)
-        if running:
-            name = running.pop(0)
-            shares.end(name, costs[name] - 200, 100.0)
-            site.ended(name)
-    assert len(sent) <= 2
 
 
 def test_a_worker_says_how_long_it_takes_to_come_back_to_its_model() -> None:
