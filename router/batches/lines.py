@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from router.batches.model import MOST_NUMBER, Issue, Item, StoredBatch
+from sglang_fair.common.fields import WIDEST, Facts, Wrong, judge
 
 MOST_ISSUES = 1000
 """Of one batch; a last one says how many more lines are wrong."""
@@ -52,10 +53,14 @@ _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueEr
 class Reader:
     """Reads the lines of one batch. What is wrong is in `issues`; `items` counts what is right."""
 
-    def __init__(self, batch: StoredBatch, most_items: int, most_line_bytes: int) -> None:
+    def __init__(
+        self, batch: StoredBatch, most_items: int, most_line_bytes: int, facts: Facts = WIDEST
+    ) -> None:
+        """`facts` is what the operator allows clients to ask."""
         self._endpoint = batch.endpoint
         self._models = batch.models
         self._allowed = batch.allowed
+        self._facts = facts
         self._most_items = min(most_items, MOST_NUMBER - 1)
         self._most_line_bytes = most_line_bytes
         self._seen: set[bytes] = set()
@@ -123,6 +128,10 @@ class Reader:
             return "stream_not_supported", "a request of a batch cannot be streamed", "body.stream"
         if self._model(body.model) is None:
             return "model_not_found", f"the model {body.model!r:.200} does not exist here", "body.model"
+        try:
+            judge(self._endpoint, msgspec.json.decode(line.body), self._facts)
+        except Wrong as wrong:
+            return "invalid_value", str(wrong), f"body.{wrong.field}"
         digest = hashlib.blake2b(line.custom_id.encode(), digest_size=16).digest()
         if digest in self._seen:
             return "duplicate_custom_id", f"the custom_id {line.custom_id!r:.80} stands twice", "custom_id"

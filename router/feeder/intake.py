@@ -10,6 +10,7 @@ from router.batches.blobs import Blobs
 from router.batches.contract import Store
 from router.batches.lines import Reader, split
 from router.batches.model import Issue, Item, StoredBatch
+from sglang_fair.common.fields import WIDEST, Facts
 
 COMMIT_ITEMS = 500
 COMMIT_BYTES = 8 << 20
@@ -21,12 +22,18 @@ class Validation:
     """Of one batch. `step` it in a thread, until it says that it is over."""
 
     def __init__(
-        self, store: Store, blobs: Blobs, batch: StoredBatch, most_items: int, most_line_bytes: int
+        self,
+        store: Store,
+        blobs: Blobs,
+        batch: StoredBatch,
+        most_items: int,
+        most_line_bytes: int,
+        facts: Facts = WIDEST,
     ) -> None:
         self.batch = batch
         self._store = store
         self._lines = split(blobs.pieces(batch.input_file), most_line_bytes)
-        self._reader = Reader(batch, most_items, most_line_bytes)
+        self._reader = Reader(batch, most_items, most_line_bytes, facts)
         self._has_begun = False
 
     def step(self, now_s: int) -> bool:

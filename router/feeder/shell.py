@@ -35,6 +35,7 @@ from router.gateway.record import REQUEST_ID
 from sglang_fair.common import tls
 from sglang_fair.common.curve import Keys
 from sglang_fair.common.deadlines import HEADER_CLASS, HEADERS_SLO
+from sglang_fair.common.fields import Facts
 from sglang_fair.common.service_keys import feeder_key
 from sglang_fair.settings.table import Feeder as Settings
 
@@ -86,6 +87,7 @@ class Shell:
     def __init__(self, settings: Settings, keys: Keys | None = None) -> None:
         """`keys` are those for routers. Raises `StoreError`."""
         self._settings = settings
+        self._facts = Facts.allowing(settings.max_logprobs, settings.allow_fields)
         self._trusted = tls.believed(settings.gateway_ca, settings.gateway_cert) or True
         self._folder = Path(settings.batches)
         self._blobs: Blobs = open_blobs(self._folder)
@@ -218,7 +220,12 @@ class Shell:
     def _validation(self, batch: StoredBatch) -> Validation:
         settings = self._settings
         return Validation(
-            self._validating_store, self._blobs, batch, settings.batch_items, settings.batch_line_bytes
+            self._validating_store,
+            self._blobs,
+            batch,
+            settings.batch_items,
+            settings.batch_line_bytes,
+            self._facts,
         )
 
     async def _sweep(self) -> None:

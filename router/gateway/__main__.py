@@ -28,6 +28,7 @@ from router.gateway.request.tokens import TokenizerError, read_tokens
 from router.gateway.routing.routers import Routers
 from router.gateway.shared_port import SharedPort
 from sglang_fair.common.deadlines import make_classes
+from sglang_fair.common.fields import Facts
 from sglang_fair.common.files import read_json
 from sglang_fair.common.interaction import make_apps
 from sglang_fair.common.listening import is_loopback
@@ -70,6 +71,7 @@ def configure(settings: table.Gateway) -> Config:
         more_models=more_models(settings),
         slo_classes=dict(settings.slo_classes),
         **shared(settings, table.Files),
+        **shared(settings, table.Fields),
         keys=settings.keys,
         tls_cert=settings.tls_cert,
         tls_key=settings.tls_key,
@@ -103,6 +105,10 @@ def check(settings: table.Gateway) -> None:
     if settings.tenants is not None:
         file.read(Path(settings.tenants))
     more_models(settings)
+    try:
+        Facts.allowing(settings.max_logprobs, settings.allow_fields)
+    except ValueError as error:
+        raise SettingError(f"--allow-fields: {error}", "allow_fields") from None
     try:
         make_classes(settings.slo_classes, "--slo-classes")
     except ValueError as error:

@@ -36,6 +36,7 @@ from router.gateway.request.tokens import read_tokens
 from sglang_fair.common import tls
 from sglang_fair.common.curve import Keys
 from sglang_fair.common.deadlines import DEFAULT_CLASSES, Classes
+from sglang_fair.common.fields import WIDEST, Facts
 from sglang_fair.common.files import read_json
 from sglang_fair.common.identity import DEFAULT_ORDER
 from sglang_fair.common.interaction import make_apps
@@ -83,6 +84,8 @@ class Config:
     tls_key: str | None = None
     replica_ca: str | None = None
     notice_s: float = 0.0
+    max_logprobs: int = 20
+    allow_fields: str = ""
 
     @property
     def folders(self) -> dict[str, str]:
@@ -115,8 +118,11 @@ DOCUMENTATION = """<!doctype html>
 class Pages(Starlette):
     """What the gateway answers itself, and its documentation at /docs and /openapi.json."""
 
-    def __init__(self, gateway: Gateway, routes: Sequence[Route], relayed: Sequence[str]) -> None:
-        """`relayed` are paths of the same address that replicas answer."""
+    def __init__(
+        self, gateway: Gateway, routes: Sequence[Route], relayed: Sequence[str], facts: Facts = WIDEST
+    ) -> None:
+        """`relayed` are paths of the same address that replicas answer; `facts` is what clients may ask of these."""
+        self._facts = facts
 
         async def refuse(request: Request, error: Exception) -> Response:
             if isinstance(error, HTTPException):  # no such route, or not with this method
@@ -141,7 +147,7 @@ class Pages(Starlette):
 
     def openapi(self) -> dict[str, Any]:
         """The document of this address, which is made from our own types."""
-        return describe(VERSION, self._paths)
+        return describe(VERSION, self._paths, self._facts)
 
 
 class App(Router):
@@ -200,6 +206,7 @@ def create_app(config: Config) -> App:
     and SettingError if it cannot."""
     files = open_files(config)
     shown = None if config.tls_cert is None else Shown(config.tls_cert, config.tls_key)
+    facts = Facts.allowing(config.max_logprobs, config.allow_fields)
     gateway = Gateway(
         read_tokens(config.folders),
         config.router,
@@ -219,6 +226,7 @@ def create_app(config: Config) -> App:
         Keys.read_if(config.keys, "gateway"),
         tls.authorities(config.replica_ca),
         (lambda: inf) if shown is None else lambda: shown().end_s,
+        facts,
     )
     guard = Guard(has_tenants=config.tenants is not None)
     workers = admin.routes(gateway.link, gateway.replicas, gateway.names, guard)
@@ -226,7 +234,7 @@ def create_app(config: Config) -> App:
     public = [*pages.public(gateway), *(() if files is None else batches.routes(gateway, files))]
     if config.tenants is None and config.admin_port is None:
         own = [*public, *pages.private(gateway), *workers]
-        return App(gateway, Pages(gateway, own, relayed), files=files, notice_s=config.notice_s)
+        return App(gateway, Pages(gateway, own, relayed, facts), files=files, notice_s=config.notice_s)
     address = None
     if config.admin_port is not None:
         changes = [] if config.tenants is None else tenants.routes(Path(config.tenants), guard)
@@ -238,7 +246,7 @@ def create_app(config: Config) -> App:
             shared=config.processes > 1,
             shown=shown,
         )
-    return App(gateway, Pages(gateway, public, relayed), address, files, config.notice_s)
+    return App(gateway, Pages(gateway, public, relayed, facts), address, files, config.notice_s)
 
 
 def open_files(config: Config) -> Files | None:

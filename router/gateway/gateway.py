@@ -34,6 +34,7 @@ from router.gateway.usage import Books, Usage
 from router.shared_limit import SharedLimit
 from sglang_fair.common.curve import Keys
 from sglang_fair.common.deadlines import Classes
+from sglang_fair.common.fields import WIDEST, Facts
 from sglang_fair.common.identity import DEFAULT_ORDER
 from sglang_fair.common.interaction import Apps
 from sglang_fair.common.version import VERSION
@@ -70,6 +71,7 @@ class Gateway:
         keys: Keys | None = None,
         replica_tls: ssl.SSLContext | None = None,
         certificate_end_s: Callable[[], float] = lambda: inf,
+        facts: Facts = WIDEST,
     ) -> None:
         """`tokens` are the tokenizers of the models that it serves, the first one first. `routers` are the
         addresses of its routers, `identity` where a client's name is looked for. `start` opens connections.
@@ -81,7 +83,7 @@ class Gateway:
         With `feeder_key` the feeder of batches asks on behalf of clients. Spans go to `otlp_traces_endpoint`; None:
         none are made. Routers must have the keys that belong to `keys`, and replicas with https:// addresses a
         certificate that `replica_tls` believes; None: the system's authorities do. `certificate_end_s` is when its own
-        certificate ends, in seconds since 1970; inf: it has none.
+        certificate ends, in seconds since 1970; inf: it has none. `facts` is what the operator allows clients to ask.
         """
         self.processes = processes
         self.is_ending = False
@@ -105,7 +107,7 @@ class Gateway:
         self.replicas = Replicas(limits, lambda: self.fleet.workers, self.link.report_health, replica_tls)
         self._certificate_end_s = certificate_end_s
         self._intake = Intake(
-            tokens, limits.max_prompt_tokens, lambda model: self.replicas.context_tokens(model)
+            tokens, limits.max_prompt_tokens, lambda model: self.replicas.context_tokens(model), facts
         )
         self.names = self._intake.names
         self.metrics = GatewayMetrics(metrics_clients, self.counters, self._gauges, shared=processes > 1)

@@ -1,14 +1,17 @@
 """The OpenAPI document of a gateway: made of its operations, with the types by which it reads and writes bodies."""
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Annotated, Any, get_args, get_origin
 
 import msgspec
 
 from router.gateway import admin, pages, tenants
 from router.gateway.batches import routes as batches
 from router.gateway.operations import JSON, Operation, parameters
-from router.gateway.relayed import RELAYED
+from router.gateway.relayed import RELAYED, REQUESTS
+from router.gateway.request.kinds import PATHS
+from sglang_fair.common import fields
+from sglang_fair.common.fields import WIDEST, Facts
 
 Schema = dict[str, Any]
 
@@ -80,11 +83,22 @@ class Document(msgspec.Struct):
     openapi: str = "3.1.0"
 
 
-def describe(version: str, paths: Collection[str] | None = None) -> Schema:
-    """The document of a gateway of this version; of `paths` alone, if they are given."""
+def describe(version: str, paths: Collection[str] | None = None, facts: Facts = WIDEST) -> Schema:
+    """The document of a gateway of this version; of `paths` alone, if they are given. `facts` bounds what is sent."""
     types = list({id(kind): kind for one in OPERATIONS for kind in one.types if kind is not None}.values())
     found, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     schemas = {id(kind): schema for kind, schema in zip(types, found, strict=True)}
+    for path, (kind, _) in [(PATHS[name], one) for name, one in REQUESTS.items()]:
+        bare = get_args(kind)[0] if get_origin(kind) is Annotated else kind
+        component = components[bare.__name__]
+        for field, schema in fields.schemas(path, facts, component.get("required", ())).items():
+            known = component["properties"].get(field, {})
+            component["properties"][field] = schema | {
+                key: known[key] for key in ("description", "default") if key in known
+            }
+        if path in fields.CLOSED:
+            component["properties"] = {key: {} for key in fields.ROUTES[path]} | component["properties"]
+            component["additionalProperties"] = {"type": "null"}
     described: dict[str, dict[str, Described]] = {}
     for one in OPERATIONS:
         if paths is None or one.path in paths:

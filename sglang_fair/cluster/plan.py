@@ -638,6 +638,7 @@ def _gateway(options: Options, machine: Machine, models: Sequence[Model], router
         **shared(options, table.Tracing),
         **shared(options, table.Deadlines),
         **shared(options, table.Exposed),
+        **shared(options, table.Fields),
         "keys": _path(options.keys),
         "replica_ca": _path(options.replica_ca),
         "tls_cert": _path(options.tls_cert),

@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 
+from sglang_fair.common.fields import Facts
 from sglang_fair.common.files import read_json
 from sglang_fair.common.identity import DEFAULT_ORDER, MAX_NAME_CHARS, bounded
 from sglang_fair.common.interaction import Apps, make_apps
@@ -21,7 +22,7 @@ from sglang_fair.core.policy import Policy, checked_quantum
 from sglang_fair.core.steps import DEFAULT_STALL_MS, checked_stall_ms, checked_target_tpot_ms
 from sglang_fair.overlay import normal
 from sglang_fair.settings.setting import Setting, help_text, settings_of
-from sglang_fair.settings.table import HANG_TIMEOUT_S, METRICS_CLIENTS, Fairness
+from sglang_fair.settings.table import HANG_TIMEOUT_S, METRICS_CLIENTS, Fairness, Fields
 
 STOCK_POLICIES = ("lpm", "random", "fcfs", "dfs-weight", "lof", "priority", "routing-key", "hrrn")
 """Names that keep SGLang's own meaning after --schedule-policy."""
@@ -69,6 +70,8 @@ class Config:
     normal: str | None = None
     """The file of what is normal (`overlay.normal`)."""
     apps: Apps = field(default_factory=Apps)
+    facts: Facts = field(default_factory=Facts)
+    """What clients may ask; the vocabulary is the model's."""
 
     def policy(self, name: str) -> Policy:
         """A new policy object. ValueError for an unknown name, an option that it has not, or a bad value."""
@@ -140,6 +143,9 @@ def read(environ: Mapping[str, str] = os.environ) -> Config:
         hang_timeout_s=given.get("hang_timeout_s", HANG_TIMEOUT_S),
         normal=given.get("normal"),
         apps=make_apps(read_json(path), path) if (path := given.get("apps")) else Apps(),
+        facts=Facts.allowing(
+            given.get("max_logprobs", Fields.max_logprobs), given.get("allow_fields", Fields.allow_fields)
+        ),
     )
 
 

@@ -23,6 +23,7 @@ from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder, Sche
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_disagg, get_parallel
 
+from sglang_fair.common.fields import Wrong
 from sglang_fair.core.admission import DELAYED_POLL_S
 from sglang_fair.core.cost import describe
 from sglang_fair.core.waits import MEMORY, PROMPTS
@@ -31,6 +32,7 @@ from sglang_fair.overlay import (
     counts,
     ending,
     explain,
+    fields,
     heartbeat,
     kv_events,
     load_file,
@@ -420,6 +422,10 @@ def from_cli_args(original: Callable[..., Any], cls: type, args: Any) -> Any:
 
 
 def generate_request(original: Callable[..., Any], manager: Any, obj: Any, request: Any = None) -> Any:
+    try:
+        fields.judge_request(manager, obj, request)
+    except Wrong as wrong:
+        return _refused(str(wrong))
     carry_client(obj, request)
     if not manager.is_generation and isinstance(obj, GenerateReqInput):
         return _refused("this model makes embeddings: it cannot generate")

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from sglang_fair.common.deadlines import DEFAULT_CLASSES
+from sglang_fair.common.fields import RISKS
 from sglang_fair.common.identity import DEFAULT_ORDER
 from sglang_fair.core.payers import FIRST, RULES
 from sglang_fair.core.steps import DEFAULT_STALL_MS
@@ -96,7 +97,34 @@ class Engine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fairness:
+class Fields:
+    """What a client may ask of an engine, besides what the model says."""
+
+    max_logprobs: Annotated[
+        int,
+        About(
+            "Most logprobs of a token that a client may ask for.",
+            unit="tokens",
+            metavar="K",
+            fair="max-logprobs",
+            at_least=0,
+            at_most=1000,
+        ),
+    ] = 20
+    allow_fields: Annotated[
+        str,
+        About(
+            "Fields of requests that are refused unless they stand here, comma separated, because a client can stop a "
+            f"replica with them: {', '.join(RISKS)}.",
+            metavar="NAMES",
+            unset="none",
+            fair="allow-fields",
+        ),
+    ] = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fairness(Fields):
     """Who is served first, and what service costs: a replica's scheduler."""
 
     policy: Annotated[
@@ -838,7 +866,7 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gateway(Files, Tls, Tracing, Access, Deadlines, Limits):
+class Gateway(Files, Tls, Tracing, Access, Deadlines, Fields, Limits):
     """Run a gateway alone: the OpenAI API and /generate in front of the replicas; the router says which one."""
 
     host: Annotated[str, About("Address to listen on.")] = "127.0.0.1"
@@ -908,7 +936,7 @@ class Gateway(Files, Tls, Tracing, Access, Deadlines, Limits):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Feeder(Keyed, Trust, Feeding, Deadlines):
+class Feeder(Keyed, Trust, Feeding, Deadlines, Fields):
     """Have the requests of batches answered, as what they are: requests of the clients whose batches they are."""
 
     batches: Annotated[str, About("The folder in which gateways keep files and batches.", metavar="DIR")]

@@ -21,6 +21,7 @@ from router.gateway.request.names import Names, model_not_found
 from router.gateway.request.schema import Common, Prompt, SamplingParams
 from router.wire import namespace
 from sglang_fair.common.caller import salted
+from sglang_fair.common.fields import MAX_BATCH
 
 BY_TOKENS = ("tokens", "sample")
 """The ways to continue a stream for which its token ids must be known."""
@@ -159,6 +160,9 @@ def make_call(
         body["cache_salt"] = salt
     each = [1 if one.n is None else one.n for one in sampling]
     samples = sum(each) if len(sampling) > 1 else each[0] * max(1, len(prompts))
+    if samples > MAX_BATCH:
+        text = f"{samples} answers are asked for (prompts, times `n`); at most {MAX_BATCH}"
+        raise ApiError(400, text, code="batch_too_large", param="n")
     limit = sum(one.max_new_tokens or 0 for one in sampling) * (samples // len(sampling))
     resume = None if is_batch else continuation(kind, body)
     return Call(

@@ -1,6 +1,7 @@
 """From the bytes of a body to a checked request and its tokens; large ones in threads, the clients in turn."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from router.events import TOKEN_BYTES
 from router.gateway.errors import ApiError
@@ -11,6 +12,7 @@ from router.gateway.request.parse import LARGE_BODY_BYTES, check_size, parse
 from router.gateway.request.schema import Prompt
 from router.gateway.request.tokens import Tokens, TooLong
 from router.gateway.sharing.thread_pool import FairThreadPool
+from sglang_fair.common.fields import WIDEST, Facts
 
 LONG_TEXT_CHARS = 4096
 """Longer texts are tokenized in a thread, because they would block the event loop for more than a millisecond. For
@@ -30,9 +32,15 @@ class Intake:
         tokens: Mapping[str, Tokens],
         max_prompt_tokens: int,
         context_tokens: Callable[[str], int | None],
+        allowed: Facts = WIDEST,
     ) -> None:
         """`tokens` are the tokenizers of the models, the first one first. `context_tokens` says how long a prompt for a
-        model may be; None while that is unknown."""
+        model may be; None while that is unknown. `allowed` is what the operator allows."""
+        self._facts = {
+            name: replace(allowed, vocabulary=one.vocabulary) if one.vocabulary else allowed
+            for name, one in tokens.items()
+        }
+        self._allowed = allowed
         self.names = Names(*tokens)
         self._tokens = tokens
         self._max_prompt_tokens = max_prompt_tokens
@@ -54,12 +62,12 @@ class Intake:
         """The request in `raw`, of a caller of this cache group, who may have answers of so many tokens. A large
         body takes its turn as work of `share`. Raises `ApiError`."""
         if len(raw) <= LARGE_BODY_BYTES:
-            return parse(kind, raw, self.names, group, most_output_tokens)
+            return parse(kind, raw, self.names, group, most_output_tokens, self._facts_of)
 
         def steps() -> Iterator[Call | None]:
             check_size(raw, self._most_tokens(*self.names))
             yield None
-            yield parse(kind, raw, self.names, group, most_output_tokens)
+            yield parse(kind, raw, self.names, group, most_output_tokens, self._facts_of)
 
         _, call = await self._threads.run(share, steps())
         assert call is not None
@@ -100,6 +108,9 @@ class Intake:
         if len(text) <= LARGE_BODY_BYTES and tokens.has_few_uncached((text,), LONG_TEXT_CHARS):
             return sum(counts)
         return sum(await self._threads.run(share, counts))
+
+    def _facts_of(self, asked: str) -> Facts:
+        return self._facts.get(self.names.model_of(asked) or self.names.first, self._allowed)
 
     def decoder(self, call: Call) -> Callable[[Sequence[int], bool], str]:
         """Makes text of token ids of the model of `call`; the flag leaves special tokens out."""

@@ -9,13 +9,11 @@ from router.gateway.checks import check
 from router.gateway.errors import ApiError
 from router.gateway.request.call import Call, make_call
 from router.gateway.request.cap import capped
-from router.gateway.request.kinds import Kind
+from router.gateway.request.kinds import PATHS, Kind
 from router.gateway.request.names import Names
 from router.gateway.request.prompts import check_prompts
 from router.gateway.request.schema import (
-    MAX_BATCH,
     MAX_MESSAGES,
-    MAX_TOKEN_ID,
     NOT_STORED,
     ChatRequest,
     Common,
@@ -31,12 +29,17 @@ from router.gateway.request.schema import (
     SamplingParams,
     TokenizeRequest,
 )
+from sglang_fair.common.fields import MAX_BATCH, WIDEST, Facts, Wrong, judge
 
 LARGE_BODY_BYTES = 1 << 16
 """Parsing more than this takes milliseconds."""
 MAX_VALUES = 1 << 18
 """Strings, arrays and objects in a large body. The parser makes an object of each while nobody else is served, and
 a body of 16 MiB can hold millions."""
+
+
+PROMPTS = frozenset({"prompt", "input_ids", "input", "tokens"})
+"""Fields that may hold token ids of a prompt."""
 
 
 def check_size(raw: bytes, max_prompt_tokens: int) -> None:
@@ -60,15 +63,22 @@ def parse(
     names: Names,
     group: str | None = None,
     most_output_tokens: int | None = None,
+    facts: Callable[[str], Facts] = lambda _: WIDEST,
 ) -> Call:
     """The request in `raw`, for one of the models `names`, of a caller of this cache group, who may have answers of so
-    many tokens. Raises `ApiError` with the reason if it is not one."""
+    many tokens. `facts` are those of a model. Raises `ApiError` with the reason if it is not one."""
     try:
         body = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object", code="invalid_json")
+    asked = body.get("model")
+    try:
+        judge(PATHS[kind], body, facts(asked if isinstance(asked, str) else names.first))
+    except Wrong as wrong:
+        code = "invalid_prompt" if wrong.field in PROMPTS else None
+        raise ApiError(400, str(wrong), code=code, param=wrong.field) from None
     if most_output_tokens is not None:
         body = capped(kind, body, most_output_tokens)
     return READERS[kind](body, names, group)
@@ -176,9 +186,7 @@ def _detokenize(body: dict[str, Any], names: Names, _: str | None) -> Call:
     request = check(body, DetokenizeRequest)
     is_batch = bool(request.tokens) and isinstance(request.tokens[0], list)
     for one in request.tokens if is_batch else [request.tokens]:
-        if not isinstance(one, list) or not all(
-            type(token) is int and 0 <= token <= MAX_TOKEN_ID for token in one
-        ):
+        if not isinstance(one, list) or not all(type(token) is int for token in one):
             raise ApiError(
                 400, "`tokens` holds something that is no token id", code="invalid_prompt", param="tokens"
             )

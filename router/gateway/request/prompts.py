@@ -5,7 +5,8 @@ from typing import Any
 import msgspec
 
 from router.gateway.errors import ApiError
-from router.gateway.request.schema import MAX_BATCH, Prompt, Texts, TokenIdLists, TokenIds
+from router.gateway.request.schema import Prompt, Texts, TokenIdLists, TokenIds
+from sglang_fair.common.fields import MAX_BATCH
 
 
 def check_prompts(value: Any, name: str) -> tuple[tuple[Prompt, ...], bool]:

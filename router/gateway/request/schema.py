@@ -1,6 +1,6 @@
-"""The fields of a request that the gateway reads, as types. They check bodies, and make the OpenAPI document.
+"""The fields of a request that the gateway reads, as types. `null` counts as left out.
 
-Everything else in a body is the replica's to judge and is passed on unread. `null` counts as left out.
+Ranges, and the fields that only replicas read, are in `sglang_fair.common.fields`.
 """
 
 from typing import Annotated, Any
@@ -8,10 +8,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-MAX_TOKEN_ID = (1 << 32) - 1
-MAX_COUNT = 1 << 31
-MAX_BATCH = 1024
-"""Prompts in one request, and samples (`n`) of one prompt."""
+from sglang_fair.common.fields import MAX_BATCH, MAX_COUNT, MAX_TOKEN_ID
+
 MAX_MESSAGES = 10_000
 
 Prompt = str | list[int]
@@ -25,25 +23,6 @@ TokenIdLists = Annotated[list[TokenIds], Meta(min_length=1, max_length=MAX_BATCH
 def _any_of(*types: Any) -> dict[str, Any]:
     """The schema of a union that msgspec cannot decode, because two of its types are arrays."""
     return {"anyOf": [msgspec.json.schema(one) for one in types]}
-
-
-Count = Annotated[
-    Annotated[int, Meta(ge=0, le=MAX_COUNT)] | None,
-    Meta(extra={"must": f"be an integer from 0 to {MAX_COUNT}"}),
-]
-KEPT_BACK = 2
-"""Tokens of `max_output_tokens` that SGLang 0.5.23 does not generate."""
-ResponseCount = Annotated[
-    Annotated[int, Meta(gt=KEPT_BACK, le=MAX_COUNT)] | None,
-    Meta(
-        description=f"{KEPT_BACK} of them are kept back.",
-        extra={"must": f"be an integer from {KEPT_BACK + 1} to {MAX_COUNT}"},
-    ),
-]
-Samples = Annotated[
-    Annotated[int, Meta(ge=1, le=MAX_BATCH)] | None,
-    Meta(extra={"must": f"be an integer from 1 to {MAX_BATCH}"}),
-]
 
 
 User = Annotated[str | None, Meta(description="The client, where neither a header nor an API key names it.")]
@@ -89,8 +68,8 @@ _SEED = Meta(
 class OpenAIRequest(Generating):
     """What chats and completions have in common."""
 
-    n: Samples = None
-    max_tokens: Count = None
+    n: int | None = None
+    max_tokens: int | None = None
     seed: Annotated[Any, _SEED] = None
 
 
@@ -108,7 +87,7 @@ class ChatRequest(OpenAIRequest, kw_only=True):
             extra={"must": "hold a non-empty list of token ids", "code": "invalid_prompt"},
         ),
     ] = None
-    max_completion_tokens: Count = None
+    max_completion_tokens: int | None = None
 
 
 class CompletionRequest(OpenAIRequest, kw_only=True):
@@ -126,8 +105,8 @@ class CompletionRequest(OpenAIRequest, kw_only=True):
 class SamplingParams(msgspec.Struct):
     """What the gateway reads of SGLang's sampling parameters."""
 
-    max_new_tokens: Count = None
-    n: Samples = None
+    max_new_tokens: int | None = None
+    n: int | None = None
     sampling_seed: Annotated[Any, _SEED] = None
 
 
@@ -158,7 +137,7 @@ class ResponsesRequest(Common, kw_only=True):
         Meta(extra={"must": "be a text or a non-empty list of objects", "code": "invalid_input"}),
     ]
     instructions: str | None = None
-    max_output_tokens: ResponseCount = None
+    max_output_tokens: int | None = None
     stream: bool | None = None
     tools: Tools | None = None
     user: User = None
@@ -185,9 +164,7 @@ class _Anthropic(Common, kw_only=True):
 class MessagesRequest(_Anthropic, kw_only=True):
     """`POST /v1/messages`, Anthropic's API."""
 
-    max_tokens: Annotated[
-        int, Meta(ge=1, le=MAX_COUNT, extra={"must": f"be an integer from 1 to {MAX_COUNT}"})
-    ]
+    max_tokens: Annotated[int, Meta(extra={"must": f"be an integer from 1 to {MAX_COUNT}"})]
     stream: bool | None = None
     metadata: Annotated[
         dict[str, Any] | None,

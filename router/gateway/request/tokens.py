@@ -64,6 +64,8 @@ class Tokens:
         self._chunks = ChunkedTokenizer(self._tokenizer)
         self._before, self._after = self._around()
         self._longest_chars = self._longest_token()
+        self.vocabulary = _vocabulary(_read_json(folder / "config.json"))
+        """Of the model, in tokens, if its configuration is beside the tokenizer."""
         self._template = ChatTemplate.of(folder, _read_json(folder / "tokenizer_config.json"))
         self.plain_chats = 0
         """Chats that were routed by their plain text, because they could not be rendered."""
@@ -182,3 +184,10 @@ def _read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise TokenizerError(f"{path}: {error}") from error
     return found if isinstance(found, dict) else {}
+
+
+def _vocabulary(config: dict[str, Any]) -> int | None:
+    """The size that a model's configuration says, where it is that of a text model or has one in it."""
+    inner = config.get("text_config")
+    size = (inner if isinstance(inner, dict) else config).get("vocab_size")
+    return size if type(size) is int and size > 0 else None
