@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
@@ -158,6 +159,14 @@ class TestReplica:
         assert info["cached_tokens"] >= 736
         assert next_turn != said[:4]
 
+    @pytest.mark.parametrize("known", [1, 30])
+    def test_behind_what_another_replica_has_answered_it_goes_on_with_the_same_words(
+        self, emulated: Replica, known: int
+    ) -> None:
+        prompt = [5, 6, 7, *range(97, 110)]
+        said, _ = tokens_of(emulated, prompt, 48)
+        assert tokens_of(emulated, [*prompt, *said[:known]], 48 - known)[0] == said[known:]
+
     def test_a_request_takes_what_the_cost_model_says(self, emulated: Replica) -> None:
         cost = make_cost_model("a10g/llama-3.2-3b")
         prompt, outputs = list(range(20_000, 24_000)), 100
@@ -196,6 +205,28 @@ class TestReplica:
             assert answered.status_code == 400, answered.text
             assert said in answered.text
         assert tokens_of(emulated, [1, 2, 3], 2)[1]["completion_tokens"] == 2
+
+
+@pytest.mark.usefixtures("sglang")
+@pytest.mark.parametrize("ids", [[0, 128_256], [-1, 5], [2**40]])
+def test_token_ids_that_there_are_not_end_it_as_they_do_a_real_engine(ids: list[int]) -> None:
+    import torch
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    from sglang_fair.engines.emulated.hooks import EmulatedGpu
+
+    def launch(ids: list[int]) -> None:
+        tensor, lengths = torch.tensor(ids), torch.tensor([len(ids)])
+        request = SimpleNamespace(origin_input_ids=ids, sampling_params=SimpleNamespace(max_new_tokens=4))
+        batch = SimpleNamespace(
+            seq_lens_cpu=lengths, forward_mode=ForwardMode.EXTEND, input_ids=tensor, extend_lens=[len(ids)],
+            prefix_lens=[0], after_idle_gap=True, reqs=[request],
+        )  # fmt: skip
+        EmulatedGpu(A100, 128_256).run(batch)
+
+    launch([0, 128_255])
+    with pytest.raises(IndexError):
+        launch(ids)
 
 
 @pytest.mark.engine

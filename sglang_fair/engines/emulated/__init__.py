@@ -1,7 +1,8 @@
 """An emulated GPU: SGLang's own scheduler, radix cache, KV bookkeeping and HTTP server, and no model.
 
 In place of the forward pass we wait for as long as a cost model says that it takes, and in place of sampling we draw
-the tokens from the prompt. The rest is real: schedulers can be compared at true timing on a machine without a GPU.
+each token from what stands before it. The rest is real: schedulers can be compared at true timing on a machine without
+a GPU.
 
     settings   how SGLang's processes learn which GPU and model, and SGLang's arguments for it: PURE
     hooks      where SGLang meets it

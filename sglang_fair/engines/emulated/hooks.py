@@ -33,16 +33,24 @@ may get an answer as long as the context."""
 class EmulatedGpu:
     """Stands in for the model in a scheduler's process."""
 
-    def __init__(self, emulation: Emulation) -> None:
+    def __init__(self, emulation: Emulation, vocabulary: int) -> None:
+        """`vocabulary`: how many token ids there are."""
         self.emulation = emulation
+        self._vocabulary = vocabulary
         self.cost = emulation.make_cost(read_json)
         self.clock = GpuClock()
         self.last: StepEnd | None = None
 
     def run(self, batch: Any) -> GenerationBatchResult:
-        """Launches a step. The result's `copy_done` waits for its end."""
+        """Launches a step. The result's `copy_done` waits for its end. Raises IndexError for token ids that there are
+        not, as a model's table of embeddings does: such a request ends the scheduler."""
         lengths = batch.seq_lens_cpu.tolist()
         if batch.forward_mode.is_extend():
+            if (
+                len(batch.input_ids)
+                and not 0 <= batch.input_ids.min() <= batch.input_ids.max() < self._vocabulary
+            ):
+                raise IndexError("index out of range in self")
             takes_s = self.cost.prefill_s(list(zip(batch.extend_lens, batch.prefix_lens, strict=True)))
         else:
             takes_s = self.cost.decode_s(len(lengths), sum(lengths))
@@ -90,7 +98,7 @@ def _next_token(req: Any, length: int) -> int:
 
 
 def worker_started(result: Any, worker: Any, *args: Any, **kwargs: Any) -> None:
-    worker.emulated = EmulatedGpu(settings.read(os.environ))
+    worker.emulated = EmulatedGpu(settings.read(os.environ), worker.model_config.vocab_size)
     logger.warning("sglang-fair: this is no real GPU: %s; its words mean nothing", worker.emulated.emulation)
 
 
