@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from router.gateway.access.directory import Known
-from router.gateway.access.quota import Quotas, Ticket, check_store
+from router.gateway.access.quota import UNNAMED_TOKENS, Quotas, Ticket, check_store
 from router.gateway.errors import ApiError
 from sglang_fair.common.caller import Caller
 from sglang_fair.settings.setting import SettingError
@@ -152,12 +152,12 @@ async def test_a_refusal_charges_nothing(quotas: Quotas) -> None:
 )
 async def test_every_token_is_charged_once(requests: list[tuple[int, int, int, int, str]]) -> None:
     """Within one window the charge is the prompts and the answers, of those that were admitted, to the token."""
-    limits, due = {"tokens_per_minute": LIMIT, "tokens_per_day": 3 * LIMIT}, 0
+    limits, due, due_today = {"tokens_per_minute": LIMIT, "tokens_per_day": 3 * LIMIT}, 0, 0
     async with counting(Clock()) as quotas:
         for prompt, named, answered, looks, end in requests:
             answered = min(answered, named) if named else answered
             ticket = await opened(quotas, **limits)
-            admitting = asyncio.create_task(ticket.admit(prompt, named))
+            admitting = asyncio.create_task(ticket.admit(prompt, named, not named))
             if end == "cancelled":
                 await asyncio.sleep(0)
                 admitting.cancel()
@@ -172,8 +172,10 @@ async def test_every_token_is_charged_once(requests: list[tuple[int, int, int, i
                     await quotas.close()
                     assert await used(quotas) == due
                     continue
-                held = min(named, LIMIT - prompt)
+                held = min(named or UNNAMED_TOKENS, LIMIT - prompt - (0 if named else due))
+                today = min(named or UNNAMED_TOKENS, 3 * LIMIT - prompt - due_today)
                 assert await used(quotas) == due + prompt + held
+                assert await used(quotas, "tokens-day") == due_today + prompt + today
                 looking = []
                 for look in range(1, looks + 1):
                     if end != "unknown":
@@ -189,34 +191,102 @@ async def test_every_token_is_charged_once(requests: list[tuple[int, int, int, i
                 ticket.close(answered)
                 await asyncio.gather(*looking)
                 await quotas.close()
-                if end == "ends":
-                    due += prompt + answered
-                elif end == "unknown":
-                    due += prompt + held
+                if end == "unknown":
+                    due, due_today = due + prompt + held, due_today + prompt + today
                 else:
-                    due += answered
-            assert await used(quotas) == await used(quotas, "tokens-day") == due
+                    cost = answered + (prompt if end == "ends" else 0)
+                    due, due_today = due + cost, due_today + cost
+            assert (await used(quotas), await used(quotas, "tokens-day")) == (due, due_today)
 
 
-async def test_a_limit_holds_against_many_at_once(quotas: Quotas) -> None:
-    """The adversary sends a thousand at the same moment, each with a longest answer."""
+@pytest.mark.parametrize(("named", "enter"), [(30, LIMIT // 37), (0, 1)])
+async def test_a_limit_holds_against_many_at_once(quotas: Quotas, named: int, enter: int) -> None:
+    """The adversary sends a thousand at the same moment, each with a longest answer, or none with one."""
 
     async def one() -> Ticket | None:
         ticket = await opened(quotas, tokens_per_minute=LIMIT)
         try:
-            await ticket.admit(7, 30)
+            await ticket.admit(7, named, not named)
         except ApiError:
             ticket.close(0)
             return None
         return ticket
 
     admitted = [one for one in await asyncio.gather(*[one() for _ in range(1000)]) if one is not None]
-    assert len(admitted) == LIMIT // 37
+    assert len(admitted) == enter
     for ticket in admitted:
         ticket.answered = lambda: 30
         ticket.close(30)
     await quotas.close()
-    assert await used(quotas) == LIMIT // 37 * 37
+    assert await used(quotas) == enter * 37
+
+
+async def test_what_others_have_taken_meanwhile_is_not_held(
+    quotas: Quotas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a store takes its time."""
+    charge = quotas.charge
+
+    async def slowly(*charged: Any) -> Any:
+        await asyncio.sleep(0)
+        return await charge(*charged)
+
+    monkeypatch.setattr(quotas, "charge", slowly)
+    tickets = [await opened(quotas, tokens_per_minute=LIMIT) for _ in range(5)]
+    await asyncio.gather(*[ticket.admit(10, 0, 1) for ticket in tickets])
+    assert await used(quotas) == LIMIT
+    for ticket in tickets:
+        ticket.close(20)
+    await quotas.close()
+    assert await used(quotas) == 5 * 30
+
+
+@settings(max_examples=examples(100))
+@given(
+    st.sampled_from([LIMIT, 5 * LIMIT]),
+    st.lists(
+        st.tuples(
+            st.integers(0, 400),  # prompt
+            st.integers(0, 400),  # longest answer that it names, 0: none
+            st.integers(0, 3000),  # answered
+            st.integers(0, 10),  # how many others come while it runs
+            st.booleans(),  # it is answered as a stream
+        ),
+        max_size=20,
+    ),
+)
+@example(LIMIT, [(10, 0, 110, 11, False)] * 12)
+@example(5 * LIMIT, [(10, 0, 1100, 11, True)] * 12)
+async def test_what_is_let_through_exceeds_the_limit_by_what_was_not_held_at_most(
+    limit: int, requests: list[tuple[int, int, int, int, bool]]
+) -> None:
+    """Requests that overlap in any way: the tokens of all that were admitted, whatever was charged meanwhile."""
+    through = beyond = 0
+    running: list[tuple[int, int, Ticket]] = []
+    async with counting(Clock()) as quotas:
+        for at, (prompt, named, answered, lasts, is_stream) in enumerate(requests):
+            for until, tokens, ticket in list(running):
+                if until < at:
+                    ticket.close(tokens)
+                    running.remove((until, tokens, ticket))
+            while quotas._settling:
+                await asyncio.wait(quotas._settling)
+            answered = min(answered, named) if named else answered
+            left, ticket = limit - await used(quotas), await opened(quotas, tokens_per_minute=limit)
+            try:
+                await ticket.admit(prompt, named, not named)
+            except ApiError:
+                ticket.close(0)
+                continue
+            running.append((at + lasts, answered, ticket))
+            through += prompt + answered
+            beyond += max(0, answered - (named or min(UNNAMED_TOKENS, left - prompt)))
+            if is_stream:
+                ticket.answered = lambda tokens=answered: tokens
+                await ticket.count()
+        for _, tokens, ticket in running:
+            ticket.close(tokens)
+    assert through <= limit + beyond
 
 
 async def test_a_trickle_is_charged_as_it_comes(quotas: Quotas, clock: Clock) -> None:

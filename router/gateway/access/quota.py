@@ -2,18 +2,18 @@
 
 Rule. Time is cut into minutes and days of UTC's clock, the same for all gateways. A request is counted when it comes.
 Its tokens are charged once, however many replicas try it: the prompt, cached or not, when it has been counted and
-before anybody computes it, and with it is held what the answer may have (`max_tokens`, or the tenant's longest
-answer); what has been answered is charged as it comes and takes from what is held; at the end the rest of that is
-given back. Where nobody knows how much was computed, because a client has left before an answer in one piece, all that
-was held stays charged. A request is refused, and nothing is charged for it, if it would exceed a limit. One that no
-replica has taken costs no tokens.
-Bound. What a window is charged exceeds its limit by no more than what requests that name no longest answer have yet to
-answer when it is reached: a running answer is not cut off. With `output_tokens` nothing exceeds it.
-Leaks. At the turn of a window its limit begins anew, so two windows' worth may fall close together. An answer in one
-piece without a longest one, whose client leaves, is charged its prompt alone here (its share is charged exactly, by
-the replica). Requests at a time are of one process. While the store does not answer, each process counts by itself;
-what is given back goes to the counts that were charged, and is lost if those do not answer. A store that has lost its
-counts is given back all the same what requests under way held.
+before anybody computes it, and with it is held what the answer may have: `max_tokens`, or the tenant's longest answer;
+for one of no named length `UNNAMED_TOKENS`, or what is left of the limit if that is less, but at least 1. What has been
+answered is charged as it comes and takes from what is held; at the end the rest of that is given back. Where nobody
+knows how much was computed, because a client has left before an answer in one piece, all that was held stays charged.
+A request is refused, and nothing is charged for it, if it would exceed a limit. One that no replica has taken costs no
+tokens.
+Bound. What a window lets through exceeds its limit by no more than what answers have beyond that which was held for
+them, because a running answer is not cut off: nothing with `output_tokens`, nor for a named length within the limit.
+Leaks. At the turn of a window its limit begins anew, so two windows' worth may fall close together, and what is
+answered behind it was not held there. Requests at a time are of one process. While the store does not answer, each
+process counts by itself; what is given back goes to the counts that were charged, and is lost if those do not answer. A
+store that has lost its counts is given back all the same what requests under way held.
 """
 
 import asyncio
@@ -42,6 +42,8 @@ RETRY_S = 2.0
 COUNT_S = 1.0
 """Between two looks at what has been answered."""
 BUSY_RETRY_S = 1
+UNNAMED_TOKENS = 1024
+"""Held for an answer whose length nobody has named."""
 SWEEP_S = 60.0
 """Between two times that counts of windows long over are forgotten."""
 
@@ -276,6 +278,8 @@ class _Account:
     number: int = 0
     """The window in which it was admitted."""
     held: int = 0
+    used: int = 0
+    """What the window had been charged by then."""
     is_remote: bool = False
     """Where it was charged when it was admitted."""
 
@@ -310,15 +314,16 @@ class Ticket:
         if limit is not None:
             await self._shielded(self._take(_Account(REQUESTS, limit), 1))
 
-    async def admit(self, prompt_tokens: int, most_output_tokens: int) -> None:
-        """Charges the prompt, and holds what the answer may have. Raises `ApiError` 400 or 429."""
+    async def admit(self, prompt_tokens: int, most_output_tokens: int, unnamed: int = 0) -> None:
+        """Charges the prompt, and holds what the answers may have, of which `unnamed` may be of any length. Raises
+        `ApiError` 400 or 429."""
         longest = self.limits.prompt_tokens
         if longest is not None and prompt_tokens > longest:
             raise ApiError(
                 400, f"the prompt has {prompt_tokens} tokens; you may send {longest}", code="prompt_too_large"
             )
         self._prompt_tokens = prompt_tokens
-        await self._shielded(self._admit(most_output_tokens))
+        await self._shielded(self._admit(most_output_tokens, unnamed))
 
     def close(self, output_tokens: int | None, *, was_taken: bool = True) -> None:
         """The request has ended with an answer of so many tokens; None: nobody knows. Only the first call counts.
@@ -366,7 +371,7 @@ class Ticket:
         self._work = asyncio.create_task(work)
         await asyncio.shield(self._work)
 
-    async def _admit(self, most_output_tokens: int) -> None:
+    async def _admit(self, most_output_tokens: int, unnamed: int) -> None:
         prompt_tokens = self._prompt_tokens
         for window, limit in (
             (TOKENS_OF_DAY, self.limits.tokens_per_day),
@@ -377,12 +382,14 @@ class Ticket:
             if prompt_tokens > limit:
                 text = f"the prompt has {prompt_tokens} tokens; you have {limit} in {_period(window)}"
                 raise await self._undone(ApiError(400, text, code="prompt_too_large"))
-            account = _Account(window, limit, held=min(most_output_tokens, limit - prompt_tokens))
+            account = _Account(window, limit, held=min(most_output_tokens + unnamed, limit - prompt_tokens))
             try:
                 await self._take(account, prompt_tokens + account.held)
             except ApiError as error:
                 raise await self._undone(error) from None
             self._accounts.append(account)
+        for account in self._accounts:
+            await self._hold(account, unnamed * (UNNAMED_TOKENS - 1))
         if self._accounts:
             self.quotas.opened(self)
 
@@ -398,7 +405,7 @@ class Ticket:
         window, limit = account.window, account.limit
         account.number = self.quotas.window(window)
         used, account.is_remote = await self.quotas.charge(self.tenant, window, account.number, amount)
-        is_over = used > limit
+        account.used, is_over = used, used > limit
         if is_over:
             given_back = await self._give_back(account, amount)
             used = used - amount if given_back is None else given_back
@@ -411,6 +418,18 @@ class Ticket:
             unit = "requests" if window is REQUESTS else "tokens"
             text = f"{limit} {unit} in {_period(window)}; this one needs {amount}, {max(0, limit - used)} are left"
             raise self._refusal(window.name, text, self.quotas.left_s(window))
+
+    async def _hold(self, account: _Account, wanted: int) -> None:
+        """Holds `wanted` tokens more, or as many as were left."""
+        more = min(wanted, account.limit - account.used)
+        if more <= 0:
+            return
+        quotas, window, number = self.quotas, account.window, account.number
+        used, is_remote = await quotas.charge(self.tenant, window, number, more)
+        over = more if is_remote != account.is_remote else min(more, max(0, used - account.limit))
+        if over:  # others have taken it meanwhile
+            await quotas.give_back(self.tenant, window, number, over, is_remote)
+        account.held += more - over
 
     async def _charge(self, output_tokens: int) -> None:
         more = output_tokens - self._charged

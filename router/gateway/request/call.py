@@ -49,6 +49,8 @@ class Call:
     """The client asked for the usage of its stream."""
     max_output_tokens: int
     """Over all answers; 0 where the client names no limit."""
+    unnamed: int
+    """Answers for which the client names none."""
     namespace: str
     user: str | None
     model: str
@@ -164,6 +166,7 @@ def make_call(
         text = f"{samples} answers are asked for (prompts, times `n`); at most {MAX_BATCH}"
         raise ApiError(400, text, code="batch_too_large", param="n")
     limit = sum(one.max_new_tokens or 0 for one in sampling) * (samples // len(sampling))
+    unnamed = sum(not one.max_new_tokens for one in sampling) * (samples // len(sampling))
     resume = None if is_batch else continuation(kind, body)
     return Call(
         kind=kind,
@@ -175,6 +178,7 @@ def make_call(
         is_batch=is_batch,
         wants_usage=bool((getattr(request, "stream_options", None) or {}).get("include_usage")),
         max_output_tokens=limit,
+        unnamed=0 if kind in WITHOUT_ENGINE or kind == "embeddings" else unnamed,
         namespace=_namespace(body, request, model, group),
         user=user_in(kind, request),
         model=model,
