@@ -31,6 +31,7 @@ runs; neither it nor who looks runs."""
 @settings(max_examples=examples(200))
 @given(st.lists(STEPS, max_size=60))
 @example([("turns", 1.0), *[("is held", 2.0)] * 6])
+@example([("computes", 1.0), *[("is held", 2.0)] * 6])
 @example([("turns", 1.0), *[("stands", 2.0)] * 6])
 @example([("turns", 1.0), *[("computes", 2.0)] * 30])
 @example([("turns", 1.0), ("is held", 2.0), ("all stand still", 400.0), ("is held", 2.0)])
