@@ -21,6 +21,7 @@ from router.replica_lists import specs
 from router.replica_lists.follow import following
 from router.replica_lists.sources import DnsName, ReplicaFile, Source
 from router.shell import PLANNED_ELSEWHERE, Shell
+from router.suspects import Suspects
 from router.swaps import Swaps
 from router.throttling import SETTLE_S, Kind, Throttling
 from sglang_fair.common import tls
@@ -88,6 +89,7 @@ def make_router(settings: table.Router) -> Router:
             shares=Weights(settings.client_weights) if settings.cache_share == "on" else None,
             throttling=make_throttling(settings),
             swaps=Swaps(settings.swap_finish_s),
+            suspects=Suspects(settings.quarantine_s),
         )
     except SettingError:
         raise

@@ -37,6 +37,7 @@ from router.events import (
     Explained,
     Follow,
     Held,
+    Lift,
     Load,
     PeerGone,
     Place,
@@ -66,6 +67,7 @@ from router.pulling import Pulling
 from router.radix import Hold, Match, RadixTree
 from router.record import PlacementRecord
 from router.shared_limit import SharedLimit
+from router.suspects import CLEAR_S, Denial, Suspects
 from router.swapping import ModelChanges
 from router.swaps import Swaps
 from router.throttling import BAD_LIMITS, NO_THROTTLE, Throttling
@@ -85,6 +87,9 @@ STANDING_EVERY_S = 0.01
 
 MAX_HOLD_PART = 32
 """One request in flight may add at most 1 / `MAX_HOLD_PART` of the tree's limit to the tree."""
+
+_OF_SUSPECTS = Arrive, Done, Progress, Tick, WorkerUp, WorkerDown, WorkerHealth, Lift
+"""Events after which a suspect may be tried."""
 
 _OF_WORKERS = WorkerUp, WorkerDown, WorkerDrain, WorkerHealth, Swap
 """Events after which other models may be served."""
@@ -112,6 +117,7 @@ class Router:
         shares: Weights | None = None,
         throttling: Throttling | None = None,
         swaps: Swaps | None = None,
+        suspects: Suspects | None = None,
     ) -> None:
         if not linger_s >= 0:
             raise ValueError(f"linger_s is {linger_s}: it cannot be negative")
@@ -141,6 +147,7 @@ class Router:
         self._orphans: OrderedDict[str, bytes] = OrderedDict()
         """Requests that were lost with their worker -> the peer whose `Done` is still expected."""
         self._lingering: deque[tuple[float, Hold]] = deque()
+        self._suspects = suspects or Suspects()
         self._record = PlacementRecord()
         self._waiting: dict[str, tuple[Request, bytes]] = {}
         """Requests that the placement holds, each with the peer that asked."""
@@ -184,6 +191,8 @@ class Router:
         actions = self._dispatch(event, now_s, peer)
         if self._holding is not None or not self._changes.swaps.is_empty:
             actions += self._follow_up(event, now_s, peer)
+        if self._suspects.waiting:
+            actions += self._try_suspects(event, now_s, peer)
         return actions
 
     def _follow_up(self, event: Event, now_s: float, peer: bytes) -> list[Action]:
@@ -214,6 +223,10 @@ class Router:
                 return [] if answer is None else [(peer, answer)]
             case Done():
                 self._done(event, now_s)
+            case Lift():
+                if not self._suspects.lift(event.client):
+                    return [(peer, Refuse(event.id, "this client is in no quarantine", retry=False))]
+                return [(peer, Snapshot(event.id, self.state()))]
             case Stored() | Removed() | Cleared():
                 self._cache_changed(event)
             case Load():
@@ -272,7 +285,9 @@ class Router:
 
     # -- requests arrive
 
-    def _arrive(self, event: Arrive, now_s: float, peer: bytes) -> Place | Refuse | None:
+    def _arrive(
+        self, event: Arrive, now_s: float, peer: bytes, trial: str | None = None
+    ) -> Place | Refuse | None:
         """The answer, or None if the request waits.
 
         A gateway asks again if it has heard no answer: the request is then in flight or waits already. It gets the
@@ -281,7 +296,12 @@ class Router:
         self._counts["arrived"] += 1
         known = self._flights.get(event.id)
         waiting = self._waiting.get(event.id)
-        if (known is not None and known.peer != peer) or (waiting is not None and waiting[1] != peer):
+        suspect = self._suspects.waiting.get(event.id)
+        if (
+            (known is not None and known.peer != peer)
+            or (waiting is not None and waiting[1] != peer)
+            or (suspect is not None and suspect.peer != peer)
+        ):
             return self._refuse(
                 event.id, "a request with this id is in flight from another gateway", retry=False
             )
@@ -291,6 +311,7 @@ class Router:
             if known.worker in pool.taking and known.worker.name not in event.exclude:
                 return self._placed_at(known.request, known.worker, known.matched_tokens, now_s)
             self._end(known, Done(event.id, outcome="failed"), now_s)
+            self._suspects.forget(event.id)
         if (
             waiting is not None
             and waiting[0].exclude == event.exclude
@@ -298,11 +319,23 @@ class Router:
         ):
             self._counts["asked again"] += 1
             return None
+        if suspect is not None and suspect.event.exclude == event.exclude:
+            self._counts["asked again"] += 1
+            return None
         self._give_up(event.id)
         self._orphans.pop(event.id, None)
+        if trial is None:
+            suspected = self._suspects.judge(event, now_s)
+            if isinstance(suspected, Denial):
+                return self._deny(event.id, suspected)
+            if suspected and self._able(event) is not None:
+                self._suspects.wait(event, peer, now_s)
+                return None
         allowed = pool.taking
         if event.exclude:
             allowed = [worker for worker in allowed if worker.name not in event.exclude]
+        if trial is None and (held := self._suspects.held(now_s)):
+            allowed = [worker for worker in allowed if worker.name not in held] or allowed
         verdict = self._throttling.judge(event, pool.names_taking, now_s)
         call = verdict if event.interaction and not isinstance(verdict, Refusal) else 0
         promise = None if event.due is None else self._throttling.promised(event, event.due, now_s)
@@ -312,7 +345,7 @@ class Router:
             return self._refuse(event.id, verdict.reason, retry=True, now_s=now_s, throttled=verdict)
         if not allowed and not self._changes.may_come(pool.model, event.exclude):
             return self._refuse(event.id, self._why_nobody(event.model), retry=True, now_s=now_s)
-        if self._holding is not None and not self._waiting_limit.take(event.client):
+        if trial is None and self._holding is not None and not self._waiting_limit.take(event.client):
             reason = f"too many requests wait for a worker: {self._waiting_limit.held(event.client)} of this client"
             return self._refuse(event.id, reason, retry=True, is_full=True, now_s=now_s)
 
@@ -321,8 +354,8 @@ class Router:
         kept = None
         if event.pulled and self._pulling is not None:
             kept = self._pulling.come(event.pulled, allowed, now_s)
-        name = None if kept is None else kept.name
-        if kept is None:
+        name = trial if kept is None else kept.name
+        if name is None:
             name = pool.placement.place(request, match, allowed, now_s)
         if name is None:
             self._waiting[event.id] = request, peer
@@ -332,11 +365,16 @@ class Router:
             )
             self._matches[event.id] = match
             return None
-        if self._holding is not None:
+        if trial is None and self._holding is not None:
             self._waiting_limit.give(event.client)
         worker = self._workers.by_name[name]
         assert worker in allowed, worker.name
         return self._place(request, worker, match, allowed, peer, now_s)
+
+    def _deny(self, request: str, denial: Denial) -> Refuse:
+        self._counts["refused"] += 1
+        may_retry = denial.retry_after_s is not None or not denial.code
+        return Refuse(request, denial.reason, may_retry, code=denial.code, retry_after_s=denial.retry_after_s)
 
     def _why_nobody(self, model: str) -> str:
         if not self._workers.by_name:
@@ -408,7 +446,15 @@ class Router:
         due = None if request.promise is None else Due.of(request.promise, now_s)
         model = worker.loaded if len(worker.models) > 1 else ""
         return Place(
-            request.id, worker.name, worker.url, matched_tokens, request.call, due, request.tier, model
+            request.id,
+            worker.name,
+            worker.url,
+            matched_tokens,
+            request.call,
+            due,
+            request.tier,
+            model,
+            self._suspects.is_on_trial(request.id),
         )
 
     def _begin(self, request: Request, worker: Worker, match: Match, peer: bytes, now_s: float) -> Flight:
@@ -416,8 +462,9 @@ class Router:
         worker.pool.placement.placed(request, worker.name, match, now_s)
         hold = self.tree.hold(worker.name, request.tokens, request.namespace, match, request.client)
         self._matches.clear()
-        flight = Flight(request, worker, peer, match.of(worker.name), hold)
+        flight = Flight(request, worker, peer, match.of(worker.name), hold, placed_s=now_s)
         self._flights[request.id] = flight
+        self._suspects.placed(request.id, worker.name)
         flight.begin()
         return flight
 
@@ -477,7 +524,10 @@ class Router:
             missing=tuple(
                 name
                 for name in event.requests
-                if name not in self._flights and name not in self._orphans and name not in self._waiting
+                if name not in self._flights
+                and name not in self._orphans
+                and name not in self._waiting
+                and name not in self._suspects.waiting
             ),
             unsettled=(
                 *(
@@ -486,6 +536,11 @@ class Router:
                     if flight.peer == peer and name not in theirs
                 ),
                 *(name for name, (_, asker) in self._waiting.items() if asker == peer and name not in theirs),
+                *(
+                    name
+                    for name, one in self._suspects.waiting.items()
+                    if one.peer == peer and name not in theirs
+                ),
             ),
             held=tuple(name for name in event.requests if self._holds(name, peer)),
         )
@@ -494,8 +549,8 @@ class Router:
 
     def _holds(self, name: str, peer: bytes) -> bool:
         """Whether request `name` of `peer` waits."""
-        waiting = self._waiting.get(name)
-        return waiting is not None and waiting[1] == peer
+        waiting, suspect = self._waiting.get(name), self._suspects.waiting.get(name)
+        return (waiting is not None and waiting[1] == peer) or (suspect is not None and suspect.peer == peer)
 
     def _refuse_hopeless(self, now_s: float) -> list[Action]:
         """Refuses what waits and excludes every worker that is left, as an `Arrive` would be refused."""
@@ -536,6 +591,36 @@ class Router:
             actions.append((peer, self._place(request, worker, match, allowed, peer, now_s)))
         return actions
 
+    def _able(self, event: Arrive) -> list[str] | None:
+        """The workers at which a suspect can be tried, in the order of names; None: there is none, not even a sick
+        one."""
+        pool = self._workers.pool(event.model)
+        known = [one for one in self._workers if one.pool is pool and one.name not in event.exclude]
+        return [one.name for one in known if one in pool.taking] if known else None
+
+    def _try_suspects(self, event: Event, now_s: float, peer: bytes) -> list[Action]:
+        """What an event means for the suspects that wait."""
+        actions: list[Action] = []
+        if isinstance(event, Arrive) and event.may_hold and event.id in self._suspects.waiting:
+            actions.append((peer, Held(event.id)))
+        if not isinstance(event, _OF_SUSPECTS):
+            return actions
+        unclear = Counter(
+            flight.worker.name
+            for name, flight in self._flights.items()
+            if not flight.output_tokens
+            and now_s - flight.placed_s < CLEAR_S
+            and not self._suspects.is_on_trial(name)
+        )
+        for waiting, found in self._suspects.due(self._able, unclear, now_s):
+            if isinstance(found, Denial):
+                answer: Place | Refuse | None = self._deny(waiting.event.id, found)
+            else:
+                answer = self._arrive(waiting.event, now_s, waiting.peer, found)
+            if answer is not None:
+                actions.append((waiting.peer, answer))
+        return actions
+
     def _standing(self, name: str, now_s: float) -> Mapping[str, object] | None:
         """Where a request that has come stands among those that wait. What is before it is looked at only if that was
         not just done for another one, because it takes as long as there are groups."""
@@ -555,6 +640,8 @@ class Router:
     def _may(self, request: Request, worker: str) -> bool:
         """Whether `worker`, which takes requests, may get a request that waits."""
         pool = self._workers.by_name[worker].pool
+        if worker in (held := self._suspects.held(self._now_s)) and not held.issuperset(pool.names_taking):
+            return False
         return worker not in request.exclude and self._workers.pool(request.model) is pool
 
     def _match(self, request: Request) -> Match:
@@ -565,6 +652,8 @@ class Router:
 
     def _give_up(self, name: str) -> bool:
         """Takes request `name` out of the queue; False if it was not there."""
+        if self._suspects.waiting.pop(name, None) is not None:
+            return True
         waiting = self._waiting.pop(name, None)
         if waiting is None:
             return False
@@ -583,9 +672,12 @@ class Router:
             self._counts["progress ignored"] += 1
         else:
             flight.produce(event.output_tokens)
+            if event.output_tokens:
+                self._suspects.begun(event.id)
 
     def _done(self, event: Done, now_s: float) -> None:
         flight = self._flights.get(event.id)
+        self._suspects.ended(event, None if flight is None else flight.worker.name, now_s)
         if flight is not None:
             self._settle(flight, event, now_s)
         elif self._give_up(event.id):
@@ -600,6 +692,7 @@ class Router:
         """The gateway does not know where its request was placed, so it will never send it there."""
         flight = self._flights.get(event.id)
         if flight is not None and flight.peer == peer:
+            self._suspects.forget(event.id)
             self._settle(flight, Done(event.id, outcome="aborted"), now_s)
 
     def _ticked(self, now_s: float) -> list[Action]:
@@ -613,10 +706,14 @@ class Router:
         asked as a planner, another one is."""
         for name in [name for name, (_, asker) in self._waiting.items() if asker == peer]:
             self._give_up(name)
+        for name in [name for name, one in self._suspects.waiting.items() if one.peer == peer]:
+            self._suspects.forget(name)
         for flight in [flight for flight in self._flights.values() if flight.peer == peer]:
+            self._suspects.forget(flight.request.id)
             self._settle(flight, Done(flight.request.id, outcome="aborted"), now_s)
             self._counts["lost with their peer"] += 1
         for name in [name for name, asker in self._orphans.items() if asker == peer]:
+            self._suspects.forget(name)
             del self._orphans[name]
         self._changes.peer_gone(peer, now_s)
         self._backlogs.gone(peer)
@@ -648,6 +745,7 @@ class Router:
             self.tree.release(flight.hold)
         output_tokens = max(flight.output_tokens, done.output_tokens)
         if done.outcome == "ok":
+            self._suspects.served(request.client)
             worker.pool.outputs.learn(request.client, output_tokens)
         self._counts[f"ended {done.outcome}"] += 1
         self._counts["output_tokens"] += output_tokens
@@ -716,7 +814,8 @@ class Router:
             self._counts["lost with their worker"] += 1
             self._orphans[flight.request.id] = flight.peer
         while len(self._orphans) > _MAX_ORPHANS:
-            self._orphans.popitem(last=False)
+            self._suspects.forget(self._orphans.popitem(last=False)[0])
+        self._suspects.leaves(name, is_gone=True)
         if self._pulling is not None:
             self._pulling.worker_gone(name, now_s)
         self._workers.remove(name)
@@ -759,6 +858,7 @@ class Router:
             self._counts["worker drain ignored"] += 1
             return
         self._workers.set_draining(worker, True)
+        self._suspects.leaves(name, is_gone=False)
         if not worker.in_flight:
             self._worker_down(name, now_s)
 
@@ -865,6 +965,7 @@ class Router:
             ),
             "batches": self._backlogs.state() | ({} if self._pulling is None else self._pulling.state()),
             "swaps": self._changes.swaps.state(self._now_s),
+            "suspects": self._suspects.state(self._now_s),
             "planner": None if self._planners is None else self._planners.state(self._now_s),
             "queues": None if self._planning is None else self._planning.report(),
             "counts": dict(sorted(counts.items())),

@@ -62,6 +62,15 @@ class Due(msgspec.Struct, frozen=True, array_like=True):
         return Promise(self.slo_class, self.slo_s, now_s + self.left_s)
 
 
+class Suspicion(msgspec.Struct, frozen=True, array_like=True):
+    """Of a request that a worker had when it ended: whose it is, its digest (`suspects.fingerprint`), and how many
+    workers have ended with it so far."""
+
+    client: str
+    fingerprint: Annotated[str, msgspec.Meta(max_length=64)]
+    ended: Annotated[int, msgspec.Meta(ge=1, le=1_000)]
+
+
 class Arrive(Message, frozen=True):
     """A gateway asks for a worker for request `id`, other than those in `exclude`.
 
@@ -103,6 +112,12 @@ class Arrive(Message, frozen=True):
     """None: the gateway promises nothing."""
     pulled: str = ""
     """The `Pull` that it answers: an item of a batch."""
+    fingerprint: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    """As `Suspicion` has it."""
+    lost: Count = 0
+    """How many workers have ended while they had it."""
+    goes_on: bool = False
+    """Its answer has begun elsewhere."""
 
     def __post_init__(self) -> None:
         """Raises ValueError for an incomplete token id."""
@@ -125,6 +140,8 @@ class Done(Message, frozen=True):
     outcome: Outcome = "ok"
     ttft_s: Seconds | None = None
     tpot_s: Seconds | None = None
+    lost: Suspicion | None = None
+    """The worker broke, or fell silent, while it had the request."""
 
 
 LEAST_CAPACITY, LARGEST_CAPACITY = 1e-3, 1e3
@@ -291,6 +308,13 @@ class Explain(Message, frozen=True):
     id: str
     request: str
     client: str | None = None
+
+
+class Lift(Message, frozen=True):
+    """An operator ends the quarantine of `client`. The answer is a `Snapshot`, or a `Refuse` if it is in none."""
+
+    id: str
+    client: str
 
 
 class SetLimits(Message, frozen=True):
@@ -497,6 +521,8 @@ class Place(Message, frozen=True):
     """1: the client is ahead of its share, so others within theirs go before it at the worker too."""
     model: str = ""
     """Which the worker must have: it can load others. "": it cannot."""
+    on_trial: bool = False
+    """It is suspected of ending workers (`suspects`): the router waits to hear that its answer has begun."""
 
 
 class Refuse(Message, frozen=True):
@@ -616,6 +642,7 @@ PeerEvent = (
     | Follow
     | Query
     | Explain
+    | Lift
     | SetLimits
     | Planner
     | Plan

@@ -175,6 +175,11 @@ def rows(state: Mapping[str, Any]) -> Iterator[exposition.Row]:
     yield "router_measured_predicted_tokens_total", (), hits["measured_predicted_tokens"]
     yield "router_measured_hit_tokens_total", (), hits["measured_cached_tokens"]
     yield "router_requests_waiting", (), state["waiting"]
+    suspects = state["suspects"]
+    for event, count in suspects["counts"].items():
+        yield "router_suspects_total", (event,), count
+    yield "router_suspects_waiting", (), suspects["waiting"]
+    yield "router_quarantined_clients", (), suspects["clients"]
     if state.get("planner") is not None and state.get("queues") is not None:
         yield from queue_rows(state["planner"], state["queues"])
     for what in ("waiting", "running"):

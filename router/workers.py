@@ -132,6 +132,7 @@ class Flight:
     output_tokens: int = 0
     overrun_tokens: int = 0
     """Beyond what was expected."""
+    placed_s: float = 0.0
     is_cut: bool = False
     """Its gateway was told to cut it off."""
 

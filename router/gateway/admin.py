@@ -1,4 +1,5 @@
-"""Change a running cluster: `GET`, `POST /workers` and `DELETE /workers/NAME`, `POST /swap`, `GET` and `POST /limits`.
+"""Change a running cluster: `GET`, `POST /workers` and `DELETE /workers/NAME`, `POST /swap`, `GET` and `POST /limits`,
+`DELETE /quarantine/CLIENT`.
 
 A replica that is added gets requests from the router's next decision on. One that is drained gets no new ones and
 is forgotten when its last has ended. Whoever may call this can send everybody's prompts to an address of their
@@ -155,6 +156,18 @@ class WorkerName(msgspec.Struct):
     name: Annotated[str, Meta(pattern=NAME_PATTERN)]
 
 
+class ClientName(msgspec.Struct):
+    """Which client, or tenant."""
+
+    client: Annotated[str, Meta(min_length=1, max_length=1_000)]
+
+
+class Lifted(msgspec.Struct):
+    """The client is in quarantine no more."""
+
+    client: str
+
+
 ADMIN_ERRORS = (400, 401, 403, 404, 409, 413, 503)
 SWAP = Operation(
     "POST", "/swap", "Have a replica load another model.", SwapState, ADMIN_ERRORS, 202, body=NewSwap
@@ -175,7 +188,16 @@ DRAIN = Operation(
     ADMIN_ERRORS,
     where=WorkerName,
 )
-OPERATIONS = (SWAP, LIMITS, SET_LIMITS, WORKERS, ADD, DRAIN)
+LIFT = Operation(
+    "DELETE",
+    "/quarantine/{client}",
+    "End the quarantine of a client whose requests have ended replicas.",
+    Lifted,
+    ADMIN_ERRORS,
+    where=ClientName,
+    has_slashes=True,
+)
+OPERATIONS = (SWAP, LIMITS, SET_LIMITS, WORKERS, ADD, DRAIN, LIFT)
 
 
 def routes(link: Links, replicas: Replicas, names: Names, guard: Guard) -> list[Route]:
@@ -241,6 +263,17 @@ def routes(link: Links, replicas: Replicas, names: Names, guard: Guard) -> list[
             raise ApiError(409 if answer.code == NO_THROTTLE else 400, answer.reason, code=answer.code)
         return json_response(_throttle(answer.state))
 
+    async def lift(request: Request) -> Response:
+        guard.check(request)
+        client = request.path_params["client"]
+        try:
+            was_in_one = await link.lift(client)
+        except RouterGone as error:
+            raise _unavailable(error) from error
+        if not was_in_one:
+            raise ApiError(404, f"{client[:100]!r} is in no quarantine", code="not_quarantined")
+        return json_response(Lifted(client))
+
     async def swap(request: Request) -> Response:
         guard.check(request)
         try:
@@ -262,6 +295,7 @@ def routes(link: Links, replicas: Replicas, names: Names, guard: Guard) -> list[
         WORKERS.route(workers, behind),
         ADD.route(add, behind),
         DRAIN.route(drain, behind),
+        LIFT.route(lift, behind),
     ]
 
 

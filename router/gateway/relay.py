@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal, assert_never
 
 from starlette.types import Receive, Scope, Send
 
-from router.events import TOKEN_BYTES, Arrive, Due, Place, Refuse
+from router.events import TOKEN_BYTES, Arrive, Due, Place, Refuse, Suspicion
 from router.gateway.access.identity import Headers, Identity, Peer
 from router.gateway.access.quota import Quotas, Ticket
 from router.gateway.answer.leaving import when_client_leaves
@@ -37,6 +37,7 @@ from router.gateway.record import MOST_NAME, REQUEST_ID, RequestRecord, Try
 from router.gateway.replicas.attempt import Attempt
 from router.gateway.replicas.pool import Replicas
 from router.gateway.replicas.retries import (
+    MAX_ENDED,
     ContinueElsewhere,
     EndStream,
     Finish,
@@ -56,6 +57,7 @@ from router.gateway.request.kinds import PATHS, Kind, style_of
 from router.gateway.routing.link import RouterGone
 from router.gateway.routing.placer import Placer
 from router.gateway.sharing.allowance import Allowance, Capacity
+from router.suspects import fingerprint
 from router.wire import pack_tokens, unpack_tokens
 from sglang_fair.common import token_ids
 from sglang_fair.common.caller import HEADER_SALT, Caller, salt_header
@@ -92,9 +94,6 @@ REMEMBERED_INTERACTIONS = 50_000
 """That a router which was restarted hears of."""
 BODY_TIMEOUT_S = 60.0
 """Longest pause of a client between two pieces of its body."""
-MAX_SILENCED = 2
-"""A replica that falls silent has usually died, and its requests are served by another one. But a request that two
-replicas did not survive may be the cause, and gets no third one."""
 LARGE_BYTES = 1 << 18
 """A request of this size gets no second replica when the first falls silent: its size alone may be the cause."""
 
@@ -184,6 +183,8 @@ class _Exchange:
         self._is_open = False
         """The gateway counts it as under way in its interaction."""
         self._attempts = 0
+        self._fingerprint = ""
+        self._retries = Retries(services.limits.tries)
         self._outcome: Outcomes = "failed"
         self._prompt_tokens = 0
         self._first_s: float | None = None
@@ -415,8 +416,9 @@ class _Exchange:
             headers |= {HEADER_SALT: salt_header(call.salt)}
         if (system_tokens := await services.intake.system_tokens(call, self._allowance.share)) > 0:
             headers |= {HEADER_SYSTEM_TOKENS: str(min(system_tokens, self._prompt_tokens))}
-        max_silenced = 1 if len(call.encoded) > LARGE_BYTES else MAX_SILENCED
-        retries = Retries(services.limits.tries, max_silenced)
+        self._fingerprint = fingerprint(self._client, call.encoded)
+        max_silenced = 1 if len(call.encoded) > LARGE_BYTES else MAX_ENDED
+        retries = self._retries = Retries(services.limits.tries, max_silenced)
         leg = _Leg(call, tokens, self._arrived_s)
         outcome = await self._attempt(leg, retries.excluded, headers, reply, resumable)
         while True:
@@ -447,6 +449,14 @@ class _Exchange:
                     self._outcome = "ok"
                     return
                 case GiveUp(error):
+                    if len(retries.ended) >= MAX_ENDED:
+                        log.error(
+                            "request %s client=%s fingerprint=%s: replicas %s ended while they had it",
+                            self._noted.name,
+                            self._client,
+                            self._fingerprint,
+                            ", ".join(retries.ended),
+                        )
                     if not reply.started:
                         raise error
                     services.counters.failed += 1
@@ -492,6 +502,9 @@ class _Exchange:
             model=leg.call.model,
             due=None if self._promise is None else Due.of(self._promise, time.monotonic()),
             pulled="" if self._attempts else self._pulled,
+            fingerprint=self._fingerprint,
+            lost=len(self._retries.ended),
+            goes_on=reply.started,
         )
         self._attempts += 1
         noted = services.record.tried(self._noted, arrive.id)
@@ -539,6 +552,7 @@ class _Exchange:
             waiting_since_s=leg.waiting_since_s,
             progress_interval_s=services.limits.progress_interval_s,
             patient_until_s=self._patient_until_s(),
+            suspicion=Suspicion(self._client, self._fingerprint, len(self._retries.ended) + 1),
         )
         own = {HEADER_ATTEMPT: place.id} | ({HEADER_MODEL: place.model} if place.model else {})
         if leg.call.stream:

@@ -115,6 +115,17 @@ ALERTS: tuple[Alert, ...] = (
         "`GET /status` names them (`sick`). Look at their logs, and at `GET /ready` of each.",
     ),
     Alert(
+        "SglangFairQuarantine", "critical",
+        "max by (instance) (sglang_fair_router_quarantined_clients)", ">", 0, 0,
+        "Requests of {{ $value }} clients have ended replicas",
+        "Each of these requests was tried at two replicas, which both ended. The client is served one request at a "
+        "time, by one replica, and refused after three such requests. Others are served as before.",
+        "`GET /status` has the clients under `suspects.quarantine`, with the request's id and fingerprint; the "
+        "gateway's log names the replicas, and their logs say what they died of. Report it to us, or to SGLang: a "
+        "request must not do that. `DELETE /quarantine/CLIENT` ends it; `sglang-fair tenants remove` takes the "
+        "client's keys.",
+    ),
+    Alert(
         "SglangFairRequestsFail", "critical",
         '(sum(rate(sglang_fair_requests_total{outcome="failed"}[$window])) or vector(0)) / '
         "sum(rate(sglang_fair_requests_total[$window]))",

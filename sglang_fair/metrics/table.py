@@ -126,6 +126,13 @@ METRICS: tuple[Metric, ...] = (
     Metric("router_decode_tokens_left", "router", "gauge",
            "Output tokens that the requests of a replica are expected to make yet.", ("worker",)),
     Metric("router_tree_tokens", "router", "gauge", "Tokens that the router takes to be cached.", ("worker",)),
+    Metric("router_suspects_total", "router", "counter",
+           "Requests that a replica had when it ended (suspects), those that have ended two (convictions, or doubts "
+           "where something else can be the cause), and those refused because of that.", ("event",)),
+    Metric("router_suspects_waiting", "router", "gauge",
+           "Requests that wait to be tried once more, one at a time, at another replica."),
+    Metric("router_quarantined_clients", "router", "gauge",
+           "Clients that are served one request at a time, because requests of theirs have ended replicas."),
     Metric("router_batch_items", "router", "gauge",
            "Items of batches that the feeder has: waiting to be sent, or running.", ("state",)),
     Metric("router_peers", "router", "gauge", "Gateways that are connected."),

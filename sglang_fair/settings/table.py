@@ -500,6 +500,15 @@ class Throttling:
             unset="none but those of the tenants' file",
         ),
     ] = None
+    quarantine_s: Annotated[
+        float,
+        About(
+            "A client of which a request has ended two replicas is served one at a time for so long.",
+            unit="seconds",
+            metavar="S",
+            above=0,
+        ),
+    ] = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -251,15 +251,22 @@ async def test_large_bodies_are_parsed_off_the_event_loop(
     await c.ended(ok=2)
 
 
-@pytest.mark.parametrize(("size", "taken"), [(10, 2), (LARGE_BYTES, 1)])
+@pytest.mark.parametrize(
+    ("mode", "size", "taken", "code"),
+    [
+        ("silent", 10, 2, "replicas_ended"),
+        ("silent", LARGE_BYTES, 1, "no_replica"),
+        ("die", LARGE_BYTES, 2, "replicas_ended"),
+    ],
+)
 @pytest.mark.cluster(replicas=4, tries=4, idle_timeout_s=0.3)
-async def test_a_request_that_silences_replicas_is_not_given_to_all_of_them(
-    size: int, taken: int, c: Cluster
+async def test_a_request_that_ends_replicas_is_given_to_two_at_most(
+    mode: str, size: int, taken: int, code: str, c: Cluster
 ) -> None:
     for replica in c.replicas:
-        replica.mode = "silent"
+        replica.mode = mode
     status, _, answer = await c.post("/v1/completions", {"prompt": "x" * size})
-    assert (status, json.loads(answer)["error"]["code"]) == (502, "no_replica")
+    assert (status, json.loads(answer)["error"]["code"]) == (502, code)
     assert sum(len(replica.requests) for replica in c.replicas) == taken
     await c.ended(failed=taken)
 

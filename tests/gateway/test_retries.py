@@ -22,6 +22,7 @@ from router.gateway.replicas.retries import (
     TryAnother,
     Unplaced,
 )
+from router.suspects import KNOWN, QUARANTINED
 
 BROKEN = Lost("r0", "broken pipe")
 SILENT = Lost("r0", "TimeoutError", fell_silent=True)
@@ -91,6 +92,17 @@ def test_a_request_that_silences_replicas_gets_no_further_one(sent: Sent, code: 
     assert gave_up(retries.after(SILENT, sent))[:2] == (502, code)
 
 
+@pytest.mark.parametrize(
+    ("sent", "code"), [(Sent.NOTHING, "replicas_ended"), (Sent.CONTINUABLE, "replica_lost")]
+)
+def test_a_request_that_two_replicas_did_not_survive_gets_no_third(sent: Sent, code: str) -> None:
+    retries = Retries(9)
+    retries.after(Lost("r0", "reset", is_suspect=True), sent)
+    assert not isinstance(retries.after(BROKEN, sent), GiveUp), "it was never there"
+    assert gave_up(retries.after(Lost("r1", "reset", is_suspect=True), sent))[:3] == (502, code, None)
+    assert retries.ended == ("r0", "r1")
+
+
 @pytest.mark.parametrize("sent", BEGUN)
 def test_whatever_stops_a_stream_that_has_begun_is_told_in_it(sent: Sent) -> None:
     for outcome in (
@@ -118,6 +130,8 @@ def test_whatever_stops_a_stream_that_has_begun_is_told_in_it(sent: Sent) -> Non
         (Refuse("x", "no worker is up", retry=True), 503, "refused", 1),
         (Refuse("x", "it can never be served", retry=False), 503, "refused", None),
         (Refuse("x", "too many wait", retry=True, is_full=True), 429, "overloaded", 1),
+        (Refuse("x", "it was convicted", retry=False, code=KNOWN), 422, KNOWN, None),
+        (Refuse("x", "later", retry=True, code=QUARANTINED, retry_after_s=8.5), 503, QUARANTINED, 9),
     ],
 )
 def test_a_client_that_has_nothing_is_told_whose_fault_it_is(

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 
-from router.events import Done, Place, Progress
+from router.events import Done, Place, Progress, Suspicion
 from router.events import Outcome as Ending
 from router.gateway.answer.refused import refused
 from router.gateway.answer.reply import ClientGone, Reply
@@ -63,9 +63,11 @@ class Attempt:
         waiting_since_s: float,
         progress_interval_s: float,
         patient_until_s: float | None = None,
+        suspicion: Suspicion | None = None,
     ) -> None:
-        """`waiting_since_s` is when the client began to wait, on the monotonic clock; the time to first token counts
-        from it. Until `patient_until_s` the replica may be silent beyond all timeouts, because of its queue."""
+        """`suspicion` is what the router is told if the replica ends with the request. `waiting_since_s` is
+        when the client began to wait, on the monotonic clock; the time to first token counts from it. Until
+        `patient_until_s` the replica may be silent beyond all timeouts, because of its queue."""
         self._replicas = replicas
         self._placer = placer
         self._call = call
@@ -75,6 +77,9 @@ class Attempt:
         self._waiting_since_s = waiting_since_s
         self._patient_until_s = 0.0 if patient_until_s is None else patient_until_s
         self._progress_interval_s = progress_interval_s
+        self._suspicion = suspicion
+        self._has_ended_it = False
+        """The replica has ended, with the request in its hands."""
         self._stream = stream_of(call)
         self._asking: Asking | None = None
         self._may_be_working = False
@@ -210,6 +215,8 @@ class Attempt:
                 self._replicas.health.heard(self._place.worker, self._last_s)
                 if self._first_s is None:
                     self._first_s = self._last_s
+                    if self._place.on_trial:
+                        self._placer.progress(Progress(self._place.id, max(1, stream.usage.output_tokens)))
                     if not reply.started:
                         headers = self._headers(answer) | {"cache-control": "no-cache"}
                         await reply.start(200, headers, is_stream=True)
@@ -241,8 +248,9 @@ class Attempt:
             self._may_be_working = False
             self._replicas.health.refused(self._place.worker)
         was_sent = self._asking is not None and self._asking.was_sent
+        self._has_ended_it = was_sent and not self._replicas.health.is_leaving(self._place.worker)
         fell_silent = isinstance(error, TimeoutError) and was_sent and self._first_s is None
-        return Lost(self._place.worker, describe(error), fell_silent)
+        return Lost(self._place.worker, describe(error), self._has_ended_it, fell_silent)
 
     def _usage(self, resumable: Resumable | None) -> Usage:
         """Of an attempt that was cut off: counted by token ids where they are known, else as the stream says."""
@@ -269,6 +277,7 @@ class Attempt:
                 outcome=ending,
                 ttft_s=ttft_s,
                 tpot_s=tpot_s,
+                lost=self._suspicion if self._has_ended_it else None,
             )
         )
 

@@ -93,6 +93,10 @@ class Watch:
             and self._refusals.get(worker, 0) < REFUSALS
         )
 
+    def is_leaving(self, worker: str) -> bool:
+        """It has answered that it takes nothing more: it is about to stop."""
+        return worker in self._leaving
+
     def heard(self, worker: str, now_s: float) -> None:
         """Bytes came from it."""
         self._heard_s[worker] = self._time.look(now_s)
@@ -163,6 +167,10 @@ class Health:
     def is_well(self, worker: str) -> bool:
         """Whether it may get requests."""
         return self.watch.is_well(worker)
+
+    def is_leaving(self, worker: str) -> bool:
+        """Whether it is about to stop in order."""
+        return self.watch.is_leaving(worker)
 
     def sick(self) -> list[str]:
         """The known workers that are not well."""

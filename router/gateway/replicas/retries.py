@@ -6,7 +6,8 @@ The relay makes an attempt, tells `Retries.after` how it ended and what its clie
     served                done                   done                          done
     lost                  another replica        continue elsewhere; if only   error event
                                                  [DONE] is missing, send it
-    lost, falling silent  the same; an error once `max_silenced` replicas have fallen silent with the request
+    lost, a suspect       the same; an error once `MAX_ENDED` replicas have ended with the request in their hands,
+                          or `max_silenced` have fallen silent
     mismatch              -                      error event                   -
     misdirected           asked again a little     the same as after a loss      error event
                           later, no try used
@@ -27,6 +28,14 @@ from typing import assert_never
 
 from router.events import Refuse
 from router.gateway.errors import RETRY_AFTER_S, ApiError, overloaded
+from router.suspects import ENDED, KNOWN, QUARANTINED
+
+MAX_ENDED = 2
+"""A replica that ends has usually died of something else, and its requests are served by another one. But a request
+that two replicas did not survive may be the cause, and gets no third one."""
+
+REFUSED = {KNOWN: 422, QUARANTINED: 503}
+"""The status of what is refused because of what is suspected of it."""
 
 MAX_MISDIRECTED = 8
 """Attempts that may come to a replica with another model; one more counts as a loss."""
@@ -46,11 +55,13 @@ class Served:
 class Lost:
     """The replica did not answer to the end; another one may.
 
-    `fell_silent`: it took the request and nothing came from it any more, so the request may be the reason.
+    `is_suspect`: it had the request when its connection broke or it fell silent, so the request may be the reason.
+    `fell_silent`: nothing came from it for too long, and nothing had come before.
     """
 
     worker: str
     reason: str
+    is_suspect: bool = False
     fell_silent: bool = False
 
 
@@ -148,8 +159,10 @@ Step = Finish | TryAnother | ContinueElsewhere | EndStream | GiveUp
 class Retries:
     """The attempts at one request."""
 
-    def __init__(self, tries: int, max_silenced: int) -> None:
+    def __init__(self, tries: int, max_silenced: int = MAX_ENDED) -> None:
         """At most `tries` attempts, and no further one once `max_silenced` replicas have fallen silent."""
+        self.ended: tuple[str, ...] = ()
+        """Workers that had the request when they ended."""
         self.excluded: tuple[str, ...] = ()
         """Workers that the next attempt must not go to."""
         self._tries_left = tries
@@ -178,7 +191,8 @@ class Retries:
                 return self._give_up(sent, _unavailable(reason))
             case Refuse():
                 # After a loss the router has nobody left to name: the loss is the better explanation.
-                return self._give_up(sent, None if self.excluded else _refusal(outcome))
+                is_better = self.excluded and outcome.code not in REFUSED
+                return self._give_up(sent, None if is_better else _refusal(outcome))
             case _:
                 assert_never(outcome)
 
@@ -187,7 +201,13 @@ class Retries:
         self._tries_left -= 1
         self._silences_left -= lost.fell_silent
         self.excluded = (*self.excluded, lost.worker)
-        if self._silences_left <= 0 or sent is Sent.FIXED:
+        if lost.is_suspect:
+            self.ended = (*self.ended, lost.worker)
+        if sent is Sent.FIXED:
+            return self._give_up(sent)
+        if len(self.ended) >= MAX_ENDED and sent is not Sent.ALL_BUT_END:
+            return self._give_up(sent, _convicted(self.ended))
+        if self._silences_left <= 0:
             return self._give_up(sent)
         if sent is Sent.ALL_BUT_END:
             return EndStream()
@@ -237,6 +257,13 @@ class Retries:
         )
 
 
+def _convicted(ended: tuple[str, ...]) -> ApiError:
+    names = ", ".join(ended)
+    return ApiError(
+        502, f"replicas ended while they had this request: {names}; it is not tried again", code=ENDED
+    )
+
+
 def _no_descriptors() -> ApiError:
     return ApiError(
         503, "the gateway has no room for a connection", code="overloaded", retry_after_s=RETRY_AFTER_S
@@ -248,6 +275,10 @@ def _unavailable(reason: str) -> ApiError:
 
 
 def _refusal(refuse: Refuse) -> ApiError:
+    if refuse.code in REFUSED:
+        after_s = None if refuse.retry_after_s is None else ceil(refuse.retry_after_s)
+        status = REFUSED[refuse.code]
+        return ApiError(status, refuse.reason, code=refuse.code, retry_after_s=after_s)
     if refuse.code:
         wait_s = ceil(refuse.retry_after_s or RETRY_AFTER_S)
         return ApiError(429, refuse.reason, code=refuse.code, retry_after_s=wait_s)

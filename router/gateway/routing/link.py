@@ -38,6 +38,7 @@ from router.events import (
     Explained,
     Follow,
     Held,
+    Lift,
     Place,
     ProtocolError,
     Query,
@@ -257,6 +258,14 @@ class Link:
         if isinstance(answer, Snapshot):
             with contextlib.suppress(RouterGone):
                 await self.workers()  # with the limits: a router that is restarted is told of them
+        return answer
+
+    async def lift(self, client: str) -> Snapshot | Refuse:
+        """Ends the quarantine of a client. The router's state then, or that it is in none. Raises `RouterGone`."""
+        name = uuid.uuid4().hex
+        answer = await self._ask(name, Lift(name, client))
+        if not isinstance(answer, Snapshot | Refuse):
+            raise RouterGone("the router answered something else than was asked")
         return answer
 
     async def swap(self, worker: str, model: str) -> Snapshot | Refuse:

@@ -82,6 +82,12 @@ class Links:
         snapshots = [answer for answer in answers if isinstance(answer, Snapshot)]
         return Snapshot(snapshots[0].id, merged([one.state for one in snapshots]))
 
+    async def lift(self, client: str) -> bool:
+        """Ends the quarantine of a client at all routers; whether it was in one. Raises `RouterGone` if none
+        answers."""
+        answers = await self._of_all([link.lift(client) for link in self._living()])
+        return any(isinstance(answer, Snapshot) for answer in answers)
+
     async def swap(self, worker: str, model: str) -> Snapshot | Refuse:
         """Has a worker load another model: its agent is one router's. The state then, or why that cannot be. Raises
         `RouterGone` if none answers."""

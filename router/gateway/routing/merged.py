@@ -50,6 +50,7 @@ def merged(snapshots: Sequence[Mapping[str, Any]]) -> dict[str, object]:
     }
     for name in ("planner", "queues"):  # at most one of them has any
         made[name] = next((one[name] for one in snapshots if one.get(name)), None)
+    made["suspects"] = _suspects([one["suspects"] for one in snapshots])
     made["throttle"] = _throttle([one["throttle"] for one in snapshots])
     return made
 
@@ -86,6 +87,15 @@ def _worker(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         made[name] = added([row[name] for row in rows])
     made["tree_tokens"] = max(row["tree_tokens"] for row in rows)
     made["state"] = max((row["state"] for row in rows), key=WORST.index)
+    return made
+
+
+def _suspects(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A client's requests are judged by one router at a time."""
+    made = {name: added([row[name] for row in rows]) for name in ("clients", "waiting", "counts")}
+    made["newcomers"] = any(row["newcomers"] for row in rows)
+    for name in ("quarantine", "trials"):
+        made[name] = {key: value for row in reversed(rows) for key, value in row[name].items()}
     return made
 
 
