@@ -315,13 +315,13 @@ def test_a_suspect_waits_until_all_else_is_clear_and_nothing_else_comes() -> Non
 
 @pytest.mark.parametrize("count", [1, 9, 40])
 def test_a_client_s_killers_end_as_many_replicas_as_the_bound_says(count: int) -> None:
-    site = known(4)
+    site = known(12)
     killers = [site.send("k0", kills=True) for _ in range(count)]
     polite = [site.send("p0") for _ in range(8)]
     site.settle()
     assert all(one.is_served for one in polite)
     assert all(one.error in ("replicas_ended", KNOWN, QUARANTINED) for one in killers)
-    first = min(count, 4)
+    first = min(count, 12)
     assert site.deaths <= first + min(count, MOST_CONVICTIONS)
     assert [*site.quarantine] == ["k0"]
     assert site.quarantine["k0"]["is_refused"] is (count > 1)
