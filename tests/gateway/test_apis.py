@@ -307,7 +307,8 @@ async def test_a_stream_that_loses_its_replica_ends_in_an_error_event(c: Cluster
         if kind == "responses":
             assert json.loads(last.split("data: ")[1])["sequence_number"] == 2
         c.replicas[0].mode = "die"
-        status, _, raw = await c.post(PATHS[kind], BODIES[PATHS[kind]] | {"stream": True})
+        another = {"stream": True, "temperature": 0.5}
+        status, _, raw = await c.post(PATHS[kind], BODIES[PATHS[kind]] | another)
         assert status == 502
         assert ("type" in json.loads(raw)) is (kind in ANTHROPIC)
 

@@ -123,7 +123,7 @@ async def test_the_spans_of_a_request_are_one_tree(
 
 @pytest.mark.cluster(replicas=3)
 async def test_each_attempt_is_there(memory: Memory, c: Cluster) -> None:
-    c.replicas[0].mode = c.replicas[1].mode = "die"
+    c.replicas[0].mode, c.replicas[1].mode = "die", "503"
     status, _, _ = await c.post("/v1/completions", COMPLETION)
     assert status == 200
     [root] = await memory.trees(1)
