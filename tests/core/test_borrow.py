@@ -51,10 +51,7 @@ def test_no_schedule_breaks_the_bound(schedule, weights, quantum, share):
 
 
 HOT = Schedule(
-    (
-        Burst(0, "a", 400, 40, 1, hot=True),
-        Burst(0, "b", 40, 40, 4),
-    ),
+    (Burst(0, "a", 400, 40, 1, hot=True), Burst(0, "b", 40, 40, 4)),
     pool_tokens=180,
     cache_tokens=128,
     steps=150,

@@ -12,17 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_fair.common.files import read_json
-from sglang_fair.core.cost import (
-    COSTS,
-    Cost,
-    Flops,
-    Linear,
-    Profiled,
-    Quadratic,
-    Tiered,
-    describe,
-    make_cost,
-)
+from sglang_fair.core.cost import COSTS, Cost, Flops, Linear, Profiled, Quadratic, Tiered, describe, make_cost
 
 SMALL_LLAMA = Flops(parameters=106_168_320, layers=30, hidden=576)
 

@@ -423,11 +423,7 @@ def test_fs_p9_with_an_infinite_lead_interactions_that_have_begun_go_first(
 
 
 @settings(max_examples=examples(60))
-@given(
-    short=st.integers(10, 100),
-    times=st.floats(1, 8),
-    tokens=st.integers(1, 500),
-)
+@given(short=st.integers(10, 100), times=st.floats(1, 8), tokens=st.integers(1, 500))
 @example(short=10, times=5, tokens=5)
 def test_fs_p10_tokens_count_as_parts_of_what_is_normal(short: int, times: float, tokens: int) -> None:
     """The example of section 3.2: 5 tokens are half of 10, and a tenth of 50."""

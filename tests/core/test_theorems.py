@@ -27,16 +27,7 @@ from sglang_fair.core.steps import Steps
 from sglang_fair.core.vtc import Vtc
 from tests.core.test_dlpm import BURSTS
 from tests.support.budget import examples
-from tests.support.engine_model import (
-    BASE_S,
-    REQUEST_S,
-    EngineModel,
-    Request,
-    Trace,
-    cases,
-    run,
-    traced,
-)
+from tests.support.engine_model import BASE_S, REQUEST_S, EngineModel, Request, Trace, cases, run, traced
 
 THEOREMS = settings(max_examples=examples(40))
 WEIGHTS = st.fixed_dictionaries({name: st.sampled_from([0.5, 1.0, 3.0]) for name in "abc"})

@@ -47,6 +47,11 @@ def request(kind: str, text: str, limit: int, stop: list[str] | None = None, **m
     }
 
 
+def event_of_chat(text: str) -> bytes:
+    chunk = {"id": "1", "choices": [{"index": 0, "delta": {"content": text}}]}
+    return b"data: " + json.dumps(chunk).encode() + b"\n\n"
+
+
 class Ones(random.Random):
     """Chooses the first: every token its own event."""
 
@@ -428,8 +433,7 @@ def test_a_stop_text_that_a_sampled_stream_may_have_begun(tokenizer: Path, kind:
 def test_a_sampled_stream_without_token_ids_is_not_continued(tokenizer: Path) -> None:
     """As of a replica that has no overlay."""
     client = Client(tokenizer, "chat", sampled("chat", "x", 20))
-    said = {"id": "1", "choices": [{"index": 0, "delta": {"content": "abc"}}]}
-    client.resumable.pass_on(b"data: " + json.dumps(said).encode() + b"\n\n")
+    client.resumable.pass_on(event_of_chat("abc"))
     with pytest.raises(Diverged, match="token ids are not known"):
         client.lose()
 
@@ -442,31 +446,22 @@ def test_a_sampled_stream_of_another_prompt_or_other_text_is_not_continued(token
         client = Client(tokenizer, "chat", sampled("chat", "x", 20))
         prompt = client.tokens.ids(client.call)
         ids = Engine(tokenizer).prompt("completions", {"prompt": text})
-        chunk = {"id": "1", "choices": [{"index": 0, "delta": {"content": "abc"}}]}
-        events = b"data: " + json.dumps(chunk).encode() + b"\n\n"
-        client.resumable.pass_on(events + comment(prompt_tokens or len(prompt), ids, None).encode())
+        told = comment(prompt_tokens or len(prompt), ids, None).encode()
+        client.resumable.pass_on(event_of_chat("abc") + told)
         with pytest.raises(Diverged, match=said):
             client.lose()
 
 
 def test_text_that_looks_like_a_comment_is_the_client_s(tokenizer: Path) -> None:
     client = Client(tokenizer, "chat", sampled("chat", "x", 20))
-    chunk = {"id": "1", "choices": [{"index": 0, "delta": {"content": ": token_ids x\n\n: token_ids y"}}]}
-    event = b"data: " + json.dumps(chunk).encode() + b"\n\n"
+    event = event_of_chat(": token_ids x\n\n: token_ids y")
     assert client.resumable.pass_on(event + comment(9, [5], None).encode()) == event
 
 
 def test_text_of_a_chat_waits_for_its_token_ids(tokenizer: Path) -> None:
     client = Client(tokenizer, "chat", sampled("chat", "x", 20))
-    said = [
-        b"data: "
-        + json.dumps({"id": "1", "choices": [{"index": 0, "delta": {"content": text}}]}).encode()
-        + b"\n\n"
-        for text in "abc"
-    ]
-    ids = [
-        comment(9, Engine(tokenizer).prompt("completions", {"prompt": text}), None).encode() for text in "abc"
-    ]
+    said, engine = [event_of_chat(text) for text in "abc"], Engine(tokenizer)
+    ids = [comment(9, engine.prompt("completions", {"prompt": text}), None).encode() for text in "abc"]
     assert client.resumable.pass_on(said[0]) == said[0], "its replica may be one that sends none"
     assert client.resumable.pass_on(ids[0] + said[1]) == b""
     assert client.resumable.pass_on(ids[1]) == said[1]

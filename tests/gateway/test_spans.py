@@ -12,12 +12,7 @@ from router.core import Router
 from router.events import Arrive, Done, Explain, Place, WorkerUp
 from router.gateway.record import Exchange, RequestRecord, Try, shown_try
 from router.gateway.spans import (
-    DECODE,
-    END,
     OWN,
-    PLACEMENT,
-    PREFILL,
-    WAITING,
     Child,
     Told,
     below,
@@ -199,27 +194,6 @@ def test_the_replicas_part_is_where_it_was_but_for_what_the_questions_took(
 
 
 # ---- what they say
-
-
-def test_they_say_what_an_explanation_says() -> None:
-    replica, router = of_replica(retracted=True), of_router()
-    found = children(attempt(), told([replica], router))
-    for name, fields, record in (
-        ("placement", PLACEMENT, router),
-        ("waiting", WAITING, replica),
-        ("prefill", PREFILL, replica),
-        ("decode", (*DECODE, *END), replica),
-    ):
-        said = {key.removeprefix(OWN): value for key, value in found[name].attributes.items()}
-        for field in fields:
-            value = record[field]
-            if isinstance(value, dict):
-                assert {f"{field}.{key}": one for key, one in value.items()}.items() <= said.items()
-            elif value not in (None, "", []):
-                assert said[field] == value
-            else:
-                assert field not in said
-    assert found["waiting"].attributes[OWN + "waited_for"] == BATCH, "the longest"
 
 
 def served(outcome: str, **changes: Any) -> Exchange:

@@ -74,10 +74,7 @@ def test_a_file_sets_what_the_command_line_does_not(tmp_path: Path) -> None:
         ("cluster:\n  json: maybe\n", "2:9: cluster.json must be true or false, not 'maybe'"),
         ("cluster:\n  policy: magic\n", "2:11: unknown cluster.policy 'magic'; there are "),
         ("cluster:\n  time_scale: .inf\n", "2:15: cluster.time_scale must be a finite number, not inf"),
-        (
-            "cluster:\n  client_weights: [a]\n",
-            "2:19: cluster.client_weights must map names to numbers",
-        ),
+        ("cluster:\n  client_weights: [a]\n", "2:19: cluster.client_weights must map names to numbers"),
         ("cluster:\n  sglang_arguments: --tp 2\n", "2:21: cluster.sglang_arguments must be a list of texts"),
         ("gateway:\n  port:\n", "2:8: gateway.port must be a whole number"),
     ],

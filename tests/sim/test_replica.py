@@ -25,16 +25,7 @@ from sglang_fair.core.rpm import Rpm
 from sglang_fair.core.steps import Steps
 from sglang_fair.core.vtc import Vtc
 from sglang_fair.sim.answers import answer
-from sglang_fair.sim.replica import (
-    Event,
-    Finished,
-    Progress,
-    Refused,
-    Removed,
-    Replica,
-    Settings,
-    SimRequest,
-)
+from sglang_fair.sim.replica import Event, Finished, Progress, Refused, Removed, Replica, Settings, SimRequest
 from tests.support import fork_server
 from tests.support.budget import examples
 from tests.support.sim_traces import LOADS, Traced, load
@@ -380,15 +371,6 @@ def test_every_request_ends_once_and_nothing_is_lost(case, policy, shared_prices
     assert len(replica.queue) == 0
     assert not list(replica.queue.running())
     assert replica.cache.locked_tokens == 0
-
-
-def test_the_same_traffic_gives_the_same_events():
-    case = {
-        "seed": 3, "kv_tokens": 320, "page_tokens": 4, "max_running": 6, "chunked_prefill_tokens": 48,
-        "ignore_eos": False, "gap_s": 0.01, "longest": 60,
-    }  # fmt: skip
-    first, second = (play(case, Dlpm(quantum=50.0), 7)[1] for _ in range(2))
-    assert first == second
 
 
 def test_the_random_traffic_reaches_every_rule():

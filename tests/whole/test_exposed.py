@@ -25,16 +25,8 @@ from tests.support.waiting import wait_until
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 PROGRAMS = [
-    "cluster",
-    "fork_server",
-    "replica",
-    "router",
-    "gateway",
-    "planner",
-    "agent",
-    "feeder",
-    "dashboard",
-]
+    "cluster", "fork_server", "replica", "router", "gateway", "planner", "agent", "feeder", "dashboard",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -19,11 +19,7 @@ LIMIT_S = 800
 FORKS = 16
 """More than replicas are started."""
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.machine,
-    pytest.mark.timeout(LIMIT_S + 100),
-]
+pytestmark = [pytest.mark.e2e, pytest.mark.machine, pytest.mark.timeout(LIMIT_S + 100)]
 
 Seen = dict[str, dict[str, Any]]
 

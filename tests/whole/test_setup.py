@@ -145,21 +145,20 @@ class TestMake:
         assert done.stderr.startswith("setup: python3.99 is not installed (PYTHON= names another)\n")
 
 
-@pytest.mark.parametrize(
-    ("hidden", "said"),
-    [
-        ("torch", "cannot be imported"),
-        ("sglang_fair", "not installed"),
-    ],
-)
-def test_a_broken_installation_is_named_in_one_line(hidden: str, said: str) -> None:
+def check(what: str, first: str) -> subprocess.CompletedProcess[str]:
+    """The check of an installation, in a process in which a line was run first."""
     code = (
-        "import runpy, sys\n"
-        f"sys.modules[{hidden!r}] = None\n"
-        "sys.argv[1:] = ['cpu']\n"
+        f"import runpy, sys\n{first}\nsys.argv[1:] = [{what!r}]\n"
         "runpy.run_path('sglang_fair/install/check.py', run_name='__main__')"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "said"), [("torch", "cannot be imported"), ("sglang_fair", "not installed")]
+)
+def test_a_broken_installation_is_named_in_one_line(hidden: str, said: str) -> None:
+    done = check("cpu", f"sys.modules[{hidden!r}] = None")
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert line.startswith("setup: ")
@@ -195,19 +194,14 @@ class TestImage:
         assert all(pinned[canonical(one.name)] in one.specifier for one in asked)
 
     def test_what_is_missing_ends_the_build_in_one_line(self) -> None:
-        code = (
-            "import runpy, sys\n"
+        done = check(
+            "image",
             "from importlib import metadata\n"
             "version = metadata.version\n"
             "def hiding(name):\n"
             "    if name == 'httptools': raise metadata.PackageNotFoundError(name)\n"
             "    return '0.1' if name == 'rich' else version(name)\n"
-            "metadata.version = hiding\n"
-            "sys.argv[1:] = ['image']\n"
-            "runpy.run_path('sglang_fair/install/check.py', run_name='__main__')"
-        )
-        done = subprocess.run(
-            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+            "metadata.version = hiding",
         )
         assert done.returncode == 1
         assert done.stderr == (
@@ -215,12 +209,7 @@ class TestImage:
         )
 
     def test_it_is_checked_where_it_is_built(self) -> None:
-        done = subprocess.run(
-            [sys.executable, "-m", "sglang_fair.install.check", "image"],
-            cwd=ROOT,
-            capture_output=True,
-            check=False,
-        )
+        done = check("image", "")
         assert done.returncode == 0, done.stderr
         cuda = (ROOT / "Dockerfile").read_text().partition(" AS cuda")[2]
         assert "install.check image\n" in cuda
@@ -229,26 +218,12 @@ class TestImage:
 
 def make(*arguments: str) -> str:
     """What `make` prints; the variables of a `make` that runs these tests are not its business."""
-    done = subprocess.run(
-        ["make", "-C", str(ROOT), *arguments],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=clean_environment(),
-    )
-    return done.stdout
+    command = ["make", "-C", str(ROOT), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=clean_environment()).stdout
 
 
 def clean_environment() -> dict[str, str]:
     ours = (
-        "VENV",
-        "DEVICE",
-        "PYTHON",
-        "TORCH_INDEX",
-        "ARGS",
-        "MAKEFLAGS",
-        "MFLAGS",
-        "MAKELEVEL",
-        "MAKEOVERRIDES",
-    )
+        "VENV", "DEVICE", "PYTHON", "TORCH_INDEX", "ARGS", "MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES",
+    )  # fmt: skip
     return {name: value for name, value in os.environ.items() if name not in ours}

@@ -255,20 +255,6 @@ def test_a_stream_that_is_cut_goes_on_elsewhere(made: Cluster, alone: Answers) -
     assert not is_said_by(made, "b", alone["a"][3])
 
 
-def test_a_stream_that_nobody_else_can_go_on_with_finishes(made: Cluster, alone: Answers) -> None:
-    async def main() -> None:
-        seen: list[int] = []
-        one = asyncio.create_task(stream(made, "b", seen))
-        while len(seen) < 5:
-            await asyncio.sleep(0.01)
-        await asyncio.to_thread(order, made, "a")
-        assert await one == ""
-        assert seen == alone["b"][3]
-
-    asyncio.run(main())
-    wait_until(lambda: settled(made) == "a", "the swap")
-
-
 MOMENTS_S = (0.0, 0.02, 0.05, 0.12) if is_night() else (0.02, 0.12)
 """After the order. Five early deaths in a row, and the supervisor gives a process up."""
 

@@ -43,13 +43,6 @@ def test_cells_are_unique_and_survive_json(experiment, size):
         assert Site.from_json(told["site"]) == cell.site
 
 
-@ALL
-def test_quick_is_not_larger_than_full(experiment):
-    quick, full = (runner.jobs_of({experiment.id: experiment}, size) for size in SIZES)
-    assert len(quick) <= len(full)
-    assert sum(job.cell.simulated_s for job in quick) <= sum(job.cell.simulated_s for job in full)
-
-
 def test_a_cell_has_a_name_for_a_file_and_seeds_that_differ():
     with pytest.raises(ValueError, match="a cell's name"):
         Cell("../vtc", Site(), TrafficSpec("t"), Plan(1.0))
@@ -284,13 +277,6 @@ def test_quick_and_full_records_are_not_mixed(tmp_path):
     records = records_of(tmp_path)
     with pytest.raises(ValueError, match="quick and full"):
         results.page([records[0], replace(records[1], size="quick")], {"odd": Odd(CELLS)})
-
-
-def test_equal_records_give_equal_plots(tmp_path):
-    told = results.reports(records_of(tmp_path), {"odd": Odd(CELLS)})
-    first, second = (results.draw(told, tmp_path / name) for name in "ab")
-    assert [path.name for path in first] == ["odd-y.png", "odd-y.svg"]
-    assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
 
 
 def test_numbers_are_kept_short_and_finite():

@@ -236,10 +236,7 @@ def test_what_is_sent_as_the_run_ends_has_a_record(steps):
         yield Call(CODEC.encode("x" * 100), 10)
         yield Call(CODEC.encode("y" * 100), 10)
 
-    clients = [
-        replace(asking("bad", twice), well_behaved=False),
-        asking("good", lambda _: one_call(100, 10)),
-    ]
+    clients = [replace(asking("bad", twice), well_behaved=False), asking("good", lambda _: one_call(100, 10))]
     run = simulate(steps, clients, Plan(0.01, drain_s=None, drain_for="well-behaved"))
     complete(run)
     last = run.requests[-1]
@@ -437,8 +434,7 @@ def test_options_reach_policy_and_placement(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("line", "fair"),
-    [([], False), (["--cache-share", "off"], False), (["--cache-share", "on"], True)],
+    ("line", "fair"), [([], False), (["--cache-share", "off"], False), (["--cache-share", "on"], True)]
 )
 def test_replicas_and_router_evict_as_the_command_says(line, fair, monkeypatch):
     cases = []
