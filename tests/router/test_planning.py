@@ -339,20 +339,6 @@ def test_deadlines_that_will_be_missed_are_overload() -> None:
 # -- messages
 
 
-def test_the_messages_survive_the_wire() -> None:
-    problem = a_problem(Random(3), 12, 4)
-    events = (
-        Planner("host/1"),
-        Plan(3, {"w0": (1, 2), "w1": ()}, 2, 1.5, 0.25, 0.5, Shortage(None, 1, {"m": 1}, "why")),
-        Plan(1, {}, centres=(Lengths("m", "c", ((0.0, 1.5),)),)),
-        Tick(),
-    )
-    for event in events:
-        assert decode_event(encode(event)) == event
-    replan = Replan(7, problem, (Lengths("m", "c", ((0.0, 1.5), (2.0, 2.0))),))
-    assert decode_answer(encode(replan)) == replan
-
-
 @pytest.mark.parametrize(
     "broken",
     [
@@ -377,23 +363,6 @@ def test_a_question_that_cannot_be_planned_is_refused() -> None:
     whole["problem"]["demands"][0]["slack_s"] = float("nan")
     with pytest.raises(ProtocolError):
         decode_answer(msgspec.msgpack.encode(whole))
-
-
-@settings(max_examples=examples(200))
-@given(st.binary(max_size=40), st.integers(0, 400), st.integers(0, 2**32))
-def test_a_damaged_message_is_refused_or_is_a_message(garbage: bytes, at: int, seed: int) -> None:
-    whole = encode(Plan(3, {"w0": (1, 2), "w1": ()}, 2, 1.5, 0.25, 0.5, Shortage(2, 1, {"m": 1}, "why")))
-    damaged = whole[: at % len(whole)] + garbage + whole[at % len(whole) + len(garbage) :]
-    made, queues = router()
-    made.handle(Planner(), 0.0, b"p")
-    queues.is_late = True
-    asked(made, 0.0)
-    try:
-        event = decode_event(damaged)
-    except ProtocolError:
-        return
-    made.handle(event, 1.0, b"p")
-    msgspec.json.encode(made.state())
 
 
 # -- answers

@@ -1,9 +1,9 @@
 """A cluster over two networks, through a cut and with an eavesdropper.
 
-    unshare -rmn python -m tests.support.far FOLDER long|short FD...
+    unshare -rmn python -m tests.support.far FOLDER FD...
 
 FDs are connections to a fork server, of which replicas are forked. Prints what it has seen, as one object of JSON for
-each check. The short form leaves the cable as it is.
+each check.
 """
 
 import asyncio
@@ -134,7 +134,7 @@ async def checked(name: str, check: Callable[[], Awaitable[dict[str, Any]]]) -> 
     print(f"{name}: {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
 
 
-async def main(folder: Path, is_long: bool, forks: list[socket.socket]) -> None:
+async def main(folder: Path, forks: list[socket.socket]) -> None:
     cable = Cable()
     try:
         async with FarSite(cable, forks, folder / "plain", is_secure=False, replicas=1, fronts=1) as plain:
@@ -142,13 +142,12 @@ async def main(folder: Path, is_long: bool, forks: list[socket.socket]) -> None:
         site = FarSite(cable, forks, folder / "secure", is_secure=True, replicas=2, fronts=2, options=PLENTY)
         async with site:
             await checked("overheard", lambda: overheard(site))
-            if is_long:
-                await checked("cut", lambda: cut(site, cable))
+            await checked("cut", lambda: cut(site, cable))
     finally:
         cable.close()
 
 
 if __name__ == "__main__":
-    connections = [socket.socket(fileno=int(number)) for number in sys.argv[3:]]
-    asyncio.run(main(Path(sys.argv[1]), sys.argv[2] == "long", connections))
+    connections = [socket.socket(fileno=int(number)) for number in sys.argv[2:]]
+    asyncio.run(main(Path(sys.argv[1]), connections))
     print('"ok"')

@@ -30,16 +30,14 @@ class Process:
         name: str,
         *arguments: str,
         environment: Mapping[str, str] | None = None,
-        before: Sequence[str] = (),
         python: str = sys.executable,
         folder: Path | None = None,
     ) -> None:
-        """`before` are the words of a command that becomes another one, as nsenter does. It runs in `folder`, and
-        `python` is another environment's."""
+        """It runs in `folder`, and `python` is another environment's."""
         self.name = name
         self._environment = {**os.environ, **(environment or {})}
         self._folder = folder
-        self.command = [*before, python, "-m", *arguments]
+        self.command = [python, "-m", *arguments]
         self.log = Path(tempfile.mkstemp(prefix=f"{name}-", suffix=".log")[1])
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -113,14 +111,11 @@ class Site:
         admin_key: str = "",
         models: Sequence[str] = (),
         routers: int = 1,
-        replica_host: str = "127.0.0.1",
-        before_replicas: Sequence[str] = (),
         replica_options: Sequence[str] = (),
     ) -> None:
         """All gateways know all routers; `router` is the first. With `tenants`, a file, gateways have an address for
         operators, which `admin_key` opens. `models` are those of the replicas, the first one first; without any, they
-        have one that nobody names. Replicas listen at `replica_host`; `before_replicas` as `Process` has it."""
-        self._replica_host, self._before_replicas = replica_host, before_replicas
+        have one that nobody names."""
         self._replica_options = tuple(replica_options)
         self._models = list(models)
         self._salts = {model: salt for salt, model in enumerate(dict.fromkeys(models))}
@@ -183,11 +178,11 @@ class Site:
     def add_replica(self, name: str) -> Process:
         port = free_port()
         made = Process(
-            name, "tests.support.stand_in", "--host", self._replica_host, "--port", str(port),
+            name, "tests.support.stand_in", "--port", str(port),
             "--tokenizer", str(self.tokenizer), "--step", str(self.step_s),
-            "--salt", str(self._salt(len(self.replicas))), *self._replica_options, before=self._before_replicas,
+            "--salt", str(self._salt(len(self.replicas))), *self._replica_options,
         )  # fmt: skip
-        self.replicas[name], self.urls[name] = made, f"http://{self._replica_host}:{port}"
+        self.replicas[name], self.urls[name] = made, f"http://127.0.0.1:{port}"
         return made
 
     def _salt(self, index: int) -> int:

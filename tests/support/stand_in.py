@@ -328,7 +328,6 @@ async def _nothing(_: web.Request) -> web.Response:
 
 def main() -> None:
     line = argparse.ArgumentParser()
-    line.add_argument("--host", default="127.0.0.1")
     line.add_argument("--port", type=int, required=True)
     line.add_argument("--tokenizer", type=Path, required=True)
     line.add_argument("--step", type=float, default=0.01)
@@ -337,7 +336,7 @@ def main() -> None:
     options = line.parse_args()
     die_with_parent()
     server = Server(Engine(options.tokenizer, options.salt), options.step, options.model)
-    web.run_app(server.app, host=options.host, port=options.port, print=None, handler_cancellation=True)
+    web.run_app(server.app, host="127.0.0.1", port=options.port, print=None, handler_cancellation=True)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from tests.support import fork_server
-from tests.support.budget import is_night
 from tests.support.networks import may_join_two
 
 LIMIT_S = 800
@@ -32,7 +31,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     numbers = [one.fileno() for one in forks]
     done = subprocess.run(
         ["unshare", "-rmn", sys.executable, "-m", "tests.support.far", str(tmp_path_factory.mktemp("far")),
-         "long" if is_night() else "short", *map(str, numbers)],
+         *map(str, numbers)],
         capture_output=True, text=True, check=False, timeout=LIMIT_S, pass_fds=numbers,
     )  # fmt: skip
     print(done.stdout[-8000:], done.stderr[-12000:])
@@ -62,22 +61,15 @@ def test_with_keys_none_is(seen: Seen) -> None:
     assert seen["overheard"] == {channel: [] for channel in channels}
 
 
-@pytest.fixture(scope="module")
-def in_the_long_form(seen: Seen) -> Seen:
-    if not is_night():
-        pytest.skip("this is done at night")
-    return seen
-
-
-def test_a_cut_cable_leaves_each_request_one_outcome(in_the_long_form: Seen) -> None:
+def test_a_cut_cable_leaves_each_request_one_outcome(seen: Seen) -> None:
     """That each has one, and no more is running or charged, is asserted as they end."""
-    found = in_the_long_form["cut"]
+    found = seen["cut"]
     assert found["failed"] > 0
     assert found["served when it was healed"] > 0
 
 
-def test_routers_know_again_what_is_cached(in_the_long_form: Seen) -> None:
-    hits = in_the_long_form["cut"]["tree"]
+def test_routers_know_again_what_is_cached(seen: Seen) -> None:
+    hits = seen["cut"]["tree"]
     pages = 16 * hits["prompts"]
     assert abs(hits["measured_predicted_tokens"] - hits["measured_cached_tokens"]) <= pages
     assert hits["measured_cached_tokens"] > hits["measured_input_tokens"] / 2
