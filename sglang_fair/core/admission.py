@@ -341,6 +341,7 @@ class Admission:
         if self.steps is None or self._may_join(job):
             return True
         if not self._held and not self._can_decode():
+            self.steps.forced()
             return True
         self.steps.held += not self._held
         self._held = True

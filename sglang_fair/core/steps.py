@@ -12,10 +12,12 @@ rule makes the engine's time a shared resource, and whoever has a request here, 
     the rule    a prefill step is formed unless a client that runs, other than the one whose prompt is next, is more
                 than `patience_s` behind. If one is, the engine decodes
 
-**Bound.** While a client runs, its lag is at most  patience + share · L,  L the longest prefill step: the lag grows in
-prefill steps only, by share · length at most, and none is formed for another client while it is above the patience.
-Where the engine decides before it has seen the end of `unseen` steps (overlapped schedulers), (1 + unseen) · share · L.
-So over any time T in which a client runs it is served for at least  share · T - patience - share · L.
+**Bound.** While a client runs, its lag is at most  patience + share · L,  L the longest prefill step: it begins with no
+more than the patience, the lag grows in prefill steps only, by share · length at most, and none is formed for another
+client while it is above the patience. Where the engine decides before it has seen the end of `unseen` steps (overlapped
+schedulers), (1 + unseen) · share · L: a client that was behind and runs again is seen to do so as late. So over any
+time T in which a client runs it is served for at least  share · T - patience - share · L. Prefill steps that are formed
+because there is no memory for a decode step (`forced`) do not count as a part of T.
 
 **Nobody's prefill starves.** In a decode step of length d each lag falls by (1 - share) · d, or to 0. So prefill steps
 of length P together are paid for with share / (1 - share) · P of decode steps, and one step more for each; prompts get
@@ -55,8 +57,9 @@ end; and a target that even few requests exceed is not met, and only costs throu
 above their share come on top, or whoever sends many could hold back those that only run. k names are k clients here
 too: who splits itself is above its share under none of them, and the target is not kept against it.
 
-A client that leaves keeps its lag for `RECENT_S`, at most the patience: who sends one request after the other is not
-shortened each time, and who comes with ten thousand names at once gains nothing by having been here before.
+A client that runs no more keeps its lag, at most the patience, and for `RECENT_S` once it has left: who sends one
+request after the other is not shortened each time, and who comes with ten thousand names at once gains nothing by
+having been here before.
 
 Ours. The lag is that of generalized processor sharing. It needs no logarithm of the number of clients, as the emptying
 of many cups one by one does, because a decode step empties all of them together.
@@ -236,6 +239,8 @@ class Steps:
         self._behind: set[str] = set()
         """Those that decode and are more than the patience behind."""
         self._steps = 0
+        self._counts_from = 0
+        """The first step for prompts that may put those that run behind."""
         self._decode_s = 0.0
         """Length of a decode step, lately."""
         self._lengths: dict[int, deque[float]] = {}
@@ -282,7 +287,7 @@ class Steps:
                 self._weight -= present.weight
             else:  # it outweighed all others together: of a difference, rounding would leave nothing right
                 self._sum_weights()
-            self._left[client] = self._now_s, min(present.lag_s, self.patience_s)
+            self._left[client] = self._now_s, present.lag_s
             self._left.move_to_end(client)
 
     def admit(self, client: str) -> None:
@@ -322,6 +327,7 @@ class Steps:
         self._decoding_requests -= 1
         present.decoding -= 1
         if not present.decoding:
+            present.lag_s = min(present.lag_s, self.patience_s)
             del self._decoding[client]
             self._lagging.pop(client, None)
             self._behind.discard(client)
@@ -340,6 +346,11 @@ class Steps:
         """Whether a prefill step may be formed for, or joined by, a prompt of `client` or `SYSTEM`."""
         behind = self._behind
         return not behind or client == SYSTEM or (len(behind) == 1 and client in behind)
+
+    def forced(self) -> None:
+        """The next step is for prompts although somebody is behind, for no decode step could be made: prompts are not
+        what keeps those that run waiting."""
+        self._counts_from = self._steps + self._unseen + 1
 
     def holds_back(self, client: str) -> bool:
         """Whether a prompt of `client` may not be admitted now, for the target; not to be asked for the server's own.
@@ -412,6 +423,8 @@ class Steps:
         self._between_s += (duration_s - decoded_s) * above / max(1, tokens)
         if mixed:
             self._gave_tokens(token_s, 1)
+        if self._steps < self._counts_from:
+            return
         for client, present in self._decoding.items():
             if present.joined == self._steps:
                 continue

@@ -136,6 +136,20 @@ def test_a_prompt_that_was_cut_waits_for_the_target_unless_a_long_one_waits_for_
         assert admission.goes_on(long) == goes_on
 
 
+def test_steps_for_prompts_where_memory_is_too_short_for_a_decode_step_are_nobody_s_lag() -> None:
+    """Regression: the lag grew with each of them, over its bound."""
+    admission, _ = cut_prompt(100)
+    steps = admission.steps
+    assert steps is not None
+    for number in range(9):
+        room = number not in (3, 4, 5)
+        admission.begin_pass(number, lambda room=room: room)
+        offered = [job.id for job in admission.candidates()]
+        assert bool(offered) == (number < 2 or not room)
+        admission.step(0.1, {"c": 100}) if offered else admission.step(0.001, decoded=1)
+    assert 0 < steps.largest_lag_s <= steps.bound_s
+
+
 def test_no_room_is_left_for_a_prompt_that_waits_for_what_the_cut_one_computes() -> None:
     """It is passed over in the same pass; the room would be lost."""
     admission = Admission(FairQueue(make_policy("dlpm")), lambda job: (0, "first"), Steps(0.1))

@@ -61,7 +61,7 @@ class Engine:
     senders: list[Sender]
     seed: int
     unseen: int = 0
-    """How many steps are over before the rule hears of the first one."""
+    """How many steps are over before the rule hears of the first one, and of who decodes or has ended since it."""
     waiting: list[tuple[str, float, int]] = field(default_factory=list)
     running: dict[str, list[int]] = field(default_factory=dict)
     """Steps that each request has yet to run."""
@@ -96,13 +96,20 @@ class Engine:
             self._send(sender)
         first = [prompt for prompt in self.waiting if prompt[0] in self._first]
         prompt = self._random.choice(first or self.waiting) if self.waiting else None
-        if prompt is not None and self.steps.may_prefill(prompt[0]):
+        if prompt is not None and self._may_prefill(prompt[0]):
             self._prefill(prompt)
         elif self.running:
             self._decode(held=prompt is not None)
         else:
             assert prompt is None, "the engine would stand still although somebody waits"
             self.now_s += DECODE_S
+
+    def _may_prefill(self, client: str) -> bool:
+        """As `Admission` asks: whoever is behind may have ended, unseen, and then there is nothing else to do."""
+        if self.unseen and not self.running and not self.steps.may_prefill(client):
+            self.steps.forced()
+            return True
+        return self.steps.may_prefill(client)
 
     def _send(self, sender: Sender) -> None:
         mine = sum(client == sender.name for client, _, _ in self.waiting)
@@ -119,7 +126,10 @@ class Engine:
             self.steps.arrive(name)
         if sender.name in self.running and self._random.random() < sender.aborts:
             self.running[sender.name].pop()
-            self._ended(sender.name)
+            self.steps.stop(sender.name)
+            self.steps.leave(sender.name)
+            if not self.running[sender.name]:
+                del self.running[sender.name], self.behind_s[sender.name]
 
     def _prefill(self, prompt: tuple[str, float, int]) -> None:
         client, length_s, output_steps = prompt
@@ -130,10 +140,15 @@ class Engine:
         self._meter(length_s, served={client})
         if output_steps:
             self.running.setdefault(client, []).append(output_steps)
-            self.steps.decode(client)
-        self._report(lambda: self.steps.step(length_s, {client: 7}))
-        if not output_steps:
-            self.steps.leave(client)
+
+        def report() -> None:
+            if output_steps:
+                self.steps.decode(client)
+            self.steps.step(length_s, {client: 7})
+            if not output_steps:
+                self.steps.leave(client)
+
+        self._report(report)
 
     def _decode(self, *, held: bool) -> None:
         self._meter(DECODE_S, served=set(self.running))
@@ -141,19 +156,20 @@ class Engine:
             self.held_s += DECODE_S
             self.held_in_a_row_s += DECODE_S
             self.longest_hold_s = max(self.longest_hold_s, self.held_in_a_row_s)
-        self._report(lambda: self.steps.step(DECODE_S, decoded=1))
+        ended = []
         for client, left in list(self.running.items()):
-            left[:] = [steps - 1 for steps in left]
-            while 0 in left:
-                left.remove(0)
-                self._ended(client)
+            ended += [client] * left.count(1)
+            left[:] = [steps - 1 for steps in left if steps > 1]
+            if not left:
+                del self.running[client], self.behind_s[client]
 
-    def _ended(self, client: str) -> None:
-        self.steps.stop(client)
-        self.steps.leave(client)
-        if not self.running[client]:
-            del self.running[client]
-            del self.behind_s[client]
+        def report() -> None:
+            self.steps.step(DECODE_S, decoded=1)
+            for client in ended:
+                self.steps.stop(client)
+                self.steps.leave(client)
+
+        self._report(report)
 
     def _meter(self, length_s: float, served: set[str]) -> None:
         self.now_s += length_s
@@ -344,6 +360,20 @@ def test_an_overlapped_engine_decides_a_step_earlier(senders: list[Sender], seed
     quiet = [sender for sender in senders if not sender.aborts]
     made = Engine(Steps(STALL_S, weights, unseen=1), quiet, seed, unseen=1).run(250)
     assert made.steps.largest_lag_s <= made.steps.bound_s + SLACK_S
+
+
+def test_a_client_that_was_behind_and_runs_again_falls_back_from_the_patience_on() -> None:
+    """Regression: each of its short requests was seen to run one step late, and the lag of all these steps added up."""
+    steps = Steps(STALL_S, unseen=1)
+    for client in "aab":
+        steps.arrive(client)
+    for _ in range(9):
+        steps.decode("a")
+        steps.step(DECODE_S, {"a": 1})
+        steps.step(STALL_S, {"b": 100})  # begun before that was seen
+        assert not steps.may_prefill("b")
+        steps.stop("a")
+    assert STALL_S / 2 < steps.largest_lag_s <= steps.bound_s
 
 
 def test_the_server_s_own_prompts_are_never_held() -> None:
