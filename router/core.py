@@ -59,6 +59,7 @@ from router.events import (
     WorkerDown,
     WorkerDrain,
     WorkerHealth,
+    Workers,
     WorkerUp,
 )
 from router.placement.contract import Ended, Holding, Hosting, Placement, Planning, Request, Swapping, Tiered
@@ -264,7 +265,7 @@ class Router:
             case Undelivered():
                 self._undelivered(event, now_s, peer)
             case Follow():
-                return [(peer, self._workers.listing(event.id, self._throttling.posted, self.plans))]
+                return [(peer, self.listing(event.id))]
             case Explain():
                 found = self._record.find(event.request, event.client, now_s)
                 return [(peer, Explained(event.id, tuple(map(self._with_standing, found))))]
@@ -916,6 +917,10 @@ class Router:
     def requests_of(self, peer: bytes) -> int:
         """How many requests `peer` has in flight."""
         return sum(flight.peer == peer for flight in self._flights.values())
+
+    def listing(self, id: str = "") -> Workers:
+        """The workers, limits and plans that peers are told of; `id` is that of the question."""
+        return self._workers.listing(id, self._throttling.posted, self.plans)
 
     def state(self) -> dict[str, object]:
         """The state as plain maps, strings and finite numbers. None stands for infinity."""

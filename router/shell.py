@@ -28,7 +28,6 @@ from router.events import (
     CacheEvent,
     Done,
     Event,
-    Follow,
     PeerEvent,
     PeerGone,
     Place,
@@ -83,6 +82,10 @@ class Core(Protocol):
 
     def handle(self, event: Event, now_s: float, peer: bytes = b"") -> Sequence[Action]:
         """The answers to one event, with the peers that they go to."""
+        ...
+
+    def listing(self) -> Workers:
+        """The workers and limits that peers are told of."""
         ...
 
     def requests_of(self, peer: bytes) -> int:
@@ -387,8 +390,7 @@ class Shell:
         The events of a worker that is well again are followed from the beginning, because the core has forgotten
         what it cached.
         """
-        [(_, answer)] = self._router.handle(Follow(""), self._clock())
-        workers = self._completed(answer)
+        workers = self._completed(self._router.listing())
         assert isinstance(workers, Workers)
         if workers == self._workers:
             return

@@ -1,5 +1,6 @@
 """The planner as a process, over real sockets: it answers, dies, hangs and comes back, and the router goes on."""
 
+import itertools
 import os
 import signal
 import subprocess
@@ -33,7 +34,7 @@ from router.planner.__main__ import main
 from router.planner.link import Link
 from router.shell import Shell
 from router.wire import HEARTBEAT
-from tests.support.planned_queues import Queues
+from tests.support.planned_queues import Queues, small
 from tests.support.waiting import wait_until
 
 DEADLINE_S = 60.0
@@ -328,3 +329,19 @@ def test_what_cannot_be_is_one_line_and_exit_2(
     error = capsys.readouterr().err
     assert error.startswith(f"sglang-fair planner: {said}")
     assert error.count("\n") == 1
+
+
+def test_what_is_due_while_workers_are_compared_ends_no_router() -> None:
+    """A question for the planner is due at each look at the clock."""
+    queues, clock = Queues(), itertools.count()
+    queues.question = lambda now_s: (int(now_s), small(int(now_s)))
+    core = Router(queues, name="queues")
+    shell = Shell(core, "tcp://127.0.0.1:*", clock=lambda: float(next(clock)))
+    shell._send = lambda peer, message: True
+    try:
+        shell.tell(Planner("me"), b"a planner")
+        shell.tell(WorkerUp("a", f"http://{uuid4().hex}"))
+        shell.tell(WorkerUp("b", f"http://{uuid4().hex}"))
+        assert sorted(core.state()["workers"]) == ["a", "b"]
+    finally:
+        shell.close()
