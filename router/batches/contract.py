@@ -104,6 +104,10 @@ class Store(Protocol):
         """At most `limit` that have no result, in order, behind number `after`."""
         ...
 
+    def tried(self, batch: str, tries: Mapping[int, int]) -> None:
+        """How often items without a result were tried so far, by number."""
+        ...
+
     def finish(self, endings: Sequence[Ending], now_s: int) -> int:
         """How many of these were without a result, and have it now."""
         ...

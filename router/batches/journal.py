@@ -6,7 +6,7 @@ dies. Applying is deterministic: what a method changes follows from the database
 databases that have come equally far are equal.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +25,7 @@ METHODS: dict[str, tuple[Any, Any]] = {
     "accept": (tuple[str, list[Item]], bool),
     "start": (tuple[str, int], bool),
     "fail": (tuple[str, list[Issue], int], bool),
+    "tried": (tuple[str, dict[int, int]], None),
     "finish": (tuple[list[Ending], int], int),
     "close": (tuple[str, int, int], bool),
     "sweep": (tuple[int, int], list[str]),
@@ -169,6 +170,9 @@ class Logged(Journal):
 
     def accept(self, batch: str, items: Sequence[Item]) -> bool:
         return bool(self._say("accept", batch, items))
+
+    def tried(self, batch: str, tries: Mapping[int, int]) -> None:
+        self._say("tried", batch, dict(tries))
 
     def start(self, batch: str, now_s: int) -> bool:
         return bool(self._say("start", batch, now_s))

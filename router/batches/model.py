@@ -120,6 +120,8 @@ class Item(msgspec.Struct, frozen=True):
     prompt_tokens: int = 0
     output_tokens: int = 0
     """What it may take, estimated from its length and its limit."""
+    tries: int = 0
+    """That have failed, and may have been its fault."""
 
 
 class Ending(msgspec.Struct, frozen=True):

@@ -32,8 +32,8 @@ from router.batches.model import (
     StoredFile,
 )
 
-VERSION = 1
-"""Of the schema, in the database's `user_version`."""
+VERSION = 2
+"""Of the schema, in the database's `user_version`. 1 had no `tries`."""
 
 BUSY_S = 30.0
 """Longest wait for another process's commit."""
@@ -55,7 +55,7 @@ CREATE TABLE batches (seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UN
 CREATE INDEX batches_of ON batches (client, seq);
 CREATE INDEX batches_in ON batches (status);
 CREATE TABLE items (id INTEGER PRIMARY KEY, kind INTEGER NOT NULL, model TEXT NOT NULL, prompt_tokens INTEGER NOT NULL,
-    output_tokens INTEGER NOT NULL, custom_id TEXT NOT NULL, content BLOB);
+    output_tokens INTEGER NOT NULL, custom_id TEXT NOT NULL, content BLOB, tries INTEGER NOT NULL DEFAULT 0);
 CREATE TABLE parts (batch INTEGER NOT NULL, model TEXT NOT NULL, left INTEGER NOT NULL, prompt_tokens INTEGER NOT NULL,
     output_tokens INTEGER NOT NULL, PRIMARY KEY (batch, model)) WITHOUT ROWID;
 """
@@ -89,6 +89,9 @@ class SqliteStore:
             if not version:
                 for statement in _SCHEMA.split(";"):
                     self._db.execute(statement)
+                self._db.execute(f"PRAGMA user_version = {VERSION}")
+            elif version == 1:
+                self._db.execute("ALTER TABLE items ADD COLUMN tries INTEGER NOT NULL DEFAULT 0")
                 self._db.execute(f"PRAGMA user_version = {VERSION}")
             elif version != VERSION:
                 raise StoreDamaged(f"{self._path}: its format is {version}, not {VERSION}")
@@ -249,11 +252,19 @@ class SqliteStore:
         with self._reading():
             base = self._base(batch)
             rows = self._db.execute(
-                "SELECT id - ?, custom_id, model, content, prompt_tokens, output_tokens FROM items"
+                "SELECT id - ?, custom_id, model, content, prompt_tokens, output_tokens, tries FROM items"
                 " WHERE id > ? AND id < ? AND kind = ? AND model = ? ORDER BY id LIMIT ?",
                 (base, base + after, base + MOST_NUMBER, WAITS, model, limit),
             )
             return [Item(*row) for row in rows]
+
+    def tried(self, batch: str, tries: Mapping[int, int]) -> None:
+        with self._commit():
+            base = self._base(batch)
+            self._db.executemany(
+                f"UPDATE items SET tries = ? WHERE id = ? AND kind = {WAITS}",
+                [(count, base + number) for number, count in tries.items()],
+            )
 
     def finish(self, endings: Sequence[Ending], now_s: int) -> int:
         count = 0

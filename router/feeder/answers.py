@@ -3,12 +3,16 @@
 2xx                     its result
 another 4xx             its error
 429                     later: its client has had what it may have for the moment
+two replicas ended      its error, at once: it would end two more
+503, quarantined        later: of its client one at a time is served
 503, no gateway         later: nothing is there that could answer. Neither is the item's fault, so it is not counted
 500, 502, 504, 408      again, `MOST_TRIES` times in all, then its error: it may itself be what replicas die of
 401 for the key         later: the feeder's key is wrong, which is for an operator to see to
 """
 
 from typing import NamedTuple
+
+from router.suspects import ENDED, QUARANTINED
 
 MOST_TRIES = 3
 TROUBLE = (408, 500, 502, 504)
@@ -55,6 +59,10 @@ def judge(answer: Answer, tries: int) -> Result | Again:
     if status == 0:
         return Again(FIRST_WAIT_S, "all", counts=False)
     if status == 429:
+        return Again(_bounded(answer.retry_after_s or 1.0), "client", counts=False)
+    if answer.code == ENDED:
+        return Result(False, status)
+    if status == 503 and answer.code == QUARANTINED:
         return Again(_bounded(answer.retry_after_s or 1.0), "client", counts=False)
     if status == 503:
         return Again(_bounded(answer.retry_after_s or 1.0), "model", counts=False)

@@ -17,6 +17,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
+import msgspec
+
 from router.batches import lines
 from router.batches.model import Ending, Item, Part, StoredBatch, class_of, window_s
 from router.events import BacklogRow, Due
@@ -78,13 +80,22 @@ class Write:
 
 
 @dataclass(frozen=True, slots=True)
+class Keep:
+    """Keep how often an item was tried: whoever feeds it after a restart goes on from there."""
+
+    batch: str
+    number: int
+    tries: int
+
+
+@dataclass(frozen=True, slots=True)
 class Close:
     """End what is left of a batch without answers."""
 
     batch: str
 
 
-Action = Load | Send | Abort | Write | Close
+Action = Load | Send | Abort | Write | Keep | Close
 
 
 @dataclass(slots=True)
@@ -107,7 +118,6 @@ class _Part:
     put_off: list[tuple[float, int, Item]] = field(default_factory=list)
     in_flight: dict[int, Item] = field(default_factory=dict)
     unwritten: set[int] = field(default_factory=set)
-    tries: dict[int, int] = field(default_factory=dict)
     pulls: deque[tuple[str, float]] = field(default_factory=deque)
     """What the router has asked for, with until when it waits."""
 
@@ -320,13 +330,15 @@ class Feeder:
         item = None if part is None else part.in_flight.get(send.item.number)
         if part is None or item is None:
             return []
-        tries = part.tries.get(item.number, 0) + 1
+        tries = item.tries + 1
         verdict = judge(answer, tries)
         pace = self._pace(send.key[1])
         self._land(part, item.number)
         if isinstance(verdict, Again):
+            actions: list[Action] = []
             if verdict.counts:
-                part.tries[item.number] = tries
+                item = msgspec.structs.replace(item, tries=tries)
+                actions.append(Keep(send.key[0], item.number, tries))
             if verdict.holds in ("all", "model"):
                 pace.trouble()
             if verdict.holds == "all":
@@ -337,11 +349,10 @@ class Feeder:
                 self._client_waits[send.client] = now_s + verdict.after_s
                 self._caps[send.client] = max(1, self._in_flight.get(send.client, 0) // 2)
             heappush(part.put_off, (now_s + verdict.after_s, item.number, item))
-            return self.send(now_s)
+            return actions + self.send(now_s)
         pace.answered(tokens)
         if send.client in self._caps:
             self._caps[send.client] += 1
-        part.tries.pop(item.number, None)
         part.unwritten.add(item.number)
         self._unwritten += 1
         ending = _ending(send.key[0], item, answer, verdict.is_ok, verdict.status)

@@ -27,7 +27,7 @@ from router.batches.model import ClientTotals, Ending, StoredBatch
 from router.events import MOST_ROWS, MOST_TOTALS, Backlog, ClientItems, Pull
 from router.events import Answer as RouterAnswer
 from router.feeder.answers import Answer
-from router.feeder.core import Abort, Action, Close, Feeder, Load, Send, Write
+from router.feeder.core import Abort, Action, Close, Feeder, Keep, Load, Send, Write
 from router.feeder.intake import Validation, unreadable
 from router.feeder.link import Link
 from router.gateway.access.identity import HEADER_FEEDER, HEADER_ON_BEHALF, HEADER_PULL
@@ -101,6 +101,8 @@ class Shell:
         self._tasks: set[asyncio.Task[None]] = set()
         self._to_write: list[tuple[Ending, str]] = []
         """Each with the model that it is of."""
+        self._to_keep: dict[str, dict[int, int]] = {}
+        """Tries of items, by batch."""
         self._has_results = asyncio.Event()
         self._is_validating: set[str] = set()
         self._to_validate: OrderedDict[str, StoredBatch] = OrderedDict()
@@ -256,6 +258,10 @@ class Shell:
                     self._has_results.set()
                 case Load():
                     self._start(self._load(action))
+                case Keep(batch, number, tries):
+                    if not self._to_keep:
+                        self._start(self._keep())
+                    self._to_keep.setdefault(batch, {})[number] = tries
                 case Close(batch):
                     self._start(self._close(batch))
                 case _:
@@ -275,6 +281,15 @@ class Shell:
             self._core.not_loaded(load)
             return
         self._do(self._core.loaded(load, items, time.time()))
+
+    async def _keep(self) -> None:
+        """All that there is: one commit a batch."""
+        taken, self._to_keep = self._to_keep, {}
+        for batch, tries in taken.items():
+            try:
+                await self._ask(self._store.tried, batch, tries)
+            except StoreError as error:
+                self._complain("tries are not kept", error)
 
     async def _close(self, batch: str) -> None:
         try:

@@ -383,7 +383,7 @@ class TwoStores(RuleBasedStateMachine):
 
     @rule(
         data=st.data(),
-        what=st.sampled_from(["start", "fail", "cancel", "close", "forget", "remove", "sweep"]),
+        what=st.sampled_from(["start", "fail", "cancel", "close", "forget", "remove", "sweep", "try"]),
     )
     def move(self, data: st.DataObject, what: str) -> None:
         name, now_s = self._one(data), self.now_s
@@ -393,6 +393,7 @@ class TwoStores(RuleBasedStateMachine):
             "cancel": lambda store: store.cancel(GOLD, name, now_s),
             "close": lambda store: store.close(name, now_s, 2) if self._is_there(store, name) else None,
             "forget": lambda store: store.forget_items(name) if self._validates(store, name) else None,
+            "try": lambda store: store.tried(name, {1: 2, 3: 1}) if self._is_there(store, name) else None,
             "remove": lambda store: store.remove_file(GOLD, f"file-of-{name}"),
             "sweep": lambda store: store.sweep(now_s, now_s - 3),
         }
@@ -672,8 +673,20 @@ def test_a_damaged_page_is_found(tmp_path: Path) -> None:
     store.shut()
 
 
-def test_another_format_is_refused(tmp_path: Path) -> None:
+def test_the_format_without_tries_is_read_and_another_one_is_refused(tmp_path: Path) -> None:
     SqliteStore(tmp_path / "a.db").shut()
+    connection = sqlite3.connect(tmp_path / "a.db")
+    connection.execute("ALTER TABLE items DROP COLUMN tries")
+    connection.execute("PRAGMA user_version = 1")
+    connection.close()
+    store = SqliteStore(tmp_path / "a.db")
+    store.add_batch(batch("b"))
+    store.accept("b", [item(1)])
+    store.tried("b", {1: 2})
+    store.shut()
+    store = SqliteStore(tmp_path / "a.db")
+    assert [one.tries for one in store.items("b", "tiny", 0, 9)] == [2]
+    store.shut()
     connection = sqlite3.connect(tmp_path / "a.db")
     connection.execute("PRAGMA user_version = 99")
     connection.close()

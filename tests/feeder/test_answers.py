@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from router.feeder.answers import LONGEST_WAIT_S, LOST_TRIES, MOST_TRIES, Again, Answer, Result, judge
 from router.feeder.pace import FIRST, LEAST, Pace
+from router.suspects import ENDED, QUARANTINED
 
 
 @pytest.mark.parametrize("status", [200, 201, 299])
@@ -18,10 +19,17 @@ def test_what_is_refused_is_over(status: int) -> None:
     assert judge(Answer(status), 1) == Result(False, status)
 
 
-@pytest.mark.parametrize(("status", "holds"), [(0, "all"), (429, "client"), (503, "model")])
-def test_what_is_nobody_s_fault_is_never_over(status: int, holds: str) -> None:
+def test_what_two_replicas_ended_with_is_over() -> None:
+    assert judge(Answer(502, code=ENDED), 1) == Result(False, 502)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "holds"),
+    [(0, "", "all"), (429, "", "client"), (503, "", "model"), (503, QUARANTINED, "client")],
+)
+def test_what_is_nobody_s_fault_is_never_over(status: int, code: str, holds: str) -> None:
     for tries in (1, 100):
-        verdict = judge(Answer(status), tries)
+        verdict = judge(Answer(status, code=code), tries)
         assert isinstance(verdict, Again)
         assert (verdict.holds, verdict.counts) == (holds, False)
 

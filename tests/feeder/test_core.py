@@ -21,6 +21,7 @@ from router.feeder.core import (
     Action,
     Close,
     Feeder,
+    Keep,
     Load,
     Send,
     Write,
@@ -86,6 +87,8 @@ class World:
                     del self.sent[key[0], number]
                 case Write(ending, model):
                     self.to_write.append((ending, model))
+                case Keep(batch, number, tries):
+                    self.store.tried(batch, {number: tries})
                 case Close(batch):
                     self.closing.append(batch)
 
@@ -360,7 +363,8 @@ def test_a_thousand_names_leave_nothing_behind() -> None:
     assert kept == ({}, {}, {}, {}, {})
 
 
-def test_what_replicas_die_of_is_given_up() -> None:
+@pytest.mark.parametrize("restarts", [False, True])
+def test_what_replicas_die_of_is_given_up(restarts: bool) -> None:
     world = World()
     world.add("b", "a", 1)
     world.look()
@@ -369,7 +373,11 @@ def test_what_replicas_die_of_is_given_up() -> None:
         assert world.sent
         world.answer(("b", 1), Answer(502, b'{"error": {}}'))
         world.now_s += 60
+        if restarts and not world.to_write:
+            world.born()
         world.look()
+        while world.loads:
+            world.load()
     assert not world.sent
     world.write()
     found = world.store.batch("a", "b")

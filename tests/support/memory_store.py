@@ -128,6 +128,11 @@ class MemoryStore:
     def items(self, batch: str, model: str, after: int, limit: int) -> list[Item]:
         return [one for one in self._left(batch) if one.model == model and one.number > after][:limit]
 
+    def tried(self, batch: str, tries: Mapping[int, int]) -> None:
+        for one in self._left(batch):
+            if one.number in tries:
+                self._items[batch][one.number] = msgspec.structs.replace(one, tries=tries[one.number])
+
     def finish(self, endings: Sequence[Ending], now_s: int) -> int:
         count = 0
         for one in endings:
