@@ -256,6 +256,9 @@ def test_status_and_explain_show_queues_in_words() -> None:
     assert "no planner" in text
     name = next(str(number) for number in range(60, 0, -1) if str(number) not in site.placed)
     assert "it waits in group" in "\n".join(explain._placement(explained(site, name)))
+    site.drain()
+    assert ", because" in "\n".join(explain._placement(explained(site, name)))
+    assert queues.rendered(Router(build("d2lpm"), name="d2lpm").state()) == []
     short = {"least": 1, "models": {"m": 2}, "why": "work", "for_s": 12.0}
     for more, words in ((2, "2 more replicas"), (None, "no number"), (0, "the replicas that are there")):
         assert words in queues.told_shortage(short | {"more": more})

@@ -163,13 +163,6 @@ def test_tree_is_the_model(steps, probe):
             assert match.tokens == max(expected.values())
             assert set(match.holders) == {w for w, n in expected.items() if n and n == match.tokens}
         assert pair.tree.holdings(worker) == pair.model.holdings(worker)
-    for hold, _, _ in pair.live:
-        pair.tree.release(hold, served=False)
-    for worker in BLOCK_PAGES:
-        pair.tree.clear(worker)
-    pair.tree.check()
-    sizes = pair.tree.counters()
-    assert (sizes["tokens"], sizes["nodes"], sizes["namespaces"], sizes["blocks"]) == (0, 0, 0, 0)
 
 
 @settings(max_examples=examples(100))
@@ -188,6 +181,22 @@ def test_bounded_tree_claims_no_more_than_the_model(steps, max_tree_tokens):
             assert match.of(who) <= pair.model.length(who, namespace, prompt)
     pair.tree.release(pair.tree.hold("a", ids((9,) * PAGE)))
     assert pair.tree.tokens <= max(max_tree_tokens, sum(len(held) for _, (_, held) in pair.model.holds))
+
+
+def test_nothing_is_left_when_all_is_released_and_cleared():
+    rng = random.Random(1)
+    pair = Pair(max_tree_tokens=1_000_000)
+    kinds = ["hold", "stored", "removed", "release"]
+    for _ in range(500):
+        prompt = tuple(rng.randrange(3) for _ in range(rng.randrange(14)))
+        pair.step(rng.choice(kinds), rng.choice("abc"), rng.choice(["", "x"]), prompt, rng.randrange(50))
+    for hold, _, _ in pair.live:
+        pair.tree.release(hold, served=False)
+    for worker in BLOCK_PAGES:
+        pair.tree.clear(worker)
+    pair.tree.check()
+    sizes = pair.tree.counters()
+    assert (sizes["tokens"], sizes["nodes"], sizes["namespaces"], sizes["blocks"]) == (0, 0, 0, 0)
 
 
 def test_chunks_of_one_prompt_are_one_node():

@@ -616,6 +616,17 @@ def test_an_old_number_with_news_is_a_restart() -> None:
     assert (follower.ask_from, follower.reopen) == (0, True)
 
 
+def test_a_replay_that_ends_early_is_asked_for_again_while_it_makes_progress() -> None:
+    follower = Follower("r0", can_replay=True)
+    follower.asked(0.0)
+    assert follower.live(3, payload(3), 0.0) == []
+    assert numbers(follower.replayed(0, payload(0))) == [0]
+    assert (follower.end_of_replay(), follower.ask_from) == ([], 1)
+    follower.asked(0.0)
+    assert numbers(follower.end_of_replay()) == [3]
+    assert (follower.ask_from, follower.counts.lost_batches) == (None, 2)
+
+
 def test_without_replay_a_gap_is_lost_at_once() -> None:
     follower = Follower("r0", can_replay=False)
     assert numbers(follower.live(0, payload(0), 0.0) + follower.live(5, payload(5), 0.0)) == [0, 5]
