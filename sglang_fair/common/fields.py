@@ -284,13 +284,17 @@ class Pattern(Text):
 
 @dataclass(frozen=True)
 class Sized(Rule):
-    """An object or a list of bounded size, with patterns as `Pattern` has them: what grammars are made of."""
+    """An object, or a list of them, of bounded size, with patterns as `Pattern` has them: what grammars are made of."""
 
-    kinds: tuple[type, ...] = (dict, list)
+    kind: type = dict
 
     def problem(self, value: Any, facts: Facts) -> str | None:
-        if not isinstance(value, self.kinds):
-            return "must be an object" + (" or a list" if list in self.kinds else "")
+        if self.kind is list and not (
+            isinstance(value, list) and all(isinstance(one, dict) for one in value)
+        ):
+            return "must be a list of objects"
+        if not isinstance(value, self.kind):
+            return "must be an object"
         chars = 0
         for name, one in walk(value):
             chars += len(name) + (len(one) if isinstance(one, str) else 8)
@@ -307,7 +311,7 @@ class Sized(Rule):
         return None
 
     def schema(self, facts: Facts) -> Schema:
-        return {"type": ["object", "array"] if list in self.kinds else "object"}
+        return {"type": "object"} if self.kind is dict else {"type": "array", "items": {"type": "object"}}
 
 
 @dataclass(frozen=True)
@@ -323,7 +327,7 @@ class Written(Text):
             found = json.loads(value)
         except (ValueError, RecursionError):
             return None  # SGLang says what is wrong with it
-        return Sized().problem(found, facts) if isinstance(found, dict | list) else None
+        return Sized().problem(found, facts) if isinstance(found, dict) else None
 
 
 @dataclass(frozen=True)
@@ -361,12 +365,12 @@ class Risky(Rule):
     def problem(self, value: Any, facts: Facts) -> str | None:
         if self.name in facts.allowed:
             return self.rule.problem(value, facts)
-        if value in ("", [], False):
+        if value in ("", []):
             return None
         return f"must be left out ({RISKS[self.name]}), unless the operator allows it by --allow-fields {self.name}"
 
     def schema(self, facts: Facts) -> Schema:
-        return self.rule.schema(facts) if self.name in facts.allowed else {"enum": ["", False]}
+        return self.rule.schema(facts) if self.name in facts.allowed else {"enum": ["", []]}
 
 
 @dataclass(frozen=True)
@@ -374,7 +378,7 @@ class Refused(Rule):
     """A field that no client may set. `neutral` is what it may be for clients that write all of them."""
 
     why: str
-    neutral: tuple[Any, ...] = (False,)
+    neutral: tuple[Any, ...] = ()
 
     def problem(self, value: Any, facts: Facts) -> str | None:
         if any(value is one for one in self.neutral):
@@ -462,7 +466,7 @@ NOT_FOR_CLIENTS: Mapping[str, Rule] = {
     "input_embeds": Refused("only texts and token ids are served"),
     "positional_embed_overrides": Refused("only texts and token ids are served"),
     "embed_overrides": Refused("only texts and token ids are served"),
-    "session_params": Direct(IN_ONE_REPLICA, rule=Sized((dict,))),
+    "session_params": Direct(IN_ONE_REPLICA, rule=Sized()),
     **dict.fromkeys(
         ("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "decode_tp_size",
          "disagg_prefill_dp_rank", "routed_dp_rank", "data_parallel_rank"),
@@ -480,7 +484,7 @@ OPENAI: Mapping[str, Rule] = {
     "min_tokens": Whole(),
     "seed": SEED,
     "lora_path": NAMES,
-    "response_format": Sized((dict,)),
+    "response_format": Sized(),
     "return_hidden_states": Flag(("last",)),
     **dict.fromkeys(
         ("return_routed_experts", "return_cached_tokens_details", "return_spec_tokens_details",
@@ -491,9 +495,9 @@ OPENAI: Mapping[str, Rule] = {
 }  # fmt: skip
 
 CHAT: Mapping[str, Rule] = {
-    "tools": Sized((list,)),
-    "chat_template_kwargs": Sized((dict,)),
-    "reasoning": Sized((dict,)),
+    "tools": Sized(list),
+    "chat_template_kwargs": Sized(),
+    "reasoning": Sized(),
 }
 
 GENERATE: Mapping[str, Rule] = {
@@ -549,8 +553,8 @@ ROUTES: Mapping[str, Mapping[str, Rule]] = {
                                              "presence_penalty", "repetition_penalty")},
         "max_output_tokens": Whole(KEPT_BACK + 1),
         "top_logprobs": LOGPROBS,
-        "text": Sized((dict,)),
-        "metadata": Sized((dict,)),
+        "text": Sized(),
+        "metadata": Sized(),
     },
     "/v1/messages": {
         **EVERYWHERE,
@@ -558,8 +562,8 @@ ROUTES: Mapping[str, Mapping[str, Rule]] = {
         "tools": CHAT["tools"],
         "max_tokens": Whole(1),
         "stop_sequences": Many(Text(), MAX_STOPS),
-        "output_config": Sized((dict,)),
-        "metadata": Sized((dict,)),
+        "output_config": Sized(),
+        "metadata": Sized(),
     },
     "/v1/embeddings": {**EVERYWHERE, "input": Prompts(), "dimensions": Whole(1), "encoding_format": Text()},
     "/v1/messages/count_tokens": {"tools": CHAT["tools"]},

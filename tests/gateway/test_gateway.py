@@ -15,6 +15,7 @@ from router.gateway.clients import header_safe
 from router.gateway.errors import ApiError
 from router.gateway.guard import KEY_VARIABLE
 from router.gateway.limits import Limits
+from router.gateway.request.intake import Intake
 from router.gateway.request.names import Names
 from router.gateway.request.parse import parse
 from router.gateway.request.tokens import TokenizerError, Tokens
@@ -506,3 +507,27 @@ def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
         Tokens(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "refused"),
+    [
+        ({"vocab_size": 300}, True),
+        ({"text_config": {"vocab_size": 300}}, True),
+        ({"vocab_size": "300"}, False),
+    ],
+)
+async def test_ids_are_of_the_vocabulary_that_is_beside_the_tokenizer(
+    tokenizer: Path, tmp_path: Path, config: dict[str, object], refused: bool
+) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((tokenizer / "tokenizer.json").read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    intake = Intake({MODEL: Tokens(tmp_path)}, 1000, lambda _: None)
+    await intake.parsed("completions", json.dumps({"prompt": [299]}).encode(), "a")
+    body = json.dumps({"prompt": [300]}).encode()
+    if refused:
+        with pytest.raises(ApiError, match="from 0 to 299"):
+            await intake.parsed("completions", body, "a")
+    else:
+        await intake.parsed("completions", body, "a")
+    intake.close()

@@ -31,14 +31,14 @@ def cluster() -> Iterator[Cluster]:
 @pytest.mark.parametrize("directly", [False, True], ids=["gateway", "replica"])
 def test_no_value_of_a_field_ends_a_replica(cluster: Cluster, directly: bool, seed: int) -> None:
     before = {process.pid for process in cluster.processes()}
-    over, served = threading.Event(), Counter[object]()
+    over, served = threading.Event(), Counter[int]()
     url = cluster.addresses["replicas"][0] if directly else cluster.url
     with httpx.Client(base_url=cluster.url, headers={"x-fair-client": "steady"}, timeout=120) as steady:
 
         def goes_on() -> None:
             while not over.is_set():
                 answer = steady.post("/v1/completions", json=STEADY)
-                served[answer.status_code, answer.json()["choices"][0]["text"]] += 1
+                served[answer.status_code] += 1
 
         def ask(odd: Odd) -> tuple[Odd, object]:
             try:
@@ -59,9 +59,6 @@ def test_no_value_of_a_field_ends_a_replica(cluster: Cluster, directly: bool, se
             going.result()
     counts = Counter(status for _, status in answers)
     print(dict(counts), dict(served))
-    assert {process.pid for process in cluster.processes()} == before
-    assert len(served) == 1
-    assert next(iter(served))[0] == 200  # type: ignore[index]
     faults = [
         (odd.route, odd.field, odd.odd, status)
         for odd, status in answers
@@ -70,4 +67,6 @@ def test_no_value_of_a_field_ends_a_replica(cluster: Cluster, directly: bool, se
     if os.environ.get("ODD_BODIES"):
         for fault in faults:
             print(*fault)
+    assert {process.pid for process in cluster.processes()} == before
+    assert set(served) == {200}
     assert directly or not faults, faults
