@@ -20,7 +20,7 @@ CAUSES = {
     "memory": "memory in the KV cache",
     "deficit": "its client's turn: the client had used up what it was due",
     "rate": "its client's next minute: its requests of this one were used up",
-    "target": "its client's share: it had more of those that run, and tokens took longer than the target",
+    "target": "its client's share: it had more of those that run, and tokens took too long, or room was short",
     "prefix": "a prefix that another request was computing",
     "engine": "SGLang, which passed it over for a reason of its own",
 }

@@ -11,6 +11,7 @@ are the engine's to judge. Everything else about a candidate is decided here:
     eviction      which running requests are taken back for a more urgent one, if the policy has that (`preemption`)
     target        all requests of a client above its share of those that run are passed over while these would take
                   longer than the target (`Steps.holds_back`); the server's own and retracted ones never are
+    places        the same where the places that are left are others' (`Steps.crowds_out`), if nobody is due
 
 The engine is reached through one function, `match`. The engine, or what models it, calls:
 
@@ -41,7 +42,7 @@ from sglang_fair.core.preemption import Preemption
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.record import Outcome, Record
 from sglang_fair.core.steps import Steps
-from sglang_fair.core.waits import ENGINE, PREFIX, RUNNING, STEP
+from sglang_fair.core.waits import BATCH, ENGINE, MEMORY, PREFIX, RUNNING, STEP
 
 Match = tuple[int, Hashable | None]
 """Cached tokens of a prompt, and a name for the tokens behind them (`Job.block`)."""
@@ -102,6 +103,8 @@ class Admission:
         self._deferrals_left = DEFERRALS_PER_PASS
         self._passed_over: Job | None = None
         """The last candidate, if `confirm` said no."""
+        self._stuck: set[str] = set()
+        """Clients that the engine has passed over since it last admitted one of their requests."""
         self._gave_way = False
         """The prompt that was cut did not go on in the last pass, for another one."""
         self._held = False
@@ -223,6 +226,7 @@ class Admission:
             if self._passed_over is not job and self.queue.is_waiting(job.id):
                 self.record.waits.hold(job, ENGINE)
                 self.queue.hold(job)
+                self._stuck.add(job.client)
 
     def confirm(self, job: Job, prefix_tokens: int, block: Hashable | None) -> bool:
         """The engine matched the candidate `job` once more, and that decides: False if it must not be admitted now,
@@ -248,12 +252,15 @@ class Admission:
         self.queue.admit(job, extend_tokens=extend_tokens, cached_tokens=cached_tokens, path=path)
         self._start_computing(job)
         self._look_ups.leave(job)
+        self._stuck.discard(job.client)
         if self.steps is not None and not job.system:
             self.steps.admit(job.client)
 
     def end_pass(self, cause: str | None) -> None:
         """A batch was formed, or could not be. `cause` is why the engine admitted nobody else (`waits`); None: it was
         offered nobody else."""
+        if self.steps is not None and cause in (BATCH, MEMORY):
+            self.steps.full()
         self.record.end_pass(cause or (RUNNING if self._held else STEP if self._deferrals_left else PREFIX))
 
     # ---- prompts that are being computed
@@ -361,6 +368,7 @@ class Admission:
         self.steps.release(job.client)
 
     def _gone(self, job: Job) -> None:
+        self._stuck.discard(job.client)
         if self.preemption is not None:
             self.preemption.gone(job)
         if self.steps is not None and not job.system:
@@ -371,7 +379,7 @@ class Admission:
             job = self.queue.next()
             if job is None:
                 return None
-            if self._holds_back(job):
+            if self._holds_back(job) or self._crowds_out(job):
                 self.record.waits.set_aside(job.client)
                 self.queue.set_aside(job.client)
             elif self.is_being_computed(job):
@@ -387,6 +395,20 @@ class Admission:
             return False
         self.steps.held_back += 1
         return True
+
+    def _crowds_out(self, job: Job) -> bool:
+        if not self.queue.policy.keeps_places or job.system or job.repeating or not self._can_decode():
+            return False
+        if self.preemption is not None and self.preemption.may_take_back(job):
+            return False  # it is due
+        if self.steps is None or not self.steps.crowds_out(job.client, len(self.queue), self._could_run):
+            return False
+        self.steps.held_back += 1
+        return True
+
+    def _could_run(self, client: str) -> bool:
+        """It waits for nothing but room."""
+        return client not in self._stuck and self.record.waits.has_turn(client)
 
     def _defer(self, job: Job) -> None:
         """Pass `job` over because its prefix is being computed."""

@@ -106,6 +106,7 @@ class Dlpm(Policy):
     name: ClassVar[str] = "dlpm"
     waits_for_prefixes: ClassVar[bool] = True
     shares_steps: ClassVar[bool] = True
+    keeps_places: ClassVar[bool] = True
     keeps_bound_with_transfers: ClassVar[bool] = True
     newcomers_first: ClassVar[bool] = True
     """A client that was welcomed goes before all others until it is charged."""

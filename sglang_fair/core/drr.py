@@ -50,6 +50,7 @@ class Drr(Policy):
 
     name: ClassVar[str] = "drr"
     shares_steps: ClassVar[bool] = True
+    keeps_places: ClassVar[bool] = True
     quantum: float = DEFAULT_QUANTUM
     weights: Weights = field(default_factory=Weights)
 

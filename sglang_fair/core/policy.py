@@ -55,6 +55,11 @@ class Policy(ABC):
     """Clients that run have a share of the engine's time beside those whose prompts are computed (`steps`). Not for the
     baselines, under which whoever sends most gets most."""
 
+    keeps_places: ClassVar[bool] = False
+    """Where room is short, a client that has more requests running than others that wait is set aside for these
+    (`steps`). Not where only one client has its turn: the room would stay empty, and by its counter it has not had what
+    the others had."""
+
     turn_cause: ClassVar[str] = DEFICIT
     """What a client waits for that has not its turn (`waits`)."""
 

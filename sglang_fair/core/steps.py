@@ -57,6 +57,14 @@ end; and a target that even few requests exceed is not met, and only costs throu
 above their share come on top, or whoever sends many could hold back those that only run. k names are k clients here
 too: who splits itself is above its share under none of them, and the target is not kept against it.
 
+**Places.** Outputs are charged as they are made, so with one quantum a client can have long answers started in all the
+places there are (of requests, or of memory: as many as ran when one more had no room). Where room is short
+(`crowds_out`) a client that runs something is therefore set aside while the places that are left are others': those
+that wait, up to as many as it has itself, by weight. Of another whose turn it is not, which has had what it is due, no
+more are kept than it has running on average (`USUAL_S`): it needs them again after a round, and a place that it would
+not use is given away. So who always waits keeps its places, a burst takes no more than an equal part of them, and names
+that wait for their first turn keep none. Nobody is set aside where nobody else waits, or while there is room for all.
+
 A client that runs no more keeps its lag, at most the patience, and for `RECENT_S` once it has left: who sends one
 request after the other is not shortened each time, and who comes with ten thousand names at once gains nothing by
 having been here before.
@@ -66,9 +74,9 @@ of many cups one by one does, because a decode step empties all of them together
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from math import inf
+from math import exp, inf
 from statistics import median
 from typing import Any
 
@@ -89,6 +97,9 @@ RECENT_S = 60.0
 
 ALONE = 3
 """A client that is alone may have prefill steps this many times as long."""
+
+USUAL_S = 10.0
+"""How many requests a client has running is averaged over about so long."""
 
 USUAL_OF = 9
 """The usual length of a decode step is the median of so many: the first of a kind may compile something."""
@@ -193,6 +204,23 @@ class Present:
     """The number of steps that were over when it began to decode."""
     running: int = 0
     """Of its requests: those that were admitted."""
+    came_s: float = 0.0
+    since_s: float = 0.0
+    run_s: float = 0.0
+    """Until `since_s`: seconds times requests running, those of long ago less and less."""
+
+    def usually(self, now_s: float) -> float:
+        """How many it has running on average, lately, or since it came."""
+        faded = exp((self.since_s - now_s) / USUAL_S)
+        seconds = USUAL_S * (1 - exp((self.came_s - now_s) / USUAL_S))
+        return (self.run_s * faded + self.running * USUAL_S * (1 - faded)) / seconds if seconds else 0.0
+
+    def run(self, more: int, now_s: float) -> None:
+        """It has so many `more` running."""
+        faded = exp((self.since_s - now_s) / USUAL_S)
+        self.run_s = self.run_s * faded + self.running * USUAL_S * (1 - faded)
+        self.since_s = now_s
+        self.running += more
 
 
 class Steps:
@@ -250,6 +278,8 @@ class Steps:
         """A decode step for one request: the least of the usual lengths. 0: not known."""
         self._running = 0
         """Requests that were admitted, of all clients."""
+        self._places: float = inf
+        """How many can run, by the last time that one more could not."""
         self._runners: dict[str, Present] = {}
         """The clients that have such requests."""
         self._running_weight = 0.0
@@ -273,7 +303,7 @@ class Steps:
         if present is None:
             self._forget_old()
             _, lag_s = self._left.pop(client, (0.0, 0.0))
-            present = self._present[client] = Present(self._weights.of(client), lag_s)
+            present = self._present[client] = Present(self._weights.of(client), lag_s, came_s=self._now_s)
             self._weight += present.weight
         present.requests += 1
 
@@ -293,8 +323,9 @@ class Steps:
     def admit(self, client: str) -> None:
         """One of its requests was admitted."""
         present = self._present[client]
-        present.running += 1
+        present.run(1, self._now_s)
         self._running += 1
+        self._places = max(self._places, self._running)
         if present.running == 1:
             self._runners[client] = present
             self._running_weight += present.weight
@@ -302,7 +333,7 @@ class Steps:
     def release(self, client: str) -> None:
         """One of its requests that were admitted runs no more: it ended, or it waits again."""
         present = self._present[client]
-        present.running -= 1
+        present.run(-1, self._now_s)
         self._running -= 1
         if not present.running:
             del self._runners[client]
@@ -361,6 +392,29 @@ class Steps:
         if self.target_s is not None:
             return expected_s > self.target_s
         return expected_s > PACE * self._solo_s and expected_s > self._longest_s()
+
+    def full(self) -> None:
+        """The engine has no room for one more than run: of requests, or of memory."""
+        self._places = self._running
+
+    def crowds_out(self, client: str, waiting: int, has_turn: Callable[[str], bool]) -> bool:
+        """Whether a prompt of `client` may not be admitted now, for the places that are left are others'; not to be
+        asked for the server's own. `waiting`: requests that wait, of all clients; `has_turn`: it waits for room alone.
+        O(1) while all have room, else O(clients that are here)."""
+        present, room = self._present[client], self._places - self._running
+        if not present.running or room > waiting:
+            return False
+        kept = 0
+        for name, other in self._present.items():
+            if name == client or other.requests == other.running:
+                continue
+            most = present.running * other.weight / present.weight * (1 + ROUNDING)
+            if not has_turn(name):
+                most = min(most, other.usually(self._now_s))
+            kept += max(0, int(min(most, other.requests)) - other.running)
+            if kept and kept >= room:
+                return True
+        return False
 
     def expected_s(self, requests: int) -> float:
         """How long a token is expected to take beside so many requests; 0 before any was measured."""

@@ -8,7 +8,8 @@
     memory     the KV cache has no room for the one that is next
     deficit    its client has had what it is due: others who have not come first
     rate       its client has had its requests of this minute
-    target     its client has more than its share of those that run, and a token takes longer than the target
+    target     its client has more than its share of those that run, and a token takes longer than the target, or the
+               places that are left are others'
     prefix     its next tokens are being computed for another request
     engine     the engine passed it over, for a reason of its own (an adapter, a look-up in a slower cache)
 
@@ -183,6 +184,10 @@ class Waits:
         client = self._clients[wait.client]
         return client.offset, self._clocks[client.clock], self.now_ns
 
+    def has_turn(self, client: str) -> bool:
+        """Whether `client`, which waits, had its turn when the last pass ended."""
+        return client not in self._clients or self._clients[client].has_turn
+
     # ---- a pass
 
     def hold(self, job: Job, cause: str) -> None:
@@ -191,7 +196,7 @@ class Waits:
             self._held[job] = cause
 
     def set_aside(self, client: str) -> None:
-        """This pass has passed `client` over for the target."""
+        """This pass has passed `client` over for the target, or for places."""
         self._aside[client] = None
 
     def stop(self, cause: str) -> None:

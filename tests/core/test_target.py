@@ -6,7 +6,7 @@ from itertools import combinations
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sglang_fair.common.weights import Weights
@@ -16,6 +16,7 @@ from sglang_fair.core.job import Job
 from sglang_fair.core.ledger import SYSTEM
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.steps import PACE, USUAL_OF, Steps, make_steps
+from sglang_fair.core.waits import BATCH
 from tests.support.budget import examples
 
 SHARING = [name for name in POLICIES if make_policy(name).shares_steps]
@@ -78,8 +79,8 @@ class Engine:
         original = self.queue.set_aside
 
         def set_aside(client: str) -> None:
-            assert self.above(client), f"{client} is not above its share"
-            assert self.measured
+            assert self.crowds_out(client) or self.above(client), f"{client} is not above its share"
+            assert self.crowds_out(client) or self.measured
             self.set_aside.append(client)
             original(client)
 
@@ -95,6 +96,16 @@ class Engine:
         is_above = run[client] > share[client] * (1 + 1e-9)
         assert not is_above or any(run[name] < share[name] for name in run)
         return is_above
+
+    def crowds_out(self, client: str) -> bool:
+        """Where room is short: another that waits has fewer, and with one more it still has no more, by weight."""
+        run = Counter(job.client for job in self.running.values())
+        weight = self.weights.of
+        return len(self.running) + len(self.waiting) > self.most and any(
+            (run[job.client] + 1) / weight(job.client) <= run[client] / weight(client) * (1 + 1e-9)
+            for job in self.waiting.values()
+            if job.client != client
+        )
 
     def run(self, steps: int) -> "Engine":
         for _ in range(steps):
@@ -150,6 +161,7 @@ class Engine:
         else:
             left = {job.client for job in self.waiting.values() if not job.repeating}
             assert not left or self.set_aside, "somebody was passed over although nobody is held back"
+        self.admission.end_pass(BATCH if len(self.running) >= self.most else None)
         if batch:
             for job in batch:
                 self.queue.account.emit(job, 1)
@@ -184,6 +196,44 @@ def names(sender: Sender) -> list[str]:
     return (
         [sender.name] if sender.names == 1 else [f"{sender.name}.{number}" for number in range(sender.names)]
     )
+
+
+PLACES = 24
+POLITE = Sender("polite", waiting=40, output_steps=(5, 20), prompt_tokens=1)
+"""It always waits."""
+
+
+def most_of_burst(bursts: list[Sender], policy: str, seed: int) -> int:
+    """How many requests of `bursts`, which begin one after the other, run at once at most."""
+    made, most = Engine([POLITE], policy, seed, target_s=0.0, most=PLACES).run(30), 0
+    for number in range(60):
+        made.senders = [POLITE, *bursts[number : number + 1]]
+        made.step()
+        assert len([job for job in made.waiting.values() if job.client == "polite"]) > 0
+        most = max(most, made.count("burst"))
+    return most
+
+
+@settings(max_examples=examples(40))
+@given(
+    st.lists(
+        st.builds(
+            Sender,
+            st.just("burst"),
+            st.sampled_from([1, 10, 80]),
+            prompt_tokens=st.sampled_from([1, 10, 100]),
+            output_steps=st.sampled_from([(1, 1), (1, 60), (400, 400)]),
+        ),
+        max_size=20,
+    ),
+    st.sampled_from([name for name in PLAIN if make_policy(name).keeps_places]),
+    st.integers(0, 2**20),
+)
+@example([Sender("burst", 80, prompt_tokens=1, output_steps=(400, 400))], "dlpm", 0)
+def test_a_client_that_always_waits_keeps_its_places_whatever_comes_in_bursts(
+    bursts: list[Sender], policy: str, seed: int
+) -> None:
+    assert most_of_burst(bursts, policy, seed) <= PLACES // 2
 
 
 LIGHT = Sender("light", output_steps=(40, 40), sends=0.05)
