@@ -26,7 +26,7 @@ Found = TypeVar("Found")
 
 ARGUMENTS = (
     "--engine", "emulated", "--gpu", "a100-80g", "--model", "llama-3.1-8b", "--placement", "qlm",
-    "--placement-options", "chunk_tokens=256", "--slo-classes", '{"chat": 3, "batch": 60}', "--scale-up", "1",
+    "--placement-options", "chunk_tokens=256", "--slo-classes", '{"chat": 0.5, "batch": 60}', "--scale-up", "1",
     "--", "--max-total-tokens", "6000", "--chunked-prefill-size", "256",
 )  # fmt: skip
 NEVER = aiohttp.ClientTimeout(total=None)
