@@ -71,6 +71,9 @@ def test_every_setting_of_fairness_reaches_sglang_s_server(tmp_path: Path) -> No
         "--fair-metrics-clients": "7",
         "--fair-normal": str(tmp_path / "normal.json"),
         "--fair-apps": str(apps),
+        "--fair-hang-timeout": "30.0",
+        "--fair-max-logprobs": "5",
+        "--fair-allow-fields": "stop_regex",
     }
     assert set(given) == {setting.argument for setting in SETTINGS.values()}, "a setting without a value here"
     flags = {setting.argument: setting.flag for setting in SETTINGS.values()}
