@@ -26,6 +26,7 @@ from router.swaps import Swaps
 from router.throttling import SETTLE_S, Kind, Throttling
 from sglang_fair.common import tls
 from sglang_fair.common.files import read_json
+from sglang_fair.common.guard import named
 from sglang_fair.common.processes import die_with_parent
 from sglang_fair.common.weights import Weights
 from sglang_fair.core.throttle import make_rules
@@ -182,7 +183,7 @@ def serve(settings: table.Router) -> int:
         with ExitStack() as stack:
             if listener is not None:
                 tls_of = tls.server(settings.tls_cert, settings.tls_key)
-                stack.enter_context(serving(listener, shell.context, tls_of, leaving))
+                stack.enter_context(serving(listener, shell.context, tls_of, leaving, named(settings.names)))
             if listed := sources(settings):
                 stack.enter_context(following(listed, shell.context, tls.authorities(settings.replica_ca)))
             print(f"router ready on {shell.endpoint}", file=sys.stderr, flush=True)

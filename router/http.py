@@ -4,7 +4,8 @@
     GET /readyz     200: and there is a replica that takes requests; 503 from SIGTERM on
     GET /metrics
 
-It names no client, so it needs no key. It runs in a thread of its own and asks the loop as any peer does, so the loop
+It names no client, so it needs no key; pages of other sites get no numbers (`common.guard`). It runs in a thread of its
+own and asks the loop as any peer does, so the loop
 has nothing to wait for, and a loop that hangs is seen to.
 """
 
@@ -12,7 +13,7 @@ import asyncio
 import socket
 import ssl
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, get_args
 
@@ -33,8 +34,11 @@ from router.events import (
     encode,
 )
 from router.shell import INSIDE
+from sglang_fair.common.guard import objection
 from sglang_fair.metrics import exposition
 from sglang_fair.metrics.table import PLAN_OUTCOMES, REASONS, STATES
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 ANSWER_S = 2.0
 
@@ -56,13 +60,14 @@ def serving(
     context: "zmq.Context[zmq.Socket[bytes]]",
     tls: ssl.SSLContext | None = None,
     leaving: threading.Event | None = None,
+    names: Collection[str] = (),
 ) -> Iterator[None]:
     """Serves at `listener`, which is closed at the end, what the router whose sockets are `context`'s answers; with
-    `tls` over https. Once `leaving` is set it is not ready."""
+    `tls` over https. Once `leaving` is set it is not ready. It may be asked by `names`."""
     leaving = leaving or threading.Event()
     loop, stop = asyncio.new_event_loop(), asyncio.Event()
     thread = threading.Thread(
-        target=lambda: loop.run_until_complete(_serve(listener, context, stop, tls, leaving)),
+        target=lambda: loop.run_until_complete(_serve(listener, context, stop, tls, leaving, names)),
         name="http",
         daemon=True,
     )
@@ -81,9 +86,17 @@ async def _serve(
     stop: asyncio.Event,
     tls: ssl.SSLContext | None,
     leaving: threading.Event,
+    names: Collection[str],
 ) -> None:
     pages = Pages(zmq.asyncio.Context.shadow(context.underlying), leaving)
-    app = web.Application()
+
+    @web.middleware
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        is_open = request.path != "/metrics"  # the others say nothing that is worth a page's while
+        why = None if is_open else objection(request.method, request.headers, names)
+        return await handler(request) if why is None else web.json_response({"status": why}, status=403)
+
+    app = web.Application(middlewares=[guard])
     app.add_routes(
         [
             web.get("/healthz", pages.healthz),

@@ -76,6 +76,7 @@ def configure(settings: table.Gateway) -> Config:
         tls_cert=settings.tls_cert,
         tls_key=settings.tls_key,
         replica_ca=settings.replica_ca,
+        names=settings.names,
         notice_s=settings.notice_s,
     )
 

@@ -38,6 +38,7 @@ from sglang_fair.common.curve import Keys
 from sglang_fair.common.deadlines import DEFAULT_CLASSES, Classes
 from sglang_fair.common.fields import WIDEST, Facts
 from sglang_fair.common.files import read_json
+from sglang_fair.common.guard import named
 from sglang_fair.common.identity import DEFAULT_ORDER
 from sglang_fair.common.interaction import make_apps
 from sglang_fair.common.processes import die_with_parent
@@ -83,6 +84,7 @@ class Config:
     tls_cert: str | None = None
     tls_key: str | None = None
     replica_ca: str | None = None
+    names: str = ""
     notice_s: float = 0.0
     max_logprobs: int = 20
     allow_fields: str = ""
@@ -128,10 +130,7 @@ class Pages(Starlette):
             if isinstance(error, HTTPException):  # no such route, or not with this method
                 error = ApiError(error.status_code, str(error.detail))
             assert isinstance(error, ApiError)
-            gateway.counters.refusals[error.status] += 1
-            is_anthropic = request.url.path.startswith(PATHS["messages"])
-            body = error.body("anthropic" if is_anthropic else "openai")
-            return Response(body, error.status, error.headers, "application/json")
+            return refused(gateway, request.url.path, error)
 
         async def openapi(_: Request) -> Response:
             return JSONResponse(self.openapi())
@@ -150,6 +149,13 @@ class Pages(Starlette):
         return describe(VERSION, self._paths, self._facts)
 
 
+def refused(gateway: Gateway, path: str, error: ApiError) -> Response:
+    """The answer to a request that is refused, in the shape of the API that was asked."""
+    gateway.counters.refusals[error.status] += 1
+    body = error.body("anthropic" if path.startswith(PATHS["messages"]) else "openai")
+    return Response(body, error.status, error.headers, "application/json")
+
+
 class App(Router):
     """The application. Requests for replicas stand in front of the pages, whose middleware would take 12 µs
     for each, and they answer their errors themselves.
@@ -162,9 +168,11 @@ class App(Router):
         admin: Address | None = None,
         files: Files | None = None,
         notice_s: float = 0.0,
+        guard: Guard | None = None,
     ) -> None:
         """`admin` is where operators ask, if that is an address of its own. `files` are closed at the end. From SIGTERM
-        on /readyz says 503, for `notice_s` before the server begins to stop."""
+        on /readyz says 503, for `notice_s` before the server begins to stop. `guard` keeps other sites' pages from what
+        clients may ask; None: clients have keys."""
 
         @asynccontextmanager
         async def lifespan(_: Router) -> AsyncIterator[dict[str, ConnectionBounds]]:
@@ -194,10 +202,19 @@ class App(Router):
         )
         self.gateway = gateway
         self.pages = pages
+        self._guard = guard
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves a request. One for replicas needs no search through the routes, which would take 20 µs."""
-        relay = self._relays.get(scope.get("path", "")) if scope.get("method") == "POST" else None
+        path = scope.get("path", "")
+        relay = self._relays.get(path) if scope.get("method") == "POST" else None
+        is_clients = relay is not None or (scope["type"] == "http" and path.startswith("/v1/"))
+        if self._guard is not None and is_clients:
+            try:
+                self._guard.check_site(Request(scope), content=None)
+            except ApiError as error:
+                await refused(self.gateway, path, error)(scope, receive, send)
+                return
         await (super().__call__ if relay is None else relay)(scope, receive, send)
 
 
@@ -228,13 +245,13 @@ def create_app(config: Config) -> App:
         (lambda: inf) if shown is None else lambda: shown().end_s,
         facts,
     )
-    guard = Guard(has_tenants=config.tenants is not None)
+    guard = Guard(has_tenants=config.tenants is not None, names=named(config.names))
     workers = admin.routes(gateway.link, gateway.replicas, gateway.names, guard)
     relayed = tuple(PATHS.values())
     public = [*pages.public(gateway), *(() if files is None else batches.routes(gateway, files))]
     if config.tenants is None and config.admin_port is None:
-        own = [*public, *pages.private(gateway), *workers]
-        return App(gateway, Pages(gateway, own, relayed, facts), files=files, notice_s=config.notice_s)
+        own = [*public, *pages.private(gateway, guard.check_site), *workers]
+        return App(gateway, Pages(gateway, own, relayed, facts), None, files, config.notice_s, guard)
     address = None
     if config.admin_port is not None:
         changes = [] if config.tenants is None else tenants.routes(Path(config.tenants), guard)
@@ -246,7 +263,8 @@ def create_app(config: Config) -> App:
             shared=config.processes > 1,
             shown=shown,
         )
-    return App(gateway, Pages(gateway, public, relayed, facts), address, files, config.notice_s)
+    by_name = guard if config.tenants is None else None  # else each request shows a key, which no page has
+    return App(gateway, Pages(gateway, public, relayed, facts), address, files, config.notice_s, by_name)
 
 
 def open_files(config: Config) -> Files | None:

@@ -1,4 +1,5 @@
-"""Who may see and change the cluster: whoever has the admin key, which no tenant's key replaces.
+"""Who may see and change the cluster: whoever has the admin key, which no tenant's key replaces. Never a page
+of another site in a browser (`common.guard`).
 
 Without a key in `KEY_VARIABLE` and without tenants it is this machine alone: a connection from loopback. With tenants
 it is nobody, because a tenant may have a process here too.
@@ -6,12 +7,14 @@ it is nobody, because a tenant may have a process here too.
 
 import hmac
 import os
+from collections.abc import Collection
 
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from router.gateway.errors import ApiError
+from sglang_fair.common import guard
 from sglang_fair.common.service_keys import admin_key
 
 KEY_VARIABLE = admin_key.variable
@@ -28,12 +31,28 @@ def behind_proxy() -> list[Middleware]:
 class Guard:
     """Reads the key when it is made."""
 
-    def __init__(self, *, has_tenants: bool) -> None:
+    def __init__(self, *, has_tenants: bool, names: Collection[str] = ()) -> None:
+        """`names`: by which the gateway may be asked."""
         self._key = admin_key.key().encode()
         self._has_tenants = has_tenants
+        self._names = names
 
     def check(self, request: Request) -> None:
         """Raises `ApiError` 401 or 403 for who may not."""
+        self._check_key(request)
+        self.check_site(request, is_known=bool(self._key))
+
+    def check_site(
+        self, request: Request, *, is_known: bool = False, content: str | None = guard.JSON
+    ) -> None:
+        """Raises `ApiError` 403 for another site's page. As `guard.objection` has it."""
+        why = guard.objection(
+            request.method, request.headers, self._names, is_known=is_known, content=content
+        )
+        if why is not None:
+            raise ApiError(403, why, code="forbidden")
+
+    def _check_key(self, request: Request) -> None:
         if self._key:
             scheme, _, given = request.headers.get("authorization", "").partition(" ")
             is_right = hmac.compare_digest(given.strip().encode("utf-8", "surrogatepass"), self._key)

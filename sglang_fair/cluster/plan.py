@@ -639,6 +639,7 @@ def _gateway(options: Options, machine: Machine, models: Sequence[Model], router
         **shared(options, table.Deadlines),
         **shared(options, table.Exposed),
         **shared(options, table.Fields),
+        "names": options.names,
         "keys": _path(options.keys),
         "replica_ca": _path(options.replica_ca),
         "tls_cert": _path(options.tls_cert),

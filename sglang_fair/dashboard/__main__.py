@@ -6,6 +6,7 @@ from functools import partial
 from urllib.parse import urlsplit
 
 from sglang_fair.common import tls
+from sglang_fair.common.guard import named
 from sglang_fair.common.listening import is_loopback
 from sglang_fair.common.processes import die_with_parent
 from sglang_fair.common.service_keys import admin_key
@@ -51,8 +52,9 @@ def serve(settings: Dashboard) -> int:
     session = Session(admin_key.key(), settings.port, is_secure=settings.tls_cert is not None)
     gateway_tls = tls.believed(settings.gateway_ca, settings.gateway_cert)
     app = application(
-        settings.gateway, settings.every_s, session, gateway_tls, tls.authorities(settings.replica_ca)
-    )
+        settings.gateway, settings.every_s, session, gateway_tls, tls.authorities(settings.replica_ca),
+        named(settings.names),
+    )  # fmt: skip
     try:
         web.run_app(
             app, host=settings.host, port=settings.port, print=None, access_log=None, shutdown_timeout=1.0,

@@ -10,17 +10,18 @@ import asyncio
 import contextlib
 import json
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from importlib import resources
 from typing import Any
 
 from aiohttp import web
 
 from sglang_fair.cluster.explain import told
+from sglang_fair.common.guard import FORM, JSON, objection
 from sglang_fair.dashboard.model import SPANS
 from sglang_fair.dashboard.peers import Peers, Refused
 from sglang_fair.dashboard.poller import Poller
-from sglang_fair.dashboard.session import HOLDS_S, Session, is_same_site
+from sglang_fair.dashboard.session import HOLDS_S, Session
 
 MAX_BODY_BYTES = 4096
 MOST_REQUESTS = 200
@@ -35,7 +36,7 @@ HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
+    "referrer-policy": "same-origin",  # with less, a form's Origin is null
     "cache-control": "no-store",
 }
 
@@ -51,9 +52,10 @@ def application(
     session: Session,
     gateway_tls: ssl.SSLContext | None = None,
     replica_tls: ssl.SSLContext | None = None,
+    names: Collection[str] = (),
 ) -> web.Application:
     """The page about the cluster behind `gateway`; it looks at it from its start to its end. What gateway and replicas
-    must show is as `Peers` has it."""
+    must show is as `Peers` has it, and `names` are those of the page as `objection` has them."""
     files = {path.name: path.read_bytes() for path in resources.files(__package__).joinpath("page").iterdir()}
     pollers: list[tuple[Poller, Peers]] = []
 
@@ -117,7 +119,7 @@ def application(
         response.del_cookie(session.cookie)
         return response
 
-    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_guarded(session)])
+    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_guarded(session, names)])
     app.cleanup_ctx.append(looking)
     app.add_routes(
         [
@@ -136,7 +138,7 @@ def application(
     return app
 
 
-def _guarded(session: Session) -> Any:
+def _guarded(session: Session, names: Collection[str]) -> Any:
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
@@ -149,9 +151,14 @@ def _guarded(session: Session) -> Any:
         return response
 
     async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.method not in ("GET", "HEAD") and not is_same_site(request.headers):
-            return _error("another site's page asks this", 403)
-        if request.path not in OPEN and not session.may(request.remote, request.headers, request.cookies):
+        may = session.may(request.remote, request.headers, request.cookies)
+        why = objection(
+            request.method, request.headers, names, is_known=session.needs_key,
+            content=FORM if request.path in ("/login", "/logout") else JSON,
+        )  # fmt: skip
+        if why is not None and request.path != "/health":
+            return _error(why, 403)
+        if request.path not in OPEN and not may:
             if request.path == "/" and session.needs_key:
                 return web.Response(status=303, headers={"location": "/login"})
             return _error("this needs the admin key" if session.needs_key else "this is for the machine itself",

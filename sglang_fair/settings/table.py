@@ -431,6 +431,15 @@ class Certified(Exposed):
         str | None,
         About("Its private key, in PEM, without a password.", metavar="FILE", unset="in the same file"),
     ] = None
+    names: Annotated[
+        str,
+        About(
+            "Public DNS names by which it may be asked over HTTP where no key is asked for, comma separated. "
+            "Addresses, names without a dot and those below .localhost, .internal, .svc, .cluster.local go without.",
+            metavar="NAME,...",
+            unset="none",
+        ),
+    ] = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,12 @@
 """Who may ask: identity from keys and trusted proxies, a tenants' file that changes, and what each key opens."""
 
+import json
 import os
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -305,10 +307,15 @@ async def asking(
         yield app, clients, operators
 
 
-async def ask(http: httpx.AsyncClient, asked: str, key: str | None) -> int:
+AS_JSON = {"content-type": "application/json"}
+
+
+async def ask(
+    http: httpx.AsyncClient, asked: str, key: str | None, more: Mapping[str, str] = MappingProxyType({})
+) -> int:
     method, route = asked.split()
     target = route.replace("{id}", MODEL).replace("{name}", "r0")
-    headers = bearer(key) if key is not None else {}
+    headers = (bearer(key) if key is not None else {}) | dict(more)
     body = BODIES.get(route) if method in ("post", "patch") else None
     return (await http.request(method, target, headers=headers, json=body)).status_code
 
@@ -368,6 +375,26 @@ async def test_without_tenants_all_is_at_one_address_as_ever(
     assert got["get /status"] == 200
 
 
+FOREIGN = ({"host": "evil.example"}, {"origin": "http://evil.example"}, {"sec-fetch-site": "cross-site"})
+OPEN = ("get /health", "get /healthz", "get /readyz")
+
+
+async def test_without_keys_another_site_s_page_gets_and_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with asking(tmp_path, monkeypatch, admin_port=None) as (_, clients, _):
+        for route in ROUTES:
+            if "/tenants" in route or route in OPEN:
+                continue
+            for headers in FOREIGN:
+                assert await ask(clients, route, None, headers) == 403, (route, headers)
+        for route in ("/workers", "/limits", "/swap"):  # as a form can send it
+            sent = await clients.post(
+                route, content=json.dumps(BODIES[route]), headers={"content-type": "text/plain"}
+            )
+            assert sent.status_code == 403
+
+
 async def test_a_tenant_sees_the_models_that_it_may_ask_for(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -392,7 +419,7 @@ async def test_an_operator_changes_a_weight_and_the_gateway_follows(
         assert directory is not None
 
         async def patch(body: bytes) -> httpx.Response:
-            return await operators.patch("/tenants/gold", content=body, headers=bearer(ADMIN))
+            return await operators.patch("/tenants/gold", content=body, headers=bearer(ADMIN) | AS_JSON)
 
         for body in (b"", b'{"weight": 0}', b'{"weight": "2"}', b'{"weight": 2, "keys": []}', b"[" * 4000):
             assert (await patch(body)).status_code == 400

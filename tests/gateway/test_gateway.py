@@ -306,7 +306,8 @@ async def test_workers_are_changed_from_this_machine_or_with_the_key(
     ],
 )
 async def test_a_worker_that_is_none_is_refused(body: object, status: int, code: str, c: Cluster) -> None:
-    sent = {"data": body} if isinstance(body, bytes) else {"json": body}
+    as_json = {"content-type": "application/json"}
+    sent = {"data": body, "headers": as_json} if isinstance(body, bytes) else {"json": body}
     got, _, answer = await c.post("/workers", **sent)
     assert (got, json.loads(answer)["error"]["code"]) == (status, code)
     assert list((await c.state())["workers"]) == ["r0"]

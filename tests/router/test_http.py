@@ -51,6 +51,16 @@ def site(*, runs: bool = True, placement: str = "d2lpm") -> Iterator[tuple[Wire,
         wire.close()
 
 
+def test_another_site_s_page_is_told_nothing() -> None:
+    with site() as (_, url):
+        for headers in (
+            {"host": "evil.example"},
+            {"origin": "http://evil.example"},
+            {"sec-fetch-site": "cross-site"},
+        ):
+            assert httpx.get(f"{url}/metrics", headers=headers, timeout=120).status_code == 403
+
+
 def numbers(url: str) -> dict[tuple[str, ...], float]:
     """Each sample, by name and the values of its labels, which stand in the order of their names."""
     answer = get(f"{url}/metrics")

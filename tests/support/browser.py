@@ -27,14 +27,16 @@ PICTURES = "SGLANG_FAIR_TEST_PICTURES"
 
 
 @contextmanager
-def chromium() -> Iterator[Any]:
+def chromium(*arguments: str) -> Iterator[Any]:
     """A browser, until the block ends."""
     from playwright.sync_api import sync_playwright
 
     assert CHROMIUM is not None, "CI has no chromium"
     with sync_playwright() as playwright:
         made = playwright.chromium.launch(
-            executable_path=CHROMIUM, headless=True, args=["--no-sandbox", "--disable-background-networking"]
+            executable_path=CHROMIUM,
+            headless=True,
+            args=["--no-sandbox", "--disable-background-networking", *arguments],
         )
         yield made
         made.close()
