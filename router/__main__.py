@@ -11,11 +11,12 @@ from typing import cast
 
 import zmq
 
+from router.bounded import listen
 from router.collector import collect_young_only
 from router.core import Router
 from router.descriptors import raise_limit
 from router.events import WorkerUp
-from router.http import listen, serving
+from router.http import serving
 from router.placement import build, parameters, parse_value
 from router.replica_lists import specs
 from router.replica_lists.follow import following

@@ -21,6 +21,7 @@ import zmq
 import zmq.asyncio
 from aiohttp import web
 
+from router import bounded
 from router.events import (
     Answer,
     Event,
@@ -42,16 +43,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 ANSWER_S = 2.0
 
-MOST_CONNECTIONS = 64
-"""Waiting for `accept`."""
-
 ENDINGS = get_args(Outcome)
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """The server's socket. Raises OSError."""
-    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-    return socket.create_server((host, port), family=family, backlog=MOST_CONNECTIONS)
 
 
 @contextmanager
@@ -104,13 +96,8 @@ async def _serve(
             web.get("/metrics", pages.metrics),
         ]
     )
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-    await runner.setup()
-    try:
-        await web.SockSite(runner, listener, ssl_context=tls).start()
+    async with bounded.serving(app, listener, tls):
         await stop.wait()
-    finally:
-        await runner.cleanup()
 
 
 class Pages:

@@ -3,17 +3,15 @@
 import asyncio
 import contextlib
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from typing import Any, cast
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from sglang_fair.common import tls
-
-MOST_REQUESTS = 64
-"""At a time; more get 503. Whoever asks here has the admin key, or gets a short answer."""
 
 
 class _Server(uvicorn.Server):
@@ -51,10 +49,11 @@ class Address:
         port: int,
         *,
         shared: bool,
+        connection: Callable[..., asyncio.Protocol],
         shown: Shown | None = None,
     ) -> None:
-        """`shared`: other processes of the same gateway listen there too, and each answers for itself. With `shown`, by
-        https."""
+        """`shared`: other processes of the same gateway listen there too, and each answers for itself. `connection`
+        makes uvicorn's protocol of each connection. With `shown`, by https."""
         self._host = host
         self._port = port
         self._shared = shared
@@ -65,7 +64,7 @@ class Address:
                 access_log=False,
                 log_config=None,
                 proxy_headers=False,
-                limit_concurrency=MOST_REQUESTS,
+                http=cast(Any, connection),
                 timeout_keep_alive=30,
                 ssl_context_factory=shown,
             )

@@ -5,6 +5,7 @@ import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from router.gateway.errors import ApiError
 from router.gateway.gateway import Gateway
 from router.gateway.guard import Guard
 from router.gateway.limits import Limits
-from router.gateway.listener import STATE, ConnectionBounds
+from router.gateway.listener import STATE, ConnectionBounds, Listener
 from router.gateway.openapi import describe
 from router.gateway.request.kinds import PATHS
 from router.gateway.request.tokens import read_tokens
@@ -261,6 +262,7 @@ def create_app(config: Config) -> App:
             config.admin_host,
             config.admin_port,
             shared=config.processes > 1,
+            connection=partial(Listener, bounds=gateway.operators_bounds),
             shown=shown,
         )
     by_name = guard if config.tenants is None else None  # else each request shows a key, which no page has

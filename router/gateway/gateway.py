@@ -96,6 +96,9 @@ class Gateway:
         self.connection_bounds = ConnectionBounds(
             SharedLimit(limits.max_connections), limits.head_timeout_s, self.counters
         )
+        self.operators_bounds = ConnectionBounds(
+            SharedLimit(limits.max_connections), limits.head_timeout_s, self.counters
+        )
         self.interactions = Interactions(most=REMEMBERED_INTERACTIONS)
         self.fleet = Fleet(
             lambda worker: self.replicas.health.is_well(worker), self._begun, self._due, routers

@@ -19,7 +19,7 @@ from router.gateway.errors import overloaded
 from router.shared_limit import SharedLimit
 
 STATE = "connections"
-"""Where the application's lifespan puts its `ConnectionBounds`."""
+"""Where the application's lifespan puts its `ConnectionBounds`, unless the server is given them."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,9 @@ class Wire:
 class Listener(HttpToolsProtocol):
     """One connection of a client."""
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
+    def __init__(self, *arguments: Any, bounds: ConnectionBounds | None = None, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self._bounds: ConnectionBounds = self.app_state[STATE]
+        self._bounds: ConnectionBounds = self.app_state[STATE] if bounds is None else bounds
         self._share: str | None = None
         self._has_begun = False
         self._timer: asyncio.TimerHandle | None = None

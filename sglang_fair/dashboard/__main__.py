@@ -1,10 +1,16 @@
 """`sglang-fair dashboard`: the page for operators."""
 
+import asyncio
 import logging
+import signal
+import socket
+import ssl
 import sys
 from functools import partial
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from router import bounded
 from sglang_fair.common import tls
 from sglang_fair.common.guard import named
 from sglang_fair.common.listening import is_loopback
@@ -14,6 +20,9 @@ from sglang_fair.settings import protection
 from sglang_fair.settings.program import run_program
 from sglang_fair.settings.setting import SettingError
 from sglang_fair.settings.table import Dashboard
+
+if TYPE_CHECKING:
+    from aiohttp import web
 
 
 def check(settings: Dashboard) -> None:
@@ -41,8 +50,6 @@ def check(settings: Dashboard) -> None:
 
 def serve(settings: Dashboard) -> int:
     """Serves until SIGTERM or SIGINT; the exit code."""
-    from aiohttp import web
-
     from sglang_fair.dashboard.server import application
     from sglang_fair.dashboard.session import Session
 
@@ -56,14 +63,20 @@ def serve(settings: Dashboard) -> int:
         named(settings.names),
     )  # fmt: skip
     try:
-        web.run_app(
-            app, host=settings.host, port=settings.port, print=None, access_log=None, shutdown_timeout=1.0,
-            ssl_context=tls.server(settings.tls_cert, settings.tls_key),
-        )  # fmt: skip
+        listener = bounded.listen(settings.host, settings.port)
     except OSError as error:
         print(f"sglang-fair dashboard: {settings.host}:{settings.port}: {error.strerror}", file=sys.stderr)
         return 1
+    asyncio.run(_serve(app, listener, tls.server(settings.tls_cert, settings.tls_key)))
     return 0
+
+
+async def _serve(app: "web.Application", listener: socket.socket, shown: ssl.SSLContext | None) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async with bounded.serving(app, listener, shown, shutdown_timeout_s=1.0):
+        await stop.wait()
 
 
 main = partial(run_program, "dashboard", serve, check=check)

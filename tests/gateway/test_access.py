@@ -1,10 +1,11 @@
 """Who may ask: identity from keys and trusted proxies, a tenants' file that changes, and what each key opens."""
 
+import asyncio
 import json
 import os
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -22,6 +23,7 @@ from router.gateway.app import App, Config, create_app
 from router.gateway.counters import Counters
 from router.gateway.errors import ApiError
 from router.gateway.guard import KEY_VARIABLE
+from router.gateway.limits import Limits
 from router.gateway.openapi import describe
 from sglang_fair.common.caller import HEADER_WEIGHT
 from sglang_fair.common.identity import API_KEY, DEFAULT_ORDER, USER
@@ -435,3 +437,20 @@ async def test_an_operator_changes_a_weight_and_the_gateway_follows(
         await eventually(lambda: weight() == 2.5, "the gateway has read the file again")
         changing.write_text("tenants: {gold: {weight: 1}, gold: {}}")
         assert (await patch(b'{"weight": 3}')).status_code == 409
+
+
+async def test_half_heads_leave_the_operators_port_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = Limits(max_connections=6, head_timeout_s=0.2)
+    async with asking(tmp_path, monkeypatch, limits=limits) as (_, _, operators):
+        port = operators.base_url.port
+        half = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
+        refused = 0
+        for reader, writer in half:
+            writer.write(b"GET /status HTTP/1.1\r\n")
+            with suppress(ConnectionError):
+                refused += (await reader.read()).startswith(b"HTTP/1.1 429 ")
+            writer.close()
+        assert refused == 17
+        assert (await operators.get("/workers")).status_code == 503

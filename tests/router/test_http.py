@@ -10,9 +10,10 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from router.bounded import listen
 from router.core import Router, placement_reason
 from router.events import Agent, Arrive, Done, Due, Planner, WorkerDrain, WorkerHealth, WorkerUp
-from router.http import listen, serving
+from router.http import serving
 from router.placement import build
 from router.placement.contract import Request
 from router.placement.round_robin import RoundRobin
