@@ -1,8 +1,11 @@
 """Clients that have more work than is done at once have turns, and the event loop none of it."""
 
 import asyncio
+import contextlib
+import gc
 import itertools
 import threading
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
@@ -12,6 +15,7 @@ from hypothesis import strategies as st
 
 from router.gateway.sharing.round_robin import RoundRobin
 from router.gateway.sharing.thread_pool import STEPS_PER_TURN, FairThreadPool
+from tests.support.waiting import eventually
 
 CLIENTS = st.sampled_from("abcd")
 STEPS = st.lists(
@@ -76,6 +80,30 @@ async def test_a_flood_of_long_work_does_not_hold_up_a_short_one() -> None:
     assert ended == ["modest"]
     await asyncio.gather(*flood)
     threads.close()
+
+
+async def test_what_failed_work_held_is_let_go_without_the_collector() -> None:
+    """The bodies of refused requests are large and few: they would stay for long."""
+
+    class Body:
+        pass
+
+    def refused(body: Body) -> Iterator[Body]:
+        yield body
+        raise ValueError
+
+    threads, body = FairThreadPool(1), Body()
+    seen, work = weakref.ref(body), refused(body)
+    del body
+    gc.disable()
+    try:
+        with contextlib.suppress(ValueError):
+            await threads.run("a", work)
+        del work
+        await eventually(lambda: seen() is None, "the end of the body", 5)
+    finally:
+        gc.enable()
+        threads.close()
 
 
 async def test_an_error_is_the_callers_and_whoever_leaves_is_worked_for_no_more() -> None:

@@ -58,6 +58,11 @@ class FairThreadPool:
         except asyncio.CancelledError:
             self._queue.remove(client, job)
             raise
+        except BaseException:
+            # The traceback has the job, and with it the body: they would keep each other until the collector comes,
+            # which a few large objects do not call.
+            del job.over
+            raise
         return job.made
 
     def close(self) -> None:
