@@ -87,7 +87,7 @@ def test_a_process_that_holds_its_interpreter_shows_its_stack(tmp_path: Path) ->
 @pytest.mark.timeout(900)
 def test_a_replica_whose_scheduler_hangs_is_started_again_and_the_other_serves_meanwhile() -> None:
     """A regular expression holds the scheduler's interpreter for ever."""
-    with Cluster("--hang-timeout", "3") as cluster:
+    with Cluster("--hang-timeout", "3", "--allow-fields", "stop_regex") as cluster:
         url, gateway = cluster.addresses["replicas"][0], cluster.url
         before = [one for one in cluster.processes() if "sglang::scheduler" in command_line(one)]
         bomb = {
