@@ -238,8 +238,11 @@ class Replica:
         return self._take_events()
 
     def check_pool(self) -> None:
-        """AssertionError unless every page of the pool is free, cached, or a running request's own. O(running)."""
+        """AssertionError unless every page of the pool is free, cached, or a running request's own, and the rest of a
+        prompt that was cut has room. O(running)."""
         self._pool.check(self._held())
+        cut = self._chunked
+        assert cut is None or cut.length - cut.computed <= self._pool.room_tokens()
 
     def _held(self) -> Iterator[tuple[Task, int]]:
         """Each running request with the tokens that it holds."""

@@ -94,6 +94,18 @@ def test_a_cut_prompt_is_cut_where_the_kernels_want_it_beside_short_ones_too(boo
     assert cuts != list(range(512, 2000, 512)), "no room was left for the short ones"
 
 
+def test_a_chunk_is_at_most_what_is_free_and_without_that_its_prompt_is_parked(books: dict[str, Any]) -> None:
+    found = books["a_cut_prompt_without_room"]
+    assert given(found) == {"a": (600, 0, OUTPUT_TOKENS)}
+    assert found["ends"] == [128, 224, 224, 224, 224]
+
+
+def test_no_short_prompt_takes_the_memory_of_the_rest_of_a_cut_one(books: dict[str, Any]) -> None:
+    found = books["a_short_prompt_behind_a_cut_one"]
+    assert given(found) == {"a": (400, 0, OUTPUT_TOKENS), "b": (20, 0, OUTPUT_TOKENS)}
+    assert not found["beside"]
+
+
 def test_a_request_that_is_passed_over_gives_back_what_its_match_took(books: dict[str, Any]) -> None:
     """SGLang asserts that a slot is left for the next one. A stale state would be copied to who has another prefix."""
     found = books["twins_that_take_a_state_when_they_are_matched"]

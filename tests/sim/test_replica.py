@@ -278,6 +278,7 @@ CASES = st.fixed_dictionaries(
         "ignore_eos": st.booleans(),
         "gap_s": st.sampled_from([0.0, 0.01, 0.08]),
         "longest": st.sampled_from([3, 60, 200]),
+        "prompt": st.sampled_from([40, 240]),
         "stall_s": st.sampled_from([None, 0.001, 0.1]),
     }
 )
@@ -289,7 +290,11 @@ def play(
     """Random requests and aborts at random times, to the end; memory is audited at each event."""
     random = Random(case["seed"])
     settings = Settings(
-        **{key: value for key, value in case.items() if key not in ("seed", "gap_s", "longest", "stall_s")},
+        **{
+            key: value
+            for key, value in case.items()
+            if key not in ("seed", "gap_s", "longest", "stall_s", "prompt")
+        },
         progress_steps=progress_steps,
         new_token_ratio=0.9,
         least_new_token_ratio=0.0,
@@ -305,7 +310,9 @@ def play(
         now_s += random.choice([0.0, case["gap_s"], 3 * case["gap_s"] * random.random()])
         told += drain(replica, now_s)
         head = random.choice(families)[: random.randrange(41)]
-        tokens = packed(*head, *(random.randrange(1000) for _ in range(random.randint(1, 40))))
+        tokens = packed(
+            *head, *(random.randrange(1000) for _ in range(random.randint(1, case.get("prompt", 40))))
+        )
         most = random.randint(1, case["longest"])
         one = request(str(number), tokens, random.randint(1, most), "abc"[number % 3], max_output_tokens=most)
         if says_weights:

@@ -15,6 +15,7 @@ import os
 import sys
 from array import array
 from collections import Counter
+from http import HTTPStatus
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -53,7 +54,7 @@ class Loop:
         streams = SchedulerOutputStreamer.stream_output
         page = random.choice([1, 16, 16, 32])
         self.pool_tokens = random.choice([320, 640, 1280, 4096])
-        self.engine = Engine(
+        engine = Engine(
             random.choice([2, 1000]), seed, policy=random.choice(["fcfs", "dlpm"]), pool_tokens=self.pool_tokens,
             arguments=(
                 "--page-size", str(page), "--max-running-requests", str(random.choice([2, 5, 16])),
@@ -61,7 +62,8 @@ class Loop:
             ),
         )  # fmt: skip
         SchedulerOutputStreamer.stream_output = streams
-        self.scheduler = scheduler = self.engine._scheduler
+        self.scheduler = scheduler = engine._scheduler
+        del scheduler._get_new_batch_prefill_raw  # which takes the time of each step
         self.random, self.now_s, self.page = random, 0.0, page
         self.case: Case | None = None
         scheduler.tp_worker.forward_batch_generation = self.forward
@@ -80,7 +82,10 @@ class Loop:
         os.environ["SGLANG_FAIR_STALL_MS"] = random.choice(["0", "5", "100", "100"])
         target = random.choice(["", "0", "5"]) if os.environ["SGLANG_FAIR_STALL_MS"] != "0" else ""
         os.environ["SGLANG_FAIR_TARGET_TPOT_MS"] = target
-        self.engine.use(server_name(policy), overlay=True, options=options)
+        os.environ["SGLANG_FAIR_OPTIONS"] = options
+        assert scheduler.flush_cache(empty_cache=False)
+        scheduler.schedule_policy = server_name(policy)
+        scheduler.init_schedule_policy()
         from sglang_fair.overlay.clock import Clock
 
         scheduler.clock = Clock(is_shared=False, read=lambda: self.now_s)
@@ -119,6 +124,8 @@ class Loop:
                 self.case.ended[rid] += 1
         if request is not None and type(output).__name__ == "AbortReq":
             self.case.ended[output.rid] += 1
+            if (output.finished_reason or {}).get("status_code") == HTTPStatus.INTERNAL_SERVER_ERROR:
+                raise Died(f"{output.rid} ended by {output.finished_reason}")
 
     def forward(self, batch: Any, *_: Any, **__: Any) -> Any:
         import torch
@@ -282,13 +289,19 @@ class Case:
     # ---- what came of it
 
     def follow(self) -> None:
-        """The inputs of an iteration are processed: the books have those who wait, and no others."""
-        waiting = self.scheduler.waiting_queue
-        for one in waiting:
+        """The inputs of an iteration are processed: the books have those who wait, and no others; and there is room for
+        the rest of the prompt that was cut."""
+        from sglang_fair.overlay import room
+
+        scheduler = self.scheduler
+        for one in scheduler.waiting_queue:
             self.requests.setdefault(one.rid, one)
-        books = {job.id for job in self.scheduler.fair.queue.jobs()}
-        if books != (there := {one.rid for one in waiting}):
+        books = {job.id for job in scheduler.fair.queue.jobs()}
+        if books != (there := {one.rid for one in scheduler.waiting_queue}):
             raise Died(f"the books have {sorted(books - there)} waiting, and {sorted(there - books)} not")
+        free = room.free_tokens(scheduler.token_to_kv_pool_allocator, scheduler.tree_cache)
+        if (rest := room.rest_of(scheduler.chunked_req, self.loop.page)) > free:
+            raise Died(f"{scheduler.chunked_req.rid} was cut, and its rest of {rest} has room for {free}")
 
     def check(self) -> None:
         scheduler, fair = self.scheduler, self.scheduler.fair

@@ -146,6 +146,38 @@ class Odd:
         self.scheduler.truncation_align_size, self.scheduler.chunked_prefill_size = align, chunk
         return {**self.finish(), "cuts": cuts}
 
+    def a_cut_prompt_without_room(self) -> dict[str, Any]:
+        """Something else takes all that is free between two of its chunks, and gives it back."""
+        self.engine.use("dlpm", overlay=True)
+        chunk, self.scheduler.chunked_prefill_size = self.scheduler.chunked_prefill_size, 128
+        long = self.request("long", "a", tokens=600)
+        self.engine.arrive([long])
+        self.engine.step()
+        allocator = self.scheduler.token_to_kv_pool_allocator
+        taken = allocator.alloc(allocator.available_size() - 96)
+        ends = [long.extend_end]
+        for _ in range(4):
+            self.engine.step()
+            ends.append(long.extend_end)
+        allocator.free(taken)
+        books = self.finish()
+        self.scheduler.chunked_prefill_size = chunk
+        return {**books, "ends": ends}
+
+    def a_short_prompt_behind_a_cut_one(self) -> dict[str, Any]:
+        """It has room in the rest of the step, but the rest of the cut prompt has all the memory."""
+        self.engine.use("dlpm", overlay=True)
+        self.engine.limit_pool(448)
+        align, chunk = self.scheduler.truncation_align_size, self.scheduler.chunked_prefill_size
+        self.scheduler.truncation_align_size, self.scheduler.chunked_prefill_size = 64, 96
+        short = self.request("short", "b", tokens=20, first=60)
+        self.engine.arrive([self.request("long", "a", tokens=400), short])
+        self.engine.step()
+        beside = short.kv.holds_kv
+        books = self.finish()
+        self.scheduler.truncation_align_size, self.scheduler.chunked_prefill_size = align, chunk
+        return {**books, "beside": beside}
+
     def twins_that_take_a_state_when_they_are_matched(self) -> dict[str, Any]:
         """As requests of a Mamba model do: what they are matched with is copied to a slot of theirs. More come at once
         than are looked up before a pass. `slots` are those that are taken, and those that are back, after the pass."""
@@ -188,6 +220,8 @@ SCENARIOS: tuple[Callable[[Odd], dict[str, Any]], ...] = (
     Odd.a_policy_that_fails,
     Odd.books_that_begin_anew_before_a_retraction,
     Odd.a_cut_prompt_beside_short_ones,
+    Odd.a_cut_prompt_without_room,
+    Odd.a_short_prompt_behind_a_cut_one,
     Odd.twins_that_take_a_state_when_they_are_matched,
 )
 

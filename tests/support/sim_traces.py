@@ -102,14 +102,14 @@ def load(name: str) -> TraceLoad:
         case "steps vtc":
             return TraceLoad(crowd, policy="vtc", chunked_prefill_tokens=256, stall_ms=STALL_MS)
         case "steps cut":  # what is left of a prompt is kept, or those that run would have to be taken back
-            writers = tuple(_arrivals(name, requests=40, until_step=60, longest_answer=400))
+            writers = tuple(_arrivals(f"{name} 1", requests=40, until_step=60, longest_answer=400))
             return TraceLoad(
                 writers,
                 policy="vtc",
                 kv_tokens=1600,
                 chunked_prefill_tokens=64,
                 ignore_eos=False,
-                ratio=0.1,
+                ratio=0.3,
                 steps=4000,
                 stall_ms=STALL_MS,
             )
