@@ -11,11 +11,12 @@ import openai
 import pytest
 from openai.types import Batch
 
+from router.suspects import ENDED, KNOWN, MOST_CONVICTIONS, QUARANTINED
 from sglang_fair.tenants import edit, keys
 from sglang_fair.tenants.model import Limits, Tenant
 from tests.support.budget import is_night
 from tests.support.site import Process, Site
-from tests.support.stand_in import MODEL, make_tokenizer
+from tests.support.stand_in import MODEL, POISON, make_tokenizer
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -220,6 +221,67 @@ def test_each_item_has_one_result_whatever_dies(tokenizer: Path, tmp_path: Path,
                 assert text == site.expected("completions", f"p {index}", 4)
 
     run(body, tokenizer, tmp_path, step_s=0.01)
+
+
+def test_what_ends_replicas_is_tried_at_two_and_all_else_is_served(tokenizer: Path, tmp_path: Path) -> None:
+    """Nine requests of one client and six lines of another, each of which ends any replica, beside a polite client."""
+    killers, polite, count = 9, 40, 6
+    deaths = 0
+
+    async def restarts(site: Batches) -> None:
+        nonlocal deaths
+        while True:
+            for replica in site.replicas.values():
+                if replica.exit_code() is not None:
+                    deaths += 1
+                    replica.start()
+            await asyncio.sleep(0.05)
+
+    async def ask(site: Batches, client: str, prompt: str) -> tuple[int, str]:
+        """Again if no replica was there at all, as the official clients do."""
+        while (found := await ask_once(site, client, prompt))[1] in ("no_replica", "refused"):
+            await asyncio.sleep(0.5)
+        return found
+
+    async def ask_once(site: Batches, client: str, prompt: str) -> tuple[int, str]:
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": 4, "temperature": 0}
+        url = f"{site.gateway_urls[0]}/v1/completions"
+        async with site.http.post(url, json=body, headers={"x-fair-client": client}) as answer:
+            found = await answer.json()
+            return answer.status, found.get("error", {}).get("code", "")
+
+    async def body(site: Batches) -> None:
+        await site.ready()
+        for client in ("polite", "odd"):
+            assert (await ask(site, client, "p"))[0] == 200
+        restarting = asyncio.create_task(restarts(site))
+        asked = [ask(site, "odd", f"{POISON} {number}") for number in range(killers)]
+        for number in range(polite):
+            asked.insert(2 * number, ask(site, "polite", f"p {number}"))
+        found = await asyncio.gather(*asked)
+        odd = [code for _, code in found if code]
+        assert [status for status, _ in found].count(200) == polite, (found, deaths)
+        assert len(odd) == killers
+        assert set(odd) <= {ENDED, KNOWN, QUARANTINED}
+        assert deaths <= killers + MOST_CONVICTIONS
+        state = (await site.state())["suspects"]
+        assert [*state["quarantine"]] == ["odd"]
+
+        client = site.client("lines")
+        name = await created(client, jsonl([line(f"id {n}", f"{POISON} {n}") for n in range(count)]))
+        for _ in range(2):
+            await asyncio.sleep(2.0)
+            site.feeder.kill()
+            site.feeder.start()
+        over = await site.over(client, name, 240.0)
+        assert over.request_counts is not None
+        assert (over.status, over.request_counts.failed) == ("completed", count)
+        errors = await results(client, over.error_file_id)
+        assert [one["custom_id"] for one in errors] == [f"id {n}" for n in range(count)]
+        assert (await ask(site, "polite", "p"))[0] == 200
+        restarting.cancel()
+
+    run(body, tokenizer, tmp_path, replicas=3, router_options=("--quarantine", "20"))
 
 
 def test_a_router_with_queues_asks_for_each_item(tokenizer: Path, tmp_path: Path) -> None:

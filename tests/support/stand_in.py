@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import json
 import math
+import os
 import random
 import struct
 import zlib
@@ -29,6 +30,8 @@ from sglang_fair.common.token_ids import HEADER, comment
 from tests.support import apis
 
 MODEL = "tiny"
+POISON = "poison"
+"""A prompt that has it ends the process."""
 UNFINISHED = "\ufffd"
 WORDS = "abcdefghi .,é"
 TEMPLATE = (
@@ -264,6 +267,8 @@ class Server:
     def _handler(self, kind: str) -> Callable[[web.Request], Any]:
         async def serve(request: web.Request) -> web.StreamResponse:
             body = await request.json()
+            if POISON in json.dumps(body):
+                os._exit(9)
             if self._model and request.headers.get(HEADER_MODEL, self._model) != self._model:
                 self.work["misdirected"] += 1
                 return web.json_response({"message": "it has another model"}, status=MISDIRECTED)
