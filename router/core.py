@@ -918,9 +918,9 @@ class Router:
         """How many requests `peer` has in flight."""
         return sum(flight.peer == peer for flight in self._flights.values())
 
-    def listing(self, id: str = "") -> Workers:
-        """The workers, limits and plans that peers are told of; `id` is that of the question."""
-        return self._workers.listing(id, self._throttling.posted, self.plans)
+    def listing(self, question: str = "") -> Workers:
+        """The workers, limits and plans that peers are told of, as the answer to `question`."""
+        return self._workers.listing(question, self._throttling.posted, self.plans)
 
     def state(self) -> dict[str, object]:
         """The state as plain maps, strings and finite numbers. None stands for infinity."""

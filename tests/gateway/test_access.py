@@ -286,7 +286,9 @@ CLIENTS_ADDRESS = {
 OPERATORS_ADDRESS = {
     (401, 401, 401, 404): "get /explain/{id}, patch /tenants/{name}",
     (401, 401, 401, 200): "get /requests, get /status, get /metrics",
-    (401, 401, 401, 503): "get /workers, delete /workers/{name}, get /limits, post /limits, post /swap",
+    (401, 401, 401, 503): (
+        "get /workers, delete /workers/{name}, get /limits, post /limits, post /swap, delete /quarantine/{client}"
+    ),
     (401, 401, 401, 400): "post /workers",
 }
 ROUTES = [f"{method} {route}" for route, found in describe("1")["paths"].items() for method in found]

@@ -190,7 +190,6 @@ async def test_the_tokens_of_system_messages_go_to_the_replica(length: int, c: C
         (path, CHAT | {"messages": [{"role": "system"}, user]}, None),
         (path, CHAT | {"system_tokens": 5}, None),
         ("/v1/completions", COMPLETION | {"system_tokens": 5}, None),
-        ("/generate", GENERATE | {"system_tokens": 5}, None),
     ):
         lie = {"x-fair-client": "c", "x-fair-system-tokens": "1"}
         assert (await c.post(at, asked, headers=lie))[0] == 200

@@ -193,6 +193,7 @@ OTHERS_OPTIONS = {
     "--target",
     "--init",
     "--is-embedding",
+    "--enable-custom-logit-processor",
     "--install-completion", "--show-completion",
     "--array", "--batch", "--cpus-per-task", "--gpus-per-task", "--mem-per-gpu", "--ntasks", "--requeue", "--signal",
 }  # fmt: skip
