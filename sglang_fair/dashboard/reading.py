@@ -125,6 +125,27 @@ class Front:
 
 
 @dataclass(frozen=True, slots=True)
+class Quarantine:
+    """A client whose requests have ended replicas."""
+
+    left_s: float = 0.0
+    convictions: int = 0
+    doubts: int = 0
+    request: str = ""
+    """The latest of these requests."""
+    worker: str = ""
+    is_refused: bool = False
+    """None of its requests are served; otherwise one at a time is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Suspects:
+    """The router's quarantine, by client."""
+
+    quarantine: dict[str, Quarantine] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Status:
     """`GET /status`."""
 
@@ -132,6 +153,7 @@ class Status:
     placement: str = ""
     workers: dict[str, Worker] = field(default_factory=dict)
     hits: Hits = field(default_factory=Hits)
+    suspects: Suspects = field(default_factory=Suspects)
 
 
 GatewayState = Literal["up", "router down", "down", "denied"]

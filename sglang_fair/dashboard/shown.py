@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from sglang_fair.dashboard.history import Bucket, History
-from sglang_fair.dashboard.reading import OTHERS, Hits, Reading, Status, Worker
+from sglang_fair.dashboard.reading import OTHERS, Hits, Quarantine, Reading, Status, Worker
 from sglang_fair.dashboard.shares import fair_shares
 from sglang_fair.dashboard.view import ClientView, Health, Level, Note, OthersView, ReplicaView, View
 from sglang_fair.dashboard.window import Sums, amount
@@ -166,6 +166,19 @@ def _replica(
     )
 
 
+def _in_quarantine(case: tuple[str, Quarantine]) -> Note:
+    client, found = case
+    served = "none of its requests is served" if found.is_refused else "its requests are served one at a time"
+    ended = f"{found.convictions} of its requests ended two replicas each"
+    why = ended if found.convictions else f"replicas ended under its requests {found.doubts} times"
+    return Note(
+        "warn",
+        "router",
+        f"{client} is in quarantine for {found.left_s / 60:.0f} min more, and {served}: {why}, the latest "
+        f"{found.request} at {found.worker}. DELETE /quarantine/{client} ends it.",
+    )
+
+
 def _notes(
     reading: Reading | None, followed: Mapping[str, "Followed"], replicas: Sequence[ReplicaView], at_s: float
 ) -> list[Note]:
@@ -204,6 +217,8 @@ def _notes(
                 f"The tenants' file cannot be used, and the one before holds: {front.tenants.error}",
             )
         )
+    if reading.gateway.status is not None:
+        notes += map(_in_quarantine, reading.gateway.status.suspects.quarantine.items())
     for shown in replicas:
         one = followed[shown.name]
         report = one.report

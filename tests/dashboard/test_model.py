@@ -1,5 +1,6 @@
 """What the page shows is what the replicas counted: with restarts, clients that nobody names, and floods of names."""
 
+import json
 from collections import Counter
 from dataclasses import replace
 from math import inf
@@ -9,6 +10,8 @@ import pytest
 from hypothesis import given, settings, target
 from hypothesis import strategies as st
 
+from router.events import Done, Suspicion
+from router.suspects import Suspects
 from sglang_fair.common.weights import Weights
 from sglang_fair.core.dlpm import Dlpm
 from sglang_fair.core.queue import FairQueue
@@ -385,6 +388,20 @@ def test_a_tenants_file_that_is_bad_is_said():
     view = after(Reading(GatewayReading("up", bad), {}))
     assert any("tenants.yaml:3:1" in note.text for note in view.notes)
     assert view.weights == "file"
+
+
+def test_a_client_in_quarantine_is_said_with_the_reason():
+    suspects = Suspects()
+    for at_s in (0.0, 6.0, 12.0):
+        suspects.ended(Done("q1", outcome="failed", lost=Suspicion("mallory", "f00d", 2)), "r1", at_s)
+    status = {"gateway": {}, "workers": {"r1": {}}, "suspects": suspects.state(12.0)}
+    view = after(Reading(gateway_reading(200, json.dumps(status).encode()), reading().replicas))
+    [text] = [note.text for note in view.notes if note.about == "router"]
+    assert text.startswith(
+        "mallory is in quarantine for 10 min more, and its requests are served one at a time: "
+    )
+    assert "q1 at r1" in text
+    assert view.health == "ok"
 
 
 @pytest.mark.slow
