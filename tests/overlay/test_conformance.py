@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from router.core import Router
-from router.events import Action, Event, WorkerUp
+from router.events import Action, Event, Workers, WorkerUp
 from router.placement import build
 from router.shell import Shell
 from router.wire import namespace
@@ -46,6 +46,10 @@ class Watched:
             return self._router.handle(event, now_s, peer)
 
     plans = False
+
+    def listing(self) -> Workers:
+        with self._lock:
+            return self._router.listing()
 
     def requests_of(self, peer: bytes) -> int:
         with self._lock:
