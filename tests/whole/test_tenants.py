@@ -76,12 +76,11 @@ def test_replicas_answer_whoever_has_their_key(flooded: Cluster) -> None:
 def test_the_longest_answer_is_what_the_engine_makes(flooded: Cluster) -> None:
     """By the engine's own count, for requests that name no limit."""
     requests = {
-        "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
-        "/v1/completions": {"prompt": "x"},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], "ignore_eos": True},
+        "/v1/completions": {"prompt": "x", "ignore_eos": True},
         "/generate": {"text": "x", "sampling_params": {"ignore_eos": True}},
     }
     for path, body in requests.items():
-        asked = body | {"ignore_eos": True}
-        answer = httpx.post(flooded.url + path, json=asked, headers=bearer("thrifty"), timeout=60).json()
+        answer = httpx.post(flooded.url + path, json=body, headers=bearer("thrifty"), timeout=60).json()
         made = answer["usage"] if "usage" in answer else answer["meta_info"]
         assert made["completion_tokens"] == 4, path
