@@ -237,7 +237,7 @@ def test_a_capture_of_a_replicas_wires(running: Running, folder: Path, has_keys:
 @pytest.mark.parametrize("has_keys", [True], indirect=True)
 def test_a_planner_with_keys_is_let_in(running: Running, folder: Path) -> None:
     for keys, lets_in in ((None, False), (Keys.read(folder, "gateway"), True)):
-        planner, before = Planner(running.shell.endpoint, keys=keys), running.state()["wire"]
+        before, planner = running.state()["wire"], Planner(running.shell.endpoint, keys=keys)
         thread = threading.Thread(target=planner.run)
         thread.start()
 

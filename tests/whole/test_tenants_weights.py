@@ -96,13 +96,10 @@ async def flood(site: Site, client: str, stop: asyncio.Event) -> None:
     liar = headers | {"x-fair-weight": "1000.0@9999999999999999999", "x-fair-client": "gold"}
 
     async def one_after_another(session: aiohttp.ClientSession, number: int) -> None:
-        fair = {"fair": {"client": client, "weight": 1000.0, "weight_version": 1 << 62}}
         while not stop.is_set():
             tokens = [random.randrange(3, 250) for _ in range(PROMPT_TOKENS)]
             url = site.urls[number % 2 if client == "silver" else 0]
-            status, _, answer = await post(
-                session, url, liar if number % 3 else headers, tokens, custom_params=fair
-            )
+            status, _, answer = await post(session, url, liar if number % 3 else headers, tokens)
             assert status == 200, answer
 
     async with (
