@@ -211,16 +211,18 @@ class Present:
 
     def usually(self, now_s: float) -> float:
         """How many it has running on average, lately, or since it came."""
-        faded = exp((self.since_s - now_s) / USUAL_S)
         seconds = USUAL_S * (1 - exp((self.came_s - now_s) / USUAL_S))
-        return (self.run_s * faded + self.running * USUAL_S * (1 - faded)) / seconds if seconds else 0.0
+        return self._run_s_until(now_s) / seconds if seconds else 0.0
 
     def run(self, more: int, now_s: float) -> None:
         """It has so many `more` running."""
-        faded = exp((self.since_s - now_s) / USUAL_S)
-        self.run_s = self.run_s * faded + self.running * USUAL_S * (1 - faded)
+        self.run_s = self._run_s_until(now_s)
         self.since_s = now_s
         self.running += more
+
+    def _run_s_until(self, now_s: float) -> float:
+        faded = exp((self.since_s - now_s) / USUAL_S)
+        return self.run_s * faded + self.running * USUAL_S * (1 - faded)
 
 
 class Steps:

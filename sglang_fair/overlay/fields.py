@@ -14,16 +14,12 @@ from sglang_fair.overlay import config
 from sglang_fair.overlay.identity import is_health_check
 
 
-def facts_of(manager: Any) -> Facts:
-    """Of the model that SGLang's tokenizer manager has, and of what the operator allows."""
-    return replace(_allowed(), vocabulary=manager.model_config.vocab_size)
-
-
 def judge_request(manager: Any, obj: Any, request: Any) -> None:
     """Raises `Wrong`, a ValueError, which SGLang answers with 400. `obj` is its generate or embedding input."""
     if request is None or is_health_check(request):
         return
-    facts, path, body = facts_of(manager), request.scope.get("path"), getattr(request, "_json", None)
+    facts = _facts(manager.model_config.vocab_size)
+    path, body = request.scope.get("path"), getattr(request, "_json", None)
     if path in ROUTES and isinstance(body, dict):
         judge(path, body, facts, at_replica=True)
         return
@@ -37,5 +33,6 @@ _ANY = Rule()
 
 
 @cache
-def _allowed() -> Facts:
-    return config.read().facts
+def _facts(vocabulary: int) -> Facts:
+    """Of a model with so many token ids, and of what the operator allows."""
+    return replace(config.read().facts, vocabulary=vocabulary)
