@@ -349,8 +349,12 @@ class Cluster:
         """The cluster's process and all below it, and those below its fork server."""
         assert self._process is not None
         forked = [int(pid) for pid in self._forked.read_text().split()]
-        roots = [psutil.Process(pid) for pid in (self._process.pid, *forked) if psutil.pid_exists(pid)]
-        return [process for root in roots for process in (root, *root.children(recursive=True))]
+        family: list[psutil.Process] = []
+        for pid in (self._process.pid, *forked):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                root = psutil.Process(pid)
+                family += (root, *root.children(recursive=True))
+        return family
 
     def _living_books(self) -> Iterator[dict[str, Any]]:
         """The books of the replicas that no test has killed just now."""

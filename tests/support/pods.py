@@ -273,6 +273,8 @@ class Checks:
                 assert answer.status == status, (url, answer.status)
 
     async def page_shows_clients_and_replicas(self) -> bool:
+        """It shows what is served while it looks, so something is."""
+        await self.serves("one ")
         (dashboard,) = self._kubelet.of("dashboard")
         async with self._session.get(f"https://{dashboard.address}:8002/view", headers=self._admin) as answer:
             assert answer.status == 200
