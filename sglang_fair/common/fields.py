@@ -16,6 +16,7 @@ import json
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, Literal, TypeAlias
 
 MAX_TOKEN_ID = (1 << 31) - 1
@@ -503,8 +504,9 @@ CHAT: Mapping[str, Rule] = {
 GENERATE: Mapping[str, Rule] = {
     **EVERYWHERE,
     **dict.fromkeys(
-        ("text", "model", "stream_options", "user", "rid", "cache_salt", "extra_key", "metadata"), Rule()
+        ("text", "model", "stream_options", "user", "cache_salt", "extra_key", "metadata"), Rule()
     ),
+    "rid": Many(Text(), MAX_BATCH, alone=True, least=1),
     "input_ids": Prompts(),
     "sampling_params": Many(PARAMS, MAX_BATCH, alone=True, least=1),
     "lora_path": NAMES,
@@ -635,27 +637,38 @@ _PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(\d*)(?:,(\d*))?\}|\(\??|
 
 
 def is_simple(pattern: str) -> bool:
-    """Whether a pattern repeats nothing that repeats, exact numbers aside, and counts no further than `MAX_REPEATS`."""
-    groups, closed, ways = [False], False, 1
+    """Whether a pattern repeats nothing without end that can end in several places, and all that is bounded in it has
+    no more than `MAX_REPEATS` combinations and counts no further."""
+    groups, closed, counts, combinations = [1.0], 1.0, 1, 1.0
     for part in _PARTS.finditer(pattern):
         text = part[0]
         if text[0] == "(":
-            groups.append(False)
-            closed = False
+            groups.append(1.0)
+            closed = 1.0
         elif text == ")" and len(groups) > 1:
             closed = groups.pop()
-            groups[-1] = groups[-1] or closed
+            groups[-1] *= closed
         elif text in "*+?" or (text[0] == "{" and part[1] is not None):
-            if closed:
+            least, most = _repetition(text, part[1], part[2])
+            own = most - least + 1
+            within = min(closed, 1e9) ** min(max(most - 1, 0), 20)
+            counts *= max(1, least, 0 if most == inf else int(most))
+            combinations *= within * (1 if own == inf else own)
+            if max(counts, combinations) > MAX_REPEATS:
                 return False
-            least, most = (int((one or "0")[:9]) for one in part.groups())
-            ways *= max(1, least, most)
-            if ways > MAX_REPEATS:
-                return False
-            groups[-1] = groups[-1] or text[0] != "{" or part[2] is not None
+            groups[-1] *= within * own
+            closed *= within * own
         else:
-            closed = False
+            closed = 1.0
     return True
+
+
+def _repetition(text: str, least: str | None, most: str | None) -> tuple[int, float]:
+    """How often at least, and at most."""
+    if text[0] != "{":
+        return int(text == "+"), 1 if text == "?" else inf
+    first = int((least or "0")[:9])
+    return first, first if most is None else inf if most == "" else max(first, int(most[:9]))
 
 
 def _nesting(text: str) -> int:

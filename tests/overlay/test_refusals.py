@@ -68,6 +68,23 @@ def test_one_too_many_is_refused_and_leaves_nothing_behind(
     overlapping.flush()  # which only an engine that holds nothing does
 
 
+@pytest.mark.parametrize(
+    ("path", "odd", "field"),
+    [
+        ("/generate", {"rid": []}, "rid"), ("/generate", {"input_ids": [1 << 30], "text": None}, "input_ids"),
+        ("/generate", {"conversation_id": "x"}, "conversation_id"), ("/v1/completions", {"top_k": 1 << 40}, "top_k"),
+        ("/v1/completions", {"prompt": [5, 1 << 20]}, "prompt"), ("/v1/chat/completions", {"n": 0}, "n"),
+    ],
+)  # fmt: skip
+def test_what_a_gateway_refuses_a_replica_refuses(
+    overlapping: Replica, path: str, odd: dict[str, Any], field: str
+) -> None:
+    bodies = {"/generate": GENERATE, "/v1/completions": COMPLETE, "/v1/chat/completions": CHAT}
+    answer = post(overlapping, path, {**bodies[path], **odd}, "odd")
+    assert answer.status_code == 400, answer.text
+    assert f"`{field}`" in answer.text
+
+
 def test_what_sglang_refuses_itself_keeps_its_own_words(overlapping: Replica) -> None:
     for _ in range(2):
         assert post(overlapping, "/generate", GENERATE, "clumsy").status_code == 200
