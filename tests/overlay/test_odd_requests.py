@@ -106,6 +106,26 @@ def test_no_short_prompt_takes_the_memory_of_the_rest_of_a_cut_one(books: dict[s
     assert not found["beside"]
 
 
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        "decodes_in_the_steps_of_a_cut_prompt",
+        "another_prompt_in_a_mixed_step_of_a_cut_one",
+        "another_prompt_beside_a_parked_one",
+    ],
+)
+def test_the_rest_of_a_cut_prompt_has_room_after_each_step(books: dict[str, Any], scenario: str) -> None:
+    found = books[scenario]
+    assert given(found)["a"] == (2000 + 12 * 32, 0, 13 * OUTPUT_TOKENS)
+    assert found["lacking"] == 0
+
+
+def test_nothing_is_taken_back_for_memory_that_a_cut_prompt_is_to_have(books: dict[str, Any]) -> None:
+    found = books["an_urgent_prompt_beside_a_cut_one"]
+    with_it, without = found["missing"]
+    assert with_it - without == found["kept"]
+
+
 def test_a_request_that_is_passed_over_gives_back_what_its_match_took(books: dict[str, Any]) -> None:
     """SGLang asserts that a slot is left for the next one. A stale state would be copied to who has another prefix."""
     found = books["twins_that_take_a_state_when_they_are_matched"]

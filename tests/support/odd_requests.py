@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Callable
 from typing import Any
 
-from sglang_fair.engines.bench.one_process import Engine
+from sglang_fair.engines.bench.one_process import PAGE_TOKENS, Engine
 
 STEPS = 40
 OUTPUT_TOKENS = 5
@@ -22,6 +22,7 @@ class Odd:
     def __init__(self) -> None:
         self.engine = Engine(admit_per_step=10_000, seed=0)
         self.scheduler = self.engine._scheduler
+        self.chunk = self.scheduler.chunked_prefill_size
 
     def request(self, name: str, client: str, tokens: int = 40, first: int = 1) -> Any:
         prompt = array("q", [first + at % 50 for at in range(tokens)])
@@ -178,6 +179,77 @@ class Odd:
         self.scheduler.truncation_align_size, self.scheduler.chunked_prefill_size = align, chunk
         return {**books, "beside": beside}
 
+    def cut_beside_runners(self, policy: str, free_tokens: int) -> tuple[Any, list[Any]]:
+        """A prompt that was cut, and twelve that run and need a page each for their next token: 192 in all. So many
+        tokens are free beside the prompt's rest."""
+        self.engine.use(policy, overlay=True)
+        self.scheduler.chunked_prefill_size = 512
+        long = self.request("long", "a", tokens=2000)
+        runners = [self.request(f"runs {number}", "a", tokens=32, first=10 * number) for number in range(12)]
+        self.engine.arrive([*runners, long])
+        self.engine.step()
+        assert self.scheduler.chunked_req is long
+        self.engine.limit_pool(2000 - long.extend_end + free_tokens)
+        return long, runners
+
+    def lacking(self, steps: int = 1) -> int:
+        """By how many tokens the rest of the cut prompt lacked room in so many steps, at most."""
+        from sglang_fair.overlay import room
+
+        allocator, tree = self.scheduler.token_to_kv_pool_allocator, self.scheduler.tree_cache
+        most = 0
+        for _ in range(steps):
+            self.engine.step()
+            rest = room.rest_of(self.scheduler.chunked_req, allocator.page_size)
+            most = max(most, rest - room.free_tokens(allocator, tree))
+        return most
+
+    def followed(self, **more: Any) -> dict[str, Any]:
+        """The books at the end, and what the rest of the cut prompt lacked."""
+        found = {"lacking": self.lacking(STEPS), **more, **self.finish()}
+        self.scheduler.chunked_prefill_size, self.scheduler.is_mixed_chunk = self.chunk, False
+        return found
+
+    def decodes_in_the_steps_of_a_cut_prompt(self) -> dict[str, Any]:
+        """Steps are mixed, and what is free beside its rest is less than they need."""
+        self.cut_beside_runners("dlpm", 64)
+        self.scheduler.is_mixed_chunk = True
+        return self.followed()
+
+    def another_prompt_in_a_mixed_step_of_a_cut_one(self) -> dict[str, Any]:
+        """It has room beside the rest, and so have those that decode, but not both."""
+        self.cut_beside_runners("dlpm", 192 + 128)
+        self.scheduler.is_mixed_chunk = True
+        self.engine.arrive([self.request("beside", "b", tokens=150, first=130)])
+        fair = self.scheduler.fair
+        chunk_of, fair.chunk_of = fair.chunk_of, lambda cut, budget: 256
+        lacking = self.lacking()
+        fair.chunk_of = chunk_of
+        return self.followed() | {"lacking": lacking}
+
+    def another_prompt_beside_a_parked_one(self) -> dict[str, Any]:
+        """It has no room beside the rest of the one that gives way to it."""
+        self.cut_beside_runners("dlpm", 192 + 64)
+        self.engine.arrive([self.request("beside", "b", tokens=300, first=130)])
+        fair = self.scheduler.fair
+        goes_on, fair.goes_on = fair.goes_on, lambda cut: False
+        lacking = self.lacking()
+        fair.goes_on = goes_on
+        return self.followed() | {"lacking": lacking}
+
+    def an_urgent_prompt_beside_a_cut_one(self) -> dict[str, Any]:
+        """`missing` has what it lacks with and without the cut one, and `kept` what that one is to have."""
+        long, runners = self.cut_beside_runners("slo", 64)
+        urgent = self.request("urgent", "b", tokens=150, first=130)
+        urgent.init_next_round_input(self.scheduler.tree_cache)
+        self.engine.step()
+        missing = [self.scheduler.preempt._missing(urgent, runners).tokens]
+        kept = 2000 - long.extend_end // PAGE_TOKENS * PAGE_TOKENS + PAGE_TOKENS + OUTPUT_TOKENS
+        self.scheduler.chunked_req = None
+        missing.append(self.scheduler.preempt._missing(urgent, runners).tokens)
+        self.scheduler.chunked_req = long
+        return self.followed(missing=missing, kept=kept)
+
     def twins_that_take_a_state_when_they_are_matched(self) -> dict[str, Any]:
         """As requests of a Mamba model do: what they are matched with is copied to a slot of theirs. More come at once
         than are looked up before a pass. `slots` are those that are taken, and those that are back, after the pass."""
@@ -222,6 +294,10 @@ SCENARIOS: tuple[Callable[[Odd], dict[str, Any]], ...] = (
     Odd.a_cut_prompt_beside_short_ones,
     Odd.a_cut_prompt_without_room,
     Odd.a_short_prompt_behind_a_cut_one,
+    Odd.decodes_in_the_steps_of_a_cut_prompt,
+    Odd.another_prompt_in_a_mixed_step_of_a_cut_one,
+    Odd.another_prompt_beside_a_parked_one,
+    Odd.an_urgent_prompt_beside_a_cut_one,
     Odd.twins_that_take_a_state_when_they_are_matched,
 )
 
