@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from string import ascii_letters
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -542,24 +543,38 @@ class Flood:
             self.policy.idle(job.client)
 
 
-def known_share(newcomers: float) -> tuple[float, int]:
-    """Of the service, what the known client gets beside new names of 500 + 1,000 tokens; and the accounts kept."""
-    flood = Flood(Dlpm(quantum=2000, newcomers=newcomers, remembered_clients=10))
+def known_share(policy: Dlpm, **load: Any) -> tuple[float, int]:
+    """Of the service, what the known client gets beside new names; and the accounts kept."""
+    flood = Flood(policy, **load)
     flood.run(150)
     flood.service.clear()
-    flood.run(250)
+    flood.run(400)
     return flood.service["known"] / sum(flood.service.values()), flood.most_accounts
 
 
 @pytest.mark.slow
-def test_a_known_client_keeps_its_part_beside_names_that_are_charged_token_by_token():
-    """Regression: what a name got beyond its first quantum let the next names in, 4 units for each, so a known client
-    got 0.0001 of the service, no round ever passed, and the debt of every name was kept. Now 1/share is the 1 +
-    newcomers + c/Q^u of the module's head: one name at a time waits, and costs 1.25 quanta."""
-    for newcomers in (0.0, 1.0, 4.0):
-        share, accounts = known_share(newcomers)
-        assert share == pytest.approx(1 / (1 + newcomers + 2500 / 2000), rel=0.15)
-        assert accounts < 60
+@pytest.mark.parametrize(
+    ("newcomers", "quantum", "load", "promise"),
+    [
+        (0, 2000, {}, 0.4444),
+        (1, 2000, {}, 0.3077),
+        (4, 400, {"prompt": 300, "output": 750, "cancels": True}, 0.1053),
+        (4, 200, {"output": 300, "prompt": 100, "waiting": 4, "slots": 8, "cancels": True}, 0.0526),
+        (4, 100, {"output": 300, "prompt": 100, "waiting": 6, "slots": 8, "cancels": True}, 0.0213),
+        (4, 200, {"prompt": 120, "output": 300, "waiting": 2, "slots": 4, "cancels": True}, 0.0820),
+    ],
+)
+def test_a_known_client_keeps_its_part_beside_names_that_are_charged_token_by_token(
+    newcomers: int, quantum: int, load: dict[str, Any], promise: float
+) -> None:
+    """The 1 / (1 + newcomers + k c/Q^u) of the module's head, also beside one name with an answer without end that
+    gives a request up at each step."""
+    made = Flood(Dlpm(quantum=quantum), **load)
+    assert promise == pytest.approx(1 / (1 + newcomers + made.waiting * made.cost / quantum), abs=1e-4)
+    policy = Dlpm(quantum=quantum, newcomers=newcomers, remembered_clients=10)
+    share, accounts = known_share(policy, **load)
+    assert share == pytest.approx(promise, rel=0.15)
+    assert accounts < 200
 
 
 @DLPM
