@@ -64,7 +64,6 @@ from router.events import (
 )
 from router.placement.contract import Ended, Holding, Hosting, Placement, Planning, Request, Swapping, Tiered
 from router.planning import Planners
-from router.pulling import Pulling
 from router.radix import Hold, Match, RadixTree
 from router.record import PlacementRecord
 from router.shared_limit import SharedLimit
@@ -92,7 +91,6 @@ MAX_HOLD_PART = 32
 _OF_SUSPECTS = Arrive, Done, Progress, Tick, WorkerUp, WorkerDown, WorkerHealth, Lift
 """Events after which a suspect may be tried."""
 
-_OF_WORKERS = WorkerUp, WorkerDown, WorkerDrain, WorkerHealth, Swap
 """Events after which other models may be served."""
 
 _MAX_ORPHANS = 100_000
@@ -163,15 +161,6 @@ class Router:
         """What the waiting requests match. Valid until the tree changes."""
         self._counts: Counter[str] = Counter()
         self._backlogs = Backlogs()
-        self._pulling: Pulling | None = None
-        if self._planning is not None and self._holding is not None:
-            self._pulling = Pulling(
-                placement,
-                self._holding,
-                self._workers.pool,
-                lambda model: self._changes.may_come(model, ()),
-                lambda: self.tree.match(b"", ""),
-            )
 
     def _make_placement(self) -> Placement:
         """For one more model."""
@@ -204,11 +193,7 @@ class Router:
             self._hosting.taking(
                 [one.name for one in self._workers if not (one.draining or (one.sick and not one.swapping))]
             )
-        if self._pulling is not None:
-            if isinstance(event, _OF_WORKERS):
-                self._pulling.workers_changed()
-            actions += self._pulling.after(now_s)
-        if self._waiting or (self._pulling is not None and self._pulling.waiting):
+        if self._waiting:
             actions += self._refuse_hopeless(now_s)
             actions += self._place_waiting(now_s)
         if self._planners is not None:
@@ -273,8 +258,6 @@ class Router:
                 return [(peer, Snapshot(event.id, self.state()))]
             case Backlog():
                 self._backlogs.told(peer, event)
-                if self._pulling is not None:
-                    self._pulling.told(peer, event, now_s)
             case Posted():
                 if not self._throttling.resume_limits(event):
                     self._counts["posted limits ignored"] += 1
@@ -352,10 +335,7 @@ class Router:
 
         self._hear(event)
         match = self.tree.match(event.tokens, request.namespace)
-        kept = None
-        if event.pulled and self._pulling is not None:
-            kept = self._pulling.come(event.pulled, allowed, now_s)
-        name = trial if kept is None else kept.name
+        name = trial
         if name is None:
             name = pool.placement.place(request, match, allowed, now_s)
         if name is None:
@@ -489,6 +469,7 @@ class Router:
             call,
             pool.model,
             promise,
+            event.stands_for if isinstance(event, Arrive) else 1,
         )
 
     def _hear(self, event: Arrive | Running) -> None:
@@ -576,14 +557,8 @@ class Router:
         assert self._holding is not None
         actions: list[Action] = []
         taking = self._workers.taking
-        while (self._waiting or (self._pulling is not None and self._pulling.waiting)) and (
-            chosen := self._holding.next(taking, self._match, self._may, now_s)
-        ):
+        while self._waiting and (chosen := self._holding.next(taking, self._match, self._may, now_s)):
             request, name = chosen
-            if self._pulling is not None and self._pulling.is_stand_in(request.id):
-                actions.append(self._pulling.pulled(request, name, now_s))
-                actions += self._pulling.after(now_s)
-                continue
             _, peer = self._waiting.pop(request.id)
             self._waiting_limit.give(request.client)
             match, worker = self._match(request), self._workers.by_name[name]
@@ -718,8 +693,6 @@ class Router:
             del self._orphans[name]
         self._changes.peer_gone(peer, now_s)
         self._backlogs.gone(peer)
-        if self._pulling is not None:
-            self._pulling.gone(peer)
         for worker in self._workers.drop_votes(peer):
             self._health_changed(worker)
         return [] if self._planners is None else [*self._planners.gone(peer, now_s)]
@@ -817,8 +790,6 @@ class Router:
         while len(self._orphans) > _MAX_ORPHANS:
             self._suspects.forget(self._orphans.popitem(last=False)[0])
         self._suspects.leaves(name, is_gone=True)
-        if self._pulling is not None:
-            self._pulling.worker_gone(name, now_s)
         self._workers.remove(name)
         self._throttling.worker_gone(name)
         self._placement_of(worker).worker_down(name)
@@ -835,8 +806,6 @@ class Router:
         knows better tells it again."""
         for flight in [flight for flight in self._flights.values() if flight.worker is worker]:
             self._end(flight, Done(flight.request.id, outcome="failed"), now_s)
-        if self._pulling is not None:
-            self._pulling.worker_gone(worker.name, now_s)
         self.tree.clear(worker.name)
         if isinstance(self._placement, Swapping):
             self._workers.set_loaded(worker, model)
@@ -968,7 +937,7 @@ class Router:
             "throttle": self._throttling.state(
                 [pool.names_taking for pool in self._workers.pools.values()], self._now_s
             ),
-            "batches": self._backlogs.state() | ({} if self._pulling is None else self._pulling.state()),
+            "batches": self._backlogs.state(),
             "swaps": self._changes.swaps.state(self._now_s),
             "suspects": self._suspects.state(self._now_s),
             "planner": None if self._planners is None else self._planners.state(self._now_s),

@@ -110,8 +110,8 @@ class Arrive(Message, frozen=True):
     """The one that must answer. "": the only one that the cluster has."""
     due: Due | None = None
     """None: the gateway promises nothing."""
-    pulled: str = ""
-    """The `Pull` that it answers: an item of a batch."""
+    stands_for: Annotated[int, msgspec.Meta(ge=1, le=MOST_COUNT)] = 1
+    """Requests of its client, model and deadline, itself among them: of a batch's lines few wait here at a time."""
     fingerprint: Annotated[str, msgspec.Meta(max_length=64)] = ""
     """As `Suspicion` has it."""
     lost: Count = 0
@@ -433,8 +433,6 @@ class Backlog(Message, frozen=True):
     rows: Annotated[tuple[BacklogRow, ...], msgspec.Meta(max_length=MOST_ROWS)]
     clients: Annotated[tuple[ClientItems, ...], msgspec.Meta(max_length=MOST_TOTALS)] = ()
     """Those that have most left."""
-    may_pull: bool = False
-    """It understands `Pull`, and sends nothing else to a router that has queues (`Workers.plans`)."""
 
 
 class Load(Message, frozen=True):
@@ -571,14 +569,6 @@ class Cut(Message, frozen=True):
     id: str
 
 
-class Pull(Message, frozen=True):
-    """A worker has room for an item of this group of the feeder's: it is to be sent now, with `id` as `Arrive.pulled`.
-    Which worker that is, is decided here."""
-
-    id: str
-    group: str
-
-
 class Difference(Message, frozen=True):
     """How the router's list of a gateway's requests differs from the gateway's own.
 
@@ -660,7 +650,7 @@ LinkEvent = PeerGone | Undelivered | Tick
 
 Event = PeerEvent | ReplicaEvent | LinkEvent
 
-Answer = Place | Refuse | Held | Pull | Cut | Difference | Workers | Snapshot | Explained | Exchange | Replan
+Answer = Place | Refuse | Held | Cut | Difference | Workers | Snapshot | Explained | Exchange | Replan
 
 Action = tuple[bytes, Answer]
 """(peer, answer): send `answer` to `peer`, whose question it answers. A `Replan` is a question of the router's own."""

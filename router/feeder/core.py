@@ -31,10 +31,6 @@ LOADED_BYTES = 8 << 20
 MOST_UNWRITTEN = 4096
 """Results that wait for the store; while there are more, nothing is sent."""
 MOST_IN_FLIGHT = 4096
-PULL_S = 4.0
-"""An item that was asked for is sent within this time or not at all: the router keeps room for it longer, so that it
-can get there (`queues.backlog`)."""
-
 Key = tuple[str, str]
 """A part: batch and model."""
 
@@ -59,8 +55,8 @@ class Send:
     slo_class: str
     due_s: float
     """When its window ends."""
-    pull: str = ""
-    """What the router has asked for it with."""
+    stands_for: int
+    """Items of the part that are as far as this one or not sent at all, shared out over those that are sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +114,6 @@ class _Part:
     put_off: list[tuple[float, int, Item]] = field(default_factory=list)
     in_flight: dict[int, Item] = field(default_factory=dict)
     unwritten: set[int] = field(default_factory=set)
-    pulls: deque[tuple[str, float]] = field(default_factory=deque)
-    """What the router has asked for, with until when it waits."""
 
     @property
     def waiting(self) -> int:
@@ -155,7 +149,6 @@ class Feeder:
         self._caps: dict[str, int] = {}
         """Of clients that were refused for their limits: how many may be in flight. Halved by each refusal, one more
         with each answer."""
-        self._is_asked = False
 
     # -- what there is
 
@@ -181,19 +174,6 @@ class Feeder:
     def replicas(self, by_model: Mapping[str, int]) -> None:
         """How many replicas have each model; "" are those of a cluster that has one model only."""
         self._replicas = dict(by_model)
-
-    def asked(self, is_asked: bool) -> None:
-        """Whether the router asks for each item. If so nothing else is sent."""
-        self._is_asked = is_asked
-
-    def pull(self, group: str, name: str, now_s: float) -> list[Action]:
-        """The router has room for an item of this group (`BacklogRow.group`)."""
-        batch, _, model = group.partition("/")
-        part = self._parts.get((batch, model))
-        if part is None:
-            return []
-        part.pulls.append((name, now_s + PULL_S))
-        return self.send(now_s)
 
     def loaded(self, load: Load, items: Sequence[Item], now_s: float) -> list[Action]:
         """What `load` has found."""
@@ -229,28 +209,12 @@ class Feeder:
         for part in self._parts.values():
             by_model.setdefault(part.key[1], []).append(part)
         for model, parts in by_model.items():
-            if self._is_asked:
-                for part in parts:
-                    actions += self._send_pulled(part, now_s)
-                continue
             if self._model_waits.get(model, 0.0) > now_s:
                 continue
             actions += self._send_of(model, parts, now_s)
         return actions
 
-    def _send_pulled(self, part: _Part, now_s: float) -> list[Action]:
-        """What was asked for."""
-        actions: list[Action] = []
-        while part.pulls and part.pulls[0][1] <= now_s:
-            part.pulls.popleft()
-        if not self._is_blocked(part, now_s):
-            while part.pulls and part.ready and not self._is_blocked(part, now_s):
-                actions.append(self._start(part, part.pulls.popleft()[0]))
-            if len(part.ready) <= LOADED // 4:
-                actions += self._load(part)
-        return actions
-
-    def _start(self, part: _Part, pull: str = "") -> Send:
+    def _start(self, part: _Part) -> Send:
         """The next item goes."""
         item = part.ready.popleft()
         part.in_flight[item.number] = item
@@ -258,17 +222,8 @@ class Feeder:
         self._in_flight[client] = self._in_flight.get(client, 0) + 1
         self._turns += 1
         self._served[client] = self._turns
-        return Send(part.key, item, client, part.batch.endpoint, part.slo_class, part.batch.expires_s, pull)
-
-    def _is_blocked(self, part: _Part, now_s: float) -> bool:
-        """Nothing of it may be sent for the moment."""
-        return (
-            now_s < self._wait_until_s
-            or self._model_waits.get(part.key[1], 0.0) > now_s
-            or self._client_waits.get(part.batch.client, 0.0) > now_s
-            or self._is_capped(part.batch.client)
-            or not self._may_send()
-        )
+        due_s, stands_for = part.batch.expires_s, 1 + part.waiting // len(part.in_flight)
+        return Send(part.key, item, client, part.batch.endpoint, part.slo_class, due_s, stands_for)
 
     def _is_capped(self, client: str) -> bool:
         return self._in_flight.get(client, 0) >= self._caps.get(client, MOST_IN_FLIGHT)
@@ -389,7 +344,7 @@ class Feeder:
                     float(max(1, window_s(part.batch.window))),
                     part.batch.expires_s - now_s,
                 ),
-                waiting=0 if self._is_asked and self._is_blocked(part, now_s) else part.waiting,
+                waiting=part.waiting,
                 running=len(part.in_flight),
                 prompt_tokens=part.prompt_tokens,
                 output_tokens=part.output_tokens,

@@ -124,17 +124,6 @@ class Link:
         found = next((side for side in known if side.alive), known[0] if known else None)
         return {} if found is None or found.workers is None else by_model(found.workers)
 
-    @property
-    def pulls(self) -> bool:
-        """Whether the router asks for items: there is one alone, it answers, and has queues."""
-        [side, *others] = self._sides
-        return not others and side.alive and side.workers is not None and side.workers.plans
-
-    @property
-    def may_pull(self) -> bool:
-        """Whether items may be asked for: there is one router alone, so it is the one that places them."""
-        return len(self._sides) == 1
-
     def tell(self, backlog: Backlog) -> None:
         """All routers."""
         for side in self._sides:

@@ -24,13 +24,12 @@ from router.batches.contract import Store, StoreDamaged, StoreError
 from router.batches.folder import MARK, open_blobs, open_store
 from router.batches.lines import result_id
 from router.batches.model import ClientTotals, Ending, StoredBatch
-from router.events import MOST_ROWS, MOST_TOTALS, Backlog, ClientItems, Pull
-from router.events import Answer as RouterAnswer
+from router.events import MOST_ROWS, MOST_TOTALS, Backlog, ClientItems
 from router.feeder.answers import Answer
 from router.feeder.core import Abort, Action, Close, Feeder, Keep, Load, Send, Write
 from router.feeder.intake import Validation, unreadable
 from router.feeder.link import Link
-from router.gateway.access.identity import HEADER_FEEDER, HEADER_ON_BEHALF, HEADER_PULL
+from router.gateway.access.identity import HEADER_FEEDER, HEADER_ON_BEHALF, HEADER_STANDS_FOR
 from router.gateway.record import REQUEST_ID
 from sglang_fair.common import tls
 from sglang_fair.common.curve import Keys
@@ -94,7 +93,7 @@ class Shell:
         self._store: Store = open_store(self._folder)
         self._validating_store: Store = open_store(self._folder)
         self._core = Feeder(settings.slo_classes, settings.batch_in_flight)
-        self._link = Link(settings.router, self._heard, keys)
+        self._link = Link(settings.router, lambda _: None, keys)
         self._threads = ThreadPoolExecutor(1, "store")
         self._validating_threads = ThreadPoolExecutor(1, "validating")
         self._sent: dict[tuple[str, int], asyncio.Task[None]] = {}
@@ -152,7 +151,6 @@ class Shell:
                 await asyncio.sleep(STORE_AGAIN_S)
                 continue
             self._core.replicas(self._link.replicas())
-            self._core.asked(self._link.pulls)
             self._do(self._core.look(batches, parts, time.time()))
             for batch in batches:
                 if batch.status == "validating" and batch.id not in self._is_validating:
@@ -166,7 +164,7 @@ class Shell:
             rows = tuple(self._core.backlog(time.time(), MOST_ROWS))
             most = sorted(self._totals.items(), key=lambda pair: (-pair[1].left, pair[0]))[:MOST_TOTALS]
             clients = tuple(ClientItems(name, one.left, one.completed, one.failed) for name, one in most)
-            self._link.tell(Backlog(rows, clients, self._link.may_pull))
+            self._link.tell(Backlog(rows, clients))
             await asyncio.sleep(TELL_S)
 
     async def _write(self) -> None:
@@ -314,9 +312,8 @@ class Shell:
             HEADER_CLASS: send.slo_class,
             HEADERS_SLO[0]: f"{left_ms:.0f}",
             REQUEST_ID: result_id(send.key[0], send.item.number),
+            HEADER_STANDS_FOR: str(send.stands_for),
         }
-        if send.pull:
-            headers[HEADER_PULL] = send.pull
         url, has_begun = self._settings.gateway.rstrip("/") + send.endpoint, False
         try:
             async with self._session.post(url, data=send.item.body, headers=headers) as response:
@@ -335,11 +332,6 @@ class Shell:
             return Answer(1, b'{"error": {"message": "the gateway was lost, again and again"}}'), 0
 
     # -- inside
-
-    def _heard(self, answer: RouterAnswer) -> None:
-        """What a router says."""
-        if isinstance(answer, Pull):
-            self._do(self._core.pull(answer.group, answer.id, time.time()))
 
     async def _ask(
         self, function: Callable[..., T], *given: object, threads: ThreadPoolExecutor | None = None

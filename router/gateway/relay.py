@@ -158,7 +158,7 @@ class _Exchange:
         self._caller = Caller("-")
         """As whom it is served; nobody until that is known."""
         self._tenant: Tenant | None = None
-        self._pulled = ""
+        self._stands_for = 1
         self._ticket: Ticket | None = None
         """What is charged to its tenant; None: there are no limits."""
         self._attempting: Attempt | None = None
@@ -207,7 +207,7 @@ class _Exchange:
             peer = scope.get("client")
             known = services.identity.of(headers, peer)
             self._caller, self._tenant, self._is_known = known.caller, known.tenant, True
-            self._pulled = known.pulled
+            self._stands_for = known.stands_for
             self._noted.client = self._client
             services.record.enter(self._noted)
             self._ticket = await services.quotas.enter(known)
@@ -501,7 +501,7 @@ class _Exchange:
             app_calls=None if limits is None else limits.of_app(part.app),
             model=leg.call.model,
             due=None if self._promise is None else Due.of(self._promise, time.monotonic()),
-            pulled="" if self._attempts else self._pulled,
+            stands_for=self._stands_for,
             fingerprint=self._fingerprint,
             lost=len(self._retries.ended),
             goes_on=reply.started,

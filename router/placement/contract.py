@@ -38,6 +38,9 @@ class Request:
     """That must answer it; "" where there is one only."""
     promise: Promise | None = None
     """By when its first token is due, by the clock of `now_s`; None: nobody has said."""
+    stands_for: int = 1
+    """Requests of its client, model and deadline that it stands for, itself among them: more than itself where most of
+    a batch's lines are not here yet."""
     tier: int = 0
     """1: it was placed ahead of its client's share (`Tiered`)."""
 

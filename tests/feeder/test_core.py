@@ -16,7 +16,6 @@ from router.feeder.core import (
     LOADED,
     MOST_IN_FLIGHT,
     MOST_UNWRITTEN,
-    PULL_S,
     Abort,
     Action,
     Close,
@@ -445,62 +444,8 @@ def test_rows_are_what_is_left() -> None:
     rows = world.core.backlog(world.now_s, 10)
     assert sum(row.waiting + row.running for row in rows) == 100
     assert sum(row.running for row in rows) == len(world.sent)
+    assert [send.stands_for for send in world.sent.values()][:2] == [50, 25]
     assert {(row.client, row.model, row.prompt_tokens, row.output_tokens) for row in rows} == {
         ("a", "m", 5.0, 7.0), ("a", "n", 5.0, 7.0),
     }  # fmt: skip
     assert len(world.core.backlog(world.now_s, 1)) == 1
-
-
-# ---- what the router asks for
-
-
-def test_when_the_router_asks_nothing_else_is_sent() -> None:
-    world = World()
-    world.core.asked(True)
-    world.add("b", "a", 10, models=("m", "n"))
-    world.look()
-    while world.loads:
-        world.load()
-    assert not world.sent
-    world.do(world.core.pull("b/m", "pull 1", world.now_s))
-    world.do(world.core.pull("nobody's/m", "pull 2", world.now_s))
-    [send] = world.sent.values()
-    assert (send.key, send.pull) == (("b", "m"), "pull 1")
-    world.answer(("b", send.item.number), OK)
-    assert not world.sent
-
-
-def test_what_is_asked_for_before_it_is_loaded_is_sent_when_it_is() -> None:
-    world = World()
-    world.core.asked(True)
-    world.add("b", "a", 10)
-    world.look()
-    world.do(world.core.pull("b/m", "pull 1", world.now_s))
-    world.load()
-    assert [send.pull for send in world.sent.values()] == ["pull 1"]
-
-
-def test_what_was_asked_for_too_long_ago_is_not_sent() -> None:
-    world = World()
-    world.core.asked(True)
-    world.add("b", "a", 10)
-    world.look()
-    world.do(world.core.pull("b/m", "pull 1", world.now_s))
-    world.now_s += PULL_S
-    world.load()
-    assert not world.sent
-
-
-def test_nothing_waits_of_what_may_not_be_sent() -> None:
-    world = World()
-    world.core.asked(True)
-    world.add("b", "a", 10)
-    world.look()
-    world.load()
-    world.do(world.core.pull("b/m", "pull 1", world.now_s))
-    world.answer(("b", 1), Answer(429, retry_after_s=20.0))
-    [row] = world.core.backlog(world.now_s, 9)
-    assert (row.waiting, row.running) == (0, 0)
-    world.now_s += 21
-    [row] = world.core.backlog(world.now_s, 9)
-    assert row.waiting >= 9

@@ -282,32 +282,6 @@ def test_what_ends_replicas_is_tried_at_two_and_all_else_is_served(tokenizer: Pa
     run(body, tokenizer, tmp_path, replicas=3, router_options=("--quarantine", "20"))
 
 
-def test_a_router_with_queues_asks_for_each_item(tokenizer: Path, tmp_path: Path) -> None:
-    async def body(site: Batches) -> None:
-        client = site.client("gold")
-        count = 400
-        name = await created(client, jsonl([line(f"id {index}", f"p {index}") for index in range(count)]))
-        await asyncio.sleep(0.5)
-        site.feeder.kill()
-        site.feeder.start()
-        found = await site.over(client, name)
-        assert found.status == "completed", found
-        done = await results(client, found.output_file_id)
-        assert [one["custom_id"] for one in done] == [f"id {index}" for index in range(count)]
-
-        async def is_quiet() -> bool:
-            told = (await site.state())["batches"]
-            return (told["asked"], told["stand_ins"]) == (0, 0)
-
-        await eventually(is_quiet, "nothing is asked for")
-        told = (await site.state())["batches"]
-        assert told["items pulled"] >= count
-        assert told["pulled items that did not come"] < count / 4
-        await site.quiet()
-
-    run(body, tokenizer, tmp_path, step_s=0.005, router_options=("--placement", "qlm"))
-
-
 def test_a_tenants_limits_hold_and_nothing_fails_by_them(tokenizer: Path, tmp_path: Path) -> None:
     tenants = tmp_path / "tenants.yaml"
     limits = Limits(concurrency=2)

@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from router.batches.model import Ending, Item
-from router.gateway.access.identity import HEADER_FEEDER, HEADER_ON_BEHALF, Identity
+from router.gateway.access.identity import HEADER_FEEDER, HEADER_ON_BEHALF, HEADER_STANDS_FOR, Identity
 from router.gateway.app import App, Config, create_app
 from router.gateway.batches import upload as uploads
 from router.gateway.batches.files import Files
@@ -349,6 +349,9 @@ def test_only_the_feeder_asks_on_behalf_of_others(order: tuple[str, ...]) -> Non
     told = {HEADER_FEEDER: "secret", HEADER_ON_BEHALF: GOLD, "x-fair-client": SILVER}
     assert identity.of(told, None).caller.client == GOLD
     assert identity.of(told, None, user="somebody").caller.client == GOLD
+    for text, count in (("7", 7), ("0", 1), ("-3", 1), ("9" * 10, 1), ("\u0663", 1)):
+        assert identity.of(told | {HEADER_STANDS_FOR: text}, None).stands_for == count
+    assert identity.of({"x-fair-client": SILVER, HEADER_STANDS_FOR: "7"}, None).stands_for == 1
     for wrong in ("", "Secret", "secre", "\udc80"):
         with pytest.raises(ApiError) as caught:
             identity.of(told | {HEADER_FEEDER: wrong}, None)

@@ -668,3 +668,12 @@ def test_long_prompts_of_one_client_leave_what_the_others_have_cached():
     router.handle(Done("g0", outcome="aborted"), 3.0)
     router.handle(Stored("a", (1000,), None, pack_tokens(range(50, 150)), 100), 3.0)
     assert all(router.tree.match(prompt).tokens == 100 for prompt in prompts)
+
+
+def test_a_placement_hears_how_many_requests_one_stands_for():
+    made, seen = router("a"), []
+    place = made._placement.place
+    made._placement.place = lambda request, *more: seen.append(request.stands_for) or place(request, *more)
+    for name, more in (("1", {}), ("2", {"stands_for": 12_500})):
+        ask(made, name, **more)
+    assert seen == [1, 12_500]

@@ -31,8 +31,8 @@ class Known(NamedTuple):
 
     tenant: Tenant | None
     caller: Caller
-    pulled: str = ""
-    """Of the feeder: what the router has asked for the request with."""
+    stands_for: int = 1
+    """Of the feeder: requests like this one that it has, this one among them."""
 
 
 class Directory:

@@ -24,8 +24,10 @@ HEADER_FEEDER = "x-fair-feeder"
 HEADER_ON_BEHALF = "x-fair-on-behalf-of"
 """The client whose request the feeder sends."""
 
-HEADER_PULL = "x-fair-pull"
-"""What the router has asked the feeder for the request with."""
+HEADER_STANDS_FOR = "x-fair-stands-for"
+"""How many lines of a batch, this one among them, wait for the feeder to send them. Of others it is ignored."""
+
+MOST_DIGITS = 9
 
 Headers = Mapping[str, str]
 Peer = Sequence[Any] | None
@@ -97,7 +99,12 @@ class Identity:
         )
         if found is None or not name:
             raise _refused("the feeder names no tenant", "unknown_tenant")
-        return found._replace(pulled=headers.get(HEADER_PULL, ""))
+        return found._replace(stands_for=_count(headers.get(HEADER_STANDS_FOR, "")))
+
+
+def _count(text: str) -> int:
+    """1 for what is no number that can be."""
+    return max(1, int(text)) if text.isascii() and text.isdecimal() and len(text) <= MOST_DIGITS else 1
 
 
 def _client(headers: Headers, user: str | None, order: Sequence[str]) -> Known:
