@@ -21,13 +21,14 @@ from router.placement import build, parameters, parse_value
 from router.replica_lists import specs
 from router.replica_lists.follow import following
 from router.replica_lists.sources import DnsName, ReplicaFile, Source
-from router.shell import PLANNED_ELSEWHERE, Shell
+from router.shell import Shell
 from router.suspects import Suspects
 from router.swaps import Swaps
 from router.throttling import SETTLE_S, Kind, Throttling
 from sglang_fair.common import tls
 from sglang_fair.common.files import read_json
 from sglang_fair.common.guard import named
+from sglang_fair.common.installed import missing_extra
 from sglang_fair.common.processes import die_with_parent
 from sglang_fair.common.weights import Weights
 from sglang_fair.core.throttle import make_rules
@@ -116,6 +117,8 @@ def make_throttling(settings: table.Throttling) -> Throttling:
 def check(settings: table.Router) -> None:
     """Raises SettingError for settings that cannot be served with."""
     check_protection(settings)
+    if settings.placement == "qlm" and (missing := missing_extra("scipy")):
+        raise SettingError(missing, "placement")
     workers(settings)
     sources(settings)
     make_router(settings)
@@ -176,10 +179,6 @@ def serve(settings: table.Router) -> int:
     collect_young_only()
     try:
         for up in workers(settings):
-            if not shell.may_have(up):
-                raise Mistake(
-                    f"--placement {settings.placement}: {up.worker} at {up.url}: {PLANNED_ELSEWHERE}"
-                )
             shell.tell(up)
         with ExitStack() as stack:
             if listener is not None:

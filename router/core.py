@@ -41,8 +41,7 @@ from router.events import (
     Load,
     PeerGone,
     Place,
-    Plan,
-    Planner,
+    Planned,
     Posted,
     Progress,
     Query,
@@ -62,8 +61,7 @@ from router.events import (
     Workers,
     WorkerUp,
 )
-from router.placement.contract import Ended, Holding, Hosting, Placement, Planning, Request, Swapping, Tiered
-from router.planning import Planners
+from router.placement.contract import Ended, Holding, Placement, Planning, Queued, Request, Swapping, Work
 from router.radix import Hold, Match, RadixTree
 from router.record import PlacementRecord
 from router.shared_limit import SharedLimit
@@ -128,17 +126,16 @@ class Router:
         self._placement = placement
         """Of the first model. Each has one of its own, but for one that holds requests: that is the queue of all."""
         self._holding = placement if isinstance(placement, Holding) else None
-        self._planning = placement if isinstance(placement, Planning) and self._holding is not None else None
-        self._planners = None if self._planning is None else Planners(self._planning)
-        self._hosting = placement if isinstance(placement, Hosting) else None
-        self._tiered = placement if isinstance(placement, Tiered) else None
+        self._swapping = placement if isinstance(placement, Swapping) else None
+        self._planning = placement if isinstance(placement, Planning) else None
+        self._queued = placement if isinstance(placement, Queued) else None
         self._fresh = deepcopy(placement)
         self._placements: list[Placement] = []
         self._name = name or type(placement).__name__
         self._linger_s = linger_s
         self._workers = WorkerTable(self._make_placement)
         self._told_taking: list[Worker] = []
-        """The workers of which a `Hosting` placement was told that they take requests."""
+        """The workers of which a `Swapping` placement was told that they take requests."""
         self._flights: dict[str, Flight] = {}
         self._changes = ModelChanges(
             swaps or Swaps(), self._workers, placement, self._rehome, lambda: list(self._flights.values())
@@ -186,18 +183,16 @@ class Router:
         return actions
 
     def _follow_up(self, event: Event, now_s: float, peer: bytes) -> list[Action]:
-        """What an event means for models, for requests that wait, and for planners."""
+        """What an event means for models, and for requests that wait."""
         actions = self._changes.after(now_s)
-        if self._hosting is not None and self._workers.taking is not self._told_taking:
+        if self._swapping is not None and self._workers.taking is not self._told_taking:
             self._told_taking = self._workers.taking
-            self._hosting.taking(
+            self._swapping.taking(
                 [one.name for one in self._workers if not (one.draining or (one.sick and not one.swapping))]
             )
         if self._waiting:
             actions += self._refuse_hopeless(now_s)
             actions += self._place_waiting(now_s)
-        if self._planners is not None:
-            actions += self._planners.ask(now_s)
         if isinstance(event, Arrive) and event.may_hold and self._holds(event.id, peer):
             actions.append((peer, Held(event.id)))
         return actions
@@ -238,15 +233,13 @@ class Router:
             case Swap():
                 return [(peer, self._swap(event, now_s))]
             case PeerGone():
-                return self._peer_gone(peer, now_s)
+                self._peer_gone(peer, now_s)
             case Tick():
-                return self._ticked(now_s)
-            case Planner():
-                if self._planners is not None:
-                    self._planners.hello(peer, event, now_s)
-            case Plan():
-                if self._planners is not None:
-                    self._planners.plan(peer, event, now_s)
+                if self._queued is not None:
+                    self._throttling.predicted(self._queued.late(now_s), now_s)
+            case Planned():
+                if self._planning is not None:
+                    self._planning.answer(event.number, event.found, now_s)
             case Undelivered():
                 self._undelivered(event, now_s, peer)
             case Follow():
@@ -414,7 +407,7 @@ class Router:
         weighing = worker.pool.weighing
         costs = None if weighing is None else weighing.costs()
         self._record.placed(request, worker, why, match, allowed, costs, now_s)
-        if self._tiered is not None and (tier := self._tiered.tier(request.id)):
+        if self._queued is not None and (tier := self._queued.tier(request.id)):
             request = replace(request, tier=tier)
             self._counts["placed ahead of their share"] += 1
         matched_tokens = self._begin(request, worker, match, peer, now_s).matched_tokens
@@ -600,18 +593,18 @@ class Router:
     def _standing(self, name: str, now_s: float) -> Mapping[str, object] | None:
         """Where a request that has come stands among those that wait. What is before it is looked at only if that was
         not just done for another one, because it takes as long as there are groups."""
-        if self._planning is None:
+        if self._queued is None:
             return None
         ahead = now_s - self._stood_s >= STANDING_EVERY_S
         self._stood_s = now_s if ahead else self._stood_s
-        return self._planning.standing(name, now_s, ahead=ahead)
+        return self._queued.standing(name, now_s, ahead=ahead)
 
     def _with_standing(self, placement: dict[str, object]) -> dict[str, object]:
         """What is recorded of a request, and where it stands if it still waits."""
         name = str(placement["id"])
-        if self._planning is None or name not in self._waiting:
+        if self._queued is None or name not in self._waiting:
             return placement
-        return placement | {"stands": self._planning.standing(name, self._now_s)}
+        return placement | {"stands": self._queued.standing(name, self._now_s)}
 
     def _may(self, request: Request, worker: str) -> bool:
         """Whether `worker`, which takes requests, may get a request that waits."""
@@ -671,15 +664,8 @@ class Router:
             self._suspects.forget(event.id)
             self._settle(flight, Done(event.id, outcome="aborted"), now_s)
 
-    def _ticked(self, now_s: float) -> list[Action]:
-        if self._planning is None or self._planners is None:
-            return []
-        self._throttling.predicted(self._planning.late(now_s), now_s)
-        return [*self._planners.look(now_s)]
-
-    def _peer_gone(self, peer: bytes, now_s: float) -> list[Action]:
-        """Ends what `peer` had in flight as aborted, and forgets what it asked and what it said of workers. What it was
-        asked as a planner, another one is."""
+    def _peer_gone(self, peer: bytes, now_s: float) -> None:
+        """Ends what `peer` had in flight as aborted, and forgets what it asked and what it said of workers."""
         for name in [name for name, (_, asker) in self._waiting.items() if asker == peer]:
             self._give_up(name)
         for name in [name for name, one in self._suspects.waiting.items() if one.peer == peer]:
@@ -695,7 +681,6 @@ class Router:
         self._backlogs.gone(peer)
         for worker in self._workers.drop_votes(peer):
             self._health_changed(worker)
-        return [] if self._planners is None else [*self._planners.gone(peer, now_s)]
 
     def _settle(self, flight: Flight, done: Done, now_s: float) -> None:
         """Ends a request, and with the last one a worker that drains."""
@@ -767,10 +752,10 @@ class Router:
         self._counts["workers up"] += 1
 
     def _equip(self, worker: Worker, now_s: float) -> None:
-        """Tells a `Hosting` placement what the worker has."""
-        if self._hosting is None:
+        """Tells a `Swapping` placement what the worker has."""
+        if self._swapping is None:
             return
-        self._hosting.equip(
+        self._swapping.equip(
             worker.name,
             loaded=None if worker.pool is self._workers.nobody else worker.pool.model,
             kv_tokens=worker.kv_tokens or None,
@@ -807,9 +792,9 @@ class Router:
         for flight in [flight for flight in self._flights.values() if flight.worker is worker]:
             self._end(flight, Done(flight.request.id, outcome="failed"), now_s)
         self.tree.clear(worker.name)
-        if isinstance(self._placement, Swapping):
+        if self._swapping is not None:
             self._workers.set_loaded(worker, model)
-            self._placement.loaded(worker.name, model or None, now_s)
+            self._swapping.loaded(worker.name, model or None, now_s)
             return
         self._placement_of(worker).worker_down(worker.name)
         self._workers.set_loaded(worker, model)
@@ -880,8 +865,13 @@ class Router:
 
     @property
     def plans(self) -> bool:
-        """Whether it orders the workers' queues."""
-        return self._planning is not None
+        """Whether it orders the workers' queues, so that gateways use no other router beside it."""
+        return self._queued is not None
+
+    def question(self, now_s: float) -> tuple[int, Work] | None:
+        """The work that the placement has for another process, and its number; None mostly. To be asked after each
+        event; what it has found is told by `Planned`. With another question the one before is over."""
+        return None if self._planning is None else self._planning.question(now_s)
 
     def requests_of(self, peer: bytes) -> int:
         """How many requests `peer` has in flight."""
@@ -940,8 +930,7 @@ class Router:
             "batches": self._backlogs.state(),
             "swaps": self._changes.swaps.state(self._now_s),
             "suspects": self._suspects.state(self._now_s),
-            "planner": None if self._planners is None else self._planners.state(self._now_s),
-            "queues": None if self._planning is None else self._planning.report(),
+            "queues": None if self._queued is None else self._queued.report(self._now_s),
             "counts": dict(sorted(counts.items())),
         }
 

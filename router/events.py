@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from router.queues.problem import Problem
 from sglang_fair.common.deadlines import MOST_SLO_S, Promise
 from sglang_fair.common.weights import MOST_WEIGHT
 
@@ -337,67 +336,6 @@ class Posted(Message, frozen=True):
     start: str
 
 
-class Planner(Message, frozen=True):
-    """A planner is there, which answers `Replan`. It says so again with each heartbeat, because a router that was
-    restarted does not know it. Of several the first one is asked; the others stand by."""
-
-    name: str = ""
-
-
-MOST_NEEDED = 1_000
-"""Replicas more than that are nobody's answer."""
-
-Few = Annotated[int, msgspec.Meta(ge=0, le=MOST_NEEDED)]
-
-
-class Shortage(msgspec.Struct, frozen=True):
-    """How many more replicas would do, as `queues.plan.Needed` says it."""
-
-    more: Few | None
-    least: Few
-    models: Annotated[dict[str, Few], msgspec.Meta(max_length=MOST_NEEDED)] = {}
-    why: Annotated[str, msgspec.Meta(max_length=1_000)] = ""
-
-
-MOST_SORTS = 1_000
-"""Models and classes in one message."""
-MOST_POINTS = 1_000
-
-Length = Annotated[float, msgspec.Meta(ge=0, le=64)]
-"""log(1 + tokens)."""
-Point = tuple[Length, Length]
-"""Of prompt and answer, as `queues.groups.lengths`."""
-
-
-class Lengths(msgspec.Struct, frozen=True, array_like=True):
-    """How long requests of a model and class are, or around which `points` they lie."""
-
-    model: str
-    slo_class: str
-    points: Annotated[tuple[Point, ...], msgspec.Meta(max_length=MOST_POINTS)]
-
-
-Sorts = Annotated[tuple[Lengths, ...], msgspec.Meta(max_length=MOST_SORTS)]
-
-
-class Plan(Message, frozen=True):
-    """The planner's answer to question `number`: in which order each worker serves its groups.
-
-    `late` groups miss their deadline all the same; within tier 0 by `late_s` in all, in tier 1 by `later_s`. If tier 0
-    cannot be in time, `needed` says what would do, once the planner has found out.
-    """
-
-    number: Number
-    orders: dict[str, tuple[int, ...]]
-    late: Count = 0
-    late_s: Seconds = 0.0
-    later_s: Seconds = 0.0
-    took_s: Seconds = 0.0
-    needed: Shortage | None = None
-    centres: Sorts = ()
-    """Of the lengths that it was told."""
-
-
 MOST_ROWS = 2_000
 MOST_TOTALS = 100
 MOST_TOKENS = 1e9
@@ -492,15 +430,12 @@ class Tick(Message, frozen=True):
     """Time has passed, and all that peers have sent so far was read. What is due is looked at."""
 
 
-class Replan(Message, frozen=True):
-    """Asks the planner for orders: somebody will be late. The answer is a `Plan` of the same number.
+class Planned(Message, frozen=True):
+    """The work of question `number` is done (`placement.contract.Planning`). `found` is what it has found; None: it has
+    failed, or took too long."""
 
-    `lengths`, which are told now and then, are those of some requests that wait.
-    """
-
-    number: Number
-    problem: Problem
-    lengths: Sorts = ()
+    number: int
+    found: object = None
 
 
 class Place(Message, frozen=True):
@@ -634,10 +569,8 @@ PeerEvent = (
     | Explain
     | Lift
     | SetLimits
-    | Planner
-    | Plan
 )
-"""What gateways, the supervisor, agents and planners may send."""
+"""What gateways, the supervisor and agents may send."""
 
 CacheEvent = Stored | Removed | Cleared
 """What the router reads from the KV events of a replica."""
@@ -645,15 +578,15 @@ CacheEvent = Stored | Removed | Cleared
 ReplicaEvent = CacheEvent | Load
 """What the router hears from replicas."""
 
-LinkEvent = PeerGone | Undelivered | Tick
-"""What the router's own shell notices: of its peers, and of time."""
+LinkEvent = PeerGone | Undelivered | Tick | Planned
+"""What the router's own shell notices: of its peers, of time, and of plans."""
 
 Event = PeerEvent | ReplicaEvent | LinkEvent
 
-Answer = Place | Refuse | Held | Cut | Difference | Workers | Snapshot | Explained | Exchange | Replan
+Answer = Place | Refuse | Held | Cut | Difference | Workers | Snapshot | Explained | Exchange
 
 Action = tuple[bytes, Answer]
-"""(peer, answer): send `answer` to `peer`, whose question it answers. A `Replan` is a question of the router's own."""
+"""(peer, answer): send `answer` to `peer`, whose question it answers."""
 
 _EVENTS: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
 _ANSWERS: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)

@@ -180,29 +180,30 @@ def rows(state: Mapping[str, Any]) -> Iterator[exposition.Row]:
         yield "router_suspects_total", (event,), count
     yield "router_suspects_waiting", (), suspects["waiting"]
     yield "router_quarantined_clients", (), suspects["clients"]
-    if state.get("planner") is not None and state.get("queues") is not None:
-        yield from queue_rows(state["planner"], state["queues"])
+    if state.get("queues") is not None:
+        yield from queue_rows(state["queues"])
     for what in ("waiting", "running"):
         yield "router_batch_items", (what,), state["batches"][what]
     yield "router_peers", (), state["wire"]["peers"]
     yield "router_refused_peers_total", (), state["wire"]["refused"]
 
 
-def queue_rows(planner: Mapping[str, Any], queues: Mapping[str, Any]) -> Iterator[exposition.Row]:
-    """The numbers of queues that are planned, in a snapshot."""
+def queue_rows(queues: Mapping[str, Any]) -> Iterator[exposition.Row]:
+    """The numbers of queues with deadlines, in a snapshot."""
     for row in queues.get("waiting", ()):
         labels = row["model"], row["class"], str(row["tier"])
         yield "router_queue_requests", labels, row["requests"]
         yield "router_queue_late_requests", labels, row["late"]
     yield "router_queue_groups", (), queues.get("groups", 0)
-    yield "router_planner_up", (), int(planner["up"])
-    yield "router_plans_asked_total", (), planner["counts"]["asked"]
-    for outcome in PLAN_OUTCOMES:
-        yield "router_plans_total", (outcome,), planner["counts"][outcome]
-    yield "router_plan_entries_ignored_total", (), queues.get("plans", {}).get("ignored", 0)
-    last, shortage = planner["last"] or {}, planner["shortage"] or {}
-    for tier, name in (("0", "late_s"), ("1", "later_s")):
-        yield "router_planned_lateness", (tier,), last.get(name, 0)
+    if (plans := queues.get("plans")) is not None:
+        yield "router_plans_asked_total", (), plans["asked"]
+        for outcome in PLAN_OUTCOMES:
+            yield "router_plans_total", (outcome,), plans[outcome]
+        yield "router_plan_entries_ignored_total", (), plans["ignored"]
+        last = plans["last"] or {}
+        for tier, name in (("0", "late_s"), ("1", "later_s")):
+            yield "router_planned_lateness", (tier,), last.get(name, 0)
+    shortage = queues.get("shortage") or {}
     yield "router_replicas_short", (), shortage.get("more") or shortage.get("least") or 0
     if queues.get("r2") is not None:
         yield "router_wait_r2", (), queues["r2"]

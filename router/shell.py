@@ -20,7 +20,6 @@ from typing import Protocol, get_args
 import msgspec
 import zmq
 
-from router.claims import Claims
 from router.events import (
     Action,
     Agent,
@@ -33,7 +32,6 @@ from router.events import (
     Place,
     Posted,
     ProtocolError,
-    Replan,
     SetLimits,
     Snapshot,
     Tick,
@@ -46,6 +44,8 @@ from router.events import (
     decode_event,
     encode,
 )
+from router.placement.contract import Work
+from router.plans import Plans
 from router.replicas import LoadFeed, Replica
 from router.silence import OwnTime
 from router.sockets import has_come
@@ -60,8 +60,6 @@ MESSAGES_PER_TURN = 256
 
 INSIDE = "inproc://router"
 """The address for peers in this process."""
-
-PLANNED_ELSEWHERE = "another router of this machine orders its queue, and only one may"
 
 TURN_MS = 250
 """Deadlines are checked at least this often, and the core hears so often that time has passed."""
@@ -92,9 +90,8 @@ class Core(Protocol):
         """How many requests `peer` has in flight."""
         ...
 
-    @property
-    def plans(self) -> bool:
-        """Whether it orders the replicas' queues, so that no other router may."""
+    def question(self, now_s: float) -> tuple[int, Work] | None:
+        """What another process is to do, and the number under which the core is told what came of it."""
         ...
 
 
@@ -135,7 +132,7 @@ class Shell:
         self._heard_s: dict[bytes, float] = {}
         """When each peer that sends heartbeats was last heard, by `_time`."""
         self._counts: Counter[str] = Counter()
-        self._claims = Claims() if router.plans else None
+        self._plans = Plans(self._rouse)
         self._ticked_s = clock()
         self._stopping = False
         self._waker, self._wake = socket.socketpair()
@@ -178,8 +175,7 @@ class Shell:
     def stop(self) -> None:
         """Makes `run` return soon. Any thread and any signal handler may call it."""
         self._stopping = True
-        with contextlib.suppress(BlockingIOError):  # the pipe is full, so it is awake already
-            self._waker.send(b"\0")
+        self._rouse()
 
     def close(self) -> None:
         """Closes every socket. Messages sent before still leave."""
@@ -193,8 +189,7 @@ class Shell:
         if self._gate is not None:
             self._gate.close()
         self.context.term()
-        if self._claims is not None:
-            self._claims.close()
+        self._plans.close()
         self._waker.close()
         self._wake.close()
 
@@ -203,25 +198,17 @@ class Shell:
         events: deque[tuple[Event, bytes]] = deque([(event, peer)])
         while events:
             event, peer = events.popleft()
-            if isinstance(event, WorkerUp) and not self.may_have(event):
-                self._note("planned elsewhere", f"{event.worker} at {event.url}: {PLANNED_ELSEWHERE}")
-                continue
             for to, answer in self._router.handle(event, self._clock(), peer):
                 if self._send(to, encode(self._completed(answer))):
                     continue
                 if isinstance(answer, Place):
                     events.append((Undelivered(answer.id), to))
-                elif isinstance(answer, Replan):
-                    self._heard_s.pop(to, None)
-                    events.append((PeerGone(), to))
+            if (question := self._router.question(self._clock())) is not None:
+                self._plans.ask(*question)
             if isinstance(event, WorkerUp):
                 self._follow(event)
             if self._may_change_workers(event):
                 self._compare_workers()
-
-    def may_have(self, up: WorkerUp) -> bool:
-        """Whether this router may place at a worker: a core that plans is the only one of this machine that does."""
-        return self._claims is None or self._claims.take(up.url)
 
     def state(self) -> dict[str, object]:
         """Counters of the wire, for the snapshot."""
@@ -229,6 +216,7 @@ class Shell:
             "counts": dict(sorted(self._counts.items())),
             "peers": len(self._heard_s),
             "refused": 0 if self._gate is None else self._gate.refused,
+            "planning": self._plans.pid,
             "kv": {
                 name: {"expected": replica.follower.expected, **vars(replica.follower.counts)}
                 for name, replica in sorted(self._replicas.items())
@@ -245,6 +233,11 @@ class Shell:
 
     def _turn(self) -> None:
         ready = dict(self._poller.poll(TURN_MS))
+        if self._wake.fileno() in ready:
+            with contextlib.suppress(BlockingIOError):
+                self._wake.recv(4096)
+        if (planned := self._plans.done()) is not None:
+            self.tell(planned)
         if self._gate is not None:
             for source in self._gate.sockets:
                 if source in ready:
@@ -395,8 +388,6 @@ class Shell:
         if workers == self._workers:
             return
         before, self._workers = self._workers, workers
-        if self._claims is not None:
-            self._claims.keep(up.url for up in workers.workers)
         for worker in self._replicas.keys() - {up.worker for up in workers.workers}:
             self._drop(worker)
         for worker in self._loads.keys() - {up.worker for up in workers.workers}:
@@ -441,6 +432,11 @@ class Shell:
             self._counts["undeliverable"] += 1
             return False
         return True
+
+    def _rouse(self) -> None:
+        """From any thread and any signal handler."""
+        with contextlib.suppress(OSError):  # the pipe is full, so it is awake already; or closed
+            self._waker.send(b"\0")
 
     def _note(self, kind: str, what: str) -> None:
         self._counts[kind] += 1

@@ -52,9 +52,6 @@ PROGRAMS = {
     "replica": Program("sglang_fair.engines.replica", "Run one SGLang server with the fair scheduler."),
     "router": Program("router", "Run the router alone."),
     "gateway": Program("router.gateway", "Run a gateway alone."),
-    "planner": Program(
-        "router.planner", "Order the queues of a router with placement qlm; a cluster starts one by itself."
-    ),
     "feeder": Program(
         "router.feeder",
         "Have the requests of batches answered; a cluster with --batches starts one by itself.",

@@ -6,7 +6,7 @@ from dataclasses import fields
 from router.placement.cache_aware import CacheAware
 from router.placement.centralized_dlpm import CentralizedDlpm
 from router.placement.client_round_robin import ClientRoundRobin
-from router.placement.contract import Placement, Planning
+from router.placement.contract import Placement, Queued
 from router.placement.d2lpm import D2lpm
 from router.placement.d2lpm_queue import D2lpmQueue
 from router.placement.least_requests import LeastRequests
@@ -40,8 +40,8 @@ def parameters(placement: str) -> tuple[str, ...]:
 
 
 def plans(placement: str) -> bool:
-    """Whether it has queues that a planner orders (`Planning`). Raises ValueError for an unknown name."""
-    return isinstance(_known(placement)(), Planning)
+    """Whether it has queues with deadlines (`Queued`). Raises ValueError for an unknown name."""
+    return isinstance(_known(placement)(), Queued)
 
 
 def build(placement: str, **values: object) -> Placement:

@@ -11,8 +11,6 @@ from operator import attrgetter
 from typing import ClassVar, Protocol, TypeVar, runtime_checkable
 
 from router.events import Outcome
-from router.queues.groups import Centre
-from router.queues.problem import Orders, Problem
 from router.radix import Match
 from sglang_fair.common.deadlines import Promise
 from sglang_fair.common.weights import Weights
@@ -42,7 +40,7 @@ class Request:
     """Requests of its client, model and deadline that it stands for, itself among them: more than itself where most of
     a batch's lines are not here yet."""
     tier: int = 0
-    """1: it was placed ahead of its client's share (`Tiered`)."""
+    """1: it was placed ahead of its client's share (`Queued`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +207,24 @@ class Swapping(Protocol):
     wanted is not always done: a model that could not be loaded is not tried again for some time.
     """
 
+    def equip(
+        self,
+        worker: str,
+        *,
+        loaded: str | None,
+        kv_tokens: int | None,
+        chunk_tokens: int | None,
+        now_s: float,
+    ) -> None:
+        """What a worker that is up has: the model that is `loaded` (None: none that can serve), tokens of its KV cache
+        and of a prefill chunk (None: not known, or as before). Told after each `worker_up`, and when something
+        changes. What it can load is said by `can_load`."""
+        ...
+
+    def taking(self, workers: Collection[str]) -> None:
+        """These take new requests, now or when they have loaded another model, and no other. Told when that changes."""
+        ...
+
     def wanted(self, worker: str) -> str | None:
         """The model that the worker should have; None: whichever it has."""
         ...
@@ -236,53 +252,30 @@ class Weighing(Protocol):
         ...
 
 
-@runtime_checkable
-class Tiered(Protocol):
-    """What a placement adds that knows who is within its share."""
-
-    def tier(self, request_id: str) -> int:
-        """Of a request that was `placed`: 0 within its client's share, 1 ahead of it."""
-        ...
-
-
-@runtime_checkable
-class Hosting(Protocol):
-    """What a placement adds that keeps a queue for each worker, with what the worker can hold and load."""
-
-    def equip(
-        self,
-        worker: str,
-        *,
-        loaded: str | None,
-        kv_tokens: int | None,
-        chunk_tokens: int | None,
-        now_s: float,
-    ) -> None:
-        """What a worker that is up has: the model that is `loaded` (None: none that can serve), tokens of its KV cache
-        and of a prefill chunk (None: not known, or as before). Told after each `worker_up`, and when something
-        changes. What it can load is said by `Swapping.can_load`."""
-        ...
-
-    def taking(self, workers: Collection[str]) -> None:
-        """These take new requests, now or when they have loaded another model, and no other. Told when that changes."""
-        ...
+Work = Callable[[], object]
+"""A pure function with its arguments, to be called in another process: it and what it returns can be pickled."""
 
 
 @runtime_checkable
 class Planning(Protocol):
-    """What a placement adds whose queues a planner orders. The core asks `question` after each event, sends what it
-    returns to the planner, and passes the answer on. What it costs when nothing is asked must be small."""
+    """What a placement adds that has work for another process. It goes on with what it has meanwhile. The core asks
+    `question` after each event; what that costs when nothing is asked must be small."""
 
-    def question(self, now_s: float) -> tuple[int, Problem] | None:
-        """A number and what is to be planned; None mostly."""
+    def question(self, now_s: float) -> tuple[int, Work] | None:
+        """A number and what is to be done; None mostly. A question before the last one was answered ends that one."""
         ...
 
-    def answer(self, number: int, orders: Orders, now_s: float) -> bool:
-        """The plan for question `number` has come. Whether it counted; what of it does not hold any more is ignored."""
+    def answer(self, number: int, found: object, now_s: float) -> None:
+        """What the work of question `number` has returned; None: it failed, or its process has ended."""
         ...
 
-    def attend(self, is_there: bool, now_s: float) -> None:
-        """A planner is connected, or none is any more. In the beginning none is."""
+
+@runtime_checkable
+class Queued(Protocol):
+    """What a placement that holds requests with deadlines adds for people, metrics and throttling."""
+
+    def tier(self, request_id: str) -> int:
+        """Of a request that was `placed`: 0 within its client's share, 1 ahead of it."""
         ...
 
     def late(self, now_s: float) -> Collection[str]:
@@ -290,20 +283,14 @@ class Planning(Protocol):
         no order has helped. O(1)."""
         ...
 
-    def lengths(self) -> Mapping[tuple[str, str], Sequence[Centre]]:
-        """By model and class, where some of the requests that wait lie among the centres (`queues.groups.lengths`)."""
-        ...
-
-    def centre(self, model: str, slo_class: str, centres: Sequence[Centre]) -> None:
-        """The planner has found these kinds of lengths. ValueError for none or too many."""
-        ...
-
-    def report(self) -> Mapping[str, object]:
-        """The queues as plain maps, lists, numbers and strings, for people and metrics."""
+    def report(self, now_s: float) -> Mapping[str, object]:
+        """The queues as plain maps, lists, numbers and strings. `shortage`: what would do if deadlines cannot be met,
+        with `more` and `least` replicas, by `models`, `why`, and `for_s` seconds already; None if they can."""
         ...
 
     def standing(self, request_id: str, now_s: float, *, ahead: bool = True) -> Mapping[str, object] | None:
-        """Where a request that waits stands, as `queues.report.standing` shows it; None if it does not wait."""
+        """Where a request that waits stands, as `sglang_fair.cluster.queues.told_standing` shows it; None if it does
+        not wait. With `ahead` also what is before it."""
         ...
 
 

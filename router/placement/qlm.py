@@ -11,8 +11,8 @@ the queue of a worker (`router.queues`, where the rules stand, one module each).
                        known: what a client may have beyond its share is a part of what one worker has in its batch, so
                        others find room there soon
     what it takes      `queues.estimate`, learnt from full workers (`deadlines.teacher`)
-    planning           when a group will be late and a planner is there it is asked (`queues.ordering`); without one, or
-                       if it is silent, groups are ordered by EDF
+    planning           when a group will be late a plan is asked for (`queues.ordering`), which is made in another
+                       process; until it comes groups are ordered by EDF
 
 A later call of an interaction has class and start of the first one: it waits before all that came since.
 
@@ -35,11 +35,10 @@ from router.placement.deadlines.at_once import at_once
 from router.placement.deadlines.requests import Sent, Waiting, as_queued, cached_prefix, due_s
 from router.placement.deadlines.teacher import Teacher
 from router.queues.estimate import Estimator
-from router.queues.groups import Centre, Groups, sample
-from router.queues.ordering import Ordering
+from router.queues.groups import Groups
+from router.queues.ordering import Ordering, Question
 from router.queues.prefixes import Prefixes
-from router.queues.problem import Orders, Problem
-from router.queues.replan import Replans
+from router.queues.problem import MOST_WORK, SOLVERS, Solver
 from router.queues.report import report, standing
 from router.queues.shares import Shares
 from router.queues.virtual import VirtualQueues
@@ -63,7 +62,8 @@ class Qlm:
     difference to their plan, as in the paper; `literal`: waits by Equations 1-5. Without `tiers` nobody is ahead of its
     share. `evicts`: workers take requests back for more urgent ones (policy `slo`), so these may be sent beyond the
     window. `kv_tokens` and `chunk_tokens`: of a worker that says nothing. `slo_s`: of requests that were promised
-    nothing. `every_s`, `patience_s`: how often is planned, and after how long a planner is taken for dead.
+    nothing. `every_s`, `patience_s`: how often is planned, and how long a plan may take. `solver`: search, milp (exact,
+    for few groups), or auto: search, and milp too for few groups. `plan_work`: how much the search may consider.
     `max_clients`: that are remembered without requests.
     """
 
@@ -81,13 +81,14 @@ class Qlm:
     slo_s: float = DEFAULT_CLASSES["interactive"]
     every_s: float = 1.0
     patience_s: float = 10.0
+    solver: Solver = "auto"
+    plan_work: int = MOST_WORK
     client_weights: Mapping[str, float] = field(default_factory=dict)
     max_clients: int = 50_000
 
     queues: VirtualQueues = field(init=False, repr=False)
     shares: Shares = field(init=False, repr=False)
     estimator: Estimator = field(init=False, repr=False)
-    replans: Replans = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not (self.kv_tokens > 0 and self.chunk_tokens >= 0):
@@ -106,9 +107,12 @@ class Qlm:
         self._prefixes = Prefixes()
         held = self._prefixes.held if self.prefixes else None
         self.queues = VirtualQueues(groups, self.estimator, held)
-        self.replans = Replans(self.every_s, self.patience_s)
         self._teacher = Teacher(self.queues)
-        self._ordering = Ordering(self.queues, self.replans, self._all_ready)
+        if self.solver not in SOLVERS:
+            raise ValueError(f"solver is one of {', '.join(SOLVERS)}, not {self.solver!r}")
+        self._ordering = Ordering(
+            self.queues, self._all_ready, self.every_s, self.patience_s, self.solver, self.plan_work
+        )
         self._waiting: dict[str, Waiting] = {}
         self._leaving: dict[str, int] = {}
         """Tiers of requests that were given to a worker and are not `placed` yet."""
@@ -304,7 +308,7 @@ class Qlm:
 
     # -- planning
 
-    def question(self, now_s: float) -> tuple[int, Problem] | None:
+    def question(self, now_s: float) -> Question | None:
         """Asked for when a group will be late. Costs nothing but `every_s` seconds after the last time."""
         self._now_s = now_s
         return self._ordering.look(now_s) if self._waiting and self._ordering.is_due(now_s) else None
@@ -313,28 +317,16 @@ class Qlm:
         """Those where somebody was late at the last two looks, while anybody waits."""
         return self._ordering.late(now_s) if self._waiting else ()
 
-    def answer(self, number: int, orders: Orders, now_s: float) -> bool:
+    def answer(self, number: int, found: object, now_s: float) -> None:
         """What of it still holds is applied."""
-        return self._ordering.answer(number, orders)
+        self._ordering.answer(number, found, now_s)
 
-    def attend(self, is_there: bool, now_s: float) -> None:
-        """With another planner questions begin anew."""
-        self._ordering.attend(is_there)
-
-    def lengths(self) -> Mapping[tuple[str, str], Sequence[Centre]]:
-        """Of the latest that wait."""
-        return sample(waiting.queued for waiting in reversed(self._waiting.values()))
-
-    def centre(self, model: str, slo_class: str, centres: Sequence[Centre]) -> None:
-        """They hold for requests that come from now on."""
-        self.queues.groups.set_centres(model, slo_class, centres)
-
-    def report(self) -> Mapping[str, object]:
+    def report(self, now_s: float) -> Mapping[str, object]:
         """The queues, who waits in which tier, and how good the estimates were."""
         return {
-            **report(self.queues, self.replans, self._now_s),
+            **report(self.queues, now_s),
+            **self._ordering.report(now_s),
             "ahead": self.shares.ahead,
-            "ordered": dict(self._ordering.counts),
         }
 
     def standing(self, request_id: str, now_s: float, *, ahead: bool = True) -> Mapping[str, object] | None:

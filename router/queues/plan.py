@@ -13,11 +13,21 @@ from typing import Literal
 
 from router.queues import milp
 from router.queues.edf import edf
-from router.queues.problem import Demand, Problem, Queue, Worth, all_slots, can_serve, slots, worth
-from router.queues.search import MOST_WORK, search
-
-Solver = Literal["auto", "search", "milp"]
-SOLVERS: tuple[Solver, ...] = ("auto", "search", "milp")
+from router.queues.problem import (
+    MOST_WORK,
+    SOLVERS,
+    Demand,
+    Needed,
+    Problem,
+    Queue,
+    Solver,
+    Worth,
+    all_slots,
+    can_serve,
+    slots,
+    worth,
+)
+from router.queues.search import search
 
 MOST_REPLICAS = 64
 """More that are looked for."""
@@ -36,18 +46,6 @@ class Planned:
     def is_feasible(self) -> bool:
         """Nobody within its share is late."""
         return not self.worth.late_s
-
-
-@dataclass(frozen=True, slots=True)
-class Needed:
-    """How many more replicas would do: with `more` an order was found that is in time, so that many suffice. None: no
-    number does, or none up to `MOST_REPLICAS` was found. Fewer than `least` never suffice."""
-
-    more: int | None
-    least: int
-    models: Mapping[str, int]
-    """How many of `more` begin with which model."""
-    why: str
 
 
 def plan(problem: Problem, *, solver: Solver = "auto", most_work: int = MOST_WORK, seed: int = 0) -> Planned:

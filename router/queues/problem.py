@@ -19,7 +19,7 @@ writes; slack: until the earliest deadline of its requests. A group that has beg
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, isfinite
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 FAR_S = 30 * 86_400.0
 """Slack of who is late already: nothing is lost by waiting."""
@@ -164,3 +164,33 @@ def worth(problem: Problem, orders: Orders) -> Worth:
         late[slot.demand.tier] += slot.late_s
         waiting_s += slot.start_s
     return Worth(late[0], late[1], waiting_s)
+
+
+Solver = Literal["auto", "search", "milp"]
+SOLVERS: tuple[Solver, ...] = ("auto", "search", "milp")
+MOST_WORK = 100_000_000
+"""Of a search, as `search` counts it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Needed:
+    """How many more replicas would do: with `more` an order was found that is in time, so that many suffice. None: no
+    number does, or none up to `plan.MOST_REPLICAS` was found. Fewer than `least` never suffice."""
+
+    more: int | None
+    least: int
+    models: Mapping[str, int]
+    """How many of `more` begin with which model."""
+    why: str
+
+
+class Answer(NamedTuple):
+    """Orders for all queues; how many groups are late all the same, by how much in tier 0 and tier 1. `needed`: what
+    would do, if it was to be found out and somebody is late."""
+
+    orders: Orders
+    late: int = 0
+    late_s: float = 0.0
+    later_s: float = 0.0
+    is_short: bool = False
+    needed: Needed | None = None

@@ -11,7 +11,6 @@ from math import isfinite
 
 from router.queues.group import Group
 from router.queues.problem import Slot
-from router.queues.replan import Replans
 from router.queues.virtual import VirtualQueues
 
 _Sort = tuple[str, str, int]
@@ -23,7 +22,7 @@ LATE = "(late)"
 """In place of a class: what is late already waits in groups of all classes."""
 
 
-def report(queues: VirtualQueues, replans: Replans, now_s: float) -> dict[str, object]:
+def report(queues: VirtualQueues, now_s: float) -> dict[str, object]:
     """All queues. O(groups)."""
     waiting, late = Counter[_Sort](), Counter[_Sort]()
     for group in queues.groups:
@@ -53,12 +52,6 @@ def report(queues: VirtualQueues, replans: Replans, now_s: float) -> dict[str, o
         ],
         "workers": workers,
         "r2": r2 if r2 is not None and isfinite(r2) else None,
-        "plans": {
-            "asked": replans.asked,
-            "stale": replans.stale,
-            "ignored": queues.ignored,
-            "silent": replans.is_silent,
-        },
     }
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from router.queues.edf import assign, edf, urgency
-from router.queues.problem import Demand, Problem, Worth
+from router.queues.problem import MOST_WORK, Demand, Problem, Worth
 from router.queues.weigh import State, Weighed
 
 LOOK_AHEADS = (0.5, 2.0, 6.0)
@@ -35,7 +35,6 @@ MOST_RESTARTS = 60
 """In a row without a better result."""
 CALL_WORK = 8_000
 """Of weighing one group: about as many terms as numpy adds up meanwhile."""
-MOST_WORK = 100_000_000
 
 
 class Found(NamedTuple):

@@ -115,9 +115,9 @@ async def router_swaps(
 async def router_shortage(
     endpoint: str, timeout_s: float = 1.0, keys: Keys | None = None
 ) -> dict[str, Any] | None:
-    """What the planner of the router at `endpoint` says is missing; None if nothing is, or nobody says."""
-    planner = _part(await router_asked(endpoint, Query("short?"), timeout_s, keys), "planner") or {}
-    shortage = planner.get("shortage")
+    """What the queues of the router at `endpoint` say is missing; None if nothing is, or it does not answer."""
+    queues = _part(await router_asked(endpoint, Query("short?"), timeout_s, keys), "queues") or {}
+    shortage = queues.get("shortage")
     return shortage if isinstance(shortage, dict) else None
 
 

@@ -159,10 +159,10 @@ def check(options: Options) -> None:
             make()
         except ValueError as error:
             raise ConfigError(str(error), field) from None
-    if plans(options.placement) and (missing := missing_extra("scipy")):
+    if options.placement == "qlm" and (missing := missing_extra("scipy")):
         raise ConfigError(missing, "placement")
     if options.scale_up and not plans(options.placement):
-        raise ConfigError("--scale-up is for --placement qlm, whose planner says what is missing", "scale_up")
+        raise ConfigError("--scale-up is for --placement qlm, which says what is missing", "scale_up")
     _check_extra(options.extra)
     protection.check_certificate(options)
     for field in ("host", *(("admin_host",) if options.admin_port is not None else ())):

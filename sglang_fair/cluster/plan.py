@@ -11,7 +11,6 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from router.gateway import limits
-from router.placement import plans
 from sglang_fair.cluster.gpus import Gpu, environment
 from sglang_fair.cluster.options import ConfigError, Device, Options, extra_argument, page_tokens
 from sglang_fair.cluster.ports import Ports, ReplicaPorts
@@ -20,29 +19,27 @@ from sglang_fair.core.policy import DEFAULT_QUANTUM
 from sglang_fair.settings import table
 from sglang_fair.settings.setting import command_line, shared
 
-Role = Literal[
-    "fork-server", "replica", "fleet", "router", "agent", "planner", "gateway", "dashboard", "feeder"
-]
+Role = Literal["fork-server", "replica", "fleet", "router", "agent", "gateway", "dashboard", "feeder"]
 
 START_ORDER: tuple[tuple[Role, ...], ...] = (
     ("fork-server",),
     ("replica", "fleet", "router"),
     ("agent",),
-    ("gateway", "dashboard", "planner"),
+    ("gateway", "dashboard"),
     ("feeder",),
 )
 """The gateway comes last, so that its port opens only when there is something behind it."""
 
 STOP_ORDER: tuple[tuple[Role, ...], ...] = (
     ("feeder",),
-    ("gateway", "dashboard", "planner"),
+    ("gateway", "dashboard"),
     ("agent",),
     ("router",),
     ("replica", "fleet"),
     ("fork-server",),
 )
 
-DISPENSABLE: tuple[Role, ...] = ("dashboard", "planner", "agent", "feeder")
+DISPENSABLE: tuple[Role, ...] = ("dashboard", "agent", "feeder")
 """Without these a cluster goes on."""
 
 LOCAL = "127.0.0.1"
@@ -80,9 +77,6 @@ FEEDER_READY = "feeder ready"
 
 FLEET_READY = "all replicas are ready"
 """The same of the process that has replicas on other machines."""
-
-PLANNER_READY = "planner ready"
-"""The same of the planner: a router has answered it."""
 
 FORK_SERVER_READY = "ready to fork replicas"
 """A line of the fork server's output that contains this says that it listens."""
@@ -318,7 +312,6 @@ def build(
             *replicas,
             *((_fleet(options, device, machine, each, fleet, router),) if fleet else ()),
             _router(options, machine, router, workers, None if fleet is None else fleet.listed),
-            *((_planner(options, machine, router),) if plans(options.placement) else ()),
             *(
                 _agent(options, machine, workers[index], can_load, router)
                 for index, can_load in sorted(swaps.items())
@@ -567,19 +560,6 @@ def _router(
         ready_timeout_s=options.start_timeout_s or 120.0,
         stop_grace_s=3.0,
         env={"PYTHONUNBUFFERED": "1"},
-    )
-
-
-def _planner(options: Options, machine: Machine, router: str) -> Process:
-    values = {"router": router, "log_level": options.log_level, "keys": _path(options.keys)}
-    return Process(
-        name="planner",
-        role="planner",
-        argv=(machine.python, "-m", "router.planner", *command_line(table.Planner, values)),
-        ready=LineReady(PLANNER_READY),
-        ready_timeout_s=options.start_timeout_s or 120.0,
-        stop_grace_s=3.0,
-        env={"PYTHONUNBUFFERED": "1", "OPENBLAS_NUM_THREADS": "1"},
     )
 
 

@@ -1,4 +1,4 @@
-"""The queues of placement `qlm` and their planner, for `sglang-fair status` and `explain`."""
+"""The queues of placements with deadlines, for `sglang-fair status` and `explain`."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,38 +15,32 @@ Report = Mapping[str, Any]
 
 
 def rendered(front: Report) -> list[RenderableType]:
-    """The planner in a line, what is missing in another, and a table of each replica's queue; nothing where no queues
-    are planned. `front` is the answer of `/status`."""
-    planner, queues = front.get("planner"), front.get("queues")
-    if not planner or not queues:
+    """The plans in a line, what is missing in another, and a table of each replica's queue; nothing where there are no
+    queues. `front` is the answer of `/status`."""
+    queues = front.get("queues")
+    if not queues:
         return []
-    lines = [told_planner(planner, queues)]
-    if planner.get("shortage"):
-        lines.append(told_shortage(planner["shortage"]))
-    return [*(Text(line) for line in lines), _table(queues)]
+    lines = [told_plans(queues)]
+    if queues.get("shortage"):
+        lines.append(told_shortage(queues["shortage"]))
+    return [*(Text(line) for line in lines if line), _table(queues)]
 
 
-def told_planner(planner: Report, queues: Report) -> str:
-    """The planner in a line."""
-    counts, last = planner.get("counts", {}), planner.get("last")
-    if planner.get("up"):
-        words = f"planner {planner.get('name') or '?'}"
-        if planner.get("standing_by"):
-            words += f", {planner['standing_by']} more standing by"
-    else:
-        words = "no planner: queues are served by earliest deadline"
-    words += f"; {counts.get('asked', 0):,} plans asked, {counts.get('answered', 0):,} answered"
-    if last:
-        words += f", the last {_seconds(last['s_ago'])} ago after {_seconds(last['after_s'])}"
-        words += f" with {last['late']:,} groups late" if last["late"] else ""
-    others = [
-        f"{counts[name]:,} {name}" for name in ("stale", "refused", "unanswered", "gone") if counts.get(name)
-    ]
-    ignored = queues.get("plans", {}).get("ignored")
-    others += [f"{ignored:,} entries ignored"] if ignored else []
-    words += "".join(f", {one}" for one in others)
-    r2 = queues.get("r2")
-    return words + ("" if r2 is None else f"; waits are estimated with R² {r2:.3f}")
+def told_plans(queues: Report) -> str:
+    """The plans and the estimates in a line; "" where nothing is planned."""
+    plans, r2 = queues.get("plans"), queues.get("r2")
+    parts = []
+    if plans:
+        parts.append(f"{plans['asked']:,} plans asked, {plans['answered']:,} answered")
+        if last := plans.get("last"):
+            parts[-1] += f", the last {_seconds(last['s_ago'])} ago"
+            parts[-1] += f" with {last['late']:,} groups late" if last["late"] else ""
+        for name, words in (
+            ("failed", "failed"), ("unanswered", "too late"), ("stale", "stale"), ("ignored", "entries ignored"),
+        ):  # fmt: skip
+            parts[-1] += f", {plans[name]:,} {words}" if plans.get(name) else ""
+    parts += [] if r2 is None else [f"waits are estimated with R² {r2:.3f}"]
+    return "; ".join(parts)
 
 
 def told_shortage(shortage: Report) -> str:

@@ -1,6 +1,6 @@
 """When a cluster starts one more replica, and of which model: while deadlines cannot be met without it. Pure.
 
-    shortage  what the router's planner says: how many replicas more would do, and with which models
+    shortage  what the router's queues say: how many replicas more would do, and with which models
     lasts     it must be said for `lasts_s` in all, from which time when it is not said takes a quarter of itself: a
               burst that is over by then needs nobody, and one look without it does not begin anew
     settles   a replica that has come is given `settle_s` to work off what waited; then it must last anew
@@ -58,7 +58,7 @@ class ScaleUp:
 
 
 def _missing(shortage: Mapping[str, Any] | None) -> int:
-    """How many are known to help. What the planner says is believed if it can be."""
+    """How many are known to help. What the router says is believed if it can be."""
     if shortage is None:
         return 0
     more, least = shortage.get("more"), shortage.get("least")

@@ -1,4 +1,4 @@
-"""Starts replicas while the planner says that deadlines cannot be met without (`scale` decides)."""
+"""Starts replicas while the router says that deadlines cannot be met without (`scale` decides)."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

@@ -9,7 +9,7 @@ ENGINE = ("sglang", "torch")
 EXTRAS = {
     "matplotlib": ("workloads", "plots"),
     "python_multipart": ("batches", "--batches"),
-    "scipy": ("qlm", "the planner of placement qlm"),
+    "scipy": ("qlm", "placement qlm"),
     "textual": ("top", "sglang-fair top"),
 }
 """Packages, each with the extra that has it and what needs it. Ray's, Redis', AMQP's and OpenTelemetry's are asked for

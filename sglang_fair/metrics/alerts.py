@@ -90,15 +90,6 @@ ALERTS: tuple[Alert, ...] = (
         "`sglang-fair workers list` says which there are, and in which state. Their logs say why they ended.",
     ),
     Alert(
-        "SglangFairPlannerGone", "warning",
-        "(min by (instance) (sglang_fair_router_planner_up) or vector(1))", "<", 1, 2,
-        "The router at {{ $labels.instance }} has no planner",
-        "Nothing is delayed by that, but queues are served by earliest deadline: with several models, or groups of "
-        "unlike size, more deadlines are missed than need be.",
-        "A cluster starts its planner again by itself, and gives it up when it dies five times in a row; its log says "
-        "why it ended. A planner of its own: is its `--router` this router's address?",
-    ),
-    Alert(
         "SglangFairReplicasShort", "warning",
         "(max by (instance) (sglang_fair_router_replicas_short) or vector(0))", ">", 0, 10,
         "{{ $value }} more replicas are needed to keep the deadlines of those within their share",

@@ -13,7 +13,7 @@ PREFIX = "sglang_fair_"
 TOKEN_KINDS = ("extend", "cached", "output")
 OUTCOMES = ("ok", "refused", "failed", "left")
 REASONS = ("prefix", "new", "load", "only", "retry")
-PLAN_OUTCOMES = ("answered", "stale", "refused", "unanswered")
+PLAN_OUTCOMES = ("answered", "stale", "failed", "unanswered")
 STATES = ("up", "draining", "sick", "swapping")
 
 
@@ -107,12 +107,10 @@ METRICS: tuple[Metric, ...] = (
     Metric("router_queue_late_requests", "router", "gauge", "Of these, in groups that will miss a deadline.",
            ("model", "slo_class", "tier")),
     Metric("router_queue_groups", "router", "gauge", "Groups in which they wait."),
-    Metric("router_planner_up", "router", "gauge",
-           "1: a planner is there; 0: queues are served by earliest deadline."),
-    Metric("router_plans_asked_total", "router", "counter", "Plans that the planner was asked for."),
+    Metric("router_plans_asked_total", "router", "counter", "Plans that were asked for (placement qlm)."),
     Metric("router_plans_total", "router", "counter",
-           "What became of them: applied (answered); come too late (stale); of a kind that cannot be (refused); never "
-           "come (unanswered).", ("outcome",)),
+           "What became of them: applied (answered); given up because they took too long (unanswered), and come after "
+           "that (stale); ended with an error or their process (failed).", ("outcome",)),
     Metric("router_plan_entries_ignored_total", "router", "counter",
            "Groups in applied plans that were not there any more, or could not be where the plan had them."),
     Metric("router_planned_lateness", "router", "gauge",

@@ -19,7 +19,7 @@ from sglang_fair.settings.table import SECTIONS
 
 SCHEMA = Path("deploy/helm/sglang-fair/values.schema.json")
 
-PROGRAMS = ("replica", "router", "gateway", "planner", "feeder", "dashboard")
+PROGRAMS = ("replica", "router", "gateway", "feeder", "dashboard")
 """Those whose settings are the chart's values."""
 
 OF_THE_CHART = frozenset({

@@ -595,7 +595,7 @@ class Cluster(
     scale_up: Annotated[
         int,
         About(
-            "With placement qlm: so many more replicas are started, at most, while its planner says for a while that "
+            "With placement qlm: so many more replicas are started, at most, while it says for a while that "
             "deadlines cannot be met without. 0: none.",
             metavar="N",
             at_least=0,
@@ -993,23 +993,6 @@ class Dashboard(Trust, Authorities, Certified):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Planner(Keyed):
-    """Plan in which order replicas serve the groups that wait, for a router with placement qlm. It may die at any time:
-    meanwhile the router serves by earliest deadline."""
-
-    router: Annotated[str, About("The router's address.", metavar="tcp://HOST:PORT")]
-    solver: Annotated[
-        str,
-        About(
-            "search, milp (exact, for few groups), or auto: search, and milp too for up to six groups.",
-            registry="router.queues.plan:SOLVERS",
-        ),
-    ] = "auto"
-    log_level: LogLevel = "info"
-    outlive_parent: OutliveParent = False
-
-
-@dataclass(frozen=True, kw_only=True)
 class AgentSettings(Authorities, Keyed):
     """Have one replica load the models that the router names, one at a time. A cluster with --swap starts agents."""
 
@@ -1033,7 +1016,6 @@ SECTIONS: Mapping[str, type] = {
     "replica": Replica,
     "router": Router,
     "gateway": Gateway,
-    "planner": Planner,
     "dashboard": Dashboard,
     "agent": AgentSettings,
     "feeder": Feeder,

@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 
 from sglang_fair.cluster.control import Refused, Say
 from sglang_fair.cluster.options import ConfigError, Options, check
-from sglang_fair.cluster.plan import DISPENSABLE, LineReady, build
 from sglang_fair.cluster.scale import ScaleUp
 from sglang_fair.cluster.scaling import Scaling
-from tests.cluster.test_cluster import MACHINE, MODEL, PORTS
 from tests.support.budget import examples
 
 SHORT = {"more": 2, "least": 1, "models": {"b": 1, "a": 1, "c": 0}, "why": "work", "for_s": 3.0}
@@ -131,16 +129,7 @@ def test_replicas_are_started_and_what_fails_is_said(monkeypatch: pytest.MonkeyP
     assert said[-2:] == ["r2 is being started", "scale-up: r2 serves; 0 more may be started"]
 
 
-def test_a_cluster_with_queues_that_are_planned_has_a_planner() -> None:
-    plan = build(Options(placement="qlm"), "cpu", MACHINE, MODEL, PORTS)
-    (planner,) = plan.of("planner")
-    assert planner.ready == LineReady("planner ready")
-    assert planner.argv[1:5] == ("-m", "router.planner", "--router", plan.router)
-    assert "planner" in DISPENSABLE
-    assert build(Options(), "cpu", MACHINE, MODEL, PORTS).of("planner") == ()
-
-
-def test_scale_up_needs_a_planner() -> None:
+def test_scale_up_needs_queues_with_deadlines() -> None:
     check(Options(placement="qlm", scale_up=2))
     with pytest.raises(ConfigError, match="--scale-up is for --placement qlm"):
         check(Options(scale_up=2))

@@ -298,8 +298,6 @@ def implied(site: Site) -> set[Connection]:
                 addresses |= {*settings.router, *(up.url for up in followed)}
             case "feeder":
                 addresses |= {*settings.router, settings.gateway}
-            case "planner":
-                addresses |= {settings.router}
             case "agent":
                 addresses |= {settings.router, settings.replica}
             case "dashboard":
@@ -392,7 +390,7 @@ def test_all_routers_are_named_alike_and_exist(name: str, sites: Mapping[str, Si
     lists = {tuple(one.settings.router) for one in (*site.of("gateway"), *site.of("feeder"))}
     (addresses,) = lists
     assert len(addresses) == router["spec"]["replicas"]
-    for one in (*site.of("planner"), *site.of("agent")):
+    for one in site.of("agent"):
         assert (one.settings.router,) == addresses
 
 

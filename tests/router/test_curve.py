@@ -17,7 +17,6 @@ from router.gateway.routing.link import Link
 from router.gateway.routing.links import Links
 from router.gateway.routing.placer import Placer
 from router.placement import build
-from router.planner.link import Link as Planner
 from router.shell import INSIDE, Shell
 from router.wire import encode_sequence, pack_tokens
 from sglang_fair.common.curve import Gate, Keys, make
@@ -231,24 +230,3 @@ def test_a_capture_of_a_replicas_wires(running: Running, folder: Path, has_keys:
             assert seen is not has_keys
             assert (MARK.encode() in wire.bytes) is not has_keys
     publisher.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("has_keys", [True], indirect=True)
-def test_a_planner_with_keys_is_let_in(running: Running, folder: Path) -> None:
-    for keys, lets_in in ((None, False), (Keys.read(folder, "gateway"), True)):
-        before, planner = running.state()["wire"], Planner(running.shell.endpoint, keys=keys)
-        thread = threading.Thread(target=planner.run)
-        thread.start()
-
-        def heard(before: dict = before) -> dict | None:
-            found = running.state()["wire"]
-            return (
-                found if (found["refused"], found["peers"]) != (before["refused"], before["peers"]) else None
-            )
-
-        found = wait_until(heard, "it is let in, or refused")
-        assert bool(found["peers"]) is lets_in
-        planner.stop()
-        thread.join()
-        planner.close()

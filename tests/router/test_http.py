@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from router.bounded import listen
 from router.core import Router, placement_reason
-from router.events import Agent, Arrive, Done, Due, Planner, WorkerDrain, WorkerHealth, WorkerUp
+from router.events import Agent, Arrive, Done, Due, WorkerDrain, WorkerHealth, WorkerUp
 from router.http import serving
 from router.placement import build
 from router.placement.contract import Request
@@ -157,7 +157,7 @@ def test_numbers() -> None:
         assert {name for name, *_ in found} == {name for name in names if not name.startswith(QUEUES)}
 
 
-QUEUES = ("queue_", "plan_", "plans_", "planner_", "planned_", "replicas_short", "wait_r2")
+QUEUES = ("queue_", "plan_", "plans_", "planned_", "replicas_short", "wait_r2")
 
 
 def test_numbers_of_queues_that_are_planned() -> None:
@@ -177,10 +177,6 @@ def test_numbers_of_queues_that_are_planned() -> None:
         waiting = {key: value for key, value in found.items() if key[0] == "queue_requests"}
         assert sum(waiting.values()) == held
         assert {key[2] for key in waiting} == {"interactive"}
-        assert found["planner_up",] == 0
-        wire.new_peer().tell(Planner("me"))
-        wait_until(lambda: numbers(url)["planner_up",] == 1, "the planner is known")
-        found = numbers(url)
         assert {name for name, *_ in found} == names - {"wait_r2"}  # of which too few are known yet
         assert found["plans_asked_total",] == 0
         assert {found["plans_total", outcome] for outcome in PLAN_OUTCOMES} == {0}

@@ -23,7 +23,6 @@ from router.events import (
     Event,
     Explained,
     Follow,
-    Planner,
     ProtocolError,
     Refuse,
     SetLimits,
@@ -179,7 +178,6 @@ def test_a_worker_whose_agent_has_loaded_nothing_has_no_model() -> None:
     made.handle(WorkerUp("a", "http://a"), 0.0)
     made.handle(WorkerUp("b", "http://b", models=("m",), loaded="m"), 0.0)
     made.handle(Agent("s", "a", swap_s={"n": 1.0, "o": 1.0}), 0.0, b"p")
-    made.handle(Planner("p"), 0.0, b"p")
     for number in range(9):
         made.handle(Arrive(f"r{number}", "c", bytes(64), model="m"), 1.0 + number, b"g")
     assert made.state()["workers"]["a"]["model"] == ""  # type: ignore[index]

@@ -68,6 +68,10 @@ class Wishes(CentralizedDlpm):
 
     def can_load(self, worker: str, swap_s: Any, now_s: float) -> None: ...
 
+    def equip(self, worker: str, **_: Any) -> None: ...
+
+    def taking(self, workers: Any) -> None: ...
+
 
 def site(placement: Any = "d2lpm", *names: str, has: str = "a", **options: Any) -> Router:
     made = Router(build(placement) if isinstance(placement, str) else placement, **options)

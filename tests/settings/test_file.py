@@ -149,7 +149,7 @@ def test_what_is_required_is_missed_by_name(capsys: pytest.CaptureFixture[str]) 
 def test_nothing_starts_on_a_bad_file(section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(fork_server.PREFIX, raising=False)  # what is forked has one output
     module = {"cluster": "sglang_fair.cluster", "replica": "sglang_fair.engines.replica", "router": "router",
-              "gateway": "router.gateway", "planner": "router.planner", "agent": "sglang_fair.agent",
+              "gateway": "router.gateway", "agent": "sglang_fair.agent",
               "dashboard": "sglang_fair.dashboard", "feeder": "router.feeder"}[section]  # fmt: skip
     path = write(tmp_path, f"{section}:\n  nothing: 1\n")
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Random problems for a planner, and their best orders by looking at all."""
+"""Random problems to be planned, and their best orders by looking at all."""
 
 from collections.abc import Iterator
 from itertools import permutations, product

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 ITEMS = 1000 if is_night() else 200
 PLACEMENTS = ("d2lpm-queue", "qlm") if is_night() else ("qlm",)
-"""On a push with queues, planner, agents and models that take turns: that is all that there is."""
+"""On a push with queues, agents and models that take turns: that is all that there is."""
 TURNS = 2 if is_night() else 1
 """Of each kind. More than 4 may end the cluster: what dies five times, each within a minute of being ready, is not
 started again."""
@@ -135,7 +135,7 @@ async def kill(cluster: Cluster, wanted: str, rng: random.Random) -> str:
 
 
 KINDS = ("router.feeder", "router.gateway", "router", "replica")
-QUEUED = (*KINDS, "router.planner", "sglang_fair.agent")
+QUEUED = (*KINDS, "sglang_fair.agent")
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)

@@ -25,7 +25,7 @@ from tests.support.waiting import wait_until
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 PROGRAMS = [
-    "cluster", "fork_server", "replica", "router", "gateway", "planner", "agent", "feeder", "dashboard",
+    "cluster", "fork_server", "replica", "router", "gateway", "agent", "feeder", "dashboard",
 ]  # fmt: skip
 
 
@@ -75,15 +75,15 @@ def test_a_cluster_with_all_that_it_can_have(certificates: Certificates, tmp_pat
         verify = trusted(certificates)
 
         def whole() -> bool:
-            """The planner is let in, the agent says what its replica has, the page reads the gateway."""
+            """The agent says what its replica has, the page reads the gateway."""
             with contextlib.suppress(httpx.TransportError):
                 status = get(f"{cluster.addresses['admin']}/status", headers=headers, verify=verify).json()
                 view = get(f"{cluster.addresses['dashboard']}/view", headers=headers).json()
                 phase = status["swaps"].get("r0", {}).get("phase")
-                return bool(status["planner"]["up"] and phase == "serves" and view["placement"] == "qlm")
+                return bool(phase == "serves" and view["placement"] == "qlm")
             return False
 
-        wait_until(whole, "planner, agent and page reach the others")
+        wait_until(whole, "agent and page reach the others")
         status = get(f"{cluster.addresses['admin']}/status", headers=headers, verify=verify).json()
         assert not status["wire"]["refused"]
 

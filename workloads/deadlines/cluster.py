@@ -1,6 +1,6 @@
-"""One run of requests with deadlines: a placement that holds them, a planner, and simulated replicas. Virtual time.
+"""One run of requests with deadlines: a placement that holds them, and simulated replicas. Virtual time.
 
-What decides is the real code: the placement, the planner's `plan`, in each replica a fair queue with its policy.
+What decides is the real code: the placement and its plans, in each replica a fair queue with its policy.
 Modelled are engines (`sglang_fair.sim`), the time that a plan takes, and loading. The placement hears what the router's
 core would tell it, in the same order: `place` when a request comes, `next` after everything that happens, `placed`,
 `done`; of each worker what it can load and what it has.
@@ -19,7 +19,6 @@ from router import events as message
 from router.placement import PLACEMENTS, build
 from router.placement.contract import Ended, Placement, Request
 from router.placement.outputs import ExpectedOutputs
-from router.queues.plan import plan
 from router.radix import Hold, Match, RadixTree
 from router.throttling import Kind, Throttling
 from sglang_fair.common.deadlines import Promise
@@ -156,7 +155,8 @@ class Cluster:
     ) -> None:
         self.fleet = fleet
         self.now_s = 0.0
-        evicts = {"evicts": True} if fleet.evicts and fleet.placement == "qlm" else {}
+        own = {"solver": "search", "plan_work": fleet.plan_work} if fleet.placement == "qlm" else {}
+        evicts = own | ({"evicts": True} if fleet.evicts and fleet.placement == "qlm" else {})
         self.placement: Placement = (
             build(fleet.placement, **evicts, **fleet.options)
             if fleet.placement in PLACEMENTS
@@ -177,8 +177,6 @@ class Cluster:
         self.workers = [self._worker(place) for place in range(len(fleet.gpus))]
         self._by_name = {worker.name: worker for worker in self.workers}
         self._taking = list(self.workers)
-        if hasattr(self._p, "attend"):
-            self._p.attend(True, 0.0)
         for one in asked:
             self._at(one.at_s, self._arrive, one)
 
@@ -196,7 +194,7 @@ class Cluster:
         replicas = [worker.replica for worker in self.workers]
         meters = [replica.meters for replica in replicas]
         ends = [one.ended_s for one in self.served if one.ended_s is not None]
-        report = self._p.report() if hasattr(self._p, "report") else {}
+        report = self._p.report(self.now_s) if hasattr(self._p, "report") else {}
         return Outcome(
             self.served,
             max(ends, default=0.0),
@@ -389,11 +387,10 @@ class Cluster:
             asked = self._p.question(self.now_s)
             if asked is not None:
                 self.plans += 1
-                number, problem = asked
-                planned = plan(problem, most_work=self.fleet.plan_work, solver="search")
-                self._at(self.now_s + self.fleet.plan_s, self._planned, (number, planned.orders))
+                number, work = asked
+                self._at(self.now_s + self.fleet.plan_s, self._planned, (number, work()))
 
-    def _planned(self, answer: tuple[int, Mapping[str, Sequence[int]]]) -> None:
+    def _planned(self, answer: tuple[int, object]) -> None:
         self._p.answer(*answer, self.now_s)
 
     def _send(self, flight: _Flight, name: str) -> None:

@@ -49,7 +49,7 @@ class Fleet:
     plan_s: float = 0.2
     """How long a plan takes."""
     plan_work: int = 2_000_000
-    """How much the planner's search may consider."""
+    """How much the search for a plan may consider."""
     quantum: float | None = None
     shares: bool = True
     """Replicas share what they do among clients. False: what a client had makes no difference, as in the paper."""

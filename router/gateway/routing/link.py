@@ -43,7 +43,6 @@ from router.events import (
     ProtocolError,
     Query,
     Refuse,
-    Replan,
     SetLimits,
     Snapshot,
     Swap,
@@ -400,8 +399,6 @@ class Link:
             if not self._has_complained:
                 self._has_complained = True
                 log.warning("ignored a message of the router (said once): %s", error)
-            return
-        if isinstance(answer, Replan):  # which is for planners
             return
         if isinstance(answer, Workers):
             if self.side.plans(answer):

@@ -48,8 +48,9 @@ def merged(snapshots: Sequence[Mapping[str, Any]]) -> dict[str, object]:
     made["swaps"] = {
         name: row for one in reversed(snapshots) for name, row in one.get("swaps", {}).items() if row["agent"]
     }
-    for name in ("planner", "queues"):  # at most one of them has any
-        made[name] = next((one[name] for one in snapshots if one.get(name)), None)
+    made["queues"] = next(
+        (one["queues"] for one in snapshots if one.get("queues")), None
+    )  # one has any at most
     made["suspects"] = _suspects([one["suspects"] for one in snapshots])
     made["throttle"] = _throttle([one["throttle"] for one in snapshots])
     return made

@@ -12,6 +12,7 @@ from router.queues import milp
 from router.queues.edf import edf
 from router.queues.plan import MOST_REPLICAS, needed, plan
 from router.queues.problem import (
+    MOST_WORK,
     BadProblem,
     Demand,
     Problem,
@@ -22,7 +23,7 @@ from router.queues.problem import (
     slots,
     worth,
 )
-from router.queues.search import MOST_WORK, search
+from router.queues.search import search
 from router.queues.weigh import State
 from tests.support.budget import examples
 from tests.support.queue_problems import a_problem, all_orders, best_of_all, faults

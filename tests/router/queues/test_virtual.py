@@ -290,7 +290,7 @@ def test_a_worker_says_how_long_it_takes_to_come_back_to_its_model() -> None:
 
 def test_the_router_s_part_loads_neither_scipy_nor_numpy() -> None:
     """They are for the planner's process: scipy alone takes a second and 40 MB."""
-    modules = ("apply", "edf", "estimate", "groups", "replan", "shares", "virtual")
+    modules = ("apply", "edf", "estimate", "groups", "ordering", "shares", "virtual")
     code = f"import sys, {', '.join('router.queues.' + one for one in modules)}; print(*sys.modules)"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = {name.split(".")[0] for name in told.stdout.split()}

@@ -1,7 +1,9 @@
-"""Placement qlm in the router with a planner that lies, dies and comes back: each request is served, once."""
+"""A placement with queues in the router: plans that lie, fail or never come change who goes first, and nothing else."""
 
 import json
 from collections import deque
+from collections.abc import Mapping, Sequence
+from functools import partial
 from io import StringIO
 from random import Random
 
@@ -19,18 +21,20 @@ from router.events import (
     Explain,
     Explained,
     Held,
-    PeerGone,
+    Load,
     Place,
-    Plan,
-    Planner,
-    Replan,
+    Planned,
+    Refuse,
     Tick,
     WorkerUp,
 )
 from router.placement import build
-from router.planner import answers
+from router.placement.contract import Memoryless, Request, Work
+from router.queues.problem import Answer
+from router.throttling import Throttling
 from sglang_fair.cluster import explain, queues
 from sglang_fair.cluster.status import render
+from sglang_fair.core.throttle import PREDICTED_S, make_rules
 from tests.support.budget import examples
 
 MODELS = ("a", "b")
@@ -42,7 +46,9 @@ class Site:
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)
         self.now_s = 0.0
-        self.core = Router(build("qlm", delta=0.1), name="qlm", linger_s=0.0)
+        self.core = Router(
+            build("qlm", delta=0.1, solver="search", plan_work=100_000), name="qlm", linger_s=0.0
+        )
         for number in range(3):
             model = MODELS[number % 2]
             self.core.handle(
@@ -51,7 +57,7 @@ class Site:
             )  # fmt: skip
         self.placed: dict[str, str] = {}
         self.running: deque[str] = deque()
-        self.asked: list[tuple[bytes, Replan]] = []
+        self.asked: list[tuple[int, partial]] = []
         self.arrived = 0
 
     def handle(self, event: object, peer: bytes = b"g") -> None:
@@ -61,10 +67,10 @@ class Site:
                 assert answer.id not in self.placed
                 self.placed[answer.id] = answer.worker
                 self.running.append(answer.id)
-            elif isinstance(answer, Replan):
-                self.asked.append((to, answer))
             else:
                 assert isinstance(answer, Held), answer
+        if (question := self.core.question(self.now_s)) is not None:
+            self.asked.append(question)
 
     def arrive(self) -> None:
         self.arrived += 1
@@ -83,27 +89,28 @@ class Site:
         """To the last question, as it should be or otherwise."""
         if not self.asked:
             return
-        peer, replan = self.asked[-1]
-        problem, random = replan.problem, self.random
+        number, work = self.asked[-1]
+        random, problem = self.random, work.args[0]
         numbers = [demand.number for demand in problem.demands]
         workers = [queue.worker for queue in problem.queues]
         orders: dict[str, tuple[int, ...]]
         match lie:
             case 0:
-                found = answers.planned(replan, "search")
-                self.handle(answers.answer(replan, found, 0.1, None), peer)
+                self.handle(Planned(number, work()))
                 return
             case 1:  # groups twice, at any worker, in any order
                 orders = {one: tuple(random.choices(numbers, k=len(numbers))) for one in workers}
             case 2:
                 orders = {"nobody": tuple(numbers), "w0": (10**12, -1)}
             case 3:
-                orders = {"w0": tuple(range(100_000))}
+                self.handle(Planned(number - 1, Answer({"w0": tuple(numbers)})))
+                return
             case 4:
-                orders = {}
+                self.handle(Planned(number, None))
+                return
             case _:  # all at one worker, backwards
                 orders = {random.choice(workers): tuple(reversed(numbers))}
-        self.handle(Plan(replan.number, orders), peer)
+        self.handle(Planned(number, Answer(orders)))
 
     def drain(self) -> None:
         for _ in range(10 * self.arrived + 10):
@@ -117,8 +124,6 @@ STEPS = st.lists(
         st.tuples(st.just("arrive")),
         st.tuples(st.just("end")),
         st.tuples(st.just("wait"), st.floats(0, 3)),
-        st.tuples(st.just("hello"), st.sampled_from([b"p", b"q"])),
-        st.tuples(st.just("gone"), st.sampled_from([b"p", b"q"])),
         st.tuples(st.just("answer"), st.integers(0, 5)),
     ),
     max_size=120,
@@ -127,9 +132,8 @@ STEPS = st.lists(
 
 @settings(max_examples=examples(120))
 @given(STEPS, st.integers(0, 2**32))
-def test_whatever_a_planner_says_each_request_is_served_once(steps: list[tuple], seed: int) -> None:
+def test_whatever_a_plan_says_each_request_is_served_once(steps: list[tuple], seed: int) -> None:
     site = Site(seed)
-    site.handle(Planner(), b"p")
     for step in steps:
         match step:
             case ("arrive",):
@@ -139,10 +143,6 @@ def test_whatever_a_planner_says_each_request_is_served_once(steps: list[tuple],
             case ("wait", seconds):
                 site.now_s += seconds
                 site.handle(Tick(), b"")
-            case ("hello", peer):
-                site.handle(Planner(), peer)
-            case ("gone", peer):
-                site.handle(PeerGone(), peer)
             case ("answer", lie):
                 site.answer(lie)
         json.dumps(site.core.state(), allow_nan=False)
@@ -154,9 +154,8 @@ def test_whatever_a_planner_says_each_request_is_served_once(steps: list[tuple],
 
 
 def crowded(seed: int = 1) -> Site:
-    """Many wait, a planner is there, and a plan has come."""
+    """Many wait, and a plan has come."""
     site = Site(seed)
-    site.handle(Planner("host/7"), b"p")
     for _ in range(60):
         site.arrive()
     site.now_s = 2.0
@@ -165,21 +164,49 @@ def crowded(seed: int = 1) -> Site:
     return site
 
 
-def test_with_a_planner_that_hangs_as_much_is_served_as_without_any() -> None:
+def test_without_any_plan_as_much_is_served_as_with_plans() -> None:
     served = []
-    for with_planner in (False, True):
+    for kind in ("planned", "late", "failed"):
         site = Site(3)
-        if with_planner:
-            site.handle(Planner(), b"p")
         for _ in range(60):
             site.arrive()
         for _ in range(40):
             site.now_s += 0.5
             site.handle(Tick(), b"")
+            if kind != "late":
+                site.answer(0 if kind == "planned" else 4)
+                site.asked.clear()
             site.end()
         served.append(len(site.placed))
-        assert bool(site.asked) == with_planner
-    assert served[0] == served[1] > 30
+        plans = site.core.state()["queues"]["plans"]
+        assert bool(plans["answered"]) == (kind == "planned")
+        assert bool(plans["failed"]) == (kind == "failed")
+        assert bool(plans["unanswered"]) == (kind == "late")
+    assert served[1] == served[2] > 30
+    assert served[0] > 30
+
+
+def test_a_question_waits_for_its_answer_as_long_as_a_plan_may_take() -> None:
+    site = Site(3)
+    for _ in range(60):
+        site.arrive()
+    numbers = []
+    for second in range(30):
+        site.now_s = float(second)
+        site.asked.clear()
+        site.handle(Tick(), b"")
+        numbers += [(second, number) for number, _ in site.asked]
+    assert numbers == [(1, 1), (11, 2), (21, 3)], "after `patience_s`"
+    assert site.core.state()["queues"]["plans"]["edf"] == 29, "until a plan has come"
+    site.now_s = 31.0
+    site.asked.clear()
+    site.handle(Tick(), b"")
+    site.answer(0)
+    before = site.core.state()["queues"]["plans"]
+    site.now_s = 32.0
+    site.handle(Tick(), b"")
+    after = site.core.state()["queues"]["plans"]
+    assert (after["asked"], after["edf"]) == (before["asked"] + 1, before["edf"])
 
 
 def test_late_is_where_nobody_could_help_for_two_looks() -> None:
@@ -248,12 +275,9 @@ def test_status_and_explain_show_queues_in_words() -> None:
     report = {"gateway": site.core.state(), "replicas": {}}
     console = Console(width=140, record=True, file=StringIO())
     console.print(render(report))
-    site.handle(PeerGone(), b"p")
-    console.print(render(report | {"gateway": site.core.state()}))
     text = console.export_text()
-    assert "planner host/7; 1 plans asked, 1 answered" in text
+    assert "1 plans asked, 1 answered" in text
     assert f"queues: {site.core.state()['waiting']} requests wait in" in text
-    assert "no planner" in text
     name = next(str(number) for number in range(60, 0, -1) if str(number) not in site.placed)
     assert "it waits in group" in "\n".join(explain._placement(explained(site, name)))
     site.drain()
@@ -262,3 +286,106 @@ def test_status_and_explain_show_queues_in_words() -> None:
     short = {"least": 1, "models": {"m": 2}, "why": "work", "for_s": 12.0}
     for more, words in ((2, "2 more replicas"), (None, "no number"), (0, "the replicas that are there")):
         assert words in queues.told_shortage(short | {"more": more})
+
+
+# -- any such placement
+
+
+class Queues(Memoryless):
+    """Lets `let_go` of what waits go, in order; has `work` done once while it `asks`; is late while `is_late`."""
+
+    def __init__(self, work: Work = dict) -> None:
+        self.work = work
+        self.asks = self.is_late = False
+        self.answered: list[tuple[int, object]] = []
+        self.waiting: list[Request] = []
+        self.let_go = 0
+
+    def place(self, request: Request, match: object, workers: Sequence[object], now_s: float) -> str | None:
+        self.waiting.append(request)
+        return None
+
+    def next(self, workers: Sequence, match: object, may: object, *_: object) -> tuple[Request, str] | None:
+        if not (self.let_go and self.waiting):
+            return None
+        self.let_go -= 1
+        return self.waiting.pop(0), workers[0].name
+
+    def give_up(self, request: Request) -> None:
+        self.waiting.remove(request)
+
+    def question(self, now_s: float) -> tuple[int, Work] | None:
+        asks, self.asks = self.asks, False
+        return (1, self.work) if asks else None
+
+    def answer(self, number: int, found: object, now_s: float) -> None:
+        self.answered.append((number, found))
+
+    def tier(self, request_id: str) -> int:
+        return 0
+
+    def late(self, now_s: float) -> Sequence[str]:
+        return ("a",) if self.is_late else ()
+
+    def report(self, now_s: float) -> Mapping[str, object]:
+        return {"waiting": len(self.waiting)}
+
+    def standing(self, request_id: str, now_s: float, *, ahead: bool = True) -> Mapping[str, object] | None:
+        return {"group": 1, "ahead": ahead}
+
+
+def router() -> tuple[Router, Queues]:
+    made = Queues()
+    core = Router(made, name="queues")
+    core.handle(WorkerUp("a", "http://a"), 0.0)
+    return core, made
+
+
+def test_who_waits_is_explained() -> None:
+    made, held = router()
+    made.handle(Arrive("1", "c", b"", may_hold=True), 0.0, b"g")
+    made.handle(Arrive("2", "c", b"", may_hold=True), 0.001, b"g")
+    (one,), (two,) = (made._record.find(name, None, 0.0) for name in "12")
+    assert (one["standing"], two["standing"]) == ({"group": 1, "ahead": True}, {"group": 1, "ahead": False})
+    assert made._with_standing(one)["stands"] == {"group": 1, "ahead": True}
+    held.let_go = 2
+    assert {type(answer) for _, answer in made.handle(Tick(), 1.0)} == {Place}
+    assert "stands" not in made._with_standing(one)
+
+
+def test_time_alone_places_what_waits() -> None:
+    made, held = router()
+    assert made.handle(Arrive("1", "c", b"", may_hold=True), 0.0, b"g") == [(b"g", Held("1"))]
+    held.let_go = 1
+    ((peer, answer),) = made.handle(Tick(), 1.0)
+    assert (peer, type(answer)) == (b"g", Place)
+
+
+def test_deadlines_that_will_be_missed_are_overload() -> None:
+    held = Queues()
+    rules = make_rules({"user": 1}, "limits")
+    made = Router(held, name="queues", throttling=Throttling("oit", rules))
+    made.handle(WorkerUp("a", "http://a"), 0.0)
+    made.handle(Load("a", 0, 0, 100), 0.0)
+    names = iter(range(100))
+
+    def refused(now_s: float) -> Refuse | None:
+        actions = made.handle(Arrive(str(next(names)), "c", b"", may_hold=True), now_s, b"g")
+        return next((one for _, one in actions if isinstance(one, Refuse)), None)
+
+    made.handle(Tick(), 0.5)
+    assert [refused(1.0) for _ in range(3)] == [None] * 3
+    held.is_late = True
+    made.handle(Tick(), 2.0)
+    found = refused(2.0)
+    assert found is not None
+    assert "deadlines of clients within their share will be missed" in found.reason
+    throttle = made.state()["throttle"]
+    assert isinstance(throttle, dict)
+    assert throttle["overloaded_for_s"] == 0.0
+    assert refused(2.0 + PREDICTED_S) is None, "a router that does not look any more says nothing"
+    made.handle(Tick(), 10.0)
+    assert refused(10.0) is not None
+    held.is_late = False
+    made.handle(Tick(), 11.0)
+    assert refused(11.0) is None

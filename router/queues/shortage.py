@@ -1,4 +1,4 @@
-"""From a question to a plan, and to how many replicas more would do. Pure."""
+"""From a problem to a plan, and to how many replicas more would do. Pure."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -6,10 +6,8 @@ from itertools import count, islice
 from math import ceil, inf
 from statistics import fmean
 
-from router.events import MOST_NEEDED, Lengths, Plan, Replan, Shortage
-from router.queues.centres import centres
-from router.queues.plan import Needed, Planned, Solver, needed, plan
-from router.queues.problem import Demand, Problem, Queue, all_slots
+from router.queues.plan import Planned, needed, plan
+from router.queues.problem import MOST_WORK, Answer, Demand, Needed, Problem, Queue, Solver, all_slots
 
 SOON_S = 60.0
 """What is late already, of which is not known what was promised, shall begin within so long."""
@@ -21,25 +19,12 @@ NEVER_S = 1e7
 """A swap that a new replica cannot do takes so long that no order has it."""
 
 
-def planned(question: Replan, solver: Solver) -> Planned:
-    """The best orders that were found."""
-    return plan(question.problem, solver=solver)
-
-
-def answer(question: Replan, found: Planned, took_s: float, short: Shortage | None) -> Plan:
-    """What the router is told. `short`: what would do, as far as that is known."""
-    return Plan(
-        question.number,
-        {worker: tuple(order) for worker, order in found.orders.items()},
-        len(found.late),
-        found.worth.late_s,
-        found.worth.later_s,
-        took_s,
-        short if is_short(question.problem, found) else None,
-        tuple(
-            Lengths(one.model, one.slo_class, centres(one.points)) for one in question.lengths if one.points
-        ),
-    )
+def answered(problem: Problem, *, solver: Solver, most_work: int, needs: bool) -> Answer:
+    """The plan for a problem, and with `needs` what would do if it is late. Pure."""
+    found = plan(problem, solver=solver, most_work=most_work)
+    short = is_short(problem, found)
+    needed = shortage(problem, most_work // 10) if short and needs else None
+    return Answer(found.orders, len(found.late), found.worth.late_s, found.worth.later_s, short, needed)
 
 
 def is_short(problem: Problem, found: Planned) -> bool:
@@ -51,7 +36,7 @@ def is_short(problem: Problem, found: Planned) -> bool:
     )
 
 
-def shortage(problem: Problem) -> Shortage | None:
+def shortage(problem: Problem, most_work: int = MOST_WORK // 10) -> Needed | None:
     """How many replicas more would do; None if those that are there would, or there are none to be like. What is late
     already counts as if it came now."""
     if not problem.queues:
@@ -60,14 +45,14 @@ def shortage(problem: Problem) -> Shortage | None:
     fresh = count(1 + max((demand.number for demand in problem.demands), default=0))
     in_time = [part for demand in with_one.demands for part in _in_time(demand, fresh)]
     demands = [part for demand in in_time for part in _parts(demand, fresh)]
-    found = needed(replace(with_one, demands=demands), like)
+    found = needed(replace(with_one, demands=demands), like, most_work=most_work)
     if not (found.more or found.least):
         return None
     late = sum(
         demand.promised is not None or demand.slack_s < 0 for demand in problem.demands if demand.tier == 0
     )
     why = found.why + (f"; {late} groups are late already" if late else "")
-    return Shortage(_bounded(found), min(found.least, MOST_NEEDED), dict(found.models), why[:1_000])
+    return replace(found, why=why)
 
 
 def _in_time(demand: Demand, fresh: Iterator[int]) -> list[Demand]:
@@ -98,10 +83,6 @@ def _parts(demand: Demand, fresh: Iterator[int]) -> list[Demand]:
         begun_on=None,
     )
     return [replace(part, number=number) for number in islice(fresh, parts)]
-
-
-def _bounded(found: Needed) -> int | None:
-    return None if found.more is None else min(found.more, MOST_NEEDED)
 
 
 def one_more(problem: Problem) -> tuple[Problem, Queue]:
