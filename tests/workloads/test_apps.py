@@ -14,7 +14,7 @@ from workloads.records import Manifest, ProgramRecord, RequestRecord, Run
 from workloads.served import busiest_minute, limits_of, totals
 from workloads.session import TIMED_OUT, Plan
 from workloads.simulation import Site, simulate
-from workloads.simulation.cluster import Simulation
+from workloads.simulation.run import Simulation
 
 TOKEN_BYTES = 4
 SMALL = {"kv_tokens": 4096, "max_running": 4, "stall_ms": 0.0}

@@ -5,13 +5,13 @@ from dataclasses import asdict, replace
 from statistics import fmean
 
 import pytest
+from workloads.deadlines.baselines import BASELINES, make_baseline
+from workloads.deadlines.cluster import Cluster, Outcome, simulate
+from workloads.deadlines.fleet import DISK_WEIGHTS_PER_S, HOST_WEIGHTS_PER_S, Fleet, Shelf
 
 from router.placement.contract import Request
 from router.radix import RadixTree
 from sglang_fair.common.deadlines import Promise
-from workloads.deadlines.baselines import BASELINES, make_baseline
-from workloads.deadlines.cluster import Cluster, Outcome, simulate
-from workloads.deadlines.fleet import DISK_WEIGHTS_PER_S, HOST_WEIGHTS_PER_S, Fleet, Shelf
 from workloads.deadlines.measures import attained, by, measure, percentile
 from workloads.deadlines.traffic import LONGEST_TOKENS, OUTPUT_MEAN, PROMPT_MEAN, Asked, Stream, requests
 

@@ -20,9 +20,9 @@ from workloads.programs import Call, PackedCodec, Program, Reply
 from workloads.records import Records, Run, read
 from workloads.session import Plan
 from workloads.simulation import Site, describe, simulate
-from workloads.simulation.cluster import Simulation
 from workloads.simulation.command import main
 from workloads.simulation.comparison import SimulatedCase, carry_out, runs_of
+from workloads.simulation.run import Simulation
 
 CODEC = PackedCodec()
 SMALL = Scale(
@@ -303,7 +303,7 @@ def test_a_router_that_cannot_use_it_is_spared_what_is_cached_and_decides_the_sa
     site: Site, monkeypatch: pytest.MonkeyPatch
 ):
     spared = done(site, traffic())
-    monkeypatch.setattr("workloads.simulation.cluster._tells_caches", lambda site: True)
+    monkeypatch.setattr(Site, "tells_caches", True)
     told = done(site, traffic())
     names = [f"r{number}" for number in range(site.replicas)]
     holdings = [[run.routers[0].tree.holdings(name) for name in names] for run in (spared, told)]

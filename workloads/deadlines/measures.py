@@ -8,7 +8,7 @@ throughput    requests a second, all of them
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from workloads.deadlines.cluster import Outcome, Served
+from workloads.deadlines.run import Outcome, Served
 
 
 def attained(served: Sequence[Served]) -> float | None:
@@ -53,11 +53,11 @@ def measure(outcome: Outcome) -> dict[str, Any]:
         "p99_s": percentile(waits, 0.99),
         "requests": len(served),
         "ended": sum(one.ended_s is not None for one in served),
-        "plans": outcome.plans,
-        "swaps": outcome.swaps,
-        "swap_s": outcome.swap_s,
-        "evictions": outcome.evictions,
-        "busy_part": outcome.busy_s / (end_s * max(1, len(outcome.replicas))),
-        "extend_tokens": outcome.extend_tokens,
-        "output_tokens": outcome.output_tokens,
+        "plans": outcome.cluster.plans,
+        "busy_part": (outcome.total("prefill_s") + outcome.total("decode_s"))
+        / (end_s * max(1, len(outcome.replicas))),
+        **{
+            name: outcome.total(name)
+            for name in ("swaps", "swap_s", "evictions", "extend_tokens", "output_tokens")
+        },
     }

@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean
 
-from workloads.deadlines.cluster import Outcome, Served
-from workloads.deadlines.fleet import Fleet
 from workloads.deadlines.measures import attained, by, measure, percentile
+from workloads.deadlines.run import Outcome, Served
 from workloads.deadlines.traffic import Stream
 from workloads.experiments.contract import SEEDS, Cell, Json, Result, Size
-from workloads.experiments.qlm_setting import ONE_MODEL, PAPER_QLM, Deadlines, cell, qlm, ratio
+from workloads.experiments.qlm_setting import ONE_MODEL, Deadlines, cell, qlm, ratio
+from workloads.simulation import Site
 
 REPLICAS = 4
 MODEL = next(iter(ONE_MODEL))
@@ -27,7 +28,7 @@ CHATS_PER_S = 6.0
 CALLS_A_MINUTE = 30
 
 
-def ours(replicas: int = REPLICAS, **options: Json) -> Fleet:
+def ours(replicas: int = REPLICAS, **options: Json) -> Site:
     """Shares in the router and in the replicas."""
     return qlm(replicas, options=options, shares=True)
 
@@ -64,7 +65,7 @@ class Shared(Deadlines):
         ]
         limits = {"user": CALLS_A_MINUTE}
         requests = PREFIX_REQUESTS if full else 150
-        paper = qlm(REPLICAS, options=PAPER_QLM)
+        paper = qlm(REPLICAS)
         return [
             cell("flood", ours(), flood, most=None, seeds=seeds, label="within shares"),
             cell("flood.paper", paper, flood, most=None, seeds=seeds, label="the paper's rule"),
@@ -109,7 +110,8 @@ class Shared(Deadlines):
             "cut": _cut(served),
         }
         if cell.name == "gap":
-            ahead = float(str(outcome.report["ahead"]))
+            queues: Json = outcome.cluster.routers[0].state()["queues"]
+            ahead = float(queues["ahead"])
             found |= _gap([clients[name] for name in GAP_CLIENTS], ahead)
         return found
 
@@ -135,11 +137,10 @@ def _cut(served: Sequence[Served]) -> int:
     return sum(one.is_refused and one.asked.call > 1 for one in served)
 
 
-def _cost(one: Served, at_s: float) -> float:
-    """What a request that was sent counts: what was expected, and what it took once it is over."""
+def _cost(one: Served, at_s: float, usual_tokens: float = 0.0) -> float:
+    """What a request that was sent counts: what is usual, and what it took once it is over."""
     is_over = one.ended_s is not None and one.ended_s <= at_s
-    output = one.asked.output_tokens if is_over else one.expected_tokens
-    return one.asked.prompt_tokens + 2.0 * output
+    return one.asked.prompt_tokens + 2.0 * (one.asked.output_tokens if is_over else usual_tokens)
 
 
 def _gap(clients: Sequence[Sequence[Served]], ahead: float) -> Mapping[str, Json]:
@@ -147,6 +148,7 @@ def _gap(clients: Sequence[Sequence[Served]], ahead: float) -> Mapping[str, Json
     placed = [sorted(one.placed_s for one in some if one.placed_s is not None) for some in clients]
     waits_until_s = min(max(one.asked.at_s for one in some) for some in clients)
     first_s = max(times[len(times) // 20] for times in placed)
+    usual = [fmean(one.asked.output_tokens for one in some) for some in clients]
     gap = in_flight = 0.0
     base: float | None = None
     for step in range(int(first_s) + 1, int(waits_until_s)):
@@ -154,7 +156,9 @@ def _gap(clients: Sequence[Sequence[Served]], ahead: float) -> Mapping[str, Json
         sent = [
             [one for one in some if one.placed_s is not None and one.placed_s <= at_s] for some in clients
         ]
-        counted = [sum(_cost(one, at_s) for one in some) for some in sent]
+        counted = [
+            sum(_cost(one, at_s, tokens) for one in some) for some, tokens in zip(sent, usual, strict=True)
+        ]
         running = [
             sum(_cost(one, 1e18) for one in some if one.ended_s is None or one.ended_s > at_s)
             for some in sent

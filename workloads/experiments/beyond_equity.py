@@ -13,7 +13,7 @@ from workloads.programs import Program, Reply
 from workloads.records import Records, Run
 from workloads.session import Plan
 from workloads.simulation import Site, describe
-from workloads.simulation.cluster import Simulation
+from workloads.simulation.run import Simulation
 
 SPREADS = (2.0, 4.0, 8.0)
 LENGTH_S = 240.0
@@ -107,7 +107,7 @@ class Equity(Simulated):
         with Records(None, manifest) as records:
             watched = Watched(cell.site, clients, cell.plan, records, seed=seed)
             watched.run()
-        return Measured({**self.measure(cell, records.run), **_gap(watched)}, watched.now_s)
+        return Measured({**self.measure(cell, records.run), **_gap(watched)}, watched.cluster.now_s)
 
     def measure(self, cell: Cell, run: Run) -> Mapping[str, Json]:
         assert run.end is not None

@@ -9,7 +9,7 @@ from workloads.experiments.claims import Drawing
 from workloads.experiments.contract import SEEDS, Cell, Json, Measured, Result, Size, TrafficSpec
 from workloads.records import Records
 from workloads.simulation import describe
-from workloads.simulation.cluster import Simulation
+from workloads.simulation.run import Simulation
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
@@ -89,7 +89,7 @@ class Payers(dlpm.A10GExperiment):
         }
         found["charged_difference"] = max(charged.values()) - min(charged.values())
         found["bound"] = books["bound"]
-        return Measured(found, simulation.now_s)
+        return Measured(found, simulation.cluster.now_s)
 
     def values(self, results: Mapping[str, Result]) -> Mapping[str, Json]:
         speed = {rule: results[rule].number("tokens_per_s") for rule in RULES}

@@ -1,13 +1,14 @@
 """How long interactive requests wait behind a batch, with and without eviction."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
 
-from workloads.deadlines.cluster import Outcome
 from workloads.deadlines.measures import measure, percentile
+from workloads.deadlines.run import Outcome
 from workloads.deadlines.traffic import Stream
 from workloads.experiments.contract import Cell, Json, Result, Size
-from workloads.experiments.qlm_setting import ONE_MODEL, Deadlines, cell, qlm
+from workloads.experiments.qlm_setting import ONE_MODEL, Deadlines, cell, qlm, without_eviction
+from workloads.simulation import Site
 
 BATCH = 300
 CHATS = 80
@@ -19,10 +20,12 @@ MODEL = next(iter(ONE_MODEL))
 SLO_S = 5.0
 RESERVES = 0.5
 """So much that no answer finds memory missing."""
-HOW: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "eviction": ("with eviction", {"policy": "slo", "evicts": True}),
-    "none": ("without eviction", {"policy": "slo", "policy_options": "evictions=0", "evicts": False}),
-    "fcfs": ("in order of arrival", {"policy": "fcfs", "evicts": False}),
+QLM = qlm(1, new_token_ratio=RESERVES)
+WITHOUT = without_eviction(QLM)
+HOW: Mapping[str, tuple[str, Site]] = {
+    "eviction": ("with eviction", QLM),
+    "none": ("without eviction", WITHOUT),
+    "fcfs": ("in order of arrival", replace(WITHOUT, policy="fcfs", policy_options="")),
 }
 
 
@@ -44,11 +47,10 @@ class Blocking(Deadlines):
                     slo_s=SLO_S,
                 ),
             ]
-            for name, (label, how) in HOW.items():
-                fleet = qlm(1, reserves=RESERVES, **how)
+            for name, (label, site) in HOW.items():
                 title = label + (", long answers" if outputs > 1 else "")
                 found.append(
-                    cell(f"{name}{'.long' if outputs > 1 else ''}", fleet, streams, most=None, label=title)
+                    cell(f"{name}{'.long' if outputs > 1 else ''}", site, streams, most=None, label=title)
                 )
         return found
 

@@ -1,7 +1,6 @@
 """Several models (W_B): QLM beside EDF that loads models as it goes, and the other systems."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from workloads.deadlines.traffic import Stream
 from workloads.experiments.contract import SEEDS, Cell, Json, Result, Size
@@ -16,6 +15,8 @@ from workloads.experiments.qlm_setting import (
     qlm,
     ratio,
     w_b,
+    with_fleet,
+    without_eviction,
 )
 
 # ---- Figure 5
@@ -83,10 +84,10 @@ class Models(Deadlines):
         streams = w_b(ABLATION_RATE)
         most = TRACE // 2 if full else 200
         for name, label, one in (
-            ("no-swap", "each keeps its model", replace(fleet, swaps=False)),
-            ("cold", "models from disk", replace(fleet, warm=False)),
-            ("no-eviction", "without eviction", replace(fleet, evicts=False, policy_options="evictions=0")),
-            ("random", "assigned at random", replace(fleet, placement="spread", options={"by": "random"})),
+            ("no-swap", "each keeps its model", with_fleet(fleet, swaps=False)),
+            ("cold", "models from disk", with_fleet(fleet, warm=False)),
+            ("no-eviction", "without eviction", without_eviction(fleet)),
+            ("random", "assigned at random", other("spread", fleet, "slo", by="random")),
         ):
             found.append(cell(name, one, streams, most=most, seeds=SEEDS[:1], label=label))
         return found

@@ -2,9 +2,9 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from sglang_fair.bench.queue import measure_plan, measure_requests
-from workloads.deadlines.fleet import Fleet
 from workloads.deadlines.measures import attained
 from workloads.deadlines.traffic import Stream
 from workloads.experiments.contract import SEEDS, Cell, Json, Measured, Result, Size, TrafficSpec
@@ -133,11 +133,10 @@ class Needed(Deadlines):
 
     def run(self, cell: Cell, seed: str) -> Measured:
         told = cell.traffic.arguments
-        gpu = Fleet.from_json(told["fleet"]).gpus[0]
         tried: dict[int, float] = {}
 
         def is_enough(replicas: int) -> bool:
-            outcome = run_of(cell, seed, gpus=(gpu,) * replicas)
+            outcome = run_of(cell, seed, replace(cell.site, replicas=replicas))
             tried[replicas] = attained(outcome.served) or 0.0
             return tried[replicas] >= NEEDED
 

@@ -14,18 +14,22 @@ from dataclasses import asdict, replace
 from math import isfinite
 from typing import Any
 
-from workloads.deadlines.cluster import Outcome, simulate
-from workloads.deadlines.fleet import Fleet
 from workloads.deadlines.measures import measure
+from workloads.deadlines.run import Outcome, simulate
 from workloads.deadlines.traffic import Stream, requests
 from workloads.experiments.contract import Cell, Experiment, Json, Measured, Result, TrafficSpec
 from workloads.session import Plan
-from workloads.simulation import Site
+from workloads.simulation import Fleet, Site
 
 TRACE = 3_500
 A100 = "a100-80g"
 A10 = "a10g"
 PAPER_REPLICAS = 50
+CHUNK_TOKENS = 8192
+MOST_RUNNING = 1024
+HOST_KV_BYTES = 80e9
+NO_SHARES = 1e12
+"""A quantum that no client uses up: then the order does not depend on what anybody had."""
 
 ONE_MODEL: Mapping[str, str] = {"vicuna-13b": "vicuna-13b"}
 W_B: Mapping[str, str] = {
@@ -50,25 +54,48 @@ LABELS: Mapping[str, str] = {
 }
 
 
-def qlm(replicas: int = 4, models: Mapping[str, str] = ONE_MODEL, **others: Any) -> Fleet:
-    """QLM as in the paper, on A100s."""
-    made: dict[str, Any] = {
-        "placement": "qlm",
-        "options": PAPER_QLM,
-        "models": models,
-        "gpus": (A100,) * replicas,
-        **QLM_REPLICAS,
-    }
-    return Fleet(**{**made, **others})
+def qlm(
+    replicas: int = 4,
+    models: Mapping[str, str] = ONE_MODEL,
+    *,
+    options: Mapping[str, Json] = PAPER_QLM,
+    policy_options: str = "",
+    shares: bool = False,
+    **fleet: Any,
+) -> Site:
+    """QLM as in the paper, on A100s. `shares`: what a client had makes a difference at replicas."""
+    return Site(
+        replicas=replicas,
+        placement="qlm",
+        placement_options={**options, "evicts": True},
+        policy="slo",
+        policy_options=policy_options,
+        quantum=None if shares else NO_SHARES,
+        stall_ms=0.0,
+        max_running=MOST_RUNNING,
+        chunked_prefill_tokens=CHUNK_TOKENS,
+        ignore_eos=False,
+        fleet=Fleet(**{"models": models, "gpus": (A100,), "host_kv_bytes": HOST_KV_BYTES, **fleet}),
+    )
 
 
-QLM_REPLICAS: Mapping[str, Any] = {"policy": "slo", "evicts": True, "shares": False}
-"""How its replicas are run."""
+def with_fleet(site: Site, **changes: Any) -> Site:
+    """The same with other replicas or models."""
+    assert site.fleet is not None
+    return replace(site, fleet=replace(site.fleet, **changes))
 
 
-def other(placement: str, like: Fleet, **options: Json) -> Fleet:
+def without_eviction(site: Site) -> Site:
+    """Replicas take nobody back."""
+    options = {**site.placement_options, "evicts": False}
+    made = replace(site, policy_options="evictions=0", placement_options=options)
+    return with_fleet(made, host_kv_bytes=0.0)
+
+
+def other(placement: str, like: Site, policy: str = "fcfs", **options: Json) -> Site:
     """Another system on the same machines, whose replicas serve in order of arrival and take nobody back."""
-    return replace(like, placement=placement, options=options, policy="fcfs", evicts=False)
+    made = replace(like, placement=placement, placement_options=options, policy=policy)
+    return with_fleet(made, host_kv_bytes=0.0) if policy == "fcfs" else made
 
 
 def w_a(rate_per_s: float, **others: Any) -> list[Stream]:
@@ -86,7 +113,7 @@ def w_b(rate_per_s: float) -> list[Stream]:
 
 def cell(
     name: str,
-    fleet: Fleet,
+    site: Site,
     streams: Sequence[Stream],
     *,
     most: int | None = TRACE,
@@ -94,17 +121,11 @@ def cell(
     label: str = "",
     **more: Json,
 ) -> Cell:
-    """One fleet on one traffic; `more` are further arguments for who measures."""
+    """One site on one traffic; `more` are further arguments for who measures."""
     rate = sum(stream.rate_per_s for stream in streams)
     duration_s = most / rate if most is not None and rate else 100.0
-    arguments = {
-        "fleet": fleet.to_json(),
-        "streams": [_finite(asdict(stream)) for stream in streams],
-        "most": most,
-        **more,
-    }
-    label = label or LABELS.get(fleet.placement, fleet.placement)
-    site = Site(replicas=len(fleet.gpus))
+    arguments = {"streams": [_finite(asdict(stream)) for stream in streams], "most": most, **more}
+    label = label or LABELS.get(site.placement, site.placement)
     return Cell(name, site, TrafficSpec("deadlines", arguments), Plan(duration_s), seeds, label)
 
 
@@ -115,14 +136,11 @@ def _finite(values: Mapping[str, Json]) -> dict[str, Json]:
     }
 
 
-def run_of(cell: Cell, seed: str, **changes: Any) -> Outcome:
-    """The cell's run; `changes` of its fleet."""
+def run_of(cell: Cell, seed: str, site: Site | None = None) -> Outcome:
+    """The cell's run, or its traffic on another site."""
     told = cell.traffic.arguments
     streams = [Stream.from_json(stream) for stream in told["streams"]]
-    fleet = Fleet.from_json(told["fleet"])
-    return simulate(
-        replace(fleet, **changes) if changes else fleet, requests(streams, seed, most=told["most"])
-    )
+    return simulate(site or cell.site, requests(streams, seed, most=told["most"]))
 
 
 class Deadlines(Experiment):

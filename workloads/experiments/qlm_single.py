@@ -1,7 +1,6 @@
 """One model, three classes (W_A): QLM beside FCFS, EDF and SHEPHERD, and without each of its operations."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from workloads.deadlines.traffic import Stream
@@ -19,6 +18,8 @@ from workloads.experiments.qlm_setting import (
     qlm,
     ratio,
     w_a,
+    with_fleet,
+    without_eviction,
 )
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ class Ablation(Deadlines):
     def cells(self, size: Size) -> Sequence[Cell]:
         full = size == "full"
         seeds = SEEDS[:1]
-        fleet = qlm(REPLICAS if full else 1, reserves=RESERVES)
+        fleet = qlm(REPLICAS if full else 1, new_token_ratio=RESERVES)
         model = next(iter(ONE_MODEL))
         scale = 1.0 if full else 0.25
         streams = [
@@ -125,16 +126,10 @@ class Ablation(Deadlines):
         ]
         without = {
             "all": ("QLM", fleet),
-            "eviction": (
-                "without eviction",
-                replace(fleet, evicts=False, policy_options="evictions=0"),
-            ),
-            "swap": ("without swapping", replace(fleet, swaps=False)),
-            "pulling": ("without pulling", replace(fleet, placement="push", options={})),
-            "balance": (
-                "assigned at random",
-                replace(fleet, placement="spread", options={"by": "random"}),
-            ),
+            "eviction": ("without eviction", without_eviction(fleet)),
+            "swap": ("without swapping", with_fleet(fleet, swaps=False)),
+            "pulling": ("without pulling", other("push", fleet, "slo")),
+            "balance": ("assigned at random", other("spread", fleet, "slo", by="random")),
         }
         return [
             cell(name, one, streams, most=None, seeds=seeds, label=label)

@@ -16,7 +16,7 @@ from workloads.measures import Summary, summarize
 from workloads.programs import PackedCodec
 from workloads.runs.case import ComparedRun, ComparisonCase, completed, errors, parts
 from workloads.session import Plan
-from workloads.simulation.cluster import describe, simulate
+from workloads.simulation.run import describe, simulate
 from workloads.simulation.site import Site
 from workloads.traces import STAND_INS, find_trace
 

@@ -7,12 +7,15 @@ alike. The router knows the linear part of the cost of service, as it does there
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from math import inf
 from pathlib import Path
 from typing import Any, cast
 
 from router.core import Router
 from router.events import WorkerUp
 from router.placement import PLACEMENTS, build, parameters
+from router.placement.contract import Holding, Placement
+from router.swaps import Swaps
 from router.throttling import KINDS, Kind, Throttling
 from sglang_fair.common.files import read_json
 from sglang_fair.common.weights import Weights
@@ -29,6 +32,8 @@ from sglang_fair.sim.cost_model import CostModel, Scaled, kv_tokens, make_cost_m
 from sglang_fair.sim.gpus import GPUS
 from sglang_fair.sim.replica import Replica, Settings
 from sglang_fair.sim.shapes import SHAPES
+from workloads.simulation.baselines import BASELINES
+from workloads.simulation.fleet import Fleet
 
 _LONGEST_RUN = 10_000
 """Decode steps that a replica may take at once: whoever wants to know of progress looks at the queue's jobs."""
@@ -83,11 +88,13 @@ class Site:
     """The rules of throttling, as `--limits` has them."""
     events_lag_s: float = 0.0
     """Delay after which the router hears of a change in a cache."""
+    fleet: Fleet | None = None
+    """Several models, or unlike GPUs, in place of `gpu`, `model`, `cost_model` and `kv_tokens`."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "capacities", tuple(self.capacities))
         object.__setattr__(self, "ingress", tuple(self.ingress))
-        if self.placement not in PLACEMENTS:
+        if self.placement not in PLACEMENTS and self.placement not in BASELINES:
             raise ValueError(f"no placement {self.placement!r}: there are {', '.join(PLACEMENTS)}")
         if self.policy not in POLICIES:
             raise ValueError(f"unknown policy {self.policy!r}; there are {', '.join(sorted(POLICIES))}")
@@ -105,6 +112,8 @@ class Site:
         checked_target_tpot_ms(self.target_tpot_ms, checked_stall_ms(self.stall_ms))
         if self.hop_s < 0 or self.events_lag_s < 0:
             raise ValueError("hop_s and events_lag_s cannot be negative")
+        if self.fleet is not None and len(self.ingress) > 1:
+            raise ValueError("a replica loads models for one router: a fleet has no others")
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Site":
@@ -113,7 +122,8 @@ class Site:
         unknown = sorted(set(values) - {known.name for known in fields(cls)})
         if unknown:
             raise ValueError(f"a site has no {', '.join(unknown)}")
-        return cls(**{"stall_ms": 0.0, **values})
+        fleet = values.get("fleet")
+        return cls(**{"stall_ms": 0.0, **values, "fleet": None if fleet is None else Fleet(**fleet)})
 
     @classmethod
     def calibrated(cls, path: Path, **others: Any) -> "Site":
@@ -175,27 +185,36 @@ class Site:
 
     def make_replica(self, place: int, *, events: bool = True) -> Replica:
         """A new replica with an empty cache. `events`: it says what it caches."""
-        model, capacity = self.make_cost_model(), self.capacity(place)
+        first = "" if self.fleet is None else self.fleet.begins_with(place)
         queue = FairQueue(self.make_policy(), self.service_cost(), payers=make_payers(self.payer))
-        scaled = model if capacity == 1 else Scaled(model, 1 / capacity)
         return Replica(
             queue,
-            scaled,
-            self.settings(),
+            self.cost_of(place, first),
+            self.settings(place, first),
             steps=make_steps(queue.policy, self.stall_ms, self.target_tpot_ms),
             events=events,
             place=place,
             places=self.replicas,
         )
 
-    def settings(self) -> Settings:
-        """The engine's limits."""
+    def cost_of(self, place: int, model: str) -> CostModel:
+        """How long a step takes on a replica that has this model."""
+        found = self.make_cost_model() if self.fleet is None else self.fleet.cost(place, model)
+        capacity = self.capacity(place)
+        return found if capacity == 1 else Scaled(found, 1 / capacity)
+
+    def settings(self, place: int = 0, model: str = "") -> Settings:
+        """The limits of an engine that has this model."""
         given: dict[str, Any] = {
             "max_running": self.max_running,
             "chunked_prefill_tokens": self.chunked_prefill_tokens,
         }
+        if self.fleet is not None:
+            given["new_token_ratio"] = ratio = self.fleet.new_token_ratio
+            given["least_new_token_ratio"] = min(ratio, max(0.02, ratio / 2))
+            given["host_tokens"], given["host_token_s"] = self.fleet.host_tokens(model)
         return Settings(
-            kv_tokens=self._kv_tokens() if self.kv_tokens is None else self.kv_tokens,
+            kv_tokens=self.kv_tokens_of(place, model),
             page_tokens=self.page_tokens,
             ignore_eos=self.ignore_eos,
             cache_share=self.cache_share,
@@ -205,7 +224,7 @@ class Site:
 
     def make_router(self) -> Router:
         """A new router that knows all replicas."""
-        cost, known = self.service_cost(), parameters(self.placement)
+        cost = self.service_cost()
         given = {
             "quantum": self.quantum,
             "worker_quantum": self.worker_quantum,
@@ -213,26 +232,58 @@ class Site:
             "output_weight": cost.output_weight,
             "client_weights": dict(self.client_weights),
         }
-        values = {name: value for name, value in given.items() if value is not None and name in known}
-        placement = build(self.placement, **(values | dict(self.placement_options)))
         shares = Weights(self.client_weights) if self.cache_share else None
         throttling = Throttling(cast(Kind, self.throttle), make_rules(self.limits, "limits"))
+        finish_s = None if self.fleet is None else self.fleet.finish_s
         router = Router(
-            placement, name=self.placement, page_size=self.page_tokens, shares=shares, throttling=throttling
+            self._make_placement(given),
+            name=self.placement,
+            page_size=self.page_tokens,
+            shares=shares,
+            throttling=throttling,
+            swaps=Swaps(inf if finish_s is None else finish_s),
         )
         for place, worker in enumerate(self.workers):
+            models = () if self.fleet is None else self.fleet.loadable(place)
+            first = "" if self.fleet is None else self.fleet.begins_with(place)
             up = WorkerUp(
                 worker,
                 "",
                 kv="simulated",
                 capacity=self.capacity(place),
-                kv_tokens=self._kv_tokens() if self.kv_tokens is None else self.kv_tokens,
+                models=models,
+                loaded=first,
+                kv_tokens=self.kv_tokens_of(place, first),
                 chunk_tokens=self.chunked_prefill_tokens or 0,
             )
             router.handle(up, 0.0)
         return router
 
-    def _kv_tokens(self) -> int:
+    def _make_placement(self, given: Mapping[str, Any]) -> Placement:
+        if self.placement in BASELINES:
+            return BASELINES[self.placement](**self.placement_options)
+        known = parameters(self.placement)
+        values = {name: value for name, value in given.items() if value is not None and name in known}
+        return build(self.placement, **(values | dict(self.placement_options)))
+
+    @property
+    def kind(self) -> type[Placement]:
+        """Of the placement."""
+        return {**PLACEMENTS, **BASELINES}[self.placement]
+
+    @property
+    def tells_caches(self) -> bool:
+        """Whether what is cached can make a difference to the router. Where there is one replica, only if requests wait
+        at the router for their turn."""
+        uses_caches = self.kind.uses_caches and self.placement_options.get("prefixes", True)
+        return uses_caches and (self.replicas > 1 or issubclass(self.kind, Holding))
+
+    def kv_tokens_of(self, place: int, model: str) -> int:
+        """Tokens of the cache of a replica that has this model."""
+        if self.fleet is not None:
+            return self.fleet.kv_tokens(place, model)
+        if self.kv_tokens is not None:
+            return self.kv_tokens
         for name, known in ((self.gpu, GPUS), (self.model, SHAPES)):
             if name not in known:
                 raise ValueError(f"unknown {name!r}; there are {', '.join(known)}")

@@ -8,11 +8,11 @@ shepherd      whole batches: a worker takes as many requests of one model as fit
               possible, those of the earliest deadline that can still be kept, and the next batch when all are over
 spread        each request goes to one worker's queue at once, in turn or at random (`by`), whatever its model or
               speed; there the earliest deadline is first
+push          no queue: each request goes at once to the replica of its model that holds least
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from heapq import heappop, heappush
 from math import inf
 from random import Random
@@ -57,7 +57,7 @@ class _Queueing(Memoryless):
     """What all have in common: workers, and what is in flight there."""
 
     uses_caches: ClassVar[bool] = False
-    uses_progress: ClassVar[bool] = False
+    uses_progress: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self.places: dict[str, Place] = {}
@@ -96,6 +96,9 @@ class _Queueing(Memoryless):
         place = self.places[worker]
         return place.target or place.loaded
 
+    def next_models(self, worker: str) -> Sequence[str]:
+        return ()
+
     def placed(self, request: Request, worker: str, match: Match, now_s: float) -> None:
         place = self.places[worker]
         tokens = request.input_tokens + request.expected_output_tokens
@@ -120,19 +123,21 @@ class _Queueing(Memoryless):
         return first, self._count
 
 
-class ByRequest(_Queueing):
-    """`edf` and `fcfs_models`."""
+class Edf(_Queueing):
+    """Request by request."""
 
-    def __init__(self, by: str, prefers_loaded: bool = False) -> None:
+    by_deadline: ClassVar[bool] = True
+
+    def __init__(self, prefers_loaded: bool = False) -> None:
         super().__init__()
-        self._by, self._prefers_loaded = by, prefers_loaded
+        self._prefers_loaded = prefers_loaded
         self._heap: list[tuple[Key, Request]] = []
 
     def place(
         self, request: Request, match: Match, workers: Sequence[WorkerView], now_s: float
     ) -> str | None:
         due_s = request.promise.due_s if request.promise is not None else inf
-        heappush(self._heap, (self._key(due_s if self._by == "deadline" else now_s), request))
+        heappush(self._heap, (self._key(due_s if self.by_deadline else now_s), request))
         return None
 
     def next(
@@ -163,6 +168,12 @@ class ByRequest(_Queueing):
             chosen.target = request.model
             chosen.bound.append((key, request))
         return None
+
+
+class Fcfs(Edf):
+    """The same in order of arrival."""
+
+    by_deadline: ClassVar[bool] = False
 
 
 class Shepherd(_Queueing):
@@ -298,16 +309,10 @@ class Push(_Queueing):
         return None
 
 
-def make_baseline(name: str, options: Mapping[str, object]) -> Placement:
-    """A new one. KeyError for an unknown name, TypeError for an unknown option."""
-    kinds: Mapping[str, Callable[..., Placement]] = {
-        "edf": partial(ByRequest, "deadline"),
-        "fcfs_models": partial(ByRequest, "arrival"),
-        "shepherd": Shepherd,
-        "spread": Spread,
-        "push": Push,
-    }
-    return kinds[name](**options)
-
-
-BASELINES = ("edf", "fcfs_models", "shepherd", "spread")
+BASELINES: Mapping[str, type[Placement]] = {
+    "edf": Edf,
+    "fcfs_models": Fcfs,
+    "shepherd": Shepherd,
+    "spread": Spread,
+    "push": Push,
+}
