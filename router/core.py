@@ -532,18 +532,22 @@ class Router:
         if self._workers.taking is self._offered:
             return []
         self._offered = self._workers.taking
-        hopeless = [
-            (request, peer)
-            for request, peer in self._waiting.values()
-            if all(worker.name in request.exclude for worker in self._workers.pool(request.model).taking)
-            and not self._changes.may_come(request.model, request.exclude)
-        ]
+        kinds = {(request.model, request.exclude) for request, _ in self._waiting.values()}
+        kinds = {kind for kind in kinds if self._is_hopeless(*kind)}
+        if not kinds:
+            return []
+        hopeless = [one for one in self._waiting.values() if (one[0].model, one[0].exclude) in kinds]
         actions: list[Action] = []
         for request, peer in hopeless:
             self._give_up(request.id)
             why = self._why_nobody(request.model)
             actions.append((peer, self._refuse(request.id, why, retry=True, now_s=now_s)))
         return actions
+
+    def _is_hopeless(self, model: str, exclude: tuple[str, ...]) -> bool:
+        """Whether no worker but those is left that has the model, or may come to have it."""
+        taking = self._workers.pool(model).taking
+        return all(one.name in exclude for one in taking) and not self._changes.may_come(model, exclude)
 
     def _place_waiting(self, now_s: float) -> list[Action]:
         """Places the waiting requests for which a worker is ready."""

@@ -1,19 +1,24 @@
-"""Requests with deadlines on a simulated cluster: traffic, the baselines, and whole runs."""
+"""Requests with deadlines on the simulated cluster: traffic, the baselines, and whole runs."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from statistics import fmean
+from typing import Any
 
 import pytest
-from workloads.deadlines.baselines import BASELINES, make_baseline
-from workloads.deadlines.cluster import Cluster, Outcome, simulate
-from workloads.deadlines.fleet import DISK_WEIGHTS_PER_S, HOST_WEIGHTS_PER_S, Fleet, Shelf
 
 from router.placement.contract import Request
 from router.radix import RadixTree
 from sglang_fair.common.deadlines import Promise
 from workloads.deadlines.measures import attained, by, measure, percentile
+from workloads.deadlines.run import Served, simulate
 from workloads.deadlines.traffic import LONGEST_TOKENS, OUTPUT_MEAN, PROMPT_MEAN, Asked, Stream, requests
+from workloads.experiments.qlm_setting import ONE_MODEL, other, qlm, with_fleet
+from workloads.simulation import Fleet, Site
+from workloads.simulation.baselines import BASELINES
+from workloads.simulation.cluster import Cluster, Flight
+from workloads.simulation.fleet import DISK_WEIGHTS_PER_S, HOST_WEIGHTS_PER_S, Shelf
 
 TWO = {"a": "mistral-7b", "b": "vicuna-13b"}
 NO_MATCH = RadixTree(16, 1000).match(b"")
@@ -46,21 +51,21 @@ def test_a_stream_does_not_depend_on_the_others():
 
 
 def test_streams_and_fleets_are_plain_values():
-    stream, fleet = Stream("m", "batch-1", 5.0), Fleet(placement="edf", models=TWO)
+    stream, site = Stream("m", "batch-1", 5.0), qlm(2, TWO)
     assert Stream.from_json({**asdict(stream), "until_s": None}) == stream
-    assert Fleet.from_json(fleet.to_json()) == fleet
-    with pytest.raises(ValueError, match="a fleet has no color"):
-        Fleet.from_json({"color": 1})
+    assert Site.from_json(asdict(site)) == site
     with pytest.raises(ValueError, match="unknown GPU"):
-        Fleet(gpus=("abacus",))
+        Fleet(TWO, gpus=("abacus",))
     with pytest.raises(ValueError, match="unknown shape"):
-        Fleet(models={"m": "abacus"})
-    with pytest.raises(ValueError, match="begins with one of the models"):
-        Fleet(loaded=("n",))
+        Fleet({"m": "abacus"})
+    with pytest.raises(ValueError, match="models and GPUs"):
+        Fleet({})
+    with pytest.raises(ValueError, match="loads models for one router"):
+        replace(site, ingress=(1.0, 1.0))
 
 
 def test_weights_come_from_disk_once_and_then_from_the_hosts_memory():
-    fleet = Fleet(models={**TWO, "c": "llama-2-70b-4bit"}, host_weight_bytes=45e9)
+    fleet = Fleet({**TWO, "c": "llama-2-70b-4bit"}, host_weight_bytes=45e9)
     shelf = Shelf(fleet, "a")
     size = fleet.weight_bytes("b")
     assert shelf.swap_s("b") == pytest.approx(size / DISK_WEIGHTS_PER_S)
@@ -75,10 +80,14 @@ def test_weights_come_from_disk_once_and_then_from_the_hosts_memory():
 # ---- runs
 
 
-@pytest.mark.parametrize("placement", BASELINES)
+def edf(replicas: int = 1, models: Any = TWO, **fleet: Any) -> Site:
+    return other("edf", qlm(replicas, models, **fleet))
+
+
+@pytest.mark.parametrize("placement", ["edf", "fcfs_models", "shepherd", "spread", "qlm"])
 def test_everybody_is_answered_once_with_all_of_it(placement):
-    asked = mixed()
-    outcome = simulate(Fleet(placement=placement, models=TWO, gpus=("a100-80g",) * 2), asked)
+    asked, site = mixed(), qlm(2, TWO)
+    outcome = simulate(site if placement == "qlm" else other(placement, site), asked)
     assert [one.asked for one in outcome.served] == asked
     for one in outcome.served:
         assert one.output_tokens == one.asked.output_tokens
@@ -86,28 +95,63 @@ def test_everybody_is_answered_once_with_all_of_it(placement):
     found = measure(outcome)
     assert found["ended"] == found["requests"] == len(asked)
     assert found["output_tokens"] == sum(one.output_tokens for one in asked)
-    assert found["extend_tokens"] == sum(one.prompt_tokens for one in asked)
-    for replica in outcome.replicas:
+    assert found["extend_tokens"] >= sum(one.prompt_tokens for one in asked)
+    is_settled(outcome.cluster)
+
+
+def is_settled(cluster: Cluster) -> None:
+    """Nobody is left, and the books agree."""
+    for replica in cluster.replicas:
         replica.check_pool()
         assert len(replica.queue) == 0
+        assert replica.queue.status()["conservation"]["ok"]
+    [router] = cluster.routers
+    assert router.state()["in_flight"] == router.state()["waiting"] == 0
+    assert not cluster.flights
 
 
-def test_a_worker_serves_the_model_that_it_has():
+def deliveries(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, Flight, str | None]]:
+    """When which request reached a replica, with the model that was loaded there by the cost of its steps."""
+    found: list[tuple[float, Flight, str | None]] = []
+    deliver = Cluster._deliver
+
+    def watched(self: Cluster, flight: Flight) -> None:
+        fleet = self._site.fleet
+        cost = self.replicas[flight.worker].cost
+        there = next((model for model in fleet.models if fleet.cost(flight.worker, model) == cost), None)
+        found.append((self.now_s, flight, there))
+        assert self.now_s >= self.replicas[flight.worker]._ready_s
+        deliver(self, flight)
+
+    monkeypatch.setattr(Cluster, "_deliver", watched)
+    return found
+
+
+def test_a_worker_serves_the_model_that_it_has(monkeypatch):
     """While it loads another one nothing is sent to it, and nothing runs."""
-    seen = []
+    seen = deliveries(monkeypatch)
+    outcome = simulate(edf(), mixed(2.0, 25))
+    assert all(flight.model == there for _, flight, there in seen)
+    assert {there for _, _, there in seen} == {"a", "b"}
+    swaps = outcome.total("swaps")
+    assert outcome.total("swap_s") >= swaps * Fleet(TWO).weight_bytes("a") / HOST_WEIGHTS_PER_S > 0
 
-    def watch(cluster: Cluster) -> None:
-        for worker in cluster.workers:
-            models = {flight.asked.model for flight in cluster.flights.values() if flight.worker is worker}
-            seen.append(models)
-            assert models <= {worker.model}
 
-    fleet = Fleet(placement="edf", models=TWO, gpus=("a100-80g",))
-    outcome = simulate(fleet, mixed(2.0, 25), watch=watch, watch_every_s=0.25)
-    assert outcome.swaps
-    assert {"a"} in seen
-    assert {"b"} in seen
-    assert outcome.swap_s >= outcome.swaps * fleet.weight_bytes("a") / HOST_WEIGHTS_PER_S
+def test_what_is_cut_off_for_another_model_goes_on_later_with_what_it_has(monkeypatch):
+    """It comes again as a further part of the same answer, due when it was; nothing is computed twice but prompts."""
+    seen = deliveries(monkeypatch)
+    asked = [one for one in mixed(4.0, 60)]
+    outcome = simulate(edf(finish_s=0.0), asked)
+    parts = [flight for _, flight, _ in seen if flight.parts]
+    assert parts
+    for one in outcome.served:
+        assert one.output_tokens == one.asked.output_tokens
+    for _, flight, _ in seen:
+        served: Served = flight.owner
+        assert flight.request.deadline_s == pytest.approx(served.asked.due_s)
+        assert len(flight.request.tokens) >= 4 * (served.asked.prompt_tokens + flight.written)
+    assert sum(one.asked.output_tokens for one in outcome.served) == outcome.total("output_tokens")
+    is_settled(outcome.cluster)
 
 
 @pytest.mark.slow
@@ -115,9 +159,7 @@ def test_earliest_deadline_first_keeps_more_deadlines_than_order_of_arrival():
     streams = [Stream("m", "interactive", 3.0), Stream("m", "batch-2", 9.0)]
     asked = requests(streams, "0", most=600)
     models = {"m": "vicuna-13b"}
-    edf, fcfs = (
-        simulate(Fleet(placement=name, models=models), asked).served for name in ("edf", "fcfs_models")
-    )
+    edf, fcfs = (simulate(other(name, qlm(1, models)), asked).served for name in ("edf", "fcfs_models"))
     first = {
         name: attained(by(some, lambda one: one.asked.slo_class)["interactive"])
         for name, some in (("edf", edf), ("fcfs", fcfs))
@@ -142,38 +184,43 @@ host's memory."""
 
 def test_a_short_run_of_edf_is_as_it_was() -> None:
     asked = requests([Stream("a", "batch-1", 1.0), Stream("b", "batch-2", 1.0)], "golden", most=8)
-    outcome = simulate(Fleet(placement="edf", models=TWO), asked)
+    outcome = simulate(edf(), asked)
     told = tuple(
         f"{one.asked.model} {one.asked.at_s:.3f} {one.placed_s:.3f} {one.first_s:.3f} {one.ended_s:.3f}"
         for one in outcome.served
     )
     assert told == GOLDEN
-    assert outcome.swaps == 3
+    assert outcome.total("swaps") == 3
+
+
+def thirds(rate_per_s: float, most: int) -> list[Asked]:
+    """As many interactive ones as of each of two batches."""
+    model = next(iter(ONE_MODEL))
+    classes = ("interactive", "batch-1", "batch-2")
+    return requests([Stream(model, name, rate_per_s / 3) for name in classes], "0", most=most)
+
+
+def chats(served: Sequence[Served]) -> float | None:
+    return attained([one for one in served if one.asked.slo_class == "interactive"])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("evicts", [False, True])
-def test_with_one_model_qlm_keeps_as_many_deadlines_as_edf(evicts: bool) -> None:
-    streams = [Stream("m", name, 4.0) for name in ("interactive", "batch-1", "batch-2")]
-    asked = requests(streams, "0", most=600)
-    replicas = {"policy": "slo", "evicts": True, "shares": False} if evicts else {}
-    paper = {"prefixes": False, "tiers": False}
-    met = {}
-    for placement, how in (("qlm", {"options": paper, **replicas}), ("edf", {}), ("fcfs_models", {})):
-        outcome = simulate(Fleet(placement=placement, models={"m": "vicuna-13b"}, **how), asked)
-        assert all(one.output_tokens == one.asked.output_tokens for one in outcome.served)
-        met[placement] = attained(outcome.served)
-        assert (outcome.evictions > 0) == (evicts and placement == "qlm")
-    assert met["qlm"] >= met["edf"] - 0.01
-    assert met["qlm"] > met["fcfs_models"] + 0.05
+def test_with_one_model_qlm_keeps_as_many_deadlines_as_edf() -> None:
+    asked = thirds(12.0, 600)
+    outcome = simulate(qlm(1), asked)
+    edf, fcfs = (simulate(other(name, qlm(1)), asked) for name in ("edf", "fcfs_models"))
+    met = attained(outcome.served)
+    assert met >= attained(edf.served) - 0.01
+    assert met > attained(fcfs.served) + 0.05
+    assert outcome.total("evictions") > 0 == edf.total("evictions")
 
 
 @pytest.mark.slow
 def test_with_several_models_qlm_loads_few_times() -> None:
     asked = requests([Stream(model, "batch-1", 2.0) for model in TWO], "0", most=60)
-    fleet = Fleet(placement="qlm", options={"prefixes": False, "tiers": False}, models=TWO)
-    grouped, by_request = simulate(fleet, asked), simulate(replace(fleet, placement="edf", options={}), asked)
-    assert grouped.swaps < by_request.swaps / 3
+    site = qlm(1, TWO)
+    grouped, by_request = simulate(site, asked), simulate(other("edf", site), asked)
+    assert grouped.total("swaps") < by_request.total("swaps") / 3
     assert grouped.end_s < by_request.end_s / 2
 
 
@@ -189,7 +236,7 @@ def a_request(number: int, due_s: float, model: str = "m", tokens: int = 100) ->
 def with_workers(
     name: str, count: int = 1, kv_tokens: int = 5000, models: tuple[str, ...] = ("m",), **options: object
 ):
-    placement = make_baseline(name, options)
+    placement = BASELINES[name](**options)
     for number in range(count):
         placement.worker_up(f"r{number}")
         placement.equip(f"r{number}", loaded=models[0], kv_tokens=kv_tokens, chunk_tokens=0, now_s=0.0)
@@ -252,7 +299,7 @@ def test_shepherd_leaves_out_what_is_late_while_others_can_be_in_time():
     assert pulled(placement, 5.0) == [("1", "r0"), ("2", "r0")]
 
 
-@pytest.mark.parametrize("name", BASELINES)
+@pytest.mark.parametrize("name", ["edf", "fcfs_models", "shepherd", "spread"])
 def test_a_request_that_was_given_up_goes_nowhere(name):
     placement = with_workers(name)
     gone = a_request(0, 5.0)
@@ -277,9 +324,7 @@ def test_spread_gives_each_worker_its_own(name_by):
 
 
 def test_attained_is_the_part_in_time_whoever_was_never_answered_included():
-    outcome: Outcome = simulate(
-        Fleet(placement="edf", models=TWO, gpus=("a100-80g",)), mixed(20.0, 120), until_s=20.0
-    )
+    outcome = simulate(edf(), mixed(20.0, 120), until_s=20.0)
     found = measure(outcome)
     late = sum(one.first_s is None or one.first_s > one.asked.due_s for one in outcome.served)
     assert found["attained"] == pytest.approx(1 - late / len(outcome.served))

@@ -54,7 +54,7 @@ class Outcome:
 
 class _Run:
     def __init__(self, site: Site, asked: Iterable[Asked]) -> None:
-        self.cluster = Cluster(site, self._over, step_s=PROGRESS_S)
+        self.cluster = Cluster(site, self._over, step_s=PROGRESS_S, report_s=0.0)
         self.served: list[Served] = []
         for one in asked:
             self.cluster.at(one.at_s, self._arrive, one)

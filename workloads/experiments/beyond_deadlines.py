@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from statistics import fmean
 
+from router.placement.outputs import ExpectedOutputs
 from workloads.deadlines.measures import attained, by, measure, percentile
 from workloads.deadlines.run import Outcome, Served
 from workloads.deadlines.traffic import Stream
@@ -137,10 +137,24 @@ def _cut(served: Sequence[Served]) -> int:
     return sum(one.is_refused and one.asked.call > 1 for one in served)
 
 
-def _cost(one: Served, at_s: float, usual_tokens: float = 0.0) -> float:
-    """What a request that was sent counts: what is usual, and what it took once it is over."""
+def _expected(served: Sequence[Served]) -> Mapping[str, float]:
+    """Of each answer, by name, what the router expected when the request came."""
+    outputs, found = ExpectedOutputs(), dict[str, float]()
+    ends = [(one.ended_s, 0, one) for one in served if one.ended_s is not None]
+    for _, comes, one in sorted(
+        [*ends, *((one.asked.at_s, 1, one) for one in served)], key=lambda event: event[:2]
+    ):
+        if comes:
+            found[one.asked.id] = outputs.of(one.asked.client, one.asked.most_tokens)
+        else:
+            outputs.learn(one.asked.client, one.output_tokens)
+    return found
+
+
+def _cost(one: Served, at_s: float, expected: Mapping[str, float]) -> float:
+    """What a request that was sent counts: what was expected, and what it took once it is over."""
     is_over = one.ended_s is not None and one.ended_s <= at_s
-    return one.asked.prompt_tokens + 2.0 * (one.asked.output_tokens if is_over else usual_tokens)
+    return one.asked.prompt_tokens + 2.0 * (one.asked.output_tokens if is_over else expected[one.asked.id])
 
 
 def _gap(clients: Sequence[Sequence[Served]], ahead: float) -> Mapping[str, Json]:
@@ -148,7 +162,7 @@ def _gap(clients: Sequence[Sequence[Served]], ahead: float) -> Mapping[str, Json
     placed = [sorted(one.placed_s for one in some if one.placed_s is not None) for some in clients]
     waits_until_s = min(max(one.asked.at_s for one in some) for some in clients)
     first_s = max(times[len(times) // 20] for times in placed)
-    usual = [fmean(one.asked.output_tokens for one in some) for some in clients]
+    expected = _expected([one for some in clients for one in some])
     gap = in_flight = 0.0
     base: float | None = None
     for step in range(int(first_s) + 1, int(waits_until_s)):
@@ -156,16 +170,14 @@ def _gap(clients: Sequence[Sequence[Served]], ahead: float) -> Mapping[str, Json
         sent = [
             [one for one in some if one.placed_s is not None and one.placed_s <= at_s] for some in clients
         ]
-        counted = [
-            sum(_cost(one, at_s, tokens) for one in some) for some, tokens in zip(sent, usual, strict=True)
-        ]
+        counted = [sum(_cost(one, at_s, expected) for one in some) for some in sent]
         running = [
-            sum(_cost(one, 1e18) for one in some if one.ended_s is None or one.ended_s > at_s)
+            sum(_cost(one, 1e18, expected) for one in some if one.ended_s is None or one.ended_s > at_s)
             for some in sent
         ]
         difference = counted[0] - counted[1]
         base = difference if base is None else base
         gap, in_flight = max(gap, abs(difference - base)), max(in_flight, *running)
-    largest = sum(max(_cost(one, 1e18) for one in some) for some in clients)
+    largest = sum(max(_cost(one, 1e18, expected) for one in some) for some in clients)
     bound = ahead + largest + in_flight
     return {"gap_units": gap, "bound_units": bound, "ahead_units": ahead, "gap_over_bound": gap / bound}

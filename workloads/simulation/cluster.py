@@ -92,9 +92,16 @@ class Cluster:
     """The parts stay, to be looked into. Its owner schedules what it does itself (`at`, `every`), and turns the clock
     (`step`)."""
 
-    def __init__(self, site: Site, over: Callable[[Flight, Ended], None], *, step_s: float) -> None:
+    def __init__(
+        self,
+        site: Site,
+        over: Callable[[Flight, Ended], None],
+        *,
+        step_s: float,
+        report_s: float = PROGRESS_S,
+    ) -> None:
         """`over` is told how each request has ended. An answer's tokens are recorded when the first and the last comes,
-        and at even times `step_s` apart."""
+        and at even times `step_s` apart; at these the router hears of it, `report_s` after the last time or later."""
         self.now_s = 0.0
         self.scheduled = 0
         """Events so far."""
@@ -108,7 +115,7 @@ class Cluster:
         self.plans = 0
         self._site = site
         self._over = over
-        self._step_s = step_s
+        self._step_s, self._report_s = step_s, report_s
         self._places = {worker: place for place, worker in enumerate(site.workers)}
         self._tells_output = site.kind.uses_progress
         self._events: list[tuple[float, int, Callable[[Any], None], Any]] = []
@@ -409,7 +416,7 @@ class Cluster:
                     times, written = flight.token_times, flight.written + output_tokens
                     if written > times[-1][1]:
                         times.append((t_s, written))
-                        if self._tells_output and t_s - flight.reported_s >= PROGRESS_S:
+                        if self._tells_output and t_s - flight.reported_s >= self._report_s:
                             flight.reported_s = t_s
                             self.tell(flight.router, message.Progress(job.id, output_tokens))
 
