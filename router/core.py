@@ -147,6 +147,8 @@ class Router:
         self._record = PlacementRecord()
         self._waiting: dict[str, tuple[Request, bytes]] = {}
         """Requests that the placement holds, each with the peer that asked."""
+        self._kinds: Counter[tuple[str, tuple[str, ...]]] = Counter()
+        """Of these, how many are for a model and exclude some workers."""
         self._offered: list[Worker] = []
         """The workers among which each waiting request has one that it may go to."""
         self._throttling = Throttling() if throttling is None else throttling
@@ -333,6 +335,7 @@ class Router:
             name = pool.placement.place(request, match, allowed, now_s)
         if name is None:
             self._waiting[event.id] = request, peer
+            self._kinds[request.model, request.exclude] += 1
             standing = self._standing(event.id, now_s)
             self._record.held(
                 request.id, "every worker has as many requests as the placement allows", standing
@@ -532,8 +535,7 @@ class Router:
         if self._workers.taking is self._offered:
             return []
         self._offered = self._workers.taking
-        kinds = {(request.model, request.exclude) for request, _ in self._waiting.values()}
-        kinds = {kind for kind in kinds if self._is_hopeless(*kind)}
+        kinds = {kind for kind in self._kinds if self._is_hopeless(*kind)}
         if not kinds:
             return []
         hopeless = [one for one in self._waiting.values() if (one[0].model, one[0].exclude) in kinds]
@@ -556,7 +558,7 @@ class Router:
         taking = self._workers.taking
         while self._waiting and (chosen := self._holding.next(taking, self._match, self._may, now_s)):
             request, name = chosen
-            _, peer = self._waiting.pop(request.id)
+            peer = self._leave(request.id)[1]
             self._waiting_limit.give(request.client)
             match, worker = self._match(request), self._workers.by_name[name]
             allowed = [one for one in worker.pool.taking if one.name not in request.exclude]
@@ -623,13 +625,22 @@ class Router:
             match = self._matches[request.id] = self.tree.match(request.tokens, request.namespace)
         return match
 
+    def _leave(self, name: str) -> tuple[Request, bytes]:
+        """A request that waits does so no more."""
+        request, peer = self._waiting.pop(name)
+        kind = request.model, request.exclude
+        self._kinds[kind] -= 1
+        if not self._kinds[kind]:
+            del self._kinds[kind]
+        return request, peer
+
     def _give_up(self, name: str) -> bool:
         """Takes request `name` out of the queue; False if it was not there."""
         if self._suspects.waiting.pop(name, None) is not None:
             return True
-        waiting = self._waiting.pop(name, None)
-        if waiting is None:
+        if name not in self._waiting:
             return False
+        waiting = self._leave(name)
         assert self._holding is not None
         self._waiting_limit.give(waiting[0].client)
         self._holding.give_up(waiting[0])

@@ -46,6 +46,9 @@ class ModelChanges:
         """By worker, what its placement was told that it can load."""
         self._asked_s: dict[str, float] = {}
         """By worker, when the placement was last asked what it wants there."""
+        self._busy: list[Worker] = []
+        self._quiet_until_s = -inf
+        """Until then nothing is asked while these, which are all that may be asked about, are at work."""
 
     def may_come(self, model: str, exclude: Iterable[str]) -> bool:
         """Whether a worker, other than `exclude`, may be made to load `model`."""
@@ -115,11 +118,18 @@ class ModelChanges:
 
     def _ask_placement(self, placement: Swapping, now_s: float) -> None:
         """Which models it wants; of a worker that is at work not more often than every `ASK_S`."""
-        for name in self.swaps.serving():
-            worker = self._workers.get(name)
-            if worker is None or (worker.in_flight and now_s < self._asked_s.get(name, -inf) + ASK_S):
+        if now_s < self._quiet_until_s and all(worker.in_flight for worker in self._busy):
+            return
+        known = [worker for name in self.swaps.serving() if (worker := self._workers.get(name)) is not None]
+        self._busy, self._quiet_until_s = known, inf
+        for worker in known:
+            name = worker.name
+            next_s = self._asked_s.get(name, -inf) + ASK_S
+            if worker.in_flight and now_s < next_s:
+                self._quiet_until_s = min(self._quiet_until_s, next_s)
                 continue
             self._asked_s[name] = now_s
+            self._quiet_until_s = min(self._quiet_until_s, now_s + ASK_S)
             wanted = placement.wanted(name)
             if wanted is not None and self.swaps.want(name, wanted, now_s):
                 self.align(name, now_s)
@@ -129,6 +139,7 @@ class ModelChanges:
         worker = self._workers.get(name)
         if worker is None or not self.swaps.knows(name):
             return
+        self._quiet_until_s = -inf
         models = tuple(self.swaps.can_load(name)) or worker.models
         served = self.swaps.served(name)
         self._workers.set_models(worker, models, is_swapping=not self.swaps.takes(name))
