@@ -1,7 +1,6 @@
 """Requests with deadlines on the simulated cluster: traffic, the baselines, and whole runs."""
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from statistics import fmean
 from typing import Any
@@ -14,7 +13,7 @@ from sglang_fair.common.deadlines import Promise
 from workloads.deadlines.measures import attained, by, measure, percentile
 from workloads.deadlines.run import Served, simulate
 from workloads.deadlines.traffic import LONGEST_TOKENS, OUTPUT_MEAN, PROMPT_MEAN, Asked, Stream, requests
-from workloads.experiments.qlm_setting import ONE_MODEL, other, qlm, with_fleet
+from workloads.experiments.qlm_setting import ONE_MODEL, other, qlm
 from workloads.simulation import Fleet, Site
 from workloads.simulation.baselines import BASELINES
 from workloads.simulation.cluster import Cluster, Flight
@@ -137,11 +136,11 @@ def test_a_worker_serves_the_model_that_it_has(monkeypatch):
     assert outcome.total("swap_s") >= swaps * Fleet(TWO).weight_bytes("a") / HOST_WEIGHTS_PER_S > 0
 
 
+@pytest.mark.slow
 def test_what_is_cut_off_for_another_model_goes_on_later_with_what_it_has(monkeypatch):
     """It comes again as a further part of the same answer, due when it was; nothing is computed twice but prompts."""
     seen = deliveries(monkeypatch)
-    asked = [one for one in mixed(4.0, 60)]
-    outcome = simulate(edf(finish_s=0.0), asked)
+    outcome = simulate(edf(finish_s=0.0), mixed(4.0, 40))
     parts = [flight for _, flight, _ in seen if flight.parts]
     assert parts
     for one in outcome.served:
@@ -200,19 +199,55 @@ def thirds(rate_per_s: float, most: int) -> list[Asked]:
     return requests([Stream(model, name, rate_per_s / 3) for name in classes], "0", most=most)
 
 
-def chats(served: Sequence[Served]) -> float | None:
-    return attained([one for one in served if one.asked.slo_class == "interactive"])
-
-
 @pytest.mark.slow
-def test_with_one_model_qlm_keeps_as_many_deadlines_as_edf() -> None:
-    asked = thirds(12.0, 600)
-    outcome = simulate(qlm(1), asked)
-    edf, fcfs = (simulate(other(name, qlm(1)), asked) for name in ("edf", "fcfs_models"))
+@pytest.mark.parametrize("tiers", [False, True])
+def test_with_one_model_it_keeps_as_many_deadlines_as_edf(tiers: bool) -> None:
+    """Nor do shares lose any, where clients send alike."""
+    asked, paper = thirds(12.0, 600), qlm(1)
+    asked = [replace(one, client=f"c{number % 20}") for number, one in enumerate(asked)]
+    outcome = simulate(qlm(1, options={"prefixes": False, "tiers": tiers}, shares=tiers), asked)
+    edf, fcfs = (simulate(other(name, paper), asked) for name in ("edf", "fcfs_models"))
     met = attained(outcome.served)
     assert met >= attained(edf.served) - 0.01
     assert met > attained(fcfs.served) + 0.05
     assert outcome.total("evictions") > 0 == edf.total("evictions")
+
+
+@pytest.mark.slow
+def test_who_is_late_already_does_not_make_others_late() -> None:
+    """Far beyond what can be served EDF serves those who have just missed their deadline, all the time."""
+    asked = thirds(24.0, 1200)
+    ours, theirs = (simulate(site, asked).served for site in (qlm(1), other("edf", qlm(1))))
+    assert attained(ours) >= attained(theirs) + 0.1
+
+
+FLOODS = {
+    "claims a second": {"rate_per_s": 30.0},
+    "piece by piece": {"rate_per_s": 150.0, "prompts": 0.1, "outputs": 0.03},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FLOODS)
+def test_a_flood_delays_nobody_who_is_within_its_share(kind: str) -> None:
+    """It asks for more than the cluster can do, each within a second. A light client is in time; and
+    whatever the flood claimed, it is served in the end."""
+    length_s, model = 40.0, next(iter(ONE_MODEL))
+    streams = [
+        Stream(model, "batch-1", 0.25, until_s=length_s, client="light", slo_s=20.0),
+        Stream(
+            model,
+            "batch-1",
+            until_s=length_s,
+            client="flood",
+            slo_s=1.0,
+            **FLOODS[kind],
+        ),
+    ]
+    asked = requests(streams, "0")
+    served = simulate(qlm(1, options={}, shares=True), asked).served
+    assert attained([one for one in served if one.asked.client == "light"]) == 1.0
+    assert all(one.ended_s is not None for one in served)
 
 
 @pytest.mark.slow

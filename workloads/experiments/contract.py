@@ -63,6 +63,7 @@ CURVES = "curves"
 LATER: tuple[tuple[str, str, Json], ...] = (
     ("site", "throttle", "none"),
     ("site", "limits", {}),
+    ("site", "fleet", None),
     ("plan", "program_timeout_s", None),
     ("plan", "waits", False),
 )

@@ -46,6 +46,7 @@ class Fleet:
     """How long a plan takes, for placements that ask for one."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "gpus", tuple(self.gpus))
         for gpu in self.gpus:
             if gpu not in GPUS:
                 raise ValueError(f"unknown GPU {gpu!r}; there are {', '.join(GPUS)}")
