@@ -45,6 +45,9 @@ BATCH_2 = tuple(model for model in W_B if model.startswith("b2"))
 PAPER_QLM: Mapping[str, Json] = {"prefixes": False, "tiers": False}
 """The paper's: nobody has a share, and prefixes do not count."""
 
+PLANS: Mapping[str, Json] = {"solver": "search", "plan_work": 2_000_000}
+"""The same plan for the same queues, however fast the machine is."""
+
 LABELS: Mapping[str, str] = {
     "qlm": "QLM",
     "edf": "EDF",
@@ -67,7 +70,7 @@ def qlm(
     return Site(
         replicas=replicas,
         placement="qlm",
-        placement_options={**options, "evicts": True},
+        placement_options={**PLANS, **options, "evicts": True},
         policy="slo",
         policy_options=policy_options,
         quantum=None if shares else NO_SHARES,

@@ -19,7 +19,6 @@ from typing import Any, assert_never
 
 from router import events as message
 from router.core import Router
-from router.queues.plan import plan
 from sglang_fair.common.deadlines import Promise
 from sglang_fair.core import POLICIES
 from sglang_fair.sim.replica import Event, Finished, Progress, Refused, Removed, Replica, SimRequest, Stored
@@ -123,6 +122,7 @@ class Cluster:
         """What is done at even times."""
         self._wakes_s = [inf] * site.replicas
         """When each replica's turn comes next."""
+        self._plan_s = None if site.fleet is None else site.fleet.plan_s
         self._shelves: list[Shelf] = []
         if (fleet := site.fleet) is not None:
             self._shelves = [Shelf(fleet, fleet.begins_with(place)) for place in range(site.replicas)]
@@ -274,10 +274,12 @@ class Cluster:
                 case message.Exchange():
                     if answer.number:
                         self._load(answer)
-                case message.Replan():
-                    self._plan(answer)
                 case _:
                     raise AssertionError(answer)
+        if self._plan_s is not None and (asked := self.routers[router].question(self.now_s)) is not None:
+            self.plans += 1
+            number, work = asked
+            self.at(self.now_s + self._plan_s, self._planned, message.Planned(number, work()))
 
     def _placed(self, place: message.Place) -> None:
         flight = self.flights[place.id]
@@ -295,19 +297,10 @@ class Cluster:
             flight.is_cut = True
             self._abort(flight)
 
-    def _plan(self, asked: message.Replan) -> None:
-        assert self._site.fleet is not None
-        self.plans += 1
-        planned = plan(asked.problem, most_work=2_000_000, solver="search")
-        told = message.Plan(asked.number, {name: tuple(order) for name, order in planned.orders.items()})
-        self.at(self.now_s + self._site.fleet.plan_s, self._planned, told)
-
-    def _planned(self, told: message.Plan) -> None:
+    def _planned(self, told: message.Planned) -> None:
         self.tell(0, told)
 
     def _tick(self, number: int) -> None:
-        if getattr(self.routers[0], "plans", False):
-            self.tell(0, message.Planner())
         self.tell(0, message.Tick())
 
     # ---- agents
